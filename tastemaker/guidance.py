@@ -1,0 +1,123 @@
+"""Classifier-free guidance around any backbone: latents and logits extrapolate alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .distributions import like
+from .policy import Backbone, CausalBackbone, Guidance
+from .types import Condition, Facts, Prompts
+
+NEGATIVE = "negative."
+
+
+def embed(model: Backbone, guidance: Guidance, prompts: Prompts, facts: Sequence[Facts]) -> Condition:
+    """Both conditions in one, so that rows of them are selected together."""
+    cond = model.embed(prompts, facts)
+    without = model.embed([guidance.negative] * len(prompts), facts)
+    return replace(cond, tensors={**cond.tensors, **{NEGATIVE + key: x for key, x in without.tensors.items()}})
+
+
+def split(cond: Condition) -> tuple[Condition, Condition]:
+    """With and without the prompt."""
+    without = {key.removeprefix(NEGATIVE): x for key, x in cond.tensors.items() if key.startswith(NEGATIVE)}
+    own = {key: x for key, x in cond.tensors.items() if not key.startswith(NEGATIVE)}
+    return replace(cond, tensors=own), replace(cond, tensors=without)
+
+
+def both(cond: Condition) -> Condition:
+    """The rows with the prompt, then the rows without it, for one batched call."""
+    own, without = split(cond)
+    tensors = {key: torch.cat([x, without.tensors[key]]) for key, x in own.tensors.items()}
+    return Condition(cond.prompts * 2, tensors, cond.facts * 2)
+
+
+def extrapolate(guidance: Guidance, given: Tensor, without: Tensor, inside: Tensor) -> Tensor:
+    """Guided where `inside` says so, the conditional prediction elsewhere."""
+    guided = without + guidance.scale * (given - without)
+    if guidance.rescale:
+        norms = [x.flatten(1).norm(dim=1) for x in (given, guided)]
+        guided = guided * like(norms[0] / norms[1].clamp(min=1e-12), guided)
+    return torch.where(inside, guided, given)
+
+
+class Guided:
+    """Guidance by two predictions in one batched call."""
+
+    def __init__(self, model: Backbone, guidance: Guidance) -> None:
+        self.model, self.guidance = model, guidance
+        self.shape, self.pixels, self.passes = model.shape, model.pixels, 2 * model.passes
+
+    @property
+    def net(self) -> nn.Module:
+        return self.model.net
+
+    @net.setter
+    def net(self, net: nn.Module) -> None:
+        self.model.net = net
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return embed(self.model, self.guidance, prompts, facts)
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        given, without = self.model.predict(torch.cat([x, x]), torch.cat([t, t]), both(cond)).chunk(2)
+        low, high = self.guidance.interval
+        return extrapolate(self.guidance, given, without, like((t >= low) & (t <= high), given))
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.model.encode(pixels)
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return self.model.decode(x, frames)
+
+
+class GuidedCausal:
+    """Guidance token by token; both halves read the same tokens."""
+
+    def __init__(self, model: CausalBackbone, guidance: Guidance) -> None:
+        self.model, self.guidance = model, guidance
+        self.shape, self.pixels, self.passes = model.shape, model.pixels, 2 * model.passes
+
+    @property
+    def net(self) -> nn.Module:
+        return self.model.net
+
+    @net.setter
+    def net(self, net: nn.Module) -> None:
+        self.model.net = net
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return embed(self.model, self.guidance, prompts, facts)
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        given, without = self.model.predict(torch.cat([x, x]), torch.cat([t, t]), both(cond)).chunk(2)
+        places = torch.arange(x.shape[1], device=x.device)
+        return extrapolate(self.guidance, given, without, self._inside(places)[None, :, None])
+
+    def _inside(self, places: Tensor) -> Tensor:
+        low, high = self.guidance.interval
+        t = 1 - places / self.shape[0]
+        return (t >= low) & (t <= high)
+
+    def begin(self, cond: Condition) -> tuple[Any, Any, int]:
+        own, without = split(cond)
+        return self.model.begin(own), self.model.begin(without), 0
+
+    def extend(self, ids: Tensor | None, cache: tuple[Any, Any, int], cond: Condition) -> tuple[Tensor, Any]:
+        own, without = split(cond)
+        first, second, place = cache
+        given, first = self.model.extend(ids, first, own)
+        plain, second = self.model.extend(ids, second, without)
+        inside = self._inside(torch.tensor([place], device=given.device))
+        return extrapolate(self.guidance, given, plain, inside), (first, second, place + 1)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.model.encode(pixels)
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return self.model.decode(x, frames)

@@ -1,0 +1,150 @@
+"""What an algorithm is: experience gathered without gradients, then priced part by part."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from .policy import P, Policy, Process
+from .randomness import Randomness
+from .reward import Rubric, Scores
+from .types import Loss, PromptBatch, Trajectory
+
+B = TypeVar("B")  # a batch of data
+E = TypeVar("E")  # experience, a tree of tensors
+Q = TypeVar("Q")  # a part of it, cheap to name
+
+
+class Comm(Protocol):
+    """What ranks can ask of each other; the identity on one process."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, in rank order."""
+
+    def gather_objects(self, items: Sequence[Any]) -> list[Any]: ...
+    def mean(self, x: Tensor) -> Tensor: ...
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One process."""
+
+    rank: int = 0
+    world: int = 1
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather_objects(self, items: Sequence[Any]) -> list[Any]:
+        return list(items)
+
+    def mean(self, x: Tensor) -> Tensor:
+        return x
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+
+class Memory(Protocol):
+    """What an objective remembers from step to step, as plain data that goes into the checkpoint."""
+
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Nothing:
+    """The memory of an objective that has none."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Context(Generic[P]):
+    policy: Policy[P]
+    rubric: Rubric
+    rng: Randomness  # one row for each row of this rank's batch
+    comm: Comm
+    memory: Memory
+    epoch: int = 0  # how often this experience was passed over before: names fresh draws
+
+
+class Objective(ABC, Generic[P, B, E, Q]):
+    """A frozen dataclass of hyperparameters that knows how to learn from experience."""
+
+    needs: ClassVar[type] = Process  # what it can be used on
+    needs_gradient: ClassVar[bool] = False  # of the rewards
+    needs_chance: ClassVar[bool] = False  # of the sampler: a deterministic one decides nothing
+    consumes: ClassVar[type]  # PromptBatch, Pictures or Pairs
+    group: int = 1  # samples made of each row of the batch
+
+    def snapshots(self) -> tuple[str, ...]:
+        """The named weights it will borrow."""
+        return ()
+
+    def untied(self) -> Self | None:
+        """The same without its penalty for leaving the reference; None if it has no such penalty."""
+        return None
+
+    def memory(self) -> Memory:
+        return Nothing()
+
+    @abstractmethod
+    def collect(self, ctx: Context[P], batch: B) -> E: ...
+    def watch(self, experience: E) -> dict[str, Tensor]:
+        """What the experience itself tells, before anything is learned of it: [B] or scalars."""
+        return {}
+
+    @abstractmethod
+    def parts(self, experience: E) -> Sequence[Q]:
+        """What to back-propagate one after the other, each graph freed before the next is built."""
+
+    @abstractmethod
+    def loss(self, ctx: Context[P], experience: E, part: Q) -> Loss: ...
+    def after_update(self, ctx: Context[P]) -> None:
+        """Move weights that trail the live ones, once a step."""
+        return None
+
+
+@dataclass(frozen=True)
+class Rated:
+    """Samples, what they earned, and by how much that is better than expected."""
+
+    trajectory: Trajectory
+    rng: Randomness
+    reward: Tensor  # [B]
+    advantage: Tensor  # [B]
+    parts: dict[str, Tensor]  # [B] each reward by itself
+
+    def __len__(self) -> int:
+        return len(self.trajectory)
+
+    def watched(self, group: int) -> dict[str, Tensor]:
+        """Rewards, and the share of groups that earned all the same, from which nothing can be learned."""
+        spans = self.reward.view(-1, group)
+        flat = (spans.amax(1) - spans.amin(1) < 1e-8).float().mean()
+        parts = {f"reward/{name}": part for name, part in self.parts.items()}
+        return {"reward": self.reward, "flat_groups": flat, **parts}
+
+
+@torch.no_grad()
+def rate(ctx: Context[Process], batch: PromptBatch, group: int) -> tuple[Trajectory, Randomness, Scores]:
+    """Make a group of samples for each prompt and score them."""
+    rng = ctx.rng.repeat(group)
+    trajectory = ctx.policy.sample(ctx.policy.embed(batch.prompts, batch.facts).repeat(group), rng)
+    cond = trajectory.cond
+    return trajectory, rng, ctx.rubric.score(ctx.policy.decode(trajectory.final), cond.prompts, cond.facts)

@@ -1,0 +1,190 @@
+"""The contract between generators and everything that trains or searches them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from .distributions import Distribution
+from .randomness import Randomness
+from .types import Condition, Corrupted, Facts, Placement, Prompts, Segment, Trajectory
+from .weights import Weights
+
+
+@runtime_checkable
+class Backbone(Protocol):
+    """What a new model brings. Every use of the network goes through `net(...)`, for there sharding hooks in."""
+
+    net: nn.Module
+    shape: tuple[int, ...]  # of one clean sample in model space
+    pixels: tuple[int, int, int, int]  # frames, channels, height, width of what it makes
+    passes: int  # network calls one prediction costs
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition: ...
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        """The network's own output: velocity, noise, or logits [B, K, V]."""
+
+    def encode(self, pixels: Tensor) -> Tensor: ...
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        """Pixels of all frames or of those asked for, with gradients: [B, F, 3, H, W]."""
+
+
+@runtime_checkable
+class CausalBackbone(Backbone, Protocol):
+    """Adds a cache, so that written tokens need not be read again."""
+
+    def begin(self, cond: Condition) -> Any:
+        """An empty cache: a tree of tensors with rows in dimension 0."""
+
+    def extend(self, ids: Tensor | None, cache: Any, cond: Condition) -> tuple[Tensor, Any]:
+        """Logits [B, V] of the next token after appending `ids` [B] (None: of the first), and the cache."""
+
+
+class ModelSpec(Protocol):
+    """What a configuration says of a model; loading makes the backbone."""
+
+    @property
+    def suits(self) -> type[Process]:
+        """The kind of process its network was made for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one clean sample in model space."""
+
+    @property
+    def frames(self) -> int:
+        """Of what it makes; a still has one."""
+
+    def load(self, placement: Placement) -> Backbone: ...
+    def tiny(self) -> ModelSpec:
+        """The same model at random small size, for tests."""
+
+
+class Rollout(ABC):
+    """A batch of samples on its way: step it, look at it, drop rows of it."""
+
+    cond: Condition
+    start: Tensor
+    segments: tuple[Segment, ...]
+    price: int  # rows times network calls so far
+
+    @property
+    @abstractmethod
+    def progress(self) -> float:
+        """From 0 to exactly 1."""
+
+    @abstractmethod
+    def step(self) -> None: ...
+    @abstractmethod
+    def preview(self) -> Tensor:
+        """The present guess at the clean samples, in model space."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> None: ...
+    def finish(self) -> Trajectory:
+        """Step to the end."""
+        while self.progress < 1:
+            self.step()
+        return Trajectory(self.cond, self.start, self.preview(), self.segments)
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance: without + scale * (with - without), within an interval of t."""
+
+    scale: float = 1.0
+    negative: str = ""
+    interval: tuple[float, float] = (0.0, 1.0)  # of t, both ends included; a token k of n is at t = 1 - k/n
+    rescale: bool = False  # keep the norm of the conditional prediction, per row
+
+
+class Process(ABC):
+    """How clean samples are hidden and found again; one per family, none per model."""
+
+    drives: ClassVar[type] = Backbone
+
+    @property
+    @abstractmethod
+    def chance(self) -> bool:
+        """Whether sampling decides anything at random once it has begun."""
+
+    def as_sampled(self) -> Self:
+        """The same, recording log-probabilities as they were when sampling rather than scoring once more."""
+        return self
+
+    @abstractmethod
+    def calls(self, shape: tuple[int, ...]) -> int:
+        """Predictions one sample of a shape costs."""
+
+    @abstractmethod
+    def hidden(self, noisy: Corrupted) -> Tensor:
+        """How many decisions are hidden in each row: [B]."""
+
+    @abstractmethod
+    def guide(self, model: Backbone, guidance: Guidance) -> Backbone: ...
+    @abstractmethod
+    def start(self, model: Backbone, cond: Condition, rng: Randomness) -> Rollout: ...
+    @abstractmethod
+    def decide(self, model: Backbone, cond: Condition, segment: Segment) -> Distribution:
+        """p(action | state) under the present weights."""
+
+    @abstractmethod
+    def corrupt(
+        self, x: Tensor, rng: Randomness, t: Tensor | None = None, noise: Tensor | None = None, draw: int = 0
+    ) -> Corrupted:
+        """Hide `x` at a random level with fresh noise, or at the level and with the noise given."""
+
+    @abstractmethod
+    def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> Distribution:
+        """p(clean | corrupted) under the present weights."""
+
+    @abstractmethod
+    def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
+        """Log-likelihood, or a bound on it, of what is hidden of `x`: [B]."""
+
+
+P = TypeVar("P", bound=Process, covariant=True)
+
+
+@dataclass(frozen=True)
+class Policy(Generic[P]):
+    """A backbone, the process that samples it, and its named sets of weights."""
+
+    model: Backbone
+    process: P
+    weights: Weights
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return self.model.embed(prompts, facts)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.model.encode(pixels)
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return self.model.decode(x, frames)
+
+    def rollout(self, cond: Condition, rng: Randomness) -> Rollout:
+        return self.process.start(self.model, cond, rng)
+
+    @torch.no_grad()
+    def sample(self, cond: Condition, rng: Randomness) -> Trajectory:
+        return self.rollout(cond, rng).finish()
+
+    def decide(self, cond: Condition, segment: Segment) -> Distribution:
+        return self.process.decide(self.model, cond, segment)
+
+    def corrupt(
+        self, x: Tensor, rng: Randomness, t: Tensor | None = None, noise: Tensor | None = None, draw: int = 0
+    ) -> Corrupted:
+        return self.process.corrupt(x, rng, t, noise, draw)
+
+    def restore(self, cond: Condition, noisy: Corrupted) -> Distribution:
+        return self.process.restore(self.model, cond, noisy)
+
+    def likelihood(self, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
+        return self.process.likelihood(self.model, cond, x, noisy)

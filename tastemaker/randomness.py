@@ -1,0 +1,75 @@
+"""Random numbers as a pure function of seed, step, row and purpose, whichever rank or device asks (Philox 4x32-10)."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Ten rounds of Philox (Salmon et al. 2011) on 32-bit words held in int64: [n] each."""
+    a, b, c, d = counter
+    low, high = key
+    for _ in range(10):
+        # The products need 64 unsigned bits: int64 wraps to the same bits, and masking after the shift drops the sign.
+        first, second = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (second >> 32 & WORD) ^ b ^ low, second & WORD, (first >> 32 & WORD) ^ d ^ high, first & WORD
+        low, high = (low + 0x9E3779B9) & WORD, (high + 0xBB67AE85) & WORD
+    return a, b, c, d
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """What row r draws for a purpose at a step is always the same, so resuming, sharding and pruning change nothing."""
+
+    seed: int
+    step: int
+    rows: Tensor  # [B] int64 global row numbers; draws live on their device
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def repeat(self, times: int) -> Self:
+        """Rows of their own for `times` copies of each row, side by side."""
+        copies = torch.arange(times, device=self.rows.device)
+        return replace(self, rows=(self.rows[:, None] * times + copies).flatten())
+
+    def shared(self) -> Self:
+        """The same draws for every row of every rank."""
+        return replace(self, rows=torch.zeros_like(self.rows))
+
+    def words(self, purpose: str, count: int, draw: int = 0) -> Tensor:
+        """`count` random 32-bit words a row: [B, count] int64."""
+        blocks = torch.arange(math.ceil(count / 4), device=self.rows.device).repeat(len(self.rows), 1)
+        row = self.rows[:, None].expand_as(blocks) & WORD
+        purposes = torch.full_like(blocks, zlib.crc32(purpose.encode()))
+        key = ((self.seed ^ (self.seed >> 32)) & WORD, self.step & WORD)
+        words = philox((blocks, purposes, row, torch.full_like(blocks, draw & WORD)), key)
+        return torch.stack(words, 2).flatten(1)[:, :count]
+
+    def uniform(self, purpose: str, *shape: int, draw: int = 0) -> Tensor:
+        """Uniform in [0, 1): [B, *shape] float32."""
+        words = self.words(purpose, math.prod(shape), draw)
+        return ((words >> 8).float() * 2.0**-24).view(len(self.rows), *shape)
+
+    def normal(self, purpose: str, *shape: int, draw: int = 0) -> Tensor:
+        """Standard normal, by Box and Muller: [B, *shape] float32."""
+        count = math.prod(shape)
+        pairs = math.ceil(count / 2)
+        words = (self.words(purpose, 2 * pairs, draw) >> 8).float() * 2.0**-24
+        radius = (-2 * torch.log(words[:, :pairs] + 2.0**-25)).sqrt()  # never log 0
+        angle = words[:, pairs:] * (2 * math.pi)
+        both = torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], 1)
+        return both[:, :count].view(len(self.rows), *shape)
+
+    def number(self, purpose: str, draw: int = 0) -> float:
+        """One uniform number in [0, 1) that all rows and ranks share."""
+        one = replace(self, rows=torch.zeros(1, dtype=torch.int64))
+        return float(one.uniform(purpose, 1, draw=draw))

@@ -1,0 +1,62 @@
+"""Names for the kinds of one thing, imported only when asked for."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Iterator
+
+
+class ConfigError(ValueError):
+    """A sentence that says where, what was found, what was expected and what to do; of several, one a line."""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, 1)
+    if near:
+        return f"; did you mean '{near[0]}'?"
+    return f"; known are {', '.join(names)}" if names else "; none are known"
+
+
+class Registry:
+    """Names to "module:attribute"; nothing is imported until found."""
+
+    def __init__(self, kind: str, names: dict[str, str]) -> None:
+        self.kind, self._names = kind, names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def add(self, name: str, place: str) -> None:
+        if name in self._names:
+            raise ConfigError(f"{self.kind} '{name}' is already registered as {self._names[name]}; choose another name")
+        self._names[name] = place
+
+    def name(self, found: type) -> str:
+        """What to write after `type:` to get this class back."""
+        place = f"{found.__module__}:{found.__qualname__}"
+        return next((name for name, known in self._names.items() if known == place), place)
+
+    def find(self, name: str, where: str = "") -> type:
+        """The class behind a name, or behind "my_package.module:Class"."""
+        start = f"{where}: " if where else ""
+        place = self._names.get(name, name if ":" in name else "")
+        if not place:
+            raise ConfigError(f"{start}no {self.kind} is called '{name:.60}'{suggest(name, self._names)}")
+        module, _, attribute = place.partition(":")
+        try:
+            found = vars(importlib.import_module(module)).get(attribute)
+        except Exception as error:  # a foreign module may raise anything at all while it is imported
+            reason = f"{type(error).__name__}: {error!s:.300}"
+            raise ConfigError(
+                f"{start}{self.kind} '{name:.60}' cannot be imported ({reason}); install or correct it"
+            ) from error
+        if found is None:
+            raise ConfigError(f"{start}module '{module:.60}' has no '{attribute:.60}'; check the name after the colon")
+        if not isinstance(found, type):
+            raise ConfigError(
+                f"{start}'{name:.60}' is a {type(found).__name__}; expected a class to make the {self.kind} of"
+            )
+        return found

@@ -1,0 +1,175 @@
+"""Rewards score pixels [B, F, 3, H, W] in [0, 1]; an image is a video of one frame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from .types import Facts, Placement, Prompts
+
+Rows = Annotated[int, Field(ge=1)]  # how many a call can bear
+
+
+class RewardError(RuntimeError):
+    """A reward failed or returned what cannot be used."""
+
+
+class Reward(Protocol):
+    """A live scorer of pixels."""
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        """One number a row: [B]."""
+
+
+class RewardSpec(Protocol):
+    """What a configuration says of a reward; loading makes the scorer. Hashable, for equal specs share one."""
+
+    @property
+    def differentiable(self) -> bool: ...
+    @property
+    def reads(self) -> Literal["frames", "clip"]:
+        """Each frame by itself, or the motion between them."""
+
+    @property
+    def runs_on(self) -> Literal["device", "host", "remote"]: ...
+    @property
+    def batch_size(self) -> int:
+        """Rows one call can bear."""
+
+    def load(self, placement: Placement) -> Reward: ...
+    def tiny(self) -> RewardSpec:
+        """The same reward at random small size, for tests."""
+
+
+_live: WeakValueDictionary[tuple[RewardSpec, Placement], Reward] = WeakValueDictionary()
+
+
+def shared(spec: RewardSpec, placement: Placement) -> Reward:
+    """The scorer of a spec; equal specs share one for as long as anybody holds it."""
+    try:
+        found = _live.get((spec, placement))
+    except TypeError as error:
+        way_out = "make such settings tuples, or field(hash=False)"
+        raise ValueError(f"{type(spec).__name__} cannot be hashed ({error}); {way_out}") from error
+    if found is None:
+        found = _live[spec, placement] = spec.load(placement)
+    return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    clear: Tensor  # [B] bool, the preview can be judged
+    promising: Tensor  # [B] bool
+    score: Tensor  # [B]
+
+
+class Verifier(Protocol):
+    """A reward that can also look at an unfinished sample and decline to judge it."""
+
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict: ...
+
+
+@dataclass(frozen=True)
+class Scores:
+    total: Tensor  # [B]
+    parts: dict[str, Tensor]  # unweighted, by reward name
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A reward and its weight in the sum; of weight zero, it is only watched."""
+
+    spec: RewardSpec
+    reward: Reward
+    weight: float = 1.0
+
+
+class Rubric:
+    """A weighted sum of rewards, evaluated in chunks each can bear, those on the host beside those on the device."""
+
+    def __init__(self, rewards: Mapping[str, Graded]) -> None:
+        self.rewards = dict(rewards)
+        for name, graded in self.rewards.items():
+            if graded.spec.batch_size < 1:
+                raise ValueError(f"reward '{name}' has batch_size {graded.spec.batch_size}; it must be at least 1")
+        # Pixels reach worker threads without a graph, so a reward that must pass gradients stays in the caller's.
+        self._aside = [name for name, g in self.rewards.items() if g.spec.runs_on != "device" and not _learns(g)]
+        self._pool = ThreadPoolExecutor(max(1, len(self._aside)), thread_name_prefix="reward")
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts] = ()) -> Scores:
+        """Each reward by itself and their weighted sum; gradients flow through those that have them and count."""
+        facts = facts or [{}] * len(prompts)
+        if not len(pixels) == len(prompts) == len(facts):
+            found = f"{len(pixels)} pictures, {len(prompts)} prompts and {len(facts)} facts"
+            raise ValueError(f"a rubric was given {found}; expected one prompt and one fact for each picture")
+        pixels = pixels.float()
+        waiting = self._submit(pixels, prompts, facts)
+        with torch.autocast(pixels.device.type, enabled=False):  # a reward's precision is its own, not the run's
+            done = {name: self._one(name, pixels, prompts, facts) for name in self.rewards if name not in waiting}
+        parts = {name: waiting[name].result() if name in waiting else done[name] for name in self.rewards}
+        parts = {name: part.to(pixels.device) for name, part in parts.items()}
+        total = torch.zeros(len(pixels), device=pixels.device)
+        for name, part in parts.items():
+            if self.rewards[name].weight:
+                total = total + self.rewards[name].weight * part
+        return Scores(total, parts)
+
+    def _submit(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> dict[str, Future[Tensor]]:
+        if not self._aside:
+            return {}
+        pixels = pixels.detach().cpu()  # once for all, and before another thread's stream could read them unfinished
+        return {name: self._pool.submit(self._one, name, pixels, prompts, facts) for name in self._aside}
+
+    def _one(self, name: str, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        graded, rows = self.rewards[name], len(pixels)
+        if graded.spec.reads == "frames" and pixels.shape[1] > 1:
+            pixels, prompts, facts = lifted(pixels, prompts, facts)
+        size, chunks = graded.spec.batch_size, []
+        with nullcontext() if _learns(graded) else torch.no_grad():
+            for i in range(0, len(pixels), size):
+                part = slice(i, i + size)
+                chunks.append(_checked(name, graded, pixels[part], prompts[part], facts[part]))
+        return torch.cat(chunks).view(rows, -1).mean(1)
+
+
+def lifted(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> tuple[Tensor, list[str], list[Facts]]:
+    """Each frame as a row by itself, frames of a row side by side; the fact `frame` says which it was."""
+    rows, frames = pixels.shape[:2]
+    each = [(i, k) for i in range(rows) for k in range(frames)]
+    alone = pixels.flatten(0, 1)[:, None]  # [B * F, 1, 3, H, W]
+    return alone, [prompts[i] for i, _ in each], [{**facts[i], "frame": k} for i, k in each]
+
+
+def _learns(graded: Graded) -> bool:
+    return graded.spec.differentiable and graded.weight != 0
+
+
+def _checked(name: str, graded: Graded, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    """What the reward says of a chunk, or the sentence that says why it cannot be used."""
+    try:
+        value = graded.reward.score(pixels, prompts, facts)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        kind, some = type(error).__name__, list(prompts[:3])
+        raise RewardError(f"reward '{name}' failed on {some} ({kind}: {error}); mend or remove it") from error
+    if not isinstance(value, Tensor) or value.shape != (len(pixels),):
+        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        some = list(prompts[:3])
+        raise RewardError(f"reward '{name}' returned {found} for {len(pixels)} rows {some}; expected one number a row")
+    finite = torch.isfinite(value.detach())
+    if not bool(finite.all()):
+        bad = [prompts[i] for i in (~finite).nonzero().flatten().tolist()[:3]]
+        raise RewardError(f"reward '{name}' returned NaN or infinity for {bad}; mend or remove it")
+    if _learns(graded) and torch.is_grad_enabled() and pixels.requires_grad and not value.requires_grad:
+        some = list(prompts[:3])
+        raise RewardError(f"reward '{name}' says it is differentiable, but its scores of {some} carry no gradient")
+    return value.float()

@@ -1,0 +1,137 @@
+"""The nouns everything else is written in: trees of tensors, all with rows in dimension 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Prompts = Sequence[str]
+Facts = Mapping[str, Any]  # what else is known of a prompt: a label, a count, a reference picture
+
+HIDDEN = -1  # the id of a masked token in every masked model; the backbone maps it to its own
+
+
+def index(tree: T, rows: Tensor) -> T:
+    """Select rows of every tensor in a tree; numbers and strings that belong to no row stay as they are."""
+    picked: Any
+    if isinstance(tree, Tensor):
+        picked = tree[rows.to(tree.device)]
+    elif tree is None or isinstance(tree, (str, int, float)):
+        picked = tree
+    elif isinstance(tree, dict):
+        picked = {key: index(value, rows) for key, value in tree.items()}
+    elif isinstance(tree, tuple) and tree and isinstance(tree[0], (str, Mapping)):
+        picked = tuple(tree[i] for i in torch.arange(len(tree))[rows.cpu()].tolist())
+    elif isinstance(tree, tuple):
+        picked = tuple(index(value, rows) for value in tree)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        picked = replace(tree, **{f.name: index(getattr(tree, f.name), rows) for f in fields(tree) if f.init})
+    else:
+        raise TypeError(f"cannot select rows of {type(tree).__name__}; expected tensors, dicts, tuples or dataclasses")
+    return picked  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts to make samples of, and what is known of each."""
+
+    prompts: tuple[str, ...]
+    facts: tuple[Facts, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Captioned pixels to learn from."""
+
+    prompts: tuple[str, ...]
+    pixels: Tensor  # [B, F, 3, H, W] in [0, 1]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Two pictures of each prompt, the first preferred."""
+
+    prompts: tuple[str, ...]
+    chosen: Tensor  # [B, F, 3, H, W] in [0, 1]
+    rejected: Tensor  # [B, F, 3, H, W] in [0, 1]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What the network is conditioned on; only the backbone that wrote `tensors` reads them."""
+
+    prompts: tuple[str, ...]
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # every one has B rows
+    facts: tuple[Facts, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def repeat(self, times: int) -> Self:
+        """Each row `times` times, copies side by side."""
+        return index(self, torch.arange(len(self)).repeat_interleave(times))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The decisions one network call can score: one per sample in diffusion, one per token otherwise."""
+
+    t: Tensor  # [B] noise level, 1 where nothing shows
+    s: Tensor  # [B] the level the decision leads to
+    state: Tensor  # [B, ...] what the network saw
+    action: Tensor  # [B, ...] what was decided
+    log_prob: Tensor  # [B, K] under the weights that decided
+    mask: Tensor  # [B, K] which of the K decisions were taken here
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """How a batch of clean samples came about."""
+
+    cond: Condition
+    start: Tensor  # [B, ...] pure noise, or the empty canvas
+    final: Tensor  # [B, ...] clean latents or token ids
+    segments: tuple[Segment, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.cond)
+
+
+@dataclass(frozen=True)
+class Corrupted:
+    """Clean samples hidden in part, by noise or by masking."""
+
+    x: Tensor  # [B, ...]
+    t: Tensor  # [B] in [0, 1], at 1 nothing shows
+    noise: Tensor  # [B, ...] the noise added, or which tokens are hidden
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One value a row, to be averaged over all rows of all ranks; the losses of an objective's parts add up."""
+
+    rows: Tensor  # [B]
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # [B] or scalars, averaged over rows and parts
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model goes and how it computes."""
+
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32  # of frozen parts
+    attention: str = "auto"

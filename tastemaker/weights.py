@@ -1,0 +1,156 @@
+"""Named sets of weights: the live ones, and snapshots (reference, old, ema) the network can run on for a while."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+Tensors = dict[str, Tensor]
+
+
+class Holder(Protocol):
+    """Whatever calls the network by this attribute, so that another can stand in for it."""
+
+    net: nn.Module
+
+
+class Weights(ABC):
+    """Which parameters train, which snapshots exist, and how to run on one.
+
+    Borrow weights before the live graph is built: autograd refuses a graph whose parameters changed under it.
+    """
+
+    net: nn.Module
+
+    @abstractmethod
+    def trainable(self) -> dict[str, nn.Parameter]: ...
+    @abstractmethod
+    def stored(self) -> dict[str, Tensors]:
+        """The snapshots kept as tensors, by name, to be saved and loaded in place."""
+
+    @abstractmethod
+    def blend(self, name: str, decay: float = 0.0) -> None:
+        """Move the named snapshot towards the live weights; decay 0 copies, and creates it at first use."""
+
+    @abstractmethod
+    def use(self, name: str) -> AbstractContextManager[None]:
+        """Within the block the network runs on the named weights, without gradients."""
+
+
+class Tuning(Protocol):
+    """What a configuration says of the weights; `snapshots` are those the objective and the run will ask for."""
+
+    def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights: ...
+
+
+def missing(name: str, have: Sequence[str]) -> ValueError:
+    known = ", ".join(have) or "none"
+    return ValueError(f"no snapshot is called '{name}' (there are: {known}); name it in the objective's `snapshots`")
+
+
+class FullWeights(Weights):
+    """Every parameter trains; a snapshot is a copy of all of them."""
+
+    def __init__(self, net: nn.Module, snapshots: Sequence[str] = (), host: bool = False) -> None:
+        self.net, self.host = net, host
+        self.snapshots: dict[str, Tensors] = {}
+        net.requires_grad_(True)
+        for name in snapshots:
+            self.blend(name)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return dict(self.net.named_parameters())
+
+    def stored(self) -> dict[str, Tensors]:
+        return self.snapshots
+
+    @torch.no_grad()
+    def blend(self, name: str, decay: float = 0.0) -> None:
+        live = {key: p.detach() for key, p in self.net.named_parameters()}
+        if name not in self.snapshots:
+            self.snapshots[name] = {key: p.to("cpu", copy=True) if self.host else p.clone() for key, p in live.items()}
+        for key, kept in self.snapshots[name].items():
+            kept.lerp_(live[key].to(kept.device, kept.dtype), 1 - decay)
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        if name not in self.snapshots:
+            raise missing(name, list(self.snapshots))
+        live = {key: p.detach().clone() for key, p in self.net.named_parameters()}
+        with torch.no_grad():
+            try:
+                self._load(self.snapshots[name])
+                yield
+            finally:
+                self._load(live)
+
+    @torch.no_grad()
+    def _load(self, values: Tensors) -> None:
+        # Copied in place: FSDP2 gathers from storage of its own, which a swapped `.data` never reaches.
+        for key, p in self.net.named_parameters():
+            p.copy_(values[key])
+
+
+class TwinWeights(Weights):
+    """Every parameter trains beside a second, frozen network; switching is a pointer."""
+
+    def __init__(self, holder: Holder, twins: dict[str, nn.Module]) -> None:
+        self.holder, self.net, self.twins = holder, holder.net, twins
+        self.net.requires_grad_(True)
+        for twin in twins.values():
+            twin.requires_grad_(False)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return dict(self.net.named_parameters())
+
+    def stored(self) -> dict[str, Tensors]:
+        return {name: dict(twin.named_parameters()) for name, twin in self.twins.items()}
+
+    @torch.no_grad()
+    def blend(self, name: str, decay: float = 0.0) -> None:
+        if name not in self.twins:
+            raise missing(name, list(self.twins))
+        for kept, live in zip(self.twins[name].parameters(), self.net.parameters(), strict=True):
+            kept.lerp_(live.to(kept.dtype), 1 - decay)
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        if name not in self.twins:
+            raise missing(name, list(self.twins))
+        with torch.no_grad():
+            try:
+                self.holder.net = self.twins[name]
+                yield
+            finally:
+                self.holder.net = self.net
+
+
+@dataclass(frozen=True)
+class Full:
+    """Train every parameter of the network."""
+
+    host: bool = False  # keep snapshots in host memory
+
+    def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights:
+        return FullWeights(model.net, snapshots, self.host)
+
+
+@dataclass(frozen=True)
+class Twin:
+    """Train every parameter; each snapshot is a network of its own, sharded like the live one."""
+
+    def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights:
+        import copy
+
+        return TwinWeights(model, {name: copy.deepcopy(model.net) for name in snapshots})
+
+
+def warm(decay: float, updates: int) -> float:
+    """An EMA decay that starts low, so that early averages are not stuck at the start: min((1 + n)/(10 + n), decay)."""
+    return min((1 + updates) / (10 + updates), decay)
