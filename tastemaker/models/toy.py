@@ -1,0 +1,235 @@
+"""Three generators small enough to train in a test: colours for words, by denoising, token by token, and under a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..policy import Process
+from ..processes.autoregressive import Autoregressive
+from ..processes.gaussian import GaussianProcess
+from ..processes.masked import Masked
+from ..types import HIDDEN, Condition, Facts, Placement, Prompts
+
+COLORS = {
+    "red": (0.9, 0.1, 0.1),
+    "green": (0.1, 0.9, 0.1),
+    "blue": (0.1, 0.1, 0.9),
+    "grey": (0.5, 0.5, 0.5),
+    "yellow": (0.9, 0.9, 0.1),
+    "black": (0.1, 0.1, 0.1),
+    "white": (0.9, 0.9, 0.9),
+    "purple": (0.6, 0.1, 0.8),
+}
+WORDS = ("", *COLORS)  # the first is for any other word
+SIDE = 8  # pixels
+CELLS = 4  # tokens a side, each a square of two pixels
+Cache = tuple[tuple[Tensor, Tensor], ...]
+
+
+def embed(prompts: Prompts, facts: Sequence[Facts], device: torch.device) -> Condition:
+    last = [prompt.split()[-1] if prompt.split() else "" for prompt in prompts]
+    words = [WORDS.index(word) if word in WORDS else 0 for word in last]
+    return Condition(tuple(prompts), {"word": torch.tensor(words, device=device)}, tuple(facts))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        out: Tensor = h + self.down(F.silu(self.up(self.norm(h))))
+        return out
+
+
+class FlowNet(nn.Module):
+    def __init__(self, frames: int, width: int, depth: int) -> None:
+        super().__init__()
+        size = frames * 3 * SIDE * SIDE
+        self.word, self.time, self.enter = nn.Embedding(len(WORDS), width), nn.Linear(8, width), nn.Linear(size, width)
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(depth))
+        self.norm, self.leave = nn.LayerNorm(width), nn.Linear(width, size)
+        self.skip = nn.Linear(8, 1)  # noise has more dimensions than the blocks: it goes past them
+
+    def forward(self, x: Tensor, t: Tensor, word: Tensor) -> Tensor:
+        angles = t[:, None] * torch.tensor([1.0, 2.0, 4.0, 8.0], device=t.device)
+        time = torch.cat([angles.sin(), angles.cos()], 1)
+        h = self.enter(x.flatten(1)) + self.word(word) + self.time(time)
+        for block in self.blocks:
+            h = block(h)
+        out: Tensor = self.leave(self.norm(h)) + self.skip(time) * x.flatten(1)
+        return out.view_as(x)
+
+
+class FlowBackbone:
+    """Denoises [F, 3, 8, 8] latents, which are logits of the pixels."""
+
+    passes = 1
+
+    def __init__(self, spec: ToyFlow, placement: Placement) -> None:
+        self.device = placement.device
+        self.shape = self.pixels = spec.shape
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(spec.seed)
+            self.net: nn.Module = FlowNet(spec.frames, spec.width, spec.depth).to(placement.device)
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return embed(prompts, facts, self.device)
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        out: Tensor = self.net(x, t, cond.tensors["word"])
+        return out
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return torch.logit(pixels.clamp(0.01, 0.99))
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return (x if frames is None else x[:, list(frames)]).sigmoid()
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, causal: bool, heads: int = 2) -> None:
+        super().__init__()
+        self.causal, self.heads = causal, heads
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.after = Residual(width)
+
+    def forward(self, h: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        b, n, width = h.shape
+        q, k, v = self.qkv(self.norm(h)).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # [B, heads, n, d] each
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal and n > 1)
+        h = self.after(h + self.out(mixed.transpose(1, 2).reshape(b, n, width)))
+        return h, (k, v)
+
+
+class TokenNet(nn.Module):
+    """Reads the word, then tokens; with a cache, only those not read before."""
+
+    def __init__(self, causal: bool, width: int, depth: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(len(COLORS) + 1, width)  # the last is the mask
+        self.place, self.word = nn.Embedding(CELLS * CELLS + 1, width), nn.Embedding(len(WORDS), width)
+        self.blocks = nn.ModuleList(Attention(width, causal) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(COLORS))
+
+    def forward(self, ids: Tensor | None, word: Tensor | None, cache: Cache = ()) -> tuple[Tensor, Cache]:
+        parts = [self.word(word)[:, None]] if word is not None else []
+        if ids is not None:
+            parts.append(self.token(ids.where(ids != HIDDEN, len(COLORS))))
+        h = torch.cat(parts, 1)
+        read = cache[0][0].shape[2] if cache else 0
+        h = h + self.place(torch.arange(read, read + h.shape[1], device=h.device))
+        now: Cache = ()
+        for i, block in enumerate(self.blocks):
+            h, kept = block(h, cache[i] if cache else None)
+            now += (kept,)
+        return self.head(self.norm(h)).float(), now
+
+
+class TokenBackbone:
+    """Sixteen tokens, each one of eight colours; causal, or bidirectional for masked decoding."""
+
+    passes = 1
+    shape = (CELLS * CELLS,)
+    pixels = (1, 3, SIDE, SIDE)
+
+    def __init__(self, spec: ToyCausal | ToyMasked, placement: Placement) -> None:
+        self.device, self.causal = placement.device, spec.causal
+        self.palette = torch.tensor(list(COLORS.values()), device=placement.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(spec.seed)
+            self.net: nn.Module = TokenNet(spec.causal, spec.width, spec.depth).to(placement.device)
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return embed(prompts, facts, self.device)
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        logits: Tensor
+        if self.causal:
+            logits, _ = self.net(x[:, :-1], cond.tensors["word"])
+            return logits
+        logits, _ = self.net(x, cond.tensors["word"])
+        return logits[:, 1:]
+
+    def begin(self, cond: Condition) -> Cache:
+        return ()
+
+    def extend(self, ids: Tensor | None, cache: Cache, cond: Condition) -> tuple[Tensor, Cache]:
+        fresh = None if ids is None else ids[:, None]
+        logits, cache = self.net(fresh, cond.tensors["word"] if ids is None else None, cache)
+        return logits[:, -1], cache
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        cells = F.avg_pool2d(pixels[:, 0], SIDE // CELLS).flatten(2).transpose(1, 2)  # [B, 16, 3]
+        return (cells[:, :, None] - self.palette).abs().sum(-1).argmin(-1)
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        cells = self.palette[x.clamp(min=0)].transpose(1, 2).reshape(len(x), 3, CELLS, CELLS)
+        return F.interpolate(cells, scale_factor=SIDE // CELLS)[:, None]
+
+
+@dataclass(frozen=True)
+class ToyFlow:
+    """A denoiser of plain pictures or clips; what its output means is the path's affair."""
+
+    frames: int = 1
+    width: int = 96
+    depth: int = 2
+    seed: int = 0
+    suits: ClassVar[type[Process]] = GaussianProcess
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.frames, 3, SIDE, SIDE
+
+    def load(self, placement: Placement) -> FlowBackbone:
+        return FlowBackbone(self, placement)
+
+    def tiny(self) -> ToyFlow:
+        return ToyFlow(self.frames, 32, 1, self.seed)
+
+
+@dataclass(frozen=True)
+class ToyCausal:
+    """Writes sixteen tokens one after the other."""
+
+    width: int = 32
+    depth: int = 2
+    seed: int = 0
+    frames = 1
+    causal = True
+    shape = TokenBackbone.shape
+    suits: ClassVar[type[Process]] = Autoregressive
+
+    def load(self, placement: Placement) -> TokenBackbone:
+        return TokenBackbone(self, placement)
+
+    def tiny(self) -> ToyCausal:
+        return ToyCausal(16, 1, self.seed)
+
+
+@dataclass(frozen=True)
+class ToyMasked:
+    """Reveals sixteen tokens a few at a time."""
+
+    width: int = 32
+    depth: int = 2
+    seed: int = 0
+    frames = 1
+    causal = False
+    shape = TokenBackbone.shape
+    suits: ClassVar[type[Process]] = Masked
+
+    def load(self, placement: Placement) -> TokenBackbone:
+        return TokenBackbone(self, placement)
+
+    def tiny(self) -> ToyMasked:
+        return ToyMasked(16, 1, self.seed)

@@ -1,0 +1,147 @@
+"""One step from a noise level to a lower one as a distribution: the same function samples and scores."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..distributions import Distribution, Gaussian, Plain, like
+from .paths import Path, Straight
+
+
+@dataclass(frozen=True)
+class Stride:
+    """A step to take: where one is, what is believed to be clean, and the levels."""
+
+    x: Tensor  # [B, ...]
+    clean: Tensor  # [B, ...]
+    t: Tensor  # [B]
+    s: Tensor  # [B]
+    second: float  # the sampler's second level, which stands in for the first where that is singular
+
+
+def move(path: Path, stride: Stride, std: Tensor) -> Tensor:
+    """Go to level s as if `clean` were true, leaving room for fresh noise of `std`."""
+    x, clean = stride.x, stride.clean
+    noise = (x - like(path.alpha(stride.t), x) * clean) / like(path.sigma(stride.t), x)
+    kept = (path.sigma(stride.s) ** 2 - std**2).clamp(min=0).sqrt()
+    return like(path.alpha(stride.s), x) * clean + like(kept, x) * noise
+
+
+class Dynamics(ABC):
+    paths: ClassVar[type] = Path  # those it is defined on
+
+    @property
+    @abstractmethod
+    def chance(self) -> bool: ...
+    @abstractmethod
+    def step(self, path: Path, stride: Stride) -> Distribution: ...
+
+
+@dataclass(frozen=True)
+class Ode(Dynamics):
+    """No chance: DDIM without noise, which is Euler's method on a straight path."""
+
+    chance: ClassVar[bool] = False
+
+    def step(self, path: Path, stride: Stride) -> Gaussian:
+        std = torch.zeros_like(stride.t)
+        return Gaussian(move(path, stride, std), std)
+
+
+@dataclass(frozen=True)
+class Ddim(Dynamics):
+    """DDIM with noise (Song et al. 2021, equation 16); eta 1 is the ancestral sampler that DDPO trains."""
+
+    eta: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eta <= 1:
+            raise ValueError(f"'eta' is {self.eta}; expected a number from 0 (no noise) to 1 (ancestral)")
+
+    @property
+    def chance(self) -> bool:
+        return self.eta > 0
+
+    def step(self, path: Path, stride: Stride) -> Gaussian:
+        alpha, sigma = path.alpha(stride.t) / path.alpha(stride.s), path.sigma(stride.t)
+        fresh = (sigma**2 - (path.sigma(stride.s) * alpha) ** 2).clamp(min=0)
+        std = self.eta * path.sigma(stride.s) / sigma * fresh.sqrt()
+        return Gaussian(move(path, stride, std), std)
+
+
+def diffuse(stride: Stride, g: Tensor) -> Gaussian:
+    """Euler-Maruyama on the reverse SDE with the flow's marginals and diffusion g: mean, std = g sqrt(-dt)."""
+    x, t, dt = stride.x, stride.t, stride.s - stride.t
+    velocity = (x - stride.clean) / like(t, x)
+    drift = g**2 / (2 * t)
+    mean = x * like(1 + drift * dt, x) + velocity * like((1 + drift * (1 - t)) * dt, x)
+    return Gaussian(mean, g * (-dt).sqrt())
+
+
+def positive(name: str, value: float) -> None:
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"'{name}' is {value}; expected a number of at least 0, where 0 means no noise")
+
+
+@dataclass(frozen=True)
+class FlowSde(Dynamics):
+    """Flow-GRPO and MixGRPO: g = noise * sqrt(t / (1 - t)), taken at the second level when t is 1."""
+
+    noise: float = 0.7
+    paths: ClassVar[type] = Straight
+
+    def __post_init__(self) -> None:
+        positive("noise", self.noise)
+
+    @property
+    def chance(self) -> bool:
+        return self.noise > 0
+
+    def step(self, path: Path, stride: Stride) -> Gaussian:
+        room = 1 - torch.where(stride.t >= 1, torch.full_like(stride.t, stride.second), stride.t)
+        return diffuse(stride, self.noise * (stride.t / room).sqrt())
+
+
+@dataclass(frozen=True)
+class DanceSde(Dynamics):
+    """DanceGRPO: g is constant."""
+
+    noise: float = 0.3
+    paths: ClassVar[type] = Straight
+
+    def __post_init__(self) -> None:
+        positive("noise", self.noise)
+
+    @property
+    def chance(self) -> bool:
+        return self.noise > 0
+
+    def step(self, path: Path, stride: Stride) -> Gaussian:
+        return diffuse(stride, torch.full_like(stride.t, self.noise))
+
+
+@dataclass(frozen=True)
+class Cps(Dynamics):
+    """Coefficient-preserving sampling: noise of std s sin(noise pi/2) replaces as much of the predicted noise."""
+
+    noise: float = 0.8
+    paths: ClassVar[type] = Straight
+
+    def __post_init__(self) -> None:
+        positive("noise", self.noise)
+        if self.noise > 1:
+            raise ValueError(f"'noise' is {self.noise}; expected at most 1, where all of the noise is fresh")
+
+    @property
+    def chance(self) -> bool:
+        return self.noise > 0
+
+    def step(self, path: Path, stride: Stride) -> Plain:
+        std = stride.s * math.sin(self.noise * math.pi / 2)
+        return Plain(move(path, stride, std), std)
