@@ -1,0 +1,59 @@
+"""By how much a reward is better than expected: pure functions of rewards, and a memory of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def by_group(reward: Tensor, group: int, unbiased: bool = False, floor: float = 1e-4) -> Tensor:
+    """Against the mean and spread of the samples of the same prompt: [B]."""
+    rows = reward.view(-1, group)
+    spread = rows.std(1, keepdim=True, correction=int(unbiased))
+    return ((rows - rows.mean(1, keepdim=True)) / (spread + floor)).flatten()
+
+
+def by_group_mean(reward: Tensor, group: int, everyone: Tensor, floor: float = 1e-4) -> Tensor:
+    """Against the mean of the same prompt, in units of the spread of all samples of all ranks: [B]."""
+    rows = reward.view(-1, group)
+    return (rows - rows.mean(1, keepdim=True)).flatten() / (everyone.std(correction=0) + floor)
+
+
+def overall(reward: Tensor, everyone: Tensor, floor: float = 1e-4) -> Tensor:
+    """Against all samples of all ranks: [B]."""
+    return (reward - everyone.mean()) / (everyone.std(correction=0) + floor)
+
+
+class PromptTracker:
+    """The latest rewards of each prompt, as DDPO keeps them; of a prompt seen too seldom, the batch speaks."""
+
+    def __init__(self, size: int, enough: int, floor: float = 1e-6) -> None:
+        self.size, self.enough, self.floor = size, enough, floor
+        self.rewards: dict[str, list[float]] = {}
+
+    def update(self, prompts: Sequence[str], rewards: Sequence[float]) -> dict[str, tuple[float, float]]:
+        """Remember a batch of all ranks, and return what to subtract and divide by for each of its prompts."""
+        batch = torch.tensor(rewards, dtype=torch.float64)
+        for prompt, reward in zip(prompts, rewards, strict=True):
+            self.rewards[prompt] = [*self.rewards.get(prompt, []), float(reward)][-self.size :]
+        known: dict[str, tuple[float, float]] = {}
+        for prompt in dict.fromkeys(prompts):
+            seen = torch.tensor(self.rewards[prompt], dtype=torch.float64)
+            source = seen if len(seen) >= self.enough else batch
+            known[prompt] = source.mean().item(), source.std(correction=0).item() + self.floor
+        return known
+
+    def advantages(self, own: Sequence[str], reward: Tensor, prompts: Sequence[str], rewards: Tensor) -> Tensor:
+        """Of this rank's own samples, once those of all ranks are remembered: [B]."""
+        known = self.update(prompts, rewards.tolist())
+        means, spreads = torch.tensor([known[prompt] for prompt in own]).to(reward).unbind(1)
+        return (reward - means) / spreads
+
+    def state(self) -> dict[str, Any]:
+        return {"rewards": self.rewards}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.rewards = {prompt: list(rewards) for prompt, rewards in state["rewards"].items()}

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+from torch import Tensor
+
+from ..objective import Context, Memory, Nothing, Objective, Rated, rate
+from ..policy import Process
+from ..types import Loss, PromptBatch
+from . import advantages
+from .surrogate import clipped, decisions
+
+
+@dataclass(frozen=True)
+class GRPO(Objective[Process, PromptBatch, Rated, int]):
+    """Group-relative policy optimisation under PPO's clipped ratio, with a penalty for leaving the reference.
+
+    Flow-GRPO, DanceGRPO and MixGRPO are this on a Gaussian process with their dynamics and window.
+    """
+
+    group: int = 8
+    clip: float = 1e-4  # log-probs of latents are means over elements, so useful ranges are small; tokens want 0.2
+    kl: float = 0.0
+    divergence: Literal["k3", "exact"] = "k3"  # Schulman's estimator from the action taken, or the closed form
+    advantage: Literal["group", "group_mean", "global", "tracker"] = "group"
+    limit: float = 5.0  # on advantages, either way
+    unbiased: bool = False  # divide a group's spread by n - 1
+    floor: float = 1e-4  # added to spreads
+    track: int = 32  # rewards remembered of each prompt, by the tracker
+    track_from: int = 16  # of a prompt seen less often, the batch speaks
+    needs_chance: ClassVar[bool] = True
+    consumes: ClassVar[type] = PromptBatch
+
+    def __post_init__(self) -> None:
+        if self.group < 1 or (self.group < 2 and self.advantage.startswith("group")):
+            raise ValueError(
+                f"'group' is {self.group}; expected at least 2 samples a prompt to compare with each other"
+            )
+        if not (self.clip > 0 and self.kl >= 0 and self.limit > 0):
+            raise ValueError(
+                f"found clip {self.clip}, kl {self.kl}, limit {self.limit}; expected them positive, or kl 0"
+            )
+
+    def snapshots(self) -> tuple[str, ...]:
+        return ("reference",) if self.kl else ()
+
+    def untied(self) -> Self | None:
+        return replace(self, kl=0.0) if self.kl else None
+
+    def memory(self) -> Memory:
+        tracked = self.advantage == "tracker"
+        return advantages.PromptTracker(self.track, self.track_from, self.floor) if tracked else Nothing()
+
+    def collect(self, ctx: Context[Process], batch: PromptBatch) -> Rated:
+        trajectory, rng, scores = rate(ctx, batch, self.group)
+        advantage = self._advantage(ctx, trajectory.cond.prompts, scores.total).clamp(-self.limit, self.limit)
+        return Rated(trajectory, rng, scores.total, advantage, scores.parts)
+
+    def _advantage(self, ctx: Context[Process], prompts: Sequence[str], reward: Tensor) -> Tensor:
+        if self.advantage == "group":
+            return advantages.by_group(reward, self.group, self.unbiased, self.floor)
+        everyone = ctx.comm.gather(reward)
+        if self.advantage == "group_mean":
+            return advantages.by_group_mean(reward, self.group, everyone, self.floor)
+        if isinstance(ctx.memory, advantages.PromptTracker):
+            return ctx.memory.advantages(prompts, reward, ctx.comm.gather_objects(prompts), everyone)
+        return advantages.overall(reward, everyone, self.floor)
+
+    def watch(self, experience: Rated) -> dict[str, Tensor]:
+        return experience.watched(self.group)
+
+    def parts(self, experience: Rated) -> Sequence[int]:
+        return range(len(experience.trajectory.segments))
+
+    def loss(self, ctx: Context[Process], experience: Rated, part: int) -> Loss:
+        cond, segments = experience.trajectory.cond, experience.trajectory.segments
+        segment, reference = segments[part], None
+        if self.kl:
+            with ctx.policy.weights.use("reference"):
+                reference = ctx.policy.decide(cond, segment)
+        now = ctx.policy.decide(cond, segment)
+        log_prob = now.log_prob(segment.action)
+        gain, watched = clipped(log_prob, segment, experience.advantage, self.clip)
+        if reference is not None:
+            change = reference.log_prob(segment.action) - log_prob
+            away = change.exp() - change - 1 if self.divergence == "k3" else now.kl(reference)
+            gain = gain - self.kl * away
+            watched["kl"] = ((away * segment.mask).sum(1) / segment.mask.sum(1).clamp(min=1)).detach()
+        return Loss(-(gain * segment.mask).sum(1) / decisions(segments), watched)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..policy import Policy, Rollout
+from ..randomness import Randomness
+from ..reward import Verdict, Verifier
+from ..types import PromptBatch
+from .search import Found, Price, Search
+
+
+@dataclass(frozen=True)
+class Parm(Search):
+    """Step-wise assessment: whoever is clear yet unpromising goes early, never the last of a prompt; then best-of-N'.
+
+    Each candidate is judged once, at the first step at which it is clear. With `drop` off everyone finishes and
+    the promising are preferred at the end, as published.
+    """
+
+    n: int = 4
+    first: float = 0.0  # progress before which nobody is judged
+    drop: bool = True
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or not 0 <= self.first <= 1:
+            raise ValueError(
+                f"found n {self.n}, first {self.first}; expected at least one sample and progress from 0 to 1"
+            )
+
+    @torch.no_grad()
+    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
+        rollout = policy.rollout(policy.embed(batch.prompts, batch.facts).repeat(self.n), rng.repeat(self.n))
+        owner = torch.arange(len(batch), device=rng.rows.device).repeat_interleave(self.n)
+        known = Verdict(
+            torch.zeros_like(owner, dtype=torch.bool),
+            owner >= 0,
+            torch.full(owner.shape, -torch.inf, device=owner.device),
+        )
+        judged = 0
+        while rollout.progress < 1:
+            rollout.step()
+            if self.first <= rollout.progress < 1 and not bool(known.clear.all()):
+                judged += int((~known.clear).sum())
+                known = self._judge(policy, verifier, rollout, known)
+                keep = keepers(known, owner) if self.drop else torch.ones_like(known.clear)
+                rows = keep.nonzero().flatten()
+                rollout.select(rows)
+                owner = owner[rows]
+                known = Verdict(known.clear[rows], known.promising[rows], known.score[rows])
+        final, cond = rollout.preview(), rollout.cond
+        score = verifier.judge(policy.decode(final), cond.prompts, cond.facts, 1.0).score
+        # Any promising candidate comes before all others; within them the final score decides.
+        ranked = torch.where(known.promising, score, score - 1e6)
+        best = torch.stack([torch.where(owner == i, ranked, -torch.inf).argmax() for i in range(len(batch))])
+        return Found(final[best], score[best], Price(rollout.price, judged + len(final)))
+
+    def _judge(self, policy: Policy[Any], verifier: Verifier, rollout: Rollout, known: Verdict) -> Verdict:
+        cond, fresh = rollout.cond, (~known.clear).nonzero().flatten()
+        prompts = [cond.prompts[i] for i in fresh.tolist()]
+        facts = [cond.facts[i] for i in fresh.tolist()] if cond.facts else ()
+        verdict = verifier.judge(policy.decode(rollout.preview()[fresh]), prompts, facts, rollout.progress)
+        clear, promising, score = known.clear.clone(), known.promising.clone(), known.score.clone()
+        clear[fresh], score[fresh] = verdict.clear, verdict.score
+        promising[fresh] = ~verdict.clear | verdict.promising
+        return Verdict(clear, promising, score)
+
+
+def keepers(known: Verdict, owner: Tensor) -> Tensor:
+    """Who goes on: the unclear, the promising, and the best of each prompt that would lose everyone: [B] bool."""
+    keep = ~known.clear | known.promising
+    for prompt in set(owner.tolist()):
+        own = owner == prompt
+        if not bool((keep & own).any()):
+            keep[torch.where(own, known.score, -torch.inf).argmax()] = True
+    return keep
