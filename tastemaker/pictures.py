@@ -1,0 +1,140 @@
+"""Pixels to files and back; clips go through PyAV in `movies.py`, stills and GIFs through Pillow."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont, ImageOps, ImageSequence
+from torch import Tensor
+
+STILLS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+MOVIES = {".mp4"}
+KNOWN = ", ".join([*STILLS, ".gif", *MOVIES])
+
+
+class PictureError(ValueError):
+    """A picture that cannot be read or written."""
+
+
+def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
+    """Pixels [..., 3, H, W] in [0, 1] as bytes [..., H, W, 3], rounded to the nearest; NaN is black."""
+    rounded = (pixels.detach().float().nan_to_num(0.0) * 255).round().clamp(0, 255).to(torch.uint8)
+    array: NDArray[np.uint8] = rounded.movedim(-3, -1).contiguous().cpu().numpy()
+    return array
+
+
+def save_picture(pixels: Tensor, path: Path, frames_per_second: int = 8) -> None:
+    """Write pixels [F, 3, H, W] as what the suffix says; the file appears whole or not at all."""
+    suffix, frames = path.suffix.lower(), as_bytes(pixels)
+    if suffix not in {*STILLS, ".gif", *MOVIES}:
+        raise PictureError(f"{path} cannot be written; expected a name that ends in one of {KNOWN}")
+    if suffix in STILLS and len(frames) > 1:
+        raise PictureError(f"{path} is a still, but there are {len(frames)} frames; write them as .mp4 or .gif")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    if suffix in MOVIES:
+        _movies(path).write_movie(frames, partial, frames_per_second)
+    elif suffix == ".gif":
+        first, *others = [Image.fromarray(frame) for frame in frames]
+        first.save(partial, "GIF", save_all=True, append_images=others, duration=1000 // frames_per_second, loop=0)
+    else:
+        Image.fromarray(frames[0]).save(partial, STILLS[suffix])
+    os.replace(partial, path)
+
+
+def read_picture(path: Path) -> Tensor:
+    """The frames of a file in [0, 1], transparent parts over white: [F, 3, H, W]."""
+    if not path.is_file():
+        raise PictureError(f"there is no picture at {path}; check the path")
+    if path.suffix.lower() not in {*STILLS, ".gif", *MOVIES}:
+        raise PictureError(f"{path} is no picture that can be read; expected one of {KNOWN}")
+    try:
+        if path.suffix.lower() in MOVIES:
+            return torch.from_numpy(_movies(path).read_movie(path)).movedim(-1, -3) / 255
+        with Image.open(path) as image:
+            return torch.stack([_rgb(frame) for frame in ImageSequence.Iterator(image)])
+    except PictureError:
+        raise
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        raise PictureError(f"{path} cannot be read as a picture ({error}); make it again or remove it") from error
+
+
+def _rgb(image: Image.Image) -> Tensor:
+    """One frame in [0, 1]: [3, H, W]."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # sixteen bits of grey, which Pillow's own conversion would cut off at 255
+        return torch.from_numpy(np.array(image, np.float32) / 65535).expand(3, -1, -1)
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    return torch.from_numpy(np.array(Image.alpha_composite(white, image).convert("RGB"))).movedim(-1, 0) / 255
+
+
+def _movies(path: Path) -> Any:
+    """PyAV's half of this module, imported late because stills must do without it."""
+    try:
+        from . import movies
+    except ImportError as error:
+        raise PictureError(f"{path} needs PyAV ({error}); install av, or use .gif") from error
+    return movies
+
+
+def grid(pixels: Tensor, columns: int | None = None, captions: Sequence[str] = (), least: int = 160) -> Tensor:
+    """Samples [B, F, 3, H, W] side by side, small ones enlarged to `least` pixels: [F, 3, H', W']."""
+    columns = columns or math.ceil(math.sqrt(len(pixels)))
+    times = max(1, math.ceil(least / max(pixels.shape[-2:])))
+    cells = pixels.detach().float().cpu().repeat_interleave(times, -1).repeat_interleave(times, -2)
+    if captions:
+        labels = torch.stack([_label(caption, cells.shape[-1]) for caption in captions])  # [B, 3, h, W]
+        cells = torch.cat([cells, labels[:, None].expand(-1, cells.shape[1], -1, -1, -1)], 3)
+    cells = torch.nn.functional.pad(cells, (2, 2, 2, 2), value=1.0)
+    rows = math.ceil(len(cells) / columns)
+    blank = cells.new_ones(rows * columns - len(cells), *cells.shape[1:])
+    whole = torch.cat([cells, blank]).view(rows, columns, *cells.shape[1:])  # [R, C, F, 3, h, w]
+    return whole.permute(2, 3, 0, 4, 1, 5).flatten(4, 5).flatten(2, 3)
+
+
+def sheet(pixels: Tensor, captions: Sequence[str] = (), frames: int = 4) -> Tensor:
+    """One still of samples [B, F, 3, H, W], a clip as a row of a few of its frames: [3, H', W']."""
+    if pixels.shape[1] == 1:
+        return grid(pixels, captions=captions)[0]
+    count = min(frames, pixels.shape[1])
+    picks = torch.linspace(0, pixels.shape[1] - 1, count).round().long()
+    each = [caption if k == 0 else "" for caption in captions for k in range(count)]
+    return grid(pixels[:, picks].flatten(0, 1)[:, None], columns=count, captions=each)[0]
+
+
+def _label(caption: str, width: int, lines: int = 2, size: int = 12) -> Tensor:
+    """Black words on white, broken into lines that fit and cut off after the last: [3, h, width]."""
+    font = ImageFont.load_default(size)
+    image = Image.new("RGB", (width, lines * (size + 3) + 2), "white")
+    ImageDraw.Draw(image).multiline_text((2, 1), _broken(caption, font, width - 4, lines), "black", font, spacing=3)
+    return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255
+
+
+def _broken(caption: str, font: Any, width: int, lines: int) -> str:
+    broken = [""]
+    for word in caption.split():
+        longer = f"{broken[-1]} {word}".strip()
+        if font.getlength(longer) <= width or not broken[-1]:
+            broken[-1] = longer
+        else:
+            broken.append(word)
+    if len(broken) > lines:
+        broken = [*broken[: lines - 1], " ".join(broken[lines - 1 :])]
+    return "\n".join(_cut(line, font, width) for line in broken)
+
+
+def _cut(line: str, font: Any, width: int) -> str:
+    if font.getlength(line) <= width:
+        return line
+    while line and font.getlength(line + "...") > width:
+        line = line[:-1]
+    return line + "..."

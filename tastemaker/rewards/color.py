@@ -1,0 +1,72 @@
+"""Brightness and colour: rewards one can see by eye."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Self
+
+from torch import Tensor
+
+from ..reward import Rows
+from ..types import Facts, Placement, Prompts
+
+COLORS: dict[str, tuple[float, float, float]] = {
+    "red": (0.9, 0.1, 0.1),
+    "green": (0.1, 0.9, 0.1),
+    "blue": (0.1, 0.1, 0.9),
+    "grey": (0.5, 0.5, 0.5),
+    "yellow": (0.9, 0.9, 0.1),
+    "black": (0.1, 0.1, 0.1),
+    "white": (0.9, 0.9, 0.9),
+    "purple": (0.6, 0.1, 0.8),
+}
+
+
+@dataclass(frozen=True)
+class Brightness:
+    """The mean of all pixels, or minus its distance to a target."""
+
+    target: float | None = None  # in [0, 1]
+    batch_size: Rows = 64
+    differentiable: ClassVar[bool] = True
+    reads: ClassVar[Literal["frames"]] = "frames"
+    runs_on: ClassVar[Literal["device"]] = "device"
+
+    def load(self, placement: Placement) -> Self:
+        return self
+
+    def tiny(self) -> Self:
+        return self
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        mean = pixels.mean((1, 2, 3, 4))
+        return mean if self.target is None else -(mean - self.target).abs()
+
+
+@dataclass(frozen=True)
+class Color:
+    """One minus the mean distance of the picture's mean colour to the colour its prompt names last."""
+
+    names: Mapping[str, tuple[float, float, float]] = field(default_factory=lambda: dict(COLORS), hash=False)
+    batch_size: Rows = 64
+    differentiable: ClassVar[bool] = True
+    reads: ClassVar[Literal["frames"]] = "frames"
+    runs_on: ClassVar[Literal["device"]] = "device"
+
+    def load(self, placement: Placement) -> Self:
+        return self
+
+    def tiny(self) -> Self:
+        return self
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        goals = pixels.new_tensor([self._named(prompt) for prompt in prompts])  # [B, 3]
+        return 1 - (pixels.mean((1, 3, 4)) - goals).abs().mean(1)
+
+    def _named(self, prompt: str) -> tuple[float, float, float]:
+        found = [word for word in re.findall(r"\w+", prompt.lower()) if word in self.names]
+        if not found:
+            raise ValueError(f"the prompt '{prompt}' names no colour; expected one of {', '.join(self.names)}")
+        return self.names[found[-1]]

@@ -1,0 +1,33 @@
+"""Motion: what only clips have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+from torch import Tensor
+
+from ..reward import Rows
+from ..types import Facts, Placement, Prompts
+
+
+@dataclass(frozen=True)
+class Stillness:
+    """One minus the mean absolute change of a pixel from frame to frame."""
+
+    batch_size: Rows = 64
+    differentiable: ClassVar[bool] = True
+    reads: ClassVar[Literal["clip"]] = "clip"
+    runs_on: ClassVar[Literal["device"]] = "device"
+
+    def load(self, placement: Placement) -> Self:
+        return self
+
+    def tiny(self) -> Self:
+        return self
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        if pixels.shape[1] < 2:
+            raise ValueError("stillness compares frames, but the clips have one; expected two or more")
+        return 1 - pixels.diff(dim=1).abs().mean((1, 2, 3, 4))

@@ -1,0 +1,226 @@
+"""The rubric: weights, breakdown, chunks, frames, threads, and what it says of rewards that fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from tastemaker.reward import Graded, RewardError, RewardSpec, Rubric, shared
+from tastemaker.rewards.color import Brightness, Color
+from tastemaker.rewards.jpeg import Jpeg
+from tastemaker.rewards.motion import Stillness
+from tastemaker.types import Facts, Placement, Prompts
+
+Scorer = Callable[[Tensor, Prompts, Sequence[Facts]], Tensor]
+
+
+@dataclass(frozen=True)
+class Own:
+    """A user's reward, made of a function."""
+
+    function: Scorer
+    differentiable: bool = True
+    reads: Literal["frames", "clip"] = "frames"
+    runs_on: Literal["device", "host", "remote"] = "device"
+    batch_size: int = 64
+    seen: list[int] = field(default_factory=list, hash=False)
+
+    def load(self, placement: Placement) -> Own:
+        return self
+
+    def tiny(self) -> Own:
+        return self
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        self.seen.append(len(pixels))
+        return self.function(pixels, prompts, facts)
+
+
+def rubric(weight: float = 1.0, **specs: RewardSpec) -> Rubric:
+    return Rubric({name: Graded(spec, shared(spec, Placement()), weight) for name, spec in specs.items()})
+
+
+def mean(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    return pixels.mean((1, 2, 3, 4))
+
+
+PIXELS = torch.rand(5, 3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+PROMPTS = ("red", "green", "blue", "grey", "a yellow bird")
+
+
+def test_the_total_is_the_weighted_sum_and_the_breakdown_is_unweighted() -> None:
+    graded = {"dark": Graded(Brightness(), Brightness(), -2.0), "color": Graded(Color(), Color(), 0.5)}
+    scores = Rubric(graded).score(PIXELS, PROMPTS)
+    torch.testing.assert_close(scores.parts["dark"], PIXELS.mean((1, 2, 3, 4)))
+    torch.testing.assert_close(scores.total, -2 * scores.parts["dark"] + 0.5 * scores.parts["color"])
+
+
+def test_parts_keep_the_order_of_the_rubric_whichever_is_done_first() -> None:
+    scores = rubric(jpeg=Jpeg(), bright=Brightness(), color=Color()).score(PIXELS, PROMPTS)
+    assert list(scores.parts) == ["jpeg", "bright", "color"]
+
+
+def test_a_reward_of_weight_zero_is_watched_without_a_graph() -> None:
+    pixels = PIXELS.clone().requires_grad_()
+    watched = Graded(Brightness(), Brightness(), 0.0)
+    scores = Rubric({"watched": watched, "counts": Graded(Color(), Color())}).score(pixels, PROMPTS)
+    assert not scores.parts["watched"].requires_grad
+    torch.testing.assert_close(scores.total, scores.parts["counts"])
+    torch.testing.assert_close(scores.parts["watched"], PIXELS.mean((1, 2, 3, 4)))
+
+
+def test_a_rubric_of_watched_rewards_only_scores_zero() -> None:
+    scores = rubric(0.0, bright=Brightness()).score(PIXELS, PROMPTS)
+    assert scores.total.tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 7])
+def test_chunks_give_what_one_call_gives(size: int) -> None:
+    whole = rubric(color=Color()).score(PIXELS, PROMPTS).total
+    torch.testing.assert_close(rubric(color=Color(batch_size=size)).score(PIXELS, PROMPTS).total, whole)
+
+
+def test_no_call_is_larger_than_a_reward_can_bear_frames_counted() -> None:
+    own = Own(mean, batch_size=4)
+    rubric(own=own).score(PIXELS, PROMPTS)
+    assert own.seen == [4, 4, 4, 3]
+
+
+def test_a_reward_of_frames_is_the_mean_over_frames() -> None:
+    each = torch.stack([Color().score(PIXELS[:, k, None], PROMPTS, [{}] * 5) for k in range(3)], 1)
+    torch.testing.assert_close(rubric(color=Color()).score(PIXELS, PROMPTS).total, each.mean(1))
+
+
+def test_a_lifted_row_knows_its_frame_and_keeps_its_facts() -> None:
+    def which(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        return torch.tensor([100.0 * fact["row"] + fact["frame"] for fact in facts])
+
+    facts = [{"row": i} for i in range(5)]
+    total = rubric(own=Own(which, differentiable=False)).score(PIXELS, PROMPTS, facts).total
+    assert total.tolist() == [100.0 * i + 1 for i in range(5)]  # the mean of frames 0, 1, 2
+    assert facts[0] == {"row": 0}
+
+
+def test_a_reward_of_clips_sees_all_frames() -> None:
+    scores = rubric(still=Stillness()).score(PIXELS, PROMPTS)
+    torch.testing.assert_close(scores.total, 1 - (PIXELS[:, 1:] - PIXELS[:, :-1]).abs().mean((1, 2, 3, 4)))
+
+
+def test_gradients_flow_through_rewards_that_have_them_beside_one_that_has_none() -> None:
+    pixels = PIXELS.clone().requires_grad_()
+    total = rubric(bright=Brightness(), jpeg=Jpeg()).score(pixels, PROMPTS).total.sum()
+    torch.testing.assert_close(torch.autograd.grad(total, pixels)[0], torch.full_like(PIXELS, 1 / PIXELS[0].numel()))
+
+
+def test_a_differentiable_reward_on_the_host_keeps_its_gradient() -> None:
+    pixels = PIXELS.clone().requires_grad_()
+    total = rubric(own=Own(mean, runs_on="host")).score(pixels, PROMPTS).total.sum()
+    torch.testing.assert_close(torch.autograd.grad(total, pixels)[0], torch.full_like(PIXELS, 1 / PIXELS[0].numel()))
+
+
+def test_host_rewards_run_beside_device_rewards() -> None:
+    met = threading.Barrier(2, timeout=20)
+
+    def meet(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        met.wait()  # passes only if the other reward runs at the same time
+        return pixels.mean((1, 2, 3, 4))
+
+    host = Own(meet, differentiable=False, runs_on="host", reads="clip")
+    rubric(host=host, device=Own(meet, reads="clip")).score(PIXELS, PROMPTS)
+
+
+def test_rewards_are_computed_in_full_precision_under_autocast() -> None:
+    precise = rubric(own=Own(lambda x, p, f: (x.flatten(1) @ x.flatten(1).T).sum(1), reads="clip"))
+    plain = precise.score(PIXELS, PROMPTS).total
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(precise.score(PIXELS, PROMPTS).total, plain)
+
+
+def test_a_reward_that_raises_names_itself_the_prompt_and_the_cause() -> None:
+    with pytest.raises(RewardError, match=r"reward 'tint' failed on \['red', 'mauve'\].*'mauve' names no colour"):
+        rubric(tint=Color()).score(PIXELS[:2, :1], ["red", "mauve"])
+
+
+def test_a_reward_that_raises_on_the_host_does_so_too() -> None:
+    def broken(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        raise OSError("no server")
+
+    with pytest.raises(RewardError, match=r"reward 'far' failed on \['red'.*OSError: no server"):
+        rubric(far=Own(broken, differentiable=False, runs_on="remote")).score(PIXELS, PROMPTS)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_names_the_prompts(bad: float) -> None:
+    values = torch.tensor([0.0, 1.0, bad, 0.0, 0.0])
+    own = Own(lambda x, p, f: values, differentiable=False, reads="clip")
+    with pytest.raises(RewardError, match=r"reward 'own' returned NaN or infinity for \['blue'\]"):
+        rubric(own=own).score(PIXELS, PROMPTS)
+
+
+def test_a_reward_of_the_wrong_shape_says_which() -> None:
+    own = Own(lambda x, p, f: x.mean((2, 3, 4)), reads="clip")
+    with pytest.raises(RewardError, match=r"reward 'own' returned shape \[5, 3\] for 5 rows \['red'"):
+        rubric(own=own).score(PIXELS, PROMPTS)
+
+
+def test_a_reward_that_returns_no_tensor_says_so() -> None:
+    own = Own(lambda x, p, f: [0.0] * len(x), differentiable=False)  # type: ignore[arg-type, return-value]
+    with pytest.raises(RewardError, match="reward 'own' returned a list"):
+        rubric(own=own).score(PIXELS, PROMPTS)
+
+
+def test_a_reward_that_loses_the_gradient_it_promises_is_caught() -> None:
+    own = Own(lambda x, p, f: x.detach().mean((1, 2, 3, 4)))
+    with pytest.raises(RewardError, match="reward 'own' says it is differentiable"):
+        rubric(own=own).score(PIXELS.clone().requires_grad_(), PROMPTS)
+
+
+def test_out_of_memory_is_not_disguised() -> None:
+    def large(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        rubric(own=Own(large)).score(PIXELS, PROMPTS)
+
+
+def test_prompts_that_do_not_match_the_pictures_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 pictures, 2 prompts and 2 facts"):
+        rubric(color=Color()).score(PIXELS, ["red", "blue"])
+
+
+def test_a_batch_size_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="reward 'color' has batch_size 0"):
+        rubric(color=Color(batch_size=0))
+
+
+def test_equal_specs_hash_equal_and_share_one_scorer() -> None:
+    assert Color() == Color()
+    assert hash(Color()) == hash(Color())
+    assert hash(Jpeg(quality=50)) == hash(Jpeg(quality=50))
+    assert shared(Jpeg(quality=50), Placement()) is shared(Jpeg(quality=50), Placement())
+    assert Jpeg(quality=50) != Jpeg()
+
+
+def test_a_spec_that_cannot_be_hashed_gets_a_sentence() -> None:
+    @dataclass(frozen=True)
+    class Listed:
+        words: list[str]
+        differentiable: bool = True
+        reads: Literal["frames", "clip"] = "frames"
+        runs_on: Literal["device", "host", "remote"] = "device"
+        batch_size: int = 1
+
+        def load(self, placement: Placement) -> Own:
+            return Own(mean)
+
+        def tiny(self) -> Listed:
+            return self
+
+    with pytest.raises(ValueError, match="Listed cannot be hashed"):
+        shared(Listed(["a"]), Placement())

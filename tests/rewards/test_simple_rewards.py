@@ -1,0 +1,150 @@
+"""Rewards without weights: closed forms, gradients and sentences."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tastemaker.pictures import as_bytes, save_picture
+from tastemaker.reward import Graded, Rubric
+from tastemaker.rewards.color import COLORS, Brightness, Color
+from tastemaker.rewards.compression import Compression
+from tastemaker.rewards.jpeg import Jpeg
+from tastemaker.rewards.motion import Stillness
+from tastemaker.rewards.target import L1, Mse
+from tastemaker.types import Placement
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def flat(color: tuple[float, float, float], size: int = 8) -> Tensor:
+    return torch.tensor(color)[None, None, :, None, None].expand(1, 1, 3, size, size)
+
+
+def test_jpeg_counts_the_kilobytes_of_the_file() -> None:
+    pixels = random(1, 1, 3, 32, 32)
+    file = BytesIO()
+    Image.fromarray(as_bytes(pixels[0, 0])).save(file, "JPEG", quality=80)
+    size = len(file.getvalue()) / 1000
+    assert Jpeg("compressible", 80).score(pixels, [""], [{}]).item() == pytest.approx(-size)
+    assert Jpeg("incompressible", 80).score(pixels, [""], [{}]).item() == pytest.approx(size)
+
+
+@pytest.mark.parametrize("reward", [Jpeg(), Compression()])
+def test_noise_compresses_worse_than_a_flat_picture(reward: Jpeg | Compression) -> None:
+    pixels = torch.cat([random(1, 1, 3, 32, 32), flat((0.2, 0.5, 0.7), 32)])
+    noise, plain = reward.score(pixels, ["", ""], [{}, {}]).tolist()
+    assert noise < plain
+
+
+@pytest.mark.parametrize("kind", [Jpeg, Compression])
+@pytest.mark.parametrize("quality", [0, 101])
+def test_a_quality_no_jpeg_has_is_refused(kind: type[Jpeg] | type[Compression], quality: int) -> None:
+    with pytest.raises(ValueError, match=f"quality is {quality}; expected a whole number from 1 to 100"):
+        kind(quality=quality)
+
+
+def test_brightness_is_the_mean_or_the_distance_to_a_target() -> None:
+    pixels = flat((0.2, 0.4, 0.9))
+    assert Brightness().score(pixels, [""], [{}]).item() == pytest.approx(0.5)
+    assert Brightness(0.75).score(pixels, [""], [{}]).item() == pytest.approx(-0.25)
+
+
+@pytest.mark.parametrize("name", COLORS)
+def test_the_color_named_scores_one(name: str) -> None:
+    assert Color().score(flat(COLORS[name]), [f"a {name.upper()}, thing"], [{}]).item() == pytest.approx(1)
+
+
+def test_a_wrong_color_loses_its_mean_distance() -> None:
+    assert Color().score(flat(COLORS["red"]), ["blue"], [{}]).item() == pytest.approx(1 - 1.6 / 3)
+
+
+def test_the_last_color_of_the_prompt_counts() -> None:
+    assert Color().score(flat(COLORS["red"]), ["a bluebird on blue and red"], [{}]).item() == pytest.approx(1)
+
+
+def test_colors_of_ones_own_replace_the_known_ones() -> None:
+    own = Color({"teal": (0.0, 0.5, 0.5)})
+    assert own.score(flat((0.0, 0.5, 0.5)), ["teal"], [{}]).item() == pytest.approx(1)
+    with pytest.raises(ValueError, match="'red' names no colour; expected one of teal"):
+        own.score(flat(COLORS["red"]), ["red"], [{}])
+
+
+def test_mse_and_l1_measure_the_distance_to_the_target() -> None:
+    pixels, target = random(2, 1, 3, 4, 4), random(1, 3, 4, 4, seed=1)
+    facts = [{"target": target}] * 2
+    gap = pixels[:, 0] - target
+    torch.testing.assert_close(Mse().score(pixels, ["", ""], facts), -gap.square().mean((1, 2, 3)))
+    torch.testing.assert_close(L1().score(pixels, ["", ""], facts), -gap.abs().mean((1, 2, 3)))
+
+
+def test_a_target_can_be_a_file(tmp_path: Path) -> None:
+    pixels = random(1, 3, 4, 4).mul(255).round() / 255
+    save_picture(pixels, tmp_path / "target.png")
+    for path in (tmp_path / "target.png", str(tmp_path / "target.png")):
+        assert Mse().score(pixels[None], [""], [{"target": path}]).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_a_clip_is_compared_frame_by_frame_with_a_clip_and_every_frame_with_a_still() -> None:
+    clip = random(1, 3, 3, 4, 4)
+    rubric = Rubric({"mse": Graded(Mse(), Mse())})
+    assert rubric.score(clip, [""], [{"target": clip[0]}]).total.item() == 0
+    expected = -(clip - clip[:, :1]).square().mean()
+    torch.testing.assert_close(rubric.score(clip, [""], [{"target": clip[0, :1]}]).total[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        ({}, "'cat' has no fact 'target'; give a path or pixels"),
+        (
+            {"target": torch.zeros(1, 3, 5, 5)},
+            r"target of 'cat' is \[1, 3, 5, 5\]; expected \[F, 3, H, W\] with \[3, 4, 4\]",
+        ),
+        ({"target": torch.zeros(2, 3, 4, 4), "frame": 2}, "frame 2"),
+        ({"target": "missing.png"}, "there is no picture at missing.png"),
+    ],
+)
+def test_a_target_that_does_not_fit_is_a_sentence(facts: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        L1().score(torch.zeros(1, 1, 3, 4, 4), ["cat"], [facts])
+
+
+def test_stillness_is_one_without_motion_and_falls_with_it() -> None:
+    still = random(1, 1, 3, 4, 4).expand(1, 5, 3, 4, 4)
+    assert Stillness().score(still, [""], [{}]).item() == pytest.approx(1)
+    moving = torch.tensor([0.0, 0.5, 0.0])[None, :, None, None, None].expand(1, 3, 3, 4, 4)
+    assert Stillness().score(moving, [""], [{}]).item() == pytest.approx(0.5)
+
+
+def test_stillness_of_a_still_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected two or more"):
+        Stillness().score(random(1, 1, 3, 4, 4), [""], [{}])
+
+
+@pytest.mark.parametrize(
+    "reward", [Brightness(), Brightness(0.9), Color(), Mse(), L1(), Stillness(), Compression(), Compression(quality=30)]
+)
+def test_gradients_agree_with_finite_differences(
+    reward: Brightness | Color | Mse | L1 | Stillness | Compression,
+) -> None:
+    # Nine pixels a side leave a block that is partly padding, and halves that do not divide.
+    frames = 2 if reward.reads == "clip" else 1
+    pixels = random(2, frames, 3, 9, 9, seed=3).double().requires_grad_()
+    facts = [{"target": random(1, 3, 9, 9, seed=4)}] * 2
+    assert reward.differentiable
+    assert torch.autograd.gradcheck(lambda x: reward.score(x, ["red", "blue"], facts), (pixels,), fast_mode=True)
+
+
+def test_a_reward_without_weights_is_its_own_scorer_and_its_own_small_version() -> None:
+    for reward in (Jpeg(), Compression(), Brightness(), Color(), Mse(), L1(), Stillness()):
+        assert reward.load(Placement()) is reward
+        assert reward.tiny() is reward

@@ -1,0 +1,137 @@
+"""Pixels to files and back."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import tastemaker
+from tastemaker.pictures import PictureError, as_bytes, grid, read_picture, save_picture, sheet
+
+
+def random(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+
+
+def smooth(frames: int, height: int, width: int) -> Tensor:
+    """A ramp that grows brighter from frame to frame, which lossy codecs keep."""
+    ramp = torch.linspace(0.2, 0.6, width).expand(3, height, width)
+    return torch.stack([ramp + 0.3 * k / frames for k in range(frames)])
+
+
+def test_bytes_are_rounded_to_the_nearest_and_clamped() -> None:
+    pixels = torch.tensor([-0.5, 0.0, 0.5, 1.0, 1.5, float("nan")]).expand(3, 1, 6)
+    assert as_bytes(pixels)[0, :, 0].tolist() == [0, 0, 128, 255, 255, 0]
+
+
+def test_a_still_survives_png_to_the_byte(tmp_path: Path) -> None:
+    pixels = random(1, 3, 7, 9)
+    save_picture(pixels, tmp_path / "deep" / "a.png")
+    torch.testing.assert_close(read_picture(tmp_path / "deep" / "a.png"), (pixels * 255).round() / 255)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["a.png"]
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "webp", "gif", "mp4"])
+def test_a_still_can_be_written_in_every_form(tmp_path: Path, suffix: str) -> None:
+    pixels = smooth(1, 16, 16)
+    save_picture(pixels, tmp_path / f"a.{suffix}")
+    assert (read_picture(tmp_path / f"a.{suffix}") - pixels).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize(("suffix", "height", "width"), [("mp4", 32, 48), ("mp4", 9, 7), ("gif", 9, 7)])
+def test_a_clip_survives_and_odd_sides_are_padded_in_mp4(tmp_path: Path, suffix: str, height: int, width: int) -> None:
+    pixels = smooth(5, height, width)
+    save_picture(pixels, tmp_path / f"a.{suffix}")
+    back = read_picture(tmp_path / f"a.{suffix}")
+    even = (height + height % 2, width + width % 2) if suffix == "mp4" else (height, width)
+    assert back.shape == (5, 3, *even)
+    assert (back[..., :height, :width] - pixels).abs().mean() < 0.03
+
+
+def test_colors_survive_mp4(tmp_path: Path) -> None:
+    pixels = torch.tensor([0.9, 0.1, 0.4])[None, :, None, None].expand(3, 3, 16, 16)
+    save_picture(pixels, tmp_path / "a.mp4")
+    assert (read_picture(tmp_path / "a.mp4") - pixels).abs().max() < 0.03
+
+
+def test_frames_do_not_fit_a_still(tmp_path: Path) -> None:
+    with pytest.raises(PictureError, match=r"a.png is a still, but there are 2 frames; write them as .mp4 or .gif"):
+        save_picture(random(2, 3, 4, 4), tmp_path / "a.png")
+
+
+def test_unknown_suffixes_are_refused_both_ways(tmp_path: Path) -> None:
+    with pytest.raises(PictureError, match=r"expected a name that ends in one of \.png"):
+        save_picture(random(1, 3, 4, 4), tmp_path / "a.xyz")
+    (tmp_path / "a.xyz").write_bytes(b"x")
+    with pytest.raises(PictureError, match=r"expected one of \.png"):
+        read_picture(tmp_path / "a.xyz")
+
+
+def test_grey_transparent_palette_and_deep_pictures_are_read(tmp_path: Path) -> None:
+    Image.fromarray(np.full((2, 2), 51, np.uint8)).save(tmp_path / "grey.png")
+    Image.fromarray(np.full((2, 2), 13107, np.uint16)).save(tmp_path / "deep.png")
+    Image.new("RGBA", (2, 2), (255, 0, 0, 51)).save(tmp_path / "clear.png")
+    Image.new("RGB", (2, 2), (51, 51, 51)).convert("P").save(tmp_path / "palette.png")
+    Image.new("CMYK", (2, 2), (0, 0, 0, 204)).save(tmp_path / "ink.jpg")
+    for name in ("grey.png", "deep.png", "palette.png", "ink.jpg"):
+        assert (read_picture(tmp_path / name) - 0.2).abs().max() < 0.01, name
+    assert read_picture(tmp_path / "clear.png")[0, :, 0, 0].tolist() == pytest.approx([1.0, 0.8, 0.8], abs=0.01)
+
+
+def test_a_photo_is_turned_the_way_its_camera_says(tmp_path: Path) -> None:
+    image = Image.new("RGB", (4, 2))
+    exif = image.getexif()
+    exif[0x0112] = 6  # a quarter turn
+    image.save(tmp_path / "a.jpg", exif=exif)
+    assert read_picture(tmp_path / "a.jpg").shape == (1, 3, 4, 2)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "gif", "mp4"])
+@pytest.mark.parametrize("keep", [0, 20, 60])
+def test_a_corrupt_file_is_a_sentence(tmp_path: Path, suffix: str, keep: int) -> None:
+    path = tmp_path / f"a.{suffix}"
+    save_picture(random(1, 3, 64, 64), path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(PictureError, match=r"a\.\w+ cannot be read as a picture .*; make it again or remove it"):
+        read_picture(path)
+
+
+def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(PictureError, match=r"there is no picture at .*none\.png; check the path"):
+        read_picture(tmp_path / "none.png")
+
+
+def test_without_pyav_a_clip_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tastemaker.movies", raising=False)
+    monkeypatch.delattr(tastemaker, "movies", raising=False)
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(PictureError, match=r"a.mp4 needs PyAV .*; install av, or use .gif"):
+        save_picture(random(2, 3, 4, 4), tmp_path / "a.mp4")
+
+
+def test_a_grid_enlarges_small_samples_and_leaves_large_ones() -> None:
+    pixels = random(5, 1, 3, 8, 8)
+    whole = grid(pixels, columns=3)
+    assert whole.shape == (1, 3, 2 * 164, 3 * 164)
+    assert torch.equal(whole[0, :, 2:162:20, 2:162:20], pixels[0, 0])
+    assert torch.equal(whole[0, :, 166 : 166 + 160 : 20, 166 : 166 + 160 : 20], pixels[4, 0])
+    assert bool((whole[0, :, 164:, 2 * 164 :] == 1).all())
+    assert grid(random(4, 1, 3, 200, 100)).shape == (1, 3, 2 * 204, 2 * 104)
+
+
+def test_a_grid_of_clips_keeps_their_frames() -> None:
+    assert grid(random(4, 3, 3, 16, 16)).shape[0] == 3
+    assert sheet(random(4, 9, 3, 16, 16)).shape == (3, 4 * 164, 4 * 164)
+
+
+@pytest.mark.parametrize("caption", ["a cat", "", "word " * 60, "w" * 300, "ein Käfer\nund 一只猫"])
+def test_captions_of_any_length_fit_their_cell(caption: str) -> None:
+    plain, captioned = grid(random(2, 1, 3, 8, 8)), grid(random(2, 1, 3, 8, 8), captions=[caption, "b"])
+    assert captioned.shape[3] == plain.shape[3]
+    assert captioned.shape[2] > plain.shape[2]
