@@ -1,0 +1,68 @@
+"""From a configuration to a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..policy import Policy
+from ..reward import Graded, Rubric, shared
+from ..train import checkpoint
+from ..train.engine import Engine
+from ..train.run import Run
+from ..types import Placement
+from .check import require
+from .run import RewardConfig, RunConfig
+
+
+def shrunk(config: RunConfig) -> RunConfig:
+    """The same run with every model at random small size."""
+    rewards = {name: replace(reward, spec=reward.spec.tiny()) for name, reward in config.rewards.items()}
+    return replace(config, model=config.model.tiny(), rewards=rewards)
+
+
+def generator(config: RunConfig, placement: Placement, init_from: Path | None = None) -> Policy[Any]:
+    """The model under its process, with the weights its objective will ask for."""
+    asked = [*config.objective.snapshots(), *(["ema"] if config.ema else [])]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # what begins at random, such as adapters, begins alike in every process
+        model = config.model.load(placement)
+        weights = config.tuning.apply(model, asked)
+    if init_from is not None:
+        checkpoint.initialise(init_from, weights)
+    guided = config.guidance is not None and config.guidance.scale != 1
+    return Policy(
+        config.process.guide(model, config.guidance) if guided and config.guidance else model, config.process, weights
+    )
+
+
+def judges(rewards: Mapping[str, RewardConfig], placement: Placement) -> Rubric:
+    """The rewards, each model loaded once however often it is asked for."""
+    return Rubric({name: Graded(r.spec, shared(r.spec, placement), r.weight) for name, r in rewards.items()})
+
+
+def build(
+    config: RunConfig, directory: Path | None = None, *, tiny: bool = False, init_from: Path | None = None
+) -> Run:
+    """Everything loaded, placed and ready to train."""
+    config = require(shrunk(config) if tiny else config)
+    engine = Engine(config.engine, config.optim, config.steps, config.seed)
+    placement = engine.placement()
+    return Run(
+        policy=generator(config, placement, init_from),
+        objective=config.objective,
+        rubric=judges(config.rewards, placement),
+        data=config.data.load(config.seed),
+        engine=engine,
+        directory=directory or config.output / (config.name or "run"),
+        steps=config.steps,
+        seed=config.seed,
+        batch=config.batch,
+        ema=config.ema,
+        checkpoint=config.checkpoint,
+        sample=config.sample,
+    )

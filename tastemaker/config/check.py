@@ -1,0 +1,197 @@
+"""The rules between sections, one function each: a sentence where one is broken, nothing where it holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from ..data.pairs import ToyPairs
+from ..data.pictures import ToyPictures
+from ..objectives.reward_gradient import RewardGradient
+from ..processes.autoregressive import Autoregressive
+from ..processes.gaussian import GaussianProcess
+from ..randomness import Randomness
+from ..registry import ConfigError
+from ..types import Pairs, Pictures, PromptBatch
+from .dump import named
+from .run import RunConfig
+
+Rule = Callable[[RunConfig, int], str | None]
+
+CONTENTS = {PromptBatch: "prompts", Pictures: "captioned pictures", Pairs: "preference pairs"}
+SOURCES = {
+    PromptBatch: "prompts or prompt_file",
+    Pictures: "toy_pictures or picture_folder",
+    Pairs: "toy_pairs or pair_file",
+}
+
+
+def model_and_process(config: RunConfig, world: int) -> str | None:
+    model, process = config.model, config.process
+    if isinstance(process, model.suits):
+        return None
+    wanted = named(model.suits)
+    return f"process: {name(process)} cannot drive the model {name(model)}; set process.type to {wanted}"
+
+
+def objective_and_process(config: RunConfig, world: int) -> str | None:
+    objective, process = config.objective, config.process
+    if isinstance(process, objective.needs):
+        return None
+    wanted = named(objective.needs)
+    return f"objective: {name(objective)} needs the process {wanted}, found {name(process)}; choose another objective"
+
+
+def objective_and_chance(config: RunConfig, world: int) -> str | None:
+    if not config.objective.needs_chance or config.process.chance:
+        return None
+    advice = "set process.dynamics to one with noise, such as flow_sde, or ddim with eta above 0"
+    return f"process: the sampler is deterministic, so there is nothing to reinforce; {advice}"
+
+
+def objective_and_data(config: RunConfig, world: int) -> str | None:
+    found, wanted = config.data.yields, config.objective.consumes
+    if found is wanted:
+        return None
+    learns, holds = (CONTENTS.get(kind, kind.__name__) for kind in (wanted, found))
+    advice = f"set data.type to {SOURCES.get(wanted, 'another')}"
+    return f"data: {name(config.objective)} learns from {learns}, but {name(config.data)} holds {holds}; {advice}"
+
+
+def objective_and_gradient(config: RunConfig, world: int) -> str | None:
+    # A reward of weight zero is only watched, so nothing flows back through it.
+    blind = [key for key, reward in config.rewards.items() if reward.weight and not reward.spec.differentiable]
+    if not config.objective.needs_gradient or not blind:
+        return None
+    has, their = ("has", "its") if len(blind) == 1 else ("have", "their")
+    start = f"rewards: {name(config.objective)} back-propagates through rewards, but {quoted(blind)}"
+    return f"{start} {has} no gradient; set {their} weight to 0, or use grpo"
+
+
+def objective_and_rewards(config: RunConfig, world: int) -> str | None:
+    if config.objective.consumes is not PromptBatch or any(reward.weight for reward in config.rewards.values()):
+        return None
+    found = "all of them have weight 0" if config.rewards else "there are none"
+    return (
+        f"rewards: {name(config.objective)} learns from rewards, but {found}; add one, as in rewards.color.type=color"
+    )
+
+
+def rewards_and_frames(config: RunConfig, world: int) -> str | None:
+    moving = [key for key, reward in config.rewards.items() if reward.spec.reads == "clip"]
+    if config.model.frames > 1 or not moving:
+        return None
+    read, them = ("reads", "it") if len(moving) == 1 else ("read", "them")
+    return f"rewards: {quoted(moving)} {read} motion, but {name(config.model)} makes stills of one frame; remove {them}"
+
+
+def data_and_frames(config: RunConfig, world: int) -> str | None:
+    data, wanted = config.data, config.model.frames
+    if not isinstance(data, ToyPictures | ToyPairs) or data.frames == wanted:
+        return None
+    start = f"data.frames: {name(data)} has {data.frames}, but {name(config.model)} makes {wanted}"
+    return f"{start}; set data.frames={wanted}"
+
+
+def reach_and_steps(config: RunConfig, world: int) -> str | None:
+    if not isinstance(config.objective, RewardGradient) or not isinstance(config.process, GaussianProcess):
+        return None
+    try:
+        config.objective.first(Randomness(0, 0, torch.zeros(1, dtype=torch.int64)), config.process.steps)
+    except ValueError as error:
+        return f"objective: {error}"
+    return None
+
+
+def truncation_and_chance(config: RunConfig, world: int) -> str | None:
+    process = config.process
+    if not isinstance(process, Autoregressive) or not config.objective.needs_chance:
+        return None
+    if process.top_k == 0 and process.top_p == 1:
+        return None
+    why = "a token that falls out of the kept ones has probability 0 when it is scored again"
+    return f"process: top_k {process.top_k} and top_p {process.top_p} while log-probs are trained: {why}; set 0 and 1"
+
+
+def prompts_and_ranks(config: RunConfig, world: int) -> str | None:
+    prompts, updates = config.batch.prompts, config.batch.updates
+    if prompts % world:
+        return f"batch.prompts: {prompts} prompts do not divide among {world} ranks; choose a multiple of {world}"
+    if prompts // world % updates:
+        share, advice = prompts // world, f"choose batch.prompts a multiple of {world * updates}"
+        return f"batch.updates: {share} prompts a rank do not divide by {updates} updates; {advice}"
+    return None
+
+
+def ranks_and_replicas(config: RunConfig, world: int) -> str | None:
+    replicas = config.engine.replicas
+    if config.engine.strategy != "hsdp" or world % replicas == 0:
+        return None
+    advice = f"start a multiple of {replicas} with torchrun"
+    return f"engine.replicas: {world} ranks do not divide into {replicas} replicas; {advice}"
+
+
+def samples_and_average(config: RunConfig, world: int) -> str | None:
+    if config.sample.use == "ema" and config.ema == 0:
+        return "sample.use: ema is asked for, but none is kept; set ema, as in ema=0.99, or sample.use=live"
+    return None
+
+
+def files(config: RunConfig, world: int) -> str | None:
+    for f in fields(config.data):  # type: ignore[arg-type]  # every spec is a dataclass: validation refuses others
+        path = getattr(config.data, f.name)
+        if isinstance(path, Path) and not os.path.exists(path):
+            return f"data.{f.name}: there is nothing at {str(path)!r:.200}; paths begin where the command is run"
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    model_and_process,
+    objective_and_process,
+    objective_and_chance,
+    objective_and_data,
+    objective_and_gradient,
+    objective_and_rewards,
+    rewards_and_frames,
+    data_and_frames,
+    reach_and_steps,
+    truncation_and_chance,
+    prompts_and_ranks,
+    ranks_and_replicas,
+    samples_and_average,
+    files,
+)
+
+
+def complaints(config: RunConfig, world: int | None = None) -> list[str]:
+    """Every rule that is broken; the number of ranks is torchrun's if none is given."""
+    ranks = launched() if world is None else world
+    return [sentence for rule in RULES if (sentence := rule(config, ranks))]
+
+
+def require(config: RunConfig, world: int | None = None) -> RunConfig:
+    """The configuration, if nothing speaks against it."""
+    found = complaints(config, world)
+    if found:
+        raise ConfigError("\n".join(found))
+    return config
+
+
+def launched() -> int:
+    """How many ranks torchrun has started."""
+    found = os.environ.get("WORLD_SIZE", "1")
+    if not found.isdecimal() or int(found) < 1:
+        raise ConfigError(f"the environment variable WORLD_SIZE is '{found}'; expected the number of ranks")
+    return int(found)
+
+
+def name(component: object) -> str:
+    return named(type(component))
+
+
+def quoted(names: list[str]) -> str:
+    return ", ".join(f"'{each:.60}'" for each in names)

@@ -1,0 +1,47 @@
+"""A configuration as the YAML that gives it back, every default written out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from .registries import KINDS
+from .run import RewardConfig, RunConfig
+from .text import render
+
+
+def resolve(config: RunConfig) -> dict[str, Any]:
+    """Plain data that validates to an equal configuration."""
+    return settings(config)
+
+
+def dump(config: RunConfig) -> str:
+    """The resolved configuration as YAML."""
+    return render(resolve(config))
+
+
+def settings(section: Any) -> dict[str, Any]:
+    """The fields of a dataclass, by name."""
+    hints = get_type_hints(type(section))
+    return {f.name: plain(getattr(section, f.name), hints[f.name]) for f in fields(section) if f.init}
+
+
+def plain(value: Any, hint: Any) -> Any:
+    """A value in the types YAML has; an object whose field leaves its class open says which with `type`."""
+    if isinstance(value, RewardConfig):
+        return {**plain(value.spec, None), "weight": value.weight}
+    if is_dataclass(value):
+        closed = type(value) in (hint, *get_args(hint))
+        return settings(value) if closed else {"type": named(type(value)), **settings(value)}
+    if isinstance(value, tuple):
+        return [plain(item, get_args(hint)[:1]) for item in value]
+    if isinstance(value, Mapping):
+        return {key: plain(item, None) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+def named(cls: type) -> str:
+    """The shortest name any registry has for a class."""
+    return min((registry.name(cls) for registry in KINDS.values()), key=len)

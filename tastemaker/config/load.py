@@ -1,0 +1,125 @@
+"""Recipes: YAML laid over the YAML it extends, with `key=value` laid over that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..registry import ConfigError, suggest
+from .run import RunConfig
+from .text import parse
+from .validate import validate
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+SUFFIXES = (".yaml", ".yml")
+
+
+def recipes() -> list[str]:
+    """The names of all recipes in the package, those that others extend included."""
+    return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.yaml"))
+
+
+def runnable() -> list[str]:
+    """The names of those recipes that are whole runs."""
+    return [name for name in recipes() if "/" not in name and name != "base"]
+
+
+def locate(name: str, folder: Path, where: str = "") -> Path:
+    """The file behind a recipe's name, or behind a path that ends in .yaml and begins at the folder."""
+    start = f"{where}: " if where else ""
+    if name.endswith(SUFFIXES):
+        path = folder / name
+        if not os.path.isfile(path):  # unlike Path's, it takes any name
+            raise ConfigError(f"{start}there is no file {path!s:.300}; give a recipe's name or the path of a YAML file")
+        return path
+    known = recipes()
+    if name not in known:
+        raise ConfigError(f"{start}no recipe is called '{name:.60}'{suggest(name, known)}; a file's path ends in .yaml")
+    return RECIPES / f"{name}.yaml"
+
+
+def content(path: Path) -> dict[str, Any]:
+    """The mapping in one file, by itself."""
+    try:
+        data = parse(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
+    if data is not None and not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found a {type(data).__name__}")
+    return data or {}
+
+
+def gather(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file laid over those it extends, the later of them over the earlier."""
+    path = path.resolve()
+    if path in above:
+        circle = " -> ".join(file.name for file in (*above[above.index(path) :], path))
+        raise ConfigError(f"{path}: 'extends' goes in a circle: {circle}; remove one of them")
+    own = content(path)
+    parents = own.pop("extends", None) or []
+    parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise ConfigError(f"{path}: 'extends' must be a recipe's name, a path or a list of them")
+    merged: dict[str, Any] = {}
+    for parent in parents:
+        merged = overlay(merged, gather(locate(parent, path.parent, str(path)), (*above, path)))
+    return overlay(merged, own)
+
+
+def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings merge, unless their `type` differs; nothing over a mapping removes it; all else is replaced."""
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and value is None:
+            del merged[key]
+        # With another type the old keys would be settings of a thing that is no longer there.
+        elif (
+            isinstance(old, dict) and isinstance(value, dict) and value.get("type", old.get("type")) == old.get("type")
+        ):
+            merged[key] = overlay(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def override(data: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """Apply `section.key=value` in turn, each value read as YAML."""
+    for assignment in assignments:
+        place, equals, text = assignment.partition("=")
+        keys = place.strip().split(".")
+        if not equals or not all(keys):
+            raise ConfigError(f"'{assignment:.60}' is no override; expected key=value, as in optim.lr=3e-4")
+        inside: Any = data
+        for depth, key in enumerate(keys[:-1]):
+            inside = inside.get(key, {})
+            if inside is not None and not isinstance(inside, dict):
+                parent = ".".join(keys[: depth + 1])
+                raise ConfigError(
+                    f"{place}: '{parent}' is {inside!r:.60}, which has no keys below it; set '{parent}' itself"
+                )
+            inside = inside or {}
+        patch = parse(text, place)
+        for key in reversed(keys):
+            patch = {key: patch}
+        data = overlay(data, patch)
+    return data
+
+
+def read(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """A recipe as plain data: what it extends merged in, overrides applied, nothing validated."""
+    try:
+        return override(gather(locate(str(recipe), Path())), overrides)
+    except RecursionError as error:
+        raise ConfigError(f"{recipe}: nested too deeply; expected sections of settings") from error
+
+
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration a recipe describes; a run without a name takes the recipe's."""
+    config = validate(read(recipe, overrides))
+    return config if config.name else replace(config, name=Path(recipe).stem)

@@ -1,0 +1,115 @@
+"""What a `type:` may name, kind by kind; the only list of everything there is."""
+
+from __future__ import annotations
+
+from ..data.spec import DataSpec
+from ..objective import Objective
+from ..policy import ModelSpec, Process
+from ..processes.dynamics import Dynamics
+from ..processes.paths import Path
+from ..registry import Registry
+from ..reward import RewardSpec
+from ..search.search import Search
+from ..weights import Tuning
+
+MODELS = Registry(
+    "model",
+    {
+        "toy_flow": "tastemaker.models.toy:ToyFlow",
+        "toy_causal": "tastemaker.models.toy:ToyCausal",
+        "toy_masked": "tastemaker.models.toy:ToyMasked",
+    },
+)
+PROCESSES = Registry(
+    "process",
+    {
+        "gaussian": "tastemaker.processes.gaussian:GaussianProcess",
+        "autoregressive": "tastemaker.processes.autoregressive:Autoregressive",
+        "masked": "tastemaker.processes.masked:Masked",
+    },
+)
+PATHS = Registry(
+    "path",
+    {
+        "straight": "tastemaker.processes.paths:Straight",
+        "variance_preserving": "tastemaker.processes.paths:VariancePreserving",
+    },
+)
+DYNAMICS = Registry(
+    "dynamics",
+    {
+        "ode": "tastemaker.processes.dynamics:Ode",
+        "ddim": "tastemaker.processes.dynamics:Ddim",
+        "flow_sde": "tastemaker.processes.dynamics:FlowSde",
+        "dance_sde": "tastemaker.processes.dynamics:DanceSde",
+        "cps": "tastemaker.processes.dynamics:Cps",
+    },
+)
+OBJECTIVES = Registry(
+    "objective",
+    {
+        "likelihood": "tastemaker.objectives.likelihood:Likelihood",
+        "reward_gradient": "tastemaker.objectives.reward_gradient:RewardGradient",
+        "srpo": "tastemaker.objectives.srpo:SRPO",
+        "ddpo": "tastemaker.objectives.ddpo:DDPO",
+        "grpo": "tastemaker.objectives.grpo:GRPO",
+        "dpo": "tastemaker.objectives.dpo:DPO",
+        "online_dpo": "tastemaker.objectives.dpo:OnlineDPO",
+        "nft": "tastemaker.objectives.nft:NFT",
+    },
+)
+REWARDS = Registry(
+    "reward",
+    {
+        "jpeg": "tastemaker.rewards.jpeg:Jpeg",
+        "compression": "tastemaker.rewards.compression:Compression",
+        "brightness": "tastemaker.rewards.color:Brightness",
+        "color": "tastemaker.rewards.color:Color",
+        "mse": "tastemaker.rewards.target:Mse",
+        "l1": "tastemaker.rewards.target:L1",
+        "stillness": "tastemaker.rewards.motion:Stillness",
+        "relative": "tastemaker.rewards.combine:Relative",
+        "clipped": "tastemaker.rewards.combine:Clipped",
+        "per_frame": "tastemaker.rewards.combine:PerFrame",
+    },
+)
+TUNINGS = Registry(
+    "tuning",
+    {
+        "full": "tastemaker.weights:Full",
+        "twin": "tastemaker.weights:Twin",
+        "lora": "tastemaker.lora:Lora",
+    },
+)
+DATA = Registry(
+    "data",
+    {
+        "prompts": "tastemaker.data.prompts:InlinePrompts",
+        "prompt_file": "tastemaker.data.prompts:PromptFile",
+        "toy_pictures": "tastemaker.data.pictures:ToyPictures",
+        "picture_folder": "tastemaker.data.pictures:PictureFolder",
+        "toy_pairs": "tastemaker.data.pairs:ToyPairs",
+        "pair_file": "tastemaker.data.pairs:PairFile",
+    },
+)
+SEARCHES = Registry(
+    "search",
+    {
+        "single": "tastemaker.search.single:Single",
+        "best_of_n": "tastemaker.search.best_of_n:BestOfN",
+        "parm": "tastemaker.search.parm:Parm",
+    },
+)
+
+# A field of one of these types holds a mapping whose `type` is looked up beside it.
+KINDS: dict[type, Registry] = {
+    ModelSpec: MODELS,
+    Process: PROCESSES,
+    Path: PATHS,
+    Dynamics: DYNAMICS,
+    Objective: OBJECTIVES,
+    RewardSpec: REWARDS,
+    Tuning: TUNINGS,
+    DataSpec: DATA,
+    Search: SEARCHES,
+}

@@ -1,0 +1,117 @@
+"""The sections of a run's configuration: frozen data, validated by pydantic, that the builder turns into a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from ..data.spec import DataSpec
+from ..objective import Objective
+from ..policy import Guidance, ModelSpec, Process
+from ..reward import RewardSpec
+from ..weights import Tuning
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class Optim:
+    """AdamW and its schedule."""
+
+    lr: NonNegativeFloat = 1e-5
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 1e-4
+    clip: NonNegativeFloat = 1.0  # gradient norm; 0 does not clip
+    warmup: NonNegativeInt = 0  # steps
+    schedule: Literal["constant", "cosine", "linear"] = "constant"  # after the warm-up, to zero at the last step
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arithmetic of a step."""
+
+    prompts: PositiveInt = 8  # rows of data a step, over all ranks
+    updates: PositiveInt = 1  # optimizer updates a pass over the experience
+    epochs: PositiveInt = 1  # passes over the experience
+    microbatch: PositiveInt | None = None  # rows a backward pass on one rank; gradients accumulate over them
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Ranks, precision and memory."""
+
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    strategy: Literal["replicated", "sdp", "fsdp", "hsdp"] = "replicated"
+    replicas: PositiveInt = 2  # hsdp only: groups of ranks that each hold the whole network
+    precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
+    reduce: Literal["fp32", "fp16", "bf16"] = "fp32"  # gradients between ranks
+    trainable: Literal["fp32", "bf16"] = "fp32"  # bf16 rounds stochastically
+    memory: Literal["keep", "recompute", "offload"] = "keep"  # activations for the backward pass
+    attention: Literal["auto", "sdpa", "flash", "xformers"] = "auto"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept of a run."""
+
+    every: PositiveInt = 100  # steps; the last step is always saved
+    keep: NonNegativeInt = 2  # the newest so many; 0 keeps all
+    form: Literal["consolidated", "sharded"] = "consolidated"
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Pictures to look at while training."""
+
+    every: NonNegativeInt = 50  # steps; 0 never
+    prompts: tuple[str, ...] = ()  # the first of the data if none are given
+    count: PositiveInt = 8
+    use: Literal["live", "ema"] = "live"
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """Who watches the run beside metrics.jsonl and the progress display."""
+
+    tensorboard: bool = False
+    wandb: str | None = None  # a project name; offline unless WANDB_MODE says otherwise
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """A reward and its weight in the sum; of weight zero, it is only watched."""
+
+    spec: RewardSpec
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All of a run."""
+
+    model: ModelSpec
+    process: Process
+    objective: Objective  # type: ignore[type-arg]  # any of them
+    data: DataSpec
+    tuning: Tuning
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    guidance: Guidance | None = None
+    optim: Optim = Optim()
+    batch: Batch = Batch()
+    engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    sample: SampleConfig = SampleConfig()
+    watch: WatchConfig = WatchConfig()
+    ema: Decay = 0.0  # decay; 0 keeps no average
+    steps: PositiveInt = 100
+    seed: int = 0
+    output: Path = Path("runs")
+    name: str | None = None  # of the run's directory; the recipe's if not given
+
+    def __post_init__(self) -> None:
+        if self.name in ("", ".", "..") or any(mark in (self.name or "") for mark in "/\\\0"):
+            raise ValueError(f"'name' is {self.name!r:.60}; expected the name of a directory, without slashes")

@@ -1,0 +1,252 @@
+"""Plain data to frozen dataclasses: `type` names the class, pydantic checks and converts its fields."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache, reduce
+from operator import or_
+from types import NoneType, UnionType
+from typing import Annotated, Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Strict,
+    TypeAdapter,
+    WrapValidator,
+)
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ValidationError, core_schema
+from typing_extensions import TypedDict, get_protocol_members, is_protocol
+
+from ..registry import ConfigError
+from ..reward import RewardSpec
+from .registries import KINDS
+from .run import RewardConfig, RunConfig
+from .sentences import described, dotted, problem, retold, shown
+
+
+def storable(value: int) -> int:
+    """A whole number that fits a tensor."""
+    if value.bit_length() > 63:
+        raise problem(f"expected a whole number of at most 63 bits, found one of {value.bit_length()}")
+    return value
+
+
+def number(value: object) -> object:
+    """Text that is a number, as a number."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+# What surrounds the bounds of a number or text: pydantic writes a bound into its schema only next to the type itself.
+STRICT: dict[Any, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    float: ((Strict(), Field(allow_inf_nan=False)), (BeforeValidator(number),)),
+    int: ((Strict(),), (AfterValidator(storable),)),
+    str: ((Strict(),), ()),
+    bool: ((Strict(),), ()),
+}
+
+
+class Reader(ABC):
+    """Metadata of an annotation: how pydantic is to read a mapping there."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.read)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"reader": self}  # for schema.py to replace; pydantic would want to know the whole of it here
+
+    @abstractmethod
+    def read(self, data: object) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Section(Reader):
+    """Reads a mapping as one known class."""
+
+    cls: type
+    beside: tuple[str, ...] = ()  # keys the mapping may have that are read elsewhere
+
+    def read(self, data: object) -> Any:
+        if not isinstance(data, Mapping):
+            raise problem(f"expected a mapping of settings, found {shown(data)}")
+        try:
+            values = form(self.cls).validate_python(data)
+        except ValidationError as error:
+            raise retold(error, [f.name for f in fields(self.cls) if f.init] + list(self.beside)) from None
+        except ConfigError as error:
+            raise problem(str(error)) from error
+        try:
+            return self.cls(**values)
+        except (ValueError, ArithmeticError) as error:  # what the class itself demands of its values
+            raise problem(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Component(Reader):
+    """Reads a mapping as whichever class of a kind its `type` names."""
+
+    kind: type
+    beside: tuple[str, ...] = ()
+
+    def read(self, data: object) -> Any:
+        registry = KINDS[self.kind]
+        known = f"one of {', '.join(registry)}"
+        if isinstance(data, str) and data in registry:
+            raise problem(f"expected a mapping of settings, found '{data}'; write {{type: {data}}}")
+        if not isinstance(data, Mapping):
+            raise problem(f"expected a mapping of settings with a 'type', {known}; found {shown(data)}")
+        if "type" not in data:
+            raise problem(f"'type' is missing; expected {known}")
+        if not isinstance(data["type"], str):
+            raise problem(f"'type' is {shown(data['type'])}; expected {known}")
+        try:
+            cls = fitting(registry.find(data["type"]), self.kind, data["type"])
+        except ConfigError as error:
+            raise problem(str(error)) from error
+        settings = {key: value for key, value in data.items() if key != "type"}
+        return Section(cls, ("type", *self.beside)).read(settings)
+
+
+@dataclass(frozen=True)
+class Weighted(Reader):
+    """Reads a reward's settings and, beside them, its weight."""
+
+    def read(self, data: object) -> Any:
+        own, weight = data, {}
+        if isinstance(data, Mapping):
+            own = {key: value for key, value in data.items() if key != "weight"}
+            weight = {key: value for key, value in data.items() if key == "weight"}
+        try:
+            return RewardConfig(**weighted().validate_python({"spec": own, **weight}))
+        except ValidationError as error:
+            raise retold(error, (), inside="spec") from None
+
+
+@cache
+def weighted() -> TypeAdapter[Any]:
+    spec = Annotated[Any, Component(RewardSpec, ("weight",))]
+    return adapter("Reward", {"spec": spec, "weight": NotRequired[narrowed(float)]})
+
+
+def fitting(cls: type, kind: type, name: str) -> type:
+    """The class, once it is sure that it is of the kind."""
+    word = KINDS[kind].kind
+    if not is_dataclass(cls):
+        raise ConfigError(
+            f"'{name:.60}' is no dataclass; expected a frozen one whose fields are the settings of the {word}"
+        )
+    if not is_protocol(kind) and not issubclass(cls, kind):
+        raise ConfigError(f"'{name:.60}' is not derived from {kind.__name__}, as every {word} is; name another")
+    abstract: set[str] = {*cls.__abstractmethods__} if inspect.isabstract(cls) else set()
+    promised = get_protocol_members(kind) if is_protocol(kind) else {*kind.__annotations__, *abstract}
+    there = {*dir(cls), *(f.name for f in fields(cls))} - abstract
+    lacking = sorted(promised - there)
+    if lacking:
+        raise ConfigError(f"'{name:.60}' lacks {', '.join(lacking)}, which every {word} has; add it, or name another")
+    return cls
+
+
+@cache
+def form(cls: type) -> TypeAdapter[Any]:
+    """What pydantic holds a mapping against before it becomes an object of the class."""
+    try:
+        return adapter(cls.__name__, shape(cls))
+    except (PydanticUserError, NameError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"the fields of {cls.__name__} cannot be read ({reason}); expected plain types") from error
+
+
+def adapter(name: str, shape: dict[str, Any]) -> TypeAdapter[Any]:
+    """Of a mapping that has these keys and no others."""
+    make: Any = TypedDict  # its keys are known at run time only, which no type checker follows
+    mapping = make(name, shape)
+    mapping.__pydantic_config__ = ConfigDict(extra="forbid")
+    return TypeAdapter(mapping)
+
+
+def shape(cls: type) -> dict[str, Any]:
+    """The settings of a class with the types their values are checked against."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        f.name: (Required if f.default is f.default_factory is MISSING else NotRequired)[narrowed(hints[f.name])]
+        for f in fields(cls)
+        if f.init
+    }
+
+
+def narrowed(hint: Any) -> Any:
+    """The same type, strict where pydantic is lenient, with our own classes read by name."""
+    origin, args = get_origin(hint), get_args(hint)
+    if (origin or hint) in KINDS:
+        return Annotated[Any, Component(origin or hint)]
+    if hint is RewardConfig:
+        return Annotated[Any, Weighted()]
+    if isinstance(hint, type) and is_dataclass(hint):
+        return Annotated[Any, Section(hint)]
+    if origin is Annotated:
+        return scalar(args[0], args[1:]) if args[0] in STRICT else Annotated[(narrowed(args[0]), *args[1:])]
+    if origin in (Union, UnionType):
+        return union(hint)
+    if origin in (tuple, dict, Mapping):
+        return (tuple if origin is tuple else dict)[tuple(arg if arg is ... else narrowed(arg) for arg in args)]
+    return scalar(hint) if hint in STRICT else hint
+
+
+def scalar(hint: Any, bounds: tuple[Any, ...] = ()) -> Any:
+    """A strict number or text within bounds."""
+    before, after = STRICT[hint]
+    return Annotated[(hint, *before, *bounds, *after)]
+
+
+def union(hint: Any) -> Any:
+    """A choice of types; one complaint where none of them fits."""
+    members = tuple(narrowed(member) for member in get_args(hint))
+    choice: Any = reduce(or_, members)
+    if len(members) == 2 and NoneType in members:
+        return choice
+
+    def read(value: object, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise problem(f"expected {described(hint)}, found {shown(value)}") from None
+
+    return Annotated[choice, WrapValidator(read)]
+
+
+@cache
+def entry(reader: Reader) -> TypeAdapter[Any]:
+    return TypeAdapter(Annotated[Any, reader])
+
+
+def build(kind: type, data: object, where: str = "") -> Any:
+    """An object of a kind, or of a class, out of plain data; every problem at once, one sentence a line."""
+    reader = Component(kind) if kind in KINDS else Section(kind)
+    try:
+        return entry(reader).validate_python(data)
+    except ValidationError as error:
+        start = (where,) if where else ()
+        lines = [f"{dotted(start + line['loc'])}: {line['ctx']['sentence']}" for line in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+    except RecursionError as error:
+        raise ConfigError(f"{where or 'config'}: nested too deeply; expected sections of settings") from error
+
+
+def validate(data: object) -> RunConfig:
+    """The configuration of a run."""
+    config: RunConfig = build(RunConfig, data)
+    return config

@@ -1,0 +1,24 @@
+"""Which rows a step takes: a function of seed and step alone, so that resuming and sharding change nothing."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..randomness import Randomness
+
+
+@lru_cache(maxsize=8)
+def shuffled(length: int, seed: int, epoch: int) -> Tensor:
+    """All rows in the order of one epoch: [length]."""
+    words = Randomness(seed, epoch, torch.arange(length)).words("order", 2)
+    return (words[:, 0] << 31 ^ words[:, 1]).argsort(stable=True)
+
+
+def rows(length: int, seed: int, step: int, size: int, rank: int, world: int) -> list[int]:
+    """A rank's contiguous share of the rows of a step; the shares of all ranks, in order, are the rows of one."""
+    start = step * size
+    share = range(start + rank * size // world, start + (rank + 1) * size // world)
+    return [int(shuffled(length, seed, place // length)[place % length]) for place in share]

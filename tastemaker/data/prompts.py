@@ -1,0 +1,80 @@
+"""Prompts, written out in the configuration or read from a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from ..registry import ConfigError
+from ..types import Facts, PromptBatch
+from .order import rows
+from .text import Row, field, json_rows, lines, table_rows
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Prompts in memory, in a new order every epoch."""
+
+    prompts: tuple[str, ...]
+    facts: tuple[Facts, ...]
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def batch(self, step: int, size: int, rank: int, world: int) -> PromptBatch:
+        return self._of(rows(len(self), self.seed, step, size, rank, world))
+
+    def first(self, count: int) -> PromptBatch:
+        return self._of([i % len(self) for i in range(count)])
+
+    def _of(self, chosen: list[int]) -> PromptBatch:
+        return PromptBatch(tuple(self.prompts[i] for i in chosen), tuple(self.facts[i] for i in chosen))
+
+
+@dataclass(frozen=True)
+class InlinePrompts:
+    """Prompts written out in the configuration."""
+
+    prompts: tuple[str, ...]
+    yields: ClassVar[type] = PromptBatch
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError("'prompts' is empty; expected at least one prompt")
+
+    def load(self, seed: int) -> PromptRows:
+        return PromptRows(self.prompts, ({},) * len(self.prompts), seed)
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """Prompts in a file: .txt with one a line, .jsonl or .csv with a column `prompt`; other columns become facts."""
+
+    path: Path
+    yields: ClassVar[type] = PromptBatch
+
+    def __post_init__(self) -> None:
+        if self.path.suffix not in (".txt", ".jsonl", ".csv"):
+            raise ValueError(f"'path' is {str(self.path)!r:.60}; expected a file that ends in .txt, .jsonl or .csv")
+
+    def load(self, seed: int) -> PromptRows:
+        if self.path.suffix == ".txt":
+            prompts = [line for _, line in lines(self.path)]
+            return PromptRows(tuple(prompts), ({},) * len(prompts), seed)
+        found = json_rows(self.path) if self.path.suffix == ".jsonl" else table_rows(self.path)
+        prompts = [field(self.path, number, row, "prompt") for number, row in found]
+        return PromptRows(tuple(prompts), tuple(facts(row) for _, row in found), seed)
+
+
+def facts(row: Row) -> Facts:
+    """What a row says beside its prompt."""
+    return {key: value for key, value in row.items() if key != "prompt"}
+
+
+def existing(path: Path, said_by: str) -> Path:
+    """A file that another file names, which must be there."""
+    if not path.is_file():
+        raise ConfigError(f"{said_by}: there is no file {path}; paths are relative to the file that names them")
+    return path

@@ -1,0 +1,217 @@
+"""Configurations spoiled at random, always alike for a seed, give sentences or are valid: nothing else."""
+
+import copy
+import random
+import time
+from typing import Any
+
+import pytest
+
+from tastemaker.config.arithmetic import arithmetic
+from tastemaker.config.check import complaints
+from tastemaker.config.dump import resolve
+from tastemaker.config.load import RECIPES, override, read, runnable
+from tastemaker.config.text import parse, render
+from tastemaker.config.validate import validate
+from tastemaker.registry import ConfigError
+
+NUMBERS = (0, -1, 1, 2, 3, 10**12, -(10**12), 2**63, 10**400, 0.0, -0.5, 0.5, 1e-300, 1e308, float("nan"), float("inf"))
+WORDS = (
+    "",
+    " ",
+    "grpo",
+    "ode",
+    "3e-4",
+    "nan",
+    "1e999",
+    "much",
+    "null",
+    "a:b",
+    ":",
+    "os:path",
+    "json:JSONDecoder",
+    ".x:y",
+)
+ODDITIES = ("\0", "\ud800", "é" * 50, "{}", "{prompt}", "{0}", "{prompt.x}", "../..", "a/b", "x" * 5000, "%s", b"\xff")
+JUNK: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [None],
+    {"type": None},
+    {"type": []},
+    {"type": "toy_flow"},
+    {1: 2},
+    {None: {}},
+)
+TYPES = (
+    "gaussian",
+    "masked",
+    "straight",
+    "ddim",
+    "cps",
+    "grpo",
+    "dpo",
+    "jpeg",
+    "clipped",
+    "stillness",
+    "lora",
+    "prompts",
+)
+
+
+def places(data: Any, where: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every path in a tree of mappings and lists."""
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    found = [where] if where else []
+    return found + [place for key, value in inner for place in places(value, (*where, key))]
+
+
+def value(rng: random.Random, depth: int = 0) -> Any:
+    """Something that nobody would write."""
+    kind = rng.randrange(6 if depth < 4 else 4)
+    if kind == 4:
+        return {
+            rng.choice((*TYPES, *WORDS, "type", "of", 7, None)): value(rng, depth + 1) for _ in range(rng.randrange(4))
+        }
+    if kind == 5:
+        return [value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return copy.deepcopy(rng.choice((NUMBERS, WORDS, ODDITIES, JUNK)[kind]))
+
+
+def at(data: Any, place: tuple[Any, ...]) -> Any:
+    for step in place:
+        data = data[step]
+    return data
+
+
+def nudged(rng: random.Random, old: Any) -> Any:
+    """Another value of the same type, so that it is the rules behind the types that are tried."""
+    if isinstance(old, bool):
+        return not old
+    if isinstance(old, (int, float)):
+        return rng.choice([number for number in NUMBERS if type(number) is type(old)] + [old + 1, old * 2, -old])
+    return rng.choice((*TYPES, *WORDS)) if isinstance(old, str) else old
+
+
+def spoil(rng: random.Random, data: dict[str, Any], other: dict[str, Any]) -> None:
+    """One change at one place, or a part of another configuration put there."""
+    known = places(data)
+    if not known:
+        return
+    *above, key = rng.choice(known)
+    parent = at(data, tuple(above))
+    change = rng.choice(("drop", "rename", "replace", "retype", "add", "wrap", *["nudge"] * 6, *["graft"] * 3))
+    if change == "drop":
+        del parent[key]
+    elif change == "rename" and isinstance(parent, dict):
+        parent[rng.choice((str(key)[:-1], f"{key}s", 5, None, True, "type"))] = parent.pop(key)
+    elif change == "retype" and isinstance(parent[key], dict):
+        parent[key]["type"] = rng.choice((*TYPES, *WORDS, None, 3))
+    elif change == "add" and isinstance(parent[key], dict):
+        parent[key][rng.choice((*WORDS, "weight", "of", "steps", "window", 9))] = value(rng)
+    elif change == "nudge":
+        parent[key] = nudged(rng, parent[key])
+    elif change == "graft":
+        same = [place for place in places(other) if place[-1] == key]
+        parent[key] = copy.deepcopy(at(other, rng.choice(same or places(other))))
+    elif change == "wrap":
+        parent[key] = rng.choice(([parent[key]], {"type": "clipped", "of": parent[key], "low": 0}, {"of": parent[key]}))
+    else:
+        parent[key] = value(rng)
+
+
+def outcome(data: object) -> str:
+    """Whether a configuration is valid, or refused in sentences; anything else raises."""
+    try:
+        config = validate(data)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        assert lines and all(": " in line and len(line) < 2000 for line in lines), lines
+        return "refused"
+    assert all(": " in line for line in complaints(config, world=2))
+    arithmetic(config)
+    assert validate(resolve(config)) == config
+    return "valid"
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_spoiled_configurations_give_sentences_or_are_valid(count: int) -> None:
+    brief = [read(name) for name in runnable()]
+    recipes = brief + [resolve(validate(data)) for data in brief]  # the latter have every setting written out
+    rng, counts, start = random.Random(20), {"valid": 0, "refused": 0}, time.process_time()
+    for i in range(count):
+        data, other = copy.deepcopy(rng.choice(recipes)), rng.choice(recipes)
+        for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
+            spoil(rng, data, other)
+        try:
+            counts[outcome(data)] += 1
+        except Exception as error:
+            raise AssertionError(f"configuration {i} raised {error!r}: {data!r:.2000}") from error
+    assert min(counts.values()) > count // 10, counts  # neither too rough nor too gentle
+    assert time.process_time() - start < 90
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_spoiled_text_gives_sentences_or_is_read(seed: int) -> None:
+    rng = random.Random(seed)
+    texts = [path.read_text() for path in sorted(RECIPES.rglob("*.yaml"))]
+    for _ in range(300):
+        text = list(rng.choice(texts))
+        for _ in range(rng.choice((1, 2, 5))):
+            place = rng.randrange(len(text))
+            text[place : place + rng.randrange(3)] = rng.choice(
+                ("", ":", "{", "[", "\t", "\n", "&a ", "*a", "!!set ", "\0", "'", "- ")
+            )
+        try:
+            parse("".join(text), "recipe")
+        except ConfigError as error:
+            assert str(error).startswith("recipe")
+
+
+def test_spoiled_overrides_give_sentences_or_are_applied() -> None:
+    rng = random.Random(7)
+    data = read("grpo-toy-flow")
+    keys = ("optim", "lr", "objective", "type", "rewards", "color", "", "steps", "x", "0", "\0")
+    values = (
+        "3",
+        "3e-4",
+        "[",
+        "{a: 1}",
+        "null",
+        "*a",
+        "2001-99-99",
+        "!!python/object:os.system x",
+        "grpo",
+        "",
+        "1" * 5000,
+    )
+    for _ in range(1000):
+        assignment = ".".join(rng.choice(keys) for _ in range(rng.randrange(1, 4))) + rng.choice(
+            ("=", "=", "=", "", "==")
+        )
+        try:
+            outcome(override(data, [assignment + rng.choice(values)]))
+        except ConfigError:
+            continue
+
+
+def test_what_is_written_is_read_back() -> None:
+    for text in (
+        "1e5",
+        "3e-4",
+        "on",
+        "null",
+        "a: b",
+        "é",
+        "- x",
+        "1_000",
+        "0x10",
+        "2001-01-01",
+        " padded ",
+        "multi\nline",
+    ):
+        assert parse(render({"text": text, "number": 1e-5}), "x") == {"text": text, "number": 1e-5}

@@ -1,0 +1,248 @@
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tastemaker.config.dump import dump, resolve
+from tastemaker.config.load import RECIPES, content, load, override, read, recipes, runnable
+from tastemaker.config.text import parse
+from tastemaker.config.validate import validate
+from tastemaker.objectives.dpo import DPO
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.processes.dynamics import Ddim
+from tastemaker.registry import ConfigError
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Files by name without suffix; the first is what is loaded."""
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / f"{next(iter(files))}.yaml"
+
+
+def complaint(path: Path | str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(path, overrides)
+    return str(error.value)
+
+
+def test_a_recipe_is_found_by_name_and_gives_the_run_its_name() -> None:
+    config = load("grpo-toy-flow")
+    assert isinstance(config.objective, GRPO)
+    assert config.name == "grpo-toy-flow"
+
+
+def test_a_file_extends_recipes_and_files_beside_it(tmp_path: Path) -> None:
+    path = write(tmp_path, own="extends: [grpo-toy-flow, local.yaml]\nsteps: 7", local="steps: 5\noptim: {lr: 2e-3}")
+    config = load(path)
+    assert (config.steps, config.optim.lr, config.name) == (7, 2e-3, "own")
+
+
+def test_later_parents_lie_over_earlier_ones(tmp_path: Path) -> None:
+    path = write(tmp_path, own="extends: [one.yaml, two.yaml]", one="a: {x: 1, y: 1}", two="a: {y: 2}")
+    assert read(path) == {"a": {"x": 1, "y": 2}}
+
+
+def test_a_single_parent_needs_no_list(tmp_path: Path) -> None:
+    assert read(write(tmp_path, own="extends: one.yaml\nb: 2", one="a: 1")) == {"a": 1, "b": 2}
+
+
+def test_another_type_replaces_the_mapping_and_the_same_type_merges_with_it(tmp_path: Path) -> None:
+    base = "objective: {type: grpo, group: 16, clip: 0.1}"
+    assert read(write(tmp_path, own="extends: base.yaml\nobjective: {type: dpo}", base=base)) == {
+        "objective": {"type": "dpo"}
+    }
+    same = read(write(tmp_path, own="extends: base.yaml\nobjective: {type: grpo, clip: 0.2}", base=base))
+    assert same == {"objective": {"type": "grpo", "group": 16, "clip": 0.2}}
+
+
+def test_nothing_over_a_mapping_removes_it(tmp_path: Path) -> None:
+    path = write(tmp_path, own="extends: dancegrpo-toy-flow\nrewards: {small: null}")
+    assert list(load(path).rewards) == ["color"]
+
+
+def test_a_circle_is_refused_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path, a="extends: b.yaml", b="extends: c.yaml", c="extends: b.yaml")
+    expected = f"{tmp_path}/b.yaml: 'extends' goes in a circle: b.yaml -> c.yaml -> b.yaml; remove one of them"
+    assert complaint(path) == expected
+
+
+def test_a_diamond_is_no_circle(tmp_path: Path) -> None:
+    path = write(tmp_path, a="extends: [b.yaml, c.yaml]", b="extends: d.yaml", c="extends: d.yaml", d="x: 1")
+    assert read(path) == {"x": 1}
+
+
+def test_overrides_are_yaml_and_come_last() -> None:
+    overrides = ["optim.lr=3e-4", "objective.group=4", "sample.prompts=[a red, a blue]", "guidance.scale=2", "name=x=y"]
+    config = load("grpo-toy-flow", overrides)
+    assert isinstance(config.objective, GRPO)
+    assert (config.optim.lr, config.objective.group, config.sample.prompts) == (3e-4, 4, ("a red", "a blue"))
+    assert config.guidance is not None and config.guidance.scale == 2.0
+    assert config.name == "x=y"
+
+
+def test_an_override_of_the_type_drops_the_settings_of_the_old_one() -> None:
+    config = load("grpo-toy-flow", ["process.dynamics.type=ddim", "process.dynamics.eta=0.5"])
+    assert config.process == validate(read("grpo-toy-flow", ["process.dynamics={type: ddim, eta: 0.5}"])).process
+    assert Ddim(0.5) in vars(config.process).values()
+    assert load("dpo-toy-flow", ["objective={type: dpo}"]).objective == DPO()
+
+
+@pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "0.0003", "'3e-4'", "+3E-4", "30e-5"])
+def test_numbers_may_be_written_as_people_do(text: str) -> None:
+    assert load("grpo-toy-flow", [f"optim.lr={text}"]).optim.lr == pytest.approx(3e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("lr", "'lr' is no override; expected key=value, as in optim.lr=3e-4"),
+        ("=3", "'=3' is no override; expected key=value, as in optim.lr=3e-4"),
+        ("a..b=3", "'a..b=3' is no override; expected key=value, as in optim.lr=3e-4"),
+        ("steps.x=3", "steps.x: 'steps' is 100, which has no keys below it; set 'steps' itself"),
+        ("steps=[", "steps, line 1: expected the node content, but found '<stream end>'; correct the YAML"),
+        ("steps=2001-99-99", "steps: month must be in 1..12; correct the YAML"),
+        ("steps=" + "[" * 5000, "steps: nested too deeply; expected sections of settings"),
+    ],
+)
+def test_a_bad_override_is_a_sentence(override: str, sentence: str) -> None:
+    assert complaint("grpo-toy-flow", override) == sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: [1, 2\nb: 3", "line 2: expected ',' or ']', but got ':'; correct the YAML"),
+        ("a: 1\nb: 2\na: 3", "line 3: the key 'a' stands twice; correct the YAML"),
+        ("a: {x: 1, x: 2}", "line 1: the key 'x' stands twice; correct the YAML"),
+        ("a: &x 1\nb: *x", "line 2: found an alias (*name); write its value out, or use 'extends'; correct the YAML"),
+        ("a: &x [*x]", "line 1: found an alias (*name); write its value out, or use 'extends'; correct the YAML"),
+    ],
+)
+def test_bad_yaml_is_a_sentence_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
+    path = write(tmp_path, bad=text)
+    assert complaint(path) == f"{path}, {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("- 1", "expected a mapping of sections, found a list"),
+        ("just words", "expected a mapping of sections, found a str"),
+        ("extends: 3", "'extends' must be a recipe's name, a path or a list of them"),
+        ("extends: [base, 3]", "'extends' must be a recipe's name, a path or a list of them"),
+        ("extends: bose", "no recipe is called 'bose'; did you mean 'base'?; a file's path ends in .yaml"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    path = write(tmp_path, bad=text)
+    assert complaint(path) == f"{path}: {sentence}"
+
+
+def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes("a: é".encode("latin-1"))
+    assert (
+        complaint(tmp_path / "latin.yaml") == f"{tmp_path}/latin.yaml: byte 3 is not UTF-8; save the file as UTF-8 text"
+    )
+    missing = tmp_path / "none.yaml"
+    assert complaint(missing) == f"there is no file {missing}; give a recipe's name or the path of a YAML file"
+    assert complaint("grpo-toy-flwo").startswith("no recipe is called 'grpo-toy-flwo'; did you mean 'grpo-toy-flow'?")
+
+
+@pytest.mark.parametrize("name", runnable())
+def test_a_resolved_recipe_has_every_default_and_gives_the_same_run(name: str) -> None:
+    config = load(name)
+    assert validate(resolve(config)) == config
+    assert validate(parse(dump(config), "dump")) == config
+    assert resolve(config)["engine"]["device"] == "auto"
+    assert resolve(config)["process"]["type"] in ("gaussian", "autoregressive", "masked")
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_says_what_it_is_and_a_whole_run_how_to_start_it(name: str) -> None:
+    lines = (RECIPES / f"{name}.yaml").read_text().splitlines()
+    assert lines[0].startswith("# ") and lines[0].endswith(".")
+    assert name not in runnable() or lines[1] == f"# tastemaker train {name}"
+
+
+def test_strings_that_look_like_numbers_survive_the_round_trip() -> None:
+    config = load("grpo-toy-flow", ["sample.prompts=['1e5', 'on', 'null', 'a: b']"])
+    assert validate(parse(dump(config), "dump")) == config
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """A user's own reward."""
+
+    radius: int = 1
+    batch_size: int = 4
+    differentiable = False
+    reads = "frames"
+    runs_on = "host"
+
+    def load(self, placement: Any) -> Any: ...
+    def tiny(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Half:
+    """A reward that lacks most of one."""
+
+    batch_size: int = 4
+
+
+class Bare:
+    pass
+
+
+def own(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+def test_a_users_own_component_is_named_by_its_module() -> None:
+    data = override(read("grpo-toy-flow"), [f"rewards.sharp.type={own('Sharpness')}", "rewards.sharp.radius=3"])
+    config = validate(data)
+    spec: object = config.rewards["sharp"].spec
+    assert spec == Sharpness(3)
+    assert resolve(config)["rewards"]["sharp"]["type"] == own("Sharpness")
+    assert validate(resolve(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (own("Sharpness"), "unknown key 'raduis'; did you mean 'radius'?"),
+        (
+            own("Half"),
+            "lacks differentiable, load, reads, runs_on, tiny, which every reward has; add it, or name another",
+        ),
+        (own("Bare"), "is no dataclass; expected a frozen one whose fields are the settings of the reward"),
+        (own("Sharp"), f"module '{__name__}' has no 'Sharp'; check the name after the colon"),
+        (own("own"), "is a function; expected a class to make the reward of"),
+        ("no.such:Thing", "cannot be imported (ModuleNotFoundError: No module named 'no'); install or correct it"),
+        (":", "cannot be imported (ValueError: Empty module name); install or correct it"),
+    ],
+)
+def test_a_users_own_component_is_held_to_the_same_strictness(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(override(read("grpo-toy-flow"), [f"rewards.sharp={{type: '{name}', raduis: 3}}"]))
+    assert str(error.value).startswith("rewards.sharp: ")
+    assert str(error.value).endswith(sentence)
+
+
+def test_a_component_of_the_wrong_kind_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(override(read("grpo-toy-flow"), ["process={type: 'tastemaker.objectives.dpo:DPO'}"]))
+    expected = "process: 'tastemaker.objectives.dpo:DPO' is not derived from Process, as every process is; name another"
+    assert str(error.value) == expected
+
+
+def test_the_content_of_an_empty_file_is_nothing(tmp_path: Path) -> None:
+    assert content(write(tmp_path, empty="# only a comment")) == {}
+
+
+def test_names_of_any_length_make_short_sentences() -> None:
+    for name in ("x" * 9000, "x" * 9000 + ".yaml", "\0.yaml"):
+        assert len(complaint(name)) < 2000
+    assert len(complaint("grpo-toy-flow", "x" * 9000)) < 200

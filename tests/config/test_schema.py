@@ -1,0 +1,54 @@
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from tastemaker.config.dump import resolve
+from tastemaker.config.load import RECIPES, content, load, recipes, runnable
+from tastemaker.config.schema import schema
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    written = json.loads((RECIPES / "schema.json").read_text())
+    Draft202012Validator.check_schema(written)
+    return Draft202012Validator(written)
+
+
+def test_the_written_schema_is_up_to_date(validator: Any) -> None:
+    advice = "run: python -c 'from tastemaker.config.schema import write_schema; write_schema()'"
+    assert validator.schema == json.loads(json.dumps(schema())), advice
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_fits_the_schema(name: str, validator: Any) -> None:
+    assert [error.message for error in validator.iter_errors(content(RECIPES / f"{name}.yaml"))] == []
+
+
+@pytest.mark.parametrize("name", runnable())
+def test_a_resolved_recipe_fits_the_schema(name: str, validator: Any) -> None:
+    assert [error.message for error in validator.iter_errors(resolve(load(name)))] == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"objectiv": {}},
+        {"objective": {"type": "grpo", "gropu": 3}},
+        {"objective": {"type": "grop"}},
+        {"optim": {"lr": "much"}},
+        {"optim": {"betas": [0.9, 1.5]}},
+        {"rewards": {"a": {"type": "clipped", "of": {"type": "jpeg", "qualty": 3}}}},
+        {"engine": {"device": "gpu"}},
+        {"extends": 3},
+    ],
+)
+def test_mistakes_do_not_fit_the_schema(data: Any, validator: Any) -> None:
+    assert list(validator.iter_errors(data))
+
+
+def test_a_users_own_component_fits_the_schema(validator: Any) -> None:
+    assert not list(
+        validator.iter_errors({"rewards": {"a": {"type": "my_pkg.rewards:Sharpness", "radius": 3, "weight": 2}}})
+    )

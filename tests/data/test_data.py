@@ -1,0 +1,196 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from tastemaker.data.order import rows
+from tastemaker.data.pairs import PairFile, ToyPairs
+from tastemaker.data.pictures import PictureFolder, ToyPictures
+from tastemaker.data.prompts import InlinePrompts, PromptFile
+from tastemaker.models.toy import COLORS
+from tastemaker.pictures import PictureError
+from tastemaker.registry import ConfigError
+
+SEED = 3
+
+
+@pytest.mark.parametrize("size", [1, 4, 6, 25])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_shares_of_all_ranks_are_the_batch_of_one(size: int, world: int) -> None:
+    for step in range(5):
+        whole = rows(10, SEED, step, size, 0, 1)
+        shares = [rows(10, SEED, step, size, rank, world) for rank in range(world)]
+        assert [row for share in shares for row in share] == whole
+        assert len(whole) == size
+
+
+def test_an_epoch_takes_every_row_once_and_the_next_takes_them_in_another_order() -> None:
+    first, second = (
+        [row for step in steps for row in rows(12, SEED, step, 4, 0, 1)] for steps in (range(3), range(3, 6))
+    )
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+
+
+def test_a_batch_larger_than_the_data_goes_round() -> None:
+    batch = rows(3, SEED, 0, 7, 0, 1)
+    assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
+
+
+def test_the_order_is_the_seeds_alone() -> None:
+    assert rows(50, 1, 0, 50, 0, 1) == rows(50, 1, 0, 50, 0, 1)
+    assert rows(50, 1, 0, 50, 0, 1) != rows(50, 2, 0, 50, 0, 1)
+
+
+def test_a_step_far_away_is_as_quick_as_the_first() -> None:
+    assert len(rows(1000, SEED, 10**9, 4, 0, 1)) == 4
+
+
+def test_inline_prompts_come_with_empty_facts() -> None:
+    data = InlinePrompts(("a red", "a blue")).load(SEED)
+    batch = data.batch(0, 4, 0, 1)
+    assert len(data) == 2 and sorted(batch.prompts) == ["a blue", "a blue", "a red", "a red"]
+    assert batch.facts == ({},) * 4
+    assert data.first(3).prompts == ("a red", "a blue", "a red")
+
+
+def test_prompts_of_a_text_file_are_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("\ufeffa red\n\n  a blue  \r\né\n", encoding="utf-8")
+    assert PromptFile(tmp_path / "p.txt").load(SEED).prompts == ("a red", "a blue", "é")
+
+
+def test_other_columns_become_facts(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a red", "count": 2}\n\n{"prompt": "a blue", "target": "x.png"}\n')
+    data = PromptFile(tmp_path / "p.jsonl").load(SEED)
+    assert data.prompts == ("a red", "a blue") and data.facts == ({"count": 2}, {"target": "x.png"})
+    (tmp_path / "p.csv").write_text('prompt,count\n"a red, and\nso on",2\na blue,\n')
+    table = PromptFile(tmp_path / "p.csv").load(SEED)
+    assert table.prompts == ("a red, and\nso on", "a blue") and table.facts == ({"count": "2"}, {"count": ""})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("p.txt", b"", ": the file is empty; expected at least one row"),
+        ("p.txt", b" \n\n", ": the file is empty; expected at least one row"),
+        ("p.txt", b"a red\n\xff", ": byte 6 is not UTF-8; save the file as UTF-8 text"),
+        ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', ", line 2: 'prompt' is missing; found text"),
+        ("p.jsonl", b'{"prompt": 3}', ", line 1: 'prompt' is 3, expected text"),
+        ("p.jsonl", b'\n["a"]', ', line 2: expected an object such as {"prompt": ...}, found ["a"]'),
+        ("p.csv", b"text,tag\na,b\n", ", line 2: 'prompt' is missing; found text, tag"),
+        ("p.csv", b"prompt,tag\na,b,c\n", ", line 2: expected 2 columns as in the first line; check its commas"),
+        ("p.csv", b"prompt,tag\na\n", ", line 2: expected 2 columns as in the first line; check its commas"),
+        ("p.csv", b"prompt\n", ": there are no rows below the line of column names; expected at least one"),
+    ],
+)
+def test_a_bad_file_is_a_sentence_with_its_line(tmp_path: Path, name: str, text: bytes, sentence: str) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ConfigError) as error:
+        PromptFile(tmp_path / name).load(SEED)
+    assert str(error.value) == f"{tmp_path / name}{sentence}"
+
+
+@pytest.mark.parametrize(("name", "start"), [("p.jsonl", ", line 1: not JSON ("), ("none.txt", ": cannot be read (")])
+def test_other_bad_files_are_sentences_too(tmp_path: Path, name: str, start: str) -> None:
+    (tmp_path / "p.jsonl").write_text("{'prompt': 1}")
+    with pytest.raises(ConfigError) as error:
+        PromptFile(tmp_path / name).load(SEED)
+    assert str(error.value).startswith(f"{tmp_path / name}{start}")
+
+
+def test_toy_pictures_show_the_colour_they_are_captioned_with() -> None:
+    batch = ToyPictures(frames=3, spread=0.0).load(SEED).batch(0, 8, 0, 1)
+    assert batch.pixels.shape == (8, 3, 3, 8, 8)
+    for prompt, pixels in zip(batch.prompts, batch.pixels, strict=True):
+        expected = torch.tensor(COLORS[prompt.split()[-1]])
+        assert torch.equal(pixels, expected[None, :, None, None].expand_as(pixels))
+
+
+def test_toy_pictures_vary_and_those_held_out_differ() -> None:
+    seen, held = (ToyPictures(count=40, start=start).load(SEED).batch(0, 40, 0, 1).pixels for start in (0, 40))
+    shades = {tuple(pixels[0, :, 0, 0].tolist()) for pixels in torch.cat([seen, held])}
+    assert len(shades) == 80
+    assert seen.min() >= 0 and seen.max() <= 1
+
+
+def test_toy_pairs_prefer_the_right_colour_and_reject_every_other() -> None:
+    batch = ToyPairs(spread=0.0).load(SEED).batch(0, 256, 0, 1)
+    names = {tuple(torch.tensor(rgb).tolist()): name for name, rgb in COLORS.items()}
+    chosen, rejected = (
+        [names[tuple(p[0, :, 0, 0].tolist())] for p in pixels] for pixels in (batch.chosen, batch.rejected)
+    )
+    assert [f"a {color}" for color in chosen] == list(batch.prompts)
+    used = ("red", "green", "blue", "grey")
+    assert set(zip(chosen, rejected, strict=True)) == {(a, b) for a in used for b in used if a != b}
+
+
+def picture(path: Path, size: tuple[int, int] = (8, 8), color: str = "red") -> None:
+    Image.new("RGB", size, color).save(path)
+
+
+def test_a_folder_of_pictures_has_captions_beside_them(tmp_path: Path) -> None:
+    for color in ("red", "blue"):
+        picture(tmp_path / f"{color}.png", color=color)
+        (tmp_path / f"{color}.txt").write_text(f"a {color}\n")
+    data = PictureFolder(tmp_path).load(SEED)
+    batch = data.batch(0, 2, 0, 1)
+    assert len(data) == 2 and batch.pixels.shape == (2, 1, 3, 8, 8)
+    assert torch.equal(batch.pixels[batch.prompts.index("a blue"), 0, :, 0, 0], torch.tensor([0.0, 0.0, 1.0]))
+
+
+def test_a_folder_of_pictures_may_have_one_list_of_captions(tmp_path: Path) -> None:
+    picture(tmp_path / "one.png", (16, 8))
+    picture(tmp_path / "two.jpg", (4, 4))
+    rows = [{"file_name": "one.png", "prompt": "first"}, {"file_name": "two.jpg", "prompt": "second"}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert PictureFolder(tmp_path, size=4).load(SEED).batch(0, 2, 0, 1).pixels.shape == (2, 1, 3, 4, 4)
+    with pytest.raises(ConfigError, match=r"one\.png has 1 frames of 16x8 pixels|two\.jpg has 1 frames of 4x4 pixels"):
+        PictureFolder(tmp_path).load(SEED).batch(0, 2, 0, 1)
+
+
+def test_bad_folders_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such folder; check the path"):
+        PictureFolder(tmp_path / "none").load(SEED)
+    with pytest.raises(ConfigError, match=r"there are no pictures; expected files that end in \.png"):
+        PictureFolder(tmp_path).load(SEED)
+    picture(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match=r"the caption of .*a\.png: there is no file .*a\.txt"):
+        PictureFolder(tmp_path).load(SEED)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "b.png", "prompt": "x"}')
+    with pytest.raises(ConfigError, match=r"metadata\.jsonl, line 1: there is no file .*b\.png"):
+        PictureFolder(tmp_path).load(SEED)
+
+
+def pairs(folder: Path, *lines: dict[str, Any]) -> Path:
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder / "pairs.jsonl"
+
+
+def test_pairs_of_a_file_are_read_from_beside_it(tmp_path: Path) -> None:
+    picture(tmp_path / "good.png", color="red")
+    picture(tmp_path / "bad.png", color="blue")
+    data = PairFile(pairs(tmp_path, {"prompt": "a red", "chosen": "good.png", "rejected": "bad.png"})).load(SEED)
+    batch = data.batch(0, 2, 0, 1)
+    assert batch.prompts == ("a red", "a red") and data.first(1).prompts == ("a red",)
+    assert batch.chosen[0, 0, :, 0, 0].tolist() == [1, 0, 0] and batch.rejected[0, 0, :, 0, 0].tolist() == [0, 0, 1]
+
+
+def test_bad_pairs_are_sentences_that_name_the_row(tmp_path: Path) -> None:
+    picture(tmp_path / "good.png")
+    picture(tmp_path / "large.png", (9, 8))
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: 'rejected' is missing; found prompt, chosen"):
+        PairFile(pairs(tmp_path, {"prompt": "a", "chosen": "good.png"})).load(SEED)
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: there is no file .*none\.png"):
+        PairFile(pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "none.png"})).load(SEED)
+    uneven = PairFile(pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "large.png"})).load(SEED)
+    with pytest.raises(
+        ConfigError, match=r"line 1: large\.png has 1 frames of 9x8 pixels, but .*line 1: good\.png has"
+    ):
+        uneven.batch(0, 1, 0, 1)
+    broken = PairFile(pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "broken.png"})).load(SEED)
+    with pytest.raises(PictureError, match=r"broken\.png cannot be read as a picture"):
+        broken.batch(0, 1, 0, 1)
