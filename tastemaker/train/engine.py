@@ -1,0 +1,216 @@
+"""The engine: alone knows ranks, sharding, precision and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..config.run import EngineConfig, Optim
+from ..types import Placement
+from ..weights import FullWeights, TwinWeights, Weights
+from . import memory, optimizer, precision, ranks
+from .failures import TrainingError, explain
+
+__all__ = ["Engine", "TrainingError", "Update", "explain"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class Engine:
+    """Places weights on devices and ranks, and moves them against their gradients."""
+
+    def __init__(self, config: EngineConfig, optim: Optim, steps: int, seed: int) -> None:
+        self.config, self.optim, self.steps, self.seed = config, optim, steps, seed
+        self.device = precision.choose(config.device, ranks.local_rank())
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.comm, self._started = ranks.join(self.device)
+        precision.check(config, self.device, self.comm.world)
+        self.scaler = precision.Scaler() if config.precision == "fp16" else None
+        self.mesh = self._mesh()
+        self._bad = torch.zeros((), device=self.device)  # how many losses since the last update were not finite
+
+    def _mesh(self) -> DeviceMesh | None:
+        """The ranks tensors are sharded over; none where every rank holds everything."""
+        if isinstance(self.comm, ranks.Solo) or self.config.strategy == "replicated":
+            return None
+        shape = ranks.grid(self.config.strategy, self.config.replicas, self.comm.world)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
+
+    @property
+    def shard(self) -> tuple[int, int, bool]:
+        """Which of how many shards this rank holds, and whether it is the first to hold it."""
+        if self.mesh is None:
+            return 0, 1, self.comm.rank == 0
+        count = self.mesh.size(self.mesh.ndim - 1)
+        return self.comm.rank % count, count, self.comm.rank < count
+
+    def placement(self) -> Placement:
+        """Where frozen parts go, and how."""
+        return Placement(self.device, precision.DTYPES[self.config.precision], self.config.attention)
+
+    def prepare(self, weights: Weights) -> None:
+        """Place, cast, recompute, shard or replicate the network in place, and make its optimizer."""
+        nets = [weights.net, *(weights.twins.values() if isinstance(weights, TwinWeights) else ())]
+        dtype = precision.DTYPES[self.config.trainable]
+        kept = {id(p) for name, values in weights.stored().items() if name != "reference" for p in values.values()}
+        for net in nets:
+            self._check(net)
+            if self.config.memory == "recompute":
+                memory.recompute(net)
+            for unit in [*(memory.blocks(net) if self.mesh else ()), net]:
+                # One block after the other, so that a network never lies whole on a device it would not fit on.
+                self._place(unit, dtype, kept)
+                if self.mesh is not None:
+                    self._shard(unit, whole=unit is net)
+        if isinstance(weights, FullWeights):
+            _copy_snapshots(weights)
+        self.net, self.parameters = weights.net, weights.trainable()
+        self.optimizer = optimizer.build(self.parameters, self.optim, dtype, self.seed)
+
+    def _check(self, net: nn.Module) -> None:
+        scalars = [name for name, p in net.named_parameters() if not p.ndim]
+        if self.mesh is not None and scalars:
+            raise TrainingError(
+                f"engine.strategy {self.config.strategy} cannot cut the scalar parameter '{scalars[0]}' into shards; "
+                "give it one dimension of size 1, or set engine.strategy to replicated"
+            )
+
+    @torch.no_grad()
+    def _place(self, unit: nn.Module, dtype: torch.dtype, kept: set[int]) -> None:
+        plain = [p for p in unit.parameters() if not isinstance(p, DTensor)]
+        for p in plain:
+            # Snapshots that trail the live weights move by less than bf16 can hold.
+            wanted = torch.float32 if id(p) in kept else dtype if p.requires_grad else p.dtype
+            p.data = p.data.to(self.device, wanted)
+        for buffer in unit.buffers():
+            buffer.data = buffer.data.to(self.device)
+        if not isinstance(self.comm, ranks.Solo):
+            ranks.broadcast([*plain, *unit.buffers()])
+
+    def _shard(self, unit: nn.Module, *, whole: bool) -> None:
+        compute, reduce = precision.DTYPES[self.config.precision], precision.DTYPES[self.config.reduce]
+        # Blocks are gathered in the dtype they compute in; the root keeps embeddings and such as autocast would.
+        gathered = None if whole or compute == torch.float32 else compute
+        policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce, cast_forward_inputs=False)
+        sharded = fully_shard(unit, mesh=self.mesh, reshard_after_forward=True, mp_policy=policy)
+        # The loss is divided by the rows of all ranks already: gradients add up, where FSDP2 would average.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        if whole and self.config.strategy == "sdp":
+            unit.register_forward_pre_hook(_keep_gathered)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within the block the network computes in the precision and with the attention asked for."""
+        with precision.mathematics(self.config, self.device), precision.casting(self.config, self.device):
+            yield
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Within the block activations for the backward pass are kept on the host if so configured."""
+        if self.config.memory != "offload":
+            yield
+            return
+        with memory.offload(self.device):
+            yield
+
+    def backward(self, value: Tensor, *, last: bool) -> None:
+        """Add gradients of this rank's share of the loss; they are exchanged between ranks at the last share only."""
+        if not value.requires_grad:
+            raise TrainingError("the loss depends on no trainable weight, so nothing can be learned from it")
+        self._bad += (~value.detach().isfinite()).float()
+        if isinstance(self.net, FSDPModule):
+            self.net.set_requires_gradient_sync(last)
+        with precision.mathematics(self.config, self.device):
+            (value.float() * self.scaler.scale if self.scaler else value).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, step: int) -> Update:
+        """Reduce, measure, refuse or clip, update and forget the gradients."""
+        parameters = list(self.parameters.values())
+        if self.mesh is None and self.comm.world > 1:
+            ranks.add_up(parameters, precision.DTYPES[self.config.reduce], self.comm)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        scale = self.scaler.scale if self.scaler else 1.0
+        norm, bad = self._measure(grads, scale)
+        lr = optimizer.rate(self.optim, step, self.steps)
+        accepted = math.isfinite(norm) and not bad
+        if accepted:
+            self._move(grads, norm, scale, lr)
+        self._forget(parameters)
+        if not accepted:
+            self._refuse(step, norm, bad)
+        return Update(norm, lr, skipped=not accepted)
+
+    def _measure(self, grads: list[Tensor], scale: float) -> tuple[float, int]:
+        """The gradient norm over all ranks, and how many losses were not finite: the same numbers on every rank."""
+        norms = torch._foreach_norm([ranks.local(grad) for grad in grads], dtype=torch.float32)
+        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)
+        # As many ranks hold the same piece of the gradient as there are ranks for each shard.
+        copies = self.comm.world // self.shard[1]
+        both = self.comm.total(torch.stack([square / copies, self._bad])).tolist()
+        return math.sqrt(both[0]) / scale if both[0] >= 0 else math.nan, int(both[1])
+
+    def _move(self, grads: list[Tensor], norm: float, scale: float, lr: float) -> None:
+        clip = min(1.0, self.optim.clip / (norm + 1e-6)) if self.optim.clip else 1.0
+        if clip / scale != 1:
+            torch._foreach_mul_([ranks.local(grad) for grad in grads], clip / scale)
+        self.optimizer.update(lr)
+        if self.scaler:
+            self.scaler.accept()
+
+    def _forget(self, parameters: list[nn.Parameter]) -> None:
+        self._bad.zero_()
+        for p in parameters:
+            p.grad = None
+
+    def _refuse(self, step: int, norm: float, bad: int) -> None:
+        if self.scaler:
+            return self.scaler.refuse()
+        what = f"{bad} loss value(s)" if bad else "the gradient norm"
+        raise TrainingError(
+            f"{what} of step {step} came out as nan or infinite; the weights were not updated. Lower optim.lr, "
+            "look for a reward that returns extreme values, or set engine.precision to fp32 or bf16"
+        )
+
+    def close(self) -> None:
+        """Leave the process group, if it was started here."""
+        if self._started:
+            ranks.leave()
+
+
+def _keep_gathered(net: nn.Module, inputs: Any) -> None:
+    # What a graph needs stays gathered for its backward pass. Without a graph it must not: `weights.use` changes
+    # shards in place, and a network still gathered would go on with the old values.
+    if isinstance(net, FSDPModule):
+        net.set_reshard_after_forward(not torch.is_grad_enabled())
+
+
+@torch.no_grad()
+def _copy_snapshots(weights: FullWeights) -> None:
+    """Make the snapshots anew, sharded and placed like the live weights they are still equal to."""
+    for name in weights.snapshots:
+        weights.snapshots[name] = {
+            key: p.detach().to(
+                device="cpu" if weights.host else p.device,
+                dtype=p.dtype if name == "reference" else torch.float32,
+                copy=True,
+            )
+            for key, p in weights.net.named_parameters()
+        }

@@ -1,0 +1,154 @@
+"""The loop. What changes a run is written here, in order; what only watches one consumes its events."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..objective import Comm, Context
+from ..randomness import Randomness
+from ..types import Loss, index
+from ..weights import warm
+from .engine import TrainingError, Update
+from .events import Event, Finished, Sampled, Saved, Started, Updated
+from .run import LOOK, Run
+
+
+def train(run: Run) -> Iterator[Event]:
+    """Learn until the last step, telling of each; a signal to stop saves first and ends early."""
+    yield Started(run.start, run.steps, run.directory, sum(p.numel() for p in run.policy.weights.trainable().values()))
+    if run.sample.every and run.start == 0:
+        yield look(run, 0)
+    with asked_to_stop() as asked:
+        for step in range(run.start, run.steps):
+            yield learn(run, step)
+            done = step + 1
+            stop = run.engine.comm.any(asked.is_set())
+            if run.sample.every and (done % run.sample.every == 0 or done == run.steps):
+                yield look(run, done)
+            if done % run.checkpoint.every == 0 or done == run.steps or stop:
+                yield Saved(done, run.save(done))
+            if stop and done < run.steps:
+                yield Finished(done, f"asked to stop after step {done}; the same command goes on from there")
+                return
+    yield Finished(run.steps, f"all {run.steps} steps done")
+
+
+def learn(run: Run, step: int) -> Updated:
+    """One step: gather experience, then learn from it in updates of minibatches, each in parts."""
+    began, engine, objective = time.perf_counter(), run.engine, run.objective
+    rows = run.batch.prompts // engine.comm.world
+    ctx, means = run.context(step, rows), Means()
+    with engine.computing():
+        batch = run.data.batch(step, run.batch.prompts, engine.comm.rank, engine.comm.world)
+        experience = objective.collect(ctx, batch)
+        means.add(objective.watch(experience), len(experience))
+    for epoch in range(run.batch.epochs):
+        for i, chosen in enumerate(minibatches(len(experience), run.batch.updates, ctx.rng, epoch)):
+            update = improve(run, replace(ctx, epoch=epoch), index(experience, chosen), means)
+            if run.ema:
+                count = (step * run.batch.epochs + epoch) * run.batch.updates + i
+                run.policy.weights.blend("ema", warm(run.ema, count))
+    objective.after_update(ctx)
+    metrics = {**means.over(engine.comm), "grad_norm": update.grad_norm, "lr": update.lr}
+    samples = run.batch.prompts * objective.group
+    return Updated(step + 1, metrics, time.perf_counter() - began, samples)
+
+
+def improve(run: Run, ctx: Context[Any], experience: Any, means: Means) -> Update:
+    """One optimizer update: every part of every microbatch adds to the gradient, then all ranks step."""
+    engine, objective = run.engine, run.objective
+    total = len(experience) * engine.comm.world
+    chunks = torch.split(torch.arange(len(experience)), run.batch.microbatch or len(experience))
+    for chunk in chunks:
+        mini = experience if len(chunks) == 1 else index(experience, chunk)
+        parts = objective.parts(mini)
+        if not parts:
+            raise TrainingError(
+                "the experience has no parts to learn from: the sampler decided nothing; give it chance"
+            )
+        for i, part in enumerate(parts):
+            with engine.computing(), engine.keeping():
+                loss = objective.loss(ctx, mini, part)
+            last = chunk is chunks[-1] and i == len(parts) - 1
+            engine.backward(loss.rows.sum() / total, last=last)
+            means.note(loss, len(parts))
+    return engine.step(ctx.rng.step)
+
+
+def minibatches(rows: int, updates: int, rng: Randomness, epoch: int) -> Sequence[Tensor]:
+    """Rows in a new order each pass, cut into as many pieces as there are updates."""
+    if updates == 1:
+        return (torch.arange(rows),)
+    first = Randomness(rng.seed, rng.step, rng.rows[:1].cpu())
+    order = first.uniform("order", rows, draw=epoch).flatten().argsort()
+    return order.tensor_split(updates)
+
+
+@torch.no_grad()
+def look(run: Run, step: int) -> Sampled:
+    """The same prompts from the same noise, on the weights that will be used."""
+    chosen = run.data.first(run.sample.count)
+    prompts = run.sample.prompts or chosen.prompts
+    facts = () if run.sample.prompts else chosen.facts
+    rng = Randomness(run.seed, LOOK, torch.arange(len(prompts), device=run.engine.device))
+    averaged = run.sample.use == "ema" and run.ema
+    with run.engine.computing(), run.policy.weights.use("ema") if averaged else nullcontext():
+        pixels = run.policy.decode(run.policy.sample(run.policy.embed(prompts, facts), rng).final)
+        scores = run.rubric.score(pixels, prompts, facts)
+    means = {name: part.mean().item() for name, part in scores.parts.items()}
+    return Sampled(step, tuple(prompts), pixels.float().clamp(0, 1).cpu(), means)
+
+
+class Means:
+    """Running means over rows, parts, microbatches and, at last, ranks."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, float] = {}
+
+    def add(self, metrics: Mapping[str, Tensor], rows: int) -> None:
+        for name, value in metrics.items():
+            self.sums[name] = (
+                self.sums.get(name, torch.zeros((), device=value.device)) + value.detach().float().mean() * rows
+            )
+            self.counts[name] = self.counts.get(name, 0.0) + rows
+
+    def note(self, loss: Loss, parts: int) -> None:
+        rows = len(loss.rows)
+        self.add(loss.metrics, rows)
+        self.add({"loss": loss.rows * parts}, rows)  # parts add up, so their mean is their sum over their number
+
+    def over(self, comm: Comm) -> dict[str, float]:
+        names = list(self.sums)
+        values = torch.stack([self.sums[name] / self.counts[name] for name in names])
+        return dict(zip(names, comm.mean(values).tolist(), strict=True))
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[threading.Event]:
+    """Set by SIGTERM (a scheduler's preemption) and by the first Ctrl-C; the second interrupts at once."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def ask(number: int, frame: object) -> None:
+        if asked.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

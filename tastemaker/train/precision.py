@@ -1,0 +1,152 @@
+"""Number formats, attention kernels and devices: what is asked for, checked, and switched on for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from ..config.run import EngineConfig
+from .failures import TrainingError
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SKIPS = 20  # updates skipped in a row before the run stops
+
+
+def choose(name: str, local_rank: int) -> torch.device:
+    """The device a configuration asks for."""
+    have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    found = next(device for device, there in have.items() if there)
+    if name == "auto":
+        name = found
+    if not have[name]:
+        raise TrainingError(
+            f"engine.device is {name}, but PyTorch {torch.__version__} sees no such device here; "
+            f"use --device {found} or auto, or install a build of PyTorch for {name}"
+        )
+    if name != "cuda":
+        return torch.device(name)
+    if local_rank >= torch.cuda.device_count():
+        raise TrainingError(
+            f"rank {local_rank} of this machine has no GPU of its own: {torch.cuda.device_count()} found; "
+            "start at most one process for each (torchrun --nproc-per-node)"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def check(config: EngineConfig, device: torch.device, world: int) -> None:
+    """Refuse what this machine cannot do."""
+    if config.trainable == "bf16" and config.precision != "bf16":
+        raise TrainingError(
+            f"engine.trainable is bf16 but engine.precision is {config.precision}, so weights and activations would "
+            "differ; set engine.precision to bf16 too, or engine.trainable to fp32"
+        )
+    if device.type == "mps" and world > 1:
+        raise TrainingError(f"{world} ranks cannot share an mps device; start one process, or use --device cpu")
+    if config.attention == "xformers" and find_spec("xformers") is None:
+        raise TrainingError(
+            "engine.attention is xformers, which is not installed; run `pip install xformers` or set it to auto"
+        )
+    if config.attention == "flash":
+        _check_flash(config, device)
+
+
+def _check_flash(config: EngineConfig, device: torch.device) -> None:
+    built_in = device.type == "cuda" and torch.backends.cuda.is_flash_attention_available()
+    if not built_in and (device.type != "cuda" or find_spec("flash_attn") is None):
+        raise TrainingError(
+            f"engine.attention is flash, which this PyTorch does not offer on {device.type}; set it to auto or sdpa"
+        )
+    if DTYPES[config.precision] == torch.float32:
+        raise TrainingError(
+            f"engine.attention is flash, which knows only fp16 and bf16, but engine.precision is {config.precision}; "
+            "set engine.precision to bf16 or engine.attention to auto"
+        )
+
+
+@contextmanager
+def mathematics(config: EngineConfig, device: torch.device) -> Iterator[None]:
+    """Within the block matrix products, norms and attention compute as asked; the backward pass needs it too."""
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]  # not in stubs
+    before = [place.fp32_precision for place in places]
+    norms = device.type == "cpu" and DTYPES[config.precision] != torch.float32
+    try:
+        for place in places:
+            place.fp32_precision = "tf32" if config.precision == "tf32" else "ieee"
+        with _attending(config), NormsInFp32() if norms else nullcontext():
+            yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
+
+
+def _attending(config: EngineConfig) -> AbstractContextManager[Any]:
+    """Attention takes the kernel asked for, or the next best where that one cannot (masks, odd sizes)."""
+    if config.attention != "flash":
+        return nullcontext()
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
+
+
+class NormsInFp32(TorchFunctionMode):
+    """Norms as autocast has them on CUDA; on a CPU it leaves them alone, and they refuse bf16 weights on fp32 input."""
+
+    norms = (functional.layer_norm, functional.group_norm, functional.rms_norm)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in self.norms:
+            return func(*args, **(kwargs or {}))
+        named = {name: _raise(value) for name, value in (kwargs or {}).items()}
+        return func(*(_raise(value) for value in args), **named)
+
+
+def _raise(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) else value
+
+
+def casting(config: EngineConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast to fp16 or bf16."""
+    dtype = DTYPES[config.precision]
+    if dtype == torch.float32:
+        return nullcontext()
+    # No cache: it would outlive `weights.use`, and hand the live graph the borrowed weights, without gradients.
+    return torch.autocast(device.type, dtype, cache_enabled=False)
+
+
+@dataclass
+class Scaler:
+    """A factor on fp16 losses that keeps small gradients from vanishing: halved at overflow, doubled after peace."""
+
+    scale: float = 2.0**16
+    good: int = 0  # updates since the last change
+    skipped: int = 0  # updates in a row
+    patience: int = 2000
+
+    def accept(self) -> None:
+        self.good, self.skipped = self.good + 1, 0
+        if self.good >= self.patience:
+            self.scale, self.good = self.scale * 2, 0
+
+    def refuse(self) -> None:
+        self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
+        if self.skipped >= SKIPS:
+            raise TrainingError(
+                f"{SKIPS} updates in a row were skipped because loss or gradients overflowed fp16; "
+                "set engine.precision to bf16 or fp32, or lower optim.lr and go on from the last checkpoint"
+            )
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
+
+    def restore(self, state: dict[str, float]) -> None:
+        self.scale, self.good, self.skipped = float(state["scale"]), int(state["good"]), int(state["skipped"])

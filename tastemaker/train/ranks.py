@@ -1,0 +1,198 @@
+"""Ranks: how processes find each other, what they can ask of each other, and how tensors are spread over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..objective import Comm
+from .failures import TrainingError
+
+BUCKET = 1 << 25  # elements reduced in one call
+
+
+class Team(Comm, Protocol):
+    """What the engine and the loop ask beyond what objectives do."""
+
+    def barrier(self) -> None: ...
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over ranks."""
+
+
+@dataclass(frozen=True)
+class Solo:
+    """One process."""
+
+    rank: int = 0
+    world: int = 1
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather_objects(self, items: Sequence[Any]) -> list[Any]:
+        return list(items)
+
+    def mean(self, x: Tensor) -> Tensor:
+        return x
+
+    def barrier(self) -> None:
+        return None
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def total(self, x: Tensor) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes that torchrun started."""
+
+    rank: int
+    world: int
+    device: torch.device  # where the backend wants its tensors
+
+    def gather(self, x: Tensor) -> Tensor:
+        mine = x.detach().to(self.device).contiguous()
+        counts = self._all(torch.tensor([len(mine)], device=self.device))
+        longest = max(int(count) for count in counts)
+        padded = mine.new_zeros((longest, *mine.shape[1:]))
+        padded[: len(mine)] = mine
+        pieces = self._all(padded)
+        return torch.cat([p[: int(n)] for p, n in zip(pieces, counts, strict=True)]).to(x.device)
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        # Booleans travel as bytes: not every backend knows them.
+        sent = x.byte() if x.dtype == torch.bool else x
+        pieces = [torch.empty_like(sent) for _ in range(self.world)]
+        dist.all_gather(pieces, sent)
+        return [piece.to(x.dtype) for piece in pieces]
+
+    def gather_objects(self, items: Sequence[Any]) -> list[Any]:
+        lists: list[Any] = [None] * self.world
+        dist.all_gather_object(lists, list(items))
+        return [item for each in lists for item in each]
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self.total(x) / self.world
+
+    def barrier(self) -> None:
+        self.total(torch.zeros(1))
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.total(torch.tensor(float(flag))) > 0)
+
+    def total(self, x: Tensor) -> Tensor:
+        moved = x.detach().to(self.device, copy=True)
+        dist.all_reduce(moved)
+        return moved.to(x.device)
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def launched() -> bool:
+    """Whether this process is one of several that a launcher or the caller started."""
+    return dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def join(device: torch.device) -> tuple[Team, bool]:
+    """The team this process belongs to, and whether its process group was started here."""
+    if not launched():
+        return Solo(), False
+    started = not dist.is_initialized()
+    if started:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        where = device if device.type == "cuda" else None
+        dist.init_process_group(backend, timeout=timedelta(minutes=30), device_id=where)
+    return Group(dist.get_rank(), dist.get_world_size(), device), started
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def grid(strategy: str, replicas: int, world: int) -> tuple[int, ...]:
+    """The mesh of ranks: (shards,) or (replicas, shards)."""
+    if strategy != "hsdp":
+        return (world,)
+    if world % replicas:
+        raise TrainingError(
+            f"engine.replicas is {replicas}, which does not divide the {world} ranks of this run; "
+            f"start a multiple of {replicas} ranks or change engine.replicas"
+        )
+    return (replicas, world // replicas)
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Give every rank the values of the first."""
+    for tensor in tensors:
+        values = tensor.detach().contiguous()
+        dist.broadcast(values, 0)
+        tensor.copy_(values)
+
+
+@torch.no_grad()
+def add_up(parameters: Sequence[nn.Parameter], dtype: torch.dtype, team: Team) -> None:
+    """Replace the gradients of every rank by their sum, in buckets of the given dtype."""
+    seen = team.total(torch.tensor([float(p.grad is not None) for p in parameters])).tolist()
+    # A parameter one rank used and another did not counts as zero there; one that nobody used stays without gradient.
+    used = [p for p, count in zip(parameters, seen, strict=True) if count]
+    for p in used:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    for bucket in _buckets([p.grad for p in used if p.grad is not None]):
+        flat = torch.cat([grad.flatten().to(dtype) for grad in bucket])
+        dist.all_reduce(flat)
+        for grad, piece in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(piece.view_as(grad))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(each.numel() for each in bucket) >= BUCKET:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def local(x: Tensor) -> Tensor:
+    """This rank's piece of a tensor, sharing its memory."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@torch.no_grad()
+def full(x: Tensor) -> Tensor:
+    """The whole of a tensor; every rank must ask at once."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def sharded(x: Tensor) -> bool:
+    return isinstance(x, DTensor)
+
+
+def first_row(x: Tensor) -> int:
+    """Where this rank's piece starts: pieces are cut along dimension 0 in equal parts, the last ones shorter."""
+    if not isinstance(x, DTensor):
+        return 0
+    dimension = next(i for i, placement in enumerate(x.placements) if placement.is_shard(0))
+    part = -(-x.shape[0] // x.device_mesh.size(dimension))
+    return min(x.device_mesh.get_local_rank(dimension) * part, x.shape[0])
