@@ -1,0 +1,59 @@
+"""metrics.jsonl: one JSON object a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import IO
+
+from ..train.events import Event, Started, Updated
+
+
+class JsonLines:
+    """Appends step, seconds, samples and every metric of a step; a value that is not finite becomes null."""
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self.close()
+            path = event.directory / "metrics.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            cut(path, event.step)
+            self._file = path.open("a", encoding="utf-8")
+        elif isinstance(event, Updated) and self._file:
+            row = {"step": event.step, "seconds": event.seconds, "samples": event.samples}
+            self._file.write(json.dumps({key: _finite(x) for key, x in {**event.metrics, **row}.items()}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+        self._file = None
+
+
+def cut(path: Path, step: int) -> None:
+    """Drop rows after `step` and those a kill left half written, so that no step is written twice."""
+    if not path.exists():
+        return
+    partial = path.with_name(f".{path.name}.partial")
+    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
+        new.writelines(line for line in old if _step(line) <= step)
+    os.replace(partial, path)
+
+
+def _step(line: str) -> float:
+    """The step of a whole row; of a broken one, later than any."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return math.inf
+    whole = line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int)
+    return int(row["step"]) if whole else math.inf
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

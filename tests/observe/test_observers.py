@@ -1,0 +1,127 @@
+"""Watchers, grids, TensorBoard and Weights & Biases on a stream of events."""
+
+from __future__ import annotations
+
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from tastemaker.observe.grids import Grids
+from tastemaker.observe.jsonl import JsonLines
+from tastemaker.observe.tensorboard import TensorBoard
+from tastemaker.observe.wandb import Wandb
+from tastemaker.observe.watch import Observer, Watchers
+from tastemaker.pictures import read_picture
+from tastemaker.registry import ConfigError
+from tastemaker.train.events import Event, Finished, Sampled, Saved, Started, Updated
+
+
+class Broken:
+    """An observer with a fault."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def see(self, event: Event) -> None:
+        self.seen += 1
+        raise OSError("[disk] full")
+
+    def close(self) -> None:
+        raise OSError("closing fails too")
+
+
+def events(directory: Path, frames: int = 1, first: int = 0, last: int = 3) -> list[Event]:
+    pixels = torch.rand(3, frames, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    sampled = Sampled(last, ("a red cat", "a dog", "a very long prompt " * 9), pixels, {"color": 0.75})
+    updates = [Updated(step, {"loss": 1 / step, "reward": 0.5}, 0.5, 4) for step in range(first + 1, last + 1)]
+    saved, finished = Saved(last, directory / "checkpoints"), Finished(last, "finished")
+    return [Started(first, last, directory, 7), *updates, sampled, saved, finished]
+
+
+def watch(observers: list[Observer], seen: list[Event]) -> str:
+    out = StringIO()
+    watchers = Watchers(observers, Console(file=out, width=80))
+    for event in seen:
+        watchers.see(event)
+    watchers.close()
+    return out.getvalue()
+
+
+def test_an_observer_that_raises_is_reported_once_and_dropped_and_the_others_go_on(tmp_path: Path) -> None:
+    broken = Broken()
+    said = watch([broken, JsonLines(), Grids()], events(tmp_path))
+    assert said == "warning Broken watches no longer (OSError: [disk] full); the run goes on without it\n"
+    assert broken.seen == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (tmp_path / "samples" / "step-000003.png").exists()
+
+
+def test_an_observer_that_cannot_close_does_not_stop_the_others(tmp_path: Path) -> None:
+    class Clinging:
+        def see(self, event: Event) -> None:
+            return None
+
+        def close(self) -> None:
+            raise OSError("stuck")
+
+    assert watch([Clinging(), JsonLines()], events(tmp_path)).count("stuck") == 1
+
+
+def test_an_interrupt_is_not_swallowed(tmp_path: Path) -> None:
+    class Interrupted:
+        def see(self, event: Event) -> None:
+            raise KeyboardInterrupt
+
+        def close(self) -> None:
+            return None
+
+    with pytest.raises(KeyboardInterrupt):
+        watch([Interrupted()], events(tmp_path))
+
+
+def test_samples_of_stills_become_a_png(tmp_path: Path) -> None:
+    watch([Grids()], events(tmp_path))
+    assert read_picture(tmp_path / "samples" / "step-000003.png").shape[0] == 1
+
+
+@pytest.mark.parametrize("form", ["mp4", "gif"])
+def test_samples_of_clips_become_a_clip(tmp_path: Path, form: str) -> None:
+    watch([Grids("gif" if form == "gif" else "mp4")], events(tmp_path, frames=4))
+    assert read_picture(tmp_path / "samples" / f"step-000003.{form}").shape[0] == 4
+
+
+@pytest.mark.parametrize("frames", [1, 6])
+def test_tensorboard_keeps_curves_and_samples_and_a_resumed_run_replaces_steps(tmp_path: Path, frames: int) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    watch([TensorBoard()], events(tmp_path, frames))
+    watch([TensorBoard()], events(tmp_path, frames, first=1, last=4))
+    read = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [point.step for point in read.Scalars("loss")] == [1, 2, 3, 4]
+    assert {"loss", "reward", "samples_per_second", "samples/color"} <= set(read.Tags()["scalars"])
+    assert read.Images("samples")[-1].step == 4
+
+
+@pytest.mark.parametrize(
+    ("module", "make"), [("wandb", lambda: Wandb("demo")), ("torch.utils.tensorboard", TensorBoard)]
+)
+def test_an_absent_package_is_a_sentence(module: str, make: type[TensorBoard], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=r"watch\.\w+: the package \w+ is missing .*; install it with 'pip install"):
+        make()
+
+
+@pytest.mark.parametrize("frames", [1, 6])
+def test_wandb_writes_offline_unless_told_otherwise(
+    tmp_path: Path, frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for _ in range(2):
+        assert watch([Wandb("demo", {"lr": 1e-5})], events(tmp_path, frames)) == ""
+    runs = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2
+    assert all((tmp_path / "wandb-id").read_text() in path.name for path in runs)
