@@ -1,0 +1,205 @@
+"""The command line: every mistake is one sentence, and the exit code tells whose it was."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .registry import ConfigError
+
+MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130
+
+app = typer.Typer(
+    name="tastemaker",
+    help="Teach image and video generators what people want.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+Recipe = Annotated[str, typer.Argument(help="A recipe's name (see `list recipes`) or the path of a YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as key=value: optim.lr=3e-4")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Build every model at random small size.")]
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cuda = "cuda"
+    mps = "mps"
+    cpu = "cpu"
+
+
+Place = Annotated[Device | None, typer.Option(help="Where to run; the recipe says so otherwise.")]
+
+
+class Kind(StrEnum):
+    models = "models"
+    rewards = "rewards"
+    objectives = "objectives"
+    recipes = "recipes"
+    data = "data"
+    searches = "searches"
+
+
+def console() -> Console:
+    return Console(stderr=True)
+
+
+def settings(overrides: list[str] | None, device: Device | None = None) -> list[str]:
+    return [*(overrides or []), *([f"engine.device={device.value}"] if device else [])]
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on from this checkpoint: everything.")] = None,
+    init_from: Annotated[Path | None, typer.Option(help="Start from the weights in this checkpoint or file.")] = None,
+    allow_change: Annotated[list[str] | None, typer.Option(help="A key that may differ from the run's own.")] = None,
+    tiny: Tiny = False,
+    device: Place = None,
+) -> None:
+    """Train; on the directory of an earlier run, go on where it stopped."""
+    from .commands.training import run_training
+    from .config.load import load
+
+    config = load(recipe, settings(overrides, device))
+    done = run_training(
+        config, tiny=tiny, resume=resume, init_from=init_from, allowed=allow_change or (), console=console()
+    )
+    if not done:
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def generate(
+    recipe: Annotated[str, typer.Argument(help="A recipe, or the directory of a run.")],
+    overrides: Overrides = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file of prompts: .txt, .jsonl or .csv.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("generated"),
+    count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    search: Annotated[str, typer.Option(help="single, best_of_n or parm.")] = "single",
+    n: Annotated[int, typer.Option("--n", min=1, help="Candidates the search looks at.")] = 4,
+    weights: Annotated[str, typer.Option(help="live, or a snapshot such as ema or reference.")] = "live",
+    tiny: Tiny = False,
+    device: Place = None,
+) -> None:
+    """Make pictures of prompts, and say what they cost."""
+    from .commands import generating
+    from .config.registries import SEARCHES
+
+    config, found = generating.source(recipe, settings(overrides, device))
+    batch = generating.prompts(prompt or (), prompts, config)
+    kind = SEARCHES.find(search, "--search")
+    order = generating.Order(batch, count, seed, kind(**({} if search == "single" else {"n": n})), weights, out)
+    generating.make(config, found, order, tiny=tiny, console=console())
+
+
+@app.command()
+def score(
+    path: Annotated[Path, typer.Argument(help="A picture, a clip, or a folder of them.")],
+    reward: Annotated[list[str], typer.Option(help="A reward's name, or a mapping: '{type: jpeg, quality: 80}'.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the scores; scores.jsonl beside the pictures.")
+    ] = None,
+) -> None:
+    """Score pictures; prompts come from metadata.jsonl beside them, or from their names."""
+    from .commands.scoring import score as run_scoring
+
+    run_scoring(path, reward, out, console())
+
+
+@app.command()
+def check(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="As if started on so many.")] = None,
+) -> None:
+    """Print the resolved configuration, the arithmetic of a step, and every complaint."""
+    from .config.arithmetic import arithmetic
+    from .config.check import complaints, launched
+    from .config.dump import dump
+    from .config.load import load
+
+    config, shown = load(recipe, settings(overrides)), Console()
+    shown.print(dump(config), markup=False, highlight=False, soft_wrap=True)
+    table = Table("a step", "", title="the arithmetic")
+    for name, number in arithmetic(config, ranks or launched()).items():
+        table.add_row(name, f"{number:,}")
+    shown.print(table)
+    found = complaints(config, ranks)
+    if found:
+        raise ConfigError("\n".join(found))
+    shown.print("no complaints")
+
+
+@app.command()
+def doctor(recipe: Recipe, overrides: Overrides = None, tiny: Tiny = False, device: Place = None) -> None:
+    """Prove on the real configuration that it can learn: ratios, gradients, rewards, pixels, resume, ranks."""
+    from .config.load import load
+    from .doctor.examine import examine
+
+    shown, failures = Console(), 0
+    marks = {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]", "skip": "[yellow]skip[/]"}
+    for finding in examine(load(recipe, settings(overrides, device)), tiny=tiny):
+        failures += finding.verdict == "fail"
+        shown.print(f"{marks[finding.verdict]}  {escape(finding.checked)}: {escape(finding.number)}", highlight=False)
+        if finding.advice:
+            shown.print(f"      {escape(finding.advice)}", highlight=False)
+    if failures:
+        shown.print(f"{failures} of the proofs failed: this run would not learn as it should")
+        raise typer.Exit(FAILURE)
+    shown.print("every proof that applies holds")
+
+
+@app.command("list")
+def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
+    """What there is, by the names recipes use."""
+    from .commands.listing import table
+
+    Console().print(table(kind.value))
+
+
+def sentence(error: BaseException) -> tuple[str, int] | None:
+    """What to tell the user of an error, and the exit code; None for an error that is ours."""
+    from .pictures import PictureError
+    from .reward import RewardError
+    from .train.checkpoint import CheckpointError
+    from .train.failures import TrainingError, explain
+
+    if isinstance(error, (ConfigError, PictureError)):
+        return str(error), MISTAKE
+    if isinstance(error, (RewardError, TrainingError, CheckpointError)):
+        return str(error), FAILURE
+    known = explain(error)
+    return (known, FAILURE) if known else None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; under torchrun only the first rank speaks."""
+    sys.path.insert(0, os.getcwd())  # a component of the user's own may lie beside the recipe that names it
+    try:
+        app(arguments)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        told: Any = sentence(error)
+        if told is None:
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            console().print(f"[red]error:[/] {escape(told[0])}", highlight=False, soft_wrap=True)
+        sys.exit(told[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""A run's directory: its configuration is written once, and going on under another is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..config.dump import dump
+from ..config.run import RunConfig
+from ..registry import ConfigError
+from ..train import checkpoint
+
+CONFIG = "config.yaml"
+ELSEWHERE = ("output", "name")  # say where a run lies, not what it is
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Settings by dotted name."""
+    settings: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        settings.update(flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value})
+    return settings
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """What differs, by dotted name: "old -> new"."""
+    was, now = flat(old), flat(new)
+    names = [name for name in sorted(was | now) if name not in ELSEWHERE and was.get(name) != now.get(name)]
+    return {name: f"{was.get(name, 'absent')} -> {now.get(name, 'absent')}" for name in names}
+
+
+def settle(config: RunConfig, directory: Path, allowed: Sequence[str]) -> Path | None:
+    """Claim a directory for a configuration, and find the checkpoint to go on from if there is one."""
+    written, text = directory / CONFIG, dump(config)
+    if written.exists() and checkpoint.latest(directory) is not None:
+        found = changes(yaml.safe_load(written.read_text(encoding="utf-8")), yaml.safe_load(text))
+        refused = {name: change for name, change in found.items() if not _permitted(name, allowed)}
+        if refused:
+            told = "; ".join(f"{name}: {change}" for name, change in refused.items())
+            way = f"add --allow-change {next(iter(refused))}, choose another name, or remove the directory"
+            raise ConfigError(f"{directory} holds a run with another configuration ({told}); {way}")
+    return checkpoint.latest(directory)
+
+
+def _permitted(name: str, allowed: Sequence[str]) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for key in allowed)
+
+
+def record(config: RunConfig, directory: Path) -> None:
+    """Write the resolved configuration; the last word if a change was allowed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = directory / f"{CONFIG}.partial"
+    partial.write_text(dump(config), encoding="utf-8")
+    partial.replace(directory / CONFIG)

@@ -1,0 +1,76 @@
+"""`tastemaker train`: build, resume, run, and show what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ..config.build import build, shrunk
+from ..config.check import require
+from ..config.dump import resolve
+from ..config.run import RunConfig
+from ..observe.grids import Grids
+from ..observe.jsonl import JsonLines
+from ..observe.progress import Progress
+from ..observe.watch import Observer, Watchers
+from ..registry import ConfigError
+from ..train.events import Finished
+from ..train.loop import train
+from . import directory
+
+
+def watchers(config: RunConfig, console: Console) -> Watchers:
+    """Those the configuration asks for, beside the record and the display that are always there."""
+    observers: list[Observer] = [JsonLines(), Progress(console), Grids()]
+    if config.watch.tensorboard:
+        from ..observe.tensorboard import TensorBoard
+
+        observers.append(TensorBoard())
+    if config.watch.wandb:
+        from ..observe.wandb import Wandb
+
+        observers.append(Wandb(config.watch.wandb, resolve(config)))
+    return Watchers(observers, console)
+
+
+def run_training(
+    config: RunConfig,
+    *,
+    tiny: bool = False,
+    resume: Path | None = None,
+    init_from: Path | None = None,
+    allowed: Sequence[str] = (),
+    console: Console,
+) -> bool:
+    """Train to the end, or go on where the directory's last checkpoint is; whether all steps were done."""
+    if resume is not None and init_from is not None:
+        raise ConfigError(
+            "--resume and --init-from were both given; --resume restores everything, --init-from weights only"
+        )
+    config = require(shrunk(config) if tiny else config)
+    place = config.output / (config.name or "run")
+    found = directory.settle(config, place, allowed)
+    if found is not None and (resume or init_from):
+        raise ConfigError(
+            f"{place} already has checkpoints; choose another name=... for a run that starts from elsewhere"
+        )
+    run = build(config, place, init_from=init_from)
+    try:
+        if resume is not None or found is not None:
+            run.resume(resume or found or place)
+        first = run.engine.comm.rank == 0
+        if first:
+            directory.record(config, place)
+        watching = watchers(config, console) if first else Watchers([], console)
+        done = True
+        try:
+            for event in train(run):
+                watching.see(event)
+                done = not isinstance(event, Finished) or event.step >= run.steps
+        finally:
+            watching.close()
+        return done
+    finally:
+        run.engine.close()

@@ -1,0 +1,197 @@
+"""Commands as a person types them: what they print, what they leave behind, and how they refuse."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tastemaker.cli import FAILURE, MISTAKE, main
+
+QUICK = ["steps=4", "sample.every=2", "checkpoint.every=2", "batch.prompts=4", "objective.group=4"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "doctor"))
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def refused(capsys, *arguments: str) -> tuple[int, str]:
+    code = run(*arguments)
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    return code, re.sub(r"\s+", " ", told)
+
+
+def weights(run_name: str, step: int) -> dict[str, torch.Tensor]:
+    return load_file(f"runs/{run_name}/checkpoints/step-{step:06d}/weights.safetensors")
+
+
+def test_training_leaves_metrics_samples_and_checkpoints():
+    assert run("train", "grpo-toy-flow", *QUICK) == 0
+    place = Path("runs/grpo-toy-flow")
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert {"loss", "reward", "grad_norm", "lr", "ratio"} <= set(rows[0])
+    assert sorted(p.name for p in (place / "samples").iterdir()) == [f"step-00000{i}.png" for i in (0, 2, 4)]
+    assert sorted(p.name for p in (place / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+
+
+def test_the_same_command_goes_on_where_a_run_stopped():
+    assert run("train", "grpo-toy-flow", *QUICK, "name=whole") == 0
+    assert run("train", "grpo-toy-flow", *QUICK, "name=parts") == 0
+    for part in ("step-000004",):
+        for file in sorted(Path(f"runs/parts/checkpoints/{part}").rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        Path(f"runs/parts/checkpoints/{part}").rmdir()
+    assert run("train", "grpo-toy-flow", *QUICK, "name=parts") == 0
+    whole, parts = weights("whole", 4), weights("parts", 4)
+    assert all(whole[key].equal(parts[key]) for key in whole)
+    rows = [json.loads(line)["step"] for line in Path("runs/parts/metrics.jsonl").read_text().splitlines()]
+    assert rows == [1, 2, 3, 4]
+
+
+def test_another_configuration_is_refused_with_the_difference(capsys):
+    assert run("train", "grpo-toy-flow", *QUICK) == 0
+    code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "optim.lr=5e-4")
+    assert code == MISTAKE
+    assert "optim.lr: 0.001 -> 0.0005" in told and "--allow-change optim.lr" in told
+    assert run("train", "grpo-toy-flow", *QUICK, "steps=5", "--allow-change", "steps") == 0
+    assert Path("runs/grpo-toy-flow/checkpoints/step-000005").is_dir()
+
+
+def test_weights_alone_start_another_run():
+    assert run("train", "likelihood-toy-flow", "steps=4", "sample.every=0", "batch.prompts=8") == 0
+    assert run("train", "grpo-toy-flow", *QUICK, "--init-from", "runs/likelihood-toy-flow") == 0
+    base, start = weights("likelihood-toy-flow", 4), weights("grpo-toy-flow", 2)
+    apart = max((base[key] - start[key]).abs().max().item() for key in base)
+    assert 0 < apart < 0.02  # two small updates away
+
+
+def test_everything_goes_on_under_another_name():
+    assert run("train", "grpo-toy-flow", *QUICK, "name=first") == 0
+    assert run("train", "grpo-toy-flow", *QUICK, "name=second", "--resume", "runs/first/checkpoints/step-000002") == 0
+    first, second = weights("first", 4), weights("second", 4)
+    assert all(first[key].equal(second[key]) for key in first)
+
+
+def test_a_run_generates_pictures_that_can_be_scored(capsys):
+    assert run("train", "grpo-toy-causal", *QUICK, "ema=0.9") == 0
+    for search in ("single", "best_of_n", "parm"):
+        out = f"made-{search}"
+        arguments = ["--prompt", "a red", "--count", "2", "--search", search, "--out", out, "--weights", "ema"]
+        assert run("generate", "runs/grpo-toy-causal", *arguments) == 0
+        rows = [json.loads(line) for line in Path(out, "metadata.jsonl").read_text().splitlines()]
+        assert [row["prompt"] for row in rows] == ["a red", "a red"] and Path(out, rows[0]["file"]).is_file()
+    capsys.readouterr()
+    assert run("score", "made-parm", "--reward", "color", "--reward", "{type: jpeg, quality: 80}") == 0
+    scores = [json.loads(line) for line in Path("made-parm/scores.jsonl").read_text().splitlines()]
+    assert len(scores) == 2 and {"color", "jpeg", "file", "prompt"} <= set(scores[0])
+
+
+def test_a_picture_does_not_depend_on_what_is_made_beside_it():
+    assert run("generate", "grpo-toy-flow", "-p", "a red", "-p", "a blue", "--out", "both") == 0
+    assert run("generate", "grpo-toy-flow", "-p", "a red", "--out", "one") == 0
+    name = "00000-a-red.png"
+    assert Path("both", name).read_bytes() == Path("one", name).read_bytes()
+
+
+def test_clips_are_written_as_movies():
+    assert run("generate", "grpo-toy-video", "-p", "a red", "--out", "clips") == 0
+    assert Path("clips/00000-a-red.mp4").stat().st_size > 0 and Path("clips/sheet.png").is_file()
+
+
+@pytest.mark.parametrize("kind", ["models", "rewards", "objectives", "recipes", "data", "searches"])
+def test_everything_can_be_listed(kind, capsys):
+    assert run("list", kind) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_check_prints_the_configuration_and_the_arithmetic(capsys):
+    assert run("check", "grpo-toy-flow") == 0
+    told = capsys.readouterr().out
+    assert "type: grpo" in told and "samples a step" in told and "no complaints" in told
+
+
+def test_check_tells_every_complaint_at_once(capsys):
+    arguments = ["objective={type: reward_gradient}", "rewards.jpeg={type: jpeg}", "rewards.still={type: stillness}"]
+    code, told = refused(capsys, "check", "draft-toy-flow", *arguments, "--ranks", "3")
+    assert code == MISTAKE
+    assert "jpeg" in told and "'still'" in told and "3 ranks" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "gropo-toy-flow"], "did you mean 'grpo-toy-flow'?"),
+        (["train", "grpo-toy-flow", "objective.gropu=3"], "unknown key 'gropu'; did you mean 'group'?"),
+        (["train", "grpo-toy-flow", "optim.lr=much"], "optim.lr"),
+        (["train", "grpo-toy-flow", "steps"], "expected key=value"),
+        (["train", "missing.yaml"], "there is no file missing.yaml"),
+        (["train", "grpo-toy-flow", "process.dynamics={type: ode}"], "the sampler is deterministic"),
+        (["train", "grpo-toy-flow", "--init-from", "nowhere.pt"], "nowhere.pt does not exist"),
+        (["train", "grpo-toy-flow", "--resume", "nowhere"], "nowhere"),
+        (["train", "grpo-toy-flow", "--device", "cuda"], "cuda"),
+        (["train", "grpo-toy-flow", "engine.attention=flash"], "flash"),
+        (["train", "grpo-toy-flow", "data={type: prompt_file, path: none.txt}"], "none.txt"),
+        (["generate", "grpo-toy-flow", "--search", "bestofn"], "did you mean 'best_of_n'?"),
+        (["generate", "grpo-toy-flow", "--prompts", "none.txt"], "none.txt"),
+        (["score", "nothing", "--reward", "jpeg"], "no pictures found"),
+        (["score", ".", "--reward", "jpge"], "did you mean 'jpeg'?"),
+        (["generate", "grpo-toy-flow", "-p", "a red", "--weights", "ema"], "no snapshot is called 'ema'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, told, capsys):
+    code, said = refused(capsys, *arguments)
+    assert code in (MISTAKE, FAILURE) and told in said
+
+
+def test_a_reward_that_breaks_stops_the_run_and_keeps_the_last_checkpoint(capsys):
+    assert run("train", "grpo-toy-flow", *QUICK) == 0
+    broken = ["rewards.color={type: 'faults:Constant', broken: true}", "--allow-change", "rewards"]
+    code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "steps=6", "--allow-change", "steps", *broken)
+    assert code == FAILURE and "reward 'color' returned NaN or infinity" in told
+    assert Path("runs/grpo-toy-flow/checkpoints/step-000004/weights.safetensors").is_file()
+
+
+def test_a_truncated_checkpoint_names_the_file_and_the_older_one(capsys):
+    assert run("train", "grpo-toy-flow", *QUICK) == 0
+    file = Path("runs/grpo-toy-flow/checkpoints/step-000004/weights.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "steps=6", "--allow-change", "steps")
+    assert code == FAILURE and "weights.safetensors" in told and "step-000002" in told
+
+
+def test_a_pickle_that_is_not_plain_tensors_is_refused(capsys, tmp_path):
+    torch.save({"weights": Path("x")}, tmp_path / "odd.pt")
+    code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "--init-from", "odd.pt")
+    assert code == FAILURE and "odd.pt" in told
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "score", "check", "doctor", "list"])
+def test_help_explains_every_command(command, capsys):
+    assert run(command, "--help") == 0
+    told = capsys.readouterr().out
+    assert "Usage" in told and len(told) > 300
+
+
+def test_the_doctor_prints_a_line_for_every_proof(capsys):
+    assert run("doctor", "grpo-toy-flow", "--tiny") == 0
+    told = capsys.readouterr().out
+    assert told.count("pass") + told.count("skip") >= 10 and "every proof that applies holds" in told
+
+
+def test_the_doctor_fails_with_what_to_do(capsys):
+    assert run("doctor", "grpo-toy-flow", "model={type: 'faults:WrongRange'}") == FAILURE
+    told = capsys.readouterr().out
+    assert "FAIL" in told and "must take and give [0, 1]" in told
