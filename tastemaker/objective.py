@@ -92,6 +92,10 @@ class Objective(ABC, Generic[P, B, E, Q]):
     consumes: ClassVar[type]  # PromptBatch, Pictures or Pairs
     group: int = 1  # samples made of each row of the batch
 
+    def kept_rows(self) -> int:
+        """Rows of experience that each row of the batch leaves."""
+        return self.group
+
     def snapshots(self) -> tuple[str, ...]:
         """The named weights it will borrow."""
         return ()

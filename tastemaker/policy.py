@@ -102,6 +102,10 @@ class Guidance:
     interval: tuple[float, float] = (0.0, 1.0)  # of t, both ends included; a token k of n is at t = 1 - k/n
     rescale: bool = False  # keep the norm of the conditional prediction, per row
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.interval[0] <= self.interval[1] <= 1:
+            raise ValueError(f"'interval' is {list(self.interval)}; expected two rising numbers from 0 to 1")
+
 
 class Process(ABC):
     """How clean samples are hidden and found again; one per family, none per model."""

@@ -51,7 +51,9 @@ class Tuning(Protocol):
 
 def missing(name: str, have: Sequence[str]) -> ValueError:
     known = ", ".join(have) or "none"
-    return ValueError(f"no snapshot is called '{name}' (there are: {known}); name it in the objective's `snapshots`")
+    return ValueError(
+        f"no snapshot is called '{name}' (there are: {known}); `ema` makes one, others come of objectives"
+    )
 
 
 class FullWeights(Weights):

@@ -1,13 +1,14 @@
-"""Three generators small enough to train in a test: colours for words, by denoising, token by token, and under a mask."""
+"""Three generators small enough to train in a test: colours for words, denoised, written in turn, or unmasked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from ..policy import Process
@@ -26,6 +27,8 @@ COLORS = {
     "white": (0.9, 0.9, 0.9),
     "purple": (0.6, 0.1, 0.8),
 }
+Width = Annotated[int, Field(ge=2, le=4096, multiple_of=2)]
+Depth = Annotated[int, Field(ge=1, le=64)]
 WORDS = ("", *COLORS)  # the first is for any other word
 SIDE = 8  # pixels
 CELLS = 4  # tokens a side, each a square of two pixels
@@ -180,9 +183,9 @@ class TokenBackbone:
 class ToyFlow:
     """A denoiser of plain pictures or clips; what its output means is the path's affair."""
 
-    frames: int = 1
-    width: int = 96
-    depth: int = 2
+    frames: Annotated[int, Field(ge=1, le=64)] = 1
+    width: Width = 96
+    depth: Depth = 2
     seed: int = 0
     suits: ClassVar[type[Process]] = GaussianProcess
 
@@ -201,8 +204,8 @@ class ToyFlow:
 class ToyCausal:
     """Writes sixteen tokens one after the other."""
 
-    width: int = 32
-    depth: int = 2
+    width: Width = 32
+    depth: Depth = 2
     seed: int = 0
     frames = 1
     causal = True
@@ -220,8 +223,8 @@ class ToyCausal:
 class ToyMasked:
     """Reveals sixteen tokens a few at a time."""
 
-    width: int = 32
-    depth: int = 2
+    width: Width = 32
+    depth: Depth = 2
     seed: int = 0
     frames = 1
     causal = False

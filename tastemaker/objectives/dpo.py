@@ -67,9 +67,8 @@ class DPO(Objective[Process, Pairs, Preference, int]):
 
     def __post_init__(self) -> None:
         if not (self.beta > 0 and self.sft >= 0 and self.levels >= 1):
-            raise ValueError(
-                f"found beta {self.beta}, sft {self.sft}, levels {self.levels}; expected beta above 0, sft of at least 0 and at least one level"
-            )
+            found = f"beta {self.beta}, sft {self.sft}, levels {self.levels}"
+            raise ValueError(f"found {found}; expected beta above 0, sft of at least 0 and at least one level")
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)
@@ -105,6 +104,9 @@ class OnlineDPO(Objective[Process, PromptBatch, Preference, int]):
         DPO(self.beta, self.sft, self.corruption, self.levels)
         if self.group < 2:
             raise ValueError(f"'group' is {self.group}; expected at least 2 samples a prompt to make a pair of")
+
+    def kept_rows(self) -> int:
+        return 1
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)

@@ -68,13 +68,14 @@ class SRPO(Objective[GaussianProcess, PromptBatch, Aligned, Branch]):
             raise ValueError(
                 f"'span' is {list(self.span)}; expected two rising indices within a grid of {self.grid} steps"
             )
-        if not (0 < self.kept < 1 and 1 <= self.edge and 2 * self.edge < self.length):
+        if not (0 < self.kept < 1 and self.edge >= 1 and 2 * self.edge < self.length):
             found = f"kept {self.kept}, edge {self.edge}, length {self.length}"
             raise ValueError(f"found {found}; expected kept within 0 and 1 and a length of more than two edges")
         if not self.branches or (self.relative and not (self.praise and self.blame)):
             raise ValueError("no branches or no control words; expected at least one of each, or relative: false")
-        if "{prompt}" not in self.template:
-            raise ValueError(f"'template' is {self.template!r}; expected {{prompt}} and {{word}} in it")
+        left = self.template.replace("{prompt}", "").replace("{word}", "")
+        if "{prompt}" not in self.template or "{" in left or "}" in left:
+            raise ValueError(f"'template' is {self.template!r:.60}; expected {{prompt}}, {{word}} and plain text")
 
     @torch.no_grad()
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> Aligned:

@@ -42,7 +42,7 @@ class Masked(Process):
         return noisy.noise.sum(1).float()
 
     def left(self, ratio: Tensor) -> Tensor:
-        """The fraction hidden when `ratio` of the steps are done; float32, for cos(60 degrees) must round as published."""
+        """The share hidden when `ratio` of the steps are done; float32, for cos(60 degrees) must round as published."""
         if self.schedule == "cosine":
             return torch.cos(ratio * math.pi / 2)
         if self.schedule == "linear":

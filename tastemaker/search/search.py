@@ -39,7 +39,7 @@ class Search(ABC):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A rubric as verifier: it judges every picture from `clear_from` on, and finds those from `promising_at` promising."""
+    """A rubric as verifier: from `clear_from` on it judges, and a score of `promising_at` is promising."""
 
     rubric: Rubric
     clear_from: float = 0.5  # of the rollout

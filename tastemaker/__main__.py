@@ -1,0 +1,5 @@
+"""`python -m tastemaker`, which is how torchrun starts it."""
+
+from .cli import main
+
+main()
