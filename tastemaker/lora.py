@@ -96,9 +96,7 @@ class Lora:
     def __post_init__(self) -> None:
         if not (1 <= self.rank <= 65_536 and 0 <= self.dropout < 1 and (self.alpha is None or self.alpha > 0)):
             found = f"rank {self.rank}, alpha {self.alpha}, dropout {self.dropout}"
-            raise ValueError(
-                f"found {found}; expected rank of at least 1, alpha above 0, dropout from 0 to below 1"
-            )
+            raise ValueError(f"found {found}; expected rank of at least 1, alpha above 0, dropout from 0 to below 1")
 
     def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights:
         targets = self._linear(model.net) if self.targets == "all-linear" else list(self.targets)

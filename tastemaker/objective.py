@@ -13,7 +13,7 @@ from torch import Tensor
 from .policy import P, Policy, Process
 from .randomness import Randomness
 from .reward import Rubric, Scores
-from .types import Loss, PromptBatch, Trajectory
+from .types import Condition, Loss, PromptBatch, Trajectory, concatenate, index
 
 B = TypeVar("B")  # a batch of data
 E = TypeVar("E")  # experience, a tree of tensors
@@ -81,6 +81,15 @@ class Context(Generic[P]):
     comm: Comm
     memory: Memory
     epoch: int = 0  # how often this experience was passed over before: names fresh draws
+    chunk: int | None = None  # rows to sample at a time; all at once if not given
+
+    def chunks(self, rows: int) -> Sequence[Tensor]:
+        """Row numbers to sample at a time. Draws belong to rows, so the samples are the same however they are cut."""
+        return torch.split(torch.arange(rows), self.chunk or max(rows, 1))
+
+    def sample(self, cond: Condition, rng: Randomness) -> Trajectory:
+        """Run rollouts to their ends, without gradients."""
+        return concatenate([self.policy.sample(index(cond, r), index(rng, r)) for r in self.chunks(len(cond))])
 
 
 class Objective(ABC, Generic[P, B, E, Q]):
@@ -148,7 +157,11 @@ class Rated:
 @torch.no_grad()
 def rate(ctx: Context[Process], batch: PromptBatch, group: int) -> tuple[Trajectory, Randomness, Scores]:
     """Make a group of samples for each prompt and score them."""
-    rng = ctx.rng.repeat(group)
-    trajectory = ctx.policy.sample(ctx.policy.embed(batch.prompts, batch.facts).repeat(group), rng)
-    cond = trajectory.cond
-    return trajectory, rng, ctx.rubric.score(ctx.policy.decode(trajectory.final), cond.prompts, cond.facts)
+    rng, cond = ctx.rng.repeat(group), ctx.policy.embed(batch.prompts, batch.facts).repeat(group)
+    made: list[tuple[Trajectory, Scores]] = []
+    for rows in ctx.chunks(len(cond)):
+        part = ctx.policy.sample(index(cond, rows), index(rng, rows))
+        pixels = ctx.policy.decode(part.final)
+        made.append((part, ctx.rubric.score(pixels, part.cond.prompts, part.cond.facts)))
+    trajectory, scores = concatenate(made)
+    return trajectory, rng, scores

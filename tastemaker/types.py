@@ -36,6 +36,26 @@ def index(tree: T, rows: Tensor) -> T:
     return picked  # type: ignore[no-any-return]
 
 
+def concatenate(trees: Sequence[T]) -> T:
+    """The rows of all trees one after the other: what `index` took apart."""
+    first: Any = trees[0]
+    joined: Any
+    if len(trees) == 1 or first is None or isinstance(first, (str, int, float)):
+        joined = first
+    elif isinstance(first, Tensor):
+        joined = torch.cat([tree for tree in trees if isinstance(tree, Tensor)])
+    elif isinstance(first, dict):
+        joined = {key: concatenate([tree[key] for tree in trees]) for key in first}  # type: ignore[index]
+    elif isinstance(first, tuple) and first and isinstance(first[0], (str, Mapping)):
+        joined = tuple(item for tree in trees for item in tree)  # type: ignore[attr-defined]
+    elif isinstance(first, tuple):
+        joined = tuple(concatenate(items) for items in zip(*trees, strict=True))
+    else:
+        parts = {f.name: concatenate([getattr(tree, f.name) for tree in trees]) for f in fields(first) if f.init}
+        joined = replace(first, **parts)
+    return joined  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class PromptBatch:
     """Prompts to make samples of, and what is known of each."""

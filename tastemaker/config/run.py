@@ -37,6 +37,7 @@ class Batch:
     prompts: PositiveInt = 8  # rows of data a step, over all ranks
     updates: PositiveInt = 1  # optimizer updates a pass over the experience
     epochs: PositiveInt = 1  # passes over the experience
+    rollout: PositiveInt | None = None  # rows sampled at a time on one rank; all at once if not given
     microbatch: PositiveInt | None = None  # rows a backward pass on one rank; gradients accumulate over them
 
 

@@ -58,7 +58,7 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
 
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> Asked:
         cond = ctx.policy.embed(batch.prompts, batch.facts)
-        return Asked(cond, ctx.rng, ctx.policy.sample(cond, ctx.rng).final if self.through == "renoised" else None)
+        return Asked(cond, ctx.rng, ctx.sample(cond, ctx.rng).final if self.through == "renoised" else None)
 
     def parts(self, experience: Asked) -> Sequence[int]:
         return range(self.copies if self.through == "renoised" else 1)

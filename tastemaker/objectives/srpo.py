@@ -82,7 +82,7 @@ class SRPO(Objective[GaussianProcess, PromptBatch, Aligned, Branch]):
         rng = ctx.rng
         start = rng.shared() if self.shared_noise else rng
         cond = ctx.policy.embed(batch.prompts, batch.facts)
-        sample = ctx.policy.process.start(ctx.policy.model, cond, start).finish()
+        sample = ctx.sample(cond, start)
         width = self.length - 2 * self.edge + 1
         place = self.edge + (rng.uniform("place", 1).flatten() * width).long()
         return Aligned(cond, sample.final, sample.start, place, torch.full_like(place, rng.step))

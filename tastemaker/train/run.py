@@ -49,7 +49,7 @@ class Run:
         first = self.engine.comm.rank * rows
         numbers = torch.arange(first, first + rows, device=self.engine.device)
         rng = Randomness(self.seed, step, numbers)
-        return Context(self.policy, self.rubric, rng, self.engine.comm, self.memory)
+        return Context(self.policy, self.rubric, rng, self.engine.comm, self.memory, chunk=self.batch.rollout)
 
     def save(self, step: int) -> Path:
         extra = {**self.note, "step": step, "seed": self.seed, "memory": self.memory.state()}

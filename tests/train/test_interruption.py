@@ -1,48 +1,16 @@
 """Runs that are killed, asked to stop, or broken off lose nothing that was completed."""
 
-import os
 import random
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from launching import finish, launch
 from safetensors.torch import load_file
 
 from tastemaker.train import checkpoint
-
-HERE = Path(__file__).parent
-QUIET = ["sample.every=0", "checkpoint.every=1", "batch.prompts=4"]
-
-
-def launch(recipe: str, directory: Path, *overrides: str, ranks: int = 1) -> list[subprocess.Popen]:
-    command = [sys.executable, str(HERE / "endless.py"), recipe, str(directory), *QUIET, *overrides]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    settings = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path]),
-    }
-    if ranks == 1:
-        return [subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True)]
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        subprocess.Popen(
-            command, env={**settings, **group, "RANK": str(i), "LOCAL_RANK": str(i)}, stdout=subprocess.PIPE, text=True
-        )
-        for i in range(ranks)
-    ]
-
-
-def finish(processes: list[subprocess.Popen]) -> None:
-    for process in processes:
-        process.communicate(timeout=240)
-        assert process.returncode == 0
 
 
 def final(directory: Path, step: int) -> dict:

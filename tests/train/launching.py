@@ -1,0 +1,29 @@
+"""Starts training in processes of its own, on one rank or several."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+QUIET = ["sample.every=0", "checkpoint.every=1", "batch.prompts=4"]
+
+
+def launch(recipe: str, directory: Path, *overrides: str, ranks: int = 1) -> list[subprocess.Popen]:
+    command = [sys.executable, str(HERE / "endless.py"), recipe, str(directory), *QUIET, *overrides]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    paths = os.pathsep.join([str(HERE.parent.parent), *sys.path])
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    if ranks > 1:
+        settings |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    own = [{"RANK": str(i), "LOCAL_RANK": str(i)} if ranks > 1 else {} for i in range(ranks)]
+    return [subprocess.Popen(command, env={**settings, **e}, stdout=subprocess.PIPE, text=True) for e in own]
+
+
+def finish(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        process.communicate(timeout=240)
+        assert process.returncode == 0
