@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A module imports what lies below it, and its own neighbours within one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "randomness", "registry", "movies"),
+    ("types", "randomness", "registry", "movies", "colors"),
     ("distributions", "weights", "pictures"),
     ("policy", "lora"),
     ("reward", "guidance"),
@@ -40,10 +40,9 @@ ALLOWED = {
 DISTRIBUTED = ("train.engine", "train.ranks")
 LINES = {"models": 250, "objectives": 120, "rewards": 80}
 LONGER = {
-    "objectives.dpo": 135,
-    "objectives.srpo": 135,
-    "rewards.combine": 130,
-}  # two classes, or a published table each
+    "objectives.srpo": 135,  # carries the published table of levels
+    "rewards.combine": 130,  # three rewards made of rewards
+}
 ONLY_IN = {"lora": "peft", "movies": "av"}
 
 

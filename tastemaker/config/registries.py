@@ -54,7 +54,7 @@ OBJECTIVES = Registry(
         "ddpo": "tastemaker.objectives.ddpo:DDPO",
         "grpo": "tastemaker.objectives.grpo:GRPO",
         "dpo": "tastemaker.objectives.dpo:DPO",
-        "online_dpo": "tastemaker.objectives.dpo:OnlineDPO",
+        "online_dpo": "tastemaker.objectives.online_dpo:OnlineDPO",
         "nft": "tastemaker.objectives.nft:NFT",
     },
 )

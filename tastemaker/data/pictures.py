@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.toy import COLORS, SIDE
+from ..colors import COLORS
+from ..models.toy import SIDE
 from ..pictures import MOVIES, STILLS, read_picture
 from ..randomness import Randomness
 from ..registry import ConfigError

@@ -11,22 +11,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from ..colors import COLORS
 from ..policy import Process
 from ..processes.autoregressive import Autoregressive
 from ..processes.gaussian import GaussianProcess
 from ..processes.masked import Masked
 from ..types import HIDDEN, Condition, Facts, Placement, Prompts
 
-COLORS = {
-    "red": (0.9, 0.1, 0.1),
-    "green": (0.1, 0.9, 0.1),
-    "blue": (0.1, 0.1, 0.9),
-    "grey": (0.5, 0.5, 0.5),
-    "yellow": (0.9, 0.9, 0.1),
-    "black": (0.1, 0.1, 0.1),
-    "white": (0.9, 0.9, 0.9),
-    "purple": (0.6, 0.1, 0.8),
-}
 Width = Annotated[int, Field(ge=2, le=4096, multiple_of=2)]
 Depth = Annotated[int, Field(ge=1, le=64)]
 WORDS = ("", *COLORS)  # the first is for any other word
@@ -67,7 +58,7 @@ class FlowNet(nn.Module):
         for block in self.blocks:
             h = block(h)
         out: Tensor = self.leave(self.norm(h)) + self.skip(time) * x.flatten(1)
-        return out.view_as(x)
+        return out
 
 
 class FlowBackbone:
@@ -87,7 +78,7 @@ class FlowBackbone:
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         out: Tensor = self.net(x, t, cond.tensors["word"])
-        return out
+        return out.view_as(x)  # outside the network: sharding hooks its output, which must not be a view
 
     def encode(self, pixels: Tensor) -> Tensor:
         return torch.logit(pixels.clamp(0.01, 0.99))

@@ -9,19 +9,9 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
+from ..colors import COLORS
 from ..reward import Rows
 from ..types import Facts, Placement, Prompts
-
-COLORS: dict[str, tuple[float, float, float]] = {
-    "red": (0.9, 0.1, 0.1),
-    "green": (0.1, 0.9, 0.1),
-    "blue": (0.1, 0.1, 0.9),
-    "grey": (0.5, 0.5, 0.5),
-    "yellow": (0.9, 0.9, 0.1),
-    "black": (0.1, 0.1, 0.1),
-    "white": (0.9, 0.9, 0.9),
-    "purple": (0.6, 0.1, 0.8),
-}
 
 
 @dataclass(frozen=True)

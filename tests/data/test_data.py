@@ -10,7 +10,7 @@ from tastemaker.data.order import rows
 from tastemaker.data.pairs import PairFile, ToyPairs
 from tastemaker.data.pictures import PictureFolder, ToyPictures
 from tastemaker.data.prompts import InlinePrompts, PromptFile
-from tastemaker.models.toy import COLORS
+from tastemaker.colors import COLORS
 from tastemaker.pictures import PictureError
 from tastemaker.registry import ConfigError
 

@@ -84,7 +84,7 @@ class Stale(Fault):
         kept, live = copy.deepcopy(model.net), model.predict
 
         def predict(x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-            return live(x, t, cond) if torch.is_grad_enabled() else kept(x, t, cond.tensors["word"])
+            return live(x, t, cond) if torch.is_grad_enabled() else kept(x, t, cond.tensors["word"]).view_as(x)
 
         model.predict = predict
         return model

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tastemaker.pictures import as_bytes, save_picture
 from tastemaker.reward import Graded, Rubric
-from tastemaker.rewards.color import COLORS, Brightness, Color
+from tastemaker.colors import COLORS
+from tastemaker.rewards.color import Brightness, Color
 from tastemaker.rewards.compression import Compression
 from tastemaker.rewards.jpeg import Jpeg
 from tastemaker.rewards.motion import Stillness
