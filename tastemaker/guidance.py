@@ -46,6 +46,11 @@ def extrapolate(guidance: Guidance, given: Tensor, without: Tensor, inside: Tens
     return torch.where(inside, guided, given)
 
 
+def within(t: Tensor, interval: tuple[float, float]) -> Tensor:
+    """Where guidance is on; levels are float32 and bounds are not, so a bound that names a level must reach it."""
+    return (t >= interval[0] - 1e-6) & (t <= interval[1] + 1e-6)
+
+
 class Guided:
     """Guidance by two predictions in one batched call."""
 
@@ -66,8 +71,7 @@ class Guided:
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         given, without = self.model.predict(torch.cat([x, x]), torch.cat([t, t]), both(cond)).chunk(2)
-        low, high = self.guidance.interval
-        return extrapolate(self.guidance, given, without, like((t >= low) & (t <= high), given))
+        return extrapolate(self.guidance, given, without, like(within(t, self.guidance.interval), given))
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.model.encode(pixels)
@@ -100,9 +104,7 @@ class GuidedCausal:
         return extrapolate(self.guidance, given, without, self._inside(places)[None, :, None])
 
     def _inside(self, places: Tensor) -> Tensor:
-        low, high = self.guidance.interval
-        t = 1 - places / self.shape[0]
-        return (t >= low) & (t <= high)
+        return within(1 - places / self.shape[0], self.guidance.interval)
 
     def begin(self, cond: Condition) -> tuple[Any, Any, int]:
         own, without = split(cond)

@@ -17,7 +17,7 @@ HIDDEN = -1  # the id of a masked token in every masked model; the backbone maps
 
 
 def index(tree: T, rows: Tensor) -> T:
-    """Select rows of every tensor in a tree; numbers and strings that belong to no row stay as they are."""
+    """Select rows of every tensor in a tree; a tuple of strings or mappings holds one a row, a lone one stays."""
     picked: Any
     if isinstance(tree, Tensor):
         picked = tree[rows.to(tree.device)]
@@ -73,6 +73,7 @@ class Pictures:
 
     prompts: tuple[str, ...]
     pixels: Tensor  # [B, F, 3, H, W] in [0, 1]
+    numbers: Tensor | None = None  # [B] of rows that come again, on the host: the same number is the same picture
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -9,17 +9,22 @@ import torch
 from torch import Tensor
 
 
+def apart(rows: Tensor) -> Tensor:
+    """Each sample's distance from its group's mean, exactly 0 in a group of equals: [groups, group]."""
+    # The mean of equals may be off by rounding, which a small floor would blow up into an advantage.
+    return (rows - rows.mean(1, keepdim=True)) * (rows.amax(1, keepdim=True) > rows.amin(1, keepdim=True))
+
+
 def by_group(reward: Tensor, group: int, unbiased: bool = False, floor: float = 1e-4) -> Tensor:
     """Against the mean and spread of the samples of the same prompt: [B]."""
     rows = reward.view(-1, group)
     spread = rows.std(1, keepdim=True, correction=int(unbiased))
-    return ((rows - rows.mean(1, keepdim=True)) / (spread + floor)).flatten()
+    return (apart(rows) / (spread + floor)).flatten()
 
 
 def by_group_mean(reward: Tensor, group: int, everyone: Tensor, floor: float = 1e-4) -> Tensor:
     """Against the mean of the same prompt, in units of the spread of all samples of all ranks: [B]."""
-    rows = reward.view(-1, group)
-    return (rows - rows.mean(1, keepdim=True)).flatten() / (everyone.std(correction=0) + floor)
+    return apart(reward.view(-1, group)).flatten() / (everyone.std(correction=0) + floor)
 
 
 def overall(reward: Tensor, everyone: Tensor, floor: float = 1e-4) -> Tensor:

@@ -85,7 +85,7 @@ class GRPO(Objective[Process, PromptBatch, Rated, int]):
         gain, watched = clipped(log_prob, segment, experience.advantage, self.clip)
         if reference is not None:
             change = reference.log_prob(segment.action) - log_prob
-            away = change.exp() - change - 1 if self.divergence == "k3" else now.kl(reference)
+            away = change.expm1() - change if self.divergence == "k3" else now.kl(reference)
             gain = gain - self.kl * away
             watched["kl"] = ((away * segment.mask).sum(1) / segment.mask.sum(1).clamp(min=1)).detach()
         return Loss(-(gain * segment.mask).sum(1) / decisions(segments), watched)

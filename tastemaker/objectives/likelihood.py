@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..objective import Context, Objective
+from ..objective import Context, Memory, Nothing, Objective
 from ..policy import Process
 from ..randomness import Randomness
 from ..types import Condition, Loss, Pictures
@@ -23,23 +23,57 @@ class Captioned:
         return len(self.cond)
 
 
+class Encoded(Nothing):
+    """Pictures that come again, in model space; a resumed run encodes them anew, so none of it is saved."""
+
+    def __init__(self) -> None:
+        self.known = torch.zeros(0, dtype=torch.bool)
+        self.kept: Tensor | None = None
+
+    def recall(self, numbers: Tensor, pixels: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
+        """Encode only what was not seen before; kept in half precision."""
+        room = int(numbers.max()) + 1 - len(self.known)
+        if room > 0:
+            self.known = torch.cat([self.known, torch.zeros(room, dtype=torch.bool)])
+        new = (~self.known[numbers]).nonzero().flatten()
+        if len(new):
+            fresh = encode(pixels[new.to(pixels.device)])
+            fresh = fresh.half() if fresh.is_floating_point() else fresh
+            kept = fresh.new_zeros(0, *fresh.shape[1:]) if self.kept is None else self.kept
+            if len(kept) < len(self.known):
+                kept = torch.cat([kept, kept.new_zeros(len(self.known) - len(kept), *kept.shape[1:])])
+            kept[numbers[new].to(kept.device)] = fresh
+            self.known[numbers[new]], self.kept = True, kept
+        assert self.kept is not None
+        found = self.kept[numbers.to(self.kept.device)]
+        return found.float() if found.is_floating_point() else found
+
+
 @dataclass(frozen=True)
 class Likelihood(Objective[Process, Pictures, Captioned, None]):
     """Pretraining and supervised tuning alike: flow matching, noise, masked and next-token prediction."""
 
     drop: float = 0.1  # of the captions, so that guidance has something to contrast with
+    remember: bool = False  # how pictures that come again are encoded: saves time, costs memory
     consumes: ClassVar[type] = Pictures
 
     def __post_init__(self) -> None:
         if not 0 <= self.drop <= 1:
             raise ValueError(f"'drop' is {self.drop}; expected the share of captions to drop, from 0 to 1")
 
+    def memory(self) -> Memory:
+        return Encoded() if self.remember else Nothing()
+
     @torch.no_grad()
     def collect(self, ctx: Context[Process], batch: Pictures) -> Captioned:
         dropped = (ctx.rng.uniform("drop", 1).flatten() < self.drop).tolist()
         prompts = ["" if gone else prompt for prompt, gone in zip(batch.prompts, dropped, strict=True)]
         pixels = batch.pixels.to(ctx.rng.rows.device)
-        return Captioned(ctx.policy.embed(prompts), ctx.policy.encode(pixels), ctx.rng)
+        if isinstance(ctx.memory, Encoded) and batch.numbers is not None:
+            x = ctx.memory.recall(batch.numbers, pixels, ctx.policy.encode)
+        else:
+            x = ctx.policy.encode(pixels)
+        return Captioned(ctx.policy.embed(prompts), x, ctx.rng)
 
     def parts(self, experience: Captioned) -> Sequence[None]:
         return (None,)

@@ -52,6 +52,8 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
     def __post_init__(self) -> None:
         if self.through == "steps" and not self.steps:
             raise ValueError("'steps' is empty; expected the steps to train at, since 'through' is steps")
+        if self.step < 0 or min(self.steps, default=0) < 0:
+            raise ValueError(f"found step {self.step}, steps {list(self.steps)}; expected steps from 0, the noisiest")
         if self.tail < 1 or self.copies < 1 or self.spread <= 0 or not 0 <= self.span[0] <= self.span[1]:
             found = f"tail {self.tail}, copies {self.copies}, spread {self.spread}, span {list(self.span)}"
             raise ValueError(f"found {found}; expected tail, copies and spread above 0 and a span from low to high")
@@ -76,9 +78,10 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
             "steps": (min(self.steps, default=0),) * 2,
             "single": self.span,
         }[self.through]
-        if high >= steps:
+        furthest = max(self.steps) if self.through == "steps" else high
+        if furthest >= steps:
             raise ValueError(
-                f"reward_gradient reaches for step {high} of a sampler of {steps}; ask for one below {steps}"
+                f"reward_gradient reaches for step {furthest} of a sampler of {steps}; ask for one below {steps}"
             )
         return low + int(rng.number("first", draw) * (high - low + 1))
 

@@ -63,8 +63,15 @@ class Autoregressive(Process):
         """The distribution tokens are drawn from: [B, K, V]."""
         return Categorical(keep_top(logits.float() / self.temperature, self.top_k, self.top_p))
 
+    def scored(self, logits: Tensor) -> Categorical:
+        """The distribution decisions are scored by: [B, K, V].
+
+        It is not truncated, or a token outside the few likeliest of other weights would have no finite log-probability.
+        """
+        return Categorical(logits.float() / self.temperature)
+
     def decide(self, model: Backbone, cond: Condition, segment: Segment) -> Categorical:
-        return self.over(model.predict(segment.state, segment.t, cond))
+        return self.scored(model.predict(segment.state, segment.t, cond))
 
     def corrupt(
         self, x: Tensor, rng: Randomness, t: Tensor | None = None, noise: Tensor | None = None, draw: int = 0
@@ -104,9 +111,9 @@ class Writing(Rollout):
     def step(self) -> None:
         i = self.written
         logits, self.cache = self.model.extend(self.ids[:, i - 1] if i else None, self.cache, self.cond)
-        here = self.process.over(logits[:, None])
-        token = here.quantile(self.uniform[:, i : i + 1])
-        self.ids[:, i : i + 1], self.log_prob[:, i : i + 1] = token, here.log_prob(token)
+        token = self.process.over(logits[:, None]).quantile(self.uniform[:, i : i + 1])
+        self.ids[:, i : i + 1] = token
+        self.log_prob[:, i : i + 1] = self.process.scored(logits[:, None]).log_prob(token)
         self.written, self.price = i + 1, self.price + len(self.ids) * self.model.passes
         if self.progress == 1:
             self._record()
@@ -116,6 +123,7 @@ class Writing(Rollout):
         ends = torch.ones_like(self.log_prob[:, 0])
         segment = Segment(ends, 0 * ends, self.ids, self.ids, self.log_prob, torch.ones_like(self.log_prob))
         if self.process.replay:
+            self.price += len(self.ids) * self.model.passes
             log_prob = self.process.decide(self.model, self.cond, segment).log_prob(self.ids)
             segment = Segment(ends, 0 * ends, self.ids, self.ids, log_prob, torch.ones_like(log_prob))
         self.segments = (segment,)

@@ -9,7 +9,7 @@ from ..policy import Policy
 from ..randomness import Randomness
 from ..reward import Verifier
 from ..types import PromptBatch
-from .search import Found, Price, Search
+from .search import Found, Price, Search, candidates
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class BestOfN(Search):
 
     @torch.no_grad()
     def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
-        rollout = policy.rollout(policy.embed(batch.prompts, batch.facts).repeat(self.n), rng.repeat(self.n))
+        cond = policy.embed(batch.prompts, batch.facts).repeat(self.n)
+        rollout = candidates(policy, cond, rng.repeat(self.n))
         final, cond = rollout.finish().final, rollout.cond
         score = verifier.judge(policy.decode(final), cond.prompts, cond.facts, 1.0).score.view(-1, self.n)
         best = torch.arange(len(batch), device=final.device) * self.n + score.argmax(1)

@@ -10,7 +10,7 @@ from ..policy import Policy, Rollout
 from ..randomness import Randomness
 from ..reward import Verdict, Verifier
 from ..types import PromptBatch
-from .search import Found, Price, Search
+from .search import Found, Price, Search, candidates
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Parm(Search):
 
     @torch.no_grad()
     def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
-        rollout = policy.rollout(policy.embed(batch.prompts, batch.facts).repeat(self.n), rng.repeat(self.n))
+        cond = policy.embed(batch.prompts, batch.facts).repeat(self.n)
+        rollout = candidates(policy, cond, rng.repeat(self.n))
         owner = torch.arange(len(batch), device=rng.rows.device).repeat_interleave(self.n)
         known = Verdict(
             torch.zeros_like(owner, dtype=torch.bool),

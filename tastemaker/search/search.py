@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..policy import Policy
+from ..policy import Policy, Rollout
 from ..randomness import Randomness
 from ..reward import Rubric, Verdict, Verifier
-from ..types import Facts, PromptBatch, Prompts
+from ..types import Condition, Facts, PromptBatch, Prompts
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,11 @@ class Found:
     x: Tensor  # [B, ...] one sample for each prompt, in model space
     score: Tensor  # [B] the judge's; NaN where nobody judged
     price: Price
+
+
+def candidates(policy: Policy[Any], cond: Condition, rng: Randomness) -> Rollout:
+    """Samples to choose from; nobody trains on their log-probabilities, so they are not scored once more."""
+    return replace(policy, process=policy.process.as_sampled()).rollout(cond, rng)
 
 
 class Search(ABC):

@@ -9,7 +9,7 @@ from ..policy import Policy
 from ..randomness import Randomness
 from ..reward import Verifier
 from ..types import PromptBatch
-from .search import Found, Price, Search
+from .search import Found, Price, Search, candidates
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,6 @@ class Single(Search):
 
     @torch.no_grad()
     def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
-        rollout = policy.rollout(policy.embed(batch.prompts, batch.facts), rng)
+        rollout = candidates(policy, policy.embed(batch.prompts, batch.facts), rng)
         final = rollout.finish().final
         return Found(final, torch.full((len(batch),), torch.nan, device=final.device), Price(rollout.price))

@@ -1,0 +1,270 @@
+"""What every generator owes to those who train or search it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor
+
+from tastemaker.policy import Backbone, Guidance, Policy
+from tastemaker.processes.autoregressive import Autoregressive
+from tastemaker.processes.dynamics import Cps, DanceSde, Ddim
+from tastemaker.processes.gaussian import GaussianProcess, Window
+from tastemaker.processes.paths import Straight
+from tastemaker.randomness import Randomness
+from tastemaker.types import Condition, PromptBatch, Trajectory, index
+
+GUIDED = Guidance(scale=2.0, interval=(0.2, 0.9))
+KINDS = [(name, guidance) for name in toys.FAMILIES for guidance in (None, GUIDED)]
+NAMES = [name if guidance is None else f"{name}-guided" for name, guidance in KINDS]
+ROWS = 8
+LATENTS = [kind for kind in KINDS if toys.FAMILIES[kind[0]].gaussian]
+
+
+@pytest.fixture(params=KINDS, ids=NAMES)
+def policy(request: pytest.FixtureRequest) -> Policy[Any]:
+    name, guidance = request.param
+    return toys.policy(name, guidance=guidance)
+
+
+def asked(policy: Policy[Any]) -> Condition:
+    return policy.embed(toys.PROMPTS * 2, [{"number": i} for i in range(ROWS)])
+
+
+def rows(*numbers: int) -> Randomness:
+    return Randomness(0, 0, torch.tensor(numbers or range(ROWS)))
+
+
+def made(policy: Policy[Any]) -> Trajectory:
+    return policy.sample(asked(policy), rows())
+
+
+def replayed(policy: Policy[Any], seen: Trajectory) -> list[tuple[Tensor, Tensor]]:
+    """Log-probabilities now and then, of the decisions that were taken."""
+    pairs = []
+    for segment in seen.segments:
+        now = policy.decide(seen.cond, segment).log_prob(segment.action)
+        taken = segment.mask > 0
+        pairs.append((now[taken], segment.log_prob[taken]))
+    return pairs
+
+
+def test_replay_agrees_with_the_record(policy: Policy[Any]) -> None:
+    seen = made(policy)
+    assert seen.segments
+    for now, then in replayed(policy, seen):
+        assert torch.equal(now, then)
+
+
+def test_replay_agrees_with_the_record_in_bfloat16(policy: Policy[Any]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        for now, then in replayed(policy, made(policy)):
+            assert now.dtype == then.dtype == torch.float32
+            assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        GaussianProcess(Straight(3.0), DanceSde(0.3), 6),
+        GaussianProcess(Straight(), Cps(0.8), 6),
+        GaussianProcess(Straight(), Ddim(0.5), 6),
+        GaussianProcess(Straight(), DanceSde(0.3), 6, Window(2)),
+        GaussianProcess(toys.DARK, Ddim(0.5), 6),
+        GaussianProcess(replace(toys.DARK, ends_clean=False, spacing="leading"), Ddim(1.0), 6),
+    ],
+)
+def test_replay_agrees_with_the_record_under_every_dynamics(process: GaussianProcess) -> None:
+    policy = replace(toys.policy("flow"), process=process)
+    seen = made(policy)
+    steps = process.steps if process.path.grid(process.steps)[-1] > 0 else process.steps - 1
+    assert len(seen.segments) == (process.window.size if process.window else steps)
+    for now, then in replayed(policy, seen):
+        assert torch.equal(now, then)
+
+
+def test_pixels_survive_the_way_there_and_back(policy: Policy[Any]) -> None:
+    frames = policy.model.pixels[0]
+    pixels = toys.PALETTE[torch.arange(ROWS)].view(ROWS, 1, 3, 1, 1).expand(ROWS, frames, 3, 8, 8)
+    torch.testing.assert_close(policy.decode(policy.encode(pixels)), pixels, rtol=0, atol=1e-5)
+
+
+def test_samples_decode_to_pixels_of_the_size_promised(policy: Policy[Any]) -> None:
+    final = made(policy).final
+    pixels = policy.decode(final)
+    assert pixels.shape == (ROWS, *policy.model.pixels)
+    assert final.shape == (ROWS, *policy.model.shape)
+    assert pixels.min() >= 0
+    assert pixels.max() <= 1
+
+
+def test_single_frames_can_be_asked_for() -> None:
+    policy = toys.policy("video")
+    final = made(policy).final
+    assert torch.equal(policy.decode(final, [2, 0]), policy.decode(final)[:, [2, 0]])
+
+
+@pytest.mark.parametrize(("name", "guidance"), LATENTS)
+def test_nothing_is_hidden_at_level_zero(name: str, guidance: Guidance | None) -> None:
+    policy = toys.policy(name, guidance=guidance)
+    x = made(policy).final
+    torch.testing.assert_close(policy.corrupt(x, rows(), torch.zeros(ROWS)).x, x)
+    torch.testing.assert_close(policy.corrupt(x, rows(), torch.full((ROWS,), 1e-7)).x, x, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(("name", "guidance"), LATENTS)
+def test_what_is_hardly_hidden_is_restored(name: str, guidance: Guidance | None) -> None:
+    policy = toys.policy(name, guidance=guidance)
+    x = made(policy).final
+    noisy = policy.corrupt(x, rows(), torch.full((ROWS,), 1e-6))
+    torch.testing.assert_close(policy.restore(asked(policy), noisy).mean, x, rtol=1e-2, atol=2e-2)
+
+
+def test_corruption_is_what_was_asked_for(policy: Policy[Any]) -> None:
+    x = made(policy).final
+    free = policy.corrupt(x, rows())
+    again = policy.corrupt(x, rows(), free.t, free.noise)
+    other = policy.corrupt(x, rows(), draw=1)
+    assert free.x.shape == x.shape
+    assert free.t.shape == (ROWS,)
+    assert torch.equal(free.x, again.x)
+    assert torch.equal(free.x, policy.corrupt(x, rows()).x)
+    if not isinstance(policy.process, Autoregressive):
+        assert not torch.equal(free.x, other.x)
+
+
+def test_likelihoods_are_one_a_row_and_do_not_depend_on_other_rows(policy: Policy[Any]) -> None:
+    x, cond = made(policy).final, asked(policy)
+    noisy = policy.corrupt(x, rows())
+    whole = policy.likelihood(cond, x, noisy)
+    some = torch.tensor([5, 2])
+    assert whole.shape == (ROWS,)
+    assert (policy.process.hidden(noisy) > 0).all()
+    part = policy.likelihood(index(cond, some), x[some], index(noisy, some))
+    torch.testing.assert_close(part, whole[some], rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_reach_pixels_exactly_when_samples_are_latents(policy: Policy[Any]) -> None:
+    rollout = policy.rollout(asked(policy), rows())
+    pixels = policy.decode(rollout.finish().final)
+    assert pixels.requires_grad == isinstance(policy.process, GaussianProcess)
+    if pixels.requires_grad:
+        pixels.mean().backward()
+        assert all(p.grad is not None for p in policy.model.net.parameters())
+
+
+def test_a_pruned_rollout_draws_the_same_numbers(policy: Policy[Any]) -> None:
+    whole, pruned = (policy.rollout(asked(policy), rows()) for _ in range(2))
+    kept = torch.tensor([6, 1, 3])
+    with torch.no_grad():
+        pruned.step()
+        pruned.step()
+        pruned.select(kept)
+        few, all = pruned.finish(), whole.finish()
+    same(few, index(all, kept))
+
+
+def test_rows_sampled_alone_equal_rows_sampled_together(policy: Policy[Any]) -> None:
+    whole = made(policy)
+    for row in (0, 5):
+        alone = policy.sample(index(asked(policy), torch.tensor([row])), rows(row))
+        same(alone, index(whole, torch.tensor([row])))
+
+
+def same(one: Trajectory, other: Trajectory) -> None:
+    """Equal up to the rounding of matrix products of other sizes; tokens exactly."""
+    assert one.cond.prompts == other.cond.prompts
+    assert one.cond.facts == other.cond.facts
+    assert len(one.segments) == len(other.segments)
+    torch.testing.assert_close(one.final, other.final, rtol=1e-4, atol=1e-4)
+    for here, there in zip(one.segments, other.segments, strict=True):
+        torch.testing.assert_close(here.action, there.action, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(here.log_prob, there.log_prob, rtol=1e-4, atol=1e-4)
+        assert torch.equal(here.mask, there.mask)
+
+
+def test_samples_are_repeatable_and_differ_from_row_to_row_and_step_to_step(policy: Policy[Any]) -> None:
+    first = made(policy).final
+    later = policy.sample(asked(policy), Randomness(0, 1, torch.arange(ROWS))).final
+    assert torch.equal(first, made(policy).final)
+    assert not torch.equal(first, later)
+    assert len(first.flatten(1).unique(dim=0)) == ROWS
+
+
+def test_a_rollout_can_be_watched_from_none_to_all(policy: Policy[Any]) -> None:
+    rollout = policy.rollout(asked(policy), rows())
+    seen = [rollout.progress]
+    with torch.no_grad():
+        while rollout.progress < 1:
+            rollout.step()
+            seen.append(rollout.progress)
+            assert policy.decode(rollout.preview()).shape == (ROWS, *policy.model.pixels)
+    assert seen[0] == 0
+    assert seen[-1] == 1
+    assert seen == sorted(set(seen))
+    assert torch.equal(rollout.preview(), rollout.finish().final)
+
+
+class Counting:
+    """A backbone that counts the rows its network is asked about."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        self.rows, self.asked = 0, 0
+        net.register_forward_hook(self._count)
+
+    def _count(self, net: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self.asked += 1
+        self.rows += len(output[0] if isinstance(output, tuple) else output)
+
+
+def test_the_price_is_rows_times_network_calls(policy: Policy[Any]) -> None:
+    if isinstance(policy.process, Autoregressive):
+        policy = replace(policy, process=Autoregressive(replay=False))  # the record is not part of the sampler's price
+    counted = Counting(policy.model.net)
+    rollout = policy.rollout(asked(policy), rows())
+    with torch.no_grad():
+        rollout.step()
+        rollout.select(torch.arange(3))
+        rollout.finish()
+    calls = policy.process.calls(policy.model.shape)
+    assert rollout.price == counted.rows == (ROWS + 3 * (calls - 1)) * policy.model.passes
+
+
+def test_condition_tensors_all_have_a_row_a_prompt(policy: Policy[Any]) -> None:
+    cond = asked(policy)
+    assert len(cond) == ROWS
+    assert len(cond.facts) == ROWS
+    assert cond.tensors
+    assert all(len(x) == ROWS for x in cond.tensors.values())
+    assert cond.repeat(2).prompts[:4] == (cond.prompts[0],) * 2 + (cond.prompts[1],) * 2
+    assert all(len(x) == 2 * ROWS for x in cond.repeat(2).tensors.values())
+
+
+def test_rows_of_every_tree_are_selected_together(policy: Policy[Any]) -> None:
+    seen, some = made(policy), torch.tensor([7, 0])
+    few = index(seen, some)
+    assert len(few) == 2
+    assert few.cond.prompts == (seen.cond.prompts[7], seen.cond.prompts[0])
+    assert few.cond.facts == ({"number": 7}, {"number": 0})
+    assert torch.equal(few.final, seen.final[some])
+    for here, there in zip(few.segments, seen.segments, strict=True):
+        for name in ("t", "s", "state", "action", "log_prob", "mask"):
+            assert torch.equal(vars(here)[name], vars(there)[name][some])
+    noisy = policy.corrupt(seen.final, rows())
+    assert torch.equal(index(noisy, some).x, noisy.x[some])
+
+
+def test_rows_of_prompts_and_masks_are_selected_too() -> None:
+    batch = PromptBatch(("a", "b", "c"), ({"n": 0}, {"n": 1}, {"n": 2}))
+    assert index(batch, torch.tensor([True, False, True])) == PromptBatch(("a", "c"), ({"n": 0}, {"n": 2}))
+    with pytest.raises(TypeError, match="cannot select rows of set"):
+        index({1, 2}, torch.tensor([0]))
+
+
+def test_models_keep_the_contract(policy: Policy[Any]) -> None:
+    assert isinstance(policy.model, Backbone)
+    assert isinstance(policy.model, policy.process.drives)

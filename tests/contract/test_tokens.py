@@ -1,0 +1,92 @@
+"""What generators of tokens owe besides: caches that change nothing, and eyes only for what is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import toys
+
+from tastemaker.policy import Guidance
+from tastemaker.processes.autoregressive import Autoregressive
+from tastemaker.processes.masked import Masked
+from tastemaker.randomness import Randomness
+
+ROWS = 8
+RNG = Randomness(0, 0, torch.arange(ROWS))
+ASKED = toys.PROMPTS * 2
+
+
+def test_a_cached_record_is_within_a_hundredth_of_its_replay_in_bfloat16() -> None:
+    """Without replay the record comes of the cached calls, which round otherwise."""
+    policy = replace(toys.policy("causal"), process=Autoregressive(replay=False))
+    cond = policy.embed(ASKED)
+    with torch.autocast("cpu", torch.bfloat16):
+        (segment,) = policy.sample(cond, RNG).segments
+        now = policy.decide(cond, segment).log_prob(segment.action)
+    ratios = (now - segment.log_prob).exp()
+    assert (ratios - 1).abs().mean() < 1e-2
+
+
+def test_cached_calls_equal_the_causal_call() -> None:
+    for guidance in (None, Guidance(2.0, interval=(0.2, 0.9))):
+        policy = toys.policy("causal", guidance=guidance)
+        cond = policy.embed(ASKED)
+        ids = policy.sample(cond, RNG).final
+        with torch.no_grad():
+            whole = policy.model.predict(ids, torch.ones(ROWS), cond)
+            cache, last = policy.model.begin(cond), None
+            for place in range(ids.shape[1]):
+                logits, cache = policy.model.extend(last, cache, cond)
+                torch.testing.assert_close(logits, whole[:, place], rtol=1e-4, atol=1e-5)
+                last = ids[:, place]
+
+
+def test_a_causal_call_does_not_see_what_comes_later() -> None:
+    policy = toys.policy("causal")
+    cond = policy.embed(ASKED)
+    ids = policy.sample(cond, RNG).final
+    changed = ids.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 8
+    with torch.no_grad():
+        before, after = (policy.model.predict(x, torch.ones(ROWS), cond) for x in (ids, changed))
+    assert torch.equal(before[:, :8], after[:, :8])
+    assert not torch.equal(before[:, 8:], after[:, 8:])
+
+
+def test_a_masked_call_does_not_see_what_is_hidden() -> None:
+    policy = toys.policy("masked")
+    x, other = torch.zeros(ROWS, 16, dtype=torch.long), torch.ones(ROWS, 16, dtype=torch.long)
+    hidden = torch.arange(16).expand(ROWS, 16) < 9
+    one, two = (
+        policy.corrupt(ids, RNG, torch.full((ROWS,), 0.5), hidden) for ids in (x, torch.where(hidden, other, x))
+    )
+    assert torch.equal(one.x, two.x)
+
+
+def test_without_chance_a_masked_model_reveals_what_it_is_surest_of() -> None:
+    policy = replace(toys.policy("masked"), process=Masked(steps=4, temperature=0.0))
+    for segment in policy.sample(policy.embed(ASKED), RNG).segments[:-1]:
+        hidden, revealed = segment.state < 0, segment.mask > 0
+        assert not (revealed & ~hidden).any()
+        least = segment.log_prob.where(revealed, torch.inf).amin(1)
+        most = segment.log_prob.where(hidden & ~revealed, -torch.inf).amax(1)
+        assert (least >= most).all()
+
+
+def test_every_token_is_decided_once() -> None:
+    for name in ("causal", "masked"):
+        policy = toys.policy(name)
+        made = policy.sample(policy.embed(ASKED), RNG)
+        assert torch.equal(sum(segment.mask for segment in made.segments), torch.ones(ROWS, 16))
+        for segment in made.segments:
+            assert torch.equal(segment.action[segment.mask > 0], made.final[segment.mask > 0])
+
+
+def test_guesses_are_drawn_anew_at_every_step() -> None:
+    policy = replace(toys.policy("masked"), process=Masked(steps=16))
+    with torch.no_grad():
+        for p in policy.model.net.parameters():
+            p.zero_()  # all tokens are equally likely, so that only the draws count
+    first, second = (segment.action for segment in policy.sample(policy.embed(ASKED), RNG).segments[:2])
+    assert (first == second).float().mean() < 0.5

@@ -1,0 +1,187 @@
+"""Advantages and the clipped surrogate, against the published code's numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tastemaker.objective import Context
+from tastemaker.objectives.advantages import PromptTracker, by_group, by_group_mean, overall
+from tastemaker.objectives.ddpo import DDPO
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.nft import NFT
+from tastemaker.objectives.surrogate import clipped
+from tastemaker.randomness import Randomness
+from tastemaker.types import PromptBatch, Segment
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+LOSSES = json.loads((FIXTURES / "video" / "ddpo_dpo_losses.json").read_text())
+PROMPTS, REWARDS = ("a", "b", "a", "c", "b", "a"), torch.arange(1.0, 7.0)
+
+
+def groups(advantage: Any) -> list[float]:
+    """Groups of unequal size, each by itself, back in the order of PROMPTS."""
+    found = [0.0] * 6
+    for prompt in "abc":
+        rows = [i for i, other in enumerate(PROMPTS) if other == prompt]
+        for row, value in zip(rows, advantage(REWARDS[rows], len(rows)).tolist(), strict=True):
+            found[row] = value
+    return found
+
+
+def test_group_advantages_are_flow_grpos() -> None:
+    assert groups(by_group) == pytest.approx([-1.135495, -0.999933, -0.162214, 0, 0.999933, 1.297708], abs=2e-6)
+
+
+def test_group_means_under_a_common_spread_are_flow_grpos() -> None:
+    found = groups(lambda reward, group: by_group_mean(reward, group, REWARDS))
+    assert found == pytest.approx([-1.366180, -0.878259, -0.195169, 0, 0.878259, 1.561349], abs=2e-6)
+
+
+def test_tracked_advantages_are_ddpos() -> None:
+    found = PromptTracker(16, 2).advantages(PROMPTS, REWARDS, PROMPTS, REWARDS)
+    assert found.tolist() == pytest.approx([-1.135549, -0.999999, -0.162221, 0.292770, 0.999999, 1.297771], abs=2e-6)
+
+
+def test_the_tracker_remembers_round_after_round_as_ddpos_does() -> None:
+    case = LOSSES["tracker"]
+    tracker = PromptTracker(case["buffer_size"], case["min_count"])
+    for step in case["rounds"]:
+        rewards = torch.tensor(step["rewards"])
+        found = tracker.advantages(step["prompts"], rewards, step["prompts"], rewards)
+        assert found.tolist() == pytest.approx(step["advantages"], rel=1e-5, abs=1e-6)
+
+
+def test_a_tracker_restored_from_its_state_goes_on_as_if_nothing_had_happened() -> None:
+    case = LOSSES["tracker"]
+    first, second, third = case["rounds"]
+    tracker = PromptTracker(case["buffer_size"], case["min_count"])
+    for step in (first, second):
+        tracker.update(step["prompts"], step["rewards"])
+    other = PromptTracker(case["buffer_size"], case["min_count"])
+    other.restore(json.loads(json.dumps(tracker.state())))  # the checkpoint holds plain data
+    assert other.update(third["prompts"], third["rewards"]) == tracker.update(third["prompts"], third["rewards"])
+
+
+def segment(log_prob: Tensor, mask: Tensor | None = None) -> Segment:
+    nothing = torch.zeros(len(log_prob))
+    return Segment(nothing, nothing, nothing, nothing, log_prob, torch.ones_like(log_prob) if mask is None else mask)
+
+
+def test_the_clipped_loss_is_ddpos() -> None:
+    case = LOSSES["ppo"]
+    new, old, advantage = (torch.tensor(case[name]) for name in ("logp_new", "logp_old", "adv"))
+    limited = advantage.clamp(-case["adv_clip"], case["adv_clip"])
+    gain, watched = clipped(new[:, None], segment(old[:, None]), limited, case["clip_range"])
+    assert float(-gain.mean()) == pytest.approx(case["loss"], rel=1e-6)
+    assert float(watched["clipped"].mean()) == case["clipfrac"]
+    assert float(0.5 * ((new - old) ** 2).mean()) == pytest.approx(case["approx_kl"], rel=1e-5)
+
+
+def test_token_advantages_are_those_of_the_published_trainer() -> None:
+    golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
+    found = by_group(golden["in.rewards"], 4, unbiased=True, floor=1e-8)
+    torch.testing.assert_close(found.clamp(-5, 5), golden["out.advantages"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "clip", "off"),
+    [  # with the share of tokens outside the clip that the published run reports
+        ("gtctx_clip1e-4", 1e-4, 1.0),
+        ("gtctx_clip0.2", 0.2, 0.0390625),
+        ("seed_first_commit_sampledctx_clip1e-4", 1e-4, 1.0),
+        ("noisyctx_clip0.2_ce0.1", 0.2, 0.84375),
+    ],
+)
+def test_token_losses_are_those_of_the_published_trainer(name: str, clip: float, off: float) -> None:
+    golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
+    now, old = golden[f"out.{name}.new_logps"], golden["in.old_logps"]
+    gain, watched = clipped(now, segment(old), golden["out.advantages"], clip)
+    torch.testing.assert_close(-gain, golden[f"out.{name}.per_token_loss"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(watched["ratio"], golden[f"out.{name}.ratio"].mean(1), rtol=1e-5, atol=0)
+    assert float(watched["clipped"].mean()) == pytest.approx(off, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gtctx_clip1e-4", "gtctx_clip0.2"])
+def test_the_mean_token_loss_is_that_of_the_published_trainer(name: str) -> None:
+    golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
+    clip = 1e-4 if "1e-4" in name else 0.2
+    gain, _ = clipped(golden[f"out.{name}.new_logps"], segment(golden["in.old_logps"]), golden["out.advantages"], clip)
+    torch.testing.assert_close(-gain.mean(), golden[f"out.{name}.loss"][0], rtol=1e-5, atol=1e-6)
+
+
+def test_only_decisions_that_were_taken_are_watched() -> None:
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    _, watched = clipped(torch.tensor([[0.0, 9.0], [0.0, 0.1]]), segment(torch.zeros(2, 2), mask), torch.ones(2), 0.01)
+    assert watched["clipped"].tolist() == [0, 0.5]
+    assert watched["ratio"][0] == 1
+
+
+@dataclass(frozen=True)
+class OneOfTwo:
+    """What one of two ranks hears when the other holds known rows."""
+
+    rank: int
+    other: Tensor
+    prompts: tuple[str, ...]
+    world: int = 2
+
+    def gather(self, x: Tensor) -> Tensor:
+        both = (x, self.other) if self.rank == 0 else (self.other, x)
+        return torch.cat(both)
+
+    def gather_objects(self, items: Sequence[Any]) -> list[Any]:
+        both = (items, self.prompts) if self.rank == 0 else (self.prompts, items)
+        return [*both[0], *both[1]]
+
+    def mean(self, x: Tensor) -> Tensor:
+        return x
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+
+OBJECTIVES = [
+    GRPO(group=4),
+    GRPO(group=4, advantage="group_mean"),
+    GRPO(group=4, advantage="global"),
+    GRPO(group=4, advantage="tracker", track_from=3),
+    DDPO(track_from=2),
+    NFT(group=4),
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=[f"{type(o).__name__}{i}" for i, o in enumerate(OBJECTIVES)])
+def test_two_ranks_find_the_advantages_that_one_finds(objective: Any) -> None:
+    policy = toys.policy("flow", snapshots=objective.snapshots())
+    batch = toys.prompts(8)
+
+    def collected(rows: slice, comm: Any = None) -> Any:
+        ctx = toys.context(policy, 8, objective.memory())
+        rng = Randomness(0, 0, torch.arange(8)[rows])
+        ctx = Context(policy, ctx.rubric, rng, comm or ctx.comm, ctx.memory)
+        return objective.collect(ctx, PromptBatch(batch.prompts[rows], batch.facts[rows]))
+
+    whole = collected(slice(0, 8))
+    half = len(whole) // 2
+    said = whole.trajectory.cond.prompts
+    for rank, mine, rows in ((0, slice(0, 4), slice(0, half)), (1, slice(4, 8), slice(half, None))):
+        theirs = slice(half, None) if rank == 0 else slice(0, half)
+        part = collected(mine, OneOfTwo(rank, whole.reward[theirs], said[theirs]))
+        torch.testing.assert_close(part.reward, whole.reward[rows], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(part.advantage, whole.advantage[rows], rtol=1e-3, atol=1e-3)
+
+
+def test_the_global_advantage_is_against_everyone() -> None:
+    everyone = torch.cat([REWARDS, REWARDS + 10])
+    found = overall(REWARDS, everyone, 0.0)
+    torch.testing.assert_close(found, (REWARDS - everyone.mean()) / everyone.std(correction=0))

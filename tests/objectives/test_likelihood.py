@@ -1,0 +1,29 @@
+"""Pretraining: what the loss is an error of."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import toys
+
+from tastemaker.objectives.likelihood import Likelihood
+
+
+def test_the_likelihood_of_latents_is_the_error_of_what_the_network_says() -> None:
+    objective = Likelihood(drop=0.0)
+    for name in ("flow", "epsilon", "video"):
+        ctx, experience = toys.ready(objective, name)
+        policy, noisy = ctx.policy, ctx.policy.corrupt(experience.x, experience.rng)
+        target = noisy.noise if name == "epsilon" else noisy.noise - experience.x
+        error = (policy.model.predict(noisy.x, noisy.t, experience.cond) - target).pow(2).flatten(1).mean(1)
+        torch.testing.assert_close(toys.total(objective, ctx, experience), error)
+
+
+def test_dropped_captions_are_as_many_as_asked_for() -> None:
+    policy = toys.policy("flow")
+    seen = Likelihood(drop=0.25).collect(toys.context(policy, 1000), toys.pictures(1000, 1, 0))
+    assert sum(prompt == "" for prompt in seen.cond.prompts) == pytest.approx(
+        250, abs=4 * math.sqrt(1000 * 0.25 * 0.75)
+    )

@@ -1,0 +1,95 @@
+"""Preferences: the loss of known likelihoods, and the pairs it is about."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from told import teller
+
+from tastemaker.objectives.dpo import DPO
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.online_dpo import OnlineDPO
+from tastemaker.objectives.preference import Preference, corrupt, preferred
+from tastemaker.randomness import Randomness
+from tastemaker.types import (
+    Condition,
+    Corrupted,
+)
+from tastemaker.weights import Twin
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+
+def test_the_preference_loss_is_the_published_one() -> None:
+    case = json.loads((FIXTURES / "video" / "ddpo_dpo_losses.json").read_text())["dpo"]
+    chosen, rejected = (
+        -torch.stack([torch.tensor(case[f"model_mse_{which}"]), torch.tensor(case[f"ref_mse_{which}"])], -1)
+        for which in ("w", "l")
+    )
+    rows, policy = len(chosen), teller()
+    rng, ones = Randomness(0, 0, torch.arange(rows)), torch.ones(rows)
+    seen = Preference(Condition(("",) * rows), chosen, rejected, ones, rng, ones)
+    noisy = Corrupted(chosen, ones, chosen), Corrupted(rejected, ones, rejected)
+    loss = preferred(policy, seen, noisy, case["beta"] / 2, 0.0)  # Diffusion-DPO has beta/2 where we have beta
+    assert float(loss.rows.mean().detach()) == pytest.approx(case["loss"], rel=1e-6)
+    assert float(loss.metrics["accuracy"].mean()) == case["implicit_acc"]
+
+
+@pytest.mark.parametrize("name", toys.FAMILIES)
+@pytest.mark.parametrize("corruption", ["shared", "level", "independent"])
+def test_the_preference_loss_is_log_two_before_anything_is_learned(corruption: Any, name: str) -> None:
+    objective = DPO(corruption=corruption, levels=2)
+    policy = toys.policy(name, Twin(), objective.snapshots())
+    ctx = toys.context(policy, 8)
+    experience = objective.collect(ctx, toys.data(objective, 8, policy.model.pixels[0]))
+    losses = toys.total(objective, ctx, experience)
+    torch.testing.assert_close(losses, torch.full((8,), math.log(2)))
+    assert toys.gradient(policy, losses.sum()).any()
+
+
+def test_shared_corruption_hides_both_alike_and_the_others_less_so() -> None:
+    objective = DPO()
+    policy = toys.policy("flow", snapshots=("reference",))
+    seen = objective.collect(toys.context(policy, 8), toys.pairs(8, 1, 0))
+    shared, level, independent = (corrupt(policy, seen, how, 0) for how in ("shared", "level", "independent"))
+    assert torch.equal(shared[0].t, shared[1].t) and torch.equal(shared[0].noise, shared[1].noise)
+    assert torch.equal(level[0].t, level[1].t) and not torch.equal(level[0].noise, level[1].noise)
+    assert not torch.equal(independent[0].t, independent[1].t)
+
+
+def test_supervised_tuning_of_the_chosen_is_the_likelihood_loss() -> None:
+    plain, both = DPO(), DPO(sft=0.25)
+    ctx, experience = toys.ready(plain, "causal")
+    extra = toys.total(both, ctx, experience) - toys.total(plain, ctx, experience)
+    noisy = ctx.policy.corrupt(experience.chosen, experience.rng)
+    likelihood = ctx.policy.likelihood(experience.cond, experience.chosen, noisy) / 16
+    torch.testing.assert_close(extra, -0.25 * likelihood, rtol=1e-4, atol=1e-5)
+
+
+def test_online_pairs_are_the_best_and_the_worst_of_each_prompt() -> None:
+    policy = toys.policy("causal", snapshots=("reference",))
+    ctx = toys.context(policy, 8)
+    pairs = OnlineDPO(group=4).collect(ctx, toys.prompts(8))
+    rated = GRPO(group=4).collect(ctx, toys.prompts(8))
+    groups, made = rated.reward.view(8, 4), rated.trajectory.final.view(8, 4, -1)
+    for i in range(8):
+        assert torch.equal(pairs.chosen[i], made[i, groups[i].argmax()])
+        assert torch.equal(pairs.rejected[i], made[i, groups[i].argmin()])
+    assert pairs.cond.prompts == toys.prompts(8).prompts
+
+
+@pytest.mark.parametrize("name", toys.FAMILIES)
+def test_another_epoch_draws_other_corruptions(name: str) -> None:
+    objective = DPO()
+    ctx, experience = toys.ready(objective, name)
+    again = objective.loss(ctx, experience, 0).rows
+    later = objective.loss(replace(ctx, epoch=1), experience, 0).rows
+    assert torch.equal(again, objective.loss(ctx, experience, 0).rows)
+    assert torch.equal(again, later) == (name == "causal")  # nothing is drawn to corrupt a sequence

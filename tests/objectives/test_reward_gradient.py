@@ -1,0 +1,170 @@
+"""Which calls of the network the gradient of a reward goes through."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+from tastemaker.models.toy import ToyFlow
+from tastemaker.objectives.reward_gradient import RewardGradient
+from tastemaker.policy import Policy
+from tastemaker.processes.dynamics import Ode
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight
+from tastemaker.randomness import Randomness
+from tastemaker.types import Placement
+from tastemaker.weights import Full
+
+
+def graphs(objective: RewardGradient, step: int = 0) -> list[bool]:
+    """Of each call of the network in a training step, whether it is in the graph."""
+    policy = toys.policy("flow")
+    calls: list[bool] = []
+    policy.model.net.register_forward_hook(lambda net, inputs, output: calls.append(output.requires_grad))
+    ctx = toys.context(policy, 4, step=step)
+    toys.backward(objective, ctx, objective.collect(ctx, toys.prompts(4)))
+    return calls
+
+
+def marked(*places: int, of: int = 8) -> list[bool]:
+    return [i in places for i in range(of)]
+
+
+def test_a_tail_is_the_last_steps() -> None:
+    assert graphs(RewardGradient()) == marked(7)
+    assert graphs(RewardGradient(tail=3)) == marked(5, 6, 7)
+    assert graphs(RewardGradient(tail=8)) == graphs(RewardGradient(tail=20)) == [True] * 8
+
+
+def test_a_specific_step_begins_the_graph() -> None:
+    assert graphs(RewardGradient(through="specific", step=5)) == marked(5, 6, 7)
+
+
+def test_a_random_step_begins_the_graph_and_any_may() -> None:
+    seen = {tuple(graphs(RewardGradient(through="random"), step)) for step in range(60)}
+    assert seen == {tuple(marked(*range(first, 8))) for first in range(8)}
+
+
+def test_listed_steps_alone_are_in_the_graph() -> None:
+    assert graphs(RewardGradient(through="steps", steps=(2, 5))) == marked(2, 5)
+
+
+def test_a_single_step_ends_the_rollout() -> None:
+    for step in range(10):
+        calls = graphs(RewardGradient(through="single", span=(4, 6)), step)
+        assert 5 <= len(calls) <= 7
+        assert calls == marked(len(calls) - 1, of=len(calls))
+
+
+def test_renoised_copies_cost_one_call_each_after_the_rollout() -> None:
+    assert graphs(RewardGradient(through="renoised", copies=3)) == [False] * 8 + [True] * 3
+
+
+def test_each_copy_and_each_epoch_is_noised_anew() -> None:
+    objective, ctx = RewardGradient(through="renoised", copies=2), toys.context(toys.policy("flow"), 4)
+    experience = objective.collect(ctx, toys.prompts(4))
+    rows = [objective.loss(replace(ctx, epoch=e), experience, part).rows for e in (0, 1) for part in (0, 1)]
+    assert len({tuple(row.tolist()) for row in rows}) == 4
+
+
+def test_the_truncated_step_is_normal_within_the_sampler_and_alike_on_all_ranks() -> None:
+    objective = RewardGradient(through="normal", mean=42.0, spread=5.0)
+    drawn = [objective.first(Randomness(0, step, torch.arange(4)), 50) for step in range(400)]
+    others = [objective.first(Randomness(0, step, torch.arange(4) + 4), 50) for step in range(400)]
+    assert drawn == others
+    assert min(drawn) >= 1
+    assert max(drawn) <= 49
+    assert sum(drawn) / len(drawn) == pytest.approx(41, abs=1)  # truncation to whole steps, and at the last
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        RewardGradient(through="specific", step=8),
+        RewardGradient(through="single", span=(4, 9)),
+        RewardGradient(through="steps", steps=(2, 9)),
+    ],
+)
+def test_a_step_the_sampler_does_not_have_is_a_sentence(objective: RewardGradient) -> None:
+    with pytest.raises(ValueError, match=r"reward_gradient reaches for step \d of a sampler of 8; ask for one below 8"):
+        graphs(objective)
+
+
+@pytest.mark.parametrize("stop_input", [True, False])
+def test_stopping_the_input_keeps_the_straight_way(stop_input: bool) -> None:
+    """On a straight path the next level is x plus a multiple of the velocity: with that held, d next / d x is one."""
+    policy = replace(toys.policy("flow"), process=GaussianProcess(Straight(), Ode(), 8))
+    rollout = policy.rollout(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
+    rollout.x = x = rollout.x.clone().requires_grad_()
+    rollout.step(stop_input=stop_input)
+    (gradient,) = torch.autograd.grad(rollout.x.sum(), x)
+    assert torch.allclose(gradient, torch.ones_like(x), atol=1e-5) == stop_input
+    assert rollout.x.requires_grad
+
+
+def test_a_frozen_call_is_a_constant_but_the_sample_goes_on() -> None:
+    policy = replace(toys.policy("flow"), process=GaussianProcess(Straight(), Ode(), 8))
+    rollout = policy.rollout(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
+    rollout.step(frozen=True)
+    assert not rollout.x.requires_grad
+    rollout.step()
+    rollout.step(frozen=True)
+    assert rollout.x.requires_grad
+
+
+def small() -> Policy[Any]:
+    model = ToyFlow().tiny().load(Placement())
+    return Policy(model, GaussianProcess(Straight(), Ode(), 3), Full().apply(model, ()))
+
+
+@pytest.mark.parametrize("objective", [RewardGradient(tail=3), RewardGradient(tail=3, threshold=0.9, scale=2.0)])
+def test_the_gradient_through_the_whole_sampler_is_that_of_finite_differences(objective: RewardGradient) -> None:
+    policy = small()
+    ctx = toys.context(policy, 8)
+    experience = objective.collect(ctx, toys.prompts(8))
+    parameters = list(policy.weights.trainable().values())
+    gradient = torch.autograd.grad(objective.loss(ctx, experience, 0).rows.sum(), parameters)
+    length = torch.cat([g.flatten() for g in gradient]).norm()
+
+    @torch.no_grad()
+    def moved(by: float) -> float:
+        for p, g in zip(parameters, gradient, strict=True):
+            p.add_(by * g / length)
+        value = float(objective.loss(ctx, experience, 0).rows.double().sum())
+        for p, g in zip(parameters, gradient, strict=True):
+            p.sub_(by * g / length)
+        return value
+
+    step = 1e-2  # long enough for float32, short enough for the curvature
+    assert (moved(step) - moved(-step)) / (2 * step) == pytest.approx(float(length), rel=1e-2)
+
+
+def test_rewards_above_the_threshold_earn_nothing_more() -> None:
+    ctx = toys.context(toys.policy("flow"), 8)
+    experience = RewardGradient().collect(ctx, toys.prompts(8))
+    plain, held = (RewardGradient(threshold=t).loss(ctx, experience, 0) for t in (None, 0.6))
+    torch.testing.assert_close(held.rows, (0.6 + plain.rows).relu())
+    torch.testing.assert_close(plain.rows, -plain.metrics["reward"])
+    assert (held.rows == 0).any()
+
+
+@pytest.mark.parametrize(
+    ("frames", "picked"), [("first", [0]), ("middle", [1]), ("last", [2]), ("ends", [0, 1, 2]), ("all", [0, 1, 2])]
+)
+def test_only_the_frames_asked_for_are_scored(frames: Any, picked: list[int]) -> None:
+    policy = toys.policy("video")
+    ctx = toys.context(policy, 4)
+    experience = RewardGradient().collect(ctx, toys.prompts(4))
+    found = RewardGradient(frames=frames).loss(ctx, experience, 0).metrics["reward"]
+    clip = policy.decode(policy.sample(experience.cond, experience.rng).final)[:, picked]
+    torch.testing.assert_close(found, ctx.rubric.score(clip, toys.PROMPTS).total, rtol=1e-4, atol=1e-5)
+
+
+def test_steps_before_the_first_are_refused() -> None:
+    for wrong in ({"through": "specific", "step": -1}, {"through": "steps", "steps": (2, -1)}):
+        with pytest.raises(ValueError, match="expected steps from 0"):
+            RewardGradient(**wrong)

@@ -1,0 +1,221 @@
+"""Direct-Align: the published levels, its identity, the signs of its branches, and its price."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor, nn
+
+from tastemaker.objectives.srpo import SRPO, Aligned, Branch
+from tastemaker.policy import Policy
+from tastemaker.processes.dynamics import Ddim, Ode
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight, VariancePreserving
+from tastemaker.randomness import Randomness
+from tastemaker.rewards.color import Color
+from tastemaker.types import Condition, Facts, Placement, Prompts
+from tastemaker.weights import Full
+
+HPS = SRPO()
+PICKSCORE = SRPO(span=(5, 30), boost_denoise=(0.1, 0.5), boost_inversion=(0.6, 0.01))
+FLUX = GaussianProcess(Straight(shift=3.0), Ode(), 25)
+TOY = SRPO(grid=8, span=(1, 6), length=100, praise=(" ",), blame=("grey",), template="{prompt} {word}", margin=None)
+
+
+@pytest.mark.parametrize(
+    ("objective", "place", "branch", "source", "target", "boost"),
+    [
+        (HPS, 500, "denoise", 0.878486, 0.857036, 0.175075),
+        (HPS, 500, "inversion", 0.835586, 0.857036, 0.183884),
+        (HPS, 50, "denoise", 0.771236, 0.760511, 0.107508),
+        (HPS, 50, "inversion", 0.750000, 0.760725, 0.299710),
+        (HPS, 990, "denoise", 0.964286, 0.962141, 0.248649),
+        (HPS, 990, "inversion", 0.959996, 0.962141, 0.015516),
+        (PICKSCORE, 500, "denoise", 0.845119, 0.815327, 0.300200),
+        (PICKSCORE, 500, "inversion", 0.785536, 0.815327, 0.363764),
+        (PICKSCORE, 50, "denoise", 0.696160, 0.681265, 0.120020),
+        (PICKSCORE, 50, "inversion", 0.666667, 0.681562, 0.599409),
+        (PICKSCORE, 990, "denoise", 0.964286, 0.961307, 0.496396),
+        (PICKSCORE, 990, "inversion", 0.958327, 0.961307, 0.021221),
+    ],
+)
+def test_levels_and_boosts_are_the_published_ones(
+    objective: SRPO, place: int, branch: Branch, source: float, target: float, boost: float
+) -> None:
+    levels = objective.levels(FLUX, torch.tensor([place]), branch)
+    found = [float(levels.source), float(levels.target), float(levels.boost)]
+    assert found == pytest.approx([source, target, boost], abs=1e-6)
+
+
+@pytest.mark.parametrize(("length", "kept", "stride"), [(1000, 0.9, 100), (100, 0.9, 10), (100, 0.6, 41)])
+def test_strides_are_the_published_ones(length: int, kept: float, stride: int) -> None:
+    levels = SRPO(length=length, kept=kept).levels(FLUX, torch.tensor([length // 2]), "denoise")
+    spacing = float(FLUX.path.grid(50)[5] - FLUX.path.grid(50)[25]) / (length - 1)
+    assert float(levels.source - levels.target) / spacing == pytest.approx(stride, rel=1e-3)
+
+
+def test_places_are_drawn_between_the_edges_and_reach_both() -> None:
+    objective = replace(TOY, length=20)
+    places = objective.collect(toys.context(toys.policy("flow"), 400), toys.prompts(400)).place
+    assert places.unique().tolist() == list(range(5, 16))
+
+
+def test_both_branches_land_on_the_same_level_but_where_one_is_at_the_end() -> None:
+    places = torch.arange(5, 996)
+    denoise, inversion = (HPS.levels(FLUX, places, branch) for branch in ("denoise", "inversion"))
+    apart = (denoise.target - inversion.target).abs()
+    assert apart[places > 100].max() == 0
+    assert apart.max() < 3e-4
+    assert (denoise.source > denoise.target).all()
+    assert (inversion.source < inversion.target).all()
+
+
+@dataclass
+class Oracle:
+    """A denoiser that says what it is given."""
+
+    says: Tensor
+    net: nn.Module = field(default_factory=lambda: nn.Linear(1, 1))
+    passes: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.says.shape[1:])
+
+    pixels = (1, 3, 8, 8)
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return Condition(tuple(prompts), {}, tuple(facts))
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        return self.says
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return pixels
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return x
+
+
+PLACES = torch.tensor([5, 20, 100, 499, 500, 700, 899, 950, 995])
+SIGNAL = VariancePreserving(prediction="epsilon", ends_clean=True)
+
+
+def aligned(process: GaussianProcess, says: Tensor | None = None) -> tuple[Any, Aligned, Tensor]:
+    """Samples and noise at all sorts of places, and a model that says the truth if nothing else."""
+    rng = Randomness(0, 0, torch.arange(len(PLACES)))
+    clean, noise = rng.normal("clean", 1, 3, 8, 8), rng.normal("noise", 1, 3, 8, 8)
+    truth = process.path.target(clean, noise, torch.ones(len(PLACES)))
+    model = Oracle(truth if says is None else says)
+    policy = Policy(model, process, Full().apply(model, ()))
+    seen = Aligned(Condition(("",) * len(PLACES)), clean, noise, PLACES, torch.zeros(len(PLACES)))
+    return toys.context(policy, len(PLACES)), seen, clean
+
+
+@pytest.mark.parametrize("process", [FLUX, GaussianProcess(SIGNAL, Ddim(1.0), 25)])
+@pytest.mark.parametrize("branch", ["denoise", "inversion"])
+def test_a_perfect_model_gives_back_the_sample_wherever_it_enters(branch: Branch, process: GaussianProcess) -> None:
+    ctx, seen, clean = aligned(process)
+    recovered = HPS.recover(ctx, seen, HPS.levels(process, PLACES, branch))
+    torch.testing.assert_close(recovered, clean, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("branch", "sign"), [("denoise", -1), ("inversion", 1)])
+def test_the_branches_pull_opposite_ways(branch: Branch, sign: int) -> None:
+    """d clean / d velocity is -gap/(1 - level) on the way down and as much the other way on the way up."""
+    velocity = torch.zeros(len(PLACES), 1, 3, 8, 8, requires_grad=True)
+    ctx, seen, _ = aligned(FLUX, velocity)
+    levels = HPS.levels(FLUX, PLACES, branch)
+    HPS.recover(ctx, seen, levels).sum().backward()
+    weight = sign * (levels.source - levels.target).abs() / (1 - levels.target)
+    torch.testing.assert_close(velocity.grad, weight.view(-1, 1, 1, 1, 1).expand_as(velocity), rtol=1e-3, atol=1e-5)
+
+
+def test_the_published_weights_of_the_gradient() -> None:
+    levels = HPS.levels(FLUX, torch.tensor([500, 899]), "denoise")
+    gap = levels.source - levels.target
+    torch.testing.assert_close(gap, torch.full((2,), 0.02145), rtol=2e-3, atol=0)
+
+
+def test_one_step_asks_the_network_once_a_sampling_step_and_once_a_branch() -> None:
+    policy = toys.policy("flow")
+    graphs: list[bool] = []
+    policy.model.net.register_forward_hook(lambda net, inputs, output: graphs.append(output.requires_grad))
+    ctx = toys.context(policy, 8)
+    experience = TOY.collect(ctx, toys.prompts(8))
+    assert graphs == [False] * 8
+    assert not experience.clean.requires_grad
+    toys.backward(TOY, ctx, experience)
+    assert graphs == [False] * 8 + [True] * 2
+
+
+@dataclass(frozen=True)
+class Overheard:
+    """A colour reward that remembers what it was asked."""
+
+    heard: list[tuple[str, ...]] = field(default_factory=list, hash=False)
+    batch_size: int = 1000
+    differentiable = True
+    reads = "frames"
+    runs_on = "device"
+
+    def load(self, placement: Placement) -> Overheard:
+        return self
+
+    def tiny(self) -> Overheard:
+        return self
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        self.heard.append(tuple(prompts))
+        return Color().score(pixels, ["a red"] * len(prompts), facts)
+
+
+def test_control_words_take_turns_and_change_places_under_inversion() -> None:
+    policy, reward = toys.policy("flow"), Overheard()
+    objective = replace(HPS, grid=8, span=(1, 6), length=100)
+    for step in (1, 6):
+        ctx = toys.context(policy, 4, step=step, spec=reward)
+        experience = objective.collect(ctx, toys.prompts(4))
+        for part in objective.parts(experience):
+            objective.loss(ctx, experience, part)
+    praise, blame = ["Detail", "Detailed"], ["Painting", "Painting"]  # steps 1 and 6, modulo 4 and 5
+    said = [heard[0].split(". ")[0] for heard in reward.heard]
+    assert said == [praise[0], blame[0], blame[0], praise[0], praise[1], blame[1], blame[1], praise[1]]
+    assert reward.heard[0][1] == "Detail. a green"
+
+
+def test_the_relative_reward_is_boosted_praise_less_blame_and_hinged() -> None:
+    policy, ctx = toys.policy("flow"), toys.context(toys.policy("flow"), 8)
+    plain, hinged = replace(TOY, branches=("denoise",)), replace(TOY, branches=("denoise",), margin=0.2)
+    experience = plain.collect(ctx, toys.prompts(8))
+    levels = plain.levels(policy.process, experience.place, "denoise")
+    pixels = ctx.policy.decode(plain.recover(ctx, experience, levels))
+    praised = ctx.rubric.score(pixels, experience.cond.prompts).total
+    blamed = ctx.rubric.score(pixels, ["a grey"] * 8).total
+    earned = (1 + levels.boost) * praised - blamed
+    torch.testing.assert_close(plain.loss(ctx, experience, "denoise").rows, -earned)
+    torch.testing.assert_close(hinged.loss(ctx, experience, "denoise").rows, (0.2 - earned).relu())
+
+
+def test_noise_is_shared_by_all_prompts_unless_each_shall_have_its_own() -> None:
+    ctx = toys.context(toys.policy("flow"), 4)
+    shared, own = (replace(TOY, shared_noise=s).collect(ctx, toys.prompts(4)).noise for s in (True, False))
+    assert len(shared.flatten(1).unique(dim=0)) == 1
+    assert len(own.flatten(1).unique(dim=0)) == 4
+    assert TOY.collect(ctx, toys.prompts(4)).place.unique().numel() > 1
+
+
+def test_impossible_settings_are_refused() -> None:
+    for wrong, sentence in (
+        ({"span": (5, 60)}, "expected two rising indices within a grid of 50 steps"),
+        ({"kept": 1.0}, "expected kept within 0 and 1"),
+        ({"branches": ()}, "no branches or no control words"),
+        ({"template": "{word}"}, "expected {prompt}"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            SRPO(**wrong)

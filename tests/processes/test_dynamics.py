@@ -1,0 +1,180 @@
+"""One step of every sampler, against numbers from the published functions and against formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tastemaker.distributions import Distribution, like
+from tastemaker.processes.dynamics import Cps, DanceSde, Ddim, Dynamics, FlowSde, Ode, Stride
+from tastemaker.processes.gaussian import GaussianProcess, Window
+from tastemaker.processes.paths import Path, Straight, VariancePreserving
+from tastemaker.randomness import Randomness
+from tastemaker.types import Condition, Facts, Prompts
+
+
+def drawn() -> tuple[Tensor, Tensor, Tensor]:
+    """Where one is, the velocity, and where one goes: the published cases draw them so."""
+    chance = torch.Generator().manual_seed(0)
+    x, velocity, there = (torch.randn(2, 16, 64, generator=chance) for _ in range(3))
+    return x, velocity, there
+
+
+def taken(dynamics: Dynamics, steps: int, i: int) -> tuple[Distribution, Tensor]:
+    """The i-th step of a sampler whose grid is shifted by 3, and where it went."""
+    path, (x, velocity, there) = Straight(shift=3.0), drawn()
+    process = GaussianProcess(path, dynamics, steps)
+    t, s = path.grid(steps)[i : i + 2, None].expand(2, 2)
+    clean = path.clean(x, t, velocity)
+    return dynamics.step(path, process.stride(x, t, s, clean)), there
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "steps", "i", "std", "log_prob"),
+    [
+        (DanceSde(0.3), 16, 0, 0.0442326, [-539.5667, -530.3885]),
+        (DanceSde(0.3), 16, 5, 0.0561952, [-333.6713, -327.4746]),
+        (DanceSde(0.3), 16, 14, 0.1095445, [-86.5147, -83.8526]),
+        (FlowSde(0.7), 25, 0, 0.7, [-2.245804, -2.247998]),
+        (FlowSde(0.7), 25, 3, 0.418194, [-5.568437, -5.506597]),
+        (FlowSde(0.7), 25, 24, 0.0824958, [-151.3678, -146.9629]),
+    ],
+)
+def test_the_sde_steps_have_the_published_spread_and_log_probability(dynamics, steps, i, std, log_prob) -> None:
+    here, there = taken(dynamics, steps, i)
+    assert here.std.tolist() == pytest.approx([std, std], rel=2e-6)
+    assert here.log_prob(there).flatten().tolist() == pytest.approx(log_prob, rel=2e-6)
+
+
+@pytest.mark.parametrize(("i", "g"), [(0, 5.980788), (3, 3.283289), (24, 0.247487)])
+def test_the_flow_sde_diffuses_as_published(i: int, g: float) -> None:
+    here, _ = taken(FlowSde(0.7), 25, i)
+    t, s = Straight(shift=3.0).grid(25)[i : i + 2]
+    assert float(here.std[0] / (t - s).sqrt()) == pytest.approx(g, rel=2e-6)
+
+
+def test_coefficient_preserving_steps_follow_their_formula() -> None:
+    x, velocity, there = drawn()
+    here, _ = taken(Cps(0.8), 25, 3)
+    t, s = Straight(shift=3.0).grid(25)[3:5]
+    std = s * math.sin(0.8 * math.pi / 2)
+    mean = (1 - s) * (x - t * velocity) + (s**2 - std**2).sqrt() * (x + (1 - t) * velocity)
+    torch.testing.assert_close(here.mean, mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(here.std, std.expand(2))
+    torch.testing.assert_close(here.log_prob(there), -((there - mean) ** 2).flatten(1).mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("dynamics", [Ode(), Ddim(0.0), FlowSde(0.0), DanceSde(0.0), Cps(0.0)])
+def test_without_noise_every_step_is_eulers_on_a_straight_path(dynamics: Dynamics) -> None:
+    x, velocity, _ = drawn()
+    here, _ = taken(dynamics, 25, 3)
+    t, s = Straight(shift=3.0).grid(25)[3:5]
+    torch.testing.assert_close(here.mean, x + (s - t) * velocity, rtol=1e-5, atol=1e-5)
+    assert not here.std.any()
+    assert not dynamics.chance
+
+
+@pytest.mark.parametrize("path", [Straight(), VariancePreserving(), VariancePreserving(betas="cosine")])
+@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
+def test_ddim_leaves_the_noise_level_it_promises(path: Path, eta: float) -> None:
+    """A step from x_t with the true clean sample has the marginal of x_s, whatever eta."""
+    clean, noise = torch.zeros(1, 4096), Randomness(0, 0, torch.arange(1)).normal("noise", 4096)
+    t, s = torch.tensor([0.8]), torch.tensor([0.4])
+    x = path.alpha(t) * clean + path.sigma(t) * noise
+    here = Ddim(eta).step(path, Stride(x, clean, t, s, 0.0))
+    kept = (path.sigma(s) ** 2 - here.std**2).sqrt()
+    torch.testing.assert_close(here.mean, kept * noise, rtol=1e-5, atol=1e-6)
+
+
+@dataclass
+class Exact:
+    """The best denoiser of samples whose elements are normal with a spread of 2."""
+
+    process: GaussianProcess
+    net: nn.Module = field(default_factory=nn.Identity)
+    shape: tuple[int, ...] = (4096,)
+    pixels: tuple[int, int, int, int] = (1, 3, 1, 1)
+    passes: int = 1
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return Condition(tuple(prompts))
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        alpha, sigma = (like(f(t), x) for f in (self.process.path.alpha, self.process.path.sigma))
+        clean = 4 * alpha / (4 * alpha**2 + sigma**2) * x
+        return self.process.path.target(clean, (x - alpha * clean) / sigma, t)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return pixels
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        GaussianProcess(Straight(), Ode(), 100),
+        GaussianProcess(Straight(shift=3.0), Ode(), 100),
+        GaussianProcess(Straight(), Ddim(1.0), 100),
+        GaussianProcess(Straight(), FlowSde(0.7), 100),
+        GaussianProcess(Straight(), FlowSde(0.7), 100, Window(20)),
+        GaussianProcess(Straight(), DanceSde(0.3), 100),
+        GaussianProcess(VariancePreserving(ends_clean=True), Ode(), 100),
+        GaussianProcess(VariancePreserving(prediction="velocity", ends_clean=True), Ddim(1.0), 100),
+        GaussianProcess(VariancePreserving(betas="cosine", spacing="trailing"), Ddim(0.5), 100),
+    ],
+)
+def test_the_best_denoiser_samples_what_it_was_made_for(process: GaussianProcess) -> None:
+    """Coefficient-preserving sampling is not among these: it keeps the shares of clean and noise, not the spread."""
+    model = Exact(process)
+    rng = Randomness(0, 0, torch.arange(2))
+    made = process.start(model, model.embed(["", ""]), rng).finish()
+    assert float(made.final.std()) == pytest.approx(2.0, rel=0.05)
+    assert float(made.final.mean()) == pytest.approx(0.0, abs=0.1)
+    steps = [s.action - process.decide(model, made.cond, s).mean for s in made.segments]
+    for one, other in pairwise(steps):  # noise is drawn anew at every step
+        assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.05
+
+
+def test_an_sde_is_refused_on_a_path_it_is_not_defined_on() -> None:
+    with pytest.raises(ValueError, match="FlowSde is defined on the Straight path, found VariancePreserving"):
+        GaussianProcess(VariancePreserving(), FlowSde())
+
+
+def starts(window: Window, steps: int, training: int) -> list[int]:
+    rows = torch.arange(2)
+    return [window.at(Randomness(0, step, rows), steps).start for step in range(training)]
+
+
+def test_a_fixed_window_stays() -> None:
+    assert set(starts(Window(4, first=3, schedule="fixed"), 25, 60)) == {3}
+
+
+def test_a_progressive_window_moves_and_begins_again() -> None:
+    window = Window(4, first=1, last=3, schedule="progressive", every=2)
+    assert starts(window, 25, 10) == [1, 1, 2, 2, 3, 3, 1, 1, 2, 2]
+    strides = Window(2, first=0, last=4, schedule="progressive", every=1, stride=2)
+    assert starts(strides, 10, 6) == [0, 2, 4, 1, 3, 0]
+
+
+def test_a_random_window_is_alike_on_all_ranks_and_never_holds_the_last_step() -> None:
+    window = Window(3, first=2)
+    seen = set()
+    for step in range(200):
+        ranges = {window.at(Randomness(0, step, torch.arange(4) + 4 * rank), 10) for rank in range(3)}
+        assert len(ranges) == 1
+        seen.add(ranges.pop())
+    assert {r.start for r in seen} == {2, 3, 4, 5, 6}
+    assert all(len(r) == 3 and r.stop <= 9 for r in seen)
+
+
+def test_a_window_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit before the last of 8 steps"):
+        GaussianProcess(Straight(), FlowSde(), 8, Window(4, first=4))

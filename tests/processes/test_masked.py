@@ -1,0 +1,126 @@
+"""MaskGIT as Show-o runs it: schedules, one recorded generation with guidance and one without, and training masks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tastemaker.distributions import Categorical
+from tastemaker.guidance import extrapolate
+from tastemaker.policy import Guidance
+from tastemaker.processes.masked import Masked
+from tastemaker.randomness import Randomness
+from tastemaker.types import HIDDEN
+
+SHOWO = Path(__file__).parent.parent / "fixtures" / "showo"
+CODES = slice(60, 92)  # image tokens of the recorded model; 92 is its mask
+PICTURE = slice(-17, -1)  # their places; the last token ends the picture
+MASK = 92
+
+
+@pytest.mark.parametrize(
+    ("name", "process"),
+    [
+        ("cosine", Masked(schedule="cosine")),
+        ("linear", Masked(schedule="linear")),
+        ("pow0.5", Masked(schedule="power", exponent=0.5)),
+        ("pow2", Masked(schedule="power", exponent=2.0)),
+        ("sigmoid", Masked(schedule="sigmoid")),
+    ],
+)
+def test_schedules_hide_the_published_fractions(name: str, process: Masked) -> None:
+    golden = load_file(SHOWO / "schedules.safetensors")
+    torch.testing.assert_close(process.left(golden["t"]), golden[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("steps", "tokens"), [(12, 256), (18, 256), (50, 1024)])
+def test_as_many_tokens_stay_hidden_as_published(steps: int, tokens: int) -> None:
+    """In float32, where cos 60 degrees is below one half: of 256 tokens 127 stay hidden at two thirds, not 128."""
+    golden = load_file(SHOWO / "schedules.safetensors")[f"floor_masklen_T{steps}_N{tokens}"]
+    process = Masked(steps)
+    everything = torch.ones(1, tokens, dtype=torch.bool)
+    sureness = torch.linspace(0.1, 0.9, tokens)[None]
+    for step, wanted in enumerate(golden.tolist()):
+        stay = process.remask(sureness, everything, torch.full((1, tokens), 0.5), step)
+        assert stay.sum() == max(1, wanted)
+
+
+@pytest.mark.parametrize("steps", [12, 18, 50])
+def test_the_temperature_of_the_choice_compounds_as_published(steps: int) -> None:
+    golden = load_file(SHOWO / "schedules.safetensors")[f"temperature_T{steps}"]
+    process = Masked(steps)
+    assert [process.heat(step) for step in range(steps)] == pytest.approx(golden.tolist(), rel=1e-6, abs=1e-12)
+
+
+def test_the_temperature_may_fall_linearly_instead() -> None:
+    assert [Masked(4, temperature=2.0, annealing="linear").heat(i) for i in range(4)] == [1.5, 1.0, 0.5, 0.0]
+
+
+def of_picture(logits: Tensor, weight: float) -> Tensor:
+    """Logits of the picture's tokens, guided: the published (1 + w) given - w without is a scale of 1 + w."""
+    logits = logits[:, PICTURE, CODES]
+    if not weight:
+        return logits
+    given, without = logits.chunk(2)
+    return extrapolate(Guidance(1 + weight), given, without, torch.tensor(True))
+
+
+@pytest.mark.parametrize(("name", "weight", "steps"), [("gen_cfg175_T6", 1.75, 6), ("gen_nocfg_T4", 0.0, 4)])
+def test_a_recorded_generation_is_repeated_step_by_step(name: str, weight: float, steps: int) -> None:
+    golden, process = load_file(SHOWO / f"{name}.safetensors"), Masked(steps)
+    rows = len(golden["out"])
+    hidden = torch.ones(rows, 16, dtype=torch.bool)
+    written = torch.full((rows, 16), HIDDEN)
+    for step in range(steps):
+        shown = torch.where(written == HIDDEN, MASK, written + CODES.start)
+        assert torch.equal(shown, golden["step_ids"][step, :rows, PICTURE])
+        here = Categorical(of_picture(golden["logits"][step], weight))
+        torch.testing.assert_close(here.mean.flatten(0, 1), golden["mn_probs"][step], rtol=1e-5, atol=1e-7)
+        drawn = golden["mn_out"][step].view(rows, 16)
+        guess = torch.where(hidden, drawn, written)
+        sureness = here.log_prob(guess).exp()
+        torch.testing.assert_close(sureness[hidden], golden["sel_probs"][step][hidden], rtol=1e-5, atol=1e-7)
+        assert process.heat(step) == pytest.approx(float(golden["temperature"][step]), rel=1e-6, abs=1e-12)
+        uniform = golden["gumbel"][step].double().neg().exp().neg().exp().float()
+        stay = process.remask(sureness, hidden, uniform, step)
+        assert stay.sum(1).tolist() == golden["mask_len"][step].tolist()
+        assert torch.equal(stay, golden["masking"][step])
+        written, hidden = torch.where(stay, HIDDEN, guess), stay
+    assert torch.equal(guess, golden["out"])
+
+
+def test_known_tokens_are_never_hidden_again() -> None:
+    process, hidden = Masked(8), torch.arange(64)[None].expand(3, 64) % 2 == 0
+    uniform = Randomness(0, 0, torch.arange(3)).uniform("reveal", 64)
+    for step in range(7):
+        stay = process.remask(torch.full((3, 64), 0.5), hidden, uniform, step)
+        assert not (stay & ~hidden).any()
+        assert (stay.sum(1) < hidden.sum(1)).all()
+        hidden = stay
+
+
+def test_training_masks_are_the_published_ones() -> None:
+    golden, process = load_file(SHOWO / "train_masking.safetensors"), Masked()
+    level = process.left(golden["u_timestep"])
+    torch.testing.assert_close(level, golden["mask_prob"])
+    hidden = process.hide(golden["tokens"], level, golden["u_perm"])
+    assert torch.equal(hidden, golden["labels"] != -100)
+    assert torch.equal(torch.where(hidden, MASK, golden["tokens"]), golden["input_ids"])
+
+
+def test_corruption_hides_the_share_it_says_and_at_least_one() -> None:
+    process, x = Masked(), torch.arange(16).expand(5, 16)
+    noisy = process.corrupt(x, Randomness(0, 0, torch.arange(5)), torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]))
+    assert process.hidden(noisy).tolist() == [1, 4, 8, 12, 16]
+    assert torch.equal(noisy.x == HIDDEN, noisy.noise)
+    assert torch.equal(noisy.x[~noisy.noise], x[~noisy.noise])
+
+
+def test_impossible_settings_are_refused() -> None:
+    for process in ({"steps": 0}, {"temperature": -1.0}, {"exponent": 0.0}):
+        with pytest.raises(ValueError, match="expected 1 to 10000 steps"):
+            Masked(**process)

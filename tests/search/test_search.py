@@ -1,0 +1,196 @@
+"""What a search finds, and what it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor
+
+from tastemaker.policy import Policy
+from tastemaker.randomness import Randomness
+from tastemaker.reward import Verdict, Verifier
+from tastemaker.search.best_of_n import BestOfN
+from tastemaker.search.parm import Parm, keepers
+from tastemaker.search.search import Found, Outcome, Search
+from tastemaker.search.single import Single
+from tastemaker.types import Facts, PromptBatch, Prompts
+
+FAMILIES = ["flow", "causal", "masked"]
+ROWS = 64
+GOOD = 0.8  # a score that about half of the pretrained samples reach
+
+
+@dataclass(frozen=True)
+class Listening:
+    """A verifier that remembers how many pictures it saw, and when."""
+
+    inner: Verifier
+    seen: list[tuple[float, int]] = field(default_factory=list)
+
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+        assert len(pixels) == len(prompts)
+        assert len(facts) in (0, len(prompts))
+        self.seen.append((progress, len(pixels)))
+        return self.inner.judge(pixels, prompts, facts, progress)
+
+
+def found(search: Search, name: str, **settings: float) -> tuple[Found, Listening]:
+    policy = toys.trained(name)
+    verifier = Listening(Outcome(toys.rubric(), promising_at=GOOD, **settings))
+    return search.find(policy, verifier, toys.prompts(ROWS), Randomness(11, 0, torch.arange(ROWS))), verifier
+
+
+def true(name: str, x: Tensor) -> Tensor:
+    return toys.rubric().score(toys.trained(name).decode(x), toys.prompts(ROWS).prompts).total
+
+
+def calls(name: str) -> int:
+    policy = toys.trained(name)
+    return policy.process.calls(policy.model.shape)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_single_sample_is_what_the_policy_makes_and_nobody_judges_it(name: str) -> None:
+    result, verifier = found(Single(), name)
+    policy = toys.trained(name)
+    made = policy.sample(policy.embed(toys.prompts(ROWS).prompts), Randomness(11, 0, torch.arange(ROWS)))
+    assert torch.equal(result.x, made.final)
+    assert result.score.isnan().all()
+    assert (result.price.calls, result.price.judged) == (ROWS * calls(name), 0)
+    assert verifier.seen == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_best_of_several_beats_a_single_one(name: str) -> None:
+    (single, _), (best, verifier) = found(Single(), name), found(BestOfN(4), name)
+    assert toys.rise(true(name, single.x), true(name, best.x)) > 3
+    torch.testing.assert_close(best.score, true(name, best.x))
+    assert (best.price.calls, best.price.judged) == (4 * ROWS * calls(name), 4 * ROWS)
+    assert verifier.seen == [(1.0, 4 * ROWS)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pruning_costs_less_and_finds_nearly_as_much(name: str) -> None:
+    # The first guesses of a masked model at its tokens know nothing of each other.
+    clear = 0.5 if name == "masked" else 0.25
+    (best, _), (pruned, verifier) = found(BestOfN(8), name), found(Parm(8, first=clear), name, clear_from=clear)
+    assert pruned.price.calls < 0.9 * best.price.calls
+    assert pruned.price.judged == sum(count for _, count in verifier.seen)
+    single, _ = found(Single(), name)
+    lost, won = best.score.mean() - pruned.score.mean(), best.score.mean() - true(name, single.x).mean()
+    assert lost < 0.2 * won
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_everyone_finishes_where_nobody_is_dropped(name: str) -> None:
+    kept, verifier = found(Parm(4, drop=False), name)
+    assert kept.price.calls == 4 * ROWS * calls(name)
+    assert kept.price.judged == sum(count for _, count in verifier.seen)
+    assert verifier.seen[-1] == (1.0, 4 * ROWS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("first", [0.0, 0.6])
+def test_each_candidate_is_judged_once_it_is_clear_and_never_before_the_first_progress(name: str, first: float) -> None:
+    _, verifier = found(Parm(4, first=first), name, clear_from=0.5)
+    during = [progress for progress, _ in verifier.seen[:-1]]
+    assert all(first <= progress < 1 for progress in during)
+    assert sum(progress >= 0.5 for progress in during) == 1  # all are clear at the first such step
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_last_candidate_of_a_prompt_stays_however_bad(name: str) -> None:
+    policy = toys.trained(name)
+    nothing_will_do = Outcome(toys.rubric(), clear_from=0.0, promising_at=2.0)
+    result = Parm(4).find(policy, nothing_will_do, toys.prompts(ROWS), Randomness(11, 0, torch.arange(ROWS)))
+    assert len(result.x) == ROWS
+    assert result.price.calls == (4 + calls(name) - 1) * ROWS  # one of four goes on after the first step
+    assert torch.isfinite(result.score).all()
+
+
+def test_who_goes_on() -> None:
+    owner = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    clear = torch.tensor([True, True, False, True, True, True, True])
+    promising = torch.tensor([True, False, False, False, False, False, False])
+    score = torch.tensor([0.1, 0.9, 0.0, 0.3, 0.4, 0.5, 0.5])
+    keep = keepers(Verdict(clear, promising, score), owner)
+    # The promising and the unclear; the best of a prompt that would lose everyone; of equals the first.
+    assert keep.tolist() == [True, False, True, False, True, True, False]
+
+
+@dataclass(frozen=True)
+class Indifferent:
+    """A verifier to whom all pictures are alike."""
+
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+        same = torch.full((len(pixels),), 0.5)
+        return Verdict(same > 0, same > 0, same)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("search", [BestOfN(4), Parm(4), Parm(4, drop=False)])
+def test_of_equals_the_first_is_taken(search: Search, name: str) -> None:
+    policy = toys.trained(name)
+    rng = Randomness(11, 0, torch.arange(8))
+    result = search.find(policy, Indifferent(), toys.prompts(8), rng)
+    everyone = policy.sample(policy.embed(toys.prompts(8).prompts).repeat(4), rng.repeat(4)).final
+    torch.testing.assert_close(result.x, everyone[::4], rtol=1e-4, atol=1e-4)
+
+
+@dataclass(frozen=True)
+class Contrary:
+    """Promises nothing of the best pictures and much of the others, then scores them truly."""
+
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+        score = toys.rubric().score(pixels, prompts).total
+        return Verdict(torch.ones_like(score, dtype=torch.bool), score < 0.8, score)
+
+
+def test_the_promising_come_before_all_others_even_if_everyone_finishes() -> None:
+    policy, batch, rng = toys.trained("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
+    kept = Parm(8, first=0.5, drop=False).find(policy, Contrary(), batch, rng)
+    best = BestOfN(8).find(policy, Contrary(), batch, rng)
+    assert kept.score.mean() < best.score.mean()
+
+
+@dataclass(frozen=True)
+class Shortsighted:
+    """Makes out only bad pictures, and finds them promising."""
+
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+        score = toys.rubric().score(pixels, prompts).total
+        return Verdict(score < GOOD, score < GOOD, score)
+
+
+def test_a_candidate_that_never_was_clear_competes_with_the_promising() -> None:
+    policy, batch, rng = toys.trained("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
+    kept = Parm(8, first=0.5).find(policy, Shortsighted(), batch, rng)
+    best = BestOfN(8).find(policy, Shortsighted(), batch, rng)
+    assert torch.equal(kept.score, best.score)
+
+
+def test_facts_go_with_their_prompts() -> None:
+    policy: Policy[Any] = toys.trained("flow")
+    heard: list[tuple[str, int]] = []
+
+    @dataclass(frozen=True)
+    class Noting:
+        def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+            heard.extend((prompt, fact["number"]) for prompt, fact in zip(prompts, facts, strict=True))
+            return Outcome(toys.rubric(), 0.2, GOOD).judge(pixels, prompts, facts, progress)
+
+    batch = PromptBatch(toys.PROMPTS, tuple({"number": i} for i in range(4)))
+    Parm(4).find(policy, Noting(), batch, Randomness(11, 0, torch.arange(4)))
+    assert set(heard) == {(prompt, i) for i, prompt in enumerate(toys.PROMPTS)}
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected at least one sample a prompt"):
+        BestOfN(0)
+    with pytest.raises(ValueError, match="expected at least one sample and progress from 0 to 1"):
+        Parm(4, first=1.5)

@@ -1,0 +1,148 @@
+"""Classifier-free guidance: what it does to predictions, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor, nn
+
+from tastemaker.guidance import GuidedCausal, both, extrapolate, split, within
+from tastemaker.policy import Guidance
+from tastemaker.processes.autoregressive import Autoregressive
+from tastemaker.randomness import Randomness
+from tastemaker.types import Condition, Facts, Prompts
+
+EVERYWHERE = torch.tensor(True)
+
+
+@pytest.mark.parametrize("name", toys.FAMILIES)
+def test_a_scale_of_one_is_no_guidance(name: str) -> None:
+    plain, guided = toys.policy(name), toys.policy(name, guidance=Guidance(1.0))
+    rng = Randomness(0, 0, torch.arange(4))
+    one, other = (policy.sample(policy.embed(toys.PROMPTS), rng).final for policy in (plain, guided))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", toys.FAMILIES)
+def test_guidance_outside_its_interval_is_none(name: str) -> None:
+    plain, guided = toys.policy(name), toys.policy(name, guidance=Guidance(3.0, interval=(0.0, 0.01)))
+    rng = Randomness(0, 0, torch.arange(4))
+    one, other = (policy.sample(policy.embed(toys.PROMPTS), rng).final for policy in (plain, guided))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["flow", "epsilon", "video", "masked"])
+def test_guidance_extrapolates_from_the_negative_prompt_within_its_interval(name: str) -> None:
+    plain = toys.policy(name)
+    guided = toys.policy(name, guidance=Guidance(3.0, negative="a grey", interval=(0.25, 0.75)))
+    x = plain.sample(plain.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4))).final
+    t = torch.tensor([0.2, 0.25, 0.75, 0.8])
+    with torch.no_grad():
+        given, without = (plain.model.predict(x, t, plain.embed(words)) for words in (toys.PROMPTS, ["a grey"] * 4))
+        found = guided.model.predict(x, t, guided.embed(toys.PROMPTS))
+    torch.testing.assert_close(found[1:3], (without + 3 * (given - without))[1:3], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[::3], given[::3], rtol=1e-4, atol=1e-4)
+
+
+def test_the_masked_form_of_guidance_is_a_scale_of_one_more() -> None:
+    given, without = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    guided = extrapolate(Guidance(2.75), given, without, EVERYWHERE)
+    torch.testing.assert_close(guided, (1 + 1.75) * given - 1.75 * without)
+
+
+def test_rescaled_guidance_keeps_the_norm_of_the_conditional_prediction() -> None:
+    given, without = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    kept = extrapolate(Guidance(4.0, rescale=True), given, without, EVERYWHERE)
+    torch.testing.assert_close(kept.flatten(1).norm(dim=1), given.flatten(1).norm(dim=1))
+    free = extrapolate(Guidance(4.0), given, without, EVERYWHERE)
+    torch.testing.assert_close(kept / free, (kept / free)[:, :1, :1].expand_as(free))
+
+
+def test_both_conditions_travel_as_one() -> None:
+    guided = toys.policy("flow", guidance=Guidance(2.0, negative="a black"))
+    cond = guided.embed(toys.PROMPTS)
+    own, without = split(cond)
+    plain = toys.policy("flow")
+    assert torch.equal(own.tensors["word"], plain.embed(toys.PROMPTS).tensors["word"])
+    assert torch.equal(without.tensors["word"], plain.embed(["a black"] * 4).tensors["word"])
+    assert torch.equal(both(cond).tensors["word"], torch.cat([own.tensors["word"], without.tensors["word"]]))
+
+
+@dataclass
+class Ramp:
+    """A causal model of any length whose logits say 1 with the prompt and 0 without."""
+
+    length: int
+    net: nn.Module
+    passes: int = 1
+    pixels: tuple[int, int, int, int] = (1, 3, 1, 1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.length,)
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return Condition(
+            tuple(prompts), {"on": torch.tensor([float(bool(prompt)) for prompt in prompts])}, tuple(facts)
+        )
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        return cond.tensors["on"][:, None, None].expand(len(x), self.length, 2)
+
+    def begin(self, cond: Condition) -> Any:
+        return ()
+
+    def extend(self, ids: Tensor | None, cache: Any, cond: Condition) -> tuple[Tensor, Any]:
+        return cond.tensors["on"][:, None].expand(-1, 2), cache
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("length", [16, 100, 256, 300, 576])
+def test_the_published_interval_of_n_is_an_interval_of_time(length: int) -> None:
+    """The first token and n + 1 after it are guided: tokens 0 to n + 1, those at t >= 1 - (n + 1)/length."""
+    for n in (0, 1, length // 3, length - 3):
+        guidance = Guidance(3.0, interval=(1 - (n + 1) / length, 1.0))
+        model = GuidedCausal(Ramp(length, nn.Identity()), guidance)
+        cond = model.embed(["a prompt"])
+        whole = model.predict(torch.zeros(1, length), torch.ones(1), cond)[0, :, 0]
+        assert (whole == 3).tolist() == [place <= n + 1 for place in range(length)]
+        assert (whole[n + 2 :] == 1).all()
+        cache, cached = model.begin(cond), []
+        for _ in range(length):
+            logits, cache = model.extend(None, cache, cond)
+            cached.append(float(logits[0, 0]))
+        assert cached == whole.tolist()
+
+
+def test_an_interval_reaches_the_levels_that_bound_it() -> None:
+    for steps in (8, 10, 25, 50):
+        grid = toys.FAMILIES["flow"].process.path.grid(steps)
+        for i in range(steps):
+            inside = within(grid[:-1], (1 - i / steps, 1.0))
+            assert inside.sum() == i + 1
+
+
+def test_guided_samples_fit_the_prompt_better() -> None:
+    """A network trained with dropped captions has something to extrapolate from."""
+    policy = toys.trained("flow")
+    guided = type(policy)(policy.process.guide(policy.model, Guidance(3.0)), policy.process, policy.weights)
+    assert toys.rise(toys.earned(policy), toys.earned(guided)) > 3
+
+
+def test_the_guided_causal_sampler_is_the_guided_causal_call() -> None:
+    policy = toys.policy("causal", guidance=Guidance(3.0, interval=(0.5, 1.0)))
+    cond, rng = policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4))
+    cached = type(policy)(policy.model, Autoregressive(replay=False), policy.weights).sample(cond, rng)
+    replayed = policy.sample(cond, rng)
+    assert torch.equal(cached.final, replayed.final)
+    torch.testing.assert_close(cached.segments[0].log_prob, replayed.segments[0].log_prob, rtol=1e-4, atol=1e-5)

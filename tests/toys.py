@@ -1,0 +1,210 @@
+"""Tiny generators of every family, pretrained once a process, with prompts, pictures and rewards to go with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tastemaker.colors import COLORS
+from tastemaker.models.toy import ToyCausal, ToyFlow, ToyMasked
+from tastemaker.objective import Alone, Context, Memory, Nothing, Objective
+from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.policy import Guidance, ModelSpec, Policy, Process
+from tastemaker.processes.autoregressive import Autoregressive
+from tastemaker.processes.dynamics import Ddim, FlowSde
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.masked import Masked
+from tastemaker.processes.paths import Straight, VariancePreserving
+from tastemaker.randomness import Randomness
+from tastemaker.reward import Graded, RewardSpec, Rubric
+from tastemaker.rewards.color import Color
+from tastemaker.types import Loss, Pairs, Pictures, Placement, PromptBatch
+from tastemaker.weights import Full, Tuning, Twin
+
+# Of these four colours every channel is high in two and low in two: what favours no prompt favours no colour.
+NAMES = ("red", "green", "blue", "white")
+PROMPTS = tuple(f"a {name}" for name in NAMES)
+PALETTE = torch.tensor(list(COLORS.values()))
+# The mean of 64 pixels shows a colour through eight times their noise: a path must end this dark to start from none.
+DARK = VariancePreserving(betas="linear", first=0.001, last=0.2, levels=100, ends_clean=True, spacing="trailing")
+
+
+@dataclass(frozen=True)
+class Family:
+    spec: ModelSpec
+    process: Process
+    wrong: float = 0.5  # share of the pictures it is pretrained on whose colour is any, whatever the caption
+    rate: float = 3e-3
+    updates: int = 400
+
+    @property
+    def gaussian(self) -> bool:
+        return isinstance(self.process, GaussianProcess)
+
+
+FAMILIES = {
+    "flow": Family(ToyFlow(), GaussianProcess(Straight(), FlowSde(0.7), 8)),
+    "epsilon": Family(ToyFlow(), GaussianProcess(DARK, Ddim(1.0), 8), rate=1e-2, updates=600),
+    "video": Family(ToyFlow(frames=3), GaussianProcess(Straight(), FlowSde(0.7), 8)),
+    "causal": Family(ToyCausal(), Autoregressive(), wrong=0.85),
+    "masked": Family(ToyMasked(), Masked(steps=4), wrong=0.85),
+}
+
+
+def policy(
+    name: str, tuning: Tuning = Full(), snapshots: Sequence[str] = (), guidance: Guidance | None = None
+) -> Policy[Any]:
+    """A generator of random weights."""
+    family = FAMILIES[name]
+    model = family.spec.load(Placement())
+    weights = tuning.apply(model, snapshots)
+    guided = model if guidance is None else family.process.guide(model, guidance)
+    return Policy(guided, family.process, weights)
+
+
+def trained(name: str, tuning: Tuning = Full(), snapshots: Sequence[str] = ()) -> Policy[Any]:
+    """A generator that has seen captioned pictures, many of them captioned wrongly."""
+    family = FAMILIES[name]
+    model = family.spec.load(Placement())
+    model.net.load_state_dict(_pretrained(name))
+    return Policy(model, family.process, tuning.apply(model, snapshots))
+
+
+@cache
+def _pretrained(name: str) -> dict[str, Tensor]:
+    family, learner = FAMILIES[name], policy(name)
+    batches = (pictures(64, family.spec.frames, seed, family.wrong) for seed in range(family.updates))
+    fit(learner, Likelihood(), batches, family.rate, cool=family.updates)
+    return {key: x.clone() for key, x in learner.model.net.state_dict().items()}
+
+
+def rubric(spec: RewardSpec = Color()) -> Rubric:
+    return Rubric({"color": Graded(spec, spec.load(Placement()))})
+
+
+def prompts(count: int) -> PromptBatch:
+    """The four prompts in turn."""
+    return PromptBatch(PROMPTS * (count // 4), ({},) * count)
+
+
+def paint(colours: Tensor, frames: int, chance: torch.Generator) -> Tensor:
+    """Plain pictures with a little noise: [B, F, 3, 8, 8]."""
+    plain = PALETTE[colours].view(-1, 1, 3, 1, 1).expand(-1, frames, 3, 8, 8)
+    return (plain + 0.05 * torch.randn(plain.shape, generator=chance)).clamp(0, 1)
+
+
+def _asked(count: int, chance: torch.Generator) -> tuple[tuple[str, ...], Tensor]:
+    words = torch.randint(0, 4, (count,), generator=chance).tolist()
+    return tuple(PROMPTS[i] for i in words), torch.tensor([list(COLORS).index(NAMES[i]) for i in words])
+
+
+def pictures(count: int, frames: int, seed: int, wrong: float = 0.0) -> Pictures:
+    chance = torch.Generator().manual_seed(seed)
+    captions, right = _asked(count, chance)
+    strange = torch.rand(count, generator=chance) < wrong
+    colours = torch.where(strange, torch.randint(0, len(COLORS), (count,), generator=chance), right)
+    return Pictures(captions, paint(colours, frames, chance))
+
+
+def pairs(count: int, frames: int, seed: int) -> Pairs:
+    """The colour asked for is preferred to any other."""
+    chance = torch.Generator().manual_seed(10**6 + seed)
+    captions, right = _asked(count, chance)
+    other = (right + torch.randint(1, len(COLORS), (count,), generator=chance)) % len(COLORS)
+    return Pairs(captions, paint(right, frames, chance), paint(other, frames, chance))
+
+
+def context(
+    policy: Policy[Any], rows: int, memory: Memory = Nothing(), *, step: int = 0, spec: RewardSpec = Color()
+) -> Context[Any]:
+    return Context(policy, rubric(spec), Randomness(0, step, torch.arange(rows)), Alone(), memory)
+
+
+def data(objective: Objective[Any, Any, Any, Any], rows: int, frames: int) -> Any:
+    """A batch of what the objective learns of."""
+    if objective.consumes is PromptBatch:
+        return prompts(rows)
+    return pairs(rows, frames, 0) if objective.consumes is Pairs else pictures(rows, frames, 0)
+
+
+def ready(objective: Objective[Any, Any, Any, Any], name: str, tuning: Tuning = Twin()) -> tuple[Context[Any], Any]:
+    """A policy that has moved away from its snapshots, and experience of it from before it moved.
+
+    Its snapshots are networks of their own, so that graphs of several parts can be held at once.
+    """
+    learner = policy(name, tuning, objective.snapshots())
+    ctx = context(learner, 8, objective.memory())
+    experience = objective.collect(ctx, data(objective, 8, learner.model.pixels[0]))
+    move(learner, 0.01)
+    return ctx, experience
+
+
+def move(policy: Policy[Any], by: float) -> None:
+    """A step of training, made up."""
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in policy.weights.trainable().values():
+            p.add_(by * torch.randn(p.shape, generator=chance))
+
+
+def total(objective: Objective[Any, Any, Any, Any], ctx: Context[Any], experience: Any) -> Tensor:
+    """The loss of each row, all parts together: [B]."""
+    return torch.stack([objective.loss(ctx, experience, part).rows for part in objective.parts(experience)]).sum(0)
+
+
+def gradient(policy: Policy[Any], value: Tensor) -> Tensor:
+    """Of a value, with respect to everything that trains: [parameters]."""
+    parameters = list(policy.weights.trainable().values())
+    found = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
+
+
+def backward(objective: Objective[Any, Any, Any, Any], ctx: Context[Any], experience: Any) -> list[Loss]:
+    """Each part's gradient on top of the others', as the engine does it."""
+    losses = []
+    for part in objective.parts(experience):
+        losses.append(objective.loss(ctx, experience, part))
+        (losses[-1].rows.sum() / len(experience)).backward()
+    return losses
+
+
+def fit(
+    policy: Policy[Any],
+    objective: Objective[Any, Any, Any, Any],
+    batches: Iterable[Any],
+    rate: float,
+    spec: RewardSpec = Color(),
+    cool: float = math.inf,
+) -> None:
+    """Train for as many steps as there are batches, at a rate that falls to nothing in `cool` steps."""
+    trainable, memory, rewards = list(policy.weights.trainable().values()), objective.memory(), rubric(spec)
+    optimizer = torch.optim.AdamW(trainable, rate, weight_decay=0.0)
+    for step, batch in enumerate(batches):
+        rng = Randomness(0, step, torch.arange(len(batch)))
+        ctx = Context(policy, rewards, rng, Alone(), memory)
+        backward(objective, ctx, objective.collect(ctx, batch))
+        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / cool)
+        optimizer.step()
+        optimizer.zero_grad()
+        objective.after_update(ctx)
+
+
+@torch.no_grad()
+def earned(policy: Policy[Any], count: int = 1024, seed: int = 7) -> Tensor:
+    """The true reward of fresh samples of all prompts: [count]."""
+    cond = policy.embed(PROMPTS).repeat(count // 4)
+    made = policy.sample(cond, Randomness(seed, 0, torch.arange(count)))
+    return rubric().score(policy.decode(made.final), cond.prompts).total
+
+
+def rise(before: Tensor, after: Tensor) -> float:
+    """The change of the mean, in standard errors of both together."""
+    error = (before.var() / len(before) + after.var() / len(after)).sqrt()
+    return float((after.mean() - before.mean()) / error)
