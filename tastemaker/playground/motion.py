@@ -1,0 +1,69 @@
+"""The same world moving: eight frames in which all things move, turn or grow as the caption says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..randomness import Randomness
+from ..types import index
+from .captions import MOTIONS as MOTIONS
+from .scenes import SIDE, Painter, Scenes
+
+FRAMES = 8
+ROOM = 0.8  # moving and turning scenes are made smaller about their middle, so that nothing leaves the picture
+TRAVEL = (1 - ROOM) * SIDE  # pixels from the first frame to the last
+TURN = math.radians(210)  # clockwise, from the first frame to the last; no whole turn, so that the ends differ
+SMALL = 0.45  # of the full size, in the first frame of what grows
+TURNING, GROWING = MOTIONS.index("turning"), MOTIONS.index("growing")
+
+
+def draw(rng: Randomness, purpose: str = "motion") -> Tensor:
+    """A motion a row, as a place in MOTIONS: [N]."""
+    return rng.words(purpose, 1)[:, 0] % len(MOTIONS)
+
+
+def spoil(motion: Tensor, probability: float, rng: Randomness) -> Tensor:
+    """Another motion with a probability: [N]."""
+    bad = rng.uniform("spoiled motion", 1)[:, 0] < probability
+    further = 1 + rng.words("another motion", 1)[:, 0] % (len(MOTIONS) - 1)
+    return torch.where(bad, (motion + further) % len(MOTIONS), motion)
+
+
+def texts(captions: Sequence[str], motion: Tensor) -> tuple[str, ...]:
+    """Captions that say the motion too."""
+    return tuple(f"{caption} {MOTIONS[place]}" for caption, place in zip(captions, motion.tolist(), strict=True))
+
+
+def parse(captions: Sequence[str]) -> Tensor:
+    """The motions captions end with: [N]."""
+    places = [[place for place, motion in enumerate(MOTIONS) if text.endswith(motion)] for text in captions]
+    for text, found in zip(captions, places, strict=True):
+        if not found:
+            raise ValueError(f"'{text:.80}' says no motion; expected it to end in one of {', '.join(MOTIONS)}")
+    return torch.tensor([found[0] for found in places], dtype=torch.int64)
+
+
+def animate(scenes: Scenes, motion: Tensor) -> tuple[Scenes, Tensor]:
+    """Every frame as a scene, those of a clip side by side, and the angles of its things: [N * 8, 4]."""
+    clips = index(scenes, torch.arange(len(scenes), device=motion.device).repeat_interleave(FRAMES))
+    motion = motion.repeat_interleave(FRAMES)[:, None]  # [N * 8, 1]
+    time = torch.linspace(0, 1, FRAMES, device=motion.device).repeat(len(scenes))[:, None]
+    grows, turns = motion == GROWING, motion == TURNING
+    room = torch.where(grows, 1.0, ROOM)
+    ahead = torch.where(motion % 2 == 0, -TRAVEL, TRAVEL) * (time - 0.5)
+    x = torch.where(motion < 2, ahead, 0.0) + SIDE / 2 + room * (clips.x - SIDE / 2)
+    y = torch.where((motion == 2) | (motion == 3), ahead, 0.0) + SIDE / 2 + room * (clips.y - SIDE / 2)
+    size = clips.size * torch.where(grows, SMALL + (1 - SMALL) * time, ROOM)
+    return replace(clips, x=x, y=y, size=size), (turns * time * TURN).expand_as(x)
+
+
+def film(painter: Painter, scenes: Scenes, motion: Tensor, rng: Randomness) -> Tensor:
+    """Clips of scenes before a background that stands still: [N, 8, 3, 64, 64] in [0, 1]."""
+    frames, angles = animate(scenes, motion)
+    background = painter.background(rng).repeat_interleave(FRAMES, 0)
+    return painter.over(background, frames, angles).view(len(scenes), FRAMES, 3, SIDE, SIDE)

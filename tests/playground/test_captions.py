@@ -1,0 +1,203 @@
+from dataclasses import fields
+
+import pytest
+import torch
+
+from tastemaker.playground import captions as world
+from tastemaker.playground.art import CLASSES
+from tastemaker.playground.captions import (
+    MOTIONS,
+    TASKS,
+    VOCABULARY,
+    WEIGHTS,
+    Captions,
+    Split,
+    draw,
+    drawn,
+    parse,
+    tokens,
+)
+from tastemaker.playground.language import POSITION
+from tastemaker.randomness import Randomness
+from tastemaker.types import concatenate, index
+
+
+def rng(count: int, seed: int = 0, start: int = 0) -> Randomness:
+    return Randomness(seed, 0, torch.arange(start, start + count))
+
+
+def same(one: Captions, other: Captions) -> bool:
+    return all(torch.equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(Captions))
+
+
+def test_the_sentences_are_genevals() -> None:
+    said = [
+        "a photo of a car",
+        "a photo of an umbrella and an elephant",
+        "a photo of three clocks",
+        "a photo of an orange car",
+        "a photo of a dog left of a cat",
+        "a photo of a red cake and a blue book",
+        "a photo of a wine glass above a teddy bear",
+    ]
+    assert parse(said).texts() == tuple(said)
+    assert parse(said).task.tolist() == [0, 1, 2, 3, 4, 5, 4]
+
+
+@pytest.mark.parametrize(
+    ("one", "many"),
+    [
+        *(("sheep", "sheep"), ("bus", "buses"), ("couch", "couches"), ("person", "people"), ("scissors", "scissors")),
+        *(("wine glass", "wine glasses"), ("sports ball", "sports balls"), ("vase", "vases"), ("tv", "tvs")),
+    ],
+)
+def test_plurals_are_right(one: str, many: str) -> None:
+    caption = parse([f"a photo of two {many}"])
+    assert CLASSES[int(caption.first)] == one and caption.texts() == (f"a photo of two {many}",)
+
+
+def test_ten_thousand_captions_are_read_back_as_they_were() -> None:
+    captions = draw(rng(10_000))
+    assert same(parse(captions.texts()), captions)
+
+
+def test_the_motion_a_caption_ends_with_is_left_out() -> None:
+    captions = draw(rng(60))
+    moving = [f"{text} {MOTIONS[i % len(MOTIONS)]}" for i, text in enumerate(captions.texts())]
+    assert same(parse(moving), captions)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "a photo of", "a photo of a unicorn", "a photo of five dogs", "a photo of two dog", "a photo of a dogs"),
+        *("a photo of a dog and a dog", "a photo of a red dog and a cat", "a photo of a red dog left of a blue cat"),
+        *("a photo of a dog under a cat", "a photo of a dog.", "a photo of an orange", "a photo of a red dog and"),
+    ],
+)
+def test_what_is_no_caption_is_a_sentence(text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse([text])
+    assert str(error.value).startswith(f"'{text}' is no caption of the playground; expected one such as 'a photo of ")
+
+
+def test_facts_are_genevals_metadata() -> None:
+    asked = {
+        "a photo of a car": {"tag": "single_object", "include": [{"class": "car", "count": 1}]},
+        "a photo of a car and a cup": {
+            "tag": "two_object",
+            "include": [{"class": "car", "count": 1}, {"class": "cup", "count": 1}],
+        },
+        "a photo of three clocks": {
+            "tag": "counting",
+            "include": [{"class": "clock", "count": 3}],
+            "exclude": [{"class": "clock", "count": 4}],
+        },
+        "a photo of a red car": {"tag": "colors", "include": [{"class": "car", "count": 1, "color": "red"}]},
+        "a photo of a dog left of a cat": {
+            "tag": "position",
+            "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["left of", 0]}],
+        },
+        "a photo of a red cake and a blue book": {
+            "tag": "color_attr",
+            "include": [{"class": "cake", "count": 1, "color": "red"}, {"class": "book", "count": 1, "color": "blue"}],
+        },
+    }
+    assert parse(list(asked)).facts() == tuple({**row, "prompt": text} for text, row in asked.items())
+
+
+def test_tasks_come_as_often_as_their_weights_say() -> None:
+    drawn_tasks = torch.bincount(draw(rng(20_000)).task, minlength=6) / 20_000
+    # Four standard errors of a share of a fifth among 20,000.
+    assert (drawn_tasks - torch.tensor(WEIGHTS)).abs().max() < 4 * (0.2 * 0.8 / 20_000) ** 0.5
+    for task in range(6):
+        only = draw(rng(500), [float(task == k) for k in range(6)])
+        assert (only.task == task).all()
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (0,) * 6, (1, 1, 1, 1, 1, -1)])
+def test_weights_that_cannot_be_are_a_sentence(weights: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"the weights of the tasks are .*; expected 6 numbers of at least 0"):
+        draw(rng(1), weights)
+
+
+def test_two_things_and_two_colours_always_differ() -> None:
+    captions = draw(rng(20_000))
+    pair = captions.paired()
+    assert (captions.first != captions.second)[pair].all() and (captions.first == captions.second)[~pair].all()
+    assert (captions.first_color != captions.second_color)[captions.task == 5].all()
+
+
+def test_a_fifth_of_every_task_but_the_first_is_held_out() -> None:
+    for task in range(6):
+        held = draw(rng(20_000), [float(task == k) for k in range(6)]).held_out().float().mean()
+        assert held == 0 if task == 0 else 0.18 < held < 0.22
+
+
+def swapped(captions: Captions) -> Captions:
+    """The same said the other way round, where two things are asked for."""
+    relation = torch.where(captions.task == POSITION, captions.relation ^ 1, captions.relation)
+    things = (captions.second, captions.first, captions.second_color, captions.first_color)
+    other = Captions(captions.task, *things, captions.count, relation)
+    pick = torch.arange(len(captions)) + len(captions) * captions.paired()
+    return index(concatenate([captions, other]), pick)
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_captions_of_a_split_are_of_it_either_way_round(split: Split) -> None:
+    captions = drawn(rng(20_000), split)
+    several = captions.task != 0
+    for said in (captions, swapped(captions)):
+        assert (said.held_out() == (split == "held_out"))[several].all()
+    assert torch.equal(captions.task, draw(rng(20_000)).task)  # the split changes no task
+
+
+def test_the_splits_share_no_sentence() -> None:
+    several = (0, *WEIGHTS[1:])
+    train, held = (drawn(rng(20_000), split, several) for split in ("train", "held_out"))
+    assert not {*train.texts(), *swapped(train).texts()} & {*held.texts(), *swapped(held).texts()}
+
+
+def test_a_row_is_the_same_in_every_batch() -> None:
+    whole = drawn(rng(64), "held_out")
+    alone = concatenate([drawn(rng(1, start=row), "held_out") for row in range(64)])
+    assert same(whole, alone) and same(whole, drawn(rng(64), "held_out"))
+    assert not same(whole, drawn(rng(64, seed=1), "held_out"))
+    assert same(drawn(rng(10), "train"), index(drawn(rng(64), "train"), torch.arange(10)))
+    assert len(drawn(rng(0), "train")) == 0
+
+
+def test_every_caption_is_made_of_known_tokens() -> None:
+    captions = draw(rng(10_000))
+    moving = [f"{text} {MOTIONS[i % len(MOTIONS)]}" for i, text in enumerate(captions.texts())]
+    ids = tokens(moving)
+    assert ids.shape == (10_000, 16) and ids.max() < len(VOCABULARY) and not (ids == 1).any()
+    assert len(set(map(tuple, ids.tolist()))) == len(set(moving))  # tokens lose nothing
+
+
+def test_tokens_are_phrases() -> None:
+    text = "a photo of an orange teddy bear and a blue wine glass turning"
+    said = [VOCABULARY[place] for place in tokens([text])[0].tolist() if place]
+    assert said == ["a photo of", "a", "orange", "teddy bear", "and", "a", "blue", "wine glass", "turning"]
+    assert torch.equal(tokens(["a photo of two buses"])[0, 2], tokens(["a photo of a bus"])[0, 2])
+
+
+def test_a_word_in_quotes_is_spelled() -> None:
+    said = [VOCABULARY[place] for place in tokens(['a sign that says "HELLO"'])[0].tolist() if place]
+    assert said == ["a sign that says", "H", "E", "L", "L", "O"]
+
+
+def test_no_prompt_at_all_is_one_null_token() -> None:
+    assert tokens([""], 4).tolist() == [[1, 0, 0, 0]] and VOCABULARY[:2] == ("<pad>", "<null>")
+    assert tokens([], 4).shape == (0, 4)
+
+
+def test_unknown_words_and_long_texts_are_sentences() -> None:
+    with pytest.raises(ValueError, match="the playground has no word 'giraff'; did you mean 'giraffe'"):
+        tokens(["a photo of a giraff"])
+    with pytest.raises(ValueError, match="has 4 tokens, at most 3 are taken; make it shorter"):
+        tokens(["a photo of a red car"], 3)
+
+
+def test_the_vocabulary_holds_nothing_twice() -> None:
+    assert len(set(VOCABULARY)) == len(VOCABULARY) and world.TASKS == TASKS

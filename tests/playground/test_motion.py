@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from tastemaker.playground import motion
+from tastemaker.playground.captions import draw
+from tastemaker.playground.motion import FRAMES, MOTIONS, animate, film
+from tastemaker.playground.scenes import Painter, arrange, truth
+from tastemaker.randomness import Randomness
+from tastemaker.types import index
+
+
+def rng(count: int, start: int = 0) -> Randomness:
+    return Randomness(0, 0, torch.arange(start, start + count))
+
+
+def test_motions_are_drawn_said_and_read_back() -> None:
+    places = motion.draw(rng(600))
+    assert torch.bincount(places).min() > 60
+    assert torch.equal(motion.parse(motion.texts(draw(rng(600)).texts(), places)), places)
+    with pytest.raises(ValueError, match="'a photo of a car' says no motion; expected it to end in one of moving left"):
+        motion.parse(["a photo of a car"])
+
+
+def test_a_spoiled_motion_is_another() -> None:
+    places = motion.draw(rng(600))
+    assert (motion.spoil(places, 1.0, rng(600)) != places).all()
+    assert torch.equal(motion.spoil(places, 0.0, rng(600)), places)
+
+
+def test_every_frame_shows_the_caption_inside_the_picture() -> None:
+    captions, places = draw(rng(1200)), torch.arange(1200) % len(MOTIONS)
+    frames, angles = animate(arrange(captions, rng(1200), 0.5), places)
+    assert len(frames) == 1200 * FRAMES and angles.shape == frames.x.shape
+    assert truth(frames, index(captions, torch.arange(1200).repeat_interleave(FRAMES)), strict=True).all()
+    half = frames.size / 2
+    for place in (frames.x, frames.y):
+        assert ((place - half > -1e-3) & (place + half < 64 + 1e-3))[frames.present].all()
+
+
+@pytest.mark.parametrize(("said", "axis", "sign"), [("left", 0, -1), ("right", 0, 1), ("up", 1, -1), ("down", 1, 1)])
+def test_what_moves_moves_evenly_in_the_direction_said(said: str, axis: int, sign: int) -> None:
+    places = torch.full((32,), MOTIONS.index(f"moving {said}"))
+    frames, _ = animate(arrange(draw(rng(32)), rng(32)), places)
+    centres = torch.stack([frames.x, frames.y]).view(2, 32, FRAMES, 4)
+    steps = centres.diff(dim=2)
+    assert torch.allclose(steps[axis], torch.tensor(sign * 12.8 / 7), atol=1e-4)  # a fifth of the picture altogether
+    assert torch.allclose(steps[1 - axis], torch.tensor(0.0), atol=1e-4)
+
+
+def test_what_turns_stays_and_what_grows_grows() -> None:
+    scenes = arrange(draw(rng(32)), rng(32))
+    turning, angles = animate(scenes, torch.full((32,), MOTIONS.index("turning")))
+    assert (angles.view(32, FRAMES, 4).diff(dim=1) > 0.4).all() and (
+        turning.x.view(32, FRAMES, 4).diff(dim=1) == 0
+    ).all()
+    growing, angles = animate(scenes, torch.full((32,), MOTIONS.index("growing")))
+    assert (growing.size.view(32, FRAMES, 4).diff(dim=1) > 0).all() and (angles == 0).all()
+    assert torch.allclose(growing.size.view(32, FRAMES, 4)[:, -1], scenes.size)
+
+
+def test_a_clip_alone_is_the_clip_of_a_batch_before_a_background_that_stands_still() -> None:
+    captions, places = draw(rng(12)), torch.arange(12) % len(MOTIONS)
+    clips = film(Painter(), arrange(captions, rng(12)), places, rng(12))
+    assert clips.shape == (12, FRAMES, 3, 64, 64) and clips.min() >= 0 and clips.max() <= 1
+    for row in range(12):
+        scenes = arrange(draw(rng(1, row)), rng(1, row))
+        assert torch.equal(clips[row : row + 1], film(Painter(), scenes, places[row : row + 1], rng(1, row)))
+    moved = (clips.diff(dim=1).abs().amax(2) > 0.02).flatten(2).float()  # [N, 7, pixels]
+    assert (moved.mean(2) > 0.001).all() and (moved.mean(2) < 0.5).all()

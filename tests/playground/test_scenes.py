@@ -1,0 +1,177 @@
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tastemaker.playground.art import Style
+from tastemaker.playground.captions import Captions, draw, drawn, parse
+from tastemaker.playground.language import COLOR
+from tastemaker.playground.scenes import Painter, Scenes, arrange, spoil, truth
+from tastemaker.randomness import Randomness
+from tastemaker.types import concatenate, index
+
+
+def rng(count: int, seed: int = 0, start: int = 0) -> Randomness:
+    return Randomness(seed, 0, torch.arange(start, start + count))
+
+
+def equal(one: Scenes, other: Scenes) -> bool:
+    return all(torch.equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(Scenes))
+
+
+@pytest.mark.parametrize("snapped", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("strict", [False, True])
+def test_every_scene_shows_its_caption(snapped: float, strict: bool) -> None:
+    captions = draw(rng(4096, seed=7))
+    assert truth(arrange(captions, rng(4096, seed=7), snapped), captions, strict).all()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_spoiled_scenes_hardly_ever_show_their_caption(strict: bool) -> None:
+    captions, draws = draw(rng(4096)), rng(4096)
+    shown = truth(arrange(spoil(captions, 1.0, draws), draws, 0.5), captions, strict)
+    for task in range(6):
+        assert shown[captions.task == task].float().mean() < 0.01  # two relations hold on a few diagonals
+
+
+def test_as_many_scenes_are_spoiled_as_asked() -> None:
+    captions, draws = draw(rng(8192)), rng(8192)
+    assert all(
+        torch.equal(getattr(spoil(captions, 0.0, draws), f.name), getattr(captions, f.name)) for f in fields(captions)
+    )
+    shown = truth(arrange(spoil(captions, 0.3, draws), draws), captions, True).float().mean()
+    assert abs(float(shown) - 0.7) < 4 * (0.3 * 0.7 / 8192) ** 0.5
+
+
+@pytest.mark.parametrize("snapped", [0.0, 1.0])
+def test_things_stay_in_the_picture_and_hardly_touch(snapped: float) -> None:
+    scenes = arrange(draw(rng(4096)), rng(4096), snapped)
+    centres, half = torch.stack([scenes.x, scenes.y], 2), scenes.size[..., None] / 2
+    inside = scenes.present[..., None]
+    assert ((centres - half >= -1e-4) | ~inside).all() and ((centres + half <= 64 + 1e-4) | ~inside).all()
+    apart = (centres[:, :, None] - centres[:, None]).abs().amax(3)
+    overlap = (scenes.size[:, :, None] + scenes.size[:, None]) / 2 - apart
+    both = scenes.present[:, :, None] & scenes.present[:, None] & ~torch.eye(4, dtype=torch.bool)
+    assert overlap[both].max() < 4 and (overlap[both] > 1e-4).float().mean() < 0.005
+
+
+def test_snapped_scenes_keep_to_few_sizes_and_a_grid() -> None:
+    captions = draw(rng(2048))
+    scenes = arrange(captions, rng(2048))
+    corners = torch.stack([scenes.x - scenes.size / 2, scenes.y - scenes.size / 2])[:, scenes.present]
+    assert (corners % 4 == 0).all()
+    for total, sizes in ((1, {28.0, 34.0}), (2, {22.0, 26.0}), (3, {22.0}), (4, {22.0})):
+        chosen = captions.total() == total
+        assert set(scenes.size[chosen][scenes.present[chosen]].tolist()) == sizes
+
+
+def scene(*things: tuple[str, float, float], colors: tuple[int, ...] = (0, 0, 0, 0)) -> Scenes:
+    """Things of 22 pixels, by name and centre."""
+    kinds = [int(parse([f"a photo of a {name}"]).first) for name, _, _ in things]
+    empty = 4 - len(things)
+
+    def filled(values: list[float]) -> Tensor:
+        return torch.tensor([[*values, *([0.0] * empty)]])
+
+    return Scenes(
+        kind=filled([float(kind) for kind in kinds]).long(),
+        color=torch.tensor([colors]),
+        x=filled([x for _, x, _ in things]),
+        y=filled([y for _, _, y in things]),
+        size=torch.full((1, 4), 22.0),
+        present=torch.tensor([[place < len(things) for place in range(4)]]),
+    )
+
+
+def shows(one: Scenes, text: str, strict: bool) -> bool:
+    return bool(truth(one, parse([f"a photo of {text}"]), strict))
+
+
+def test_only_the_strict_rule_minds_what_was_not_asked_for() -> None:
+    crowd = scene(("dog", 16, 16), ("dog", 48, 16), ("cat", 16, 48))
+    assert shows(crowd, "a dog", strict=False) and not shows(crowd, "a dog", strict=True)
+    assert shows(crowd, "a dog and a cat", strict=False) and not shows(crowd, "a dog and a cat", strict=True)
+    assert shows(crowd, "two dogs", strict=False) and not shows(crowd, "two dogs", strict=True)
+    assert not shows(crowd, "three dogs", strict=False) and not shows(crowd, "a bird", strict=False)
+
+
+def test_a_relation_is_seen_from_the_second_thing() -> None:
+    pair = scene(("dog", 14, 32), ("cat", 50, 32))
+    assert shows(pair, "a dog left of a cat", strict=True) and shows(pair, "a cat right of a dog", strict=True)
+    assert not shows(pair, "a cat left of a dog", strict=True) and not shows(pair, "a dog above a cat", strict=True)
+    stack = scene(("dog", 32, 50), ("cat", 32, 14))
+    assert shows(stack, "a dog below a cat", strict=True) and shows(stack, "a cat above a dog", strict=True)
+
+
+def test_a_things_own_colour_is_no_colour() -> None:
+    plain, red = scene(("car", 32, 32)), scene(("car", 32, 32), colors=(1, 0, 0, 0))
+    assert not shows(plain, "a red car", strict=False) and shows(red, "a red car", strict=True)
+    assert shows(plain, "a car", strict=True) and shows(red, "a car", strict=True)
+    pair = scene(("car", 16, 16), ("cup", 48, 16), colors=(1, 5, 0, 0))
+    assert shows(pair, "a red car and a blue cup", strict=True)
+    assert not shows(pair, "a blue car and a red cup", strict=False)
+
+
+@pytest.mark.parametrize("style", ["noto", "twemoji"])
+def test_a_row_alone_is_the_row_of_a_batch(style: Style) -> None:
+    def made(draws: Randomness) -> tuple[Scenes, Tensor]:
+        scenes = arrange(spoil(drawn(draws, "train"), 0.3, draws), draws, 0.5)
+        return scenes, Painter(style).paint(scenes, draws)
+
+    scenes, pixels = made(rng(24))
+    alone = [made(rng(1, start=row)) for row in range(24)]
+    assert equal(scenes, concatenate([one for one, _ in alone]))
+    assert torch.equal(pixels, torch.cat([picture for _, picture in alone]))
+    assert torch.equal(pixels, made(rng(24))[1]) and not torch.equal(pixels, made(rng(24, seed=1))[1])
+
+
+def test_large_batches_are_painted_in_parts_that_change_nothing() -> None:
+    captions = draw(rng(600))
+    scenes = arrange(captions, rng(600))
+    pixels = Painter().paint(scenes, rng(600))
+    last = torch.arange(590, 600)
+    assert torch.equal(pixels[last], Painter().paint(index(scenes, last), rng(10, start=590)))
+    assert Painter().paint(index(scenes, last[:0]), rng(0)).shape == (0, 1, 3, 64, 64)
+
+
+def test_a_picture_shows_its_things_where_the_scene_says() -> None:
+    captions = draw(rng(64))
+    scenes = arrange(captions, rng(64))
+    pixels, empty = (
+        Painter().paint(one, rng(64))[:, 0] for one in (scenes, replace(scenes, present=scenes.present & False))
+    )
+    assert pixels.shape == (64, 3, 64, 64) and pixels.min() >= 0 and pixels.max() <= 1
+    changed = (pixels - empty).abs().amax(1) > 1e-3  # [N, 64, 64]
+    line = torch.arange(64) + 0.5
+    reach = scenes.size[..., None] / 2 + 1.5  # a pixel's own width, and the half that bilinear sampling adds
+    across = (line - scenes.x[..., None]).abs() < reach
+    down = (line - scenes.y[..., None]).abs() < reach
+    boxes = (down[..., :, None] & across[..., None, :] & scenes.present[..., None, None]).any(1)
+    assert not (changed & ~boxes).any()
+    assert (changed & boxes).flatten(1).sum(1).min() > 60
+
+
+def test_a_dyed_thing_is_painted_in_its_colour() -> None:
+    captions = draw(rng(48), [float(task == COLOR) for task in range(6)])
+    red = replace(captions, first_color=torch.ones_like(captions.first_color))
+    blue = replace(captions, first_color=torch.full_like(captions.first_color, 5))
+    (a, b), draws = (arrange(one, rng(48)) for one in (red, blue)), rng(48)
+    difference = (Painter().paint(a, draws) - Painter().paint(b, draws)).sum((1, 3, 4))  # [N, 3]
+    assert (difference[:, 0] > 0).all() and (difference[:, 2] < 0).all()
+
+
+def test_captions_move_between_devices_whole() -> None:
+    captions = draw(rng(8))
+    assert isinstance(captions.to("cpu"), Captions) and len(captions.to("cpu")) == 8
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; the same draws are made on every device")
+def test_a_gpu_makes_the_same_scenes() -> None:
+    there = Randomness(0, 0, torch.arange(2048, device="cuda"))
+    far = arrange(drawn(there, "train"), there)
+    near = arrange(drawn(rng(2048), "train"), rng(2048))
+    assert equal(index(far, torch.arange(2048, device="cuda")), far)
+    assert all(torch.equal(getattr(far, f.name).cpu(), getattr(near, f.name)) for f in fields(Scenes))
+    painted = Painter(device="cuda").paint(far, there).cpu()
+    assert torch.allclose(painted, Painter().paint(near, rng(2048)), atol=1e-4)
