@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
@@ -71,6 +71,7 @@ class Verdict:
     score: Tensor  # [B]
 
 
+@runtime_checkable
 class Verifier(Protocol):
     """A reward that can also look at an unfinished sample and decline to judge it."""
 

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tastemaker.colors import COLORS
 from tastemaker.pictures import as_bytes, save_picture
 from tastemaker.reward import Graded, Rubric
-from tastemaker.colors import COLORS
 from tastemaker.rewards.color import Brightness, Color
 from tastemaker.rewards.compression import Compression
 from tastemaker.rewards.jpeg import Jpeg

@@ -1,0 +1,56 @@
+"""Benchmarks are data: prompts, what is known of each, and how many pictures to make of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import torch
+
+from ..playground.captions import TASKS, Captions, drawn
+from ..randomness import Randomness
+from ..types import Facts, PromptBatch, concatenate, index
+
+SEED = 20_24  # of the captions of PlayEval; another seed would be another benchmark
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    name: str
+    prompts: tuple[str, ...]
+    facts: tuple[Facts, ...]
+    tags: tuple[str, ...]  # one a prompt; reports have a line for each
+    seeds: int  # pictures of each prompt
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def batch(self, places: list[int]) -> PromptBatch:
+        """Some of the prompts."""
+        return PromptBatch(tuple(self.prompts[i] for i in places), tuple(self.facts[i] for i in places))
+
+    def fingerprint(self) -> str:
+        """The same for the same questions, so that answers to others are not taken for theirs."""
+        told = json.dumps([self.name, self.prompts, self.facts, self.tags, self.seeds], sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def playeval(prompts: int = 504, seeds: int = 2) -> Benchmark:
+    """GenEval's six tasks in the playground, as evenly as they divide, on captions that no training saw."""
+    if prompts < len(TASKS) or seeds < 1:
+        raise ValueError(f"PlayEval was asked for {prompts} prompts, {seeds} pictures each; expected at least 6 and 1")
+    captions = held_out(prompts)
+    tags = tuple(TASKS[task] for task in captions.task.tolist())
+    return Benchmark("playeval", captions.texts(), captions.facts(), tags, seeds)
+
+
+def held_out(count: int) -> Captions:
+    """The tasks in turn, so that the first so many are a smaller benchmark of the same kind."""
+    rows = torch.arange(count)
+    by_task = []
+    for place in range(len(TASKS)):
+        only = [float(place == k) for k in range(len(TASKS))]
+        by_task.append(drawn(Randomness(SEED, 0, rows[rows % len(TASKS) == place]), "held_out", only))
+    order = torch.cat([rows[rows % len(TASKS) == place] for place in range(len(TASKS))]).argsort()
+    return index(concatenate(by_task), order)

@@ -1,0 +1,139 @@
+"""GenEval's rules (Ghosh et al. 2023) over what a detector found, as pure functions; a strict form that counts too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..types import Facts
+
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
+
+
+@dataclass(frozen=True)
+class Detection:
+    """One object: what it is, where, how sure the detector is, and its colour if that was asked."""
+
+    name: str
+    box: Box
+    score: float
+    color: str = ""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The published settings; `strict` adds that no object may be there that was not asked for."""
+
+    threshold: float = 0.3
+    counting_threshold: float = 0.9
+    most: int = 16  # objects of a class
+    overlap: float = 1.0  # objects of a class that overlap so much are one; 1 keeps them all
+    offset: float = 0.1  # of both sizes: how far apart centres must be to stand in a relation
+    strict: bool = False
+
+
+# Heats of a detector of the playground's are nearly 0 or 1, so one threshold serves all tasks.
+PLAYEVAL = Rules(counting_threshold=0.3, strict=True)
+
+Kept = Mapping[str, Sequence[Detection]]
+
+
+def intersection_over_union(a: Box, b: Box) -> float:
+    """Overlap of two boxes whose last pixels belong to them."""
+    width = min(a[2], b[2]) - max(a[0], b[0]) + 1
+    height = min(a[3], b[3]) - max(a[1], b[1]) + 1
+    shared = max(width, 0.0) * max(height, 0.0)
+    areas = sum((box[2] - box[0] + 1) * (box[3] - box[1] + 1) for box in (a, b))
+    return shared / (areas - shared) if shared else 0.0
+
+
+def relations(a: Box, b: Box, offset: float = Rules.offset) -> set[str]:
+    """In which relations `a` stands to `b`: none, one, or two on a diagonal."""
+    apart = [(a[k] + a[k + 2] - b[k] - b[k + 2]) / 2 for k in (0, 1)]
+    sizes = [a[k + 2] - a[k] + b[k + 2] - b[k] for k in (0, 1)]
+    beyond = [math.copysign(max(abs(d) - offset * size, 0.0), d) for d, size in zip(apart, sizes, strict=True)]
+    if max(map(abs, beyond)) < 1e-3:
+        return set()
+    x, y = (part / math.hypot(*apart) for part in beyond)
+    holds = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {name for name, held in holds.items() if held}
+
+
+def keep(detections: Sequence[Detection], tag: str, rules: Rules = Rules()) -> dict[str, list[Detection]]:
+    """The detections that count, by class, the surest first."""
+    threshold = rules.counting_threshold if tag == "counting" else rules.threshold
+    kept: dict[str, list[Detection]] = {}
+    for name in dict.fromkeys(detection.name for detection in detections):
+        sure = [d for d in detections if d.name == name and d.score > threshold]
+        waiting = sorted(sure, key=lambda d: -d.score)[: rules.most]
+        if waiting:
+            kept[name] = _suppressed(waiting, rules.overlap)
+    return kept
+
+
+def _suppressed(waiting: Sequence[Detection], overlap: float) -> list[Detection]:
+    chosen: list[Detection] = []
+    for detection in waiting:
+        if overlap == 1 or all(intersection_over_union(detection.box, d.box) < overlap for d in chosen):
+            chosen.append(detection)
+    return chosen
+
+
+def verdict(detections: Sequence[Detection], facts: Facts, rules: Rules = Rules()) -> tuple[bool, list[str]]:
+    """Whether the picture shows what its metadata ask for, and every reason why not."""
+    kept = keep(detections, facts["tag"], rules)
+    reasons: list[str] = []
+    groups: list[Sequence[Detection] | None] = []
+    for wanted in facts.get("include", ()):
+        found = kept.get(wanted["class"], [])[: wanted["count"]]
+        wrong = _complaint(wanted, found, groups, rules)
+        groups.append(None if wrong else found)
+        reasons += [wrong] if wrong else []
+    for unwanted in facts.get("exclude", ()):
+        count = len(kept.get(unwanted["class"], ()))
+        if count >= unwanted["count"]:
+            reasons.append(f"expected {unwanted['class']}<{unwanted['count']}, found {count}")
+    if rules.strict:
+        reasons += _surplus(kept, facts)
+    return not reasons, reasons
+
+
+def _complaint(
+    wanted: Mapping[str, Any], found: Sequence[Detection], groups: Sequence[Sequence[Detection] | None], rules: Rules
+) -> str:
+    """What is wrong with the objects found for one entry of `include`; empty if nothing."""
+    name, count = wanted["class"], wanted["count"]
+    if len(found) < count:
+        return f"expected {name}>={count}, found {len(found)}"
+    colors = [detection.color for detection in found]
+    color = wanted.get("color")
+    if color and colors.count(color) < count:
+        others = ", ".join(f"{colors.count(c)} {c}" for c in COLORS if c in colors)
+        return f"expected {color} {name}>={count}, found {colors.count(color)} {color}; and {others}"
+    if "position" in wanted:
+        relation, index = wanted["position"]
+        return _misplaced(name, relation, found, groups[index], rules.offset)
+    return ""
+
+
+def _misplaced(
+    name: str, relation: str, found: Sequence[Detection], targets: Sequence[Detection] | None, offset: float
+) -> str:
+    if targets is None:
+        return f"no target for {name} to be {relation}"
+    for detection in found:
+        for target in targets:
+            true = relations(detection.box, target.box, offset)
+            if relation not in true:
+                return f"expected {name} {relation} target, found {' and '.join(sorted(true))} target"
+    return ""
+
+
+def _surplus(kept: Kept, facts: Facts) -> list[str]:
+    """Every object counts, asked for or not: a picture of four cups is none of one cup."""
+    asked = sum(wanted["count"] for wanted in facts.get("include", ()))
+    found = sum(len(detections) for detections in kept.values())
+    return [] if found == asked else [f"expected {asked} objects in all, found {found}"]

@@ -1,0 +1,57 @@
+"""Yes or no to a picture of the playground, finished or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from ..playground.blocks import still
+from ..playground.judge import Judge
+from ..playground.reading import asked
+from ..playground.trained import TINY, load
+from ..reward import Rows, Verdict
+from ..types import Facts, Placement, Prompts
+
+
+@dataclass(frozen=True)
+class PlaygroundJudge:
+    """The probability of 'yes, this shows the caption'; in a search it also says which unfinished ones it can judge."""
+
+    sure: float = 0.5  # probability from which a preview is clear
+    promising: float = 0.5  # probability of yes from which a clear one goes on
+    weights: str = "playground/judge"
+    batch_size: Rows = 256
+    differentiable: ClassVar[bool] = True
+    reads: ClassVar[Literal["frames"]] = "frames"
+    runs_on: ClassVar[Literal["device"]] = "device"
+
+    def load(self, placement: Placement) -> JudgeScorer:
+        return JudgeScorer(self, load(Judge, self.weights, placement.device))
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY)
+
+
+@dataclass(frozen=True)
+class JudgeScorer:
+    """A reward and a verifier."""
+
+    spec: PlaygroundJudge
+    net: Judge
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        return self._answers(pixels, prompts, facts)[:, 0]
+
+    @torch.no_grad()
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+        with torch.autocast(pixels.device.type, enabled=False):  # a search runs in the model's precision
+            yes, clear = self._answers(pixels.float(), prompts, facts or [{}] * len(prompts)).unbind(1)
+        return Verdict(clear >= self.spec.sure, yes >= self.spec.promising, yes)
+
+    def _answers(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        out: Tensor = self.net(still(pixels), asked(prompts, facts, pixels.device))
+        return out.sigmoid()

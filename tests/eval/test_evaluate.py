@@ -1,0 +1,132 @@
+"""The three stages, what is left of them when stopped, and the benchmark they go through."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tastemaker.cli import main
+from tastemaker.eval.benchmark import Benchmark, held_out, playeval
+from tastemaker.eval.evaluate import REPORT, SCORES, evaluate, read_lines
+from tastemaker.eval.examiner import Examiner, examiner
+from tastemaker.playground.captions import TASKS, parse
+from tastemaker.playground.scenes import Painter, arrange
+from tastemaker.playground.trained import TINY
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.types import PromptBatch
+
+
+class Artist:
+    """Paints true scenes, and counts how often it was asked."""
+
+    def __init__(self, patience: int = 10**6) -> None:
+        self.asked, self.patience = 0, patience
+
+    def __call__(self, batch: PromptBatch, rows: Tensor) -> tuple[Tensor, int]:
+        if self.asked == self.patience:
+            raise KeyboardInterrupt
+        self.asked += 1
+        rng = Randomness(0, 0, rows)
+        return Painter().paint(arrange(parse(batch.prompts), rng), rng), 3 * len(batch)
+
+
+@pytest.fixture(scope="module")
+def marker() -> Examiner:
+    return examiner(TINY)
+
+
+@pytest.fixture(scope="module")
+def questions() -> Benchmark:
+    return playeval(36, 4)
+
+
+def test_an_evaluation_writes_pictures_scores_and_a_report(
+    questions: Benchmark, marker: Examiner, tmp_path: Path
+) -> None:
+    stages = [done.stage for done in evaluate(questions, Artist(), marker, tmp_path)]
+    assert stages == ["samples"] * 3 + ["scores"] * 3 + ["report"]
+    assert len(list(tmp_path.glob("samples/*/*.png"))) == 144
+    told = json.loads((tmp_path / REPORT).read_text("utf-8"))
+    assert set(told["scores"]["strict"]) == {*TASKS, "overall"}
+    assert told["calls"] == 3 and told["pictures"] == 144 and told["diversity"] > 0
+    rows = read_lines(tmp_path / SCORES)
+    assert [row["strict"] == 1 for row in rows] == [not row["reasons"] for row in rows]
+
+
+def test_real_scenes_are_nearer_to_real_scenes_than_noise(
+    questions: Benchmark, marker: Examiner, tmp_path: Path
+) -> None:
+    def noise(batch: PromptBatch, rows: Tensor) -> tuple[Tensor, int]:
+        return Randomness(0, 0, rows).uniform("noise", 1, 3, 64, 64), 0
+
+    distances = []
+    for name, make in {"real": Artist(), "noise": noise}.items():
+        list(evaluate(questions, make, marker, tmp_path / name))
+        distances.append(json.loads((tmp_path / name / REPORT).read_text("utf-8"))["frechet"])
+    assert distances[0] < 0.2 * distances[1]
+
+
+def test_a_stopped_evaluation_goes_on_where_it_was(questions: Benchmark, marker: Examiner, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        list(evaluate(questions, Artist(patience=2), marker, tmp_path / "stopped"))
+    artist = Artist()
+    list(evaluate(questions, artist, marker, tmp_path / "stopped"))
+    assert artist.asked == 1
+    list(evaluate(questions, Artist(), marker, tmp_path / "whole"))
+    first, second = ((tmp_path / name / REPORT).read_text("utf-8") for name in ("stopped", "whole"))
+    assert first == second
+
+
+def test_a_finished_evaluation_is_not_made_again_and_lost_scores_are(
+    questions: Benchmark, marker: Examiner, tmp_path: Path
+) -> None:
+    list(evaluate(questions, Artist(), marker, tmp_path))
+    before = (tmp_path / REPORT).read_text("utf-8")
+    (tmp_path / SCORES).unlink()
+    (tmp_path / REPORT).unlink()
+    artist = Artist(patience=0)
+    assert [done.stage for done in evaluate(questions, artist, marker, tmp_path)] == ["scores"] * 3 + ["report"]
+    assert (tmp_path / REPORT).read_text("utf-8") == before
+
+
+def test_answers_to_other_questions_are_refused(marker: Examiner, tmp_path: Path) -> None:
+    list(evaluate(playeval(6, 1), Artist(), marker, tmp_path))
+    with pytest.raises(ConfigError, match="choose another --out"):
+        list(evaluate(playeval(12, 1), Artist(), marker, tmp_path))
+
+
+def test_playeval_asks_every_task_alike_and_nothing_that_was_trained_on() -> None:
+    captions = held_out(60)
+    assert torch.bincount(captions.task).tolist() == [10] * 6
+    assert captions.held_out()[captions.task > 0].all()
+
+
+def test_a_smaller_playeval_is_the_beginning_of_a_larger_one() -> None:
+    assert playeval(60).prompts[:30] == playeval(30).prompts
+
+
+def test_too_few_prompts_are_refused_in_a_sentence() -> None:
+    with pytest.raises(ValueError, match="at least 6 and 1"):
+        playeval(5)
+
+
+@pytest.mark.parametrize("search", ["single", "parm"])
+def test_the_command_evaluates_a_recipe(search: str, tmp_path: Path) -> None:
+    asked = ["evaluate", "playeval", "--model", "grpo-toy-flow", "--tiny", "--prompts", "6", "--device", "cpu"]
+    with pytest.raises(SystemExit) as left:
+        main([*asked, "--search", search, "--n", "2", "--out", str(tmp_path)])
+    assert left.value.code == 0
+    told = json.loads((tmp_path / REPORT).read_text("utf-8"))
+    assert told["pictures"] == 12 and (search == "parm") == (told["calls"] > 10)
+
+
+def test_the_command_refuses_a_benchmark_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["evaluate", "imagenet", "--model", "grpo-toy-flow", "--tiny"])
+    assert left.value.code == 2
+    assert "expected one of playeval" in capsys.readouterr().err
