@@ -1,0 +1,58 @@
+"""`tastemaker export`: the weights of a run in one file, with what they belong to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..config.build import build, build_autoencoder
+from ..config.dump import resolve
+from ..config.load import load_any
+from ..config.run import AnyConfig, AutoencoderConfig
+from ..models import files
+from ..registry import ConfigError
+from ..train import checkpoint
+from ..weights import Weights
+from .directory import CONFIG
+
+DEVICE = "engine.device=cpu"  # nothing is computed
+
+
+def export(directory: Path, out: Path, name: str, *, full: bool, console: Console) -> None:
+    """Write the averaged weights, or those asked for, in half precision."""
+    if out.suffix != ".safetensors":
+        raise ConfigError(f"--out: '{out}' would be a safetensors file; let its name end in .safetensors")
+    found = checkpoint.latest(directory)
+    if not (directory / CONFIG).is_file() or found is None:
+        raise ConfigError(f"{directory} has no checkpoint to export; give the directory of a run")
+    config = load_any(directory / CONFIG, [DEVICE, "engine.compile=false", "engine.strategy=replicated"])
+    weights = loaded(config, directory, found)
+    kept = weights.stored()
+    chosen = name or ("ema" if "ema" in kept else "live")
+    if chosen != "live" and chosen not in kept:
+        raise ConfigError(f"--weights: the run keeps no '{chosen}' (there are: {', '.join(['live', *kept])})")
+    tensors = dict(weights.net.state_dict()) | (kept[chosen] if chosen != "live" else {})
+    files.write(out, tensors, belongings(config, found), torch.float32 if full else torch.float16)
+    size = out.stat().st_size / 1e6
+    console.print(f"{out}: {chosen} weights of {found.name}, {size:.1f} MB", highlight=False)
+
+
+def loaded(config: AnyConfig, directory: Path, found: Path) -> Weights:
+    """The weights of a checkpoint in their network."""
+    if isinstance(config, AutoencoderConfig):
+        autoencoder = build_autoencoder(config, directory)
+        autoencoder.resume(found)
+        return autoencoder.weights
+    run = build(config, directory)
+    run.resume(found)
+    return run.policy.weights
+
+
+def belongings(config: AnyConfig, found: Path) -> dict[str, Any]:
+    """What says how to use the weights, and where they come from."""
+    settings = resolve(config)
+    kept = ("autoencoder",) if isinstance(config, AutoencoderConfig) else ("model", "process", "guidance")
+    return {**{key: settings[key] for key in kept}, "trained": {"name": config.name, "step": found.name}}

@@ -1,0 +1,112 @@
+"""LlamaGen's transformer as configurations name it: writes the tokens of a picture one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..playground.captions import VOCABULARY, tokens
+from ..policy import Process
+from ..processes.autoregressive import Autoregressive
+from ..registry import ConfigError
+from ..types import Condition, Facts, Placement, Prompts
+from . import files
+from .nets.gpt import GPT, Cache, GPTShape
+from .vq import Codes, Count, tokenizer
+
+
+class GptBackbone:
+    """Reads a caption, then writes a square of tokens row by row."""
+
+    passes = 1
+
+    def __init__(self, spec: Gpt, placement: Placement) -> None:
+        self.device, self.words = placement.device, spec.words
+        self.shape, self.pixels = spec.shape, (1, 3, spec.size, spec.size)
+        self.codec = tokenizer(spec.codec, spec.codes, spec.side, spec.size, placement)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(spec.seed)
+            net = GPT(spec.sizes())
+        if spec.weights:
+            files.fill(net, files.read(spec.weights)[0], spec.weights)
+        net.factors = net.factors.to(placement.device)
+        self.net: nn.Module = net.to(placement.device)
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        try:
+            ids = tokens(prompts, self.words).to(self.device)
+        except ValueError as error:
+            raise ConfigError(f"prompt: {error}") from error
+        return Condition(tuple(prompts), {"words": ids}, tuple(facts))
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        logits: Tensor
+        logits, _ = self.net(x[:, :-1], cond.tensors["words"])
+        return logits
+
+    def begin(self, cond: Condition) -> Cache:
+        return ()
+
+    def extend(self, ids: Tensor | None, cache: Cache, cond: Condition) -> tuple[Tensor, Cache]:
+        fresh = None if ids is None else ids[:, None]
+        logits, cache = self.net(fresh, cond.tensors["words"] if ids is None else None, cache)
+        return logits[:, -1], cache
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.codec.encode(pixels[:, 0])
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return self.codec.decode(x)[:, None]
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """An autoregressive transformer in LlamaGen's layout that reads the words of the playground."""
+
+    weights: str | None = None  # a file, a run or a name in the package; at random if not given
+    codec: str | None = "playground/vq"  # likewise; without one, tokens are the colours of cells
+    size: Annotated[int, Field(ge=8, le=1024)] = 64  # pixels a side
+    side: Annotated[int, Field(ge=1, le=128)] = 8  # tokens a side
+    codes: Codes = 2048  # of the codec
+    width: Annotated[int, Field(ge=8, le=8192)] = 192
+    depth: Count = 6
+    heads: Count = 6
+    kv_heads: Count | None = None  # heads of keys and values, as many as of queries if not given
+    words: Annotated[int, Field(ge=1, le=256)] = 16  # tokens a prompt is filled up to
+    seed: int = 0
+    frames: ClassVar[int] = 1
+    suits: ClassVar[type[Process]] = Autoregressive
+
+    def __post_init__(self) -> None:
+        self.sizes()
+        if self.size % self.side:
+            raise ValueError(f"'size' is {self.size}; expected a multiple of 'side', which is {self.side}")
+
+    def sizes(self) -> GPTShape:
+        return GPTShape(
+            self.width,
+            self.depth,
+            self.heads,
+            self.kv_heads,
+            self.codes,
+            self.side,
+            told="words",
+            prefix=self.words,
+            vocabulary=len(VOCABULARY),
+        )
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.side * self.side,)
+
+    def load(self, placement: Placement) -> GptBackbone:
+        return GptBackbone(self, placement)
+
+    def tiny(self) -> Gpt:
+        small = replace(self, weights=None, codec=None, side=4, codes=64, width=16, depth=1, heads=2)
+        return replace(small, kv_heads=1 if self.kv_heads else None)

@@ -1,0 +1,32 @@
+"""Tokens that need no training: the colour of each cell of a picture, to the nearest of a lattice of colours."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Palette(nn.Module):
+    """Stands in for a tokenizer where none is given; `codes` beyond the largest cube are never used."""
+
+    def __init__(self, codes: int, side: int, size: int) -> None:
+        super().__init__()
+        self.levels = max(level for level in range(2, 65) if level**3 <= codes)
+        self.side, self.size = side, size
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Tokens [N, side * side] of [N, 3, H, W] in [0, 1]."""
+        cells = F.adaptive_avg_pool2d(pixels.float(), self.side).flatten(2)  # [N, 3, side * side]
+        steps = (cells * (self.levels - 1)).round().long()
+        return (steps[:, 0] * self.levels + steps[:, 1]) * self.levels + steps[:, 2]
+
+    def decode(self, ids: Tensor) -> Tensor:
+        """Pixels [N, 3, H, W] of square pictures."""
+        ids = ids % self.levels**3
+        parts = (ids // self.levels**2, ids // self.levels % self.levels, ids % self.levels)
+        cells = torch.stack(parts, 1).float() / (self.levels - 1)
+        side = math.isqrt(ids.shape[1])
+        return F.interpolate(cells.view(len(ids), 3, side, side), (self.size, self.size))

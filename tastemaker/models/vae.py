@@ -1,0 +1,59 @@
+"""The small autoencoder as configurations name it, and those trained with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat
+
+from ..registry import ConfigError
+from ..types import Placement
+from . import files
+from .nets.vae import Autoencoder, Folding
+
+Channels = Annotated[int, Field(ge=1, le=256)]
+
+
+@dataclass(frozen=True)
+class Vae:
+    """A convolutional autoencoder with continuous latents; variational where `kl` is above zero."""
+
+    channels: Channels = 16
+    width: Annotated[int, Field(ge=8, le=512, multiple_of=8)] = 40
+    factor: Literal[4, 8] = 8  # pixels a side that one latent stands for
+    noise: NonNegativeFloat = 0.05  # on the latents while training, in their standard deviations
+    kl: NonNegativeFloat = 0.0
+    weights: str | None = None  # to start from
+    seed: int = 0
+
+    def load(self, placement: Placement) -> Autoencoder:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            net = Autoencoder(self.channels, self.width, self.factor, self.noise, self.kl)
+        if self.weights:
+            files.fill(net, files.read(self.weights)[0], self.weights)
+        return net.to(placement.device)
+
+    def tiny(self) -> Vae:
+        return Vae(self.channels, 8, self.factor, self.noise, self.kl, None, self.seed)
+
+
+def codec(name: str | None, channels: int, factor: int, placement: Placement) -> Autoencoder | Folding:
+    """The trained autoencoder of a name, frozen; without a name, coarse pixels in its place."""
+    if name is None:
+        return Folding(channels, factor)
+    tensors, config = files.read(name)
+    settings: dict[str, Any] = dict(config.get("autoencoder", {}))
+    if settings.pop("type", None) != "vae":
+        raise ConfigError(f"model.codec: '{name:.200}' holds no vae; train one with `tastemaker train playground-vae`")
+    spec = Vae(**{**settings, "weights": None})
+    if (spec.channels, spec.factor) != (channels, factor):
+        found = f"{spec.channels} channels and factor {spec.factor}"
+        raise ConfigError(
+            f"model.codec: '{name:.200}' has {found}, the model expects {channels} and {factor}; make them alike"
+        )
+    net = spec.load(Placement())
+    files.fill(net, tensors, name)
+    return net.requires_grad_(False).eval().to(placement.device)

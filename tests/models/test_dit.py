@@ -1,0 +1,112 @@
+"""The transformer over latents, as every generator owes it to those who train it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tastemaker.data.playground import PlaygroundScenes
+from tastemaker.models.dit import Dit, joined, patches
+from tastemaker.objective import Alone, Context
+from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.policy import Backbone, Policy
+from tastemaker.processes.dynamics import Ddim, FlowSde
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight, VariancePreserving
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.reward import Rubric
+from tastemaker.types import Placement
+from tastemaker.weights import Full
+
+PROMPTS = ("a photo of a dog", "a photo of a red car and a blue cup", "a photo of three cats", "")
+FLOW = GaussianProcess(Straight(), FlowSde(0.7), 4)
+NOISE = GaussianProcess(VariancePreserving(ends_clean=True), Ddim(1.0), 4)
+KINDS = {"flow": (Dit(), FLOW), "epsilon": (Dit(), NOISE), "video": (Dit(frames=3), FLOW)}
+
+
+@pytest.fixture(params=KINDS)
+def policy(request: pytest.FixtureRequest) -> Policy[Any]:
+    spec, process = KINDS[request.param]
+    model = spec.tiny().load(Placement())
+    assert isinstance(model, Backbone)
+    with torch.no_grad():  # a fresh one leaves its blocks out, and would look right whatever they did
+        for number, p in enumerate(model.net.parameters()):
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number)))
+    return Policy(model, process, Full().apply(model, ()))
+
+
+def rows(count: int = 4) -> Randomness:
+    return Randomness(0, 0, torch.arange(count))
+
+
+def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
+    made = policy.sample(policy.embed(PROMPTS), rows())
+    pixels = policy.decode(made.final)
+    assert pixels.shape == (4, *policy.model.pixels)
+    assert pixels.min() >= 0 and pixels.max() <= 1
+    for segment in made.segments:
+        assert policy.decide(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+
+
+def test_a_row_is_the_same_whatever_is_beside_it(policy: Policy[Any]) -> None:
+    together = policy.sample(policy.embed(PROMPTS), rows()).final
+    alone = policy.sample(policy.embed(PROMPTS[2:3]), Randomness(0, 0, torch.tensor([2]))).final
+    assert torch.allclose(together[2:3], alone, atol=1e-4)
+
+
+def test_words_and_their_order_change_the_prediction(policy: Policy[Any]) -> None:
+    texts = ("a photo of a dog left of a cat", "a photo of a cat left of a dog", "a photo of a dog right of a cat")
+    x, t = rows(1).normal("x", *policy.model.shape).expand(3, -1, -1, -1, -1), torch.full((3,), 0.5)
+    out = policy.model.predict(x, t, policy.embed(texts))
+    assert not torch.allclose(out[0], out[1], atol=1e-4)
+    assert not torch.allclose(out[0], out[2], atol=1e-4)
+
+
+def test_every_tensor_learns(policy: Policy[Any]) -> None:
+    cond = policy.embed(PROMPTS)
+    x = policy.encode(torch.rand(4, *policy.model.pixels))
+    policy.likelihood(cond, x, policy.corrupt(x, rows())).sum().backward()
+    assert [key for key, p in policy.weights.trainable().items() if p.grad is None or not bool(p.grad.any())] == []
+
+
+def test_some_frames_decode_as_they_do_among_all(policy: Policy[Any]) -> None:
+    x = rows().normal("x", *policy.model.shape)
+    last = policy.model.pixels[0] - 1
+    assert policy.decode(x, [last]).allclose(policy.decode(x)[:, [last]], atol=1e-6)
+
+
+def test_what_patches_cut_is_put_together_again() -> None:
+    x = torch.rand(2, 3, 4, 8, 8)
+    for size in (1, 2, 4):
+        assert joined(patches(x, size), size, x.shape[1:]).equal(x)
+    assert patches(x, 2)[0, 0, 1].equal(x[0, 0, :, 0:2, 2:4].flatten())
+
+
+def test_sizes_that_do_not_fit_are_sentences() -> None:
+    with pytest.raises(ValueError, match="'size' is 60; expected a multiple of factor times patch, which is 8"):
+        Dit(size=60)
+    with pytest.raises(ValueError, match="'width' is 100; expected a multiple of 'heads', which is 3"):
+        Dit(width=100)
+    with pytest.raises(ConfigError, match=r"prompt: .* 'unicorn'"):
+        Dit().tiny().load(Placement()).embed(["a photo of a unicorn"])
+
+
+def test_a_tiny_one_learns() -> None:
+    model = replace(Dit().tiny(), width=48, heads=3).load(Placement())
+    policy = Policy(model, FLOW, Full().apply(model, ()))
+    objective, data = Likelihood(), PlaygroundScenes(device="cpu").load(0)
+    trainable = list(policy.weights.trainable().values())
+    optimizer, losses = torch.optim.AdamW(trainable, 3e-3), []
+    batch = data.batch(0, 32, 0, 1)
+    for step in range(40):
+        ctx = Context(policy, Rubric({}), Randomness(0, step, torch.arange(32)), Alone(), objective.memory())
+        loss = objective.loss(ctx, objective.collect(ctx, batch), None).rows.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])

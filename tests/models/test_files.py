@@ -1,0 +1,49 @@
+"""Weights with their configuration, in files, runs and the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tastemaker.models import files
+from tastemaker.registry import ConfigError
+
+
+def test_what_is_written_is_read_as_float32_with_its_configuration(tmp_path: Path) -> None:
+    tensors = {"a": torch.tensor([0.1, 2.0]), "b": torch.tensor([3, 4])}
+    files.write(tmp_path / "x.safetensors", tensors, {"model": {"type": "dit"}})
+    found, config = files.read(tmp_path / "x.safetensors")
+    assert config == {"model": {"type": "dit"}}
+    assert found["a"].dtype == torch.float32 and torch.allclose(found["a"], tensors["a"], atol=1e-3)
+    assert found["b"].equal(tensors["b"])
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_float32_survives_exactly_where_asked_for(tmp_path: Path) -> None:
+    files.write(tmp_path / "x.safetensors", {"a": torch.tensor([0.1])}, {}, torch.float32)
+    assert files.read(str(tmp_path / "x.safetensors"))[0]["a"].equal(torch.tensor([0.1]))
+
+
+@pytest.mark.parametrize("name", ["nothing", "playground/nothing", "missing.safetensors", "../x"])
+def test_weights_that_are_nowhere_are_a_sentence(name: str) -> None:
+    with pytest.raises(ConfigError, match="there are no weights"):
+        files.read(name)
+
+
+def test_a_file_of_another_kind_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ConfigError, match="is not a readable safetensors file"):
+        files.read(tmp_path / "x.safetensors")
+
+
+def test_a_directory_without_a_checkpoint_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no checkpoint yet"):
+        files.read(tmp_path)
+
+
+def test_weights_of_another_network_are_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"another network \('weight' differ"):
+        files.fill(nn.Linear(2, 2, bias=False), {"weight": torch.zeros(3, 2)}, "other")

@@ -1,0 +1,168 @@
+"""Both generators of tokens keep the contract, and learn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+from tastemaker.models.gpt import Gpt
+from tastemaker.models.maskgit import Maskgit
+from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.policy import Backbone, CausalBackbone, Guidance, Policy, Process
+from tastemaker.processes.autoregressive import Autoregressive
+from tastemaker.processes.masked import Masked
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.types import HIDDEN, Condition, Pictures, Placement, Trajectory, index
+from tastemaker.weights import Full
+
+PROMPTS = (
+    "a photo of a cat",
+    "a photo of three dogs",
+    "",
+    "a photo of a dog above a cat",
+    "a photo of a cat above a dog",
+)
+ROWS = len(PROMPTS)
+SPECS: dict[str, tuple[Gpt | Maskgit, Process]] = {
+    "gpt": (Gpt().tiny(), Autoregressive()),
+    "gpt-grouped": (replace(Gpt().tiny(), kv_heads=1), Autoregressive()),
+    "maskgit": (Maskgit().tiny(), Masked(steps=4)),
+}
+
+
+def policy(name: str, guidance: Guidance | None = None) -> Policy[Any]:
+    """A generator stirred up, for some begin with an output of zero."""
+    spec, process = SPECS[name]
+    model = spec.load(Placement())
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.net.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    weights = Full().apply(model, ())
+    return Policy(process.guide(model, guidance) if guidance else model, process, weights)
+
+
+@pytest.fixture(params=[(name, scale) for name in SPECS for scale in (1.0, 2.0)], ids=str)
+def generator(request: pytest.FixtureRequest) -> Policy[Any]:
+    name, scale = request.param
+    return policy(name, Guidance(scale) if scale != 1 else None)
+
+
+def rows(*numbers: int) -> Randomness:
+    return Randomness(0, 0, torch.tensor(numbers or range(ROWS)))
+
+
+def made(generator: Policy[Any]) -> Trajectory:
+    return generator.sample(generator.embed(PROMPTS), rows())
+
+
+def test_models_keep_the_contract(generator: Policy[Any]) -> None:
+    assert isinstance(generator.model, Backbone)
+    assert isinstance(generator.model, generator.process.drives)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_replay_agrees_with_the_record(generator: Policy[Any], precision: torch.dtype) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+        seen = made(generator)
+        for segment in seen.segments:
+            now = generator.decide(seen.cond, segment).log_prob(segment.action)
+            assert torch.equal(now[segment.mask > 0], segment.log_prob[segment.mask > 0])
+
+
+def test_samples_decode_to_pixels_of_the_size_promised(generator: Policy[Any]) -> None:
+    final = made(generator).final
+    pixels = generator.decode(final)
+    assert final.shape == (ROWS, *generator.model.shape)
+    assert pixels.shape == (ROWS, *generator.model.pixels) == (ROWS, 1, 3, 64, 64)
+    assert pixels.min() >= 0 and pixels.max() <= 1
+    assert generator.encode(pixels).shape == final.shape
+
+
+def test_rows_sampled_alone_equal_rows_sampled_together(generator: Policy[Any]) -> None:
+    whole = made(generator)
+    alone = generator.sample(generator.embed(PROMPTS[3:4]), rows(3))
+    assert torch.equal(alone.final, whole.final[3:4])
+
+
+def test_a_pruned_rollout_draws_the_same_numbers(generator: Policy[Any]) -> None:
+    whole, kept = made(generator), torch.tensor([4, 1])
+    rollout = generator.rollout(generator.embed(PROMPTS), rows())
+    with torch.no_grad():
+        rollout.step()
+        rollout.step()
+        assert generator.decode(rollout.preview()).shape == (ROWS, 1, 3, 64, 64)
+        rollout.select(kept)
+        assert torch.equal(rollout.finish().final, whole.final[kept])
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt-grouped"])
+@pytest.mark.parametrize("guidance", [None, Guidance(3.0, interval=(0.3, 1.0))])
+@torch.no_grad()
+def test_cached_calls_equal_the_causal_call(name: str, guidance: Guidance | None) -> None:
+    generator = policy(name, guidance)
+    cond, ids, model = generator.embed(PROMPTS), made(generator).final, generator.model
+    assert isinstance(model, CausalBackbone)
+    whole = model.predict(ids, torch.ones(ROWS), cond)
+    cache, last = model.begin(cond), None
+    for place in range(ids.shape[1]):
+        logits, cache = model.extend(last, cache, cond)
+        torch.testing.assert_close(logits, whole[:, place], rtol=1e-4, atol=1e-4)
+        last = ids[:, place]
+
+
+@torch.no_grad()
+def test_a_causal_call_does_not_see_what_comes_later() -> None:
+    generator = policy("gpt")
+    ids, cond = made(generator).final, generator.embed(PROMPTS)
+    changed = torch.cat([ids[:, :7], (ids[:, 7:] + 1) % 64], 1)
+    before, after = (generator.model.predict(x, torch.ones(ROWS), cond) for x in (ids, changed))
+    torch.testing.assert_close(before[:, :8], after[:, :8])
+    assert not torch.allclose(before[:, 8:], after[:, 8:])
+
+
+@torch.no_grad()
+def test_a_masked_call_sees_all_but_what_is_hidden() -> None:
+    model = policy("maskgit").model
+    ids, cond = torch.arange(16).expand(ROWS, 16).clone(), model.embed(PROMPTS)
+    ids[:, 5] = HIDDEN
+    other = ids.clone()
+    other[:, 15] = 3
+    before, after = (model.predict(x, torch.ones(ROWS), cond) for x in (ids, other))
+    assert before.shape == (ROWS, 16, 64)
+    assert not torch.allclose(before[:, 5], after[:, 5])
+
+
+def test_words_and_their_order_matter(generator: Policy[Any]) -> None:
+    cond = generator.embed(PROMPTS)
+    ids = torch.zeros(ROWS, 16, dtype=torch.long)
+    with torch.no_grad():
+        logits = generator.model.predict(ids, torch.ones(ROWS), cond)
+    one, other = PROMPTS.index("a photo of a dog above a cat"), PROMPTS.index("a photo of a cat above a dog")
+    assert not torch.allclose(logits[one], logits[other], atol=1e-3)
+    assert isinstance(index(cond, torch.tensor([0])), Condition)
+
+
+def test_a_prompt_the_playground_does_not_know_is_refused() -> None:
+    for spec, _ in SPECS.values():
+        with pytest.raises(ConfigError, match="unicorn"):
+            spec.load(Placement()).embed(["a photo of a unicorn"])
+
+
+@pytest.mark.parametrize("name", ["gpt", "maskgit"])
+def test_a_tiny_generator_learns_which_colour_a_word_means(name: str) -> None:
+    spec, process = SPECS[name]
+    model = spec.load(Placement())
+    generator = Policy(model, process, Full().apply(model, ()))
+    captions = ("a photo of a cat", "a photo of a dog") * 8
+    colors = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]).repeat(8, 1).view(16, 1, 3, 1, 1)
+    batch = Pictures(captions, colors.expand(16, 1, 3, 64, 64))
+    toys.fit(generator, Likelihood(drop=0.0), [batch] * 60, 1e-2)
+    asked = generator.embed(captions)
+    shown = generator.decode(generator.sample(asked, Randomness(0, 0, torch.arange(16))).final)
+    assert (shown - colors).abs().mean() < 0.1

@@ -1,0 +1,179 @@
+"""The tokenizer agrees with the published one, and its codes are used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tastemaker.data.playground import PlaygroundScenes
+from tastemaker.models import files
+from tastemaker.models.nets.palette import Palette
+from tastemaker.models.nets.quantize import Codebook, Signs
+from tastemaker.models.nets.vq import VQ, VQShape, tolerated
+from tastemaker.models.vq import Vq, tokenizer
+from tastemaker.registry import ConfigError
+from tastemaker.types import Placement
+
+LLAMAGEN = Path(__file__).parent.parent / "fixtures" / "llamagen"
+KEYS = json.loads((LLAMAGEN / "keys_shapes.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Tensor]:
+    found = load_file(LLAMAGEN / "vq_tiny.safetensors")
+    return {key: x.float() if x.is_floating_point() else x for key, x in found.items()}
+
+
+def published(golden: dict[str, Tensor]) -> VQ:
+    net = VQ(VQShape(32, (1, 2), 1, 16, 128, 8, entropy=0.1, idle=0.0))
+    net.load_state_dict({key[2:]: x for key, x in golden.items() if key.startswith("w.")})
+    return net
+
+
+def test_tokens_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+    pixels = (golden["in.image"] + 1) / 2
+    assert torch.equal(published(golden).encode(pixels).flatten(), golden["out.indices"])
+
+
+def test_half_precision_around_it_does_not_change_the_choice(golden: dict[str, Tensor]) -> None:
+    net = published(golden)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(net.quantize.choose(golden["out.pre_quant"]).flatten(), golden["out.indices"])
+
+
+def test_pictures_of_tokens_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+    net, wanted = published(golden), golden["out.decode_code"]
+    vectors = net.quantize.look_up(golden["in.codes"]).transpose(1, 2).reshape(2, 8, 8, 8)
+    torch.testing.assert_close(vectors, golden["out.codebook_entry"])
+    torch.testing.assert_close(net.render(vectors) * 2 - 1, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(net.decode(golden["in.codes"]), ((wanted + 1) / 2).clamp(0, 1), rtol=0, atol=1e-5)
+
+
+def test_the_losses_of_the_quantiser_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+    found = published(golden).quantize(golden["out.pre_quant"])
+    torch.testing.assert_close(found.latent, golden["out.quant"])
+    terms = torch.stack([found.nearness, 0.25 * found.commitment, 0.1 * found.entropy])
+    wanted = torch.cat([golden["out.vq_loss"], golden["out.commit_loss"], golden["out.entropy_loss"]])
+    torch.testing.assert_close(terms, wanted)
+
+
+def test_gradients_pass_straight_through_the_choice_as_published(golden: dict[str, Tensor]) -> None:
+    net, image = published(golden), golden["in.image"]
+    made, extra = net((image + 1) / 2)
+    torch.testing.assert_close(made * 2 - 1, golden["out.rec"], rtol=0, atol=2e-5)
+    torch.autograd.backward((made * 2 - 1 - image).square().mean() + extra)
+    torch.testing.assert_close(net.quantize.embedding.weight.grad, golden["out.grad.embedding"], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(net.encoder.conv_in.weight.grad, golden["out.grad.enc_conv_in"], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "multipliers"), [("VQ-16", (1, 1, 2, 2, 4)), ("VQ-8", (1, 2, 2, 4))])
+def test_published_sizes_have_the_published_keys(name: str, multipliers: tuple[int, ...]) -> None:
+    with torch.device("meta"):
+        net = VQ(VQShape(multipliers=multipliers))
+    found = {key: list(x.shape) for key, x in net.state_dict().items()}
+    wanted = {key: torch.empty(shape, device="meta") for key, shape in KEYS[name]["keys"].items()}
+    assert found == {key: list(x.shape) for key, x in tolerated(wanted).items()}
+    assert "quantize.codebook_used" in wanted
+
+
+def test_signs_count_the_first_channel_most() -> None:
+    z = torch.tensor([1.0, -1.0, 0.5, -0.5]).view(1, 4, 1, 1)
+    signs = Signs(16)
+    assert signs.choose(z).tolist() == [[0b1010]]
+    assert signs.look_up(torch.tensor([[0b1010]])).tolist() == [[[1.0, -1.0, 1.0, -1.0]]]
+    assert torch.equal(signs.choose(signs.look_up(torch.arange(16)).T.view(1, 4, 4, 4)), torch.arange(16)[None])
+
+
+def test_a_power_of_two_is_asked_of_signs() -> None:
+    with pytest.raises(ValueError, match="signs need a power of two"):
+        Vq(quantizer="signs", codes=1000)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Vq(8, (1, 1, 1, 2), 1, 8, 64, groups=2, entropy=0.01),
+        Vq(8, (1, 1, 1, 2), 1, 8, 64, groups=2, entropy=0.1, commitment=0.05, quantizer="signs"),
+    ],
+    ids=["codebook", "signs"],
+)
+def test_a_tokenizer_learns_to_copy(spec: Vq) -> None:
+    """Pictures of four colours each; a tokenizer whose codes collapse stays at the mean colour, an error of 0.24."""
+    net = spec.load(Placement())
+    pixels = torch.rand(16, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    pixels = pixels.repeat_interleave(8, 2).repeat_interleave(8, 3)
+    optimizer = torch.optim.Adam(net.parameters(), 3e-3)
+    for _ in range(120):
+        made, extra = net(pixels)
+        optimizer.zero_grad()
+        torch.autograd.backward((made - pixels).abs().mean() + extra)
+        optimizer.step()
+    assert (net.decode(net.encode(pixels)) - pixels).abs().mean() < 0.17
+    assert net.share(pixels) > 0.4  # of 64 codes, for 64 colours
+
+
+def test_codes_that_nothing_chose_come_into_use() -> None:
+    shares = {}
+    for help in (0.0, 1.0):
+        chance = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
+        codebook = Codebook(256, 8)
+        optimizer = torch.optim.Adam(codebook.parameters(), 1e-3)
+        for _ in range(60):
+            found = codebook(latents(chance))
+            optimizer.zero_grad()
+            torch.autograd.backward(found.nearness + help * found.idle)
+            optimizer.step()
+        ids = codebook.choose(latents(chance, 64))
+        shares[help] = (torch.bincount(ids.flatten(), minlength=256) > 0).float().mean().item()
+    assert shares[1.0] > 0.9
+    assert shares[0.0] < 0.5
+
+
+def latents(chance: torch.Generator, rows: int = 16) -> Tensor:
+    """In forty heaps, all to one side of the codes: [rows, 8, 8, 8]."""
+    heaps = torch.randn(40, 8, generator=torch.Generator().manual_seed(1)) + torch.tensor([2.0] + [0.0] * 7)
+    chosen = heaps[torch.randint(0, 40, (rows * 64,), generator=chance)]
+    return (chosen + 0.2 * torch.randn(rows * 64, 8, generator=chance)).view(rows, 8, 8, 8).permute(0, 3, 1, 2)
+
+
+def test_the_share_of_codes_in_use_is_counted() -> None:
+    net = Vq().tiny().load(Placement())
+    pixels = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert net.share(pixels) == len(set(net.encode(pixels).flatten().tolist())) / 64
+
+
+def test_a_written_tokenizer_is_read_back(tmp_path: Path) -> None:
+    spec = Vq().tiny()
+    net = spec.load(Placement())
+    settings = {"type": "vq", "channels": 8, "multipliers": [1, 2, 2, 4], "blocks": 1, "latent": 8, "codes": 64} | {
+        "groups": 2
+    }
+    files.write(tmp_path / "vq.safetensors", net.state_dict(), {"autoencoder": settings}, torch.float32)
+    pixels = PlaygroundScenes(device="cpu").load(0).batch(0, 4, 0, 1).pixels[:, 0]
+    found = tokenizer(str(tmp_path / "vq.safetensors"), 64, 8, 64, Placement())
+    assert torch.equal(found.encode(pixels), net.encode(pixels))
+    assert not any(p.requires_grad for p in found.parameters())
+    with pytest.raises(ConfigError, match="has 64 codes of 8 pixels a side, the model expects 128 of 8"):
+        tokenizer(str(tmp_path / "vq.safetensors"), 128, 8, 64, Placement())
+
+
+def test_weights_of_something_else_are_refused(tmp_path: Path) -> None:
+    files.write(tmp_path / "other.safetensors", {"x": torch.zeros(1)}, {"autoencoder": {"type": "vae"}})
+    with pytest.raises(ConfigError, match="holds no vq"):
+        tokenizer(str(tmp_path / "other.safetensors"), 64, 8, 64, Placement())
+
+
+def test_colours_of_cells_stand_in_for_a_tokenizer() -> None:
+    palette = Palette(64, 4, 16)
+    pixels = torch.rand(8, 3, 4, 4, generator=torch.Generator().manual_seed(0)).repeat_interleave(4, 2)
+    pixels = pixels.repeat_interleave(4, 3)
+    ids = palette.encode(pixels)
+    assert ids.shape == (8, 16) and int(ids.max()) < 64
+    assert (palette.decode(ids) - pixels).abs().max() <= 1 / 6 + 1e-6  # half a step of four levels
+    assert torch.equal(palette.encode(palette.decode(ids)), ids)
