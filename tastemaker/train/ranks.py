@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -122,8 +123,12 @@ def join(device: torch.device) -> tuple[Team, bool]:
 
 
 def leave() -> None:
+    """Leave the process group, without anything left to do for the threads that served it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        # gloo's threads drop the tensors of their last call under the interpreter's lock. A process that ends at once
+        # takes the lock away for good while they wait for it, and is aborted after all its work is done.
+        time.sleep(0.2)
 
 
 def grid(strategy: str, replicas: int, world: int) -> tuple[int, ...]:
