@@ -42,6 +42,7 @@ Place = Annotated[Device | None, typer.Option(help="Where to run; the recipe say
 
 class Kind(StrEnum):
     models = "models"
+    autoencoders = "autoencoders"
     rewards = "rewards"
     objectives = "objectives"
     recipes = "recipes"
@@ -69,9 +70,9 @@ def train(
 ) -> None:
     """Train; on the directory of an earlier run, go on where it stopped."""
     from .commands.training import run_training
-    from .config.load import load
+    from .config.load import load_any
 
-    config = load(recipe, settings(overrides, device))
+    config = load_any(recipe, settings(overrides, device))
     done = run_training(
         config, tiny=tiny, resume=resume, init_from=init_from, allowed=allow_change or (), console=console()
     )
@@ -106,6 +107,19 @@ def generate(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
+    weights: Annotated[str, typer.Option(help="ema, live or another snapshot; ema if there is one.")] = "",
+    full: Annotated[bool, typer.Option("--full", help="Keep float32 instead of float16.")] = False,
+) -> None:
+    """Write a run's weights and configuration to one file, which `weights:` and `codec:` load."""
+    from .commands.exporting import export as run_export
+
+    run_export(run, out, weights, full=full, console=console())
+
+
+@app.command()
 def score(
     path: Annotated[Path, typer.Argument(help="A picture, a clip, or a folder of them.")],
     reward: Annotated[list[str], typer.Option(help="A reward's name, or a mapping: '{type: jpeg, quality: 80}'.")],
@@ -120,6 +134,47 @@ def score(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="The directories of one or several runs.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file to write; report.html in the first run's.")] = None,
+) -> None:
+    """Write one page of pictures, curves, warnings and settings, to be opened in any browser."""
+    from .commands.reporting import report as run_report
+
+    run_report(runs, out, console())
+
+
+@app.command()
+def evaluate(
+    benchmark: Annotated[str, typer.Argument(help="playeval.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="A recipe, or the directory of a run.")],
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many of the benchmark's prompts.")] = 504,
+    count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 2,
+    search: Annotated[str, typer.Option(help="single, best_of_n or parm.")] = "single",
+    n: Annotated[int, typer.Option("--n", min=1, help="Candidates the search looks at.")] = 4,
+    judge: Annotated[str, typer.Option(help="Whom the search asks: a reward, or `run` for the run's own.")] = (
+        "playground_judge"
+    ),
+    weights: Annotated[str, typer.Option(help="live, or a snapshot; the average if there is one.")] = "",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    out: Annotated[Path | None, typer.Option(help="The folder to write to, or to go on in.")] = None,
+    tiny: Tiny = False,
+    device: Place = None,
+) -> None:
+    """Make a benchmark's pictures, score them by one who is no reward, and report; run again, it goes on."""
+    from .commands import evaluating, generating
+    from .config.registries import SEARCHES
+
+    config, found = generating.source(model, settings(overrides, device))
+    kind = SEARCHES.find(search, "--search")
+    chosen = kind(**({} if search == "single" else {"n": n}))
+    exam = evaluating.Examination(evaluating.benchmark(benchmark, prompts, count), chosen, judge, weights, seed=seed)
+    place = out or evaluating.folder(benchmark, config, found, search)
+    evaluating.examine(config, found, exam, place, tiny=tiny, console=console())
+
+
+@app.command()
 def check(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -129,9 +184,9 @@ def check(
     from .config.arithmetic import arithmetic
     from .config.check import complaints, launched
     from .config.dump import dump
-    from .config.load import load
+    from .config.load import load_any
 
-    config, shown = load(recipe, settings(overrides)), Console()
+    config, shown = load_any(recipe, settings(overrides)), Console()
     shown.print(dump(config), markup=False, highlight=False, soft_wrap=True)
     table = Table("a step", "", title="the arithmetic")
     for name, number in arithmetic(config, ranks or launched()).items():

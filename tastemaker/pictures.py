@@ -86,11 +86,28 @@ def _movies(path: Path) -> Any:
     return movies
 
 
-def grid(pixels: Tensor, columns: int | None = None, captions: Sequence[str] = (), least: int = 160) -> Tensor:
+LEAST = 160  # pixels of the longer side of a sample in a grid
+CAPTION = 32  # pixels of the words below it
+
+
+def times(height: int, width: int, least: int = LEAST) -> int:
+    """How often a grid enlarges its samples."""
+    return max(1, math.ceil(least / max(height, width)))
+
+
+def boxes(count: int, height: int, width: int) -> list[tuple[int, int, int, int]]:
+    """Where the samples of a captioned grid lie: left, top, right and bottom of each."""
+    columns, scale = math.ceil(math.sqrt(count)), times(height, width)
+    high, wide = height * scale, width * scale
+    corners = [(2 + i % columns * (wide + 4), 2 + i // columns * (high + CAPTION + 4)) for i in range(count)]
+    return [(left, top, left + wide, top + high) for left, top in corners]
+
+
+def grid(pixels: Tensor, columns: int | None = None, captions: Sequence[str] = (), least: int = LEAST) -> Tensor:
     """Samples [B, F, 3, H, W] side by side, small ones enlarged to `least` pixels: [F, 3, H', W']."""
     columns = columns or math.ceil(math.sqrt(len(pixels)))
-    times = max(1, math.ceil(least / max(pixels.shape[-2:])))
-    cells = pixels.detach().float().cpu().repeat_interleave(times, -1).repeat_interleave(times, -2)
+    scale = times(pixels.shape[-2], pixels.shape[-1], least)
+    cells = pixels.detach().float().cpu().repeat_interleave(scale, -1).repeat_interleave(scale, -2)
     if captions:
         labels = torch.stack([_label(caption, cells.shape[-1]) for caption in captions])  # [B, 3, h, W]
         cells = torch.cat([cells, labels[:, None].expand(-1, cells.shape[1], -1, -1, -1)], 3)
@@ -114,7 +131,7 @@ def sheet(pixels: Tensor, captions: Sequence[str] = (), frames: int = 4) -> Tens
 def _label(caption: str, width: int, lines: int = 2, size: int = 12) -> Tensor:
     """Black words on white, broken into lines that fit and cut off after the last: [3, h, width]."""
     font = ImageFont.load_default(size)
-    image = Image.new("RGB", (width, lines * (size + 3) + 2), "white")
+    image = Image.new("RGB", (width, CAPTION), "white")
     ImageDraw.Draw(image).multiline_text((2, 1), _broken(caption, font, width - 4, lines), "black", font, spacing=3)
     return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255
 

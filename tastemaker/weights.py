@@ -77,8 +77,11 @@ class FullWeights(Weights):
         live = {key: p.detach() for key, p in self.net.named_parameters()}
         if name not in self.snapshots:
             self.snapshots[name] = {key: p.to("cpu", copy=True) if self.host else p.clone() for key, p in live.items()}
-        for key, kept in self.snapshots[name].items():
-            kept.lerp_(live[key].to(kept.device, kept.dtype), 1 - decay)
+        kept = self.snapshots[name]
+        # All at once: a small network's average would otherwise take longer than its gradient.
+        torch._foreach_lerp_(
+            list(kept.values()), [live[key].to(x.device, x.dtype) for key, x in kept.items()], 1 - decay
+        )
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:

@@ -17,14 +17,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the ground up. A module imports what lies below it, and its own neighbours within one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "randomness", "registry", "movies", "colors"),
-    ("distributions", "weights", "pictures"),
-    ("policy", "lora"),
+    ("distributions", "weights", "pictures", "models.files"),
+    ("playground",),  # a world of its own, which knows nothing of who learns in it
+    ("policy", "lora", "codec"),
     ("reward", "guidance"),
     ("objective", "processes", "data.spec"),
     ("config.run",),  # the sections of a run, which are data
     ("objectives", "search", "models", "rewards", "data"),
-    ("train",),
+    ("train", "eval"),
     ("config",),
+    ("report",),
     ("observe", "doctor"),
     ("commands",),
     ("cli",),

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 import tastemaker
-from tastemaker.pictures import PictureError, as_bytes, grid, read_picture, save_picture, sheet
+from tastemaker.pictures import PictureError, as_bytes, boxes, grid, read_picture, save_picture, sheet, times
 
 
 def random(*shape: int) -> Tensor:
@@ -135,3 +135,11 @@ def test_captions_of_any_length_fit_their_cell(caption: str) -> None:
     plain, captioned = grid(random(2, 1, 3, 8, 8)), grid(random(2, 1, 3, 8, 8), captions=[caption, "b"])
     assert captioned.shape[3] == plain.shape[3]
     assert captioned.shape[2] > plain.shape[2]
+
+
+@pytest.mark.parametrize(("count", "height", "width"), [(1, 8, 8), (5, 16, 24), (8, 200, 100)])
+def test_boxes_say_where_the_samples_of_a_grid_lie(count: int, height: int, width: int) -> None:
+    pixels = torch.rand(count, 2, 3, height, width, generator=torch.Generator().manual_seed(0))
+    whole, scale = grid(pixels, captions=["a"] * count), times(height, width)
+    for sample, (left, top, right, bottom) in zip(pixels, boxes(count, height, width), strict=True):
+        assert whole[..., top:bottom:scale, left:right:scale].equal(sample)

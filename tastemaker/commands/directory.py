@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import platform
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from .. import __version__
 from ..config.dump import dump
-from ..config.run import RunConfig
+from ..config.run import AnyConfig
 from ..registry import ConfigError
 from ..train import checkpoint
+from ..train.engine import Engine
 
 CONFIG = "config.yaml"
 ELSEWHERE = ("output", "name")  # say where a run lies, not what it is
@@ -33,7 +39,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{was.get(name, 'absent')} -> {now.get(name, 'absent')}" for name in names}
 
 
-def settle(config: RunConfig, directory: Path, allowed: Sequence[str]) -> Path | None:
+def settle(config: AnyConfig, directory: Path, allowed: Sequence[str]) -> Path | None:
     """Claim a directory for a configuration, and find the checkpoint to go on from if there is one."""
     written, text = directory / CONFIG, dump(config)
     if written.exists() and checkpoint.latest(directory) is not None:
@@ -50,9 +56,24 @@ def _permitted(name: str, allowed: Sequence[str]) -> bool:
     return any(name == key or name.startswith(f"{key}.") for key in allowed)
 
 
-def record(config: RunConfig, directory: Path) -> None:
+def record(config: AnyConfig, directory: Path) -> None:
     """Write the resolved configuration; the last word if a change was allowed."""
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f"{CONFIG}.partial"
     partial.write_text(dump(config), encoding="utf-8")
     partial.replace(directory / CONFIG)
+
+
+def record_environment(engine: Engine, directory: Path) -> None:
+    """Write what the run runs on, which its configuration leaves open."""
+    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
+    facts = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tastemaker": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "system": platform.platform(),
+        "device": device,
+        "ranks": engine.comm.world,
+    }
+    (directory / "environment.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from rich.table import Table
 
 from ..config import registries
-from ..config.load import RECIPES, runnable
+from ..config.load import RECIPES, trainable
 from ..registry import Registry
 
 KINDS: dict[str, Registry] = {
     "models": registries.MODELS,
+    "autoencoders": registries.CODECS,
     "rewards": registries.REWARDS,
     "objectives": registries.OBJECTIVES,
     "data": registries.DATA,
@@ -33,7 +34,7 @@ def components(registry: Registry) -> dict[str, str]:
 def recipes() -> dict[str, str]:
     """A recipe's first line of comment says what it is."""
     told = {}
-    for name in runnable():
+    for name in trainable():
         lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
         told[name] = lines[0].removeprefix("#").strip() if lines and lines[0].startswith("#") else ""
     return told

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from ..config.build import build, shrunk
+from ..config.build import build, build_autoencoder, shrunk_any
 from ..config.check import require
 from ..config.dump import resolve
-from ..config.run import RunConfig
+from ..config.run import AnyConfig, AutoencoderConfig
 from ..observe.grids import Grids
 from ..observe.jsonl import JsonLines
+from ..observe.pages import Pages
 from ..observe.progress import Progress
 from ..observe.watch import Observer, Watchers
 from ..registry import ConfigError
-from ..train.events import Finished
+from ..train.autoencoder import AutoencoderRun
+from ..train.autoencoder import train as train_autoencoder
+from ..train.events import Event, Finished
 from ..train.loop import train
+from ..train.run import Run
 from . import directory
 
 
-def watchers(config: RunConfig, console: Console) -> Watchers:
+def watchers(config: AnyConfig, console: Console) -> Watchers:
     """Those the configuration asks for, beside the record and the display that are always there."""
     observers: list[Observer] = [JsonLines(), Progress(console), Grids()]
     if config.watch.tensorboard:
@@ -32,11 +36,22 @@ def watchers(config: RunConfig, console: Console) -> Watchers:
         from ..observe.wandb import Wandb
 
         observers.append(Wandb(config.watch.wandb, resolve(config)))
-    return Watchers(observers, console)
+    return Watchers([*observers, Pages(console)], console)
+
+
+def prepared(config: AnyConfig, place: Path, init_from: Path | None) -> Run | AutoencoderRun:
+    """A generator or an autoencoder, ready to train."""
+    if isinstance(config, AutoencoderConfig):
+        return build_autoencoder(config, place, init_from=init_from)
+    return build(config, place, init_from=init_from)
+
+
+def events(run: Run | AutoencoderRun) -> Iterator[Event]:
+    return train_autoencoder(run) if isinstance(run, AutoencoderRun) else train(run)
 
 
 def run_training(
-    config: RunConfig,
+    config: AnyConfig,
     *,
     tiny: bool = False,
     resume: Path | None = None,
@@ -49,24 +64,25 @@ def run_training(
         raise ConfigError(
             "--resume and --init-from were both given; --resume restores everything, --init-from weights only"
         )
-    config = require(shrunk(config) if tiny else config)
+    config = require(shrunk_any(config) if tiny else config)
     place = config.output / (config.name or "run")
     found = directory.settle(config, place, allowed)
     if found is not None and (resume or init_from):
         raise ConfigError(
             f"{place} already has checkpoints; choose another name=... for a run that starts from elsewhere"
         )
-    run = build(config, place, init_from=init_from)
+    run = prepared(config, place, init_from)
     try:
         if resume is not None or found is not None:
             run.resume(resume or found or place)
         first = run.engine.comm.rank == 0
         if first:
             directory.record(config, place)
+            directory.record_environment(run.engine, place)
         watching = watchers(config, console) if first else Watchers([], console)
         done = True
         try:
-            for event in train(run):
+            for event in events(run):
                 watching.see(event)
                 done = not isinstance(event, Finished) or event.step >= run.steps
         finally:

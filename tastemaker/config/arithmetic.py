@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from ..types import PromptBatch
-from .run import RunConfig
+from .run import AnyConfig, AutoencoderConfig
 
 
-def arithmetic(config: RunConfig, world: int = 1) -> dict[str, int]:
+def arithmetic(config: AnyConfig, world: int = 1) -> dict[str, int]:
     """The numbers of one step, over all ranks unless they say otherwise."""
+    if isinstance(config, AutoencoderConfig):
+        share = -(-config.rows // world)
+        return {"rows of data a step": config.rows, "rows a backward pass on one rank": share, "steps": config.steps}
     batch, makes = config.batch, config.objective.consumes is PromptBatch
     samples = batch.prompts * config.objective.group if makes else 0
     guided = config.guidance is not None and config.guidance.scale != 1

@@ -12,17 +12,34 @@ import torch
 from ..policy import Policy
 from ..reward import Graded, Rubric, shared
 from ..train import checkpoint
+from ..train.autoencoder import AutoencoderRun
 from ..train.engine import Engine
 from ..train.run import Run
 from ..types import Placement
 from .check import require
-from .run import RewardConfig, RunConfig
+from .run import AnyConfig, AutoencoderConfig, RewardConfig, RunConfig
+
+ROWS = 64  # of data a step, at small size
 
 
 def shrunk(config: RunConfig) -> RunConfig:
-    """The same run with every model at random small size."""
+    """The same run with every model at random small size, and no more rows a step than such a model needs."""
     rewards = {name: replace(reward, spec=reward.spec.tiny()) for name, reward in config.rewards.items()}
-    return replace(config, model=config.model.tiny(), rewards=rewards)
+    rows = config.batch.prompts if config.batch.updates > 1 else min(ROWS, config.batch.prompts)
+    return replace(
+        config,
+        model=config.model.tiny(),
+        rewards=rewards,
+        batch=replace(config.batch, prompts=rows),
+        engine=replace(config.engine, compile=False),  # which takes longer than everything a small model does
+    )
+
+
+def shrunk_any(config: AnyConfig) -> AnyConfig:
+    if isinstance(config, AutoencoderConfig):
+        engine, rows = replace(config.engine, compile=False), min(ROWS, config.rows)
+        return replace(config, autoencoder=config.autoencoder.tiny(), engine=engine, rows=rows)
+    return shrunk(config)
 
 
 def generator(config: RunConfig, placement: Placement, init_from: Path | None = None) -> Policy[Any]:
@@ -65,4 +82,29 @@ def build(
         ema=config.ema,
         checkpoint=config.checkpoint,
         sample=config.sample,
+        guard=config.guard,
     )
+
+
+def build_autoencoder(
+    config: AutoencoderConfig, directory: Path | None = None, *, init_from: Path | None = None
+) -> AutoencoderRun:
+    """An autoencoder placed and ready to train."""
+    config = require(config)
+    engine = Engine(config.engine, config.optim, config.steps, config.seed)
+    run = AutoencoderRun(
+        net=config.autoencoder.load(engine.placement()),
+        data=config.data.load(config.seed),
+        engine=engine,
+        directory=directory or config.output / (config.name or "run"),
+        steps=config.steps,
+        loss=config.loss,
+        rows=config.rows,
+        seed=config.seed,
+        ema=config.ema,
+        checkpoint=config.checkpoint,
+        sample=config.sample,
+    )
+    if init_from is not None:
+        checkpoint.initialise(init_from, run.weights)
+    return run

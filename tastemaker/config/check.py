@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -18,9 +19,11 @@ from ..randomness import Randomness
 from ..registry import ConfigError
 from ..types import Pairs, Pictures, PromptBatch
 from .dump import named
-from .run import RunConfig
+from .run import AnyConfig, AutoencoderConfig, RunConfig
 
 Rule = Callable[[RunConfig, int], str | None]
+Common = Callable[[AnyConfig, int], str | None]
+C = TypeVar("C", bound=AnyConfig)
 
 CONTENTS = {PromptBatch: "prompts", Pictures: "captioned pictures", Pairs: "preference pairs"}
 SOURCES = {
@@ -127,7 +130,7 @@ def prompts_and_ranks(config: RunConfig, world: int) -> str | None:
     return None
 
 
-def ranks_and_replicas(config: RunConfig, world: int) -> str | None:
+def ranks_and_replicas(config: AnyConfig, world: int) -> str | None:
     replicas = config.engine.replicas
     if config.engine.strategy != "hsdp" or world % replicas == 0:
         return None
@@ -135,13 +138,13 @@ def ranks_and_replicas(config: RunConfig, world: int) -> str | None:
     return f"engine.replicas: {world} ranks do not divide into {replicas} replicas; {advice}"
 
 
-def samples_and_average(config: RunConfig, world: int) -> str | None:
+def samples_and_average(config: AnyConfig, world: int) -> str | None:
     if config.sample.use == "ema" and config.ema == 0:
         return "sample.use: ema is asked for, but none is kept; set ema, as in ema=0.99, or sample.use=live"
     return None
 
 
-def files(config: RunConfig, world: int) -> str | None:
+def files(config: AnyConfig, world: int) -> str | None:
     for f in fields(config.data):  # type: ignore[arg-type]  # every spec is a dataclass: validation refuses others
         path = getattr(config.data, f.name)
         if isinstance(path, Path) and not os.path.exists(path):
@@ -149,6 +152,22 @@ def files(config: RunConfig, world: int) -> str | None:
     return None
 
 
+def rows_and_ranks(config: AutoencoderConfig, world: int) -> str | None:
+    if config.rows % world:
+        return f"rows: {config.rows} rows do not divide among {world} ranks; choose a multiple of {world}"
+    return None
+
+
+def autoencoder_and_data(config: AutoencoderConfig, world: int) -> str | None:
+    found = config.data.yields
+    if found is Pictures:
+        return None
+    holds, advice = CONTENTS.get(found, found.__name__), f"set data.type to {SOURCES[Pictures]}"
+    return f"data: {name(config.autoencoder)} learns from pictures, but {name(config.data)} holds {holds}; {advice}"
+
+
+COMMON: tuple[Common, ...] = (ranks_and_replicas, samples_and_average, files)
+CODEC_RULES: tuple[Callable[[AutoencoderConfig, int], str | None], ...] = (autoencoder_and_data, rows_and_ranks)
 RULES: tuple[Rule, ...] = (
     model_and_process,
     objective_and_process,
@@ -161,19 +180,21 @@ RULES: tuple[Rule, ...] = (
     reach_and_steps,
     truncation_and_chance,
     prompts_and_ranks,
-    ranks_and_replicas,
-    samples_and_average,
-    files,
 )
 
 
-def complaints(config: RunConfig, world: int | None = None) -> list[str]:
+def complaints(config: AnyConfig, world: int | None = None) -> list[str]:
     """Every rule that is broken; the number of ranks is torchrun's if none is given."""
     ranks = launched() if world is None else world
-    return [sentence for rule in RULES if (sentence := rule(config, ranks))]
+    if isinstance(config, AutoencoderConfig):
+        found = [rule(config, ranks) for rule in CODEC_RULES]
+    else:
+        found = [rule(config, ranks) for rule in RULES]
+    found += [rule(config, ranks) for rule in COMMON]
+    return [sentence for sentence in found if sentence]
 
 
-def require(config: RunConfig, world: int | None = None) -> RunConfig:
+def require(config: C, world: int | None = None) -> C:
     """The configuration, if nothing speaks against it."""
     found = complaints(config, world)
     if found:

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from .registries import KINDS
-from .run import RewardConfig, RunConfig
+from .run import AnyConfig, RewardConfig
 from .text import render
 
 
-def resolve(config: RunConfig) -> dict[str, Any]:
+def resolve(config: AnyConfig) -> dict[str, Any]:
     """Plain data that validates to an equal configuration."""
     return settings(config)
 
 
-def dump(config: RunConfig) -> str:
+def dump(config: AnyConfig) -> str:
     """The resolved configuration as YAML."""
     return render(resolve(config))
 

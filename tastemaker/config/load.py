@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import ConfigError, suggest
-from .run import RunConfig
+from .run import AnyConfig, RunConfig
 from .text import parse
 from .validate import validate
 
@@ -22,9 +22,14 @@ def recipes() -> list[str]:
     return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.yaml"))
 
 
-def runnable() -> list[str]:
+def trainable() -> list[str]:
     """The names of those recipes that are whole runs."""
     return [name for name in recipes() if "/" not in name and name != "base"]
+
+
+def runnable() -> list[str]:
+    """Those of them that train a generator, and so can generate; the others train an autoencoder."""
+    return [name for name in trainable() if "autoencoder" not in content(RECIPES / f"{name}.yaml")]
 
 
 def locate(name: str, folder: Path, where: str = "") -> Path:
@@ -119,7 +124,18 @@ def read(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"{recipe}: nested too deeply; expected sections of settings") from error
 
 
-def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_any(recipe: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """The configuration a recipe describes; a run without a name takes the recipe's."""
     config = validate(read(recipe, overrides))
     return config if config.name else replace(config, name=Path(recipe).stem)
+
+
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The same, of a recipe that trains a generator."""
+    config = load_any(recipe, overrides)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"{recipe}: it trains an autoencoder, which alone makes no pictures; use it with `tastemaker train`, "
+            "or give the recipe of a generator"
+        )
+    return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..codec import CodecSpec
 from ..data.spec import DataSpec
 from ..objective import Objective
 from ..policy import ModelSpec, Process
@@ -15,11 +16,15 @@ from ..weights import Tuning
 MODELS = Registry(
     "model",
     {
+        "dit": "tastemaker.models.dit:Dit",
+        "gpt": "tastemaker.models.gpt:Gpt",
+        "maskgit": "tastemaker.models.maskgit:Maskgit",
         "toy_flow": "tastemaker.models.toy:ToyFlow",
         "toy_causal": "tastemaker.models.toy:ToyCausal",
         "toy_masked": "tastemaker.models.toy:ToyMasked",
     },
 )
+CODECS = Registry("autoencoder", {"vae": "tastemaker.models.vae:Vae", "vq": "tastemaker.models.vq:Vq"})
 PROCESSES = Registry(
     "process",
     {
@@ -68,6 +73,11 @@ REWARDS = Registry(
         "mse": "tastemaker.rewards.target:Mse",
         "l1": "tastemaker.rewards.target:L1",
         "stillness": "tastemaker.rewards.motion:Stillness",
+        "playground_verdict": "tastemaker.rewards.playground_verdict:PlaygroundVerdict",
+        "playground_soft": "tastemaker.rewards.playground_soft:PlaygroundSoft",
+        "playground_match": "tastemaker.rewards.playground_match:PlaygroundMatch",
+        "playground_judge": "tastemaker.rewards.playground_judge:PlaygroundJudge",
+        "playground_taste": "tastemaker.rewards.playground_taste:PlaygroundTaste",
         "relative": "tastemaker.rewards.combine:Relative",
         "clipped": "tastemaker.rewards.combine:Clipped",
         "per_frame": "tastemaker.rewards.combine:PerFrame",
@@ -90,6 +100,10 @@ DATA = Registry(
         "picture_folder": "tastemaker.data.pictures:PictureFolder",
         "toy_pairs": "tastemaker.data.pairs:ToyPairs",
         "pair_file": "tastemaker.data.pairs:PairFile",
+        "playground_scenes": "tastemaker.data.playground:PlaygroundScenes",
+        "playground_prompts": "tastemaker.data.playground:PlaygroundPrompts",
+        "playground_signs": "tastemaker.data.playground:PlaygroundSigns",
+        "playground_words": "tastemaker.data.playground:PlaygroundWords",
     },
 )
 SEARCHES = Registry(
@@ -104,6 +118,7 @@ SEARCHES = Registry(
 # A field of one of these types holds a mapping whose `type` is looked up beside it.
 KINDS: dict[type, Registry] = {
     ModelSpec: MODELS,
+    CodecSpec: CODECS,
     Process: PROCESSES,
     Path: PATHS,
     Dynamics: DYNAMICS,

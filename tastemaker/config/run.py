@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from ..codec import CodecSpec
 from ..data.spec import DataSpec
 from ..objective import Objective
 from ..policy import Guidance, ModelSpec, Process
@@ -53,6 +54,7 @@ class EngineConfig:
     trainable: Literal["fp32", "bf16"] = "fp32"  # bf16 rounds stochastically
     memory: Literal["keep", "recompute", "offload"] = "keep"  # activations for the backward pass
     attention: Literal["auto", "sdpa", "flash", "xformers"] = "auto"
+    compile: bool = False  # the network, with torch.compile: slow to start, then faster
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,17 @@ class SampleConfig:
     prompts: tuple[str, ...] = ()  # the first of the data if none are given
     count: PositiveInt = 8
     use: Literal["live", "ema"] = "live"
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """Looks for reward hacking: rewards of weight zero, diversity and the pictures' features on fixed prompts."""
+
+    every: NonNegativeInt = 50  # steps; 0 never
+    prompts: Annotated[int, Field(ge=4)] = 16  # fewer would not tell a change from noise
+    per_prompt: Annotated[int, Field(ge=2)] = 4
+    patience: PositiveInt = 2  # looks a fall must last
+    stop: bool = False  # end the run when the guard warns
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,7 @@ class RunConfig:
     engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
+    guard: GuardConfig = GuardConfig()
     watch: WatchConfig = WatchConfig()
     ema: Decay = 0.0  # decay; 0 keeps no average
     steps: PositiveInt = 100
@@ -114,5 +128,45 @@ class RunConfig:
     name: str | None = None  # of the run's directory; the recipe's if not given
 
     def __post_init__(self) -> None:
-        if self.name in ("", ".", "..") or any(mark in (self.name or "") for mark in "/\\\0"):
-            raise ValueError(f"'name' is {self.name!r:.60}; expected the name of a directory, without slashes")
+        named(self.name)
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What a reconstruction is compared by, each term with its weight; pixels count from -1 to 1."""
+
+    l1: NonNegativeFloat = 1.0
+    mse: NonNegativeFloat = 2.0
+    edge: NonNegativeFloat = 0.5  # differences between neighbouring pixels
+
+
+@dataclass(frozen=True)
+class AutoencoderConfig:
+    """All of a run that trains an autoencoder."""
+
+    autoencoder: CodecSpec
+    data: DataSpec
+    loss: Reconstruction = Reconstruction()
+    rows: PositiveInt = 64  # of data a step, over all ranks
+    optim: Optim = Optim()
+    engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    sample: SampleConfig = SampleConfig()
+    watch: WatchConfig = WatchConfig()
+    ema: Decay = 0.0
+    steps: PositiveInt = 100
+    seed: int = 0
+    output: Path = Path("runs")
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        named(self.name)
+
+
+AnyConfig = RunConfig | AutoencoderConfig
+
+
+def named(name: str | None) -> None:
+    """Refuse a name that no directory can have."""
+    if name in ("", ".", "..") or any(mark in (name or "") for mark in "/\\\0"):
+        raise ValueError(f"'name' is {name!r:.60}; expected the name of a directory, without slashes")

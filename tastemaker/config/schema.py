@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from .dump import plain
 from .load import RECIPES
 from .registries import KINDS
-from .run import RunConfig
+from .run import AutoencoderConfig, RunConfig
 from .validate import Component, Section, Weighted, form
 
 Schema = dict[str, Any]
@@ -21,6 +21,7 @@ WEIGHTED = "weighted reward"
 def schema() -> Schema:
     """The whole of it. Nothing is required, for what a recipe leaves out may come from those it extends."""
     root = of_class(RunConfig)
+    root["properties"] |= of_class(AutoencoderConfig)["properties"]
     names = {"type": "string"}
     root["properties"] |= {"extends": {"anyOf": [names, {"type": "array", "items": names}]}}
     kinds = {registry.kind: of_kind(kind) for kind, registry in KINDS.items()}

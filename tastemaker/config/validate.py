@@ -30,7 +30,7 @@ from typing_extensions import TypedDict, get_protocol_members, is_protocol
 from ..registry import ConfigError
 from ..reward import RewardSpec
 from .registries import KINDS
-from .run import RewardConfig, RunConfig
+from .run import AnyConfig, AutoencoderConfig, RewardConfig, RunConfig
 from .sentences import described, dotted, problem, retold, shown
 
 
@@ -246,7 +246,10 @@ def build(kind: type, data: object, where: str = "") -> Any:
         raise ConfigError(f"{where or 'config'}: nested too deeply; expected sections of settings") from error
 
 
-def validate(data: object) -> RunConfig:
-    """The configuration of a run."""
-    config: RunConfig = build(RunConfig, data)
+def validate(data: object) -> AnyConfig:
+    """The configuration of a run: of an objective's, or of an autoencoder's."""
+    codec = isinstance(data, Mapping) and "autoencoder" in data
+    if codec and isinstance(data, Mapping) and "objective" in data:
+        raise ConfigError("config: found both 'objective' and 'autoencoder'; a recipe trains one of them, remove one")
+    config: AnyConfig = build(AutoencoderConfig if codec else RunConfig, data)
     return config

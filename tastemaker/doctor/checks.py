@@ -50,7 +50,7 @@ def _off(run: Run, policy: Policy[Any], precision: str) -> float:
     """How far from 1 the ratio of any decision is."""
     casting = torch.autocast(run.engine.device.type, torch.bfloat16, enabled=precision == "bf16")
     with torch.no_grad(), casting:
-        made = patient.sample(run, ROWS, policy)
+        made = patient.drawn(run, ROWS, policy)
         ratios = [(policy.decide(made.cond, s).log_prob(s.action) - s.log_prob).exp() for s in made.segments]
     off = [((r - 1).abs() * s.mask).max().item() for r, s in zip(ratios, made.segments, strict=True)]
     return max(off, default=math.nan)

@@ -61,9 +61,14 @@ def nudged(run: Run, size: float) -> Iterator[None]:
                 p.copy_(before[key])
 
 
-def sample(run: Run, count: int, policy: Policy[Any] | None = None) -> Trajectory:
+def sample(run: Run, count: int) -> Trajectory:
     """Samples of the first prompts, always from the same noise."""
-    first, policy = run.data.first(count), policy or run.policy
-    rng = Randomness(run.seed, STEP, torch.arange(len(first), device=run.engine.device))
     with run.engine.computing():
-        return policy.sample(policy.embed(first.prompts, first.facts), rng)
+        return drawn(run, count, run.policy)
+
+
+def drawn(run: Run, count: int, policy: Policy[Any]) -> Trajectory:
+    """The same of any policy, in whatever precision the caller computes."""
+    first = run.data.first(count)
+    rng = Randomness(run.seed, STEP, torch.arange(len(first), device=run.engine.device))
+    return policy.sample(policy.embed(first.prompts, first.facts), rng)

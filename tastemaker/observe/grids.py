@@ -1,11 +1,13 @@
-"""samples/step-000050.png, or .mp4 for clips."""
+"""samples/step-000050.png, or .mp4 for clips, and what is in it as step-000050.json."""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ..pictures import grid, save_picture
+from ..pictures import boxes, grid, save_picture, times
 from ..train.events import Event, Sampled, Started
 
 
@@ -23,6 +25,22 @@ class Grids:
             suffix = "png" if event.pixels.shape[1] == 1 else self._clips
             path = self._directory / f"step-{event.step:06d}.{suffix}"
             save_picture(grid(event.pixels, captions=event.prompts), path)
+            path.with_suffix(".json").write_text(json.dumps(_described(event, path.name), indent=1), encoding="utf-8")
 
     def close(self) -> None:
         return None
+
+
+def _described(event: Sampled, file: str) -> dict[str, Any]:
+    """The prompts and scores of a grid, and where in it each sample lies."""
+    count, frames, _, height, width = event.pixels.shape
+    return {
+        "step": event.step,
+        "file": file,
+        "prompts": event.prompts,
+        "scores": {name: score if math.isfinite(score) else None for name, score in event.scores.items()},
+        "frames": frames,
+        "size": [width, height],
+        "enlarged": times(height, width),
+        "boxes": boxes(count, height, width),
+    }

@@ -1,18 +1,22 @@
-"""metrics.jsonl: one JSON object a step."""
+"""metrics.jsonl: one JSON object a step, and one for each look of the guard."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from ..train.events import Event, Started, Updated
+from ..train.events import Event, Guarded, Started, Updated
 
 
 class JsonLines:
-    """Appends step, seconds, samples and every metric of a step; a value that is not finite becomes null."""
+    """Appends step, seconds, samples and every metric of a step; a value that is not finite becomes null.
+
+    What the guard saw is a row of its own, as guard/<metric>, with its warning if it has one.
+    """
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
@@ -22,11 +26,17 @@ class JsonLines:
             self.close()
             path = event.directory / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            cut(path, event.step)
+            cut(path, event.step or -1)  # a run that begins anew looks at step 0 anew
             self._file = path.open("a", encoding="utf-8")
-        elif isinstance(event, Updated) and self._file:
-            row = {"step": event.step, "seconds": event.seconds, "samples": event.samples}
-            self._file.write(json.dumps({key: _finite(x) for key, x in {**event.metrics, **row}.items()}) + "\n")
+        elif isinstance(event, Updated):
+            self._write({**event.metrics, "step": event.step, "seconds": event.seconds, "samples": event.samples})
+        elif isinstance(event, Guarded):
+            warning = {"warning": event.warning} if event.warning else {}
+            self._write({"step": event.step, **{f"guard/{k}": x for k, x in event.metrics.items()}, **warning})
+
+    def _write(self, row: Mapping[str, float | str]) -> None:
+        if self._file:
+            self._file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -55,5 +65,5 @@ def _step(line: str) -> float:
     return int(row["step"]) if whole else math.inf
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | str) -> float | str | None:
+    return value if isinstance(value, str) or math.isfinite(value) else None

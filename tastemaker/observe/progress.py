@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..train.events import Event, Finished, Sampled, Saved, Started, Updated
+from ..train.events import Event, Finished, Guarded, Sampled, Saved, Started, Updated
 
 LABELS = {"reward": "reward", "loss": "loss", "kl": "KL", "grad_norm": "grad norm", "lr": "lr"}
 PAUSE = 5.0  # seconds between plain lines
@@ -32,6 +32,7 @@ class Progress:
         self._last: Updated | None = None
         self._saved: Path | None = None
         self._kind = "images"
+        self._warned = False
 
     def see(self, event: Event) -> None:
         if isinstance(event, Started):
@@ -42,6 +43,10 @@ class Progress:
             self._tell()
         elif isinstance(event, Sampled):
             self._kind = "images" if event.pixels.shape[1] == 1 else "clips"
+        elif isinstance(event, Guarded):
+            if event.warning and not self._warned:
+                self._print(f"warning, step {event.step}: {event.warning}", "yellow")
+            self._warned = event.warning is not None
         elif isinstance(event, Saved):
             self._saved = event.path
         elif isinstance(event, Finished):
@@ -116,8 +121,8 @@ class Progress:
         words += [f"took {taken}", *([f"saved in {self._saved}"] if self._saved else [])]
         return f"{event.reason} ({', '.join(words)})"
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def _print(self, line: str, style: str | None = None) -> None:
+        self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 class Pace:

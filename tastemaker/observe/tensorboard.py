@@ -7,7 +7,7 @@ from typing import Any
 
 from ..pictures import sheet
 from ..registry import ConfigError
-from ..train.events import Event, Sampled, Started, Updated
+from ..train.events import Event, Guarded, Sampled, Started, Updated
 
 
 class TensorBoard:
@@ -35,6 +35,11 @@ class TensorBoard:
             self._writer.add_image("samples", sheet(event.pixels, event.prompts).numpy(), event.step)
             for name, value in event.scores.items():
                 self._writer.add_scalar(f"samples/{name}", value, event.step)
+        elif isinstance(event, Guarded):
+            for name, value in event.metrics.items():
+                self._writer.add_scalar(f"guard/{name}", value, event.step)
+            if event.warning:
+                self._writer.add_text("guard", event.warning, event.step)
 
     def close(self) -> None:
         if self._writer:

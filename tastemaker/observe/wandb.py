@@ -11,7 +11,7 @@ from typing import Any
 
 from ..pictures import as_bytes, sheet
 from ..registry import ConfigError
-from ..train.events import Event, Sampled, Started, Updated
+from ..train.events import Event, Guarded, Sampled, Started, Updated
 
 
 class Wandb:
@@ -36,6 +36,10 @@ class Wandb:
             image = self._wandb.Image(as_bytes(sheet(event.pixels, event.prompts)))
             scores = {f"samples/{name}": value for name, value in event.scores.items()}
             self._run.log({"samples": image, **scores, "step": event.step})
+        elif isinstance(event, Guarded):
+            words = {"guard/warning": event.warning} if event.warning else {}
+            seen = {f"guard/{name}": value for name, value in event.metrics.items()}
+            self._run.log({**seen, **words, "step": event.step})
 
     def close(self) -> None:
         if self._run:

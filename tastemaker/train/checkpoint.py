@@ -30,11 +30,18 @@ Groups = dict[str, dict[str, Tensor]]
 
 
 def save(
-    directory: Path, step: int, engine: Engine, weights: Weights, extra: Mapping[str, Any], config: CheckpointConfig
+    directory: Path,
+    step: int,
+    engine: Engine,
+    weights: Weights,
+    extra: Mapping[str, Any],
+    config: CheckpointConfig,
+    *,
+    best: bool = False,
 ) -> Path:
     """Write everything a resume needs; it appears complete or not at all. Every rank must call it.
 
-    `extra` goes through JSON: tuples come back as lists, and keys as strings.
+    `extra` goes through JSON: tuples come back as lists, and keys as strings. The `best` so far is never pruned.
     """
     target = folders.named(directory, step)
     partial = folders.partial(target)
@@ -55,7 +62,8 @@ def save(
         "files": {name: asdict(seal) for name, seal in sorted(found.items())},
         "extra": dict(extra),
     }
-    _agree(engine, _finish(partial, target, state, config.keep) if engine.comm.rank == 0 else None, partial)
+    error = _finish(partial, target, state, config.keep, best=best) if engine.comm.rank == 0 else None
+    _agree(engine, error, partial)
     return target
 
 
@@ -75,9 +83,11 @@ def _begin(partial: Path, groups: Groups) -> OSError | None:
     return None
 
 
-def _finish(partial: Path, target: Path, state: Mapping[str, Any], keep: int) -> OSError | None:
+def _finish(partial: Path, target: Path, state: Mapping[str, Any], keep: int, *, best: bool) -> OSError | None:
     try:
         folders.publish(partial, target, state)
+        if best:
+            folders.point(target)
         folders.prune(target, keep)
     except OSError as error:
         return error

@@ -79,6 +79,8 @@ class Engine:
                 self._place(unit, dtype, kept)
                 if self.mesh is not None:
                     self._shard(unit, whole=unit is net)
+            if self.config.compile:
+                net.compile()  # in place: names, hooks and borrowed weights stay as they are
         if isinstance(weights, FullWeights):
             _copy_snapshots(weights)
         self.net, self.parameters = weights.net, weights.trainable()

@@ -42,6 +42,14 @@ class Sampled(Event):
 
 
 @dataclass(frozen=True)
+class Guarded(Event):
+    """A look at fixed prompts for signs of reward hacking."""
+
+    metrics: Mapping[str, float]  # reward, reward/<name> with those held out, diversity, variety, features of pictures
+    warning: str | None  # what speaks for reward hacking
+
+
+@dataclass(frozen=True)
 class Saved(Event):
     path: Path
 

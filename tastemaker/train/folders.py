@@ -17,6 +17,7 @@ import torch
 from .tensors import CheckpointError, Damaged, Seal, seal
 
 FORMAT = 1
+BEST = "best"  # a link to the checkpoint with the highest held-out score
 COMPLETE = re.compile(r"step-(\d+)(\.old)?")  # .old: set aside while the step was saved anew
 
 
@@ -87,9 +88,18 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
+def point(target: Path) -> None:
+    """Let `best` beside a checkpoint lead to it."""
+    link, new = target.with_name(BEST), partial(target.with_name(BEST))
+    new.unlink(missing_ok=True)
+    new.symlink_to(target.name)  # relative, so that a run's directory can be moved
+    new.replace(link)
+
+
 def prune(target: Path, keep: int) -> None:
-    """Keep the newest so many checkpoints, and always the one just written; 0 keeps all."""
-    found = [path for path in complete(target.parent) if path != target]
+    """Keep the newest so many checkpoints, and always the one just written and the best; 0 keeps all."""
+    best = target.with_name(BEST).resolve().name
+    found = [path for path in complete(target.parent) if path != target and path.name != best]
     for path in found[: max(0, len(found) - keep + 1)] if keep else []:
         # Renamed first, so that a half-deleted one never looks complete.
         path.rename(partial(path))

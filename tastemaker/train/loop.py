@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from ..randomness import Randomness
 from ..types import Loss, index
 from ..weights import warm
 from .engine import TrainingError, Update
-from .events import Event, Finished, Sampled, Saved, Started, Updated
+from .events import Event, Finished, Guarded, Sampled, Saved, Started, Updated
+from .guard import judge
 from .run import LOOK, Run
 
 
@@ -27,19 +28,40 @@ def train(run: Run) -> Iterator[Event]:
     yield Started(run.start, run.steps, run.directory, sum(p.numel() for p in run.policy.weights.trainable().values()))
     if run.sample.every and run.start == 0:
         yield look(run, 0)
+    if guarded(run) and not run.history.looks:
+        yield judge(run, run.start)
     with asked_to_stop() as asked:
         for step in range(run.start, run.steps):
             yield learn(run, step)
-            done = step + 1
-            stop = run.engine.comm.any(asked.is_set())
+            done, reason = step + 1, ""
+            if run.engine.comm.any(asked.is_set()):
+                reason = f"asked to stop after step {done}; the same command goes on from there"
             if run.sample.every and (done % run.sample.every == 0 or done == run.steps):
                 yield look(run, done)
-            if done % run.checkpoint.every == 0 or done == run.steps or stop:
+            if guarded(run) and (done % run.guard.every == 0 or done == run.steps):
+                found = judge(run, done)
+                yield found
+                reason = halt(run, found) or reason
+            best = run.history.best == done
+            if done % run.checkpoint.every == 0 or done == run.steps or reason or best:
                 yield Saved(done, run.save(done))
-            if stop and done < run.steps:
-                yield Finished(done, f"asked to stop after step {done}; the same command goes on from there")
+            if reason and done < run.steps:
+                yield Finished(done, reason)
                 return
     yield Finished(run.steps, f"all {run.steps} steps done")
+
+
+def guarded(run: Run) -> bool:
+    """Whether there is a guard; without any reward it would have nothing to compare."""
+    return bool(run.guard.every and run.rubric.rewards)
+
+
+def halt(run: Run, found: Guarded) -> str:
+    """Why the guard ends the run, if it does."""
+    if not run.guard.stop or not found.warning:
+        return ""
+    best = f", and checkpoints/best is step {run.history.best}" if run.history.best else ""
+    return f"stopped by the guard after step {found.step}: {found.warning}{best}"
 
 
 def learn(run: Run, step: int) -> Updated:
@@ -100,8 +122,7 @@ def look(run: Run, step: int) -> Sampled:
     prompts = run.sample.prompts or chosen.prompts
     facts = () if run.sample.prompts else chosen.facts
     rng = Randomness(run.seed, LOOK, torch.arange(len(prompts), device=run.engine.device))
-    averaged = run.sample.use == "ema" and run.ema
-    with run.engine.computing(), run.policy.weights.use("ema") if averaged else nullcontext():
+    with run.engine.computing(), run.shown():
         pixels = run.policy.decode(run.policy.sample(run.policy.embed(prompts, facts), rng).final)
         scores = run.rubric.score(pixels, prompts, facts)
     means = {name: part.mean().item() for name, part in scores.parts.items()}

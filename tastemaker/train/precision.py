@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -55,6 +57,8 @@ def check(config: EngineConfig, device: torch.device, world: int) -> None:
         raise TrainingError(
             "engine.attention is xformers, which is not installed; run `pip install xformers` or set it to auto"
         )
+    if config.compile:
+        _check_compiler(config, device)
     if config.attention == "flash":
         _check_flash(config, device)
 
@@ -69,6 +73,23 @@ def _check_flash(config: EngineConfig, device: torch.device) -> None:
         raise TrainingError(
             f"engine.attention is flash, which knows only fp16 and bf16, but engine.precision is {config.precision}; "
             "set engine.precision to bf16 or engine.attention to auto"
+        )
+
+
+def _check_compiler(config: EngineConfig, device: torch.device) -> None:
+    """What torch.compile translates with: Triton on a GPU, C++ elsewhere."""
+    if config.precision == "tf32":
+        # It asks PyTorch for the precision in the old way, which PyTorch refuses to answer once it was set in the new.
+        raise TrainingError("engine.compile cannot be combined with tf32; set engine.precision to bf16 or fp32")
+    if device.type == "cuda":
+        needed, there = "Triton", find_spec("triton") is not None
+    else:
+        named = os.environ.get("CXX")
+        needed, there = "a C++ compiler", any(shutil.which(name) for name in (named, "g++", "clang++", "c++") if name)
+    if not there:
+        raise TrainingError(
+            f"engine.compile is true, but {needed} was not found here, which it needs on {device.type}; "
+            "install it, or set engine.compile to false"
         )
 
 

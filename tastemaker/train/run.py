@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..config.run import Batch, CheckpointConfig, SampleConfig
+from ..config.run import Batch, CheckpointConfig, GuardConfig, SampleConfig
 from ..data.spec import Dataset
 from ..objective import Context, Memory, Objective
 from ..policy import Policy
@@ -17,9 +18,10 @@ from ..randomness import Randomness
 from ..reward import Rubric
 from . import checkpoint
 from .engine import Engine
+from .evidence import History
 
 AnyObjective = Objective[Any, Any, Any, Any]
-LOOK = -1  # the step whose draws samples to look at use, always the same
+LOOK, GUARD = -1, -2  # the steps whose draws samples to look at and to judge use, always the same
 
 
 @dataclass
@@ -36,11 +38,15 @@ class Run:
     ema: float = 0.0
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
+    guard: GuardConfig = GuardConfig()
     start: int = 0  # steps completed
     note: Mapping[str, Any] = field(default_factory=dict)  # goes into every checkpoint
     memory: Memory = field(init=False)
+    history: History = field(init=False)  # of the guard
 
     def __post_init__(self) -> None:
+        held_out = [name for name, graded in self.rubric.rewards.items() if not graded.weight]
+        self.history = History(held_out, self.guard.patience)
         self.memory = self.objective.memory()
         self.engine.prepare(self.policy.weights)
 
@@ -52,11 +58,20 @@ class Run:
         return Context(self.policy, self.rubric, rng, self.engine.comm, self.memory, chunk=self.batch.rollout)
 
     def save(self, step: int) -> Path:
-        extra = {**self.note, "step": step, "seed": self.seed, "memory": self.memory.state()}
-        return checkpoint.save(self.directory, step, self.engine, self.policy.weights, extra, self.checkpoint)
+        kept = {"memory": self.memory.state(), "guard": self.history.state()}
+        extra = {**self.note, "step": step, "seed": self.seed, **kept}
+        best = self.history.best == step
+        weights = self.policy.weights
+        return checkpoint.save(self.directory, step, self.engine, weights, extra, self.checkpoint, best=best)
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint as if nothing had happened."""
         extra = checkpoint.load(path, self.engine, self.policy.weights)
         self.memory.restore(extra["memory"]) if extra["memory"] else None
+        self.history.restore(extra.get("guard", ()))
         self.start = int(extra["step"])
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Within the block the network runs on the weights that will be used."""
+        averaged = self.sample.use == "ema" and self.ema
+        return self.policy.weights.use("ema") if averaged else nullcontext()

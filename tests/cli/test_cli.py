@@ -41,9 +41,9 @@ def test_training_leaves_metrics_samples_and_checkpoints():
     assert run("train", "grpo-toy-flow", *QUICK) == 0
     place = Path("runs/grpo-toy-flow")
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert {"loss", "reward", "grad_norm", "lr", "ratio"} <= set(rows[0])
-    assert sorted(p.name for p in (place / "samples").iterdir()) == [f"step-00000{i}.png" for i in (0, 2, 4)]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]  # the guard looks at the start and at the end
+    assert {"loss", "reward", "grad_norm", "lr", "ratio"} <= set(rows[1]) and "guard/diversity" in rows[0]
+    assert sorted(p.name for p in (place / "samples").glob("*.png")) == [f"step-00000{i}.png" for i in (0, 2, 4)]
     assert sorted(p.name for p in (place / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
 
@@ -58,7 +58,7 @@ def test_the_same_command_goes_on_where_a_run_stopped():
     whole, parts = weights("whole", 4), weights("parts", 4)
     assert all(whole[key].equal(parts[key]) for key in whole)
     rows = [json.loads(line)["step"] for line in Path("runs/parts/metrics.jsonl").read_text().splitlines()]
-    assert rows == [1, 2, 3, 4]
+    assert rows == [0, 1, 2, 3, 4, 4]
 
 
 def test_another_configuration_is_refused_with_the_difference(capsys):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from PIL import Image
 
+from tastemaker.colors import COLORS
 from tastemaker.data.order import rows
 from tastemaker.data.pairs import PairFile, ToyPairs
 from tastemaker.data.pictures import PictureFolder, ToyPictures
 from tastemaker.data.prompts import InlinePrompts, PromptFile
-from tastemaker.colors import COLORS
 from tastemaker.pictures import PictureError
 from tastemaker.registry import ConfigError
 

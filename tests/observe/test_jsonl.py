@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tastemaker.observe.jsonl import JsonLines
-from tastemaker.train.events import Finished, Started, Updated
+from tastemaker.train.events import Finished, Guarded, Started, Updated
 
 
 def run(directory: Path, first: int, last: int, loss: float = 0.5) -> None:
@@ -67,3 +67,16 @@ def test_rows_are_on_disk_at_once(tmp_path: Path) -> None:
     observer.see(Updated(1, {"loss": 1.0}, 0.1, 1))
     assert len(rows(tmp_path)) == 1
     observer.close()
+
+
+def test_what_the_guard_saw_is_a_row_of_its_own_and_a_new_run_looks_anew(tmp_path: Path) -> None:
+    for _ in range(2):
+        observer = JsonLines()
+        observer.see(Started(0, 2, tmp_path, 1))
+        observer.see(Guarded(0, {"reward": 0.5, "diversity": float("nan")}, None))
+        observer.see(Guarded(1, {"reward": 0.75}, "too good"))
+        observer.close()
+    assert rows(tmp_path) == [
+        {"step": 0, "guard/reward": 0.5, "guard/diversity": None},
+        {"step": 1, "guard/reward": 0.75, "warning": "too good"},
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from io import StringIO
 from pathlib import Path
@@ -17,7 +18,7 @@ from tastemaker.observe.wandb import Wandb
 from tastemaker.observe.watch import Observer, Watchers
 from tastemaker.pictures import read_picture
 from tastemaker.registry import ConfigError
-from tastemaker.train.events import Event, Finished, Sampled, Saved, Started, Updated
+from tastemaker.train.events import Event, Finished, Guarded, Sampled, Saved, Started, Updated
 
 
 class Broken:
@@ -37,7 +38,10 @@ class Broken:
 def events(directory: Path, frames: int = 1, first: int = 0, last: int = 3) -> list[Event]:
     pixels = torch.rand(3, frames, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     sampled = Sampled(last, ("a red cat", "a dog", "a very long prompt " * 9), pixels, {"color": 0.75})
-    updates = [Updated(step, {"loss": 1 / step, "reward": 0.5}, 0.5, 4) for step in range(first + 1, last + 1)]
+    updates: list[Event] = [
+        Updated(step, {"loss": 1 / step, "reward": 0.5}, 0.5, 4) for step in range(first + 1, last + 1)
+    ]
+    updates.append(Guarded(last, {"diversity": 0.5}, "suspicious"))
     saved, finished = Saved(last, directory / "checkpoints"), Finished(last, "finished")
     return [Started(first, last, directory, 7), *updates, sampled, saved, finished]
 
@@ -56,7 +60,7 @@ def test_an_observer_that_raises_is_reported_once_and_dropped_and_the_others_go_
     said = watch([broken, JsonLines(), Grids()], events(tmp_path))
     assert said == "warning Broken watches no longer (OSError: [disk] full); the run goes on without it\n"
     assert broken.seen == 1
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     assert (tmp_path / "samples" / "step-000003.png").exists()
 
 
@@ -83,8 +87,11 @@ def test_an_interrupt_is_not_swallowed(tmp_path: Path) -> None:
         watch([Interrupted()], events(tmp_path))
 
 
-def test_samples_of_stills_become_a_png(tmp_path: Path) -> None:
+def test_samples_of_stills_become_a_png_and_its_description(tmp_path: Path) -> None:
     watch([Grids()], events(tmp_path))
+    told = json.loads((tmp_path / "samples" / "step-000003.json").read_text())
+    assert told["prompts"][:2] == ["a red cat", "a dog"] and told["scores"] == {"color": 0.75}
+    assert len(told["boxes"]) == 3 and told["size"] == [8, 8]
     assert read_picture(tmp_path / "samples" / "step-000003.png").shape[0] == 1
 
 
@@ -101,7 +108,7 @@ def test_tensorboard_keeps_curves_and_samples_and_a_resumed_run_replaces_steps(t
     watch([TensorBoard()], events(tmp_path, frames, first=1, last=4))
     read = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [point.step for point in read.Scalars("loss")] == [1, 2, 3, 4]
-    assert {"loss", "reward", "samples_per_second", "samples/color"} <= set(read.Tags()["scalars"])
+    assert {"loss", "reward", "samples_per_second", "samples/color", "guard/diversity"} <= set(read.Tags()["scalars"])
     assert read.Images("samples")[-1].step == 4
 
 

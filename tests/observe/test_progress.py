@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from tastemaker.observe.progress import Pace, Progress
-from tastemaker.train.events import Event, Finished, Sampled, Saved, Started, Updated
+from tastemaker.train.events import Event, Finished, Guarded, Sampled, Saved, Started, Updated
 
 
 def update(step: int, seconds: float = 2.0, samples: int = 8) -> Updated:
@@ -128,3 +128,10 @@ def test_speed_follows_recent_steps() -> None:
     for _ in range(50):
         pace.add(update(1, seconds=1.0))
     assert pace.rate == pytest.approx(8.0, rel=0.05)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_warning_is_said_when_it_arises_and_not_at_every_look(terminal: bool) -> None:
+    looks = [Guarded(step, {}, "probable reward hacking" if step > 1 else None) for step in range(1, 5)]
+    told = shown([*stream(5)[:2], *looks, *stream(5)[2:]], terminal)
+    assert told.count("warning, step 2: probable reward hacking") == 1 and told.count("reward hacking") == 1

@@ -7,7 +7,7 @@ import torch
 
 from tastemaker.config.build import build
 from tastemaker.config.load import load
-from tastemaker.train.events import Finished, Sampled, Saved, Started, Updated
+from tastemaker.train.events import Finished, Guarded, Sampled, Saved, Started, Updated
 from tastemaker.train.loop import learn, train
 
 QUIET = ["sample.every=0", "steps=2", "batch.prompts=8"]
@@ -51,9 +51,10 @@ def test_several_updates_and_epochs_pass_over_every_row(tmp_path):
 
 
 def test_events_come_in_order(tmp_path):
-    run = build(load("grpo-toy-flow", ["steps=2", "sample.every=1", "checkpoint.every=1", "batch.prompts=4"]), tmp_path)
-    kinds = [type(event) for event in train(run)]
-    assert kinds == [Started, Sampled, Updated, Sampled, Saved, Updated, Sampled, Saved, Finished]
+    often = ["steps=2", "sample.every=1", "checkpoint.every=1", "guard.every=1", "batch.prompts=4"]
+    kinds = [type(event) for event in train(build(load("grpo-toy-flow", often), tmp_path))]
+    step = [Updated, Sampled, Guarded, Saved]
+    assert kinds == [Started, Sampled, Guarded, *step, *step, Finished]
 
 
 def test_the_average_follows_the_live_weights(tmp_path):

@@ -1,0 +1,110 @@
+"""What a run's numbers say, in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Literal
+
+from .read import Curve, Record
+
+BEYOND_NOISE = 4.0  # standard errors
+LEAST = 10  # steps from which on a trend can be told
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: Literal["warning", "note", "good"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Medians of the first and the last fifth of a curve, and what the noise from point to point makes of them."""
+
+    before: float
+    after: float
+    error: float
+
+    @property
+    def rose(self) -> bool:
+        return self.after - self.before > BEYOND_NOISE * self.error
+
+    @property
+    def fell(self) -> bool:
+        return self.before - self.after > BEYOND_NOISE * self.error
+
+    def __str__(self) -> str:
+        return f"from {self.before:.3g} to {self.after:.3g}"
+
+
+def trend(curve: Curve) -> Trend | None:
+    if len(curve) < LEAST:
+        return None
+    values = [value for _, value in curve]
+    size = len(values) // 5
+    jumps = [abs(b - a) for a, b in pairwise(values)]
+    noise = 1.4826 * median(jumps) / math.sqrt(2)  # the standard deviation, if it is normal, whatever the trend
+    # A median is 1.25 times as uncertain as a mean, and there are two of them.
+    return Trend(median(values[:size]), median(values[-size:]), noise * 1.25 * math.sqrt(2 / size))
+
+
+def findings(record: Record) -> list[Finding]:
+    """Warnings first, then what is worth knowing; never nothing."""
+    looks = [row for row in record.rows if "guard/reward" in row]
+    found = [*_hacked(record, len(looks)), *_learned_nothing(record)]
+    if not found and record.curve("reward"):
+        found.append(_healthy(record, len(looks)))
+    if looks and not record.held_out:
+        text = "No reward is held out, so only diversity was watched. Give a second reward weight 0 to see more."
+        found.append(Finding("note", text))
+    if record.best:
+        found.append(Finding("note", f"The best checkpoint by held-out score is {record.best} (checkpoints/best)."))
+    return found
+
+
+def _hacked(record: Record, looks: int) -> list[Finding]:
+    told = [(row["step"], str(row["warning"])) for row in record.rows if row.get("warning")]
+    if told:
+        step, text = told[-1]
+        now = step == max(row["step"] for row in record.rows if "guard/reward" in row)
+        when = f"At step {step}" if now else f"At step {step}, though no longer at the last look"
+        words = text.replace(" -> ", " \N{RIGHTWARDS ARROW} ")
+        return [Finding("warning" if now else "note", f"{when}, {words}.")]
+    reward = trend(record.curve("reward"))
+    if looks or reward is None or not reward.rose:
+        return []
+    falls = {name: trend(record.curve(f"reward/{name}")) for name in record.held_out}
+    lost = [f"the held-out reward '{name}' fell {each}" for name, each in falls.items() if each and each.fell]
+    if not lost:
+        return []
+    text = f"Probable reward hacking: the training reward rose {reward}, while {' and '.join(lost)}."
+    return [Finding("warning", text)]
+
+
+def _learned_nothing(record: Record) -> list[Finding]:
+    """The failure nobody sees: a run that looks healthy and learns nothing."""
+    norms = [value for _, value in record.curve("grad_norm")]
+    flat = [value for _, value in record.curve("flat_groups")]
+    still = sum(norm == 0 for norm in norms)
+    found = []
+    if norms and still > len(norms) / 10:
+        text = f"No gradient reached the weights in {still} of {len(norms)} steps. `tastemaker doctor` finds out why."
+        found.append(Finding("warning", text))
+    if flat and fmean(flat) > 0.8:
+        text = f"In {fmean(flat):.0%} of the groups all samples earned the same, and such groups teach nothing."
+        found.append(Finding("warning", text))
+    reward = trend(record.curve("reward"))
+    if reward is not None and not reward.rose:
+        text = "fell" if reward.fell else "did not rise beyond its noise"
+        found.append(Finding("note", f"The training reward {text} ({reward})."))
+    return found
+
+
+def _healthy(record: Record, looks: int) -> Finding:
+    if not looks:
+        return Finding("note", "The guard was off, so nothing but the training reward was watched.")
+    watched = " or ".join([*(f"the held-out reward '{name}'" for name in record.held_out), "diversity"])
+    return Finding("good", f"No sign of reward hacking in {looks} looks: no fall of {watched} beyond noise.")

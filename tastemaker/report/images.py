@@ -1,0 +1,83 @@
+"""Samples as data URIs: cut out of their grids, at their own size, and small enough to travel in a page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from ..pictures import PictureError, as_bytes, read_picture
+from .read import Sheet
+
+LARGEST = 512  # pixels of the longer side of a picture in the page
+EXACT = 128  # pixels a side up to which pictures stay as they are, without loss
+STRIP = 4  # frames a clip is shown by
+MOVIE = 3 * 2**20  # bytes up to which a clip moves in the page
+KINDS = {".png": "image/png", ".jpg": "image/jpeg", ".mp4": "video/mp4", ".gif": "image/gif"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture in the page; a clip is a strip of some of its frames."""
+
+    source: str  # data URI
+    width: int
+    height: int
+
+    @property
+    def small(self) -> bool:
+        return self.height <= EXACT
+
+
+def pictures(sheet: Sheet, count: int, longest: int = LARGEST) -> list[Picture]:
+    """The first so many samples of a sheet; none if it cannot be read."""
+    try:
+        frames = read_picture(sheet.path)  # [F, 3, H, W]
+    except PictureError:
+        return []
+    picks = torch.linspace(0, len(frames) - 1, min(STRIP, len(frames))).round().long()
+    shown: list[Picture] = []
+    for left, top, right, bottom in sheet.boxes[:count]:
+        cells = [Image.fromarray(each) for each in as_bytes(frames[picks, :, top:bottom, left:right])]
+        # Nearest is exact, for grids enlarge by whole numbers; movies are not exact, so they are averaged.
+        way = Image.Resampling.NEAREST if len(cells) == 1 else Image.Resampling.BOX
+        shown.append(encoded(side_by_side([cell.resize(sheet.size, way) for cell in cells]), longest * len(cells)))
+    return shown
+
+
+def side_by_side(cells: list[Image.Image]) -> Image.Image:
+    if len(cells) == 1:
+        return cells[0]
+    width, height = cells[0].size
+    gap = max(1, width // 24)
+    strip = Image.new("RGB", (len(cells) * (width + gap) - gap, height), "grey")
+    for i, cell in enumerate(cells):
+        strip.paste(cell, (i * (width + gap), 0))
+    return strip
+
+
+def encoded(image: Image.Image, longest: int) -> Picture:
+    """PNG if small, else JPEG of at most so many pixels a side."""
+    small = image.height <= EXACT
+    if max(image.size) > longest:
+        image.thumbnail((longest, longest), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    settings: dict[str, Any] = {"optimize": True} if small else {"quality": 88}
+    image.save(buffer, "PNG" if small else "JPEG", **settings)
+    return Picture(data_uri(buffer.getvalue(), ".png" if small else ".jpg"), *image.size)
+
+
+def movie(path: Path) -> str | None:
+    """A clip as it is, if a page can bear it."""
+    if path.suffix not in (".mp4", ".gif") or path.stat().st_size > MOVIE:
+        return None
+    return data_uri(path.read_bytes(), path.suffix)
+
+
+def data_uri(content: bytes, suffix: str) -> str:
+    return f"data:{KINDS[suffix]};base64,{base64.b64encode(content).decode('ascii')}"

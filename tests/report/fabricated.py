@@ -1,0 +1,69 @@
+"""Runs that never were, with everything a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tastemaker.observe.grids import Grids
+from tastemaker.observe.jsonl import JsonLines
+from tastemaker.train.events import Event, Finished, Guarded, Sampled, Started, Updated
+
+PROMPTS = ("a red car", 'a <b>bold</b> & "quoted" prompt', "", "a very long prompt that goes on " * 8)
+CONFIG = """\
+objective: {type: grpo, group: 8}
+model: {type: toy_flow}
+rewards:
+  bright: {type: brightness, weight: 1.0}
+  color: {type: color, weight: 0}
+name: %s
+"""
+
+
+def events(directory: Path, held: float, *, steps: int = 60, frames: int = 1, guard: bool = True) -> list[Event]:
+    """A reward that rises while a held-out one changes by so much."""
+    chance, told = random.Random(0), [Started(0, steps, directory, 7)]
+    noise = torch.Generator().manual_seed(0)
+    for step in range(steps + 1):
+        t = step / steps
+        values = {
+            "reward": 0.2 + 0.6 * t + chance.gauss(0, 0.01),
+            "reward/color": 0.5 + held * t + chance.gauss(0, 0.01),
+        }
+        if step:
+            rest = {"reward/bright": values["reward"], "kl": t, "grad_norm": 0.1, "loss": 0.0, "flat_groups": 0.1}
+            told.append(Updated(step, {**values, **rest}, 0.5, 64))
+        if step % 20 == 0:
+            pixels = torch.rand(len(PROMPTS), frames, 3, 16, 16, generator=noise)
+            told.append(Sampled(step, PROMPTS, pixels, {"bright": values["reward"]}))
+        if guard and step % 20 == 0:
+            warning = (
+                f"probable reward hacking: fell from 0.5 to {0.5 + held * t:.2g}" if held < 0 and step > 20 else None
+            )
+            told.append(Guarded(step, {**values, "diversity": 0.4, "variety": 0.5, "dark": 0.0}, warning))
+    return [*told, Finished(steps, "done")]
+
+
+def fabricate(directory: Path, held: float, **settings: Any) -> Path:
+    """The directory of such a run."""
+    directory.mkdir(parents=True)
+    observers = (JsonLines(), Grids())
+    for event in events(directory, held, **settings):
+        for observer in observers:
+            observer.see(event)
+    for observer in observers:
+        observer.close()
+    (directory / "config.yaml").write_text(CONFIG % directory.name, encoding="utf-8")
+    (directory / "environment.json").write_text(json.dumps({"torch": "9.9.9", "device": "abacus"}), encoding="utf-8")
+    return directory
+
+
+def evaluate(directory: Path, name: str, score: float) -> None:
+    tasks = {"counting": {"strict": {"mean": score, "low": score - 0.05, "high": score + 0.05}}}
+    place = directory / "eval" / name
+    place.mkdir(parents=True)
+    (place / "report.json").write_text(json.dumps({"means": {"strict": score}, "by_tag": tasks}), encoding="utf-8")

@@ -1,0 +1,129 @@
+"""Autoencoders train on the same engine: they learn, resume to the bit, and are exported to what generators load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tastemaker.commands.directory import record
+from tastemaker.commands.exporting import export
+from tastemaker.commands.training import run_training
+from tastemaker.config.build import build, build_autoencoder, shrunk_any
+from tastemaker.config.check import complaints
+from tastemaker.config.dump import dump, resolve
+from tastemaker.config.load import load, load_any, override, read
+from tastemaker.config.run import AutoencoderConfig
+from tastemaker.config.text import parse
+from tastemaker.config.validate import validate
+from tastemaker.models import files
+from tastemaker.models.vae import codec
+from tastemaker.registry import ConfigError
+from tastemaker.train.autoencoder import AutoencoderRun, learn, train
+from tastemaker.train.events import Finished, Sampled, Saved, Updated
+from tastemaker.train.loop import learn as learn_step
+from tastemaker.train.loop import look
+from tastemaker.types import Placement
+
+SMALL = ["engine.device=cpu", "engine.precision=fp32", "rows=16", "data.device=cpu", "sample.count=2"]
+
+
+def config(*changes: str) -> AutoencoderConfig:
+    found = shrunk_any(load_any("playground-vae", [*SMALL, *changes]))
+    assert isinstance(found, AutoencoderConfig)
+    return found
+
+
+def prepared(folder: Path, *changes: str) -> AutoencoderRun:
+    return build_autoencoder(config(*changes), folder / "run")
+
+
+def test_it_learns_and_tells_of_it(tmp_path: Path) -> None:
+    run = prepared(tmp_path, "steps=20", "optim.warmup=0", "sample.every=10", "data.pool=16")
+    events = list(train(run))
+    updates = [event.metrics for event in events if isinstance(event, Updated)]
+    assert updates[-1]["loss"] < 0.7 * updates[0]["loss"]
+    assert updates[-1]["psnr"] > updates[0]["psnr"]
+    shown = [event for event in events if isinstance(event, Sampled)]
+    assert [event.step for event in shown] == [10, 20]
+    assert shown[0].pixels.shape == (2, 1, 3, 128, 64)
+    assert isinstance(events[-2], Saved) and isinstance(events[-1], Finished)
+
+
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    run = prepared(tmp_path, "steps=4")
+    for step in (0, 1):
+        learn(run, step)
+    path = run.save(2)
+    straight = [learn(run, step).metrics for step in (2, 3)]
+    other = prepared(tmp_path / "other", "steps=4")
+    other.resume(path)
+    assert other.start == 2
+    assert [learn(other, step).metrics for step in (2, 3)] == straight
+    assert all(a.equal(b) for a, b in zip(run.net.parameters(), other.net.parameters(), strict=True))
+    for name, kept in run.weights.stored().items():
+        assert all(x.equal(other.weights.stored()[name][key]) for key, x in kept.items())
+
+
+def test_what_is_exported_is_the_codec_a_generator_loads(tmp_path: Path) -> None:
+    trained = config("steps=2", f"output={tmp_path}", "sample.every=0")
+    assert run_training(trained, console=Console(quiet=True))
+    folder, file = tmp_path / "playground-vae", tmp_path / "vae.safetensors"
+    export(folder, file, "", full=True, console=Console(quiet=True))
+    pixels = torch.rand(2, 3, 64, 64)
+    kept, direct = codec(str(file), 16, 8, Placement()), codec(str(folder), 16, 8, Placement())
+    assert kept.encode(pixels).equal(direct.encode(pixels))
+    assert kept.encode(pixels).std() < 20  # settled, for raw latents are of any size
+    averaged = files.read(folder)[0]
+    assert not averaged["mean"].equal(torch.zeros(1, 16, 1, 1))
+    with pytest.raises(ConfigError, match="has 16 channels and factor 8, the model expects 8 and 8"):
+        codec(str(file), 8, 8, Placement())
+
+
+def test_an_exported_generator_gives_the_same_samples(tmp_path: Path) -> None:
+    small = "model={codec: null, width: 32, depth: 1, heads: 2, patch: 4}"
+    engine = ["engine.device=cpu", "engine.precision=fp32", "engine.compile=false", "data.device=cpu"]
+    recipe = load("playground-flow16", [small, *engine, "batch.prompts=8", "ema=0.5", f"output={tmp_path}", "name=run"])
+    run = build(recipe)
+    learn_step(run, 0)
+    run.save(1)
+    record(recipe, run.directory)
+    export(run.directory, tmp_path / "flow.safetensors", "", full=True, console=Console(quiet=True))
+    model = replace(recipe.model, weights=str(tmp_path / "flow.safetensors"))  # type: ignore[type-var]
+    again = build(replace(recipe, model=model))
+    assert look(again, 0).pixels.equal(look(run, 0).pixels)  # a fresh average is what it starts from
+
+
+def test_its_configuration_is_strict_and_comes_back(tmp_path: Path) -> None:
+    whole = config()
+    assert validate(resolve(whole)) == whole == validate(parse(dump(whole), "dump"))
+    data: dict[str, Any] = read("playground-vae")
+    for change, sentence in {
+        "autoencoder.chanels=3": "autoencoder: unknown key 'chanels'; did you mean 'channels'?",
+        "autoencoder.type=vea": "autoencoder: no autoencoder is called 'vea'; did you mean 'vae'?",
+        "loss.l2=3": "loss: unknown key 'l2'",
+        "tuning={type: full}": "config: unknown key 'tuning'",
+        "objective={type: likelihood}": "config: found both 'objective' and 'autoencoder'",
+    }.items():
+        with pytest.raises(ConfigError) as raised:
+            validate(override(data, [change]))
+        assert str(raised.value).startswith(sentence)
+
+
+def test_what_does_not_fit_is_a_sentence() -> None:
+    prompts = "data={type: prompts, prompts: [a red]}"
+    changed = load_any("playground-vae", [prompts, "rows=7", "ema=0"])
+    assert [sentence.split(":")[0] for sentence in complaints(changed, world=2)] == ["data", "rows", "sample.use"]
+    with pytest.raises(ConfigError, match="it trains an autoencoder"):
+        load("playground-vae")
+
+
+def test_a_resumed_command_goes_on(tmp_path: Path) -> None:
+    for steps in (2, 3):
+        trained = config(f"steps={steps}", f"output={tmp_path}", "sample.every=0")
+        assert run_training(trained, allowed=["steps"], console=Console(quiet=True))
+    assert len((tmp_path / "playground-vae" / "metrics.jsonl").read_text().splitlines()) == 3
