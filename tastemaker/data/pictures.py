@@ -35,7 +35,7 @@ class Plain:
     def __post_init__(self) -> None:
         unknown = [color for color in self.colors if color not in COLORS]
         if unknown or not self.colors:
-            found = f"'{unknown[0]}'" if unknown else "none"
+            found = f"{unknown[0]!r:.60}" if unknown else "none"
             raise ValueError(f"'colors' names {found}; expected some of {', '.join(COLORS)}")
         if not 1 <= self.frames <= 1000 or not 0 <= self.spread <= 1:
             found = f"frames {self.frames}, spread {self.spread}"

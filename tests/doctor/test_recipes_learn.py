@@ -2,9 +2,10 @@
 
 import pytest
 
-from tastemaker.config.build import build
-from tastemaker.config.load import load, runnable
+from tastemaker.config.build import build, build_autoencoder, shrunk_any
+from tastemaker.config.load import load, load_any, runnable, trainable
 from tastemaker.doctor.examine import examine
+from tastemaker.train import autoencoder
 from tastemaker.train.events import Updated
 from tastemaker.train.loop import train
 
@@ -23,3 +24,11 @@ def test_every_recipe_trains(recipe, tmp_path):
     updates = [event for event in train(run) if isinstance(event, Updated)]
     assert [event.step for event in updates] == [1, 2]
     assert any(not before[key].equal(p) for key, p in run.policy.weights.trainable().items())
+
+
+@pytest.mark.parametrize("recipe", sorted(set(trainable()) - set(runnable())))
+def test_every_recipe_of_an_autoencoder_trains(recipe, tmp_path):
+    config = shrunk_any(load_any(recipe, ["steps=2", "sample.every=1", "rows=4"]))
+    run = build_autoencoder(config, tmp_path / "run")
+    updates = [event for event in autoencoder.train(run) if isinstance(event, Updated)]
+    assert [event.step for event in updates] == [1, 2]
