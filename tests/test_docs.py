@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from tastemaker import build, load
 from tastemaker.cli import app
-from tastemaker.config.load import recipes
+from tastemaker.config.load import recipes, runnable
 from tastemaker.config.registries import OBJECTIVES
 from tastemaker.config.run import RunConfig
 from tastemaker.train.events import Updated
@@ -146,8 +146,9 @@ def test_commands_named_in_the_pages_are_right(page: Path) -> None:
             assert set(re.findall(r"--[\w-]+", match[2])) <= known, line
         if match := re.match(r"make ([\w-]+)", line):
             assert re.search(rf"^{match[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
-        for override in re.findall(r"\s([a-z]+(?:\.[a-z]+)*=[\w.-]+)", line):
-            load("grpo-toy-flow", [override])
+        recipe = next((word for word in line.split() if word in runnable()), "grpo-toy-flow")
+        for override in re.findall(r"\s([a-z]+(?:\.[a-z]+)*=[\w./-]+)", line):
+            load(recipe, [override])
 
 
 def test_shell_scripts_in_the_pages_parse() -> None:
