@@ -10,12 +10,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..playground.captions import VOCABULARY, tokens
+from ..playground.captions import VOCABULARY
 from ..policy import Process
 from ..processes.gaussian import GaussianProcess
-from ..registry import ConfigError
 from ..types import Condition, Facts, Placement, Prompts
-from . import files
+from . import files, words
 from .nets.dit import DiT
 from .vae import codec
 
@@ -53,11 +52,7 @@ class DitBackbone:
         self.net: nn.Module = net.to(placement.device)
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
-        try:
-            ids = tokens(prompts, self.words).to(self.device)
-        except ValueError as error:
-            raise ConfigError(f"prompt: {error}") from error
-        return Condition(tuple(prompts), {"words": ids}, tuple(facts))
+        return words.read(prompts, facts, self.words, self.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         out: Tensor = self.net(patches(x, self.patch), t, cond.tensors["words"])

@@ -10,12 +10,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..playground.captions import VOCABULARY, tokens
+from ..playground.captions import VOCABULARY
 from ..policy import Process
 from ..processes.autoregressive import Autoregressive
-from ..registry import ConfigError
 from ..types import Condition, Facts, Placement, Prompts
-from . import files
+from . import files, words
 from .nets.gpt import GPT, Cache, GPTShape
 from .vq import Codes, Count, tokenizer
 
@@ -38,11 +37,7 @@ class GptBackbone:
         self.net: nn.Module = net.to(placement.device)
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
-        try:
-            ids = tokens(prompts, self.words).to(self.device)
-        except ValueError as error:
-            raise ConfigError(f"prompt: {error}") from error
-        return Condition(tuple(prompts), {"words": ids}, tuple(facts))
+        return words.read(prompts, facts, self.words, self.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         logits: Tensor
