@@ -111,12 +111,12 @@ def export(
     run: Annotated[Path, typer.Argument(help="The directory of a run.")],
     out: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
     weights: Annotated[str, typer.Option(help="ema, live or another snapshot; ema if there is one.")] = "",
-    full: Annotated[bool, typer.Option("--full", help="Keep float32 instead of float16.")] = False,
+    bits: Annotated[int, typer.Option(help="16, 32 for all of it, 8 for half the size.")] = 16,
 ) -> None:
     """Write a run's weights and configuration to one file, which `weights:` and `codec:` load."""
     from .commands.exporting import export as run_export
 
-    run_export(run, out, weights, full=full, console=console())
+    run_export(run, out, weights, bits, console())
 
 
 @app.command()

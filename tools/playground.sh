@@ -13,7 +13,7 @@ stages=("$@")
 
 codec() { # NAME: train and ship a codec
   "$python" -m tastemaker train "playground-$1" ${SETTINGS:-} &&
-    "$python" -m tastemaker export "runs/playground-$1" --out "$weights/$1.safetensors"
+    "$python" -m tastemaker export "runs/playground-$1" --bits 8 --out "$weights/$1.safetensors"
 }
 
 judge() { # KIND SEED

@@ -13,6 +13,7 @@ from ..config.dump import resolve
 from ..config.load import load_any
 from ..config.run import AnyConfig, AutoencoderConfig
 from ..models import files
+from ..models.packing import pack
 from ..registry import ConfigError
 from ..train import checkpoint
 from ..weights import Weights
@@ -21,8 +22,10 @@ from .directory import CONFIG
 DEVICE = "engine.device=cpu"  # nothing is computed
 
 
-def export(directory: Path, out: Path, name: str, *, full: bool, console: Console) -> None:
-    """Write the averaged weights, or those asked for, in half precision."""
+def export(directory: Path, out: Path, name: str, bits: int, console: Console) -> None:
+    """Write the averaged weights, or those asked for, in so many bits each."""
+    if bits not in (8, 16, 32):
+        raise ConfigError(f"--bits: found {bits}; expected 8, 16 or 32")
     if out.suffix != ".safetensors":
         raise ConfigError(f"--out: '{out}' would be a safetensors file; let its name end in .safetensors")
     found = checkpoint.latest(directory)
@@ -35,7 +38,12 @@ def export(directory: Path, out: Path, name: str, *, full: bool, console: Consol
     if chosen != "live" and chosen not in kept:
         raise ConfigError(f"--weights: the run keeps no '{chosen}' (there are: {', '.join(['live', *kept])})")
     tensors = dict(weights.net.state_dict()) | (kept[chosen] if chosen != "live" else {})
-    files.write(out, tensors, belongings(config, found), torch.float32 if full else torch.float16)
+    files.write(
+        out,
+        pack(tensors) if bits == 8 else tensors,
+        belongings(config, found),
+        torch.float32 if bits == 32 else torch.float16,
+    )
     size = out.stat().st_size / 1e6
     console.print(f"{out}: {chosen} weights of {found.name}, {size:.1f} MB", highlight=False)
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..registry import ConfigError
+from .packing import unpack
 
 PACKAGE = Path(__file__).parent.parent
 STEP = re.compile(r"step-(\d+)")
@@ -22,7 +23,7 @@ Tensors = dict[str, Tensor]
 
 
 def read(name: str | Path) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors, floats as float32, and their configuration: of a file, of a run, or shipped with the package.
+    """Tensors, floats as float32 even if packed, and their configuration: of a file, of a run, or from the package.
 
     A run's directory means its newest checkpoint, averaged weights before live ones; "playground/flow" means the file
     in the package.
@@ -84,7 +85,7 @@ def _open(path: Path) -> tuple[Tensors, dict[str, str]]:
             metadata: dict[str, str] = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} is not a readable safetensors file ({error}); download or write it again") from error
-    return {key: x.float() if x.is_floating_point() else x for key, x in tensors.items()}, metadata
+    return {key: x.float() if x.is_floating_point() else x for key, x in unpack(tensors).items()}, metadata
 
 
 def _run(directory: Path) -> tuple[Tensors, dict[str, Any]]:

@@ -41,12 +41,19 @@ class Encoded(Nothing):
             fresh = fresh.half() if fresh.is_floating_point() else fresh
             kept = fresh.new_zeros(0, *fresh.shape[1:]) if self.kept is None else self.kept
             if len(kept) < len(self.known):
-                kept = torch.cat([kept, kept.new_zeros(len(self.known) - len(kept), *kept.shape[1:])])
+                kept = grown(kept, len(self.known))
             kept[numbers[new].to(kept.device)] = fresh
             self.known[numbers[new]], self.kept = True, kept
         assert self.kept is not None
         found = self.kept[numbers.to(self.kept.device)]
         return found.float() if found.is_floating_point() else found
+
+
+def grown(kept: Tensor, rows: int) -> Tensor:
+    """The same with more rows; copied, for under autocast a CPU does not concatenate half precision."""
+    more = kept.new_zeros(rows, *kept.shape[1:])
+    more[: len(kept)] = kept
+    return more
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def test_what_is_exported_is_the_codec_a_generator_loads(tmp_path: Path) -> None
     trained = config("steps=2", f"output={tmp_path}", "sample.every=0")
     assert run_training(trained, console=Console(quiet=True))
     folder, file = tmp_path / "playground-vae", tmp_path / "vae.safetensors"
-    export(folder, file, "", full=True, console=Console(quiet=True))
+    export(folder, file, "", 32, Console(quiet=True))
     pixels = torch.rand(2, 3, 64, 64)
     kept, direct = codec(str(file), 16, 8, Placement()), codec(str(folder), 16, 8, Placement())
     assert kept.encode(pixels).equal(direct.encode(pixels))
@@ -92,7 +92,7 @@ def test_an_exported_generator_gives_the_same_samples(tmp_path: Path) -> None:
     learn_step(run, 0)
     run.save(1)
     record(recipe, run.directory)
-    export(run.directory, tmp_path / "flow.safetensors", "", full=True, console=Console(quiet=True))
+    export(run.directory, tmp_path / "flow.safetensors", "", 32, Console(quiet=True))
     model = replace(recipe.model, weights=str(tmp_path / "flow.safetensors"))  # type: ignore[type-var]
     again = build(replace(recipe, model=model))
     assert look(again, 0).pixels.equal(look(run, 0).pixels)  # a fresh average is what it starts from
