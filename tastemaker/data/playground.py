@@ -118,14 +118,18 @@ class PlaygroundSigns:
 
     split: Split = "train"
     noise: float = 0.0  # how often a sign says another word than its caption
+    invented: float = 0.0  # how many show letters that are no word, for a generator to learn spelling from
     device: Device = "auto"  # where signs are painted
+    pool: NonNegativeInt = 0  # after so many signs the same come again, from memory; 0 paints new ones for ever
     yields: ClassVar[type] = Pictures
 
     def __post_init__(self) -> None:
         likely("noise", self.noise)
+        likely("invented", self.invented)
 
-    def load(self, seed: int) -> SignRows:
-        return SignRows(self, seed)
+    def load(self, seed: int) -> SignRows | Pool:
+        endless = SignRows(self, seed)
+        return Pool(endless, self.pool, seed) if self.pool else endless
 
 
 @dataclass(frozen=True)
@@ -138,12 +142,14 @@ class SignRows:
 
     @cached_property
     def painter(self) -> words.SignPainter:
-        return words.SignPainter(placed(self.spec.device))
+        return words.SignPainter(placed(self.spec.device), self.spec.invented > 0)
 
     def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
         rng = Randomness(self.seed, 0, share(step, size, rank, world).to(self.painter.device))
-        said = words.draw(rng, self.spec.split)
-        return Pictures(words.texts(said), self.painter.paint(words.spoil(said, self.spec.noise, rng), rng))
+        split, invented = self.spec.split, self.spec.invented
+        said = words.draw(rng, split, invented=invented)
+        shown = words.spoil(said, self.spec.noise, rng, split, invented)
+        return Pictures(words.texts(said), self.painter.paint(shown, rng))
 
     def first(self, count: int) -> PromptBatch:
         return signed(words.draw(Randomness(self.seed, 0, torch.arange(count)), self.spec.split))

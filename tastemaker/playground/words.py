@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from string import ascii_uppercase
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from .language import SIGN
 from .scenes import CHUNK, SIDE, Painter
 
 WORDS: tuple[str, ...] = tuple((ART / "words.txt").read_text(encoding="utf-8").split())
+INVENTED = 3000  # strings of letters that are no words, from which a generator learns to spell words it never saw
 FONTS: tuple[str, ...] = (
     *("DejaVuSans-Bold", "DejaVuSansMono-Bold", "DejaVuSerif-Bold"),
     *("OpenSans-Bold", "OpenSans-CondBold", "Quicksand-Bold"),
@@ -48,26 +50,41 @@ def held_out() -> Tensor:
     return torch.tensor([zlib.crc32(word.encode()) % 5 == 0 for word in WORDS])
 
 
-def draw(rng: Randomness, split: Split, purpose: str = "word") -> Tensor:
-    """A word a row, as a place in WORDS: [N]."""
+@lru_cache(maxsize=1)
+def lexicon() -> tuple[str, ...]:
+    """WORDS, and after them the invented ones."""
+    rng = Randomness(0, 0, torch.arange(INVENTED + 100))  # some are drawn twice, or are words
+    lengths, letters = 3 + rng.words("length", 1)[:, 0] % 4, rng.words("letters", 6) % 26
+    spelled = ["".join(ascii_uppercase[k] for k in row) for row in letters.tolist()]
+    cut = [word[:length] for word, length in zip(spelled, lengths.tolist(), strict=True)]
+    return tuple(dict.fromkeys([*WORDS, *cut]))[: len(WORDS) + INVENTED]
+
+
+def draw(rng: Randomness, split: Split, purpose: str = "word", invented: float = 0.0) -> Tensor:
+    """A word a row, as a place in the lexicon, a share of them invented: [N]."""
     places = (held_out() == (split == "held_out")).nonzero()[:, 0].to(rng.rows.device)
-    return places[rng.words(purpose, 1)[:, 0] % len(places)]
+    drawn = rng.words(purpose, 1)[:, 0]
+    if not invented:
+        return places[drawn % len(places)]
+    strange = rng.uniform(f"{purpose} invented", 1)[:, 0] < invented
+    return torch.where(strange, len(WORDS) + drawn % INVENTED, places[drawn % len(places)])
 
 
-def spoil(words: Tensor, probability: float, rng: Randomness) -> Tensor:
-    """Another word of the list with a probability: [N]."""
+def spoil(words: Tensor, probability: float, rng: Randomness, split: Split, invented: float = 0.0) -> Tensor:
+    """Drawn anew with a probability, which is mostly another word: [N]."""
     bad = rng.uniform("spoiled word", 1)[:, 0] < probability
-    further = 1 + rng.words("another word", 1)[:, 0] % (len(WORDS) - 1)
-    return torch.where(bad, (words + further) % len(WORDS), words)
+    return torch.where(bad, draw(rng, split, "another word", invented), words)
 
 
 def texts(words: Tensor) -> tuple[str, ...]:
-    return tuple(f'{SIGN} "{WORDS[place]}"' for place in words.tolist())
+    known = lexicon()
+    return tuple(f'{SIGN} "{known[place]}"' for place in words.tolist())
 
 
 def facts(words: Tensor) -> tuple[Facts, ...]:
     """What a reader should find on each sign."""
-    return tuple({"text": WORDS[place]} for place in words.tolist())
+    known = lexicon()
+    return tuple({"text": known[place]} for place in words.tolist())
 
 
 def asked(prompts: Sequence[str]) -> tuple[str, ...]:
@@ -79,12 +96,15 @@ def asked(prompts: Sequence[str]) -> tuple[str, ...]:
     return tuple(match["word"] for match in found if match)
 
 
-@lru_cache(maxsize=1)
-def letters() -> tuple[Tensor, Tensor]:
-    """Every word in every font as large as fits: ink [words * fonts, 1, 24, 52] in [0, 1] and its size [.., 2]."""
+@lru_cache(maxsize=2)
+def letters(invented: bool = False) -> tuple[Tensor, Tensor]:
+    """Every word in every font, and each invented one in one of them, as large as fits: ink [.., 1, 24, 52] as bytes
+    and its size [.., 2]."""
+    strange = lexicon()[len(WORDS) :] if invented else ()
     drawn = [_ink(word, font) for word in WORDS for font in FONTS]
+    drawn += [_ink(word, FONTS[k % len(FONTS)]) for k, word in enumerate(strange)]
     ink = torch.stack([torch.from_numpy(np.array(image)) for image, _ in drawn])
-    return ink[:, None].float() / 255, torch.tensor([size for _, size in drawn], dtype=torch.float32)
+    return ink[:, None], torch.tensor([size for _, size in drawn], dtype=torch.float32)
 
 
 def _ink(word: str, font: str) -> tuple[Image.Image, tuple[int, int]]:
@@ -119,18 +139,20 @@ class Signs:
 
 
 class SignPainter:
-    """Paints words on signs."""
+    """Paints words on signs, invented ones too if asked to, which takes longer to prepare for."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", invented: bool = False) -> None:
         self.device = torch.device(device)
-        self.ink, self.spans = (part.to(self.device) for part in letters())
+        self.ink, self.spans = (part.to(self.device) for part in letters(invented))
         self.boards = torch.tensor(BOARDS, device=self.device)  # [8, 2, 3]
         self.painter = Painter(device=self.device)
 
     def arrange(self, words: Tensor, rng: Randomness) -> Signs:
         """A sign of each word."""
         draws = rng.uniform("sign", 7).to(self.device)
-        ink = words.to(self.device) * len(FONTS) + (draws[:, 0] * len(FONTS)).long()
+        words, fonts = words.to(self.device), (draws[:, 0] * len(FONTS)).long()
+        after = (len(FONTS) - 1) * len(WORDS)  # invented words stand after all others in all fonts
+        ink = torch.where(words < len(WORDS), words * len(FONTS) + fonts, words + after)
         scale = 0.85 + 0.15 * draws[:, 1]
         rounding = torch.tensor(ROUNDING, device=self.device)[(draws[:, 3] * len(ROUNDING)).long()]
         margin = 3 + draws[:, 2:3] + 0.1 * rounding[:, None] * torch.tensor([1, 0], device=self.device)
@@ -161,7 +183,8 @@ class SignPainter:
         post = (2 - across.abs()).clamp(0, 1) * (down > 0)
         board, frame = (_inside(across, down, signs, edge) for edge in (0.0, 1.5))
         where = torch.stack([across / (WIDE / 2), down / (HIGH / 2)], 3) / signs.scale[:, None, None, None]
-        ink = F.grid_sample(self.ink[signs.ink], where, padding_mode="zeros", align_corners=False)[:, 0]
+        shapes = self.ink[signs.ink].float() / 255
+        ink = F.grid_sample(shapes, where, padding_mode="zeros", align_corners=False)[:, 0]
         plain, written = self.boards[signs.board].unbind(1)  # [N, 3] each
         for cover, color in (
             (post, torch.tensor([POST], device=self.device)),

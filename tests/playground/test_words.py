@@ -1,3 +1,4 @@
+from string import ascii_uppercase
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_every_letter_of_every_word_fits_on_its_sign() -> None:
     assert (spans[:, 0] <= words.WIDE).all() and (spans[:, 1] <= words.HIGH).all()
     assert spans[:, 1].min() >= 8  # pixels a letter is high, less than which nobody reads
     rim = torch.cat([ink[..., 0, :], ink[..., -1, :]], 2).amax(2)
-    assert (rim < 0.5).float().mean() > 0.9
+    assert (rim < 128).float().mean() > 0.9
 
 
 def test_a_sign_alone_is_the_sign_of_a_batch(painter: SignPainter) -> None:
@@ -67,10 +68,30 @@ def test_signs_stay_in_the_picture(painter: SignPainter) -> None:
 
 def test_another_word_is_another_picture(painter: SignPainter) -> None:
     drawn = words.draw(rng(64), "train")
-    other = words.spoil(drawn, 1.0, rng(64))
-    assert (other != drawn).all() and torch.equal(words.spoil(drawn, 0.0, rng(64)), drawn)
+    other = words.spoil(drawn, 1.0, rng(64), "train")
+    assert (other != drawn).float().mean() > 0.9 and not words.held_out()[other].any()
+    assert torch.equal(words.spoil(drawn, 0.0, rng(64), "train"), drawn)
     difference = (painter.paint(drawn, rng(64)) - painter.paint(other, rng(64))).abs().amax((1, 2))
-    assert ((difference > 0.2).flatten(1).sum(1) > 20).all()
+    assert ((difference > 0.2).flatten(1).sum(1) > 20)[other != drawn].all()
+
+
+def test_a_share_of_the_words_is_invented_and_none_of_them_is_a_word() -> None:
+    strange = words.lexicon()[len(WORDS) :]
+    assert len(set(strange)) == words.INVENTED and not set(strange) & set(WORDS)
+    assert {len(word) for word in strange} == {3, 4, 5, 6} and set("".join(strange)) == set(ascii_uppercase)
+    drawn = words.draw(rng(4000), "held_out", invented=0.5)
+    assert 0.45 < (drawn >= len(WORDS)).float().mean() < 0.55 and drawn.max() < len(words.lexicon())
+    assert words.held_out()[drawn[drawn < len(WORDS)]].all()
+    painted = PlaygroundSigns(invented=1.0, device="cpu").load(0).batch(0, 4, 0, 1)
+    assert painted.pixels.shape == (4, 1, 3, 64, 64) and set(words.asked(painted.prompts)) <= set(strange)
+
+
+def test_known_words_look_alike_to_painters_of_both_kinds(painter: SignPainter) -> None:
+    drawn = words.draw(rng(20), "train")
+    both = SignPainter(invented=True)
+    assert torch.equal(both.paint(drawn, rng(20)), painter.paint(drawn, rng(20)))
+    last = both.arrange(torch.tensor([len(WORDS), len(words.lexicon()) - 1]), rng(2)).ink
+    assert last.tolist() == [len(WORDS) * len(words.FONTS), len(both.ink) - 1]
 
 
 SPECS: list[DataSpec] = [
@@ -79,6 +100,7 @@ SPECS: list[DataSpec] = [
     PlaygroundPrompts(count=64),
     PlaygroundPrompts(split="held_out", motion=True),
     PlaygroundSigns(device="cpu"),
+    PlaygroundSigns(noise=0.3, pool=30, device="cpu"),
     PlaygroundWords(),
 ]
 
@@ -137,6 +159,7 @@ def test_clips_have_eight_frames_and_pictures_one() -> None:
         (PlaygroundPrompts, {"tasks": (-1.0, 1, 1, 1, 1, 1)}, "expected a weight from 0 on for each of single_object"),
         (PlaygroundPrompts, {"count": 0}, "found count 0"),
         (PlaygroundSigns, {"noise": -0.1}, "'noise' is -0.1"),
+        (PlaygroundSigns, {"invented": 2.0}, "'invented' is 2.0; expected a share from 0 to 1"),
     ],
 )
 def test_settings_that_cannot_be_are_sentences(spec: Any, settings: dict[str, Any], sentence: str) -> None:

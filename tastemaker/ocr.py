@@ -1,0 +1,88 @@
+"""Text in pictures: what an engine reads, and how like two texts are."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .pictures import as_bytes
+from .registry import ConfigError
+
+ENOUGH = 736  # pixels a side beyond which text is searched for in a smaller copy
+
+
+class Engine:
+    """PP-OCRv6, as it comes in rapidocr's wheel: a network that finds lines of text and one that reads them."""
+
+    def __init__(self) -> None:
+        self.live = _rapidocr()
+
+    def read(self, pixels: Tensor, enlarge: int = 0) -> list[str]:
+        """All text in pictures [N, 3, H, W], in lower case without spaces; small ones are brought to a side first."""
+        factor = enlarge / max(pixels.shape[-2:])
+        if factor > 1:
+            pixels = F.interpolate(pixels.float(), scale_factor=factor, mode="bicubic")
+        with ThreadPoolExecutor(torch.get_num_threads()) as readers:  # in a batch a CPU reads no faster than one by one
+            return list(readers.map(self._one, pixels))
+
+    def _one(self, picture: Tensor) -> str:
+        blue_first = as_bytes(picture)[..., ::-1]
+        return plain("".join(self.live(blue_first).txts or ()))
+
+
+class Guess:
+    """Sees three common letters in every picture, by how bright its parts are; for tests of untrained generators, in
+    whose pictures there is nothing to read."""
+
+    def read(self, pixels: Tensor, enlarge: int = 0) -> list[str]:
+        shades = F.adaptive_avg_pool2d(pixels.float().nan_to_num(0.0).mean(1, keepdim=True), (1, 3))[:, 0, 0]
+        return ["".join("eaoristn"[k] for k in row) for row in ((1000 * shades).long() % 8).tolist()]
+
+
+def _rapidocr() -> Any:
+    try:
+        import onnxruntime  # noqa: F401  # rapidocr computes with it and does not ask for it
+        import rapidocr
+    except ImportError as error:
+        way_out = "run `pip install 'tastemaker[ocr]'`"
+        raise ConfigError(f"reading text needs the package {error.name}, which is not installed; {way_out}") from error
+    models = Path(rapidocr.__file__).parent / "models"
+    settings = {
+        # With their paths given, a lost file is an error; without, it would be downloaded.
+        "Det.model_path": str(models / "PP-OCRv6_det_small.onnx"),
+        "Rec.model_path": str(models / "PP-OCRv6_rec_small.onnx"),
+        "Det.limit_type": "max",
+        "Det.limit_side_len": ENOUGH,
+        "Rec.rec_img_shape": [3, 48, 48],  # a line's own width is used where it is more; the usual 320 costs four times
+        "Global.use_cls": False,  # text upside down is not looked for
+        "Global.text_score": 0.0,  # what is read unsurely counts too, as in Flow-GRPO
+        "Global.log_level": "error",
+        "EngineConfig.onnxruntime.intra_op_num_threads": 1,  # pictures are read side by side
+        "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+    }
+    return rapidocr.RapidOCR(params=settings)
+
+
+def likeness(found: str, wanted: str) -> float:
+    """1 - edits / letters of what was wanted, not below nought."""
+    return 1 - min(edits(found, wanted) / len(wanted), 1.0)
+
+
+def edits(one: str, other: str) -> int:
+    """Letters to put in, take out or change to make one text the other (Levenshtein)."""
+    row = list(range(len(other) + 1))
+    for done, letter in enumerate(one, 1):
+        corner, row[0] = row[0], done
+        for place, wanted in enumerate(other, 1):
+            corner, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, corner + (letter != wanted))
+    return row[-1]
+
+
+def plain(text: str) -> str:
+    """As texts are compared: in lower case, without spaces."""
+    return "".join(text.lower().split())

@@ -1,0 +1,111 @@
+"""Reading real signs with the real engine."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tastemaker.ocr import Engine, edits, likeness
+from tastemaker.playground import words
+from tastemaker.playground.words import FONTS, SignPainter
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.reward import Graded, RewardError, Rubric
+from tastemaker.rewards.ocr import Ocr, asked
+from tastemaker.types import Facts, Placement
+
+SHORT = st.text("ABC", max_size=6)
+
+
+@pytest.fixture(scope="module")
+def signs() -> tuple[Tensor, list[str], tuple[Facts, ...]]:
+    rng = Randomness(4, 0, torch.arange(48))
+    places = words.draw(rng, "held_out")
+    return SignPainter().paint(places, rng), list(words.texts(places)), words.facts(places)
+
+
+def rubric(spec: Ocr) -> Rubric:
+    return Rubric({"ocr": Graded(spec, spec.load(Placement()))})
+
+
+def test_real_signs_are_read_and_say_nothing_else(signs: tuple[Tensor, list[str], tuple[Facts, ...]]) -> None:
+    pixels, prompts, facts = signs
+    right = rubric(Ocr(strict=True)).score(pixels, prompts, facts).total
+    assert (right == 1).float().mean() >= 0.95 and right.mean() >= 0.98
+    wrong = rubric(Ocr(strict=True)).score(pixels, prompts[1:] + prompts[:1], facts[1:] + facts[:1]).total
+    assert wrong.mean() < 0.3 and wrong.min() >= 0
+
+
+def test_signs_are_read_in_every_font() -> None:
+    places = words.draw(Randomness(5, 0, torch.arange(6)), "train").repeat_interleave(20)
+    painter, rng = SignPainter(), Randomness(5, 0, torch.arange(120))
+    fonts = painter.arrange(places, rng).ink % len(FONTS)
+    found = Engine().read(painter.paint(places, rng)[:, 0], 160)
+    right = torch.tensor([text == fact["text"].lower() for text, fact in zip(found, words.facts(places), strict=True)])
+    assert all(right[fonts == font].float().mean() >= 0.9 for font in range(len(FONTS)))
+
+
+def test_the_quoted_text_of_a_prompt_is_as_good_as_a_fact(signs: tuple[Tensor, list[str], tuple[Facts, ...]]) -> None:
+    pixels, prompts, facts = (part[:6] for part in signs)
+    known, alone = (rubric(Ocr()).score(pixels, prompts, some).total for some in (facts, ()))
+    assert torch.equal(known, alone)
+    assert asked('A neon "Open  Late" sign', {}) == "openlate" and asked("a sign", {"text": "No Way"}) == "noway"
+
+
+def test_of_a_clip_every_frame_counts(signs: tuple[Tensor, list[str], tuple[Facts, ...]]) -> None:
+    pixels, prompts, facts = (part[:4] for part in signs)
+    clip = torch.cat([pixels, torch.full_like(pixels, 0.5)], 1)
+    still, moving = (rubric(Ocr()).score(frames, prompts, facts).total for frames in (pixels, clip))
+    torch.testing.assert_close(moving, still / 2)
+
+
+def test_what_else_is_written_is_forgiven_by_the_published_rule_only() -> None:
+    painter, rng = SignPainter(), Randomness(0, 0, torch.arange(2))
+    both = painter.paint(torch.tensor([words.WORDS.index("BIRD"), words.WORDS.index("BOAT")]), rng)
+    twice = both.permute(1, 2, 3, 0, 4).reshape(1, 1, 3, 64, 128)
+    lenient, strict = (rubric(Ocr(strict=it)).score(twice, ['"BIRD"']).total.item() for it in (False, True))
+    assert lenient == 1 and strict == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 90), (64, 64), (200, 40)])
+def test_nothing_is_read_where_nothing_is_written(shape: tuple[int, int]) -> None:
+    for pixels in (torch.full((2, 1, 3, *shape), 0.5), torch.full((2, 1, 3, *shape), torch.nan)):
+        assert rubric(Ocr()).score(pixels, ['"HOUSE"'] * 2).total.tolist() == [0, 0]
+
+
+def test_a_prompt_without_a_text_is_refused_by_name() -> None:
+    sentence = "'a red car' asks for no text; expected some in quotes, or a fact 'text'"
+    with pytest.raises(RewardError, match=sentence):
+        rubric(Ocr()).score(torch.zeros(1, 1, 3, 64, 64), ["a red car"])
+
+
+def test_without_the_engine_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("rapidocr", "onnxruntime"):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, package, None)
+            with pytest.raises(ConfigError, match=r"which is not installed; run `pip install 'tastemaker\[ocr\]'`"):
+                Ocr().load(Placement())
+
+
+def test_the_small_one_tells_pictures_apart_that_say_nothing() -> None:
+    pixels = Randomness(1, 0, torch.arange(64)).uniform("pixels", 1, 3, 8, 8)
+    score = rubric(Ocr().tiny()).score(pixels, ['"TRAIN"'] * 64).total
+    assert 0.05 < score.mean() < 0.6 and score.std() > 0.1
+
+
+@given(SHORT, SHORT, SHORT)
+def test_edits_are_a_distance(one: str, two: str, three: str) -> None:
+    assert edits(one, two) == edits(two, one) <= max(len(one), len(two))
+    assert (edits(one, two) == 0) == (one == two)
+    assert edits(one, three) <= edits(one, two) + edits(two, three)
+    assert edits(one, one + "A") == 1 and edits("B" + one, one) == 1
+
+
+def test_likeness_is_flow_grpos() -> None:
+    assert likeness("kitten", "sitting") == pytest.approx(1 - 3 / 7)
+    assert likeness("", "river") == 0 == likeness("somethingelse", "cat") and likeness("cat", "cat") == 1
