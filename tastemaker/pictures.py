@@ -1,13 +1,17 @@
-"""Pixels to files and back; clips go through PyAV in `movies.py`, stills and GIFs through Pillow."""
+"""Pixels to files and back; MP4 goes through PyAV in `movies.py`, everything else through Pillow.
+
+A clip in a PNG is an animated one: without loss, and played by whatever shows a PNG.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,18 +40,26 @@ def save_picture(pixels: Tensor, path: Path, frames_per_second: int = 8) -> None
     suffix, frames = path.suffix.lower(), as_bytes(pixels)
     if suffix not in {*STILLS, ".gif", *MOVIES}:
         raise PictureError(f"{path} cannot be written; expected a name that ends in one of {KNOWN}")
-    if suffix in STILLS and len(frames) > 1:
-        raise PictureError(f"{path} is a still, but there are {len(frames)} frames; write them as .mp4 or .gif")
+    if suffix in STILLS and suffix != ".png" and len(frames) > 1:
+        raise PictureError(f"{path} is a still, but there are {len(frames)} frames; write them as .png, .mp4 or .gif")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     if suffix in MOVIES:
         _movies(path).write_movie(frames, partial, frames_per_second)
-    elif suffix == ".gif":
+    elif suffix == ".gif" or len(frames) > 1:
         first, *others = [Image.fromarray(frame) for frame in frames]
-        first.save(partial, "GIF", save_all=True, append_images=others, duration=1000 // frames_per_second, loop=0)
+        # Frames alike would be written as one that lasts, but for the ways to blend, which are one for opaque frames.
+        form, ways = ("GIF", {}) if suffix == ".gif" else ("PNG", {"blend": [k % 2 for k in range(len(frames))]})
+        pace = 1000 // frames_per_second
+        first.save(partial, form, save_all=True, append_images=others, duration=pace, loop=0, **ways)
     else:
         Image.fromarray(frames[0]).save(partial, STILLS[suffix])
     os.replace(partial, path)
+
+
+def clip_suffix() -> Literal["mp4", "png"]:
+    """What clips are written as where nothing is asked for: MP4, which is small, or PNG where there is no PyAV."""
+    return "mp4" if importlib.util.find_spec("av") else "png"
 
 
 def read_picture(path: Path) -> Tensor:

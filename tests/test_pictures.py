@@ -12,7 +12,17 @@ from PIL import Image
 from torch import Tensor
 
 import tastemaker
-from tastemaker.pictures import PictureError, as_bytes, boxes, grid, read_picture, save_picture, sheet, times
+from tastemaker.pictures import (
+    PictureError,
+    as_bytes,
+    boxes,
+    clip_suffix,
+    grid,
+    read_picture,
+    save_picture,
+    sheet,
+    times,
+)
 
 
 def random(*shape: int) -> Tensor:
@@ -61,8 +71,23 @@ def test_colors_survive_mp4(tmp_path: Path) -> None:
 
 
 def test_frames_do_not_fit_a_still(tmp_path: Path) -> None:
-    with pytest.raises(PictureError, match=r"a.png is a still, but there are 2 frames; write them as .mp4 or .gif"):
-        save_picture(random(2, 3, 4, 4), tmp_path / "a.png")
+    with pytest.raises(PictureError, match=r"a.jpg is a still, but there are 2 frames; write them as .png, .mp4 or"):
+        save_picture(random(2, 3, 4, 4), tmp_path / "a.jpg")
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 2]])
+def test_a_clip_survives_png_to_the_byte_even_where_it_stands_still(tmp_path: Path, order: list[int]) -> None:
+    pixels = random(4, 3, 7, 9)[order]
+    save_picture(pixels, tmp_path / "a.png")
+    torch.testing.assert_close(read_picture(tmp_path / "a.png"), (pixels * 255).round() / 255)
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.info["duration"] == 125 and image.info["loop"] == 0
+
+
+def test_clips_become_png_where_there_is_no_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clip_suffix() == "mp4"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert clip_suffix() == "png"
 
 
 def test_unknown_suffixes_are_refused_both_ways(tmp_path: Path) -> None:

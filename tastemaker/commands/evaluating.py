@@ -16,9 +16,11 @@ from rich.table import Table
 
 from ..config.build import build, judges, shrunk
 from ..config.run import RunConfig
-from ..eval.benchmark import Benchmark, playeval
-from ..eval.evaluate import NUMBERS, REPORT, Done, Maker, evaluate
+from ..eval.benchmark import Benchmark, playeval, playeval_motion, wordeval
+from ..eval.evaluate import REPORT, Done, Maker, Marker, evaluate
 from ..eval.examiner import HELD_OUT, examiner
+from ..eval.proofreader import proofreader
+from ..eval.spectator import spectator
 from ..playground.trained import TINY
 from ..randomness import Randomness
 from ..registry import ConfigError
@@ -30,7 +32,16 @@ from ..types import PromptBatch
 from .generating import try_on
 from .scoring import asked
 
-BENCHMARKS: dict[str, Callable[[int, int], Benchmark]] = {"playeval": playeval}
+BENCHMARKS: dict[str, Callable[[int, int], Benchmark]] = {
+    "playeval": playeval,
+    "playeval-motion": playeval_motion,
+    "wordeval": wordeval,
+}
+MARKERS: dict[str, Callable[[str, torch.device], Marker]] = {
+    "playeval": examiner,
+    "playeval-motion": spectator,
+    "wordeval": proofreader,
+}
 
 
 @dataclass(frozen=True)
@@ -64,12 +75,14 @@ def examine(
     config: RunConfig, found: Path | None, exam: Examination, out: Path, *, tiny: bool, console: Console
 ) -> dict[str, Any]:
     """Go through the stages, show how far they are, and tell the report."""
+    if exam.benchmark.moving and config.model.frames == 1:
+        raise ConfigError(f"{exam.benchmark.name} asks for clips, but the model makes stills; name another")
     run = build(shrunk(config) if tiny else config)
     if found is not None:
         run.resume(found)
     weights = exam.weights or ("ema" if run.ema else "live")
     try_on(run, weights)
-    marker = examiner(TINY if tiny else exam.detector, run.engine.device)
+    marker = MARKERS[exam.benchmark.name](TINY if tiny else exam.detector, run.engine.device)
     model = (
         f"{config.name or 'run'}, {found.name if found else 'untrained'}, {weights}, {exam.search}, seed {exam.seed}"
     )
@@ -125,8 +138,9 @@ def table(report: dict[str, Any]) -> Table:
     distance, calls = f"Frechet distance {report['frechet']:.3g}", f"{report['calls']:.3g} network calls a picture"
     spread = f"diversity {report['diversity']:.3g}, " if "diversity" in report else ""
     title = f"{report['benchmark']}: {report['prompts']} prompts, {report['pictures']} pictures"
-    shown = Table("task", *NUMBERS, title=title, caption=f"{distance}, {spread}{calls}")
-    for tag in report["scores"][NUMBERS[0]]:
-        cells = [report["scores"][name][tag] for name in NUMBERS]
+    names = tuple(report["scores"])
+    shown = Table("task", *names, title=title, caption=f"{distance}, {spread}{calls}")
+    for tag in report["scores"][names[0]]:
+        cells = [report["scores"][name][tag] for name in names]
         shown.add_row(tag, *(f"{c['mean']:.3f} [dim]{c['low']:.3f}-{c['high']:.3f}[/]" for c in cells))
     return shown

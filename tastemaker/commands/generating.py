@@ -18,7 +18,7 @@ from ..config.build import build, shrunk
 from ..config.load import load
 from ..config.run import RunConfig
 from ..data.prompts import PromptFile
-from ..pictures import save_picture, sheet
+from ..pictures import clip_suffix, save_picture, sheet
 from ..randomness import Randomness
 from ..registry import ConfigError
 from ..search.search import Outcome, Search
@@ -74,7 +74,7 @@ def make(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, con
             pixels, facts, price = search(run, order, rows)
             paid = [a + b for a, b in zip(paid, price, strict=True)]
             for picture, fact in zip(pixels, facts, strict=True):
-                name = f"{fact['index']:05d}-{slug(fact['prompt'])}.{'png' if len(picture) == 1 else 'mp4'}"
+                name = f"{fact['index']:05d}-{slug(fact['prompt'])}.{'png' if len(picture) == 1 else clip_suffix()}"
                 save_picture(picture, order.out / name)
                 record.write(json.dumps({"file": name, **fact}) + "\n")
                 pictures.append(picture)

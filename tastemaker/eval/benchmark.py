@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..playground import motion, words
 from ..playground.captions import TASKS, Captions, drawn
 from ..randomness import Randomness
 from ..types import Facts, PromptBatch, concatenate, index
 
+NUMBERS = ("strict", "lenient", "graded")  # scores every benchmark has
 SEED = 20_24  # of the captions of PlayEval; another seed would be another benchmark
 
 
@@ -22,6 +24,9 @@ class Benchmark:
     facts: tuple[Facts, ...]
     tags: tuple[str, ...]  # one a prompt; reports have a line for each
     seeds: int  # pictures of each prompt
+    numbers: tuple[str, ...] = NUMBERS  # scores that are reported
+    lines: tuple[str, ...] = ()  # facts whose values have a line in the report too
+    moving: bool = False  # asks for clips
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -43,6 +48,29 @@ def playeval(prompts: int = 504, seeds: int = 2) -> Benchmark:
     captions = held_out(prompts)
     tags = tuple(TASKS[task] for task in captions.task.tolist())
     return Benchmark("playeval", captions.texts(), captions.facts(), tags, seeds)
+
+
+def playeval_motion(prompts: int = 504, seeds: int = 2) -> Benchmark:
+    """PlayEval's captions, each with a motion; within a task every motion as often."""
+    still = playeval(prompts, seeds)
+    places = torch.arange(prompts) // len(TASKS) % len(motion.MOTIONS)
+    texts = motion.texts(still.prompts, places)
+    said = [motion.MOTIONS[place] for place in places.tolist()]
+    known = zip(still.facts, texts, said, strict=True)
+    facts = tuple({**fact, "prompt": text, "motion": moves} for fact, text, moves in known)
+    numbers = (*NUMBERS, "content", "motion")
+    return Benchmark("playeval-motion", texts, facts, still.tags, seeds, numbers, ("motion",), moving=True)
+
+
+def wordeval(prompts: int = 504, seeds: int = 2) -> Benchmark:
+    """Words on signs that no training saw, in an order of its own; all there are if more are asked for."""
+    if prompts < 1 or seeds < 1:
+        raise ValueError(f"WordEval was asked for {prompts} words, {seeds} pictures each; expected at least 1 and 1")
+    places = words.held_out().nonzero()[:, 0]
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(SEED))[:prompts]
+    facts = words.facts(places[order])
+    tags = tuple(f"{len(fact['text'])} letters" for fact in facts)
+    return Benchmark("wordeval", words.texts(places[order]), facts, tags, seeds)
 
 
 def held_out(count: int) -> Captions:

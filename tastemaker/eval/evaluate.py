@@ -14,13 +14,13 @@ from torch import Tensor
 from ..pictures import read_picture, save_picture
 from ..registry import ConfigError
 from ..types import Facts, PromptBatch, Prompts
+from .benchmark import NUMBERS as NUMBERS
 from .benchmark import Benchmark
 from .metrics import diversity, frechet
-from .summary import summarise
+from .summary import Interval, summarise
 
 QUESTIONS, SAMPLES, SCORES, REPORT = "questions.json", "samples.jsonl", "scores.jsonl", "report.json"
 ROWS = 64  # pictures at a time
-NUMBERS = ("strict", "lenient", "graded")
 
 # Pixels [B, F, 3, H, W] of prompts, row r of the benchmark with the same draws every time, and network calls paid.
 Maker = Callable[[PromptBatch, Tensor], tuple[Tensor, int]]
@@ -43,15 +43,17 @@ class Done:
     total: int
 
 
-def evaluate(benchmark: Benchmark, make: Maker, marker: Marker, out: Path, model: str = "") -> Iterator[Done]:
-    """Go through the stages, or through what is left of them; the report is in `report.json`."""
+def evaluate(
+    benchmark: Benchmark, make: Maker, marker: Marker, out: Path, model: str = "", rows: int = ROWS
+) -> Iterator[Done]:
+    """Go through the stages, or through what is left of them, so many rows at a time; the report is `report.json`."""
     out.mkdir(parents=True, exist_ok=True)
     _claim(benchmark, out, model)
-    yield from _sample(benchmark, make, out)
-    yield from _score(benchmark, marker, out)
+    yield from _sample(benchmark, make, out, rows)
+    yield from _score(benchmark, marker, out, rows)
     total = len(benchmark) * benchmark.seeds
     if not (out / REPORT).is_file():
-        _write(out / REPORT, json.dumps(report(benchmark, marker, out, model), indent=1) + "\n")
+        _write(out / REPORT, json.dumps(report(benchmark, marker, out, model, rows), indent=1) + "\n")
     yield Done("report", total, total)
 
 
@@ -66,49 +68,50 @@ def _claim(benchmark: Benchmark, out: Path, model: str) -> None:
         raise ConfigError(f"{out} holds an evaluation of {found}, but {asked} was asked for; choose another --out")
 
 
-def shares(benchmark: Benchmark) -> list[list[int]]:
+def shares(benchmark: Benchmark, rows: int = ROWS) -> list[list[int]]:
     """Pictures by number, picture k being of prompt k // seeds, a few at a time."""
     total = len(benchmark) * benchmark.seeds
-    return [list(range(i, min(i + ROWS, total))) for i in range(0, total, ROWS)]
+    return [list(range(i, min(i + rows, total))) for i in range(0, total, rows)]
 
 
-def _sample(benchmark: Benchmark, make: Maker, out: Path) -> Iterator[Done]:
+def _sample(benchmark: Benchmark, make: Maker, out: Path, rows_at_once: int) -> Iterator[Done]:
     """Pictures in folders by prompt, and at last the list of them."""
     if (out / SAMPLES).is_file():
         return
     total, rows, prices = len(benchmark) * benchmark.seeds, [], out / ".prices"
     prices.mkdir(exist_ok=True)
-    for share in shares(benchmark):
-        paid = prices / str(share[0])  # written after its pictures, so they are all there where it is
+    for share in shares(benchmark, rows_at_once):
+        # Written after its pictures, so they are all there where it is.
+        paid = prices / f"{share[0]}-{share[-1]}"
         if not paid.is_file():
             places = [k // benchmark.seeds for k in share]
             pixels, calls = make(benchmark.batch(places), torch.tensor(share))
             for k, picture in zip(share, pixels, strict=True):
-                save_picture(picture, out / _name(benchmark, k, len(picture)))
-            _write(paid, json.dumps([calls, len(pixels[0])]))
-        calls, frames = json.loads(paid.read_text(encoding="utf-8"))
-        rows += [_row(benchmark, k, frames, calls / len(share)) for k in share]
+                save_picture(picture, out / _name(benchmark, k))
+            _write(paid, json.dumps(calls))
+        calls = json.loads(paid.read_text(encoding="utf-8"))
+        rows += [_row(benchmark, k, calls / len(share)) for k in share]
         yield Done("samples", share[-1] + 1, total)
     _write(out / SAMPLES, _lines(rows))
 
 
-def _name(benchmark: Benchmark, k: int, frames: int) -> str:
-    ending = "png" if frames == 1 else "mp4"
-    return f"samples/{k // benchmark.seeds:05d}/{k % benchmark.seeds:04d}.{ending}"
+def _name(benchmark: Benchmark, k: int) -> str:
+    """Clips are PNG too, for scores are of the very pixels that were made."""
+    return f"samples/{k // benchmark.seeds:05d}/{k % benchmark.seeds:04d}.png"
 
 
-def _row(benchmark: Benchmark, k: int, frames: int, calls: float) -> dict[str, Any]:
+def _row(benchmark: Benchmark, k: int, calls: float) -> dict[str, Any]:
     place = k // benchmark.seeds
     known = {"index": place, "seed": k % benchmark.seeds, "prompt": benchmark.prompts[place]}
-    return {"file": _name(benchmark, k, frames), **known, "tag": benchmark.tags[place], "calls": calls}
+    return {"file": _name(benchmark, k), **known, "tag": benchmark.tags[place], "calls": calls}
 
 
-def _score(benchmark: Benchmark, marker: Marker, out: Path) -> Iterator[Done]:
+def _score(benchmark: Benchmark, marker: Marker, out: Path, rows_at_once: int) -> Iterator[Done]:
     """One line a picture."""
     if (out / SCORES).is_file():
         return
     samples, rows = read_lines(out / SAMPLES), []
-    for share in shares(benchmark):
+    for share in shares(benchmark, rows_at_once):
         some = [samples[k] for k in share]
         batch = benchmark.batch([sample["index"] for sample in some])
         marks = marker.mark(_pixels(out, some), batch.prompts, batch.facts)
@@ -117,23 +120,34 @@ def _score(benchmark: Benchmark, marker: Marker, out: Path) -> Iterator[Done]:
     _write(out / SCORES, _lines(rows))
 
 
-def report(benchmark: Benchmark, marker: Marker, out: Path, model: str) -> dict[str, Any]:
+def report(benchmark: Benchmark, marker: Marker, out: Path, model: str, rows_at_once: int = ROWS) -> dict[str, Any]:
     """Every score by tag with its interval, and the numbers of the whole set."""
     rows = read_lines(out / SCORES)
     told: dict[str, Any] = {"benchmark": benchmark.name, "model": model, "prompts": len(benchmark)}
     told |= {"pictures": len(rows), "calls": sum(row["calls"] for row in rows) / len(rows)}
-    told["scores"] = summarise(rows, NUMBERS)
+    told["scores"] = _scores(benchmark, rows)
     made, real, groups = [], [], []
-    for share in shares(benchmark):
+    for share in shares(benchmark, rows_at_once):
         some = [rows[k] for k in share]
         batch, pixels = benchmark.batch([row["index"] for row in some]), _pixels(out, some)
         made.append(marker.features(pixels))
         real.append(marker.features(marker.real(batch.prompts, batch.facts, share)))
-        groups.append(pixels[:, 0])
+        groups.append(pixels[:, pixels.shape[1] // 2])
     told["frechet"] = frechet(torch.cat(made), torch.cat(real))
     if benchmark.seeds > 1:
         pictures = torch.cat(groups)
         told["diversity"] = diversity(pictures.view(len(benchmark), benchmark.seeds, *pictures.shape[1:]))
+    return told
+
+
+def _scores(benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Interval]]:
+    """Lines of tags, of the facts that have some, and at last the mean over tags."""
+    told = summarise(rows, benchmark.numbers)
+    for fact in benchmark.lines:
+        others = summarise([{**row, "tag": benchmark.facts[row["index"]][fact]} for row in rows], benchmark.numbers)
+        for name, table in others.items():
+            overall = told[name].pop("overall")
+            told[name] |= {**table, "overall": overall}
     return told
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -35,6 +35,16 @@ def joined(cut: Tensor, size: int, shape: Sequence[int]) -> Tensor:
     return whole.permute(0, 1, 4, 2, 5, 3, 6).reshape(len(cut), f, c, h, w)
 
 
+def widened(tensors: Mapping[str, Tensor], net: DiT) -> dict[str, Tensor]:
+    """Weights of a generator of stills for one of clips or longer prompts; what they lack stays as it was made."""
+    own = net.state_dict()
+    added = {key: own[key] for key in ("frame_place",) if key in own}
+    placed, known = own["word_place"], tensors.get("word_place")  # [1, W, D]
+    if known is not None and known.shape[-1] == placed.shape[-1]:
+        added["word_place"] = torch.cat([known, placed[:, known.shape[1] :]], 1)[:, : placed.shape[1]]
+    return {**tensors, **added}
+
+
 class DitBackbone:
     """Denoises [F, C, h, w] latents."""
 
@@ -49,6 +59,8 @@ class DitBackbone:
             net = spec.net()
         if spec.weights:
             files.fill(net, files.read(spec.weights)[0], spec.weights)
+        elif spec.start:
+            files.fill(net, widened(files.read(spec.start)[0], net), spec.start)
         self.net: nn.Module = net.to(placement.device)
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
@@ -71,6 +83,7 @@ class Dit:
     """A diffusion transformer that reads the words of the playground; what its output means is the path's affair."""
 
     weights: str | None = None  # a file, a run or a name in the package; at random if not given
+    start: str | None = None  # likewise, of a generator of stills whose weights a new one of clips begins with
     codec: str | None = "playground/vae"  # likewise; without one, latents are coarse pixels
     size: Annotated[int, Field(ge=8, le=1024)] = 64  # pixels a side
     frames: Count = 1
@@ -113,4 +126,6 @@ class Dit:
         return DitBackbone(self, placement)
 
     def tiny(self) -> Dit:
-        return replace(self, weights=None, codec=None, patch=self.size // self.factor // 2, width=32, depth=1, heads=2)
+        return replace(
+            self, weights=None, start=None, codec=None, patch=self.size // self.factor // 2, width=32, depth=1, heads=2
+        )

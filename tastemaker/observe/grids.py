@@ -1,4 +1,4 @@
-"""samples/step-000050.png, or .mp4 for clips, and what is in it as step-000050.json."""
+"""samples/step-000050.png, or .mp4 for clips if PyAV is there, and what is in it as step-000050.json."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from ..pictures import boxes, grid, save_picture, times
+from ..pictures import boxes, clip_suffix, grid, save_picture, times
 from ..train.events import Event, Sampled, Started
 
 
 class Grids:
     """Writes the samples of a step side by side, each above its prompt."""
 
-    def __init__(self, clips: Literal["mp4", "gif"] = "mp4") -> None:
-        self._clips = clips
+    def __init__(self, clips: Literal["mp4", "gif", "png"] | None = None) -> None:
+        self._clips = clips or clip_suffix()
         self._directory = Path()
 
     def see(self, event: Event) -> None:

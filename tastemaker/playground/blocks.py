@@ -23,12 +23,12 @@ class Residual(nn.Module):
 
 
 class Stem(nn.Module):
-    """Pictures [N, 3, 64, 64] in [0, 1] as features at 16x16 and at 8x8."""
+    """Pictures [N, 3, 64, 64] in [0, 1] as features at 16x16 and at 8x8; of clips, all frames in one as channels."""
 
-    def __init__(self, widths: tuple[int, int, int]) -> None:
+    def __init__(self, widths: tuple[int, int, int], channels: int = 3) -> None:
         super().__init__()
         fine, middle, coarse = widths
-        self.enter, self.seen = nn.Conv2d(3, fine, 4, 2, 1), Residual(fine)
+        self.enter, self.seen = nn.Conv2d(channels, fine, 4, 2, 1), Residual(fine)
         self.narrow, self.known = nn.Conv2d(fine, middle, 4, 2, 1), Residual(middle)
         self.narrower = nn.Conv2d(middle, coarse, 3, 2, 1)
         self.whole = nn.Sequential(Residual(coarse), Residual(coarse))

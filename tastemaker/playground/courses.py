@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ class Course(ABC, Generic[N]):
     """One network's way from scenes to a loss."""
 
     net: N
+    frames: ClassVar[int] = 1  # painted for each row
 
     @abstractmethod
     def lesson(self, rng: Randomness) -> Rows:

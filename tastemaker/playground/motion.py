@@ -48,11 +48,15 @@ def parse(captions: Sequence[str]) -> Tensor:
     return torch.tensor([found[0] for found in places], dtype=torch.int64)
 
 
-def animate(scenes: Scenes, motion: Tensor) -> tuple[Scenes, Tensor]:
-    """Every frame as a scene, those of a clip side by side, and the angles of its things: [N * 8, 4]."""
+def animate(scenes: Scenes, motion: Tensor, clock: Tensor | None = None) -> tuple[Scenes, Tensor]:
+    """Every frame as a scene, those of a clip side by side, and the angles of its things: [N * 8, 4].
+
+    `motion` is one a clip [N] or one a thing [N, 4]; `clock` [N, 8] is how far it is in each frame, from 0 to 1.
+    """
     clips = index(scenes, torch.arange(len(scenes), device=motion.device).repeat_interleave(FRAMES))
-    motion = motion.repeat_interleave(FRAMES)[:, None]  # [N * 8, 1]
-    time = torch.linspace(0, 1, FRAMES, device=motion.device).repeat(len(scenes))[:, None]
+    motion = motion.view(len(scenes), -1).repeat_interleave(FRAMES, 0)  # [N * 8, 1 or 4]
+    steady = torch.linspace(0, 1, FRAMES, device=motion.device).repeat(len(scenes), 1)
+    time = (steady if clock is None else clock).reshape(-1, 1)
     grows, turns = motion == GROWING, motion == TURNING
     room = torch.where(grows, 1.0, ROOM)
     ahead = torch.where(motion % 2 == 0, -TRAVEL, TRAVEL) * (time - 0.5)
@@ -64,6 +68,10 @@ def animate(scenes: Scenes, motion: Tensor) -> tuple[Scenes, Tensor]:
 
 def film(painter: Painter, scenes: Scenes, motion: Tensor, rng: Randomness) -> Tensor:
     """Clips of scenes before a background that stands still: [N, 8, 3, 64, 64] in [0, 1]."""
-    frames, angles = animate(scenes, motion)
+    return painted(painter, *animate(scenes, motion), rng)
+
+
+def painted(painter: Painter, frames: Scenes, angles: Tensor, rng: Randomness) -> Tensor:
+    """Clips of what `animate` made: [N, 8, 3, 64, 64] in [0, 1]."""
     background = painter.background(rng).repeat_interleave(FRAMES, 0)
-    return painter.over(background, frames, angles).view(len(scenes), FRAMES, 3, SIDE, SIDE)
+    return painter.over(background, frames, angles).view(len(rng), FRAMES, 3, SIDE, SIDE)

@@ -22,14 +22,21 @@ from .judge import Judge
 from .scorer import Scorer
 from .taste import Taste
 from .trained import learned_sight, random, save
+from .watcher import Watcher
+from .watching import Watching
 
 COURSES: dict[str, tuple[type[Course[Any]], type[nn.Module]]] = {
     "detector": (Detecting, Detector),
     "scorer": (Matching, Scorer),
     "judge": (Judging, Judge),
     "taste": (Tasting, Taste),
+    "motion": (Watching, Watcher),
 }
-EVERYONE = (("detector", 0), ("detector", 1), ("scorer", 0), ("judge", 0), ("taste", 0))
+TWICE = ("detector", "motion")  # once for rewards and once for evaluation only
+EVERYONE = (
+    *(("detector", 0), ("detector", 1), ("scorer", 0), ("judge", 0), ("taste", 0)),
+    *(("motion", 0), ("motion", 1)),
+)
 PUPILS = ("scorer", "judge")  # who begin with the eyes of the first detector, where it is there
 STYLES: tuple[Style, ...] = ("noto", "twemoji")
 FRESH = 1_000_003  # added to a seed, it is one nobody learns from
@@ -42,7 +49,7 @@ class Effort:
     seconds: float = 45.0
     steps: int | None = None  # instead of seconds, for the same result on every machine
     batch: int = 256
-    lesson: int = 16384  # scenes made at a time, each learned from once
+    lesson: int = 16384  # pictures made at a time, each learned from once
     lr: float = 1e-3
     device: torch.device = torch.device("cpu")
 
@@ -54,11 +61,12 @@ def fit(course: Course[Any], effort: Effort, seed: int) -> list[float]:
     net = course.net.to(device).train()
     optimizer = torch.optim.AdamW(net.parameters(), effort.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=cuda)
     began, step, done, means = time.monotonic(), 0, 0.0, list[float]()
+    everything = torch.arange(max(effort.batch, effort.lesson // course.frames), device=device)
     while done < 1:
         with torch.no_grad():
-            lesson = course.lesson(Randomness(seed, len(means), torch.arange(effort.lesson, device=device)))
+            lesson = course.lesson(Randomness(seed, len(means), everything))
         losses: list[Tensor] = []
-        for rows in torch.split(torch.arange(effort.lesson, device=device), effort.batch):
+        for rows in torch.split(everything, effort.batch):
             spent, step = time.monotonic() - began, step + 1
             done = min(1.0, spent / effort.seconds if effort.steps is None else step / effort.steps)
             for group in optimizer.param_groups:
@@ -94,8 +102,8 @@ def examine(
 
 
 def file_of(name: str, seed: int, out: Path) -> Path:
-    """There are two detectors, and one of everybody else."""
-    return out / f"{name}{seed if name == 'detector' else ''}.safetensors"
+    """There are two of those who see what is there, and one of everybody else."""
+    return out / f"{name}{seed if name in TWICE else ''}.safetensors"
 
 
 def train(name: str, seed: int, effort: Effort, out: Path, *, tiny: bool = False, count: int = 8192) -> Path:
@@ -127,11 +135,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Train whom the command line names; those already written are left as they are when all are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("who", choices=[*COURSES, "all"])
-    parser.add_argument("--seed", type=int, default=0, help="1 is the detector that only evaluates")
+    parser.add_argument("--seed", type=int, default=0, help="1 is the one that only evaluates")
     parser.add_argument("--seconds", type=float, default=Effort.seconds)
     parser.add_argument("--steps", type=int, help="instead of seconds")
     parser.add_argument("--batch", type=int, default=Effort.batch)
-    parser.add_argument("--lesson", type=int, default=Effort.lesson, help="scenes made at a time")
+    parser.add_argument("--lesson", type=int, default=Effort.lesson, help="pictures made at a time")
     parser.add_argument("--exam", type=int, default=8192, help="fresh scenes to be examined on")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,11 +71,11 @@ def encoded(image: Image.Image, longest: int) -> Picture:
     return Picture(data_uri(buffer.getvalue(), ".png" if small else ".jpg"), *image.size)
 
 
-def movie(path: Path) -> str | None:
-    """A clip as it is, if a page can bear it."""
-    if path.suffix not in (".mp4", ".gif") or path.stat().st_size > MOVIE:
+def movie(sheet: Sheet) -> str | None:
+    """Clips as they are, if a page can bear them."""
+    if sheet.frames == 1 or sheet.path.suffix not in KINDS or sheet.path.stat().st_size > MOVIE:
         return None
-    return data_uri(path.read_bytes(), path.suffix)
+    return data_uri(sheet.path.read_bytes(), sheet.path.suffix)
 
 
 def data_uri(content: bytes, suffix: str) -> str:

@@ -89,7 +89,7 @@ def _scores(first: Sheet, last: Sheet) -> str:
 def _movies(first: Sheet, last: Sheet) -> str:
     shown = []
     for when, sheet in (("before", first), ("after", last)):
-        source = movie(sheet.path)
+        source = movie(sheet)
         if source:
             words = escape(f"All samples {when} training, moving", quote=True)
             player = f'<video src="{source}" controls loop muted autoplay playsinline aria-label="{words}"></video>'

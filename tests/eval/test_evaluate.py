@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from tastemaker.cli import main
-from tastemaker.eval.benchmark import Benchmark, held_out, playeval
+from tastemaker.eval.benchmark import Benchmark, held_out, playeval, wordeval
 from tastemaker.eval.evaluate import REPORT, SCORES, evaluate, read_lines
 from tastemaker.eval.examiner import Examiner, examiner
+from tastemaker.eval.proofreader import proofreader
+from tastemaker.playground import words
 from tastemaker.playground.captions import TASKS, parse
 from tastemaker.playground.scenes import Painter, arrange
 from tastemaker.playground.trained import TINY
@@ -130,3 +132,30 @@ def test_the_command_refuses_a_benchmark_it_does_not_know(capsys: pytest.Capture
         main(["evaluate", "imagenet", "--model", "grpo-toy-flow", "--tiny"])
     assert left.value.code == 2
     assert "expected one of playeval" in capsys.readouterr().err
+
+
+def test_wordeval_reads_signs_of_words_that_no_training_saw(tmp_path: Path) -> None:
+    questions = wordeval(8, 2)
+    assert questions.prompts == wordeval(20).prompts[:8] and len(wordeval()) == words.held_out().sum()
+    assert {words.WORDS.index(fact["text"]) for fact in questions.facts} <= set(
+        words.held_out().nonzero()[:, 0].tolist()
+    )
+
+    def paint(batch: PromptBatch, rows: Tensor) -> tuple[Tensor, int]:
+        places = torch.tensor([words.WORDS.index(word) for word in words.asked(batch.prompts)])
+        return words.SignPainter().paint(places, Randomness(0, 0, rows)), 0
+
+    list(evaluate(questions, paint, proofreader(TINY), tmp_path))
+    told = json.loads((tmp_path / REPORT).read_text("utf-8"))["scores"]
+    assert told["strict"]["overall"]["mean"] >= 0.9 and told["graded"]["overall"]["mean"] >= 0.95
+    assert all(tag.endswith(" letters") for tag in list(told["strict"])[:-1])
+    first = read_lines(tmp_path / SCORES)[0]
+    assert (first["read"] == questions.facts[0]["text"].lower()) == (first["strict"] == 1)
+
+
+def test_the_command_evaluates_words(tmp_path: Path) -> None:
+    asked = ["evaluate", "wordeval", "--model", "nft-playground-words", "--tiny", "--prompts", "3", "--device", "cpu"]
+    with pytest.raises(SystemExit) as left:
+        main([*asked, "--out", str(tmp_path)])
+    assert left.value.code == 0
+    assert json.loads((tmp_path / REPORT).read_text("utf-8"))["prompts"] == 3

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tastemaker.data.playground import PlaygroundScenes
+from tastemaker.models import files
 from tastemaker.models.dit import Dit, joined, patches
 from tastemaker.objective import Alone, Context
 from tastemaker.objectives.likelihood import Likelihood
@@ -110,3 +112,22 @@ def test_a_tiny_one_learns() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+
+
+def test_a_generator_of_clips_begins_with_the_weights_of_one_of_stills(tmp_path: Path) -> None:
+    still = replace(Dit(words=8).tiny(), seed=3)
+    own = still.load(Placement()).net.state_dict()
+    files.write(tmp_path / "still.safetensors", own, {}, torch.float32)
+    moving = replace(still, frames=2, words=10, seed=4, start=str(tmp_path / "still.safetensors"))
+    begun, fresh = (spec.load(Placement()).net.state_dict() for spec in (moving, replace(moving, start=None)))
+    assert begun["word_place"][:, :8].equal(own["word_place"])
+    assert begun["word_place"][:, 8:].equal(fresh["word_place"][:, 8:])
+    assert begun["frame_place"].equal(fresh["frame_place"])
+    assert all(begun[key].equal(x) for key, x in own.items() if key != "word_place")
+
+
+def test_a_start_of_another_size_is_a_sentence(tmp_path: Path) -> None:
+    wide = replace(Dit().tiny(), width=64).load(Placement()).net.state_dict()
+    files.write(tmp_path / "wide.safetensors", wide, {})
+    with pytest.raises(ConfigError, match="are of another network"):
+        replace(Dit().tiny(), frames=2, start=str(tmp_path / "wide.safetensors")).load(Placement())

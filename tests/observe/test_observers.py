@@ -6,6 +6,7 @@ import json
 import sys
 from io import StringIO
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -95,9 +96,9 @@ def test_samples_of_stills_become_a_png_and_its_description(tmp_path: Path) -> N
     assert read_picture(tmp_path / "samples" / "step-000003.png").shape[0] == 1
 
 
-@pytest.mark.parametrize("form", ["mp4", "gif"])
-def test_samples_of_clips_become_a_clip(tmp_path: Path, form: str) -> None:
-    watch([Grids("gif" if form == "gif" else "mp4")], events(tmp_path, frames=4))
+@pytest.mark.parametrize("form", ["mp4", "gif", "png"])
+def test_samples_of_clips_become_a_clip(tmp_path: Path, form: Literal["mp4", "gif", "png"]) -> None:
+    watch([Grids(form)], events(tmp_path, frames=4))
     assert read_picture(tmp_path / "samples" / f"step-000003.{form}").shape[0] == 4
 
 

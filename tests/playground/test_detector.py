@@ -17,7 +17,7 @@ from tastemaker.playground.exam import examine_detector
 from tastemaker.playground.judge import Judge
 from tastemaker.playground.reading import words
 from tastemaker.playground.scenes import arrange
-from tastemaker.playground.train_judges import COURSES, EVERYONE, Effort, fit, update
+from tastemaker.playground.train_judges import COURSES, EVERYONE, Effort, file_of, fit, update
 from tastemaker.playground.trained import learned_sight, load, random
 from tastemaker.randomness import Randomness
 
@@ -98,10 +98,10 @@ def test_the_judge_begins_with_the_eyes_of_the_first_detector(tmp_path: Path) ->
 
 
 def test_training_everyone_leaves_those_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("detector0", "detector1", "scorer", "judge", "taste"):
-        (tmp_path / f"{name}.safetensors").touch()
+    for name, seed in EVERYONE:
+        file_of(name, seed, tmp_path).touch()
     train_judges.main(["all", "--out", str(tmp_path)])
-    assert capsys.readouterr().out.count("is there already") == 5
+    assert capsys.readouterr().out.count("is there already") == len(EVERYONE) == 7
 
 
 def test_the_same_seed_trains_the_same_network() -> None:

@@ -1,0 +1,71 @@
+"""Rewards of clips of the playground at small random size, through the rubric."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tastemaker.playground import motion
+from tastemaker.playground.captions import draw
+from tastemaker.playground.watcher import telling
+from tastemaker.randomness import Randomness
+from tastemaker.reward import Graded, RewardError, RewardSpec, Rubric
+from tastemaker.rewards.motion import Stillness
+from tastemaker.rewards.playground_motion import PlaygroundContent, PlaygroundMotion
+from tastemaker.rewards.playground_soft import PlaygroundSoft
+from tastemaker.rewards.playground_verdict import PlaygroundVerdict
+from tastemaker.types import Placement
+
+ROWS = Randomness(0, 0, torch.arange(6))
+SAID = torch.arange(6) % 6
+TEXTS = motion.texts(draw(ROWS).texts(), SAID)
+
+
+def clips(frames: int = 8, size: int = 64) -> Tensor:
+    return ROWS.uniform("pixels", frames, 3, size, size)
+
+
+def rubric(spec: RewardSpec) -> Rubric:
+    small = spec.tiny()
+    return Rubric({"it": Graded(small, small.load(Placement()))})
+
+
+@pytest.mark.parametrize("spec", [PlaygroundMotion(), PlaygroundContent(PlaygroundSoft())])
+def test_gradients_reach_the_frames_that_count(spec: RewardSpec) -> None:
+    pixels = clips().requires_grad_()
+    rubric(spec).score(pixels, TEXTS).total.sum().backward()
+    assert pixels.grad is not None
+    felt = (pixels.grad.abs().sum((2, 3, 4)) > 0).sum(1)
+    assert (felt == (8 if isinstance(spec, PlaygroundMotion) else 1)).all()
+
+
+def test_the_logarithm_is_that_of_the_probability() -> None:
+    log, share = (rubric(PlaygroundMotion(form)).score(clips(), TEXTS).total for form in ("log", "probability"))
+    assert torch.allclose(log.exp(), share) and (share > 0).all() and (share < 1).all()
+
+
+def test_of_all_motions_and_none_the_probabilities_are_one_together() -> None:
+    pixels = clips()[:1].expand(6, -1, -1, -1, -1)
+    assert rubric(PlaygroundMotion("probability")).score(pixels, TEXTS).total.sum() < 1
+
+
+@pytest.mark.parametrize(("frames", "size"), [(2, 64), (5, 16)])
+def test_clips_of_other_sizes_are_scored(frames: int, size: int) -> None:
+    for spec in (PlaygroundMotion(), PlaygroundContent(PlaygroundVerdict())):
+        assert rubric(spec).score(clips(frames, size), TEXTS).total.shape == (6,)
+
+
+def test_content_is_what_the_reward_of_stills_says_of_the_frame_that_tells() -> None:
+    whole = rubric(PlaygroundContent(PlaygroundVerdict("graded"))).score(clips(), TEXTS).total
+    assert torch.equal(whole, rubric(PlaygroundVerdict("graded")).score(telling(clips(), SAID), TEXTS).total)
+
+
+def test_a_caption_without_motion_is_refused_in_a_sentence() -> None:
+    with pytest.raises(RewardError, match="says no motion; expected it to end in one of moving left"):
+        rubric(PlaygroundMotion()).score(clips()[:1], ["a photo of a dog"])
+
+
+def test_of_a_reward_of_clips_no_frame_is_picked() -> None:
+    with pytest.raises(ValueError, match="Stillness reads whole clips, so no frame can be picked"):
+        PlaygroundContent(Stillness())
