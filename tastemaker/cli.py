@@ -146,7 +146,7 @@ def report(
 
 @app.command()
 def evaluate(
-    benchmark: Annotated[str, typer.Argument(help="playeval.")],
+    benchmark: Annotated[str, typer.Argument(help="playeval, playeval-motion or wordeval.")],
     model: Annotated[str, typer.Option("--model", "-m", help="A recipe, or the directory of a run.")],
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many of the benchmark's prompts.")] = 504,
@@ -172,6 +172,39 @@ def evaluate(
     exam = evaluating.Examination(evaluating.benchmark(benchmark, prompts, count), chosen, judge, weights, seed=seed)
     place = out or evaluating.folder(benchmark, config, found, search)
     evaluating.examine(config, found, exam, place, tiny=tiny, console=console())
+
+
+@app.command()
+def bench(
+    plan: Annotated[str, typer.Argument(help="playground, or the path of a YAML file of cells.")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to write to, or to go on in.")] = None,
+    cells: Annotated[str, typer.Option(help="Only these, with commas between them.")] = "",
+    seeds: Annotated[str, typer.Option(help="Of every cell, with commas between them.")] = "0,1,2",
+    control_seeds: Annotated[str, typer.Option(help="Those that are run with shuffled rewards too.")] = "0",
+    prompts: Annotated[int, typer.Option(min=1, help="How many of the benchmark's prompts.")] = 504,
+    count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 1,
+    minutes: Annotated[float | None, typer.Option(min=0, help="After so many, nothing new is begun.")] = None,
+    write: Annotated[Path | None, typer.Option(help="A page whose marked part the results replace.")] = None,
+    summary: Annotated[Path | None, typer.Option(help="Run nothing: tell of this folder or results.json.")] = None,
+    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
+    tiny: Tiny = False,
+    device: Place = None,
+) -> None:
+    """Measure every objective on every family, before and after, with controls; run again, it goes on."""
+    from .bench.cells import plan as planned
+    from .commands import benching, telling
+    from .commands.measuring import Bench
+
+    found = planned(plan)
+    if summary is not None:
+        return telling.tell(found, summary, write, console())
+    place, changes = out or Path("runs") / f"bench-{found.name}", tuple(settings(overrides, device))
+    numbers = benching.numbers(seeds, "--seeds"), benching.numbers(control_seeds, "--control-seeds")
+    shared = Bench(found, place, prompts, count, changes, tiny)
+    order = benching.Order(shared, plan, tuple(cells.split(",")) if cells else (), *numbers, jobs, minutes)
+    return benching.serve(order) if worker else benching.carry_out(order, write, console())
 
 
 @app.command()

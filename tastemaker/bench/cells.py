@@ -1,0 +1,165 @@
+"""What a bench measures, as data: families of generators, cells to train or search, and what was hoped for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from ..config.check import complaints
+from ..config.load import content, load, locate, read
+from ..config.run import RunConfig
+from ..config.validate import build
+from ..policy import Process
+from ..registry import ConfigError, suggest
+from ..rewards.shuffled import Shuffled
+
+PLANS = Path(__file__).parent
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What was hoped for, written down before anything was measured; all that is given must hold."""
+
+    score: Share | None = None  # on average at least, after
+    learns: bool = False  # the score rises beyond its interval, and by more than the control's
+    frechet: bool = False  # the distance to real scenes falls
+    reward: bool = False  # rises
+    keeps: bool = False  # the score does not fall beyond its interval
+    like: str = ""  # at least the score of this cell
+    share: Share = 1.0  # and at most so much of its samples
+    warns: bool = False  # the guard says that the reward is being gamed
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """Searches of the untrained generator, one for each number of candidates."""
+
+    type: Literal["best_of_n", "parm"]
+    n: tuple[PositiveInt, ...]
+    judge: str = "playground_judge"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the scoreboard."""
+
+    recipe: str
+    family: str
+    objective: str  # as the table calls it
+    reward: str  # likewise
+    overrides: tuple[str, ...] = ()
+    control: bool = False  # whether it is run with shuffled rewards too
+    search: Hunt | None = None  # instead of training
+    seeds: PositiveInt | None = None  # at most so many of those asked for
+    aim: Aim | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the pictures of a family are made when they are judged, whatever they were trained with."""
+
+    process: str  # the recipe whose process it is
+    benchmark: str = "playeval"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A bench."""
+
+    families: dict[str, Family]
+    cells: dict[str, Cell]
+    name: str = "bench"
+
+    def process(self, family: str) -> Process:
+        """By which the family's pictures are made when they are judged."""
+        section = read(self.families[family].process).get("process")
+        found: Process = build(Process, section, f"families.{family}.process")
+        return found
+
+    def config(self, cell: str, overrides: Sequence[str] = ()) -> RunConfig:
+        """A cell's run, every complaint a sentence that names the cell."""
+        chosen = self.cells[cell]
+        try:
+            config = load(chosen.recipe, [*chosen.overrides, *overrides])
+        except ConfigError as error:
+            raise ConfigError(f"cells.{cell}: {error}") from error
+        found = complaints(config, 1)
+        if found:
+            raise ConfigError("\n".join(f"cells.{cell}: {sentence}" for sentence in found))
+        return config
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement: of a family before, of a cell after training or search, or of its control."""
+
+    cell: str
+    kind: Literal["before", "after", "control"]
+    seed: int = 0
+    n: int | None = None  # candidates of a search
+    base: str = ""  # the measurement before it, which cells of one family share
+
+    @property
+    def key(self) -> str:
+        """What its files are called."""
+        if self.kind == "before":
+            return self.base
+        candidates, control = [str(self.n)] if self.n else [], ["shuffled"] if self.kind == "control" else []
+        return "-".join([self.cell, *candidates, *control, str(self.seed)])
+
+
+def plan(name: str) -> Plan:
+    """A bench of the package, or of a YAML file."""
+    known = sorted(path.stem for path in PLANS.glob("*.yaml"))
+    if not name.endswith((".yaml", ".yml")) and name not in known:
+        raise ConfigError(f"there is no bench '{name:.60}'{suggest(name, known)}; a file's path ends in .yaml")
+    path = PLANS / f"{name}.yaml" if name in known else locate(name, Path())
+    found: Plan = build(Plan, {"name": path.stem, **content(path)})
+    for key, cell in found.cells.items():
+        if cell.family not in found.families:
+            raise ConfigError(f"cells.{key}: there is no family '{cell.family:.60}'; add it to families")
+        if cell.aim and cell.aim.like and cell.aim.like not in found.cells:
+            raise ConfigError(f"cells.{key}.aim.like: there is no cell '{cell.aim.like:.60}'; name another")
+    return found
+
+
+def chosen(found: Plan, names: Sequence[str]) -> tuple[str, ...]:
+    """The cells asked for, or all of them."""
+    for name in names:
+        if name not in found.cells:
+            raise ConfigError(f"--cells: there is no cell '{name:.60}'{suggest(name, list(found.cells))}")
+    return tuple(name for name in found.cells if not names or name in names)
+
+
+def jobs(found: Plan, cells: Sequence[str], seeds: Sequence[int], control_seeds: Sequence[int]) -> list[Job]:
+    """All there is to measure, the first seed of every cell first, each seed's controls after its cells."""
+    listed: list[Job] = []
+    for place, seed in enumerate(seeds):
+        own = [name for name in cells if place < (found.cells[name].seeds or len(seeds))]
+        for name in own:
+            search = found.cells[name].search
+            listed += [Job(name, "after", seed, n) for n in (search.n if search else (None,))]
+        controlled = [name for name in own if found.cells[name].control and seed in control_seeds]
+        listed += [Job(name, "control", seed) for name in controlled]
+    return listed
+
+
+def shuffled(config: RunConfig) -> RunConfig:
+    """The same run, paid for what others did; rewards that are only watched stay true."""
+    rewards = {
+        name: replace(reward, spec=Shuffled(reward.spec)) if reward.weight else reward
+        for name, reward in config.rewards.items()
+    }
+    return replace(config, rewards=rewards)
+
+
+def described(cell: Cell) -> dict[str, Any]:
+    """What a result says of its cell."""
+    search = {"search": cell.search.type, "judge": cell.search.judge} if cell.search else {}
+    told = {"objective": cell.objective, "family": cell.family, "reward": cell.reward, "recipe": cell.recipe}
+    return {**told, "overrides": list(cell.overrides), **search}

@@ -1,0 +1,180 @@
+"""From results that somebody made up to a table, pictures and a page."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tastemaker.bench.aggregate import Line, interval, lines
+from tastemaker.bench.cells import Aim, Plan, jobs, plan
+from tastemaker.bench.pictures import curves, overview, prices
+from tastemaker.bench.results import Result, ends, gathered
+from tastemaker.bench.table import BEGIN, END, count, marked, section, short
+from tastemaker.cli import main
+from tastemaker.playground.captions import TASKS
+from tastemaker.registry import ConfigError
+
+BASES = {"flow": 0.48, "causal": 0.55, "masked": 0.63, "epsilon": 0.5, "video": 0.4}
+GAINS = {"GRPO": 0.4, "reward gradient": 0.44, "NFT": 0.3, "SRPO": 0.01, "online DPO": 0.15, "DDPO": 0.2}
+
+
+def marks(level: float, seed: int, prompts: int = 84) -> dict[str, list[float]]:
+    """Scores of prompts that are right so often."""
+    chance = torch.Generator().manual_seed(seed)
+    return {tag: (torch.rand(prompts, generator=chance) < level).double().tolist() for tag in TASKS}
+
+
+def side(level: float, seed: int, calls: float = 10.0, spread: float = 0.2) -> dict[str, Any]:
+    rows = marks(level, seed)
+    means = {tag: {"mean": sum(values) / len(values)} for tag, values in rows.items()}
+    means["overall"] = {"mean": sum(mean["mean"] for mean in means.values()) / len(means)}
+    told = {"benchmark": "playeval", "prompts": 240, "pictures": 480, "calls": calls}
+    return {**told, "scores": {"strict": means}, "rows": {"strict": rows}, "frechet": 1 - level, "diversity": spread}
+
+
+def made_up(found: Plan, seeds: tuple[int, ...] = (0, 1, 2)) -> list[Result]:
+    """Of every cell what might have come of it; nobody has measured any of this."""
+    told = []
+    for place, job in enumerate(jobs(found, list(found.cells), seeds, (0,))):
+        cell = found.cells[job.cell]
+        base, gain = BASES.get(cell.family, 0.5), GAINS.get(cell.objective, 0.0)
+        gain = 0.0 if job.kind == "control" else 0.05 * (job.n or 1) ** 0.5 if job.n else gain
+        about = {"objective": cell.objective, "family": cell.family, "reward": cell.reward}
+        calls = 10.0 * (job.n or 1) * (0.7 if cell.search and cell.search.type == "parm" else 1)
+        result = {"key": job.key, "cell": job.cell, "kind": job.kind, "seed": job.seed, "n": job.n}
+        result |= {"about": {**about, **({"search": cell.search.type} if cell.search else {})}, "fingerprint": "x"}
+        result |= {
+            "before": side(base, list(BASES).index(cell.family)),
+            "after": side(min(base + gain, 0.97), place, calls),
+        }
+        result["environment"] = {"device": "nothing (made up)", "precision": "bf16", "torch": "0"}
+        if not cell.search:
+            curve = [[step, 0.5 + gain * step / 200 + 0.02 * ((step * 7) % 5)] for step in range(1, 200, 4)]
+            warned = [{"step": 150, "warning": "probable reward hacking: made up"}] if "lenient" in job.cell else []
+            paid = {"steps": 200, "samples": 38_000 if "nft" in job.cell else 115_200, "seconds": 40.0, "calls": 9e6}
+            told_of = {"reward": [0.5, 0.5 + gain], "guard": {}, "warnings": warned, "curves": {"reward": curve}}
+            result["training"] = {**paid, **told_of, "best": None}
+        told.append(result)
+    return told
+
+
+@pytest.fixture(scope="module")
+def playground() -> Plan:
+    return plan("playground")
+
+
+@pytest.fixture(scope="module")
+def found(playground: Plan) -> list[Line]:
+    return lines(made_up(playground), playground)
+
+
+def line(found: list[Line], key: str) -> Line:
+    return next(each for each in found if each.key == key)
+
+
+def test_a_cell_is_the_mean_of_its_seeds_with_its_control_beside_it(found: list[Line]) -> None:
+    grpo = line(found, "grpo-flow")
+    assert grpo.seeds == 3
+    assert 0.3 < grpo.change.low < grpo.change.mean < grpo.change.high < 0.5
+    assert grpo.control is not None and grpo.control.low < 0 < grpo.control.high + 0.1
+    assert grpo.change.mean == pytest.approx(grpo.after.mean - grpo.before, abs=1e-9)
+
+
+def test_an_interval_of_one_seed_is_that_of_its_prompts() -> None:
+    values = torch.rand(1, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    told, error = interval([values]), values.std() / 400**0.5
+    assert told.mean == pytest.approx(values.mean().item())
+    assert told.high - told.low == pytest.approx(2 * 1.96 * error.item(), rel=0.1)
+
+
+def test_seeds_that_differ_widen_the_interval() -> None:
+    alike = torch.full((3, 100), 0.5, dtype=torch.float64)
+    apart = alike + torch.tensor([[-0.2], [0.0], [0.2]])
+    assert interval([alike]).high == pytest.approx(0.5)
+    assert interval([apart]).high > 0.55
+
+
+def test_aims_are_held_against_what_was_measured(found: list[Line]) -> None:
+    assert line(found, "reward-gradient-flow").missed == ()
+    assert line(found, "grpo-flow").missed == ("strict 0.9 was aimed at",)
+    assert line(found, "nft-flow").missed is not None and "below" in str(line(found, "nft-flow").missed)
+    assert line(found, "grpo-flow-lenient").missed == ()
+    assert line(found, "best-of-flow-20").missed is None
+
+
+def test_a_rising_control_and_a_falling_score_miss_their_aims(playground: Plan) -> None:
+    results = made_up(playground)
+    for result in results:
+        if result["cell"] in ("dpo-causal", "srpo-flow"):
+            result["after"] = side(0.2 if result["cell"] == "srpo-flow" else 0.9, 7)
+    told = lines(results, playground)
+    assert line(told, "dpo-causal").missed == ("its control rises as much",)
+    assert line(told, "srpo-flow").missed is not None and "strict falls" in str(line(told, "srpo-flow").missed)
+
+
+def test_every_aim_of_the_plan_is_one_that_can_be_missed(playground: Plan) -> None:
+    asked = [cell.aim for cell in playground.cells.values() if cell.aim]
+    assert asked and all(aim != Aim() for aim in asked)
+
+
+def test_the_pictures_are_whole_and_in_words_too(playground: Plan, found: list[Line]) -> None:
+    for picture in (overview(found, {"grpo-flow": 0.9}), prices(found), curves(found, made_up(playground))):
+        root = ElementTree.fromstring(picture)
+        assert root.find("{http://www.w3.org/2000/svg}title") is not None
+        assert "nan" not in picture and "prefers-color-scheme: dark" in picture
+
+
+def test_the_overview_shows_of_a_search_the_largest(found: list[Line]) -> None:
+    shown = overview(found, {})
+    assert "best of 20" in shown and "best of 4" not in shown
+
+
+def test_the_page_says_what_was_measured_and_what_was_not_reached(playground: Plan, found: list[Line]) -> None:
+    text = section(found, made_up(playground), "scoreboard")
+    assert "nothing (made up)" in text and "240 prompts" in text
+    assert "- grpo-flow: strict 0.9 was aimed at" in text
+    assert "- grpo-flow-lenient, step 150: probable reward hacking" in text
+    widths = {row.count("|") for row in text.split("### Task by task")[0].splitlines() if row.startswith("|")}
+    assert len(widths) == 1
+
+
+def test_only_the_marked_part_of_a_page_changes() -> None:
+    page = f"# before\n\n{BEGIN}\nold\n{END}\n\nafter\n"
+    once = marked(page, "new", "page.md")
+    assert once == f"# before\n\n{BEGIN}\n\nnew\n\n{END}\n\nafter\n"
+    assert marked(once, "new", "page.md") == once
+    with pytest.raises(ConfigError, match="no place for the results"):
+        marked("# nothing", "new", "page.md")
+
+
+def test_one_file_of_results_tells_everything_elsewhere(playground: Plan, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(json.dumps({"format": 1, "results": made_up(playground)}))
+    page = tmp_path / "page.md"
+    page.write_text(f"# a page\n{BEGIN}\n{END}\nits end\n")
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "playground", "--summary", str(tmp_path / "results.json"), "--write", str(page)])
+    assert left.value.code == 0
+    assert "page/overview.svg" in page.read_text() and page.read_text().endswith("its end\n")
+    assert {path.name for path in (tmp_path / "page").iterdir()} == {"overview.svg", "curves.svg", "prices.svg"}
+    assert len(gathered(tmp_path)) == len(made_up(playground))
+
+
+def test_nothing_measured_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "playground", "--summary", str(tmp_path)])
+    assert left.value.code == 2 and "run the bench first" in capsys.readouterr().err
+
+
+def test_numbers_are_short() -> None:
+    assert [short(x) for x in (0.4834, -0.02, 1.0, 0.9999, 12.5)] == [".483", "-.020", "1.000", "1.000", "12.500"]
+    assert [count(x) for x in (12, 115_200, 8_960_000)] == ["12", "115 k", "8.96 M"]
+
+
+def test_the_ends_of_a_curve_are_means_of_a_few_steps() -> None:
+    assert ends([(i, float(i)) for i in range(40)]) == [2.0, 37.0]
+    assert ends([(0, 1.0), (50, 2.0)]) == [1.0, 2.0] and ends([]) == []
