@@ -17,7 +17,7 @@ from .processes.gaussian import GaussianProcess
 from .processes.masked import Masked
 from .randomness import Randomness
 from .registry import ConfigError
-from .reward import Graded, Reward, RewardError, RewardSpec, Rubric, Scores, Verdict, Verifier
+from .reward import About, Graded, Reward, RewardError, RewardSpec, Rubric, Scores, Verdict, Verifier
 from .types import (
     HIDDEN,
     Condition,
@@ -45,6 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "HIDDEN",
+    "About",
     "Alone",
     "Autoregressive",
     "Backbone",

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from .pretrained import Source
 from .types import Facts, Placement, Prompts
 
 Rows = Annotated[int, Field(ge=1)]  # how many a call can bear
@@ -20,6 +21,16 @@ Rows = Annotated[int, Field(ge=1)]  # how many a call can bear
 
 class RewardError(RuntimeError):
     """A reward failed or returned what cannot be used."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What to know of a reward before trusting it."""
+
+    range: str  # of usual scores
+    hacked_by: str  # what earns it without being better
+    memory: str = "none"  # of its weights
+    sources: tuple[Source, ...] = ()  # of its weights, by default
 
 
 class Reward(Protocol):
@@ -44,6 +55,8 @@ class RewardSpec(Protocol):
     def batch_size(self) -> int:
         """Rows one call can bear."""
 
+    @property
+    def about(self) -> About: ...
     def load(self, placement: Placement) -> Reward: ...
     def tiny(self) -> RewardSpec:
         """The same reward at random small size, for tests."""

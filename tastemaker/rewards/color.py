@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 from torch import Tensor
 
 from ..colors import COLORS
-from ..reward import Rows
+from ..reward import About, Rows
 from ..types import Facts, Placement, Prompts
 
 
@@ -20,6 +20,7 @@ class Brightness:
 
     target: float | None = None  # in [0, 1]
     batch_size: Rows = 64
+    about: ClassVar[About] = About(range="0 to 1", hacked_by="plain white")
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"
@@ -41,6 +42,7 @@ class Color:
 
     names: Mapping[str, tuple[float, float, float]] = field(default_factory=lambda: dict(COLORS), hash=False)
     batch_size: Rows = 64
+    about: ClassVar[About] = About(range="0 to 1", hacked_by="a plain field of the colour named")
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from ..reward import Reward, RewardSpec, shared
+from ..reward import About, Reward, RewardSpec, shared
 from ..types import Facts, Placement, Prompts
 
 
@@ -29,6 +29,10 @@ class Combinator(ABC):
     @property
     def batch_size(self) -> int:
         return self.of.batch_size
+
+    @property
+    def about(self) -> About:
+        return self.of.about
 
     def load(self, placement: Placement) -> Reward:
         return Combined(self, shared(self.of, placement))

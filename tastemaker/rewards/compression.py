@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..reward import Rows
+from ..reward import About, Rows
 from ..types import Facts, Placement, Prompts
 
 # Quantisation steps of coefficients at quality 50 (ITU-T T.81, tables K.1 and K.2).
@@ -37,6 +37,9 @@ class Compression:
     sign: Literal["compressible", "incompressible"] = "compressible"
     quality: int = 95
     batch_size: Rows = 64
+    about: ClassVar[About] = About(
+        range="-7 to -1", hacked_by="plain fields for compressible, noise for incompressible"
+    )
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"

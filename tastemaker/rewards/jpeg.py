@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..pictures import as_bytes
-from ..reward import Rows
+from ..reward import About, Rows
 from ..types import Facts, Placement, Prompts
 
 
@@ -23,6 +23,9 @@ class Jpeg:
     sign: Literal["compressible", "incompressible"] = "compressible"
     quality: int = 95
     batch_size: Rows = 64
+    about: ClassVar[About] = About(
+        range="-300 to 300 kilobytes", hacked_by="plain fields for compressible, noise for incompressible"
+    )
     differentiable: ClassVar[bool] = False
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["host"]] = "host"

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from ..reward import Rows
+from ..reward import About, Rows
 from ..types import Facts, Placement, Prompts
 
 
@@ -17,6 +17,7 @@ class Stillness:
     """One minus the mean absolute change of a pixel from frame to frame."""
 
     batch_size: Rows = 64
+    about: ClassVar[About] = About(range="-1 to 0", hacked_by="frozen clips")
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["clip"]] = "clip"
     runs_on: ClassVar[Literal["device"]] = "device"

@@ -13,7 +13,7 @@ from ..playground.blocks import still
 from ..playground.judge import Judge
 from ..playground.reading import asked
 from ..playground.trained import TINY, load
-from ..reward import Rows, Verdict
+from ..reward import About, Rows, Verdict
 from ..types import Facts, Placement, Prompts
 
 
@@ -25,6 +25,7 @@ class PlaygroundJudge:
     promising: float = 0.5  # probability of yes from which a clear one goes on
     weights: str = "playground/judge"
     batch_size: Rows = 256
+    about: ClassVar[About] = About(range="0 to 1", hacked_by="pictures unlike those it was shown", memory="3.5 MB")
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"

@@ -13,7 +13,7 @@ from ..playground.blocks import still
 from ..playground.captions import parse
 from ..playground.scorer import Scorer, split_quality
 from ..playground.trained import TINY, load
-from ..reward import Rows
+from ..reward import About, Rows
 from ..types import Facts, Placement, Prompts
 
 
@@ -23,6 +23,9 @@ class PlaygroundMatch:
 
     weights: str = "playground/scorer"
     batch_size: Rows = 256
+    about: ClassVar[About] = About(
+        range="-1 to 1", hacked_by="textures; the verdict sees what it misses", memory="3.5 MB"
+    )
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"

@@ -13,7 +13,7 @@ from ..playground.detector import Detector
 from ..playground.reading import asked
 from ..playground.soft import soft_score
 from ..playground.trained import TINY, load
-from ..reward import Rows
+from ..reward import About, Rows
 from ..types import Facts, Placement, Prompts
 
 
@@ -24,6 +24,9 @@ class PlaygroundSoft:
     strict: bool = True  # things nobody asked for cost
     weights: str = "playground/detector0"
     batch_size: Rows = 256
+    about: ClassVar[About] = About(
+        range="-10 to 0", hacked_by="hard outlines; without `strict`, four copies of everything", memory="2.4 MB"
+    )
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..playground.blocks import still
 from ..playground.taste import Taste
 from ..playground.trained import TINY, load
-from ..reward import Rows
+from ..reward import About, Rows
 from ..types import Facts, Placement, Prompts
 
 
@@ -21,6 +21,7 @@ class PlaygroundTaste:
 
     weights: str = "playground/taste"
     batch_size: Rows = 256
+    about: ClassVar[About] = About(range="-8 to 8", hacked_by="crisp pictures of something else", memory="0.5 MB")
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"

@@ -13,7 +13,7 @@ from ..playground.detector import Detector, detections
 from ..playground.reading import asked
 from ..playground.trained import TINY, load
 from ..playground.verdict import graded, verdict
-from ..reward import Rows
+from ..reward import About, Rows
 from ..types import Facts, Placement, Prompts
 
 
@@ -25,6 +25,9 @@ class PlaygroundVerdict:
     strict: bool = True  # things nobody asked for count as wrong; GenEval's own rule forgives them, and is cheated so
     weights: str = "playground/detector0"
     batch_size: Rows = 256
+    about: ClassVar[About] = About(
+        range="0 to 1", hacked_by="without `strict`, four copies of everything", memory="2.4 MB"
+    )
     differentiable: ClassVar[bool] = False
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"

@@ -1,0 +1,126 @@
+"""Published weights: where they come from, where they lie here, and reading them without running any code in them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from .registry import ConfigError
+
+WRAPPERS = ("state_dict", "model", "module")  # what checkpoints are wrapped in, each maybe in another
+WHOLE = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "open_clip_pytorch_model.bin",
+)  # of a folder
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where published weights come from, and what to know before fetching them."""
+
+    hub: str  # owner/name on the hub
+    file: str = ""  # the one that is needed; the whole repository if empty
+    size: str = "of a size its page tells"
+    licence: str = "under a licence its page tells"
+    gated: bool = False  # to be asked for on its page first
+
+    def __str__(self) -> str:
+        return f"{self.hub}/{self.file}" if self.file else self.hub
+
+
+def locate(name: str, source: Source) -> Path:
+    """A file or folder here: a path, or what was fetched of the hub before; the network is left alone."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    found = _cached(name, source)
+    if found is None:
+        raise ConfigError(
+            f"the weights '{name:.200}' are not here; expected a local path, or {source} from the hub ({source.size}, "
+            f"{source.licence}{', to be asked for on its page first' if source.gated else ''}), "
+            f"which `tastemaker download {name:.200}` fetches"
+        )
+    return found
+
+
+def _cached(name: str, source: Source) -> Path | None:
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        if name == source.hub and source.file:
+            held = try_to_load_from_cache(name, source.file)
+            return Path(held) if isinstance(held, str) else None
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint: a file, or a folder that holds one, whole or in shards."""
+    if path.is_dir():
+        return _folder(path)
+    if path.suffix == ".safetensors":
+        try:
+            return dict(load_file(path))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} is not a readable safetensors file ({error}); fetch it again") from error
+    return _unwrapped(_unpickled(path), path)
+
+
+def _folder(path: Path) -> dict[str, Tensor]:
+    for index in sorted(path.glob("*.safetensors.index.json")):
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return {key: x for shard in shards for key, x in read(path / shard).items()}
+    for name in WHOLE:
+        if (path / name).is_file():
+            return read(path / name)
+    raise ConfigError(f"{path} holds no weights; expected one of {', '.join(WHOLE)}, or shards with their index")
+
+
+def _unpickled(path: Path) -> object:
+    """What `torch.save` wrote, tensors and plain containers alone."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{path} holds more than tensors, which could run code, so it was not read ({reason:.200}); "
+            "convert it to safetensors where you trust it"
+        ) from error
+    except (OSError, EOFError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{path} is not a readable checkpoint ({reason:.200}); fetch it again") from error
+
+
+def _unwrapped(data: object, path: Path) -> dict[str, Tensor]:
+    for name in WRAPPERS:
+        if isinstance(data, Mapping) and isinstance(data.get(name), Mapping):
+            return _unwrapped(data[name], path)
+    if not isinstance(data, Mapping) or not all(isinstance(x, Tensor) for x in data.values()):
+        raise ConfigError(f"{path} holds a {type(data).__name__}; expected tensors by name, as a state dict is")
+    return dict(data)
+
+
+def fill(net: nn.Module, tensors: Mapping[str, Tensor], name: str | Path, absent: Sequence[str] = ()) -> None:
+    """Copy tensors into a network of the same names and shapes; `absent` may stay as they were made."""
+    own = net.state_dict()
+    wrong = [key for key in own if key in tensors and own[key].shape != tensors[key].shape]
+    wrong += [key for key in own if key not in tensors and key not in absent]
+    wrong += [key for key in tensors if key not in own]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ConfigError(
+            f"the weights '{name!s:.200}' are of another network ('{wrong[0]}'{more} differ); "
+            "name the published file, or one of the same layout"
+        )
+    net.load_state_dict(dict(tensors), strict=False)
