@@ -1,0 +1,58 @@
+"""One preprocessing for scoring and gradients, held against transformers' own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tastemaker.preprocessing import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+
+SIZES = [(64, 64), (224, 224), (300, 200), (201, 333), (512, 512), (37, 500), (1, 1)]
+
+
+def picture(height: int, width: int) -> Image.Image:
+    """Smooth areas and hard edges, as pictures have them."""
+    rng = np.random.default_rng(height * 1000 + width)
+    coarse = rng.integers(0, 256, (min(8, height), min(8, width), 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.NEAREST)
+
+
+def tensor(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_cropping_agrees_with_the_processor_of_clip(size: tuple[int, int]) -> None:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    image = picture(*size)
+    theirs = CLIPImageProcessorPil()(image, return_tensors="pt")["pixel_values"]
+    ours = Preprocessing(224)(tensor(image))
+    difference = (ours - theirs) * torch.tensor(CLIP_STD)[:, None, None]
+    assert ours.shape == theirs.shape and difference.abs().mean() < 1e-3
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_stretching_agrees_with_a_plain_resize(size: tuple[int, int]) -> None:
+    image = picture(*size)
+    theirs = tensor(image.resize((96, 96), Image.Resampling.BILINEAR))
+    ours = Preprocessing(96, "stretch", "bilinear", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))(tensor(image))
+    assert (ours - theirs).abs().mean() < 2e-3  # half a grey level is lost to rounding
+
+
+def test_padding_puts_black_around_the_picture_before_it_is_normalised() -> None:
+    wide = torch.ones(1, 3, 50, 100)
+    out = Preprocessing(224, "pad")(wide)
+    black, white = ((torch.tensor([x] * 3) - torch.tensor(CLIP_MEAN)) / torch.tensor(CLIP_STD) for x in (0.0, 1.0))
+    assert torch.allclose(out[0, :, 0, 0], black) and torch.allclose(out[0, :, 112, 112], white, atol=1e-5)
+    assert torch.allclose(out[0, :, 56:168], white[:, None, None].expand(3, 112, 224), atol=1e-5)
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
+def test_gradients_are_those_of_finite_differences(fit: str) -> None:
+    pixels = (0.1 + 0.8 * torch.rand(1, 3, 6, 9, dtype=torch.float64)).requires_grad_()
+    prepare = Preprocessing(4, fit, "bilinear", IMAGENET_MEAN, IMAGENET_STD)  # type: ignore[arg-type]
+    assert torch.autograd.gradcheck(prepare, (pixels,))

@@ -1,0 +1,103 @@
+"""Published weights: found without a network, read without running code."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tastemaker.pretrained import Source, fill, locate, read
+from tastemaker.registry import ConfigError
+
+SOURCE = Source("somebody/model", "model.pt", size="2 GB", licence="Apache-2.0", gated=True)
+
+
+class Trap:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("echo this must not run",)
+
+
+def test_a_local_path_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert locate(str(tmp_path), SOURCE) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["somebody/model", "/nowhere/model.pt", "no such name at all"])
+def test_missing_weights_are_a_sentence_with_their_source_size_and_licence(name: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        locate(name, SOURCE)
+    for word in ("somebody/model/model.pt", "2 GB", "Apache-2.0", "to be asked for", f"tastemaker download {name}"):
+        assert word in str(told.value)
+
+
+def test_what_the_hub_left_here_is_found_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--somebody--model" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.pt").write_bytes(b"x")
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert locate("somebody/model", SOURCE) == snapshot / "model.pt"
+
+
+@pytest.mark.parametrize("wrap", [(), ("state_dict",), ("module", "state_dict")])
+def test_tensors_are_read_from_checkpoints_however_they_are_wrapped(wrap: tuple[str, ...], tmp_path: Path) -> None:
+    data: object = {"a": torch.ones(2)}
+    for name in reversed(wrap):
+        data = {name: data, "epoch": 3}
+    torch.save(data, tmp_path / "x.pt")
+    assert read(tmp_path / "x.pt")["a"].equal(torch.ones(2))
+
+
+def test_folders_are_read_whole_or_in_shards(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "shards").mkdir()
+    save_file({"a": torch.ones(2), "b": torch.zeros(3)}, tmp_path / "whole" / "model.safetensors")
+    save_file({"a": torch.ones(2)}, tmp_path / "shards" / "model-1.safetensors")
+    save_file({"b": torch.zeros(3)}, tmp_path / "shards" / "model-2.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for folder in ("whole", "shards"):
+        found = read(tmp_path / folder)
+        assert found["a"].equal(torch.ones(2)) and found["b"].equal(torch.zeros(3))
+
+
+def test_code_in_a_checkpoint_does_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.save({"a": torch.ones(2), "trap": Trap()}, tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="could run code, so it was not read"):
+        read(tmp_path / "x.pt")
+    assert "must not run" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_a_truncated_file_is_a_sentence(name: str, tmp_path: Path) -> None:
+    write = torch.save if name == "x.pt" else save_file
+    write({"a": torch.ones(4096)}, tmp_path / name)
+    whole = (tmp_path / name).read_bytes()
+    for size in (0, 10, len(whole) // 2):
+        (tmp_path / name).write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match="fetch it again"):
+            read(tmp_path / name)
+
+
+def test_what_is_no_state_dict_is_a_sentence(tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="holds a list; expected tensors by name"):
+        read(tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="holds no weights"):
+        read(tmp_path)
+
+
+def test_a_network_is_filled_whole_or_not_at_all() -> None:
+    net = nn.Linear(2, 3)
+    fill(net, {"weight": torch.ones(3, 2)}, "x", absent=("bias",))
+    assert net.weight.eq(1).all()
+    for wrong in ({"weight": torch.ones(3, 2)}, {"weight": torch.ones(1, 2), "bias": torch.ones(3)}):
+        with pytest.raises(ConfigError, match="of another network"):
+            fill(net, wrong, "x")
+    with pytest.raises(ConfigError, match="'more'"):
+        fill(net, {"weight": torch.ones(3, 2), "bias": torch.ones(3), "more": torch.ones(1)}, "x")
