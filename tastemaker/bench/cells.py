@@ -42,6 +42,7 @@ class Hunt:
     type: Literal["best_of_n", "parm"]
     n: tuple[PositiveInt, ...]
     judge: str = "playground_judge"
+    first: Annotated[float, Field(ge=0, le=1)] = 0.0  # PARM's: progress before which nobody is judged
 
 
 @dataclass(frozen=True)

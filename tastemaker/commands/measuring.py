@@ -92,7 +92,8 @@ class Bench:
             return job.base
         config = {key: value for key, value in resolve(self.config(job)).items() if key not in directory.ELSEWHERE}
         search = self.plan.cells[job.cell].search
-        return _digest([self._cell(job.cell)[1], config, job.n, search.judge if search else "", job.base])
+        hunt = [search.judge, search.first] if search else []
+        return _digest([self._cell(job.cell)[1], config, job.n, hunt, job.base])
 
 
 @cache
@@ -206,7 +207,8 @@ def examined(bench: Bench, job: Job, run: Run, place: Path) -> dict[str, Any]:
     cell, questions = bench.plan.cells[job.cell], bench.benchmark(job.cell)
     run.policy = replace(run.policy, process=bench.plan.process(cell.family))
     hunt, weights = cell.search if job.kind == "after" else None, "ema" if run.ema else "live"
-    search = SEARCHES.find(hunt.type)(n=job.n) if hunt else Single()
+    early = {"first": hunt.first} if hunt and hunt.first else {}
+    search = SEARCHES.find(hunt.type)(n=job.n, **early) if hunt else Single()
     # Training is judged on the noise it was judged on before; a search's seed is that of its candidates.
     exam = evaluating.Examination(questions, search, hunt.judge if hunt else "", weights, seed=job.seed if hunt else 0)
     marker = evaluating.MARKERS[questions.name](TINY if bench.tiny else exam.detector, run.engine.device)
