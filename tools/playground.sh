@@ -30,14 +30,17 @@ for stage in "${stages[@]}"; do
   case $stage in
   judges)
     start detector1 judge detector 1
+    for seed in 0 1; do start "motion$seed" judge motion "$seed"; done
     (judge detector 0 >"$logs/detector0.log" 2>&1 && echo "done: detector0" || echo "FAILED: detector0"
       for kind in scorer judge taste; do start "$kind" judge "$kind" 0; done
       wait) &
     ;;
-  codecs) for name in vae vq; do start "$name" codec "$name"; done ;;
+  codecs) for name in vae vq words-vae; do start "$name" codec "$name"; done ;;
   generators)
     wait # for the codecs
-    for name in ${GENERATORS:-flow flow16 epsilon causal masked video}; do start "$name" codec "$name"; done
+    for name in ${GENERATORS:-flow flow16 epsilon causal masked words}; do start "$name" codec "$name"; done
+    wait # video begins with what flow16 knows
+    [ -n "${GENERATORS:-}" ] || start video codec video
     ;;
   *) echo "no stage is called '$stage'; expected judges, codecs or generators" && exit 2 ;;
   esac

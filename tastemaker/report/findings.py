@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Literal
 
+from ..train.evidence import Change, compare
 from .read import Curve, Record
 
 BEYOND_NOISE = 4.0  # standard errors
@@ -49,6 +50,18 @@ def trend(curve: Curve) -> Trend | None:
     noise = 1.4826 * median(jumps) / math.sqrt(2)  # the standard deviation, if it is normal, whatever the trend
     # A median is 1.25 times as uncertain as a mean, and there are two of them.
     return Trend(median(values[:size]), median(values[-size:]), noise * 1.25 * math.sqrt(2 / size))
+
+
+def rewarded(record: Record) -> Change | Trend | None:
+    """What became of the training reward: on the guard's prompts, before and after, or else along the curve.
+
+    The same prompts from the same noise tell more than steps, each of other prompts, of which the first have learned.
+    """
+    curve = trend(record.curve("reward"))
+    if len(record.looks) < 2:
+        return curve
+    paired = compare("reward", record.looks[:1], record.looks[-2:] if len(record.looks) > 2 else record.looks[-1:])
+    return curve if curve and curve.rose and not paired.rose else paired
 
 
 def findings(record: Record) -> list[Finding]:
@@ -96,7 +109,7 @@ def _learned_nothing(record: Record) -> list[Finding]:
     if flat and fmean(flat) > 0.8:
         text = f"In {fmean(flat):.0%} of the groups all samples earned the same, and such groups teach nothing."
         found.append(Finding("warning", text))
-    reward = trend(record.curve("reward"))
+    reward = rewarded(record)
     if reward is not None and not reward.rose:
         text = "fell" if reward.fell else "did not rise beyond its noise"
         found.append(Finding("note", f"The training reward {text} ({reward})."))

@@ -11,6 +11,9 @@ from typing import Any
 import yaml
 
 from ..registry import ConfigError
+from ..train import folders
+from ..train.evidence import History, Look
+from ..train.tensors import CheckpointError
 
 Row = Mapping[str, Any]
 Curve = list[tuple[int, float]]  # steps and values
@@ -41,6 +44,7 @@ class Record:
     config: Row
     text: str  # of the configuration
     environment: Row
+    looks: tuple[Look, ...] = ()  # of the guard, prompt by prompt, where a checkpoint remembers them
 
     def curve(self, metric: str) -> Curve:
         return [(row["step"], float(row[metric])) for row in self.rows if _number(row.get(metric))]
@@ -94,6 +98,7 @@ def read(directory: Path) -> Record:
         config=_parsed(config),
         text=config,
         environment=_json(directory / "environment.json"),
+        looks=tuple(look for look in _looks(directory) if look.step <= last),
     )
 
 
@@ -115,6 +120,15 @@ def _row(line: str) -> Row | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+
+
+def _looks(directory: Path) -> list[Look]:
+    found, history = folders.latest(directory), History()
+    try:
+        history.restore(folders.read(found).extra.get("guard", ()) if found else ())
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return []
+    return history.looks
 
 
 def _parsed(text: str) -> Row:

@@ -9,14 +9,17 @@ the start and with every earlier stretch of as many looks, of which the best is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-BEYOND_NOISE = 4.0  # standard errors: there are many looks, and the stretch to compare is chosen for being high
-# Falls that matter: a held-out reward's in standard deviations of single samples, the others' as shares of themselves.
-SCORE_FALL, DIVERSITY_FALL, VARIETY_FALL = 0.5, 0.25, 0.1
+# Standard errors beyond noise: of a rise or a fall since the start, and of a fall from a stretch that was chosen for
+# being high. A reward that fell by as few as SLIP in the meantime was not gained.
+RISE, FALL, FALL_FROM_BEST, SLIP = 3.0, 3.5, 5.0, 2.0
+# Falls that matter: a held-out reward's in standard deviations of single samples (of a verdict, an eighth of all
+# pictures or less), the others' as shares of themselves.
+SCORE_FALL, DIVERSITY_FALL, VARIETY_FALL = 0.25, 0.25, 0.1
 SAME = 0.2  # of its former diversity: hardly any is left
 PART = "reward/"
 FEATURES = {"entropy": 1.0, "edges": 0.1, "saturation": 0.1, "dark": 0.1}  # and the drift worth a word
@@ -48,11 +51,14 @@ class Change:
 
     @property
     def rose(self) -> bool:
-        return self.after - self.before > BEYOND_NOISE * self.error
+        return self.after - self.before > RISE * self.error
 
     @property
     def fell(self) -> bool:
-        return self.before - self.after > BEYOND_NOISE * self.error
+        return self.fell_by(FALL)
+
+    def fell_by(self, errors: float) -> bool:
+        return self.before - self.after > errors * self.error
 
     def __str__(self) -> str:
         return f"from {self.before:.3g} to {self.after:.3g} since step {self.since}"
@@ -102,35 +108,39 @@ class History:
     def _lost(self, name: str) -> str | None:
         if name not in self.looks[0].rows:
             return None
-        best = self._best_stretch(name)
-        change = self._change(name, best)
-        matters = SCORE_FALL * max(best[0].spread.get(name, 0.0), self.looks[0].spread.get(name, 0.0))
-        if not change.fell or change.before - change.after < matters or self._reward_fell(best):
-            return None
-        return f"the held-out reward '{name.removeprefix(PART)}' fell {change}"
+        for since, change in self._falls(name):
+            matters = SCORE_FALL * max(since[0].spread.get(name, 0.0), self.looks[0].spread.get(name, 0.0))
+            if change.before - change.after >= matters:
+                return f"the held-out reward '{name.removeprefix(PART)}' fell {change}"
+        return None
 
     def _narrowed(self) -> str | None:
-        best = self._best_stretch("diversity")
-        change = self._change("diversity", best)
-        if not change.fell or change.after > (1 - DIVERSITY_FALL) * change.before or self._reward_fell(best):
-            return None
-        if "variety" in self.looks[0].rows:
-            # Where prompts leave little open, learning them makes their samples alike. It is a collapse if different
-            # prompts grow alike too, or if hardly any difference between samples is left.
-            apart = self._change("variety", best)
-            alike = apart.after < (1 - VARIETY_FALL) * apart.before
-            if not alike and (change.after > SAME * change.before or apart.rose):
-                return None
-        return f"the diversity of samples of one prompt fell {change}"
+        for since, change in self._falls("diversity"):
+            if change.after <= (1 - DIVERSITY_FALL) * change.before and self._collapsed(since, change):
+                return f"the diversity of samples of one prompt fell {change}"
+        return None
+
+    def _collapsed(self, since: Sequence[Look], change: Change) -> bool:
+        # Where prompts leave little open, learning them makes their samples alike. It is a collapse if different
+        # prompts grow alike too, or if hardly any difference between samples is left.
+        if "variety" not in self.looks[0].rows:
+            return True
+        apart = self._change("variety", since)
+        alike = apart.after < (1 - VARIETY_FALL) * apart.before
+        return alike or (change.after <= SAME * change.before and not apart.rose)
+
+    def _falls(self, name: str) -> Iterator[tuple[Sequence[Look], Change]]:
+        """From the best stretch and from the start, where the reward did not fall since then too."""
+        for since, errors in ((self._best_stretch(name), FALL_FROM_BEST), (self.looks[:1], FALL)):
+            change = self._change(name, since)
+            # What falls together with the reward was not traded for it: then the run is failing, not cheating.
+            if change.fell_by(errors) and not self._change("reward", since).fell_by(SLIP):
+                yield since, change
 
     def _drifted(self, name: str) -> str | None:
         change = self._change(name, self.looks[:1])
         far = abs(change.after - change.before) > FEATURES[name]
         return f"{name} {change.before:.3g} -> {change.after:.3g}" if far else None
-
-    def _reward_fell(self, stretch: Sequence[Look]) -> bool:
-        # What falls together with the reward was not traded for it: then the run is failing, not cheating.
-        return self._change("reward", stretch).fell
 
     def _best_stretch(self, name: str) -> Sequence[Look]:
         earlier, width = self.looks[: -self.patience], self.patience
@@ -138,10 +148,15 @@ class History:
         return max(stretches, key=lambda stretch: fmean(look.mean(name) for look in stretch))
 
     def _change(self, name: str, since: Sequence[Look]) -> Change:
-        before, after = _averaged(name, since), _averaged(name, self.looks[-self.patience :])
-        apart = [b - a for a, b in zip(before, after, strict=True)]
-        error = stdev(apart) / math.sqrt(len(apart))
-        return Change(since[0].step, fmean(before), fmean(after), error)
+        return compare(name, since, self.looks[-self.patience :])
+
+
+def compare(name: str, since: Sequence[Look], now: Sequence[Look]) -> Change:
+    """What became of one name from some looks to others."""
+    before, after = _averaged(name, since), _averaged(name, now)
+    apart = [b - a for a, b in zip(before, after, strict=True)]
+    error = stdev(apart) / math.sqrt(len(apart))
+    return Change(since[0].step, fmean(before), fmean(after), error)
 
 
 def _shape(look: Look) -> dict[str, int]:

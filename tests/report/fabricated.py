@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ def fabricate(directory: Path, held: float, **settings: Any) -> Path:
     (directory / "config.yaml").write_text(CONFIG % directory.name, encoding="utf-8")
     (directory / "environment.json").write_text(json.dumps({"torch": "9.9.9", "device": "abacus"}), encoding="utf-8")
     return directory
+
+
+def remember(directory: Path, step: int, changes: Sequence[float]) -> None:
+    """A checkpoint in which the guard remembers two looks, each prompt's reward having changed by so much."""
+    rows = ([0.5] * len(changes), [0.5 + change for change in changes])
+    guard = [{"step": at, "rows": {"reward": row}, "spread": {}} for at, row in zip((0, step), rows, strict=True)]
+    place = directory / f"checkpoints/step-{step:06d}"
+    place.mkdir(parents=True)
+    state = {"format": 1, "step": step, "files": {}, "scaler": None, "extra": {"guard": guard}}
+    (place / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
 
 def evaluate(directory: Path, name: str, score: float) -> None:

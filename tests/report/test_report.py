@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fabricated import evaluate, events, fabricate
+from fabricated import evaluate, events, fabricate, remember
 from PIL import Image
 from rich.console import Console
 
@@ -105,6 +105,14 @@ def test_clips_are_strips_of_frames_and_move(tmp_path: Path) -> None:
     assert pictures(read(tmp_path / "run").sheets[0], 1)[0].width == 4 * 16 + 3  # four of five frames, and gaps
 
 
+def test_clips_without_a_movie_move_as_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tastemaker.observe.grids.clip_suffix", lambda: "png")
+    text, _ = checked(write([fabricate(tmp_path / "run", 0.1, frames=5)]))
+    sources = re.findall(r'<figure class="card"><img src="data:image/png;base64,([^"]+)"', text)
+    assert [Image.open(BytesIO(base64.b64decode(source))).n_frames for source in sources] == [5, 5]
+    assert "<video " not in text
+
+
 def test_a_hacked_run_is_called_so_and_a_healthy_one_is_not(tmp_path: Path) -> None:
     hacked, _ = checked(write([fabricate(tmp_path / "hacked", -0.3)]))
     healthy, _ = checked(write([fabricate(tmp_path / "healthy", 0.3)]))
@@ -117,6 +125,39 @@ def test_without_a_guard_the_steps_themselves_tell(tmp_path: Path) -> None:
     healthy = findings(read(fabricate(tmp_path / "healthy", 0.0, guard=False)))
     assert [each.kind for each in hacked] == ["warning"] and "held-out reward 'color' fell" in hacked[0].text
     assert [each.kind for each in healthy] == ["note"] and "guard was off" in healthy[0].text
+
+
+def flatten_rewards(place: Path) -> None:
+    """Let the reward of the steps be noise, as where all of the learning was done in the first of them."""
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    rows = [{**row, "reward": 0.5 + 0.1 * (row["step"] % 2)} if "reward" in row else row for row in rows]
+    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        pytest.param(None, "did not rise beyond its noise", id="nothing but the curve"),
+        pytest.param([0.1, 0.2, 0.15, 0.1], None, id="every prompt earns more"),
+        pytest.param([-0.1, 0.2, -0.15, 0.1], "did not rise beyond its noise (from 0.5 to 0.512", id="some earn more"),
+        pytest.param([-0.1, -0.2, -0.1, -0.2], "fell (from 0.5 to 0.35 since step 0)", id="every prompt earns less"),
+    ],
+)
+def test_a_rise_is_told_by_the_same_prompts_before_and_after(
+    tmp_path: Path, changes: list[float] | None, said: str | None
+) -> None:
+    place = fabricate(tmp_path / "run", 0.3)
+    flatten_rewards(place)
+    if changes:
+        remember(place, 60, changes)
+    told = " ".join(each.text for each in findings(read(place)))
+    assert (said in told) if said else ("The training reward" not in told and "No sign of reward hacking" in told)
+
+
+def test_a_rise_of_the_steps_alone_counts_too(tmp_path: Path) -> None:
+    place = fabricate(tmp_path / "run", 0.3)
+    remember(place, 60, [-0.1, 0.2, -0.15, 0.1])  # too few prompts to tell
+    assert "The training reward" not in " ".join(each.text for each in findings(read(place)))
 
 
 def test_a_run_that_learns_nothing_is_told_so(tmp_path: Path) -> None:
@@ -171,6 +212,8 @@ def test_what_is_missing_or_torn_is_left_out(tmp_path: Path) -> None:
     (torn / "samples/step-000060.png").write_bytes(b"no picture")
     (torn / "config.yaml").write_text("a: [")
     (torn / "environment.json").write_text("[]")
+    (torn / "checkpoints/step-000060").mkdir(parents=True)
+    (torn / "checkpoints/step-000060/state.json").write_text('{"format": 1, "step": 60')
     (torn / "eval/x").mkdir(parents=True)
     (torn / "eval/x/report.json").write_text('{"means": 3, "by_tag": {"a": 1, "b": {"c": {"low": 0}}}}')
     checked(write([torn]))

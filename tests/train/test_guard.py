@@ -91,6 +91,28 @@ def test_an_honest_run_is_not_suspected(reward: Course, held: Course, diversity:
     assert sum(any(told(reward, held, diversity, variety, seed)) for seed in range(20)) <= 1
 
 
+def verdicts(shares: list[float], seed: int, prompts: int = 64) -> list[bool]:
+    """Whether a run was suspected whose held-out reward is a verdict, right of so many pictures at each look."""
+    chance, history, suspected = random.Random(seed), History(["strict"]), []
+    skill = [chance.betavariate(1, 2) * 1.5 for _ in range(prompts)]  # some prompts are far easier than others
+    others = dict.fromkeys(("diversity", "variety", "entropy", "edges", "saturation", "dark"), [0.5] * prompts)
+    for i, share in enumerate(shares):
+        reward = [min(i, 2) + chance.gauss(0, 0.5) for _ in skill]
+        right = [sum(chance.random() < min(1, 2 * share * each) for _ in range(4)) / 4 for each in skill]
+        spread = math.sqrt(share * (1 - share))
+        history.add(Look(20 * i, {"reward": reward, "reward/strict": right, **others}, {"reward/strict": spread}))
+        suspected.append(history.suspicion() is not None)
+    return suspected
+
+
+def test_a_verdict_that_was_seldom_right_and_then_hardly_ever_is_a_fall() -> None:
+    # What four copies of everything do to a strict verdict; half a standard deviation is more than there is to lose.
+    gamed = [verdicts([0.26, 0.23, 0.12, 0.09, 0.09, 0.1, 0.09], seed) for seed in range(20)]
+    assert sum(any(each) for each in gamed) >= 17
+    honest = [verdicts([0.26, 0.28, 0.27, 0.3, 0.28, 0.29, 0.27], seed) for seed in range(40)]
+    assert sum(any(each) for each in honest) <= 1
+
+
 def test_the_warning_names_what_fell_and_what_it_was_traded_for() -> None:
     history = History(["taste"], patience=1)
     same = dict.fromkeys(("diversity", "variety", "entropy", "edges", "saturation"), [0.5] * 4)
