@@ -24,28 +24,32 @@ class Preprocessing:
     mode: Literal["bicubic", "bilinear"] = "bicubic"
     mean: Triple = CLIP_MEAN
     std: Triple = CLIP_STD
+    overshoot: Literal["clip", "keep"] = "clip"  # of bicubic filters: PIL clips it, torchvision's for tensors keep it
+    corner: Literal["floor", "round"] = "floor"  # of an odd crop: transformers rounds down, torchvision to even
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Pictures [N, 3, H, W] in [0, 1] to [N, 3, size, size]."""
         height, width = self._sides(*pixels.shape[-2:])
         if (height, width) != tuple(pixels.shape[-2:]):
             pixels = F.interpolate(pixels, (height, width), mode=self.mode, antialias=True)
-        # PIL clips what a bicubic filter overshoots, so the processors do too.
-        pixels = self._square(pixels.clamp(0, 1))
+        pixels = self._square(pixels.clamp(0, 1) if self.overshoot == "clip" else pixels)
         mean, std = (pixels.new_tensor(x)[:, None, None] for x in (self.mean, self.std))
         return (pixels - mean) / std
 
     def _sides(self, height: int, width: int) -> tuple[int, int]:
         if self.fit == "stretch":
             return self.size, self.size
-        fitted = min(height, width) if self.fit == "crop" else max(height, width)
-        longer = [max(1, int(self.size * side / fitted)) for side in (height, width)]
-        return longer[0], longer[1]
+        if self.fit == "pad":
+            scale = self.size / max(height, width)
+            return max(1, round(height * scale)), max(1, round(width * scale))
+        shorter = min(height, width)
+        return int(self.size * height / shorter), int(self.size * width / shorter)
 
     def _square(self, pixels: Tensor) -> Tensor:
         height, width = pixels.shape[-2:]
         if self.fit == "pad":
             top, left = (self.size - height) // 2, (self.size - width) // 2
             return F.pad(pixels, (left, self.size - width - left, top, self.size - height - top))
-        top, left = (height - self.size) // 2, (width - self.size) // 2
+        over = [(side - self.size) / 2 for side in (height, width)]
+        top, left = (round(x) if self.corner == "round" else int(x) for x in over)
         return pixels[..., top : top + self.size, left : left + self.size]

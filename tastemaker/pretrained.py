@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .registry import ConfigError
@@ -21,6 +21,9 @@ WHOLE = (
     "pytorch_model.bin",
     "open_clip_pytorch_model.bin",
 )  # of a folder
+
+
+HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,14 @@ class Source:
         return f"{self.hub}/{self.file}" if self.file else self.hub
 
 
+@runtime_checkable
+class Published(Protocol):
+    """A spec that says itself which weights its settings ask for."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]: ...
+
+
 def locate(name: str, source: Source) -> Path:
     """A file or folder here: a path, or what was fetched of the hub before; the network is left alone."""
     path = Path(name).expanduser()
@@ -44,12 +55,18 @@ def locate(name: str, source: Source) -> Path:
         return path
     found = _cached(name, source)
     if found is None:
+        wanted = name if HUB.fullmatch(name) and name != source.hub else source
         raise ConfigError(
             f"the weights '{name:.200}' are not here; expected a local path, or {source} from the hub ({source.size}, "
             f"{source.licence}{', to be asked for on its page first' if source.gated else ''}), "
-            f"which `tastemaker download {name:.200}` fetches"
+            f"which `tastemaker download {wanted}` fetches"
         )
     return found
+
+
+def held(source: Source) -> Path | None:
+    """Where published weights lie that were fetched before."""
+    return _cached(source.hub, source)
 
 
 def _cached(name: str, source: Source) -> Path | None:
@@ -58,8 +75,8 @@ def _cached(name: str, source: Source) -> Path | None:
 
     try:
         if name == source.hub and source.file:
-            held = try_to_load_from_cache(name, source.file)
-            return Path(held) if isinstance(held, str) else None
+            path = try_to_load_from_cache(name, source.file)
+            return Path(path) if isinstance(path, str) else None
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
@@ -70,6 +87,9 @@ def read(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         return _folder(path)
     if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
         try:
             return dict(load_file(path))
         except (OSError, SafetensorError) as error:
@@ -78,7 +98,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def _folder(path: Path) -> dict[str, Tensor]:
-    for index in sorted(path.glob("*.safetensors.index.json")):
+    for index in sorted(path.glob("*.index.json"), reverse=True):  # safetensors before pickles
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return {key: x for shard in shards for key, x in read(path / shard).items()}
     for name in WHOLE:

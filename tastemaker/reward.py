@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from .pretrained import Source
@@ -38,6 +38,25 @@ class Reward(Protocol):
 
     def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
         """One number a row: [B]."""
+
+
+@runtime_checkable
+class Onlooker(Protocol):
+    """A reward that looks at pictures before it reads their prompts, so that one look serves several prompts."""
+
+    def see(self, pixels: Tensor) -> Tensor:
+        """What is kept of the pictures: [B, ...]."""
+
+    def compare(self, seen: Tensor, prompts: Prompts) -> Tensor:
+        """The scores of these pictures: [B]."""
+
+
+def score_each(reward: Reward, pixels: Tensor, several: Sequence[Prompts], facts: Sequence[Facts]) -> list[Tensor]:
+    """Scores of the same pixels by several prompts a row, [B] for each, with one look where that will do."""
+    if len(several) > 1 and isinstance(reward, Onlooker):
+        seen = reward.see(pixels)
+        return [reward.compare(seen, prompts) for prompts in several]
+    return [reward.score(pixels, prompts, facts) for prompts in several]
 
 
 class RewardSpec(Protocol):
@@ -98,12 +117,28 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """What is subtracted from scores, and what they are divided by then."""
+
+    mean: float = 0.0
+    std: PositiveFloat = 1.0
+
+
+@dataclass(frozen=True)
 class Graded:
     """A reward and its weight in the sum; of weight zero, it is only watched."""
 
     spec: RewardSpec
     reward: Reward
     weight: float = 1.0
+    normalize: Scale | None = None
+    clip: tuple[float, float] | None = None  # of what is normalised; outside, its gradient is zero
+
+    def counted(self, score: Tensor) -> Tensor:
+        """A score as it enters the sum, before its weight."""
+        if self.normalize is not None:
+            score = (score - self.normalize.mean) / self.normalize.std
+        return score if self.clip is None else score.clamp(*self.clip)
 
 
 class Rubric:
@@ -120,61 +155,97 @@ class Rubric:
 
     def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts] = ()) -> Scores:
         """Each reward by itself and their weighted sum; gradients flow through those that have them and count."""
-        facts = facts or [{}] * len(prompts)
-        if not len(pixels) == len(prompts) == len(facts):
-            found = f"{len(pixels)} pictures, {len(prompts)} prompts and {len(facts)} facts"
-            raise ValueError(f"a rubric was given {found}; expected one prompt and one fact for each picture")
-        pixels = pixels.float()
-        waiting = self._submit(pixels, prompts, facts)
+        return self.score_each(pixels, [prompts], facts)[0]
+
+    def score_each(self, pixels: Tensor, several: Sequence[Prompts], facts: Sequence[Facts] = ()) -> list[Scores]:
+        """The same pixels by several prompts a row; rewards that look before they read look once."""
+        facts = facts or [{}] * len(several[0])
+        for prompts in several:
+            if not len(pixels) == len(prompts) == len(facts):
+                found = f"{len(pixels)} pictures, {len(prompts)} prompts and {len(facts)} facts"
+                raise ValueError(f"a rubric was given {found}; expected one prompt and one fact for each picture")
+        pixels = _sound(pixels, several[0]).float()
+        waiting = self._submit(pixels, several, facts)
         with torch.autocast(pixels.device.type, enabled=False):  # a reward's precision is its own, not the run's
-            done = {name: self._one(name, pixels, prompts, facts) for name in self.rewards if name not in waiting}
+            done = {name: self._one(name, pixels, several, facts) for name in self.rewards if name not in waiting}
         parts = {name: waiting[name].result() if name in waiting else done[name] for name in self.rewards}
+        return [self._summed(pixels, {name: part[i] for name, part in parts.items()}) for i in range(len(several))]
+
+    def _summed(self, pixels: Tensor, parts: Mapping[str, Tensor]) -> Scores:
         parts = {name: part.to(pixels.device) for name, part in parts.items()}
         total = torch.zeros(len(pixels), device=pixels.device)
-        for name, part in parts.items():
-            if self.rewards[name].weight:
-                total = total + self.rewards[name].weight * part
+        for name, part in self.counted(parts).items():
+            total = total + self.rewards[name].weight * part
         return Scores(total, parts)
 
-    def _submit(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> dict[str, Future[Tensor]]:
+    def counted(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of those that count, the scores as they enter the sum, before their weights."""
+        return {name: self.rewards[name].counted(part) for name, part in parts.items() if self.rewards[name].weight}
+
+    def _submit(
+        self, pixels: Tensor, several: Sequence[Prompts], facts: Sequence[Facts]
+    ) -> dict[str, Future[list[Tensor]]]:
         if not self._aside:
             return {}
         pixels = pixels.detach().cpu()  # once for all, and before another thread's stream could read them unfinished
-        return {name: self._pool.submit(self._one, name, pixels, prompts, facts) for name in self._aside}
+        return {name: self._pool.submit(self._one, name, pixels, several, facts) for name in self._aside}
 
-    def _one(self, name: str, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def _one(self, name: str, pixels: Tensor, several: Sequence[Prompts], facts: Sequence[Facts]) -> list[Tensor]:
         graded, rows = self.rewards[name], len(pixels)
         if graded.spec.reads == "frames" and pixels.shape[1] > 1:
-            pixels, prompts, facts = lifted(pixels, prompts, facts)
+            frames = pixels.shape[1]
+            several = [[prompt for prompt in prompts for _ in range(frames)] for prompts in several]
+            pixels, facts = lifted(pixels, facts)
         size, chunks = graded.spec.batch_size, []
         with nullcontext() if _learns(graded) else torch.no_grad():
             for i in range(0, len(pixels), size):
                 part = slice(i, i + size)
-                chunks.append(_checked(name, graded, pixels[part], prompts[part], facts[part]))
-        return torch.cat(chunks).view(rows, -1).mean(1)
+                asked = [prompts[part] for prompts in several]
+                chunks.append(_checked(name, graded, pixels[part], asked, facts[part]))
+        return [torch.cat(scores).view(rows, -1).mean(1) for scores in zip(*chunks, strict=True)]
 
 
-def lifted(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> tuple[Tensor, list[str], list[Facts]]:
+def _sound(pixels: Tensor, prompts: Prompts) -> Tensor:
+    """The pixels, if they are such as rewards can look at."""
+    if pixels.dim() != 5 or pixels.shape[2] != 3 or 0 in pixels.shape[1:]:
+        raise ValueError(f"a rubric was given pixels {list(pixels.shape)}; expected [B, F, 3, H, W]")
+    # The sum of a row is finite only if all of it is, and takes a pass without a mask as large as the pixels.
+    rows = (~torch.isfinite(pixels.detach().sum((1, 2, 3, 4), dtype=torch.float32))).nonzero().flatten().tolist()
+    if rows:
+        some = [prompts[i] for i in rows[:3]]
+        places = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+        raise RewardError(
+            f"the pixels of row {places} hold NaN or infinity (of {some}), so no reward was asked; "
+            "a generator that makes such has diverged: lower its learning rate, or go back to an earlier checkpoint"
+        )
+    return pixels
+
+
+def lifted(pixels: Tensor, facts: Sequence[Facts]) -> tuple[Tensor, list[Facts]]:
     """Each frame as a row by itself, frames of a row side by side; the fact `frame` says which it was."""
-    rows, frames = pixels.shape[:2]
-    each = [(i, k) for i in range(rows) for k in range(frames)]
     alone = pixels.flatten(0, 1)[:, None]  # [B * F, 1, 3, H, W]
-    return alone, [prompts[i] for i, _ in each], [{**facts[i], "frame": k} for i, k in each]
+    return alone, [{**fact, "frame": k} for fact in facts for k in range(pixels.shape[1])]
 
 
 def _learns(graded: Graded) -> bool:
     return graded.spec.differentiable and graded.weight != 0
 
 
-def _checked(name: str, graded: Graded, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+def _checked(
+    name: str, graded: Graded, pixels: Tensor, several: Sequence[Prompts], facts: Sequence[Facts]
+) -> list[Tensor]:
     """What the reward says of a chunk, or the sentence that says why it cannot be used."""
     try:
-        value = graded.reward.score(pixels, prompts, facts)
+        values = score_each(graded.reward, pixels, several, facts)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        kind, some = type(error).__name__, list(prompts[:3])
+        kind, some = type(error).__name__, list(several[0][:3])
         raise RewardError(f"reward '{name}' failed on {some} ({kind}: {error}); mend or remove it") from error
+    return [_usable(name, graded, pixels, *asked) for asked in zip(several, values, strict=True)]
+
+
+def _usable(name: str, graded: Graded, pixels: Tensor, prompts: Prompts, value: object) -> Tensor:
     if not isinstance(value, Tensor) or value.shape != (len(pixels),):
         found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         some = list(prompts[:3])

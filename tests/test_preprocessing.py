@@ -56,3 +56,37 @@ def test_gradients_are_those_of_finite_differences(fit: str) -> None:
     pixels = (0.1 + 0.8 * torch.rand(1, 3, 6, 9, dtype=torch.float64)).requires_grad_()
     prepare = Preprocessing(4, fit, "bilinear", IMAGENET_MEAN, IMAGENET_STD)  # type: ignore[arg-type]
     assert torch.autograd.gradcheck(prepare, (pixels,))
+
+
+def published(image: Image.Image) -> Tensor:
+    """ImageReward's own: torchvision's resize and crop, written out for PIL."""
+    width, height = image.size
+    shorter = min(width, height)
+    width, height = int(224 * width / shorter), int(224 * height / shorter)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = round((width - 224) / 2), round((height - 224) / 2)
+    return tensor(image.crop((left, top, left + 224, top + 224)))
+
+
+@pytest.mark.parametrize("size", [*SIZES, (224, 227), (231, 224), (448, 455)])
+def test_a_rounded_corner_agrees_with_torchvision_on_odd_crops(size: tuple[int, int]) -> None:
+    image = picture(*size)
+    ours = Preprocessing(224, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), corner="round")(tensor(image))
+    assert (ours - published(image)).abs().mean() < 1e-3
+
+
+def test_what_a_filter_overshoots_is_kept_where_that_is_asked_for() -> None:
+    pixels = torch.zeros(1, 3, 8, 8)
+    pixels[..., 4:] = 1
+    plain = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    kept, clipped = (Preprocessing(32, overshoot=how, **plain)(pixels) for how in ("keep", "clip"))  # type: ignore[arg-type]
+    assert kept.max() > 1.01 and kept.min() < -0.01
+    assert torch.equal(clipped, kept.clamp(0, 1))
+
+
+@pytest.mark.parametrize(("size", "sides"), [((334, 500), (150, 224)), ((500, 333), (224, 149)), ((1, 900), (1, 224))])
+def test_the_shorter_side_is_rounded_when_the_longer_fits(size: tuple[int, int], sides: tuple[int, int]) -> None:
+    black = tuple((0 - mean) / std for mean, std in zip(CLIP_MEAN, CLIP_STD, strict=True))
+    out = Preprocessing(224, "pad")(torch.ones(1, 3, *size))
+    there = (out[0, 0] - black[0]).abs() > 1e-3
+    assert (int(there.any(1).sum()), int(there.any(0).sum())) == sides

@@ -126,8 +126,6 @@ class SRPO(Objective[GaussianProcess, PromptBatch, Aligned, Branch]):
             return sign * ctx.rubric.score(pixels, prompts, facts).total
         words = [self.praise[step % len(self.praise)], self.blame[step % len(self.blame)]]
         for_us, against = words if part == "denoise" else reversed(words)
-        praised, blamed = (
-            ctx.rubric.score(pixels, [self.template.format(word=word, prompt=p) for p in prompts], facts).total
-            for word in (for_us, against)
-        )
+        both = [[self.template.format(word=word, prompt=p) for p in prompts] for word in (for_us, against)]
+        praised, blamed = (scores.total for scores in ctx.rubric.score_each(pixels, both, facts))
         return (1 + boost) * praised - blamed

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from ..reward import About, Reward, RewardSpec, shared
+from ..reward import About, Reward, RewardSpec, score_each, shared
 from ..types import Facts, Placement, Prompts
 
 
@@ -71,8 +71,8 @@ class Relative(Combinator):
         return self.of.reads
 
     def through(self, inner: Reward, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
-        praised = inner.score(pixels, [f"{self.praise}. {prompt}" for prompt in prompts], facts)
-        blamed = inner.score(pixels, [f"{self.blame}. {prompt}" for prompt in prompts], facts)
+        both = [[f"{word}. {prompt}" for prompt in prompts] for word in (self.praise, self.blame)]
+        praised, blamed = score_each(inner, pixels, both, facts)
         return (1 + self.boost) * praised - blamed
 
 

@@ -1,0 +1,219 @@
+"""CLIP, AltCLIP, SigLIP and SigLIP 2 from their folders, against what transformers makes of the same pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clips import ENDS, HALF, clip, opinionated, save_folder
+from PIL import Image
+from torch import Tensor
+from transformers import (
+    AltCLIPConfig,
+    AltCLIPModel,
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    Siglip2Config,
+    Siglip2ImageProcessorPil,
+    Siglip2Model,
+    SiglipConfig,
+    SiglipImageProcessorPil,
+    SiglipModel,
+)
+
+from tastemaker.registry import ConfigError
+from tastemaker.rewards.clip import Clip
+from tastemaker.rewards.nets.naflex import Naflex
+from tastemaker.rewards.nets.words import tiny_clip
+from tastemaker.rewards.pickscore import PickScore
+from tastemaker.types import Placement
+
+PROMPTS = ["a red cat", "", "Two dogs & a boat, it's late", "word " * 2000]
+SMALL = {"hidden_size": 64, "num_attention_heads": 2, **HALF}
+SEEN = {**SMALL, "image_size": 28, "patch_size": 14}
+READ = {**SMALL, **ENDS, "vocab_size": 520, "max_position_embeddings": 64}
+NO_FACTS: list[dict[str, Any]] = [{}] * 4
+
+
+def photographs(height: int, width: int) -> list[Image.Image]:
+    """Smooth pictures of 8 bits, as processors expect them."""
+    generator = torch.Generator().manual_seed(height)
+    rough = torch.rand(4, 3, 9, 11, generator=generator)
+    smooth = torch.nn.functional.interpolate(rough, (height, width), mode="bicubic").clamp(0, 1)
+    return [Image.fromarray((255 * x).round().byte().permute(1, 2, 0).numpy()) for x in smooth]
+
+
+def pixels(pictures: list[Image.Image]) -> Tensor:
+    rows = [torch.frombuffer(bytearray(p.tobytes()), dtype=torch.uint8).view(p.height, p.width, 3) for p in pictures]
+    return torch.stack(rows).permute(0, 3, 1, 2)[:, None] / 255
+
+
+def clip_case() -> tuple[Any, Any]:
+    return clip(), CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
+
+
+def altclip_case() -> tuple[Any, Any]:
+    text = {**SMALL, **ENDS, "vocab_size": 520, "project_dim": 48, "max_position_embeddings": 700}
+    config = AltCLIPConfig(text_config=text, vision_config=SEEN, projection_dim=32)
+    return opinionated(AltCLIPModel, config), clip_case()[1]
+
+
+def siglip_case() -> tuple[Any, Any]:
+    config = SiglipConfig(text_config=READ, vision_config=SEEN)
+    return opinionated(SiglipModel, config), SiglipImageProcessorPil(size={"height": 28, "width": 28})
+
+
+def siglip2_case() -> tuple[Any, Any]:
+    config = Siglip2Config(text_config=READ, vision_config={**SMALL, "patch_size": 14, "num_patches": 16})
+    return opinionated(Siglip2Model, config), Siglip2ImageProcessorPil(patch_size=14, max_num_patches=16)
+
+
+CASES = {"clip": clip_case, "altclip": altclip_case, "siglip": siglip_case, "siglip2": siglip2_case}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, str]:
+    net, processor = CASES[request.param]()
+    return net, processor, save_folder(net, tmp_path_factory.mktemp(request.param), processor)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(28, 28), (61, 97), (130, 45)])
+def test_logits_are_those_of_transformers(case: tuple[Any, Any, str], shape: tuple[int, int]) -> None:
+    net, processor, folder = case
+    pictures, kind = photographs(*shape), net.config.model_type
+    length = 64 if kind.startswith("siglip") else 77
+    reader = AutoTokenizer.from_pretrained(folder)
+    texts = reader(PROMPTS, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    if kind.startswith("siglip"):
+        texts.pop("attention_mask")  # it was trained to read its padding
+    expected = net(**texts, **processor(pictures, return_tensors="pt")).logits_per_image.diagonal()
+    found = Clip(weights=folder, form="logit").load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
+    assert expected.std() > 0.05 * float(net.logit_scale.exp())
+    # Where pictures are resized, processors round to 8 bits, which moves the features of so small a network.
+    close = 1e-5 if shape == (28, 28) and kind != "siglip2" else 0.02
+    torch.testing.assert_close(found, expected, atol=close * float(net.logit_scale.exp()), rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_cosine_a_logit_and_a_probability_are_forms_of_one(tmp_path: Path) -> None:
+    net, processor = siglip_case()
+    net.logit_scale.data.fill_(2.0)
+    net.logit_bias.data.fill_(-1.5)
+    folder = save_folder(net, tmp_path, processor)
+    seen = pixels(photographs(28, 28))
+    cosine, logit, probability, divided = (
+        spec.load(Placement()).score(seen, PROMPTS, NO_FACTS)
+        for spec in (
+            Clip(weights=folder),
+            Clip(weights=folder, form="logit"),
+            Clip(weights=folder, form="probability"),
+            Clip(weights=folder, form="logit", divide=100),
+        )
+    )
+    torch.testing.assert_close(logit, cosine * torch.tensor(2.0).exp() - 1.5)
+    torch.testing.assert_close(probability, logit.sigmoid())
+    torch.testing.assert_close(divided, logit / 100)
+
+
+def test_a_probability_is_not_divided() -> None:
+    with pytest.raises(ValueError, match="a probability is not divided"):
+        Clip(form="probability", divide=2)
+
+
+@torch.no_grad()
+def test_larger_pictures_are_seen_with_places_between_those_learned(tmp_path: Path) -> None:
+    net = clip()
+    folder = save_folder(net, tmp_path)
+    pictures = photographs(56, 56)
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=56)
+    ids = tiny_clip()(PROMPTS, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
+    out = net(**ids, **processor(pictures, return_tensors="pt"), interpolate_pos_encoding=True)
+    found = Clip(weights=folder, size=56).load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
+    torch.testing.assert_close(found, (out.image_embeds * out.text_embeds).sum(1), atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_pickscore_is_the_cosine_times_the_scale_of_the_file_whatever_the_precision(tmp_path: Path) -> None:
+    net = clip(logit_scale_init_value=4.6052)
+    folder = save_folder(net, tmp_path)
+    seen = pixels(photographs(61, 97))
+    cosine = Clip(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
+    whole = PickScore(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
+    torch.testing.assert_close(whole, cosine * torch.tensor(4.6052).exp())
+    torch.testing.assert_close(
+        PickScore(weights=folder, divide=26).load(Placement()).score(seen, PROMPTS, NO_FACTS), whole / 26
+    )
+    # 4.6052 in sixteen bits would be 4.59375, and its exponential 98.9.
+    half = PickScore(weights=folder).load(Placement(dtype=torch.bfloat16))
+    assert half.ending.scale == pytest.approx(100.0, abs=0.01)
+
+
+@torch.no_grad()
+def test_a_clip_without_processor_or_tokenizer_is_prepared_as_usual(tmp_path: Path) -> None:
+    folder = save_folder(clip(), tmp_path / "whole")
+    bare = Path(save_folder(clip(), tmp_path / "bare"))
+    for file in bare.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
+    seen = pixels(photographs(61, 97))
+    expected = PickScore(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
+    for weights in (bare, bare / "model.safetensors"):
+        found = PickScore(weights=str(weights), tokenizer=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
+        torch.testing.assert_close(found, expected)
+
+
+def test_the_published_altclip_names_its_layers_otherwise_and_is_read(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    folder = save_folder(altclip_case()[0], tmp_path)
+    with safe_open(Path(folder, "model.safetensors"), "pt") as file:
+        assert "text_model.roberta.encoder.layer.0.output.dense.weight" in file.keys()  # noqa: SIM118
+    Clip(weights=folder).load(Placement())
+
+
+def test_folders_that_cannot_be_used_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    folder = Path(save_folder(siglip_case()[0], tmp_path / "siglip", siglip_case()[1]))
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="holds no tokenizer"):  # another network's would do harm unseen
+        Clip(weights=str(folder)).load(Placement())
+    other = Path(save_folder(clip(), tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    with pytest.raises(ConfigError, match="holds a 'bert'; expected the folder of one of clip, altclip"):
+        Clip(weights=str(other)).load(Placement())
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 32}, "crop_size": 28}))
+    with pytest.raises(ConfigError, match=r"sizes \[32, 28\]"):
+        Clip(weights=str(other)).load(Placement())
+    (other / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not readable JSON"):
+        Clip(weights=str(other)).load(Placement())
+    weights = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        Clip(weights=str(other)).load(Placement())
+
+
+def test_patches_of_any_picture_are_those_of_transformers() -> None:
+    for shape in [(16, 16), (100, 37), (512, 512), (33, 700), (1, 1)]:
+        pictures = photographs(*shape)
+        theirs = Siglip2ImageProcessorPil()(pictures, return_tensors="pt")
+        ours = Naflex()(pixels(pictures)[:, 0])
+        assert ours["spatial_shapes"].tolist() == theirs["spatial_shapes"].tolist()
+        assert ours["pixel_attention_mask"].tolist() == theirs["pixel_attention_mask"].tolist()
+        # PIL rounds to 8 bits after either direction, so by one level at most, and by a third of one on average.
+        levels = (ours["pixel_values"] - theirs["pixel_values"]).abs() * 255 / 2
+        assert float(levels.max()) <= 1.001
+        assert float(levels.mean()) <= 0.36
+
+
+def test_gradients_pass_through_patches() -> None:
+    torch.manual_seed(0)
+    picture = torch.rand(1, 3, 20, 33, dtype=torch.float64, requires_grad=True)
+    looks = Naflex(patch=8, most=6)
+    assert torch.autograd.gradcheck(lambda x: looks(x)["pixel_values"], picture)
