@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import geneval
 from ..playground.art import CLASSES, COLORS
 from ..playground.blocks import still
 from ..playground.detector import Detections, Detector, detections
@@ -18,7 +19,6 @@ from ..playground.trained import load
 from ..playground.verdict import graded, verdict
 from ..randomness import Randomness
 from ..types import Facts, Prompts
-from . import geneval
 
 HELD_OUT = "playground/detector1"
 TINTS = tuple(COLORS)

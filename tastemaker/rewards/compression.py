@@ -37,9 +37,7 @@ class Compression:
     sign: Literal["compressible", "incompressible"] = "compressible"
     quality: int = 95
     batch_size: Rows = 64
-    about: ClassVar[About] = About(
-        range="-7 to -1", hacked_by="plain fields for compressible, noise for incompressible"
-    )
+    about: ClassVar[About] = About(range="-7 to -1", hacked_by="plain fields, or noise if it is to be incompressible")
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tastemaker.eval.examiner import listed
-from tastemaker.eval.geneval import PLAYEVAL
-from tastemaker.eval.geneval import verdict as by_the_rules
+from tastemaker.geneval import PLAYEVAL
+from tastemaker.geneval import verdict as by_the_rules
 from tastemaker.playground.captions import CLASSES, Captions, draw, parse
 from tastemaker.playground.detector import CELL, CELLS, USUAL, Detections, Maps, detections
 from tastemaker.playground.scenes import Scenes, arrange, spoil, truth

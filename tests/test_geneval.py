@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tastemaker.eval.geneval import COLORS, Box, Detection, Rules, intersection_over_union, keep, relations, verdict
+from tastemaker.geneval import COLORS, Box, Detection, Rules, intersection_over_union, keep, relations, verdict
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures/showo/geneval.json").read_text("utf-8"))
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "fixtures/showo/geneval.json").read_text("utf-8"))
 
 
 def detections(case: dict[str, Any]) -> list[Detection]:

@@ -1,0 +1,53 @@
+"""How small a network believes a picture's JPEG to be (VADER, Prabhudesai et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+from torch import Tensor
+
+from ..reward import About, Rows
+from ..types import Facts, Placement, Prompts
+from .nets.heads import RECTIFIED, VADER, Gaze, gaze
+from .nets.hub import TINY
+from .nets.image_tower import CLIP_L, Fit
+
+
+@dataclass(frozen=True)
+class CompressionScore:
+    """Minus the kilobytes of the JPEG, at quality 95, that a head on the unit embedding of CLIP ViT-L/14 predicts; its
+    file comes with VADER's code. `jpeg` counts the real ones, and `compression` has gradients without a network."""
+
+    sign: Literal["compressible", "incompressible"] = "compressible"
+    weights: str = CLIP_L.hub
+    head: str = "compression_reward.pt"  # a path
+    fit: Fit = "stretch"
+    batch_size: Rows = 64
+    about: ClassVar[About] = About(
+        range="-20 to 0 kilobytes",
+        hacked_by="what looks plain to CLIP and is not; watch `jpeg` beside it",
+        memory="1.2 GB, half of it in 16 bits",
+        sources=(CLIP_L,),
+    )
+    differentiable: ClassVar[bool] = True
+    reads: ClassVar[Literal["frames"]] = "frames"
+    runs_on: ClassVar[Literal["device"]] = "device"
+
+    def load(self, placement: Placement) -> CompressionScorer:
+        source = f"assets/compression_reward.pt of {VADER}"
+        seeing = gaze(self.weights, self.head, source, RECTIFIED, self.fit, placement)
+        return CompressionScorer(seeing, -1 if self.sign == "compressible" else 1)
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY, head=TINY)
+
+
+@dataclass(frozen=True)
+class CompressionScorer:
+    gaze: Gaze
+    sign: int
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        return self.sign * self.gaze(pixels)
