@@ -17,7 +17,7 @@ class Stillness:
     """One minus the mean absolute change of a pixel from frame to frame."""
 
     batch_size: Rows = 64
-    about: ClassVar[About] = About(range="-1 to 0", hacked_by="frozen clips")
+    about: ClassVar[About] = About(range="0 to 1", hacked_by="frozen clips")
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["clip"]] = "clip"
     runs_on: ClassVar[Literal["device"]] = "device"

@@ -1,0 +1,57 @@
+"""Whether a clip shows the action it was to show, by a classifier of actions (VADER, Prabhudesai et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from ..reward import About, Rows
+from ..types import Facts, Placement, Prompts
+from .nets.hub import TINY
+from .nets.videomae import VIDEOMAE, Actions, actions
+
+
+@dataclass(frozen=True)
+class Actpred:
+    """The probability VideoMAE gives to the action of the prompt, of the 400 of Kinetics, or its logarithm.
+
+    The action is `label`, or the prompt if it is one of Kinetics', or what one of VADER's thirteen words in it means.
+    Frames are stretched to 224 pixels a side; an odd last frame is left out.
+    """
+
+    label: str | None = None  # of every clip, whatever its prompt
+    logarithm: bool = True  # VADER's loss; its curves show the probability itself
+    every: Rows = 1  # of so many frames the first is looked at; 2 is VADER's `alt`
+    weights: str = VIDEOMAE.hub
+    batch_size: Rows = 4
+    about: ClassVar[About] = About(
+        range="-6 (chance) to 0; as a probability 0 to 1",
+        hacked_by="the thing the action is done with, held in view; textures the classifier likes",
+        memory="0.35 GB",
+        sources=(VIDEOMAE,),
+    )
+    differentiable: ClassVar[bool] = True
+    reads: ClassVar[Literal["clip"]] = "clip"
+    runs_on: ClassVar[Literal["device"]] = "device"
+
+    def load(self, placement: Placement) -> ActpredScorer:
+        return ActpredScorer(self, actions(self.weights, placement))
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY, label=self.label or "playing piano")
+
+
+@dataclass(frozen=True)
+class ActpredScorer:
+    spec: Actpred
+    net: Actions
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        places = [self.net.place(prompt, self.spec.label) for prompt in prompts]
+        likely = self.net.likely(pixels[:, :: self.spec.every])  # [B, actions]
+        found = likely.gather(1, torch.tensor(places, device=likely.device)[:, None])[:, 0]
+        return found if self.spec.logarithm else found.exp()

@@ -1,0 +1,58 @@
+"""Pictures before a chat model: is a finished one right, is an unfinished one clear and promising."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...reward import Verdict
+from ...types import Prompts
+from .answers import CLARITY, IMAGE, POTENTIAL, QUESTIONS, Mode, Said, Words, understood
+from .chat import Heard
+from .speech import Turns
+
+
+class Talker(Protocol):
+    """Whoever can be asked about pictures."""
+
+    words: Words
+
+    def plain(self, prompt: str) -> str: ...
+    def ask(self, pixels: Tensor, conversations: Sequence[Turns], keep: bool = False) -> Heard: ...
+    def follow(self, heard: Heard, rows: Tensor, answer: str, question: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Panel:
+    chat: Talker
+    mode: Mode
+    sure: float  # probability from which a yes is one
+
+    def outcome(self, pixels: Tensor, prompts: Prompts, question: str) -> Said:
+        """The answer to a question by name, or one with {prompt} in it, about pictures [B, 3, H, W]."""
+        return self._understood(self._ask(pixels, prompts, QUESTIONS.get(question, question)).logits)
+
+    def preview(self, pixels: Tensor, prompts: Prompts) -> Verdict:
+        """Whether each can be judged yet, and whether those that can are promising, by how little of a no it is."""
+        heard = self._ask(pixels, prompts, CLARITY, keep=True)
+        clear = ~self._understood(heard.logits).denies
+        promising, score = torch.zeros_like(clear), torch.zeros(len(clear), device=clear.device)
+        rows = clear.nonzero().flatten()
+        if len(rows):
+            said = self._understood(self.chat.follow(heard, rows, "yes", POTENTIAL))
+            promising[rows], score[rows] = said.agrees, 1 - said.cost
+        return Verdict(clear, promising, score)
+
+    def _ask(self, pixels: Tensor, prompts: Prompts, question: str, keep: bool = False) -> Heard:
+        if not bool(pixels.isfinite().all()):
+            raise ValueError("a judge was shown pictures with NaN or infinite pixels; expected numbers from 0 to 1")
+        shown = question if IMAGE in question else f"{IMAGE}\n{question}"
+        asked = [(shown.replace("{prompt}", self.chat.plain(prompt)),) for prompt in prompts]
+        return self.chat.ask(pixels, asked, keep)
+
+    def _understood(self, logits: Tensor) -> Said:
+        return understood(logits, self.chat.words, self.mode, self.sure)

@@ -1,0 +1,175 @@
+"""How conversations about a picture are put to each family of chat models: their words, tokens and pixels."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from ...pictures import as_bytes
+from ...preprocessing import Preprocessing
+from .answers import IMAGE
+
+Turns = tuple[str, ...]  # what the user says and what the judge does, in turn; the picture comes with the first
+GREY = 127 / 255  # SigLIP's mean colour, in bytes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Conversations as a network takes them, padded on the left."""
+
+    ids: Tensor  # [B, L]
+    mask: Tensor  # [B, L]
+    more: dict[str, Any]  # whatever else it wants to know
+
+
+class Speech(ABC):
+    """A family's way of asking."""
+
+    keeps = False  # what was said can be held in memory and asked on about
+
+    @abstractmethod
+    def written(self, turns: Turns) -> str:
+        """The text of a conversation up to where the judge is to speak."""
+
+    @abstractmethod
+    def asked(self, pixels: Tensor, texts: Sequence[str]) -> Asked:
+        """Pictures [B, 3, H, W] in [0, 1] and what is asked of each."""
+
+    def places(self, mask: Tensor) -> Tensor:
+        """The position of each token, had it no picture before it."""
+        return (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def shift(self) -> Tensor | None:
+        """By how much positions run behind tokens after the last call: [B, 1]."""
+        return None
+
+
+@dataclass(frozen=True)
+class OneVision(Speech):
+    """LLaVA-OneVision as the published judges ask it: one picture padded to a square, in Qwen 1.5's words."""
+
+    net: Any
+    tokenizer: Any
+    keeps = True
+
+    def written(self, turns: Turns) -> str:
+        said = [f"<|im_start|>{who}\n{what}<|im_end|>\n" for who, what in zip(_speakers(turns), turns, strict=True)]
+        system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        return system + "".join(said) + "<|im_start|>assistant\n"
+
+    def asked(self, pixels: Tensor, texts: Sequence[str]) -> Asked:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        inner = self.net.model
+        seen = self.squared(pixels).to(self.net.dtype)
+        features = inner.vision_tower(seen, output_hidden_states=True).hidden_states[-1]
+        # A single picture cannot pass as one tile through `get_image_features`, so its steps are taken here.
+        newline = inner.image_newline.expand(len(pixels), 1, -1)
+        features = torch.cat([inner.multi_modal_projector(features), newline], 1)
+        number = self.net.config.image_token_id
+        rows = [spelled(self.tokenizer, text, IMAGE, number, features.shape[1]) for text in texts]
+        ids, mask = padded(rows, self.tokenizer, pixels.device)
+        each: Any = features.unbind()
+        shown = {"image": BaseModelOutputWithPooling(pooler_output=each)}
+        return Asked(ids, mask, {"mm_encoder_outputs": shown, "position_ids": self.places(mask)})
+
+    def squared(self, pixels: Tensor) -> Tensor:
+        """Pictures [B, 3, H, W] amid grey, at the size of the vision tower, in [-1, 1]."""
+        height, width = pixels.shape[-2:]
+        side, half = max(height, width), (0.5, 0.5, 0.5)
+        left, top = (side - width) // 2, (side - height) // 2
+        square = F.pad(pixels, (left, side - width - left, top, side - height - top), value=GREY)
+        return Preprocessing(self.net.config.vision_config.image_size, "stretch", "bicubic", half, half)(square)
+
+
+@dataclass(frozen=True)
+class Qwen(Speech):
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL, in their own words; without their processors, which ask for torchvision."""
+
+    net: Any
+    tokenizer: Any
+    images: Any  # their image processor
+    keeps = True
+
+    def written(self, turns: Turns) -> str:
+        return _templated(self.tokenizer, turns)
+
+    def asked(self, pixels: Tensor, texts: Sequence[str]) -> Asked:
+        found = self.images(images=painted(pixels), return_tensors="pt").to(pixels.device)
+        number, grid = self.net.config.image_token_id, found["image_grid_thw"]
+        count = int(grid[0].prod()) // self.images.merge_size**2  # all are of one size
+        mark = self.tokenizer.convert_ids_to_tokens(number)
+        ids, mask = padded(
+            [spelled(self.tokenizer, text, mark, number, count) for text in texts], self.tokenizer, pixels.device
+        )
+        kinds = (ids == number).int()
+        pixel_values = found["pixel_values"].to(self.net.dtype)
+        return Asked(ids, mask, {"pixel_values": pixel_values, "image_grid_thw": grid, "mm_token_type_ids": kinds})
+
+    def shift(self) -> Tensor | None:
+        # A picture takes fewer steps along its three axes than it has tokens.
+        found: Tensor | None = self.net.model.rope_deltas
+        return found
+
+
+@dataclass(frozen=True)
+class Processed(Speech):
+    """Any other family, by the processor it comes with; PaliGemma, which knows no chat, is asked in one piece."""
+
+    net: Any
+    processor: Any
+
+    def written(self, turns: Turns) -> str:
+        if self.processor.chat_template is None:
+            return IMAGE + "\n".join(turn.removeprefix(IMAGE).strip() for turn in turns)
+        return _templated(self.processor, turns)
+
+    def asked(self, pixels: Tensor, texts: Sequence[str]) -> Asked:
+        found = self.processor(
+            images=[[picture] for picture in painted(pixels)], text=list(texts), padding=True, padding_side="left",
+            add_special_tokens=self.processor.chat_template is None, return_tensors="pt",
+        ).to(pixels.device)  # fmt: skip
+        more = {key: x for key, x in found.items() if key not in ("input_ids", "attention_mask", "labels")}
+        more = {key: x.to(self.net.dtype) if x.is_floating_point() else x for key, x in more.items()}
+        return Asked(found["input_ids"], found["attention_mask"], more)
+
+
+def spelled(tokenizer: Any, text: str, mark: str, number: int, count: int) -> list[int]:
+    """The tokens of a text, its first `mark` as so many of that number."""
+    before, _, after = text.partition(mark)
+    ids: list[list[int]] = [tokenizer(part, add_special_tokens=False).input_ids for part in (before, after)]
+    return [*ids[0], *[number] * count, *ids[1]]
+
+
+def padded(rows: Sequence[list[int]], tokenizer: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of tokens, short ones filled up on the left, and which of them count: [B, L], [B, L]."""
+    longest = max(map(len, rows))
+    filler = tokenizer.pad_token_id or 0
+    ids = torch.tensor([[filler] * (longest - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def painted(pixels: Tensor) -> list[Image.Image]:
+    return [Image.fromarray(picture) for picture in as_bytes(pixels)]
+
+
+def _speakers(turns: Turns) -> list[str]:
+    return ["user" if k % 2 == 0 else "assistant" for k in range(len(turns))]
+
+
+def _templated(writer: Any, turns: Turns) -> str:
+    """A conversation in the words of a chat template."""
+    messages = []
+    for k, (who, what) in enumerate(zip(_speakers(turns), turns, strict=True)):
+        content = [{"type": "text", "text": what.removeprefix(IMAGE).strip()}]
+        messages.append({"role": who, "content": [{"type": "image"}, *content] if k == 0 else content})
+    text: str = writer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
