@@ -20,7 +20,7 @@ help:
 	@echo "make test        set up .venv and run the tests (at most 15 minutes on two cores)"
 	@echo "make test-all    these and the slow ones (at most an hour)"
 	@echo "make lint        ruff and mypy --strict"
-	@echo "make schema      write the JSON schema of recipes anew"
+	@echo "make schema      write the JSON schema of recipes and the table of rewards anew"
 
 # The build tool is pinned too, so it is installed first and used without a network of its own.
 $(READY): pyproject.toml constraints.txt
@@ -75,6 +75,7 @@ format: $(READY)
 
 schema: $(READY)
 	$(BIN)/python -c 'from tastemaker.config.schema import write_schema; write_schema()'
+	$(BIN)/python -c 'from tastemaker.commands.describing import write_page; write_page()'
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

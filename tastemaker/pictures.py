@@ -9,7 +9,9 @@ import importlib.util
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,15 +48,19 @@ def save_picture(pixels: Tensor, path: Path, frames_per_second: int = 8) -> None
     partial = path.with_name(f".{path.name}.partial")
     if suffix in MOVIES:
         _movies(path).write_movie(frames, partial, frames_per_second)
-    elif suffix == ".gif" or len(frames) > 1:
-        first, *others = [Image.fromarray(frame) for frame in frames]
-        # Frames alike would be written as one that lasts, but for the ways to blend, which are one for opaque frames.
-        form, ways = ("GIF", {}) if suffix == ".gif" else ("PNG", {"blend": [k % 2 for k in range(len(frames))]})
-        pace = 1000 // frames_per_second
-        first.save(partial, form, save_all=True, append_images=others, duration=pace, loop=0, **ways)
     else:
-        Image.fromarray(frames[0]).save(partial, STILLS[suffix])
+        _save(frames, partial, "GIF" if suffix == ".gif" else STILLS[suffix], frames_per_second)
     os.replace(partial, path)
+
+
+def _save(frames: NDArray[np.uint8], file: Path | BytesIO, form: str, frames_per_second: int) -> None:
+    first, *others = [Image.fromarray(frame) for frame in frames]
+    if form != "GIF" and not others:
+        return first.save(file, form)
+    # Frames alike would be written as one that lasts, but for the ways to blend, which are one for opaque frames.
+    ways = {} if form == "GIF" else {"blend": [k % 2 for k in range(len(frames))]}
+    pace = 1000 // frames_per_second
+    return first.save(file, form, save_all=True, append_images=others, duration=pace, loop=0, **ways)
 
 
 def clip_suffix() -> Literal["mp4", "png"]:
@@ -68,15 +74,41 @@ def read_picture(path: Path) -> Tensor:
         raise PictureError(f"there is no picture at {path}; check the path")
     if path.suffix.lower() not in {*STILLS, ".gif", *MOVIES}:
         raise PictureError(f"{path} is no picture that can be read; expected one of {KNOWN}")
-    try:
+    with _read(str(path)):
         if path.suffix.lower() in MOVIES:
             return torch.from_numpy(_movies(path).read_movie(path)).movedim(-1, -3) / 255
         with Image.open(path) as image:
             return torch.stack([_rgb(frame) for frame in ImageSequence.Iterator(image)])
+
+
+def from_bytes(data: bytes, name: str, limit: int) -> Tensor:
+    """The frames of a still, an animated PNG or a GIF in memory, of at most so many numbers: [F, 3, H, W]."""
+    with _read(name), Image.open(BytesIO(data), formats=[*{*STILLS.values(), "GIF"}]) as image:
+        frames, room = [], limit
+        for frame in ImageSequence.Iterator(image):
+            room -= 3 * frame.width * frame.height
+            if room < 0:
+                raise PictureError(f"{name} unfolds to more than {limit} numbers; send a smaller one")
+            frames.append(_rgb(frame))
+        return torch.stack(frames)
+
+
+def to_bytes(pixels: Tensor) -> bytes:
+    """Pixels [F, 3, H, W] as a PNG, animated if there are several frames."""
+    file = BytesIO()
+    _save(as_bytes(pixels), file, "PNG", 8)
+    return file.getvalue()
+
+
+@contextmanager
+def _read(name: str) -> Iterator[None]:
+    """Within the block whatever a broken picture raises becomes a sentence."""
+    try:
+        yield
     except PictureError:
         raise
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        raise PictureError(f"{path} cannot be read as a picture ({error}); make it again or remove it") from error
+        raise PictureError(f"{name} cannot be read as a picture ({error}); make it again or remove it") from error
 
 
 def _rgb(image: Image.Image) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -21,10 +22,13 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 class Registry:
-    """Names to "module:attribute"; nothing is imported until found."""
+    """Names to "module:attribute"; nothing is imported until found.
 
-    def __init__(self, kind: str, names: dict[str, str]) -> None:
-        self.kind, self._names = kind, names
+    `aliases` are what others call things, each with the settings it stands for, their `type` among them.
+    """
+
+    def __init__(self, kind: str, names: dict[str, str], aliases: Mapping[str, Mapping[str, Any]] = {}) -> None:
+        self.kind, self._names, self._aliases = kind, names, aliases
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._names))
@@ -34,6 +38,15 @@ class Registry:
             raise ConfigError(f"{self.kind} '{name}' is already registered as {self._names[name]}; choose another name")
         self._names[name] = place
 
+    def aliases(self, name: str) -> list[str]:
+        """What others call a thing."""
+        return sorted(alias for alias, meant in self._aliases.items() if meant["type"] == name)
+
+    def spelled(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings with a `type`, an alias replaced by what it stands for; what they say themselves counts more."""
+        meant = self._aliases.get(settings["type"], {"type": settings["type"]})
+        return {**meant, **{key: value for key, value in settings.items() if key != "type"}}
+
     def name(self, found: type) -> str:
         """What to write after `type:` to get this class back."""
         place = f"{found.__module__}:{found.__qualname__}"
@@ -42,7 +55,7 @@ class Registry:
     def find(self, name: str, where: str = "") -> type:
         """The class behind a name, or behind "my_package.module:Class"."""
         start = f"{where}: " if where else ""
-        place = self._names.get(name, name if ":" in name else "")
+        place = self._names.get(self._aliases.get(name, {"type": name})["type"], name if ":" in name else "")
         if not place:
             raise ConfigError(f"{start}no {self.kind} is called '{name:.60}'{suggest(name, self._names)}")
         module, _, attribute = place.partition(":")

@@ -141,7 +141,7 @@ def test_commands_named_in_the_pages_are_right(page: Path) -> None:
     for line in commands(page):
         if match := re.search(r"\btastemaker (train|check|doctor) ([\w./-]+)", line):
             assert match[2] in recipes() or match[2] in own, line
-        if match := re.search(r"\btastemaker ([a-z]+)(.*)", line):
+        if match := re.search(r"\btastemaker ([a-z-]+)(.*)", line):
             known = {option for parameter in COMMANDS[match[1]].params for option in parameter.opts}
             assert set(re.findall(r"--[\w-]+", match[2])) <= known, line
         if match := re.match(r"make ([\w-]+)", line):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict
+from textwrap import shorten
+from typing import Any
+
+from rich import box
 from rich.table import Table
 
 from ..config import registries
 from ..config.load import RECIPES, trainable
-from ..registry import Registry
+from ..config.validate import build
+from ..registry import ConfigError, Registry
+from ..reward import About, RewardSpec
 
 KINDS: dict[str, Registry] = {
     "models": registries.MODELS,
@@ -16,15 +24,65 @@ KINDS: dict[str, Registry] = {
     "data": registries.DATA,
     "searches": registries.SEARCHES,
 }
+INNER = "as inside"  # of a reward around another, which depends on that
+LONGEST = 110  # letters of what a reward is, in the table
+Row = dict[str, Any]
+
+
+def rows(kind: str) -> list[Row]:
+    """All that is said of each, as plain data."""
+    if kind == "rewards":
+        return [reward(name) for name in registries.REWARDS]
+    names = recipes() if kind == "recipes" else components(KINDS[kind])
+    return [{"name": name, "what": told} for name, told in names.items()]
+
+
+def reward(name: str) -> Row:
+    """What to know of a reward, as it is by default; of one around others only what it is."""
+    told = registries.REWARDS.find(name, "list").__doc__ or ""
+    row = {"name": name, "aliases": registries.REWARDS.aliases(name), "what": first_sentence(told)}
+    spec = usual(name)
+    if spec is None:
+        return {**row, "differentiable": None, "reads": None, "runs_on": None, **asdict(About(INNER, INNER, INNER))}
+    kind = {"differentiable": spec.differentiable, "reads": spec.reads, "runs_on": spec.runs_on}
+    return {**row, **kind, **asdict(spec.about)}
+
+
+def usual(name: str) -> RewardSpec | None:
+    """A reward without any settings; nothing if it needs some, as those around others do."""
+    try:
+        spec: RewardSpec = build(RewardSpec, {"type": name})
+    except ConfigError:
+        return None
+    return spec
 
 
 def table(kind: str) -> Table:
-    """Names, and the sentence each says of itself."""
+    """Names, and the sentence each says of itself; of rewards all that is known."""
+    if kind == "rewards":
+        return rewards()
     shown = Table("name", "what it is", title=kind)
-    names = recipes() if kind == "recipes" else components(KINDS[kind])
-    for name, told in names.items():
-        shown.add_row(name, told)
+    for row in rows(kind):
+        shown.add_row(row["name"], row["what"])
     return shown
+
+
+def rewards() -> Table:
+    """Narrow enough for a hundred columns."""
+    shown = Table(title="rewards", box=box.SIMPLE_HEAD, padding=(0, 1, 1, 0), pad_edge=False, expand=True)
+    for name, width in (("reward", 18), ("what it is", 0), ("", 11), ("memory", 8), ("range", 10), ("hacked by", 0)):
+        shown.add_column(name, width=width or None, ratio=None if width else 1, overflow="fold")
+    for row in rows("rewards"):
+        names = "\n".join([row["name"], *(f"({alias})" for alias in row["aliases"])])
+        what = shorten(row["what"], LONGEST, placeholder=" ...")
+        shown.add_row(names, what, "\n".join(kind(row)), row["memory"], row["range"], row["hacked_by"])
+    return shown
+
+
+def kind(row: Row) -> list[str]:
+    """Whether it has a gradient, what it reads and where it runs, in few words."""
+    gradient = {True: "gradient", False: "no gradient", None: ""}[row["differentiable"]]
+    return [told for told in (gradient, row["reads"], row["runs_on"]) if told] or [INNER]
 
 
 def components(registry: Registry) -> dict[str, str]:
@@ -41,4 +99,5 @@ def recipes() -> dict[str, str]:
 
 
 def first_sentence(text: str) -> str:
-    return text.strip().split("\n\n")[0].replace("\n", " ")
+    plain = " ".join(text.split())
+    return re.split(r"(?<=[.]) (?=[A-Z`])", plain, maxsplit=1)[0]

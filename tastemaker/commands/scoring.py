@@ -3,94 +3,195 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
+from torch import Tensor
 
 from ..config.build import judges
 from ..config.run import RewardConfig
 from ..config.validate import build as validated
-from ..pictures import read_picture
+from ..data.text import field as column
+from ..data.text import json_rows, table_rows
+from ..pictures import PictureError, read_picture
 from ..registry import ConfigError
-from ..reward import RewardSpec, Rubric
+from ..reward import RewardError, RewardSpec, Rubric
 from ..types import Facts, Placement
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"}
+WAITING = 4  # batches of pictures read while each waits for others of its size
+Row = dict[str, Any]  # a line of the scores
+
+
+@dataclass(frozen=True)
+class Picture:
+    file: Path
+    prompt: str
+    facts: Facts = field(default_factory=dict)
+    pixels: Tensor | None = None  # [F, 3, H, W] once it is read
+
+
+@dataclass(frozen=True)
+class Jury:
+    """Rewards, and where they run."""
+
+    rubric: Rubric
+    device: torch.device
+
+    @torch.no_grad()
+    def scores(self, batch: Sequence[Picture], rubric: Rubric | None = None) -> list[dict[str, float]]:
+        """Of pictures of one size."""
+        pixels = torch.stack([picture.pixels for picture in batch if picture.pixels is not None]).to(self.device)
+        prompts, facts = [picture.prompt for picture in batch], [picture.facts for picture in batch]
+        parts = (rubric or self.rubric).score(pixels, prompts, facts).parts
+        return [{name: part[i].item() for name, part in parts.items()} for i in range(len(batch))]
+
+    def judged(self, batch: Sequence[Picture]) -> list[Row]:
+        """A line for each picture; of those that cannot be scored, one that says why."""
+        try:
+            found = self.scores(batch)
+        except (RewardError, torch.OutOfMemoryError):
+            if len(batch) > 1:  # halves find the one that fails, or fit
+                half = len(batch) // 2
+                return [*self.judged(batch[:half]), *self.judged(batch[half:])]
+            return [self._in_part(batch[0])]
+        return [line(picture) | scores for picture, scores in zip(batch, found, strict=True)]
+
+    def _in_part(self, picture: Picture) -> Row:
+        """What those rewards say that can, each asked alone."""
+        row, errors = line(picture), []
+        for name, graded in self.rubric.rewards.items():
+            try:
+                row |= self.scores([picture], Rubric({name: graded}))[0]
+            except RewardError as error:
+                errors.append(str(error))
+        return row | {"error": "; ".join(dict.fromkeys(errors))}
+
+
+def line(picture: Picture) -> Row:
+    return {"file": str(picture.file), "prompt": picture.prompt}
+
+
+def named(text: str, option: str) -> tuple[str, RewardSpec]:
+    """A reward by name, or as a mapping in YAML: jpeg, or {type: jpeg, quality: 80}."""
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        told = f"{option} {text!r:.80} is not a name or a mapping; expected jpeg or '{{type: jpeg}}'"
+        raise ConfigError(told) from error
+    data = {"type": data} if isinstance(data, str) else data
+    spec: RewardSpec = validated(RewardSpec, data, option)
+    return str(data["type"]), spec
 
 
 def asked(texts: Sequence[str]) -> dict[str, RewardConfig]:
-    """Rewards by name, or as a mapping in YAML: jpeg, or {type: jpeg, quality: 80}."""
+    """Several of them, each under a name of its own."""
     rewards: dict[str, RewardConfig] = {}
     for text in texts:
-        try:
-            data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(
-                f"--reward {text!r} is not a name or a mapping; expected jpeg or '{{type: jpeg}}'"
-            ) from error
-        data = {"type": data} if isinstance(data, str) else data
-        spec = validated(RewardSpec, data, "--reward")
-        rewards[str(data["type"]) if str(data["type"]) not in rewards else f"{data['type']}-{len(rewards)}"] = (
-            RewardConfig(spec)
-        )
+        name, spec = named(text, "--reward")
+        rewards[name if name not in rewards else f"{name}-{len(rewards)}"] = RewardConfig(spec)
     return rewards
 
 
-def pictures(path: Path) -> list[tuple[Path, str, Facts]]:
-    """Files with their prompts: of metadata.jsonl beside them, or of their names."""
-    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES)
-    if not path.exists() or not files:
+def jury(texts: Sequence[str], placement: Placement) -> Jury:
+    return Jury(judges(asked(texts), placement), placement.device)
+
+
+def pictures(path: Path, prompts: Path | None) -> list[Picture]:
+    """Files with their prompts: of a file that says so, of metadata.jsonl beside them, or of their names."""
+    folder = path if path.is_dir() else path.parent
+    beside = folder / "metadata.jsonl"
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if shown(file))
+    if not files:
         raise ConfigError(f"{path}: no pictures found; expected a file or folder with {', '.join(sorted(SUFFIXES))}")
-    known: dict[str, dict[str, Any]] = {}
-    record = (path if path.is_dir() else path.parent) / "metadata.jsonl"
-    if record.is_file():
-        for number, line in enumerate(record.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                row = json.loads(line)
-                known[row["file"]] = row
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(
-                    f"{record}, line {number}: expected a JSON object with 'file' and 'prompt'"
-                ) from error
-        files = [f for f in files if f.name in known]
-    rows: list[tuple[Path, str, Facts]] = []
-    for file in files:
-        fact = known.get(file.name, {"prompt": file.stem.replace("_", " ").replace("-", " ")})
-        rows.append((file, str(fact.get("prompt", "")), fact))
-    return rows
+    said = captioned(prompts, folder) if prompts else captioned(beside, folder) if beside.is_file() else []
+    if prompts is None:  # files may have been removed since they were written down
+        said = [picture for picture in said if picture.file.is_file()]
+    if path.is_file():
+        said = [picture for picture in said if picture.file == path]
+    if prompts and not said:
+        raise ConfigError(f"{prompts}: it has no row for {path}; expected one whose 'file' is its name")
+    return said or [Picture(file, file.stem.replace("_", " ").replace("-", " ")) for file in files]
 
 
-def score(path: Path, texts: Sequence[str], out: Path | None, console: Console) -> Path:
-    """Write one line a picture and show the means."""
-    rubric = judges(asked(texts), Placement())
-    found: dict[str, list[float]] = {name: [] for name in rubric.rewards}
-    target = out or (path if path.is_dir() else path.parent) / "scores.jsonl"
-    rows = pictures(path)
-    with target.open("w", encoding="utf-8") as record:
-        for file, prompt, facts in track(rows, "scoring", console=console):
-            values = one(rubric, file, prompt, facts)
-            record.write(json.dumps({"file": str(file), "prompt": prompt, **values}) + "\n")
-            for name, value in values.items():
-                found[name].append(value)
-    console.print(table(found))
-    console.print(f"{len(rows)} pictures scored, line by line in {target}")
-    return target
+def shown(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
 
 
-@torch.no_grad()
-def one(rubric: Rubric, file: Path, prompt: str, facts: Facts) -> dict[str, float]:
-    scores = rubric.score(read_picture(file)[None], [prompt], [facts])
-    return {name: part.item() for name, part in scores.parts.items()}
+def captioned(record: Path, folder: Path) -> list[Picture]:
+    """The rows of a JSONL or CSV; what they know beside the prompt are facts."""
+    if record.suffix not in (".jsonl", ".csv"):
+        raise ConfigError(f"--prompts: found '{record}'; expected a .jsonl or .csv with columns 'file' and 'prompt'")
+    rows = json_rows(record) if record.suffix == ".jsonl" else table_rows(record)
+    said = [(column(record, number, row, "file"), column(record, number, row, "prompt"), row) for number, row in rows]
+    return [Picture(folder / name, prompt, row) for name, prompt, row in said]
 
 
-def table(found: dict[str, list[float]]) -> Table:
-    shown = Table("reward", "mean", "least", "most")
-    for name, values in found.items():
-        shown.add_row(name, f"{sum(values) / len(values):.4g}", f"{min(values):.4g}", f"{max(values):.4g}")
+def gathered(pictures: Sequence[Picture], size: int) -> Iterator[list[Picture] | Row]:
+    """Batches of pictures of one size, few of them in memory at a time; a line for each that cannot be read."""
+    waiting: dict[torch.Size, list[Picture]] = {}
+    for picture in pictures:
+        try:
+            pixels = read_picture(picture.file)
+        except PictureError as error:
+            yield line(picture) | {"error": str(error)}
+            continue
+        alike = waiting.setdefault(pixels.shape, [])
+        alike.append(Picture(picture.file, picture.prompt, picture.facts, pixels))
+        if len(alike) == size or sum(map(len, waiting.values())) > WAITING * size:
+            yield waiting.pop(max(waiting, key=lambda shape: len(waiting[shape])))
+    yield from waiting.values()
+
+
+def score(jury: Jury, pictures: Sequence[Picture], target: Path, size: int, console: Console) -> None:
+    """Write a line a picture as soon as it is known, show the means, and complain of what could not be scored."""
+    rows: list[Row] = []
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("w", encoding="utf-8") as record, Progress(console=console) as progress:
+            task = progress.add_task("scoring", total=len(pictures))
+            for batch in gathered(pictures, size):
+                new = jury.judged(batch) if isinstance(batch, list) else [batch]
+                for row in new:
+                    record.write(json.dumps(row) + "\n")
+                    if "error" in row:
+                        progress.console.print(
+                            f"skipped: {row['error']}", markup=False, highlight=False, soft_wrap=True
+                        )
+                record.flush()
+                rows += new
+                progress.advance(task, len(new))
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error}); name another file with --out") from error
+    in_order(rows, pictures, target)
+    console.print(table(rows, list(jury.rubric.rewards)))
+    broken = sum("error" in row for row in rows)
+    console.print(f"{len(rows) - broken} pictures scored, line by line in {target}", markup=False, soft_wrap=True)
+    if broken:
+        raise RewardError(f"{broken} of {len(rows)} pictures could not be scored; {target} says why, line by line")
+
+
+def in_order(rows: list[Row], pictures: Sequence[Picture], target: Path) -> None:
+    """The same lines in the order of the pictures, for they were scored size by size."""
+    places = {(str(picture.file), picture.prompt): place for place, picture in enumerate(pictures)}
+    rows.sort(key=lambda row: places[row["file"], row["prompt"]])
+    partial = target.with_name(f".{target.name}.partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    os.replace(partial, target)
+
+
+def table(rows: Sequence[Row], names: Sequence[str]) -> Table:
+    shown = Table("reward", "pictures", "mean", "least", "most")
+    for name in names:
+        values = [row[name] for row in rows if name in row]
+        numbers = [sum(values) / len(values), min(values), max(values)] if values else []
+        shown.add_row(name, str(len(values)), *[f"{number:.4g}" for number in numbers])
     return shown

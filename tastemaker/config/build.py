@@ -59,7 +59,12 @@ def generator(config: RunConfig, placement: Placement, init_from: Path | None = 
 
 def judges(rewards: Mapping[str, RewardConfig], placement: Placement) -> Rubric:
     """The rewards, each model loaded once however often it is asked for."""
-    return Rubric({name: Graded(r.spec, shared(r.spec, placement), r.weight) for name, r in rewards.items()})
+    return Rubric(
+        {
+            name: Graded(reward.spec, shared(reward.spec, placement), reward.weight, reward.normalize, reward.clip)
+            for name, reward in rewards.items()
+        }
+    )
 
 
 def build(

@@ -31,7 +31,8 @@ def settings(section: Any) -> dict[str, Any]:
 def plain(value: Any, hint: Any) -> Any:
     """A value in the types YAML has; an object whose field leaves its class open says which with `type`."""
     if isinstance(value, RewardConfig):
-        return {**plain(value.spec, None), "weight": value.weight}
+        beside = {name: value for name, value in settings(value).items() if name != "spec" and value is not None}
+        return {**plain(value.spec, None), **beside}
     if is_dataclass(value):
         closed = type(value) in (hint, *get_args(hint))
         return settings(value) if closed else {"type": named(type(value)), **settings(value)}

@@ -12,7 +12,7 @@ from ..codec import CodecSpec
 from ..data.spec import DataSpec
 from ..objective import Objective
 from ..policy import Guidance, ModelSpec, Process
-from ..reward import RewardSpec
+from ..reward import RewardSpec, Scale
 from ..weights import Tuning
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -101,6 +101,12 @@ class RewardConfig:
 
     spec: RewardSpec
     weight: float = 1.0
+    normalize: Scale | None = None  # of the score, before its weight; what is watched stays as it is
+    clip: tuple[float, float] | None = None  # bounds of what is normalised; outside, its gradient is zero
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            raise ValueError(f"'clip' is {list(self.clip)}; expected a lower and a higher bound")
 
 
 @dataclass(frozen=True)

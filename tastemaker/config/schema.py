@@ -7,10 +7,11 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from ..reward import RewardSpec
 from .dump import plain
 from .load import RECIPES
 from .registries import KINDS
-from .run import AutoencoderConfig, RunConfig
+from .run import AutoencoderConfig, RewardConfig, RunConfig
 from .validate import Component, Section, Weighted, form
 
 Schema = dict[str, Any]
@@ -25,7 +26,8 @@ def schema() -> Schema:
     names = {"type": "string"}
     root["properties"] |= {"extends": {"anyOf": [names, {"type": "array", "items": names}]}}
     kinds = {registry.kind: of_kind(kind) for kind, registry in KINDS.items()}
-    kinds[WEIGHTED] = of_kind(next(kind for kind, registry in KINDS.items() if registry.kind == "reward"), weight=True)
+    beside = {name: told for name, told in of_class(RewardConfig)["properties"].items() if name != "spec"}
+    kinds[WEIGHTED] = of_kind(RewardSpec, beside)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "tastemaker", **root, "$defs": kinds}
 
 
@@ -33,14 +35,14 @@ def write_schema(path: Path = RECIPES / "schema.json") -> None:
     path.write_text(json.dumps(schema(), indent=1) + "\n", encoding="utf-8")
 
 
-def of_kind(kind: type, weight: bool = False) -> Schema:
-    """Any class of a kind, ours by name or a user's own, of which nothing is known."""
+def of_kind(kind: type, beside: Schema | None = None) -> Schema:
+    """Any class of a kind, ours by name or a user's own, of which nothing is known; `beside` are further settings."""
     registry = KINDS[kind]
     choices = []
     for name in registry:
-        choice = of_class(registry.find(name))
-        choice["properties"] = {"type": {"const": name}, **choice["properties"]}
-        choice["properties"] |= {"weight": {"type": "number"}} if weight else {}
+        choice, aliases = of_class(registry.find(name)), registry.aliases(name)
+        named = {"enum": [name, *aliases]} if aliases else {"const": name}
+        choice["properties"] = {"type": named, **choice["properties"], **(beside or {})}
         choices.append(choice)
     foreign = {"type": "object", "properties": {"type": {"type": "string", "pattern": ":"}}, "required": ["type"]}
     return {"anyOf": [*choices, foreign]}

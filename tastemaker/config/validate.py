@@ -117,29 +117,34 @@ class Component(Reader):
             cls = fitting(registry.find(data["type"]), self.kind, data["type"])
         except ConfigError as error:
             raise problem(str(error)) from error
-        settings = {key: value for key, value in data.items() if key != "type"}
+        settings = {key: value for key, value in registry.spelled(data).items() if key != "type"}
         return Section(cls, ("type", *self.beside)).read(settings)
+
+
+BESIDE = tuple(f.name for f in fields(RewardConfig) if f.name != "spec")  # keys that say how a reward counts
 
 
 @dataclass(frozen=True)
 class Weighted(Reader):
-    """Reads a reward's settings and, beside them, its weight."""
+    """Reads a reward's settings and, beside them, how it counts."""
 
     def read(self, data: object) -> Any:
-        own, weight = data, {}
+        own, beside = data, {}
         if isinstance(data, Mapping):
-            own = {key: value for key, value in data.items() if key != "weight"}
-            weight = {key: value for key, value in data.items() if key == "weight"}
+            own = {key: value for key, value in data.items() if key not in BESIDE}
+            beside = {key: value for key, value in data.items() if key in BESIDE}
         try:
-            return RewardConfig(**weighted().validate_python({"spec": own, **weight}))
+            return RewardConfig(**weighted().validate_python({"spec": own, **beside}))
         except ValidationError as error:
             raise retold(error, (), inside="spec") from None
+        except ValueError as error:
+            raise problem(str(error)) from error
 
 
 @cache
 def weighted() -> TypeAdapter[Any]:
-    spec = Annotated[Any, Component(RewardSpec, ("weight",))]
-    return adapter("Reward", {"spec": spec, "weight": NotRequired[narrowed(float)]})
+    spec = Annotated[Any, Component(RewardSpec, BESIDE)]
+    return adapter("Reward", {**shape(RewardConfig), "spec": spec})
 
 
 def fitting(cls: type, kind: type, name: str) -> type:

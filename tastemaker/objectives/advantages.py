@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..reward import Rubric
 
 
 def apart(rows: Tensor) -> Tensor:
@@ -30,6 +32,14 @@ def by_group_mean(reward: Tensor, group: int, everyone: Tensor, floor: float = 1
 def overall(reward: Tensor, everyone: Tensor, floor: float = 1e-4) -> Tensor:
     """Against all samples of all ranks: [B]."""
     return (reward - everyone.mean()) / (everyone.std(correction=0) + floor)
+
+
+def mixed(rubric: Rubric, parts: Mapping[str, Tensor], advantage: Callable[[Tensor], Tensor]) -> Tensor:
+    """Each reward's own advantage by its share of all weights, so that none counts more for its range: [B]."""
+    counted = rubric.counted(parts)
+    whole = sum(abs(rubric.rewards[name].weight) for name in counted)
+    shares = [rubric.rewards[name].weight / whole * advantage(score) for name, score in counted.items()]
+    return torch.stack(shares).sum(0)
 
 
 class PromptTracker:

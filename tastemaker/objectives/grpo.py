@@ -25,6 +25,7 @@ class GRPO(Objective[Process, PromptBatch, Rated, int]):
     kl: float = 0.0
     divergence: Literal["k3", "exact"] = "k3"  # Schulman's estimator from the action taken, or the closed form
     advantage: Literal["group", "group_mean", "global", "tracker"] = "group"
+    mix: Literal["rewards", "advantages"] = "rewards"  # what is summed by weight; of advantages, weights are shares
     limit: float = 5.0  # on advantages, either way
     unbiased: bool = False  # divide a group's spread by n - 1
     floor: float = 1e-4  # added to spreads
@@ -37,6 +38,10 @@ class GRPO(Objective[Process, PromptBatch, Rated, int]):
         if self.group < 1 or (self.group < 2 and self.advantage.startswith("group")):
             raise ValueError(
                 f"'group' is {self.group}; expected at least 2 samples a prompt to compare with each other"
+            )
+        if self.mix == "advantages" and self.advantage == "tracker":
+            raise ValueError(
+                "'mix' is advantages, but the tracker remembers one reward a prompt; use another advantage"
             )
         if not (self.clip > 0 and self.kl >= 0 and self.limit > 0):
             raise ValueError(
@@ -55,8 +60,13 @@ class GRPO(Objective[Process, PromptBatch, Rated, int]):
 
     def collect(self, ctx: Context[Process], batch: PromptBatch) -> Rated:
         trajectory, rng, scores = rate(ctx, batch, self.group)
-        advantage = self._advantage(ctx, trajectory.cond.prompts, scores.total).clamp(-self.limit, self.limit)
-        return Rated(trajectory, rng, scores.total, advantage, scores.parts)
+
+        def measured(reward: Tensor) -> Tensor:
+            return self._advantage(ctx, trajectory.cond.prompts, reward)
+
+        split = self.mix == "advantages"
+        advantage = advantages.mixed(ctx.rubric, scores.parts, measured) if split else measured(scores.total)
+        return Rated(trajectory, rng, scores.total, advantage.clamp(-self.limit, self.limit), scores.parts)
 
     def _advantage(self, ctx: Context[Process], prompts: Sequence[str], reward: Tensor) -> Tensor:
         if self.advantage == "group":

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..objective import Context, Objective, Rated, rate
 from ..processes.gaussian import GaussianProcess
 from ..types import Loss, PromptBatch
-from .advantages import by_group_mean
+from .advantages import by_group_mean, mixed
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class NFT(Objective[GaussianProcess, PromptBatch, Rated, int]):
     levels: int = 2  # noise levels of each sample
     strength: float = 5.0  # advantages beyond this count no more, and it scales the loss
     anchor: float = 1e-4  # weight of the squared distance to the reference's prediction; small runs collapse without
+    mix: Literal["rewards", "advantages"] = "rewards"  # what is summed by weight; of advantages, weights are shares
     decay_rate: float = 0.001  # the sampling weights trail by min(rate * step, decay_limit)
     decay_limit: float = 0.5
     needs: ClassVar[type] = GaussianProcess
@@ -48,7 +49,12 @@ class NFT(Objective[GaussianProcess, PromptBatch, Rated, int]):
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> Rated:
         with ctx.policy.weights.use("old"):
             trajectory, rng, scores = rate(ctx, batch, self.group)
-        advantage = by_group_mean(scores.total, self.group, ctx.comm.gather(scores.total))
+
+        def measured(reward: Tensor) -> Tensor:
+            return by_group_mean(reward, self.group, ctx.comm.gather(reward))
+
+        split = self.mix == "advantages"
+        advantage = mixed(ctx.rubric, scores.parts, measured) if split else measured(scores.total)
         return Rated(trajectory, rng, scores.total, advantage, scores.parts)
 
     def watch(self, experience: Rated) -> dict[str, Tensor]:

@@ -20,7 +20,15 @@ from tastemaker.playground.captions import TASKS
 from tastemaker.registry import ConfigError
 
 BASES = {"flow": 0.48, "flow16": 0.34, "causal": 0.55, "masked": 0.63, "epsilon": 0.5, "video": 0.4}
-GAINS = {"GRPO": 0.4, "reward gradient": 0.44, "NFT": 0.3, "SRPO": 0.01, "online DPO": 0.15, "DDPO": 0.2, "Direct-Align": 0.2}
+GAINS = {
+    "GRPO": 0.4,
+    "reward gradient": 0.44,
+    "NFT": 0.3,
+    "SRPO": 0.01,
+    "online DPO": 0.15,
+    "DDPO": 0.2,
+    "Direct-Align": 0.2,
+}
 
 
 def marks(level: float, seed: int, prompts: int = 84) -> dict[str, list[float]]:

@@ -12,6 +12,7 @@ from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.processes.dynamics import Ddim
 from tastemaker.registry import ConfigError
+from tastemaker.reward import About
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -177,6 +178,7 @@ class Sharpness:
 
     radius: int = 1
     batch_size: int = 4
+    about = About("0 to 1", "noise")
     differentiable = False
     reads = "frames"
     runs_on = "host"
@@ -215,7 +217,7 @@ def test_a_users_own_component_is_named_by_its_module() -> None:
         (own("Sharpness"), "unknown key 'raduis'; did you mean 'radius'?"),
         (
             own("Half"),
-            "lacks differentiable, load, reads, runs_on, tiny, which every reward has; add it, or name another",
+            "lacks about, differentiable, load, reads, runs_on, tiny, which every reward has; add it, or name another",
         ),
         (own("Bare"), "is no dataclass; expected a frozen one whose fields are the settings of the reward"),
         (own("Sharp"), f"module '{__name__}' has no 'Sharp'; check the name after the colon"),

@@ -16,6 +16,7 @@ from tastemaker.objective import Objective, Rated
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.processes.autoregressive import Autoregressive
 from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.reward import About
 from tastemaker.types import Condition, Loss, Placement, PromptBatch
 
 
@@ -160,6 +161,7 @@ class Constant:
 
     broken: bool = False  # nobody earns a number
     batch_size: int = 64
+    about: ClassVar[About] = About(range="always 1", hacked_by="everything")
     differentiable: ClassVar[bool] = False
     reads: ClassVar[str] = "frames"
     runs_on: ClassVar[str] = "device"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tastemaker.objective import Context
-from tastemaker.objectives.advantages import PromptTracker, by_group, by_group_mean, overall
+from tastemaker.objectives.advantages import PromptTracker, by_group, by_group_mean, mixed, overall
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.surrogate import clipped
 from tastemaker.randomness import Randomness
+from tastemaker.reward import Graded, Rubric, Scale
+from tastemaker.rewards.color import Brightness, Color
 from tastemaker.types import PromptBatch, Segment
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -185,3 +187,63 @@ def test_the_global_advantage_is_against_everyone() -> None:
     everyone = torch.cat([REWARDS, REWARDS + 10])
     found = overall(REWARDS, everyone, 0.0)
     torch.testing.assert_close(found, (REWARDS - everyone.mean()) / everyone.std(correction=0))
+
+
+def two_rewards(weights: tuple[float, float], **settings: Any) -> Rubric:
+    graded = [Graded(Brightness(), Brightness(), weight) for weight in weights]
+    return Rubric({"near": graded[0], "far": replace(graded[1], **settings)})
+
+
+def test_advantages_of_several_rewards_are_mixed_by_their_shares() -> None:
+    # Groups of two: (0, 2) spreads by 1 about 1, (30, 10) by 10 about 20; equals earn nothing.
+    parts = {"near": torch.tensor([0.0, 2.0, 5.0, 5.0]), "far": torch.tensor([30.0, 10.0, 0.0, 4.0])}
+    found = mixed(two_rewards((3.0, 1.0)), parts, lambda reward: by_group(reward, 2, floor=0.0))
+    assert found[:2].tolist() == pytest.approx([0.75 * -1 + 0.25 * 1, 0.75 * 1 + 0.25 * -1])
+    found = mixed(two_rewards((3.0, 1.0)), parts, lambda reward: by_group(reward, 2, floor=1e-9))
+    assert found[2:].tolist() == pytest.approx([0.25 * -1, 0.25 * 1])
+    # Summed as rewards, the larger range would have decided: 3 * (0, 2) + (30, 10) prefers the first.
+    total = 3 * parts["near"] + parts["far"]
+    assert by_group(total, 2)[:2].tolist() == pytest.approx([1.0, -1.0], abs=1e-3)
+
+
+def test_a_negative_weight_turns_its_advantage_round_and_a_watched_reward_has_none() -> None:
+    parts = {"near": torch.tensor([0.0, 2.0]), "far": torch.tensor([30.0, 10.0])}
+    found = mixed(two_rewards((-1.0, 0.0)), parts, lambda reward: by_group(reward, 2, floor=0.0))
+    assert found.tolist() == pytest.approx([1.0, -1.0])
+
+
+def test_scores_are_normalised_and_clipped_before_they_are_mixed() -> None:
+    rubric = two_rewards((1.0, 1.0), normalize=Scale(10.0, 2.0), clip=(-1.0, 3.0))
+    parts = {"near": torch.tensor([0.0, 2.0, 0.0]), "far": torch.tensor([6.0, 12.0, 20.0])}
+    assert rubric.counted(parts)["far"].tolist() == [-1.0, 1.0, 3.0]
+    assert rubric.counted(parts)["near"].tolist() == [0.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", [GRPO, NFT])
+def test_objectives_mix_where_they_are_told_to(kind: Any) -> None:
+    policy = toys.policy("flow", snapshots=kind(group=4).snapshots())
+    rubric = Rubric({"color": Graded(Color(), Color(), 1.0), "dark": Graded(Brightness(), Brightness(), -20.0)})
+    found = {}
+    for mix in ("rewards", "advantages"):
+        ctx = replace(toys.context(policy, 4), rubric=rubric)
+        found[mix] = kind(group=4, mix=mix).collect(ctx, toys.prompts(4))
+    each = found["advantages"].parts
+
+    def advantage(reward: Tensor) -> Tensor:
+        return by_group(reward, 4) if kind is GRPO else by_group_mean(reward, 4, reward)
+
+    expected = advantage(each["color"]) / 21 - 20 * advantage(each["dark"]) / 21
+    torch.testing.assert_close(found["advantages"].advantage, expected)
+    torch.testing.assert_close(found["rewards"].advantage, advantage(each["color"] - 20 * each["dark"]))
+    assert found["rewards"].reward.equal(found["advantages"].reward)
+
+
+def test_one_reward_mixes_to_itself() -> None:
+    ctx = toys.context(toys.policy("flow"), 4)
+    both = [GRPO(group=4, mix=mix).collect(ctx, toys.prompts(4)).advantage for mix in ("rewards", "advantages")]
+    torch.testing.assert_close(*both)
+
+
+def test_the_tracker_does_not_mix_advantages() -> None:
+    with pytest.raises(ValueError, match="'mix' is advantages, but the tracker remembers one reward"):
+        GRPO(advantage="tracker", mix="advantages")

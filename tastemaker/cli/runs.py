@@ -1,61 +1,19 @@
-"""The command line: every mistake is one sentence, and the exit code tells whose it was."""
+"""Commands about runs: train, generate, export, report, evaluate, bench, check and doctor."""
 
 from __future__ import annotations
 
-import os
-import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .registry import ConfigError
+from ..registry import ConfigError
+from .options import FAILURE, INTERRUPTED, Overrides, Place, Recipe, Tiny, console, settings
 
-MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130
-
-app = typer.Typer(
-    name="tastemaker",
-    help="Teach image and video generators what people want.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-)
-
-Recipe = Annotated[str, typer.Argument(help="A recipe's name (see `list recipes`) or the path of a YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as key=value: optim.lr=3e-4")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="Build every model at random small size.")]
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cuda = "cuda"
-    mps = "mps"
-    cpu = "cpu"
-
-
-Place = Annotated[Device | None, typer.Option(help="Where to run; the recipe says so otherwise.")]
-
-
-class Kind(StrEnum):
-    models = "models"
-    autoencoders = "autoencoders"
-    rewards = "rewards"
-    objectives = "objectives"
-    recipes = "recipes"
-    data = "data"
-    searches = "searches"
-
-
-def console() -> Console:
-    return Console(stderr=True)
-
-
-def settings(overrides: list[str] | None, device: Device | None = None) -> list[str]:
-    return [*(overrides or []), *([f"engine.device={device.value}"] if device else [])]
+app = typer.Typer()
 
 
 @app.command()
@@ -69,8 +27,8 @@ def train(
     device: Place = None,
 ) -> None:
     """Train; on the directory of an earlier run, go on where it stopped."""
-    from .commands.training import run_training
-    from .config.load import load_any
+    from ..commands.training import run_training
+    from ..config.load import load_any
 
     config = load_any(recipe, settings(overrides, device))
     done = run_training(
@@ -96,8 +54,8 @@ def generate(
     device: Place = None,
 ) -> None:
     """Make pictures of prompts, and say what they cost."""
-    from .commands import generating
-    from .config.registries import SEARCHES
+    from ..commands import generating
+    from ..config.registries import SEARCHES
 
     config, found = generating.source(recipe, settings(overrides, device))
     batch = generating.prompts(prompt or (), prompts, config)
@@ -114,23 +72,9 @@ def export(
     bits: Annotated[int, typer.Option(help="16, 32 for all of it, 8 for half the size.")] = 16,
 ) -> None:
     """Write a run's weights and configuration to one file, which `weights:` and `codec:` load."""
-    from .commands.exporting import export as run_export
+    from ..commands.exporting import export as run_export
 
     run_export(run, out, weights, bits, console())
-
-
-@app.command()
-def score(
-    path: Annotated[Path, typer.Argument(help="A picture, a clip, or a folder of them.")],
-    reward: Annotated[list[str], typer.Option(help="A reward's name, or a mapping: '{type: jpeg, quality: 80}'.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Where to write the scores; scores.jsonl beside the pictures.")
-    ] = None,
-) -> None:
-    """Score pictures; prompts come from metadata.jsonl beside them, or from their names."""
-    from .commands.scoring import score as run_scoring
-
-    run_scoring(path, reward, out, console())
 
 
 @app.command()
@@ -139,7 +83,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The HTML file to write; report.html in the first run's.")] = None,
 ) -> None:
     """Write one page of pictures, curves, warnings and settings, to be opened in any browser."""
-    from .commands.reporting import report as run_report
+    from ..commands.reporting import report as run_report
 
     run_report(runs, out, console())
 
@@ -163,8 +107,8 @@ def evaluate(
     device: Place = None,
 ) -> None:
     """Make a benchmark's pictures, score them by one who is no reward, and report; run again, it goes on."""
-    from .commands import evaluating, generating
-    from .config.registries import SEARCHES
+    from ..commands import evaluating, generating
+    from ..config.registries import SEARCHES
 
     config, found = generating.source(model, settings(overrides, device))
     kind = SEARCHES.find(search, "--search")
@@ -193,9 +137,9 @@ def bench(
     device: Place = None,
 ) -> None:
     """Measure every objective on every family, before and after, with controls; run again, it goes on."""
-    from .bench.cells import plan as planned
-    from .commands import benching, telling
-    from .commands.measuring import Bench
+    from ..bench.cells import plan as planned
+    from ..commands import benching, telling
+    from ..commands.measuring import Bench
 
     found = planned(plan)
     if summary is not None:
@@ -214,10 +158,10 @@ def check(
     ranks: Annotated[int | None, typer.Option(min=1, help="As if started on so many.")] = None,
 ) -> None:
     """Print the resolved configuration, the arithmetic of a step, and every complaint."""
-    from .config.arithmetic import arithmetic
-    from .config.check import complaints, launched
-    from .config.dump import dump
-    from .config.load import load_any
+    from ..config.arithmetic import arithmetic
+    from ..config.check import complaints, launched
+    from ..config.dump import dump
+    from ..config.load import load_any
 
     config, shown = load_any(recipe, settings(overrides)), Console()
     shown.print(dump(config), markup=False, highlight=False, soft_wrap=True)
@@ -234,8 +178,8 @@ def check(
 @app.command()
 def doctor(recipe: Recipe, overrides: Overrides = None, tiny: Tiny = False, device: Place = None) -> None:
     """Prove on the real configuration that it can learn: ratios, gradients, rewards, pixels, resume, ranks."""
-    from .config.load import load
-    from .doctor.examine import examine
+    from ..config.load import load
+    from ..doctor.examine import examine
 
     shown, failures = Console(), 0
     marks = {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]", "skip": "[yellow]skip[/]"}
@@ -248,46 +192,3 @@ def doctor(recipe: Recipe, overrides: Overrides = None, tiny: Tiny = False, devi
         shown.print(f"{failures} of the proofs failed: this run would not learn as it should")
         raise typer.Exit(FAILURE)
     shown.print("every proof that applies holds")
-
-
-@app.command("list")
-def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
-    """What there is, by the names recipes use."""
-    from .commands.listing import table
-
-    Console().print(table(kind.value))
-
-
-def sentence(error: BaseException) -> tuple[str, int] | None:
-    """What to tell the user of an error, and the exit code; None for an error that is ours."""
-    from .pictures import PictureError
-    from .reward import RewardError
-    from .train.checkpoint import CheckpointError
-    from .train.failures import TrainingError, explain
-
-    if isinstance(error, (ConfigError, PictureError)):
-        return str(error), MISTAKE
-    if isinstance(error, (RewardError, TrainingError, CheckpointError)):
-        return str(error), FAILURE
-    known = explain(error)
-    return (known, FAILURE) if known else None
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run a command; under torchrun only the first rank speaks."""
-    sys.path.insert(0, os.getcwd())  # a component of the user's own may lie beside the recipe that names it
-    try:
-        app(arguments)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except Exception as error:
-        told: Any = sentence(error)
-        if told is None:
-            raise
-        if os.environ.get("RANK", "0") == "0":
-            console().print(f"[red]error:[/] {escape(told[0])}", highlight=False, soft_wrap=True)
-        sys.exit(told[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,56 @@
+"""The command line: every mistake is one sentence, and the exit code tells whose it was."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import typer
+from rich.markup import escape
+
+from ..registry import ConfigError
+from . import hub, runs
+from .options import FAILURE, INTERRUPTED, MISTAKE, console
+
+app = typer.Typer(
+    name="tastemaker",
+    help="Teach image and video generators what people want.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+for part in (runs, hub):
+    app.add_typer(part.app)
+
+
+def sentence(error: BaseException) -> tuple[str, int] | None:
+    """What to tell the user of an error, and the exit code; None for an error that is ours."""
+    from ..commands.downloading import FetchError
+    from ..pictures import PictureError
+    from ..reward import RewardError
+    from ..train.checkpoint import CheckpointError
+    from ..train.failures import TrainingError, explain
+
+    if isinstance(error, (ConfigError, PictureError)):
+        return str(error), MISTAKE
+    if isinstance(error, (RewardError, TrainingError, CheckpointError, FetchError)):
+        return str(error), FAILURE
+    known = explain(error)
+    return (known, FAILURE) if known else None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; under torchrun only the first rank speaks."""
+    sys.path.insert(0, os.getcwd())  # a component of the user's own may lie beside the recipe that names it
+    try:
+        app(arguments)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        told: Any = sentence(error)
+        if told is None:
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            console().print(f"[red]error:[/] {escape(told[0])}", highlight=False, soft_wrap=True)
+        sys.exit(told[1])

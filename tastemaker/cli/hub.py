@@ -1,0 +1,82 @@
+"""Commands about rewards and what else there is: score, serve-reward, download and list."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .options import Device, Exactness, Kind, Precision, Where, console
+
+app = typer.Typer()
+
+Asked = "A reward's name, or a mapping: '{type: jpeg, quality: 80}'."
+
+
+@app.command()
+def score(
+    path: Annotated[Path, typer.Argument(help="A picture, a clip, or a folder of them.")],
+    reward: Annotated[list[str], typer.Option(help=f"{Asked} May be given several times.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="A .jsonl or .csv with `file` and `prompt`; other columns become facts.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the scores; scores.jsonl beside the pictures.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures of one size to score at a time.")] = 32,
+    device: Where = Device.auto,
+    precision: Exactness = Precision.fp32,
+) -> None:
+    """Score pictures; prompts come from --prompts, from metadata.jsonl beside them, or from their names."""
+    from ..commands import placing, scoring
+
+    jury = scoring.jury(reward, placing.placement(device.value, precision.value))
+    pictures = scoring.pictures(path, prompts)
+    target = out or (path if path.is_dir() else path.parent) / "scores.jsonl"
+    scoring.score(jury, pictures, target, batch, console())
+
+
+@app.command("serve-reward")
+def serve_reward(
+    reward: Annotated[str, typer.Argument(help=Asked)],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8800,
+    host: Annotated[str, typer.Option(help="Beyond this machine, a token is needed too.")] = "127.0.0.1",
+    token: Annotated[str, typer.Option(help="The name of the environment variable that holds the token.")] = "",
+    queue: Annotated[int, typer.Option(min=1, help="Requests at a time; more are refused.")] = 64,
+    limit: Annotated[int, typer.Option(min=1, help="Megabytes of a request.")] = 256,
+    device: Where = Device.auto,
+    precision: Exactness = Precision.fp32,
+) -> None:
+    """Answer over HTTP what a reward says of pictures; `type: remote` asks it."""
+    from ..commands import placing, serving
+
+    terms = serving.Terms(host, port, token, queue, limit * 2**20)
+    serving.serve(reward, terms, placing.placement(device.value, precision.value), console())
+
+
+@app.command()
+def download(
+    names: Annotated[list[str], typer.Argument(help="Recipes, rewards, models or ids on the hub (owner/name).")],
+    only_list: Annotated[bool, typer.Option("--list", help="Say what is needed, and fetch nothing.")] = False,
+) -> None:
+    """Fetch published weights: what they are, how large and under which licence, then the files; again, it goes on."""
+    from ..commands.downloading import download as run_download
+
+    run_download(names, only_list=only_list, console=console())
+
+
+@app.command("list")
+def list_(
+    kind: Annotated[Kind, typer.Argument(help="What to list.")],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """What there is, by the names recipes use."""
+    from ..commands import listing
+
+    if as_json:
+        Console().print_json(json.dumps(listing.rows(kind.value)))
+    else:
+        Console().print(listing.table(kind.value))

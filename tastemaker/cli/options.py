@@ -1,0 +1,51 @@
+"""What the commands share: options, exit codes, and where they print."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130
+
+Recipe = Annotated[str, typer.Argument(help="A recipe's name (see `list recipes`) or the path of a YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as key=value: optim.lr=3e-4")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Build every model at random small size.")]
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cuda = "cuda"
+    mps = "mps"
+    cpu = "cpu"
+
+
+class Precision(StrEnum):
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+class Kind(StrEnum):
+    models = "models"
+    autoencoders = "autoencoders"
+    rewards = "rewards"
+    objectives = "objectives"
+    recipes = "recipes"
+    data = "data"
+    searches = "searches"
+
+
+Place = Annotated[Device | None, typer.Option(help="Where to run; the recipe says so otherwise.")]
+Where = Annotated[Device, typer.Option(help="Where the rewards run.")]
+Exactness = Annotated[Precision, typer.Option(help="Of the rewards' networks.")]
+
+
+def console() -> Console:
+    return Console(stderr=True)
+
+
+def settings(overrides: list[str] | None, device: Device | None = None) -> list[str]:
+    return [*(overrides or []), *([f"engine.device={device.value}"] if device else [])]

@@ -1,0 +1,176 @@
+"""`tastemaker download`: published weights, told of first and then fetched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol, runtime_checkable
+
+from rich.console import Console
+from rich.table import Table
+
+from ..codec import CodecSpec
+from ..config.load import SUFFIXES, load_any, recipes
+from ..config.registries import CODECS, MODELS, REWARDS
+from ..config.run import RunConfig
+from ..config.validate import build
+from ..policy import ModelSpec
+from ..pretrained import Published, Source, held
+from ..registry import ConfigError, suggest
+from ..reward import About
+from .listing import usual
+from .scoring import named
+
+HUB = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?")  # owner/name, or a file in it
+# What the same weights also come as, and what is there to be looked at.
+FOREIGN = {".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf", ".mlmodel", ".md", ".png", ".jpg", ".gif", ".mp4"}
+PICKLED = {".bin", ".pt", ".pth", ".ckpt"}  # needless beside safetensors
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A spec that says where its weights come from by default, as all rewards do."""
+
+    @property
+    def about(self) -> About: ...
+
+
+class FetchError(RuntimeError):
+    """Weights that could not be fetched, and why."""
+
+
+def download(names: Sequence[str], *, only_list: bool, console: Console) -> None:
+    """Say what is needed for all of these, and fetch what is not here."""
+    found = list(dict.fromkeys(source for name in names for source in needed(name)))
+    if not found:
+        console.print("nothing is needed: no weights are published for these, or they ship with the package")
+        return
+    console.print(table(found))
+    if only_list:
+        return
+    for source in found:
+        console.print(f"{source} is in {obtained(source)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def obtained(source: Source) -> Path:
+    """Where the weights are; whether all of a repository is here, only the hub can tell, if it can be reached."""
+    here = held(source)
+    if here is not None and source.file:
+        return here
+    try:
+        return fetch(source)
+    except FetchError:
+        if here is None:
+            raise
+        return here
+
+
+def needed(name: str) -> list[Source]:
+    """The weights behind a recipe, a reward, a model, or an id on the hub."""
+    if name in recipes() or name.endswith(SUFFIXES):
+        config = load_any(name)
+        if not isinstance(config, RunConfig):
+            return sources(config.autoencoder)
+        return [*sources(config.model), *(s for reward in config.rewards.values() for s in sources(reward.spec))]
+    if name in [*REWARDS, *(alias for known in REWARDS for alias in REWARDS.aliases(known))] or name.startswith("{"):
+        return sources(named(name, "download")[1])
+    for registry, kind in ((MODELS, ModelSpec), (CODECS, CodecSpec)):
+        if name in registry:
+            return sources(build(kind, {"type": name}, "download"))
+    known = [source for source in published() if name in (source.hub, str(source))]
+    if known or HUB.fullmatch(name):
+        owner, repository, *inside = name.split("/")
+        return known or [Source(f"{owner}/{repository}", "/".join(inside))]
+    everything = [*recipes(), *REWARDS, *MODELS]
+    raise ConfigError(f"'{name:.60}' is no recipe, reward, model or id such as owner/name{suggest(name, everything)}")
+
+
+def published() -> list[Source]:
+    """All weights that any reward is known to come from."""
+    told = [spec.about for name in REWARDS if (spec := usual(name))]
+    return list(dict.fromkeys(source for about in told for source in about.sources))
+
+
+def sources(spec: Any) -> list[Source]:
+    """What a spec needs, with its own settings in the place of what it needs by default."""
+    if isinstance(spec, Published):
+        return list(spec.sources)
+    found: list[Source] = list(spec.about.sources) if isinstance(spec, Described) else []
+    for f in fields(spec) if is_dataclass(spec) else ():
+        value, usual = getattr(spec, f.name), f.default
+        if isinstance(value, str) and value != usual and usual in {source.hub for source in found}:
+            here = Path(value).expanduser().exists()
+            found = [source for source in found if source.hub != usual]
+            found += [] if here or not HUB.fullmatch(value) else [Source(value)]
+    return list(dict.fromkeys(found))
+
+
+def table(found: Sequence[Source]) -> Table:
+    shown = Table()
+    for name in ("on the hub", "file", "size", "licence", "gated", "here"):
+        shown.add_column(name, overflow="fold")
+    for source in found:
+        gated = "ask on its page first" if source.gated else "no"
+        size, licence = source.size.removeprefix("of a size "), source.licence.removeprefix("under a licence ")
+        shown.add_row(source.hub, source.file or "all of it", size, licence, gated, "yes" if held(source) else "no")
+    return shown
+
+
+def fetch(source: Source) -> Path:
+    """The file or folder on this machine; a part fetched before is gone on with."""
+    from huggingface_hub import hf_hub_download
+
+    with told(source):
+        if source.file:
+            return Path(hf_hub_download(source.hub, source.file))
+        # One by one, for a snapshot that leaves files out counts as incomplete where there is no network.
+        return [Path(hf_hub_download(source.hub, file)) for file in files(source.hub)][-1].parent
+
+
+def files(hub: str) -> list[str]:
+    """The files of a repository that are needed, the weights once, and what describes them last."""
+    from huggingface_hub import HfApi
+
+    names = [PurePosixPath(name) for name in HfApi().list_repo_files(hub)]
+    safe = {name.parent for name in names if name.suffix == ".safetensors"}
+    wanted = [name for name in names if name.suffix not in FOREIGN and name.name != ".gitattributes"]
+    wanted = [name for name in wanted if not (name.suffix in PICKLED and name.parent in safe)]
+    if not wanted:
+        raise FetchError(f"{hub} holds no weights that could be used; look at its page, or name another")
+    return [str(name) for name in sorted(wanted, key=lambda name: (len(name.parts) == 1, name.suffix == ".json"))]
+
+
+@contextmanager
+def told(source: Source) -> Iterator[None]:
+    """Within the block whatever stands between us and the hub becomes a sentence."""
+    from huggingface_hub import errors
+
+    page = f"https://huggingface.co/{source.hub}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        way = f"ask for it at {page}, then log in with `hf auth login`"
+        raise FetchError(f"{source} is given only to those who asked; {way}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise FetchError(f"the hub has no {source.hub}, or keeps it private; check the name at {page}") from error
+    except errors.EntryNotFoundError as error:
+        if isinstance(error, errors.LocalEntryNotFoundError):
+            raise unreachable(source, error) from error
+        raise FetchError(f"{source.hub} has no file '{source.file}'; see {page}/tree/main") from error
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
+        raise unreachable(source, error) from error
+    except Exception as error:  # of whichever library carries the bytes
+        if type(error).__module__.split(".")[0] not in ("httpx", "httpx2", "httpcore", "requests", "hf_xet"):
+            raise
+        raise unreachable(source, error) from error
+
+
+def unreachable(source: Source, error: Exception) -> FetchError:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return FetchError(
+        f"{source} could not be fetched ({reason}); the same command goes on once the hub can be reached, "
+        "or copy the file here and give its path"
+    )

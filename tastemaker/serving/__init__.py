@@ -1,0 +1,1 @@
+"""A reward as a service: what travels, who scores, and who answers."""

@@ -1,0 +1,79 @@
+"""How rewards count, as recipes say it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tastemaker.config.build import judges
+from tastemaker.config.dump import dump, resolve
+from tastemaker.config.load import load, override, read
+from tastemaker.config.run import RewardConfig
+from tastemaker.config.schema import schema
+from tastemaker.config.text import parse
+from tastemaker.config.validate import validate
+from tastemaker.registry import ConfigError
+from tastemaker.reward import Scale
+from tastemaker.rewards.color import Brightness
+from tastemaker.types import Placement
+
+BRIGHT = "rewards.bright={type: brightness, weight: 2, normalize: {mean: 0.5, std: 0.25}, clip: [-1, 1]}"
+
+
+def test_normalising_and_clipping_stand_beside_a_rewards_settings() -> None:
+    config = load("grpo-toy-flow", [BRIGHT])
+    assert config.rewards["bright"] == RewardConfig(Brightness(), 2.0, Scale(0.5, 0.25), (-1.0, 1.0))
+    assert config.rewards["color"] == RewardConfig(config.rewards["color"].spec)
+
+
+def test_they_are_written_out_where_they_are_set_and_come_back_alike() -> None:
+    config = load("grpo-toy-flow", [BRIGHT])
+    assert validate(parse(dump(config), "")) == config
+    said = resolve(config)["rewards"]
+    assert said["bright"]["normalize"] == {"mean": 0.5, "std": 0.25} and said["bright"]["clip"] == [-1.0, 1.0]
+    assert "normalize" not in said["color"] and "clip" not in said["color"]
+
+
+def test_the_sum_counts_what_is_normalised_and_clipped_while_the_parts_stay_as_they_are() -> None:
+    rewards = {name: load("grpo-toy-flow", [BRIGHT]).rewards[name] for name in ("bright",)}
+    pixels = torch.tensor([0.0, 0.375, 0.5, 1.0])[:, None, None, None, None].expand(4, 1, 3, 2, 2)
+    pixels = pixels.clone().requires_grad_()
+    scores = judges(rewards, Placement()).score(pixels, ["", "", "", ""])
+    assert scores.parts["bright"].tolist() == pytest.approx([0.0, 0.375, 0.5, 1.0])
+    assert scores.total.tolist() == pytest.approx([2 * -1.0, 2 * -0.5, 0.0, 2 * 1.0])
+    slope = torch.autograd.grad(scores.total.sum(), pixels)[0].sum((1, 2, 3, 4))
+    assert slope.tolist() == pytest.approx([0, 8, 8, 0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ("clip: [1, 0]", "rewards.b: 'clip' is [1.0, 0.0]; expected a lower and a higher bound"),
+        ("clip: [1]", "rewards.b.clip: expected more than 1 item"),
+        ("clip: 3", "rewards.b.clip: expected a list, found 3"),
+        ("normalize: {std: 0}", "rewards.b.normalize.std: expected more than 0, found 0"),
+        ("normalize: {meen: 0}", "rewards.b.normalize: unknown key 'meen'; did you mean 'mean'?"),
+        ("normalise: {mean: 0}", "rewards.b: unknown key 'normalise'; did you mean 'normalize'?"),
+    ],
+)
+def test_a_mistake_there_is_a_sentence(settings: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        validate(override(read("grpo-toy-flow"), [f"rewards.b={{type: brightness, {settings}}}"]))
+    assert str(told.value) == sentence
+
+
+def named(kinds: dict[str, Any], kind: str) -> set[str]:
+    """Every name a `type:` may have, as editors know it."""
+    types = [choice["properties"]["type"] for choice in kinds[kind]["anyOf"]]
+    return {name for told in types for name in [*told.get("enum", []), *([told["const"]] if "const" in told else [])]}
+
+
+def test_editors_know_the_other_spellings_and_what_stands_beside() -> None:
+    kinds = json.loads(json.dumps(schema()))["$defs"]
+    assert {"pickscore", "pick_score", "aesthetic_hps"} <= named(kinds, "reward")
+    beside = kinds["weighted reward"]["anyOf"][0]["properties"]
+    assert {"weight", "normalize", "clip"} <= set(beside)
+    assert "clip" not in kinds["reward"]["anyOf"][0]["properties"]

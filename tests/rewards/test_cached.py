@@ -1,0 +1,181 @@
+"""Scores remembered: asked once, kept for other processes, told apart by all that matters."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from tastemaker.registry import ConfigError
+from tastemaker.reward import Graded, RewardError, Rubric
+from tastemaker.rewards.cached import Cached
+from tastemaker.rewards.color import Brightness
+from tastemaker.rewards.combine import Clipped
+from tastemaker.scorebook import Scorebook, identity, key
+from tastemaker.types import Facts, Placement, Prompts
+
+PIXELS = torch.rand(4, 1, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+PROMPTS = ("a", "b", "c", "")
+
+
+@dataclass(frozen=True, eq=False)
+class Slow:
+    """The mean, and a note of every row it was asked about."""
+
+    asked: list[str] = field(default_factory=list, repr=False)
+    weights: str = ""
+    batch_size: int = 64
+    differentiable: bool = True
+    reads: Literal["frames", "clip"] = "frames"
+    runs_on: Literal["device", "host", "remote"] = "device"
+
+    def load(self, placement: Placement) -> Slow:
+        return self
+
+    def tiny(self) -> Slow:
+        return self
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        self.asked.extend(prompts)
+        return pixels.mean((1, 2, 3, 4))
+
+
+def scored(spec: Any, pixels: Tensor = PIXELS, prompts: Prompts = PROMPTS, facts: Sequence[Facts] = ()) -> Tensor:
+    return Rubric({"it": Graded(spec, spec.load(Placement()))}).score(pixels, prompts, facts).total
+
+
+def test_the_same_row_is_asked_about_once_and_scores_alike() -> None:
+    slow = Slow()
+    reward = Cached(slow).load(Placement())
+    rubric = Rubric({"it": Graded(Cached(slow), reward)})
+    first, again = (rubric.score(PIXELS, PROMPTS).total for _ in range(2))
+    assert slow.asked == list(PROMPTS)
+    assert first.equal(again) and first.equal(PIXELS.mean((1, 2, 3, 4)))
+
+
+def test_equal_rows_of_one_batch_are_asked_about_once() -> None:
+    slow = Slow()
+    found = scored(Cached(slow), PIXELS[[0, 1, 0, 0]], ["a", "b", "a", "a"])
+    assert sorted(slow.asked) == ["a", "b"]
+    assert found.equal(PIXELS[[0, 1, 0, 0]].mean((1, 2, 3, 4)))
+
+
+def test_pixels_prompt_facts_and_settings_tell_scores_apart() -> None:
+    row = PIXELS[0]
+    changed = row.clone()
+    changed[0, 0, 0, 0] += 1e-7
+    keys = [
+        key("one", row, "a", {}),
+        key("two", row, "a", {}),
+        key("one", changed, "a", {}),
+        key("one", row.view(1, 3, 2, 8), "a", {}),
+        key("one", row, "b", {}),
+        key("one", row, "a", {"frame": 1}),
+        key("one", row, "a", {"target": row}),
+        key("one", row, "a", {"target": changed}),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key("one", row, "a", {"x": 1, "y": 2}) == key("one", row.clone(), "a", {"y": 2, "x": 1})
+    assert identity(Brightness()) != identity(Brightness(0.5))
+    assert identity(Clipped(Brightness(), 0.0)) != identity(Clipped(Brightness(0.5), 0.0))
+
+
+def test_weights_that_were_written_anew_are_another_reward(tmp_path: Path) -> None:
+    (tmp_path / "head.pt").write_bytes(b"one")
+    spec = Slow(weights=str(tmp_path / "head.pt"))
+    before = identity(spec)
+    assert identity(spec) == before
+    (tmp_path / "head.pt").write_bytes(b"other")
+    assert identity(spec) != before
+    folder = Slow(weights=str(tmp_path))
+    before = identity(folder)
+    os.utime(tmp_path / "head.pt", (1, 1))
+    assert identity(folder) != before
+
+
+def test_facts_no_key_can_be_made_of_are_a_sentence() -> None:
+    with pytest.raises(RewardError, match="found a object among the facts"):
+        scored(Cached(Slow()), facts=[{"thing": object()}] * 4)
+
+
+def test_scores_on_disk_serve_the_next_run(tmp_path: Path) -> None:
+    first, second = Slow(), Slow()
+    one, two = (scored(Cached(slow, tmp_path / "deep")) for slow in (first, second))
+    assert first.asked == list(PROMPTS) and second.asked == []
+    assert one.equal(two)
+
+
+def test_where_gradients_flow_the_reward_itself_is_asked(tmp_path: Path) -> None:
+    slow = Slow()
+    reward = Cached(slow).load(Placement())
+    rubric, pixels = Rubric({"it": Graded(Cached(slow), reward)}), PIXELS.clone().requires_grad_()
+    rubric.score(PIXELS, PROMPTS)
+    (gradient,) = torch.autograd.grad(rubric.score(pixels, PROMPTS).total.sum(), pixels)
+    torch.testing.assert_close(gradient, torch.full_like(PIXELS, 1 / PIXELS[0].numel()))
+    assert len(slow.asked) == 8
+
+
+def test_the_oldest_are_forgotten_beyond_the_bound(tmp_path: Path) -> None:
+    book = Scorebook(tmp_path / "scores.sqlite", 10)
+    keys = [bytes([i]) for i in range(25)]
+    for each in keys:
+        book.put({each: float(each[0])})
+    assert book.get(keys) == {each: float(each[0]) for each in keys[15:]}
+    assert len(Scorebook(None, 3).get(keys)) == 0
+
+
+def test_more_keys_than_a_query_takes_are_found() -> None:
+    book = Scorebook(None, 10_000)
+    scores = {i.to_bytes(4, "big"): i / 7 for i in range(3000)}
+    book.put(scores)
+    assert book.get(list(scores)) == scores
+
+
+def fill(path: Path, start: int) -> None:
+    book = Scorebook(path, 10_000)
+    for i in range(start, start + 50):
+        book.put({i.to_bytes(4, "big"): float(i), (10**6).to_bytes(4, "big"): 1.0})
+
+
+def test_several_processes_write_at_once(tmp_path: Path) -> None:
+    path, spawn = tmp_path / "scores.sqlite", multiprocessing.get_context("fork")
+    others = [spawn.Process(target=fill, args=(path, 100 * k)) for k in range(3)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(60)
+        assert other.exitcode == 0
+    wanted = {i.to_bytes(4, "big"): float(i) for k in range(3) for i in range(100 * k, 100 * k + 50)}
+    assert Scorebook(path, 10_000).get(list(wanted)) == wanted
+
+
+def test_a_broken_file_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "scores.sqlite").write_bytes(b"not a database" * 100)
+    with pytest.raises(ConfigError, match=r"score cache .*scores.sqlite cannot be used .*; remove it, or move it"):
+        Cached(Slow(), tmp_path).load(Placement())
+
+
+def test_a_score_that_is_not_finite_is_told_and_not_remembered(tmp_path: Path) -> None:
+    @dataclass(frozen=True, eq=False)
+    class Odd(Slow):
+        def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+            return torch.full((len(pixels),), float("nan"))
+
+    with pytest.raises(RewardError, match="returned NaN or infinity"):
+        scored(Cached(Odd(), tmp_path))
+    with pytest.raises(RewardError, match="returned NaN or infinity"):
+        scored(Cached(Odd(), tmp_path))
+
+
+def test_it_follows_the_reward_inside() -> None:
+    spec = Cached(Brightness(batch_size=3), Path("somewhere"))
+    assert (spec.differentiable, spec.reads, spec.runs_on, spec.batch_size) == (True, "frames", "device", 3)
+    assert spec.tiny().folder is None
+    assert hash(spec) == hash(Cached(Brightness(batch_size=3), Path("somewhere")))

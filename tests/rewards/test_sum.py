@@ -1,0 +1,81 @@
+"""Several rewards as one, and what others call them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from tastemaker.config.registries import REWARDS
+from tastemaker.config.run import RewardConfig
+from tastemaker.config.validate import build
+from tastemaker.registry import Registry
+from tastemaker.reward import Graded, RewardSpec, Rubric, shared
+from tastemaker.rewards.aesthetic import Aesthetic
+from tastemaker.rewards.color import Brightness, Color
+from tastemaker.rewards.detection import Detection
+from tastemaker.rewards.hps import Hps
+from tastemaker.rewards.jpeg import Jpeg
+from tastemaker.rewards.motion import Stillness
+from tastemaker.rewards.pickscore import PickScore
+from tastemaker.rewards.sum import Sum
+from tastemaker.types import Placement
+
+PIXELS = torch.rand(4, 3, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+PROMPTS = ("red", "green", "blue", "grey")
+
+
+def total(spec: RewardSpec, pixels: torch.Tensor = PIXELS) -> torch.Tensor:
+    return Rubric({"it": Graded(spec, shared(spec, Placement()))}).score(pixels, PROMPTS).total
+
+
+def test_a_sum_is_what_a_rubric_of_the_same_weights_says() -> None:
+    found = total(Sum((Brightness(), Color(), Stillness()), (0.5, -2.0, 3.0)))
+    torch.testing.assert_close(found, 0.5 * total(Brightness()) - 2 * total(Color()) + 3 * total(Stillness()))
+    torch.testing.assert_close(total(Sum((Brightness(), Jpeg()))), total(Brightness()) + total(Jpeg()))
+
+
+def test_a_sum_passes_gradients_if_all_that_counts_has_them() -> None:
+    pixels = PIXELS.clone().requires_grad_()
+    spec = Sum((Brightness(), Color()), (2.0, 0.0))
+    (gradient,) = torch.autograd.grad(total(spec, pixels).sum(), pixels)
+    torch.testing.assert_close(gradient, torch.full_like(PIXELS, 2 / PIXELS[0].numel()))
+    assert not Sum((Brightness(), Jpeg())).differentiable
+    assert Sum((Brightness(), Jpeg()), (1.0, 0.0)).differentiable
+
+
+def test_a_sum_follows_the_rewards_inside() -> None:
+    mixed = Sum((Jpeg(batch_size=3), Stillness(batch_size=7)))
+    assert (mixed.reads, mixed.runs_on, mixed.batch_size) == ("clip", "device", 7)
+    assert Sum((Jpeg(),)).runs_on == "host"
+    assert "plain white" in Sum((Brightness(), Color())).about.hacked_by
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 2.0, 3.0)])
+def test_weights_that_do_not_fit_are_refused(weights: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"2 rewards and \d weights"):
+        Sum((Brightness(), Color()), weights)
+
+
+def test_the_originals_names_are_accepted() -> None:
+    assert build(RewardSpec, {"type": "pick_score", "batch_size": 3}) == PickScore(batch_size=3)
+    assert isinstance(build(RewardSpec, {"type": "objectDetection"}), Detection)
+    both = build(RewardSpec, {"type": "aesthetic_hps"})
+    assert both == Sum((Aesthetic(), Hps(fit="stretch")), (0.5, 7.5))  # (aesthetic + 15 hps) / 2
+    assert build(RewardSpec, {"type": "aesthetic_hps", "weights": [1, 2]}).weights == (1.0, 2.0)
+
+
+def test_an_alias_is_found_but_not_listed_and_written_by_its_name() -> None:
+    known = Registry("colour", {"red": "colorsys:rgb_to_hsv", "hue": "fractions:Fraction"}, {"rouge": {"type": "hue"}})
+    assert list(known) == ["hue", "red"] and known.aliases("hue") == ["rouge"] and known.aliases("red") == []
+    assert known.find("rouge") is known.find("hue")
+    assert known.name(known.find("rouge")) == "hue"
+    assert known.spelled({"type": "rouge", "a": 1}) == {"type": "hue", "a": 1}
+
+
+def test_no_reward_has_a_setting_by_the_name_of_one_that_says_how_it_counts() -> None:
+    taken = {f.name for f in fields(RewardConfig)} - {"spec"}
+    for name in REWARDS:
+        cls = REWARDS.find(name)
+        assert not taken & {f.name for f in fields(cls)}, name  # type: ignore[arg-type]  # every spec is a dataclass
