@@ -74,8 +74,8 @@ def test_what_else_is_written_is_forgiven_by_the_published_rule_only() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 90), (64, 64), (200, 40)])
 def test_nothing_is_read_where_nothing_is_written(shape: tuple[int, int]) -> None:
-    for pixels in (torch.full((2, 1, 3, *shape), 0.5), torch.full((2, 1, 3, *shape), torch.nan)):
-        assert rubric(Ocr()).score(pixels, ['"HOUSE"'] * 2).total.tolist() == [0, 0]
+    pixels = torch.full((2, 1, 3, *shape), 0.5)
+    assert rubric(Ocr()).score(pixels, ['"HOUSE"'] * 2).total.tolist() == [0, 0]
 
 
 def test_a_prompt_without_a_text_is_refused_by_name() -> None:
