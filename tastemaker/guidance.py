@@ -40,7 +40,9 @@ def both(cond: Condition) -> Condition:
 def extrapolate(guidance: Guidance, given: Tensor, without: Tensor, inside: Tensor) -> Tensor:
     """Guided where `inside` says so, the conditional prediction elsewhere."""
     guided = without + guidance.scale * (given - without)
-    if guidance.rescale:
+    if guidance.rescale == "token":
+        guided = guided * given.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    elif guidance.rescale:
         norms = [x.flatten(1).norm(dim=1) for x in (given, guided)]
         guided = guided * like(norms[0] / norms[1].clamp(min=1e-12), guided)
     return torch.where(inside, guided, given)

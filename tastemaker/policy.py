@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ class Guidance:
     scale: float = 1.0
     negative: str = ""
     interval: tuple[float, float] = (0.0, 1.0)  # of t, both ends included; a token k of n is at t = 1 - k/n
-    rescale: bool = False  # keep the norm of the conditional prediction, per row
+    rescale: bool | Literal["token"] = False  # keep the norm of the conditional prediction, per row or last dimension
 
     def __post_init__(self) -> None:
         if not 0 <= self.interval[0] <= self.interval[1] <= 1:

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
+MANY = 40  # names that are still read, if none is alike
+
+
 class ConfigError(ValueError):
     """A sentence that says where, what was found, what was expected and what to do; of several, one a line."""
 
@@ -18,7 +21,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, names, 1)
     if near:
         return f"; did you mean '{near[0]}'?"
-    return f"; known are {', '.join(names)}" if names else "; none are known"
+    some = ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
+    return f"; known are {some}" if names else "; none are known"
 
 
 class Registry:

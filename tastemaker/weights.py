@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,13 @@ class Holder(Protocol):
     """Whatever calls the network by this attribute, so that another can stand in for it."""
 
     net: nn.Module
+
+
+@runtime_checkable
+class Idle(Protocol):
+    """A network that has some of its tensors in vain, as those for the words of a last block, which nobody reads."""
+
+    idle: tuple[str, ...]  # how the names of such tensors begin
 
 
 class Weights(ABC):

@@ -19,20 +19,26 @@ from ..types import Placement
 from .check import require
 from .run import AnyConfig, AutoencoderConfig, RewardConfig, RunConfig
 
-ROWS = 64  # of data a step, at small size
+ROWS = 64  # of data, and samples of it, a step at small size
 
 
 def shrunk(config: RunConfig) -> RunConfig:
     """The same run with every model at random small size, and no more rows a step than such a model needs."""
     rewards = {name: replace(reward, spec=reward.spec.tiny()) for name, reward in config.rewards.items()}
-    rows = config.batch.prompts if config.batch.updates > 1 else min(ROWS, config.batch.prompts)
     return replace(
         config,
         model=config.model.tiny(),
         rewards=rewards,
-        batch=replace(config.batch, prompts=rows),
+        batch=replace(config.batch, prompts=fewer(config)),
         engine=replace(config.engine, compile=False),  # which takes longer than everything a small model does
     )
+
+
+def fewer(config: RunConfig) -> int:
+    """Rows of data that make no more samples than a small model needs, for two ranks and all updates to share."""
+    share = 2 * config.batch.updates
+    most = max(share, ROWS // config.objective.group)
+    return config.batch.prompts if config.batch.prompts % share else min(config.batch.prompts, most - most % share)
 
 
 def shrunk_any(config: AnyConfig) -> AnyConfig:

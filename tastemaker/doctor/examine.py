@@ -38,7 +38,7 @@ def examine(config: RunConfig, *, tiny: bool = False) -> Iterator[Finding]:
         parameters = sum(p.numel() for p in run.policy.weights.net.parameters())
         run.save(0)
         start = Path(folder) / "run" / "checkpoints" / "step-000000"
-        for name, check in CHECKS.items():
+        for name, check in {**CHECKS, "pixels": lambda run: checks.pixel_range(run, trained=not tiny)}.items():
             yield attempt(name, check, run)
         run.resume(start)
         yield attempt("ranks", lambda patient: ranks.two_ranks(quiet, ranks.told(patient), parameters), run)

@@ -46,10 +46,15 @@ class Straight(Path):
 
     shift: float = 1.0  # above 1 visits noisy levels more often
     times: Literal["uniform", "logit_normal"] = "uniform"  # training levels
+    lowest: float | None = None  # before the shift, where a sampler's last step begins; at an even share if not given
+    terminal: float | None = None  # after the shift, likewise: its levels are stretched to reach it
 
     def __post_init__(self) -> None:
         if not self.shift > 0 or math.isinf(self.shift):
             raise ValueError(f"'shift' is {self.shift}; expected a positive number, 1 for none")
+        for name, level in (("lowest", self.lowest), ("terminal", self.terminal)):
+            if level is not None and not 0 < level < 1:
+                raise ValueError(f"'{name}' is {level}; expected a level between 0 and 1, or none")
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - t
@@ -59,7 +64,12 @@ class Straight(Path):
 
     def grid(self, steps: int) -> Tensor:
         t = torch.linspace(1, 0, steps + 1)
-        return self.shift * t / (1 + (self.shift - 1) * t)
+        if self.lowest is not None:
+            t = torch.cat([torch.linspace(1, self.lowest, steps), t[-1:]])
+        levels = self.shift * t / (1 + (self.shift - 1) * t)
+        if self.terminal is not None and steps > 1:
+            levels[:-1] = 1 - (1 - levels[:-1]) * (1 - self.terminal) / (1 - levels[-2])
+        return levels
 
     def draw(self, uniform: Tensor) -> Tensor:
         if self.times == "logit_normal":

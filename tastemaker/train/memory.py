@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from .precision import again
+
 
 def blocks(net: nn.Module) -> list[nn.Module]:
     """The elements of the outermost lists of modules: what a network repeats, and so what to shard and recompute by."""
@@ -35,7 +37,7 @@ def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
     def call(*inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
-        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=again, **named)
 
     return call
 

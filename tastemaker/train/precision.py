@@ -125,7 +125,7 @@ class NormsInFp32(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in self.norms:
+        if func not in self.norms or not torch.is_autocast_enabled("cpu"):  # rewards and frozen parts may be without
             return func(*args, **(kwargs or {}))
         named = {name: _raise(value) for name, value in (kwargs or {}).items()}
         return func(*(_raise(value) for value in args), **named)
@@ -133,6 +133,11 @@ class NormsInFp32(TorchFunctionMode):
 
 def _raise(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) else value
+
+
+def again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Around a forward pass and its repetition: no mode reaches into the backward pass, so norms need it once more."""
+    return nullcontext(), NormsInFp32() if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
 def casting(config: EngineConfig, device: torch.device) -> AbstractContextManager[Any]:

@@ -9,15 +9,22 @@ from tastemaker.train import autoencoder
 from tastemaker.train.events import Updated
 from tastemaker.train.loop import train
 
+# Tiny versions of published networks have all their parts, and take their time.
+SMALL = ("toy", "playground")
+RECIPES = [
+    pytest.param(recipe, marks=() if any(world in recipe for world in SMALL) else pytest.mark.slow)
+    for recipe in runnable()
+]
 
-@pytest.mark.parametrize("recipe", runnable())
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_sound(recipe):
     findings = list(examine(load(recipe), tiny=True))
     assert len(findings) == 10
     assert [found for found in findings if found.verdict == "fail"] == []
 
 
-@pytest.mark.parametrize("recipe", runnable())
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_trains(recipe, tmp_path):
     run = build(load(recipe, ["steps=2", "sample.every=1"]), tmp_path / "run", tiny=True)
     before = {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}

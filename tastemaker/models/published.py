@@ -1,0 +1,206 @@
+"""Published generators taken apart: the networks, tokenizers and autoencoder of a folder in diffusers' layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..pretrained import Source, locate, read
+from ..registry import ConfigError
+from ..types import Placement
+from .readers import Letters, Reader, alone
+
+TINY = "tiny"  # weights that are in no file
+
+
+class Kit:
+    """The parts of a published model by name, each as its config.json says; or small random ones, as `tiny` says.
+
+    `tiny` holds a configuration for each network. Only the network that trains keeps float32 under fp16, for autocast.
+    """
+
+    def __init__(
+        self, name: str, source: Source, tiny: Mapping[str, Mapping[str, Any]], placement: Placement, seed: int = 0
+    ) -> None:
+        self.path = None if name == TINY else locate(name, source)
+        if self.path is not None and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file; expected a folder in diffusers' layout, such as {source.hub}")
+        self.tiny, self.placement, self.seed = tiny, placement, seed
+
+    def config(self, part: str) -> dict[str, Any]:
+        """The settings of a part, a network or its scheduler."""
+        if self.path is None:
+            return dict(self.tiny.get(part, {}))
+        name = "scheduler_config.json" if part.startswith("scheduler") else "config.json"
+        try:
+            told: dict[str, Any] = json.loads((self.path / part / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.path} has no readable {part}/{name}; expected a folder in diffusers' layout"
+            ) from error
+        return told
+
+    def trained(self, part: str, kind: Any, tensors: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """The diffusers network that is to be trained, in bf16 if all is, with its own tensors or those given."""
+        dtype = torch.bfloat16 if self.placement.dtype == torch.bfloat16 else torch.float32
+        net: nn.Module = self._diffusers(part, kind, dtype, tensors)
+        return net.to(self.placement.device)
+
+    def autoencoder(self, part: str, kind: Any, *, recompute: bool = True, clips: bool = False) -> Codec:
+        """The frozen diffusers autoencoder; `recompute` takes a seventh of the memory, by computing all twice."""
+        net: Any = self._frozen(self._diffusers(part, kind, self.placement.dtype, None))
+        if recompute:
+            net.enable_gradient_checkpointing()
+        return Codec.of(net, net.config, clips=clips)  # with defaults: older files leave the scale out
+
+    def reader(self, part: str, kind: Any, tokenizer: str, length: int) -> Reader:
+        """A frozen text encoder of transformers with its tokenizer, prompts cut and filled to `length` tokens."""
+        with silence():
+            if self.path is None:
+                settings = kind.config_class(**self.tiny[part])
+                net = self._random(lambda: kind(settings)).to(self.placement.dtype)
+                words: Any = Letters(settings.get_text_config().vocab_size)
+            else:
+                net = whole(kind, self.path / part, self.placement.dtype)
+                words = self._tokenizer(self.path / tokenizer)
+        return Reader(self._frozen(net), words, length, self.placement.device)
+
+    def _diffusers(self, part: str, kind: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None) -> Any:
+        with silence():
+            if self.path is None:
+                net = self._random(lambda: kind(**self.tiny[part]))
+                return (net if tensors is None else filled(net, tensors, part)).to(dtype)
+            if tensors is None:
+                return whole(kind, self.path / part, dtype)
+            from accelerate import init_empty_weights
+
+            with init_empty_weights():
+                net = kind.from_config(self.config(part))
+            return filled(net, {key: x.to(dtype) for key, x in tensors.items()}, part)
+
+    def _tokenizer(self, path: Path) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            loader: Any = AutoTokenizer
+            return loader.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} holds no tokenizer; expected a folder in diffusers' layout") from error
+
+    def _random(self, make: Callable[[], Any]) -> Any:
+        """A network that is the same every time, whatever else draws numbers."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return make()
+
+    def _frozen(self, net: nn.Module) -> Any:
+        with silence():  # or diffusers warns of modules to be kept in float32, of which there are none
+            return net.to(self.placement.device).eval().requires_grad_(False)
+
+
+def whole(kind: Any, path: Path, dtype: torch.dtype) -> Any:
+    """A network with every tensor of its folder; both libraries build it without filling it first."""
+    try:
+        net, told = kind.from_pretrained(
+            path, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=dtype
+        )
+    except (OSError, ValueError, RuntimeError) as error:  # no such folder, no weights in it, tensors of other shapes
+        raise ConfigError(
+            f"{path} cannot be read ({str(error).splitlines()[0]:.200}); fetch the folder again"
+        ) from error
+    lost = sorted(map(str, told["missing_keys"]))
+    if lost:
+        raise ConfigError(f"{path} lacks '{lost[0]}' and {len(lost) - 1} more tensors; fetch the folder again")
+    return net
+
+
+def filled(net: Any, tensors: Mapping[str, Tensor], part: str) -> Any:
+    """A network made of given tensors, which it takes as they are."""
+    own = net.state_dict()
+    wrong = sorted({*own, *tensors} - ({*own} & {*tensors})) + [
+        key for key, x in own.items() if key in tensors and x.shape != tensors[key].shape
+    ]
+    if wrong:
+        raise ConfigError(
+            f"the file's tensors are not of this {part} ('{wrong[0]}' and {len(wrong) - 1} more differ); "
+            "name one of the same model, in diffusers' or the authors' layout"
+        )
+    net.load_state_dict(dict(tensors), assign=True)
+    return net.requires_grad_(True)
+
+
+def single(name: str, source: Source) -> dict[str, Tensor]:
+    """The tensors of one file, without the prefixes that ComfyUI and others write."""
+    prefixes = ("model.diffusion_model.", "transformer.", "unet.")
+    tensors = read(locate(name, source))
+    for prefix in prefixes:
+        if all(key.startswith(prefix) for key in tensors):
+            return {key.removeprefix(prefix): x for key, x in tensors.items()}
+    return tensors
+
+
+def shift(tokens: int, few: float = 0.5, many: float = 1.15, fewest: int = 256, most: int = 4096) -> float:
+    """The `shift` of a straight path for so many picture tokens, as the dynamic schedulers of diffusers have it."""
+    return math.exp(few + (many - few) * (tokens - fewest) / (most - fewest))
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A frozen autoencoder, its latents (raw - shift) * scale; [N, C, h, w], of [N, 3, H, W] in [0, 1]."""
+
+    net: Any
+    shift: Tensor  # of one number or of one a channel, [C, 1, 1]
+    scale: Tensor
+    clips: bool = False  # one made for clips gets clips of one frame
+
+    @classmethod
+    def of(cls, net: Any, config: Mapping[str, Any], *, clips: bool) -> Codec:
+        where = next(net.parameters()).device
+        means, deviations = config.get("latents_mean"), config.get("latents_std")
+        if means and deviations:
+            shift, spread = (torch.tensor(x, device=where).view(-1, 1, 1) for x in (means, deviations))
+            return cls(net, shift, 1 / spread, clips)
+        shift = torch.tensor(config.get("shift_factor") or 0.0, device=where)
+        return cls(net, shift, torch.tensor(config.get("scaling_factor") or 1.0, device=where), clips)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """The middle of what the encoder believes."""
+        seen = (2 * pixels - 1).to(self.net.dtype)
+        with alone(seen):
+            raw: Tensor = self.net.encode(seen[:, :, None] if self.clips else seen).latent_dist.mode().float()
+        return ((raw[:, :, 0] if self.clips else raw) - self.shift) * self.scale
+
+    def decode(self, latents: Tensor) -> Tensor:
+        raw = (latents / self.scale + self.shift).to(self.net.dtype)
+        with alone(raw):
+            shown: Tensor = self.net.decode(raw[:, :, None] if self.clips else raw, return_dict=False)[0].float()
+        return ((shown[:, :, 0] if self.clips else shown) / 2 + 0.5).clamp(0, 1)
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Within the block diffusers and transformers neither draw bars nor report."""
+    from diffusers.utils import logging as first
+    from transformers.utils import logging as second
+
+    libraries: list[Any] = [first, second]
+    before = [(told, told.get_verbosity(), told.is_progress_bar_enabled()) for told in libraries]
+    for told in libraries:
+        told.set_verbosity_error()
+        told.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for told, verbosity, bars in before:
+            told.set_verbosity(verbosity)
+            if bars:
+                told.enable_progress_bar()

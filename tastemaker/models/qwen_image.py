@@ -1,0 +1,181 @@
+"""Qwen-Image (2025): a transformer of 20 billion weights that reads prompts by Qwen2.5-VL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..policy import Process
+from ..pretrained import Source
+from ..processes.gaussian import GaussianProcess
+from ..types import Condition, Facts, Placement, Prompts
+from .flux import pack, unpack
+from .published import TINY, Codec, Kit, single
+from .readers import Reader, Remembered
+
+QWEN = Source("Qwen/Qwen-Image", size="58 GB", licence="Apache-2.0")
+CHANNELS, FACTOR = 16, 8  # of its autoencoder
+Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
+
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+BEFORE = 34  # tokens of the template before the prompt, which the transformer does not see
+SMALL: dict[str, dict[str, Any]] = {
+    "transformer": {
+        "in_channels": 4 * CHANNELS,
+        "out_channels": CHANNELS,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "axes_dims_rope": (4, 6, 6),
+    },
+    "vae": {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1},
+    "text_encoder": {
+        "text_config": {
+            "vocab_size": 99,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6},
+            "bos_token_id": 97,
+            "eos_token_id": 98,
+            "pad_token_id": 0,
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [0],
+        },
+    },
+}
+
+
+class Frame:
+    """An autoencoder of clips that is given one frame at a time, so without memory of the frames before."""
+
+    def __init__(self, net: Any, recompute: bool) -> None:
+        self.net, self.recompute, self.dtype = net, recompute, net.dtype
+
+    def encode(self, pixels: Tensor) -> Any:
+        return self.net.encode(pixels)
+
+    def decode(self, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
+        """Stage by stage, for the published one cannot recompute what it does not keep."""
+        decoder = self.net.decoder
+        x = decoder.conv_in(self.net.post_quant_conv(latents))
+        for stage in (decoder.mid_block, *decoder.up_blocks):
+            x = checkpoint(stage, x, use_reentrant=False) if self.recompute else stage(x)
+        return (decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x))),)
+
+
+class QwenImageBackbone:
+    """Denoises packed latents, [tokens, 64]: the velocity at t."""
+
+    passes = 1
+
+    def __init__(self, spec: QwenImage, placement: Placement) -> None:
+        from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+
+        kit = Kit(spec.weights, QWEN, SMALL, placement, spec.seed)
+        tensors = None if spec.transformer is None else single(spec.transformer, QWEN)
+        net: Any = kit.trained("transformer", QwenImageTransformer2DModel, tensors)
+        last = f"transformer_blocks.{len(net.transformer_blocks) - 1}."
+        vain = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
+        net.idle = tuple(last + name for name in vain)  # nobody reads the words that leave the last block
+        self.net: nn.Module = net
+        codec = kit.autoencoder("vae", AutoencoderKLQwenImage, recompute=False, clips=True)
+        self.codec: Codec = replace(codec, net=Frame(codec.net, spec.recompute))
+        # Small random encoders spell, and of the template's many letters there would be no end.
+        self.template, self.before = ("{}", 0) if spec.weights == TINY else (TEMPLATE, BEFORE)
+        self.reader = reader(kit, spec.words + self.before)
+        self.texts = Remembered(self._read, placement.device)
+        self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
+        self.latents = (spec.height // FACTOR, spec.width // FACTOR)
+
+    def _read(self, texts: list[str]) -> dict[str, Tensor]:
+        """What the language model says of each token of the prompt and after it, and how many those are."""
+        asked = [self.template.format(text) for text in texts]
+        mask = self.reader.tokens(asked)["attention_mask"]
+        order = (1 - mask).argsort(dim=1, stable=True)[..., None]  # filling last, wherever the tokenizer puts it
+        words = self.reader(asked, masked=True).last_hidden_state * mask[..., None]
+        return {"words": words.take_along_dim(order, 1)[:, self.before :], "lengths": mask.sum(1) - self.before}
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        told = self.texts(prompts)
+        # On the host, where cutting words to the longest prompt need not wait for the device.
+        return Condition(tuple(prompts), {**told, "lengths": told["lengths"].cpu()}, tuple(facts))
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        lengths = cond.tensors["lengths"]
+        longest = int(lengths.max())
+        seen = torch.arange(longest) < lengths[:, None]
+        dtype = next(self.net.parameters()).dtype  # without autocast, all of them must be alike
+        velocity: Tensor = self.net(
+            hidden_states=x.to(dtype),
+            encoder_hidden_states=cond.tensors["words"][:, :longest].to(dtype),
+            encoder_hidden_states_mask=None if bool(seen.all()) else seen.to(x.device),  # none is faster
+            timestep=t,
+            img_shapes=[[(1, self.latents[0] // 2, self.latents[1] // 2)]] * len(x),
+            return_dict=False,
+        )[0]
+        return velocity
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return pack(self.codec.encode(pixels[:, 0]))
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        shown = self.codec.decode(unpack(x, *self.latents))[:, None]
+        return shown if frames is None else shown[:, list(frames)]
+
+
+def reader(kit: Kit, length: int) -> Reader:
+    """Qwen2.5-VL without its eyes and its last layer, which are not asked."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    whole = kit.reader("text_encoder", Qwen2_5_VLForConditionalGeneration, "tokenizer", length)
+    inner: Any = whole.net.model
+    inner.visual = None
+    return replace(whole, net=inner)
+
+
+@dataclass(frozen=True)
+class QwenImage:
+    """Qwen-Image; a flow whose levels are shifted by the size of the picture and stretched to end at 0.02."""
+
+    weights: str = QWEN.hub  # a folder in diffusers' layout, or its name on the hub
+    transformer: str | None = None  # one file with other weights of the network
+    height: Side = 1328
+    width: Side = 1328
+    words: Annotated[int, Field(ge=1, le=1024)] = 512  # tokens that prompts are cut to
+    recompute: bool = True  # the autoencoder's activations when its gradient is asked for
+    seed: int = 0  # of random weights
+    frames: ClassVar[int] = 1
+    suits: ClassVar[type[Process]] = GaussianProcess
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.height * self.width // (2 * FACTOR) ** 2, 4 * CHANNELS
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (QWEN,)
+
+    def load(self, placement: Placement) -> QwenImageBackbone:
+        return QwenImageBackbone(self, placement)
+
+    def tiny(self) -> QwenImage:
+        return replace(self, weights=TINY, transformer=None, height=32, width=32, words=min(self.words, 32))

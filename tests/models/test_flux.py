@@ -1,0 +1,198 @@
+"""FLUX: as its pipeline samples, as every generator owes it to those who train it, and as SRPO trained it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from pipelines import CLIP_ENDS, T5_WORDS, clip_words, random, sampled, t5_words
+from safetensors.torch import save_file
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+from tastemaker.lora import Lora
+from tastemaker.models.flux import SMALL, Flux, pack, places, unpack
+from tastemaker.models.published import shift
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.nft import NFT
+from tastemaker.objectives.reward_gradient import RewardGradient
+from tastemaker.objectives.srpo import SRPO
+from tastemaker.policy import Backbone, Guidance, Policy
+from tastemaker.processes.dynamics import FlowSde
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.types import Placement
+from tastemaker.weights import Full
+
+PROMPTS = ["a red cat", "Two dogs, on a boat", ""]
+SDE = GaussianProcess(Straight(), FlowSde(0.7), 4)
+
+
+def published(*, distilled: bool) -> FluxPipeline:
+    settings = {**SMALL["transformer"], "guidance_embeds": distilled}
+    return FluxPipeline(
+        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=distilled, shift=3.0 if distilled else 1.0),
+        random(AutoencoderKL, SMALL["vae"], 1),
+        random(CLIPTextModel, CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS}), 2),
+        clip_words(),
+        random(T5EncoderModel, T5Config(**{**SMALL["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
+        t5_words(),
+        random(FluxTransformer2DModel, settings, 4),
+    )
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["dev", "schnell"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, bool]:
+    pipeline, place = published(distilled=request.param), tmp_path_factory.mktemp("flux")
+    pipeline.save_pretrained(place)
+    return pipeline, str(place), request.param
+
+
+@torch.no_grad()
+def test_samples_are_those_of_the_pipeline(saved: tuple[Any, str, bool]) -> None:
+    pipeline, place, distilled = saved
+    pipeline.set_progress_bar_config(disable=True)
+    model = Flux(place, height=96, width=64, words=24).load(Placement())
+    noise = torch.randn(3, 1, *model.shape[1:], generator=torch.Generator().manual_seed(0))
+    moved = shift(tokens=24) if distilled else 1.0
+    ours = sampled(model, GaussianProcess(Straight(moved), steps=5), PROMPTS, noise)
+    asked = {"prompt": PROMPTS, "height": 96, "width": 64, "num_inference_steps": 5, "max_sequence_length": 24}
+    start = pack(noise[:, 0])
+    latents = pipeline(**asked, latents=start, output_type="latent").images
+    torch.testing.assert_close(pack(ours[:, 0]), latents, atol=1e-5, rtol=0)
+    pixels = pipeline(**asked, latents=start, output_type="pt").images
+    torch.testing.assert_close(model.decode(ours)[:, 0], pixels, atol=1e-5, rtol=0)
+    assert not torch.allclose(latents[0], latents[1], atol=1e-2)
+
+
+@pytest.fixture
+def policy() -> Policy[Any]:
+    model = Flux().tiny().load(Placement())
+    assert isinstance(model, Backbone)
+    return Policy(model, SDE, Full().apply(model, ()))
+
+
+def rows(count: int = 3) -> Randomness:
+    return Randomness(0, 0, torch.arange(count))
+
+
+def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
+    made = policy.sample(policy.embed(PROMPTS), rows())
+    pixels = policy.decode(made.final)
+    assert pixels.shape == (3, *policy.model.pixels)
+    assert pixels.min() >= 0 and pixels.max() <= 1
+    assert policy.encode(pixels).shape == made.final.shape
+    for segment in made.segments:
+        assert policy.decide(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+
+
+def test_a_row_is_the_same_whatever_is_beside_it(policy: Policy[Any]) -> None:
+    together = policy.sample(policy.embed(PROMPTS), rows()).final
+    alone = policy.sample(policy.embed(PROMPTS[1:2]), Randomness(0, 0, torch.tensor([1]))).final
+    torch.testing.assert_close(together[1:2], alone, atol=1e-5, rtol=0)
+
+
+def test_every_tensor_learns_and_nothing_else(policy: Policy[Any]) -> None:
+    x = policy.encode(torch.rand(3, *policy.model.pixels))
+    policy.likelihood(policy.embed(PROMPTS), x, policy.corrupt(x, rows())).sum().backward()
+    assert [key for key, p in policy.weights.trainable().items() if p.grad is None or not bool(p.grad.any())] == []
+    model: Any = policy.model
+    assert not [p for part in (model.codec, model.clip, model.t5) for p in part.net.parameters() if p.requires_grad]
+
+
+def test_the_decoder_computed_again_has_the_same_slope() -> None:
+    slopes = []
+    for recompute in (True, False):
+        model = replace(Flux(), recompute=recompute).tiny().load(Placement())
+        x = rows(1).normal("x", *model.shape).requires_grad_()
+        model.decode(x).square().sum().backward()
+        slopes.append(x.grad)
+    assert bool(slopes[0].any()) and slopes[0].equal(slopes[1])
+
+
+def test_each_prompt_is_read_once(policy: Policy[Any]) -> None:
+    model: Any = policy.model
+    read: list[int] = []
+    model.t5.net.register_forward_hook(lambda *_: read.append(1))
+    first = policy.embed(PROMPTS)
+    again = policy.embed([PROMPTS[2], PROMPTS[0], PROMPTS[0]])
+    assert len(read) == 1
+    assert again.tensors["words"][1].equal(first.tensors["words"][0])
+    assert again.tensors["pooled"][0].equal(first.tensors["pooled"][2])
+
+
+def test_guidance_is_told_to_the_network_and_may_differ_in_rollouts() -> None:
+    x, t = rows(1).normal("x", 1, 16, 4, 4), torch.tensor([0.5])
+    weak, strong, both = (
+        replace(Flux().tiny(), guidance=scale, rollout_guidance=other).load(Placement())
+        for scale, other in ((1.0, None), (4.0, None), (4.0, 1.0))
+    )
+    cond = weak.embed(["a cat"])
+    assert not torch.allclose(weak.predict(x, t, cond), strong.predict(x, t, cond), atol=1e-5)
+    assert both.predict(x, t, cond).equal(strong.predict(x, t, cond))
+    with torch.no_grad():
+        assert both.predict(x, t, cond).equal(weak.predict(x, t, cond))
+
+
+def test_guidance_without_the_prompt_works_beside_it(policy: Policy[Any]) -> None:
+    guided = SDE.guide(policy.model, Guidance(2.0, "blurry"))
+    made = SDE.start(guided, guided.embed(PROMPTS), rows()).finish()
+    assert torch.isfinite(made.final).all()
+
+
+def test_what_is_packed_is_unpacked_and_tokens_know_their_places() -> None:
+    x = torch.rand(2, 16, 6, 4)
+    assert unpack(pack(x), 6, 4).equal(x)
+    assert pack(x)[0, 3].equal(x[0, :, 2:4, 2:4].flatten())
+    assert places(6, 4)[3].tolist() == [0, 1, 1]
+
+
+def test_one_file_replaces_the_transformer(saved: tuple[Any, str, bool], tmp_path: Path) -> None:
+    pipeline, place, _ = saved
+    other = {key: x + 1 for key, x in pipeline.transformer.state_dict().items()}
+    for prefix in ("", "model.diffusion_model."):
+        save_file({prefix + key: x for key, x in other.items()}, tmp_path / "one.safetensors")
+        net = Flux(place, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
+        assert all(x.equal(other[key]) for key, x in net.state_dict().items())
+        assert all(p.requires_grad for p in net.parameters())
+
+
+def test_mistakes_are_sentences(saved: tuple[Any, str, bool], tmp_path: Path) -> None:
+    _, place, _ = saved
+    with pytest.raises(ConfigError, match=r"'no/where' are not here; expected .* `tastemaker download no/where`"):
+        Flux("no/where").load(Placement())
+    save_file({"x": torch.zeros(1)}, tmp_path / "one.safetensors")
+    with pytest.raises(ConfigError, match="not of this transformer"):
+        Flux(place, transformer=str(tmp_path / "one.safetensors")).load(Placement())
+    with pytest.raises(ConfigError, match="is a file; expected a folder in diffusers' layout"):
+        Flux(str(tmp_path / "one.safetensors")).load(Placement())
+    with pytest.raises(ConfigError, match="transformer cannot be read"):
+        Flux(str(tmp_path)).load(Placement())
+    whole = Path(place) / "vae" / "config.json"
+    kept = whole.read_text()
+    try:
+        whole.write_text(json.dumps({**json.loads(kept), "block_out_channels": [8, 8, 8, 16]}))
+        with pytest.raises(ConfigError, match="vae cannot be read"):
+            Flux(place).load(Placement())
+    finally:
+        whole.write_text(kept)
+
+
+@pytest.mark.parametrize("tuning", [Full(), Lora(4)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "objective", [GRPO(group=4), NFT(group=4), RewardGradient(), SRPO(relative=False, margin=None)]
+)
+def test_every_way_of_training_moves_it(objective: Any, tuning: Any) -> None:
+    model = Flux().tiny().load(Placement())
+    policy = Policy(model, SDE, tuning.apply(model, objective.snapshots()))
+    before = {key: p.detach().clone() for key, p in policy.weights.trainable().items()}
+    toys.fit(policy, objective, [toys.prompts(4)], 1e-3)
+    assert any(not p.equal(before[key]) for key, p in policy.weights.trainable().items())
+    assert all(torch.isfinite(p).all() for p in policy.weights.trainable().values())

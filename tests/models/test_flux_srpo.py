@@ -1,0 +1,139 @@
+"""One training step of SRPO as its authors' code took it: a tiny FLUX, tiny rewards of both published layouts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelines import CLIP_ENDS, Given, clip_words, random, t5_words
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import CLIPModel, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+from tastemaker.models.flux import SMALL, Flux, pack
+from tastemaker.objective import Alone, Context, Nothing
+from tastemaker.objectives.srpo import SRPO, Aligned
+from tastemaker.policy import Policy
+from tastemaker.preprocessing import Preprocessing
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight
+from tastemaker.randomness import Randomness
+from tastemaker.reward import Graded, Rubric
+from tastemaker.rewards.hps import Hps
+from tastemaker.rewards.nets import open_clip
+from tastemaker.rewards.nets.hub import assembled
+from tastemaker.rewards.nets.towers import Ending, Stills, Towers
+from tastemaker.types import Placement
+from tastemaker.weights import Full
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "srpo"
+FLUX = GaussianProcess(Straight(shift=3.0), steps=25)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recorded step: tensors going in and out, and the settings it was run with."""
+
+    kind: str
+    tensors: dict[str, Tensor]
+    told: dict[str, Any]
+
+    @classmethod
+    def read(cls, kind: str) -> Case:
+        path = FIXTURES / f"case_{kind}_s500.safetensors"
+        with safe_open(path, "pt") as file:
+            told = {
+                key: text if key in ("pos", "neg", "caption", "reward") else json.loads(text)
+                for key, text in file.metadata().items()
+            }
+        return cls(kind, load_file(path), told)
+
+    @property
+    def objective(self) -> SRPO:
+        flags = self.told["flags"]
+        return SRPO(
+            span=tuple(flags["train_timestep"]),
+            boost_denoise=tuple(flags["discount_pos"]),
+            boost_inversion=tuple(flags["discount_inv"]),
+        )
+
+    def ids(self, texts: Sequence[str], where: torch.device) -> dict[str, Tensor]:
+        names = {self.told["pos"]: "pos", self.told["neg"]: "neg"}
+        return {"input_ids": torch.cat([self.tensors[f"in.ids.{names[text]}"] for text in texts]).to(where)}
+
+    def rubric(self) -> Rubric:
+        """The recorded reward network, with the recorded ids of its two prompts."""
+        tensors = load_file(FIXTURES / f"reward_{self.kind}.safetensors")
+        scale = 1.0 if self.kind == "hps" else float(tensors["logit_scale"].exp()) / 20
+        tensors = open_clip.converted(tensors, self.kind) if self.kind == "hps" else tensors
+        config = open_clip.configuration(tensors, self.kind, heads=(2, 2))
+        net = assembled(CLIPModel, config, FIXTURES, Placement(), tensors)
+        looks, words = Stills(Preprocessing(224, "crop", overshoot="keep", corner="round")), self.ids
+        return Rubric({"it": Graded(Hps().tiny(), Towers(net, looks, words, Ending(scale)))})
+
+
+def saved(place: Path) -> str:
+    """The recorded generator in diffusers' layout, its prompts read by anything, for their embeddings are recorded."""
+    tensors = load_file(FIXTURES / "tiny_flux_vae.safetensors")
+    with safe_open(FIXTURES / "tiny_flux_vae.safetensors", "pt") as file:
+        settings = file.metadata()
+    for part, prefix in (("transformer", "flux"), ("vae", "vae")):
+        (place / part).mkdir()
+        (place / part / "config.json").write_text(settings[prefix])
+        own = {key.removeprefix(f"{prefix}."): x for key, x in tensors.items() if key.startswith(f"{prefix}.")}
+        save_file(own, place / part / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+    clip = CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS})
+    random(CLIPTextModel, clip).save_pretrained(place / "text_encoder")
+    random(T5EncoderModel, T5Config(**SMALL["text_encoder_2"])).save_pretrained(place / "text_encoder_2")
+    clip_words().save_pretrained(place / "tokenizer")
+    t5_words().save_pretrained(place / "tokenizer_2")
+    return str(place)
+
+
+def near(found: Tensor | None, expected: Tensor, share: float = 1e-5) -> None:
+    """Alike but for a share of the largest number."""
+    assert found is not None
+    torch.testing.assert_close(found, expected, atol=share * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["hps", "clip"])
+def test_a_training_step_is_the_published_one(kind: str, tmp_path: Path) -> None:
+    case = Case.read(kind)
+    tensors, told, objective = case.tensors, case.told, case.objective
+    rollout_guidance = float(told["flags"]["train_guidence"])
+    model = Flux(saved(tmp_path), height=64, width=64, rollout_guidance=rollout_guidance, truncate=True).load(
+        Placement()
+    )
+    embeddings = {"words": tensors["in.prompt_embeds"], "pooled": tensors["in.pooled"]}
+    model.remembered = lambda prompts: embeddings  # type: ignore[assignment]
+    policy = Policy(model, FLUX, Full().apply(model, ()))
+    ctx = Context(policy, case.rubric(), Randomness(0, told["step"], torch.arange(1)), Alone(), Nothing())
+    given: Any = Given(tensors["in.noise"][:, None])
+    made = policy.sample(policy.embed([told["caption"]], [{}]), given)
+    place = torch.tensor([told["s"]])
+    seen = Aligned(made.cond, made.final, made.start, place, torch.tensor([told["step"]]))
+
+    for number, branch in enumerate(objective.parts(seen)):
+        levels = objective.levels(FLUX, place, branch)
+        noisy = FLUX.corrupt(seen.clean, ctx.rng, levels.source, seen.noise)
+        near(pack(noisy.x[:, 0]), tensors[f"out.branch_input.{branch}"])
+        near(pack(model.predict(noisy.x, noisy.t, made.cond)[:, 0]), tensors[f"out.velocity.{branch}"])
+        near(policy.decode(objective.recover(ctx, seen, levels))[:, 0], tensors[f"out.image.{branch}"])
+        loss = objective.loss(ctx, seen, branch)
+        near(loss.metrics[f"relative/{branch}"], tensors["out.reward"][number : number + 1])
+        loss.rows.sum().backward()
+    assert loss.rows.item() == pytest.approx(told["last_loss"], abs=1e-6)
+
+    gradients = {f"grad.{key}": p.grad for key, p in policy.weights.trainable().items()}
+    recorded = [key for key in tensors if key.startswith("grad.")]
+    assert len(recorded) == 17
+    for key in recorded:
+        near(gradients[key], tensors[key])
+    norm = torch.stack([x.norm() for x in gradients.values() if x is not None]).norm()
+    near(norm[None], tensors["out.grad_norm"])

@@ -1,0 +1,212 @@
+"""Qwen-Image beside diffusers' own pipeline, and as every generator owes it to those who train it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from safetensors.torch import save_file
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tastemaker.guidance import Guided
+from tastemaker.models.published import silence
+from tastemaker.models.qwen_image import SMALL, QwenImage
+from tastemaker.objective import Alone, Context
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.nft import NFT
+from tastemaker.objectives.reward_gradient import RewardGradient
+from tastemaker.objectives.srpo import SRPO
+from tastemaker.policy import Backbone, Guidance, Policy
+from tastemaker.processes.dynamics import FlowSde
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.reward import Graded, Rubric
+from tastemaker.rewards.color import Brightness
+from tastemaker.types import Placement, PromptBatch
+from tastemaker.weights import Full
+
+PROMPTS = ["a red cat on a mat", "two blue dogs"]
+SPEC = QwenImage(height=64, width=32, words=280)
+SCHEDULER = {
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 8192,
+    "max_shift": 0.9,
+    "shift": 1.0,
+    "shift_terminal": 0.02,
+    "time_shift_type": "exponential",
+    "use_dynamic_shifting": True,
+}
+
+
+def published(tokens: int) -> Straight:
+    """The levels of a picture of so many tokens."""
+    return Straight(shift=math.exp(0.5 + 0.4 * (tokens - 256) / (8192 - 256)), terminal=0.02)
+
+
+def rows(count: int) -> Randomness:
+    return Randomness(0, 0, torch.arange(count))
+
+
+def pipeline_of(seed: int) -> QwenImagePipeline:
+    torch.manual_seed(seed)
+    texts = SMALL["text_encoder"]
+    spoken = {**texts["text_config"], "vocab_size": 300, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+    config = Qwen2_5_VLConfig(**{**texts, "text_config": spoken})
+    letters = {letter: i for i, letter in enumerate(bytes_to_unicode().values())}
+    return QwenImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
+        vae=AutoencoderKLQwenImage(**SMALL["vae"]).eval(),
+        text_encoder=Qwen2_5_VLForConditionalGeneration(config).eval(),
+        tokenizer=Qwen2Tokenizer(vocab=letters, merges=[]),
+        transformer=QwenImageTransformer2DModel(**SMALL["transformer"]),
+    )
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    folder = tmp_path_factory.mktemp("qwen")
+    with silence(), torch.random.fork_rng():
+        made = pipeline_of(0)
+        for number, p in enumerate(made.transformer.parameters()):  # a fresh one looks away from its prompt
+            p.data.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number)))
+        made.save_pretrained(folder)
+        made.set_progress_bar_config(disable=True)
+        yield made, folder
+
+
+@pytest.mark.parametrize("guidance", [None, Guidance(4.0, " ", rescale="token")], ids=["plain", "guided"])
+@pytest.mark.parametrize("words", [280, 180], ids=["whole", "cut"])
+def test_samples_are_those_of_the_published_pipeline(
+    pipeline: tuple[Any, Path], guidance: Guidance | None, words: int
+) -> None:
+    theirs, folder = pipeline
+    model: Backbone = replace(SPEC, weights=str(folder), words=words).load(Placement())
+    if guidance:
+        model = Guided(model, guidance)
+    policy = Policy(model, GaussianProcess(published(8), steps=4), Full().apply(model, ()))
+    made = policy.sample(policy.embed(PROMPTS), rows(2))
+    negative = [" "] * 2 if guidance else None
+    asked = {"height": 64, "width": 32, "num_inference_steps": 4, "max_sequence_length": words}
+    asked |= {"negative_prompt": negative, "true_cfg_scale": 4.0 if guidance else 1.0}
+    with silence():
+        latents = theirs(PROMPTS, latents=made.start, output_type="latent", **asked).images
+        pixels = theirs(PROMPTS, latents=made.start, output_type="pt", **asked).images
+    assert (made.final - latents).abs().max() <= 1e-5
+    assert (policy.decode(made.final)[:, 0] - pixels).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(("height", "width", "shift"), [(1328, 1328, 2.3033), (1024, 1024, 2.0007), (720, 720, 1.8026)])
+def test_levels_are_those_of_the_published_scheduler(height: int, width: int, shift: float) -> None:
+    theirs = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
+    tokens = QwenImage(height=height, width=width).shape[0]
+    ours = published(tokens)
+    assert round(ours.shift, 4) == pytest.approx(shift, abs=1e-4)
+    for steps in (2, 10, 50):
+        theirs.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=math.log(ours.shift))
+        assert (ours.grid(steps) - theirs.sigmas).abs().max() <= 3e-7
+
+
+@pytest.fixture
+def policy() -> Policy[Any]:
+    model = QwenImage().tiny().load(Placement())
+    assert isinstance(model, Backbone)
+    return Policy(model, GaussianProcess(published(4), FlowSde(0.7), 4), Full().apply(model, ()))
+
+
+def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
+    made = policy.sample(policy.embed([*PROMPTS, ""]), rows(3))
+    pixels = policy.decode(made.final)
+    assert pixels.shape == (3, *policy.model.pixels)
+    assert pixels.min() >= 0 and pixels.max() <= 1
+    with torch.no_grad():
+        for segment in made.segments:
+            assert policy.decide(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+
+
+def test_a_row_is_the_same_whatever_is_beside_it(policy: Policy[Any]) -> None:
+    together = policy.sample(policy.embed([*PROMPTS, ""]), rows(3)).final
+    alone = policy.sample(policy.embed([""]), Randomness(0, 0, torch.tensor([2]))).final
+    assert torch.allclose(together[2:], alone, atol=1e-4)
+
+
+def test_prompts_change_the_prediction(policy: Policy[Any]) -> None:
+    x = rows(1).normal("x", *policy.model.shape).expand(2, -1, -1)
+    out = policy.model.predict(x, torch.full((2,), 0.5), policy.embed(PROMPTS))
+    assert not torch.allclose(out[0], out[1], atol=1e-5)
+
+
+def test_encoding_goes_back_by_the_published_mean_and_spread(pipeline: tuple[Any, Path]) -> None:
+    theirs, folder = pipeline
+    model = replace(SPEC, weights=str(folder)).load(Placement())
+    pixels = torch.rand(2, *model.pixels, generator=torch.Generator().manual_seed(0))
+    mean, spread = (torch.tensor(theirs.vae.config[key])[:, None, None] for key in ("latents_mean", "latents_std"))
+    with torch.no_grad():
+        raw = theirs.vae.encode(2 * pixels[:, 0, :, None] - 1).latent_dist.mode()[:, :, 0]
+    packed = theirs._pack_latents((raw - mean) / spread, 2, 16, 8, 4)
+    torch.testing.assert_close(model.encode(pixels), packed, rtol=1e-5, atol=1e-5)
+
+
+def test_the_picture_sends_its_gradient_back_with_and_without_recomputation() -> None:
+    grads = []
+    for recompute in (True, False):
+        model = replace(QwenImage().tiny(), recompute=recompute).load(Placement())
+        x = rows(2).normal("x", *model.shape).requires_grad_()
+        model.decode(x).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+    assert bool(grads[0].any())
+
+
+OBJECTIVES = [
+    RewardGradient(),
+    GRPO(group=2),
+    NFT(group=2),
+    SRPO(relative=False, branches=("denoise",), margin=None),
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: type(o).__name__)
+def test_a_step_of_every_kind_moves_it(objective: Any) -> None:
+    model = QwenImage().tiny().load(Placement())
+    weights = Full().apply(model, objective.snapshots())
+    guided = Guided(model, Guidance(4.0, " ", rescale="token"))
+    policy = Policy(guided, GaussianProcess(published(4), FlowSde(0.7), 3), weights)
+    rubric = Rubric({"light": Graded(Brightness(), Brightness().load(Placement()))})
+    ctx = Context(policy, rubric, rows(2), Alone(), objective.memory())
+    experience = objective.collect(ctx, PromptBatch(tuple(PROMPTS), ({}, {})))
+    for part in objective.parts(experience):
+        objective.loss(ctx, experience, part).rows.sum().backward()
+    still = [key for key, p in weights.trainable().items() if p.grad is None or not bool(p.grad.any())]
+    assert still and all(key.startswith(model.net.idle) for key in still)  # type: ignore[arg-type]
+
+
+def test_one_file_may_hold_the_transformer(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
+    other = QwenImageTransformer2DModel(**SMALL["transformer"])
+    tensors = {f"model.diffusion_model.{key}": x for key, x in other.state_dict().items()}
+    save_file(tensors, tmp_path / "other.safetensors")
+    spec = replace(SPEC, weights=str(pipeline[1]), transformer=str(tmp_path / "other.safetensors"))
+    own = spec.load(Placement()).net.state_dict()
+    assert all(own[key].equal(x) for key, x in other.state_dict().items())
+
+
+def test_mistakes_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="are not here; expected a local path, or Qwen/Qwen-Image from the hub"):
+        QwenImage().load(Placement())
+    with pytest.raises(ConfigError, match=r"has no readable transformer|cannot be read"):
+        QwenImage(weights=str(tmp_path)).load(Placement())

@@ -1,0 +1,206 @@
+"""Stable Diffusion 3 beside diffusers' own pipeline, and as every generator owes it to those who train it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from safetensors.torch import save_file
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tastemaker.guidance import Guided
+from tastemaker.models.published import silence
+from tastemaker.models.sd3 import SMALL, Sd3
+from tastemaker.objective import Alone, Context
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.nft import NFT
+from tastemaker.objectives.reward_gradient import RewardGradient
+from tastemaker.policy import Backbone, Guidance, Policy
+from tastemaker.processes.dynamics import FlowSde
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.reward import Graded, Rubric
+from tastemaker.rewards.color import Brightness
+from tastemaker.types import Placement, PromptBatch
+from tastemaker.weights import Full
+
+PROMPTS = ["a red cat on a mat", "two blue dogs and a very long walk along the river until evening"]
+PUBLISHED = Straight(shift=3.0, lowest=0.002994012)
+SPEC = Sd3(height=64, width=32, words=24)
+
+
+def rows(count: int) -> Randomness:
+    return Randomness(0, 0, torch.arange(count))
+
+
+def clip_words() -> CLIPTokenizer:
+    letters = list(bytes_to_unicode().values())
+    known = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={word: i for i, word in enumerate(known)}, merges=[], model_max_length=77)
+
+
+def t5_words() -> T5Tokenizer:
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\N{LOWER ONE EIGHTH BLOCK}", -2.0)]
+    return T5Tokenizer(vocab=[*pieces, *((chr(97 + i), -3.0) for i in range(26))], extra_ids=0)
+
+
+def published(seed: int) -> StableDiffusion3Pipeline:
+    torch.manual_seed(seed)
+    clip = {"vocab_size": 514, "bos_token_id": 512, "eos_token_id": 513}
+    net = SD3Transformer2DModel(**SMALL["transformer"])
+    return StableDiffusion3Pipeline(
+        transformer=net,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=AutoencoderKL(**SMALL["vae"]),
+        text_encoder=CLIPTextModelWithProjection(CLIPTextConfig(**{**SMALL["text_encoder"], **clip})),
+        tokenizer=clip_words(),
+        text_encoder_2=CLIPTextModelWithProjection(CLIPTextConfig(**{**SMALL["text_encoder_2"], **clip})),
+        tokenizer_2=clip_words(),
+        text_encoder_3=T5EncoderModel(T5Config(**SMALL["text_encoder_3"])),
+        tokenizer_3=t5_words(),
+    )
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    folder = tmp_path_factory.mktemp("sd3")
+    with silence(), torch.random.fork_rng():
+        made = published(0)
+        for number, p in enumerate(made.transformer.parameters()):  # a fresh one looks away from its prompt
+            p.data.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number)))
+        made.save_pretrained(folder)
+        made.text_encoder_3.eval()  # fresh ones drop out
+        made.set_progress_bar_config(disable=True)
+        yield made, folder
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+@pytest.mark.parametrize("t5", [True, False])
+def test_samples_are_those_of_the_published_pipeline(pipeline: tuple[Any, Path], guidance: float, t5: bool) -> None:
+    theirs, folder = pipeline
+    model: Backbone = replace(SPEC, weights=str(folder), t5=t5).load(Placement())
+    if guidance > 1:
+        model = Guided(model, Guidance(guidance))
+    policy = Policy(model, GaussianProcess(PUBLISHED, steps=4), Full().apply(model, ()))
+    made = policy.sample(policy.embed(PROMPTS), rows(2))
+    asked = {"height": 64, "width": 32, "num_inference_steps": 4, "guidance_scale": guidance, "max_sequence_length": 24}
+    kept, theirs.text_encoder_3 = theirs.text_encoder_3, theirs.text_encoder_3 if t5 else None
+    with silence():
+        latents = theirs(PROMPTS, latents=made.start[:, 0], output_type="latent", **asked).images
+        pixels = theirs(PROMPTS, latents=made.start[:, 0], output_type="pt", **asked).images
+    theirs.text_encoder_3 = kept
+    assert (made.final[:, 0] - latents).abs().max() <= 1e-5
+    assert (policy.decode(made.final)[:, 0] - pixels).abs().max() <= 1e-5
+
+
+def test_levels_are_those_of_the_published_scheduler() -> None:
+    theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    for steps in (1, 10, 28, 40):
+        theirs.set_timesteps(steps)
+        assert (PUBLISHED.grid(steps) - theirs.sigmas).abs().max() <= 2e-7
+
+
+def test_levels_outside_the_path_are_sentences() -> None:
+    with pytest.raises(ValueError, match=r"'lowest' is 1\.5; expected a level between 0 and 1, or none"):
+        Straight(lowest=1.5)
+    with pytest.raises(ValueError, match=r"'terminal' is 0\.0; expected a level between 0 and 1, or none"):
+        Straight(terminal=0.0)
+
+
+@pytest.fixture
+def policy() -> Policy[Any]:
+    model = Sd3().tiny().load(Placement())
+    assert isinstance(model, Backbone)
+    return Policy(model, GaussianProcess(PUBLISHED, FlowSde(0.7), 4), Full().apply(model, ()))
+
+
+def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
+    made = policy.sample(policy.embed([*PROMPTS, ""]), rows(3))
+    pixels = policy.decode(made.final)
+    assert pixels.shape == (3, *policy.model.pixels)
+    assert pixels.min() >= 0 and pixels.max() <= 1
+    with torch.no_grad():
+        for segment in made.segments:
+            assert policy.decide(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+
+
+def test_a_row_is_the_same_whatever_is_beside_it(policy: Policy[Any]) -> None:
+    together = policy.sample(policy.embed([*PROMPTS, ""]), rows(3)).final
+    alone = policy.sample(policy.embed([""]), Randomness(0, 0, torch.tensor([2]))).final
+    assert torch.allclose(together[2:], alone, atol=1e-4)
+
+
+def test_prompts_change_the_prediction(policy: Policy[Any]) -> None:
+    x = rows(1).normal("x", *policy.model.shape).expand(2, -1, -1, -1, -1)
+    out = policy.model.predict(x, torch.full((2,), 0.5), policy.embed(PROMPTS))
+    assert not torch.allclose(out[0], out[1], atol=1e-5)
+
+
+def test_encoding_goes_back_by_the_published_shift_and_scale(pipeline: tuple[Any, Path]) -> None:
+    theirs, folder = pipeline
+    model = replace(SPEC, weights=str(folder)).load(Placement())
+    pixels = torch.rand(2, *model.pixels, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        raw = theirs.vae.encode(2 * pixels[:, 0] - 1).latent_dist.mode()
+    torch.testing.assert_close(model.encode(pixels)[:, 0], (raw - 0.0609) * 1.5305, rtol=1e-5, atol=1e-5)
+
+
+def test_the_picture_sends_its_gradient_back_with_and_without_recomputation() -> None:
+    grads = []
+    for recompute in (True, False):
+        model = replace(Sd3().tiny(), recompute=recompute).load(Placement())
+        x = rows(2).normal("x", *model.shape).requires_grad_()
+        model.decode(x).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+    assert bool(grads[0].any())
+
+
+@pytest.mark.parametrize("objective", [RewardGradient(), GRPO(group=2), NFT(group=2)], ids=lambda o: type(o).__name__)
+def test_a_step_of_every_kind_moves_it(objective: Any) -> None:
+    model = Sd3().tiny().load(Placement())
+    weights = Full().apply(model, objective.snapshots())
+    policy = Policy(model, GaussianProcess(PUBLISHED, FlowSde(0.7), 3), weights)
+    rubric = Rubric({"light": Graded(Brightness(), Brightness().load(Placement()))})
+    ctx = Context(policy, rubric, rows(2), Alone(), objective.memory())
+    experience = objective.collect(ctx, PromptBatch(tuple(PROMPTS), ({}, {})))
+    for part in objective.parts(experience):
+        objective.loss(ctx, experience, part).rows.sum().backward()
+    still = [key for key, p in weights.trainable().items() if p.grad is None or not bool(p.grad.any())]
+    assert still and all(key.startswith(model.net.idle) for key in still)  # type: ignore[arg-type]
+
+
+def test_one_file_may_hold_the_transformer(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = pipeline
+    other = SD3Transformer2DModel(**SMALL["transformer"])
+    save_file(other.state_dict(), tmp_path / "other.safetensors")
+    spec = replace(SPEC, weights=str(folder), transformer=str(tmp_path / "other.safetensors"))
+    own = spec.load(Placement()).net.state_dict()
+    assert all(own[key].equal(x) for key, x in other.state_dict().items())
+
+
+def test_mistakes_are_sentences(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"are not here; expected a local path, or stabilityai/stable-diffusion-3\.5"):
+        Sd3().load(Placement())
+    with pytest.raises(ConfigError, match=r"has no readable transformer/config\.json"):
+        Sd3(weights=str(tmp_path)).load(Placement())
+    with pytest.raises(ConfigError, match="pictures of 1024x32 are too large for it; ask for 512 at most"):
+        Sd3(weights=str(pipeline[1]), height=1024, width=32).load(Placement())
+    save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(ConfigError, match="are not of this transformer"):
+        replace(SPEC, weights=str(pipeline[1]), transformer=str(tmp_path / "a.safetensors")).load(Placement())
