@@ -17,8 +17,13 @@ MODELS = Registry(
     "model",
     {
         "dit": "tastemaker.models.dit:Dit",
+        "flux": "tastemaker.models.flux:Flux",
         "gpt": "tastemaker.models.gpt:Gpt",
         "maskgit": "tastemaker.models.maskgit:Maskgit",
+        "qwen_image": "tastemaker.models.qwen_image:QwenImage",
+        "sd15": "tastemaker.models.sd15:Sd15",
+        "sd3": "tastemaker.models.sd3:Sd3",
+        "sdxl": "tastemaker.models.sdxl:Sdxl",
         "toy_flow": "tastemaker.models.toy:ToyFlow",
         "toy_causal": "tastemaker.models.toy:ToyCausal",
         "toy_masked": "tastemaker.models.toy:ToyMasked",

@@ -1,0 +1,117 @@
+"""Stable Diffusion 1 and 2 (Rombach et al. 2022): a UNet that denoises latents and reads prompts by CLIP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch import Tensor, nn
+from transformers import CLIPTextModel
+
+from ..policy import Process
+from ..pretrained import Source
+from ..processes.gaussian import GaussianProcess
+from ..types import Condition, Facts, Placement, Prompts
+from .published import TINY, Kit
+from .readers import Remembered
+from .unet import CHANNELS, FACTOR, alike, fitting, level, published, same_size, sided, tensors
+
+SD15 = Source("stable-diffusion-v1-5/stable-diffusion-v1-5", size="5.5 GB", licence="CreativeML OpenRAIL-M")
+LENGTH = 77  # tokens of a prompt that are read
+SMALL: dict[str, dict[str, Any]] = {
+    "unet": {
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "cross_attention_dim": 16,
+        "attention_head_dim": 2,
+    },
+    "vae": {
+        "block_out_channels": (4, 4, 8, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "layers_per_block": 1,
+        "norm_num_groups": 2,
+        "latent_channels": CHANNELS,
+    },
+    "text_encoder": {
+        "vocab_size": 600,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": LENGTH,
+        "bos_token_id": 0,
+        "eos_token_id": 2,  # as in the published one, which means the highest
+    },
+}
+
+
+class Sd15Backbone:
+    """Denoises [1, 4, h, w] latents; predicts the noise, or the velocity where it was trained to, as the path says."""
+
+    passes = 1
+
+    def __init__(self, spec: Sd15, placement: Placement) -> None:
+        kit = Kit(spec.weights, SD15, SMALL, placement, spec.seed)
+        config = kit.config("unet")
+        fitting(config, spec.weights, None, "sdxl")
+        self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
+        self.reader = kit.reader("text_encoder", CLIPTextModel, "tokenizer", LENGTH)
+        self.embedded = Remembered(self._read, placement.device)
+        self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
+        self.net: nn.Module = kit.trained("unet", UNet2DConditionModel, tensors(spec.unet, SD15, config))
+
+    def _read(self, prompts: list[str]) -> Mapping[str, Tensor]:
+        return {"words": self.reader(prompts).last_hidden_state}
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return Condition(tuple(prompts), self.embedded(prompts), tuple(facts))
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        seen, words = alike(self.net, x[:, 0], cond.tensors["words"])
+        out: Tensor = self.net(seen, level(t), words, return_dict=False)[0]
+        return out[:, None]
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        same_size(pixels, self.pixels)
+        return self.codec.encode(pixels[:, 0])[:, None]
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        shown = x if frames is None else x[:, list(frames)]
+        return self.codec.decode(shown.flatten(0, 1)).view(*shown.shape[:2], *self.pixels[1:])
+
+
+@dataclass(frozen=True)
+class Sd15:
+    """Stable Diffusion 1.x, or 2.x, whose 768-pixel version wants `prediction: velocity` of its path."""
+
+    weights: str = SD15.hub  # a hub id, or a folder in diffusers' layout
+    unet: str | None = None  # one file whose network replaces the folder's, of diffusers' names or the authors'
+    height: int = 512
+    width: int = 512
+    recompute: bool = True  # the decoder in the backward pass, for a seventh of its memory
+    seed: int = 0  # of random weights
+    frames: ClassVar[int] = 1
+    suits: ClassVar[type[Process]] = GaussianProcess
+
+    def __post_init__(self) -> None:
+        sided(self.height, self.width)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return published(self.weights, SD15)
+
+    def load(self, placement: Placement) -> Sd15Backbone:
+        return Sd15Backbone(self, placement)
+
+    def tiny(self) -> Sd15:
+        return replace(self, weights=TINY, unet=None, height=32, width=32)

@@ -1,0 +1,118 @@
+"""Stable Diffusion XL (Podell et al. 2023): a larger UNet, two text encoders, and pictures that know their size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+from ..policy import Process
+from ..pretrained import Source
+from ..processes.gaussian import GaussianProcess
+from ..types import Condition, Facts, Placement, Prompts
+from . import sd15
+from .published import TINY, Codec, Kit
+from .readers import Remembered
+from .unet import CHANNELS, FACTOR, alike, fitting, level, published, same_size, sided, tensors
+
+SDXL = Source("stabilityai/stable-diffusion-xl-base-1.0", size="14 GB", licence="CreativeML OpenRAIL++-M")
+SMALL: dict[str, dict[str, Any]] = {
+    "unet": {
+        **sd15.SMALL["unet"],
+        "cross_attention_dim": 16 + 24,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 4,
+        "projection_class_embeddings_input_dim": 6 * 4 + 20,
+    },
+    "vae": {**sd15.SMALL["vae"], "scaling_factor": 0.13025},
+    "text_encoder": sd15.SMALL["text_encoder"],
+    "text_encoder_2": {**sd15.SMALL["text_encoder"], "hidden_size": 24, "projection_dim": 20},
+}
+
+
+def autoencoder(spec: Sdxl, kit: Kit, placement: Placement) -> Codec:
+    """The published one overflows in fp16 and says so; then it computes in float32, as diffusers has it."""
+    if placement.dtype == torch.float16 and kit.config("vae").get("force_upcast", True):
+        kit = Kit(spec.weights, SDXL, SMALL, replace(placement, dtype=torch.float32), spec.seed)
+    return kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
+
+
+class SdxlBackbone:
+    """Denoises [1, 4, h, w] latents; predicts the noise, or the velocity where it was trained to, as the path says."""
+
+    passes = 1
+
+    def __init__(self, spec: Sdxl, placement: Placement) -> None:
+        kit = Kit(spec.weights, SDXL, SMALL, placement, spec.seed)
+        config = kit.config("unet")
+        fitting(config, spec.weights, "text_time", "sd15")
+        self.empty, self.shape, self.pixels = spec.empty, spec.shape, (1, 3, spec.height, spec.width)
+        # The size it was before it was cut, where it was cut, and the size it is: all of a picture that was not cut.
+        size = (spec.height, spec.width)
+        self.told = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=placement.device)
+        self.first = kit.reader("text_encoder", CLIPTextModel, "tokenizer", sd15.LENGTH)
+        self.second = kit.reader("text_encoder_2", CLIPTextModelWithProjection, "tokenizer_2", sd15.LENGTH)
+        self.embedded = Remembered(self._read, placement.device)
+        self.codec = autoencoder(spec, kit, placement)
+        self.net: nn.Module = kit.trained("unet", UNet2DConditionModel, tensors(spec.unet, SDXL, config))
+
+    def _read(self, prompts: list[str]) -> Mapping[str, Tensor]:
+        """The last layer but one of both, side by side, and the second's summary."""
+        first, second = self.first(prompts, layers=True), self.second(prompts, layers=True)
+        words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
+        said = torch.tensor([self.empty == "words" or prompt != "" for prompt in prompts], device=words.device)
+        return {"words": words * said[:, None, None], "summary": second.text_embeds * said[:, None]}
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return Condition(tuple(prompts), self.embedded(prompts), tuple(facts))
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        seen, words, summary = alike(self.net, x[:, 0], cond.tensors["words"], cond.tensors["summary"])
+        added = {"text_embeds": summary, "time_ids": self.told.expand(len(x), -1)}
+        out: Tensor = self.net(seen, level(t), words, added_cond_kwargs=added, return_dict=False)[0]
+        return out[:, None]
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        same_size(pixels, self.pixels)
+        return self.codec.encode(pixels[:, 0])[:, None]
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        shown = x if frames is None else x[:, list(frames)]
+        return self.codec.decode(shown.flatten(0, 1)).view(*shown.shape[:2], *self.pixels[1:])
+
+
+@dataclass(frozen=True)
+class Sdxl:
+    """Stable Diffusion XL, without its refiner."""
+
+    weights: str = SDXL.hub  # a hub id, or a folder in diffusers' layout
+    unet: str | None = None  # one file whose network replaces the folder's, of diffusers' names or the authors'
+    height: int = 1024
+    width: int = 1024
+    empty: Literal["zeros", "words"] = "zeros"  # what the empty prompt is read as
+    recompute: bool = True  # the decoder in the backward pass, for a seventh of its memory
+    seed: int = 0  # of random weights
+    frames: ClassVar[int] = 1
+    suits: ClassVar[type[Process]] = GaussianProcess
+
+    def __post_init__(self) -> None:
+        sided(self.height, self.width)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return published(self.weights, SDXL)
+
+    def load(self, placement: Placement) -> SdxlBackbone:
+        return SdxlBackbone(self, placement)
+
+    def tiny(self) -> Sdxl:
+        return replace(self, weights=TINY, unet=None, height=32, width=32)

@@ -1,0 +1,374 @@
+"""Stable Diffusion 1.5 and XL: held against diffusers' own pipelines, and what every generator owes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pipelines
+import pytest
+import torch
+import toys
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+from tastemaker.config.build import build
+from tastemaker.config.load import load
+from tastemaker.models import sd15, sdxl
+from tastemaker.models.sd15 import Sd15
+from tastemaker.models.sdxl import Sdxl
+from tastemaker.models.unet import level
+from tastemaker.objective import Objective
+from tastemaker.objectives.ddpo import DDPO
+from tastemaker.objectives.dpo import DPO
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.objectives.nft import NFT
+from tastemaker.objectives.reward_gradient import RewardGradient
+from tastemaker.objectives.srpo import SRPO
+from tastemaker.policy import Backbone, Guidance, Policy
+from tastemaker.pretrained import Source
+from tastemaker.processes.dynamics import Ddim, Ode
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import VariancePreserving
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.rewards.color import Brightness
+from tastemaker.train import memory
+from tastemaker.train.events import Updated
+from tastemaker.train.loop import train
+from tastemaker.types import Pairs, Pictures, Placement, PromptBatch
+from tastemaker.weights import Full
+
+PROMPTS = ("a photo of a dog", "two red cars, oil on canvas", "", "an owl")
+SIDE = 24  # pixels
+SCHEDULE: dict[str, Any] = {
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "steps_offset": 1,
+}
+Spec = Sd15 | Sdxl
+SPECS: dict[str, Spec] = {"sd15": Sd15(), "sdxl": Sdxl()}
+
+
+def scheduler(**settings: Any) -> DDIMScheduler:
+    return DDIMScheduler(**SCHEDULE, clip_sample=False, set_alpha_to_one=False, **settings)
+
+
+def pipeline(name: str, **settings: Any) -> Any:
+    """Diffusers' pipeline of random weights."""
+    small = {"sd15": sd15.SMALL, "sdxl": sdxl.SMALL}[name]
+    parts: dict[str, Any] = {
+        "unet": pipelines.random(UNet2DConditionModel, small["unet"]),
+        "vae": pipelines.random(AutoencoderKL, small["vae"]),
+        "text_encoder": pipelines.random(CLIPTextModel, CLIPTextConfig(**small["text_encoder"])),
+        "tokenizer": pipelines.clip_words(),
+        "scheduler": scheduler(**settings),
+    }
+    if name == "sd15":
+        made: Any = StableDiffusionPipeline(
+            **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+        )
+    else:
+        second = CLIPTextConfig(**small["text_encoder_2"])
+        made = StableDiffusionXLPipeline(
+            **parts,
+            text_encoder_2=pipelines.random(CLIPTextModelWithProjection, second),
+            tokenizer_2=pipelines.clip_words(),
+        )
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in SPECS}
+    for name, path in made.items():
+        pipeline(name).save_pretrained(path)
+    return made
+
+
+def opened(name: str, folders: dict[str, Path], process: GaussianProcess, scale: float = 1.0) -> Policy[Any]:
+    model = replace(SPECS[name], weights=str(folders[name]), height=SIDE, width=SIDE).load(Placement())
+    weights = Full().apply(model, ())
+    return Policy(model if scale == 1 else process.guide(model, Guidance(scale)), process, weights)
+
+
+def rows(count: int = len(PROMPTS)) -> Randomness:
+    return Randomness(0, 0, torch.arange(count))
+
+
+def theirs(pipe: Any, prompts: tuple[str, ...], start: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Latents and pixels of a pipeline that begins with our noise."""
+    asked = {"prompt": list(prompts), "latents": start[:, 0], "height": SIDE, "width": SIDE, **settings}
+    return tuple(pipe(**asked, output_type=kind).images for kind in ("latent", "pt"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("steps", [5, 7])
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+@pytest.mark.parametrize("prediction", ["epsilon", "velocity"])
+@pytest.mark.parametrize("name", SPECS)
+def test_sampling_is_that_of_the_pipeline(
+    name: str, prediction: Any, scale: float, steps: int, folders: dict[str, Path]
+) -> None:
+    prompts = PROMPTS if name == "sd15" else tuple(prompt for prompt in PROMPTS if prompt)  # "" is its own test
+    process = GaussianProcess(VariancePreserving(prediction=prediction), Ode(), steps)
+    policy = opened(name, folders, process, scale)
+    made = policy.sample(policy.embed(prompts), rows(len(prompts)))
+    pipe = pipeline(name, prediction_type="epsilon" if prediction == "epsilon" else "v_prediction")
+    latents, pixels = theirs(pipe, prompts, made.start, num_inference_steps=steps, guidance_scale=scale)
+    assert (made.final[:, 0] - latents).abs().max() < 2e-5 * latents.abs().max()
+    assert (policy.decode(made.final)[:, 0] - pixels).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_chance_is_that_of_the_pipelines_scheduler(name: str, folders: dict[str, Path]) -> None:
+    process = GaussianProcess(VariancePreserving(), Ddim(1.0), 5)
+    policy = opened(name, folders, process, 5.0)
+    made = policy.sample(policy.embed(PROMPTS), rows())
+    known = scheduler()
+    known.set_timesteps(5)
+    assert len(made.segments) == 5
+    for segment, timestep in zip(made.segments, known.timesteps, strict=True):
+        told = policy.process.decide(policy.model, made.cond, segment)
+        assert level(segment.t).eq(timestep).all()
+        noise = (segment.action - told.mean) / told.std.view(-1, 1, 1, 1, 1)
+        with torch.no_grad():
+            output = policy.model.predict(segment.state, segment.t, made.cond)
+        stepped = known.step(output, int(timestep), segment.state, eta=1.0, variance_noise=noise).prev_sample
+        assert (stepped - segment.action).abs().max() < 1e-5 * segment.action.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
+def test_a_path_that_ends_clean_is_sdxls_own_sampler(folders: dict[str, Path]) -> None:
+    policy = opened("sdxl", folders, GaussianProcess(VariancePreserving(ends_clean=True), Ode(), 6), 5.0)
+    made = policy.sample(policy.embed(PROMPTS[:2]), rows(2))
+    pipe = pipeline("sdxl")
+    pipe.scheduler = EulerDiscreteScheduler(**SCHEDULE, timestep_spacing="leading")
+    latents, _ = theirs(pipe, PROMPTS[:2], made.start, num_inference_steps=6, guidance_scale=5.0)
+    assert (made.final[:, 0] - latents).abs().max() < 1e-4 * latents.abs().max()
+
+
+def test_the_empty_prompt_of_sdxl_is_nothing_or_read_as_words_are(folders: dict[str, Path]) -> None:
+    pipe = pipeline("sdxl")
+    spec = replace(Sdxl(), weights=str(folders["sdxl"]))
+    for empty, negative in (("zeros", None), ("words", "")):
+        told = pipe.encode_prompt("an owl", negative_prompt=negative)
+        found = replace(spec, empty=empty).load(Placement()).embed(["an owl", ""]).tensors  # type: ignore[arg-type]
+        assert torch.allclose(found["words"], torch.cat(told[:2]), atol=1e-6)
+        assert torch.allclose(found["summary"], torch.cat(told[2:]), atol=1e-6)
+
+
+def authors(net: UNet2DConditionModel) -> dict[str, Tensor]:
+    """The tensors of the small network under the names its authors gave them."""
+    blocks = {
+        "conv_in": "input_blocks.0.0",
+        "down_blocks.0.resnets.0": "input_blocks.1.0",
+        "down_blocks.0.attentions.0": "input_blocks.1.1",
+        "down_blocks.0.downsamplers.0.conv": "input_blocks.2.0.op",
+        "down_blocks.1.resnets.0": "input_blocks.3.0",
+        "mid_block.resnets.0": "middle_block.0",
+        "mid_block.attentions.0": "middle_block.1",
+        "mid_block.resnets.1": "middle_block.2",
+        "up_blocks.0.resnets.0": "output_blocks.0.0",
+        "up_blocks.0.resnets.1": "output_blocks.1.0",
+        "up_blocks.0.upsamplers.0.conv": "output_blocks.1.1.conv",
+        "up_blocks.1.resnets.0": "output_blocks.2.0",
+        "up_blocks.1.attentions.0": "output_blocks.2.1",
+        "up_blocks.1.resnets.1": "output_blocks.3.0",
+        "up_blocks.1.attentions.1": "output_blocks.3.1",
+        "time_embedding.linear_1": "time_embed.0",
+        "time_embedding.linear_2": "time_embed.2",
+        "add_embedding.linear_1": "label_emb.0.0",
+        "add_embedding.linear_2": "label_emb.0.2",
+        "conv_norm_out": "out.0",
+        "conv_out": "out.2",
+    }
+    inner = {
+        ".norm1": ".in_layers.0",
+        ".conv1": ".in_layers.2",
+        ".time_emb_proj": ".emb_layers.1",
+        ".norm2": ".out_layers.0",
+        ".conv2": ".out_layers.3",
+        ".conv_shortcut": ".skip_connection",
+    }
+    renamed = {}
+    for key, x in net.state_dict().items():
+        start = next(name for name in blocks if key.startswith(name + "."))
+        rest = key.removeprefix(start)
+        for ours, name in inner.items() if ".resnets." in start else ():
+            rest = rest.replace(ours + ".", name + ".")
+        renamed[blocks[start] + rest] = x.clone()
+    return renamed
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "authors", "whole"])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_network_may_come_in_one_file(name: str, layout: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    spec = replace(SPECS[name], weights=str(folders[name]))
+    other: Any = replace(SPECS[name].tiny(), seed=5).load(Placement()).net
+    own = {
+        "diffusers": lambda: other.state_dict(),
+        "authors": lambda: authors(other),
+        "whole": lambda: {
+            "first_stage_model.quant_conv.bias": torch.zeros(8),
+            **{f"model.diffusion_model.{key}": x for key, x in authors(other).items()},
+        },
+    }[layout]()
+    save_file(own, tmp_path / "net.safetensors")
+    found = replace(spec, unet=str(tmp_path / "net.safetensors")).load(Placement()).net.state_dict()
+    assert found.keys() == other.state_dict().keys()
+    assert all(x.equal(found[key]) for key, x in other.state_dict().items())
+
+
+@pytest.fixture(params=SPECS)
+def policy(request: pytest.FixtureRequest) -> Policy[Any]:
+    model = SPECS[request.param].tiny().load(Placement())
+    assert isinstance(model, Backbone)
+    return Policy(model, GaussianProcess(VariancePreserving(), Ddim(1.0), 4), Full().apply(model, ("reference", "old")))
+
+
+def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
+    made = policy.sample(policy.embed(PROMPTS), rows())
+    pixels = policy.decode(made.final)
+    assert pixels.shape == (4, *policy.model.pixels) and made.final.shape[1:] == policy.model.shape
+    assert pixels.min() >= 0 and pixels.max() <= 1
+    for segment in made.segments:
+        assert policy.decide(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+
+
+def test_a_row_is_the_same_whatever_is_beside_it(policy: Policy[Any]) -> None:
+    together = policy.sample(policy.embed(PROMPTS), rows()).final
+    alone = policy.sample(policy.embed(PROMPTS[2:3]), Randomness(0, 0, torch.tensor([2]))).final
+    assert torch.allclose(together[2:3], alone, atol=1e-4)
+
+
+def test_words_and_their_order_change_the_prediction(policy: Policy[Any]) -> None:
+    x, t = rows(1).normal("x", *policy.model.shape).expand(3, -1, -1, -1, -1), torch.full((3,), 0.5)
+    out = policy.model.predict(x, t, policy.embed(("a dog left of a cat", "a cat left of a dog", "")))
+    assert not torch.allclose(out[0], out[1], atol=1e-6) and not torch.allclose(out[0], out[2], atol=1e-6)
+
+
+def test_every_tensor_learns_and_recomputing_changes_no_gradient(policy: Policy[Any]) -> None:
+    x, found = policy.encode(torch.rand(4, *policy.model.pixels)), []
+    for _ in range(2):
+        policy.likelihood(policy.embed(PROMPTS), x, policy.corrupt(x, rows())).sum().backward()
+        found.append({key: p.grad.clone() for key, p in policy.weights.trainable().items() if p.grad is not None})
+        policy.model.net.zero_grad()
+        memory.recompute(policy.model.net)
+    assert [key for key in policy.weights.trainable() if not bool(found[0][key].any())] == []
+    assert all(torch.allclose(g, found[1][key], atol=1e-5) for key, g in found[0].items())
+
+
+def test_pixels_carry_gradients_and_come_back_as_they_were_scaled(policy: Policy[Any]) -> None:
+    x = rows().normal("x", *policy.model.shape).requires_grad_()
+    policy.decode(x).sum().backward()
+    assert x.grad is not None and bool(x.grad.any())
+    model: Any = policy.model
+    raw = model.codec.net.encode(2 * torch.ones(1, *policy.model.pixels)[:, 0] - 1).latent_dist.mode()
+    scaled = policy.encode(torch.ones(1, *policy.model.pixels))[:, 0]
+    assert torch.allclose(scaled, raw * model.codec.net.config.scaling_factor)
+
+
+OBJECTIVES: dict[str, Objective[Any, Any, Any, Any]] = {
+    "draft": RewardGradient(),
+    "alignprop": RewardGradient(through="normal", mean=2.0, spread=1.0),
+    "refl": RewardGradient(through="single", span=(2, 3), threshold=2.0, scale=1e-3),
+    "draft_lv": RewardGradient(through="renoised"),
+    "ddpo": DDPO(),
+    "grpo": GRPO(group=4),
+    "nft": NFT(group=4),
+    "srpo": SRPO(relative=False),
+    "dpo": DPO(beta=2500.0),
+    "likelihood": Likelihood(),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_reaches_the_network(objective: str, policy: Policy[Any]) -> None:
+    chosen = OBJECTIVES[objective]
+    pixels = torch.rand(4, *policy.model.pixels)
+    batch = {
+        PromptBatch: PromptBatch(PROMPTS, ({},) * 4),
+        Pairs: Pairs(PROMPTS, pixels, 1 - pixels),
+        Pictures: Pictures(PROMPTS, pixels),
+    }[chosen.consumes]
+    ctx = toys.context(policy, len(batch), chosen.memory(), spec=Brightness())
+    losses = toys.backward(chosen, ctx, chosen.collect(ctx, batch))
+    assert all(loss.rows.isfinite().all() for loss in losses)
+    moved = sum(p.grad.abs().sum() for p in policy.weights.trainable().values() if p.grad is not None)
+    assert moved > 0
+
+
+def test_the_autoencoder_of_sdxl_never_computes_in_fp16() -> None:
+    model = Sdxl().tiny().load(Placement(dtype=torch.float16))
+    assert model.codec.net.dtype == torch.float32 and model.first.net.dtype == torch.float16
+    x = rows(1).normal("x", *model.shape)
+    plain = model.decode(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.decode(x).equal(plain)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_words_in_bf16_go_with_weights_in_either_precision(name: str, dtype: torch.dtype) -> None:
+    model = SPECS[name].tiny().load(Placement(dtype=torch.bfloat16))
+    model.net.to(dtype)
+    out = model.predict(rows().normal("x", *model.shape), torch.full((4,), 0.5), model.embed(PROMPTS))
+    assert out.dtype == dtype and out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("t", "expected"), [(1.0, 999), (0.982, 981), (0.002, 1), (0.001, 0), (0.0, 0), (0.5005, 499.5)]
+)
+def test_levels_are_counted_as_the_network_was_trained(t: float, expected: float) -> None:
+    assert level(torch.tensor([t])).item() == pytest.approx(expected, abs=1e-3)
+
+
+def test_mistakes_are_sentences(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'width' is 500; expected a multiple of 8 from 8 to 8192"):
+        Sd15(width=500)
+    with pytest.raises(ConfigError, match=r"two text encoders; set model\.type to sdxl"):
+        Sd15(str(folders["sdxl"])).load(Placement())
+    with pytest.raises(ConfigError, match=r"one text encoder; set model\.type to sd15"):
+        Sdxl(str(folders["sd15"])).load(Placement())
+    with pytest.raises(ConfigError, match="expected a folder in diffusers' layout"):
+        Sd15(str(tmp_path)).load(Placement())
+    assert Sd15("no/such").sources == (Source("no/such"),) and Sd15().tiny().sources == ()
+    with pytest.raises(ConfigError, match="`tastemaker download no/such` fetches"):
+        Sd15("no/such").load(Placement())
+    with pytest.raises(ConfigError, match=r"the pictures are 32x24 and the model makes 32x32; set data\.size"):
+        Sd15().tiny().load(Placement()).encode(torch.rand(1, 1, 3, 24, 32))
+    small = Sd15().tiny().load(Placement())
+    save_file(small.net.state_dict(), tmp_path / "sd15.safetensors")
+    with pytest.raises(ConfigError, match="the file's tensors are not of this unet"):
+        Sdxl(str(folders["sdxl"]), unet=str(tmp_path / "sd15.safetensors")).load(Placement())
+    save_file(authors(small.net), tmp_path / "theirs.safetensors")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"lacks 'label_emb.*name a file of the same model"):
+        Sdxl(str(folders["sdxl"]), unet=str(tmp_path / "theirs.safetensors")).load(Placement())
+
+
+def test_the_recipe_for_pairs_takes_them_from_a_file_too(tmp_path: Path) -> None:
+    for name, shade in (("light", 250), ("dark", 5)):
+        Image.new("RGB", (40, 40), (shade, shade, shade)).save(tmp_path / f"{name}.png")
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a light", "chosen": "light.png", "rejected": "dark.png"}\n' * 4)
+    changes = [
+        "objective={type: dpo, beta: 2500}",
+        "rewards={}",
+        f"data={{type: pair_file, path: {tmp_path}/pairs.jsonl, size: 32}}",
+        *("batch={prompts: 4}", "steps=1", "sample.every=0", "guard.every=0", "engine.precision=fp32"),
+    ]
+    run = build(load("dpo-sdxl", changes), tmp_path / "run", tiny=True)
+    assert [event.step for event in train(run) if isinstance(event, Updated)] == [1]
