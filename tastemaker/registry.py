@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-
 MANY = 40  # names that are still read, if none is alike
 
 
