@@ -141,6 +141,6 @@ def fill(net: nn.Module, tensors: Mapping[str, Tensor], name: str | Path, absent
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ConfigError(
             f"the weights '{name!s:.200}' are of another network ('{wrong[0]}'{more} differ); "
-            "name the published file, or one of the same layout"
+            "set the sizes they were trained with, or name other weights"
         )
     net.load_state_dict(dict(tensors), strict=False)

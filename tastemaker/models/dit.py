@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..playground.captions import VOCABULARY
 from ..policy import Process
+from ..pretrained import fill
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
 from . import files, words
@@ -58,9 +59,9 @@ class DitBackbone:
             torch.manual_seed(spec.seed)
             net = spec.net()
         if spec.weights:
-            files.fill(net, files.read(spec.weights)[0], spec.weights)
+            fill(net, files.read(spec.weights)[0], spec.weights)
         elif spec.start:
-            files.fill(net, widened(files.read(spec.start)[0], net), spec.start)
+            fill(net, widened(files.read(spec.start)[0], net), spec.start)
         self.net: nn.Module = net.to(placement.device)
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:

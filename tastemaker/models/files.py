@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..registry import ConfigError
 from .packing import unpack
@@ -62,20 +62,6 @@ def write(
     kept = {key: (x.to(dtype) if x.is_floating_point() else x).detach().cpu() for key, x in tensors.items()}
     save_file({key: x.contiguous().clone() for key, x in kept.items()}, partial, {"config": json.dumps(config)})
     partial.replace(path)
-
-
-def fill(net: nn.Module, tensors: Mapping[str, Tensor], name: str | Path) -> None:
-    """Copy tensors into a network of the same names and shapes."""
-    own = net.state_dict()
-    differ = [key for key in {**own, **tensors} if key not in own or key not in tensors]
-    differ += [key for key in own if key in tensors and own[key].shape != tensors[key].shape]
-    if differ:
-        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
-        raise ConfigError(
-            f"the weights '{name!s:.200}' are of another network ('{differ[0]}'{more} differ); "
-            "set the sizes they were trained with, or name other weights"
-        )
-    net.load_state_dict(dict(tensors))
 
 
 def _open(path: Path) -> tuple[Tensors, dict[str, str]]:

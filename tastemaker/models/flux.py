@@ -14,7 +14,7 @@ from ..policy import Process
 from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
-from .published import TINY, Kit, single
+from .published import TINY, Kit, single, sources
 from .readers import Remembered
 
 DEV = Source("black-forest-labs/FLUX.1-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True)
@@ -163,7 +163,7 @@ class Flux:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return (DEV if self.weights == DEV.hub else Source(self.weights),)
+        return sources(self.weights, DEV)
 
     def load(self, placement: Placement) -> FluxBackbone:
         return FluxBackbone(self, placement)

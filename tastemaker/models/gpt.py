@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..playground.captions import VOCABULARY
 from ..policy import Process
+from ..pretrained import fill
 from ..processes.autoregressive import Autoregressive
 from ..types import Condition, Facts, Placement, Prompts
 from . import files, words
@@ -32,7 +33,7 @@ class GptBackbone:
             torch.manual_seed(spec.seed)
             net = GPT(spec.sizes())
         if spec.weights:
-            files.fill(net, files.read(spec.weights)[0], spec.weights)
+            fill(net, files.read(spec.weights)[0], spec.weights)
         net.factors = net.factors.to(placement.device)
         self.net: nn.Module = net.to(placement.device)
 

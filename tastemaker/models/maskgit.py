@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..playground.captions import VOCABULARY
 from ..policy import Process
+from ..pretrained import fill
 from ..processes.masked import Masked
 from ..types import Condition, Facts, Placement, Prompts
 from . import files, words
@@ -32,7 +33,7 @@ class MaskgitBackbone:
             torch.manual_seed(spec.seed)
             net = MaskGIT(spec.sizes())
         if spec.weights:
-            files.fill(net, files.read(spec.weights)[0], spec.weights)
+            fill(net, files.read(spec.weights)[0], spec.weights)
         self.net: nn.Module = net.to(placement.device)
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:

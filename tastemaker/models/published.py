@@ -21,6 +21,13 @@ from .readers import Letters, Reader, alone
 TINY = "tiny"  # weights that are in no file
 
 
+def sources(name: str, *known: Source) -> tuple[Source, ...]:
+    """Where the weights of that name are to be fetched from, if anywhere; of those known, size and licence are told."""
+    if name == TINY or Path(name).expanduser().exists():
+        return ()
+    return (next((source for source in known if source.hub == name), Source(name)),)
+
+
 class Kit:
     """The parts of a published model by name, each as its config.json says; or small random ones, as `tiny` says.
 

@@ -16,7 +16,7 @@ from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
 from .flux import pack, unpack
-from .published import TINY, Codec, Kit, single
+from .published import TINY, Codec, Kit, single, sources
 from .readers import Reader, Remembered
 
 QWEN = Source("Qwen/Qwen-Image", size="58 GB", licence="Apache-2.0")
@@ -172,7 +172,7 @@ class QwenImage:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return (QWEN,)
+        return sources(self.weights, QWEN)
 
     def load(self, placement: Placement) -> QwenImageBackbone:
         return QwenImageBackbone(self, placement)

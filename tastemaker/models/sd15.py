@@ -6,17 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import Tensor, nn
-from transformers import CLIPTextModel
 
 from ..policy import Process
 from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
-from .published import TINY, Kit
+from .published import TINY, Kit, sources
 from .readers import Remembered
-from .unet import CHANNELS, FACTOR, alike, fitting, level, published, same_size, sided, tensors
+from .unet import CHANNELS, FACTOR, alike, fitting, level, same_size, sided, tensors
 
 SD15 = Source("stable-diffusion-v1-5/stable-diffusion-v1-5", size="5.5 GB", licence="CreativeML OpenRAIL-M")
 LENGTH = 77  # tokens of a prompt that are read
@@ -57,6 +55,9 @@ class Sd15Backbone:
     passes = 1
 
     def __init__(self, spec: Sd15, placement: Placement) -> None:
+        from diffusers import AutoencoderKL, UNet2DConditionModel
+        from transformers import CLIPTextModel
+
         kit = Kit(spec.weights, SD15, SMALL, placement, spec.seed)
         config = kit.config("unet")
         fitting(config, spec.weights, None, "sdxl")
@@ -108,7 +109,7 @@ class Sd15:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return published(self.weights, SD15)
+        return sources(self.weights, SD15)
 
     def load(self, placement: Placement) -> Sd15Backbone:
         return Sd15Backbone(self, placement)

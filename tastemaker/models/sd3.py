@@ -16,7 +16,7 @@ from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..registry import ConfigError
 from ..types import Condition, Facts, Placement, Prompts
-from .published import TINY, Kit, single
+from .published import TINY, Kit, single, sources
 from .readers import Remembered
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
@@ -83,10 +83,11 @@ class Sd3Backbone:
         from diffusers import AutoencoderKL, SD3Transformer2DModel
         from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-        kit = Kit(spec.weights, spec.sources[0], SMALL, placement, spec.seed)
+        source = SOURCES.get(spec.weights, SOURCES[Sd3.weights])
+        kit = Kit(spec.weights, source, SMALL, placement, spec.seed)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
         self.width, self.words = width(kit, spec), spec.words
-        tensors = None if spec.transformer is None else own_layout(single(spec.transformer, spec.sources[0]))
+        tensors = None if spec.transformer is None else own_layout(single(spec.transformer, source))
         net: Any = kit.trained("transformer", SD3Transformer2DModel, tensors)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn."
         net.idle = (f"{last}add_q_proj.", f"{last}norm_added_q.")  # what words ask for at the end is not used
@@ -173,7 +174,7 @@ class Sd3:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return (SOURCES.get(self.weights, SOURCES[Sd3.weights]),)
+        return sources(self.weights, *SOURCES.values())
 
     def load(self, placement: Placement) -> Sd3Backbone:
         return Sd3Backbone(self, placement)

@@ -7,18 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from ..policy import Process
 from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
 from . import sd15
-from .published import TINY, Codec, Kit
+from .published import TINY, Codec, Kit, sources
 from .readers import Remembered
-from .unet import CHANNELS, FACTOR, alike, fitting, level, published, same_size, sided, tensors
+from .unet import CHANNELS, FACTOR, alike, fitting, level, same_size, sided, tensors
 
 SDXL = Source("stabilityai/stable-diffusion-xl-base-1.0", size="14 GB", licence="CreativeML OpenRAIL++-M")
 SMALL: dict[str, dict[str, Any]] = {
@@ -37,6 +35,8 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def autoencoder(spec: Sdxl, kit: Kit, placement: Placement) -> Codec:
     """The published one overflows in fp16 and says so; then it computes in float32, as diffusers has it."""
+    from diffusers import AutoencoderKL
+
     if placement.dtype == torch.float16 and kit.config("vae").get("force_upcast", True):
         kit = Kit(spec.weights, SDXL, SMALL, replace(placement, dtype=torch.float32), spec.seed)
     return kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
@@ -48,6 +48,9 @@ class SdxlBackbone:
     passes = 1
 
     def __init__(self, spec: Sdxl, placement: Placement) -> None:
+        from diffusers import UNet2DConditionModel
+        from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
         kit = Kit(spec.weights, SDXL, SMALL, placement, spec.seed)
         config = kit.config("unet")
         fitting(config, spec.weights, "text_time", "sd15")
@@ -109,7 +112,7 @@ class Sdxl:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return published(self.weights, SDXL)
+        return sources(self.weights, SDXL)
 
     def load(self, placement: Placement) -> SdxlBackbone:
         return SdxlBackbone(self, placement)

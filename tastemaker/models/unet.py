@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from torch import Tensor, nn
 
 from ..pretrained import Source, locate, read
 from ..registry import ConfigError
-from .published import TINY, silence
+from .published import silence
 
 LEVELS = 1000  # that all of them were trained on
 FACTOR = 8  # pixels a side that one latent stands for
@@ -63,13 +61,6 @@ def fitting(config: Mapping[str, Any], name: str, wanted: str | None, other: str
         )
 
 
-def published(name: str, source: Source) -> tuple[Source, ...]:
-    """Where the weights of that name are to be fetched from, if anywhere."""
-    if name == TINY or Path(name).expanduser().exists():
-        return ()
-    return (source if name == source.hub else Source(name),)
-
-
 def tensors(name: str | None, source: Source, config: Mapping[str, Any]) -> dict[str, Tensor] | None:
     """The network in one file, of diffusers' names or the authors', whatever else is in the file; none without one."""
     if name is None:
@@ -79,6 +70,8 @@ def tensors(name: str | None, source: Source, config: Mapping[str, Any]) -> dict
         found = {THEIRS + key: x for key, x in found.items()}
     if not any(key.startswith(THEIRS) for key in found):
         return {key.removeprefix("unet."): x for key, x in found.items()}
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+
     try:
         with silence():
             return dict(convert_ldm_unet_checkpoint(found, dict(config)))  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, NonNegativeFloat
 
+from ..pretrained import fill
 from ..registry import ConfigError
 from ..types import Placement
 from . import files
@@ -33,7 +34,7 @@ class Vae:
             torch.manual_seed(self.seed)
             net = Autoencoder(self.channels, self.width, self.factor, self.noise, self.kl)
         if self.weights:
-            files.fill(net, files.read(self.weights)[0], self.weights)
+            fill(net, files.read(self.weights)[0], self.weights)
         return net.to(placement.device)
 
     def tiny(self) -> Vae:
@@ -55,5 +56,5 @@ def codec(name: str | None, channels: int, factor: int, placement: Placement) ->
             f"model.codec: '{name:.200}' has {found}, the model expects {channels} and {factor}; make them alike"
         )
     net = spec.load(Placement())
-    files.fill(net, tensors, name)
+    fill(net, tensors, name)
     return net.requires_grad_(False).eval().to(placement.device)

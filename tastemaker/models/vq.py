@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, NonNegativeFloat
 
+from ..pretrained import fill
 from ..registry import ConfigError
 from ..types import Placement
 from . import files
@@ -51,7 +52,7 @@ class Vq:
             torch.manual_seed(self.seed)
             net = VQ(self.shape())
         if self.weights:
-            files.fill(net, tolerated(files.read(self.weights)[0]), self.weights)
+            fill(net, tolerated(files.read(self.weights)[0]), self.weights)
         return net.to(placement.device)
 
     def tiny(self) -> Vq:
@@ -73,5 +74,5 @@ def tokenizer(name: str | None, codes: int, side: int, size: int, placement: Pla
         raise ConfigError(
             f"model.codec: '{name:.200}' has {found}, the model expects {codes} of {size // side}; make them alike"
         )
-    files.fill(net, tolerated(tensors), name)
+    fill(net, tolerated(tensors), name)
     return net.requires_grad_(False).eval().to(placement.device)

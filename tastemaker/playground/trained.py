@@ -8,7 +8,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from ..models.files import fill, read, write
+from ..models.files import read, write
+from ..pretrained import fill
 from .art import Style
 
 TINY = "tiny"  # weights that are in no file

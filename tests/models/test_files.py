@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tastemaker.models import files
 from tastemaker.registry import ConfigError
@@ -42,8 +41,3 @@ def test_a_file_of_another_kind_is_a_sentence(tmp_path: Path) -> None:
 def test_a_directory_without_a_checkpoint_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no checkpoint yet"):
         files.read(tmp_path)
-
-
-def test_weights_of_another_network_are_a_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"another network \('weight' differ"):
-        files.fill(nn.Linear(2, 2, bias=False), {"weight": torch.zeros(3, 2)}, "other")
