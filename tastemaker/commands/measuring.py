@@ -20,7 +20,7 @@ from ..bench import results
 from ..bench.cells import Job, Plan, described, shuffled
 from ..bench.results import Result
 from ..config.build import build, shrunk
-from ..config.dump import plain, resolve, settings
+from ..config.dump import plain, settings
 from ..config.registries import SEARCHES
 from ..config.run import RunConfig
 from ..eval.benchmark import Benchmark
@@ -66,7 +66,8 @@ class Bench:
             # Nobody looks at samples while so many runs go on, and each look would cost.
             config = self.plan.config(cell, [*self.overrides, "sample.every=0"])
             process = self.plan.process(self.plan.cells[cell].family)
-            asked = [self.benchmark(cell).fingerprint(), type(process).__name__, settings(process), self.tiny]
+            made = [type(process).__name__, settings(process, terse=True)]
+            asked = [self.benchmark(cell).fingerprint(), *made, self.tiny]
             self._known[cell] = config, asked
         return self._known[cell]
 
@@ -83,14 +84,15 @@ class Bench:
     def based(self, job: Job) -> Job:
         """The same job with the measurement it is compared with: of the same weights, sampled in the same way."""
         config, asked = self._cell(job.cell)
-        told = [asked, plain(config.model, None), plain(config.guidance, None), config.engine.precision]
+        told = [asked, *(plain(x, None, terse=True) for x in (config.model, config.guidance)), config.engine.precision]
         return replace(job, base=f"before-{self.plan.cells[job.cell].family}-{_digest(told)[:6]}")
 
     def fingerprint(self, job: Job) -> str:
         """The same for the same measurement: another recipe, other weights or other questions make another."""
         if job.kind == "before":
             return job.base
-        config = {key: value for key, value in resolve(self.config(job)).items() if key not in directory.ELSEWHERE}
+        told = settings(self.config(job), terse=True)  # so that a key added later changes no fingerprint
+        config = {key: value for key, value in told.items() if key not in directory.ELSEWHERE}
         search = self.plan.cells[job.cell].search
         hunt = [search.judge, search.first] if search else []
         return _digest([self._cell(job.cell)[1], config, job.n, hunt, job.base])

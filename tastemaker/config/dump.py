@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -22,24 +22,31 @@ def dump(config: AnyConfig) -> str:
     return render(resolve(config))
 
 
-def settings(section: Any) -> dict[str, Any]:
-    """The fields of a dataclass, by name."""
+def settings(section: Any, *, terse: bool = False) -> dict[str, Any]:
+    """The fields of a dataclass, by name; tersely, those that differ from their defaults."""
     hints = get_type_hints(type(section))
-    return {f.name: plain(getattr(section, f.name), hints[f.name]) for f in fields(section) if f.init}
+    told = [f for f in fields(section) if f.init and not (terse and getattr(section, f.name) == usual(f))]
+    return {f.name: plain(getattr(section, f.name), hints[f.name], terse=terse) for f in told}
 
 
-def plain(value: Any, hint: Any) -> Any:
+def usual(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def plain(value: Any, hint: Any, *, terse: bool = False) -> Any:
     """A value in the types YAML has; an object whose field leaves its class open says which with `type`."""
     if isinstance(value, RewardConfig):
-        beside = {name: value for name, value in settings(value).items() if name != "spec" and value is not None}
-        return {**plain(value.spec, None), **beside}
+        said = settings(value, terse=terse)
+        beside = {name: value for name, value in said.items() if name != "spec" and value is not None}
+        return {**plain(value.spec, None, terse=terse), **beside}
     if is_dataclass(value):
         closed = type(value) in (hint, *get_args(hint))
-        return settings(value) if closed else {"type": named(type(value)), **settings(value)}
+        said = settings(value, terse=terse)
+        return said if closed else {"type": named(type(value)), **said}
     if isinstance(value, tuple):
-        return [plain(item, get_args(hint)[:1]) for item in value]
+        return [plain(item, get_args(hint)[:1], terse=terse) for item in value]
     if isinstance(value, Mapping):
-        return {key: plain(item, None) for key, item in value.items()}
+        return {key: plain(item, None, terse=terse) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 
