@@ -84,7 +84,7 @@ class Dit:
     """A diffusion transformer that reads the words of the playground; what its output means is the path's affair."""
 
     weights: str | None = None  # a file, a run or a name in the package; at random if not given
-    start: str | None = None  # likewise, of a generator of stills whose weights a new one of clips begins with
+    start: str | None = None  # likewise, of a generator that a new one begins with, one of stills for clips even
     codec: str | None = "playground/vae"  # likewise; without one, latents are coarse pixels
     size: Annotated[int, Field(ge=8, le=1024)] = 64  # pixels a side
     frames: Count = 1
