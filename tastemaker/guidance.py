@@ -53,6 +53,11 @@ def within(t: Tensor, interval: tuple[float, float]) -> Tensor:
     return (t >= interval[0] - 1e-6) & (t <= interval[1] + 1e-6)
 
 
+def unguided(model: Backbone) -> tuple[Backbone, Guidance | None]:
+    """What is guided, and how."""
+    return (model.model, model.guidance) if isinstance(model, Guided | GuidedCausal) else (model, None)
+
+
 class Guided:
     """Guidance by two predictions in one batched call."""
 
@@ -72,6 +77,8 @@ class Guided:
         return embed(self.model, self.guidance, prompts, facts)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        if self.guidance.rollouts_only and torch.is_grad_enabled():
+            return self.model.predict(x, t, split(cond)[0])
         given, without = self.model.predict(torch.cat([x, x]), torch.cat([t, t]), both(cond)).chunk(2)
         return extrapolate(self.guidance, given, without, like(within(t, self.guidance.interval), given))
 
@@ -101,6 +108,8 @@ class GuidedCausal:
         return embed(self.model, self.guidance, prompts, facts)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        if self.guidance.rollouts_only and torch.is_grad_enabled():
+            return self.model.predict(x, t, split(cond)[0])
         given, without = self.model.predict(torch.cat([x, x]), torch.cat([t, t]), both(cond)).chunk(2)
         places = torch.arange(x.shape[1], device=x.device)
         return extrapolate(self.guidance, given, without, self._inside(places)[None, :, None])

@@ -81,6 +81,24 @@ def read_picture(path: Path) -> Tensor:
             return torch.stack([_rgb(frame) for frame in ImageSequence.Iterator(image)])
 
 
+def picture_size(path: Path) -> tuple[int, int]:
+    """Height and width of a file, as it is to be shown, without decoding it if it is a still."""
+    if path.suffix.lower() not in STILLS or not path.is_file():
+        height, width = read_picture(path).shape[-2:]
+        return height, width
+    with _read(str(path)), Image.open(path) as image:
+        turned = image.getexif().get(0x0112, 1) >= 5  # the camera was held upright
+        return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def resized(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Pixels [F, 3, H, W] at another size, by Lanczos' filter."""
+    if pixels.shape[-2:] == (height, width):
+        return pixels
+    frames = [Image.fromarray(frame).resize((width, height), Image.Resampling.LANCZOS) for frame in as_bytes(pixels)]
+    return torch.stack([_rgb(frame) for frame in frames])
+
+
 def from_bytes(data: bytes, name: str, limit: int) -> Tensor:
     """The frames of a still, an animated PNG or a GIF in memory, of at most so many numbers: [F, 3, H, W]."""
     with _read(name), Image.open(BytesIO(data), formats=[*{*STILLS.values(), "GIF"}]) as image:

@@ -45,6 +45,21 @@ class CausalBackbone(Backbone, Protocol):
         """Logits [B, V] of the next token after appending `ids` [B] (None: of the first), and the cache."""
 
 
+@runtime_checkable
+class Sizable(Protocol):
+    """A backbone that can make pictures of another size too, by the same network."""
+
+    def sized(self, height: int, width: int) -> Backbone: ...
+
+
+@runtime_checkable
+class Steered(Protocol):
+    """A backbone whose network is told how strongly the prompt counts, which need not be the same in rollouts."""
+
+    def steered(self, scale: float | None) -> Backbone:
+        """The same network, told so much wherever it is asked; as it is meant to be used if nothing is given."""
+
+
 class ModelSpec(Protocol):
     """What a configuration says of a model; loading makes the backbone."""
 
@@ -101,6 +116,7 @@ class Guidance:
     negative: str = ""
     interval: tuple[float, float] = (0.0, 1.0)  # of t, both ends included; a token k of n is at t = 1 - k/n
     rescale: bool | Literal["token"] = False  # keep the norm of the conditional prediction, per row or last dimension
+    rollouts_only: bool = False  # not where a gradient is wanted: half the cost, and the unguided network learns
 
     def __post_init__(self) -> None:
         if not 0 <= self.interval[0] <= self.interval[1] <= 1:
@@ -120,6 +136,10 @@ class Process(ABC):
     def as_sampled(self) -> Self:
         """The same, recording log-probabilities as they were when sampling rather than scoring once more."""
         return self
+
+    def in_steps(self, steps: int) -> Self:
+        """The same, sampling in so many steps."""
+        raise ValueError(f"{type(self).__name__} takes as many steps as there are tokens; leave 'steps' out")
 
     @abstractmethod
     def calls(self, shape: tuple[int, ...]) -> int:

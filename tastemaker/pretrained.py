@@ -7,7 +7,7 @@ import pickle
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -24,6 +24,13 @@ WHOLE = (
 
 
 HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
+# What the same weights also come as, and what is there to be looked at.
+FOREIGN = {".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite", ".gguf", ".mlmodel", ".xml"}
+FOREIGN |= {".md", ".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"}
+PICKLED = {".bin", ".pt", ".pth", ".ckpt"}  # needless beside safetensors
+VARIANT = re.compile(r"\.(fp16|bf16|fp32|fp8|non_ema|ema)([-.])")  # the same weights, rounded or not averaged
+PIPELINE = "model_index.json"  # of a folder in diffusers' layout
+PART = re.compile(r"(transformer|unet|vae|text_encoder|tokenizer|scheduler|feature_extractor|processor)(_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,27 @@ def _cached(name: str, source: Source) -> Path | None:
         return None
 
 
+def lean(names: Sequence[str]) -> list[str]:
+    """Those of a repository's files that are needed: the weights once, and of a pipeline the parts that are loaded."""
+    paths = [PurePosixPath(name) for name in names]
+    if PIPELINE in names:
+        whole = [path for path in paths if not path.parts[1:] and path.name.startswith((PIPELINE, "LICENSE"))]
+        return [
+            *map(str, whole),
+            *lean([str(path) for path in paths if path.parts[1:] and PART.fullmatch(path.parts[0])]),
+        ]
+    safe = {path.parent for path in paths if path.suffix == ".safetensors" and not VARIANT.search(path.name)}
+    varied = {path.parent for path in paths if path.suffix == ".safetensors"} - safe  # only as a variant
+    return [
+        str(path)
+        for path in paths
+        if path.suffix not in FOREIGN
+        and path.name != ".gitattributes"
+        and not (path.suffix in PICKLED and path.parent in safe | varied)
+        and not (VARIANT.search(path.name) and path.parent in safe)
+    ]
+
+
 def read(path: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint: a file, or a folder that holds one, whole or in shards."""
     if path.is_dir():
@@ -94,7 +122,7 @@ def read(path: Path) -> dict[str, Tensor]:
             return dict(load_file(path))
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} is not a readable safetensors file ({error}); fetch it again") from error
-    return _unwrapped(_unpickled(path), path)
+    return _unwrapped(unpickled(path), path)
 
 
 def _folder(path: Path) -> dict[str, Tensor]:
@@ -107,7 +135,7 @@ def _folder(path: Path) -> dict[str, Tensor]:
     raise ConfigError(f"{path} holds no weights; expected one of {', '.join(WHOLE)}, or shards with their index")
 
 
-def _unpickled(path: Path) -> object:
+def unpickled(path: Path) -> object:
     """What `torch.save` wrote, tensors and plain containers alone."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)

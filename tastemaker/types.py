@@ -62,6 +62,7 @@ class PromptBatch:
 
     prompts: tuple[str, ...]
     facts: tuple[Facts, ...]
+    pictures: Tensor | None = None  # [B, F, 3, H, W] in [0, 1], where the data shows what it asks for
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -156,3 +157,4 @@ class Placement:
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32  # of frozen parts
     attention: str = "auto"
+    trained: torch.dtype | None = None  # of the network that trains; as frozen parts, float32 under fp16, if not given

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from .. import embeddings
 from ..registry import ConfigError
 from ..types import Facts, PromptBatch
 from .order import rows
@@ -50,16 +51,22 @@ class InlinePrompts:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """Prompts in a file: .txt with one a line, .jsonl or .csv with a column `prompt`; other columns become facts."""
+    """Prompts in a file: .txt with one a line, .jsonl or .csv with a column `prompt`; other columns become facts.
+
+    A .json is the list of a folder of embeddings: videos2caption.json of SRPO, or our embeddings.json.
+    """
 
     path: Path
     yields: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        if self.path.suffix not in (".txt", ".jsonl", ".csv"):
+        if self.path.suffix not in (".txt", ".jsonl", ".csv", ".json"):
             raise ValueError(f"'path' is {str(self.path)!r:.60}; expected a file that ends in .txt, .jsonl or .csv")
 
     def load(self, seed: int) -> PromptRows:
+        if self.path.suffix == ".json":
+            embedded = embeddings.prompts(self.path)
+            return PromptRows(tuple(embedded), ({},) * len(embedded), seed)
         if self.path.suffix == ".txt":
             prompts = [line for _, line in lines(self.path)]
             return PromptRows(tuple(prompts), ({},) * len(prompts), seed)

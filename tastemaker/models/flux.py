@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -14,8 +16,10 @@ from ..policy import Process
 from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
+from .layouts import Layout, flux
 from .published import TINY, Kit, single, sources
 from .readers import Remembered
+from .texts import remembered
 
 DEV = Source("black-forest-labs/FLUX.1-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True)
 CHANNELS, FACTOR = 16, 8  # of its autoencoder
@@ -75,45 +79,73 @@ def places(height: int, width: int) -> Tensor:
     return torch.stack([torch.zeros_like(rows), rows, columns], -1).reshape(-1, 3).float()
 
 
+class FluxTexts:
+    """What T5 says of every word of a prompt, and CLIP of the whole."""
+
+    def __init__(self, kit: Kit, words: int) -> None:
+        from transformers import CLIPTextModel, T5EncoderModel
+
+        self.clip = kit.reader("text_encoder", CLIPTextModel, "tokenizer", CLIP_WORDS)
+        self.t5 = kit.reader("text_encoder_2", T5EncoderModel, "tokenizer_2", words)
+
+    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
+        return {"words": self.t5(prompts).last_hidden_state, "pooled": self.clip(prompts).pooler_output}
+
+
 class FluxBackbone:
-    """Denoises [1, 16, h, w] latents; its output is the velocity noise - clean."""
+    """Denoises [1, 16, h, w] latents, of its own size or any other; its output is the velocity noise - clean."""
 
     passes = 1
 
-    def __init__(self, spec: Flux, placement: Placement) -> None:
+    def __init__(self, spec: Flux, placement: Placement, source: Source = DEV) -> None:
         from diffusers import AutoencoderKL, FluxTransformer2DModel
-        from transformers import CLIPTextModel, T5EncoderModel
 
-        kit = Kit(spec.weights, DEV, SMALL, placement, spec.seed)
-        tensors = None if spec.transformer is None else named(single(spec.transformer, DEV))
+        kit = Kit(spec.weights, source, SMALL, placement, spec.seed)
+        tensors = None if spec.transformer is None else named(single(spec.transformer, source))
         self.net: nn.Module = kit.trained("transformer", FluxTransformer2DModel, tensors)
         self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
-        self.clip = kit.reader("text_encoder", CLIPTextModel, "tokenizer", CLIP_WORDS)
-        self.t5 = kit.reader("text_encoder_2", T5EncoderModel, "tokenizer_2", spec.words)
-        self.remembered = Remembered(self._read, placement.device)
+        self.remembered = spec.texts(placement)
         self.spec, self.told = spec, bool(kit.config("transformer").get("guidance_embeds"))
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
         self.places = places(*self.shape[2:]).to(placement.device)
-
-    def _read(self, prompts: list[str]) -> dict[str, Tensor]:
-        return {"words": self.t5(prompts).last_hidden_state, "pooled": self.clip(prompts).pooler_output}
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         return Condition(tuple(prompts), self.remembered(prompts), tuple(facts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        words, pooled = cond.tensors["words"], cond.tensors["pooled"]
+        size = x.shape[3:]
+        where = self.places if size == self.shape[2:] else places(*size).to(x.device)
+        return unpack(self.said(pack(x[:, 0]), where, t, cond), *size)[:, None]
+
+    def said(self, tokens: Tensor, places: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        """The velocity of every token: [B, n, 64]."""
+        dtype = next(self.net.parameters()).dtype  # without autocast, all of them must be alike
+        words, pooled = (cond.tensors[name].to(dtype) for name in ("words", "pooled"))
+        # With it, latents stay exact: the network would round the level to what it is told of them in.
+        exact = torch.is_autocast_enabled(tokens.device.type)
         out: Tensor = self.net(
-            hidden_states=pack(x[:, 0]),
+            hidden_states=tokens if exact else tokens.to(dtype),
             timestep=(t * 1000).floor() / 1000 if self.spec.truncate else t,
             guidance=self._guidance(t),
             encoder_hidden_states=words,
             pooled_projections=pooled,
-            txt_ids=self.places.new_zeros(words.shape[1], 3),
-            img_ids=self.places,
+            txt_ids=places.new_zeros(words.shape[1], 3),
+            img_ids=places,
             return_dict=False,
         )[0]
-        return unpack(out, *self.shape[2:])[:, None]
+        return out
+
+    def sized(self, height: int, width: int) -> FluxBackbone:
+        other = copy(self)
+        other.spec = replace(self.spec, height=height, width=width)
+        other.shape, other.pixels = other.spec.shape, (1, 3, height, width)
+        other.places = places(*other.shape[2:]).to(self.places.device)
+        return other
+
+    def steered(self, scale: float | None) -> FluxBackbone:
+        other = copy(self)
+        other.spec = replace(self.spec, guidance=self.spec.guidance if scale is None else scale, rollout_guidance=None)
+        return other
 
     def _guidance(self, t: Tensor) -> Tensor | None:
         """How strongly the prompt counts, which the network was taught to read; schnell was not."""
@@ -126,7 +158,8 @@ class FluxBackbone:
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
         shown = x if frames is None else x[:, list(frames)]
-        return self.codec.decode(shown.flatten(0, 1)).view(*shown.shape[:2], *self.pixels[1:])
+        pixels = self.codec.decode(shown.flatten(0, 1))
+        return pixels.view(*shown.shape[:2], *pixels.shape[1:])
 
 
 def named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -153,9 +186,11 @@ class Flux:
     words: Annotated[int, Field(ge=1, le=512)] = 512  # tokens a prompt is cut or filled up to; 256 for schnell
     truncate: bool = False  # levels to three digits, as SRPO does
     recompute: bool = True  # the decoder in the backward pass, for a seventh of its memory
+    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
     seed: int = 0
     frames: ClassVar[int] = 1
     suits: ClassVar[type[Process]] = GaussianProcess
+    layout: ClassVar[Layout] = Layout("FluxPipeline", "transformer", "lora_transformer", flux, "flux")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -165,8 +200,14 @@ class Flux:
     def sources(self) -> tuple[Source, ...]:
         return sources(self.weights, DEV)
 
+    def texts(self, placement: Placement) -> Remembered:
+        kit = Kit(self.weights, DEV, SMALL, placement, self.seed)
+        settings = {"model": "flux", "words": self.words}
+        parts = ("text_encoder", "text_encoder_2")
+        return remembered(kit, lambda: FluxTexts(kit, self.words), parts, settings, self.embeddings)
+
     def load(self, placement: Placement) -> FluxBackbone:
         return FluxBackbone(self, placement)
 
     def tiny(self) -> Flux:
-        return replace(self, weights=TINY, transformer=None, height=32, width=32, words=16)
+        return replace(self, weights=TINY, transformer=None, height=32, width=32, words=16, embeddings=None)

@@ -17,15 +17,26 @@ from ..pretrained import Source, locate, read
 from ..registry import ConfigError
 from ..types import Placement
 from .readers import Letters, Reader, alone
+from .sizes import SIZES, Sizes
 
 TINY = "tiny"  # weights that are in no file
+RANDOM = "random"  # likewise, at the published size, or that of `random:ID`: to measure speed and memory by
+AT_ONCE = 1 << 13  # places of latents decoded in one call: a picture of 720x720, or two of 512x512
 
 
 def sources(name: str, *known: Source) -> tuple[Source, ...]:
     """Where the weights of that name are to be fetched from, if anywhere; of those known, size and licence are told."""
-    if name == TINY or Path(name).expanduser().exists():
+    if name == TINY or name.split(":")[0] == RANDOM or Path(name).expanduser().exists():
         return ()
     return (next((source for source in known if source.hub == name), Source(name)),)
+
+
+def sized(name: str, source: Source) -> Sizes:
+    """The sizes of the model that a name as `random:ID` says, or of the usual one."""
+    hub = name.partition(":")[2] or source.hub
+    if hub not in SIZES:
+        raise ConfigError(f"the size of '{hub:.100}' is not known; expected one of {', '.join(SIZES)}")
+    return SIZES[hub]
 
 
 class Kit:
@@ -37,10 +48,12 @@ class Kit:
     def __init__(
         self, name: str, source: Source, tiny: Mapping[str, Mapping[str, Any]], placement: Placement, seed: int = 0
     ) -> None:
-        self.path = None if name == TINY else locate(name, source)
+        self.large = name.split(":")[0] == RANDOM
+        self.path = None if name == TINY or self.large else locate(name, source)
         if self.path is not None and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; expected a folder in diffusers' layout, such as {source.hub}")
-        self.tiny, self.placement, self.seed = tiny, placement, seed
+        self.placement, self.seed = placement, seed
+        self.tiny = sized(name, source) if self.large else tiny
 
     def config(self, part: str) -> dict[str, Any]:
         """The settings of a part, a network or its scheduler."""
@@ -56,10 +69,13 @@ class Kit:
         return told
 
     def trained(self, part: str, kind: Any, tensors: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """The diffusers network that is to be trained, in bf16 if all is, with its own tensors or those given."""
-        dtype = torch.bfloat16 if self.placement.dtype == torch.bfloat16 else torch.float32
-        net: nn.Module = self._diffusers(part, kind, dtype, tensors)
-        return net.to(self.placement.device)
+        """The diffusers network that is to be trained, with its own tensors or those given.
+
+        In the precision its weights will be trained in; where that is not said, in bf16 if all is.
+        """
+        usual = torch.bfloat16 if self.placement.dtype == torch.bfloat16 else torch.float32
+        net: nn.Module = self._diffusers(part, kind, self.placement.trained or usual, tensors)
+        return net if self.large else net.to(self.placement.device)
 
     def autoencoder(self, part: str, kind: Any, *, recompute: bool = True, clips: bool = False) -> Codec:
         """The frozen diffusers autoencoder; `recompute` takes a seventh of the memory, by computing all twice."""
@@ -69,22 +85,25 @@ class Kit:
         return Codec.of(net, net.config, clips=clips)  # with defaults: older files leave the scale out
 
     def reader(self, part: str, kind: Any, tokenizer: str, length: int) -> Reader:
-        """A frozen text encoder of transformers with its tokenizer, prompts cut and filled to `length` tokens."""
+        """A frozen text encoder of transformers with its tokenizer, prompts cut and filled to `length` tokens.
+
+        It waits on the host: beside a network in training there is seldom room for it.
+        """
         with silence():
             if self.path is None:
                 settings = kind.config_class(**self.tiny[part])
-                net = self._random(lambda: kind(settings)).to(self.placement.dtype)
+                net = self._random(lambda: kind(settings), torch.device("cpu"), self.placement.dtype)
                 words: Any = Letters(settings.get_text_config().vocab_size)
             else:
                 net = whole(kind, self.path / part, self.placement.dtype)
                 words = self._tokenizer(self.path / tokenizer)
-        return Reader(self._frozen(net), words, length, self.placement.device)
+        return Reader(net.eval().requires_grad_(False), words, length, self.placement.device)
 
     def _diffusers(self, part: str, kind: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None) -> Any:
         with silence():
             if self.path is None:
-                net = self._random(lambda: kind(**self.tiny[part]))
-                return (net if tensors is None else filled(net, tensors, part)).to(dtype)
+                net = self._random(lambda: kind(**self.tiny[part]), self.placement.device, dtype)
+                return net if tensors is None else filled(net, tensors, part).to(dtype)
             if tensors is None:
                 return whole(kind, self.path / part, dtype)
             from accelerate import init_empty_weights
@@ -102,15 +121,24 @@ class Kit:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} holds no tokenizer; expected a folder in diffusers' layout") from error
 
-    def _random(self, make: Callable[[], Any]) -> Any:
+    def _random(self, make: Callable[[], Any], device: torch.device, dtype: torch.dtype) -> Any:
         """A network that is the same every time, whatever else draws numbers."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return make()
+            if not self.large:
+                return make().to(dtype)
+            # Made where and as it will be: the host would take minutes to fill 12 billion weights in float32.
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                with torch.device(device):
+                    return make()
+            finally:
+                torch.set_default_dtype(before)
 
     def _frozen(self, net: nn.Module) -> Any:
         with silence():  # or diffusers warns of modules to be kept in float32, of which there are none
-            return net.to(self.placement.device).eval().requires_grad_(False)
+            return (net if self.large else net.to(self.placement.device)).eval().requires_grad_(False)
 
 
 def whole(kind: Any, path: Path, dtype: torch.dtype) -> Any:
@@ -187,6 +215,11 @@ class Codec:
         return ((raw[:, :, 0] if self.clips else raw) - self.shift) * self.scale
 
     def decode(self, latents: Tensor) -> Tensor:
+        """Few at a time: each keeps little for its gradient, but the one being computed takes gigabytes."""
+        rows = max(1, AT_ONCE // latents[0, 0].numel())
+        return torch.cat([self._decode(part) for part in torch.split(latents, rows)])
+
+    def _decode(self, latents: Tensor) -> Tensor:
         raw = (latents / self.scale + self.shift).to(self.net.dtype)
         with alone(raw):
             shown: Tensor = self.net.decode(raw[:, :, None] if self.clips else raw, return_dict=False)[0].float()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -11,13 +13,16 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..distributions import like
 from ..policy import Process
 from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
 from .flux import pack, unpack
+from .layouts import Layout, same
 from .published import TINY, Codec, Kit, single, sources
 from .readers import Reader, Remembered
+from .texts import remembered
 
 QWEN = Source("Qwen/Qwen-Image", size="58 GB", licence="Apache-2.0")
 CHANNELS, FACTOR = 16, 8  # of its autoencoder
@@ -67,8 +72,8 @@ SMALL: dict[str, dict[str, Any]] = {
 class Frame:
     """An autoencoder of clips that is given one frame at a time, so without memory of the frames before."""
 
-    def __init__(self, net: Any, recompute: bool) -> None:
-        self.net, self.recompute, self.dtype = net, recompute, net.dtype
+    def __init__(self, net: Any, recompute: bool, stretch: bool) -> None:
+        self.net, self.recompute, self.stretch, self.dtype = net, recompute, stretch, net.dtype
 
     def encode(self, pixels: Tensor) -> Any:
         return self.net.encode(pixels)
@@ -79,11 +84,34 @@ class Frame:
         x = decoder.conv_in(self.net.post_quant_conv(latents))
         for stage in (decoder.mid_block, *decoder.up_blocks):
             x = checkpoint(stage, x, use_reentrant=False) if self.recompute else stage(x)
-        return (decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x))),)
+        shown = decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x)))
+        return (stretched(shown) if self.stretch and torch.is_grad_enabled() else shown,)
+
+
+def stretched(x: Tensor) -> Tensor:
+    """Each picture from its own darkest to its own brightest, -1 to 1."""
+    low, high = x.flatten(1).amin(1), x.flatten(1).amax(1)
+    return 2 * (x - like(low, x)) / like((high - low).clamp(min=1e-6), x) - 1
+
+
+class QwenTexts:
+    """What the language model says of each token of the prompt and after it, and how many those are."""
+
+    def __init__(self, kit: Kit, spec: QwenImage) -> None:
+        # Small random encoders spell, and of the template's many letters there would be no end.
+        self.template, self.before = ("{}", 0) if kit.path is None else (TEMPLATE, BEFORE)
+        self.reader = reader(kit, spec.words + self.before)
+
+    def __call__(self, texts: list[str]) -> dict[str, Tensor]:
+        asked = [self.template.format(text) for text in texts]
+        mask = self.reader.tokens(asked)["attention_mask"]
+        order = (1 - mask).argsort(dim=1, stable=True)[..., None]  # filling last, wherever the tokenizer puts it
+        words = self.reader(asked, masked=True).last_hidden_state * mask[..., None]
+        return {"words": words.take_along_dim(order, 1)[:, self.before :], "lengths": mask.sum(1) - self.before}
 
 
 class QwenImageBackbone:
-    """Denoises packed latents, [tokens, 64]: the velocity at t."""
+    """Denoises rows and columns of packed latents, [h/2, w/2, 64], of its own size or any other: the velocity at t."""
 
     passes = 1
 
@@ -98,21 +126,9 @@ class QwenImageBackbone:
         net.idle = tuple(last + name for name in vain)  # nobody reads the words that leave the last block
         self.net: nn.Module = net
         codec = kit.autoencoder("vae", AutoencoderKLQwenImage, recompute=False, clips=True)
-        self.codec: Codec = replace(codec, net=Frame(codec.net, spec.recompute))
-        # Small random encoders spell, and of the template's many letters there would be no end.
-        self.template, self.before = ("{}", 0) if spec.weights == TINY else (TEMPLATE, BEFORE)
-        self.reader = reader(kit, spec.words + self.before)
-        self.texts = Remembered(self._read, placement.device)
+        self.codec: Codec = replace(codec, net=Frame(codec.net, spec.recompute, spec.stretch))
+        self.texts = spec.texts(placement)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
-        self.latents = (spec.height // FACTOR, spec.width // FACTOR)
-
-    def _read(self, texts: list[str]) -> dict[str, Tensor]:
-        """What the language model says of each token of the prompt and after it, and how many those are."""
-        asked = [self.template.format(text) for text in texts]
-        mask = self.reader.tokens(asked)["attention_mask"]
-        order = (1 - mask).argsort(dim=1, stable=True)[..., None]  # filling last, wherever the tokenizer puts it
-        words = self.reader(asked, masked=True).last_hidden_state * mask[..., None]
-        return {"words": words.take_along_dim(order, 1)[:, self.before :], "lengths": mask.sum(1) - self.before}
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         told = self.texts(prompts)
@@ -125,20 +141,26 @@ class QwenImageBackbone:
         seen = torch.arange(longest) < lengths[:, None]
         dtype = next(self.net.parameters()).dtype  # without autocast, all of them must be alike
         velocity: Tensor = self.net(
-            hidden_states=x.to(dtype),
+            hidden_states=x.flatten(1, 2).to(dtype),
             encoder_hidden_states=cond.tensors["words"][:, :longest].to(dtype),
             encoder_hidden_states_mask=None if bool(seen.all()) else seen.to(x.device),  # none is faster
             timestep=t,
-            img_shapes=[[(1, self.latents[0] // 2, self.latents[1] // 2)]] * len(x),
+            img_shapes=[[(1, x.shape[1], x.shape[2])]] * len(x),
             return_dict=False,
         )[0]
-        return velocity
+        return velocity.view_as(x)
+
+    def sized(self, height: int, width: int) -> QwenImageBackbone:
+        other, side = copy(self), 2 * FACTOR
+        other.shape, other.pixels = (height // side, width // side, 4 * CHANNELS), (1, 3, height, width)
+        return other
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return pack(self.codec.encode(pixels[:, 0]))
+        latents = self.codec.encode(pixels[:, 0])
+        return pack(latents).view(len(latents), latents.shape[2] // 2, latents.shape[3] // 2, -1)
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        shown = self.codec.decode(unpack(x, *self.latents))[:, None]
+        shown = self.codec.decode(unpack(x.flatten(1, 2), 2 * x.shape[1], 2 * x.shape[2]))[:, None]
         return shown if frames is None else shown[:, list(frames)]
 
 
@@ -162,20 +184,29 @@ class QwenImage:
     width: Side = 1328
     words: Annotated[int, Field(ge=1, le=1024)] = 512  # tokens that prompts are cut to
     recompute: bool = True  # the autoencoder's activations when its gradient is asked for
+    stretch: bool = False  # where a gradient is wanted, each picture from its darkest to its brightest, as SRPO does
+    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
     suits: ClassVar[type[Process]] = GaussianProcess
+    layout: ClassVar[Layout] = Layout("QwenImagePipeline", "transformer", "lora_unet", same)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.height * self.width // (2 * FACTOR) ** 2, 4 * CHANNELS
+    def shape(self) -> tuple[int, int, int]:
+        return self.height // (2 * FACTOR), self.width // (2 * FACTOR), 4 * CHANNELS
 
     @property
     def sources(self) -> tuple[Source, ...]:
         return sources(self.weights, QWEN)
 
+    def texts(self, placement: Placement) -> Remembered:
+        kit = Kit(self.weights, QWEN, SMALL, placement, self.seed)
+        settings = {"model": "qwen_image", "words": self.words}
+        return remembered(kit, lambda: QwenTexts(kit, self), ("text_encoder",), settings, self.embeddings)
+
     def load(self, placement: Placement) -> QwenImageBackbone:
         return QwenImageBackbone(self, placement)
 
     def tiny(self) -> QwenImage:
-        return replace(self, weights=TINY, transformer=None, height=32, width=32, words=min(self.words, 32))
+        words = min(self.words, 32)
+        return replace(self, weights=TINY, transformer=None, height=32, width=32, words=words, embeddings=None)

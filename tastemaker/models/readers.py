@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..types import Prompts
+from ..embeddings import Identity, Rows, shelf
+from ..registry import ConfigError
+from ..types import Placement, Prompts
 
 HELD = 1024  # prompts remembered; one of FLUX takes 4 MB of the host's memory
 AT_ONCE = 16  # prompts read in one call
@@ -40,9 +44,22 @@ class Letters:
         return {"input_ids": ids, "attention_mask": mask}
 
 
+@contextmanager
+def lent(net: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within the block a frozen network that waits on the host computes on a device; nothing is copied back."""
+    held = {tensor: tensor.data for tensor in (*net.parameters(), *net.buffers()) if tensor.device != device}
+    try:
+        for tensor, host in held.items():
+            tensor.data = host.to(device)
+        yield
+    finally:
+        for tensor, host in held.items():
+            tensor.data = host
+
+
 @dataclass(frozen=True)
 class Reader:
-    """A text encoder: what its network says of prompts, each of them `length` tokens long."""
+    """A text encoder on the host: what its network says of prompts, each of them `length` tokens long."""
 
     net: Any
     tokenizer: Any
@@ -60,31 +77,75 @@ class Reader:
         """The output as transformers names its parts; `layers` adds hidden_states, `masked` hides the filling."""
         told = self.tokens(prompts)
         mask = told["attention_mask"] if masked else None
-        with alone(told["input_ids"]):
+        with alone(told["input_ids"]), lent(self.net, self.device):
             return self.net(input_ids=told["input_ids"], attention_mask=mask, output_hidden_states=layers)
 
 
 class Remembered:
-    """Embeddings of prompts by name, computed once while a prompt is among the latest; they wait on the host."""
+    """Embeddings of prompts by name, from the shelf or computed once while a prompt is among the latest.
 
-    def __init__(self, read: Read, device: torch.device, most: int = HELD) -> None:
-        self.device, self.most = device, most
-        self._read = read
+    They wait on the host. With a shelf, the encoders are not loaded before a prompt is asked for that is not on it.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Read],
+        placement: Placement,
+        made_by: Identity,
+        embeddings: Path | None,
+    ) -> None:
+        self.placement, self.made_by, self.most = placement, made_by, HELD
+        self.shelf = None if embeddings is None else shelf(embeddings, made_by)
+        self._load = load
+        self._loaded = load() if self.shelf is None else None
         self._held: dict[str, dict[str, Tensor]] = {}  # the latest last
+
+    @property
+    def read(self) -> Any:
+        """Those who read prompts."""
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
 
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]:
         """One row a prompt: [B, ...] by name."""
         rows = {text: self._held.pop(text) for text in dict.fromkeys(prompts) if text in self._held}
+        rows |= self._ready([text for text in dict.fromkeys(prompts) if text not in rows])
         new = [text for text in dict.fromkeys(prompts) if text not in rows]
         for first in range(0, len(new), AT_ONCE):
             rows |= self._fresh(new[first : first + AT_ONCE])
         self._held |= rows
         while len(self._held) > self.most:
             self._held.pop(next(iter(self._held)))
-        return {name: torch.stack([rows[text][name] for text in prompts]).to(self.device) for name in rows[prompts[0]]}
+        where = self.placement.device
+        return {name: torch.stack([rows[text][name] for text in prompts]).to(where) for name in rows[prompts[0]]}
 
-    def _fresh(self, texts: list[str]) -> dict[str, dict[str, Tensor]]:
+    def _ready(self, texts: list[str]) -> Rows:
+        """What is on the shelf, in the precision the encoders would have computed in."""
+        if self.shelf is None:
+            return {}
+        with torch.inference_mode(False):
+            found = self.shelf.take([text for text in texts if text in self.shelf])
+        dtype = self.placement.dtype
+        return {
+            text: {name: x.to(dtype) if x.is_floating_point() else x for name, x in row.items()}
+            for text, row in found.items()
+        }
+
+    def _fresh(self, texts: list[str]) -> Rows:
         # Kept beyond this call, so neither its graph nor the marks of inference mode may stick to them.
         with torch.inference_mode(False), torch.no_grad():
-            told = {name: x.cpu() for name, x in self._read(texts).items()}
+            told = {name: x.cpu() for name, x in self._encoders(texts[0])(texts).items()}
             return {text: {name: x[row].clone() for name, x in told.items()} for row, text in enumerate(texts)}
+
+    def _encoders(self, text: str) -> Read:
+        try:
+            read: Read = self.read
+        except ConfigError as error:
+            if self.shelf is None:
+                raise
+            raise ConfigError(
+                f"the prompt '{text:.60}' is not among the {len(self.shelf)} in {self.shelf.folder}, and no text "
+                f"encoder can be loaded for it ({error}); add it with `tastemaker embed`"
+            ) from error
+        return read

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -12,11 +14,13 @@ from ..policy import Process
 from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
+from .layouts import Layout, blocks
 from .published import TINY, Kit, sources
 from .readers import Remembered
+from .texts import remembered
 from .unet import CHANNELS, FACTOR, alike, fitting, level, same_size, sided, tensors
 
-SD15 = Source("stable-diffusion-v1-5/stable-diffusion-v1-5", size="5.5 GB", licence="CreativeML OpenRAIL-M")
+SD15 = Source("stable-diffusion-v1-5/stable-diffusion-v1-5", size="4.3 GB", licence="CreativeML OpenRAIL-M")
 LENGTH = 77  # tokens of a prompt that are read
 SMALL: dict[str, dict[str, Any]] = {
     "unet": {
@@ -49,6 +53,18 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+class Sd15Texts:
+    """What CLIP says of every word of a prompt."""
+
+    def __init__(self, kit: Kit) -> None:
+        from transformers import CLIPTextModel
+
+        self.clip = kit.reader("text_encoder", CLIPTextModel, "tokenizer", LENGTH)
+
+    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
+        return {"words": self.clip(prompts).last_hidden_state}
+
+
 class Sd15Backbone:
     """Denoises [1, 4, h, w] latents; predicts the noise, or the velocity where it was trained to, as the path says."""
 
@@ -56,19 +72,14 @@ class Sd15Backbone:
 
     def __init__(self, spec: Sd15, placement: Placement) -> None:
         from diffusers import AutoencoderKL, UNet2DConditionModel
-        from transformers import CLIPTextModel
 
         kit = Kit(spec.weights, SD15, SMALL, placement, spec.seed)
         config = kit.config("unet")
         fitting(config, spec.weights, None, "sdxl")
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
-        self.reader = kit.reader("text_encoder", CLIPTextModel, "tokenizer", LENGTH)
-        self.embedded = Remembered(self._read, placement.device)
+        self.embedded = spec.texts(placement)
         self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
         self.net: nn.Module = kit.trained("unet", UNet2DConditionModel, tensors(spec.unet, SD15, config))
-
-    def _read(self, prompts: list[str]) -> Mapping[str, Tensor]:
-        return {"words": self.reader(prompts).last_hidden_state}
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         return Condition(tuple(prompts), self.embedded(prompts), tuple(facts))
@@ -77,6 +88,11 @@ class Sd15Backbone:
         seen, words = alike(self.net, x[:, 0], cond.tensors["words"])
         out: Tensor = self.net(seen, level(t), words, return_dict=False)[0]
         return out[:, None]
+
+    def sized(self, height: int, width: int) -> Sd15Backbone:
+        other = copy(self)
+        other.shape, other.pixels = (1, CHANNELS, height // FACTOR, width // FACTOR), (1, 3, height, width)
+        return other
 
     def encode(self, pixels: Tensor) -> Tensor:
         same_size(pixels, self.pixels)
@@ -96,9 +112,11 @@ class Sd15:
     height: int = 512
     width: int = 512
     recompute: bool = True  # the decoder in the backward pass, for a seventh of its memory
+    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
     suits: ClassVar[type[Process]] = GaussianProcess
+    layout: ClassVar[Layout] = Layout("StableDiffusionPipeline", "unet", "lora_unet", blocks)
 
     def __post_init__(self) -> None:
         sided(self.height, self.width)
@@ -111,8 +129,12 @@ class Sd15:
     def sources(self) -> tuple[Source, ...]:
         return sources(self.weights, SD15)
 
+    def texts(self, placement: Placement) -> Remembered:
+        kit = Kit(self.weights, SD15, SMALL, placement, self.seed)
+        return remembered(kit, lambda: Sd15Texts(kit), ("text_encoder",), {"model": "sd15"}, self.embeddings)
+
     def load(self, placement: Placement) -> Sd15Backbone:
         return Sd15Backbone(self, placement)
 
     def tiny(self) -> Sd15:
-        return replace(self, weights=TINY, unet=None, height=32, width=32)
+        return replace(self, weights=TINY, unet=None, height=32, width=32, embeddings=None)

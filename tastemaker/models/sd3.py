@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -16,8 +18,10 @@ from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..registry import ConfigError
 from ..types import Condition, Facts, Placement, Prompts
+from .layouts import Layout, sd3
 from .published import TINY, Kit, single, sources
 from .readers import Remembered
+from .texts import remembered
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
 LICENCE = "under Stability AI's community licence"
@@ -74,34 +78,20 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-class Sd3Backbone:
-    """Denoises [1, 16, h, w] latents: the velocity at 1000 t, as the network counts time."""
+class Sd3Texts:
+    """Words of both CLIPs side by side, then those of T5: [B, 77 + words, width]; and CLIP's sum of them."""
 
-    passes = 1
-
-    def __init__(self, spec: Sd3, placement: Placement) -> None:
-        from diffusers import AutoencoderKL, SD3Transformer2DModel
+    def __init__(self, kit: Kit, spec: Sd3) -> None:
         from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-        source = SOURCES.get(spec.weights, SOURCES[Sd3.weights])
-        kit = Kit(spec.weights, source, SMALL, placement, spec.seed)
-        self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
-        self.width, self.words = width(kit, spec), spec.words
-        tensors = None if spec.transformer is None else own_layout(single(spec.transformer, source))
-        net: Any = kit.trained("transformer", SD3Transformer2DModel, tensors)
-        last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn."
-        net.idle = (f"{last}add_q_proj.", f"{last}norm_added_q.")  # what words ask for at the end is not used
-        self.net: nn.Module = net
-        self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
+        self.width, self.words = int(kit.config("transformer")["joint_attention_dim"]), spec.words
         self.clips = [
             kit.reader(f"text_encoder{number}", CLIPTextModelWithProjection, f"tokenizer{number}", CLIP_WORDS)
             for number in ("", "_2")
         ]
         self.t5 = kit.reader("text_encoder_3", T5EncoderModel, "tokenizer_3", spec.words) if spec.t5 else None
-        self.texts = Remembered(self._read, placement.device)
 
-    def _read(self, texts: list[str]) -> dict[str, Tensor]:
-        """Words of both CLIPs side by side, then those of T5: [B, 77 + words, width]; and CLIP's sum of them."""
+    def __call__(self, texts: list[str]) -> dict[str, Tensor]:
         told = [reader(texts, layers=True) for reader in self.clips]
         short = torch.cat([out.hidden_states[-2] for out in told], -1)
         long = short.new_zeros(len(texts), self.words, self.width)  # what the network was trained to do without T5
@@ -109,6 +99,27 @@ class Sd3Backbone:
             long = self.t5(texts).last_hidden_state
         words = torch.cat([F.pad(short, (0, self.width - short.shape[-1])), long], 1)
         return {"words": words, "pooled": torch.cat([out.text_embeds for out in told], -1)}
+
+
+class Sd3Backbone:
+    """Denoises [1, 16, h, w] latents of any size: the velocity at 1000 t, as the network counts time."""
+
+    passes = 1
+
+    def __init__(self, spec: Sd3, placement: Placement) -> None:
+        from diffusers import AutoencoderKL, SD3Transformer2DModel
+
+        source = SOURCES.get(spec.weights, SOURCES[Sd3.weights])
+        kit = Kit(spec.weights, source, SMALL, placement, spec.seed)
+        self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
+        fitting(kit, spec)
+        tensors = None if spec.transformer is None else own_layout(single(spec.transformer, source))
+        net: Any = kit.trained("transformer", SD3Transformer2DModel, tensors)
+        last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn."
+        net.idle = (f"{last}add_q_proj.", f"{last}norm_added_q.")  # what words ask for at the end is not used
+        self.net: nn.Module = net
+        self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
+        self.texts = spec.texts(placement)
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         return Condition(tuple(prompts), self.texts(prompts), tuple(facts))
@@ -124,23 +135,27 @@ class Sd3Backbone:
         )[0]
         return velocity[:, None]
 
+    def sized(self, height: int, width: int) -> Sd3Backbone:
+        other = copy(self)
+        other.shape, other.pixels = (1, CHANNELS, height // FACTOR, width // FACTOR), (1, 3, height, width)
+        return other
+
     def encode(self, pixels: Tensor) -> Tensor:
         return self.codec.encode(pixels[:, 0])[:, None]
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
         shown = x if frames is None else x[:, list(frames)]
-        return self.codec.decode(shown.flatten(0, 1)).view(*shown.shape[:2], *self.pixels[1:])
+        pixels = self.codec.decode(shown.flatten(0, 1))
+        return pixels.view(*shown.shape[:2], *pixels.shape[1:])
 
 
-def width(kit: Kit, spec: Sd3) -> int:
-    """Of the words the transformer reads, whose table of places must be large enough for the picture."""
-    config = kit.config("transformer")
-    places = int(config["pos_embed_max_size"])
+def fitting(kit: Kit, spec: Sd3) -> None:
+    """Refuse pictures that the transformer's table of places is too small for."""
+    places = int(kit.config("transformer")["pos_embed_max_size"])
     longest = max(spec.height, spec.width) // (FACTOR * PATCH)
     if longest > places:
         most = places * FACTOR * PATCH
         raise ConfigError(f"model: pictures of {spec.height}x{spec.width} are too large for it; ask for {most} at most")
-    return int(config["joint_attention_dim"])
 
 
 def own_layout(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -164,9 +179,11 @@ class Sd3:
     words: Annotated[int, Field(ge=1, le=512)] = 256  # tokens T5 cuts and fills prompts to; those of CLIP are 77
     t5: bool = True  # without, its words are zeros: 9.5 GB less, and prompts are read less closely
     recompute: bool = True  # the autoencoder's activations when its gradient is asked for
+    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
     suits: ClassVar[type[Process]] = GaussianProcess
+    layout: ClassVar[Layout] = Layout("StableDiffusion3Pipeline", "transformer", "lora_transformer", sd3)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -176,8 +193,15 @@ class Sd3:
     def sources(self) -> tuple[Source, ...]:
         return sources(self.weights, *SOURCES.values())
 
+    def texts(self, placement: Placement) -> Remembered:
+        kit = Kit(self.weights, SOURCES.get(self.weights, SOURCES[Sd3.weights]), SMALL, placement, self.seed)
+        settings = {"model": "sd3", "words": self.words, "t5": self.t5}
+        parts = ("text_encoder", "text_encoder_2", "text_encoder_3")
+        return remembered(kit, lambda: Sd3Texts(kit, self), parts, settings, self.embeddings)
+
     def load(self, placement: Placement) -> Sd3Backbone:
         return Sd3Backbone(self, placement)
 
     def tiny(self) -> Sd3:
-        return replace(self, weights=TINY, transformer=None, height=32, width=32, words=min(self.words, 16))
+        words = min(self.words, 16)
+        return replace(self, weights=TINY, transformer=None, height=32, width=32, words=words, embeddings=None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,8 +16,10 @@ from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
 from . import sd15
+from .layouts import Layout, blocks
 from .published import TINY, Codec, Kit, sources
 from .readers import Remembered
+from .texts import remembered
 from .unet import CHANNELS, FACTOR, alike, fitting, level, same_size, sided, tensors
 
 SDXL = Source("stabilityai/stable-diffusion-xl-base-1.0", size="14 GB", licence="CreativeML OpenRAIL++-M")
@@ -42,6 +46,23 @@ def autoencoder(spec: Sdxl, kit: Kit, placement: Placement) -> Codec:
     return kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
 
 
+class SdxlTexts:
+    """The last layer but one of both encoders, side by side, and the second's summary."""
+
+    def __init__(self, kit: Kit, empty: str) -> None:
+        from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+        self.empty = empty
+        self.first = kit.reader("text_encoder", CLIPTextModel, "tokenizer", sd15.LENGTH)
+        self.second = kit.reader("text_encoder_2", CLIPTextModelWithProjection, "tokenizer_2", sd15.LENGTH)
+
+    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
+        first, second = self.first(prompts, layers=True), self.second(prompts, layers=True)
+        words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
+        said = torch.tensor([self.empty == "words" or prompt != "" for prompt in prompts], device=words.device)
+        return {"words": words * said[:, None, None], "summary": second.text_embeds * said[:, None]}
+
+
 class SdxlBackbone:
     """Denoises [1, 4, h, w] latents; predicts the noise, or the velocity where it was trained to, as the path says."""
 
@@ -49,27 +70,17 @@ class SdxlBackbone:
 
     def __init__(self, spec: Sdxl, placement: Placement) -> None:
         from diffusers import UNet2DConditionModel
-        from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
         kit = Kit(spec.weights, SDXL, SMALL, placement, spec.seed)
         config = kit.config("unet")
         fitting(config, spec.weights, "text_time", "sd15")
-        self.empty, self.shape, self.pixels = spec.empty, spec.shape, (1, 3, spec.height, spec.width)
+        self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
         # The size it was before it was cut, where it was cut, and the size it is: all of a picture that was not cut.
         size = (spec.height, spec.width)
         self.told = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=placement.device)
-        self.first = kit.reader("text_encoder", CLIPTextModel, "tokenizer", sd15.LENGTH)
-        self.second = kit.reader("text_encoder_2", CLIPTextModelWithProjection, "tokenizer_2", sd15.LENGTH)
-        self.embedded = Remembered(self._read, placement.device)
+        self.embedded = spec.texts(placement)
         self.codec = autoencoder(spec, kit, placement)
         self.net: nn.Module = kit.trained("unet", UNet2DConditionModel, tensors(spec.unet, SDXL, config))
-
-    def _read(self, prompts: list[str]) -> Mapping[str, Tensor]:
-        """The last layer but one of both, side by side, and the second's summary."""
-        first, second = self.first(prompts, layers=True), self.second(prompts, layers=True)
-        words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
-        said = torch.tensor([self.empty == "words" or prompt != "" for prompt in prompts], device=words.device)
-        return {"words": words * said[:, None, None], "summary": second.text_embeds * said[:, None]}
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         return Condition(tuple(prompts), self.embedded(prompts), tuple(facts))
@@ -79,6 +90,13 @@ class SdxlBackbone:
         added = {"text_embeds": summary, "time_ids": self.told.expand(len(x), -1)}
         out: Tensor = self.net(seen, level(t), words, added_cond_kwargs=added, return_dict=False)[0]
         return out[:, None]
+
+    def sized(self, height: int, width: int) -> SdxlBackbone:
+        other = copy(self)
+        other.shape, other.pixels = (1, CHANNELS, height // FACTOR, width // FACTOR), (1, 3, height, width)
+        size = (height, width)
+        other.told = self.told.new_tensor([*size, 0, 0, *size])
+        return other
 
     def encode(self, pixels: Tensor) -> Tensor:
         same_size(pixels, self.pixels)
@@ -99,9 +117,11 @@ class Sdxl:
     width: int = 1024
     empty: Literal["zeros", "words"] = "zeros"  # what the empty prompt is read as
     recompute: bool = True  # the decoder in the backward pass, for a seventh of its memory
+    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
     suits: ClassVar[type[Process]] = GaussianProcess
+    layout: ClassVar[Layout] = Layout("StableDiffusionXLPipeline", "unet", "lora_unet", blocks)
 
     def __post_init__(self) -> None:
         sided(self.height, self.width)
@@ -114,8 +134,14 @@ class Sdxl:
     def sources(self) -> tuple[Source, ...]:
         return sources(self.weights, SDXL)
 
+    def texts(self, placement: Placement) -> Remembered:
+        kit = Kit(self.weights, SDXL, SMALL, placement, self.seed)
+        settings = {"model": "sdxl", "empty": self.empty}
+        parts = ("text_encoder", "text_encoder_2")
+        return remembered(kit, lambda: SdxlTexts(kit, self.empty), parts, settings, self.embeddings)
+
     def load(self, placement: Placement) -> SdxlBackbone:
         return SdxlBackbone(self, placement)
 
     def tiny(self) -> Sdxl:
-        return replace(self, weights=TINY, unet=None, height=32, width=32)
+        return replace(self, weights=TINY, unet=None, height=32, width=32, embeddings=None)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -71,6 +71,10 @@ class GaussianProcess(Process):
     @property
     def chance(self) -> bool:
         return self.dynamics.chance
+
+    def in_steps(self, steps: int) -> Self:
+        """A window is of steps of a certain length, so of others there is none: all are taken alike."""
+        return replace(self, steps=steps, window=None, dynamics=Ode() if self.window else self.dynamics)
 
     def calls(self, shape: tuple[int, ...]) -> int:
         return self.steps

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class Masked(Process):
         if not (1 <= self.steps <= 10_000 and self.temperature >= 0 and self.exponent > 0):
             found = f"steps {self.steps}, temperature {self.temperature}, exponent {self.exponent}"
             raise ValueError(f"found {found}; expected 1 to 10000 steps, temperature of at least 0, exponent above 0")
+
+    def in_steps(self, steps: int) -> Self:
+        return replace(self, steps=steps)
 
     def calls(self, shape: tuple[int, ...]) -> int:
         return self.steps

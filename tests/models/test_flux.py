@@ -104,7 +104,8 @@ def test_every_tensor_learns_and_nothing_else(policy: Policy[Any]) -> None:
     policy.likelihood(policy.embed(PROMPTS), x, policy.corrupt(x, rows())).sum().backward()
     assert [key for key, p in policy.weights.trainable().items() if p.grad is None or not bool(p.grad.any())] == []
     model: Any = policy.model
-    assert not [p for part in (model.codec, model.clip, model.t5) for p in part.net.parameters() if p.requires_grad]
+    read = model.remembered.read
+    assert not [p for part in (model.codec, read.clip, read.t5) for p in part.net.parameters() if p.requires_grad]
 
 
 def test_the_decoder_computed_again_has_the_same_slope() -> None:
@@ -120,7 +121,7 @@ def test_the_decoder_computed_again_has_the_same_slope() -> None:
 def test_each_prompt_is_read_once(policy: Policy[Any]) -> None:
     model: Any = policy.model
     read: list[int] = []
-    model.t5.net.register_forward_hook(lambda *_: read.append(1))
+    model.remembered.read.t5.net.register_forward_hook(lambda *_: read.append(1))
     first = policy.embed(PROMPTS)
     again = policy.embed([PROMPTS[2], PROMPTS[0], PROMPTS[0]])
     assert len(read) == 1

@@ -105,16 +105,17 @@ def test_samples_are_those_of_the_published_pipeline(
     asked = {"height": 64, "width": 32, "num_inference_steps": 4, "max_sequence_length": words}
     asked |= {"negative_prompt": negative, "true_cfg_scale": 4.0 if guidance else 1.0}
     with silence():
-        latents = theirs(PROMPTS, latents=made.start, output_type="latent", **asked).images
-        pixels = theirs(PROMPTS, latents=made.start, output_type="pt", **asked).images
-    assert (made.final - latents).abs().max() <= 1e-5
+        start = made.start.flatten(1, 2)
+        latents = theirs(PROMPTS, latents=start, output_type="latent", **asked).images
+        pixels = theirs(PROMPTS, latents=start, output_type="pt", **asked).images
+    assert (made.final.flatten(1, 2) - latents).abs().max() <= 1e-5
     assert (policy.decode(made.final)[:, 0] - pixels).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(("height", "width", "shift"), [(1328, 1328, 2.3033), (1024, 1024, 2.0007), (720, 720, 1.8026)])
 def test_levels_are_those_of_the_published_scheduler(height: int, width: int, shift: float) -> None:
     theirs = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
-    tokens = QwenImage(height=height, width=width).shape[0]
+    tokens = math.prod(QwenImage(height=height, width=width).shape[:2])
     ours = published(tokens)
     assert round(ours.shift, 4) == pytest.approx(shift, abs=1e-4)
     for steps in (2, 10, 50):
@@ -146,7 +147,7 @@ def test_a_row_is_the_same_whatever_is_beside_it(policy: Policy[Any]) -> None:
 
 
 def test_prompts_change_the_prediction(policy: Policy[Any]) -> None:
-    x = rows(1).normal("x", *policy.model.shape).expand(2, -1, -1)
+    x = rows(1).normal("x", *policy.model.shape).expand(2, -1, -1, -1)
     out = policy.model.predict(x, torch.full((2,), 0.5), policy.embed(PROMPTS))
     assert not torch.allclose(out[0], out[1], atol=1e-5)
 
@@ -159,7 +160,7 @@ def test_encoding_goes_back_by_the_published_mean_and_spread(pipeline: tuple[Any
     with torch.no_grad():
         raw = theirs.vae.encode(2 * pixels[:, 0, :, None] - 1).latent_dist.mode()[:, :, 0]
     packed = theirs._pack_latents((raw - mean) / spread, 2, 16, 8, 4)
-    torch.testing.assert_close(model.encode(pixels), packed, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.encode(pixels).flatten(1, 2), packed, rtol=1e-5, atol=1e-5)
 
 
 def test_the_picture_sends_its_gradient_back_with_and_without_recomputation() -> None:

@@ -314,7 +314,7 @@ def test_every_objective_reaches_the_network(objective: str, policy: Policy[Any]
 
 def test_the_autoencoder_of_sdxl_never_computes_in_fp16() -> None:
     model = Sdxl().tiny().load(Placement(dtype=torch.float16))
-    assert model.codec.net.dtype == torch.float32 and model.first.net.dtype == torch.float16
+    assert model.codec.net.dtype == torch.float32 and model.embedded.read.first.net.dtype == torch.float16
     x = rows(1).normal("x", *model.shape)
     plain = model.decode(x)
     with torch.autocast("cpu", torch.bfloat16):

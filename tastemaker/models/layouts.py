@@ -1,0 +1,167 @@
+"""How the world outside knows a published model: its pipeline, its part that trains, its authors' names of tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+Rules = tuple[tuple[str, str], ...]  # beginnings of diffusers' names and what the authors have in their place
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a model is called by others."""
+
+    pipeline: str  # diffusers' class
+    part: str  # of the pipeline, that trains
+    adapters: str  # what ComfyUI wants before the names of adapters
+    authors: Callable[[Tensors, Mapping[str, Any]], Tensors]  # from diffusers' names and configuration to theirs
+    workflow: str = ""  # the kind of ComfyUI workflow that uses it, if one is known
+
+
+@runtime_checkable
+class Outside(Protocol):
+    """A spec whose model is known outside."""
+
+    @property
+    def weights(self) -> str: ...
+    @property
+    def layout(self) -> Layout: ...
+
+
+def gathered(tensors: Mapping[str, Tensor], rules: Rules) -> Tensors:
+    """Tensors under other names; what gets one name is put end to end, in the order of the rules."""
+    pieces: dict[str, dict[int, Tensor]] = {}
+    for key, x in tensors.items():
+        place, name = _renamed(key, rules)
+        pieces.setdefault(name, {})[place] = x
+    return {
+        name: torch.cat([found[place] for place in sorted(found)]) if len(found) > 1 else next(iter(found.values()))
+        for name, found in pieces.items()
+    }
+
+
+def _renamed(key: str, rules: Rules) -> tuple[int, str]:
+    for place, (ours, theirs) in enumerate(rules):
+        name, count = re.subn(f"^{ours}", theirs, key)
+        if count:
+            return place, name
+    raise ValueError(f"the authors of this network have no name for '{key}'; export it in diffusers' layout")
+
+
+def swapped(x: Tensor) -> Tensor:
+    """Both halves the other way round: diffusers keeps scale before shift, the authors after it."""
+    return torch.cat([*reversed(x.chunk(2))])
+
+
+def same(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """For authors who publish under diffusers' names."""
+    return tensors
+
+
+LINEAR = (("linear_1", "in_layer"), ("linear_2", "out_layer"))
+DOUBLE, SINGLE, JOINT = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\.", "joint_blocks"
+FLUX: Rules = (
+    *((rf"time_text_embed\.timestep_embedder\.{a}\.", f"time_in.{b}.") for a, b in LINEAR),
+    *((rf"time_text_embed\.text_embedder\.{a}\.", f"vector_in.{b}.") for a, b in LINEAR),
+    *((rf"time_text_embed\.guidance_embedder\.{a}\.", f"guidance_in.{b}.") for a, b in LINEAR),
+    (r"context_embedder\.", "txt_in."),
+    (r"x_embedder\.", "img_in."),
+    (rf"{DOUBLE}norm1\.linear\.", r"double_blocks.\1.img_mod.lin."),
+    (rf"{DOUBLE}norm1_context\.linear\.", r"double_blocks.\1.txt_mod.lin."),
+    *((rf"{DOUBLE}attn\.to_{x}\.", r"double_blocks.\1.img_attn.qkv.") for x in "qkv"),
+    *((rf"{DOUBLE}attn\.add_{x}_proj\.", r"double_blocks.\1.txt_attn.qkv.") for x in "qkv"),
+    (rf"{DOUBLE}attn\.norm_q\.weight", r"double_blocks.\1.img_attn.norm.query_norm.scale"),
+    (rf"{DOUBLE}attn\.norm_k\.weight", r"double_blocks.\1.img_attn.norm.key_norm.scale"),
+    (rf"{DOUBLE}attn\.norm_added_q\.weight", r"double_blocks.\1.txt_attn.norm.query_norm.scale"),
+    (rf"{DOUBLE}attn\.norm_added_k\.weight", r"double_blocks.\1.txt_attn.norm.key_norm.scale"),
+    (rf"{DOUBLE}attn\.to_out\.0\.", r"double_blocks.\1.img_attn.proj."),
+    (rf"{DOUBLE}attn\.to_add_out\.", r"double_blocks.\1.txt_attn.proj."),
+    (rf"{DOUBLE}ff\.net\.0\.proj\.", r"double_blocks.\1.img_mlp.0."),
+    (rf"{DOUBLE}ff\.net\.2\.", r"double_blocks.\1.img_mlp.2."),
+    (rf"{DOUBLE}ff_context\.net\.0\.proj\.", r"double_blocks.\1.txt_mlp.0."),
+    (rf"{DOUBLE}ff_context\.net\.2\.", r"double_blocks.\1.txt_mlp.2."),
+    (rf"{SINGLE}norm\.linear\.", r"single_blocks.\1.modulation.lin."),
+    *((rf"{SINGLE}attn\.to_{x}\.", r"single_blocks.\1.linear1.") for x in "qkv"),
+    (rf"{SINGLE}proj_mlp\.", r"single_blocks.\1.linear1."),
+    (rf"{SINGLE}attn\.norm_q\.weight", r"single_blocks.\1.norm.query_norm.scale"),
+    (rf"{SINGLE}attn\.norm_k\.weight", r"single_blocks.\1.norm.key_norm.scale"),
+    (rf"{SINGLE}proj_out\.", r"single_blocks.\1.linear2."),
+    (r"proj_out\.", "final_layer.linear."),
+    (r"norm_out\.linear\.", "final_layer.adaLN_modulation.1."),
+)
+PERCEPTRON = (("linear_1", "mlp.0"), ("linear_2", "mlp.2"))
+SIDES = (("", "x_block"), ("_context", "context_block"))
+SD3: Rules = (
+    (r"pos_embed\.pos_embed", "pos_embed"),
+    (r"pos_embed\.proj\.", "x_embedder.proj."),
+    *((rf"time_text_embed\.timestep_embedder\.{a}\.", f"t_embedder.{b}.") for a, b in PERCEPTRON),
+    *((rf"time_text_embed\.text_embedder\.{a}\.", f"y_embedder.{b}.") for a, b in PERCEPTRON),
+    (r"context_embedder\.", "context_embedder."),
+    *((rf"{DOUBLE}attn\.to_{x}\.", rf"{JOINT}.\1.x_block.attn.qkv.") for x in "qkv"),
+    *((rf"{DOUBLE}attn\.add_{x}_proj\.", rf"{JOINT}.\1.context_block.attn.qkv.") for x in "qkv"),
+    *((rf"{DOUBLE}attn2\.to_{x}\.", rf"{JOINT}.\1.x_block.attn2.qkv.") for x in "qkv"),
+    *((rf"{DOUBLE}attn(2?)\.norm_{x}\.", rf"{JOINT}.\1.x_block.attn\2.ln_{x}.") for x in "qk"),
+    *((rf"{DOUBLE}attn\.norm_added_{x}\.", rf"{JOINT}.\1.context_block.attn.ln_{x}.") for x in "qk"),
+    (rf"{DOUBLE}attn(2?)\.to_out\.0\.", rf"{JOINT}.\1.x_block.attn\2.proj."),
+    (rf"{DOUBLE}attn\.to_add_out\.", rf"{JOINT}.\1.context_block.attn.proj."),
+    *((rf"{DOUBLE}norm1{a}\.linear\.", rf"{JOINT}.\1.{b}.adaLN_modulation.1.") for a, b in SIDES),
+    *((rf"{DOUBLE}ff{a}\.net\.0\.proj\.", rf"{JOINT}.\1.{b}.mlp.fc1.") for a, b in SIDES),
+    *((rf"{DOUBLE}ff{a}\.net\.2\.", rf"{JOINT}.\1.{b}.mlp.fc2.") for a, b in SIDES),
+    (r"proj_out\.", "final_layer.linear."),
+    (r"norm_out\.linear\.", "final_layer.adaLN_modulation.1."),
+)
+INNER = (
+    ("norm1", "in_layers.0"),
+    ("conv1", "in_layers.2"),
+    ("time_emb_proj", "emb_layers.1"),
+    ("norm2", "out_layers.0"),
+    ("conv2", "out_layers.3"),
+    ("conv_shortcut", "skip_connection"),
+)  # of a residual block
+
+
+def flux(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """As Black Forest Labs publish it."""
+    ends = {key: swapped(x) for key, x in tensors.items() if key.startswith("norm_out.linear.")}
+    return gathered({**tensors, **ends}, FLUX)
+
+
+def sd3(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """As Stability AI publish it; the words leave the last block by a norm like the one at the end."""
+    ends = ("norm_out.linear.", f"transformer_blocks.{config['num_layers'] - 1}.norm1_context.linear.")
+    return gathered({**tensors, **{key: swapped(x) for key, x in tensors.items() if key.startswith(ends)}}, SD3)
+
+
+def blocks(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """As the authors of Stable Diffusion publish it: blocks counted through."""
+    layers, attended = int(config["layers_per_block"]), [kind.startswith("Cross") for kind in config["up_block_types"]]
+    rules = [
+        *((rf"time_embedding\.linear_{n + 1}\.", f"time_embed.{2 * n}.") for n in (0, 1)),
+        *((rf"add_embedding\.linear_{n + 1}\.", f"label_emb.0.{2 * n}.") for n in (0, 1)),
+        (r"conv_in\.", "input_blocks.0.0."),
+        (r"conv_norm_out\.", "out.0."),
+        (r"conv_out\.", "out.2."),
+        *_residual(r"mid_block\.resnets\.0", "middle_block.0"),
+        (r"mid_block\.attentions\.0\.", "middle_block.1."),
+        *_residual(r"mid_block\.resnets\.1", "middle_block.2"),
+    ]
+    for i, words in enumerate(attended):
+        first, up = i * (layers + 1), f"output_blocks.{i * (layers + 1) + layers}"
+        rules += [(rf"down_blocks\.{i}\.downsamplers\.0\.conv\.", f"input_blocks.{first + layers + 1}.0.op.")]
+        rules += [(rf"up_blocks\.{i}\.upsamplers\.0\.conv\.", f"{up}.{2 if words else 1}.conv.")]
+        for j in range(layers + 1):
+            for ours, theirs in (("down", f"input_blocks.{first + j + 1}"), ("up", f"output_blocks.{first + j}")):
+                rules += _residual(rf"{ours}_blocks\.{i}\.resnets\.{j}", f"{theirs}.0")
+                rules += [(rf"{ours}_blocks\.{i}\.attentions\.{j}\.", f"{theirs}.1.")]
+    return gathered(tensors, tuple(rules))
+
+
+def _residual(ours: str, theirs: str) -> list[tuple[str, str]]:
+    return [(rf"{ours}\.{a}\.", f"{theirs}.{b}.") for a, b in INNER]

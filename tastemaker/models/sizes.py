@@ -1,0 +1,147 @@
+"""How large the published generators are: what their config.json files say, for those who have not fetched them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Sizes = dict[str, dict[str, Any]]
+
+CLIP_L = {
+    "vocab_size": 49408,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "projection_dim": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "eos_token_id": 2,
+}
+CLIP_G = {
+    **CLIP_L,
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "projection_dim": 1280,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "hidden_act": "gelu",
+}
+T5_XXL = {
+    "vocab_size": 32128,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
+VAE = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+OLD_VAE = {**VAE, "latent_channels": 4, "use_quant_conv": True, "use_post_quant_conv": True}
+FLUX_DEV: Sizes = {
+    "transformer": {
+        "in_channels": 64,
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 768,
+        "guidance_embeds": True,
+        "axes_dims_rope": (16, 56, 56),
+    },
+    "vae": {**VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159},
+    "text_encoder": CLIP_L,
+    "text_encoder_2": T5_XXL,
+}
+SD35_MEDIUM: Sizes = {
+    "transformer": {
+        "sample_size": 128,
+        "num_layers": 24,
+        "attention_head_dim": 64,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "caption_projection_dim": 1536,
+        "pooled_projection_dim": 2048,
+        "pos_embed_max_size": 384,
+        "dual_attention_layers": tuple(range(13)),
+        "qk_norm": "rms_norm",
+    },
+    "vae": {**VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609},
+    "text_encoder": CLIP_L,
+    "text_encoder_2": CLIP_G,
+    "text_encoder_3": T5_XXL,
+}
+SD35_LARGE: Sizes = {
+    **SD35_MEDIUM,
+    "transformer": {
+        **SD35_MEDIUM["transformer"],
+        "num_layers": 38,
+        "num_attention_heads": 38,
+        "caption_projection_dim": 2432,
+        "pos_embed_max_size": 192,
+        "dual_attention_layers": (),
+    },
+}
+SD3_MEDIUM: Sizes = {
+    **SD35_MEDIUM,
+    "transformer": {
+        **SD35_MEDIUM["transformer"],
+        "pos_embed_max_size": 192,
+        "dual_attention_layers": (),
+        "qk_norm": None,
+    },
+}
+QWEN_IMAGE: Sizes = {
+    "transformer": {
+        "in_channels": 64,
+        "out_channels": 16,
+        "num_layers": 60,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 3584,
+        "axes_dims_rope": (16, 56, 56),
+    },
+    "vae": {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2},
+}
+SD15: Sizes = {
+    "unet": {"block_out_channels": (320, 640, 1280, 1280), "attention_head_dim": 8, "cross_attention_dim": 768},
+    "vae": {**OLD_VAE, "scaling_factor": 0.18215},
+    "text_encoder": CLIP_L,
+}
+SDXL: Sizes = {
+    "unet": {
+        "block_out_channels": (320, 640, 1280),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 10),
+        "attention_head_dim": (5, 10, 20),
+        "cross_attention_dim": 2048,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+    },
+    "vae": {**OLD_VAE, "scaling_factor": 0.13025},
+    "text_encoder": CLIP_L,
+    "text_encoder_2": CLIP_G,
+}
+SIZES: dict[str, Sizes] = {
+    "black-forest-labs/FLUX.1-dev": FLUX_DEV,
+    "black-forest-labs/FLUX.1-schnell": {
+        **FLUX_DEV,
+        "transformer": {**FLUX_DEV["transformer"], "guidance_embeds": False},
+    },
+    "black-forest-labs/FLUX.1-Kontext-dev": FLUX_DEV,
+    "stabilityai/stable-diffusion-3.5-medium": SD35_MEDIUM,
+    "stabilityai/stable-diffusion-3.5-large": SD35_LARGE,
+    "stabilityai/stable-diffusion-3-medium-diffusers": SD3_MEDIUM,
+    "Qwen/Qwen-Image": QWEN_IMAGE,
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": SD15,
+    "stabilityai/stable-diffusion-xl-base-1.0": SDXL,
+}

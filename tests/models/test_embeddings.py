@@ -1,0 +1,286 @@
+"""Prompts embedded beforehand: the same numbers, and no encoder in sight."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, FluxTransformer2DModel
+from pipelines import CLIP_ENDS, T5_WORDS, clip_words, random, t5_words
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+from tastemaker.cli import main
+from tastemaker.data.prompts import PromptFile
+from tastemaker.embeddings import CAPTIONS, INDEX, Shards, digest, fill
+from tastemaker.models.flux import SMALL, Flux
+from tastemaker.models.qwen_image import QwenImage
+from tastemaker.models.sd3 import Sd3
+from tastemaker.models.sd15 import Sd15
+from tastemaker.models.sdxl import Sdxl
+from tastemaker.registry import ConfigError
+from tastemaker.types import Placement
+
+PROMPTS = ["a red cat", "Two dogs, on a boat", "ein großer Hund", ""]
+SPECS = [Flux(), QwenImage(), Sd3(), Sd15(), Sdxl()]
+HERE = Placement()
+
+
+def embed(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["embed", *arguments, "--tiny", "--device", "cpu", "--precision", "fp32"])
+    return int(end.value.code or 0)
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS[:3]), encoding="utf-8")
+    return path
+
+
+def written(spec: Any, folder: Path, prompts: list[str] = PROMPTS, size: int = 10**9) -> list[int]:
+    texts = spec.texts(HERE)
+    return list(fill(Shards(folder, texts.made_by), texts, prompts, size, 2))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
+def test_what_is_on_the_shelf_is_what_the_encoders_say(spec: Any, tmp_path: Path) -> None:
+    tiny = spec.tiny()
+    assert written(tiny, tmp_path) == [4]
+    said, read = (each.load(HERE).embed(PROMPTS[::-1]) for each in (tiny, replace(tiny, embeddings=tmp_path)))
+    assert said.tensors.keys() == read.tensors.keys()
+    for name, x in said.tensors.items():
+        torch.testing.assert_close(read.tensors[name], x, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
+def test_encoders_are_loaded_for_prompts_that_are_not_there_and_no_others(spec: Any, tmp_path: Path) -> None:
+    written(spec.tiny(), tmp_path)
+    texts = replace(spec.tiny(), embeddings=tmp_path).texts(HERE)
+    texts(PROMPTS[:2])
+    assert texts._loaded is None
+    assert texts(["another", PROMPTS[0]])["words"][1].equal(texts(PROMPTS[:1])["words"][0])
+    assert texts._loaded is not None
+
+
+def test_embeddings_come_in_the_precision_of_the_run(tmp_path: Path) -> None:
+    written(QwenImage().tiny(), tmp_path)
+    found = replace(QwenImage().tiny(), embeddings=tmp_path).texts(Placement(dtype=torch.bfloat16))(PROMPTS)
+    assert found["words"].dtype == torch.bfloat16 and found["lengths"].dtype == torch.int64
+
+
+def test_files_are_bounded_and_those_that_are_finished_are_kept(tmp_path: Path) -> None:
+    spec = Flux().tiny()
+    row = sum(x.nbytes for x in spec.texts(HERE)(["x"]).values())
+    assert written(spec, tmp_path, size=2 * row) == [2, 2]
+    files = sorted(tmp_path.glob("*.safetensors"))
+    before = [file.stat().st_mtime_ns for file in files]
+    assert len(files) == 2 and all(file.stat().st_size < 2 * row + 1000 for file in files)
+    assert written(spec, tmp_path) == []
+    assert written(spec, tmp_path, [*PROMPTS, "a new one"]) == [1]
+    assert [file.stat().st_mtime_ns for file in files] == before
+    files[1].unlink()
+    assert written(spec, tmp_path) == [2]
+
+
+def test_an_interrupted_file_does_not_count(tmp_path: Path) -> None:
+    spec = Flux().tiny()
+    written(spec, tmp_path, PROMPTS[:2])
+    (tmp_path / "embeddings-00001.safetensors").write_bytes(b"half of it")
+    assert written(spec, tmp_path) == [2]
+    assert len(Shards(tmp_path, {}).take(PROMPTS)) == 4
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [({"seed": 1}, "text_encoder "), ({"words": 8}, r"words \(16, this model has 8\)")],
+)
+def test_embeddings_of_another_model_are_refused(other: dict[str, int], what: str, tmp_path: Path) -> None:
+    written(Flux().tiny(), tmp_path)
+    with pytest.raises(ConfigError, match=f"were made with another {what}"):
+        replace(Flux().tiny(), embeddings=tmp_path, **other).texts(HERE)
+    with pytest.raises(ConfigError, match=r"another model \(flux, this model has sd15\)"):
+        replace(Sd15().tiny(), embeddings=tmp_path).texts(HERE)
+
+
+def test_files_are_told_apart_by_bytes_all_over_them(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    content = bytearray(4 * 2**20)
+    first.write_bytes(content)
+    content[2**21 : 2**21 + 2**20] = b"x" * 2**20
+    second.write_bytes(content)
+    assert digest(first) == digest(first) != digest(second)
+
+
+def test_srpo_layout_is_written_as_published_and_read_again(listed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rl_embeddings"
+    assert embed("flux", "--prompts", str(listed), "--out", str(out), "--layout", "srpo") == 0
+    entries = json.loads((out / CAPTIONS[0]).read_text(encoding="utf-8"))
+    assert [entry["caption"] for entry in entries] == PROMPTS[:3]
+    assert entries[1].keys() == {"prompt_embed_path", "text_ids", "pooled_prompt_embeds_path", "caption"}
+    found = {
+        folder: torch.load(out / folder / entries[1][key], weights_only=True)
+        for folder, key in (
+            ("prompt_embed", "prompt_embed_path"),
+            ("pooled_prompt_embeds", "pooled_prompt_embeds_path"),
+            ("text_ids", "text_ids"),
+        )
+    }
+    said = Flux().tiny().texts(HERE)(PROMPTS[1:2])
+    assert found["prompt_embed"].equal(said["words"][0]) and found["pooled_prompt_embeds"].equal(said["pooled"][0])
+    assert found["text_ids"].shape == (3,) and not found["text_ids"].any()
+
+    (out / CAPTIONS[0]).rename(out / CAPTIONS[1])  # which is what its training asks for
+    for place in (out, out / CAPTIONS[1]):
+        texts = replace(Flux().tiny(), embeddings=place).texts(HERE)
+        assert texts(PROMPTS[:3])["words"][1].equal(said["words"][0])
+        assert texts._loaded is None
+
+
+def test_srpo_folders_of_others_are_read_by_their_shapes_and_run_no_code(listed: Path, tmp_path: Path) -> None:
+    assert embed("flux", "--prompts", str(listed), "--out", str(tmp_path), "--layout", "srpo") == 0
+    (tmp_path / "made_by.json").unlink()
+    for name in ("prompt_embed", "pooled_prompt_embeds"):
+        whole = torch.load(tmp_path / name / "0.pt", weights_only=True)
+        torch.save(whole[None], tmp_path / name / "0.pt")
+    texts = replace(Flux().tiny(), embeddings=tmp_path).texts(HERE)
+    assert texts(PROMPTS[:1])["words"].shape == (1, 16, 32)
+    with pytest.raises(ConfigError, match=r"holds 16 words, and the model reads 8; set model\.words=16"):
+        replace(Flux().tiny(), embeddings=tmp_path, words=8).texts(HERE)(PROMPTS[:1])
+    (tmp_path / "prompt_embed" / "1.pt").write_bytes(pickle.dumps(print, 2))
+    with pytest.raises(ConfigError, match=r"1\.pt"):
+        texts(PROMPTS[1:2])
+
+
+def test_the_command_embeds_what_guidance_asks_for_and_goes_on(listed: Path, tmp_path: Path, capsys: Any) -> None:
+    out = str(tmp_path / "out")
+    assert embed("models/qwen-image", "--prompts", str(listed), "--out", out, "--limit", "2") == 0
+    assert "4 prompts embedded, 4 in all" in capsys.readouterr().err
+    assert embed("models/qwen-image", "--prompts", str(listed), "--out", out) == 0
+    assert "1 prompts embedded, 5 in all" in capsys.readouterr().err
+    index = json.loads((tmp_path / "out" / INDEX).read_text(encoding="utf-8"))
+    assert index["shards"]["embeddings-00000.safetensors"] == [*PROMPTS[:2], "", " "]
+    assert index["negatives"] == ["", " "]
+
+
+def test_ranks_share_the_prompts_and_write_side_by_side(
+    listed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert embed("flux", "--prompts", str(listed), "--out", str(out)) == 0
+    assert "2 prompts embedded, and as many on each of 2 ranks" in capsys.readouterr().err
+    names = {file.name for file in out.iterdir()}
+    assert names == {INDEX, "embeddings-of-1.json", "embeddings-00000.safetensors", "embeddings-1-00000.safetensors"}
+    texts = replace(Flux().tiny(), embeddings=out).texts(HERE)
+    torch.testing.assert_close(texts(PROMPTS), Flux().tiny().texts(HERE)(PROMPTS), atol=1e-6, rtol=0)
+    assert texts._loaded is None
+    assert set(PromptFile(out / INDEX).load(0).prompts) == set(PROMPTS[:3])
+    assert embed("flux", "--prompts", str(listed), "--out", str(out), "--layout", "srpo") == 2
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("RANK")
+    assert embed("flux", "--prompts", str(listed), "--out", str(out)) == 0
+    assert "0 prompts embedded, 4 in all" in capsys.readouterr().err
+
+
+def test_the_command_takes_the_prompts_of_a_recipe_and_those_it_looks_at(tmp_path: Path, capsys: Any) -> None:
+    looks = "sample.prompts=[a lighthouse on a cliff under storm clouds, a dog]"  # the first is among its data
+    assert embed("srpo-flux-hps", looks, "--out", str(tmp_path)) == 0
+    assert "18 prompts embedded" in capsys.readouterr().err
+    assert len(PromptFile(tmp_path / INDEX).load(0)) == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["models/flux"], "--prompts: the recipe names none"),
+        (["grpo-toy-flow"], "model: toy_flow has no text encoder that could be left out"),
+        (["srpo-flux-hps", "--layout", "fish"], "--layout: found 'fish'; expected tastemaker or srpo"),
+        (["flowgrpo-sd35", "--layout", "srpo"], "is of embeddings of FLUX"),
+    ],
+)
+def test_mistakes_are_sentences(arguments: list[str], sentence: str, tmp_path: Path, capsys: Any) -> None:
+    assert embed(*arguments, "--out", str(tmp_path)) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_without_embeddings_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no embeddings in .*; expected embeddings.json or videos2caption.json"):
+        replace(Flux().tiny(), embeddings=tmp_path).texts(HERE)
+    for text in ("[1]", "{", '[{"caption": "x"}]', "[]"):
+        (tmp_path / CAPTIONS[0]).write_text(text)
+        with pytest.raises(ConfigError, match=r"no list of captions|cannot be read as JSON|lists no prompts"):
+            PromptFile(tmp_path / CAPTIONS[0]).load(0)
+    (tmp_path / INDEX).write_text("[]")
+    with pytest.raises(ConfigError, match="is no index of embeddings"):
+        replace(Flux().tiny(), embeddings=tmp_path).texts(HERE)
+
+
+def test_a_prompt_without_an_encoder_is_a_sentence(tmp_path: Path) -> None:
+    written(Flux().tiny(), tmp_path)
+    texts = replace(Flux().tiny(), embeddings=tmp_path).texts(HERE)
+
+    def nothing() -> Any:
+        raise ConfigError("text_encoder cannot be read")
+
+    texts._load = nothing
+    with pytest.raises(ConfigError, match=r"'a wolf' is not among the 4 in .*; add it with `tastemaker embed`"):
+        texts(["a wolf"])
+
+
+def test_the_lists_of_both_layouts_are_prompts_to_train_on(listed: Path, tmp_path: Path) -> None:
+    for layout in ("tastemaker", "srpo"):
+        assert embed("flux", "--prompts", str(listed), "--out", str(tmp_path / layout), "--layout", layout) == 0
+    for path in (tmp_path / "tastemaker" / INDEX, tmp_path / "srpo" / CAPTIONS[0]):
+        rows = PromptFile(path).load(0)
+        assert rows.first(3).prompts == tuple(PROMPTS[:3]) and len(rows) == 3
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A small FLUX in diffusers' layout."""
+    place = tmp_path / "flux"
+    random(FluxTransformer2DModel, SMALL["transformer"]).save_pretrained(place / "transformer")
+    random(AutoencoderKL, SMALL["vae"]).save_pretrained(place / "vae")
+    random(CLIPTextModel, CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS})).save_pretrained(
+        place / "text_encoder"
+    )
+    t5 = T5Config(**{**SMALL["text_encoder_2"], "vocab_size": T5_WORDS})
+    random(T5EncoderModel, t5).save_pretrained(place / "text_encoder_2")
+    clip_words().save_pretrained(place / "tokenizer")
+    t5_words().save_pretrained(place / "tokenizer_2")
+    return place
+
+
+def test_a_folder_without_encoders_is_trained_by_embeddings_alone(published: Path, tmp_path: Path) -> None:
+    shelf = tmp_path / "shelf"
+    spec = Flux(str(published), height=32, width=32, words=16)
+    written(spec, shelf)
+    said = spec.load(HERE).embed(PROMPTS).tensors
+    for part in ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"):
+        shutil.rmtree(published / part)
+    model = replace(spec, embeddings=shelf).load(HERE)
+    torch.testing.assert_close(model.embed(PROMPTS).tensors, said, atol=1e-6, rtol=0)
+    with pytest.raises(ConfigError, match=r"'a wolf' is not among the 4 in .*text_encoder cannot be read"):
+        model.embed(["a wolf"])
+
+
+def test_other_weights_of_an_encoder_are_noticed_wherever_the_folder_lies(published: Path, tmp_path: Path) -> None:
+    shelf = tmp_path / "shelf"
+    spec = Flux(str(published), height=32, width=32, words=16, embeddings=shelf)
+    written(replace(spec, embeddings=None), shelf)
+    moved = published.rename(tmp_path / "moved")
+    assert len(replace(spec, weights=str(moved)).texts(HERE)(PROMPTS)["words"]) == 4
+    net = CLIPTextModel.from_pretrained(moved / "text_encoder")
+    net.get_input_embeddings().weight.data.add_(1e-3)
+    net.save_pretrained(moved / "text_encoder")
+    with pytest.raises(ConfigError, match="were made with another text_encoder "):
+        replace(spec, weights=str(moved)).texts(HERE)
