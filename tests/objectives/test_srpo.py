@@ -151,7 +151,30 @@ def test_one_step_asks_the_network_once_a_sampling_step_and_once_a_branch() -> N
     assert graphs == [False] * 8
     assert not experience.clean.requires_grad
     toys.backward(TOY, ctx, experience)
-    assert graphs == [False] * 8 + [True] * 2
+    assert graphs == [False] * 8 + [True]
+    toys.backward(replace(TOY, merged=False), ctx, experience)
+    assert graphs == [False] * 8 + [True] * 3
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_both_branches_in_one_pass_have_the_gradient_of_one_after_the_other(relative: bool) -> None:
+    policy = toys.policy("flow")
+    ctx = toys.context(policy, 8)
+    found = []
+    for merged in (True, False):
+        objective = replace(TOY, merged=merged, relative=relative, margin=0.7)
+        experience = objective.collect(ctx, toys.prompts(8))
+        parts = [objective.loss(ctx, experience, part) for part in objective.parts(experience)]
+        total = torch.stack([loss.rows for loss in parts]).sum(0)
+        for p in policy.weights.trainable().values():
+            p.grad = None
+        total.sum().backward()
+        slopes = torch.cat([p.grad.flatten() for p in policy.weights.trainable().values() if p.grad is not None])
+        found.append((slopes, total.detach(), {name: x for loss in parts for name, x in loss.metrics.items()}))
+    (slopes, rows, watched), (others, their_rows, theirs) = found
+    torch.testing.assert_close(slopes, others, rtol=1e-5, atol=1e-5 * float(others.abs().max()))
+    torch.testing.assert_close(rows, their_rows)
+    torch.testing.assert_close(watched, theirs)
 
 
 @dataclass(frozen=True)
@@ -177,7 +200,7 @@ class Overheard:
 
 def test_control_words_take_turns_and_change_places_under_inversion() -> None:
     policy, reward = toys.policy("flow"), Overheard()
-    objective = replace(HPS, grid=8, span=(1, 6), length=100)
+    objective = replace(HPS, grid=8, span=(1, 6), length=100, merged=False)
     for step in (1, 6):
         ctx = toys.context(policy, 4, step=step, spec=reward)
         experience = objective.collect(ctx, toys.prompts(4))
@@ -198,8 +221,8 @@ def test_the_relative_reward_is_boosted_praise_less_blame_and_hinged() -> None:
     praised = ctx.rubric.score(pixels, experience.cond.prompts).total
     blamed = ctx.rubric.score(pixels, ["a grey"] * 8).total
     earned = (1 + levels.boost) * praised - blamed
-    torch.testing.assert_close(plain.loss(ctx, experience, "denoise").rows, -earned)
-    torch.testing.assert_close(hinged.loss(ctx, experience, "denoise").rows, (0.2 - earned).relu())
+    torch.testing.assert_close(plain.loss(ctx, experience, ("denoise",)).rows, -earned)
+    torch.testing.assert_close(hinged.loss(ctx, experience, ("denoise",)).rows, (0.2 - earned).relu())
 
 
 def test_noise_is_shared_by_all_prompts_unless_each_shall_have_its_own() -> None:

@@ -1,0 +1,29 @@
+"""A pair to compare for rewards that read no prompt: the picture, and the same picture under noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..objective import Context
+from ..processes.gaussian import GaussianProcess
+from ..randomness import Randomness
+from ..types import Facts, Prompts
+
+
+def against_grain(
+    ctx: Context[GaussianProcess],
+    pixels: Tensor,
+    prompts: Prompts,
+    facts: Sequence[Facts],
+    grain: float,
+    turned: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """What the pictures earn, and what they earn under noise that is the same for all; where turned, the other way."""
+    one = Randomness(ctx.rng.seed, ctx.rng.step, torch.zeros_like(ctx.rng.rows[:1]))
+    grainy = (pixels + grain * one.normal("grain", *pixels.shape[1:])).clamp(0, 1)
+    clear, noisy = (ctx.rubric.score(shown, prompts, facts).total for shown in (pixels, grainy))
+    swap = torch.tensor(turned, device=clear.device)
+    return torch.where(swap, noisy, clear), torch.where(swap, clear, noisy)
