@@ -13,6 +13,7 @@ from torch import Tensor
 from .pictures import as_bytes
 from .registry import ConfigError
 
+READS = "PP-OCRv6_rec_small.onnx"  # lines
 ENOUGH = 736  # pixels a side beyond which text is searched for in a smaller copy
 
 
@@ -24,15 +25,28 @@ class Engine:
 
     def read(self, pixels: Tensor, enlarge: int = 0) -> list[str]:
         """All text in pictures [N, 3, H, W], in lower case without spaces; small ones are brought to a side first."""
-        factor = enlarge / max(pixels.shape[-2:])
-        if factor > 1:
-            pixels = F.interpolate(pixels.float(), scale_factor=factor, mode="bicubic")
+        pixels, _ = enlarged(pixels, enlarge)
         with ThreadPoolExecutor(torch.get_num_threads()) as readers:  # in a batch a CPU reads no faster than one by one
             return list(readers.map(self._one, pixels))
 
+    def lines(self, picture: Tensor, enlarge: int = 0) -> list[Tensor]:
+        """Where lines of text are in a picture [3, H, W]: corners [4, 2] in pixels, clockwise from the upper left."""
+        seen, factor = enlarged(picture.detach()[None], enlarge)
+        # The engine keeps what it was last told, so all of it is told each time.
+        found = self.live(as_bytes(seen[0])[..., ::-1], use_det=True, use_cls=False, use_rec=False).boxes
+        return [] if found is None else [torch.from_numpy(corners).float() / factor for corners in found]
+
     def _one(self, picture: Tensor) -> str:
         blue_first = as_bytes(picture)[..., ::-1]
-        return plain("".join(self.live(blue_first).txts or ()))
+        return plain("".join(self.live(blue_first, use_det=True, use_cls=False, use_rec=True).txts or ()))
+
+
+def enlarged(pixels: Tensor, side: int) -> tuple[Tensor, float]:
+    """Pictures brought to a side if they are smaller, and how much larger they are now."""
+    factor = side / max(pixels.shape[-2:])
+    if factor <= 1:
+        return pixels, 1.0
+    return F.interpolate(pixels.float(), scale_factor=factor, mode="bicubic"), factor
 
 
 class Guess:
@@ -44,18 +58,30 @@ class Guess:
         return ["".join("eaoristn"[k] for k in row) for row in ((1000 * shades).long() % 8).tolist()]
 
 
-def _rapidocr() -> Any:
+def recogniser() -> Path:
+    """The file of the network that reads lines."""
+    return _models() / READS
+
+
+def _models() -> Path:
+    """The folder rapidocr has its networks in."""
     try:
         import onnxruntime  # noqa: F401  # rapidocr computes with it and does not ask for it
         import rapidocr
     except ImportError as error:
         way_out = "run `pip install 'tastemaker[ocr]'`"
         raise ConfigError(f"reading text needs the package {error.name}, which is not installed; {way_out}") from error
-    models = Path(rapidocr.__file__).parent / "models"
+    return Path(rapidocr.__file__).parent / "models"
+
+
+def _rapidocr() -> Any:
+    models = _models()
+    import rapidocr
+
     settings = {
         # With their paths given, a lost file is an error; without, it would be downloaded.
         "Det.model_path": str(models / "PP-OCRv6_det_small.onnx"),
-        "Rec.model_path": str(models / "PP-OCRv6_rec_small.onnx"),
+        "Rec.model_path": str(models / READS),
         "Det.limit_type": "max",
         "Det.limit_side_len": ENOUGH,
         "Rec.rec_img_shape": [3, 48, 48],  # a line's own width is used where it is more; the usual 320 costs four times

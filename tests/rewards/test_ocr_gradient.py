@@ -1,0 +1,132 @@
+"""The likelihood of a word in a picture: as the engine's own network has it, and with gradients that raise it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tastemaker.ocr import Engine, recogniser
+from tastemaker.playground import words
+from tastemaker.playground.words import SignPainter
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.rewards.nets.onnx_files import read_onnx
+from tastemaker.rewards.nets.onnx_torch import OnnxNetwork
+from tastemaker.rewards.nets.spelling import Speller, cases, cropped, line, speller
+from tastemaker.rewards.ocr_gradient import OcrGradient
+from tastemaker.types import Placement
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def signs() -> tuple[Tensor, list[str]]:
+    rng = Randomness(4, 0, torch.arange(8))
+    places = words.draw(rng, "held_out")
+    return SignPainter().paint(places, rng), [fact["text"] for fact in words.facts(places)]
+
+
+def asking(texts: list[str]) -> tuple[list[str], list[dict[str, str]]]:
+    return ["a sign"] * len(texts), [{"text": text} for text in texts]
+
+
+@pytest.mark.parametrize("width", [48, 131, 320])
+def test_the_network_answers_as_the_engine_does(width: int) -> None:
+    import onnxruntime
+
+    lines = torch.rand(2, 3, 48, width, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    (theirs,) = onnxruntime.InferenceSession(str(recogniser())).run(None, {"x": lines.numpy()})
+    ours = OnnxNetwork(read_onnx(recogniser()))(lines)
+    assert np.abs(theirs - ours.numpy()).max() < 1e-5
+    known = speller(recogniser(), CPU)
+    assert (known.net(lines).softmax(-1) - ours).abs().max() < 1e-5
+    assert known.letters["a"] == tuple(1 + "".join(engine_letters()).index(letter) for letter in "Aa")
+
+
+def engine_letters() -> list[str]:
+    return read_onnx(recogniser()).notes["character"].split("\n")
+
+
+def test_the_right_word_is_far_likelier_than_others(signs: tuple[Tensor, list[str]]) -> None:
+    pixels, texts = signs
+    scorer = OcrGradient().load(Placement())
+    with torch.no_grad():
+        right = scorer.score(pixels, *asking(texts))
+        wrong = scorer.score(pixels, *asking(texts[1:] + texts[:1]))
+        alone = scorer.score(pixels[2:3], *asking(texts[2:3]))
+        upper = scorer.score(pixels[:2], *asking([text.swapcase() for text in texts[:2]]))
+    assert (right > -0.5).float().mean() > 0.8 and (wrong < -2).all(), (right, wrong)
+    torch.testing.assert_close(alone, right[2:3], atol=1e-4, rtol=0)
+    torch.testing.assert_close(upper, right[:2])
+
+
+def test_a_step_up_the_gradient_makes_a_word_likelier(signs: tuple[Tensor, list[str]]) -> None:
+    pixels, texts = signs[0][:2].clone(), signs[1][1:3]
+    scorer = OcrGradient().load(Placement())
+    pixels.requires_grad_()
+    before = scorer.score(pixels, *asking(texts))
+    (slope,) = torch.autograd.grad(before.sum(), pixels)
+    assert slope.isfinite().all() and all(row.any() for row in slope)
+    with torch.no_grad():
+        after = scorer.score(pixels + 0.01 * slope.sign(), *asking(texts))
+    assert (after > before).all()
+
+
+def test_slopes_are_those_of_finite_differences(signs: tuple[Tensor, list[str]]) -> None:
+    """In double precision and with some noise, for plain pixels lie at the kinks of rectifiers; as one line, for then
+    nothing has to be found again."""
+    chance = torch.Generator().manual_seed(0)
+    pixels, text = signs[0][:1].double(), signs[1][0].lower()
+    pixels = pixels + 0.05 * torch.randn(pixels.shape, generator=chance, dtype=torch.float64)
+    known = speller(recogniser(), CPU)
+    net: torch.nn.Module = known.net  # type: ignore[assignment]
+    net.double()
+
+    def value(x: Tensor) -> Tensor:
+        return known.likelihood(known.read([line(x[0, 0], text)])[0], text)
+
+    pixels.requires_grad_()
+    (slope,) = torch.autograd.grad(value(pixels), pixels)
+    way = torch.randn(pixels.shape, generator=chance, dtype=torch.float64)
+    with torch.no_grad():
+        measured = (value(pixels + 1e-7 * way) - value(pixels - 1e-7 * way)) / 2e-7
+    torch.testing.assert_close((slope * way).sum(), measured, rtol=1e-3, atol=1e-6)
+
+
+def test_likelihoods_of_all_words_add_up() -> None:
+    """With letters a and b and three places, every outcome is one of the words; in other cases and with spaces too."""
+    known = Speller(lambda x: x, cases(["a", "b", "A"], first=1), (0, 4))
+    said = torch.randn(3, 5, dtype=torch.float64).log_softmax(-1)
+    texts = ["a", "b", "ab", "ba", "aa", "bb", "aba", "bab", "abb", "baa", "aab", "bba", "aaa", "bbb"]
+    total = sum(float((known.likelihood(said, text) * len(text)).exp()) for text in texts)
+    empty = float(said[:, [0, 4]].logsumexp(1).sum().exp())
+    assert abs(total + empty - 1) < 1e-5
+
+
+def test_lines_are_found_and_cut_out_of_small_pictures_too(signs: tuple[Tensor, list[str]]) -> None:
+    picture = signs[0][0, 0]
+    (corners, *_) = Engine().lines(picture, 160)
+    part = cropped(picture, corners)
+    assert corners.min() >= -1 and corners.max() <= 65 and part.shape[1] < part.shape[2]
+    square = torch.tensor([[8.0, 4.0], [24.0, 4.0], [24.0, 12.0], [8.0, 12.0]])
+    torch.testing.assert_close(cropped(picture, square), picture[:, 4:12, 8:24])
+
+
+def test_a_guessing_one_has_slopes_and_needs_no_engine() -> None:
+    pixels = torch.rand(3, 1, 3, 8, 8, requires_grad=True)
+    scores = OcrGradient().tiny().load(Placement()).score(pixels, *asking(["one", "balloon", "O K"]))
+    scores.sum().backward()
+    assert scores.shape == (3,) and scores.isfinite().all() and pixels.grad is not None and pixels.grad.any()
+
+
+def test_mistakes_are_sentences(tmp_path: Path) -> None:
+    scorer = OcrGradient().tiny().load(Placement())
+    with pytest.raises(ValueError, match="has the letter '\N{EURO SIGN}', which the reader does not know"):
+        scorer.score(torch.rand(1, 1, 3, 8, 8), *asking(["5\N{EURO SIGN}"]))
+    (tmp_path / "x.onnx").write_bytes(b"\xff\xff")
+    with pytest.raises(ConfigError, match="cannot be read as an ONNX file"):
+        read_onnx(tmp_path / "x.onnx")
