@@ -6,9 +6,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -68,6 +70,25 @@ class LoraWeights(Weights):
         for key, p in self._of(name).items():
             p.lerp_(live[key].to(p.dtype), 1 - decay)
 
+    @torch.no_grad()
+    def merged(self, name: str = LIVE) -> dict[str, Tensor]:
+        """Every tensor of the network as it was named before, adapters of that name added to what they adapt."""
+        layers: dict[str, Any] = dict(self.net.named_modules())
+        whole: dict[str, Tensor] = {}
+        for key, x in self.net.state_dict().items():
+            layer, inside, last = key.rpartition(".base_layer.")
+            if inside and last == "weight":
+                whole[f"{layer}.{last}"] = (x.float() + layers[layer].get_delta_weight(name).float()).to(x.dtype)
+            elif "lora_" not in key:
+                whole[f"{layer}.{last}" if inside else key] = x
+        return whole
+
+    def scale(self, by: float) -> None:
+        """Let every adapter count so many times as much as it was trained to."""
+        for layer in (module for module in self.net.modules() if isinstance(module, LoraLayer)):
+            for name in self.names:
+                layer.set_scale(name, by)
+
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
         if name != "reference" and name not in self.names:
@@ -92,6 +113,7 @@ class Lora:
     alpha: float | None = None  # scale is alpha / rank; twice the rank if not given
     targets: tuple[str, ...] | str = "all-linear"
     dropout: float = 0.0
+    adapts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (1 <= self.rank <= 65_536 and 0 <= self.dropout < 1 and (self.alpha is None or self.alpha > 0)):

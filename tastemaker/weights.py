@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ class Weights(ABC):
 
 class Tuning(Protocol):
     """What a configuration says of the weights; `snapshots` are those the objective and the run will ask for."""
+
+    adapts: ClassVar[bool]  # whether the network itself stays frozen beside what is added to it
 
     def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights: ...
 
@@ -148,6 +150,7 @@ class Full:
     """Train every parameter of the network."""
 
     host: bool = False  # keep snapshots in host memory
+    adapts: ClassVar[bool] = False
 
     def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights:
         return FullWeights(model.net, snapshots, self.host)
@@ -156,6 +159,8 @@ class Full:
 @dataclass(frozen=True)
 class Twin:
     """Train every parameter; each snapshot is a network of its own, sharded like the live one."""
+
+    adapts: ClassVar[bool] = False
 
     def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights:
         import copy

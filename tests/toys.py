@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 from tastemaker.colors import COLORS
+from tastemaker.models.flux import Flux
+from tastemaker.models.qwen_image import QwenImage
+from tastemaker.models.sd3 import Sd3
+from tastemaker.models.sd15 import Sd15
+from tastemaker.models.sdxl import Sdxl
 from tastemaker.models.toy import ToyCausal, ToyFlow, ToyMasked
 from tastemaker.objective import Alone, Context, Memory, Nothing, Objective
 from tastemaker.objectives.likelihood import Likelihood
@@ -55,13 +60,23 @@ FAMILIES = {
     "causal": Family(ToyCausal(), Autoregressive(), wrong=0.85),
     "masked": Family(ToyMasked(), Masked(steps=4), wrong=0.85),
 }
+# Small random versions of published generators: they owe what all generators do, but nobody has taught them anything.
+LATENT = VariancePreserving(betas="scaled_linear", first=0.00085, last=0.012, spacing="leading", offset=1)
+PUBLISHED = {
+    "flux": Family(Flux().tiny(), GaussianProcess(Straight(3.0), FlowSde(0.7), 4)),
+    "sd3": Family(Sd3().tiny(), GaussianProcess(Straight(3.0), FlowSde(0.7), 4)),
+    "qwen_image": Family(QwenImage().tiny(), GaussianProcess(Straight(1.8, terminal=0.02), FlowSde(0.7), 4)),
+    "sd15": Family(Sd15().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
+    "sdxl": Family(Sdxl().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
+}
+GENERATORS = {**FAMILIES, **PUBLISHED}
 
 
 def policy(
     name: str, tuning: Tuning = Full(), snapshots: Sequence[str] = (), guidance: Guidance | None = None
 ) -> Policy[Any]:
     """A generator of random weights."""
-    family = FAMILIES[name]
+    family = GENERATORS[name]
     model = family.spec.load(Placement())
     weights = tuning.apply(model, snapshots)
     guided = model if guidance is None else family.process.guide(model, guidance)
@@ -93,9 +108,9 @@ def prompts(count: int) -> PromptBatch:
     return PromptBatch(PROMPTS * (count // 4), ({},) * count)
 
 
-def paint(colours: Tensor, frames: int, chance: torch.Generator) -> Tensor:
-    """Plain pictures with a little noise: [B, F, 3, 8, 8]."""
-    plain = PALETTE[colours].view(-1, 1, 3, 1, 1).expand(-1, frames, 3, 8, 8)
+def paint(colours: Tensor, frames: int, chance: torch.Generator, side: int = 8) -> Tensor:
+    """Plain pictures with a little noise: [B, F, 3, side, side]."""
+    plain = PALETTE[colours].view(-1, 1, 3, 1, 1).expand(-1, frames, 3, side, side)
     return (plain + 0.05 * torch.randn(plain.shape, generator=chance)).clamp(0, 1)
 
 
@@ -104,20 +119,20 @@ def _asked(count: int, chance: torch.Generator) -> tuple[tuple[str, ...], Tensor
     return tuple(PROMPTS[i] for i in words), torch.tensor([list(COLORS).index(NAMES[i]) for i in words])
 
 
-def pictures(count: int, frames: int, seed: int, wrong: float = 0.0) -> Pictures:
+def pictures(count: int, frames: int, seed: int, wrong: float = 0.0, side: int = 8) -> Pictures:
     chance = torch.Generator().manual_seed(seed)
     captions, right = _asked(count, chance)
     strange = torch.rand(count, generator=chance) < wrong
     colours = torch.where(strange, torch.randint(0, len(COLORS), (count,), generator=chance), right)
-    return Pictures(captions, paint(colours, frames, chance))
+    return Pictures(captions, paint(colours, frames, chance, side))
 
 
-def pairs(count: int, frames: int, seed: int) -> Pairs:
+def pairs(count: int, frames: int, seed: int, side: int = 8) -> Pairs:
     """The colour asked for is preferred to any other."""
     chance = torch.Generator().manual_seed(10**6 + seed)
     captions, right = _asked(count, chance)
     other = (right + torch.randint(1, len(COLORS), (count,), generator=chance)) % len(COLORS)
-    return Pairs(captions, paint(right, frames, chance), paint(other, frames, chance))
+    return Pairs(captions, paint(right, frames, chance, side), paint(other, frames, chance, side))
 
 
 def context(
@@ -126,11 +141,12 @@ def context(
     return Context(policy, rubric(spec), Randomness(0, step, torch.arange(rows)), Alone(), memory)
 
 
-def data(objective: Objective[Any, Any, Any, Any], rows: int, frames: int) -> Any:
-    """A batch of what the objective learns of."""
+def data(objective: Objective[Any, Any, Any, Any], rows: int, pixels: tuple[int, int, int, int]) -> Any:
+    """A batch of what the objective learns of, for a generator of such pixels."""
     if objective.consumes is PromptBatch:
         return prompts(rows)
-    return pairs(rows, frames, 0) if objective.consumes is Pairs else pictures(rows, frames, 0)
+    frames, side = pixels[0], pixels[3]
+    return pairs(rows, frames, 0, side) if objective.consumes is Pairs else pictures(rows, frames, 0, side=side)
 
 
 def ready(objective: Objective[Any, Any, Any, Any], name: str, tuning: Tuning = Twin()) -> tuple[Context[Any], Any]:
@@ -140,7 +156,7 @@ def ready(objective: Objective[Any, Any, Any, Any], name: str, tuning: Tuning = 
     """
     learner = policy(name, tuning, objective.snapshots())
     ctx = context(learner, 8, objective.memory())
-    experience = objective.collect(ctx, data(objective, 8, learner.model.pixels[0]))
+    experience = objective.collect(ctx, data(objective, 8, learner.model.pixels))
     move(learner, 0.01)
     return ctx, experience
 

@@ -11,6 +11,7 @@ def arithmetic(config: AnyConfig, world: int = 1) -> dict[str, int]:
     if isinstance(config, AutoencoderConfig):
         share = -(-config.rows // world)
         return {"rows of data a step": config.rows, "rows a backward pass on one rank": share, "steps": config.steps}
+    world = max(1, world // config.engine.context)  # those that share a row's tokens have the same rows
     batch, makes = config.batch, config.objective.consumes is PromptBatch
     samples = batch.prompts * config.objective.group if makes else 0
     guided = config.guidance is not None and config.guidance.scale != 1

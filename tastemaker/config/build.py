@@ -31,6 +31,7 @@ def shrunk(config: RunConfig) -> RunConfig:
         rewards=rewards,
         batch=replace(config.batch, prompts=fewer(config)),
         engine=replace(config.engine, compile=False),  # which takes longer than everything a small model does
+        sample=replace(config.sample, height=None, width=None),
     )
 
 
@@ -79,11 +80,11 @@ def build(
     """Everything loaded, placed and ready to train."""
     config = require(shrunk(config) if tiny else config)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
-    placement = engine.placement()
+    placement = engine.placement(adapts=config.tuning.adapts)
     return Run(
         policy=generator(config, placement, init_from),
         objective=config.objective,
-        rubric=judges(config.rewards, placement),
+        rubric=judges(config.rewards, engine.placement()),
         data=config.data.load(config.seed),
         engine=engine,
         directory=directory or config.output / (config.name or "run"),

@@ -13,13 +13,15 @@ import torch
 from ..data.pairs import ToyPairs
 from ..data.pictures import ToyPictures
 from ..objectives.reward_gradient import RewardGradient
+from ..policy import ModelSpec
 from ..processes.autoregressive import Autoregressive
 from ..processes.gaussian import GaussianProcess
 from ..randomness import Randomness
 from ..registry import ConfigError
 from ..types import Pairs, Pictures, PromptBatch
-from .dump import named
+from .dump import named, plain
 from .run import AnyConfig, AutoencoderConfig, RunConfig
+from .validate import build
 
 Rule = Callable[[RunConfig, int], str | None]
 Common = Callable[[AnyConfig, int], str | None]
@@ -122,6 +124,7 @@ def truncation_and_chance(config: RunConfig, world: int) -> str | None:
 
 def prompts_and_ranks(config: RunConfig, world: int) -> str | None:
     prompts, updates = config.batch.prompts, config.batch.updates
+    world = max(1, world // config.engine.context)  # those that share a row's tokens have the same rows
     if prompts % world:
         return f"batch.prompts: {prompts} prompts do not divide among {world} ranks; choose a multiple of {world}"
     if prompts // world % updates:
@@ -138,9 +141,44 @@ def ranks_and_replicas(config: AnyConfig, world: int) -> str | None:
     return f"engine.replicas: {world} ranks do not divide into {replicas} replicas; {advice}"
 
 
+def ranks_and_context(config: AnyConfig, world: int) -> str | None:
+    context = config.engine.context
+    if world == 1 or world % context == 0:
+        return None
+    advice = f"start a multiple of {context} with torchrun, or change it"
+    return f"engine.context: {world} ranks do not divide into groups of {context}; {advice}"
+
+
 def samples_and_average(config: AnyConfig, world: int) -> str | None:
     if config.sample.use == "ema" and config.ema == 0:
         return "sample.use: ema is asked for, but none is kept; set ema, as in ema=0.99, or sample.use=live"
+    return None
+
+
+def samples_and_model(config: RunConfig, world: int) -> str | None:
+    sample, model = config.sample, config.model
+    size = {key: side for key, side in (("height", sample.height), ("width", sample.width)) if side}
+    if not {*size} <= {f.name for f in fields(model)}:  # type: ignore[arg-type]  # as above
+        return f"sample.{next(iter(size))}: {name(model)} makes pictures of one size alone; leave it out"
+    try:
+        build(ModelSpec, {**plain(model, None), **size}, "sample") if size else None
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def samples_and_process(config: RunConfig, world: int) -> str | None:
+    try:
+        config.process.in_steps(config.sample.steps) if config.sample.steps else None
+    except ValueError as error:
+        return f"sample.steps: {error}"
+    return None
+
+
+def samples_and_autoencoder(config: AutoencoderConfig, world: int) -> str | None:
+    sample = config.sample
+    if any(x is not None for x in (sample.height, sample.width, sample.steps, sample.guidance)):
+        return "sample: an autoencoder shows its data as it is; leave height, width, steps and guidance out"
     return None
 
 
@@ -166,8 +204,12 @@ def autoencoder_and_data(config: AutoencoderConfig, world: int) -> str | None:
     return f"data: {name(config.autoencoder)} learns from pictures, but {name(config.data)} holds {holds}; {advice}"
 
 
-COMMON: tuple[Common, ...] = (ranks_and_replicas, samples_and_average, files)
-CODEC_RULES: tuple[Callable[[AutoencoderConfig, int], str | None], ...] = (autoencoder_and_data, rows_and_ranks)
+COMMON: tuple[Common, ...] = (ranks_and_replicas, ranks_and_context, samples_and_average, files)
+CODEC_RULES: tuple[Callable[[AutoencoderConfig, int], str | None], ...] = (
+    autoencoder_and_data,
+    rows_and_ranks,
+    samples_and_autoencoder,
+)
 RULES: tuple[Rule, ...] = (
     model_and_process,
     objective_and_process,
@@ -180,6 +222,8 @@ RULES: tuple[Rule, ...] = (
     reach_and_steps,
     truncation_and_chance,
     prompts_and_ranks,
+    samples_and_model,
+    samples_and_process,
 )
 
 

@@ -18,6 +18,7 @@ MODELS = Registry(
     {
         "dit": "tastemaker.models.dit:Dit",
         "flux": "tastemaker.models.flux:Flux",
+        "flux_kontext": "tastemaker.models.flux_kontext:FluxKontext",
         "gpt": "tastemaker.models.gpt:Gpt",
         "maskgit": "tastemaker.models.maskgit:Maskgit",
         "qwen_image": "tastemaker.models.qwen_image:QwenImage",
@@ -83,6 +84,7 @@ REWARDS = Registry(
         "compression_score": "tastemaker.rewards.compression_score:CompressionScore",
         "detection": "tastemaker.rewards.detection:Detection",
         "ocr": "tastemaker.rewards.ocr:Ocr",
+        "ocr_gradient": "tastemaker.rewards.ocr_gradient:OcrGradient",
         "hps": "tastemaker.rewards.hps:Hps",
         "pickscore": "tastemaker.rewards.pickscore:PickScore",
         "clip": "tastemaker.rewards.clip:Clip",
@@ -132,6 +134,8 @@ DATA = Registry(
     {
         "prompts": "tastemaker.data.prompts:InlinePrompts",
         "prompt_file": "tastemaker.data.prompts:PromptFile",
+        "edit_file": "tastemaker.data.edits:EditFile",
+        "illustrated_prompts": "tastemaker.data.illustrated:IllustratedPrompts",
         "toy_pictures": "tastemaker.data.pictures:ToyPictures",
         "picture_folder": "tastemaker.data.pictures:PictureFolder",
         "toy_pairs": "tastemaker.data.pairs:ToyPairs",

@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from ..codec import CodecSpec
 from ..data.spec import DataSpec
 from ..objective import Objective
+from ..perceptual import VGG16
 from ..policy import Guidance, ModelSpec, Process
 from ..reward import RewardSpec, Scale
 from ..weights import Tuning
@@ -29,6 +30,7 @@ class Optim:
     clip: NonNegativeFloat = 1.0  # gradient norm; 0 does not clip
     warmup: NonNegativeInt = 0  # steps
     schedule: Literal["constant", "cosine", "linear"] = "constant"  # after the warm-up, to zero at the last step
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"  # what AdamW remembers, rounded at random if not in fp32
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,13 @@ class EngineConfig:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     strategy: Literal["replicated", "sdp", "fsdp", "hsdp"] = "replicated"
     replicas: PositiveInt = 2  # hsdp only: groups of ranks that each hold the whole network
+    context: PositiveInt = 1  # ranks that share the tokens of the same rows, for large pictures; FLUX and Qwen-Image
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
     reduce: Literal["fp32", "fp16", "bf16"] = "fp32"  # gradients between ranks
     trainable: Literal["fp32", "bf16"] = "fp32"  # bf16 rounds stochastically
     memory: Literal["keep", "recompute", "offload"] = "keep"  # activations for the backward pass
-    attention: Literal["auto", "sdpa", "flash", "xformers"] = "auto"
-    compile: bool = False  # the network, with torch.compile: slow to start, then faster
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "xformers"] = "auto"
+    compile: bool = False  # with torch.compile, a large network block by block: slow to start, then faster
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,10 @@ class SampleConfig:
     prompts: tuple[str, ...] = ()  # the first of the data if none are given
     count: PositiveInt = 8
     use: Literal["live", "ema"] = "live"
+    height: PositiveInt | None = None  # likewise below: as trained if not given
+    width: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    guidance: NonNegativeFloat | None = None  # told to networks that read it, such as FLUX; of two predictions else
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,36 @@ class Reconstruction:
     l1: NonNegativeFloat = 1.0
     mse: NonNegativeFloat = 2.0
     edge: NonNegativeFloat = 0.5  # differences between neighbouring pixels
+    lpips: NonNegativeFloat = 0.0  # what VGG16 sees of the difference
+    vgg: str = VGG16.hub  # VGG16 of torchvision or timm, or an LPIPS whole
+    heads: str = ""  # of LPIPS, a path; those of the installed package lpips if empty
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """A PatchGAN that learns to tell reconstructions from pictures, and that they learn to deceive."""
+
+    weight: NonNegativeFloat = 0.5
+    start: NonNegativeInt = 20000  # steps before it plays a part, counted from the beginning of the run
+    adaptive: bool = False  # weigh it so that the last layer feels it as much as the reconstruction (VQGAN)
+    loss: Literal["hinge", "vanilla", "least_squares"] = "hinge"
+    deceive: Literal["mean", "non_saturating", "least_squares"] = "mean"  # how far it is from being deceived
+    width: Annotated[int, Field(ge=1, le=1024)] = 64  # of the first layer
+    layers: Annotated[int, Field(ge=1, le=8)] = 3  # that halve
+    tail: bool = True  # one more that does not, as LlamaGen's has and explainingai's has not
+    weights: Path | None = None  # to start from
+    optim: Optim | None = None  # the autoencoder's if not given
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Validation:
+    """How well pictures are copied that nothing was learned from."""
+
+    every: NonNegativeInt = 0  # steps; 0 never
+    rows: PositiveInt = 256  # of them, over all ranks
+    data: DataSpec | None = None  # if not given, a share of the run's own, which is then not trained on
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.02
 
 
 @dataclass(frozen=True)
@@ -153,7 +190,10 @@ class AutoencoderConfig:
     autoencoder: CodecSpec
     data: DataSpec
     loss: Reconstruction = Reconstruction()
+    critic: CriticConfig | None = None
+    validation: Validation = Validation()
     rows: PositiveInt = 64  # of data a step, over all ranks
+    microbatch: PositiveInt | None = None  # rows a backward pass on one rank; gradients accumulate over them
     optim: Optim = Optim()
     engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

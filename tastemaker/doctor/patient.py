@@ -19,14 +19,14 @@ STEP = 0  # whose batch and draws are examined
 
 
 def context(run: Run) -> Context[Any]:
-    return run.context(STEP, run.batch.prompts // run.engine.comm.world)
+    return run.context(STEP, run.batch.prompts // run.engine.rows.world)
 
 
 def gather(run: Run) -> tuple[Context[Any], Any]:
     """The first step's experience."""
     ctx = context(run)
     with run.engine.computing():
-        batch = run.data.batch(STEP, run.batch.prompts, run.engine.comm.rank, run.engine.comm.world)
+        batch = run.data.batch(STEP, run.batch.prompts, run.engine.rows.rank, run.engine.rows.world)
         return ctx, run.objective.collect(ctx, batch)
 
 

@@ -176,21 +176,21 @@ def _restore(path: Path, engine: Engine, weights: Weights) -> dict[str, Any]:
     return state.extra
 
 
-def initialise(path: Path, weights: Weights) -> None:
-    """Start from the trained weights in a checkpoint or a file; snapshots start from them too."""
-    _fill(dict(weights.trainable()), _source(path), str(path), spare=set(weights.net.state_dict()))
+def initialise(path: Path, weights: Weights, group: str = "weights") -> None:
+    """Start from the trained weights, or a snapshot, in a checkpoint or a file; snapshots start from them too."""
+    _fill(dict(weights.trainable()), _source(path, group), str(path), spare=set(weights.net.state_dict()))
     for name in weights.stored():
         weights.blend(name)
 
 
-def _source(path: Path) -> Source:
+def _source(path: Path, group: str) -> Source:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; expected a checkpoint directory, a .safetensors or a .pt file")
     if path.is_dir():
         chosen = latest(path) or path
         state = folders.read(chosen)
         folders.verify(chosen, state, 0, 1)
-        return Reader(folders.files(chosen, state, "weights"))
+        return Reader(folders.files(chosen, state, group))
     if path.suffix == ".safetensors":
         return Reader([path])
     if path.suffix in (".pt", ".pth", ".bin"):

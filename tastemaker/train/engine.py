@@ -44,6 +44,7 @@ class Engine:
         precision.check(config, self.device, self.comm.world)
         self.scaler = precision.Scaler() if config.precision == "fp16" else None
         self.mesh = self._mesh()
+        self.rows, self._context = ranks.by_rows(self.comm, config.context, self.device)  # who has rows of its own
         self._bad = torch.zeros((), device=self.device)  # how many losses since the last update were not finite
 
     def _mesh(self) -> DeviceMesh | None:
@@ -61,17 +62,28 @@ class Engine:
         count = self.mesh.size(self.mesh.ndim - 1)
         return self.comm.rank % count, count, self.comm.rank < count
 
-    def placement(self) -> Placement:
-        """Where frozen parts go, and how."""
-        return Placement(self.device, precision.DTYPES[self.config.precision], self.config.attention)
+    def placement(self, *, adapts: bool = True) -> Placement:
+        """Where frozen parts go, and how; the network that trains in the precision of its weights, unless it `adapts`.
+
+        Loaded in less, they would start out rounded; in more, two copies would lie on the device for a while.
+        """
+        trained = None if adapts else precision.DTYPES[self.config.trainable]
+        return Placement(self.device, precision.DTYPES[self.config.precision], self.config.attention, trained)
 
     def prepare(self, weights: Weights) -> None:
         """Place, cast, recompute, shard or replicate the network in place, and make its optimizer."""
+        if self.config.compile and self.config.attention in ("flash", "cudnn"):
+            memory.forget_graphs()
         nets = [weights.net, *(weights.twins.values() if isinstance(weights, TwinWeights) else ())]
         dtype = precision.DTYPES[self.config.trainable]
         kept = {id(p) for name, values in weights.stored().items() if name != "reference" for p in values.values()}
         for net in nets:
             self._check(net)
+            if self._context is not None:
+                ranks.share_tokens(net, self._context)
+            in_blocks = self.config.compile and memory.repeats(net)
+            if in_blocks:
+                memory.compile_blocks(net)
             if self.config.memory == "recompute":
                 memory.recompute(net)
             for unit in [*(memory.blocks(net) if self.mesh else ()), net]:
@@ -79,7 +91,7 @@ class Engine:
                 self._place(unit, dtype, kept)
                 if self.mesh is not None:
                     self._shard(unit, whole=unit is net)
-            if self.config.compile:
+            if self.config.compile and not in_blocks:
                 net.compile()  # in place: names, hooks and borrowed weights stay as they are
         if isinstance(weights, FullWeights):
             _copy_snapshots(weights)

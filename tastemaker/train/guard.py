@@ -38,7 +38,7 @@ def judge(run: Run, step: int) -> Guarded:
 
 def observe(run: Run, chosen: PromptBatch) -> tuple[dict[str, Tensor], Tensor]:
     """Rewards and features [N] of all samples and small pictures [N, D], made by all ranks together."""
-    comm, count = run.engine.comm, len(chosen) * run.guard.per_prompt
+    comm, count = run.engine.rows, len(chosen) * run.guard.per_prompt
     share = -(-count // comm.world)  # as many on every rank, so that all make the same calls
     mine = torch.arange(comm.rank * share, (comm.rank + 1) * share) % count
     chunks = torch.split(mine, run.batch.rollout or share)

@@ -20,7 +20,8 @@ from ..weights import warm
 from .engine import TrainingError, Update
 from .events import Event, Finished, Guarded, Sampled, Saved, Started, Updated
 from .guard import judge
-from .run import LOOK, Run
+from .looking import paint
+from .run import Run
 
 
 def train(run: Run) -> Iterator[Event]:
@@ -67,10 +68,10 @@ def halt(run: Run, found: Guarded) -> str:
 def learn(run: Run, step: int) -> Updated:
     """One step: gather experience, then learn from it in updates of minibatches, each in parts."""
     began, engine, objective = time.perf_counter(), run.engine, run.objective
-    rows = run.batch.prompts // engine.comm.world
+    rows = run.batch.prompts // engine.rows.world
     ctx, means = run.context(step, rows), Means()
     with engine.computing():
-        batch = run.data.batch(step, run.batch.prompts, engine.comm.rank, engine.comm.world)
+        batch = run.data.batch(step, run.batch.prompts, engine.rows.rank, engine.rows.world)
         experience = objective.collect(ctx, batch)
         means.add(objective.watch(experience), len(experience))
     for epoch in range(run.batch.epochs):
@@ -88,7 +89,7 @@ def learn(run: Run, step: int) -> Updated:
 def improve(run: Run, ctx: Context[Any], experience: Any, means: Means) -> Update:
     """One optimizer update: every part of every microbatch adds to the gradient, then all ranks step."""
     engine, objective = run.engine, run.objective
-    total = len(experience) * engine.comm.world
+    total = len(experience) * engine.rows.world
     chunks = torch.split(torch.arange(len(experience)), run.batch.microbatch or len(experience))
     for chunk in chunks:
         mini = experience if len(chunks) == 1 else index(experience, chunk)
@@ -121,9 +122,8 @@ def look(run: Run, step: int) -> Sampled:
     chosen = run.data.first(run.sample.count)
     prompts = run.sample.prompts or chosen.prompts
     facts = () if run.sample.prompts else chosen.facts
-    rng = Randomness(run.seed, LOOK, torch.arange(len(prompts), device=run.engine.device))
-    with run.engine.computing(), run.shown():
-        pixels = run.policy.decode(run.policy.sample(run.policy.embed(prompts, facts), rng).final)
+    pixels = paint(run, prompts, facts)
+    with run.engine.computing():
         scores = run.rubric.score(pixels, prompts, facts)
     means = {name: part.mean().item() for name, part in scores.parts.items()}
     return Sampled(step, tuple(prompts), pixels.float().clamp(0, 1).cpu(), means)

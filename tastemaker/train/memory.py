@@ -1,7 +1,8 @@
-"""Activations for the backward pass: kept, computed again, or kept on the host."""
+"""The blocks of a network: compiled one by one, and their activations kept, computed again, or kept on the host."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,6 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from .precision import again
+
+LARGE, MANY = 100_000_000, 8  # weights, and blocks of one kind, from which blocks are compiled one by one
+GRAPHS = 64
 
 
 def blocks(net: nn.Module) -> list[nn.Module]:
@@ -25,6 +29,35 @@ def blocks(net: nn.Module) -> list[nn.Module]:
         else:
             found += blocks(child)
     return [block for block in found if any(True for _ in block.parameters())]
+
+
+def repeats(net: nn.Module) -> bool:
+    """Whether a network is to be compiled block by block: it is large, and has many blocks of one kind.
+
+    One graph then serves all of them, so that it takes seconds; a small network gains more from being compiled whole.
+    """
+    kinds = Counter(type(block) for block in blocks(net))
+    large = sum(p.numel() for p in net.parameters()) >= LARGE
+    return large and max(kinds.values(), default=0) >= MANY
+
+
+def compile_blocks(net: nn.Module) -> None:
+    """Compile each block by itself, before anything is wrapped around it; equal blocks share their graphs."""
+    from torch._dynamo import config
+
+    # A graph for each kind of block, number of rows, and whether there is a gradient; then no more is translated, and
+    # what is left would run uncompiled.
+    config.recompile_limit = max(config.recompile_limit, GRAPHS)
+    for module in blocks(net):
+        # Fixed sizes: a second number of rows would otherwise make all sizes open, and slower.
+        module.forward = torch.compile(module.forward, dynamic=False)
+
+
+def forget_graphs() -> None:
+    """Reuse no graph of an earlier process: what is kept of them does not say which kernel of attention it calls."""
+    from torch._functorch import config
+
+    config.enable_autograd_cache = False
 
 
 def recompute(net: nn.Module) -> None:

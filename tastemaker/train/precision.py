@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -59,19 +59,20 @@ def check(config: EngineConfig, device: torch.device, world: int) -> None:
         )
     if config.compile:
         _check_compiler(config, device)
-    if config.attention == "flash":
-        _check_flash(config, device)
+    if config.attention in ("flash", "cudnn"):
+        _check_kernel(config, device)
 
 
-def _check_flash(config: EngineConfig, device: torch.device) -> None:
-    built_in = device.type == "cuda" and torch.backends.cuda.is_flash_attention_available()
-    if not built_in and (device.type != "cuda" or find_spec("flash_attn") is None):
+def _check_kernel(config: EngineConfig, device: torch.device) -> None:
+    name, cudnn = config.attention, cast(Any, torch.backends.cudnn)
+    there = cudnn.is_available() if name == "cudnn" else torch.backends.cuda.is_flash_attention_available()
+    if device.type != "cuda" or not (there or (name == "flash" and find_spec("flash_attn") is not None)):
         raise TrainingError(
-            f"engine.attention is flash, which this PyTorch does not offer on {device.type}; set it to auto or sdpa"
+            f"engine.attention is {name}, which this PyTorch does not offer on {device.type}; set it to auto or sdpa"
         )
     if DTYPES[config.precision] == torch.float32:
         raise TrainingError(
-            f"engine.attention is flash, which knows only fp16 and bf16, but engine.precision is {config.precision}; "
+            f"engine.attention is {name}, which knows only fp16 and bf16, but engine.precision is {config.precision}; "
             "set engine.precision to bf16 or engine.attention to auto"
         )
 
@@ -111,10 +112,11 @@ def mathematics(config: EngineConfig, device: torch.device) -> Iterator[None]:
 
 def _attending(config: EngineConfig) -> AbstractContextManager[Any]:
     """Attention takes the kernel asked for, or the next best where that one cannot (masks, odd sizes)."""
-    if config.attention != "flash":
+    if config.attention not in ("flash", "cudnn"):
         return nullcontext()
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True)
+    first = [SDPBackend.CUDNN_ATTENTION] if config.attention == "cudnn" else []
+    return sdpa_kernel([*first, *order], set_priority=True)
 
 
 class NormsInFp32(TorchFunctionMode):

@@ -52,10 +52,10 @@ class Run:
 
     def context(self, step: int, rows: int) -> Context[Any]:
         """Draws are named by the step and the row's number over all ranks."""
-        first = self.engine.comm.rank * rows
+        first = self.engine.rows.rank * rows
         numbers = torch.arange(first, first + rows, device=self.engine.device)
         rng = Randomness(self.seed, step, numbers)
-        return Context(self.policy, self.rubric, rng, self.engine.comm, self.memory, chunk=self.batch.rollout)
+        return Context(self.policy, self.rubric, rng, self.engine.rows, self.memory, chunk=self.batch.rollout)
 
     def save(self, step: int) -> Path:
         kept = {"memory": self.memory.state(), "guard": self.history.state()}

@@ -177,3 +177,11 @@ def test_the_arithmetic_of_a_step() -> None:
 def test_learning_from_pictures_makes_no_samples() -> None:
     found = arithmetic(load("likelihood-toy-causal"))
     assert (found["samples a step"], found["network calls a step to sample"], found["rows an update"]) == (0, 0, 64)
+
+
+def test_ranks_that_share_tokens_have_the_same_rows() -> None:
+    config = load("srpo-flux-hps", ["engine.context=2", "batch.prompts=6"])
+    assert complaints(config, world=4) == [] and complaints(config, world=1) == []
+    advice = "start a multiple of 2 with torchrun, or change it"
+    sentence = f"engine.context: 3 ranks do not divide into groups of 2; {advice}"
+    assert complaints(config, world=3) == [sentence]

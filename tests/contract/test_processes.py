@@ -17,12 +17,13 @@ from tastemaker.processes.gaussian import GaussianProcess, Window
 from tastemaker.processes.paths import Straight
 from tastemaker.randomness import Randomness
 from tastemaker.types import Condition, PromptBatch, Trajectory, index
+from tastemaker.weights import Idle
 
 GUIDED = Guidance(scale=2.0, interval=(0.2, 0.9))
-KINDS = [(name, guidance) for name in toys.FAMILIES for guidance in (None, GUIDED)]
+KINDS = [(name, guidance) for name in toys.GENERATORS for guidance in (None, GUIDED)]
 NAMES = [name if guidance is None else f"{name}-guided" for name, guidance in KINDS]
 ROWS = 8
-LATENTS = [kind for kind in KINDS if toys.FAMILIES[kind[0]].gaussian]
+LATENTS = [kind for kind in KINDS if toys.GENERATORS[kind[0]].gaussian]
 
 
 @pytest.fixture(params=KINDS, ids=NAMES)
@@ -60,6 +61,7 @@ def test_replay_agrees_with_the_record(policy: Policy[Any]) -> None:
         assert torch.equal(now, then)
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of FLUX's norms, which stay exact
 def test_replay_agrees_with_the_record_in_bfloat16(policy: Policy[Any]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         for now, then in replayed(policy, made(policy)):
@@ -87,7 +89,10 @@ def test_replay_agrees_with_the_record_under_every_dynamics(process: GaussianPro
         assert torch.equal(now, then)
 
 
-def test_pixels_survive_the_way_there_and_back(policy: Policy[Any]) -> None:
+@pytest.mark.parametrize("name", toys.FAMILIES)
+def test_pixels_survive_the_way_there_and_back(name: str) -> None:
+    """Those of a published one do not: its small autoencoder is random."""
+    policy = toys.policy(name)
     frames = policy.model.pixels[0]
     pixels = toys.PALETTE[torch.arange(ROWS)].view(ROWS, 1, 3, 1, 1).expand(ROWS, frames, 3, 8, 8)
     torch.testing.assert_close(policy.decode(policy.encode(pixels)), pixels, rtol=0, atol=1e-5)
@@ -97,7 +102,7 @@ def test_samples_decode_to_pixels_of_the_size_promised(policy: Policy[Any]) -> N
     final = made(policy).final
     pixels = policy.decode(final)
     assert pixels.shape == (ROWS, *policy.model.pixels)
-    assert final.shape == (ROWS, *policy.model.shape)
+    assert final.shape == policy.encode(pixels).shape == (ROWS, *policy.model.shape)
     assert pixels.min() >= 0
     assert pixels.max() <= 1
 
@@ -154,7 +159,9 @@ def test_gradients_reach_pixels_exactly_when_samples_are_latents(policy: Policy[
     assert pixels.requires_grad == isinstance(policy.process, GaussianProcess)
     if pixels.requires_grad:
         pixels.mean().backward()
-        assert all(p.grad is not None for p in policy.model.net.parameters())
+        net = policy.model.net
+        vain = net.idle if isinstance(net, Idle) else ()
+        assert not [key for key, p in net.named_parameters() if p.grad is None and not key.startswith(vain)]
 
 
 def test_a_pruned_rollout_draws_the_same_numbers(policy: Policy[Any]) -> None:

@@ -48,7 +48,7 @@ def test_the_preference_loss_is_log_two_before_anything_is_learned(corruption: A
     objective = DPO(corruption=corruption, levels=2)
     policy = toys.policy(name, Twin(), objective.snapshots())
     ctx = toys.context(policy, 8)
-    experience = objective.collect(ctx, toys.data(objective, 8, policy.model.pixels[0]))
+    experience = objective.collect(ctx, toys.data(objective, 8, policy.model.pixels))
     losses = toys.total(objective, ctx, experience)
     torch.testing.assert_close(losses, torch.full((8,), math.log(2)))
     assert toys.gradient(policy, losses.sum()).any()

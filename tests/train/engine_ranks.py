@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tastemaker.config.run import CheckpointConfig, Optim
 from tastemaker.lora import LoraWeights
-from tastemaker.train import checkpoint, tensors
+from tastemaker.train import checkpoint, rounding, tensors
 from tastemaker.train.checkpoint import CheckpointError
 from tastemaker.train.engine import TrainingError
 from tastemaker.weights import Twin, TwinWeights
@@ -165,6 +165,19 @@ def low_precision(folder: Path, strategy: str) -> None:
         same({name: x.float() for name, x in whole(weights.trainable()).items()}, exact, rtol=close, atol=close)
 
 
+def few_bits(folder: Path, strategy: str) -> None:
+    """Weights in bf16 and moments in 8 bits move as on one process, whoever holds which rows."""
+    rounding.FEWEST = 1  # so that the small network's tensors count as large
+    expected = load_file(folder / "few_bits.safetensors")
+    weights = full_weights()
+    engine = ready(weights, Optim(lr=1e-2, moments="int8"), strategy=strategy, precision="bf16", trainable="bf16")
+    for step in range(3):
+        for p in engine.parameters.values():
+            p.grad = torch.ones_like(p)
+        engine.optimizer.update(1e-2 / (step + 1))
+    equal(whole(weights.trainable()) | whole(engine.optimizer.state()), expected)
+
+
 def reduced(folder: Path, strategy: str) -> None:
     """Gradients travel in the dtype asked for, so they come out rounded to it."""
     expected = load_file(folder / "gradient.safetensors")
@@ -272,6 +285,7 @@ CHECKS = {
         twins,
         lora,
         low_precision,
+        few_bits,
         reduced,
         refused,
         team,

@@ -18,9 +18,9 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tastemaker.config.run import CheckpointConfig
+from tastemaker.config.run import CheckpointConfig, Optim
 from tastemaker.lora import LoraWeights
-from tastemaker.train import checkpoint
+from tastemaker.train import checkpoint, rounding
 from tastemaker.train.checkpoint import CheckpointError
 from tastemaker.train.engine import Engine
 from tastemaker.weights import FullWeights, Weights
@@ -54,13 +54,18 @@ def lora() -> LoraWeights:
 
 
 @FORMS
-@pytest.mark.parametrize("kind", ["full", "lora", "bf16", "fp16"])
-def test_six_updates_equal_three_and_a_resume_and_three(tmp_path: Path, form: str, kind: str) -> None:
-    settings = {"bf16": {"precision": "bf16", "trainable": "bf16"}, "fp16": {"precision": "fp16"}}.get(kind, {})
+@pytest.mark.parametrize("kind", ["full", "lora", "bf16", "fp16", "int8"])
+def test_six_updates_equal_three_and_a_resume_and_three(
+    tmp_path: Path, form: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"precision": "bf16", "trainable": "bf16"}
+    settings = {"bf16": few, "int8": few, "fp16": {"precision": "fp16"}}.get(kind, {})
+    optim = Optim(lr=1e-2, moments="int8" if kind == "int8" else "fp32")
+    monkeypatch.setattr(rounding, "FEWEST", 1)  # so that the small network's tensors count as large
 
     def start() -> tuple[Engine, Weights]:
         weights = lora() if kind == "lora" else full_weights("old")
-        return ready(weights, **settings), weights
+        return ready(weights, optim, **settings), weights
 
     engine, weights = start()
     for step in range(3):
@@ -166,7 +171,7 @@ def test_a_kill_during_a_save_keeps_the_older_checkpoint(tmp_path: Path) -> None
         import sys, time
         from pathlib import Path
         from engine_toys import full_weights, ready
-        from tastemaker.config.run import CheckpointConfig
+        from tastemaker.config.run import CheckpointConfig, Optim
         from tastemaker.train import checkpoint, tensors
         weights = full_weights("old")
         engine = ready(weights)

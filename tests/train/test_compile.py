@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_toys import data, full_weights, ready, same, whole
+from engine_toys import learn as step_by_step
+from torch._dynamo.utils import counters
 
 from tastemaker.config.build import build, shrunk
 from tastemaker.config.load import load
 from tastemaker.config.run import EngineConfig
+from tastemaker.models.dit import Dit
+from tastemaker.train import memory
 from tastemaker.train.failures import TrainingError
 from tastemaker.train.loop import learn, look
 from tastemaker.train.precision import check
 from tastemaker.train.run import Run
+from tastemaker.types import Placement
 
 
 def prepared(folder: Path, *, compile: bool) -> Run:
@@ -32,6 +38,38 @@ def test_a_compiled_network_learns_and_samples_the_same(tmp_path: Path) -> None:
     plain, compiled = ([learn(run, step).metrics["loss"] for step in range(3)] for run in runs)
     assert compiled == pytest.approx(plain, rel=1e-4)
     assert torch.allclose(look(runs[0], 3).pixels, look(runs[1], 3).pixels, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of PyTorch, about itself
+def test_equal_blocks_share_their_graphs_and_nothing_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LARGE", 1)
+    monkeypatch.setattr(memory, "MANY", 3)
+    ends = []
+    for compile in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        weights = full_weights()
+        engine = ready(weights, memory="recompute", compile=compile)
+        for step in range(3):
+            with engine.computing(), torch.no_grad():
+                weights.net(data()[:2])
+            step_by_step(engine, weights, step, parts=1)
+            # One without a gradient, for sampling, and one with, for all three blocks and their repetition.
+            assert counters["stats"]["unique_graphs"] == (2 if compile else 0)
+        ends.append(whole(weights.trainable()))
+    same(*ends, rtol=1e-4, atol=1e-6)
+
+
+def test_only_large_networks_of_many_equal_blocks_are_compiled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = full_weights().net
+    assert not memory.repeats(net)
+    monkeypatch.setattr(memory, "LARGE", 1)
+    assert not memory.repeats(net)  # three blocks
+    monkeypatch.setattr(memory, "MANY", 3)
+    assert memory.repeats(net)
+    monkeypatch.undo()
+    assert not memory.repeats(Dit(codec=None).load(Placement()).net)
 
 
 def test_without_a_compiler_it_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from engine_toys import Recorder, data, equal, full_weights, learn, network, rea
 from torch import nn
 
 from tastemaker.config.run import EngineConfig, Optim
+from tastemaker.models.flux import Flux
 from tastemaker.train import memory
 from tastemaker.train.engine import Engine, TrainingError, explain
 from tastemaker.train.precision import SKIPS, Scaler
@@ -178,6 +179,16 @@ def test_frozen_parameters_keep_their_dtype_and_get_no_optimizer() -> None:
     assert set(engine.parameters) == {name for name, _ in net.named_parameters()}
 
 
+def test_a_network_is_loaded_in_the_precision_it_is_trained_in() -> None:
+    for trainable, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        engine = Engine(EngineConfig(device="cpu", precision="bf16", trainable=trainable), Optim(), 1, 0)  # type: ignore[arg-type]
+        for adapts, expected in ((False, dtype), (True, torch.bfloat16)):
+            placement = engine.placement(adapts=adapts)
+            model = Flux().tiny().load(placement)
+            assert {p.dtype for p in model.net.parameters()} == {expected}
+            assert {p.dtype for p in model.codec.net.parameters()} == {torch.bfloat16}
+
+
 def test_snapshots_that_move_are_fp32_where_weights_are_bf16() -> None:
     weights = full_weights("reference", "ema")
     ready(weights, precision="bf16", trainable="bf16")
@@ -204,6 +215,7 @@ def test_snapshots_on_the_host_are_copies() -> None:
         ({"device": "mps"}, "engine.device is mps, but PyTorch .* sees no such device here; use --device (cpu|cuda)"),
         ({"attention": "xformers"}, "xformers, which is not installed; run `pip install xformers` or set it to auto"),
         ({"attention": "flash", "precision": "bf16"}, "flash, which this PyTorch does not offer on cpu"),
+        ({"attention": "cudnn", "precision": "bf16"}, "cudnn, which this PyTorch does not offer on cpu"),
         ({"trainable": "bf16"}, "engine.trainable is bf16 but engine.precision is fp32"),
     ],
 )

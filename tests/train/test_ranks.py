@@ -13,7 +13,7 @@ from engine_toys import Recorder, data, environment, equal, full_weights, learn,
 from safetensors.torch import save_file
 
 from tastemaker.config.run import CheckpointConfig, Optim
-from tastemaker.train import checkpoint
+from tastemaker.train import checkpoint, rounding
 from tastemaker.train.engine import TrainingError
 from tastemaker.train.ranks import grid
 
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 EACH = ("gradient", "norm", "held_back", "repeated", "borrowed", "twins", "lora", "low_precision", "reduced", "refused")
 TWO = [
     *(f"{check}:{strategy}" for strategy in ("replicated", "sdp", "fsdp") for check in (*EACH, "checkpoints")),
-    *("full_disk:fsdp", "team:replicated", "frozen_unused:replicated"),
+    *("full_disk:fsdp", "team:replicated", "frozen_unused:replicated", "few_bits:fsdp", "few_bits:replicated"),
 ]
 FOUR = [f"{check}:hsdp" for check in ("gradient", "norm", "held_back", "borrowed", "lora", "refused", "checkpoints")]
 
@@ -51,7 +51,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(whole(weights.stored()["old"]), found / "old.safetensors")
     learn(engine, weights, 3)
     save_file(whole(weights.trainable()), found / "fourth.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounding, "FEWEST", 1)
+        save_file(few_bits(), found / "few_bits.safetensors")
     return found
+
+
+def few_bits() -> dict[str, torch.Tensor]:
+    weights = full_weights()
+    engine = ready(weights, Optim(lr=1e-2, moments="int8"), precision="bf16", trainable="bf16")
+    for step in range(3):
+        for p in engine.parameters.values():
+            p.grad = torch.ones_like(p)
+        engine.optimizer.update(1e-2 / (step + 1))
+    return whole(weights.trainable()) | whole(engine.optimizer.state())
 
 
 def launch(folder: Path, world: int, checks: list[str]) -> list[dict[str, str]]:

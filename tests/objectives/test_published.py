@@ -1,0 +1,118 @@
+"""Every objective takes a real step on small random versions of the published generators it can train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import toys
+from torch import Tensor, nn
+
+from tastemaker.config.registries import OBJECTIVES as REGISTERED
+from tastemaker.lora import Lora
+from tastemaker.objective import Objective
+from tastemaker.objectives.ddpo import DDPO
+from tastemaker.objectives.dpo import DPO
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.objectives.nft import NFT
+from tastemaker.objectives.online_dpo import OnlineDPO
+from tastemaker.objectives.reward_gradient import RewardGradient
+from tastemaker.objectives.srpo import SRPO
+from tastemaker.policy import Policy
+from tastemaker.weights import Full, Idle, Tuning
+
+# Colours the toy reward knows stand for the control words.
+RELATIVE = SRPO(praise=("white",), blame=("grey",), template="{prompt} {word}", margin=None)
+OBJECTIVES = [
+    Likelihood(),
+    RewardGradient(tail=2),
+    RewardGradient(through="single", span=(1, 3)),
+    RewardGradient(through="renoised"),
+    RELATIVE,
+    SRPO(relative=False, margin=None),
+    DDPO(),
+    GRPO(group=2),
+    GRPO(group=2, kl=0.1, divergence="exact"),
+    DPO(),
+    OnlineDPO(group=2),
+    NFT(group=2),
+]
+TUNINGS = {"full": Full(), "lora": Lora(rank=2)}
+ADAPTED = (GRPO, NFT, SRPO)  # what adapters are usually trained by
+CELLS = [
+    pytest.param(objective, name, tuning, id=f"{type(objective).__name__}{i}-{name}-{kind}")
+    for i, objective in enumerate(OBJECTIVES)
+    for name in toys.PUBLISHED
+    for kind, tuning in TUNINGS.items()
+    if kind == "full" or isinstance(objective, ADAPTED)
+]
+
+
+def networks(thing: object) -> Iterator[nn.Module]:
+    """All that a backbone is made of."""
+    if isinstance(thing, nn.Module):
+        yield thing
+    elif isinstance(thing, list):
+        for each in thing:
+            yield from networks(each)
+    elif type(thing).__module__.startswith("tastemaker.models."):
+        for each in vars(thing).values():
+            yield from networks(each)
+
+
+def tensors(policy: Policy[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Copies of what trains and of what does not."""
+    learning = policy.weights.trainable()
+    still = {f"{i}.{key}": x for i, net in enumerate(networks(policy.model)) for key, x in net.state_dict().items()}
+    own = {x.data_ptr() for x in learning.values()}
+    return copies(learning), copies({key: x for key, x in still.items() if x.data_ptr() not in own})
+
+
+def copies(values: Any) -> dict[str, Tensor]:
+    return {key: x.detach().clone() for key, x in values.items()}
+
+
+def test_no_objective_is_left_out() -> None:
+    assert {type(objective) for objective in OBJECTIVES} == {REGISTERED.find(name) for name in REGISTERED}
+
+
+@pytest.mark.parametrize(("objective", "name", "tuning"), CELLS)
+def test_a_step_moves_what_trains_and_nothing_else(
+    objective: Objective[Any, Any, Any, Any], name: str, tuning: Tuning
+) -> None:
+    policy = toys.policy(name, tuning, objective.snapshots())
+    if objective.snapshots() or isinstance(tuning, Lora):
+        toys.move(policy, 0.01)  # where a policy is its own reference, preferences have no slope
+    live, still = tensors(policy)
+    ctx = toys.context(policy, 4, objective.memory())
+    experience = objective.collect(ctx, toys.data(objective, 4, policy.model.pixels))
+    losses = toys.backward(objective, ctx, experience)
+    assert losses and all(loss.rows.isfinite().all() for loss in losses)
+    step(policy)
+    after, kept = tensors(policy)
+    vain = policy.model.net.idle if isinstance(policy.model.net, Idle) else ()
+    assert all(x.isfinite().all() for x in after.values())
+    assert [key for key, x in after.items() if x.equal(live[key]) and not key.startswith(vain)] == []
+    assert still and [key for key, x in kept.items() if not x.equal(still[key])] == []
+
+
+def step(policy: Policy[Any]) -> None:
+    """Along the signs of the gradient, so that what has none stays where it is."""
+    for p in policy.weights.trainable().values():
+        if p.grad is not None:
+            p.data -= 1e-3 * p.grad.sign()
+
+
+@pytest.mark.parametrize("name", toys.PUBLISHED)
+@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
+def test_before_the_first_update_every_ratio_is_one(name: str, tuning: Tuning) -> None:
+    objective = GRPO(group=4, clip=1e-4)
+    policy = toys.policy(name, tuning)
+    ctx = toys.context(policy, 4)
+    experience = objective.collect(ctx, toys.prompts(4))
+    assert objective.parts(experience)
+    for part in objective.parts(experience):
+        watched = objective.loss(ctx, experience, part).metrics
+        assert (watched["ratio"] == 1).all() and not watched["ratio_off"].any()
