@@ -1,4 +1,4 @@
-"""Commands about rewards and what else there is: score, serve-reward, download and list."""
+"""Commands about rewards and what else there is: score, serve-reward, embed, download and list."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .options import Device, Exactness, Kind, Precision, Where, console
+from .options import Device, Exactness, Kind, Overrides, Precision, Tiny, Where, console
 
 app = typer.Typer()
 
@@ -55,6 +55,28 @@ def serve_reward(
 
     terms = serving.Terms(host, port, token, queue, limit * 2**20)
     serving.serve(reward, terms, placing.placement(device.value, precision.value), console())
+
+
+@app.command()
+def embed(
+    model: Annotated[str, typer.Argument(help="A recipe, or the name of a published model such as flux.")],
+    overrides: Overrides = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of prompts: .txt, .jsonl or .csv; the recipe's data if none is given.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder to write to, or to go on in.")] = Path("embeddings"),
+    layout: Annotated[str, typer.Option(help="tastemaker, or srpo as SRPO and DanceGRPO read it.")] = "tastemaker",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many of the prompts.")] = None,
+    shard: Annotated[int, typer.Option(min=1, help="Megabytes of a file.")] = 512,
+    tiny: Tiny = False,
+    device: Annotated[Device, typer.Option(help="Where the encoders run.")] = Device.auto,
+    precision: Annotated[Precision, typer.Option(help="Of the encoders.")] = Precision.bf16,
+) -> None:
+    """Write down what a model's text encoders say of prompts, so that training needs no encoder; again, it goes on."""
+    from ..commands import embedding, placing
+
+    order = embedding.Order(model, overrides or (), prompts, out, layout, limit, shard * 2**20)
+    embedding.embed(order, placing.placement(device.value, precision.value), tiny=tiny, console=console())
 
 
 @app.command()

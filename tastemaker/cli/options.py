@@ -28,6 +28,11 @@ class Precision(StrEnum):
     bf16 = "bf16"
 
 
+class Outward(StrEnum):
+    diffusers = "diffusers"
+    comfyui = "comfyui"
+
+
 class Kind(StrEnum):
     models = "models"
     autoencoders = "autoencoders"

@@ -1,4 +1,4 @@
-"""Commands about runs: train, generate, export, report, evaluate, bench, check and doctor."""
+"""Commands about runs: train, generate, export, report, evaluate, bench, check, plan and doctor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..registry import ConfigError
-from .options import FAILURE, INTERRUPTED, Overrides, Place, Recipe, Tiny, console, settings
+from .options import FAILURE, INTERRUPTED, Outward, Overrides, Place, Precision, Recipe, Tiny, console, settings
 
 app = typer.Typer()
 
@@ -40,7 +40,7 @@ def train(
 
 @app.command()
 def generate(
-    recipe: Annotated[str, typer.Argument(help="A recipe, or the directory of a run.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe, the directory of a run, or what was exported of one.")],
     overrides: Overrides = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts: .txt, .jsonl or .csv.")] = None,
@@ -50,31 +50,42 @@ def generate(
     search: Annotated[str, typer.Option(help="single, best_of_n or parm.")] = "single",
     n: Annotated[int, typer.Option("--n", min=1, help="Candidates the search looks at.")] = 4,
     weights: Annotated[str, typer.Option(help="live, or a snapshot such as ema or reference.")] = "live",
+    lora: Annotated[Path | None, typer.Option(help="A file of adapters for the recipe's model.")] = None,
+    lora_scale: Annotated[float, typer.Option(help="How much adapters count; 0 is the base model.")] = 1.0,
     tiny: Tiny = False,
     device: Place = None,
 ) -> None:
-    """Make pictures of prompts, and say what they cost."""
+    """Make pictures of prompts, and say what they cost; run again, it goes on, on as many ranks as there are."""
     from ..commands import generating
     from ..config.registries import SEARCHES
 
-    config, found = generating.source(recipe, settings(overrides, device))
+    config, found = generating.source(recipe, settings(overrides, device), lora)
     batch = generating.prompts(prompt or (), prompts, config)
     kind = SEARCHES.find(search, "--search")
-    order = generating.Order(batch, count, seed, kind(**({} if search == "single" else {"n": n})), weights, out)
+    chosen = kind(**({} if search == "single" else {"n": n}))
+    order = generating.Order(batch, count, seed, chosen, weights, out, lora_scale)
     generating.make(config, found, order, tiny=tiny, console=console())
 
 
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="The directory of a run.")],
-    out: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write; a folder with --layout.")],
     weights: Annotated[str, typer.Option(help="ema, live or another snapshot; ema if there is one.")] = "",
-    bits: Annotated[int, typer.Option(help="16, 32 for all of it, 8 for half the size.")] = 16,
+    bits: Annotated[int, typer.Option(help="16, 32 for all of it, 8 for half the size; not with --layout.")] = 16,
+    layout: Annotated[Outward | None, typer.Option(help="Of published models: who is to load it.")] = None,
+    dtype: Annotated[Precision, typer.Option(help="With --layout: how numbers are kept.")] = Precision.bf16,
+    merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the weights they adapt.")] = False,
+    bare: Annotated[bool, typer.Option("--bare", help="For diffusers: the trained network alone.")] = False,
 ) -> None:
-    """Write a run's weights and configuration to one file, which `weights:` and `codec:` load."""
-    from ..commands.exporting import export as run_export
+    """Write a run's weights: one file that `weights:` and `codec:` load, or what diffusers or ComfyUI load."""
+    from ..commands import exporting, publishing
 
-    run_export(run, out, weights, bits, console())
+    if layout is None:
+        return exporting.export(run, out, weights, bits, console())
+    kept = publishing.DTYPES[dtype.value]
+    order = publishing.Publication(run, out, layout.value, weights, kept, merge, bare)
+    return publishing.publish(order, console())
 
 
 @app.command()
@@ -173,6 +184,22 @@ def check(
     if found:
         raise ConfigError("\n".join(found))
     shown.print("no complaints")
+
+
+@app.command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(min=1, help="As if started on so many GPUs.")] = 1,
+    gpu_gib: Annotated[float, typer.Option(min=1, help="The memory of one GPU.")] = 80.0,
+    tflops: Annotated[float, typer.Option(min=1, help="What it reaches: 540 on an H200, compiled, in bf16.")] = 540.0,
+) -> None:
+    """Predict memory, time and batches of a run before anything is loaded, and what to change if it will not fit."""
+    from ..commands.planning import plan as run_plan
+    from ..config.load import load
+
+    if not run_plan(load(recipe, settings(overrides)), ranks, gpu_gib, tflops, Console()):
+        raise typer.Exit(FAILURE)
 
 
 @app.command()

@@ -18,16 +18,13 @@ from ..config.registries import CODECS, MODELS, REWARDS
 from ..config.run import RunConfig
 from ..config.validate import build
 from ..policy import ModelSpec
-from ..pretrained import Published, Source, held
+from ..pretrained import Published, Source, held, lean
 from ..registry import ConfigError, suggest
 from ..reward import About
 from .listing import usual
 from .scoring import named
 
 HUB = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?")  # owner/name, or a file in it
-# What the same weights also come as, and what is there to be looked at.
-FOREIGN = {".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf", ".mlmodel", ".md", ".png", ".jpg", ".gif", ".mp4"}
-PICKLED = {".bin", ".pt", ".pth", ".ckpt"}  # needless beside safetensors
 
 
 @runtime_checkable
@@ -52,16 +49,16 @@ def download(names: Sequence[str], *, only_list: bool, console: Console) -> None
     if only_list:
         return
     for source in found:
-        console.print(f"{source} is in {obtained(source)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{source} is in {obtained(source, console)}", markup=False, highlight=False, soft_wrap=True)
 
 
-def obtained(source: Source) -> Path:
+def obtained(source: Source, console: Console) -> Path:
     """Where the weights are; whether all of a repository is here, only the hub can tell, if it can be reached."""
     here = held(source)
     if here is not None and source.file:
         return here
     try:
-        return fetch(source)
+        return fetch(source, console)
     except FetchError:
         if here is None:
             raise
@@ -119,7 +116,7 @@ def table(found: Sequence[Source]) -> Table:
     return shown
 
 
-def fetch(source: Source) -> Path:
+def fetch(source: Source, console: Console) -> Path:
     """The file or folder on this machine; a part fetched before is gone on with."""
     from huggingface_hub import hf_hub_download
 
@@ -127,20 +124,28 @@ def fetch(source: Source) -> Path:
         if source.file:
             return Path(hf_hub_download(source.hub, source.file))
         # One by one, for a snapshot that leaves files out counts as incomplete where there is no network.
-        return [Path(hf_hub_download(source.hub, file)) for file in files(source.hub)][-1].parent
+        wanted = files(source.hub)
+        console.print(f"{source}: {len(wanted)} files, {amount(sum(wanted.values()))}", markup=False, highlight=False)
+        return [Path(hf_hub_download(source.hub, file)) for file in wanted][-1].parent
 
 
-def files(hub: str) -> list[str]:
-    """The files of a repository that are needed, the weights once, and what describes them last."""
+def files(hub: str) -> dict[str, int]:
+    """The files of a repository that are needed, with their bytes: the weights once, and what describes them last."""
     from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
 
-    names = [PurePosixPath(name) for name in HfApi().list_repo_files(hub)]
-    safe = {name.parent for name in names if name.suffix == ".safetensors"}
-    wanted = [name for name in names if name.suffix not in FOREIGN and name.name != ".gitattributes"]
-    wanted = [name for name in wanted if not (name.suffix in PICKLED and name.parent in safe)]
+    listed = HfApi().list_repo_tree(hub, recursive=True)
+    sizes = {entry.path: entry.size for entry in listed if isinstance(entry, RepoFile)}
+    wanted = [PurePosixPath(name) for name in lean(list(sizes))]
     if not wanted:
         raise FetchError(f"{hub} holds no weights that could be used; look at its page, or name another")
-    return [str(name) for name in sorted(wanted, key=lambda name: (len(name.parts) == 1, name.suffix == ".json"))]
+    order = sorted(wanted, key=lambda name: (len(name.parts) == 1, name.suffix == ".json"))
+    return {str(name): sizes[str(name)] for name in order}
+
+
+def amount(count: int) -> str:
+    """Bytes as a person would say them."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from ..registry import ConfigError
 from ..reward import Verifier, shared
 from ..search.search import Outcome, Search
 from ..search.single import Single
+from ..train.looking import viewed
 from ..train.run import Run
 from ..types import PromptBatch
 from .generating import try_on
@@ -114,8 +115,9 @@ def maker(run: Run, exam: Examination, weights: str, *, tiny: bool) -> Maker:
         rng = Randomness(exam.seed, 0, rows.to(run.engine.device))
         borrowed = nullcontext() if weights == "live" else run.policy.weights.use(weights)
         with run.engine.computing(), borrowed:
-            found = exam.search.find(run.policy, verifier, batch, rng)
-            pixels = run.policy.decode(found.x).float().clamp(0, 1).cpu()
+            policy = viewed(run.policy)
+            found = exam.search.find(policy, verifier, batch, rng)
+            pixels = policy.decode(found.x).float().clamp(0, 1).cpu()
         return pixels, found.price.calls
 
     return make

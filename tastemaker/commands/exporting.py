@@ -12,6 +12,7 @@ from ..config.build import build, build_autoencoder
 from ..config.dump import resolve
 from ..config.load import load_any
 from ..config.run import AnyConfig, AutoencoderConfig
+from ..lora import LoraWeights
 from ..models import files
 from ..models.packing import pack
 from ..registry import ConfigError
@@ -37,7 +38,10 @@ def export(directory: Path, out: Path, name: str, bits: int, console: Console) -
     chosen = name or ("ema" if "ema" in kept else "live")
     if chosen != "live" and chosen not in kept:
         raise ConfigError(f"--weights: the run keeps no '{chosen}' (there are: {', '.join(['live', *kept])})")
-    tensors = dict(weights.net.state_dict()) | (kept[chosen] if chosen != "live" else {})
+    if isinstance(weights, LoraWeights):
+        tensors = weights.merged(chosen)  # for that is what `weights:` loads
+    else:
+        tensors = dict(weights.net.state_dict()) | (kept[chosen] if chosen != "live" else {})
     files.write(
         out,
         pack(tensors) if bits == 8 else tensors,

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.hf_api import RepoFile
 
 from tastemaker.commands.downloading import files, needed, published, sources
-from tastemaker.pretrained import Source
+from tastemaker.pretrained import Source, lean
 from tastemaker.registry import ConfigError
 from tastemaker.rewards.clip import CLIP_L, Clip
 from tastemaker.rewards.color import Brightness
@@ -128,6 +129,7 @@ def test_a_file_is_fetched_once_and_then_found_without_the_hub(hub: str, tmp_pat
 def test_of_a_whole_repository_the_weights_are_fetched_once(hub: str, tmp_path: Path) -> None:
     code, told = download(hub, tmp_path, "somebody/model")
     assert code == 0
+    assert "somebody/model: 3 files, 25.6 MB" in told
     kept = {path.name for path in cached(tmp_path, "").iterdir()}
     assert kept == {"config.json", "model.safetensors", "tokenizer.json"}
     code, told = download(hub, tmp_path, "somebody/model", HF_HUB_OFFLINE="1")  # what is here serves without the hub
@@ -201,5 +203,26 @@ def test_recipes_models_and_ids_of_the_hub_are_known() -> None:
 
 def test_of_a_repository_without_safetensors_the_pickles_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["a.bin", "config.json", ".gitattributes", "onnx/model.onnx", "sub/b.pt", "sub/b.safetensors"]
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda self, hub: names)
-    assert files("somebody/model") == ["sub/b.safetensors", "a.bin", "config.json"]
+    told = [RepoFile(path=name, size=2, oid="") for name in names]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", lambda self, hub, recursive: told)
+    assert files("somebody/model") == {"sub/b.safetensors": 2, "a.bin": 2, "config.json": 2}
+
+
+def test_of_a_pipeline_the_parts_that_are_loaded_are_fetched_once() -> None:
+    needed = [
+        "model_index.json", "LICENSE.md", "scheduler/scheduler_config.json", "text_encoder/config.json",
+        "text_encoder/model.safetensors", "text_encoder_2/model-00001-of-00002.safetensors",
+        "text_encoder_2/model-00002-of-00002.safetensors", "text_encoder_2/model.safetensors.index.json",
+        "tokenizer/merges.txt", "tokenizer_2/spiece.model", "transformer/config.json",
+        "transformer/diffusion_pytorch_model-00001-of-00001.safetensors", "vae/diffusion_pytorch_model.safetensors",
+    ]  # fmt: skip
+    needless = [
+        "flux1-dev.safetensors", "ae.safetensors", "README.md", ".gitattributes", "dev_grid.jpg", "v1-5-pruned.ckpt",
+        "text_encoder/model.fp16.safetensors", "text_encoder/pytorch_model.bin", "text_encoder/flax_model.msgpack",
+        "text_encoder/openvino_model.bin", "text_encoder/openvino_model.xml", "text_encoder/model.onnx",
+        "text_encoder_2/model.fp16-00001-of-00002.safetensors", "text_encoder_2/model.safetensors.index.fp16.json",
+        "vae/diffusion_pytorch_model.fp16.safetensors", "vae/diffusion_pytorch_model.non_ema.safetensors",
+        "vae_1_0/diffusion_pytorch_model.safetensors", "vae_decoder/model.onnx", "vae_encoder/config.json",
+        "safety_checker/model.safetensors",
+    ]  # fmt: skip
+    assert sorted(lean([*needless, *needed])) == sorted(needed)

@@ -1,0 +1,63 @@
+"""The folder pictures are generated into: what is in it already, and what is known of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..pictures import save_picture
+
+RECORD = "metadata.jsonl"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Each rank writes down its own pictures; at the end the first puts all together."""
+
+    folder: Path
+    made: str  # what all pictures have in common; those of another making count for nothing
+    rank: int
+
+    def _rows(self) -> dict[int, Mapping[str, Any]]:
+        """By index, of pictures that are there."""
+        found: dict[int, Mapping[str, Any]] = {}
+        for path in [self.folder / RECORD, *sorted(self.folder.glob(f"{RECORD}.*"))]:
+            for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+                row = _parsed(line)
+                if row.get("made") == self.made and (self.folder / row["file"]).is_file():
+                    found[row["index"]] = row
+        return found
+
+    def known(self) -> dict[int, str]:
+        """The prompts of the pictures that are there, by index."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return {index: row["prompt"] for index, row in self._rows().items()}
+
+    def add(self, pixels: Tensor, file: str, facts: Mapping[str, Any]) -> None:
+        """Keep a picture, then what is known of it: an interrupted one is made again."""
+        save_picture(pixels, self.folder / file)
+        with (self.folder / f"{RECORD}.{self.rank}").open("a", encoding="utf-8") as record:
+            record.write(json.dumps({"file": file, **facts, "made": self.made}) + "\n")
+
+    def close(self, count: int) -> list[str]:
+        """One record of all pictures, in their order; their files are returned."""
+        rows = [row for index, row in sorted(self._rows().items()) if index < count]
+        partial = self.folder / f".{RECORD}.partial"
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        partial.replace(self.folder / RECORD)
+        for path in self.folder.glob(f"{RECORD}.*"):
+            path.unlink()
+        return [str(row["file"]) for row in rows]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}  # of a rank that was stopped while it wrote
+    return row if isinstance(row, dict) and {"file", "index", "prompt"} <= row.keys() else {}

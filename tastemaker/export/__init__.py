@@ -1,0 +1,1 @@
+"""Trained weights in the layouts that others read."""

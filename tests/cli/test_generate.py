@@ -1,0 +1,135 @@
+"""Generating in bulk: any number of ranks, gone on with, with adapters as strong as asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tastemaker.cli import MISTAKE, main
+from tastemaker.pictures import read_picture
+
+ROOT = Path(__file__).parent.parent.parent
+QUICK = ["steps=2", "sample.every=0", "guard.every=0", "batch.prompts=4", "objective.group=4"]
+LORA = ["tuning={type: lora, rank: 4}", "optim.lr=0.3"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def rows(folder: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, "metadata.jsonl").read_text().splitlines()]
+
+
+def pixels(folder: str) -> torch.Tensor:
+    return torch.stack([read_picture(Path(folder, row["file"])) for row in rows(folder)])
+
+
+def on_ranks(count: int, *arguments: str) -> None:
+    """The same command in as many processes, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    shared |= {**os.environ, **shared, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tastemaker", *arguments],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    for process in started:
+        told = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, told
+
+
+def test_two_ranks_make_the_pictures_of_one(tmp_path: Path) -> None:
+    Path("prompts.txt").write_text("\n".join(f"a {name}" for name in ("red", "blue", "green", "white", "red")))
+    asked = ["generate", "grpo-toy-flow", "--prompts", "prompts.txt", "--count", "3", "--device", "cpu"]
+    assert run(*asked, "--out", "one") == 0
+    on_ranks(2, *asked, "batch.rollout=4", "--out", "two")  # four shares of four, four, four and three
+    assert len(rows("one")) == 15
+    assert [row["file"] for row in rows("two")] == sorted(row["file"] for row in rows("one"))
+    assert (pixels("one") - pixels("two")).abs().max() <= 1 / 255 + 1e-6  # a batch of another size rounds otherwise
+    assert sorted(path.name for path in Path("two").glob("metadata*")) == ["metadata.jsonl"]
+    assert Path("two/sheet.png").is_file()
+
+
+def test_pictures_that_are_there_stay_and_the_rest_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "grpo-toy-flow", "-p", "a red", "-p", "a blue", "--count", "2", "--out", "made"]
+    assert run(*asked) == 0
+    files = [Path("made", row["file"]) for row in rows("made")]
+    before = [path.read_bytes() for path in files]
+    files[1].unlink()
+    files[2].touch()
+    stamp = files[0].stat().st_mtime_ns
+    capsys.readouterr()
+    assert run(*asked) == 0
+    assert "4 pictures in made (3 were there)" in capsys.readouterr().err
+    assert [path.read_bytes() for path in files] == before and files[0].stat().st_mtime_ns == stamp
+    assert run(*asked, "--seed", "1") == 0  # other pictures, though of the same names
+    assert "were there" not in capsys.readouterr().err
+    assert [path.read_bytes() for path in files] != before
+
+
+def test_what_an_interrupted_rank_wrote_down_counts() -> None:
+    asked = ["generate", "grpo-toy-flow", "-p", "a red", "--count", "2", "--out", "made"]
+    assert run(*asked) == 0
+    lines = Path("made/metadata.jsonl").read_text().splitlines()
+    Path("made/metadata.jsonl").unlink()
+    Path("made/metadata.jsonl.1").write_text(lines[0] + "\n" + lines[1][:20])
+    stamp = Path("made", json.loads(lines[0])["file"]).stat().st_mtime_ns
+    assert run(*asked) == 0
+    assert len(rows("made")) == 2 and Path("made", rows("made")[0]["file"]).stat().st_mtime_ns == stamp
+    assert not Path("made/metadata.jsonl.1").exists()
+
+
+def test_adapters_count_as_much_as_asked_for() -> None:
+    assert run("train", "grpo-toy-flow", *QUICK, *LORA) == 0
+    asked = ["-p", "a red", "--count", "4"]
+    assert run("generate", "runs/grpo-toy-flow", *asked, "--out", "whole") == 0
+    assert run("generate", "runs/grpo-toy-flow", *asked, "--lora-scale", "0", "--out", "none") == 0
+    assert run("generate", "runs/grpo-toy-flow", *asked, "--lora-scale", "0.5", "--out", "half") == 0
+    assert run("generate", "grpo-toy-flow", *asked, "--out", "base") == 0
+    assert pixels("none").equal(pixels("base"))
+    assert not pixels("whole").equal(pixels("base"))
+    assert not pixels("half").equal(pixels("base")) and not pixels("half").equal(pixels("whole"))
+
+
+def test_a_lora_run_exported_to_one_file_is_what_the_run_paints() -> None:
+    small = ["model={codec: null, width: 32, depth: 1, heads: 2, patch: 4}", "engine.precision=fp32", "data.device=cpu"]
+    quick = [*small, "engine.compile=false", "steps=1", "sample.every=0", "batch.prompts=8", "ema=0", "sample.use=live"]
+    assert run("train", "playground-flow16", *quick, *LORA, "name=run", "--device", "cpu") == 0
+    assert run("export", "runs/run", "--out", "flow.safetensors", "--bits", "32") == 0
+    asked = ["-p", "a photo of a red car", "--device", "cpu"]
+    assert run("generate", "runs/run", *asked, "--out", "one") == 0
+    settings = [*quick, "model.weights=flow.safetensors"]
+    assert run("generate", "playground-flow16", *settings, *asked, "--out", "two") == 0
+    assert (pixels("one") - pixels("two")).abs().max() <= 1 / 255 + 1e-6
+
+
+def test_mistakes_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora-scale", "0.5") == MISTAKE
+    assert "these weights have no adapters" in " ".join(capsys.readouterr().err.split())
+    assert run("train", "grpo-toy-flow", *QUICK) == 0
+    capsys.readouterr()
+    assert run("generate", "runs/grpo-toy-flow", "--lora", "x.safetensors") == MISTAKE
+    assert "is a run, which has weights of its own" in " ".join(capsys.readouterr().err.split())

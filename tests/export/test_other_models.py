@@ -1,0 +1,188 @@
+"""Every published model goes out whole and as adapters, and diffusers' pipeline computes what ours does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import transformers
+from pipelines import CLIP_ENDS, T5_WORDS, clip_words, random, t5_words
+from rich.console import Console
+from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tastemaker.commands.directory import record
+from tastemaker.commands.publishing import Publication, publish
+from tastemaker.config.build import build
+from tastemaker.config.load import load
+from tastemaker.export.adapters import FILE
+from tastemaker.guidance import unguided
+from tastemaker.models import qwen_image, sd3, sd15, sdxl
+from tastemaker.policy import Backbone
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.types import Placement
+
+QUIET = Console(quiet=True)
+PROMPTS = ["a red cat", "two dogs"]
+SETTINGS = [
+    "engine={device: cpu, precision: fp32, trainable: fp32, memory: keep, compile: false}",
+    "batch={prompts: 2, rollout: null, microbatch: null}", "rewards=null", "rewards={color: {type: color}}",
+    "data={type: prompts, prompts: [a red, a blue]}", "ema=0", "sample.use=live",
+]  # fmt: skip
+
+
+def clip(kind: Any, config: dict[str, Any], seed: int) -> Any:
+    return random(kind, transformers.CLIPTextConfig(**{**config, **CLIP_ENDS}), seed)
+
+
+def sd3_pipeline() -> Any:
+    small, projecting = sd3.SMALL, transformers.CLIPTextModelWithProjection
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=random(diffusers.SD3Transformer2DModel, small["transformer"], 1),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=random(diffusers.AutoencoderKL, small["vae"], 2),
+        text_encoder=clip(projecting, small["text_encoder"], 3),
+        tokenizer=clip_words(),
+        text_encoder_2=clip(projecting, small["text_encoder_2"], 4),
+        tokenizer_2=clip_words(),
+        text_encoder_3=random(
+            transformers.T5EncoderModel,
+            transformers.T5Config(**{**small["text_encoder_3"], "vocab_size": T5_WORDS}), 5,
+        ),
+        tokenizer_3=t5_words(),
+    )  # fmt: skip
+
+
+def qwen_pipeline() -> Any:
+    small = qwen_image.SMALL
+    ends = {"vocab_size": 300, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+    spoken = {**small["text_encoder"]["text_config"], **ends}
+    config = transformers.Qwen2_5_VLConfig(**{**small["text_encoder"], "text_config": spoken})
+    letters = {letter: i for i, letter in enumerate(bytes_to_unicode().values())}
+    return diffusers.QwenImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=random(diffusers.AutoencoderKLQwenImage, small["vae"], 1),
+        text_encoder=random(transformers.Qwen2_5_VLForConditionalGeneration, config, 2),
+        tokenizer=transformers.Qwen2Tokenizer(vocab=letters, merges=[]),
+        transformer=random(diffusers.QwenImageTransformer2DModel, small["transformer"], 3),
+    )
+
+
+def sd15_pipeline() -> Any:
+    return diffusers.StableDiffusionPipeline(
+        random(diffusers.AutoencoderKL, sd15.SMALL["vae"], 1),
+        clip(transformers.CLIPTextModel, sd15.SMALL["text_encoder"], 2),
+        clip_words(),
+        random(diffusers.UNet2DConditionModel, sd15.SMALL["unet"], 3),
+        diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
+        None, None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def sdxl_pipeline() -> Any:
+    return diffusers.StableDiffusionXLPipeline(
+        random(diffusers.AutoencoderKL, sdxl.SMALL["vae"], 1),
+        clip(transformers.CLIPTextModel, sdxl.SMALL["text_encoder"], 2),
+        clip(transformers.CLIPTextModelWithProjection, sdxl.SMALL["text_encoder_2"], 3),
+        clip_words(),
+        clip_words(),
+        random(diffusers.UNet2DConditionModel, sdxl.SMALL["unet"], 4),
+        diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
+    )
+
+
+@dataclass(frozen=True)
+class Family:
+    pipeline: Callable[[], Any]
+    recipe: str
+    more: str = ""  # settings of the model
+
+
+FAMILIES = {
+    "sd3": Family(sd3_pipeline, "flowgrpo-sd35", ", words: 24"),
+    "qwen_image": Family(qwen_pipeline, "flowgrpo-sd35", ", words: 280"),
+    "sd15": Family(sd15_pipeline, "draft-sd15"),
+    "sdxl": Family(sdxl_pipeline, "refl-sdxl"),
+}
+
+
+def trained(family: Family, kind: str, tuning: str, folder: Path) -> tuple[Path, Backbone]:
+    """A run on the pipeline's weights, and its model, moved by made-up numbers."""
+    family.pipeline().save_pretrained(folder / "base")
+    model = f"{{type: {kind}, weights: {folder / 'base'}, height: 32, width: 32{family.more}}}"
+    chosen = ["model=null", f"model={model}", "tuning=null", f"tuning={tuning}", f"output={folder}", "name=run"]
+    config = load(family.recipe, [*SETTINGS, *chosen])
+    run = build(config)
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in run.policy.weights.trainable().values():
+            p.add_(0.05 * torch.randn(p.shape, generator=chance))
+    run.save(1)
+    record(config, run.directory)
+    (run.directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}))
+    return run.directory, unguided(run.policy.model)[0]
+
+
+@torch.no_grad()
+def predicted(model: Backbone) -> Tensor:
+    x, t = Randomness(0, 0, torch.arange(2)).normal("x", *model.shape), torch.tensor([0.3, 0.8])
+    return model.predict(x, t, model.embed(PROMPTS))
+
+
+def borrowed(family: Family, kind: str, folder: Path, net: Any) -> Backbone:
+    """Our model around the network of a pipeline."""
+    model = f"{{type: {kind}, weights: {folder / 'base'}, height: 32, width: 32{family.more}}}"
+    spec = load(family.recipe, [*SETTINGS, "model=null", f"model={model}"]).model
+    backbone = spec.load(Placement())
+    backbone.net = net
+    return backbone
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_whole_model_is_the_pipelines(kind: str, tmp_path: Path) -> None:
+    directory, model = trained(FAMILIES[kind], kind, "{type: full}", tmp_path)
+    publish(Publication(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out")
+    part = "unet" if "unet" in pipeline.components else "transformer"
+    net = pipeline.components[part]
+    assert type(pipeline).__name__ == type(FAMILIES[kind].pipeline()).__name__
+    assert all(x.equal(model.net.state_dict()[key]) for key, x in net.state_dict().items())
+    assert predicted(borrowed(FAMILIES[kind], kind, tmp_path, net)).equal(predicted(model))
+    publish(Publication(directory, tmp_path / "single", "comfyui", "live", torch.float32), QUIET)
+    one = f"type: {kind}, weights: {tmp_path / 'base'}, {part}: {tmp_path / 'single/single.safetensors'}"
+    chosen = ["model=null", f"model={{{one}, height: 32, width: 32}}"]
+    spec = load(FAMILIES[kind].recipe, [*SETTINGS, *chosen]).model
+    again = spec.load(Placement()).net.state_dict()  # as we read the authors' names ourselves
+    assert all(x.equal(model.net.state_dict()[key]) for key, x in again.items())
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_adapters_in_the_pipeline_compute_what_they_were_trained_to(kind: str, tmp_path: Path) -> None:
+    directory, model = trained(FAMILIES[kind], kind, "{type: lora, rank: 4, alpha: 12}", tmp_path)
+    publish(Publication(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
+    assert (tmp_path / "out" / FILE).is_file() and not (tmp_path / "out/model_index.json").exists()
+    pipeline = FAMILIES[kind].pipeline()
+    net = pipeline.unet if "unet" in pipeline.components else pipeline.transformer
+    before = predicted(borrowed(FAMILIES[kind], kind, tmp_path, net))
+    pipeline.load_lora_weights(tmp_path / "out")
+    after = predicted(borrowed(FAMILIES[kind], kind, tmp_path, net))
+    torch.testing.assert_close(after, predicted(model), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(after, before, atol=1e-2)
+
+
+def test_small_random_weights_have_no_pipeline(tmp_path: Path) -> None:
+    config = load(
+        "draft-sd15", [*SETTINGS, f"output={tmp_path}", "name=run", "model.weights=tiny", "tuning={type: full}"]
+    )
+    run = build(config)
+    run.save(1)
+    record(config, run.directory)
+    with pytest.raises(ConfigError, match="of which there is no pipeline; add --bare"):
+        publish(Publication(run.directory, tmp_path / "out", "diffusers"), QUIET)

@@ -1,0 +1,304 @@
+"""What others load of a run: diffusers' pipelines and ComfyUI paint the pictures that we paint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import diffusers
+import pytest
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers.loaders import single_file_utils
+from pipelines import CLIP_ENDS, T5_WORDS, clip_words, random, sampled, t5_words
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+from tastemaker.commands import generating
+from tastemaker.commands.directory import record
+from tastemaker.commands.generating import Order
+from tastemaker.commands.publishing import Publication, publish
+from tastemaker.config.load import load
+from tastemaker.config.run import RunConfig
+from tastemaker.export.adapters import FILE, Attached
+from tastemaker.models import sd15
+from tastemaker.models.flux import SMALL, Flux, pack
+from tastemaker.models.published import shift
+from tastemaker.models.sd15 import Sd15
+from tastemaker.pictures import read_picture
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight, VariancePreserving
+from tastemaker.registry import ConfigError
+from tastemaker.search.single import Single
+from tastemaker.train.run import Run
+from tastemaker.types import Placement, PromptBatch
+
+QUIET = Console(quiet=True)
+PROMPTS = ["a red cat", "two dogs"]
+LAYOUTS: tuple[Literal["diffusers", "comfyui"], ...] = ("diffusers", "comfyui")
+PIPELINE = ("model.truncate=false", "model.rollout_guidance=null")  # as diffusers samples
+PLAIN = GaussianProcess(Straight(shift(tokens=4)), steps=3)
+
+
+def flux() -> FluxPipeline:
+    return FluxPipeline(
+        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+        random(AutoencoderKL, SMALL["vae"], 1),
+        random(CLIPTextModel, CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS}), 2),
+        clip_words(),
+        random(T5EncoderModel, T5Config(**{**SMALL["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
+        t5_words(),
+        random(FluxTransformer2DModel, SMALL["transformer"], 4),
+    )
+
+
+@dataclass(frozen=True)
+class Made:
+    """A run that was trained for a moment, by making its numbers up."""
+
+    run: Run
+    config: RunConfig
+
+    def noise(self) -> Tensor:
+        shape = self.run.policy.model.shape
+        return torch.randn(len(PROMPTS), *shape, generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def pixels(self, process: GaussianProcess = PLAIN) -> Tensor:
+        model = self.run.policy.model
+        return model.decode(sampled(model, process, PROMPTS, self.noise()))[:, 0]
+
+
+def made(folder: Path, recipe: str, *settings: str) -> Made:
+    from tastemaker.config.build import build
+
+    small = ["engine={device: cpu, precision: fp32, trainable: fp32, memory: keep}", "batch={prompts: 2}"]
+    rewards = ["rewards=null", "rewards={color: {type: color}}", "data={type: prompts, prompts: [a red, a blue]}"]
+    config = load(recipe, [*small, *rewards, f"output={folder}", "name=run", *settings])
+    run = build(config)
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in run.policy.weights.trainable().values():
+            p.add_(0.05 * torch.randn(p.shape, generator=chance))
+    run.save(1)
+    record(config, run.directory)
+    rows = [{"step": 1, "reward": 0.25, "loss": 1.0}, {"step": 2, "reward": 0.5, "loss": 0.5}]
+    (run.directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return Made(run, config)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = tmp_path_factory.mktemp("flux")
+    flux().save_pretrained(place)
+    return str(place)
+
+
+@pytest.fixture(scope="module")
+def full(base: str, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    model = f"model={{type: flux, weights: {base}, height: 32, width: 32, words: 24}}"
+    return made(tmp_path_factory.mktemp("full"), "srpo-flux-hps", model, *PIPELINE, "ema=0.9")
+
+
+@pytest.fixture(scope="module")
+def lora(base: str, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    model = f"model={{type: flux, weights: {base}, height: 32, width: 32, words: 24}}"
+    tuning = "tuning={type: lora, rank: 4, alpha: 12}"
+    return made(tmp_path_factory.mktemp("lora"), "srpo-flux-hps", model, *PIPELINE, tuning)
+
+
+def painted(pipeline: Any, trained: Made) -> Tensor:
+    pipeline.set_progress_bar_config(disable=True)
+    start = pack(trained.noise()[:, 0])
+    asked = {"prompt": PROMPTS, "height": 32, "width": 32, "num_inference_steps": 3, "max_sequence_length": 24}
+    pixels: Tensor = pipeline(**asked, latents=start, output_type="pt").images
+    return pixels
+
+
+def test_a_folder_gives_the_same_pictures_in_diffusers(full: Made, tmp_path: Path) -> None:
+    order = Publication(full.run.directory, tmp_path / "out", "diffusers", "live", torch.float32, shard="50KB")
+    publish(order, QUIET)
+    assert len(list((tmp_path / "out/transformer").glob("*.safetensors"))) > 1  # with an index, for it is large
+    assert (tmp_path / "out/transformer/diffusion_pytorch_model.safetensors.index.json").is_file()
+    told = json.loads((tmp_path / "out/transformer/config.json").read_text())
+    assert told["_class_name"] == "FluxTransformer2DModel" and "_name_or_path" not in told
+    pixels = painted(FluxPipeline.from_pretrained(tmp_path / "out"), full)
+    torch.testing.assert_close(pixels, full.pixels(), atol=1e-5, rtol=0)
+    assert not torch.allclose(pixels, painted(flux(), full), atol=1e-3)
+    again = Flux(str(tmp_path / "out"), height=32, width=32, words=24).load(Placement())
+    assert all(x.equal(again.net.state_dict()[key]) for key, x in full.run.policy.model.net.state_dict().items())
+
+
+def test_the_average_is_exported_if_there_is_one_in_the_dtype_asked_for(full: Made, tmp_path: Path) -> None:
+    publish(Publication(full.run.directory, tmp_path / "out", "diffusers", bare=True), QUIET)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "recipe.yaml", "transformer"]
+    tensors = load_file(next((tmp_path / "out/transformer").glob("*.safetensors")))
+    kept = full.run.policy.weights.stored()["ema"]
+    assert all(x.dtype == torch.bfloat16 and x.equal(kept[key].bfloat16()) for key, x in tensors.items())
+
+
+def test_comfyui_gets_one_file_in_the_authors_names_and_a_workflow(full: Made, tmp_path: Path) -> None:
+    publish(Publication(full.run.directory, tmp_path / "flux-mine", "comfyui", "live", torch.float32), QUIET)
+    tensors = load_file(tmp_path / "flux-mine/flux-mine.safetensors")
+    own = full.run.policy.model.net.state_dict()
+    wanted = torch.cat([own[f"transformer_blocks.0.attn.to_{x}.weight"] for x in "qkv"])
+    assert tensors["double_blocks.0.img_attn.qkv.weight"].equal(wanted)
+    nodes = json.loads((tmp_path / "flux-mine/workflow.json").read_text())
+    assert nodes["network"]["inputs"]["unet_name"] == "flux-mine.safetensors"
+    assert nodes["sampler"]["inputs"]["steps"] == 25 and nodes["guidance"]["inputs"]["guidance"] == 3.5
+    assert nodes["levels"]["inputs"]["max_shift"] == pytest.approx(1.098612)  # log 3
+    wires = [x for node in nodes.values() for x in node["inputs"].values() if isinstance(x, list)]
+    assert len(wires) >= 10 and all(wire[0] in nodes for wire in wires)
+
+
+def test_adapters_give_the_same_pictures_in_diffusers(base: str, lora: Made, tmp_path: Path) -> None:
+    publish(Publication(lora.run.directory, tmp_path / "out", "diffusers", dtype=torch.float32), QUIET)
+    pipeline = FluxPipeline.from_pretrained(base)
+    before = painted(pipeline, lora)
+    pipeline.load_lora_weights(tmp_path / "out")
+    ours = lora.pixels()
+    torch.testing.assert_close(painted(pipeline, lora), ours, atol=1e-5, rtol=0)
+    assert not torch.allclose(before, ours, atol=1e-3)
+    with torch.no_grad(), lora.run.policy.weights.use("reference"):
+        torch.testing.assert_close(before, lora.pixels(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_of_either_layout_are_read_back(layout: Any, base: str, lora: Made, tmp_path: Path) -> None:
+    publish(Publication(lora.run.directory, tmp_path / "mine", layout, dtype=torch.float32), QUIET)
+    file = next((tmp_path / "mine").glob("*.safetensors"))
+    model = Flux(base, height=32, width=32, words=24).load(Placement())
+    Attached(file).apply(model, ())
+    pixels = model.decode(sampled(model, PLAIN, PROMPTS, lora.noise()))[:, 0]
+    torch.testing.assert_close(pixels, lora.pixels(), atol=1e-5, rtol=0)
+
+
+def test_adapters_in_comfyui_are_down_up_and_alpha_of_layers_it_knows(lora: Made, tmp_path: Path) -> None:
+    publish(Publication(lora.run.directory, tmp_path / "mine", "comfyui"), QUIET)
+    tensors = load_file(tmp_path / "mine/mine.safetensors")
+    stem = "lora_transformer_transformer_blocks_0_attn_to_q"
+    own = lora.run.policy.weights.trainable()
+    assert tensors[f"{stem}.lora_down.weight"].equal(own["transformer_blocks.0.attn.to_q.lora_A.weight"].bfloat16())
+    assert tensors[f"{stem}.lora_up.weight"].shape[1] == 4 and tensors[f"{stem}.alpha"].item() == 12
+    nodes = json.loads((tmp_path / "mine/workflow.json").read_text())
+    assert nodes["adapters"]["inputs"]["lora_name"] == "mine.safetensors"
+    assert nodes["levels"]["inputs"]["model"] == ["adapters", 0]
+
+
+def test_adapters_are_scaled_before_they_are_rounded(lora: Made, tmp_path: Path) -> None:
+    publish(Publication(lora.run.directory, tmp_path / "out", "diffusers"), QUIET)
+    tensors, own = load_file(tmp_path / "out" / FILE), lora.run.policy.weights.trainable()
+    assert {key.removeprefix("transformer.") for key in tensors} == set(own)
+    for key, x in own.items():
+        scaled = x.detach() * (3 if key.endswith("lora_B.weight") else 1)  # alpha 12 over rank 4
+        assert tensors[f"transformer.{key}"].equal(scaled.bfloat16())
+
+
+def test_adapters_can_be_merged(lora: Made, tmp_path: Path) -> None:
+    publish(Publication(lora.run.directory, tmp_path / "out", "diffusers", dtype=torch.float32, merge=True), QUIET)
+    pixels = painted(FluxPipeline.from_pretrained(tmp_path / "out"), lora)
+    torch.testing.assert_close(pixels, lora.pixels(), atol=1e-5, rtol=0)
+
+
+def generated(recipe: str, out: Path, *, adapters: Path | None = None, scale: float = 1.0) -> Tensor:
+    config, found = generating.source(recipe, ["process.steps=2", "engine.device=cpu"], adapters)
+    batch = PromptBatch(tuple(PROMPTS), ({}, {}))
+    generating.make(config, found, Order(batch, 1, 0, Single(), "live", out, scale), tiny=False, console=QUIET)
+    return torch.stack([read_picture(path) for path in sorted(out.glob("0*.png"))])
+
+
+def test_pictures_are_generated_from_what_was_exported(full: Made, tmp_path: Path) -> None:
+    directory = full.run.directory
+    publish(Publication(directory, tmp_path / "whole", "diffusers", "live", torch.float32), QUIET)
+    made = generated(str(tmp_path / "whole"), tmp_path / "a")
+    assert (made - generated(str(directory), tmp_path / "b")).abs().max() <= 1 / 255 + 1e-6
+    publish(Publication(directory, tmp_path / "part", "diffusers", bare=True), QUIET)
+    with pytest.raises(ConfigError, match="holds no whole pipeline; export it without --bare"):
+        generated(str(tmp_path / "part"), tmp_path / "c")
+
+
+def test_pictures_are_generated_with_adapters_of_a_file(lora: Made, tmp_path: Path) -> None:
+    directory = lora.run.directory
+    for layout in LAYOUTS:
+        publish(Publication(directory, tmp_path / layout, layout, dtype=torch.float32), QUIET)
+    wanted = generated(str(directory), tmp_path / "run")
+    file, recipe = tmp_path / "comfyui" / "comfyui.safetensors", str(directory / "config.yaml")
+    found = {
+        "folder": generated(str(tmp_path / "diffusers"), tmp_path / "a"),
+        "file": generated(recipe, tmp_path / "b", adapters=file),
+    }
+    assert all((made - wanted).abs().max() <= 1 / 255 + 1e-6 for made in found.values())
+    base = generated(recipe, tmp_path / "c")
+    assert generated(recipe, tmp_path / "d", adapters=file, scale=0.0).equal(base)
+    assert not torch.allclose(base, wanted, atol=2 / 255)
+
+
+def test_the_card_tells_recipe_scores_and_credits(full: Made, tmp_path: Path) -> None:
+    report = full.run.directory / "eval/geneval/report.json"
+    report.parent.mkdir(parents=True)
+    report.write_text(json.dumps({"scores": {"right": {"overall": {"mean": 0.7, "low": 0.65, "high": 0.75}}}}))
+    publish(Publication(full.run.directory, tmp_path / "out", "diffusers", bare=True), QUIET)
+    page = (tmp_path / "out/README.md").read_text()
+    assert "- geneval: right 0.7 (0.65 to 0.75)" in page
+    assert "| reward | 0.25 | 0.5 |" in page and "Direct-Align: one step from any noise level" in page
+    assert "type: srpo" in page and "reward `color`" in page and "the ema weights of step 000001" in page
+    assert str(tmp_path) not in page.split("## Recipe")[0]
+
+
+@pytest.fixture(scope="module")
+def sd15_run(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    pipeline = diffusers.StableDiffusionPipeline(
+        random(AutoencoderKL, sd15.SMALL["vae"], 1),
+        random(CLIPTextModel, CLIPTextConfig(**{**sd15.SMALL["text_encoder"], **CLIP_ENDS}), 2),
+        clip_words(),
+        random(diffusers.UNet2DConditionModel, sd15.SMALL["unet"], 3),
+        diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
+        None, None, requires_safety_checker=False,
+    )  # fmt: skip
+    place = tmp_path_factory.mktemp("sd15")
+    pipeline.save_pretrained(place)
+    model = f"model={{type: sd15, weights: {place}, height: 32, width: 32}}"
+    return made(tmp_path_factory.mktemp("run"), "draft-sd15", model, "guidance.scale=1")
+
+
+def test_a_unet_goes_to_diffusers_and_comfyui(sd15_run: Made, tmp_path: Path) -> None:
+    adapted = "lora" in type(sd15_run.run.policy.weights).__name__.lower()
+    for layout in LAYOUTS:
+        directory = sd15_run.run.directory
+        publish(Publication(directory, tmp_path / layout, layout, "live", torch.float32, merge=adapted), QUIET)
+    pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "diffusers")
+    own = pipeline.unet.state_dict()
+    tensors = {f"model.diffusion_model.{k}": x for k, x in load_file(tmp_path / "comfyui/comfyui.safetensors").items()}
+    convert: Any = single_file_utils.convert_ldm_unet_checkpoint
+    back = convert(tensors, dict(pipeline.unet.config))
+    assert set(back) == set(own) and all(x.equal(own[key]) for key, x in back.items())
+    assert not (tmp_path / "comfyui/workflow.json").exists()
+    model = Sd15(str(tmp_path / "diffusers"), height=32, width=32).load(Placement())
+    process = GaussianProcess(VariancePreserving(), steps=3)
+    ours = sampled(model, process, PROMPTS, sd15_run.noise())
+    torch.testing.assert_close(model.decode(ours)[:, 0], sd15_run.pixels(process), atol=1e-4, rtol=0)
+
+
+def test_mistakes_are_sentences(full: Made, tmp_path: Path) -> None:
+    directory = full.run.directory
+    with pytest.raises(ConfigError, match="is named as a file; give a folder"):
+        publish(Publication(directory, tmp_path / "x.safetensors", "comfyui"), QUIET)
+    with pytest.raises(ConfigError, match="is there already; name a new folder"):
+        publish(Publication(directory, tmp_path, "comfyui"), QUIET)
+    with pytest.raises(ConfigError, match="trained no adapters"):
+        publish(Publication(directory, tmp_path / "x", "comfyui", merge=True), QUIET)
+    with pytest.raises(ConfigError, match=r"keeps no 'old' \(there are: live, ema\)"):
+        publish(Publication(directory, tmp_path / "x", "comfyui", "old"), QUIET)
+    with pytest.raises(ConfigError, match="has no checkpoint to export"):
+        publish(Publication(tmp_path, tmp_path / "x", "comfyui"), QUIET)
+    assert not (tmp_path / "x").exists()
+
+
+def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
+    toy = made(tmp_path, "grpo-toy-flow", "batch={prompts: 4}", "objective.group=4")
+    with pytest.raises(ConfigError, match=r"only published models .*flux.*qwen_image, sd15, sd3, sdxl"):
+        publish(Publication(toy.run.directory, tmp_path / "x", "diffusers"), QUIET)
