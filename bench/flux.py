@@ -1,0 +1,533 @@
+"""How fast SRPO and Flow-GRPO train full-size generators at random weights, and what memory they take.
+
+    python bench/flux.py --out flux.json            # on a GPU of at least 100 GiB: FLUX.1-dev and SD3.5 medium
+    python bench/flux.py --tiny --out tiny.json     # the same lines at small size, on any machine
+
+Floor of SRPO at 720x720, 25 steps: a forward pass of FLUX is 37 TFLOP (2537 tokens), so 25 of them and two recomputed
+backward passes are 1.23 PFLOP a prompt, 1.6 s at 790 TFLOP/s. LoRA spares the gradient of the weights: 1.15 PFLOP.
+Every section is a process of its own with a time limit, which tells each number once it is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tastemaker.config.build import generator
+from tastemaker.config.run import Batch, EngineConfig, Optim, RewardConfig, RunConfig
+from tastemaker.data.prompts import InlinePrompts
+from tastemaker.embeddings import Shards
+from tastemaker.lora import Lora
+from tastemaker.models.flux import Flux
+from tastemaker.models.sd3 import Sd3
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.srpo import SRPO
+from tastemaker.policy import Guidance
+from tastemaker.preprocessing import Preprocessing
+from tastemaker.processes.dynamics import FlowSde
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight
+from tastemaker.reward import Graded, Rubric
+from tastemaker.rewards.hps import Hps
+from tastemaker.rewards.nets.hub import frozen
+from tastemaker.rewards.nets.towers import Ending, Stills, Towers
+from tastemaker.rewards.nets.words import Words, tiny_clip
+from tastemaker.train.engine import Engine
+from tastemaker.train.loop import learn
+from tastemaker.train.run import Run
+from tastemaker.types import Placement
+from tastemaker.weights import Full
+
+SECTIONS = {"parts": 90, "full": 150, "lora": 120, "plain": 60, "grpo-sd35": 80, "grpo-flux": 90}  # seconds at most
+PROMPTS = tuple(f"a photo of {i} dogs on a boat" for i in range(32))
+PFLOP = {"full": 1.23, "lora": 1.15}
+CUDA = torch.cuda.is_available()
+VIT_H = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16}
+TEXT_H = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+
+
+class Timeline:
+    """What the device is busy with: each mark begins another thing."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[str, Any]] = []
+        self.scored = False  # the graph ends in a reward, so its gradient comes first
+
+    def mark(self, label: str) -> None:
+        if CUDA:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self.marks.append((label, event if CUDA else time.perf_counter()))
+
+    def seconds(self) -> dict[str, float]:
+        self.mark("end")
+        settle()
+        found: dict[str, float] = defaultdict(float)
+        for (label, begun), (_, ended) in zip(self.marks, self.marks[1:], strict=False):
+            found[label] += begun.elapsed_time(ended) / 1000 if CUDA else ended - begun
+        self.marks = []
+        return dict(found)
+
+
+def settle() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def watched(run: Run) -> Timeline:
+    """Let the parts of a run say when they begin and end."""
+    line, model, engine, rubric = Timeline(), run.policy.model, run.engine, run.rubric
+    owner: Any = getattr(model, "model", model)  # within guidance
+    decode, backward, step, score = owner.decode, engine.backward, engine.step, rubric.score_each
+
+    def decoded(x: Tensor, frames: Any = None) -> Tensor:
+        line.mark("vae")
+        shown: Tensor = decode(x, frames)
+        line.mark("other")
+        if shown.requires_grad:
+            line.scored = True
+            x.register_hook(lambda _: line.mark("network with gradient"))
+            shown.register_hook(lambda _: line.mark("vae"))
+        return shown
+
+    def scored(*given: Any, **named: Any) -> Any:
+        line.mark("reward")
+        found = score(*given, **named)
+        line.mark("other")
+        return found
+
+    def backed(value: Tensor, *, last: bool) -> None:
+        line.mark("reward" if line.scored else "network with gradient")
+        backward(value, last=last)
+        line.mark("other")
+        line.scored = False
+
+    def stepped(number: int) -> Any:
+        line.mark("optimizer")
+        update = step(number)
+        line.mark("other")
+        return update
+
+    net = run.policy.weights.net
+    net.register_forward_pre_hook(
+        lambda *_: line.mark("network with gradient" if torch.is_grad_enabled() else "rollout")
+    )
+    net.register_forward_hook(lambda *_: line.mark("other"))
+    owner.decode, engine.backward, engine.step = decoded, backed, stepped  # type: ignore[method-assign]
+    rubric.score_each = scored  # type: ignore[method-assign]
+    return line
+
+
+def towers(placement: Placement, tiny: bool) -> Towers:
+    """HPS v2.1 at random: CLIP ViT-H/14 as SRPO looks at pictures."""
+    from transformers import CLIPConfig, CLIPModel
+
+    if tiny:
+        found = replace(Hps(), fit="crop").tiny().load(placement)
+        assert isinstance(found, Towers)
+        return found
+    ends = {"vocab_size": 49408, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513, "hidden_act": "gelu"}
+    eyes = VIT_H | {"image_size": 224, "patch_size": 14, "hidden_act": "gelu"}
+    config = CLIPConfig(text_config=TEXT_H | ends, vision_config=eyes, projection_dim=1024)
+    with torch.device(placement.device):
+        net = frozen(CLIPModel(config), placement)
+    looks = Preprocessing(224, "crop", "bicubic", overshoot="keep", corner="round")
+    return Towers(net, Stills(looks), Words(tiny_clip(), 77, masked=False), Ending())
+
+
+def shelf(folder: Path, words: tuple[int, int], pooled: int) -> Path:
+    """Random embeddings of the prompts, as `tastemaker embed` would write them: no text encoder is loaded."""
+    texts = [*PROMPTS, ""]
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        "words": torch.randn(len(texts), *words, generator=draw).bfloat16(),
+        "pooled": torch.randn(len(texts), pooled, generator=draw).bfloat16(),
+    }
+    Shards(folder, {}).add(texts, tensors)
+    return folder
+
+
+def flux(folder: Path, side: int, tiny: bool) -> Flux:
+    spec = Flux(weights="random", height=side, width=side, guidance=3.5, rollout_guidance=1.0, truncate=True)
+    return spec.tiny() if tiny else replace(spec, embeddings=shelf(folder, (512, 4096), 768))
+
+
+def sd35(folder: Path, side: int, tiny: bool) -> Sd3:
+    spec = Sd3(weights="random", height=side, width=side)
+    return spec.tiny() if tiny else replace(spec, embeddings=shelf(folder, (333, 4096), 2048))
+
+
+@dataclass(frozen=True)
+class Options:
+    tiny: bool
+    attention: str
+    compile: bool
+    deadline: float  # of time.monotonic()
+    folder: Path
+
+
+def settings(options: Options, section: str) -> RunConfig:
+    """The run of a section, as a recipe would describe it."""
+    engine = EngineConfig(
+        precision="bf16",
+        trainable="bf16" if section in ("full", "parts") else "fp32",
+        memory="recompute",
+        attention=options.attention,  # type: ignore[arg-type]
+        compile=options.compile,
+    )
+    steps = 4 if options.tiny else 25
+    base = RunConfig(
+        model=flux(options.folder, 720, options.tiny),
+        process=GaussianProcess(Straight(shift=3.0), steps=steps),
+        objective=SRPO(grid=50),
+        data=InlinePrompts(PROMPTS),
+        tuning=Lora(rank=16) if section != "full" else Full(),
+        rewards={"hps": RewardConfig(Hps())},
+        optim=Optim(lr=1e-6, clip=0.1, moments="int8" if section in ("full", "parts") else "fp32"),
+        engine=engine,
+        steps=1000,
+    )
+    if section in ("full", "lora"):
+        return base
+    if section == "parts":
+        return replace(base, tuning=Full())
+    process = GaussianProcess(Straight(shift=3.0), FlowSde(0.7), 4 if options.tiny else 10)
+    chosen = replace(base, process=process, objective=GRPO(group=4 if options.tiny else 8, clip=1e-4))
+    if section == "grpo-flux":
+        told = flux(options.folder, 512, options.tiny)
+        return replace(chosen, model=replace(told, rollout_guidance=None, truncate=False))
+    return replace(chosen, model=sd35(options.folder, 512, options.tiny), guidance=Guidance(4.5))
+
+
+def built(options: Options, section: str) -> Run:
+    """What `build` of a configuration gives, but for the reward, whose weights are random too."""
+    began = time.perf_counter()
+    config = settings(options, section)
+    engine = Engine(config.engine, config.optim, config.steps, 0)
+    policy = generator(config, engine.placement(adapts=config.tuning.adapts))
+    rubric = Rubric({"hps": Graded(Hps(), towers(engine.placement(), options.tiny))})
+    run = Run(policy, config.objective, rubric, config.data.load(0), engine, options.folder, config.steps)
+    settle()
+    count = sum(p.numel() for p in policy.weights.net.parameters())
+    say(section, f"{count / 1e9:.2f} billion weights ready after {time.perf_counter() - began:.0f} s, {gib():.1f} GiB")
+    return run
+
+
+def gib(*, peak: bool = False) -> float:
+    if not CUDA:
+        return 0.0
+    return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 2**30
+
+
+def graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def say(section: str, text: str) -> None:
+    print(f"[{section}] {text}", flush=True)
+
+
+def warm(run: Run) -> None:
+    """Everything once, with few steps a sample: compiles, allocates and begins."""
+    policy = run.policy
+    run.policy = replace(policy, process=replace(policy.process, steps=4 if policy.process.chance else 2))
+    learn(run, 0)
+    run.policy = policy
+    settle()
+
+
+def timed(run: Run, line: Timeline, section: str, batch: Batch, deadline: float) -> dict[str, Any]:
+    """Seconds a prompt and where they went, after a step to warm up."""
+    run.batch = batch
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    warm(run)
+    say(section, f"{describe(batch)}: warm after {time.perf_counter() - began:.0f} s, {graphs()} graphs")
+    before, spent = graphs(), []
+    line.seconds()
+    for step in (1, 2):
+        if spent and time.monotonic() + 1.3 * spent[0] > deadline:
+            break
+        settle()
+        began = time.perf_counter()
+        update = learn(run, step)
+        settle()
+        spent.append(time.perf_counter() - began)
+        told = " ".join(f"{name} {value:.4g}" for name, value in update.metrics.items())
+        say(section, f"{describe(batch)}: step of {spent[-1]:.2f} s; {told}")
+    where = line.seconds()
+    samples = batch.prompts * run.objective.group
+    total = sum(where.values())
+    result = {
+        "section": section,
+        "batch": describe(batch),
+        "seconds a prompt": min(spent) / batch.prompts,
+        "seconds a sample": min(spent) / samples,
+        "peak GiB": gib(peak=True),
+        "shares": {name: value / total for name, value in sorted(where.items()) if name != "end"},
+        "graphs": before,
+        "recompiled": graphs() - before,
+    }
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in result["shares"].items())
+    say(
+        section,
+        f"{describe(batch)}: {result['seconds a prompt']:.3f} s a prompt, {result['peak GiB']:.1f} GiB; {shares}",
+    )
+    if section in PFLOP:
+        result["TFLOP/s"] = 1000 * PFLOP[section] / result["seconds a prompt"]
+    return result
+
+
+def describe(batch: Batch) -> str:
+    return f"{batch.prompts} prompts, {batch.rollout} sampled and {batch.microbatch} trained at once"
+
+
+def planned(found: list[dict[str, Any]], options: Options) -> None:
+    """Write beside every measured peak what `tastemaker plan` says of it."""
+    from tastemaker.planning.memory import peak
+
+    for line in found:
+        if "geometry" in line:
+            prompts, rollout, micro = line["geometry"]
+            batch = Batch(prompts, rollout=rollout, microbatch=micro)
+            (options.folder / str(len(list(options.folder.iterdir())))).mkdir()
+            told = replace(options, folder=sorted(options.folder.iterdir())[-1])
+            line["planned GiB"] = peak(replace(settings(told, line["section"]), batch=batch)).total / 2**30
+
+
+def train(options: Options, section: str, keep: Callable[[dict[str, Any]], None]) -> None:
+    sizes = {
+        "full": [(8, 8, 4), (4, 4, 2), (2, 2, 1)],
+        "lora": [(8, 8, 4), (8, 8, 2), (2, 2, 1)],
+        "grpo-sd35": [(1, 8, 8), (1, 4, 4)],
+        "grpo-flux": [(1, 8, 8), (1, 4, 4)],
+    }[section]
+    run = built(options, section)
+    line = watched(run)
+    for number, (prompts, rollout, micro) in enumerate(sizes):
+        if number and time.monotonic() > options.deadline - 55:
+            say(section, "no time is left for other batches")
+            return
+        batch = Batch(prompts, rollout=rollout, microbatch=micro)
+        try:
+            found = timed(run, line, section, batch, options.deadline)
+            found["geometry"] = (prompts, rollout, micro)
+            found["weights"] = sum(p.numel() for p in run.policy.weights.net.parameters())
+            keep(found)
+            if number == 0 and not found["recompiled"] and section.startswith("grpo"):
+                return
+        except torch.OutOfMemoryError as error:
+            say(section, f"{describe(batch)}: {str(error).splitlines()[0]:.150}")
+            for p in run.engine.parameters.values():
+                p.grad = None
+            if CUDA:
+                torch.cuda.empty_cache()
+
+
+def once(work: Callable[[], Any], repeats: int = 5) -> float:
+    """Milliseconds a call: the median, after two to warm up."""
+    for _ in range(2):
+        work()
+    found = []
+    for _ in range(repeats):
+        settle()
+        began = time.perf_counter()
+        work()
+        settle()
+        found.append(time.perf_counter() - began)
+    return 1000 * sorted(found)[len(found) // 2]
+
+
+def parts(options: Options, section: str, keep: Callable[[dict[str, Any]], None]) -> None:
+    """The decoder, the reward, an update, and the network alone by both kernels of attention."""
+    run = built(options, section)
+    model: Any = run.policy.model
+    sizes = (1, 2) if options.tiny else (1, 8)
+
+    def note(name: str, milliseconds: float, rows: int) -> None:
+        each = f"{milliseconds / rows:.1f} ms a row"
+        say(section, f"{name}, {rows} rows: {milliseconds:.1f} ms, {each}, {gib(peak=True):.1f} GiB at most so far")
+        keep({"section": section, "name": name, "rows": rows, "ms": milliseconds, "ms a row": milliseconds / rows})
+
+    def forward(rows: int) -> Callable[[], None]:
+        cond = run.policy.embed(PROMPTS[:rows])
+        x = torch.randn(rows, *model.shape, device=run.engine.device)
+        t = torch.full((rows,), 0.8, device=run.engine.device)
+
+        def work() -> None:
+            with torch.no_grad(), run.engine.computing():
+                model.predict(x, t, cond)
+
+        return work
+
+    looks(run, note, sizes[-1])
+    update(run, note)
+    kernels = ("auto", "cudnn") if CUDA else ("auto",)
+    for kernel in kernels:
+        torch._dynamo.reset()
+        run.engine.config = replace(run.engine.config, attention=kernel)
+        began = time.perf_counter()
+        work = forward(sizes[-1])
+        work()
+        settle()
+        say(section, f"{kernel}: first call after {time.perf_counter() - began:.0f} s")
+        note(f"network, compiled, {kernel}", once(work, 3), sizes[-1])
+    note(f"network, compiled, {kernels[-1]}", once(forward(sizes[0]), 3), sizes[0])
+
+
+def looks(run: Run, note: Callable[[str, float, int], None], rows: int) -> None:
+    """The decoder and the reward with their gradients, the decoder in both layouts of memory."""
+    model: Any = run.policy.model
+    x = torch.randn(rows, *model.shape, device=run.engine.device, requires_grad=True)
+
+    def decode() -> None:
+        torch.autograd.grad(model.decode(x).square().mean(), x)
+
+    def score() -> None:
+        leaf = pixels.detach().requires_grad_()
+        torch.autograd.grad(run.rubric.score(leaf, PROMPTS[:rows]).total.sum(), leaf)
+
+    note("decoder with gradient", once(decode, 3), rows)
+    with torch.no_grad():
+        pixels = model.decode(x)
+    note("reward with gradient", once(score, 3), rows)
+    model.codec.net.to(memory_format=torch.channels_last)
+    note("decoder with gradient, channels last", once(decode, 3), rows)
+    model.codec.net.to(memory_format=torch.contiguous_format)
+
+
+def update(run: Run, note: Callable[[str, float, int], None]) -> None:
+    """One update of every weight."""
+    for p in run.engine.parameters.values():
+        p.grad = torch.full_like(p, 1e-4)
+    note("update", once(lambda: run.engine.optimizer.update(1e-6), 3), 1)
+    for p in run.engine.parameters.values():
+        p.grad = None
+
+
+def plain(options: Options, section: str, keep: Callable[[dict[str, Any]], None]) -> None:
+    sys.path.insert(0, str(Path(__file__).parent / "baselines"))
+    from plain_srpo import measure
+
+    device = torch.device("cuda" if CUDA else "cpu")
+    keep({"section": section, **measure(device, options.tiny, lambda text: say(section, text))})
+
+
+def work(section: str, options: Options, out: Path) -> None:
+    found: list[dict[str, Any]] = []
+
+    def keep(line: dict[str, Any]) -> None:
+        found.append(line)
+        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+    {"parts": parts, "plain": plain}.get(section, train)(options, section, keep)
+
+
+def faster(found: list[dict[str, Any]]) -> str:
+    """The kernel of attention that the network was faster with."""
+    many = max((line["rows"] for line in found if "rows" in line), default=0)
+    lines = [line for line in found if line.get("rows") == many]
+    times = {line["name"]: line["ms"] for line in lines if line["name"].startswith("network, compiled")}
+    return min(times, key=lambda name: times[name]).rsplit(" ", 1)[-1] if times else "auto"
+
+
+def carry_out(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each section in a process of its own, whose results count even if it fails."""
+    began, found, attention = time.monotonic(), [], chosen.attention
+    for section in chosen.sections.split(","):
+        left = chosen.seconds - (time.monotonic() - began)
+        limit = min(SECTIONS[section] * chosen.slack, left)
+        if limit < 20:
+            say(section, "left out: no time")
+            continue
+        part = Path(tempfile.mkdtemp()) / "part.json"
+        command = [sys.executable, __file__, "--section", section, "--out", str(part), "--attention", attention]
+        command += [*(["--tiny"] if chosen.tiny else []), *(["--plain"] if chosen.plain else [])]
+        command += ["--seconds", f"{limit:.0f}"]
+        # One cache of PyTorch's takes graphs with different kernels of attention for the same.
+        environment = {"PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+        try:
+            subprocess.run(command, timeout=limit, check=True, env=os.environ | environment)
+        except subprocess.TimeoutExpired:
+            say(section, f"ended after {limit:.0f} s")
+        except subprocess.CalledProcessError as error:
+            say(section, f"failed with {error.returncode}")
+        found += json.loads(part.read_text(encoding="utf-8")) if part.is_file() else []
+        if section == "parts" and chosen.attention == "auto":
+            attention = faster(found)
+            say(section, f"attention by {attention} from here on; {time.monotonic() - began:.0f} s passed")
+        if chosen.out:
+            Path(chosen.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> None:
+    plain_time = next((line["seconds a prompt"] for line in found if line["section"] == "plain"), None)
+    counted = Counter(line["section"] for line in found)
+    print(f"\n{torch.cuda.get_device_name() if CUDA else 'cpu'}, PyTorch {torch.__version__}, {dict(counted)}")
+    print("| what | batch | s a prompt | of plain | peak GiB | planned | graphs, later | shares |")
+    print("|---|---|---|---|---|---|---|---|")
+    for line in found:
+        if "seconds a prompt" not in line:
+            continue
+        each = line["seconds a prompt"]
+        gain = f"{plain_time / each:.2f}x" if plain_time and line["section"] in ("full", "lora", "plain") else ""
+        planned = f"{line['planned GiB']:.1f}" if line.get("planned GiB") else ""
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in line.get("shares", {}).items())
+        made = f"{line.get('graphs', 0)}, {line.get('recompiled', 0)}"
+        first = f"| {line['section']} | {line.get('batch', '')} | {each:.3f} | {gain} | {line['peak GiB']:.1f}"
+        print(f"{first} | {planned} | {made} | {shares} |")
+    print("| part | rows | ms | ms a row |\n|---|---|---|---|")
+    for line in found:
+        if "ms" in line:
+            print(f"| {line['name']} | {line['rows']} | {line['ms']:.1f} | {line['ms a row']:.1f} |")
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--tiny", action="store_true")
+    options.add_argument("--out", default="")
+    options.add_argument("--sections", default=",".join(SECTIONS))
+    options.add_argument("--seconds", type=float, default=540.0, help="of all sections together")
+    options.add_argument("--slack", type=float, default=1.0, help="factor on each section's own limit")
+    options.add_argument("--attention", default="auto")
+    options.add_argument("--plain", action="store_true", help="compile nothing")
+    options.add_argument("--section", default="")
+    options.add_argument(
+        "--plan", default="", help="a file of results: show it beside what was planned, measure nothing"
+    )
+    chosen = options.parse_args()
+    if not chosen.section and not chosen.plan:
+        table(carry_out(chosen))
+        return
+    torch.manual_seed(0)
+    torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = not chosen.plain and not chosen.tiny
+        told = Options(chosen.tiny, chosen.attention, compiled, time.monotonic() + chosen.seconds, Path(folder))
+        if chosen.plan:
+            found = json.loads(Path(chosen.plan).read_text(encoding="utf-8"))
+            planned(found, told)
+            table(found)
+            return
+        work(chosen.section, told, Path(chosen.out))
+
+
+if __name__ == "__main__":
+    main()
