@@ -142,8 +142,17 @@ def clip_lines(name: str, placement: Placement, tiny: bool, pixels: Tensor, prom
 def judge_lines(placement: Placement, tiny: bool, pixels: Tensor, prompts: list[str]) -> list[Measured]:
     panel = judge(placement, tiny)
     some, asked = pixels[:8, 0], prompts[:8]
+
+    def climb() -> None:
+        leaf = some.detach().requires_grad_()
+        torch.autograd.grad(panel.outcome(leaf, asked, "orm").score.sum(), leaf)
+
     seconds, peak = timed(lambda: panel.outcome(some, asked, "orm"), pixels.device)
-    return [Measured("judge, 7B", "yes or no", len(some) / seconds, peak, "eight at a time")]
+    slope, most = timed(climb, pixels.device)
+    return [
+        Measured("judge, 7B", "yes or no", len(some) / seconds, peak, "eight at a time"),
+        Measured("judge, 7B", "with gradient", len(some) / slope, most, f"{slope / seconds:.1f} times as long"),
+    ]
 
 
 def main() -> None:

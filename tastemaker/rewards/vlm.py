@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from ..registry import ConfigError
 from ..reward import About, Rows, Verdict
 from ..types import Facts, Placement, Prompts, concatenate
 from .nets.answers import QUESTIONS, Mode
@@ -31,6 +32,7 @@ class Vlm:
     mode: Mode = "yes_no_logits"
     sure: float = 0.5  # probability of yes from which a preview is clear, or a clear one promising
     weights: str = ONE_VISION.hub  # or a folder as transformers or LLaVA-NeXT write it, such as ORM's and PARM's
+    gradient: bool = False  # to the pixels, from LLaVA-OneVision alone: others prepare pictures outside PyTorch
     batch_size: Rows = 8
     about: ClassVar[About] = About(
         range="0 to 1",
@@ -38,7 +40,6 @@ class Vlm:
         memory="16 GB (7B)",
         sources=(ONE_VISION,),
     )
-    differentiable: ClassVar[bool] = False
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"
 
@@ -47,8 +48,18 @@ class Vlm:
             known = ", ".join(QUESTIONS)
             raise ValueError(f"the question '{self.question:.60}' has no {{prompt}}; expected one, or one of {known}")
 
+    @property
+    def differentiable(self) -> bool:
+        return self.gradient
+
     def load(self, placement: Placement) -> VlmScorer:
-        return VlmScorer(self, Panel(chat(self.weights, placement), self.mode, self.sure))
+        asked = chat(self.weights, placement)
+        if self.gradient and not asked.speech.differentiable:
+            raise ConfigError(
+                f"{self.weights} prepares pictures outside PyTorch, so it gives no gradient; "
+                "expected LLaVA-OneVision, or leave 'gradient' out"
+            )
+        return VlmScorer(self, Panel(asked, self.mode, self.sure))
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)

@@ -209,6 +209,24 @@ def test_it_is_a_reward_and_a_verifier() -> None:
     assert not preview.promising[~preview.clear].any() and (preview.score[~preview.clear] == 0).all()
 
 
+def test_its_gradient_is_the_slope_of_its_score() -> None:
+    spec = Vlm(gradient=True).tiny()
+    judge, direction = spec.load(Placement()), PICTURES - 0.5
+    pixels = PICTURES.clone().requires_grad_()
+    score = Rubric({"vlm": Graded(spec, judge)}).score(pixels, PROMPTS).total
+    (slope,) = torch.autograd.grad(score.sum(), pixels)
+    ahead, behind = (judge.score(PICTURES + h * direction, PROMPTS, [{}] * 5).double() for h in (0.02, -0.02))
+    expected = (ahead - behind) / 0.04
+    torch.testing.assert_close((slope * direction).double().sum((1, 2, 3, 4)), expected, rtol=0.05, atol=2e-5)
+    assert torch.equal(score, judge.score(PICTURES, PROMPTS, [{}] * 5))
+
+
+def test_without_a_gradient_asked_for_there_is_none() -> None:
+    spec = Vlm().tiny()
+    score = Rubric({"vlm": Graded(spec, spec.load(Placement()))}).score(PICTURES.clone().requires_grad_(), PROMPTS)
+    assert not score.total.requires_grad
+
+
 def test_thresholds_decide_what_is_clear() -> None:
     for sure, clear in ((0.0, True), (1.0, False)):
         verdict = Vlm(sure=sure).tiny().load(Placement()).judge(PICTURES, PROMPTS, (), 0.5)

@@ -176,6 +176,12 @@ def test_a_family_is_a_reward_and_a_judge(family: str, folders: dict[str, Path])
     assert judge.judge(PICTURES[:, None], PROMPTS, (), 0.4).score.shape == (4,)
 
 
+def test_only_who_prepares_pictures_in_torch_gives_gradients(folders: dict[str, Path]) -> None:
+    Vlm(weights=str(folders["llava_onevision"]), gradient=True).load(Placement())
+    with pytest.raises(ConfigError, match="prepares pictures outside PyTorch, so it gives no gradient; expected LLaVA"):
+        Vlm(weights=str(folders["qwen2_vl"]), gradient=True).load(Placement())
+
+
 def test_one_forward_pass_is_the_first_step_of_greedy_generation(folders: dict[str, Path]) -> None:
     judge = chat(str(folders["qwen2_5_vl"]), Placement())
     texts = [judge.speech.written((CLARITY.replace("{prompt}", prompt),)) for prompt in PROMPTS]

@@ -49,12 +49,13 @@ class Chat:
             prompt = prompt.replace(token, "")
         return prompt
 
-    @torch.no_grad()
     def ask(self, pixels: Tensor, conversations: Sequence[Turns], keep: bool = False) -> Heard:
         """What is answered to the last turn of each, about its picture [B, 3, H, W]; `keep` what was said to ask on."""
-        asked = self.speech.asked(pixels, [self.speech.written(turns) for turns in conversations])
         keep = keep and self.speech.keeps
-        out = self.net(input_ids=asked.ids, attention_mask=asked.mask, use_cache=keep, logits_to_keep=1, **asked.more)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
+            asked = self.speech.asked(pixels, [self.speech.written(turns) for turns in conversations])
+            told = {"input_ids": asked.ids, "attention_mask": asked.mask, **asked.more}
+            out = self.net(use_cache=keep, logits_to_keep=1, **told)
         heard = Heard(out.logits[:, -1], pixels, tuple(conversations), asked.mask)
         return replace(heard, cache=out.past_key_values, shift=self.speech.shift()) if keep else heard
 

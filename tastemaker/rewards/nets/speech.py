@@ -33,6 +33,7 @@ class Speech(ABC):
     """A family's way of asking."""
 
     keeps = False  # what was said can be held in memory and asked on about
+    differentiable = False  # in the pixels
 
     @abstractmethod
     def written(self, turns: Turns) -> str:
@@ -58,6 +59,7 @@ class OneVision(Speech):
     net: Any
     tokenizer: Any
     keeps = True
+    differentiable = True
 
     def written(self, turns: Turns) -> str:
         said = [f"<|im_start|>{who}\n{what}<|im_end|>\n" for who, what in zip(_speakers(turns), turns, strict=True)]
