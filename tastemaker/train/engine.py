@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..config.run import EngineConfig, Optim
 from ..types import Placement
 from ..weights import FullWeights, TwinWeights, Weights
-from . import memory, optimizer, precision, ranks
+from . import context, memory, optimizer, precision, ranks
 from .failures import TrainingError, explain
 
 __all__ = ["Engine", "TrainingError", "Update", "explain"]
@@ -44,7 +44,7 @@ class Engine:
         precision.check(config, self.device, self.comm.world)
         self.scaler = precision.Scaler() if config.precision == "fp16" else None
         self.mesh = self._mesh()
-        self.rows, self._context = ranks.by_rows(self.comm, config.context, self.device)  # who has rows of its own
+        self.rows, self._context = context.by_rows(self.comm, config.context, self.device)  # who has rows of its own
         self._bad = torch.zeros((), device=self.device)  # how many losses since the last update were not finite
 
     def _mesh(self) -> DeviceMesh | None:
@@ -80,7 +80,7 @@ class Engine:
         for net in nets:
             self._check(net)
             if self._context is not None:
-                ranks.share_tokens(net, self._context)
+                context.share_tokens(net, self._context)
             in_blocks = self.config.compile and memory.repeats(net)
             if in_blocks:
                 memory.compile_blocks(net)
