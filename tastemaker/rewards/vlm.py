@@ -9,7 +9,6 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..registry import ConfigError
 from ..reward import About, Rows, Verdict
 from ..types import Facts, Placement, Prompts, concatenate
 from .nets.answers import QUESTIONS, Mode
@@ -35,11 +34,9 @@ class Vlm:
     gradient: bool = False  # to the pixels, from LLaVA-OneVision alone: others prepare pictures outside PyTorch
     batch_size: Rows = 8
     about: ClassVar[About] = About(
-        range="0 to 1",
-        hacked_by="words written into the picture, collages of what the prompt names",
-        memory="16 GB (7B)",
-        sources=(ONE_VISION,),
-    )
+        range="0 to 1", hacked_by="words written into the picture, collages of what the prompt names",
+        memory="16 GB (7B)", sources=(ONE_VISION,),
+    )  # fmt: skip
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"
 
@@ -53,13 +50,7 @@ class Vlm:
         return self.gradient
 
     def load(self, placement: Placement) -> VlmScorer:
-        asked = chat(self.weights, placement)
-        if self.gradient and not asked.speech.differentiable:
-            raise ConfigError(
-                f"{self.weights} prepares pictures outside PyTorch, so it gives no gradient; "
-                "expected LLaVA-OneVision, or leave 'gradient' out"
-            )
-        return VlmScorer(self, Panel(asked, self.mode, self.sure))
+        return VlmScorer(self, Panel(chat(self.weights, placement, gradient=self.gradient), self.mode, self.sure))
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)
@@ -79,10 +70,8 @@ class VlmScorer:
         """Of a clip the middle frame is judged."""
         pixels, size = pixels[:, pixels.shape[1] // 2].float(), self.spec.batch_size
         with torch.autocast(pixels.device.type, enabled=False):  # a search runs in the model's precision
-            seen = [
-                self._part(pixels[i : i + size], prompts[i : i + size], progress) for i in range(0, len(prompts), size)
-            ]
-        return concatenate(seen)
+            parts = (slice(i, i + size) for i in range(0, len(prompts), size))
+            return concatenate([self._part(pixels[part], prompts[part], progress) for part in parts])
 
     def _part(self, pixels: Tensor, prompts: Prompts, progress: float) -> Verdict:
         if progress < 1:

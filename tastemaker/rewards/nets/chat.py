@@ -87,8 +87,8 @@ class Chat:
         return logits
 
 
-def chat(weights: str, placement: Placement) -> Chat:
-    """A chat model from a folder as the hub's, or as LLaVA-NeXT writes them."""
+def chat(weights: str, placement: Placement, *, gradient: bool = False) -> Chat:
+    """A chat model from a folder as the hub's, or as LLaVA-NeXT writes them; one that has a gradient, if so asked."""
     if weights == TINY:
         from .tiny_chat import tiny_chat
 
@@ -98,7 +98,13 @@ def chat(weights: str, placement: Placement) -> Chat:
     told = described(path)
     with silence():
         net = _published(told, path, placement) if published(told) else _usual(path, placement)
-        return _speaking(net, str(net.config.model_type), path)
+        found = _speaking(net, str(net.config.model_type), path)
+    if gradient and not found.speech.differentiable:
+        raise ConfigError(
+            f"{path} prepares pictures outside PyTorch, so it gives no gradient; "
+            "expected LLaVA-OneVision, or leave 'gradient' out"
+        )
+    return found
 
 
 def _published(told: dict[str, Any], path: Path, placement: Placement) -> Any:
