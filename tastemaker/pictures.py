@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps, ImageSequence
 from torch import Tensor
@@ -97,6 +98,14 @@ def resized(pixels: Tensor, height: int, width: int) -> Tensor:
         return pixels
     frames = [Image.fromarray(frame).resize((width, height), Image.Resampling.LANCZOS) for frame in as_bytes(pixels)]
     return torch.stack([_rgb(frame) for frame in frames])
+
+
+def fitted(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Pixels [B, F, 3, H, W] at another size where they are, by averaging."""
+    if pixels.shape[-2:] == (height, width):
+        return pixels
+    flat = F.interpolate(pixels.flatten(0, 1).float(), (height, width), mode="bilinear", antialias=True)
+    return flat.view(*pixels.shape[:3], height, width).clamp(0, 1)
 
 
 def from_bytes(data: bytes, name: str, limit: int) -> Tensor:

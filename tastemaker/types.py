@@ -81,6 +81,17 @@ class Pictures:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Captioned pictures in model space, encoded beforehand."""
+
+    prompts: tuple[str, ...]
+    ids: Tensor  # [B, L]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
 class Pairs:
     """Two pictures of each prompt, the first preferred."""
 

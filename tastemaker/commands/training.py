@@ -11,6 +11,7 @@ from ..config.build import build, build_autoencoder, shrunk_any
 from ..config.check import require
 from ..config.dump import resolve
 from ..config.run import AnyConfig, AutoencoderConfig
+from ..models import moments
 from ..observe.grids import Grids
 from ..observe.jsonl import JsonLines
 from ..observe.pages import Pages
@@ -23,6 +24,7 @@ from ..train.events import Event, Finished
 from ..train.loop import train
 from ..train.run import Run
 from . import directory
+from .handing import take_over
 
 
 def watchers(config: AnyConfig, console: Console) -> Watchers:
@@ -73,7 +75,9 @@ def run_training(
         )
     run = prepared(config, place, init_from)
     try:
-        if resume is not None or found is not None:
+        if resume is not None and moments.recognised(resume) and isinstance(run, Run):
+            take_over(run, resume)
+        elif resume is not None or found is not None:
             run.resume(resume or found or place)
         first = run.engine.comm.rank == 0
         if first:

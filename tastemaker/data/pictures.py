@@ -21,6 +21,7 @@ from .order import rows
 from .prompts import existing
 from .text import field, json_rows, lines
 
+EXAMPLES = Path(__file__).parent.parent / "recipes" / "data" / "edits"  # of classes that ImageNet has
 FORMATS = (*STILLS, ".gif", *MOVIES)
 
 
@@ -122,7 +123,7 @@ class PictureRows:
 class PictureFolder:
     """Pictures in a folder, each with its caption in a .txt beside it, or all in a metadata.jsonl."""
 
-    path: Path
+    path: Path | None = None  # a few small pictures of classes to try a recipe with, if not given
     size: int | None = None  # pixels a side, cut from the middle; as they are if not given
     yields: ClassVar[type] = Pictures
 
@@ -130,23 +131,24 @@ class PictureFolder:
         sided(self.size)
 
     def load(self, seed: int) -> PictureRows:
-        listed = self.path / "metadata.jsonl"
-        captions = self._listed(listed) if listed.is_file() else self._beside()
+        folder = self.path or EXAMPLES
+        listed = folder / "metadata.jsonl"
+        captions = self._listed(listed) if listed.is_file() else self._beside(folder)
         if not captions:
-            raise ConfigError(f"{self.path}: there are no pictures; expected files that end in {', '.join(FORMATS)}")
+            raise ConfigError(f"{folder}: there are no pictures; expected files that end in {', '.join(FORMATS)}")
         return PictureRows(tuple(captions), tuple(captions.values()), self.size, seed)
 
     def _listed(self, listed: Path) -> dict[Path, str]:
         captions = {}
         for number, row in json_rows(listed):
-            file = self.path / field(listed, number, row, "file_name")
+            file = listed.parent / field(listed, number, row, "file_name")
             captions[existing(file, f"{listed}, line {number}")] = field(listed, number, row, "prompt")
         return captions
 
-    def _beside(self) -> dict[Path, str]:
-        if not self.path.is_dir():
-            raise ConfigError(f"{self.path}: there is no such folder; check the path")
-        files = sorted(file for file in self.path.iterdir() if file.suffix.lower() in FORMATS)
+    def _beside(self, folder: Path) -> dict[Path, str]:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: there is no such folder; check the path")
+        files = sorted(file for file in folder.iterdir() if file.suffix.lower() in FORMATS)
         captions = [existing(file.with_suffix(".txt"), f"the caption of {file}") for file in files]
         texts = [" ".join(line for _, line in lines(caption)) for caption in captions]
         return dict(zip(files, texts, strict=True))

@@ -10,12 +10,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from ..distributions import Choice
+from ..guidance import both
 from ..playground.captions import VOCABULARY
-from ..policy import Process
+from ..policy import Guidance, Process, Scribe
 from ..pretrained import fill
 from ..processes.autoregressive import Autoregressive
 from ..types import Condition, Facts, Placement, Prompts
 from . import files, words
+from .nets.decoding import Order
+from .nets.desk import Desk, projected
 from .nets.gpt import GPT, Cache, GPTShape
 from .vq import Codes, Count, tokenizer
 
@@ -36,6 +40,7 @@ class GptBackbone:
             fill(net, files.read(spec.weights)[0], spec.weights)
         net.factors = net.factors.to(placement.device)
         self.net: nn.Module = net.to(placement.device)
+        self.desk = Desk()
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         return words.read(prompts, facts, self.words, self.device)
@@ -45,6 +50,9 @@ class GptBackbone:
         logits, _ = self.net(x[:, :-1], cond.tensors["words"])
         return logits
 
+    def states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
+        return projected(self.net, x, cond.tensors["words"])
+
     def begin(self, cond: Condition) -> Cache:
         return ()
 
@@ -52,6 +60,10 @@ class GptBackbone:
         fresh = None if ids is None else ids[:, None]
         logits, cache = self.net(fresh, cond.tensors["words"] if ids is None else None, cache)
         return logits[:, -1], cache
+
+    def scribe(self, cond: Condition, uniform: Tensor, choice: Choice, guidance: Guidance | None) -> Scribe | None:
+        words = both(cond).tensors["words"] if guidance else cond.tensors["words"]
+        return self.desk.scribe(self.net, Order(words, None, uniform, choice, guidance))
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.codec.encode(pixels[:, 0])

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat
+from torch import Tensor
 
-from ..pretrained import fill
+from ..pretrained import Source
 from ..registry import ConfigError
 from ..types import Placement
-from . import files
+from . import checkpoints, files
 from .nets.palette import Palette
 from .nets.vq import VQ, VQShape, tolerated
 
 Count = Annotated[int, Field(ge=1, le=64)]
 Channels = Annotated[int, Field(ge=8, le=1024, multiple_of=8)]
 Codes = Annotated[int, Field(ge=8, le=2**18)]
+AVERAGED = ("ema", *checkpoints.WRAPPERS)  # the average before what it is of, as published code reads tokenizers
+LLAMAGEN, LLAMAGEN_TEXT = "FoundationVision/LlamaGen", "peizesun/llamagen_t2i"
+PUBLISHED = {
+    file: Source(hub, f"{file}.pt", size="0.3 GB", licence="MIT")
+    for file, hub in (("vq_ds16_c2i", LLAMAGEN), ("vq_ds8_c2i", LLAMAGEN), ("vq_ds16_t2i", LLAMAGEN_TEXT))
+}  # by the names that `codec` takes
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,9 @@ class Vq:
             torch.manual_seed(self.seed)
             net = VQ(self.shape())
         if self.weights:
-            fill(net, tolerated(files.read(self.weights)[0]), self.weights)
+            source = PUBLISHED.get(self.weights)
+            tensors = checkpoints.read(source.hub if source else self.weights, source, AVERAGED)
+            checkpoints.assign(net, tolerated(tensors), torch.float32, self.weights)
         return net.to(placement.device)
 
     def tiny(self) -> Vq:
@@ -63,16 +75,60 @@ def tokenizer(name: str | None, codes: int, side: int, size: int, placement: Pla
     """The trained tokenizer of a name, frozen; without a name, the colours of cells in its place."""
     if name is None:
         return Palette(codes, side, size).to(placement.device)
+    shape, tensors = opened(name)
+    if (shape.codes, shape.stride * side) != (codes, size):
+        found = f"{shape.codes} codes of {shape.stride} pixels a side"
+        raise ConfigError(
+            f"model.codec: '{name:.200}' has {found}, the model expects {codes} of {size // side}; make them alike"
+        )
+    return frozen(shape, tensors, name, placement)
+
+
+def opened(name: str) -> tuple[VQShape, files.Tensors]:
+    """The sizes and weights of a tokenizer, published or trained here."""
+    source = PUBLISHED.get(name)
+    if source is None and not foreign(name):
+        return own(name)
+    tensors = checkpoints.read(source.hub if source else name, source, AVERAGED)
+    return published_shape(tensors, name), tolerated(tensors)
+
+
+def frozen(shape: VQShape, tensors: files.Tensors, name: str, placement: Placement) -> VQ:
+    with torch.device("meta"):
+        net = VQ(shape)
+    # In float32 whatever else computes in: rounded, other codes would be the nearest.
+    checkpoints.assign(net, tensors, torch.float32, name)
+    return net.requires_grad_(False).eval().to(placement.device)
+
+
+def foreign(name: str) -> bool:
+    """Whether a name is of a checkpoint as published, which says nothing of its sizes."""
+    path = Path(name).expanduser()
+    if path.suffix == ".safetensors":
+        return path.is_file() and not checkpoints.described(path)
+    return path.exists() and not (path / "checkpoints").is_dir()
+
+
+def own(name: str) -> tuple[VQShape, files.Tensors]:
+    """A tokenizer trained here, by its file, its run or its name in the package."""
     tensors, config = files.read(name)
     settings: dict[str, Any] = dict(config.get("autoencoder", {}))
     if settings.pop("type", None) != "vq":
         raise ConfigError(f"model.codec: '{name:.200}' holds no vq; train one with `tastemaker train playground-vq`")
-    shape = {**settings, "multipliers": tuple(settings["multipliers"]), "weights": None}
-    net = Vq(**shape).load(Placement())
-    if (net.shape.codes, net.shape.stride * side) != (codes, size):
-        found = f"{net.shape.codes} codes of {net.shape.stride} pixels a side"
+    spec = Vq(**{**settings, "multipliers": tuple(settings["multipliers"]), "weights": None})
+    return spec.shape(), tolerated(tensors)
+
+
+def published_shape(tensors: Mapping[str, Tensor], name: str) -> VQShape:
+    """The sizes of a published tokenizer, which its tensors tell."""
+    if "quantize.embedding.weight" not in tensors or "encoder.conv_in.weight" not in tensors:
         raise ConfigError(
-            f"model.codec: '{name:.200}' has {found}, the model expects {codes} of {size // side}; make them alike"
+            f"model.codec: '{name:.200}' holds no tokenizer of LlamaGen; name one, such as vq_ds16_c2i.pt"
         )
-    fill(net, tolerated(tensors), name)
-    return net.requires_grad_(False).eval().to(placement.device)
+    channels = tensors["encoder.conv_in.weight"].shape[0]
+    widths: list[int] = []
+    while (key := f"encoder.conv_blocks.{len(widths)}.res.0.conv1.weight") in tensors:
+        widths.append(tensors[key].shape[0] // channels)
+    blocks = sum(bool(re.fullmatch(r"encoder\.conv_blocks\.0\.res\.\d+\.conv1\.weight", key)) for key in tensors)
+    codes, width = tensors["quantize.embedding.weight"].shape
+    return VQShape(channels, tuple(widths), blocks, tensors["encoder.conv_out.weight"].shape[0], codes, width)

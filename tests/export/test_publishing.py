@@ -76,7 +76,10 @@ class Made:
 def made(folder: Path, recipe: str, *settings: str) -> Made:
     from tastemaker.config.build import build
 
-    small = ["engine={device: cpu, precision: fp32, trainable: fp32, memory: keep, compile: false}", "batch={prompts: 2}"]
+    small = [
+        "engine={device: cpu, precision: fp32, trainable: fp32, memory: keep, compile: false}",
+        "batch={prompts: 2}",
+    ]
     rewards = ["rewards=null", "rewards={color: {type: color}}", "data={type: prompts, prompts: [a red, a blue]}"]
     config = load(recipe, [*small, *rewards, f"output={folder}", "name=run", *settings])
     run = build(config)

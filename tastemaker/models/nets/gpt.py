@@ -27,6 +27,7 @@ class GPTShape:
     prefix: int = 1  # condition tokens
     vocabulary: int = 1000  # classes, or words; of captions the size of their features
     multiple: int = 256  # that the hidden width is rounded up to
+    dropout: float = 0.0  # in training, of embedded tokens and of what each half of a block adds
 
     def __post_init__(self) -> None:
         if self.width % self.heads or self.width // self.heads % 4 or self.heads % (self.kv_heads or 1):
@@ -69,6 +70,11 @@ def rotate(x: Tensor, factors: Tensor) -> Tensor:
     return torch.addcmul(exact * factors[0], swapped, factors[1]).to(x.dtype)
 
 
+def dropped(x: Tensor, share: float) -> Tensor:
+    """Some numbers left out where a gradient is wanted, and only there: what is sampled or scored is left whole."""
+    return F.dropout(x, share) if share and torch.is_grad_enabled() else x
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -84,6 +90,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head = shape.heads, shape.kv_heads or shape.heads, shape.head
         self.wqkv = nn.Linear(shape.width, (self.heads + 2 * self.kv_heads) * self.head, bias=False)
         self.wo = nn.Linear(shape.width, shape.width, bias=False)
+        self.dropout = shape.dropout
 
     def forward(
         self, x: Tensor, factors: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None
@@ -99,7 +106,7 @@ class Attention(nn.Module):
             q, k, v, mask, is_causal=mask is None and n > 1, enable_gqa=self.heads != self.kv_heads
         )
         out: Tensor = self.wo(mixed.transpose(1, 2).reshape(b, n, -1))
-        return out, (k, v)
+        return dropped(out, self.dropout), (k, v)
 
 
 class FeedForward(nn.Module):
@@ -107,10 +114,11 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w1, self.w3 = (nn.Linear(shape.width, shape.hidden, bias=False) for _ in range(2))
         self.w2 = nn.Linear(shape.hidden, shape.width, bias=False)
+        self.dropout = shape.dropout
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return out
+        return dropped(out, self.dropout)
 
 
 class Block(nn.Module):
@@ -140,7 +148,7 @@ class Label(nn.Module):
 
 
 class Caption(nn.Module):
-    """A text encoder's features [B, prefix, features]; `uncond_embedding` stands for no caption."""
+    """A text encoder's features [B, prefix, features]; `uncond_embedding`, which is never trained, stands for none."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -150,7 +158,8 @@ class Caption(nn.Module):
                 "fc2": nn.Linear(shape.width, shape.width, bias=False),
             }
         )
-        self.uncond_embedding = nn.Parameter(torch.randn(shape.prefix, shape.vocabulary) / shape.vocabulary**0.5)
+        self.uncond_embedding: Tensor
+        self.register_buffer("uncond_embedding", torch.randn(shape.prefix, shape.vocabulary) / shape.vocabulary**0.5)
 
     def forward(self, features: Tensor) -> Tensor:
         out: Tensor = self.cap_proj["fc2"](F.gelu(self.cap_proj["fc1"](features), approximate="tanh"))
@@ -195,9 +204,16 @@ class GPT(nn.Module):
 
         An empty cache is filled, none is left empty; `shown` [B, prefix] says which condition tokens are no padding.
         """
+        h, now = self.states(ids, cond, cache, shown)
+        return self.output(h).float(), now
+
+    def states(
+        self, ids: Tensor | None, cond: Tensor | None, cache: Cache | None = None, shown: Tensor | None = None
+    ) -> tuple[Tensor, Cache]:
+        """What the logits are made of: [B, n, width]."""
         parts = [self.cls_embedding(cond)] if cond is not None else []
         parts += [self.tok_embeddings(ids)] if ids is not None else []
-        h = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        h = dropped(torch.cat(parts, 1) if len(parts) > 1 else parts[0], self.shape.dropout)
         read = cache[0][0].shape[2] if cache else 0
         if self.factors.device != h.device:
             self.factors = self.factors.to(h.device)
@@ -209,7 +225,7 @@ class GPT(nn.Module):
             now += () if cache is None else (kept,)
         if cond is not None:
             h = h[:, self.shape.prefix - 1 :]
-        return self.output(self.norm(h)).float(), now
+        return self.norm(h), now
 
 
 def visible(shown: Tensor, read: int, new: int) -> Tensor:

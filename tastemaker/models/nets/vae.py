@@ -88,6 +88,12 @@ class Autoencoder(nn.Module):
         made: Tensor = self.decoder(latents)
         return made.float() / 2 + 0.5
 
+    def ending(self) -> nn.Conv2d:
+        """The layer that makes pixels."""
+        last = self.decoder[-1]
+        assert isinstance(last, nn.Conv2d)
+        return last
+
     @torch.no_grad()
     def settle(self, pixels: Tensor) -> None:
         z = self._latents(pixels)[:, : self.channels]

@@ -202,6 +202,10 @@ class VQ(nn.Module):
         extra = found.nearness + shape.commitment * found.commitment + shape.entropy * found.entropy
         return self.render(found.latent), extra + shape.idle * found.idle
 
+    def ending(self) -> nn.Conv2d:
+        """The layer that makes pixels."""
+        return self.decoder.conv_out
+
     @torch.no_grad()
     def share(self, pixels: Tensor) -> float:
         """How many of the codes some pictures use, of all."""

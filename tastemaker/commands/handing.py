@@ -1,0 +1,88 @@
+"""To and from LlamaGen's own trainers: `export --layout llamagen` and `train --resume` of their folders."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ..config.load import load_any
+from ..config.run import RunConfig
+from ..export.trainer import Remembered, write_folder
+from ..lora import LoraWeights
+from ..models import checkpoints, moments
+from ..models.llamagen import Llamagen
+from ..registry import ConfigError
+from ..train import checkpoint, folders
+from ..train.adopting import adopt
+from ..train.run import Run
+from ..train.tensors import Reader
+from ..types import Placement
+from .directory import CONFIG
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What to write, and how."""
+
+    directory: Path
+    out: Path  # in which the folder of the step is made
+    weights: str = ""  # the average if there is one
+    dtype: torch.dtype = torch.float32
+    ranks: int = 0  # whole if 0
+
+
+def hand_over(order: Handover, console: Console) -> None:
+    """Write a run's last checkpoint as those trainers do."""
+    step = checkpoint.latest(order.directory)
+    if not (order.directory / CONFIG).is_file() or step is None:
+        raise ConfigError(f"{order.directory} has no checkpoint to export; give the directory of a run")
+    config = load_any(order.directory / CONFIG)
+    if not isinstance(config, RunConfig) or not isinstance(config.model, Llamagen):
+        raise ConfigError("--layout llamagen: the run trained another model; leave it out, or export one of llamagen")
+    done = folders.read(step).step
+    target = order.out / f"{done:07d}"
+    if target.exists():
+        raise ConfigError(f"--out: {target} is there already; name another folder, or remove it")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write(order, config, config.model, step, partial)
+    partial.replace(target)
+    form = f"in {order.ranks} shards" if order.ranks else "whole"
+    console.print(f"{target}: weights of {step.name}, {form}", highlight=False)
+
+
+def _write(order: Handover, config: RunConfig, spec: Llamagen, step: Path, out: Path) -> None:
+    model = spec.load(Placement(dtype=torch.float32))
+    names = tuple(name for name, _ in model.net.named_parameters())
+    weights = config.tuning.apply(model, ())
+    kept = sorted(path.name.removesuffix(".safetensors") for path in step.glob("snapshots/*"))
+    name = order.weights or ("ema" if "ema" in kept else "live")
+    if name != "live" and name not in kept:
+        raise ConfigError(f"--weights: the run keeps no '{name}' (there are: {', '.join(['live', *kept])})")
+    checkpoint.initialise(step, weights, "weights" if name == "live" else f"snapshots/{name}")
+    adapted = isinstance(weights, LoraWeights)
+    own = weights.merged() if isinstance(weights, LoraWeights) else model.net.state_dict()
+    tensors = {key: x.detach().to(order.dtype) for key, x in own.items()}
+    state = folders.read(step)
+    done = state.step
+    memory = None
+    if not adapted and config.optim.moments == "fp32":
+        found = Reader(folders.files(step, state, "optimizer"))
+        memory = Remembered(
+            {key: found.read(key, 0, shape[0] if shape else 1) for key, shape in found.shapes.items()},
+            config.optim,
+            names,
+        )
+    write_folder(out, tensors, memory, done, order.ranks)
+
+
+def take_over(run: Run, folder: Path) -> None:
+    """Go on from a checkpoint of those trainers: its weights, moments and step."""
+    shapes = {name: tuple(p.shape) for name, p in run.policy.weights.trainable().items()}
+    tensors = checkpoints.read(str(folder))
+    adopt(run, tensors, moments.read(folder, shapes), moments.step(folder), str(folder))

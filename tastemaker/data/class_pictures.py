@@ -1,0 +1,155 @@
+"""Pictures with their classes, which a model told classes learns from; what cannot be read is named and skipped."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Protocol
+
+import torch
+from pydantic import Field, NonNegativeInt
+from torch import Tensor
+
+from ..classes import imagenet, wordnet
+from ..pictures import read_picture
+from ..registry import ConfigError
+from ..types import Pictures, PromptBatch
+from .crops import centre
+from .labelled import ClassFolder, class_folder
+from .order import rows
+from .saved import is_saved, saved
+
+Say = Literal["name", "number"]
+BROKEN = (OSError, ValueError, KeyError, TypeError, IndexError, EOFError)
+
+
+class Source(Protocol):
+    """Pictures and their classes by number; asking for one that is broken raises."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the classes, in order; none if they are numbers alone."""
+
+    def __len__(self) -> int: ...
+    def name(self, number: int) -> str: ...
+    def label(self, number: int) -> int: ...
+    def picture(self, number: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Folders:
+    """A folder for each class, by whose names they are numbered."""
+
+    found: ClassFolder
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def name(self, number: int) -> str:
+        return str(self.found.files[number])
+
+    def label(self, number: int) -> int:
+        return self.found.label(number)
+
+    def picture(self, number: int) -> Tensor:
+        return read_picture(self.found.files[number])[0]
+
+
+@dataclass
+class Skipped:
+    """Rows that cannot be used, and how many of them are borne."""
+
+    most: int
+    why: dict[int, str] = field(default_factory=dict)  # by number
+
+    def add(self, number: int, name: str, error: Exception) -> None:
+        self.why[number] = name
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if len(self.why) > self.most:
+            before = f", and {len(self.why) - 1} rows before it were skipped" if len(self.why) > 1 else ""
+            raise ConfigError(
+                f"data: {name} cannot be used ({reason:.200}){before}; mend it, or set data.skip above {self.most}"
+            ) from error
+        warnings.warn(f"data: {name} is skipped ({reason:.200}); {len(self.why)} of {self.most}", stacklevel=2)
+
+
+@dataclass(frozen=True)
+class ClassRows:
+    """Pictures in an order of the seed's; in the place of one that is broken comes the next that is not."""
+
+    source: Source
+    prompts: tuple[str, ...]  # by class; numbers if none
+    size: int
+    seed: int
+    skipped: Skipped
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
+        found = [self._usable(number) for number in rows(len(self), self.seed, step, size, rank, world)]
+        return Pictures(tuple(prompt for prompt, _ in found), torch.stack([picture for _, picture in found])[:, None])
+
+    def _usable(self, number: int) -> tuple[str, Tensor]:
+        for further in range(len(self)):
+            place = (number + further) % len(self)
+            if place in self.skipped.why:
+                continue
+            try:
+                return self.prompt(self.source.label(place)), centre(self.source.picture(place), self.size)
+            except BROKEN as error:
+                self.skipped.add(place, self.source.name(place), error)
+        raise ConfigError(f"data: none of the {len(self)} rows can be used; check what they name")
+
+    def prompt(self, label: int) -> str:
+        return self.prompts[label] if self.prompts else str(label)
+
+    def first(self, count: int) -> PromptBatch:
+        known = self.prompts or self._seen()
+        return PromptBatch(tuple(known[i % len(known)] for i in range(count)), ({},) * count)
+
+    def _seen(self, most: int = 64) -> tuple[str, ...]:
+        """What is said of the first rows, where the classes have no names."""
+        found = set()
+        for number in range(min(len(self), most)):
+            with suppress(*BROKEN):  # which is told of when its turn comes
+                found.add(self.source.label(number))
+        return tuple(map(str, sorted(found))) or ("0",)
+
+
+@dataclass(frozen=True)
+class ClassPictures:
+    """Pictures with their classes: a folder for each, or what `datasets` saved to disk; the middle square of each."""
+
+    path: Path
+    size: Annotated[int, Field(ge=8, le=16384)] = 256  # pixels a side
+    split: str = "train"  # of what `datasets` saved
+    say: Say = "name"  # of a class; models without names are told numbers
+    skip: NonNegativeInt = 0  # rows that cannot be used and are passed over, on each rank; one more is an error
+    yields: ClassVar[type] = Pictures
+
+    def load(self, seed: int) -> ClassRows:
+        source: Source = saved(self.path, self.split) if is_saved(self.path) else folders(self.path)
+        if not len(source):
+            raise ConfigError(f"data: {self.path} has no rows; expected at least one picture")
+        return ClassRows(source, told(source.names, self.say), self.size, seed, Skipped(self.skip))
+
+
+def folders(path: Path) -> Folders:
+    found = class_folder(path)
+    names = tuple(sorted(folder.name for folder in path.iterdir() if folder.is_dir()))
+    return Folders(found, names or ("0",))
+
+
+def told(names: Sequence[str], say: Say) -> tuple[str, ...]:
+    """What is said of each class: by ImageNet's names and numbers, where the classes are ImageNet's."""
+    ids = wordnet()
+    if len(names) == 1000 or (names and all(name in ids for name in names)):
+        numbers = [ids.get(name, place) for place, name in enumerate(names)]
+        return tuple(imagenet().name(number) if say == "name" else str(number) for number in numbers)
+    plain = tuple(name.replace("_", " ") for name in names)
+    return plain if say == "name" else tuple(map(str, range(len(plain))))

@@ -1,0 +1,37 @@
+"""Squares cut from pictures as ADM and LlamaGen cut them: halved by boxes, then to size by cubic interpolation."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..pictures import as_bytes
+
+
+def centre(pixels: Tensor, size: int) -> Tensor:
+    """The middle square of [3, H, W] in [0, 1], `size` pixels a side."""
+    image = Image.fromarray(as_bytes(pixels[None])[0])
+    while min(image.size) >= 2 * size:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = size / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    left, top = (image.width - size) // 2, (image.height - size) // 2
+    cut = image.crop((left, top, left + size, top + size))
+    return torch.from_numpy(np.array(cut)).movedim(-1, 0) / 255
+
+
+def flipped(pixels: Tensor, size: int) -> Tensor:
+    """The middle square and its mirror image: [2, 3, size, size]."""
+    middle = centre(pixels, size)
+    return torch.stack([middle, middle.flip(-1)])
+
+
+def ten(pixels: Tensor, size: int, wide: float) -> Tensor:
+    """The corners and the middle of a square `wide` times as large, and those of its mirror image."""
+    whole = centre(pixels, int(size * wide))
+    spare = whole.shape[-1] - size
+    middle = round(spare / 2)
+    places = [(0, 0), (0, spare), (spare, 0), (spare, spare), (middle, middle)]
+    return torch.stack([x[:, i : i + size, j : j + size] for x in (whole, whole.flip(-1)) for i, j in places])

@@ -1,0 +1,52 @@
+"""Pictures with the number of their class, each to be had by its own number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from ..pictures import STILLS, read_picture
+from ..registry import ConfigError
+
+
+class Labelled(Protocol):
+    def __len__(self) -> int: ...
+    def picture(self, number: int) -> Tensor:
+        """[3, H, W] in [0, 1]."""
+
+    def label(self, number: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class ClassFolder:
+    """A folder for each class, which are numbered by their names in order; without any, all is of class 0."""
+
+    files: tuple[Path, ...]
+    labels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def picture(self, number: int) -> Tensor:
+        return read_picture(self.files[number])[0]
+
+    def label(self, number: int) -> int:
+        return self.labels[number]
+
+
+def class_folder(path: Path) -> ClassFolder:
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such folder; check the path")
+    classes = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    found = [
+        (file, label)
+        for label, folder in enumerate(classes or [path])
+        for file in sorted(folder.rglob("*") if classes else folder.iterdir())
+        if file.suffix.lower() in STILLS
+    ]
+    if not found:
+        raise ConfigError(f"{path}: there are no pictures; expected files that end in {', '.join(STILLS)}")
+    return ClassFolder(tuple(file for file, _ in found), tuple(label for _, label in found))

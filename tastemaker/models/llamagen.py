@@ -1,0 +1,231 @@
+"""LlamaGen in its published sizes: pictures of a class or of a caption, written token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..classes import Classes, named
+from ..distributions import Choice
+from ..guidance import both
+from ..policy import Guidance, Process, Scribe
+from ..pretrained import Source
+from ..processes.autoregressive import Autoregressive
+from ..registry import ConfigError
+from ..types import Condition, Facts, Placement, Prompts
+from . import checkpoints
+from .captions import FEATURES, T5, Captions, captions, small
+from .llamagen_sizes import SIZES, Size, Told, released
+from .nets.decoding import Order
+from .nets.desk import Desk, projected
+from .nets.gpt import GPT, Cache, Caption, GPTShape
+from .vq import LLAMAGEN, LLAMAGEN_TEXT, PUBLISHED, Codes, Count, tokenizer
+
+
+class LlamagenBackbone:
+    """Is told a class or a caption, then writes a square of tokens row by row."""
+
+    passes = 1
+
+    def __init__(self, spec: Llamagen, placement: Placement) -> None:
+        self.device, self.classes = placement.device, spec.known() if spec.told == "class" else None
+        self.shape: tuple[int, ...] = spec.shape
+        self.pixels = (1, 3, spec.pixels, spec.pixels)
+        self.codec = tokenizer(spec.codec, spec.codes, spec.side, spec.pixels, placement)
+        net = network(spec, placement)
+        net.factors = net.factors.to(placement.device)
+        self.captions: Captions | None = None
+        if isinstance(net.cls_embedding, Caption):  # never trained, so that it can be kept beside the network
+            self.captions = spec.texts(placement, net.cls_embedding.uncond_embedding.detach().clone())
+        self.net: nn.Module = net
+        self.desk = Desk()
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        if self.captions is not None:
+            return Condition(tuple(prompts), self.captions(prompts), tuple(facts))
+        assert self.classes is not None
+        numbers = [self.classes.number(prompt) if prompt.strip() else self.classes.count for prompt in prompts]
+        return Condition(tuple(prompts), {"label": torch.tensor(numbers, device=self.device)}, tuple(facts))
+
+    def without(self, cond: Condition) -> Condition:
+        """The same rows told nothing; what hides the filling of captions stays, as the network was trained."""
+        tensors = self.embed([""] * len(cond)).tensors
+        return replace(cond, tensors={**tensors, **{key: x for key, x in cond.tensors.items() if key == "shown"}})
+
+    def told(self, cond: Condition) -> tuple[Tensor, Tensor | None]:
+        """What the network reads first, and which of it is no filling."""
+        if self.captions is None:
+            return cond.tensors["label"], None
+        return cond.tensors["features"].to(next(self.net.parameters()).dtype), cond.tensors["shown"]
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        told, shown = self.told(cond)
+        logits: Tensor = self.net(x[:, :-1], told, None, shown)[0]
+        return logits
+
+    def states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
+        return projected(self.net, x, *self.told(cond))
+
+    def begin(self, cond: Condition) -> Cache:
+        return ()
+
+    def extend(self, ids: Tensor | None, cache: Cache, cond: Condition) -> tuple[Tensor, Cache]:
+        told, shown = self.told(cond)
+        fresh = None if ids is None else ids[:, None]
+        logits, cache = self.net(fresh, told if ids is None else None, cache, shown)
+        return logits[:, -1], cache
+
+    def scribe(self, cond: Condition, uniform: Tensor, choice: Choice, guidance: Guidance | None) -> Scribe | None:
+        told, shown = self.told(both(cond) if guidance else cond)
+        return self.desk.scribe(self.net, Order(told, shown, uniform, choice, guidance))
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        with torch.autocast(pixels.device.type, enabled=False):  # rounded, other codes would be the nearest
+            ids = self.codec.encode(pixels[:, 0].float())
+        if ids.shape[1:] != self.shape:
+            height, width = pixels.shape[-2:]
+            raise ConfigError(
+                f"data: pictures of {height}x{width} pixels have {ids.shape[1]} tokens, the model writes "
+                f"{self.shape[0]}; set data.size={self.pixels[-1]}"
+            )
+        return ids
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return self.codec.decode(x)[:, None]
+
+
+def network(spec: Llamagen, placement: Placement) -> GPT:
+    """Of published weights, without having been filled before; or at random, where and as it will be."""
+    dtype = placement.trained or (torch.bfloat16 if placement.dtype == torch.bfloat16 else torch.float32)
+    if spec.weights is not None:
+        with torch.device("meta"):
+            net = GPT(spec.sizes())
+        checkpoints.assign(net, fitting(checkpoints.read(spec.weights, spec.source), spec), dtype, spec.weights)
+        return net.to(placement.device)
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[placement.device] if placement.device.type == "cuda" else []):
+        torch.manual_seed(spec.seed)
+        try:
+            torch.set_default_dtype(dtype)
+            with torch.device(placement.device):
+                return GPT(spec.sizes())
+        finally:
+            torch.set_default_dtype(before)
+
+
+def fitting(tensors: checkpoints.Tensors, spec: Llamagen) -> checkpoints.Tensors:
+    """Refuse the weights of another size by its name."""
+    if "tok_embeddings.weight" not in tensors:
+        return tensors
+    width, depth = tensors["tok_embeddings.weight"].shape[1], 0
+    while f"layers.{depth}.attention.wo.weight" in tensors:
+        depth += 1
+    shape = spec.sizes()
+    told = "caption" if any(key.startswith("cls_embedding.cap_proj.") for key in tensors) else "class"
+    found = next((size for size, known in SIZES.items() if known[:2] == (width, depth)), None)
+    if (width, depth) != (shape.width, shape.depth):
+        advice = f"set model.size={found}" if found else "set model.width, model.depth and model.heads"
+        raise ConfigError(
+            f"model.weights: '{spec.weights!s:.200}' are of width {width} and depth {depth}, the model has "
+            f"{shape.width} and {shape.depth}; {advice}"
+        )
+    if told != spec.told:
+        raise ConfigError(
+            f"model.weights: '{spec.weights!s:.200}' are told a {told}, the model a {spec.told}; set model.told={told}"
+        )
+    return tensors
+
+
+@dataclass(frozen=True)
+class Llamagen:
+    """LlamaGen, told a class by its number or name, or a caption read by T5."""
+
+    size: Size = "B"
+    told: Told = "class"
+    weights: str | None = LLAMAGEN  # a file, a folder, a run, or as released on the hub; at random if not given
+    codec: str | None = "vq_ds16_c2i"  # as released by that name, a file or a run; without, tokens are colours of cells
+    pixels: Annotated[int, Field(ge=8, le=1024)] = 256  # a side
+    downsample: Literal[1, 2, 4, 8, 16, 32] = 16  # pixels a token, each way
+    codes: Codes = 16384  # of the codec
+    classes: Annotated[int, Field(ge=1, le=10**6)] = 1000
+    names: tuple[str, ...] = ()  # of the classes, in order; a thousand without are ImageNet's
+    width: Annotated[int, Field(ge=8, le=16384)] | None = None  # likewise below: instead of the size's
+    depth: Annotated[int, Field(ge=1, le=256)] | None = None
+    heads: Annotated[int, Field(ge=1, le=256)] | None = None
+    kv_heads: Count | None = None  # heads of keys and values, as many as of queries if not given
+    words: Annotated[int, Field(ge=1, le=512)] = 120  # of a caption, filled up on the left
+    t5: str = T5.hub  # the encoder of captions: a folder, or its name on the hub
+    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no encoder is loaded
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where gradients are wanted; pretraining has 0.1
+    seed: int = 0
+    frames: ClassVar[int] = 1
+    suits: ClassVar[type[Process]] = Autoregressive
+
+    def __post_init__(self) -> None:
+        self.sizes()
+        self.known()
+        if self.pixels % self.downsample:
+            raise ValueError(
+                f"'pixels' is {self.pixels}; expected a multiple of 'downsample', which is {self.downsample}"
+            )
+
+    def known(self) -> Classes:
+        return named(self.classes, self.names)
+
+    def sizes(self) -> GPTShape:
+        width, depth, heads = SIZES[self.size]
+        caption, tiny = self.told == "caption", self.size == "tiny"
+        return GPTShape(
+            self.width or width,
+            self.depth or depth,
+            self.heads or heads,
+            self.kv_heads,
+            self.codes,
+            self.side,
+            told=self.told,
+            prefix=self.words if caption else 1,
+            vocabulary=(small(self.t5) or FEATURES) if caption else self.classes,
+            multiple=16 if tiny else 256,
+            dropout=self.dropout,
+        )
+
+    @property
+    def side(self) -> int:
+        """Tokens a side."""
+        return self.pixels // self.downsample
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.side * self.side,)
+
+    @property
+    def source(self) -> Source | None:
+        """The released file of these settings."""
+        if self.weights not in (LLAMAGEN, LLAMAGEN_TEXT):
+            return None
+        return released(self.size, self.pixels, self.told)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        codec = PUBLISHED.get(self.codec or "")
+        encoder = T5 if self.told == "caption" and self.t5 == T5.hub and self.embeddings is None else None
+        return tuple(source for source in (self.source, codec, encoder) if source is not None)
+
+    def texts(self, placement: Placement, nothing: Tensor | None = None) -> Captions:
+        if self.told == "class":
+            raise ConfigError("model: told a class there is no caption to embed; set model.told=caption")
+        return captions(self.t5, self.words, nothing, placement, self.embeddings)
+
+    def load(self, placement: Placement) -> LlamagenBackbone:
+        return LlamagenBackbone(self, placement)
+
+    def tiny(self) -> Llamagen:
+        sized = replace(self, size="tiny", width=None, depth=None, heads=None, words=min(self.words, 8))
+        small = replace(sized, weights=None, codec=None, pixels=32, downsample=8, codes=64, t5="tiny", embeddings=None)
+        return replace(small, kv_heads=1 if self.kv_heads else None, dropout=0.0)
