@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from .distributions import like
-from .policy import Backbone, CausalBackbone, Guidance
+from .policy import Backbone, CausalBackbone, Guidance, Headed
 from .types import Condition, Facts, Prompts
 
 NEGATIVE = "negative."
 
 
+@runtime_checkable
+class Contrasted(Protocol):
+    """A backbone that knows by itself what its rows would be without their prompts."""
+
+    def without(self, cond: Condition) -> Condition: ...
+
+
 def embed(model: Backbone, guidance: Guidance, prompts: Prompts, facts: Sequence[Facts]) -> Condition:
     """Both conditions in one, so that rows of them are selected together."""
     cond = model.embed(prompts, facts)
-    without = model.embed([guidance.negative] * len(prompts), facts)
+    if isinstance(model, Contrasted) and not guidance.negative:
+        without = model.without(cond)
+    else:
+        without = model.embed([guidance.negative] * len(prompts), facts)
     return replace(cond, tensors={**cond.tensors, **{NEGATIVE + key: x for key, x in without.tensors.items()}})
 
 
@@ -53,9 +63,21 @@ def within(t: Tensor, interval: tuple[float, float]) -> Tensor:
     return (t >= interval[0] - 1e-6) & (t <= interval[1] + 1e-6)
 
 
+def guided_places(guidance: Guidance, length: int) -> int:
+    """How many places of a sequence have to be read without the prompt too: up to the last that is guided."""
+    inside = within(1 - torch.arange(length) / length, guidance.interval).nonzero()
+    return int(inside[-1]) + 1 if len(inside) else 0
+
+
 def unguided(model: Backbone) -> tuple[Backbone, Guidance | None]:
     """What is guided, and how."""
     return (model.model, model.guidance) if isinstance(model, Guided | GuidedCausal) else (model, None)
+
+
+def scoring(model: Backbone, cond: Condition) -> tuple[Backbone, Condition]:
+    """What decisions are scored by: the model itself where rollouts alone are guided, with or without gradients."""
+    inner, guidance = unguided(model)
+    return (inner, split(cond)[0]) if guidance and guidance.rollouts_only else (model, cond)
 
 
 class Guided:
@@ -113,6 +135,17 @@ class GuidedCausal:
         given, without = self.model.predict(torch.cat([x, x]), torch.cat([t, t]), both(cond)).chunk(2)
         places = torch.arange(x.shape[1], device=x.device)
         return extrapolate(self.guidance, given, without, self._inside(places)[None, :, None])
+
+    def states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
+        """Extrapolated as the logits would be, for these are linear in them; unless their norms are wanted."""
+        if not isinstance(self.model, Headed) or self.guidance.rescale:
+            return None
+        found = self.model.states(torch.cat([x, x]), torch.cat([t, t]), both(cond))
+        if found is None:
+            return None
+        given, without = found[0].float().chunk(2)
+        inside = self._inside(torch.arange(x.shape[1], device=x.device))[None, :, None]
+        return extrapolate(self.guidance, given, without, inside).to(found[0].dtype), found[1]
 
     def _inside(self, places: Tensor) -> Tensor:
         return within(1 - places / self.shape[0], self.guidance.interval)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, run
 import torch
 from torch import Tensor, nn
 
-from .distributions import Distribution
+from .distributions import Choice, Distribution
 from .randomness import Randomness
 from .types import Condition, Corrupted, Facts, Placement, Prompts, Segment, Trajectory
 from .weights import Weights
@@ -43,6 +43,38 @@ class CausalBackbone(Backbone, Protocol):
 
     def extend(self, ids: Tensor | None, cache: Any, cond: Condition) -> tuple[Tensor, Any]:
         """Logits [B, V] of the next token after appending `ids` [B] (None: of the first), and the cache."""
+
+
+class Scribe(Protocol):
+    """Writes a batch of sequences, one token of every row at a time, and keeps what it needs to go on."""
+
+    @property
+    def ids(self) -> Tensor:
+        """[B, L], 0 where nothing is written yet; what was returned does not change."""
+
+    @property
+    def log_prob(self) -> Tensor:
+        """[B, L] of what is written, before any tokens were left out."""
+
+    def write(self) -> None: ...
+    def select(self, rows: Tensor) -> Scribe:
+        """Who goes on with some of the rows."""
+
+
+@runtime_checkable
+class Fluent(Protocol):
+    """A causal backbone with scribes of its own, for whom reading, guidance and choice are one step."""
+
+    def scribe(self, cond: Condition, uniform: Tensor, choice: Choice, guidance: Guidance | None) -> Scribe | None:
+        """Who writes by numbers [B, L] that decide each token; none where only whole calls can reach the weights."""
+
+
+@runtime_checkable
+class Headed(Protocol):
+    """A backbone whose logits are one matrix times something far smaller."""
+
+    def states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
+        """That [B, K, D] and the matrix [V, D]; none where logits are few, or only whole calls reach the weights."""
 
 
 @runtime_checkable
@@ -144,6 +176,10 @@ class Process(ABC):
     @abstractmethod
     def calls(self, shape: tuple[int, ...]) -> int:
         """Predictions one sample of a shape costs."""
+
+    def decisions(self, shape: tuple[int, ...]) -> int:
+        """Predictions it takes to score what was decided in one."""
+        return self.calls(shape)
 
     @abstractmethod
     def hidden(self, noisy: Corrupted) -> Tensor:

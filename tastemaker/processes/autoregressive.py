@@ -8,24 +8,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..distributions import Categorical
-from ..guidance import GuidedCausal
-from ..policy import Backbone, CausalBackbone, Guidance, Process, Rollout
+from ..distributions import Categorical, Choice, Projected, Tokens, keep_top
+from ..guidance import GuidedCausal, scoring, unguided
+from ..policy import Backbone, CausalBackbone, Fluent, Guidance, Headed, Process, Rollout, Scribe
 from ..randomness import Randomness
 from ..types import Condition, Corrupted, Segment, index
 
-
-def keep_top(logits: Tensor, k: int, p: float) -> Tensor:
-    """Leave the k likeliest tokens (ties kept), and of those the fewest that hold probability p: [..., V]."""
-    if 0 < k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(k).values[..., -1:], -torch.inf)
-    if p < 1:
-        ordered, places = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
-        before[..., 0] = 0  # the token that crosses p stays, so at least one does
-        drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, places, before > p)
-        logits = logits.masked_fill(drop, -torch.inf)
-    return logits
+__all__ = ["Autoregressive", "keep_top"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +39,9 @@ class Autoregressive(Process):
     def calls(self, shape: tuple[int, ...]) -> int:
         return shape[0]
 
+    def decisions(self, shape: tuple[int, ...]) -> int:
+        return 1  # a sequence is read whole
+
     def hidden(self, noisy: Corrupted) -> Tensor:
         return noisy.noise.sum(1).float()
 
@@ -59,9 +51,13 @@ class Autoregressive(Process):
     def start(self, model: Backbone, cond: Condition, rng: Randomness) -> Writing:
         return Writing(self, causal(model), cond, rng)
 
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.temperature, self.top_k, self.top_p)
+
     def over(self, logits: Tensor) -> Categorical:
         """The distribution tokens are drawn from: [B, K, V]."""
-        return Categorical(keep_top(logits.float() / self.temperature, self.top_k, self.top_p))
+        return self.choice.over(logits)
 
     def scored(self, logits: Tensor) -> Categorical:
         """The distribution decisions are scored by: [B, K, V].
@@ -70,8 +66,9 @@ class Autoregressive(Process):
         """
         return Categorical(logits.float() / self.temperature)
 
-    def decide(self, model: Backbone, cond: Condition, segment: Segment) -> Categorical:
-        return self.scored(model.predict(segment.state, segment.t, cond))
+    def decide(self, model: Backbone, cond: Condition, segment: Segment) -> Tokens:
+        model, cond = scoring(model, cond)
+        return predicted(model, segment.state, segment.t, cond, self.temperature)
 
     def corrupt(
         self, x: Tensor, rng: Randomness, t: Tensor | None = None, noise: Tensor | None = None, draw: int = 0
@@ -79,11 +76,19 @@ class Autoregressive(Process):
         everything = torch.ones_like(x, dtype=torch.bool)  # causality hides every token from itself
         return Corrupted(x, torch.ones(len(x), device=x.device), everything)
 
-    def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> Categorical:
-        return Categorical(model.predict(noisy.x, noisy.t, cond).float())
+    def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> Tokens:
+        return predicted(model, noisy.x, noisy.t, cond)
 
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
         return self.restore(model, cond, noisy).log_prob(x).sum(1)
+
+
+def predicted(model: Backbone, x: Tensor, t: Tensor, cond: Condition, temperature: float = 1.0) -> Tokens:
+    """What comes at each place [B, K]; where logits are many, they are only made when asked for, a few at a time."""
+    parts = model.states(x, t, cond) if isinstance(model, Headed) else None
+    if parts is None:
+        return Categorical(model.predict(x, t, cond).float() / temperature)
+    return Projected(*parts, temperature)
 
 
 def causal(model: Backbone) -> CausalBackbone:
@@ -92,47 +97,78 @@ def causal(model: Backbone) -> CausalBackbone:
     raise TypeError(f"the autoregressive process needs a model with a cache, found {type(model).__name__}")
 
 
+class Spelling:
+    """Writes by any causal backbone, one call of it a token."""
+
+    def __init__(self, model: CausalBackbone, cond: Condition, uniform: Tensor, choice: Choice) -> None:
+        self.model, self.cond, self.uniform, self.choice = model, cond, uniform, choice
+        self.cache: Any = model.begin(cond)
+        self._ids = torch.zeros_like(uniform, dtype=torch.long)
+        self._log_prob, self.written = torch.zeros_like(uniform), 0
+
+    @property
+    def ids(self) -> Tensor:
+        return self._ids.clone()
+
+    @property
+    def log_prob(self) -> Tensor:
+        return self._log_prob.clone()
+
+    def write(self) -> None:
+        i = self.written
+        logits, self.cache = self.model.extend(self._ids[:, i - 1] if i else None, self.cache, self.cond)
+        self._ids[:, i], self._log_prob[:, i] = self.choice.take(logits, self.uniform[:, i])
+        self.written = i + 1
+
+    def select(self, rows: Tensor) -> Self:
+        self._ids, self._log_prob, self.uniform, self.cache, self.cond = index(
+            (self._ids, self._log_prob, self.uniform, self.cache, self.cond), rows
+        )
+        return self
+
+
+def scribe(model: CausalBackbone, cond: Condition, uniform: Tensor, choice: Choice) -> Scribe:
+    """The backbone's own, where it has one that can write now."""
+    inner, guidance = unguided(model)
+    own = inner.scribe(cond, uniform, choice, guidance) if isinstance(inner, Fluent) else None
+    return own or Spelling(model, cond, uniform, choice)
+
+
 class Writing(Rollout):
     """A rollout from the first token to the last; unwritten tokens preview as the first of the codebook."""
 
     def __init__(self, process: Autoregressive, model: CausalBackbone, cond: Condition, rng: Randomness) -> None:
         self.process, self.model, self.cond, self.rng = process, model, cond, rng
-        self.uniform = rng.uniform("token", *model.shape)  # [B, L], drawn at once: one number decides each token
-        self.start = torch.zeros_like(self.uniform, dtype=torch.long)
-        self.ids, self.log_prob = self.start.clone(), torch.zeros_like(self.uniform)
-        self.cache: Any = model.begin(cond)
+        uniform = rng.uniform("token", *model.shape)  # [B, L], drawn at once: one number decides each token
+        self.scribe = scribe(model, cond, uniform, process.choice)
+        self.start = torch.zeros_like(uniform, dtype=torch.long)
         self.segments: tuple[Segment, ...] = ()
         self.written, self.price = 0, 0
 
     @property
     def progress(self) -> float:
-        return self.written / self.ids.shape[1]
+        return self.written / self.start.shape[1]
 
     def step(self) -> None:
-        i = self.written
-        logits, self.cache = self.model.extend(self.ids[:, i - 1] if i else None, self.cache, self.cond)
-        token = self.process.over(logits[:, None]).quantile(self.uniform[:, i : i + 1])
-        self.ids[:, i : i + 1] = token
-        self.log_prob[:, i : i + 1] = self.process.scored(logits[:, None]).log_prob(token)
-        self.written, self.price = i + 1, self.price + len(self.ids) * self.model.passes
+        self.scribe.write()
+        self.written, self.price = self.written + 1, self.price + len(self.cond) * self.model.passes
         if self.progress == 1:
             self._record()
 
     @torch.no_grad()
     def _record(self) -> None:
-        ends = torch.ones_like(self.log_prob[:, 0])
-        segment = Segment(ends, 0 * ends, self.ids, self.ids, self.log_prob, torch.ones_like(self.log_prob))
+        ids, log_prob = self.scribe.ids, self.scribe.log_prob
+        ends = torch.ones_like(log_prob[:, 0])
+        segment = Segment(ends, 0 * ends, ids, ids, log_prob, torch.ones_like(log_prob))
         if self.process.replay:
-            self.price += len(self.ids) * self.model.passes
-            log_prob = self.process.decide(self.model, self.cond, segment).log_prob(self.ids)
-            segment = Segment(ends, 0 * ends, self.ids, self.ids, log_prob, torch.ones_like(log_prob))
+            self.price += len(ids) * self.model.passes
+            log_prob = self.process.decide(self.model, self.cond, segment).log_prob(ids)
+            segment = Segment(ends, 0 * ends, ids, ids, log_prob, torch.ones_like(log_prob))
         self.segments = (segment,)
 
     def preview(self) -> Tensor:
-        return self.ids
+        return self.segments[0].action if self.segments else self.scribe.ids
 
     def select(self, rows: Tensor) -> None:
-        self.start, self.ids, self.log_prob = index((self.start, self.ids, self.log_prob), rows)
-        self.uniform, self.cache, self.cond, self.segments, self.rng = index(
-            (self.uniform, self.cache, self.cond, self.segments, self.rng), rows
-        )
+        self.scribe = self.scribe.select(rows)
+        self.start, self.cond, self.segments, self.rng = index((self.start, self.cond, self.segments, self.rng), rows)

@@ -79,6 +79,9 @@ class GaussianProcess(Process):
     def calls(self, shape: tuple[int, ...]) -> int:
         return self.steps
 
+    def decisions(self, shape: tuple[int, ...]) -> int:
+        return self.window.size if self.window else self.steps
+
     def hidden(self, noisy: Corrupted) -> Tensor:
         return torch.ones_like(noisy.t)
 

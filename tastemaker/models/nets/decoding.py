@@ -1,0 +1,167 @@
+"""Writing by LlamaGen's transformer with a cache laid out once: both halves of guidance in one call, none copied.
+
+What a step must move is every weight but the embeddings, and the keys and values of what was read: in bfloat16
+2 (P - D (V + C)) + 4 depth rows kv_heads head read bytes. For 8 guided pictures of 576 tokens that is on average
+0.36, 1.1, 2.4, 4.1 and 7.5 GB for B, L, XL, XXL and 3B: 0.05, 0.15, 0.31, 0.55 and 1.0 s a batch at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...distributions import Choice
+from ...guidance import extrapolate, guided_places, within
+from ...policy import Guidance
+from .gpt import GPT, Attention, Block, Cache, GPTShape, rotate, visible
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be written: under guidance the rows with their prompts come first, then all again without."""
+
+    cond: Tensor  # [R, ...] as the network reads it
+    shown: Tensor | None  # [R, prefix] which condition tokens are no padding
+    uniform: Tensor  # [B, L] what decides each token
+    choice: Choice
+    guidance: Guidance | None
+
+    @cached_property
+    def guided(self) -> int:
+        """How many tokens need both halves."""
+        return guided_places(self.guidance, self.uniform.shape[1]) if self.guidance else 0
+
+    @cached_property
+    def inside(self) -> list[bool]:
+        """Which tokens are guided."""
+        length = self.uniform.shape[1]
+        if self.guidance is None:
+            return [False] * length
+        return within(1 - torch.arange(length) / length, self.guidance.interval).tolist()
+
+    def combined(self, logits: Tensor, place: int) -> Tensor:
+        """Logits [B, V] of a place by those of one half or both."""
+        return self.led(logits) if self.inside[place] else logits[: len(self.uniform)]
+
+    def led(self, logits: Tensor) -> Tensor:
+        """Guided logits [B, V] of both halves."""
+        assert self.guidance is not None
+        given, without = logits.chunk(2)
+        return extrapolate(self.guidance, given, without, torch.ones_like(given[:, :1], dtype=torch.bool))
+
+
+def blocks(net: GPT) -> list[Block]:
+    return [block for block in net.layers if isinstance(block, Block)]
+
+
+def halves(rows: Tensor, count: int, total: int) -> Tensor:
+    """Numbers of some rows of `count`, in the second half too where there is one."""
+    return torch.cat([rows, rows + count]) if total > count else rows
+
+
+def begun(net: GPT, order: Order) -> tuple[Tensor, Cache, Tensor]:
+    """Logits [R, V] of the first token, and what was read of each distinct row, which the numbers [R] point to.
+
+    Equal neighbours, as the samples of a group and all rows without a prompt, are read once.
+    """
+    cond, shown = order.cond, order.shown
+    fresh = torch.ones(len(cond), dtype=torch.bool, device=cond.device)
+    for x in (cond, shown):
+        if x is not None and len(x) > 1:
+            changed = (x[1:] != x[:-1]).flatten(1).any(1) if x.ndim > 1 else x[1:] != x[:-1]
+            fresh[1:] = changed if x is cond else fresh[1:] | changed
+    first, number = fresh.nonzero().flatten(), fresh.cumsum(0) - 1
+    logits, past = net(None, cond[first], (), None if shown is None else shown[first])
+    return logits[number, -1], past, number
+
+
+def room(shape: GPTShape, rows: int, like: Tensor, stride: int) -> Tensor:
+    """An empty cache [depth, 2, rows, kv heads, places, stride]."""
+    places = shape.prefix + shape.side**2
+    return like.new_zeros(shape.depth, 2, rows, shape.kv_heads or shape.heads, places, stride)
+
+
+def lay(cache: Tensor, past: Cache, number: Tensor) -> None:
+    """Put what was read of each row where it belongs."""
+    for own, (keys, values) in zip(cache, past, strict=True):
+        read, head = keys.shape[2:]
+        own[0, :, :, :read, :head], own[1, :, :, :read, :head] = keys[number], values[number]
+
+
+class Ledger:
+    """Writes with the network's own modules, on any device, attending to what was read and no further."""
+
+    @torch.no_grad()
+    def __init__(self, net: GPT, order: Order) -> None:
+        self.net, self.order, self.written = net, order, 0
+        self.logits, past, number = begun(net, order)
+        self.cache = room(net.shape, len(order.cond), past[0][0], net.shape.head)
+        lay(self.cache, past, number)
+        self._ids = torch.zeros_like(order.uniform, dtype=torch.long)
+        self._log_prob = torch.zeros_like(order.uniform)
+
+    @property
+    def ids(self) -> Tensor:
+        return self._ids.clone()
+
+    @property
+    def log_prob(self) -> Tensor:
+        return self._log_prob.clone()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        order, i = self.order, self.written
+        if i:
+            last = self._ids[:, i - 1]
+            self.logits = self._read(torch.cat([last, last]) if i < order.guided else last)
+        logits = order.combined(self.logits, i)
+        self._ids[:, i], self._log_prob[:, i] = order.choice.take(logits, order.uniform[:, i])
+        self.written = i + 1
+
+    def _read(self, ids: Tensor) -> Tensor:
+        net, place = self.net, self.net.shape.prefix + self.written - 1
+        h: Tensor = net.tok_embeddings(ids[:, None])
+        factors = net.factors[:, place : place + 1]
+        mask = None if self.order.shown is None else visible(self.order.shown[: len(ids)], place, 1)
+        for layer, cache in zip(blocks(net), self.cache, strict=True):
+            h = h + attended(layer.attention, layer.attention_norm(h), factors, mask, cache, place)
+            h = h + layer.feed_forward(layer.ffn_norm(h))
+        logits: Tensor = net.output(net.norm(h))
+        return logits[:, 0].float()
+
+    def select(self, rows: Tensor) -> Self:
+        order, count = self.order, len(self.order.uniform)
+        rows = torch.arange(count, device=rows.device)[rows].to(order.uniform.device)
+        self.logits = self.logits[halves(rows, count, len(self.logits))]
+        self.order = chosen(order, rows)
+        self.cache = self.cache[:, :, halves(rows, count, self.cache.shape[2])]
+        self._ids, self._log_prob = self._ids[rows], self._log_prob[rows]
+        return self
+
+
+def chosen(order: Order, rows: Tensor) -> Order:
+    """Some rows of an order."""
+    both = halves(rows, len(order.uniform), len(order.cond))
+    shown = None if order.shown is None else order.shown[both]
+    return Order(order.cond[both], shown, order.uniform[rows], order.choice, order.guidance)
+
+
+def attended(
+    attention: Attention, x: Tensor, factors: Tensor, mask: Tensor | None, cache: Tensor, place: int
+) -> Tensor:
+    """As the module itself would, of one new place [R, 1, D], kept in the cache [2, rows, kv heads, room, head]."""
+    rows, both = len(x), attention.heads + attention.kv_heads
+    qkv = attention.wqkv(x).view(rows, 1, both + attention.kv_heads, attention.head)
+    turned = rotate(qkv[:, :, :both], factors)
+    q, k, v = (part.transpose(1, 2) for part in (*turned.tensor_split([attention.heads], 2), qkv[:, :, both:]))
+    own = cache[:, :rows, :, : place + 1]
+    own[0, :, :, -1:], own[1, :, :, -1:] = k, v
+    grouped = attention.heads != attention.kv_heads
+    mixed = F.scaled_dot_product_attention(q, own[0], own[1], mask, enable_gqa=grouped)
+    out: Tensor = attention.wo(mixed.transpose(1, 2).reshape(rows, 1, -1))
+    return out

@@ -1,0 +1,285 @@
+"""Every way of writing chooses the tokens that one call of the network a token would."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tastemaker.distributions import Choice
+from tastemaker.guidance import both, guided_places
+from tastemaker.lora import Lora
+from tastemaker.models.gpt import Gpt, GptBackbone
+from tastemaker.models.nets import steps
+from tastemaker.models.nets.decoding import Ledger, Order, begun
+from tastemaker.models.nets.desk import Desk, Typist
+from tastemaker.models.nets.gpt import GPT, GPTShape
+from tastemaker.policy import Fluent, Guidance, Policy
+from tastemaker.processes.autoregressive import Autoregressive, Spelling, Writing
+from tastemaker.randomness import Randomness
+from tastemaker.types import Placement
+from tastemaker.weights import Full, FullWeights, Twin
+
+# Kernels are carried out on the host where Triton is there and told so, at half a minute a test.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+SHAPES = {
+    "class": GPTShape(32, 2, 4, None, 60, 4, "class", 1, 10),
+    "grouped": GPTShape(32, 2, 4, 2, 60, 4, "class", 1, 10),
+    "head of 100": GPTShape(200, 1, 2, None, 60, 3, "class", 1, 10),
+    "caption": GPTShape(32, 2, 4, None, 60, 4, "caption", 5, 12),
+    "words": GPTShape(32, 2, 4, 1, 60, 3, "words", 5, 12),
+}
+GUIDANCE = {
+    "none": None,
+    "always": Guidance(3.0),
+    "first": Guidance(3.0, interval=(0.6, 1.0)),
+    "middle": Guidance(3.0, interval=(0.3, 0.8)),
+    "rescaled": Guidance(3.0, rescale=True),
+}
+ROWS = 6
+
+
+def stirred(shape: GPTShape) -> GPT:
+    torch.manual_seed(0)
+    net = GPT(shape)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return net
+
+
+def ordered(shape: GPTShape, choice: Choice, guidance: Guidance | None, seed: int = 0) -> Order:
+    """Two groups of three samples, and as many without a prompt."""
+    chance = torch.Generator().manual_seed(seed)
+    made: dict[str, Callable[[], Tensor]] = {
+        "class": lambda: torch.randint(0, 10, (2,), generator=chance),
+        "caption": lambda: torch.randn(2, shape.prefix, shape.vocabulary, generator=chance),
+        "words": lambda: torch.randint(0, shape.vocabulary, (2, shape.prefix), generator=chance),
+    }
+    cond = made[shape.told]().repeat_interleave(ROWS // 2, 0)
+    if guidance:
+        cond = torch.cat([cond, torch.full_like(cond, 10) if shape.told == "class" else torch.zeros_like(cond)])
+    shown = None
+    if shape.told == "caption":
+        shown = torch.arange(shape.prefix)[None] >= torch.arange(ROWS)[:, None] % 3
+        shown = torch.cat([shown, shown]) if guidance else shown
+    uniform = Randomness(seed, 0, torch.arange(ROWS)).uniform("token", shape.side**2)
+    return Order(cond, shown, uniform, choice, guidance)
+
+
+@torch.no_grad()
+def spelled(net: GPT, order: Order) -> tuple[Tensor, Tensor]:
+    """By one call of the network a token, each half by itself."""
+    count, length = order.uniform.shape
+    ids, log_prob = torch.zeros(count, length, dtype=torch.long), torch.zeros(count, length)
+    parts = [slice(0, count), slice(count, None)][: 1 + (order.guidance is not None)]
+    caches: list[tuple[tuple[Tensor, Tensor], ...]] = [()] * len(parts)
+    for i in range(length):
+        logits = []
+        for n, part in enumerate(parts):
+            shown = None if order.shown is None else order.shown[part]
+            out, caches[n] = net(ids[:, i - 1 : i] if i else None, None if i else order.cond[part], caches[n], shown)
+            logits.append(out[:, -1])
+        ids[:, i], log_prob[:, i] = order.choice.take(order.combined(torch.cat(logits), i), order.uniform[:, i])
+    return ids, log_prob
+
+
+def written(scribe: Ledger | Typist, length: int) -> tuple[Tensor, Tensor]:
+    for _ in range(length):
+        scribe.write()
+    return scribe.ids, scribe.log_prob
+
+
+def kernels() -> Iterator[ModuleType]:
+    yield steps
+    if INTERPRETED:
+        from tastemaker.models.nets import kernels as own
+
+        yield own
+
+
+@pytest.fixture(params=["by hand", *(module.__name__.rsplit(".")[-1] for module in kernels())])
+def writer(request: pytest.FixtureRequest) -> Callable[[GPT, Order], Ledger | Typist]:
+    if request.param == "by hand":
+        return Ledger
+    module = next(module for module in kernels() if module.__name__.endswith(request.param))
+    desk = Desk(module)
+    return lambda net, order: Typist(desk, net, order)
+
+
+@pytest.mark.parametrize("guidance", GUIDANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_are_those_of_the_plain_way(shape: str, guidance: str, writer: Callable[..., Ledger | Typist]) -> None:
+    sizes = SHAPES[shape]
+    net, order = stirred(sizes), ordered(sizes, Choice(0.9, 20), GUIDANCE[guidance])
+    ids, log_prob = spelled(net, order)
+    found = written(writer(net, order), sizes.side**2)
+    assert torch.equal(found[0], ids)
+    torch.testing.assert_close(found[1], log_prob, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("choice", [Choice(), Choice(0.7, 0, 0.8), Choice(1.3, 10, 0.5)], ids=str)
+def test_tokens_are_chosen_as_the_process_says(choice: Choice, writer: Callable[..., Ledger | Typist]) -> None:
+    net, order = stirred(SHAPES["class"]), ordered(SHAPES["class"], choice, Guidance(2.0, interval=(0.5, 1.0)))
+    assert torch.equal(written(writer(net, order), 16)[0], spelled(net, order)[0])
+
+
+def test_a_second_batch_is_written_as_if_it_were_the_first(writer: Callable[..., Ledger | Typist]) -> None:
+    net, shape = stirred(SHAPES["caption"]), SHAPES["caption"]
+    orders = [ordered(shape, Choice(), Guidance(2.0), seed) for seed in (0, 1)]
+    for order in orders:
+        assert torch.equal(written(writer(net, order), 16)[0], spelled(net, order)[0])
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_pruned_rows_go_on_as_they_would_have(after: int, writer: Callable[..., Ledger | Typist]) -> None:
+    net, order = stirred(SHAPES["caption"]), ordered(SHAPES["caption"], Choice(), Guidance(2.0))
+    kept = torch.tensor([4, 1])
+    scribe = writer(net, order)
+    for _ in range(after):
+        scribe.write()
+    scribe = scribe.select(kept)
+    ids, log_prob = spelled(net, order)
+    found = written(scribe, 16 - after)
+    assert torch.equal(found[0], ids[kept])
+    torch.testing.assert_close(found[1], log_prob[kept], rtol=1e-4, atol=1e-4)
+
+
+def test_two_batches_at_once_do_not_disturb_each_other(writer: Callable[..., Ledger | Typist]) -> None:
+    net, shape = stirred(SHAPES["class"]), SHAPES["class"]
+    orders = [ordered(shape, Choice(), None, seed) for seed in (0, 1)]
+    scribes = [writer(net, order) for order in orders]
+    for _ in range(16):
+        for scribe in scribes:
+            scribe.write()
+    for scribe, order in zip(scribes, orders, strict=True):
+        assert torch.equal(scribe.ids, spelled(net, order)[0])
+
+
+def test_samples_of_a_group_and_rows_without_a_prompt_are_read_once() -> None:
+    net, order = stirred(SHAPES["class"]), ordered(SHAPES["class"], Choice(), Guidance(2.0))
+    with torch.no_grad():
+        logits, past, number = begun(net, order)
+    assert len(past[0][0]) == 3 and number.tolist() == [0] * 3 + [1] * 3 + [2] * 6
+    assert logits.shape == (2 * ROWS, 60)
+
+
+def test_half_of_the_work_is_dropped_after_the_last_guided_token() -> None:
+    assert guided_places(Guidance(3.0, interval=(0.5, 1.0)), 16) == 9
+    assert guided_places(Guidance(3.0), 16) == 16
+    assert guided_places(Guidance(3.0, interval=(0.97, 0.98)), 16) == 0
+    net, seen = stirred(SHAPES["class"]), list[int]()
+    net.tok_embeddings.register_forward_hook(lambda _, given, out: seen.append(len(out)))
+    written(Ledger(net, ordered(SHAPES["class"], Choice(), Guidance(3.0, interval=(0.5, 1.0)))), 16)
+    assert seen == [2 * ROWS] * 8 + [ROWS] * 7
+
+
+def backbone(kernels: ModuleType | None) -> GptBackbone:
+    model = replace(Gpt().tiny(), depth=2).load(Placement())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.net.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    model.desk = Desk(kernels)
+    return model
+
+
+RNG = Randomness(0, 0, torch.arange(4))
+ASKED = ("a photo of a cat", "a photo of a cat", "a photo of a dog", "")
+
+
+def same(policy: Policy[Autoregressive]) -> None:
+    """That sampling, whoever writes, and one call a token agree."""
+    cond = policy.embed(ASKED)
+    slow = Spelling(policy.model, cond, RNG.uniform("token", *policy.model.shape), policy.process.choice)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for _ in range(policy.model.shape[0]):
+            slow.write()
+    assert torch.equal(policy.sample(cond, RNG).final, slow.ids)
+
+
+def shaken(net: nn.Module) -> None:
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.requires_grad:
+                p.add_(0.3 * torch.randn_like(p))
+
+
+@pytest.mark.parametrize("kernels", [None, steps])
+@pytest.mark.parametrize("tuning", [Full(), Twin(), Lora(rank=2)], ids=["full", "twin", "lora"])
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_updated_and_borrowed_weights_are_seen(
+    tuning: Full | Twin | Lora, kernels: ModuleType | None, scale: float
+) -> None:
+    model = backbone(kernels)
+    weights = tuning.apply(model, ("reference",))
+    guided = Autoregressive().guide(model, Guidance(scale)) if scale > 1 else model
+    policy = Policy(guided, Autoregressive(top_k=40), weights)
+    assert isinstance(model, Fluent)
+    before = policy.sample(policy.embed(ASKED), RNG).final
+    same(policy)
+    for _ in range(2):
+        shaken(weights.net)
+        same(policy)
+    assert not torch.equal(policy.sample(policy.embed(ASKED), RNG).final, before)
+    with weights.use("reference"):
+        same(policy)
+        assert torch.equal(policy.sample(policy.embed(ASKED), RNG).final, before)
+    same(policy)
+
+
+def test_a_typewriter_is_used_again_until_weights_move() -> None:
+    model = backbone(steps)
+    policy = Policy(model, Autoregressive(), FullWeights(model.net))
+    policy.sample(policy.embed(ASKED), RNG)
+    (first,) = model.desk.kept.values()
+    shaken(model.net)
+    policy.sample(policy.embed(ASKED), RNG)
+    assert list(model.desk.kept.values()) == [first]
+    for p in model.net.parameters():
+        p.data = p.data.clone()
+    same(policy)
+    assert list(model.desk.kept.values()) != [first]
+
+
+def test_weights_are_joined_without_a_copy_and_train_on() -> None:
+    net = stirred(SHAPES["class"])
+    before = {key: x.clone() for key, x in net.state_dict().items()}
+    plain = copy.deepcopy(net)
+    Typist(Desk(steps), net, ordered(SHAPES["class"], Choice(), None))
+    forward = net.layers[0].feed_forward
+    assert forward.w1.weight.untyped_storage().data_ptr() == forward.w3.weight.untyped_storage().data_ptr()
+    assert all(torch.equal(x, before[key]) for key, x in net.state_dict().items())
+    ids, cond = torch.arange(15)[None], torch.tensor([3])
+    for each in (net, plain):
+        optimizer = torch.optim.AdamW(each.parameters(), 1e-3)
+        each(ids, cond)[0].square().mean().backward()
+        optimizer.step()
+    assert all(torch.equal(x, y) for x, y in zip(net.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kernels", [None, steps])
+def test_a_network_computing_in_half_precision_is_written_by_in_it(kernels: ModuleType | None) -> None:
+    model = backbone(kernels)
+    policy = Policy(model, Autoregressive(replay=False), FullWeights(model.net))
+    cond = policy.embed(ASKED)
+    with torch.autocast("cpu", torch.bfloat16):
+        (segment,) = policy.sample(cond, RNG).segments
+        now = policy.decide(cond, segment).log_prob(segment.action)
+    assert ((now - segment.log_prob).exp() - 1).abs().mean() < 0.03
+
+
+def test_a_rollout_has_a_scribe_of_the_models_own() -> None:
+    model = backbone(None)
+    rollout = Autoregressive().start(model, model.embed(ASKED), RNG)
+    assert isinstance(rollout, Writing) and isinstance(rollout.scribe, Ledger)
+    guided = Autoregressive().guide(model, Guidance(2.0))
+    assert isinstance(Autoregressive().start(guided, guided.embed(ASKED), RNG).scribe, Ledger)
+    assert len(both(guided.embed(ASKED)).tensors["words"]) == 2 * len(ASKED)
