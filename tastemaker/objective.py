@@ -99,11 +99,28 @@ class Objective(ABC, Generic[P, B, E, Q]):
     needs_gradient: ClassVar[bool] = False  # of the rewards
     needs_chance: ClassVar[bool] = False  # of the sampler: a deterministic one decides nothing
     consumes: ClassVar[type]  # PromptBatch, Pictures or Pairs
+    also: ClassVar[tuple[type, ...]] = ()  # what else it can learn from
     group: int = 1  # samples made of each row of the batch
 
     def kept_rows(self) -> int:
         """Rows of experience that each row of the batch leaves."""
         return self.group
+
+    def samples(self) -> int:
+        """Those made for each row of the batch."""
+        return self.group if self.consumes is PromptBatch else 0
+
+    def calls(self, each: int) -> int:
+        """Network calls it takes to make them, where one by itself takes so many."""
+        return self.samples() * each
+
+    def gradients(self, decisions: int) -> int:
+        """Passes of the network with a gradient that a row of experience costs, of samples with so many decisions."""
+        return 1
+
+    def rows_at_once(self) -> int:
+        """Rows the network sees in one of them, for each row of experience."""
+        return 1
 
     def snapshots(self) -> tuple[str, ...]:
         """The named weights it will borrow."""

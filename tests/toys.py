@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tastemaker.colors import COLORS
 from tastemaker.models.flux import Flux
+from tastemaker.models.llamagen import Llamagen
 from tastemaker.models.qwen_image import QwenImage
 from tastemaker.models.sd3 import Sd3
 from tastemaker.models.sd15 import Sd15
@@ -69,7 +70,8 @@ PUBLISHED = {
     "sd15": Family(Sd15().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
     "sdxl": Family(Sdxl().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
 }
-GENERATORS = {**FAMILIES, **PUBLISHED}
+WRITERS = {"llamagen": Family(Llamagen(told="caption").tiny(), Autoregressive())}  # likewise, of tokens
+GENERATORS = {**FAMILIES, **PUBLISHED, **WRITERS}
 
 
 def policy(

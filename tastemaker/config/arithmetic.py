@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from ..types import PromptBatch
 from .run import AnyConfig, AutoencoderConfig
 
 
 def arithmetic(config: AnyConfig, world: int = 1) -> dict[str, int]:
     """The numbers of one step, over all ranks unless they say otherwise."""
     if isinstance(config, AutoencoderConfig):
-        share = -(-config.rows // world)
+        share = min(-(-config.rows // world), config.microbatch or config.rows)
         return {"rows of data a step": config.rows, "rows a backward pass on one rank": share, "steps": config.steps}
     world = max(1, world // config.engine.context)  # those that share a row's tokens have the same rows
-    batch, makes = config.batch, config.objective.consumes is PromptBatch
-    samples = batch.prompts * config.objective.group if makes else 0
-    guided = config.guidance is not None and config.guidance.scale != 1
-    predictions = config.process.calls(config.model.shape) * (2 if guided else 1)
-    experience = batch.prompts * config.objective.kept_rows()
+    batch, objective = config.batch, config.objective
+    guided = 2 if config.guidance is not None and config.guidance.scale != 1 else 1
+    samples, calls = objective.samples(), guided * objective.calls(config.process.calls(config.model.shape))
+    experience = batch.prompts * objective.kept_rows()
     share = -(-experience // (world * batch.updates))
     return {
         "rows of data a step": batch.prompts,
-        "samples a step": samples,
-        "network calls a sample": predictions if makes else 0,
-        "network calls a step to sample": samples * predictions,
+        "samples a step": batch.prompts * samples,
+        "network calls a sample": -(-calls // max(1, samples)),
+        "network calls a step to sample": batch.prompts * calls,
         "updates a step": batch.updates * batch.epochs,
         "rows an update": experience // batch.updates,
         "rows a backward pass on one rank, at most": min(share, batch.microbatch or share),

@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 
+from ..data.spec import Dataset
+from ..data.split import split
+from ..models.nets.patchgan import PatchGan, published
+from ..perceptual import TINY, Perceptual, perceptual
 from ..policy import Policy
 from ..reward import Graded, Rubric, shared
 from ..train import checkpoint
 from ..train.autoencoder import AutoencoderRun
+from ..train.critic import Critic
 from ..train.engine import Engine
 from ..train.run import Run
 from ..types import Placement
+from .cautions import warn
 from .check import require
 from .run import AnyConfig, AutoencoderConfig, RewardConfig, RunConfig
 
@@ -45,7 +51,9 @@ def fewer(config: RunConfig) -> int:
 def shrunk_any(config: AnyConfig) -> AnyConfig:
     if isinstance(config, AutoencoderConfig):
         engine, rows = replace(config.engine, compile=False), min(ROWS, config.rows)
-        return replace(config, autoencoder=config.autoencoder.tiny(), engine=engine, rows=rows)
+        small = replace(config, autoencoder=config.autoencoder.tiny(), engine=engine, rows=rows)
+        critic = config.critic and replace(config.critic, width=8, weights=None)
+        return replace(small, loss=replace(config.loss, vgg=TINY), critic=critic)
     return shrunk(config)
 
 
@@ -79,6 +87,7 @@ def build(
 ) -> Run:
     """Everything loaded, placed and ready to train."""
     config = require(shrunk(config) if tiny else config)
+    warn(config)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
     placement = engine.placement(adapts=config.tuning.adapts)
     return Run(
@@ -104,14 +113,20 @@ def build_autoencoder(
     """An autoencoder placed and ready to train."""
     config = require(config)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
+    data, held = pictures(config)
     run = AutoencoderRun(
         net=config.autoencoder.load(engine.placement()),
-        data=config.data.load(config.seed),
+        data=data,
         engine=engine,
         directory=directory or config.output / (config.name or "run"),
         steps=config.steps,
         loss=config.loss,
+        lpips=lpips(config, engine),
+        critic=critic(config, engine),
+        held=held,
+        validation=config.validation,
         rows=config.rows,
+        microbatch=config.microbatch,
         seed=config.seed,
         ema=config.ema,
         checkpoint=config.checkpoint,
@@ -120,3 +135,30 @@ def build_autoencoder(
     if init_from is not None:
         checkpoint.initialise(init_from, run.weights)
     return run
+
+
+def pictures(config: AutoencoderConfig) -> tuple[Dataset, Dataset | None]:
+    """What to learn from, and what is held out."""
+    data, validation = config.data.load(config.seed), config.validation
+    if not validation.every:
+        return data, None
+    if validation.data is not None:
+        return data, validation.data.load(config.seed)
+    return split(data, validation.share, config.seed)
+
+
+def lpips(config: AutoencoderConfig, engine: Engine) -> Perceptual | None:
+    # In full precision under autocast, as the network itself: its units of length are small.
+    placement = Placement(engine.device)
+    return perceptual(config.loss.vgg, config.loss.heads, placement) if config.loss.lpips else None
+
+
+def critic(config: AutoencoderConfig, engine: Engine) -> Critic | None:
+    if config.critic is None:
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.critic.seed)
+        net = PatchGan(config.critic.width, config.critic.layers, tail=config.critic.tail)
+    if config.critic.weights is not None:
+        published(net, config.critic.weights)
+    return Critic(net.to(engine.device), config.critic, config.engine, config.steps, config.optim)

@@ -12,13 +12,14 @@ import torch
 
 from ..data.pairs import ToyPairs
 from ..data.pictures import ToyPictures
+from ..objectives.forced_grpo import ForcedGRPO
 from ..objectives.reward_gradient import RewardGradient
 from ..policy import ModelSpec
 from ..processes.autoregressive import Autoregressive
 from ..processes.gaussian import GaussianProcess
 from ..randomness import Randomness
 from ..registry import ConfigError
-from ..types import Pairs, Pictures, PromptBatch
+from ..types import Pairs, Pictures, PromptBatch, Tokens
 from .dump import named, plain
 from .run import AnyConfig, AutoencoderConfig, RunConfig
 from .validate import build
@@ -27,7 +28,7 @@ Rule = Callable[[RunConfig, int], str | None]
 Common = Callable[[AnyConfig, int], str | None]
 C = TypeVar("C", bound=AnyConfig)
 
-CONTENTS = {PromptBatch: "prompts", Pictures: "captioned pictures", Pairs: "preference pairs"}
+CONTENTS = {PromptBatch: "prompts", Pictures: "captioned pictures", Pairs: "preference pairs", Tokens: "tokens"}
 SOURCES = {
     PromptBatch: "prompts or prompt_file",
     Pictures: "toy_pictures or picture_folder",
@@ -60,7 +61,7 @@ def objective_and_chance(config: RunConfig, world: int) -> str | None:
 
 def objective_and_data(config: RunConfig, world: int) -> str | None:
     found, wanted = config.data.yields, config.objective.consumes
-    if found is wanted:
+    if found is wanted or found in config.objective.also:
         return None
     learns, holds = (CONTENTS.get(kind, kind.__name__) for kind in (wanted, found))
     advice = f"set data.type to {SOURCES.get(wanted, 'another')}"
@@ -78,7 +79,8 @@ def objective_and_gradient(config: RunConfig, world: int) -> str | None:
 
 
 def objective_and_rewards(config: RunConfig, world: int) -> str | None:
-    if config.objective.consumes is not PromptBatch or any(reward.weight for reward in config.rewards.values()):
+    samples = config.objective.consumes is PromptBatch or config.objective.group > 1
+    if not samples or any(reward.weight for reward in config.rewards.values()):
         return None
     found = "all of them have weight 0" if config.rewards else "there are none"
     return (
@@ -120,6 +122,16 @@ def truncation_and_chance(config: RunConfig, world: int) -> str | None:
         return None
     why = "a token that falls out of the kept ones has probability 0 when it is scored again"
     return f"process: top_k {process.top_k} and top_p {process.top_p} while log-probs are trained: {why}; set 0 and 1"
+
+
+def dropout_and_ratio(config: RunConfig, world: int) -> str | None:
+    model, objective = config.model, config.objective
+    share = next((getattr(model, f.name) for f in fields(model) if f.name == "dropout"), 0)  # type: ignore[arg-type]
+    meant = isinstance(objective, ForcedGRPO) and "dropout" in objective.faults
+    if not share or not objective.needs_chance or meant:
+        return None
+    why = "samples are drawn by the whole network, and would be scored by one with parts left out"
+    return f"model.dropout: {share} while log-probs are trained: {why}; set model.dropout=0"
 
 
 def prompts_and_ranks(config: RunConfig, world: int) -> str | None:
@@ -204,11 +216,26 @@ def autoencoder_and_data(config: AutoencoderConfig, world: int) -> str | None:
     return f"data: {name(config.autoencoder)} learns from pictures, but {name(config.data)} holds {holds}; {advice}"
 
 
+def critic_and_engine(config: AutoencoderConfig, world: int) -> str | None:
+    if config.critic is None or not config.critic.adaptive or not config.engine.compile:
+        return None
+    return "critic.adaptive: looks into the last layer, which compiled networks hide; set engine.compile to false"
+
+
+def validation_and_data(config: AutoencoderConfig, world: int) -> str | None:
+    data = config.validation.data
+    if data is None or data.yields is Pictures:
+        return None
+    return f"validation.data: {name(data)} holds {CONTENTS.get(data.yields, data.yields.__name__)}; expected pictures"
+
+
 COMMON: tuple[Common, ...] = (ranks_and_replicas, ranks_and_context, samples_and_average, files)
 CODEC_RULES: tuple[Callable[[AutoencoderConfig, int], str | None], ...] = (
     autoencoder_and_data,
     rows_and_ranks,
     samples_and_autoencoder,
+    critic_and_engine,
+    validation_and_data,
 )
 RULES: tuple[Rule, ...] = (
     model_and_process,
@@ -221,6 +248,7 @@ RULES: tuple[Rule, ...] = (
     data_and_frames,
     reach_and_steps,
     truncation_and_chance,
+    dropout_and_ratio,
     prompts_and_ranks,
     samples_and_model,
     samples_and_process,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..policy import Policy
+from ..guidance import unguided
+from ..policy import Backbone, Policy
 from ..train.loop import learn
 from ..train.run import Run
 from ..weights import Idle
@@ -37,7 +38,7 @@ def cache(run: Run) -> Finding:
     process = run.policy.process.as_sampled()
     if process == run.policy.process:
         return skipped(checked, "log-probabilities are recorded while sampling, so the ratio says it")
-    worst = _off(run, replace(run.policy, process=process), "fp32")
+    worst = _off(run, replace(run.policy, process=process, model=_guided(run.policy)), "fp32")
     if worst < 1e-3:
         return passed(checked, f"ratio 1 within {worst:.1e}")
     return failed(
@@ -45,6 +46,12 @@ def cache(run: Run) -> Finding:
         f"off by up to {worst:.1e}",
         "the cache disagrees with the full call: compare begin/extend with predict",
     )
+
+
+def _guided(policy: Policy[Any]) -> Backbone:
+    """The model guided where it is scored too: what was recorded while sampling is of the guided one."""
+    model, guidance = unguided(policy.model)
+    return policy.process.guide(model, replace(guidance, rollouts_only=False)) if guidance else model
 
 
 def _off(run: Run, policy: Policy[Any], precision: str) -> float:
@@ -105,7 +112,7 @@ def rewards_speak(run: Run) -> Finding:
     checked = "rewards finite and different within a prompt"
     if not run.rubric.rewards:
         return skipped(checked, "there are no rewards")
-    first = run.data.first(2)
+    first = run.asked(2)
     ctx = patient.context(run)
     cond = run.policy.embed(first.prompts, first.facts).repeat(ROWS)
     rng = type(ctx.rng)(run.seed, patient.STEP, torch.arange(len(cond), device=run.engine.device))

@@ -29,6 +29,9 @@ class DDPO(Objective[Process, PromptBatch, Rated, int]):
             found = f"clip {self.clip}, limit {self.limit}, track {self.track}, track_from {self.track_from}"
             raise ValueError(f"found {found}; expected all of them positive")
 
+    def gradients(self, decisions: int) -> int:
+        return decisions
+
     def memory(self) -> Memory:
         return PromptTracker(self.track, self.track_from)
 

@@ -30,6 +30,9 @@ class DPO(Objective[Process, Pairs, Preference, int]):
             found = f"beta {self.beta}, sft {self.sft}, levels {self.levels}"
             raise ValueError(f"found {found}; expected beta above 0, sft of at least 0 and at least one level")
 
+    def gradients(self, decisions: int) -> int:
+        return 2 * self.levels
+
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)
 

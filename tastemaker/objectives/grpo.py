@@ -54,6 +54,9 @@ class GRPO(Objective[Process, PromptBatch, Rated, int]):
     def untied(self) -> Self | None:
         return replace(self, kl=0.0) if self.kl else None
 
+    def gradients(self, decisions: int) -> int:
+        return decisions
+
     def memory(self) -> Memory:
         tracked = self.advantage == "tracker"
         return advantages.PromptTracker(self.track, self.track_from, self.floor) if tracked else Nothing()

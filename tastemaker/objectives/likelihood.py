@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..objective import Context, Memory, Nothing, Objective
-from ..policy import Process
+from ..policy import Policy, Process
 from ..randomness import Randomness
-from ..types import Condition, Loss, Pictures
+from ..registry import ConfigError
+from ..types import Condition, Loss, Pictures, Tokens
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,18 @@ class Encoded(Nothing):
         return found.float() if found.is_floating_point() else found
 
 
+def encoded(policy: Policy[Process], batch: Pictures | Tokens, rng: Randomness) -> Tensor:
+    """Pictures in model space, where those encoded beforehand are already."""
+    if isinstance(batch, Pictures):
+        return policy.encode(batch.pixels.to(rng.rows.device))
+    found, wanted = tuple(batch.ids.shape[1:]), tuple(policy.model.shape)
+    if found != wanted:
+        raise ConfigError(
+            f"data: a picture has {found[0]} tokens, the model writes {wanted[0]}; encode at the model's size"
+        )
+    return batch.ids.to(rng.rows.device)
+
+
 def grown(kept: Tensor, rows: int) -> Tensor:
     """The same with more rows; copied, for under autocast a CPU does not concatenate half precision."""
     more = kept.new_zeros(rows, *kept.shape[1:])
@@ -57,12 +70,13 @@ def grown(kept: Tensor, rows: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Likelihood(Objective[Process, Pictures, Captioned, None]):
+class Likelihood(Objective[Process, Pictures | Tokens, Captioned, None]):
     """Pretraining and supervised tuning alike: flow matching, noise, masked and next-token prediction."""
 
     drop: float = 0.1  # of the captions, so that guidance has something to contrast with
     remember: bool = False  # how pictures that come again are encoded: saves time, costs memory
     consumes: ClassVar[type] = Pictures
+    also: ClassVar[tuple[type, ...]] = (Tokens,)
 
     def __post_init__(self) -> None:
         if not 0 <= self.drop <= 1:
@@ -72,15 +86,15 @@ class Likelihood(Objective[Process, Pictures, Captioned, None]):
         return Encoded() if self.remember else Nothing()
 
     @torch.no_grad()
-    def collect(self, ctx: Context[Process], batch: Pictures) -> Captioned:
+    def collect(self, ctx: Context[Process], batch: Pictures | Tokens) -> Captioned:
         dropped = (ctx.rng.uniform("drop", 1).flatten() < self.drop).tolist()
         prompts = ["" if gone else prompt for prompt, gone in zip(batch.prompts, dropped, strict=True)]
-        pixels = batch.pixels.to(ctx.rng.rows.device)
-        if isinstance(ctx.memory, Encoded) and batch.numbers is not None:
-            x = ctx.memory.recall(batch.numbers, pixels, ctx.policy.encode)
-        else:
-            x = ctx.policy.encode(pixels)
-        return Captioned(ctx.policy.embed(prompts), x, ctx.rng)
+        return Captioned(ctx.policy.embed(prompts), self._encoded(ctx, batch), ctx.rng)
+
+    def _encoded(self, ctx: Context[Process], batch: Pictures | Tokens) -> Tensor:
+        if isinstance(batch, Pictures) and isinstance(ctx.memory, Encoded) and batch.numbers is not None:
+            return ctx.memory.recall(batch.numbers, batch.pixels.to(ctx.rng.rows.device), ctx.policy.encode)
+        return encoded(ctx.policy, batch, ctx.rng)
 
     def parts(self, experience: Captioned) -> Sequence[None]:
         return (None,)

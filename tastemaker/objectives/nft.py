@@ -40,6 +40,9 @@ class NFT(Objective[GaussianProcess, PromptBatch, Rated, int]):
             found = f"beta {self.beta}, levels {self.levels}, strength {self.strength}, anchor {self.anchor}"
             raise ValueError(f"found {found}; expected beta, levels and strength above 0 and anchor of at least 0")
 
+    def gradients(self, decisions: int) -> int:
+        return self.levels
+
     def snapshots(self) -> tuple[str, ...]:
         return ("old", "reference") if self.anchor else ("old",)
 

@@ -33,6 +33,9 @@ class OnlineDPO(Objective[Process, PromptBatch, Preference, int]):
     def kept_rows(self) -> int:
         return 1
 
+    def gradients(self, decisions: int) -> int:
+        return 2 * self.levels
+
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)
 

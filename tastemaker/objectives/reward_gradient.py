@@ -58,6 +58,9 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
             found = f"tail {self.tail}, copies {self.copies}, spread {self.spread}, span {list(self.span)}"
             raise ValueError(f"found {found}; expected tail, copies and spread above 0 and a span from low to high")
 
+    def gradients(self, decisions: int) -> int:
+        return self.tail if self.through == "tail" else 1
+
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> Asked:
         cond = ctx.policy.embed(batch.prompts, batch.facts)
         return Asked(cond, ctx.rng, ctx.sample(cond, ctx.rng).final if self.through == "renoised" else None)
@@ -80,18 +83,16 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
         }[self.through]
         furthest = max(self.steps) if self.through == "steps" else high
         if furthest >= steps:
-            raise ValueError(
-                f"reward_gradient reaches for step {furthest} of a sampler of {steps}; ask for one below {steps}"
-            )
+            found = f"reward_gradient reaches for step {furthest} of a sampler of {steps}"
+            raise ValueError(f"{found}; ask for one below {steps}")
         return low + int(rng.number("first", draw) * (high - low + 1))
 
     def loss(self, ctx: Context[GaussianProcess], experience: Asked, part: int) -> Loss:
         x = self._sample(ctx, experience, part)
         cond, frames = experience.cond, self._frames(experience.rng, ctx.policy.model.pixels[0], part)
         scores = ctx.rubric.score(ctx.policy.decode(x, frames), cond.prompts, cond.facts)
-        earned = scores.total
-        short = -earned if self.threshold is None else F.relu(self.threshold - earned)
-        watched = {"reward": earned.detach(), **{f"reward/{k}": v.detach() for k, v in scores.parts.items()}}
+        short = -scores.total if self.threshold is None else F.relu(self.threshold - scores.total)
+        watched = {"reward": scores.total.detach(), **{f"reward/{k}": v.detach() for k, v in scores.parts.items()}}
         return Loss(self.scale * short / len(self.parts(experience)), watched)
 
     def _sample(self, ctx: Context[GaussianProcess], seen: Asked, part: int) -> Tensor:

@@ -84,6 +84,12 @@ class SRPO(Objective[GaussianProcess, PromptBatch, Aligned, tuple[Branch, ...]])
     def kept_rows(self) -> int:
         return self.draws
 
+    def gradients(self, decisions: int) -> int:
+        return len(self.branches)
+
+    def rows_at_once(self) -> int:
+        return len(self.branches) if self.merged else 1
+
     @torch.no_grad()
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> Aligned:
         rng, copies = ctx.rng.repeat(self.draws), torch.arange(len(batch)).repeat_interleave(self.draws)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..config.run import EngineConfig, RunConfig
-from ..objectives.srpo import SRPO
 from ..train import memory, precision
 from ..weights import Full
 from .models import Model, imagined
@@ -58,10 +57,9 @@ def rows(config: RunConfig, world: int = 1) -> Rows:
     share = -(-batch.prompts // world)
     samples = share * objective.group
     trained = -(-share * objective.kept_rows() // batch.updates)
-    branches = len(objective.branches) if isinstance(objective, SRPO) and objective.merged else 1
     return Rows(
         guided * min(samples, batch.rollout or samples),
-        guided * branches * min(trained, batch.microbatch or trained),
+        guided * objective.rows_at_once() * min(trained, batch.microbatch or trained),
     )
 
 
@@ -181,9 +179,8 @@ def _passes(config: RunConfig, world: int) -> float:
     batch, objective = config.batch, config.objective
     share = batch.prompts / world
     guided = 2 if config.guidance is not None and config.guidance.scale != 1 else 1
-    sampled = share * objective.group * config.process.calls(config.model.shape) * guided
+    sampled = share * objective.calls(config.process.calls(config.model.shape)) * guided
     # Backward passes cost two, or one where the weights need no gradient, and one more to compute the forward again.
     backward = (1 if config.tuning.adapts else 2) + 1 + (config.engine.memory == "recompute")
-    graphs = len(objective.branches) if isinstance(objective, SRPO) else config.process.calls(config.model.shape)
-    graphs = 1 if objective.needs_gradient and not isinstance(objective, SRPO) else graphs
+    graphs = objective.gradients(config.process.decisions(config.model.shape))
     return sampled + share * objective.kept_rows() * batch.epochs * graphs * backward * guided

@@ -41,7 +41,7 @@ def imagined(config: RunConfig) -> Iterator[Model]:
     """Within the block there is the model of a run, all but its numbers."""
     spec: Any = config.model
     names = {field.name for field in fields(spec)}
-    if not {"weights", "embeddings"} <= names:
+    if not {"weights", "embeddings"} <= names or type(spec).weights not in SIZES:
         raise ConfigError(
             f"plan knows published generators, found {type(spec).__name__}; small ones are best tried, with `train`"
         )

@@ -25,7 +25,7 @@ LUMA = (0.299, 0.587, 0.114)
 @torch.no_grad()
 def judge(run: Run, step: int) -> Guarded:
     """Sample the fixed prompts, remember what they earned and how they look, and say what is suspicious."""
-    chosen = run.data.first(run.guard.prompts)
+    chosen = run.asked(run.guard.prompts)
     with run.engine.computing(), run.shown():
         values, small = observe(run, chosen)
     groups = run.guard.prompts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..objective import Comm, Context
 from ..randomness import Randomness
-from ..types import Loss, index
+from ..types import Loss, Pictures, index
 from ..weights import warm
 from .engine import TrainingError, Update
 from .events import Event, Finished, Guarded, Sampled, Saved, Started, Updated
@@ -74,16 +74,25 @@ def learn(run: Run, step: int) -> Updated:
         batch = run.data.batch(step, run.batch.prompts, engine.rows.rank, engine.rows.world)
         experience = objective.collect(ctx, batch)
         means.add(objective.watch(experience), len(experience))
-    for epoch in range(run.batch.epochs):
-        for i, chosen in enumerate(minibatches(len(experience), run.batch.updates, ctx.rng, epoch)):
-            update = improve(run, replace(ctx, epoch=epoch), index(experience, chosen), means)
-            if run.ema:
-                count = (step * run.batch.epochs + epoch) * run.batch.updates + i
-                run.policy.weights.blend("ema", warm(run.ema, count))
+    with seeded(engine.device, hash((run.seed, step, engine.rows.rank))):
+        for epoch in range(run.batch.epochs):
+            for i, chosen in enumerate(minibatches(len(experience), run.batch.updates, ctx.rng, epoch)):
+                update = improve(run, replace(ctx, epoch=epoch), index(experience, chosen), means)
+                if run.ema:
+                    count = (step * run.batch.epochs + epoch) * run.batch.updates + i
+                    run.policy.weights.blend("ema", warm(run.ema, count))
     objective.after_update(ctx)
     metrics = {**means.over(engine.comm), "grad_norm": update.grad_norm, "lr": update.lr}
     samples = run.batch.prompts * objective.group
     return Updated(step + 1, metrics, time.perf_counter() - began, samples)
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Within the block, what networks leave to chance by themselves, such as dropout, is always the same."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def improve(run: Run, ctx: Context[Any], experience: Any, means: Means) -> Update:
@@ -119,10 +128,12 @@ def minibatches(rows: int, updates: int, rng: Randomness, epoch: int) -> Sequenc
 @torch.no_grad()
 def look(run: Run, step: int) -> Sampled:
     """The same prompts from the same noise, on the weights that will be used."""
-    chosen = run.data.first(run.sample.count)
+    chosen = run.asked(run.sample.count)
     prompts = run.sample.prompts or chosen.prompts
     facts = () if run.sample.prompts else chosen.facts
     pixels = paint(run, prompts, facts)
+    if run.sample.prompts and run.objective.consumes is Pictures:
+        return Sampled(step, tuple(prompts), pixels.float().clamp(0, 1).cpu(), {})  # there are no pictures of these
     with run.engine.computing():
         scores = run.rubric.score(pixels, prompts, facts)
     means = {name: part.mean().item() for name, part in scores.parts.items()}

@@ -13,9 +13,11 @@ import torch
 from ..config.run import Batch, CheckpointConfig, GuardConfig, SampleConfig
 from ..data.spec import Dataset
 from ..objective import Context, Memory, Objective
+from ..pictures import fitted
 from ..policy import Policy
 from ..randomness import Randomness
 from ..reward import Rubric
+from ..types import Pictures, PromptBatch
 from . import checkpoint
 from .engine import Engine
 from .evidence import History
@@ -56,6 +58,16 @@ class Run:
         numbers = torch.arange(first, first + rows, device=self.engine.device)
         rng = Randomness(self.seed, step, numbers)
         return Context(self.policy, self.rubric, rng, self.engine.rows, self.memory, chunk=self.batch.rollout)
+
+    def asked(self, count: int) -> PromptBatch:
+        """Prompts to look at, always the same; where pictures are learned from, with the picture rewards ask for."""
+        if self.objective.consumes is not Pictures or not self.rubric.rewards:
+            return self.data.first(count)
+        seen = self.data.batch(0, count, 0, 1)
+        if not isinstance(seen, Pictures):
+            return self.data.first(count)
+        pixels = fitted(seen.pixels, *self.policy.model.pixels[2:])
+        return PromptBatch(seen.prompts, tuple({"target": picture} for picture in pixels))
 
     def save(self, step: int) -> Path:
         kept = {"memory": self.memory.state(), "guard": self.history.state()}

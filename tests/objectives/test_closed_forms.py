@@ -17,8 +17,10 @@ from torch import Tensor
 from tastemaker.lora import Lora
 from tastemaker.objective import Alone, Context, Nothing, Objective, Rated
 from tastemaker.objectives.advantages import by_group
+from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
+from tastemaker.objectives.forced_grpo import ForcedGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
@@ -53,6 +55,10 @@ OBJECTIVES: list[Objective[Any, Any, Any, Any]] = [
     DPO(corruption="independent", sft=0.5),
     OnlineDPO(levels=2),
     NFT(group=4),
+    ForcedGRPO(group=4),
+    ForcedGRPO(group=4, clip=0.2, kl=0.1, prior=0.1, noise=0.5),
+    CCA(),
+    CCA(form="dpo"),
 ]
 REINFORCING = [GRPO(group=4), DDPO(), GRPO(group=4, kl=0.3), GRPO(group=4, kl=0.3, divergence="exact")]
 COMPARING = [GRPO(group=12, floor=1e-8), GRPO(group=12, advantage="group_mean"), OnlineDPO(group=12)]

@@ -18,8 +18,10 @@ from torch import Tensor
 import tastemaker.objectives
 from tastemaker.config.registries import OBJECTIVES
 from tastemaker.objective import Objective
+from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
+from tastemaker.objectives.forced_grpo import ForcedGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
@@ -29,7 +31,7 @@ from tastemaker.objectives.srpo import SRPO
 from tastemaker.policy import Policy
 from tastemaker.randomness import Randomness
 from tastemaker.rewards.color import Color
-from tastemaker.types import Facts, Pairs, Pictures, Placement, PromptBatch, Prompts
+from tastemaker.types import Facts, Pairs, Placement, PromptBatch, Prompts
 
 FLOWS, NOISE, TOKENS = ("flow", "video"), ("epsilon",), ("causal", "masked")
 LATENTS = (*FLOWS, *NOISE)
@@ -94,6 +96,10 @@ SETTINGS = [
     Setting(GRPO(group=16, clip=0.2), TOKENS, rate=1e-4, steps=50, batch=4),
     Setting(GRPO(group=16, clip=1e-3, kl=0.02), ("flow",), batch=4, name="kl"),
     Setting(GRPO(group=16, clip=0.2, kl=0.02), ("causal",), rate=1.5e-4, steps=50, batch=4, name="kl"),
+    Setting(ForcedGRPO(group=16, clip=0.2), ("causal",), rate=1e-4, steps=50, batch=4),
+    Setting(ForcedGRPO(group=16, clip=0.2, prior=0.1, noise=0.5), ("causal",), rate=1e-4, steps=50, batch=4, name="va"),
+    Setting(CCA(beta=0.1, against=1.0), ("causal",), rate=3e-4, steps=40, batch=32),
+    Setting(CCA(beta=0.3, form="dpo"), ("causal",), rate=3e-4, steps=40, batch=32, name="dpo"),
     Setting(DPO(beta=200.0), FLOWS, batch=32),
     Setting(DPO(beta=2500.0, levels=2), NOISE, steps=80, batch=32),
     Setting(DPO(beta=0.3), TOKENS, rate=3e-4, batch=32),
@@ -174,7 +180,7 @@ def flipped(pairs: Pairs, chance: torch.Generator) -> Pairs:
 @torch.no_grad()
 def measured(policy: Policy[Any], objective: Objective[Any, Any, Any, Any]) -> Tensor:
     """What the objective is about: the likelihood of pictures not trained on, or the reward of fresh samples."""
-    if objective.consumes is not Pictures:
+    if not isinstance(objective, Likelihood):
         return toys.earned(policy)
     seen = toys.pictures(512, policy.model.pixels[0], 999_999)
     cond, x, rng = policy.embed(seen.prompts), policy.encode(seen.pixels), Randomness(3, 0, torch.arange(512))
@@ -192,7 +198,7 @@ def train(setting: Setting, family: str, shuffled: bool) -> tuple[float, str]:
     toys.fit(policy, objective, data, setting.rate, false if shuffled else Color(), cool)
     after = measured(policy, objective)
     # Likelihoods are of the same pictures under the same noise, so only how they differ is chance.
-    rise = toys.rise(*((0 * before, after - before) if objective.consumes is Pictures else (before, after)))
+    rise = toys.rise(*((0 * before, after - before) if isinstance(objective, Likelihood) else (before, after)))
     kind = "shuffled" if shuffled else "true"
     return rise, f"{setting.title:24s} {family:8s} {kind:8s} {before.mean():.3f} -> {after.mean():.3f}  z = {rise:5.1f}"
 

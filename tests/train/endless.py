@@ -5,19 +5,24 @@ from pathlib import Path
 
 import torch
 
-from tastemaker.config.build import build
-from tastemaker.config.load import load
+from tastemaker.commands.training import events
+from tastemaker.config.build import build, build_autoencoder, shrunk_any
+from tastemaker.config.load import load_any
+from tastemaker.config.run import AutoencoderConfig
 from tastemaker.train import checkpoint
 from tastemaker.train.events import Saved, Started
-from tastemaker.train.loop import train
 
 torch.set_num_threads(1)
 recipe, directory, *overrides = sys.argv[1:]
-run = build(load(recipe, overrides), Path(directory))
+config = load_any(recipe, overrides)
+if isinstance(config, AutoencoderConfig):
+    run = build_autoencoder(shrunk_any(config), Path(directory))
+else:
+    run = build(config, Path(directory))
 found = checkpoint.latest(Path(directory))
 if found is not None:
     run.resume(found)
-for event in train(run):
+for event in events(run):
     if isinstance(event, (Started, Saved)) and run.engine.comm.rank == 0:
         print(event.step, flush=True)
 run.engine.close()

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-QUIET = ["sample.every=0", "checkpoint.every=1", "batch.prompts=4"]
+QUIET = ["sample.every=0", "checkpoint.every=1"]
 
 
 def launch(recipe: str, directory: Path, *overrides: str, ranks: int = 1) -> list[subprocess.Popen]:
-    command = [sys.executable, str(HERE / "endless.py"), recipe, str(directory), *QUIET, *overrides]
+    rows = "rows=4" if "-v" in recipe else "batch.prompts=4"  # an autoencoder's, or a generator's
+    command = [sys.executable, str(HERE / "endless.py"), recipe, str(directory), *QUIET, rows, *overrides]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -1,0 +1,84 @@
+"""Every kind of LlamaGen recipe learns, at tiny size and in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import toys
+
+from tastemaker.config.build import build
+from tastemaker.config.check import complaints
+from tastemaker.config.load import load
+from tastemaker.objectives.cca import CCA
+from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.registry import ConfigError
+from tastemaker.train.events import Updated
+from tastemaker.train.loop import learn, train
+from tastemaker.types import Tokens
+
+QUIET = ("sample.every=0", "guard.every=0", "engine.precision=fp32", "engine.reduce=fp32", "batch.microbatch=null")
+BRIGHT = ("rewards={bright: {type: brightness}}", "batch.prompts=4", "data.template='a {name}'", "objective.group=16")
+CLASSES = ("batch.prompts=16", "objective.beta=1.0", "optim.lr=1e-2", "steps=30")
+# Settings of each, what must rise, and by how much at least.
+RECIPES: dict[str, tuple[tuple[str, ...], str, float]] = {
+    "llamagen-pretrain": (("optim.lr=3e-3", "batch.prompts=16", "steps=30"), "likelihood", 0.5),
+    "grpo-llamagen": ((*BRIGHT, "optim.lr=1e-2", "steps=25"), "reward", 0.03),
+    "ar-grpo": ((*BRIGHT, "objective.kl=0.01", "optim.lr=1e-2", "steps=25"), "reward", 0.03),
+    "grpo-llamagen-tf": (("batch.prompts=8", "batch.updates=1", "optim.lr=1e-2", "steps=30"), "reward", 0.02),
+    "va-pi": (("batch.prompts=8", "optim.lr=1e-2", "steps=30"), "reward", 0.02),
+    "cca-llamagen": ((*CLASSES, "objective.against=1.0"), "accuracy", 0.2),
+    "dpo-llamagen": (CLASSES, "accuracy", 0.2),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_kind_of_recipe_learns(recipe: str, tmp_path: Path) -> None:
+    settings, name, by = RECIPES[recipe]
+    run = build(load(recipe, [*QUIET, *settings]), tmp_path, tiny=True)
+    told = [event.metrics[name] for event in train(run) if isinstance(event, Updated)]
+    print(recipe, mean(told[:3]), mean(told[-5:]))
+    assert mean(told[-5:]) > mean(told[:3]) + by
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["grpo-llamagen", "ar-grpo", "grpo-llamagen-tf", "va-pi"])
+def test_the_first_ratios_are_exactly_one(recipe: str, precision: str, tmp_path: Path) -> None:
+    bright = ("rewards={bright: {type: brightness}}",) if recipe in ("grpo-llamagen", "ar-grpo") else ()
+    settings = [*QUIET, *bright, f"engine.precision={precision}", "batch.updates=1", "batch.microbatch=4"]
+    run = build(load(recipe, settings), tmp_path, tiny=True)
+    toys.move(run.policy, 0.05)
+    metrics = learn(run, 0).metrics
+    assert (metrics["ratio"], metrics["ratio_off"], metrics["clipped"]) == (1, 0, 0)
+
+
+def test_dropout_is_the_same_after_a_stop(tmp_path: Path) -> None:
+    small = ("model.size=tiny", "model.codec=null", "model.pixels=32", "model.downsample=8", "model.codes=64")
+    settings = [*QUIET, *small, "model.dropout=0.3", "batch.prompts=4", "optim.lr=1e-2"]
+    run, again = (build(load("llamagen-pretrain", settings), tmp_path / name) for name in ("one", "two"))
+    for step in range(2):
+        learn(run, step)
+    path = run.save(2)
+    straight = learn(run, 2).metrics
+    again.resume(path)
+    assert learn(again, 2).metrics == straight
+
+
+def test_tokens_encoded_beforehand_teach_what_their_pictures_do() -> None:
+    learner, batch = toys.policy("causal", snapshots=("reference",)), toys.pictures(8, 1, 0)
+    tokens = Tokens(batch.prompts, learner.encode(batch.pixels))
+    for objective in (Likelihood(), CCA()):
+        ctx = toys.context(learner, 8)
+        one, other = (objective.collect(ctx, seen) for seen in (batch, tokens))  # type: ignore[attr-defined]
+        assert one.x.equal(other.x)
+        assert toys.total(objective, ctx, one).equal(toys.total(objective, ctx, other))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a picture has 4 tokens, the model writes 16"):
+        Likelihood().collect(toys.context(learner, 8), Tokens(batch.prompts, tokens.ids[:, :4]))
+
+
+def test_tokens_encoded_beforehand_suit_what_reads_them(tmp_path: Path) -> None:
+    data = f"data={{type: code_folder, path: {tmp_path}}}"
+    assert complaints(load("llamagen-pretrain", [data])) == []
+    (found,) = complaints(load("grpo-llamagen-tf", [data]))
+    assert found.startswith("data: forced_grpo learns from captioned pictures, but code_folder holds")
