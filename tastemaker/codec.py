@@ -33,3 +33,10 @@ class Counted(Protocol):
 
     def share(self, pixels: Tensor) -> float:
         """How many of its codes some pictures use, of all."""
+
+
+@runtime_checkable
+class Ending(Protocol):
+    """A network that says which layer makes its pixels."""
+
+    def ending(self) -> nn.Conv2d: ...

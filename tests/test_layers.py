@@ -41,13 +41,13 @@ ALLOWED = {
     ("data.pictures", "models.toy"): "pictures of the toys' own world, at their size",
 }
 
-DISTRIBUTED = ("train.engine", "train.ranks")
+DISTRIBUTED = ("train.engine", "train.ranks", "train.context", "export.shards")  # the last names classes in files
 LINES = {"models": 250, "objectives": 120, "rewards": 80, "rewards.nets": 250}
 LONGER = {
     "objectives.srpo": 165,  # in all its published variants
     "rewards.combine": 135,  # three rewards made of rewards
 }
-ONLY_IN = {"lora": "peft", "movies": "av", "ocr": "rapidocr"}
+ONLY_IN = {"data.saved": "datasets", "lora": "peft", "movies": "av", "ocr": "rapidocr"}
 
 
 def name_of(path: Path) -> str:

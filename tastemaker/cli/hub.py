@@ -1,4 +1,4 @@
-"""Commands about rewards and what else there is: score, serve-reward, embed, download and list."""
+"""Commands about rewards and what else there is: score, serve-reward, embed, encode, download and list."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .options import Device, Exactness, Kind, Overrides, Precision, Tiny, Where, console
+from .options import Device, Exactness, Kind, Overrides, Precision, Tiny, View, Where, console
 
 app = typer.Typer()
 
@@ -77,6 +77,25 @@ def embed(
 
     order = embedding.Order(model, overrides or (), prompts, out, layout, limit, shard * 2**20)
     embedding.embed(order, placing.placement(device.value, precision.value), tiny=tiny, console=console())
+
+
+@app.command()
+def encode(
+    pictures: Annotated[Path, typer.Argument(help="A folder of pictures, a folder for each class, or CIFAR-10's.")],
+    tokenizer: Annotated[str, typer.Option(help="A run, a file, or a published name such as vq_ds16_c2i.")],
+    size: Annotated[int, typer.Option(min=1, help="Pixels a side of the squares that are encoded.")] = 256,
+    out: Annotated[Path, typer.Option(help="The folder to write to, or to go on in.")] = Path("codes"),
+    views: Annotated[View, typer.Option(help="Of each picture: its middle, also mirrored, or ten crops.")] = View.flip,
+    crop_range: Annotated[float, typer.Option(min=1, max=4, help="What ten crops are cut from, in their side.")] = 1.1,
+    name: Annotated[str, typer.Option(help="Of the data, in the folders' names.")] = "imagenet",
+    split: Annotated[str, typer.Option(help="Of CIFAR-10: train or test.")] = "train",
+    device: Annotated[Device, typer.Option(help="Where the tokenizer runs.")] = Device.auto,
+) -> None:
+    """Write the tokens of pictures as LlamaGen's `.npy` files; again, it goes on, on as many ranks as there are."""
+    from ..commands import encoding, placing
+
+    order = encoding.Order(pictures, tokenizer, out, size, views.value, crop_range, name, split)
+    encoding.encode(order, placing.placement(device.value, "fp32"), console())
 
 
 @app.command()

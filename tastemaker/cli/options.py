@@ -31,6 +31,13 @@ class Precision(StrEnum):
 class Outward(StrEnum):
     diffusers = "diffusers"
     comfyui = "comfyui"
+    llamagen = "llamagen"
+
+
+class View(StrEnum):
+    middle = "middle"
+    flip = "flip"
+    ten_crop = "ten-crop"
 
 
 class Kind(StrEnum):

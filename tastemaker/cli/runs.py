@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -77,14 +77,18 @@ def export(
     dtype: Annotated[Precision, typer.Option(help="With --layout: how numbers are kept.")] = Precision.bf16,
     merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the weights they adapt.")] = False,
     bare: Annotated[bool, typer.Option("--bare", help="For diffusers: the trained network alone.")] = False,
+    ranks: Annotated[int, typer.Option(min=0, help="For llamagen: shards for so many; 0 writes one file.")] = 0,
 ) -> None:
-    """Write a run's weights: one file that `weights:` and `codec:` load, or what diffusers or ComfyUI load."""
-    from ..commands import exporting, publishing
+    """Write a run's weights: one file that `weights:` and `codec:` load, or what others load."""
+    from ..commands import exporting, handing, publishing
 
     if layout is None:
         return exporting.export(run, out, weights, bits, console())
     kept = publishing.DTYPES[dtype.value]
-    order = publishing.Publication(run, out, layout.value, weights, kept, merge, bare)
+    if layout is Outward.llamagen:
+        return handing.hand_over(handing.Handover(run, out, weights, kept, ranks), console())
+    whose: Literal["diffusers", "comfyui"] = "diffusers" if layout is Outward.diffusers else "comfyui"
+    order = publishing.Publication(run, out, whose, weights, kept, merge, bare)
     return publishing.publish(order, console())
 
 

@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from ..codec import Counted, Settling
-from ..config.run import CheckpointConfig, Reconstruction, SampleConfig
+from ..config.run import CheckpointConfig, Reconstruction, SampleConfig, Validation
 from ..data.spec import Dataset
+from ..perceptual import Perceptual
 from ..types import Loss
 from ..weights import FullWeights, Tensors, warm
 from . import checkpoint
+from .critic import Balance, Critic, balance
 from .engine import Engine
 from .events import Event, Finished, Sampled, Saved, Started, Updated
 from .loop import Means, asked_to_stop
+from .reconstruction import decibels, priced
 
 SETTLED = 512  # pictures that latents are measured on
 COUNTED = 256  # pictures that used codes are counted in
@@ -30,12 +33,14 @@ COUNTED = 256  # pictures that used codes are counted in
 class WithBuffers(FullWeights):
     """Every parameter trains; what the network keeps beside parameters goes into checkpoints too."""
 
+    others: Callable[[], dict[str, Tensors]] = dict  # what else does
+
     def stored(self) -> dict[str, Tensors]:
         kept = {key: buffer for key, buffer in self.net.state_dict().items() if key not in self.trainable()}
-        return {**self.snapshots, **({"buffers": kept} if kept else {})}
+        return {**self.snapshots, **({"buffers": kept} if kept else {}), **self.others()}
 
     def blend(self, name: str, decay: float = 0.0) -> None:
-        if name != "buffers":
+        if name != "buffers" and name not in self.others():
             super().blend(name, decay)
 
 
@@ -47,7 +52,12 @@ class AutoencoderRun:
     directory: Path
     steps: int
     loss: Reconstruction = Reconstruction()
+    lpips: Perceptual | None = None
+    critic: Critic | None = None
+    held: Dataset | None = None  # pictures that nothing is learned from
+    validation: Validation = Validation()
     rows: int = 64
+    microbatch: int | None = None
     seed: int = 0
     ema: float = 0.0
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -55,10 +65,14 @@ class AutoencoderRun:
     start: int = 0  # steps completed
     note: Mapping[str, Any] = field(default_factory=dict)  # goes into every checkpoint
     weights: WithBuffers = field(init=False)
+    balance: Balance | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.weights = WithBuffers(self.net, ["ema"] if self.ema else [])
         self.engine.prepare(self.weights)
+        if self.critic is not None:
+            self.weights.others = self.critic.stored
+            self.balance = balance(self.net) if self.critic.config.adaptive else None
 
     def pixels(self, step: int, size: int, rank: int = 0, world: int = 1) -> Tensor:
         """Pictures of a step; frames are pictures too: [N, 3, H, W]."""
@@ -73,12 +87,16 @@ class AutoencoderRun:
         if isinstance(self.net, Settling):
             with torch.no_grad(), self.engine.computing(), self.averaged():
                 self.net.settle(self.pixels(0, SETTLED))  # the same on every rank
-        extra = {**self.note, "step": step, "seed": self.seed}
+        scaler = {"critic_scaler": self.critic.scaler()} if self.critic else {}
+        extra = {**self.note, "step": step, "seed": self.seed, **scaler}
         return checkpoint.save(self.directory, step, self.engine, self.weights, extra, self.checkpoint)
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint as if nothing had happened."""
-        self.start = int(checkpoint.load(path, self.engine, self.weights)["step"])
+        extra = checkpoint.load(path, self.engine, self.weights)
+        self.start = int(extra["step"])
+        if self.critic:
+            self.critic.restore(extra.get("critic_scaler"))
 
 
 def train(run: AutoencoderRun) -> Iterator[Event]:
@@ -86,12 +104,15 @@ def train(run: AutoencoderRun) -> Iterator[Event]:
     yield Started(run.start, run.steps, run.directory, sum(p.numel() for p in run.weights.trainable().values()))
     with asked_to_stop() as asked:
         for step in range(run.start, run.steps):
-            yield learn(run, step)
+            update = learn(run, step)
             done = step + 1
+            if run.held is not None and due(done, run.validation.every, run.steps):
+                update = replace(update, metrics={**update.metrics, **validate(run, run.held)})
+            yield update
             stop = run.engine.comm.any(asked.is_set())
-            if run.sample.every and (done % run.sample.every == 0 or done == run.steps):
+            if due(done, run.sample.every, run.steps):
                 yield look(run, done)
-            if done % run.checkpoint.every == 0 or done == run.steps or stop:
+            if due(done, run.checkpoint.every, run.steps) or stop:
                 yield Saved(done, run.save(done))
             if stop and done < run.steps:
                 yield Finished(done, f"asked to stop after step {done}; the same command goes on from there")
@@ -99,46 +120,62 @@ def train(run: AutoencoderRun) -> Iterator[Event]:
     yield Finished(run.steps, f"all {run.steps} steps done")
 
 
+def due(done: int, every: int, steps: int) -> bool:
+    return bool(every) and (done % every == 0 or done == steps)
+
+
 def learn(run: AutoencoderRun, step: int) -> Updated:
-    """One step: copy pictures, and pay for the difference."""
+    """One step: copy pictures and pay for the difference; then the critic learns from the copies."""
     began, engine, means = time.perf_counter(), run.engine, Means()
     pixels = run.pixels(step, run.rows, engine.comm.rank, engine.comm.world)
-    with seeded(f"{run.seed}/{step}/{engine.comm.rank}", engine.device), engine.computing(), engine.keeping():
-        made, extra = run.net(pixels)
-        loss = priced(run.loss, made.float(), pixels, extra)
-    engine.backward(loss.rows.sum() / (len(pixels) * engine.comm.world), last=True)
-    means.note(loss, 1)
+    pieces = torch.split(pixels, run.microbatch or len(pixels))
+    copies = []
+    with seeded(f"{run.seed}/{step}/{engine.comm.rank}", engine.device):
+        for i, piece in enumerate(pieces):
+            with engine.computing(), engine.keeping():
+                made, loss = copied(run, step, piece)
+            engine.backward(loss.rows.sum() / (len(pixels) * engine.comm.world), last=i == len(pieces) - 1)
+            means.note(loss, 1)
+            copies.append(made.detach())
     update = engine.step(step)
     if run.ema:
         run.weights.blend("ema", warm(run.ema, step))
-    metrics = {**means.over(engine.comm), "grad_norm": update.grad_norm, "lr": update.lr}
+    plays = run.critic is not None and run.critic.plays(step)
+    told = run.critic.learn(step, pieces, copies) if run.critic and plays else {}
+    metrics = {**means.over(engine.comm), **told, "grad_norm": update.grad_norm, "lr": update.lr}
     return Updated(step + 1, metrics, time.perf_counter() - began, run.rows)
 
 
-def edges(difference: Tensor) -> Tensor:
-    """How much neighbouring pixels differ otherwise than they should: [N]."""
-    across, down = difference.diff(dim=-1).abs(), difference.diff(dim=-2).abs()
-    return across.flatten(1).mean(1) + down.flatten(1).mean(1)
+def copied(run: AutoencoderRun, step: int, pixels: Tensor) -> tuple[Tensor, Loss]:
+    """Copies, and the loss of each: of the reconstruction, of what the network adds, and of the critic."""
+    with run.balance.watching() if run.balance else nullcontext():
+        made, extra = run.net(pixels)
+    made = made.float()
+    loss = priced(run.loss, made, pixels, run.lpips)
+    if run.critic is None or not run.critic.plays(step):
+        return made, Loss(loss.rows + extra, loss.metrics)
+    price = run.critic.price(made)
+    weight = torch.full((), run.critic.config.weight, device=made.device)
+    if run.balance is not None:
+        weight = weight * run.engine.comm.mean(run.balance.weight(loss.rows.mean(), price.mean(), made))
+    told = {"adversarial": price.detach(), "adversarial weight": weight.expand(len(price))}
+    return made, Loss(loss.rows + extra + weight * price, {**loss.metrics, **told})
 
 
-# What a reconstruction may be compared by, of the difference from -2 to 2: [N, 3, H, W] -> [N].
-TERMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "l1": lambda difference: difference.abs().flatten(1).mean(1),
-    "mse": lambda difference: difference.square().flatten(1).mean(1),
-    "edge": edges,
-}
-
-
-def priced(weights: Reconstruction, made: Tensor, pixels: Tensor, extra: Tensor) -> Loss:
-    """The loss of each picture, and how good the copies are in decibels."""
-    difference = 2 * (made - pixels)
-    found = {f.name: getattr(weights, f.name) for f in fields(weights)}
-    terms = {name: TERMS[name](difference) for name, weight in found.items() if weight}
-    rows = sum((found[name] * term for name, term in terms.items()), torch.zeros_like(difference[:, 0, 0, 0])) + extra
-    with torch.no_grad():
-        error = (made.clamp(0, 1) - pixels).square().flatten(1).mean(1).clamp(min=1e-10)
-        told = {**{name: term.detach() for name, term in terms.items()}, "psnr": -10 * error.log10()}
-    return Loss(rows, told)
+@torch.no_grad()
+def validate(run: AutoencoderRun, held: Dataset) -> dict[str, float]:
+    """The loss, without the critic's, of held-out pictures by the weights that will be used."""
+    comm, means = run.engine.comm, Means()
+    pixels = held.batch(0, min(run.validation.rows, len(held)), comm.rank, comm.world).pixels.flatten(0, 1)
+    run.net.eval()
+    with run.engine.computing(), run.averaged():
+        for piece in torch.split(pixels, run.microbatch or max(1, run.rows // comm.world)):
+            here = piece.to(run.engine.device)
+            made, extra = run.net(here)
+            loss = priced(run.loss, made.float(), here, run.lpips)
+            means.note(Loss(loss.rows + extra, loss.metrics), 1)
+    run.net.train()
+    return {f"validation/{name}": value for name, value in means.over(comm).items()}
 
 
 @contextmanager
@@ -159,7 +196,6 @@ def look(run: AutoencoderRun, step: int) -> Sampled:
         made, _ = run.net(pixels)
         used = {"codes used": run.net.share(run.pixels(0, COUNTED))} if isinstance(run.net, Counted) else {}
     run.net.train()
-    error = (made.float().clamp(0, 1) - pixels).square().mean().clamp(min=1e-10)
     both = torch.cat([pixels, made.float().clamp(0, 1)], 2)[:, None].cpu()
     prompts: Sequence[str] = batch.prompts
-    return Sampled(step, tuple(prompts), both, {"psnr": float(-10 * error.log10()), **used})
+    return Sampled(step, tuple(prompts), both, {"psnr": float(decibels(made.float(), pixels).mean()), **used})

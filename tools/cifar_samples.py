@@ -1,0 +1,96 @@
+"""Tokens of samples, which are small to carry, and pictures of them, with how many a classifier takes for their class.
+
+python tools/cifar_samples.py tokens runs/cifar-gpt tokens --count 10000 --guidance 1.0 --guidance 1.5
+python tools/cifar_samples.py pictures tokens-1.5.npz runs/cifar-vq samples.npz --classifier cifar10.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+
+from tastemaker.commands.generating import source
+from tastemaker.config.build import build
+from tastemaker.models.vq import frozen, opened
+from tastemaker.pictures import save_picture, sheet
+from tastemaker.randomness import Randomness
+from tastemaker.rewards.classifier import NAMES, Classifier
+from tastemaker.search.search import Outcome
+from tastemaker.search.single import Single
+from tastemaker.train.looking import viewed
+from tastemaker.types import Placement, PromptBatch
+
+app = typer.Typer()
+
+
+@app.command()
+def tokens(
+    run: Path,
+    out: Path,
+    count: int = 10_000,
+    guidance: Annotated[list[float] | None, typer.Option(help="May be given several times, for as many files.")] = None,
+    seed: int = 0,
+    rows: int = 1000,
+    device: str = "auto",
+) -> None:
+    """Sample as many of each class, and keep their tokens."""
+    for scale in guidance or [1.0]:
+        file = out.with_name(f"{out.name}-{scale}.npz")
+        sample(run, file, count, scale, seed, rows, device)
+        typer.echo(f"{count} samples of {run} at guidance {scale} in {file}")
+
+
+def sample(run: Path, out: Path, count: int, guidance: float, seed: int, rows: int, device: str) -> None:
+    config, found = source(str(run), [f"guidance={{scale: {guidance}}}", f"engine.device={device}"])
+    made = build(config)
+    assert found is not None
+    made.resume(found)
+    labels, kept = np.arange(count) % len(NAMES), []
+    for first in range(0, count, rows):
+        chosen = torch.arange(first, min(first + rows, count))
+        batch = PromptBatch(tuple(NAMES[labels[i]] for i in chosen.tolist()), ({},) * len(chosen))
+        rng = Randomness(seed, 0, chosen.to(made.engine.device))
+        borrowed = made.policy.weights.use("ema") if made.ema else nullcontext()
+        with torch.no_grad(), made.engine.computing(), borrowed:
+            x = Single().find(viewed(made.policy), Outcome(made.rubric), batch, rng).x
+        kept.append(x.cpu().numpy().astype(np.uint16))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(out, tokens=np.concatenate(kept), labels=labels.astype(np.uint8))
+    made.engine.close()
+
+
+@app.command()
+def pictures(
+    tokens: Path,
+    tokenizer: str,
+    out: Path,
+    classifier: Annotated[str, typer.Option()] = "",
+    shown: Annotated[Path | None, typer.Option(help="A sheet of the first hundred.")] = None,
+) -> None:
+    """Decode tokens to an `.npz` in ADM's layout, and say how many are taken for their class."""
+    with np.load(tokens) as file:
+        ids, labels = torch.from_numpy(file["tokens"].astype(np.int64)), file["labels"].tolist()
+    net = frozen(*opened(tokenizer), tokenizer, Placement())
+    with torch.no_grad():
+        pixels = torch.cat([net.decode(piece) for piece in torch.split(ids, 250)])
+    np.savez(out, arr_0=(pixels * 255).round().byte().movedim(1, -1).numpy())
+    told: dict[str, object] = {"samples": str(out), "count": len(pixels)}
+    if classifier:
+        judge = Classifier(weights=classifier, says="correct").load(Placement())
+        prompts = [NAMES[label] for label in labels]
+        right = judge.score(pixels[:, None], prompts, [{}] * len(prompts))
+        told["accuracy"] = right.mean().item()
+        told["by class"] = {name: right[i :: len(NAMES)].mean().item() for i, name in enumerate(NAMES)}
+    if shown is not None:
+        save_picture(sheet(pixels[:100, None], [NAMES[label] for label in labels[:100]])[None], shown)
+    typer.echo(json.dumps(told))
+
+
+if __name__ == "__main__":
+    app()
