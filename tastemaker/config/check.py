@@ -19,16 +19,22 @@ from ..processes.autoregressive import Autoregressive
 from ..processes.gaussian import GaussianProcess
 from ..randomness import Randomness
 from ..registry import ConfigError
-from ..types import Pairs, Pictures, PromptBatch, Tokens
+from ..types import Answers, Pairs, Pictures, PromptBatch, Tokens
 from .dump import named, plain
-from .run import AnyConfig, AutoencoderConfig, RunConfig
+from .run import AnyConfig, AutoencoderConfig, JudgeConfig, RunConfig
 from .validate import build
 
 Rule = Callable[[RunConfig, int], str | None]
 Common = Callable[[AnyConfig, int], str | None]
 C = TypeVar("C", bound=AnyConfig)
 
-CONTENTS = {PromptBatch: "prompts", Pictures: "captioned pictures", Pairs: "preference pairs", Tokens: "tokens"}
+CONTENTS = {
+    PromptBatch: "prompts",
+    Pictures: "captioned pictures",
+    Pairs: "preference pairs",
+    Tokens: "tokens",
+    Answers: "answers to questions",
+}
 SOURCES = {
     PromptBatch: "prompts or prompt_file",
     Pictures: "toy_pictures or picture_folder",
@@ -79,8 +85,7 @@ def objective_and_gradient(config: RunConfig, world: int) -> str | None:
 
 
 def objective_and_rewards(config: RunConfig, world: int) -> str | None:
-    samples = config.objective.consumes is PromptBatch or config.objective.group > 1
-    if not samples or any(reward.weight for reward in config.rewards.values()):
+    if not config.objective.samples() or any(reward.weight for reward in config.rewards.values()):
         return None
     found = "all of them have weight 0" if config.rewards else "there are none"
     return (
@@ -161,7 +166,7 @@ def ranks_and_context(config: AnyConfig, world: int) -> str | None:
     return f"engine.context: {world} ranks do not divide into groups of {context}; {advice}"
 
 
-def samples_and_average(config: AnyConfig, world: int) -> str | None:
+def samples_and_average(config: RunConfig | AutoencoderConfig, world: int) -> str | None:
     if config.sample.use == "ema" and config.ema == 0:
         return "sample.use: ema is asked for, but none is kept; set ema, as in ema=0.99, or sample.use=live"
     return None
@@ -202,7 +207,7 @@ def files(config: AnyConfig, world: int) -> str | None:
     return None
 
 
-def rows_and_ranks(config: AutoencoderConfig, world: int) -> str | None:
+def rows_and_ranks(config: AutoencoderConfig | JudgeConfig, world: int) -> str | None:
     if config.rows % world:
         return f"rows: {config.rows} rows do not divide among {world} ranks; choose a multiple of {world}"
     return None
@@ -229,13 +234,23 @@ def validation_and_data(config: AutoencoderConfig, world: int) -> str | None:
     return f"validation.data: {name(data)} holds {CONTENTS.get(data.yields, data.yields.__name__)}; expected pictures"
 
 
-COMMON: tuple[Common, ...] = (ranks_and_replicas, ranks_and_context, samples_and_average, files)
+def judge_and_data(config: JudgeConfig, world: int) -> str | None:
+    wrong = [data for data in (config.data, config.validation.data) if data is not None and data.yields is not Answers]
+    if not wrong:
+        return None
+    holds, advice = CONTENTS.get(wrong[0].yields, wrong[0].yields.__name__), "set data.type to answer_file"
+    return f"data: a judge learns from answers to questions, but {name(wrong[0])} holds {holds}; {advice}"
+
+
+COMMON: tuple[Common, ...] = (ranks_and_replicas, ranks_and_context, files)
+JUDGE_RULES: tuple[Callable[[JudgeConfig, int], str | None], ...] = (judge_and_data, rows_and_ranks)
 CODEC_RULES: tuple[Callable[[AutoencoderConfig, int], str | None], ...] = (
     autoencoder_and_data,
     rows_and_ranks,
     samples_and_autoencoder,
     critic_and_engine,
     validation_and_data,
+    samples_and_average,
 )
 RULES: tuple[Rule, ...] = (
     model_and_process,
@@ -252,6 +267,7 @@ RULES: tuple[Rule, ...] = (
     prompts_and_ranks,
     samples_and_model,
     samples_and_process,
+    samples_and_average,
 )
 
 
@@ -260,6 +276,8 @@ def complaints(config: AnyConfig, world: int | None = None) -> list[str]:
     ranks = launched() if world is None else world
     if isinstance(config, AutoencoderConfig):
         found = [rule(config, ranks) for rule in CODEC_RULES]
+    elif isinstance(config, JudgeConfig):
+        found = [rule(config, ranks) for rule in JUDGE_RULES]
     else:
         found = [rule(config, ranks) for rule in RULES]
     found += [rule(config, ranks) for rule in COMMON]

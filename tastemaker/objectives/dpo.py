@@ -23,12 +23,15 @@ class DPO(Objective[Process, Pairs, Preference, int]):
     sft: float = 0.0  # weight of the plain likelihood of the chosen
     corruption: Corruption = "shared"
     levels: int = 1  # corruptions of each pair
+    drop: float = 0.0  # share of pairs that are told apart without their caption, so that guidance keeps its contrast
     consumes: ClassVar[type] = Pairs
 
     def __post_init__(self) -> None:
         if not (self.beta > 0 and self.sft >= 0 and self.levels >= 1):
             found = f"beta {self.beta}, sft {self.sft}, levels {self.levels}"
             raise ValueError(f"found {found}; expected beta above 0, sft of at least 0 and at least one level")
+        if not 0 <= self.drop <= 1:
+            raise ValueError(f"'drop' is {self.drop}; expected the share of captions to drop, from 0 to 1")
 
     def gradients(self, decisions: int) -> int:
         return 2 * self.levels
@@ -41,7 +44,9 @@ class DPO(Objective[Process, Pairs, Preference, int]):
         device = ctx.rng.rows.device
         chosen, rejected = (ctx.policy.encode(pixels.to(device)) for pixels in (batch.chosen, batch.rejected))
         nothing = torch.zeros(len(batch), device=device)
-        return Preference(ctx.policy.embed(batch.prompts), chosen, rejected, nothing + 1, ctx.rng, nothing)
+        dropped = (ctx.rng.uniform("drop", 1).flatten() < self.drop).tolist()
+        prompts = ["" if gone else prompt for prompt, gone in zip(batch.prompts, dropped, strict=True)]
+        return Preference(ctx.policy.embed(prompts), chosen, rejected, nothing + 1, ctx.rng, nothing)
 
     def parts(self, experience: Preference) -> Sequence[int]:
         return range(self.levels)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..policy import Policy, Process
 from ..randomness import Randomness
 from ..types import Condition, Corrupted, Loss
+from .steering import Steering
 
 Corruption = Literal["shared", "level", "independent"]
 
@@ -23,6 +24,7 @@ class Preference:
     weight: Tensor  # [B] 0 for a pair that says nothing
     rng: Randomness
     reward: Tensor  # [B] of the two, in the mean; 0 where none was asked
+    steering: Steering | None = None  # by a judge, beside what the pairs say
 
     def __len__(self) -> int:
         return len(self.cond)
@@ -38,11 +40,16 @@ def corrupt(policy: Policy[Process], seen: Preference, how: Corruption, draw: in
 
 
 def preferred(
-    policy: Policy[Process], seen: Preference, noisy: tuple[Corrupted, Corrupted], beta: float, sft: float
+    policy: Policy[Process],
+    seen: Preference,
+    noisy: tuple[Corrupted, Corrupted],
+    beta: float,
+    sft: float,
+    reference: str = "reference",
 ) -> Loss:
     """Prefer the chosen by more than the reference does (Rafailov et al. 2023, equation 7)."""
     cond = seen.cond
-    with policy.weights.use("reference"):
+    with policy.weights.use(reference):
         was = [policy.likelihood(cond, x, n) for x, n in zip((seen.chosen, seen.rejected), noisy, strict=True)]
     now = [policy.likelihood(cond, x, n) for x, n in zip((seen.chosen, seen.rejected), noisy, strict=True)]
     margin = beta * ((now[0] - was[0]) - (now[1] - was[1]))

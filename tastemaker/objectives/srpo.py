@@ -13,7 +13,7 @@ from ..objective import Context, Objective
 from ..processes.gaussian import GaussianProcess
 from ..registry import ConfigError
 from ..types import Condition, Loss, PromptBatch, concatenate, index
-from .grain import against_grain
+from .contrasts import against_grain, against_words
 from .levels import Branch, Grid, Levels, discounted
 
 
@@ -160,9 +160,6 @@ class SRPO(Objective[GaussianProcess, PromptBatch, Aligned, tuple[Branch, ...]])
             praised, blamed = against_grain(ctx, pixels, prompts, facts, self.grain, turned)
         else:
             words = (self.praise[step % len(self.praise)], self.blame[step % len(self.blame)])
-            told = [
-                [self.template.format(word=words[i ^ swap], prompt=p) for p, swap in zip(prompts, turned, strict=True)]
-                for i in (0, 1)
-            ]
-            praised, blamed = (scores.total for scores in ctx.rubric.score_each(pixels, told, facts))
+            praise, blame = (self.template.replace("{word}", word) for word in words)
+            praised, blamed = against_words(ctx, pixels, prompts, facts, (praise, blame), turned)
         return (1 + boost) * praised - blamed

@@ -1,4 +1,4 @@
-"""A pair to compare for rewards that read no prompt: the picture, and the same picture under noise."""
+"""What is praised and what is blamed: a picture under control words, or for rewards that read none, under noise."""
 
 from __future__ import annotations
 
@@ -27,3 +27,20 @@ def against_grain(
     clear, noisy = (ctx.rubric.score(shown, prompts, facts).total for shown in (pixels, grainy))
     swap = torch.tensor(turned, device=clear.device)
     return torch.where(swap, noisy, clear), torch.where(swap, clear, noisy)
+
+
+def against_words(
+    ctx: Context[GaussianProcess],
+    pixels: Tensor,
+    prompts: Prompts,
+    facts: Sequence[Facts],
+    told: tuple[str, str],
+    turned: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """What the pictures earn under the first of two templates of a prompt, and under the other; where turned, not."""
+    asked = [
+        [told[i ^ swap].replace("{prompt}", prompt) for prompt, swap in zip(prompts, turned, strict=True)]
+        for i in (0, 1)
+    ]
+    praised, blamed = (scores.total for scores in ctx.rubric.score_each(pixels, asked, facts))
+    return praised, blamed
