@@ -9,7 +9,7 @@ import torch
 from launching import finish, launch
 from test_run_ranks import close, read
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
 SMALL = (
     *("model.size=tiny", "model.weights=null", "model.codec=null", "model.pixels=32", "model.downsample=8"),
     *("model.codes=64", "data.size=32", "engine.precision=fp32", "engine.reduce=fp32", "guard.every=0"),

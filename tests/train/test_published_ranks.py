@@ -14,7 +14,7 @@ from engine_toys import environment
 from published_ranks import CASES, plan, trained
 from safetensors.torch import save_file
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
 HERE = Path(__file__).parent
 
 
