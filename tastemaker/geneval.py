@@ -7,8 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .registry import ConfigError, suggest
 from .types import Facts
 
+TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+# fmt: off
+CLASSES = (  # COCO's in its order; three have names of GenEval's own
+    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "traffic light",
+    "fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow", "elephant",
+    "bear", "zebra", "giraffe", "backpack", "umbrella", "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard",
+    "sports ball", "kite", "baseball bat", "baseball glove", "skateboard", "surfboard", "tennis racket", "bottle",
+    "wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange", "broccoli",
+    "carrot", "hot dog", "pizza", "donut", "cake", "chair", "couch", "potted plant", "bed", "dining table", "toilet",
+    "tv", "laptop", "computer mouse", "tv remote", "computer keyboard", "cell phone", "microwave", "oven", "toaster",
+    "sink", "refrigerator", "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
+)
+# fmt: on
+RELATIONS = ("left of", "right of", "above", "below")
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
@@ -80,6 +95,29 @@ def _suppressed(waiting: Sequence[Detection], overlap: float) -> list[Detection]
         if overlap == 1 or all(intersection_over_union(detection.box, d.box) < overlap for d in chosen):
             chosen.append(detection)
     return chosen
+
+
+def sound(facts: Facts, where: str) -> None:
+    """Refuse metadata that the rules cannot be applied to."""
+    tag, wanted = facts.get("tag"), [*facts.get("include", ()), *facts.get("exclude", ())]
+    if not isinstance(tag, str) or not wanted:
+        raise ConfigError(f"{where}: metadata have no 'tag' or no 'include'; expected those of GenEval's layout")
+    for one in wanted:
+        name, count = one.get("class"), one.get("count")
+        if name not in CLASSES:
+            raise ConfigError(f"{where}: GenEval knows no class '{name!s:.60}'{suggest(str(name), CLASSES)}")
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{where}: the count of '{name}' is {count!s:.20}; expected a whole number from 1")
+        if one.get("color", COLORS[0]) not in COLORS:
+            raise ConfigError(f"{where}: GenEval knows no colour '{one['color']!s:.60}'{suggest(one['color'], COLORS)}")
+    for place, one in enumerate(facts.get("include", ())):
+        relation, index = one.get("position", (RELATIONS[0], 0))
+        if relation not in RELATIONS or not (0 <= index < place or "position" not in one):
+            found = f"{one['position']}"
+            raise ConfigError(
+                f"{where}: the position of '{one['class']}' is {found:.60}; expected one of {', '.join(RELATIONS)}, "
+                "and the number of an object before it"
+            )
 
 
 def verdict(detections: Sequence[Detection], facts: Facts, rules: Rules = Rules()) -> tuple[bool, list[str]]:

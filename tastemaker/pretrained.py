@@ -18,6 +18,7 @@ from .registry import ConfigError
 WRAPPERS = ("state_dict", "model", "module")  # what checkpoints are wrapped in, each maybe in another
 WHOLE = (
     "model.safetensors",
+    "pytorch_model.safetensors",
     "pytorch_model.bin",
     "open_clip_pytorch_model.bin",
 )  # of a folder

@@ -104,6 +104,17 @@ class Pairs:
 
 
 @dataclass(frozen=True)
+class Answers:
+    """Pictures, what was said about each, and what is to be answered."""
+
+    pixels: Tensor  # [B, 3, H, W] in [0, 1]
+    asked: tuple[Facts, ...]  # of each: `turns`, from the first question to the last, and the `answer` to that
+
+    def __len__(self) -> int:
+        return len(self.asked)
+
+
+@dataclass(frozen=True)
 class Condition:
     """What the network is conditioned on; only the backbone that wrote `tensors` reads them."""
 

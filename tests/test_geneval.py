@@ -68,6 +68,24 @@ def test_what_was_kept_under_other_settings_is_kept_again() -> None:
         assert kept == golden["kept"]
 
 
+@pytest.mark.parametrize("options", sorted({tuple(golden["opts"]) for golden in GOLDEN["option_variants"]}))
+def test_other_settings_keep_what_they_say_of_every_recorded_picture(options: tuple[float, float, float, int]) -> None:
+    overlap, threshold, offset, most = options
+    rules = Rules(threshold=threshold, overlap=overlap, offset=offset, most=most)
+    for case in GOLDEN["cases"]:
+        found, tag = detections(case), case["metadata"]["tag"]
+        least = 0.9 if tag == "counting" else threshold
+        for name, group in keep(found, tag, rules).items():
+            sure = sorted((d for d in found if d.name == name and d.score > least), key=lambda d: -d.score)[:most]
+            assert group[0] == sure[0] and set(group) <= set(sure) and group == sorted(group, key=lambda d: -d.score)
+            for place, one in enumerate(group):
+                others = [intersection_over_union(one.box, other.box) for other in group[:place]]
+                assert overlap == 1 or all(shared < overlap for shared in others)
+            for lost in set(sure) - set(group):
+                surer = [d for d in group if d.score >= lost.score]
+                assert any(intersection_over_union(lost.box, d.box) >= overlap for d in surer), "lost without a reason"
+
+
 def test_every_published_relation_is_reproduced() -> None:
     for golden in GOLDEN["relations"]:
         a, b = tuple(golden["a"]), tuple(golden["b"])

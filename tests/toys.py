@@ -18,6 +18,7 @@ from tastemaker.models.qwen_image import QwenImage
 from tastemaker.models.sd3 import Sd3
 from tastemaker.models.sd15 import Sd15
 from tastemaker.models.sdxl import Sdxl
+from tastemaker.models.showo import Showo
 from tastemaker.models.toy import ToyCausal, ToyFlow, ToyMasked
 from tastemaker.objective import Alone, Context, Memory, Nothing, Objective
 from tastemaker.objectives.likelihood import Likelihood
@@ -70,7 +71,10 @@ PUBLISHED = {
     "sd15": Family(Sd15().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
     "sdxl": Family(Sdxl().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
 }
-WRITERS = {"llamagen": Family(Llamagen(told="caption").tiny(), Autoregressive())}  # likewise, of tokens
+WRITERS = {
+    "llamagen": Family(Llamagen(told="caption").tiny(), Autoregressive()),
+    "showo": Family(Showo().tiny(), Masked(steps=4)),
+}  # likewise, of tokens
 GENERATORS = {**FAMILIES, **PUBLISHED, **WRITERS}
 
 

@@ -46,6 +46,8 @@ class Line:
     lenient: Ends | None  # by the rule that can be cheated
     pictures: Mapping[str, Ends | None]  # diversity and frechet of whole sets
     price: float  # network calls a picture, after
+    judged: float = 0.0  # judgements a picture
+    flops: float = 0.0  # floating-point operations of both a picture
     earned: Ends | None = None  # training reward
     samples: int = 0
     seconds: float = 0.0
@@ -92,6 +94,8 @@ def line(own: Sequence[Result], shuffled: Sequence[Result]) -> Line:
         lenient=_lenient(own),
         pictures={name: _ends(own, name) for name in ("diversity", "frechet")},
         price=fmean(result["after"]["calls"] for result in own),
+        judged=fmean(result["after"].get("judged", 0.0) for result in own),
+        flops=fmean(result["after"].get("flops", 0.0) for result in own),
         earned=_earned(trained),
         samples=round(fmean(t["samples"] for t in trained)) if trained else 0,
         seconds=fmean(t["seconds"] for t in trained) if trained else 0.0,
@@ -152,6 +156,7 @@ def missed(found: Line, aim: Aim | None, others: Mapping[str, Line]) -> tuple[st
     distance, earned = found.pictures.get("frechet"), found.earned
     told = [
         (found.after.mean < (aim.score or 0), f"{found.score} {aim.score or 0:g} was aimed at"),
+        (found.change.mean < (aim.gain or -1), f"a gain of {aim.gain or 0:g} was aimed at"),
         (aim.frechet and not (distance and distance[1] < distance[0]), "the Frechet distance does not fall"),
         (aim.reward and not (earned and earned[1] > earned[0]), "the reward does not rise"),
         (aim.keeps and found.change.high < 0, f"{found.score} falls"),

@@ -26,6 +26,7 @@ class Aim:
     """What was hoped for, written down before anything was measured; all that is given must hold."""
 
     score: Share | None = None  # on average at least, after
+    gain: Share | None = None  # by so much the score rises on average
     learns: bool = False  # the score rises beyond its interval, and by more than the control's
     frechet: bool = False  # the distance to real scenes falls
     reward: bool = False  # rises
@@ -37,12 +38,13 @@ class Aim:
 
 @dataclass(frozen=True)
 class Hunt:
-    """Searches of the untrained generator, one for each number of candidates."""
+    """Searches of the generator, one for each number of candidates."""
 
     type: Literal["best_of_n", "parm"]
     n: tuple[PositiveInt, ...]
     judge: str = "playground_judge"
     first: Annotated[float, Field(ge=0, le=1)] = 0.0  # PARM's: progress before which nobody is judged
+    trained: bool = False  # by the cell's recipe before it is searched
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Cell:
     reward: str  # likewise
     overrides: tuple[str, ...] = ()
     control: bool = False  # whether it is run with shuffled rewards too
-    search: Hunt | None = None  # instead of training
+    search: Hunt | None = None  # instead of training, or after it
     seeds: PositiveInt | None = None  # at most so many of those asked for
     aim: Aim | None = None
 
@@ -161,6 +163,7 @@ def shuffled(config: RunConfig) -> RunConfig:
 
 def described(cell: Cell) -> dict[str, Any]:
     """What a result says of its cell."""
-    search = {"search": cell.search.type, "judge": cell.search.judge} if cell.search else {}
+    search: dict[str, Any] = {"search": cell.search.type, "judge": cell.search.judge} if cell.search else {}
+    search |= {"trained": True} if cell.search and cell.search.trained else {}
     told = {"objective": cell.objective, "family": cell.family, "reward": cell.reward, "recipe": cell.recipe}
     return {**told, "overrides": list(cell.overrides), **search}

@@ -137,7 +137,9 @@ def _legend() -> str:
     return "".join(parts)
 
 
-def prices(lines: Sequence[Line]) -> str:
+def prices(
+    lines: Sequence[Line], title: str = "Score against price: searches of the untrained generators, and training"
+) -> str:
     """What a search's score costs in network calls a picture, beside what training reaches at the price of one."""
     searches = [line for line in lines if line.searched]
     trained = [line for line in lines if not line.searched and line.family in {s.family for s in searches}]
@@ -153,7 +155,6 @@ def prices(lines: Sequence[Line]) -> str:
         x, y = across.place(math.log2(line.price), *box[:2]), up.place(line.after.mean, *box[2:])
         parts.append(f'<g class="{colors(lines)[line.family]}">{diamond(x, y, "after", 6)}</g>')
         parts.append(text(x + 10, y + 4, f"{line.objective}, {line.family}, trained", "name"))
-    title = "Score against price: searches of the untrained generators, and training"
     return framed(420, title, text(PAD, 32, title, "title") + "".join(parts))
 
 

@@ -27,7 +27,7 @@ def section(lines: Sequence[Line], results: Sequence[Result], folder: str) -> st
         parts += ["### Training", _table(trained), *_told(trained), "### Task by task, after training", _tasks(trained)]
         parts.append(f"![training rewards and their controls]({folder}/curves.svg)")
     if searched:
-        parts += ["### Search instead of training", _searches(searched)]
+        parts += ["### Search instead of training, and after it", _searches(searched), *_told(searched)]
         parts.append(f"![score against price]({folder}/prices.svg)")
     return "\n\n".join(parts)
 
@@ -87,11 +87,14 @@ def _tasks(lines: Sequence[Line]) -> str:
 
 
 def _searches(lines: Sequence[Line]) -> str:
-    head = ["search", "family", "candidates", "calls a picture", "before", "after", "change", "diversity"]
+    head = ["search", "family", "seeds", "candidates", "calls a picture", "judgements", "operations"]
+    head += ["before", "after", "change", "diversity", "aim"]
     rows = [
         [
-            *(line.objective, line.family, str(line.n), f"{line.price:.0f}", short(line.before), spread(line.after)),
-            *(spread(line.change, signed=True), way(line.pictures["diversity"], 3)),
+            *(line.objective, line.family, str(line.seeds), str(line.n), f"{line.price:.0f}"),
+            *(f"{line.judged:.0f}" if line.judged else "-", count(line.flops) if line.flops else "-"),
+            *(short(line.before), spread(line.after), spread(line.change, signed=True)),
+            *(way(line.pictures["diversity"], 3), reached(line)),
         ]
         for line in lines
     ]
@@ -127,7 +130,7 @@ def way(ends: Ends | None, digits: int) -> str:
 
 def count(number: float) -> str:
     """Three digits at most: 115 k, 1.2 M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g} {letter}"
     return f"{number:.0f}"

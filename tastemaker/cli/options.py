@@ -50,6 +50,10 @@ class Kind(StrEnum):
     searches = "searches"
 
 
+Searching = Annotated[
+    str, typer.Option(help="single, best_of_n, parm, ..., or with settings: '{type: parm, n: 20, first: 0.5}'.")
+]
+Asked = Annotated[str, typer.Option(help="Whom the search asks: a reward, or `run` for the run's own.")]
 Place = Annotated[Device | None, typer.Option(help="Where to run; the recipe says so otherwise.")]
 Where = Annotated[Device, typer.Option(help="Where the rewards run.")]
 Exactness = Annotated[Precision, typer.Option(help="Of the rewards' networks.")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -11,7 +11,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..registry import ConfigError
-from .options import FAILURE, INTERRUPTED, Outward, Overrides, Place, Precision, Recipe, Tiny, console, settings
+from .options import (
+    FAILURE,
+    INTERRUPTED,
+    Asked,
+    Outward,
+    Overrides,
+    Place,
+    Precision,
+    Recipe,
+    Searching,
+    Tiny,
+    console,
+    settings,
+)
 
 app = typer.Typer()
 
@@ -47,8 +60,9 @@ def generate(
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("generated"),
     count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    search: Annotated[str, typer.Option(help="single, best_of_n or parm.")] = "single",
+    search: Searching = "single",
     n: Annotated[int, typer.Option("--n", min=1, help="Candidates the search looks at.")] = 4,
+    judge: Asked = "run",
     weights: Annotated[str, typer.Option(help="live, or a snapshot such as ema or reference.")] = "live",
     lora: Annotated[Path | None, typer.Option(help="A file of adapters for the recipe's model.")] = None,
     lora_scale: Annotated[float, typer.Option(help="How much adapters count; 0 is the base model.")] = 1.0,
@@ -56,14 +70,11 @@ def generate(
     device: Place = None,
 ) -> None:
     """Make pictures of prompts, and say what they cost; run again, it goes on, on as many ranks as there are."""
-    from ..commands import generating
-    from ..config.registries import SEARCHES
+    from ..commands import generating, searching
 
     config, found = generating.source(recipe, settings(overrides, device), lora)
     batch = generating.prompts(prompt or (), prompts, config)
-    kind = SEARCHES.find(search, "--search")
-    chosen = kind(**({} if search == "single" else {"n": n}))
-    order = generating.Order(batch, count, seed, chosen, weights, out, lora_scale)
+    order = generating.Order(batch, count, seed, searching.chosen(search, n), weights, out, lora_scale, judge)
     generating.make(config, found, order, tiny=tiny, console=console())
 
 
@@ -105,16 +116,18 @@ def report(
 
 @app.command()
 def evaluate(
-    benchmark: Annotated[str, typer.Argument(help="playeval, playeval-motion or wordeval.")],
-    model: Annotated[str, typer.Option("--model", "-m", help="A recipe, or the directory of a run.")],
+    benchmark: Annotated[str, typer.Argument(help="geneval, playeval, playeval-motion or wordeval.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="A recipe, or the directory of a run.")] = "",
     overrides: Overrides = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many of the benchmark's prompts.")] = 504,
-    count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 2,
-    search: Annotated[str, typer.Option(help="single, best_of_n or parm.")] = "single",
-    n: Annotated[int, typer.Option("--n", min=1, help="Candidates the search looks at.")] = 4,
-    judge: Annotated[str, typer.Option(help="Whom the search asks: a reward, or `run` for the run's own.")] = (
-        "playground_judge"
-    ),
+    prompts: Annotated[int | None, typer.Option(min=1, help="How many of its prompts: 504, of GenEval 553.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Pictures of each prompt: 2, of GenEval 4.")] = None,
+    images: Annotated[Path | None, typer.Option(help="GenEval: score this folder in place of a model.")] = None,
+    metadata: Annotated[Path | None, typer.Option(help="GenEval: other prompts, in its own layout.")] = None,
+    detector: Annotated[str, typer.Option(help="GenEval: another Mask2Former, a path or a name on the hub.")] = "",
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="GenEval: without a trial of the detector.")] = False,
+    search: Searching = "single",
+    n: Annotated[str, typer.Option("--n", help="Candidates; several, as in 1,4,20, draw score against price.")] = "4",
+    judge: Asked = "",
     weights: Annotated[str, typer.Option(help="live, or a snapshot; the average if there is one.")] = "",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="The folder to write to, or to go on in.")] = None,
@@ -122,15 +135,26 @@ def evaluate(
     device: Place = None,
 ) -> None:
     """Make a benchmark's pictures, score them by one who is no reward, and report; run again, it goes on."""
-    from ..commands import evaluating, generating
-    from ..config.registries import SEARCHES
+    from ..commands import evaluating, generating, placing, refereeing, searching
 
-    config, found = generating.source(model, settings(overrides, device))
-    kind = SEARCHES.find(search, "--search")
-    chosen = kind(**({} if search == "single" else {"n": n}))
-    exam = evaluating.Examination(evaluating.benchmark(benchmark, prompts, count), chosen, judge, weights, seed=seed)
-    place = out or evaluating.folder(benchmark, config, found, search)
-    evaluating.examine(config, found, exam, place, tiny=tiny, console=console())
+    questions = evaluating.benchmark(benchmark, prompts, count, metadata)
+    eyes = refereeing.eyes(detector, unchecked=unchecked)
+    if images is not None or not model:
+        spot = placing.placement(device.value if device else "auto", "fp32")
+        evaluating.score_folder(questions, images, eyes, out, spot, tiny=tiny, console=console())
+        return
+    (config, found), counts = generating.source(model, settings(overrides, device)), searching.numbers(n)
+    place = out or evaluating.folder(benchmark, config, found, searching.named(search))
+
+    def examine(candidates: int, folder: Path) -> dict[str, Any]:
+        chosen, whom = searching.chosen(search, candidates), judge or evaluating.usual_judge(benchmark)
+        exam = evaluating.Examination(questions, chosen, whom, weights, seed=seed, eyes=eyes)
+        return evaluating.examine(config, found, exam, folder, tiny=tiny, console=console())
+
+    if len(counts) == 1:
+        examine(counts[0], place)
+    else:
+        searching.curve(searching.named(search), counts, examine, place, console())
 
 
 @app.command()

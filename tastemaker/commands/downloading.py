@@ -15,7 +15,7 @@ from rich.table import Table
 from ..codec import CodecSpec
 from ..config.load import SUFFIXES, load_any, recipes
 from ..config.registries import CODECS, MODELS, REWARDS
-from ..config.run import RunConfig
+from ..config.run import JudgeConfig, RunConfig
 from ..config.validate import build
 from ..policy import ModelSpec
 from ..pretrained import Published, Source, held, lean
@@ -41,6 +41,10 @@ class FetchError(RuntimeError):
 
 def download(names: Sequence[str], *, only_list: bool, console: Console) -> None:
     """Say what is needed for all of these, and fetch what is not here."""
+    if "geneval" in names:
+        from .fetching import geneval
+
+        geneval(only_list=only_list, console=console)
     found = list(dict.fromkeys(source for name in names for source in needed(name)))
     if not found:
         console.print("nothing is needed: no weights are published for these, or they ship with the package")
@@ -69,6 +73,8 @@ def needed(name: str) -> list[Source]:
     """The weights behind a recipe, a reward, a model, or an id on the hub."""
     if name in recipes() or name.endswith(SUFFIXES):
         config = load_any(name)
+        if isinstance(config, JudgeConfig):
+            return [] if Path(config.judge.weights).exists() else needed(config.judge.weights)
         if not isinstance(config, RunConfig):
             return sources(config.autoencoder)
         return [*sources(config.model), *(s for reward in config.rewards.values() for s in sources(reward.spec))]

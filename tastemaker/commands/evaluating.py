@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,24 +14,28 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ..config.build import build, judges, shrunk
+from ..config.build import build, shrunk
 from ..config.run import RunConfig
 from ..eval.benchmark import Benchmark, playeval, playeval_motion, wordeval
-from ..eval.evaluate import REPORT, Done, Maker, Marker, evaluate
+from ..eval.evaluate import REPORT, ROWS, Done, Maker, Marker, Ranks, evaluate, evaluate_files
 from ..eval.examiner import HELD_OUT, examiner
+from ..eval.geneval import Referee, gathered, geneval, results
 from ..eval.proofreader import proofreader
 from ..eval.spectator import spectator
 from ..playground.trained import TINY
 from ..randomness import Randomness
 from ..registry import ConfigError
-from ..reward import Verifier, shared
-from ..search.search import Outcome, Search
+from ..rewards.geneval import Geneval
+from ..search.search import Outcome, Price, Search
 from ..search.single import Single
+from ..train import ranks
 from ..train.looking import viewed
 from ..train.run import Run
-from ..types import PromptBatch
+from ..types import Placement, PromptBatch
 from .generating import try_on
-from .scoring import asked
+from .pricing import Rates, amount, rates
+from .refereeing import judged_by, referee
+from .searching import judge
 
 BENCHMARKS: dict[str, Callable[[int, int], Benchmark]] = {
     "playeval": playeval,
@@ -43,6 +47,7 @@ MARKERS: dict[str, Callable[[str, torch.device], Marker]] = {
     "playeval-motion": spectator,
     "wordeval": proofreader,
 }
+FEW, MANY = (504, 2), (553, 4)  # prompts and pictures of each: the playground's benchmarks, and GenEval's own
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,28 @@ class Examination:
     weights: str = ""  # live or a snapshot; the average if there is one
     detector: str = HELD_OUT
     seed: int = 0
+    eyes: Geneval = Geneval()  # GenEval's detector and colours
 
 
-def benchmark(name: str, prompts: int, count: int) -> Benchmark:
-    if name not in BENCHMARKS:
-        raise ConfigError(f"there is no benchmark '{name:.60}'; expected one of {', '.join(BENCHMARKS)}")
+def benchmark(name: str, prompts: int | None, count: int | None, metadata: Path | None = None) -> Benchmark:
+    known = [*BENCHMARKS, "geneval"]
+    if name not in known:
+        raise ConfigError(f"there is no benchmark '{name:.60}'; expected one of {', '.join(known)}")
+    if metadata is not None and name != "geneval":
+        raise ConfigError(f"--metadata: {name} has prompts of its own; only geneval takes others")
+    usual = MANY if name == "geneval" else FEW
+    asked = usual[0] if prompts is None else prompts, usual[1] if count is None else count
     try:
-        return BENCHMARKS[name](prompts, count)
+        return geneval(*asked, metadata) if name == "geneval" else BENCHMARKS[name](*asked)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"--prompts, --count: {error}") from error
+
+
+def usual_judge(name: str) -> str:
+    """Whom a search asks where nobody was named: who knows the playground knows no photographs."""
+    return "vlm" if name == "geneval" else "playground_judge"
 
 
 def folder(name: str, config: RunConfig, found: Path | None, search: str) -> Path:
@@ -78,24 +96,63 @@ def examine(
     """Go through the stages, show how far they are, and tell the report."""
     if exam.benchmark.moving and config.model.frames == 1:
         raise ConfigError(f"{exam.benchmark.name} asks for clips, but the model makes stills; name another")
+    config = replace(config, engine=replace(config.engine, context=1))  # every rank makes pictures of its own
     run = build(shrunk(config) if tiny else config)
     if found is not None:
         run.resume(found)
     weights = exam.weights or ("ema" if run.ema else "live")
     try_on(run, weights)
-    marker = MARKERS[exam.benchmark.name](TINY if tiny else exam.detector, run.engine.device)
+    marker = _marker(exam, run.engine.placement(), tiny=tiny)
     model = (
         f"{config.name or 'run'}, {found.name if found else 'untrained'}, {weights}, {exam.search}, seed {exam.seed}"
+        f"{f', {judged_by(marker)}' if isinstance(marker, Referee) else ''}"
     )
-    stages = evaluate(exam.benchmark, maker(run, exam, weights, tiny=tiny), marker, out, model)
+    comm = run.engine.comm
+    party = Ranks(comm.rank, comm.world, comm.barrier)
+    make, rows = maker(run, exam, weights, tiny=tiny), run.batch.rollout or ROWS  # where the recipe says how many fit
+    stages = evaluate(exam.benchmark, make, marker, out, model, rows, party)
+    told = followed(stages, exam.benchmark, out, console, party)
+    run.engine.close()
+    return told
+
+
+def _marker(exam: Examination, placement: Placement, *, tiny: bool) -> Marker:
+    if exam.benchmark.name == "geneval":
+        return referee(exam.eyes, replace(placement, dtype=torch.float32), tiny=tiny)
+    return MARKERS[exam.benchmark.name](TINY if tiny else exam.detector, placement.device)
+
+
+def score_folder(
+    questions: Benchmark, images: Path | None, spec: Geneval, out: Path | None, placement: Placement, *, tiny: bool,
+    console: Console,
+) -> dict[str, Any]:  # fmt: skip
+    """Score pictures in the layout of GenEval's scripts, on as many ranks as there are; again, it goes on."""
+    if images is None:
+        raise ConfigError("there is nothing to evaluate; name a recipe or a run by --model, or a folder by --images")
+    if questions.name != "geneval":
+        raise ConfigError(f"--images: {questions.name} is of pictures that are made here; only geneval scores a folder")
+    files = gathered(questions, images)
+    comm, started = ranks.join(placement.device)
+    marker, place = referee(spec, placement, tiny=tiny), out or Path("evaluations") / f"geneval-{images.resolve().name}"
+    party, model = Ranks(comm.rank, comm.world, comm.barrier), f"{images.resolve()}, {judged_by(marker)}"
+    told = followed(evaluate_files(questions, files, marker, place, model, party), questions, place, console, party)
+    if started:
+        ranks.leave()
+    return told
+
+
+def followed(stages: Iterator[Done], questions: Benchmark, out: Path, console: Console, party: Ranks) -> dict[str, Any]:
+    """Show how far the stages are, and then what they say; one rank speaks for all."""
+    console = console if party.rank == 0 else Console(quiet=True)
     with Progress(console=console) as progress:
         shown: dict[str, Any] = {}
         for done in stages:
             follow(progress, shown, done)
-    run.engine.close()
     told: dict[str, Any] = json.loads((out / REPORT).read_text(encoding="utf-8"))
     console.print(table(told))
     console.print(f"the report is {out / REPORT}, pictures and scores are beside it")
+    if questions.name == "geneval" and party.rank == 0:
+        console.print(f"{results(questions, out)} says the same as GenEval's own evaluation would write it")
     return told
 
 
@@ -108,40 +165,35 @@ def follow(progress: Progress, shown: dict[str, Any], done: Done) -> None:
 
 def maker(run: Run, exam: Examination, weights: str, *, tiny: bool) -> Maker:
     """Who makes the pictures: the run's model under the search, each picture with draws of its own."""
-    verifier = Outcome(run.rubric) if isinstance(exam.search, Single) else judge(exam.judge, run, tiny=tiny)
+    asks = not isinstance(exam.search, Single)
+    verifier = judge(exam.judge, run, tiny=tiny) if asks else Outcome(run.rubric)
+    known: list[Rates] = []
 
     @torch.no_grad()
-    def make(batch: PromptBatch, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def make(batch: PromptBatch, rows: torch.Tensor) -> tuple[torch.Tensor, Price]:
         rng = Randomness(exam.seed, 0, rows.to(run.engine.device))
         borrowed = nullcontext() if weights == "live" else run.policy.weights.use(weights)
         with run.engine.computing(), borrowed:
             policy = viewed(run.policy)
             found = exam.search.find(policy, verifier, batch, rng)
             pixels = policy.decode(found.x).float().clamp(0, 1).cpu()
-        return pixels, found.price.calls
+            known[:] = known or [rates(policy, verifier if asks else None, batch, rng)]
+        return pixels, known[0].of(found.price)
 
     return make
 
 
-def judge(text: str, run: Run, *, tiny: bool) -> Verifier:
-    """A reward that judges unfinished pictures too, or any other, or the run's own for `run`."""
-    if text == "run":
-        return Outcome(run.rubric)
-    rewards = asked([text])
-    if tiny:
-        rewards = {name: replace(reward, spec=reward.spec.tiny()) for name, reward in rewards.items()}
-    placement = run.engine.placement()
-    live = [shared(reward.spec, placement) for reward in rewards.values()]
-    return live[0] if isinstance(live[0], Verifier) else Outcome(judges(rewards, placement))
-
-
 def table(report: dict[str, Any]) -> Table:
     """A line for each task: means and where 95 % of them lie."""
-    distance, calls = f"Frechet distance {report['frechet']:.3g}", f"{report['calls']:.3g} network calls a picture"
+    distance = f"Frechet distance {report['frechet']:.3g}, " if "frechet" in report else ""
+    calls = f"{report['calls']:.3g} network calls"
+    judged = f", {report['judged']:.3g} judgements" if report.get("judged") else ""
+    calls += f"{judged} and {amount(report['flops'])} a picture" if report.get("flops") else f"{judged} a picture"
     spread = f"diversity {report['diversity']:.3g}, " if "diversity" in report else ""
     title = f"{report['benchmark']}: {report['prompts']} prompts, {report['pictures']} pictures"
     names = tuple(report["scores"])
-    shown = Table("task", *names, title=title, caption=f"{distance}, {spread}{calls}")
+    right = f"{report['any']['correct']:.1%} of prompts right once, " if "correct" in names else ""
+    shown = Table("task", *names, title=title, caption=f"{distance}{spread}{right}{calls}")
     for tag in report["scores"][names[0]]:
         cells = [report["scores"][name][tag] for name in names]
         shown.add_row(tag, *(f"{c['mean']:.3f} [dim]{c['low']:.3f}-{c['high']:.3f}[/]" for c in cells))

@@ -11,7 +11,7 @@ from rich.console import Console
 from ..config.build import build, build_autoencoder
 from ..config.dump import resolve
 from ..config.load import load_any
-from ..config.run import AnyConfig, AutoencoderConfig
+from ..config.run import AutoencoderConfig, JudgeConfig, RunConfig
 from ..lora import LoraWeights
 from ..models import files
 from ..models.packing import pack
@@ -19,20 +19,25 @@ from ..registry import ConfigError
 from ..train import checkpoint
 from ..weights import Weights
 from .directory import CONFIG
+from .graduating import graduate
 
 DEVICE = "engine.device=cpu"  # nothing is computed
 
 
 def export(directory: Path, out: Path, name: str, bits: int, console: Console) -> None:
     """Write the averaged weights, or those asked for, in so many bits each."""
+    changes = [DEVICE, "engine.compile=false", "engine.strategy=replicated"]
+    config = load_any(directory / CONFIG, changes) if (directory / CONFIG).is_file() else None
+    if isinstance(config, JudgeConfig):
+        graduate(directory, out, name, console)
+        return
     if bits not in (8, 16, 32):
         raise ConfigError(f"--bits: found {bits}; expected 8, 16 or 32")
     if out.suffix != ".safetensors":
         raise ConfigError(f"--out: '{out}' would be a safetensors file; let its name end in .safetensors")
     found = checkpoint.latest(directory)
-    if not (directory / CONFIG).is_file() or found is None:
+    if config is None or found is None:
         raise ConfigError(f"{directory} has no checkpoint to export; give the directory of a run")
-    config = load_any(directory / CONFIG, [DEVICE, "engine.compile=false", "engine.strategy=replicated"])
     weights = loaded(config, directory, found)
     kept = weights.stored()
     chosen = name or ("ema" if "ema" in kept else "live")
@@ -52,7 +57,7 @@ def export(directory: Path, out: Path, name: str, bits: int, console: Console) -
     console.print(f"{out}: {chosen} weights of {found.name}, {size:.1f} MB", highlight=False)
 
 
-def loaded(config: AnyConfig, directory: Path, found: Path) -> Weights:
+def loaded(config: RunConfig | AutoencoderConfig, directory: Path, found: Path) -> Weights:
     """The weights of a checkpoint in their network."""
     if isinstance(config, AutoencoderConfig):
         autoencoder = build_autoencoder(config, directory)
@@ -63,7 +68,7 @@ def loaded(config: AnyConfig, directory: Path, found: Path) -> Weights:
     return run.policy.weights
 
 
-def belongings(config: AnyConfig, found: Path) -> dict[str, Any]:
+def belongings(config: RunConfig | AutoencoderConfig, found: Path) -> dict[str, Any]:
     """What says how to use the weights, and where they come from."""
     settings = resolve(config)
     kept = ("autoencoder",) if isinstance(config, AutoencoderConfig) else ("model", "process", "guidance")

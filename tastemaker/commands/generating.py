@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from ..pictures import clip_suffix, read_picture, save_picture, sheet
 from ..pretrained import PIPELINE
 from ..randomness import Randomness
 from ..registry import ConfigError
-from ..search.search import Outcome, Search
+from ..reward import Verifier
+from ..search.search import Outcome, Price, Search
+from ..search.single import Single
 from ..train import checkpoint
 from ..train.looking import viewed
 from ..train.run import Run
@@ -32,7 +34,9 @@ from ..types import PromptBatch
 from ..weights import Full
 from .directory import CONFIG
 from .ledger import Ledger
+from .pricing import Rates, rates, stated
 from .publishing import RECIPE
+from .searching import judge
 
 ROWS = 64  # prompts searched for at a time, unless the recipe says how many fit
 SHOWN = 64  # pictures on the sheet
@@ -49,6 +53,7 @@ class Order:
     weights: str
     out: Path
     lora_scale: float = 1.0
+    judge: str = "run"  # whom the search asks
 
     def __len__(self) -> int:
         return len(self.prompts) * self.count
@@ -59,7 +64,8 @@ class Order:
     def made(self, config: RunConfig, found: Path | None) -> str:
         """A name for all that a picture depends on but its prompt and index."""
         model = (config.model, config.process, config.guidance, config.tuning, config.rewards, found)
-        told = repr((model, self.seed, self.search, self.weights, self.lora_scale))
+        asked = (self.judge,) if self.judge != "run" else ()
+        told = repr((model, self.seed, self.search, self.weights, self.lora_scale, *asked))
         return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
@@ -110,36 +116,39 @@ def make(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, con
     known = ledger.known()
     comm.barrier()  # all have read before anyone writes
     left = [i for i in range(len(order)) if known.get(i) != order.prompt(i)]
-    calls, judged = fill(run, order, ledger, left, console if comm.rank == 0 else quiet)
-    paid = comm.total(torch.tensor([calls, judged], dtype=torch.float64)).tolist()
+    verifier = judge(order.judge, run, tiny=tiny)
+    price = fill(run, order, ledger, left, verifier, console if comm.rank == 0 else quiet)
+    paid = Price(*comm.total(torch.tensor(astuple(price), dtype=torch.float64)).tolist())
     if comm.rank == 0:
         files = ledger.close(len(order))
         shown = torch.stack([read_picture(order.out / file) for file in files[:SHOWN]])
         captions = [order.prompt(i) for i in range(len(files))][:SHOWN]
         save_picture(sheet(shown, captions)[None], order.out / "sheet.png")
         before = f" ({len(order) - len(left)} were there)" if len(left) < len(order) else ""
-        cost = f"for {paid[0]:.0f} network calls and {paid[1]:.0f} judgements"
-        console.print(f"{len(order)} pictures in {order.out}{before}, {cost}")
+        console.print(f"{len(order)} pictures in {order.out}{before}, for {stated(paid)}")
     comm.barrier()
     run.engine.close()
     return order.out
 
 
-def fill(run: Run, order: Order, ledger: Ledger, left: Sequence[int], console: Console) -> tuple[int, int]:
+def fill(run: Run, order: Order, ledger: Ledger, left: Sequence[int], verifier: Verifier, console: Console) -> Price:
     """Make the pictures that are left, each rank its share, and say what this rank paid."""
-    comm, rows, paid = run.engine.comm, run.engine.rows, (0, 0)
+    comm, rows, paid, known = run.engine.comm, run.engine.rows, Price(0), Rates()
     size = max(1, min(run.batch.rollout or ROWS, -(-len(left) // rows.world)))
     shares = [list(left[i : i + size]) for i in range(0, len(left), size)]
     first_of_its_rows = comm.rank % (comm.world // rows.world) == 0
     for first in track(range(0, len(shares), rows.world), "generating", console=console):
         mine = first + rows.rank
         # Without a share of its own a rank makes another's once more, for a sharded network takes all of them.
-        pixels, facts, price = search(run, order, shares[min(mine, len(shares) - 1)])
+        share = shares[min(mine, len(shares) - 1)]
+        known = known if first else price_list(run, order, share, verifier)
+        pixels, facts, found = search(run, order, share, verifier)
+        price = known.of(found)
         if mine < len(shares) and first_of_its_rows:
-            paid = (paid[0] + price[0], paid[1] + price[1])
+            paid, each = paid + price, asdict(price.each(len(share)))
             for picture, fact in zip(pixels, facts, strict=True):
                 ending = "png" if len(picture) == 1 else clip_suffix()
-                ledger.add(picture, f"{fact['index']:05d}-{slug(fact['prompt'])}.{ending}", fact)
+                ledger.add(picture, f"{fact['index']:05d}-{slug(fact['prompt'])}.{ending}", {**fact, **each})
     return paid
 
 
@@ -160,22 +169,37 @@ def rescale(run: Run, scale: float) -> None:
         raise ConfigError("--lora-scale: these weights have no adapters; give a LoRA run, or adapters by --lora")
 
 
+def price_list(run: Run, order: Order, rows: list[int], verifier: Verifier) -> Rates:
+    """What a network call and a judgement cost, on the first of some pictures."""
+    batch, rng = asked(run, order, rows)
+    with run.engine.computing():
+        return rates(viewed(run.policy), None if isinstance(order.search, Single) else verifier, batch, rng)
+
+
+def asked(run: Run, order: Order, rows: list[int]) -> tuple[PromptBatch, Randomness]:
+    """The prompts of some of the pictures; the seed of each is its index, whatever is made beside it."""
+    chosen = tuple(order.prompt(i) for i in rows)
+    batch = PromptBatch(chosen, tuple(order.prompts.facts[i // order.count] for i in rows))
+    return batch, Randomness(order.seed, 0, torch.tensor(rows, device=run.engine.device))
+
+
 @torch.no_grad()
-def search(run: Run, order: Order, rows: list[int]) -> tuple[torch.Tensor, list[dict[str, Any]], tuple[int, int]]:
-    """Pixels [B, F, 3, H, W] of some of the pictures; the seed of each is its index, whatever is made beside it."""
-    chosen = [order.prompt(i) for i in rows]
-    batch = PromptBatch(tuple(chosen), tuple(order.prompts.facts[i // order.count] for i in rows))
-    rng = Randomness(order.seed, 0, torch.tensor(rows, device=run.engine.device))
+def search(
+    run: Run, order: Order, rows: list[int], verifier: Verifier | None = None
+) -> tuple[torch.Tensor, list[dict[str, Any]], Price]:
+    """Pixels [B, F, 3, H, W] of some of the pictures, and what is known of each."""
+    batch, rng = asked(run, order, rows)
     borrowed = nullcontext() if order.weights == "live" else run.policy.weights.use(order.weights)
     with run.engine.computing(), borrowed:
         policy = viewed(run.policy)
-        found = order.search.find(policy, Outcome(run.rubric), batch, rng)
+        found = order.search.find(policy, verifier or Outcome(run.rubric), batch, rng)
         pixels = policy.decode(found.x).float().clamp(0, 1).cpu()
     scores = [None if score != score else score for score in found.score.tolist()]
     facts = [
-        {"index": i, "prompt": p, "seed": order.seed, "score": s} for i, p, s in zip(rows, chosen, scores, strict=True)
+        {"index": i, "prompt": prompt, "seed": order.seed, "score": score}
+        for i, prompt, score in zip(rows, batch.prompts, scores, strict=True)
     ]
-    return pixels, facts, (found.price.calls, found.price.judged)
+    return pixels, facts, found.price
 
 
 def slug(prompt: str) -> str:

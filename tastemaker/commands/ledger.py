@@ -36,6 +36,7 @@ class Ledger:
     def known(self) -> dict[int, str]:
         """The prompts of the pictures that are there, by index."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        mend(self.folder / f"{RECORD}.{self.rank}")
         return {index: row["prompt"] for index, row in self._rows().items()}
 
     def add(self, pixels: Tensor, file: str, facts: Mapping[str, Any]) -> None:
@@ -53,6 +54,12 @@ class Ledger:
         for path in self.folder.glob(f"{RECORD}.*"):
             path.unlink()
         return [str(row["file"]) for row in rows]
+
+
+def mend(record: Path) -> None:
+    """Take away a last line that was cut off, so that the next is not lost with it."""
+    if record.is_file() and (text := record.read_text(encoding="utf-8")) and not text.endswith("\n"):
+        record.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
 
 
 def _parsed(line: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..config.dump import plain, settings
 from ..config.registries import SEARCHES
 from ..config.run import RunConfig
 from ..eval.benchmark import Benchmark
-from ..eval.evaluate import REPORT, evaluate
+from ..eval.evaluate import PRICES, REPORT, evaluate
 from ..models.files import shipped
 from ..observe.jsonl import JsonLines
 from ..playground.trained import TINY
@@ -94,7 +94,7 @@ class Bench:
         told = settings(self.config(job), terse=True)  # so that a key added later changes no fingerprint
         config = {key: value for key, value in told.items() if key not in directory.ELSEWHERE}
         search = self.plan.cells[job.cell].search
-        hunt = [search.judge, search.first] if search else []
+        hunt = [search.judge, search.first, *(["trained"] if search.trained else [])] if search else []
         return _digest([self._cell(job.cell)[1], config, job.n, hunt, job.base])
 
 
@@ -139,7 +139,7 @@ def measure(bench: Bench, job: Job) -> Result:
         if before is None:
             raise ConfigError(f"{job.key} cannot be compared: {job.base} is not measured")
     began, cell = time.perf_counter(), bench.plan.cells[job.cell]
-    trains = job.kind != "before" and cell.search is None
+    trains = job.kind != "before" and (cell.search is None or cell.search.trained)
     place = bench.out / "runs" / (job.key if job.kind == "before" else f"{job.key}-{bench.fingerprint(job)[:6]}")
     run = build(bench.config(job), place)
     if trains:
@@ -220,7 +220,7 @@ def examined(bench: Bench, job: Job, run: Run, place: Path) -> dict[str, Any]:
     for _ in evaluate(questions, evaluating.maker(run, exam, weights, tiny=bench.tiny), marker, folder, job.key, rows):
         pass
     told: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    kept = ("benchmark", "prompts", "pictures", "calls", "scores", "frechet", "diversity")
+    kept = ("benchmark", "prompts", "pictures", *PRICES, "scores", "frechet", "diversity")
     return {**{key: told[key] for key in kept if key in told}, "rows": results.by_prompt(folder, questions.numbers)}
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..config.build import build, build_autoencoder, shrunk_any
+from ..config.build import build, build_autoencoder, build_judge, shrunk_any
 from ..config.check import require
 from ..config.dump import resolve
-from ..config.run import AnyConfig, AutoencoderConfig
+from ..config.run import AnyConfig, AutoencoderConfig, JudgeConfig
 from ..models import moments
 from ..observe.grids import Grids
 from ..observe.jsonl import JsonLines
@@ -21,6 +21,8 @@ from ..registry import ConfigError
 from ..train.autoencoder import AutoencoderRun
 from ..train.autoencoder import train as train_autoencoder
 from ..train.events import Event, Finished
+from ..train.judge import JudgeRun
+from ..train.judge import train as train_judge
 from ..train.loop import train
 from ..train.run import Run
 from . import directory
@@ -41,14 +43,18 @@ def watchers(config: AnyConfig, console: Console) -> Watchers:
     return Watchers([*observers, Pages(console)], console)
 
 
-def prepared(config: AnyConfig, place: Path, init_from: Path | None) -> Run | AutoencoderRun:
-    """A generator or an autoencoder, ready to train."""
+def prepared(config: AnyConfig, place: Path, init_from: Path | None) -> Run | AutoencoderRun | JudgeRun:
+    """A generator, an autoencoder or a judge, ready to train."""
+    if isinstance(config, JudgeConfig):
+        return build_judge(config, place, init_from=init_from)
     if isinstance(config, AutoencoderConfig):
         return build_autoencoder(config, place, init_from=init_from)
     return build(config, place, init_from=init_from)
 
 
-def events(run: Run | AutoencoderRun) -> Iterator[Event]:
+def events(run: Run | AutoencoderRun | JudgeRun) -> Iterator[Event]:
+    if isinstance(run, JudgeRun):
+        return train_judge(run)
     return train_autoencoder(run) if isinstance(run, AutoencoderRun) else train(run)
 
 

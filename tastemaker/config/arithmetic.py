@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .run import AnyConfig, AutoencoderConfig
+from .run import AnyConfig, AutoencoderConfig, JudgeConfig
 
 
 def arithmetic(config: AnyConfig, world: int = 1) -> dict[str, int]:
     """The numbers of one step, over all ranks unless they say otherwise."""
-    if isinstance(config, AutoencoderConfig):
+    if isinstance(config, AutoencoderConfig | JudgeConfig):
         share = min(-(-config.rows // world), config.microbatch or config.rows)
         return {"rows of data a step": config.rows, "rows a backward pass on one rank": share, "steps": config.steps}
     world = max(1, world // config.engine.context)  # those that share a row's tokens have the same rows

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..data.spec import Dataset
 from ..data.split import split
@@ -19,11 +20,12 @@ from ..train import checkpoint
 from ..train.autoencoder import AutoencoderRun
 from ..train.critic import Critic
 from ..train.engine import Engine
+from ..train.judge import JudgeRun
 from ..train.run import Run
 from ..types import Placement
 from .cautions import warn
 from .check import require
-from .run import AnyConfig, AutoencoderConfig, RewardConfig, RunConfig
+from .run import AnyConfig, AutoencoderConfig, JudgeConfig, RewardConfig, RunConfig
 
 ROWS = 64  # of data, and samples of it, a step at small size
 
@@ -54,6 +56,9 @@ def shrunk_any(config: AnyConfig) -> AnyConfig:
         small = replace(config, autoencoder=config.autoencoder.tiny(), engine=engine, rows=rows)
         critic = config.critic and replace(config.critic, width=8, weights=None)
         return replace(small, loss=replace(config.loss, vgg=TINY), critic=critic)
+    if isinstance(config, JudgeConfig):
+        engine, rows = replace(config.engine, compile=False), min(ROWS, config.rows)
+        return replace(config, judge=replace(config.judge, weights=TINY), engine=engine, rows=rows)
     return shrunk(config)
 
 
@@ -137,7 +142,46 @@ def build_autoencoder(
     return run
 
 
-def pictures(config: AutoencoderConfig) -> tuple[Dataset, Dataset | None]:
+def build_judge(config: JudgeConfig, directory: Path | None = None, *, init_from: Path | None = None) -> JudgeRun:
+    """A chat model placed and ready to learn its answers."""
+    from ..rewards.nets.chat import chat
+    from ..rewards.nets.pupil import Pupil
+
+    config = require(config)
+    engine = Engine(config.engine, config.optim, config.steps, config.seed)
+    placement = engine.placement(adapts=config.tuning.adapts)
+    data, held = pictures(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # what begins at random, such as adapters, begins alike in every process
+        dtype = placement.trained or placement.dtype
+        taught = chat(config.judge.weights, replace(placement, dtype=dtype), judges=False)
+        weights = config.tuning.apply(Held(Pupil(taught)), ["ema"] if config.ema else [])
+    if init_from is not None:
+        checkpoint.initialise(init_from, weights)
+    return JudgeRun(
+        weights=weights,
+        data=data,
+        engine=engine,
+        directory=directory or config.output / (config.name or "run"),
+        steps=config.steps,
+        held=held,
+        validation=config.validation,
+        rows=config.rows,
+        microbatch=config.microbatch,
+        seed=config.seed,
+        ema=config.ema,
+        checkpoint=config.checkpoint,
+    )
+
+
+@dataclass
+class Held:
+    """A network that weights are made of."""
+
+    net: nn.Module
+
+
+def pictures(config: AutoencoderConfig | JudgeConfig) -> tuple[Dataset, Dataset | None]:
     """What to learn from, and what is held out."""
     data, validation = config.data.load(config.seed), config.validation
     if not validation.every:

@@ -19,7 +19,7 @@ from ..processes.autoregressive import Autoregressive
 from ..processes.gaussian import GaussianProcess
 from ..randomness import Randomness
 from ..registry import ConfigError
-from ..types import Answers, Pairs, Pictures, PromptBatch, Tokens
+from .beside import CODEC_RULES, CONTENTS, JUDGE_RULES, SOURCES, name
 from .dump import named, plain
 from .run import AnyConfig, AutoencoderConfig, JudgeConfig, RunConfig
 from .validate import build
@@ -27,19 +27,6 @@ from .validate import build
 Rule = Callable[[RunConfig, int], str | None]
 Common = Callable[[AnyConfig, int], str | None]
 C = TypeVar("C", bound=AnyConfig)
-
-CONTENTS = {
-    PromptBatch: "prompts",
-    Pictures: "captioned pictures",
-    Pairs: "preference pairs",
-    Tokens: "tokens",
-    Answers: "answers to questions",
-}
-SOURCES = {
-    PromptBatch: "prompts or prompt_file",
-    Pictures: "toy_pictures or picture_folder",
-    Pairs: "toy_pairs or pair_file",
-}
 
 
 def model_and_process(config: RunConfig, world: int) -> str | None:
@@ -192,13 +179,6 @@ def samples_and_process(config: RunConfig, world: int) -> str | None:
     return None
 
 
-def samples_and_autoencoder(config: AutoencoderConfig, world: int) -> str | None:
-    sample = config.sample
-    if any(x is not None for x in (sample.height, sample.width, sample.steps, sample.guidance)):
-        return "sample: an autoencoder shows its data as it is; leave height, width, steps and guidance out"
-    return None
-
-
 def files(config: AnyConfig, world: int) -> str | None:
     for f in fields(config.data):  # type: ignore[arg-type]  # every spec is a dataclass: validation refuses others
         path = getattr(config.data, f.name)
@@ -207,51 +187,7 @@ def files(config: AnyConfig, world: int) -> str | None:
     return None
 
 
-def rows_and_ranks(config: AutoencoderConfig | JudgeConfig, world: int) -> str | None:
-    if config.rows % world:
-        return f"rows: {config.rows} rows do not divide among {world} ranks; choose a multiple of {world}"
-    return None
-
-
-def autoencoder_and_data(config: AutoencoderConfig, world: int) -> str | None:
-    found = config.data.yields
-    if found is Pictures:
-        return None
-    holds, advice = CONTENTS.get(found, found.__name__), f"set data.type to {SOURCES[Pictures]}"
-    return f"data: {name(config.autoencoder)} learns from pictures, but {name(config.data)} holds {holds}; {advice}"
-
-
-def critic_and_engine(config: AutoencoderConfig, world: int) -> str | None:
-    if config.critic is None or not config.critic.adaptive or not config.engine.compile:
-        return None
-    return "critic.adaptive: looks into the last layer, which compiled networks hide; set engine.compile to false"
-
-
-def validation_and_data(config: AutoencoderConfig, world: int) -> str | None:
-    data = config.validation.data
-    if data is None or data.yields is Pictures:
-        return None
-    return f"validation.data: {name(data)} holds {CONTENTS.get(data.yields, data.yields.__name__)}; expected pictures"
-
-
-def judge_and_data(config: JudgeConfig, world: int) -> str | None:
-    wrong = [data for data in (config.data, config.validation.data) if data is not None and data.yields is not Answers]
-    if not wrong:
-        return None
-    holds, advice = CONTENTS.get(wrong[0].yields, wrong[0].yields.__name__), "set data.type to answer_file"
-    return f"data: a judge learns from answers to questions, but {name(wrong[0])} holds {holds}; {advice}"
-
-
 COMMON: tuple[Common, ...] = (ranks_and_replicas, ranks_and_context, files)
-JUDGE_RULES: tuple[Callable[[JudgeConfig, int], str | None], ...] = (judge_and_data, rows_and_ranks)
-CODEC_RULES: tuple[Callable[[AutoencoderConfig, int], str | None], ...] = (
-    autoencoder_and_data,
-    rows_and_ranks,
-    samples_and_autoencoder,
-    critic_and_engine,
-    validation_and_data,
-    samples_and_average,
-)
 RULES: tuple[Rule, ...] = (
     model_and_process,
     objective_and_process,
@@ -275,7 +211,7 @@ def complaints(config: AnyConfig, world: int | None = None) -> list[str]:
     """Every rule that is broken; the number of ranks is torchrun's if none is given."""
     ranks = launched() if world is None else world
     if isinstance(config, AutoencoderConfig):
-        found = [rule(config, ranks) for rule in CODEC_RULES]
+        found = [*(rule(config, ranks) for rule in CODEC_RULES), samples_and_average(config, ranks)]
     elif isinstance(config, JudgeConfig):
         found = [rule(config, ranks) for rule in JUDGE_RULES]
     else:
@@ -298,10 +234,6 @@ def launched() -> int:
     if not found.isdecimal() or int(found) < 1:
         raise ConfigError(f"the environment variable WORLD_SIZE is '{found}'; expected the number of ranks")
     return int(found)
-
-
-def name(component: object) -> str:
-    return named(type(component))
 
 
 def quoted(names: list[str]) -> str:

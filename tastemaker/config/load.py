@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import ConfigError, suggest
-from .run import AnyConfig, RunConfig
+from .run import AnyConfig, JudgeConfig, RunConfig
 from .text import parse
 from .validate import validate
 
@@ -28,8 +28,13 @@ def trainable() -> list[str]:
 
 
 def runnable() -> list[str]:
-    """Those of them that train a generator, and so can generate; the others train an autoencoder."""
-    return [name for name in trainable() if "autoencoder" not in content(RECIPES / f"{name}.yaml")]
+    """Those of them that train a generator, and so can generate; the others train an autoencoder or a judge."""
+    return [name for name in trainable() if not {"autoencoder", "judge"} & content(RECIPES / f"{name}.yaml").keys()]
+
+
+def teaching() -> list[str]:
+    """Those of them that train a judge."""
+    return [name for name in trainable() if "judge" in content(RECIPES / f"{name}.yaml")]
 
 
 def locate(name: str, folder: Path, where: str = "") -> Path:
@@ -134,8 +139,9 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The same, of a recipe that trains a generator."""
     config = load_any(recipe, overrides)
     if not isinstance(config, RunConfig):
+        what = "a judge" if isinstance(config, JudgeConfig) else "an autoencoder"
         raise ConfigError(
-            f"{recipe}: it trains an autoencoder, which alone makes no pictures; use it with `tastemaker train`, "
+            f"{recipe}: it trains {what}, which alone makes no pictures; use it with `tastemaker train`, "
             "or give the recipe of a generator"
         )
     return config

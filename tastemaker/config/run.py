@@ -209,7 +209,38 @@ class AutoencoderConfig:
         named(self.name)
 
 
-AnyConfig = RunConfig | AutoencoderConfig
+@dataclass(frozen=True)
+class JudgeSource:
+    """The chat model that sees which is to become a judge."""
+
+    weights: str = "llava-hf/llava-onevision-qwen2-7b-ov-hf"  # or a folder as transformers or LLaVA-NeXT write it
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """All of a run that teaches a judge its answers."""
+
+    judge: JudgeSource
+    data: DataSpec
+    tuning: Tuning
+    validation: Validation = Validation()
+    rows: PositiveInt = 64  # answers a step, over all ranks
+    microbatch: PositiveInt | None = None  # rows a backward pass on one rank; gradients accumulate over them
+    optim: Optim = Optim()
+    engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    watch: WatchConfig = WatchConfig()
+    ema: Decay = 0.0
+    steps: PositiveInt = 100
+    seed: int = 0
+    output: Path = Path("runs")
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        named(self.name)
+
+
+AnyConfig = RunConfig | AutoencoderConfig | JudgeConfig
 
 
 def named(name: str | None) -> None:

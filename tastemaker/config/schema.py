@@ -11,7 +11,7 @@ from ..reward import RewardSpec
 from .dump import plain
 from .load import RECIPES
 from .registries import KINDS
-from .run import AutoencoderConfig, RewardConfig, RunConfig
+from .run import AutoencoderConfig, JudgeConfig, RewardConfig, RunConfig
 from .validate import Component, Section, Weighted, form
 
 Schema = dict[str, Any]
@@ -22,7 +22,8 @@ WEIGHTED = "weighted reward"
 def schema() -> Schema:
     """The whole of it. Nothing is required, for what a recipe leaves out may come from those it extends."""
     root = of_class(RunConfig)
-    root["properties"] |= of_class(AutoencoderConfig)["properties"]
+    for other in (AutoencoderConfig, JudgeConfig):
+        root["properties"] |= of_class(other)["properties"]
     names = {"type": "string"}
     root["properties"] |= {"extends": {"anyOf": [names, {"type": "array", "items": names}]}}
     kinds = {registry.kind: of_kind(kind) for kind, registry in KINDS.items()}

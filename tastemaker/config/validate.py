@@ -30,7 +30,7 @@ from typing_extensions import TypedDict, get_protocol_members, is_protocol
 from ..registry import ConfigError
 from ..reward import RewardSpec
 from .registries import KINDS
-from .run import AnyConfig, AutoencoderConfig, RewardConfig, RunConfig
+from .run import AnyConfig, AutoencoderConfig, JudgeConfig, RewardConfig, RunConfig
 from .sentences import described, dotted, problem, retold, shown
 
 
@@ -252,9 +252,11 @@ def build(kind: type, data: object, where: str = "") -> Any:
 
 
 def validate(data: object) -> AnyConfig:
-    """The configuration of a run: of an objective's, or of an autoencoder's."""
-    codec = isinstance(data, Mapping) and "autoencoder" in data
-    if codec and isinstance(data, Mapping) and "objective" in data:
-        raise ConfigError("config: found both 'objective' and 'autoencoder'; a recipe trains one of them, remove one")
-    config: AnyConfig = build(AutoencoderConfig if codec else RunConfig, data)
+    """The configuration of a run: of an objective's, of an autoencoder's, or of a judge's."""
+    kinds = {"objective": RunConfig, "autoencoder": AutoencoderConfig, "judge": JudgeConfig}
+    found = [key for key in kinds if isinstance(data, Mapping) and key in data]
+    if len(found) > 1:
+        both = " and ".join(f"'{key}'" for key in found[:2])
+        raise ConfigError(f"config: found both {both}; a recipe trains one of them, remove one")
+    config: AnyConfig = build(kinds[found[0]] if found else RunConfig, data)
     return config

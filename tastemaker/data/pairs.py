@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..pictures import read_picture
+from ..registry import ConfigError
 from ..types import Pairs, PromptBatch
+from .mixture import Line, mixed
 from .order import rows
-from .pictures import Plain, counted, sided, squared, stacked
+from .pictures import FORMATS, PictureFolder, Plain, counted, sided, squared, stacked
 from .prompts import existing
-from .text import field, json_rows
+from .text import lines
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,37 @@ class PairRows:
 
 @dataclass(frozen=True)
 class PairFile:
-    """A JSONL file of rows {prompt, chosen, rejected}; the pictures' paths are relative to it."""
+    """Rows {prompt, chosen, rejected} of a .jsonl, a .json list, or a .yaml that mixes such files as LLaVA's do."""
+
+    path: Path | None = None  # a few small pictures to try a recipe with, each against another's, if not given
+    images: Path | None = None  # the folder the pictures' paths begin in; that of the file that names them if not given
+    size: int | None = None  # pixels a side, cut from the middle; as they are if not given
+    yields: ClassVar[type] = Pairs
+
+    def __post_init__(self) -> None:
+        sided(self.size)
+
+    def load(self, seed: int) -> PairRows:
+        if self.path is None:
+            return self._examples(seed)
+        found = mixed(self.path, seed)
+        files = tuple((self._picture(line, "chosen"), self._picture(line, "rejected")) for line in found)
+        prompts = tuple(line.text("prompt") for line in found)
+        return PairRows(prompts, files, tuple(line.place for line in found), self.size, seed)
+
+    def _examples(self, seed: int) -> PairRows:
+        right = PictureFolder().load(seed)
+        wrong = (*right.files[1:], right.files[0])
+        places = tuple(str(file.parent) for file in right.files)
+        return PairRows(right.prompts, tuple(zip(right.files, wrong, strict=True)), places, self.size, seed)
+
+    def _picture(self, line: Line, side: str) -> Path:
+        return existing((self.images or line.file.parent) / line.text(side), line.place)
+
+
+@dataclass(frozen=True)
+class PairFolder:
+    """Pictures of the same names in the folders `chosen` and `rejected`, and the prompt of each in NAME.txt above."""
 
     path: Path
     size: int | None = None  # pixels a side, cut from the middle; as they are if not given
@@ -97,14 +129,21 @@ class PairFile:
         sided(self.size)
 
     def load(self, seed: int) -> PairRows:
-        found = json_rows(self.path)
-        places = tuple(f"{self.path}, line {number}" for number, _ in found)
-        prompts = tuple(field(self.path, number, row, "prompt") for number, row in found)
-        files = tuple(
-            tuple(
-                existing(self.path.parent / field(self.path, number, row, side), place)
-                for side in ("chosen", "rejected")
-            )
-            for (number, row), place in zip(found, places, strict=True)
-        )
-        return PairRows(prompts, files, places, self.size, seed)  # type: ignore[arg-type]  # two files a row
+        chosen, rejected = (self._named(side) for side in ("chosen", "rejected"))
+        lonely = sorted(chosen.keys() ^ rejected.keys())
+        if lonely:
+            side = "rejected" if lonely[0] in chosen else "chosen"
+            raise ConfigError(f"{self.path}: '{lonely[0]}' has no picture in {side}; expected one of each, or neither")
+        prompts = [existing(self.path / f"{name}.txt", f"the prompt of {chosen[name]}") for name in chosen]
+        texts = tuple(" ".join(line for _, line in lines(prompt)) for prompt in prompts)
+        files = tuple((chosen[name], rejected[name]) for name in chosen)
+        return PairRows(texts, files, tuple(f"{self.path}, '{name}'" for name in chosen), self.size, seed)
+
+    def _named(self, side: str) -> dict[str, Path]:
+        folder = self.path / side
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: there is no such folder; expected one of chosen and one of rejected pictures")
+        found = {file.stem: file for file in sorted(folder.iterdir()) if file.suffix.lower() in FORMATS}
+        if not found:
+            raise ConfigError(f"{folder}: there are no pictures; expected files that end in {', '.join(FORMATS)}")
+        return found

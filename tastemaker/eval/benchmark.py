@@ -27,6 +27,8 @@ class Benchmark:
     numbers: tuple[str, ...] = NUMBERS  # scores that are reported
     lines: tuple[str, ...] = ()  # facts whose values have a line in the report too
     moving: bool = False  # asks for clips
+    layout: str = "samples/{prompt:05d}/{seed:04d}.png"  # where its pictures lie
+    metadata: str = ""  # where the facts of a prompt lie beside its pictures, if they do
 
     def __len__(self) -> int:
         return len(self.prompts)

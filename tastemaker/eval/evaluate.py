@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..pictures import read_picture, save_picture
 from ..registry import ConfigError
+from ..search.search import Price
 from ..types import Facts, PromptBatch, Prompts
 from .benchmark import NUMBERS as NUMBERS
 from .benchmark import Benchmark
@@ -21,17 +25,38 @@ from .summary import Interval, summarise
 
 QUESTIONS, SAMPLES, SCORES, REPORT = "questions.json", "samples.jsonl", "scores.jsonl", "report.json"
 ROWS = 64  # pictures at a time
+READERS = 8  # of files at a time
+PRICES = ("calls", "judged", "flops")  # of a picture
 
-# Pixels [B, F, 3, H, W] of prompts, row r of the benchmark with the same draws every time, and network calls paid.
-Maker = Callable[[PromptBatch, Tensor], tuple[Tensor, int]]
+# Pixels [B, F, 3, H, W] of prompts, row r of the benchmark with the same draws every time, and what was paid for them,
+# in network calls where nothing else was.
+Maker = Callable[[PromptBatch, Tensor], tuple[Tensor, Price | int]]
 
 
 class Marker(Protocol):
     """Who looks at the pictures."""
 
     def mark(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> list[dict[str, Any]]: ...
+
+
+@runtime_checkable
+class Comparer(Protocol):
+    """A marker that knows what real pictures look like."""
+
     def features(self, pixels: Tensor) -> Tensor: ...
     def real(self, prompts: Prompts, facts: Sequence[Facts], rows: Sequence[int]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who shares the work: this one, of how many, and how to wait until all are here."""
+
+    rank: int = 0
+    world: int = 1
+    wait: Callable[[], None] = lambda: None
+
+
+ALONE = Ranks()
 
 
 @dataclass(frozen=True)
@@ -44,16 +69,39 @@ class Done:
 
 
 def evaluate(
-    benchmark: Benchmark, make: Maker, marker: Marker, out: Path, model: str = "", rows: int = ROWS
+    benchmark: Benchmark,
+    make: Maker,
+    marker: Marker,
+    out: Path,
+    model: str = "",
+    rows: int = ROWS,
+    ranks: Ranks = ALONE,
 ) -> Iterator[Done]:
-    """Go through the stages, or through what is left of them, so many rows at a time; the report is `report.json`."""
+    """Go through the stages, or through what is left of them, making so many rows at a time; `report.json` is last."""
     out.mkdir(parents=True, exist_ok=True)
     _claim(benchmark, out, model)
-    yield from _sample(benchmark, make, out, rows)
-    yield from _score(benchmark, marker, out, rows)
+    yield from _sample(benchmark, make, out, rows, ranks)
+    yield from _marked(benchmark, marker, out, model, max(rows, ROWS), ranks)  # a generator may bear fewer
+
+
+def evaluate_files(
+    benchmark: Benchmark, files: Sequence[Path], marker: Marker, out: Path, model: str, ranks: Ranks = ALONE
+) -> Iterator[Done]:
+    """The stages after the first, of pictures that are there, those of a prompt one after the other."""
+    out.mkdir(parents=True, exist_ok=True)
+    _claim(benchmark, out, model)
+    known = [{**_row(benchmark, k, Price(0)), "file": str(file.resolve())} for k, file in enumerate(files)]
+    if not (out / SAMPLES).is_file():
+        _write(out / SAMPLES, _lines(known))
+    yield from _marked(benchmark, marker, out, model, ROWS, ranks)
+
+
+def _marked(benchmark: Benchmark, marker: Marker, out: Path, model: str, rows: int, ranks: Ranks) -> Iterator[Done]:
+    yield from _score(benchmark, marker, out, rows, ranks)
     total = len(benchmark) * benchmark.seeds
-    if not (out / REPORT).is_file():
+    if ranks.rank == 0 and not (out / REPORT).is_file():
         _write(out / REPORT, json.dumps(report(benchmark, marker, out, model, rows), indent=1) + "\n")
+    ranks.wait()
     yield Done("report", total, total)
 
 
@@ -74,58 +122,115 @@ def shares(benchmark: Benchmark, rows: int = ROWS) -> list[list[int]]:
     return [list(range(i, min(i + rows, total))) for i in range(0, total, rows)]
 
 
-def _sample(benchmark: Benchmark, make: Maker, out: Path, rows_at_once: int) -> Iterator[Done]:
-    """Pictures in folders by prompt, and at last the list of them."""
+def _sample(benchmark: Benchmark, make: Maker, out: Path, rows_at_once: int, ranks: Ranks) -> Iterator[Done]:
+    """Pictures in folders by prompt, each rank its shares, and at last the list of them."""
     if (out / SAMPLES).is_file():
         return
-    total, rows, prices = len(benchmark) * benchmark.seeds, [], out / ".prices"
+    prices, every = out / ".prices", shares(benchmark, rows_at_once)
     prices.mkdir(exist_ok=True)
-    for share in shares(benchmark, rows_at_once):
-        # Written after its pictures, so they are all there where it is.
-        paid = prices / f"{share[0]}-{share[-1]}"
-        if not paid.is_file():
-            places = [k // benchmark.seeds for k in share]
-            pixels, calls = make(benchmark.batch(places), torch.tensor(share))
-            for k, picture in zip(share, pixels, strict=True):
-                save_picture(picture, out / _name(benchmark, k))
-            _write(paid, json.dumps(calls))
-        calls = json.loads(paid.read_text(encoding="utf-8"))
-        rows += [_row(benchmark, k, calls / len(share)) for k in share]
-        yield Done("samples", share[-1] + 1, total)
-    _write(out / SAMPLES, _lines(rows))
+    left = [share for share in every if not _part(prices, share).is_file()]
+    ranks.wait()  # all have looked before anyone writes
+    for first in range(0, len(left), ranks.world):
+        # Without a share of its own a rank makes another's once more, for a sharded network takes all of them.
+        share = left[min(first + ranks.rank, len(left) - 1)]
+        pixels, paid = make(benchmark.batch([k // benchmark.seeds for k in share]), torch.tensor(share))
+        if first + ranks.rank < len(left):
+            _keep(benchmark, out, share, pixels)
+            price = paid if isinstance(paid, Price) else Price(paid)
+            _write(_part(prices, share), json.dumps(asdict(price)))  # after its pictures, so they are there where it is
+        yield Done("samples", _reached(benchmark, left[first + ranks.world :]), len(benchmark) * benchmark.seeds)
+    ranks.wait()
+    if ranks.rank == 0:
+        each = [Price(**json.loads(_part(prices, s).read_text(encoding="utf-8"))).each(len(s)) for s in every]
+        rows = [_row(benchmark, k, price) for s, price in zip(every, each, strict=True) for k in s]
+        _write(out / SAMPLES, _lines(rows))
+    ranks.wait()
+
+
+def _part(folder: Path, share: Sequence[int]) -> Path:
+    return folder / f"{share[0]}-{share[-1]}"
+
+
+def _reached(benchmark: Benchmark, left: Sequence[Sequence[int]]) -> int:
+    return len(benchmark) * benchmark.seeds - sum(map(len, left))
+
+
+def _keep(benchmark: Benchmark, out: Path, share: Sequence[int], pixels: Tensor) -> None:
+    """Write pictures down, and what is known of their prompts where the benchmark has it beside them."""
+    for k, picture in zip(share, pixels, strict=True):
+        save_picture(picture, out / _name(benchmark, k))
+        if benchmark.metadata:
+            place = k // benchmark.seeds
+            _write(out / benchmark.metadata.format(prompt=place), json.dumps(benchmark.facts[place]) + "\n")
 
 
 def _name(benchmark: Benchmark, k: int) -> str:
     """Clips are PNG too, for scores are of the very pixels that were made."""
-    return f"samples/{k // benchmark.seeds:05d}/{k % benchmark.seeds:04d}.png"
+    return benchmark.layout.format(prompt=k // benchmark.seeds, seed=k % benchmark.seeds)
 
 
-def _row(benchmark: Benchmark, k: int, calls: float) -> dict[str, Any]:
+def _row(benchmark: Benchmark, k: int, price: Price) -> dict[str, Any]:
     place = k // benchmark.seeds
     known = {"index": place, "seed": k % benchmark.seeds, "prompt": benchmark.prompts[place]}
-    return {"file": _name(benchmark, k), **known, "tag": benchmark.tags[place], "calls": calls}
+    return {"file": _name(benchmark, k), **known, "tag": benchmark.tags[place], **asdict(price)}
 
 
-def _score(benchmark: Benchmark, marker: Marker, out: Path, rows_at_once: int) -> Iterator[Done]:
-    """One line a picture."""
+def _score(benchmark: Benchmark, marker: Marker, out: Path, rows_at_once: int, ranks: Ranks) -> Iterator[Done]:
+    """One line a picture; what is scored is kept share by share, until all of it is."""
     if (out / SCORES).is_file():
         return
-    samples, rows = read_lines(out / SAMPLES), []
-    for share in shares(benchmark, rows_at_once):
+    samples, parts, every = read_lines(out / SAMPLES), out / ".scores", shares(benchmark, rows_at_once)
+    parts.mkdir(exist_ok=True)
+    left = [share for share in every if not _part(parts, share).is_file()]
+    ranks.wait()
+    for place, share in list(enumerate(left))[ranks.rank :: ranks.world]:
         some = [samples[k] for k in share]
         batch = benchmark.batch([sample["index"] for sample in some])
-        marks = marker.mark(_pixels(out, some), batch.prompts, batch.facts)
-        rows += [{**sample, **mark} for sample, mark in zip(some, marks, strict=True)]
-        yield Done("scores", len(rows), len(samples))
-    _write(out / SCORES, _lines(rows))
+        with ThreadPoolExecutor(READERS) as pool:
+            pictures = list(pool.map(read_picture, [out / sample["file"] for sample in some]))
+        marks = _marks(marker, pictures, batch)
+        _write(_part(parts, share), _lines([{**sample, **mark} for sample, mark in zip(some, marks, strict=True)]))
+        yield Done("scores", _reached(benchmark, left[place + 1 :]), len(samples))
+    ranks.wait()
+    if ranks.rank == 0:
+        _write(out / SCORES, "".join(_part(parts, share).read_text(encoding="utf-8") for share in every))
+        shutil.rmtree(parts)
+    ranks.wait()
+
+
+def _marks(marker: Marker, pictures: Sequence[Tensor], batch: PromptBatch) -> list[dict[str, Any]]:
+    """Marks of pictures of any sizes, those of one size together."""
+    found: dict[int, dict[str, Any]] = {}
+    for size in dict.fromkeys(picture.shape for picture in pictures):
+        places = [place for place, picture in enumerate(pictures) if picture.shape == size]
+        pixels = torch.stack([pictures[place] for place in places])
+        known = [batch.prompts[place] for place in places], [batch.facts[place] for place in places]
+        found |= zip(places, marker.mark(pixels, *known), strict=True)
+    return [found[place] for place in range(len(pictures))]
 
 
 def report(benchmark: Benchmark, marker: Marker, out: Path, model: str, rows_at_once: int = ROWS) -> dict[str, Any]:
     """Every score by tag with its interval, and the numbers of the whole set."""
     rows = read_lines(out / SCORES)
     told: dict[str, Any] = {"benchmark": benchmark.name, "model": model, "prompts": len(benchmark)}
-    told |= {"pictures": len(rows), "calls": sum(row["calls"] for row in rows) / len(rows)}
+    told |= {"pictures": len(rows), **{name: sum(row[name] for row in rows) / len(rows) for name in PRICES}}
     told["scores"] = _scores(benchmark, rows)
+    told["any"] = {name: _best(rows, name) for name in benchmark.numbers}
+    return {**told, **(_whole(benchmark, marker, rows, out, rows_at_once) if isinstance(marker, Comparer) else {})}
+
+
+def _best(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """The mean over prompts of the best of each prompt's pictures."""
+    best: dict[int, float] = {}
+    for row in rows:
+        best[row["index"]] = max(float(row[name]), best.get(row["index"], 0.0))
+    return sum(best.values()) / len(best)
+
+
+def _whole(
+    benchmark: Benchmark, marker: Comparer, rows: Sequence[Mapping[str, Any]], out: Path, rows_at_once: int
+) -> dict[str, float]:
+    """Numbers of the whole set."""
     made, real, groups = [], [], []
     for share in shares(benchmark, rows_at_once):
         some = [rows[k] for k in share]
@@ -133,7 +238,7 @@ def report(benchmark: Benchmark, marker: Marker, out: Path, model: str, rows_at_
         made.append(marker.features(pixels))
         real.append(marker.features(marker.real(batch.prompts, batch.facts, share)))
         groups.append(pixels[:, pixels.shape[1] // 2])
-    told["frechet"] = frechet(torch.cat(made), torch.cat(real))
+    told = {"frechet": frechet(torch.cat(made), torch.cat(real))}
     if benchmark.seeds > 1:
         pictures = torch.cat(groups)
         told["diversity"] = diversity(pictures.view(len(benchmark), benchmark.seeds, *pictures.shape[1:]))
@@ -165,6 +270,7 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _write(path: Path, text: str) -> None:
     """The file appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

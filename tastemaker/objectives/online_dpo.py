@@ -65,8 +65,10 @@ class OnlineDPO(Objective[Process, PromptBatch, Preference, int]):
 
     @torch.no_grad()
     def collect(self, ctx: Context[Process], batch: PromptBatch) -> Preference:
+        # Pairs need no log-probabilities, which some samplers would score once more.
+        process = ctx.policy.process if self.guide else ctx.policy.process.as_sampled()
         with self._sampling(ctx.policy):
-            trajectory, _, scores = rate(ctx, batch, self.group)
+            trajectory, _, scores = rate(replace(ctx, policy=replace(ctx.policy, process=process)), batch, self.group)
         groups = scores.total.view(-1, self.group)
         first = torch.arange(len(groups), device=groups.device) * self.group
         best, worst = first + groups.argmax(1), first + groups.argmin(1)

@@ -4,16 +4,49 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..distributions import Categorical
-from ..guidance import Guided
+from ..guidance import Guided, scoring, unguided
 from ..policy import Backbone, Guidance, Process, Rollout
 from ..randomness import Randomness
 from ..types import HIDDEN, Condition, Corrupted, Segment, index
+
+
+class Reading(Protocol):
+    """Who predicts the pictures of some prompts, over and over."""
+
+    def predict(self, x: Tensor, t: Tensor) -> Tensor:
+        """Logits [B, N, V] of tokens [B, N], guided if so asked."""
+
+    def select(self, rows: Tensor) -> Reading:
+        """Who goes on with some of the rows."""
+
+
+@runtime_checkable
+class Attentive(Protocol):
+    """A backbone that need not read a prompt again at every step, for no prompt sees its picture."""
+
+    def reading(self, cond: Condition, guidance: Guidance | None) -> Reading: ...
+
+
+@runtime_checkable
+class Sketched(Protocol):
+    """A backbone whose condition may tell some of the tokens."""
+
+    def canvas(self, cond: Condition) -> Tensor | None:
+        """[B, N], hidden where nothing is told; none if nothing is at all."""
+
+
+@runtime_checkable
+class Scored(Protocol):
+    """A backbone that has a likelihood of its own."""
+
+    def likelihood(self, x: Tensor, noisy: Corrupted, cond: Condition) -> Tensor | None:
+        """[B]; none for that of the hidden tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +61,17 @@ class Masked(Process):
     exponent: float = 2.0  # of the power schedule
     temperature: float = 1.0  # of the choice what to reveal
     annealing: Literal["compounding", "linear"] = "compounding"  # Show-o multiplies by what is left, step after step
+    # Record log-probs by calls that read everything, as those that will score them do, so that the first ratio is one.
+    replay: bool = True
     chance: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (1 <= self.steps <= 10_000 and self.temperature >= 0 and self.exponent > 0):
             found = f"steps {self.steps}, temperature {self.temperature}, exponent {self.exponent}"
             raise ValueError(f"found {found}; expected 1 to 10000 steps, temperature of at least 0, exponent above 0")
+
+    def as_sampled(self) -> Self:
+        return replace(self, replay=False)
 
     def in_steps(self, steps: int) -> Self:
         return replace(self, steps=steps)
@@ -75,9 +113,10 @@ class Masked(Process):
         sureness = torch.where(hidden, sureness, torch.finfo(torch.float32).max)
         chosen = sureness.clamp(min=1e-20).log() + self.heat(step) * gumbel
         cut = chosen.sort(1).values.gather(1, kept[:, None])
-        return chosen < cut
+        return (chosen < cut) & hidden
 
     def decide(self, model: Backbone, cond: Condition, segment: Segment) -> Categorical:
+        model, cond = scoring(model, cond)
         return Categorical(model.predict(segment.state, segment.t, cond).float())
 
     def hide(self, x: Tensor, t: Tensor, uniform: Tensor) -> Tensor:
@@ -93,10 +132,44 @@ class Masked(Process):
         return Corrupted(torch.where(hidden, HIDDEN, x), t, hidden)
 
     def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> Categorical:
+        model, cond = scoring(model, cond)
         return Categorical(model.predict(noisy.x, noisy.t, cond).float())
 
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
+        model, cond = scoring(model, cond)
+        own = model.likelihood(x, noisy, cond) if isinstance(model, Scored) else None
+        if own is not None:
+            return own
         return (self.restore(model, cond, noisy).log_prob(x) * noisy.noise).sum(1)
+
+
+class Rereading:
+    """Reads everything at every step."""
+
+    def __init__(self, model: Backbone, cond: Condition) -> None:
+        self.model, self.cond = model, cond
+
+    def predict(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.model.predict(x, t, self.cond)
+
+    def select(self, rows: Tensor) -> Self:
+        self.cond = index(self.cond, rows)
+        return self
+
+
+def reading(model: Backbone, cond: Condition, *, replay: bool) -> Reading:
+    """The backbone's own, where it has one that may round otherwise, and no gradient is wanted."""
+    inner, guidance = unguided(model)
+    if isinstance(inner, Attentive) and not replay and not torch.is_grad_enabled():
+        return inner.reading(cond, guidance)
+    return Rereading(model, cond)
+
+
+def canvas(model: Backbone, cond: Condition, device: torch.device) -> Tensor:
+    """What is known beforehand, of most pictures nothing: [B, N]."""
+    inner = unguided(model)[0]
+    known = inner.canvas(cond) if isinstance(inner, Sketched) else None
+    return torch.full((len(cond), *model.shape), HIDDEN, device=device) if known is None else known
 
 
 class Revealing(Rollout):
@@ -104,8 +177,8 @@ class Revealing(Rollout):
 
     def __init__(self, process: Masked, model: Backbone, cond: Condition, rng: Randomness) -> None:
         self.process, self.model, self.cond, self.rng = process, model, cond, rng
-        empty = torch.full((len(cond), *model.shape), HIDDEN, device=rng.rows.device)
-        self.start = self.ids = self.guess = empty
+        self.start = self.ids = self.guess = canvas(model, cond, rng.rows.device)
+        self.reading = reading(model, cond, replay=process.replay)
         self.segments: tuple[Segment, ...] = ()
         self.taken, self.price = 0, 0
 
@@ -116,7 +189,7 @@ class Revealing(Rollout):
     def step(self) -> None:
         i, hidden = self.taken, self.ids == HIDDEN
         t = hidden.float().mean(1)
-        there = Categorical(self.model.predict(self.ids, t, self.cond).float())
+        there = Categorical(self.reading.predict(self.ids, t).float())
         self.guess = torch.where(hidden, there.sample(self.rng, "token", i), self.ids)
         log_prob = there.log_prob(self.guess)
         self.taken, self.price = i + 1, self.price + len(self.ids) * self.model.passes
@@ -126,8 +199,18 @@ class Revealing(Rollout):
             uniform = self.rng.uniform("reveal", hidden.shape[1], draw=i)
             stay = self.process.remask(log_prob.exp(), hidden, uniform, i)
         revealed = hidden & ~stay
-        self.segments += (Segment(t, stay.float().mean(1), self.ids, self.guess, log_prob, revealed.float()),)
+        segment = Segment(t, stay.float().mean(1), self.ids, self.guess, log_prob, revealed.float())
+        self.segments += (self._scored(segment),)
         self.ids = torch.where(stay, HIDDEN, self.guess)
+
+    def _scored(self, segment: Segment) -> Segment:
+        """With the log-probabilities of the model itself, where rollouts alone are guided."""
+        inner, guidance = unguided(self.model)
+        if not (self.process.replay and guidance and guidance.rollouts_only):
+            return segment
+        self.price += len(self.ids) * inner.passes
+        there = self.process.decide(self.model, self.cond, segment)
+        return replace(segment, log_prob=there.log_prob(segment.action))
 
     def preview(self) -> Tensor:
         return self.guess
@@ -135,3 +218,4 @@ class Revealing(Rollout):
     def select(self, rows: Tensor) -> None:
         self.start, self.ids, self.guess = index((self.start, self.ids, self.guess), rows)
         self.cond, self.segments, self.rng = index((self.cond, self.segments, self.rng), rows)
+        self.reading = self.reading.select(rows)

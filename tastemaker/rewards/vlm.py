@@ -71,10 +71,8 @@ class VlmScorer:
         pixels, size = pixels[:, pixels.shape[1] // 2].float(), self.spec.batch_size
         with torch.autocast(pixels.device.type, enabled=False):  # a search runs in the model's precision
             parts = (slice(i, i + size) for i in range(0, len(prompts), size))
-            return concatenate([self._part(pixels[part], prompts[part], progress) for part in parts])
+            judged = [self.panel.verdict(pixels[p], prompts[p], self.spec.question, progress) for p in parts]
+        return concatenate(judged)
 
-    def _part(self, pixels: Tensor, prompts: Prompts, progress: float) -> Verdict:
-        if progress < 1:
-            return self.panel.preview(pixels, prompts)
-        said = self.panel.outcome(pixels, prompts, self.spec.question)
-        return Verdict(torch.ones_like(said.agrees), said.agrees, said.score)
+    def reasons(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> list[str]:
+        return self.panel.reasons(pixels[:, pixels.shape[1] // 2].float(), prompts, self.spec.batch_size)

@@ -8,8 +8,8 @@ import torch
 from ..policy import Policy
 from ..randomness import Randomness
 from ..reward import Verifier
-from ..types import PromptBatch
-from .search import Found, Price, Search, candidates
+from ..types import PromptBatch, concatenate, index
+from .search import Found, Price, Search, candidates, shares
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class BestOfN(Search):
     """Outcome selection: of n finished samples a prompt, the one the judge scores best, the first of equals."""
 
     n: int = 4
+    reset: bool = True  # the temperature with every candidate; false is as published
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -24,9 +25,11 @@ class BestOfN(Search):
 
     @torch.no_grad()
     def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
-        cond = policy.embed(batch.prompts, batch.facts).repeat(self.n)
-        rollout = candidates(policy, cond, rng.repeat(self.n))
-        final, cond = rollout.finish().final, rollout.cond
+        cond, draws = policy.embed(batch.prompts, batch.facts).repeat(self.n), rng.repeat(self.n)
+        made = shares(policy, len(cond), self.n, reset=self.reset)
+        rollouts = [candidates(maker, index(cond, rows), index(draws, rows)) for maker, rows in made]
+        order = torch.cat([rows for _, rows in made]).argsort()
+        final = index(concatenate([rollout.finish().final for rollout in rollouts]), order)
         score = verifier.judge(policy.decode(final), cond.prompts, cond.facts, 1.0).score.view(-1, self.n)
         best = torch.arange(len(batch), device=final.device) * self.n + score.argmax(1)
-        return Found(final[best], score.amax(1), Price(rollout.price, len(final)))
+        return Found(final[best], score.amax(1), Price(sum(rollout.price for rollout in rollouts), len(final)))

@@ -35,6 +35,8 @@ cells:
   best: {recipe: grpo-toy-flow, family: flow, objective: best of n, reward: judge, seeds: 1,
          search: {type: best_of_n, n: [2]}}
   broken: {recipe: grpo-toy-flow, family: flow, objective: GRPO, reward: colour, overrides: [optim.lr=1e30]}
+  both: {recipe: grpo-toy-flow, family: flow, objective: GRPO and best of n, reward: judge, control: true, seeds: 1,
+         search: {type: best_of_n, n: [2], trained: true}, aim: {gain: 0.5}}
   other: {recipe: grpo-playground-flow, family: flow, objective: GRPO, reward: verdict}
 """
 QUICK = ["steps=2", "guard.every=1", "--prompts", "6", "--tiny", "--device", "cpu"]
@@ -237,3 +239,12 @@ def test_every_job_of_a_plan_has_a_name_of_its_own() -> None:
     found: Plan = plan("playground")
     listed = jobs(found, list(found.cells), (0, 1, 2), (0, 1, 2))
     assert len({job.key for job in listed}) == len(listed)
+
+
+def test_a_search_may_follow_training(toys: Path) -> None:
+    assert bench(toys, *QUICK, "--seeds", "0", "--cells", "both") == 0
+    found, control = result(toys, "both-2-0"), result(toys, "both-shuffled-0")
+    assert found["about"]["trained"] and found["training"]["steps"] == 2
+    assert found["after"]["calls"] == 2 * control["after"]["calls"]
+    assert found["after"]["judged"] == 2 and control["after"]["judged"] == 0
+    assert found["after"]["flops"] > control["after"]["flops"] > 0

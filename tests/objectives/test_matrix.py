@@ -106,6 +106,9 @@ SETTINGS = [
     Setting(OnlineDPO(beta=1000.0), FLOWS, batch=16),
     Setting(OnlineDPO(beta=10_000.0, levels=2, group=16), NOISE, steps=100, batch=16, cool=True),
     Setting(OnlineDPO(beta=0.1), TOKENS, rate=3e-4, steps=40, batch=16),
+    Setting(OnlineDPO(beta=1000.0, round=30), ("flow",), batch=16, name="rounds"),
+    Setting(OnlineDPO(beta=0.1, round=20), TOKENS, rate=3e-4, steps=40, batch=16, name="rounds"),
+    Setting(OnlineDPO(beta=0.1, round=20, guide=0.1), TOKENS, rate=3e-4, steps=40, batch=16, name="guided"),
     Setting(NFT(group=8, anchor=0.1), LATENTS, rate=3e-4, batch=8),
 ]
 CELLS = [

@@ -93,3 +93,23 @@ def test_another_epoch_draws_other_corruptions(name: str) -> None:
     later = objective.loss(replace(ctx, epoch=1), experience, 0).rows
     assert torch.equal(again, objective.loss(ctx, experience, 0).rows)
     assert torch.equal(again, later) == (name == "causal")  # nothing is drawn to corrupt a sequence
+
+
+def test_several_masks_of_a_pair_leave_less_to_chance() -> None:
+    policy = toys.policy("masked", Twin(), ("reference",))
+    seen = DPO().collect(toys.context(policy, 8), toys.pairs(8, 1, 0))
+    toys.move(policy, 0.05)
+    with torch.no_grad():
+        each = [preferred(policy, seen, corrupt(policy, seen, "shared", draw), 1.0, 0.0) for draw in range(64)]
+    margins = torch.stack([loss.metrics["margin"] for loss in each])
+    assert margins.view(16, 4, 8).mean(1).var(0).mean() < 0.5 * margins.var(0).mean()
+
+
+def test_captions_are_dropped_from_both_pictures_of_a_pair() -> None:
+    policy = toys.policy("masked", snapshots=("reference",))
+    batch = toys.pairs(64, 1, 0)
+    seen = DPO(drop=0.5).collect(toys.context(policy, 64), batch)
+    assert 16 < sum(prompt == "" for prompt in seen.cond.prompts) < 48
+    assert DPO().collect(toys.context(policy, 64), batch).cond.prompts == batch.prompts
+    with pytest.raises(ValueError, match="expected the share of captions to drop"):
+        DPO(drop=2.0)

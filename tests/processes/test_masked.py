@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import toys
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -124,3 +125,11 @@ def test_impossible_settings_are_refused() -> None:
     for process in ({"steps": 0}, {"temperature": -1.0}, {"exponent": 0.0}):
         with pytest.raises(ValueError, match="expected 1 to 10000 steps"):
             Masked(**process)
+
+
+@pytest.mark.parametrize("rollouts_only", [False, True])
+def test_guided_samples_are_scored_with_a_ratio_of_one(rollouts_only: bool) -> None:
+    learner = toys.policy("masked", guidance=Guidance(3.0, rollouts_only=rollouts_only))
+    cond = learner.embed(toys.PROMPTS)
+    for segment in learner.sample(cond, Randomness(0, 0, torch.arange(4))).segments:
+        assert torch.equal(learner.decide(cond, segment).log_prob(segment.action), segment.log_prob)

@@ -23,6 +23,7 @@ from tastemaker.rewards.nets.speech import OneVision, Turns
 from tastemaker.rewards.vlm import Vlm, VlmScorer
 from tastemaker.search.best_of_n import BestOfN
 from tastemaker.search.parm import Parm
+from tastemaker.search.refine import Critic
 from tastemaker.search.search import Search, candidates
 from tastemaker.types import Placement, PromptBatch
 
@@ -263,3 +264,13 @@ def test_pixels_that_are_no_numbers_are_refused() -> None:
     judge = Vlm().tiny().load(Placement())
     with pytest.raises(ValueError, match="NaN or infinite pixels"):
         judge.judge(torch.full((1, 1, 3, 8, 8), torch.nan), ["a cat"], (), 0.5)
+
+
+def test_it_says_what_is_wrong_for_a_search_that_reflects() -> None:
+    judge = Vlm(batch_size=2).tiny().load(Placement())
+    assert isinstance(judge, Critic)
+    told = judge.reasons(PICTURES, PROMPTS, [{}] * 5)
+    assert len(told) == 5 and all(isinstance(reason, str) for reason in told)
+    assert told == judge.reasons(PICTURES, PROMPTS, [{}] * 5)
+    with pytest.raises(ValueError, match="Scripted answers in one word"):
+        scorer(Scripted([])).reasons(PICTURES, PROMPTS, [{}] * 5)

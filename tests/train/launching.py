@@ -24,6 +24,25 @@ def launch(recipe: str, directory: Path, *overrides: str, ranks: int = 1) -> lis
     return [subprocess.Popen(command, env={**settings, **e}, stdout=subprocess.PIPE, text=True) for e in own]
 
 
+def on_ranks(count: int, *arguments: str) -> None:
+    """A command in as many processes, as torchrun would start them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    shared |= {**os.environ, **shared, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tastemaker", *arguments],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    for process in started:
+        told = process.communicate(timeout=240)[1]
+        assert process.returncode == 0, told
+
+
 def finish(processes: list[subprocess.Popen]) -> None:
     for process in processes:
         process.communicate(timeout=240)

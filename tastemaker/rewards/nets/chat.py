@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,13 @@ class Chat:
 
     def __init__(self, net: Any, tokenizer: Any, speech: Speech) -> None:
         self.net, self.tokenizer, self.speech = net, tokenizer, speech
-        settings = net.generation_config
-        self.words: Words = vocabulary(tokenizer, settings.top_k, settings.top_p)
         self.special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+    @cached_property
+    def words(self) -> Words:
+        """Its tokens of yes and no."""
+        settings = self.net.generation_config
+        return vocabulary(self.tokenizer, settings.top_k, settings.top_p)
 
     def plain(self, prompt: str) -> str:
         """A prompt that cannot be taken for a turn of the conversation, or for a picture."""
@@ -87,8 +92,11 @@ class Chat:
         return logits
 
 
-def chat(weights: str, placement: Placement, *, gradient: bool = False) -> Chat:
-    """A chat model from a folder as the hub's, or as LLaVA-NeXT writes them; one that has a gradient, if so asked."""
+def chat(weights: str, placement: Placement, *, gradient: bool = False, judges: bool = True) -> Chat:
+    """A chat model from a folder as the hub's, or as LLaVA-NeXT writes them; one that has a gradient, if so asked.
+
+    One that `judges` must have words for yes and no.
+    """
     if weights == TINY:
         from .tiny_chat import tiny_chat
 
@@ -99,6 +107,8 @@ def chat(weights: str, placement: Placement, *, gradient: bool = False) -> Chat:
     with silence():
         net = _published(told, path, placement) if published(told) else _usual(path, placement)
         found = _speaking(net, str(net.config.model_type), path)
+    if judges:
+        _ = found.words  # refused here rather than before the first picture
     if gradient and not found.speech.differentiable:
         raise ConfigError(
             f"{path} prepares pictures outside PyTorch, so it gives no gradient; "

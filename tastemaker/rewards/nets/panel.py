@@ -11,15 +11,17 @@ from torch import Tensor
 
 from ...reward import Verdict
 from ...types import Prompts
-from .answers import CLARITY, IMAGE, POTENTIAL, QUESTIONS, Mode, Said, Words, understood
-from .chat import Heard
+from .answers import CLARITY, IMAGE, POTENTIAL, QUESTIONS, WRONG, Mode, Said, Words, understood
+from .chat import Chat, Heard
+from .replies import Manner, replies
 from .speech import Turns
 
 
 class Talker(Protocol):
     """Whoever can be asked about pictures."""
 
-    words: Words
+    @property
+    def words(self) -> Words: ...
 
     def plain(self, prompt: str) -> str: ...
     def ask(self, pixels: Tensor, conversations: Sequence[Turns], keep: bool = False) -> Heard: ...
@@ -46,6 +48,24 @@ class Panel:
             said = self._understood(self.chat.follow(heard, rows, "yes", POTENTIAL))
             promising[rows], score[rows] = said.agrees, 1 - said.cost
         return Verdict(clear, promising, score)
+
+    def verdict(self, pixels: Tensor, prompts: Prompts, question: str, progress: float) -> Verdict:
+        """Of previews as above, of finished pictures by the question."""
+        if progress < 1:
+            return self.preview(pixels, prompts)
+        said = self.outcome(pixels, prompts, question)
+        return Verdict(torch.ones_like(said.agrees), said.agrees, said.score)
+
+    def reasons(self, pixels: Tensor, prompts: Prompts, rows: int) -> list[str]:
+        """What is wrong with finished pictures, in the likeliest words, so many of them at a time."""
+        if not isinstance(self.chat, Chat):
+            raise ValueError(f"{type(self.chat).__name__} answers in one word; expected a chat model that says why")
+        told: list[str] = []
+        for i in range(0, len(prompts), rows):
+            part = slice(i, i + rows)
+            asked = [WRONG.replace("{prompt}", prompt) for prompt in prompts[part]]
+            told += replies(self.chat, pixels[part], asked, range(len(asked)), Manner(tokens=64))
+        return told
 
     def _ask(self, pixels: Tensor, prompts: Prompts, question: str, keep: bool = False) -> Heard:
         if not bool(pixels.isfinite().all()):

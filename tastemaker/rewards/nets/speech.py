@@ -43,6 +43,27 @@ class Speech(ABC):
     def asked(self, pixels: Tensor, texts: Sequence[str]) -> Asked:
         """Pictures [B, 3, H, W] in [0, 1] and what is asked of each."""
 
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Any, ...]:
+        """What goes into a folder beside the weights."""
+
+    def answered(self, asked: Asked, ids: Tensor, mask: Tensor) -> Asked:
+        """The same conversations with so many tokens more of each: [B, A], [B, A]."""
+        whole = torch.cat([asked.mask, mask], 1)
+        more = dict(asked.more)
+        for key, x in asked.more.items():
+            if key == "position_ids":
+                more[key] = self.places(whole)
+            elif isinstance(x, Tensor) and x.shape == asked.ids.shape:
+                more[key] = F.pad(x, (0, ids.shape[1]), value=self.spoken)
+        return Asked(torch.cat([asked.ids, ids], 1), whole, more)
+
+    @property
+    def spoken(self) -> int:
+        """The kind of tokens that answer, where a network is told of kinds."""
+        return 0
+
     def places(self, mask: Tensor) -> Tensor:
         """The position of each token, had it no picture before it."""
         return (mask.cumsum(-1) - 1).clamp(min=0)
@@ -60,6 +81,10 @@ class OneVision(Speech):
     tokenizer: Any
     keeps = True
     differentiable = True
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self.tokenizer,)
 
     def written(self, turns: Turns) -> str:
         said = [f"<|im_start|>{who}\n{what}<|im_end|>\n" for who, what in zip(_speakers(turns), turns, strict=True)]
@@ -100,6 +125,10 @@ class Qwen(Speech):
     images: Any  # their image processor
     keeps = True
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self.tokenizer, self.images)
+
     def written(self, turns: Turns) -> str:
         return _templated(self.tokenizer, turns)
 
@@ -127,6 +156,15 @@ class Processed(Speech):
 
     net: Any
     processor: Any
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self.processor,)
+
+    @property
+    def spoken(self) -> int:
+        # PaliGemma reads what comes before in any order, and what it says itself in order alone.
+        return int(self.net.config.model_type == "paligemma")
 
     def written(self, turns: Turns) -> str:
         if self.processor.chat_template is None:

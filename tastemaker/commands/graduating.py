@@ -1,0 +1,45 @@
+"""`tastemaker export` of a judge: a folder as the hub's, which transformers and the reward `vlm` load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ..config.build import build_judge
+from ..config.load import load_any
+from ..config.run import JudgeConfig
+from ..lora import LoraWeights
+from ..registry import ConfigError
+from ..rewards.nets.chat import chat
+from ..rewards.nets.pupil import save
+from ..train import checkpoint
+from ..types import Placement
+from .directory import CONFIG
+
+QUIET = ["engine.device=cpu", "engine.compile=false", "engine.strategy=replicated", "engine.precision=fp32"]
+
+
+def graduate(directory: Path, out: Path, name: str, console: Console) -> None:
+    """Write the judge of a run, adapters added to what they adapt, in sixteen bits."""
+    found, config = checkpoint.latest(directory), load_any(directory / CONFIG, QUIET)
+    if found is None or not isinstance(config, JudgeConfig):
+        raise ConfigError(f"{directory} has no checkpoint to export; give the directory of a run")
+    if out.suffix or (out.is_dir() and any(out.iterdir())):
+        raise ConfigError(f"--out: '{out}' must be a new folder, for a judge is one; name another")
+    run = build_judge(config, directory)
+    run.resume(found)
+    kept = run.weights.stored()
+    chosen = name or ("ema" if "ema" in kept else "live")
+    if chosen != "live" and chosen not in kept:
+        raise ConfigError(f"--weights: the run keeps no '{chosen}' (there are: {', '.join(['live', *kept])})")
+    if isinstance(run.weights, LoraWeights):
+        tensors = run.weights.merged(chosen)
+    else:
+        tensors = dict(run.weights.net.state_dict()) | (kept[chosen] if chosen != "live" else {})
+    judge = chat(config.judge.weights, Placement(), judges=False)
+    judge.net.load_state_dict({key.removeprefix("net."): x for key, x in tensors.items()})
+    judge.net.to(torch.bfloat16)
+    save(judge, out)
+    console.print(f"{out}: {chosen} weights of {found.name}, for the reward vlm", markup=False, highlight=False)

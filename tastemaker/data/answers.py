@@ -1,0 +1,128 @@
+"""Questions about pictures with their answers, for judges to learn: LLaVA's layout, plain rows, and mixtures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from ..pictures import read_picture
+from ..registry import ConfigError
+from ..types import Answers, PromptBatch
+from .mixture import Line, mixed
+from .order import rows
+from .pairs import PlainPairs, ToyPairs
+from .pictures import sided, squared, stacked
+from .prompts import existing
+
+SPEAKERS = ("human", "gpt")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer: everything said before it, about which picture, and where that is written."""
+
+    file: Path
+    turns: tuple[str, ...]
+    answer: str
+    place: str
+
+
+@dataclass(frozen=True)
+class AnswerRows:
+    """Answers on disk; pictures are decoded when their turn comes."""
+
+    asked: tuple[Asked, ...]
+    size: int | None
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.asked)
+
+    def batch(self, step: int, size: int, rank: int, world: int) -> Answers:
+        chosen = [self.asked[i] for i in rows(len(self), self.seed, step, size, rank, world)]
+        names = [f"{each.place}: {each.file.name}" for each in chosen]
+        pixels = stacked([squared(read_picture(each.file)[:1], self.size) for each in chosen], names)
+        return Answers(pixels[:, 0], tuple({"turns": each.turns, "answer": each.answer} for each in chosen))
+
+    def first(self, count: int) -> PromptBatch:
+        return PromptBatch(tuple(self.asked[i % len(self)].turns[-1] for i in range(count)), ({},) * count)
+
+
+@dataclass(frozen=True)
+class AnswerFile:
+    """A .json or .jsonl of LLaVA's rows or of {image, question, answer}, or a .yaml that mixes several of them.
+
+    Every answer of a conversation is a row of its own. Paths of pictures are relative to the file that names them.
+    """
+
+    path: Path
+    size: int | None = None  # pixels a side, cut from the middle; as they are if not given
+    yields: ClassVar[type] = Answers
+
+    def __post_init__(self) -> None:
+        sided(self.size)
+
+    def load(self, seed: int) -> AnswerRows:
+        found = tuple(asked for line in mixed(self.path, seed) for asked in _answers(line))
+        return AnswerRows(found, self.size, seed)
+
+
+def _answers(line: Line) -> list[Asked]:
+    """Every answer of a row, with all that was said before it."""
+    file = existing(line.file.parent / line.text("image"), line.place)
+    if "conversations" not in line.row:
+        return [Asked(file, (line.text("question"),), line.text("answer"), line.place)]
+    turns = _turns(line.place, line.row["conversations"])
+    return [Asked(file, turns[:k], turns[k], line.place) for k in range(1, len(turns), 2)]
+
+
+def _turns(place: str, said: Any) -> tuple[str, ...]:
+    told = said if isinstance(said, list) else []
+    turns = [turn for turn in told if isinstance(turn, dict) and isinstance(turn.get("value"), str)]
+    speakers = [turn.get("from") for turn in turns]
+    if not turns or len(turns) != len(told) or speakers != list(SPEAKERS) * (len(turns) // 2):
+        raise ConfigError(f"{place}: found turns of {speakers}; expected human and gpt in turn, each with a 'value'")
+    return tuple(turn["value"] for turn in turns)
+
+
+@dataclass(frozen=True)
+class PlainAnswers:
+    pairs: PlainPairs
+    question: str
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    def batch(self, step: int, size: int, rank: int, world: int) -> Answers:
+        two = self.pairs.batch(step, -(-size // 2), 0, 1)
+        pixels = torch.stack([two.chosen[:, 0], two.rejected[:, 0]], 1).flatten(0, 1)
+        told = [
+            {"turns": (self.question.replace("{prompt}", prompt),), "answer": answer}
+            for prompt in two.prompts
+            for answer in ("yes", "no")
+        ]
+        share = slice(rank * size // world, (rank + 1) * size // world)
+        return Answers(pixels[share], tuple(told[share]))
+
+    def first(self, count: int) -> PromptBatch:
+        return self.pairs.first(count)
+
+
+@dataclass(frozen=True)
+class ToyAnswers:
+    """Whether plain pictures are of the colour they should be: each right one beside a wrong one."""
+
+    question: str = "<image> Is this {prompt}? Please answer yes or no without explanation."
+    colors: tuple[str, ...] = ("red", "green", "blue", "grey")
+    count: int = 256
+    start: int = 0  # from another on, they are held out
+    yields: ClassVar[type] = Answers
+
+    def __post_init__(self) -> None:
+        ToyPairs(self.colors, 1, self.count, self.start)
+
+    def load(self, seed: int) -> PlainAnswers:
+        return PlainAnswers(ToyPairs(self.colors, 1, self.count, self.start).load(seed), self.question)

@@ -1,0 +1,185 @@
+"""GenEval: its 553 prompts, its folders of pictures, its detector as a marker, and its lines of results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..geneval import CLASSES, COLORS, RELATIONS, sound
+from ..registry import ConfigError
+from ..rewards.geneval import GenevalScorer
+from ..types import Facts, Prompts
+from .benchmark import Benchmark
+from .evaluate import SCORES, read_lines
+
+METADATA = "evaluation_metadata.jsonl"
+PUBLISHED = f"https://raw.githubusercontent.com/djghosh13/geneval/main/prompts/{METADATA}"
+MD5 = "9a0ed515640279a48ed3380d90aec0ed"  # of the published file
+RESULTS = "results.jsonl"
+PROMPTS, PICTURES = 553, 4
+EACH = 100  # prompts drawn of a task, before those drawn twice are dropped
+NUMBERS = {2: "two", 3: "three", 4: "four"}
+PICTURE = re.compile(r"\d+\.png")
+
+
+def prompts() -> tuple[Facts, ...]:
+    """The published prompts with their metadata, drawn again as they were, and held against the published file."""
+    text = published()
+    found = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
+    if found != MD5:
+        raise ConfigError(
+            f"the prompts drawn here have the MD5 {found}, the published ones {MD5}: this NumPy draws other numbers; "
+            f"fetch {PUBLISHED} and name it with --metadata"
+        )
+    return tuple(json.loads(line) for line in text.splitlines())
+
+
+@lru_cache(maxsize=1)
+def published() -> str:
+    """The text of `evaluation_metadata.jsonl`."""
+    lines = dict.fromkeys(json.dumps(row) for row in _drawn(np.random.default_rng(43)))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _drawn(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    """All tasks one after the other; the order of draws and of keys is the published file's."""
+    for place in rng.choice(len(CLASSES), len(CLASSES), replace=False):
+        yield _asked("single_object", [_thing(place)], _with_article(CLASSES[place]))
+    for _ in range(EACH):
+        first, second = rng.choice(len(CLASSES), 2, replace=False)
+        words = f"{_with_article(CLASSES[first])} and {_with_article(CLASSES[second])}"
+        yield _asked("two_object", [_thing(first), _thing(second)], words)
+    for _ in range(EACH):
+        place, count = rng.choice(len(CLASSES)), int(rng.integers(2, 4, endpoint=True))
+        name = CLASSES[place]
+        wanted, unwanted = {"class": name, "count": count}, {"class": name, "count": count + 1}
+        text = f"a photo of {NUMBERS[count]} {name}{'es' if name.endswith('s') else 's'}"
+        yield {"tag": "counting", "include": [wanted], "exclude": [unwanted], "prompt": text}
+    for _ in range(EACH):
+        place, color = rng.choice(len(CLASSES) - 1) + 1, COLORS[rng.choice(len(COLORS))]  # people have no colour
+        yield _asked("colors", [_thing(place, color=color)], _with_article(f"{color} {CLASSES[place]}"))
+    for _ in range(EACH):
+        first, second = rng.choice(len(CLASSES), 2, replace=False)
+        relation = RELATIONS[rng.choice(len(RELATIONS))]
+        words = f"{_with_article(CLASSES[first])} {relation} {_with_article(CLASSES[second])}"
+        yield _asked("position", [_thing(second), _thing(first, position=[relation, 0])], words)
+    for _ in range(EACH):
+        things = rng.choice(len(CLASSES) - 1, 2, replace=False) + 1
+        colors = [COLORS[place] for place in rng.choice(len(COLORS), 2, replace=False)]
+        pairs = list(zip(things, colors, strict=True))
+        words = " and ".join(_with_article(f"{color} {CLASSES[place]}") for place, color in pairs)
+        yield _asked("color_attr", [_thing(place, color=color) for place, color in pairs], words)
+
+
+def _thing(place: int, **more: Any) -> dict[str, Any]:
+    return {"class": CLASSES[place], "count": 1, **more}
+
+
+def _asked(tag: str, include: list[dict[str, Any]], words: str) -> dict[str, Any]:
+    return {"tag": tag, "include": include, "prompt": f"a photo of {words}"}
+
+
+def _with_article(words: str) -> str:
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
+
+
+def read_metadata(path: Path) -> tuple[Facts, ...]:
+    """Prompts of a file in the published layout, every one of them sound."""
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as one JSON mapping a line ({error}); check the path") from error
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+            raise ConfigError(f"{path}, line {number}: has no 'prompt'; expected a mapping as in GenEval's {METADATA}")
+        sound(row, f"{path}, line {number}")
+    if not rows:
+        raise ConfigError(f"{path} holds no prompts; expected GenEval's {METADATA}")
+    return tuple(rows)
+
+
+def geneval(count: int = PROMPTS, seeds: int = PICTURES, metadata: Path | None = None) -> Benchmark:
+    """The first so many of the prompts, published or of a file."""
+    if count < 1 or seeds < 1:
+        raise ValueError(f"GenEval was asked for {count} prompts, {seeds} pictures each; expected at least 1 and 1")
+    facts = (read_metadata(metadata) if metadata else prompts())[:count]
+    texts, tags = tuple(fact["prompt"] for fact in facts), tuple(fact["tag"] for fact in facts)
+    places = "images/{prompt:05d}/samples/{seed:04d}.png", "images/{prompt:05d}/metadata.jsonl"
+    return Benchmark("geneval", texts, facts, tags, seeds, ("correct",), layout=places[0], metadata=places[1])
+
+
+def gathered(benchmark: Benchmark, folder: Path) -> list[Path]:
+    """Pictures in the layout of GenEval's own scripts, those of a prompt one after the other, none missing or over."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; expected one that holds 00000, 00001 and so on")
+    found = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name.isdigit())
+    wanted = [f"{place:05d}" for place in range(len(benchmark))]
+    _compared(folder, [name for name in wanted if name not in found], [n for n in found if n not in wanted], "folders")
+    return [file for place in range(len(benchmark)) for file in _of_prompt(benchmark, folder / wanted[place], place)]
+
+
+def _of_prompt(benchmark: Benchmark, folder: Path, place: int) -> list[Path]:
+    facts, samples = folder / "metadata.jsonl", folder / "samples"
+    if not facts.is_file() or not samples.is_dir():
+        raise ConfigError(f"{folder} lacks metadata.jsonl or samples/; expected both, as GenEval's scripts write them")
+    (told, *_) = read_metadata(facts)
+    if told != benchmark.facts[place]:
+        raise ConfigError(
+            f"{facts} asks for '{told['prompt']:.80}', but prompt {place} is '{benchmark.prompts[place]:.80}'; "
+            f"give the {METADATA} that the pictures were made of with --metadata"
+        )
+    files = sorted(path for path in samples.iterdir() if not path.name.startswith("."))
+    extra = [path.name for path in files if not PICTURE.fullmatch(path.name)]
+    pictures = sorted((path for path in files if path.name not in extra), key=lambda path: int(path.stem))
+    extra += [path.name for path in pictures[benchmark.seeds :]]
+    lost = [f"{k:04d}.png" for k in range(len(pictures), benchmark.seeds)]
+    _compared(samples, lost, extra, "pictures")
+    return pictures
+
+
+def _compared(folder: Path, lost: Sequence[str], extra: Sequence[str], kind: str) -> None:
+    for names, what in ((lost, "lacks"), (extra, "holds beyond what was asked for")):
+        if names:
+            raise ConfigError(
+                f"{folder} {what} {len(names)} {kind}, {names[0]} the first; mend it, or say by --prompts, --count and "
+                "--metadata what it is to hold"
+            )
+
+
+@dataclass(frozen=True)
+class Referee:
+    """Marks pictures by GenEval's detector and rules."""
+
+    scorer: GenevalScorer
+    device: torch.device
+
+    def mark(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> list[dict[str, Any]]:
+        rows, size = [], self.scorer.spec.batch_size
+        for first in range(0, len(pixels), size):
+            some = pixels[first : first + size, 0].to(self.device)
+            for told in self.scorer.sight.look(some, facts[first : first + size]):
+                boxes = {name: [[*d.box, d.score] for d in group] for name, group in told.kept.items()}
+                rows.append({"correct": float(told.correct), "reasons": list(told.reasons), "details": boxes})
+        return rows
+
+
+def results(benchmark: Benchmark, out: Path) -> Path:
+    """The scores as GenEval's own evaluation writes them, for scripts that read that."""
+    lines = []
+    for row in read_lines(out / SCORES):
+        file, fact = row["file"], benchmark.facts[row["index"]]
+        known = {"filename": file, "tag": row["tag"], "prompt": row["prompt"], "correct": bool(row["correct"])}
+        texts = {"reason": "\n".join(row["reasons"]), "metadata": json.dumps(fact)}
+        lines.append(json.dumps({**known, **texts, "details": json.dumps(row["details"])}) + "\n")
+    (out / RESULTS).write_text("".join(lines), encoding="utf-8")
+    return out / RESULTS

@@ -1,0 +1,85 @@
+"""Pictures some of whose tokens are known beforehand: painted over in part, or continued beyond an edge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..pictures import fitted, read_picture
+from ..policy import Backbone, Policy
+from ..randomness import Randomness
+from ..types import HIDDEN, Facts
+
+Edge = Literal["left", "right", "up", "down"]
+TURNS: dict[Edge, int] = {"right": 0, "down": 1, "left": 2, "up": 3}  # quarter turns that bring an edge to the right
+
+
+def known(model: Backbone, facts: Sequence[Facts]) -> Tensor | None:
+    """What facts tell of tokens: [B, N], hidden elsewhere.
+
+    Either `tokens` [N] themselves, or `image` and `mask`, paths or pixels [F, 3, H, W], white where to paint anew.
+    """
+    if not any("tokens" in fact or "mask" in fact for fact in facts):
+        return None
+    return torch.stack([_row(model, fact) for fact in facts])
+
+
+def _row(model: Backbone, fact: Facts) -> Tensor:
+    if "tokens" in fact:
+        given: Tensor = torch.as_tensor(fact["tokens"])
+        if given.shape != model.shape:
+            raise ValueError(f"'tokens' are {list(given.shape)}; expected {list(model.shape)}, {HIDDEN} where hidden")
+        return given.to(_device(model))
+    if "mask" not in fact:
+        return torch.full(model.shape, HIDDEN, device=_device(model))
+    if "image" not in fact:
+        raise ValueError("there is a fact 'mask', but no 'image' to paint over; give both, paths or pixels")
+    picture, mask = (_pixels(model, fact[name]) for name in ("image", "mask"))
+    side = int(model.shape[0] ** 0.5)
+    anew = F.interpolate(mask[:, 0].mean(1, keepdim=True), (side, side), mode="bicubic") >= 0.5
+    return torch.where(anew.flatten(), HIDDEN, model.encode(picture)[0])
+
+
+def _pixels(model: Backbone, given: Any) -> Tensor:
+    """[1, 1, 3, H, W] at the model's size."""
+    pixels: Tensor = read_picture(Path(given)) if isinstance(given, (str, Path)) else given
+    return fitted(pixels[None, :1].to(_device(model)), *model.pixels[2:])
+
+
+def _device(model: Backbone) -> torch.device:
+    return next(model.net.parameters()).device
+
+
+@torch.no_grad()
+def continued(policy: Policy[Any], tokens: Tensor, prompt: str, edge: Edge, count: int, rng: Randomness) -> Tensor:
+    """Tokens [h, w] with `count` rows or columns more beyond an edge, painted by what shows beside it.
+
+    A window as large as the model's pictures slides over the edge; what is wider, it goes along piece by piece.
+    """
+    side = int(policy.model.shape[0] ** 0.5)
+    if not (0 < count < side and min(tokens.shape) >= side):
+        raise ValueError(
+            f"found {list(tokens.shape)} tokens and {count} to add; expected at least {side} each way, and 1 to "
+            f"{side - 1} to add at a time"
+        )
+    turned = torch.rot90(tokens, TURNS[edge])
+    grown = F.pad(turned, (0, count), value=HIDDEN)
+    for number, top in enumerate(_tops(len(grown), side)):
+        window = torch.rot90(grown[top : top + side, -side:], -TURNS[edge])
+        cond = policy.embed([prompt], [{"tokens": window.flatten()}])
+        drawn = replace(rng, rows=rng.rows + number)
+        painted = policy.sample(cond, drawn).final.view(side, side)
+        grown[top : top + side, -side:] = torch.rot90(painted, TURNS[edge])
+    return torch.rot90(grown, -TURNS[edge])
+
+
+def _tops(rows: int, side: int) -> list[int]:
+    """Where windows begin so that together they cover all rows."""
+    tops = list(range(0, rows - side, side))
+    return [*tops, rows - side]

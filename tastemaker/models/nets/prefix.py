@@ -1,0 +1,69 @@
+"""Show-o's predictions of pictures whose prompts are read once for all steps."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from ...distributions import like
+from ...guidance import extrapolate, within
+from ...policy import Guidance
+from ...types import HIDDEN
+from .showo import Cache, Vocabulary, visible
+
+STEP = 32  # places by which filling is left out, so that few lengths occur and few graphs are compiled
+
+
+def trimmed(text: Tensor, filling: int) -> tuple[Tensor, Tensor, int]:
+    """Texts [B, length] without most of the filling all begin with, what is left of it in each [B], and how much went.
+
+    Nobody sees filling, so that nothing else changes.
+    """
+    padding = (text == filling).sum(1)
+    gone = int(padding.min()) // STEP * STEP
+    return text[:, gone:], padding - gone, gone
+
+
+class Prefix:
+    """Keys and values of prompts, each once; no text sees its picture, so they hold for as long as the weights do."""
+
+    def __init__(self, net: nn.Module, vocabulary: Vocabulary, text: Tensor, guidance: Guidance | None) -> None:
+        """Of `text` [B, length]; guided, of all rows and then of all without their prompts."""
+        self.net, self.vocabulary, self.guidance, self.length = net, vocabulary, guidance, text.shape[1]
+        alone, self.rows = torch.unique(text, dim=0, return_inverse=True)
+        alone, padding, gone = trimmed(alone, vocabulary.filling)
+        self.shown = alone != vocabulary.filling  # [texts, places]
+        allowed = visible(padding, alone.shape[1], alone.shape[1])
+        found = net(alone, allowed, places=slice(0, 0), tokens=vocabulary.pictures, first=gone, keep=True)
+        self.past: Cache = found[1]
+
+    def predict(self, x: Tensor, t: Tensor) -> Tensor:
+        """Logits [B, N, codes] of codes [B, N], -1 where hidden."""
+        ids, times = self.vocabulary.framed(x), 1 if self.guidance is None else 2
+        if bool((x == HIDDEN).all()):  # nothing but the prompts tells rows apart yet
+            texts = torch.arange(len(self.shown), device=x.device)
+            logits = self._read(ids[:1].expand(len(texts), -1), texts)[self.rows]
+        else:
+            logits = self._read(ids.repeat(times, 1), self.rows)
+        if self.guidance is None:
+            return logits
+        given, without = logits.chunk(2)
+        return extrapolate(self.guidance, given, without, like(within(t, self.guidance.interval), given))
+
+    def _read(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Of pictures, each after the text of that number."""
+        seen = torch.cat([self.shown[rows], torch.ones_like(ids, dtype=torch.bool)], 1)
+        allowed = seen[:, None, None].expand(-1, 1, ids.shape[1], -1)
+        places, tokens = slice(1, ids.shape[1] - 1), self.vocabulary.pictures
+        logits: Tensor = self.net(
+            ids, allowed, places=places, tokens=tokens, past=self.past, rows=rows, first=self.length
+        )[0]
+        return logits
+
+    def select(self, rows: Tensor) -> Self:
+        kept = rows.to(self.rows.device)
+        halves = (self.rows,) if self.guidance is None else self.rows.chunk(2)
+        self.rows = torch.cat([half[kept] for half in halves])
+        return self

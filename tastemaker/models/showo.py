@@ -1,0 +1,220 @@
+"""Show-o as configurations name it: words and pictures by one transformer, pictures a few codes at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..distributions import Categorical
+from ..guidance import both
+from ..policy import Guidance, Process
+from ..pretrained import Source
+from ..processes.masked import Masked
+from ..registry import ConfigError
+from ..types import Condition, Corrupted, Facts, Placement, Prompts
+from . import checkpoints
+from .canvas import known
+from .eyes import CLIP, Eyes, features
+from .nets.magvit import Magvit, MagvitShape, Side
+from .nets.palette import Palette
+from .nets.prefix import Prefix, trimmed
+from .nets.showo import Showo as Network
+from .nets.showo import ShowoShape, Vocabulary, visible
+from .prompting import LETTERS, PHI, Prompter, tokenizer
+from .published import TINY
+from .vq import Codes, Count
+
+COT = "ZiyuG/Image-Generation-CoT"
+MAGVIT = Source("showlab/magvitv2", "pytorch_model.safetensors", "0.4 GB", "MIT")
+PUBLISHED = {
+    "showlab/show-o": Source("showlab/show-o", "pytorch_model.safetensors", "5.8 GB", "MIT"),
+    "showlab/show-o-w-clip-vit": Source("showlab/show-o-w-clip-vit", "pytorch_model.safetensors", "5.8 GB"),
+    "showlab/show-o-512x512": Source("showlab/show-o-512x512", "pytorch_model.safetensors", "5.8 GB", "Apache-2.0"),
+    **{
+        name: Source(COT, f"{folder}/pytorch_model.bin", "2.9 GB")
+        for name, folder in (
+            ("dpo", "dpo"),
+            ("dpo_iter", "dpo_iter"),
+            ("dpo_iter_parm_guide", "dpo_iter_parm_gudie"),  # spelt so where it is published
+        )
+    },
+}  # by the names that `weights` takes
+
+
+class ShowoBackbone:
+    """Reads a prompt and what shows of a square of codes, and predicts all of them."""
+
+    passes = 1
+
+    def __init__(self, spec: Showo, placement: Placement) -> None:
+        self.device, self.scored = placement.device, spec.scored
+        self.shape: tuple[int, ...] = spec.shape
+        self.pixels = (1, 3, spec.pixels, spec.pixels)
+        self.vocabulary = spec.sizes().vocabulary
+        self.prompter = Prompter(self.vocabulary, tokenizer(spec.tokenizer, self.vocabulary), spec.words + 1)
+        self.codec = codec(spec, placement)
+        self.eyes = None if spec.vision is None else Eyes(spec.vision, placement, spec.seed)
+        self.net: nn.Module = network(spec, placement)
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        tensors = {"text": self.prompter(prompts).to(self.device)}
+        given = known(self, facts)
+        return Condition(tuple(prompts), tensors if given is None else {**tensors, "known": given}, tuple(facts))
+
+    def canvas(self, cond: Condition) -> Tensor | None:
+        """What is known of the pictures beforehand: [B, N], hidden elsewhere; none if nothing is."""
+        return cond.tensors.get("known")
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        return self._read(x, cond, slice(1, x.shape[1] + 1), self.vocabulary.pictures)
+
+    def _read(self, x: Tensor, cond: Condition, places: slice, tokens: slice) -> Tensor:
+        """Logits of some tokens at some places of the picture, the mark that opens it being the first."""
+        text, padding, gone = trimmed(cond.tensors["text"], self.vocabulary.filling)
+        ids = torch.cat([text, self.vocabulary.framed(x)], 1)
+        start = text.shape[1]
+        allowed = visible(padding, start, ids.shape[1])
+        within = slice(start + (places.start or 0), None if places.stop is None else start + places.stop)
+        logits: Tensor = self.net(ids, allowed, places=within, tokens=tokens, first=gone)[0]
+        return logits
+
+    def reading(self, cond: Condition, guidance: Guidance | None) -> Prefix:
+        """Who predicts for as long as weights and prompts stay the same."""
+        text = (both(cond) if guidance else cond).tensors["text"]
+        return Prefix(self.net, self.vocabulary, text, guidance)
+
+    def likelihood(self, x: Tensor, noisy: Corrupted, cond: Condition) -> Tensor | None:
+        """As published: of all ids, not of codes alone, and of the marks around the picture too, which always show."""
+        if self.scored == "codes":
+            return None
+        logits = self._read(noisy.x, cond, slice(None), slice(None))
+        counted = torch.nn.functional.pad(noisy.noise, (1, 1), value=True)
+        return (Categorical(logits).log_prob(self.vocabulary.framed(x)) * counted).sum(1)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast(pixels.device.type, enabled=False):  # rounded, signs would be others
+            ids = self.codec.encode(pixels[:, 0].float())
+        if ids.shape[1:] != self.shape:
+            height, width = pixels.shape[-2:]
+            raise ConfigError(
+                f"data: pictures of {height}x{width} pixels have {ids.shape[1]} tokens, the model reads "
+                f"{self.shape[0]}; set data.size={self.pixels[-1]}"
+            )
+        return ids
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return self.codec.decode(x.clamp(min=0))[:, None]  # what is still hidden shows as the first code
+
+
+def network(spec: Showo, placement: Placement) -> Network:
+    """Of published weights, without having been filled before; or at random, where and as it will be."""
+    dtype = placement.trained or (torch.bfloat16 if placement.dtype == torch.bfloat16 else torch.float32)
+    if spec.weights is not None:
+        with torch.device("meta"):
+            net = Network(spec.sizes())
+        source = PUBLISHED.get(spec.weights)
+        tensors = checkpoints.read(source.hub if source else spec.weights, source)
+        checkpoints.assign(net, tensors, dtype, spec.weights)
+        return net.to(placement.device)
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[placement.device] if placement.device.type == "cuda" else []):
+        torch.manual_seed(spec.seed)
+        try:
+            torch.set_default_dtype(dtype)
+            with torch.device(placement.device):
+                return Network(spec.sizes())
+        finally:
+            torch.set_default_dtype(before)
+
+
+def codec(spec: Showo, placement: Placement) -> Magvit | Palette:
+    """The published tokenizer, frozen; without a name, the colours of cells in its place."""
+    if spec.codec is None:
+        return Palette(spec.codes, spec.side, spec.pixels).to(placement.device)
+    with torch.device("meta"):
+        net = Magvit(spec.magvit())
+    source = MAGVIT if spec.codec == MAGVIT.hub else None
+    # In float32 whatever else computes in: rounded, other signs would be found.
+    checkpoints.assign(net, checkpoints.read(spec.codec, source), torch.float32, spec.codec)
+    return net.to(placement.device).eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Showo:
+    """Show-o: Phi-1.5 with the codes of pictures among its words, which paints by revealing them."""
+
+    weights: str | None = "showlab/show-o"  # as released by that name, a file, a folder or a run; at random without
+    codec: str | None = MAGVIT.hub  # likewise; without one, tokens are the colours of cells
+    tokenizer: str = PHI.hub  # of words: a folder, or its name on the hub
+    vision: str | None = None  # CLIP, where pictures are told of by its features: a folder, or its name on the hub
+    pixels: Annotated[int, Field(ge=8, le=2048)] = 256  # a side
+    downsample: Annotated[int, Field(ge=1, le=32)] = 16  # pixels a token, each way
+    words: Annotated[int, Field(ge=4, le=1024)] = 128  # tokens of a prompt, longer ones are cut
+    scored: Literal["codes", "sequence"] = "codes"  # as published sequence: among all ids, with both ends
+    codes: Codes = 8192
+    vocabulary: Annotated[int, Field(ge=8, le=10**6)] = 50295  # of the tokenizer
+    end: Annotated[int, Field(ge=0, le=10**6)] = 50256  # the id of its end of texts
+    width: Annotated[int, Field(ge=8, le=16384)] = 2048
+    depth: Count = 24
+    heads: Annotated[int, Field(ge=1, le=256)] = 32
+    inner: Annotated[int, Field(ge=8, le=65536)] = 8192
+    channels: Annotated[int, Field(ge=8, le=1024)] = 128  # likewise below: of the codec
+    encoder: tuple[tuple[Count, Count], ...] = ((1, 4), (2, 3), (2, 4), (4, 3), (4, 4))  # multiplier, blocks by level
+    decoder: tuple[tuple[Count, Count], ...] = ((1, 4), (1, 4), (2, 3), (2, 4), (4, 3))
+    seed: int = 0
+    frames: ClassVar[int] = 1
+    suits: ClassVar[type[Process]] = Masked
+
+    def __post_init__(self) -> None:
+        self.sizes()
+        if self.pixels % self.downsample:
+            found = f"'pixels' is {self.pixels}; expected a multiple of 'downsample', which is {self.downsample}"
+            raise ValueError(found)
+        if self.end >= self.vocabulary:
+            raise ValueError(f"'end' is {self.end}; expected an id below 'vocabulary', which is {self.vocabulary}")
+        if self.codec is not None and (2 ** (self.codes.bit_length() - 1), self.magvit().stride) != (
+            self.codes,
+            self.downsample,
+        ):
+            raise ValueError(
+                f"found {self.codes} codes of {self.downsample} pixels a side; expected a power of two, and "
+                f"{self.magvit().stride} pixels, for so many levels has the codec"
+            )
+
+    def sizes(self) -> ShowoShape:
+        words = Vocabulary(self.vocabulary, self.end, self.codes)
+        return ShowoShape(self.width, self.depth, self.heads, self.inner, words, features(self.vision))
+
+    def magvit(self) -> MagvitShape:
+        halves = (self.encoder, self.decoder)
+        first, last = (Side(tuple(m for m, _ in half), tuple(blocks for _, blocks in half)) for half in halves)
+        return MagvitShape(self.channels, self.codes.bit_length() - 1, first, last)
+
+    @property
+    def side(self) -> int:
+        """Tokens a side."""
+        return self.pixels // self.downsample
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.side * self.side,)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        named = (PUBLISHED.get(self.weights or ""), MAGVIT if self.codec == MAGVIT.hub else None)
+        words = PHI if self.tokenizer == PHI.hub else None
+        vision = CLIP if self.vision == CLIP.hub else None
+        return tuple(source for source in (*named, words, vision) if source is not None)
+
+    def load(self, placement: Placement) -> ShowoBackbone:
+        return ShowoBackbone(self, placement)
+
+    def tiny(self) -> Showo:
+        small = replace(self, weights=None, codec=None, tokenizer=LETTERS, pixels=32, downsample=8, words=11)
+        small = replace(small, vision=self.vision and TINY)
+        return replace(small, codes=64, vocabulary=60, end=59, width=32, depth=2, heads=2, inner=64)

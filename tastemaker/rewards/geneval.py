@@ -1,0 +1,73 @@
+"""GenEval as a reward: whether a picture shows what its metadata ask for, colours too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field
+from torch import Tensor
+
+from ..geneval import Rules, sound
+from ..reward import About, Rows
+from ..types import Facts, Placement, Prompts
+from .nets.hub import TINY
+from .nets.mask2former import opened
+from .nets.published_files import DETECTOR
+from .nets.sight import Sight
+from .nets.tints import CLIP_L, tints
+from .nets.trial import passed
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Geneval:
+    """GenEval's verdict of a picture, by its metadata as facts. `graded` is the share of what was asked for that
+    holds; `strict` lets nothing be there that was not asked for, which keeps four copies from passing for one."""
+
+    weights: str = DETECTOR.name  # mmdet's as published; or its path, or a folder of a mask2former on the hub
+    clip: str = CLIP_L.hub  # who tells colours
+    form: Literal["verdict", "graded"] = "verdict"
+    strict: bool = False
+    threshold: Share = 0.3
+    counting_threshold: Share = 0.9
+    most: Rows = 16  # objects of a class
+    overlap: Share = 1.0  # from which two objects are one; 1 keeps them all
+    trial: bool = True  # whether the detector must know drawings of things before it judges
+    batch_size: Rows = 8
+    about: ClassVar[About] = About(
+        range="0 to 1",
+        hacked_by="many copies of what is asked for, unless strict; textures that only this detector takes for things",
+        memory="0.3 GB (Mask2Former Swin-S of mmdet) and 1.7 GB (CLIP)",
+        sources=(CLIP_L,),
+    )
+    differentiable: ClassVar[bool] = False
+    reads: ClassVar[Literal["frames"]] = "frames"
+    runs_on: ClassVar[Literal["device"]] = "device"
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(self.threshold, self.counting_threshold, self.most, self.overlap, strict=self.strict)
+
+    def load(self, placement: Placement) -> GenevalScorer:
+        sight = Sight(opened(self.weights, placement), tints(self.clip, placement), self.rules)
+        if self.trial:
+            passed(sight, placement)
+        return GenevalScorer(self, sight)
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY, clip=TINY, trial=False)
+
+
+@dataclass(frozen=True)
+class GenevalScorer:
+    spec: Geneval
+    sight: Sight
+
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        for prompt, fact in zip(prompts, facts, strict=True):
+            sound(fact, f"'{prompt:.80}'")
+        told = self.sight.look(pixels[:, 0], facts)
+        return pixels.new_tensor([r.share if self.spec.form == "graded" else float(r.correct) for r in told])

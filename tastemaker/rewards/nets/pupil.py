@@ -1,0 +1,60 @@
+"""A chat model that learns its answers, as a network of its own: whatever is sharded is gathered within one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...types import Facts, Loss
+from .answers import IMAGE
+from .chat import Chat
+from .hub import silence
+from .speech import Turns
+
+
+class Pupil(nn.Module):
+    """From pictures, what was said and what is to be answered, to how far the answers are from being given."""
+
+    def __init__(self, chat: Chat) -> None:
+        super().__init__()
+        self.net: nn.Module = chat.net
+        self.chat = chat
+
+    def forward(self, pixels: Tensor, asked: Sequence[Facts], first: bool = False) -> Loss:
+        """Minus the mean log-probability of an answer's tokens, or of its `first`, and whether that is likeliest."""
+        speech = self.chat.speech
+        said = speech.asked(pixels, [speech.written(_shown(each["turns"])) for each in asked])
+        ids, mask = self._answers([str(each["answer"]) for each in asked], pixels.device)
+        ids, mask = (ids[:, :1], mask[:, :1]) if first else (ids, mask)
+        # The last token of an answer says nothing more; the others are read, for the next is said after them.
+        read = speech.answered(said, ids[:, :-1], mask[:, :-1])
+        told = {"input_ids": read.ids, "attention_mask": read.mask, **read.more}
+        logits = self.net(use_cache=False, logits_to_keep=ids.shape[1], **told).logits.float()
+        each = logits.log_softmax(-1).gather(2, ids[..., None])[..., 0]
+        right = (logits[:, 0].argmax(-1) == ids[:, 0]).float()
+        return Loss(-(each * mask).sum(1) / mask.sum(1), {"right": right})
+
+    def _answers(self, texts: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
+        """The tokens of answers, each with the end of its turn, and which of them count: [B, A], [B, A]."""
+        tokenizer = self.chat.tokenizer
+        end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        rows = [[*tokenizer(text, add_special_tokens=False).input_ids, *end] for text in texts]
+        longest, filler = max(map(len, rows)), tokenizer.pad_token_id or 0
+        ids = torch.tensor([row + [filler] * (longest - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+        return ids, mask
+
+
+def _shown(turns: Turns) -> Turns:
+    return turns if IMAGE in turns[0] else (f"{IMAGE}\n{turns[0]}", *turns[1:])
+
+
+def save(chat: Chat, path: Path) -> None:
+    """A folder as the hub's, for transformers and for the reward `vlm`."""
+    with silence():
+        chat.net.save_pretrained(path)
+        for part in chat.speech.parts:
+            part.save_pretrained(path)

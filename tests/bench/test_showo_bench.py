@@ -1,0 +1,23 @@
+"""The bench of Show-o's sampling runs at small size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_every_way_to_paint_candidates_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    command = [sys.executable, str(ROOT / "bench/showo.py"), "--tiny", "--out", str(out)]
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["alike in float32"] == {"of pictures": 1, "of steps": 1}
+    assert set(found["seconds"]) == {"one by one", "together", "prompt read once"}
+    assert found["times one by one"] > 0 and found["times together"] > 0

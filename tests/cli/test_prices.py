@@ -1,0 +1,110 @@
+"""What searches cost, as `generate` and `evaluate` state it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+from tastemaker.cli import MISTAKE, main
+from tastemaker.commands.pricing import amount, rates
+from tastemaker.commands.searching import chosen, named
+from tastemaker.policy import Guidance
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.search.best_of_n import BestOfN
+from tastemaker.search.parm import Parm
+from tastemaker.search.published_parm import PublishedParm
+from tastemaker.search.refine import Refine
+from tastemaker.search.search import Outcome, Price
+
+QUICK = ["--tiny", "--device", "cpu", "--prompts", "6", "--count", "1"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def rows(folder: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, "metadata.jsonl").read_text().splitlines()]
+
+
+def test_every_picture_of_a_search_states_its_price(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "grpo-toy-masked", "-p", "a red", "-p", "a blue", "--device", "cpu"]
+    assert run(*asked, "--search", "parm", "--n", "20", "--out", "found") == 0
+    told = capsys.readouterr().err
+    found = rows("found")
+    assert all(row["calls"] <= 20 * 8 and row["judged"] >= 20 and row["flops"] > 0 for row in found)
+    assert f"{sum(row['calls'] for row in found):,.0f} network calls" in told
+    assert f"{sum(row['judged'] for row in found):,.0f} judgements and {amount(sum(r['flops'] for r in found))}" in told
+    assert run(*asked, "--out", "single") == 0
+    assert [row["judged"] for row in rows("single")] == [0, 0]
+    assert rows("single")[0]["flops"] < found[0]["flops"]
+
+
+def test_a_search_asks_whom_it_is_told_to() -> None:
+    asked = ["generate", "grpo-playground-masked", "--tiny", "--device", "cpu", "--count", "1", "--search", "best_of_n"]
+    assert run(*asked, "--n", "2", "--out", "own") == 0
+    assert run(*asked, "--n", "2", "--judge", "playground_judge", "--out", "judged") == 0
+    assert all(0 < row["score"] < 1 for row in rows("judged"))
+    assert rows("own")[0]["made"] != rows("judged")[0]["made"]
+
+
+def test_several_numbers_of_candidates_draw_score_against_price(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["evaluate", "playeval", "-m", "grpo-playground-masked", *QUICK]
+    assert run(*asked, "--search", "{type: parm, first: 0.5}", "--n", "1,3", "--out", "curve") == 0
+    told = json.loads(Path("curve/prices.json").read_text())
+    assert told["search"] == "parm" and [point["n"] for point in told["points"]] == [1, 3]
+    one, three = told["points"]
+    assert one["calls"] < three["calls"] and one["judged"] < three["judged"] and 0 < one["flops"] < three["flops"]
+    picture = Path("curve/prices.svg").read_text()
+    assert picture.startswith("<svg") and "Score against price: parm" in picture
+    report = json.loads(Path("curve/n3/report.json").read_text())
+    assert {key: report[key] for key in ("calls", "judged", "flops")} == {
+        key: three[key] for key in ("calls", "judged", "flops")
+    }
+    assert "what a picture costs" in capsys.readouterr().err
+    assert run(*asked, "--search", "parm", "--n", "two") == MISTAKE
+    assert "expected whole numbers, as in 1,4,20" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["flow", "masked", "causal"])
+def test_a_network_call_costs_what_its_matrices_do(name: str) -> None:
+    batch, rng = toys.prompts(4), Randomness(0, 0, torch.arange(4))
+    policy = toys.policy(name)
+    plain = rates(policy, Outcome(toys.rubric()), batch, rng)
+    guided = rates(toys.policy(name, guidance=Guidance(2.0)), None, batch, rng)
+    assert plain.call > 0 and guided.judgement == 0
+    assert guided.call == plain.call  # a guided prediction is two calls, each as dear as one alone
+    inside = sum(2 * p.numel() for p in policy.model.net.parameters() if p.ndim == 2)
+    assert plain.call < 100 * inside
+
+
+def test_prices_add_up_and_are_shared() -> None:
+    assert Price(4, 2, 1e9) + Price(2) == Price(6, 2, 1e9)
+    assert Price(6, 2, 1e9).each(2) == Price(3, 1, 5e8)
+    assert [amount(x) for x in (5, 2.5e6, 3.8e13, 2.2e18)] == ["5 FLOP", "2.5 MFLOP", "38 TFLOP", "2.2 EFLOP"]
+
+
+def test_a_search_is_named_or_has_settings() -> None:
+    assert chosen("best_of_n", 20) == BestOfN(20)
+    assert chosen("{type: parm, first: 0.5, drop: false}", 8) == Parm(8, 0.5, drop=False)
+    assert chosen("{type: published_parm, n: 3}", 8) == PublishedParm(3)
+    assert chosen("{type: refine, search: {type: best_of_n, n: 2}}", 8) == Refine(BestOfN(2))
+    assert named("{type: parm, n: 3}") == "parm"
+    with pytest.raises(ConfigError, match="pram"):
+        chosen("pram", 3)
+    with pytest.raises(ConfigError, match="--search"):
+        chosen("{type: parm, frist: 0.5}", 3)

@@ -1,0 +1,112 @@
+"""Preference pairs as others write them: lists, lines, mixtures, folders; and the sentences where they are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tastemaker.data.mixture import mixed, taken
+from tastemaker.data.pairs import PairFile, PairFolder
+from tastemaker.pictures import save_picture
+from tastemaker.registry import ConfigError
+
+
+def picture(path: Path, shade: float, size: int = 8) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_picture(torch.full((1, 3, size, size), shade), path)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """Two pairs as Image-Generation-CoT lists them."""
+    for name, shade in (("good", 1.0), ("bad", 0.0)):
+        picture(tmp_path / "images" / f"{name}.png", shade)
+    both = {"chosen": "images/good.png", "rejected": "images/bad.png"}
+    (tmp_path / "dpo.json").write_text(json.dumps([{"prompt": f"photo {i}", **both} for i in range(4)]))
+    return tmp_path
+
+
+def test_a_list_is_read_as_lines_are(published: Path) -> None:
+    rows = json.loads((published / "dpo.json").read_text())
+    (published / "dpo.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    one, other = (PairFile(published / f"dpo.{kind}").load(0).batch(0, 4, 0, 1) for kind in ("json", "jsonl"))
+    assert one.prompts == other.prompts and torch.equal(one.chosen, other.chosen)
+    assert float(one.chosen.mean()) == 1 and float(one.rejected.mean()) == 0
+
+
+def test_paths_may_begin_elsewhere(published: Path) -> None:
+    (published / "lists").mkdir()
+    (published / "dpo.json").rename(published / "lists/dpo.json")
+    assert len(PairFile(published / "lists/dpo.json", images=published).load(0)) == 4
+    with pytest.raises(ConfigError, match=r"row 1: there is no file .*good\.png"):
+        PairFile(published / "lists/dpo.json").load(0)
+
+
+def test_a_mixture_takes_what_it_says_of_each_list(published: Path) -> None:
+    listed = [("first:3", 3), ("end:1", 1), ("random:50%", 2), ("all", 4)]
+    (published / "mix.yaml").write_text(
+        "datasets:\n" + "".join(f"  - {{json_path: dpo.json, sampling_strategy: '{share}'}}\n" for share, _ in listed)
+    )
+    found = mixed(published / "mix.yaml", 0)
+    assert len(found) == sum(count for _, count in listed)
+    assert [line.text("prompt") for line in found[:4]] == ["photo 0", "photo 1", "photo 2", "photo 3"]
+    assert found == mixed(published / "mix.yaml", 0) and len(PairFile(published / "mix.yaml").load(0)) == 10
+
+
+def test_shares_are_rounded_up_and_end_with_what_there_is() -> None:
+    assert taken(range(10), "first:25%", 0, "") == [0, 1, 2]
+    assert taken(range(3), "end:5", 0, "") == [0, 1, 2]
+    assert sorted(taken(range(3), "random:100%", 0, "")) == [0, 1, 2]
+    with pytest.raises(ConfigError, match="sampling_strategy is 'half'"):
+        taken(range(3), "half", 0, "mix.yaml")
+
+
+def test_a_folder_holds_pairs_by_name(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        picture(tmp_path / "chosen" / f"{name}.png", 1.0)
+        picture(tmp_path / "rejected" / f"{name}.png", 0.0)
+        (tmp_path / f"{name}.txt").write_text(f"prompt {name}\n")
+    batch = PairFolder(tmp_path).load(0).batch(0, 2, 0, 1)
+    assert sorted(batch.prompts) == ["prompt a", "prompt b"]
+    assert float(batch.chosen.mean()) == 1 and float(batch.rejected.mean()) == 0
+    (tmp_path / "rejected/b.png").unlink()
+    with pytest.raises(ConfigError, match="'b' has no picture in rejected"):
+        PairFolder(tmp_path).load(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("dpo.json", "{", "not JSON"),
+        ("dpo.json", '{"prompt": "a"}', "expected a list of objects, found dict"),
+        ("dpo.json", "[]", "expected a list of objects"),
+        ("dpo.json", '[{"prompt": "a"}]', "row 1: 'chosen' is missing; found prompt"),
+        ("dpo.json", '[{"prompt": "a", "chosen": 3}]', "row 1: 'chosen' is 3, expected text"),
+        ("mix.yaml", "datasets: []", "expected `datasets:` with a list"),
+        ("mix.yaml", "datasets: [3]", "a data set is 3"),
+        ("mix.yaml", "datasets: [{json_path: none.json}]", r"there is no file .*none\.json"),
+        ("mix.yaml", "a: [", "not YAML"),
+    ],
+)
+def test_what_cannot_be_read_is_a_sentence(name: str, text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        PairFile(tmp_path / name).load(0)
+
+
+def test_a_pair_whose_pictures_differ_in_size_is_a_sentence(published: Path) -> None:
+    picture(published / "images/bad.png", 0.0, 9)
+    data = PairFile(published / "dpo.json").load(0)
+    with pytest.raises(
+        ConfigError, match=r"row \d: bad\.png has 1 frames of 9x9 pixels, but .*good\.png has 1 of 8x8; set data\.size"
+    ):
+        data.batch(0, 1, 0, 1)
+    assert PairFile(published / "dpo.json", size=8).load(0).batch(0, 1, 0, 1).rejected.shape[-1] == 8
+
+
+def test_without_a_file_there_are_examples_to_try_a_recipe_with() -> None:
+    batch = PairFile(size=16).load(0).batch(0, 3, 0, 1)
+    assert len(set(batch.prompts)) == 3 and not torch.equal(batch.chosen, batch.rejected)

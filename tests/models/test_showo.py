@@ -1,0 +1,372 @@
+"""Show-o against its published code on tiny weights: prompts, logits, generation, preferences, tokenizer, files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tastemaker.guidance import NEGATIVE
+from tastemaker.lora import Lora
+from tastemaker.models.canvas import continued
+from tastemaker.models.nets.magvit import Magvit, MagvitShape
+from tastemaker.models.nets.prefix import trimmed
+from tastemaker.models.nets.showo import Showo as Network
+from tastemaker.models.nets.showo import ShowoShape, Vocabulary, visible
+from tastemaker.models.prompting import LETTERS, Prompter
+from tastemaker.models.showo import PUBLISHED, Showo, ShowoBackbone
+from tastemaker.policy import Guidance, Policy
+from tastemaker.processes.masked import Masked, Rereading
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.types import HIDDEN, Condition, Corrupted, Placement
+from tastemaker.weights import Full, Tuning
+
+SHOWO = Path(__file__).parent.parent / "fixtures" / "showo"
+TEXTS = ("3 4 5", "", "1 2 3 4 5 6 7 8 9 10 11", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16", "49 7 8")
+WORDS = Vocabulary(50, 49, 32)  # of the recorded model
+TEXT, PICTURE = 13, slice(14, 30)  # places of words, and of codes
+RECORDED = Showo(
+    weights=str(SHOWO / "showo_tiny_state.safetensors"),
+    codec=str(SHOWO / "magvit_tiny_state.safetensors"),
+    tokenizer=LETTERS,
+    pixels=16,
+    downsample=4,
+    words=12,
+    codes=32,
+    vocabulary=50,
+    end=49,
+    width=64,
+    depth=3,
+    heads=4,
+    inner=160,
+    channels=32,
+    encoder=((1, 2), (2, 1), (2, 2)),
+    decoder=((1, 1), (1, 2), (2, 1)),
+)
+TINY = Showo().tiny()
+ROWS = Randomness(0, 0, torch.arange(4))
+ASKED = ("a red", "a green cup", "a red", "")
+
+
+def golden(name: str) -> dict[str, Tensor]:
+    return load_file(SHOWO / f"{name}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def recorded() -> ShowoBackbone:
+    return RECORDED.load(Placement())
+
+
+def policy(tuning: Tuning = Full(), guidance: Guidance | None = None) -> Policy[Any]:
+    model, process = TINY.load(Placement()), Masked(4, replay=False)
+    weights = tuning.apply(model, ())
+    return Policy(process.guide(model, guidance) if guidance else model, process, weights)
+
+
+def test_prompts_are_laid_out_as_published() -> None:
+    seen = golden("prompt_mask_logits")
+    prompter = Prompter(WORDS, lambda text: [int(word) for word in text.split()], TEXT)
+    assert torch.equal(prompter(TEXTS), seen["cond_ids"][:, :TEXT])
+    assert torch.equal(prompter([""] * 5), seen["uncond_ids"][:, :TEXT])
+    assert torch.equal(WORDS.framed(torch.full((5, 16), HIDDEN)), seen["cond_ids"][:, TEXT:])
+
+
+def test_marks_and_codes_have_their_published_ids() -> None:
+    words = Vocabulary()
+    assert (words.filling, words.opens, words.closes, words.painting, words.telling) == (
+        50295, 50296, 50297, 50300, 50301,
+    )  # fmt: skip
+    assert (words.pictures, words.hidden, words.size) == (slice(50305, 58497), 58497, 58498)
+
+
+def test_places_see_each_other_as_published() -> None:
+    seen = golden("prompt_mask_logits")
+    ids = torch.cat([seen["cond_ids"], seen["uncond_ids"]])
+    assert torch.equal(visible((ids == WORDS.filling).sum(1), TEXT, 31), seen["mask_bool"])
+
+
+def test_logits_are_the_published_ones_at_every_place(recorded: ShowoBackbone) -> None:
+    seen = golden("prompt_mask_logits")
+    ids = torch.cat([seen["cond_ids"], seen["uncond_ids"]])
+    with torch.no_grad():
+        logits, _ = recorded.net(ids, seen["mask_bool"])
+    torch.testing.assert_close(logits, seen["logits"], rtol=1e-5, atol=1e-5)
+
+
+def test_filling_that_all_rows_begin_with_need_not_be_read(recorded: ShowoBackbone) -> None:
+    text = golden("prompt_mask_logits")["cond_ids"][:2, :TEXT]
+    longer = torch.nn.functional.pad(text, (40 - TEXT, 0), value=WORDS.filling)
+    x = torch.full((2, 16), HIDDEN)
+    assert trimmed(longer, WORDS.filling)[2] == 32
+    ids = torch.cat([longer, WORDS.framed(x)], 1)
+    allowed = visible((longer == WORDS.filling).sum(1), 40, ids.shape[1])
+    with torch.no_grad():
+        logits = recorded.predict(x, torch.ones(2), Condition(("", ""), {"text": longer}))
+        whole, _ = recorded.net(ids, allowed, places=slice(41, 57), tokens=WORDS.pictures)
+    torch.testing.assert_close(logits, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_the_model_says_of_codes_what_the_network_does(recorded: ShowoBackbone) -> None:
+    seen = golden("prompt_mask_logits")
+    with torch.no_grad():
+        cond = Condition(TEXTS, {"text": seen["cond_ids"][:, :TEXT]})
+        logits = recorded.predict(torch.full((5, 16), HIDDEN), torch.ones(5), cond)
+    torch.testing.assert_close(logits, seen["logits"][:5, PICTURE, WORDS.pictures], rtol=1e-5, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Replayed(Randomness):
+    """The numbers by which a recorded generation was drawn."""
+
+    seen: dict[str, Tensor] | None = None
+
+    def uniform(self, purpose: str, *shape: int, draw: int = 0) -> Tensor:
+        assert self.seen is not None
+        if purpose == "reveal":
+            return self.seen["gumbel"][draw].double().neg().exp().neg().exp().float()
+        chances, drawn = self.seen["mn_probs"][draw], self.seen["mn_out"][draw]
+        below = chances.double().cumsum(1).gather(1, drawn) - chances.double().gather(1, drawn) / 2
+        return below.float().view(len(self.rows), *shape)
+
+
+def recorded_run(model: ShowoBackbone, name: str, weight: float, steps: int) -> tuple[Policy[Any], Condition, Replayed]:
+    seen = golden(name)
+    tensors = {"text": seen["in_ids"][:, :TEXT]}
+    if weight:
+        tensors[NEGATIVE + "text"] = seen["step_ids"][0, 2:, :TEXT]
+    process = Masked(steps, replay=False)
+    guided = process.guide(model, Guidance(1 + weight)) if weight else model
+    drawn = Replayed(0, 0, torch.arange(2), seen)
+    return Policy(guided, process, Full().apply(model, ())), Condition(("", ""), tensors), drawn
+
+
+@pytest.mark.parametrize(("name", "weight", "steps"), [("gen_cfg175_T6", 1.75, 6), ("gen_nocfg_T4", 0.0, 4)])
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_recorded_generation_is_repeated_token_by_token(
+    recorded: ShowoBackbone, name: str, weight: float, steps: int, cached: bool
+) -> None:
+    seen = golden(name)
+    learner, cond, drawn = recorded_run(recorded, name, weight, steps)
+    with torch.no_grad():
+        rollout: Any = learner.rollout(cond, drawn)
+        if not cached:
+            rollout.reading = Rereading(learner.model, cond)
+        for step in range(steps):
+            logits = rollout.reading.predict(rollout.ids, torch.ones(2))
+            chances = logits.softmax(-1).flatten(0, 1)
+            torch.testing.assert_close(chances, seen["mn_probs"][step], rtol=1e-4, atol=1e-6)
+            assert torch.equal(WORDS.framed(rollout.ids), seen["step_ids"][step, :2, TEXT:])
+            rollout.step()
+            if step < steps - 1:  # the last guess is the picture; what would be hidden of it nobody sees
+                assert torch.equal(rollout.ids == HIDDEN, seen["masking"][step])
+    assert torch.equal(rollout.preview(), seen["out"])
+
+
+def preference(side: str) -> tuple[Tensor, Corrupted, Condition]:
+    seen = golden("dpo_step")
+    ids, labels = seen[f"{side}_ids"], seen[f"{side}_labels"]
+    hidden = labels[:, PICTURE] != -100
+    x = seen[f"raw_{side}_codes"] % WORDS.pictures.start  # recorded with or without their place in the vocabulary
+    noisy = Corrupted(torch.where(hidden, HIDDEN, x), hidden.float().mean(1), hidden)
+    assert torch.equal(WORDS.framed(noisy.x), ids[:, TEXT:])
+    return x, noisy, Condition(("",) * len(ids), {"text": ids[:, :TEXT]})
+
+
+def test_a_step_of_preference_has_every_published_gradient() -> None:
+    seen = golden("dpo_step")
+    model = replace(RECORDED, scored="sequence").load(Placement())
+    learner: Policy[Any] = Policy(model, Masked(), Full().apply(model, ("reference",)))
+    model.net.load_state_dict(golden("dpo_policy_state"))
+    sides = {side: preference(side) for side in ("chosen", "rejected")}
+    with learner.weights.use("reference"):  # before the graph is built
+        was = {side: learner.likelihood(cond, x, noisy) for side, (x, noisy, cond) in sides.items()}
+    now = {side: learner.likelihood(cond, x, noisy) for side, (x, noisy, cond) in sides.items()}
+    for side in sides:
+        torch.testing.assert_close(now[side], seen[f"policy_{side}_logps"], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(was[side], seen[f"ref_{side}_logps"], rtol=1e-5, atol=1e-4)
+    counted = (seen["chosen_labels"][:, TEXT:] != -100).sum()
+    torch.testing.assert_close(-now["chosen"].sum() / counted, seen["sft_loss"], rtol=1e-5, atol=1e-5)
+    margin = 0.1 * ((now["chosen"] - was["chosen"]) - (now["rejected"] - was["rejected"]))
+    loss = -torch.nn.functional.logsigmoid(margin).mean()
+    torch.testing.assert_close(loss, seen["loss"], rtol=1e-5, atol=1e-6)
+    loss.backward()
+    found = dict(model.net.named_parameters())
+    assert {f"grad.{key}" for key in found} == {key for key in seen if key.startswith("grad.")}
+    for key, p in found.items():
+        torch.testing.assert_close(p.grad, seen[f"grad.{key}"], rtol=1e-4, atol=1e-6)
+
+
+def test_codes_alone_are_scored_among_themselves() -> None:
+    model = RECORDED.load(Placement())
+    x, noisy, cond = preference("chosen")
+    with torch.no_grad():
+        own = Masked().likelihood(model, cond, x, noisy)
+        published = replace(RECORDED, scored="sequence").load(Placement()).likelihood(x, noisy, cond)
+        chances = model.predict(noisy.x, noisy.t, cond).log_softmax(-1).gather(-1, x[..., None])[..., 0]
+    torch.testing.assert_close(own, (chances * noisy.noise).sum(1))
+    assert published is not None and (own > published).all()  # fewer are counted, of fewer that could have been
+
+
+def test_the_reference_is_scored_without_guidance_where_rollouts_alone_are_guided() -> None:
+    learner = policy(guidance=Guidance(3.0, rollouts_only=True))
+    cond = learner.embed(ASKED)
+    x = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    noisy = learner.corrupt(x, ROWS)
+    with torch.no_grad():
+        without = learner.likelihood(cond, x, noisy)
+    torch.testing.assert_close(without, learner.likelihood(cond, x, noisy).detach())
+
+
+def test_pictures_become_the_published_codes_and_come_back(recorded: ShowoBackbone) -> None:
+    seen = golden("magvit_io")
+    pixels = (seen["pixels"] / 2 + 0.5)[:, None]
+    assert torch.equal(recorded.encode(pixels), seen["codes"])
+    shown = recorded.decode(seen["codes"])[:, 0]
+    torch.testing.assert_close(shown, (seen["decoded"] / 2 + 0.5).clamp(0, 1), rtol=1e-5, atol=1e-5)
+    assert torch.equal((shown * 255).byte().movedim(1, -1), seen["decoded_uint8"])
+    assert isinstance(recorded.codec, Magvit)
+    torch.testing.assert_close(recorded.codec.latents(pixels[:, 0]), seen["enc_hidden"], rtol=1e-4, atol=1e-5)
+    assert torch.equal(recorded.codec.quantize.embedding, seen["codebook"])
+
+
+def test_pictures_need_not_be_square(recorded: ShowoBackbone) -> None:
+    seen = golden("magvit_io")
+    assert isinstance(recorded.codec, Magvit)
+    ids = torch.tensor([[9, 25, 19, 26, 29, 19]])  # not in the recording: searched for until they gave it
+    shown = recorded.codec.decode(ids, (2, 3))
+    torch.testing.assert_close(shown, (seen["decoded_rect_2x3"] / 2 + 0.5).clamp(0, 1), rtol=1e-5, atol=1e-5)
+
+
+def listed(name: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a list of them."""
+    rows = re.findall(r"^(\S+\.\S+) \(([\d, ]+)\)", (SHOWO / name).read_text(), re.MULTILINE)
+    return {key: tuple(int(size) for size in shape.replace(" ", "").split(",") if size) for key, shape in rows}
+
+
+def test_networks_of_published_size_have_the_published_names_and_shapes() -> None:
+    with torch.device("meta"):
+        nets = {"showo_full_keys.txt": Network(ShowoShape()), "magvit_keys.txt": Magvit(MagvitShape())}
+    for name, net in nets.items():
+        assert {key: tuple(x.shape) for key, x in net.state_dict().items()} == listed(name)
+
+
+@pytest.mark.parametrize("guidance", [None, Guidance(2.0, interval=(0.2, 0.9))])
+def test_prompts_read_once_give_the_same_pictures(guidance: Guidance | None) -> None:
+    learner = policy(guidance=guidance)
+    cond = learner.embed(ASKED)
+    with torch.no_grad():
+        once, again = (learner.rollout(cond, ROWS) for _ in range(2))
+        again.reading = Rereading(learner.model, cond)  # type: ignore[attr-defined]
+        first, second = once.finish(), again.finish()
+    assert torch.equal(first.final, second.final)
+    for one, two in zip(first.segments, second.segments, strict=True):
+        torch.testing.assert_close(one.log_prob, two.log_prob, rtol=1e-4, atol=1e-5)
+
+
+def test_candidates_of_one_prompt_share_what_is_read_of_it() -> None:
+    learner = policy(guidance=Guidance(2.0))
+    with torch.no_grad():
+        rollout: Any = learner.rollout(learner.embed(["a red"]).repeat(20), ROWS.shared().repeat(5))
+        assert rollout.reading.past[0][0].shape[0] == 2  # the prompt, and none
+        rollout.step()
+        rollout.select(torch.tensor([3, 7]))
+        rollout.step()
+    assert rollout.preview().shape == (2, 16)
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "pickle"])
+def test_published_files_are_read(form: str, tmp_path: Path) -> None:
+    tensors = golden("showo_tiny_state")
+    where = tmp_path / ("pytorch_model.bin" if form == "pickle" else "pytorch_model.safetensors")
+    if form == "pickle":
+        torch.save({key: x.bfloat16() for key, x in tensors.items()}, where)
+    else:
+        save_file(tensors, where)
+    model = replace(RECORDED, weights=str(where if form == "file" else tmp_path)).load(Placement())
+    for key, x in model.net.state_dict().items():
+        assert torch.equal(x, tensors[key] if form != "pickle" else tensors[key].bfloat16().float())
+
+
+def test_weights_of_another_size_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"of another network: it has 'showo.model.layers.2.* unknown here"):
+        replace(RECORDED, depth=2).load(Placement())
+
+
+def test_the_files_that_settings_ask_for_are_named() -> None:
+    assert [str(source) for source in Showo().sources] == [
+        "showlab/show-o/pytorch_model.safetensors", "showlab/magvitv2/pytorch_model.safetensors",
+        "microsoft/phi-1_5/tokenizer.json",
+    ]  # fmt: skip
+    assert str(PUBLISHED["dpo_iter_parm_guide"]) == "ZiyuG/Image-Generation-CoT/dpo_iter_parm_gudie/pytorch_model.bin"
+    assert TINY.sources == ()
+
+
+def test_a_picture_is_painted_over_where_its_mask_is_white(recorded: ShowoBackbone) -> None:
+    pixels = golden("magvit_io")["pixels"][:1] / 2 + 0.5
+    mask = torch.zeros(1, 3, 16, 16)
+    mask[..., 8:] = 1
+    process = Masked(4)
+    learner: Policy[Any] = Policy(process.guide(recorded, Guidance(2.0)), process, Full().apply(recorded, ()))
+    cond = learner.embed(["1 2", "3"], [{"image": pixels, "mask": mask}, {}])
+    made = learner.sample(cond, Randomness(0, 0, torch.arange(2)))
+    there = recorded.encode(pixels[:, None])[0].view(4, 4)
+    assert torch.equal(made.start[0].view(4, 4)[:, :2], there[:, :2])
+    assert (made.start[0].view(4, 4)[:, 2:] == HIDDEN).all() and (made.start[1] == HIDDEN).all()
+    assert torch.equal(made.final[0].view(4, 4)[:, :2], there[:, :2])
+    assert (made.final >= 0).all()
+    assert not made.segments[0].mask[0].view(4, 4)[:, :2].any()  # what was known was nobody's decision
+
+
+def test_a_mask_without_a_picture_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="no 'image' to paint over"):
+        policy().embed(["a red"], [{"mask": torch.ones(1, 3, 32, 32)}])
+
+
+@pytest.mark.parametrize(("edge", "size"), [("right", (4, 6)), ("left", (4, 6)), ("up", (6, 4)), ("down", (6, 4))])
+def test_a_picture_is_continued_beyond_an_edge(edge: Any, size: tuple[int, int]) -> None:
+    learner = policy()
+    tokens = torch.arange(16).view(4, 4)
+    more = continued(learner, tokens, "a red", edge, 2, Randomness(0, 0, torch.arange(1)))
+    assert more.shape == size and (more >= 0).all()
+    inside = {"right": more[:, :4], "left": more[:, 2:], "up": more[2:], "down": more[:4]}[edge]
+    assert torch.equal(inside, tokens)
+
+
+def test_a_wide_picture_is_continued_piece_by_piece() -> None:
+    more = continued(policy(), torch.zeros(4, 7, dtype=torch.long), "", "down", 1, Randomness(0, 0, torch.arange(1)))
+    assert more.shape == (5, 7) and (more >= 0).all()
+    with pytest.raises(ValueError, match="1 to 3 to add at a time"):
+        continued(policy(), torch.zeros(4, 4, dtype=torch.long), "", "down", 4, Randomness(0, 0, torch.arange(1)))
+
+
+def test_adapters_train_it_too() -> None:
+    learner = policy(tuning=Lora(rank=2))
+    cond = learner.embed(ASKED)
+    x = torch.zeros(4, 16, dtype=torch.long)
+    learner.likelihood(cond, x, learner.corrupt(x, ROWS)).sum().backward()
+    trained = learner.weights.trainable()
+    assert any("lm_head" in key for key in trained)
+    assert all(p.grad is not None for p in trained.values())
+
+
+def test_pictures_of_another_size_than_the_models_are_refused(recorded: ShowoBackbone) -> None:
+    with pytest.raises(ConfigError, match=r"8x8 pixels have 4 tokens, the model reads 16; set data.size=16"):
+        recorded.encode(torch.zeros(1, 1, 3, 8, 8))
+
+
+def test_settings_that_do_not_fit_each_other_are_refused() -> None:
+    for changes, sentence in (
+        ({"pixels": 100}, "a multiple of 'downsample'"),
+        ({"end": 60000}, "an id below 'vocabulary'"),
+        ({"codes": 8000}, "a power of two"),
+        ({"heads": 7}, "heads must divide the width"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            replace(Showo(), **changes)  # type: ignore[arg-type]

@@ -1,0 +1,182 @@
+"""Questions about pictures, answered by small random models of every family, one by one and folder by folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from talkers import MAKERS, made
+
+from tastemaker.cli import FAILURE, MISTAKE, main
+from tastemaker.pictures import save_picture
+from tastemaker.registry import ConfigError
+from tastemaker.rewards.nets.chat import chat
+from tastemaker.rewards.nets.replies import Drawn, Manner, replies
+from tastemaker.types import Placement
+
+# PaliGemma's processor itself asks numpy for what it will no longer do.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+PICTURES = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(0))
+QUESTIONS = ["What is this?", "Describe the picture in a few words.", "How many?"]
+SHORT = Manner(tokens=6)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return made(tmp_path_factory.mktemp)
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_a_family_answers_a_batch_as_it_answers_one_by_one(family: str, folders: dict[str, Path]) -> None:
+    model = chat(str(folders[family]), Placement())
+    for manner in (SHORT, Manner(temperature=0.7, top_p=0.9, tokens=6, seed=3)):
+        together = replies(model, PICTURES, QUESTIONS, [4, 5, 6], manner)
+        alone = [replies(model, PICTURES[i : i + 1], [QUESTIONS[i]], [4 + i], manner)[0] for i in range(3)]
+        assert together == alone
+        assert len(set(together)) > 1  # pictures and questions are seen and heard
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_an_answer_begins_with_the_likeliest_token(family: str, folders: dict[str, Path]) -> None:
+    model = chat(str(folders[family]), Placement())
+    first = model.ask(PICTURES, [(f"<image>\n{question}",) for question in QUESTIONS]).logits.argmax(-1)
+    told = model.tokenizer.batch_decode(first[:, None], skip_special_tokens=True)
+    assert replies(model, PICTURES, QUESTIONS, [0, 1, 2], Manner(tokens=1)) == [text.strip() for text in told]
+
+
+def test_draws_follow_the_temperature_and_the_likeliest_tokens_alone() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -4.0]).expand(40_000, -1)
+    manner = Manner(temperature=0.5, top_p=0.95)
+    drawn = Drawn(manner, torch.arange(40_000), 3)(torch.zeros(40_000, 3, dtype=torch.int64), logits).argmax(-1)
+    shares = torch.bincount(drawn, minlength=5) / 40_000
+    expected = (torch.tensor([2.0, 1.0]) / 0.5).softmax(0)
+    torch.testing.assert_close(shares[:2], expected, atol=0.01, rtol=0)
+    assert not shares[2:].any()
+
+
+def test_the_narrowest_draw_is_the_likeliest_answer(folders: dict[str, Path]) -> None:
+    model = chat(str(folders["llava_onevision"]), Placement())
+    narrow = Manner(temperature=1.0, top_p=1e-6, tokens=6)
+    assert replies(model, PICTURES, QUESTIONS, [0, 1, 2], narrow) == replies(
+        model, PICTURES, QUESTIONS, [0, 1, 2], SHORT
+    )
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for settings in ({"temperature": -1.0}, {"top_p": 0.0}, {"tokens": 0}):
+        with pytest.raises(ConfigError, match="expected at least 0, above 0 up to 1, and at least one token"):
+            Manner(**settings)
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    """Five pictures of two sizes."""
+    for i in range(5):
+        pixels = torch.rand(1, 3, 20, 20 + 10 * (i % 2), generator=torch.Generator().manual_seed(i))
+        save_picture(pixels, tmp_path / "shelf" / f"a_{i}.png")
+    return tmp_path / "shelf"
+
+
+def settings(folder: Path) -> list[str]:
+    return ["--model", str(folder), "--max-tokens", "5", "--device", "cpu", "--precision", "fp32"]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_picture_is_answered_on_the_screen(
+    folders: dict[str, Path], shelf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("ask", str(shelf / "a_0.png"), "What is this?", *settings(folders["llava_onevision"])) == 0
+    told = capsys.readouterr().out.strip()
+    assert run("ask", str(shelf), "What is this?", *settings(folders["llava_onevision"])) == 0
+    assert rows(shelf / "answers.jsonl")[0]["answer"] == told or told in {
+        row["answer"] for row in rows(shelf / "answers.jsonl")
+    }
+
+
+def test_a_folder_is_answered_line_by_line_and_gone_on_with(folders: dict[str, Path], shelf: Path) -> None:
+    asked = ["ask", str(shelf), "Is this {prompt}?", *settings(folders["qwen2_5_vl"]), "--batch", "2"]
+    assert run(*asked) == 0
+    record = shelf / "answers.jsonl"
+    before = {row["file"]: row for row in rows(record)}
+    assert len(before) == 5 and before[str(shelf / "a_3.png")]["question"] == "Is this a 3?"
+    kept = rows(record)[:2]
+    kept[0]["answer"] = "as it was"
+    record.write_text("".join(json.dumps(row) + "\n" for row in kept) + '{"file": "cut')
+    assert run(*asked) == 0
+    after = {row["file"]: row for row in rows(record)}
+    assert after.pop(kept[0]["file"])["answer"] == "as it was"
+    assert after == {file: row for file, row in before.items() if file != kept[0]["file"]}
+
+
+def test_another_question_is_added_to_the_same_file(folders: dict[str, Path], shelf: Path) -> None:
+    for question in ("What?", "Why?", "What?"):
+        assert run("ask", str(shelf), question, *settings(folders["llava"])) == 0
+    assert len(rows(shelf / "answers.jsonl")) == 10
+
+
+def test_draws_do_not_depend_on_who_is_beside(folders: dict[str, Path], shelf: Path, tmp_path: Path) -> None:
+    asked = ["ask", str(shelf), "What?", *settings(folders["llava_onevision"]), "--temperature", "1", "--seed", "7"]
+    assert run(*asked, "--out", str(tmp_path / "one.jsonl"), "--batch", "1") == 0
+    assert run(*asked, "--out", str(tmp_path / "many.jsonl"), "--batch", "8") == 0
+    one, many = ({row["file"]: row["answer"] for row in rows(tmp_path / f"{name}.jsonl")} for name in ("one", "many"))
+    assert one == many
+
+
+def test_a_broken_picture_is_named_and_the_others_are_answered(
+    folders: dict[str, Path], shelf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (shelf / "a_9.png").write_bytes(b"no picture")
+    assert run("ask", str(shelf), "What?", *settings(folders["llava_onevision"])) == MISTAKE
+    assert len(rows(shelf / "answers.jsonl")) == 5
+    assert "1 of 6 pictures could not be read" in " ".join(capsys.readouterr().err.split())
+
+
+def test_mistakes_are_told_in_a_sentence(
+    folders: dict[str, Path], shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = settings(folders["llava_onevision"])
+
+    def complaint(*arguments: str) -> str:
+        assert run("ask", *arguments) in (MISTAKE, FAILURE)
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "there is no picture at" in complaint(str(tmp_path / "none.png"), "What?", *model)
+    assert "the question is empty" in complaint(str(shelf), " ", *model)
+    assert "are not here; expected a local path" in complaint(str(shelf), "What?", "--model", "nobody/nothing")
+    (tmp_path / "empty").mkdir()
+    assert "no pictures found" in complaint(str(tmp_path / "empty"), "What?", *model)
+    (shelf / "answers.jsonl").write_text('{"score": 1}\n')
+    assert "holds something else than answers" in complaint(str(shelf), "What?", *model)
+
+
+SHOWO = """
+model: {type: showo, weights: null, codec: null, tokenizer: letters, pixels: 32, downsample: 8, words: 11, codes: 64,
+  vocabulary: 60, end: 59, width: 32, depth: 2, heads: 2, inner: 64}
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["--temperature", "1", "--top-p", "0.9"]])
+def test_a_generator_that_reads_is_asked_by_its_recipe(shelf: Path, tmp_path: Path, more: list[str]) -> None:
+    (tmp_path / "showo.yaml").write_text(SHOWO)
+    asked = ["ask", str(shelf), "What is this?", *settings(tmp_path / "showo.yaml"), *more]
+    assert run(*asked, "--batch", "1", "--out", str(tmp_path / "one.jsonl")) == 0
+    assert run(*asked, "--batch", "8", "--out", str(tmp_path / "many.jsonl")) == 0
+    one, many = ({row["file"]: row["answer"] for row in rows(tmp_path / f"{name}.jsonl")} for name in ("one", "many"))
+    assert one == many and len(one) == 5
+
+
+def test_a_generator_that_only_paints_is_told_apart(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("ask", str(shelf), "What?", "--model", "grpo-toy-flow") == MISTAKE
+    assert "paints pictures but reads none" in " ".join(capsys.readouterr().err.split())
