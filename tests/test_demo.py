@@ -137,6 +137,7 @@ def test_an_interrupted_training_goes_on_where_it_stopped(tmp_path: Path) -> Non
     assert steps() == list(range(1, 31))
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> None:
     out = tmp_path / "before"
     chosen = ["--model", RECIPE, "process.steps=4", "--prompts", "126", "--out", str(out)]

@@ -28,7 +28,7 @@ class Geneval:
     holds; `strict` lets nothing be there that was not asked for, which keeps four copies from passing for one."""
 
     weights: str = DETECTOR.name  # mmdet's as published; or its path, or a folder of a mask2former on the hub
-    clip: str = CLIP_L.hub  # who tells colours
+    colors: str = CLIP_L.hub  # who tells them
     form: Literal["verdict", "graded"] = "verdict"
     strict: bool = False
     threshold: Share = 0.3
@@ -52,13 +52,13 @@ class Geneval:
         return Rules(self.threshold, self.counting_threshold, self.most, self.overlap, strict=self.strict)
 
     def load(self, placement: Placement) -> GenevalScorer:
-        sight = Sight(opened(self.weights, placement), tints(self.clip, placement), self.rules)
+        sight = Sight(opened(self.weights, placement), tints(self.colors, placement), self.rules)
         if self.trial:
             passed(sight, placement)
         return GenevalScorer(self, sight)
 
     def tiny(self) -> Self:
-        return replace(self, weights=TINY, clip=TINY, trial=False)
+        return replace(self, weights=TINY, colors=TINY, trial=False)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize(
-    "sections", ["lora,plain", pytest.param("parts,full,grpo-sd35,grpo-flux", marks=pytest.mark.slow)]
+    "sections", ["plain", pytest.param("parts,full,lora,grpo-sd35,grpo-flux", marks=pytest.mark.slow)]
 )
 def test_every_section_tells_seconds_and_shares(sections: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"

@@ -149,6 +149,7 @@ def test_what_does_not_fit_together_is_a_sentence() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["replicated", "fsdp"])
 def test_two_ranks_train_it_and_go_on_after_a_kill(strategy: str, tmp_path: Path) -> None:
     settings = [*SMALL, *PLAYS, "critic.start=1", "critic.adaptive=true", f"engine.strategy={strategy}"]

@@ -41,7 +41,13 @@ def kill_after(processes: list[subprocess.Popen], saved: int, delay: float) -> i
     return last
 
 
-@pytest.mark.parametrize("recipe", ["grpo-toy-flow", "grpo-lora-toy-flow", "nft-toy-flow", "ddpo-toy-causal"])
+KILLED = [
+    *("grpo-lora-toy-flow", "ddpo-toy-causal"),
+    *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("grpo-toy-flow", "nft-toy-flow")),
+]
+
+
+@pytest.mark.parametrize("recipe", KILLED)
 def test_three_steps_a_kill_and_three_more_are_six(recipe, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     straight = launch(recipe, whole, "steps=6")

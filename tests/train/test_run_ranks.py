@@ -46,6 +46,7 @@ def test_several_ranks_train_as_one(strategy, ranks, form, alone, tmp_path):
     close(alone, final(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_with_other_ranks(alone, tmp_path):
     finish(launch(RECIPE, tmp_path, "steps=2", "ema=0.9", "engine.strategy=fsdp", "checkpoint.form=sharded", ranks=2))
     finish(launch(RECIPE, tmp_path, "steps=4", "ema=0.9"))
