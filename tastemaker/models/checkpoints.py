@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from ..pretrained import Source, locate
 from ..pretrained import read as read_published
 from ..registry import ConfigError
+from ..types import Placement
 from . import files
 from .unpickling import Pieces, document, joined
 
+N = TypeVar("N", bound=nn.Module)
 Tensors = dict[str, Tensor]
 WRAPPERS = ("model", "module", "state_dict")  # of DDP, DeepSpeed and Lightning, each maybe around another
 PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of DDP, torch.compile and FSDP
@@ -152,6 +154,35 @@ def assign(net: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, na
     # Copied, for they may still lie in the file.
     kept = {key: tensors[key].to(dtype if x.is_floating_point() else x.dtype, copy=True) for key, x in own.items()}
     net.load_state_dict(kept, assign=True)
+
+
+def trained(placement: Placement) -> torch.dtype:
+    """In which a network that trains is held: as asked for, else in bf16 if all is."""
+    return placement.trained or (torch.bfloat16 if placement.dtype == torch.bfloat16 else torch.float32)
+
+
+def at_random(make: Callable[[], N], seed: int, placement: Placement) -> N:
+    """A network with random weights, made where and as it will be, the same every time."""
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[placement.device] if placement.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        try:
+            torch.set_default_dtype(trained(placement))
+            with torch.device(placement.device):
+                return make()
+        finally:
+            torch.set_default_dtype(before)
+
+
+def fitted(ids: Tensor, pixels: Tensor, shape: tuple[int, ...], size: int) -> Tensor:
+    """The tokens of pictures, if they are as many as a model has."""
+    if ids.shape[1:] != shape:
+        height, width = pixels.shape[-2:]
+        raise ConfigError(
+            f"data: pictures of {height}x{width} pixels have {ids.shape[1]} tokens, the model has {shape[0]}; "
+            f"set data.size={size}"
+        )
+    return ids
 
 
 def few(keys: Sequence[str]) -> str:

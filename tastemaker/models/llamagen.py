@@ -88,13 +88,7 @@ class LlamagenBackbone:
     def encode(self, pixels: Tensor) -> Tensor:
         with torch.autocast(pixels.device.type, enabled=False):  # rounded, other codes would be the nearest
             ids = self.codec.encode(pixels[:, 0].float())
-        if ids.shape[1:] != self.shape:
-            height, width = pixels.shape[-2:]
-            raise ConfigError(
-                f"data: pictures of {height}x{width} pixels have {ids.shape[1]} tokens, the model writes "
-                f"{self.shape[0]}; set data.size={self.pixels[-1]}"
-            )
-        return ids
+        return checkpoints.fitted(ids, pixels, self.shape, self.pixels[-1])
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
         return self.codec.decode(x)[:, None]
@@ -102,21 +96,13 @@ class LlamagenBackbone:
 
 def network(spec: Llamagen, placement: Placement) -> GPT:
     """Of published weights, without having been filled before; or at random, where and as it will be."""
-    dtype = placement.trained or (torch.bfloat16 if placement.dtype == torch.bfloat16 else torch.float32)
+    dtype = checkpoints.trained(placement)
     if spec.weights is not None:
         with torch.device("meta"):
             net = GPT(spec.sizes())
         checkpoints.assign(net, fitting(checkpoints.read(spec.weights, spec.source), spec), dtype, spec.weights)
         return net.to(placement.device)
-    before = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[placement.device] if placement.device.type == "cuda" else []):
-        torch.manual_seed(spec.seed)
-        try:
-            torch.set_default_dtype(dtype)
-            with torch.device(placement.device):
-                return GPT(spec.sizes())
-        finally:
-            torch.set_default_dtype(before)
+    return checkpoints.at_random(lambda: GPT(spec.sizes()), spec.seed, placement)
 
 
 def fitting(tensors: checkpoints.Tensors, spec: Llamagen) -> checkpoints.Tensors:

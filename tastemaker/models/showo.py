@@ -15,7 +15,6 @@ from ..guidance import both
 from ..policy import Guidance, Process
 from ..pretrained import Source
 from ..processes.masked import Masked
-from ..registry import ConfigError
 from ..types import Condition, Corrupted, Facts, Placement, Prompts
 from . import checkpoints
 from .canvas import known
@@ -99,13 +98,7 @@ class ShowoBackbone:
     def encode(self, pixels: Tensor) -> Tensor:
         with torch.no_grad(), torch.autocast(pixels.device.type, enabled=False):  # rounded, signs would be others
             ids = self.codec.encode(pixels[:, 0].float())
-        if ids.shape[1:] != self.shape:
-            height, width = pixels.shape[-2:]
-            raise ConfigError(
-                f"data: pictures of {height}x{width} pixels have {ids.shape[1]} tokens, the model reads "
-                f"{self.shape[0]}; set data.size={self.pixels[-1]}"
-            )
-        return ids
+        return checkpoints.fitted(ids, pixels, self.shape, self.pixels[-1])
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
         return self.codec.decode(x.clamp(min=0))[:, None]  # what is still hidden shows as the first code
@@ -113,7 +106,7 @@ class ShowoBackbone:
 
 def network(spec: Showo, placement: Placement) -> Network:
     """Of published weights, without having been filled before; or at random, where and as it will be."""
-    dtype = placement.trained or (torch.bfloat16 if placement.dtype == torch.bfloat16 else torch.float32)
+    dtype = checkpoints.trained(placement)
     if spec.weights is not None:
         with torch.device("meta"):
             net = Network(spec.sizes())
@@ -121,15 +114,7 @@ def network(spec: Showo, placement: Placement) -> Network:
         tensors = checkpoints.read(source.hub if source else spec.weights, source)
         checkpoints.assign(net, tensors, dtype, spec.weights)
         return net.to(placement.device)
-    before = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[placement.device] if placement.device.type == "cuda" else []):
-        torch.manual_seed(spec.seed)
-        try:
-            torch.set_default_dtype(dtype)
-            with torch.device(placement.device):
-                return Network(spec.sizes())
-        finally:
-            torch.set_default_dtype(before)
+    return checkpoints.at_random(lambda: Network(spec.sizes()), spec.seed, placement)
 
 
 def codec(spec: Showo, placement: Placement) -> Magvit | Palette:

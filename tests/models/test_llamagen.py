@@ -204,7 +204,7 @@ def test_pictures_of_another_size_than_the_models_are_refused(tmp_path: Path) ->
     spec = replace(Llamagen().tiny(), codec=str(tmp_path / "vq.pt"), codes=128, pixels=16, downsample=2)
     model = spec.load(Placement())
     assert model.encode(torch.rand(2, 1, 3, 16, 16)).shape == (2, 64)
-    with pytest.raises(ConfigError, match=r"of 32x32 pixels have 256 tokens, the model writes 64; set data\.size=16"):
+    with pytest.raises(ConfigError, match=r"of 32x32 pixels have 256 tokens, the model has 64; set data\.size=16"):
         model.encode(torch.rand(2, 1, 3, 32, 32))
 
 

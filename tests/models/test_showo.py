@@ -357,7 +357,7 @@ def test_adapters_train_it_too() -> None:
 
 
 def test_pictures_of_another_size_than_the_models_are_refused(recorded: ShowoBackbone) -> None:
-    with pytest.raises(ConfigError, match=r"8x8 pixels have 4 tokens, the model reads 16; set data.size=16"):
+    with pytest.raises(ConfigError, match=r"8x8 pixels have 4 tokens, the model has 16; set data.size=16"):
         recorded.encode(torch.zeros(1, 1, 3, 8, 8))
 
 
