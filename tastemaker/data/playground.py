@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..playground import motion, words
 from ..playground.art import Style
-from ..playground.captions import TASKS, WEIGHTS, Split, drawn
+from ..playground.captions import TASKS, WEIGHTS, Split, drawn, weighed
 from ..playground.scenes import Painter, arrange, spoil
 from ..randomness import Randomness
 from ..types import Pictures, PromptBatch
@@ -36,6 +37,7 @@ class PlaygroundScenes:
     tasks: Weights = WEIGHTS  # how often each task is drawn
     snapped: float = 1.0  # how many scenes keep to few sizes and a grid of places
     motion: bool = False  # clips of 8 frames, with the motion in the caption
+    motions: Weights = (1, 1, 1, 1, 1, 1)  # how often each motion is drawn
     device: Device = "auto"  # where scenes are painted
     pool: NonNegativeInt = 0  # after so many scenes the same come again, from memory; 0 paints new ones for ever
     yields: ClassVar[type] = Pictures
@@ -43,7 +45,8 @@ class PlaygroundScenes:
     def __post_init__(self) -> None:
         likely("noise", self.noise)
         likely("snapped", self.snapped)
-        weighted(self.tasks)
+        weighted("tasks", self.tasks, TASKS)
+        weighted("motions", self.motions, motion.MOTIONS)
 
     def load(self, seed: int) -> SceneRows | Pool:
         endless = SceneRows(self, seed)
@@ -68,7 +71,7 @@ class SceneRows:
         scenes = arrange(spoil(captions, self.spec.noise, rng), rng, self.spec.snapped)
         if not self.spec.motion:
             return Pictures(captions.texts(), self.painter.paint(scenes, rng))
-        said = motion.draw(rng)
+        said = weighed(rng.uniform("motion", 1)[:, 0], self.spec.motions)
         shown = motion.spoil(said, self.spec.noise, rng)
         return Pictures(motion.texts(captions.texts(), said), motion.film(self.painter, scenes, shown, rng))
 
@@ -88,7 +91,7 @@ class PlaygroundPrompts:
 
     def __post_init__(self) -> None:
         counted(self.count, 0)
-        weighted(self.tasks)
+        weighted("tasks", self.tasks, TASKS)
 
     def load(self, seed: int) -> ScenePrompts:
         return ScenePrompts(self, seed)
@@ -213,6 +216,6 @@ def likely(name: str, value: float) -> None:
         raise ValueError(f"'{name}' is {value}; expected a share from 0 to 1")
 
 
-def weighted(tasks: Weights) -> None:
-    if not all(0 <= weight < math.inf for weight in tasks) or not any(tasks):
-        raise ValueError(f"'tasks' is {list(tasks)}; expected a weight from 0 on for each of {', '.join(TASKS)}")
+def weighted(key: str, weights: Weights, names: Sequence[str]) -> None:
+    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        raise ValueError(f"'{key}' is {list(weights)}; expected a weight from 0 on for each of {', '.join(names)}")

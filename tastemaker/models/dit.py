@@ -39,7 +39,7 @@ def joined(cut: Tensor, size: int, shape: Sequence[int]) -> Tensor:
 def widened(tensors: Mapping[str, Tensor], net: DiT) -> dict[str, Tensor]:
     """Weights of a generator of stills for one of clips or longer prompts; what they lack stays as it was made."""
     own = net.state_dict()
-    added = {key: own[key] for key in ("frame_place",) if key in own}
+    added = {key: own[key] for key in ("frame_place",) if key in own and key not in tensors}
     placed, known = own["word_place"], tensors.get("word_place")  # [1, W, D]
     if known is not None and known.shape[-1] == placed.shape[-1]:
         added["word_place"] = torch.cat([known, placed[:, known.shape[1] :]], 1)[:, : placed.shape[1]]

@@ -134,9 +134,13 @@ def _tasks(rng: Randomness, weights: Sequence[float], purpose: str) -> Tensor:
     if len(weights) != len(TASKS) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
         expected = f"{len(TASKS)} numbers of at least 0, one of them above, for {', '.join(TASKS)}"
         raise ValueError(f"the weights of the tasks are {list(weights)}; expected {expected}")
+    return weighed(rng.uniform(f"{purpose} task", 1)[:, 0], weights)
+
+
+def weighed(uniform: Tensor, weights: Sequence[float]) -> Tensor:
+    """Places among weights, each as often as its weight says, of uniform numbers [N] below 1: [N]."""
     shares = torch.tensor(weights, dtype=torch.float64).cumsum(0)
-    ends = (shares / shares[-1]).float().to(rng.rows.device)
-    return torch.bucketize(rng.uniform(f"{purpose} task", 1)[:, 0], ends, right=True)
+    return torch.bucketize(uniform, (shares / shares[-1]).float().to(uniform.device), right=True)
 
 
 def _candidates(rng: Randomness, task: Tensor, many: int, purpose: str, attempt: int) -> Captions:

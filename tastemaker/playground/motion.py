@@ -22,9 +22,9 @@ SMALL = 0.45  # of the full size, in the first frame of what grows
 TURNING, GROWING = MOTIONS.index("turning"), MOTIONS.index("growing")
 
 
-def draw(rng: Randomness, purpose: str = "motion") -> Tensor:
-    """A motion a row, as a place in MOTIONS: [N]."""
-    return rng.words(purpose, 1)[:, 0] % len(MOTIONS)
+def draw(rng: Randomness) -> Tensor:
+    """A motion a row, each as often as any other, as a place in MOTIONS: [N]."""
+    return rng.words("motion", 1)[:, 0] % len(MOTIONS)
 
 
 def spoil(motion: Tensor, probability: float, rng: Randomness) -> Tensor:

@@ -126,6 +126,14 @@ def test_a_generator_of_clips_begins_with_the_weights_of_one_of_stills(tmp_path:
     assert all(begun[key].equal(x) for key, x in own.items() if key != "word_place")
 
 
+def test_a_generator_of_clips_that_begins_with_one_of_clips_begins_with_all_of_it(tmp_path: Path) -> None:
+    known = replace(Dit(words=8).tiny(), frames=2, seed=3)
+    own = known.load(Placement()).net.state_dict()
+    files.write(tmp_path / "clips.safetensors", own, {}, torch.float32)
+    begun = replace(known, seed=4, start=str(tmp_path / "clips.safetensors")).load(Placement()).net.state_dict()
+    assert all(begun[key].equal(x) for key, x in own.items())
+
+
 def test_a_start_of_another_size_is_a_sentence(tmp_path: Path) -> None:
     wide = replace(Dit().tiny(), width=64).load(Placement()).net.state_dict()
     files.write(tmp_path / "wide.safetensors", wide, {})
