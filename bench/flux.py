@@ -51,7 +51,7 @@ from tastemaker.train.run import Run
 from tastemaker.types import Placement
 from tastemaker.weights import Full
 
-SECTIONS = {"parts": 90, "full": 150, "lora": 120, "plain": 60, "grpo-sd35": 80, "grpo-flux": 90}  # seconds at most
+SECTIONS = {"parts": 60, "full": 160, "lora": 130, "plain": 60, "grpo-sd35": 150, "grpo-flux": 150}  # seconds at most
 PROMPTS = tuple(f"a photo of {i} dogs on a boat" for i in range(32))
 PFLOP = {"full": 1.23, "lora": 1.15}
 CUDA = torch.cuda.is_available()
@@ -355,7 +355,7 @@ def once(work: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def parts(options: Options, section: str, keep: Callable[[dict[str, Any]], None]) -> None:
-    """The decoder, the reward, an update, and the network alone by both kernels of attention."""
+    """The decoder, the reward, an update, and the network alone."""
     run = built(options, section)
     model: Any = run.policy.model
     sizes = (1, 2) if options.tiny else (1, 8)
@@ -378,17 +378,8 @@ def parts(options: Options, section: str, keep: Callable[[dict[str, Any]], None]
 
     looks(run, note, sizes[-1])
     update(run, note)
-    kernels = ("auto", "cudnn") if CUDA else ("auto",)
-    for kernel in kernels:
-        torch._dynamo.reset()
-        run.engine.config = replace(run.engine.config, attention=kernel)
-        began = time.perf_counter()
-        work = forward(sizes[-1])
-        work()
-        settle()
-        say(section, f"{kernel}: first call after {time.perf_counter() - began:.0f} s")
-        note(f"network, compiled, {kernel}", once(work, 3), sizes[-1])
-    note(f"network, compiled, {kernels[-1]}", once(forward(sizes[0]), 3), sizes[0])
+    for rows in sizes[::-1]:
+        note("network, compiled", once(forward(rows), 3), rows)
 
 
 def looks(run: Run, note: Callable[[str, float, int], None], rows: int) -> None:
@@ -439,17 +430,9 @@ def work(section: str, options: Options, out: Path) -> None:
     {"parts": parts, "plain": plain}.get(section, train)(options, section, keep)
 
 
-def faster(found: list[dict[str, Any]]) -> str:
-    """The kernel of attention that the network was faster with."""
-    many = max((line["rows"] for line in found if "rows" in line), default=0)
-    lines = [line for line in found if line.get("rows") == many]
-    times = {line["name"]: line["ms"] for line in lines if line["name"].startswith("network, compiled")}
-    return min(times, key=lambda name: times[name]).rsplit(" ", 1)[-1] if times else "auto"
-
-
 def carry_out(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """Each section in a process of its own, whose results count even if it fails."""
-    began, found, attention = time.monotonic(), [], chosen.attention
+    began, found = time.monotonic(), []
     for section in chosen.sections.split(","):
         left = chosen.seconds - (time.monotonic() - began)
         limit = min(SECTIONS[section] * chosen.slack, left)
@@ -457,7 +440,7 @@ def carry_out(chosen: argparse.Namespace) -> list[dict[str, Any]]:
             say(section, "left out: no time")
             continue
         part = Path(tempfile.mkdtemp()) / "part.json"
-        command = [sys.executable, __file__, "--section", section, "--out", str(part), "--attention", attention]
+        command = [sys.executable, __file__, "--section", section, "--out", str(part), "--attention", chosen.attention]
         command += [*(["--tiny"] if chosen.tiny else []), *(["--plain"] if chosen.plain else [])]
         command += ["--seconds", f"{limit:.0f}"]
         # One cache of PyTorch's takes graphs with different kernels of attention for the same.
@@ -469,9 +452,6 @@ def carry_out(chosen: argparse.Namespace) -> list[dict[str, Any]]:
         except subprocess.CalledProcessError as error:
             say(section, f"failed with {error.returncode}")
         found += json.loads(part.read_text(encoding="utf-8")) if part.is_file() else []
-        if section == "parts" and chosen.attention == "auto":
-            attention = faster(found)
-            say(section, f"attention by {attention} from here on; {time.monotonic() - began:.0f} s passed")
         if chosen.out:
             Path(chosen.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
     return found

@@ -74,6 +74,12 @@ def unguided(model: Backbone) -> tuple[Backbone, Guidance | None]:
     return (model.model, model.guidance) if isinstance(model, Guided | GuidedCausal) else (model, None)
 
 
+def alone(model: Backbone, cond: Condition) -> tuple[Backbone, Condition]:
+    """The network itself and what it reads: guidance is for sampling, and no model of the data."""
+    inner, guidance = unguided(model)
+    return (inner, split(cond)[0]) if guidance else (model, cond)
+
+
 def scoring(model: Backbone, cond: Condition) -> tuple[Backbone, Condition]:
     """What decisions are scored by: the model itself where rollouts alone are guided, with or without gradients."""
     inner, guidance = unguided(model)

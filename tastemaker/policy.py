@@ -205,7 +205,7 @@ class Process(ABC):
 
     @abstractmethod
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
-        """Log-likelihood, or a bound on it, of what is hidden of `x`: [B]."""
+        """Log-likelihood, or a bound on it, of what is hidden of `x`, of the network without guidance: [B]."""
 
 
 P = TypeVar("P", bound=Process, covariant=True)

@@ -106,9 +106,12 @@ class Trainer:
     def branch(self, clean: Tensor, noise: Tensor, source: float, target: float, texts: Tensor) -> None:
         level = torch.tensor(source, device=self.device)
         x = (1 - source) * clean + source * noise
+        # PyTorch 2.11's own choice, cuDNN, ends in an illegal memory access in FLUX's backward pass.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         moved = x + (target - source) * self.velocity(x, level, 3.5)
         pixels = self.picture((moved - target * noise) / (1 - target))
         (F.relu(0.7 - self.score(pixels, texts)) / 2 / UPDATE).backward()
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
     def prompt(self, steps: int) -> None:
         noise = torch.randn(1, self.tokens, self.width, device=self.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributions import Categorical, Choice, Projected, Tokens, keep_top
-from ..guidance import GuidedCausal, scoring, unguided
+from ..guidance import GuidedCausal, alone, scoring, unguided
 from ..policy import Backbone, CausalBackbone, Fluent, Guidance, Headed, Process, Rollout, Scribe
 from ..randomness import Randomness
 from ..types import Condition, Corrupted, Segment, index
@@ -77,10 +77,11 @@ class Autoregressive(Process):
         return Corrupted(x, torch.ones(len(x), device=x.device), everything)
 
     def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> Tokens:
+        model, cond = scoring(model, cond)
         return predicted(model, noisy.x, noisy.t, cond)
 
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
-        return self.restore(model, cond, noisy).log_prob(x).sum(1)
+        return self.restore(*alone(model, cond), noisy).log_prob(x).sum(1)
 
 
 def predicted(model: Backbone, x: Tensor, t: Tensor, cond: Condition, temperature: float = 1.0) -> Tokens:

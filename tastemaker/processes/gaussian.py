@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributions import Distribution, Gaussian, like
-from ..guidance import Guided
+from ..guidance import Guided, alone
 from ..policy import Backbone, Guidance, Process, Rollout
 from ..randomness import Randomness
 from ..types import Condition, Corrupted, Segment, index
@@ -117,6 +117,7 @@ class GaussianProcess(Process):
         return Gaussian(self.guess(model, noisy.x, noisy.t, cond), self.path.weight(noisy.t).rsqrt())
 
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
+        model, cond = alone(model, cond)
         output = model.predict(noisy.x, noisy.t, cond).float()
         return -((output - self.path.target(x, noisy.noise, noisy.t)) ** 2).flatten(1).mean(1)
 

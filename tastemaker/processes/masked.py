@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributions import Categorical
-from ..guidance import Guided, scoring, unguided
+from ..guidance import Guided, alone, scoring, unguided
 from ..policy import Backbone, Guidance, Process, Rollout
 from ..randomness import Randomness
 from ..types import HIDDEN, Condition, Corrupted, Segment, index
@@ -136,7 +136,7 @@ class Masked(Process):
         return Categorical(model.predict(noisy.x, noisy.t, cond).float())
 
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
-        model, cond = scoring(model, cond)
+        model, cond = alone(model, cond)
         own = model.likelihood(x, noisy, cond) if isinstance(model, Scored) else None
         if own is not None:
             return own

@@ -72,7 +72,7 @@ class Engine:
 
     def prepare(self, weights: Weights) -> None:
         """Place, cast, recompute, shard or replicate the network in place, and make its optimizer."""
-        if self.config.compile and self.config.attention in ("flash", "cudnn"):
+        if self.config.compile and self.device.type == "cuda":
             memory.forget_graphs()
         nets = [weights.net, *(weights.twins.values() if isinstance(weights, TwinWeights) else ())]
         dtype = precision.DTYPES[self.config.trainable]
@@ -86,6 +86,8 @@ class Engine:
                 memory.compile_blocks(net)
             if self.config.memory == "recompute":
                 memory.recompute(net)
+            if self.device.type == "cuda" and (in_blocks or not self.config.compile):  # a whole graph has one kernel
+                precision.quicken(net, self.config)
             for unit in [*(memory.blocks(net) if self.mesh else ()), net]:
                 # One block after the other, so that a network never lies whole on a device it would not fit on.
                 self._place(unit, dtype, kept)
@@ -96,6 +98,7 @@ class Engine:
         if isinstance(weights, FullWeights):
             _copy_snapshots(weights)
         self.net, self.parameters = weights.net, weights.trainable()
+        self._whole()
         self.optimizer = optimizer.build(self.parameters, self.optim, dtype, self.seed)
 
     def _check(self, net: nn.Module) -> None:
@@ -104,6 +107,14 @@ class Engine:
             raise TrainingError(
                 f"engine.strategy {self.config.strategy} cannot cut the scalar parameter '{scalars[0]}' into shards; "
                 "give it one dimension of size 1, or set engine.strategy to replicated"
+            )
+
+    def _whole(self) -> None:
+        whole = [key for key, p in self.parameters.items() if not isinstance(p, DTensor)]
+        if self.mesh is not None and whole:
+            raise TrainingError(
+                f"engine.strategy {self.config.strategy} shards the network alone, but '{whole[0]}' trains beside it; "
+                "set engine.strategy to replicated, or leave text out of tuning.adapt"
             )
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -103,20 +103,42 @@ def mathematics(config: EngineConfig, device: torch.device) -> Iterator[None]:
     try:
         for place in places:
             place.fp32_precision = "tf32" if config.precision == "tf32" else "ieee"
-        with _attending(config), NormsInFp32() if norms else nullcontext():
+        with _attending(config, device), NormsInFp32() if norms else nullcontext():
             yield
     finally:
         for place, value in zip(places, before, strict=True):
             place.fp32_precision = value
 
 
-def _attending(config: EngineConfig) -> AbstractContextManager[Any]:
+SAFE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _attending(config: EngineConfig, device: torch.device) -> AbstractContextManager[Any]:
     """Attention takes the kernel asked for, or the next best where that one cannot (masks, odd sizes)."""
-    if config.attention not in ("flash", "cudnn"):
-        return nullcontext()
-    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    first = [SDPBackend.CUDNN_ATTENTION] if config.attention == "cudnn" else []
-    return sdpa_kernel([*first, *order], set_priority=True)
+    return attending(config, gradient=torch.is_grad_enabled()) if device.type == "cuda" else nullcontext()
+
+
+def attending(config: EngineConfig, *, gradient: bool) -> AbstractContextManager[Any]:
+    """On a GPU cuDNN's kernel comes first, for it is the fastest, but not with a gradient.
+
+    Its backward pass, PyTorch's own choice on recent cards, gives NaN or reads beyond its memory where the gradient is
+    a slice of a wider tensor, as in FLUX's single blocks (seen with PyTorch 2.11, cuDNN 9 and an H200).
+    """
+    quick = [] if gradient or config.attention == "flash" else [SDPBackend.CUDNN_ATTENTION]
+    return sdpa_kernel([*quick, *SAFE], set_priority=True)
+
+
+def quicken(net: nn.Module, config: EngineConfig) -> None:
+    """Let a network that trains on a GPU take the faster kernel wherever no gradient is wanted, as in rollouts."""
+    forward = net.forward
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        with attending(config, gradient=False):
+            return forward(*inputs, **named)
+
+    net.forward = call  # in place, so that no name changes
 
 
 class NormsInFp32(TorchFunctionMode):

@@ -137,9 +137,7 @@ def test_the_later_tokens_of_an_answer_are_those_it_would_write(family: str, fol
     ones = torch.ones_like(ids[:, :-1])
     read = judge.speech.answered(judge.speech.asked(pixels, [judge.speech.written(turns)]), ids[:, :-1], ones)
     with torch.no_grad():
-        logits = judge.net(
-            input_ids=read.ids, attention_mask=read.mask, **read.more, use_cache=False, logits_to_keep=ids.shape[1]
-        ).logits
+        logits = judge.net(**read.told, use_cache=False, logits_to_keep=ids.shape[1]).logits
     torch.testing.assert_close(logits, torch.stack(out.logits, 1), atol=2e-4, rtol=1e-3)
 
 

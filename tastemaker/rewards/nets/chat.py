@@ -59,8 +59,7 @@ class Chat:
         keep = keep and self.speech.keeps
         with torch.set_grad_enabled(torch.is_grad_enabled() and pixels.requires_grad):
             asked = self.speech.asked(pixels, [self.speech.written(turns) for turns in conversations])
-            told = {"input_ids": asked.ids, "attention_mask": asked.mask, **asked.more}
-            out = self.net(use_cache=keep, logits_to_keep=1, **told)
+            out = self.net(use_cache=keep, logits_to_keep=1, **asked.told)
         heard = Heard(out.logits[:, -1], pixels, tuple(conversations), asked.mask)
         return replace(heard, cache=out.past_key_values, shift=self.speech.shift()) if keep else heard
 

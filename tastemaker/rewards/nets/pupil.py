@@ -31,8 +31,7 @@ class Pupil(nn.Module):
         ids, mask = (ids[:, :1], mask[:, :1]) if first else (ids, mask)
         # The last token of an answer says nothing more; the others are read, for the next is said after them.
         read = speech.answered(said, ids[:, :-1], mask[:, :-1])
-        told = {"input_ids": read.ids, "attention_mask": read.mask, **read.more}
-        logits = self.net(use_cache=False, logits_to_keep=ids.shape[1], **told).logits.float()
+        logits = self.net(use_cache=False, logits_to_keep=ids.shape[1], **read.told).logits.float()
         each = logits.log_softmax(-1).gather(2, ids[..., None])[..., 0]
         right = (logits[:, 0].argmax(-1) == ids[:, 0]).float()
         return Loss(-(each * mask).sum(1) / mask.sum(1), {"right": right})

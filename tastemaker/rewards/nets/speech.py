@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ class Asked:
     ids: Tensor  # [B, L]
     mask: Tensor  # [B, L]
     more: dict[str, Any]  # whatever else it wants to know
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What one call of the network is given; tokens that were looked up already are not told twice."""
+        ids = {} if "inputs_embeds" in self.more else {"input_ids": self.ids}
+        return {**ids, "attention_mask": self.mask, **self.more}
 
 
 class Speech(ABC):
@@ -92,8 +98,6 @@ class OneVision(Speech):
         return system + "".join(said) + "<|im_start|>assistant\n"
 
     def asked(self, pixels: Tensor, texts: Sequence[str]) -> Asked:
-        from transformers.modeling_outputs import BaseModelOutputWithPooling
-
         inner = self.net.model
         seen = self.squared(pixels).to(self.net.dtype)
         features = inner.vision_tower(seen, output_hidden_states=True).hidden_states[-1]
@@ -103,9 +107,14 @@ class OneVision(Speech):
         number = self.net.config.image_token_id
         rows = [spelled(self.tokenizer, text, IMAGE, number, features.shape[1]) for text in texts]
         ids, mask = padded(rows, self.tokenizer, pixels.device)
-        each: Any = features.unbind()
-        shown = {"image": BaseModelOutputWithPooling(pooler_output=each)}
-        return Asked(ids, mask, {"mm_encoder_outputs": shown, "position_ids": self.places(mask)})
+        words = inner.get_input_embeddings()(ids)
+        shown = words.masked_scatter((ids == number)[..., None], features.to(words.dtype))
+        return Asked(ids, mask, {"inputs_embeds": shown, "position_ids": self.places(mask)})
+
+    def answered(self, asked: Asked, ids: Tensor, mask: Tensor) -> Asked:
+        whole = super().answered(asked, ids, mask)
+        said = self.net.model.get_input_embeddings()(ids)
+        return replace(whole, more={**whole.more, "inputs_embeds": torch.cat([asked.more["inputs_embeds"], said], 1)})
 
     def squared(self, pixels: Tensor) -> Tensor:
         """Pictures [B, 3, H, W] amid grey, at the size of the vision tower, in [-1, 1]."""
