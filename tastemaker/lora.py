@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -14,34 +14,78 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from .registry import ConfigError
 from .weights import Holder, Weights, missing
 
 LIVE = "live"
 
 
-class LoraWeights(Weights):
-    """Only adapters train; the reference is the network with them switched off, and costs nothing."""
+@runtime_checkable
+class Teachable(Protocol):
+    """What reads the prompts of a generator, and can learn to read them otherwise."""
 
-    def __init__(self, net: nn.Module, config: LoraConfig, snapshots: Sequence[str] = ()) -> None:
-        self.net, self.config = net, config
+    def teach(self) -> dict[str, nn.Module]:
+        """From now on every call reads anew, with gradients; the encoders by name."""
+
+
+@runtime_checkable
+class Accustomed(Protocol):
+    """A network of which its users adapt certain layers."""
+
+    usual: tuple[str, ...]  # how the names of those layers end
+
+
+class LoraWeights(Weights):
+    """Only adapters train; the reference is the network with them switched off, and costs nothing.
+
+    `texts` are text encoders that are adapted too, by the names their folders have; those begin their tensors' names.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        config: LoraConfig | None,
+        snapshots: Sequence[str] = (),
+        texts: Mapping[str, tuple[nn.Module, LoraConfig]] | None = None,
+    ) -> None:
+        adapted = texts or {}
+        self.net, self.texts = net, {name: encoder for name, (encoder, _) in adapted.items()}
+        self.active = LIVE
+        found = [*([(net, config)] if config else []), *adapted.values()]
+        self.config = found[0][1]
         self.names = [LIVE, *(name for name in snapshots if name != "reference")]
         # All adapters are made at once: none may be added once the network is sharded.
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there are several is meant
             for name in self.names:
-                inject_adapter_in_model(config, net, name)
+                for module, own in found:
+                    inject_adapter_in_model(own, module, name)
+        with torch.no_grad():
+            for key, p in self._named():
+                if "lora_" in key and key.startswith(tuple(self.texts)):
+                    p.data = p.data.float()  # a frozen encoder may be in half precision, what learns must not
         self._activate(LIVE)
         for name in self.names[1:]:
             self.blend(name)
 
+    def _modules(self) -> Iterator[nn.Module]:
+        return (module for whole in (self.net, *self.texts.values()) for module in whole.modules())
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.net.named_parameters()
+        for name, encoder in self.texts.items():
+            yield from encoder.named_parameters(prefix=name)
+
     def _layers(self) -> Iterator[BaseTunerLayer]:
-        return (module for module in self.net.modules() if isinstance(module, BaseTunerLayer))
+        return (module for module in self._modules() if isinstance(module, BaseTunerLayer))
 
     def _activate(self, name: str) -> None:
+        self.active = name
         for layer in self._layers():
             layer.set_adapter(name)
         self._mark()
 
     def _switch(self, *, on: bool) -> None:
+        self.active = LIVE if on else "reference"
         for layer in self._layers():
             layer.enable_adapters(on)
         self._mark()
@@ -49,12 +93,12 @@ class LoraWeights(Weights):
     def _mark(self) -> None:
         # peft moves requires_grad about with the active adapter, but FSDP2 takes it over for good at its first gather,
         # whichever adapter is active then: so it is set back each time.
-        for key, p in self.net.named_parameters():
+        for key, p in self._named():
             p.requires_grad_(f".{LIVE}." in key)
 
     def _of(self, name: str) -> dict[str, nn.Parameter]:
         mark = f".{name}."
-        return {key.replace(mark, "."): p for key, p in self.net.named_parameters() if mark in key and "lora_" in key}
+        return {key.replace(mark, "."): p for key, p in self._named() if mark in key and "lora_" in key}
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return self._of(LIVE)
@@ -73,6 +117,9 @@ class LoraWeights(Weights):
     @torch.no_grad()
     def merged(self, name: str = LIVE) -> dict[str, Tensor]:
         """Every tensor of the network as it was named before, adapters of that name added to what they adapt."""
+        if self.texts:
+            found = ", ".join(self.texts)
+            raise ConfigError(f"merging would lose what {found} learned; write the adapters by themselves")
         layers: dict[str, Any] = dict(self.net.named_modules())
         whole: dict[str, Tensor] = {}
         for key, x in self.net.state_dict().items():
@@ -85,7 +132,7 @@ class LoraWeights(Weights):
 
     def scale(self, by: float) -> None:
         """Let every adapter count so many times as much as it was trained to."""
-        for layer in (module for module in self.net.modules() if isinstance(module, LoraLayer)):
+        for layer in (module for module in self._modules() if isinstance(module, LoraLayer)):
             for name in self.names:
                 layer.set_scale(name, by)
 
@@ -107,25 +154,54 @@ class LoraWeights(Weights):
 
 @dataclass(frozen=True)
 class Lora:
-    """Train low-rank adapters on the linear layers named in `targets` (peft's rules; all-linear is every one)."""
+    """Train low-rank adapters on the layers named in `targets` (peft's rules), which their names may end with.
+
+    `all-linear` is every linear layer, `all-layers` convolutions too; `usual` is what the users of a model adapt, or
+    every linear layer where that is not known.
+    """
 
     rank: int = 16
     alpha: float | None = None  # scale is alpha / rank; twice the rank if not given
-    targets: tuple[str, ...] | str = "all-linear"
+    targets: tuple[str, ...] | str = "usual"
     dropout: float = 0.0
+    adapt: tuple[Literal["net", "text"], ...] = ("net",)  # the network, the text encoders that read for it, or both
+    text_targets: tuple[str, ...] | str = "all-linear"
     adapts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (1 <= self.rank <= 65_536 and 0 <= self.dropout < 1 and (self.alpha is None or self.alpha > 0)):
             found = f"rank {self.rank}, alpha {self.alpha}, dropout {self.dropout}"
             raise ValueError(f"found {found}; expected rank of at least 1, alpha above 0, dropout from 0 to below 1")
+        named = {each for each in (self.targets, self.text_targets) if isinstance(each, str)}
+        if wrong := named - {"usual", "all-linear", "all-layers"}:
+            told = "expected usual, all-linear, all-layers or a list of names such as [to_q, to_v]"
+            raise ValueError(f"targets are {min(wrong)!r:.60}; {told}")
+        if not self.adapt:
+            raise ValueError("'adapt' is empty; expected net, text or both")
 
     def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights:
-        targets = self._linear(model.net) if self.targets == "all-linear" else list(self.targets)
+        texts = {name: (net, self._config(net, self.text_targets)) for name, net in self._encoders(model).items()}
+        config = self._config(model.net, self.targets) if "net" in self.adapt else None
+        return LoraWeights(model.net, config, snapshots, texts)
+
+    def _config(self, net: nn.Module, targets: tuple[str, ...] | str) -> LoraConfig:
+        if targets == "usual":
+            targets = net.usual if isinstance(net, Accustomed) else "all-linear"
+        chosen = list(targets) if isinstance(targets, tuple) else self._every(net, targets)
         alpha = 2 * self.rank if self.alpha is None else self.alpha
-        config = LoraConfig(r=self.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=self.dropout)  # type: ignore[arg-type]
-        return LoraWeights(model.net, config, snapshots)
+        return LoraConfig(r=self.rank, lora_alpha=alpha, target_modules=chosen, lora_dropout=self.dropout)  # type: ignore[arg-type]
+
+    def _encoders(self, model: Holder) -> dict[str, nn.Module]:
+        if "text" not in self.adapt:
+            return {}
+        readers = [part for part in vars(model).values() if isinstance(part, Teachable)]
+        found = readers[0].teach() if readers else {}
+        if not found:
+            told = "tuning.adapt names text, but this model has no text encoder that could be trained"
+            raise ConfigError(f"{told}; leave it at [net]")
+        return found
 
     @staticmethod
-    def _linear(net: nn.Module) -> list[str]:
-        return [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
+    def _every(net: nn.Module, kind: str) -> list[str]:
+        kinds = (nn.Linear,) if kind == "all-linear" else (nn.Linear, nn.Conv2d, nn.Conv3d)
+        return [name for name, module in net.named_modules() if isinstance(module, kinds)]

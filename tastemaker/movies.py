@@ -23,10 +23,13 @@ def write_movie(frames: NDArray[np.uint8], path: Path, frames_per_second: int) -
 
 def read_movie(path: Path) -> NDArray[np.uint8]:
     """All frames: [F, H, W, 3]."""
-    with av.open(path) as file:
-        if not file.streams.video:
-            raise ValueError("it holds no video")
-        frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+    try:
+        with av.open(path) as file:
+            if not file.streams.video:
+                raise ValueError("it holds no video")
+            frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+    except av.FFmpegError as error:  # some of which are no ValueError
+        raise ValueError(str(error)) from error
     if not frames:
         raise ValueError("it holds no frames")
     return np.stack(frames).astype(np.uint8)

@@ -114,6 +114,10 @@ class Objective(ABC, Generic[P, B, E, Q]):
         """Network calls it takes to make them, where one by itself takes so many."""
         return self.samples() * each
 
+    def replays(self) -> bool:
+        """Whether it wants samples with the log-probabilities that they will be scored by."""
+        return True
+
     def gradients(self, decisions: int) -> int:
         """Passes of the network with a gradient that a row of experience costs, of samples with so many decisions."""
         return 1

@@ -1,6 +1,7 @@
 """Pixels to files and back; MP4 goes through PyAV in `movies.py`, everything else through Pillow.
 
-A clip in a PNG is an animated one: without loss, and played by whatever shows a PNG.
+A clip in a PNG is an animated one: without loss, and played by whatever shows a PNG. A clip in a folder is a still a
+frame; of folders that end in .frames this is known without being told.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
+import shutil
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +27,7 @@ from torch import Tensor
 
 STILLS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 MOVIES = {".mp4"}
+FOLDER = ".frames"
 KNOWN = ", ".join([*STILLS, ".gif", *MOVIES])
 
 
@@ -41,16 +45,29 @@ def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
 def save_picture(pixels: Tensor, path: Path, frames_per_second: int = 8) -> None:
     """Write pixels [F, 3, H, W] as what the suffix says; the file appears whole or not at all."""
     suffix, frames = path.suffix.lower(), as_bytes(pixels)
-    if suffix not in {*STILLS, ".gif", *MOVIES}:
-        raise PictureError(f"{path} cannot be written; expected a name that ends in one of {KNOWN}")
+    if suffix not in {*STILLS, ".gif", *MOVIES, FOLDER}:
+        raise PictureError(f"{path} cannot be written; expected a name that ends in one of {KNOWN}, {FOLDER}")
+    if frames_per_second < 1:
+        raise PictureError(f"{path} would show {frames_per_second} frames a second; expected 1 or more")
     if suffix in STILLS and suffix != ".png" and len(frames) > 1:
         raise PictureError(f"{path} is a still, but there are {len(frames)} frames; write them as .png, .mp4 or .gif")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
+    if suffix == FOLDER:
+        return _save_frames(frames, partial, path)
     if suffix in MOVIES:
         _movies(path).write_movie(frames, partial, frames_per_second)
     else:
         _save(frames, partial, "GIF" if suffix == ".gif" else STILLS[suffix], frames_per_second)
+    return os.replace(partial, path)
+
+
+def _save_frames(frames: NDArray[np.uint8], partial: Path, path: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for number, frame in enumerate(frames):
+        Image.fromarray(frame).save(partial / f"{number:05d}.png")
+    shutil.rmtree(path, ignore_errors=True)
     os.replace(partial, path)
 
 
@@ -71,6 +88,8 @@ def clip_suffix() -> Literal["mp4", "png"]:
 
 def read_picture(path: Path) -> Tensor:
     """The frames of a file in [0, 1], transparent parts over white: [F, 3, H, W]."""
+    if path.is_dir():
+        return _read_frames(path)
     if not path.is_file():
         raise PictureError(f"there is no picture at {path}; check the path")
     if path.suffix.lower() not in {*STILLS, ".gif", *MOVIES}:
@@ -80,6 +99,27 @@ def read_picture(path: Path) -> Tensor:
             return torch.from_numpy(_movies(path).read_movie(path)).movedim(-1, -3) / 255
         with Image.open(path) as image:
             return torch.stack([_rgb(frame) for frame in ImageSequence.Iterator(image)])
+
+
+def _read_frames(folder: Path) -> Tensor:
+    """The frames of a folder, in the order of the numbers their names end in."""
+    files = [file for file in folder.iterdir() if file.suffix.lower() in STILLS and not file.name.startswith(".")]
+    numbers = {file: re.search(r"(\d+)$", file.stem) for file in files}
+    plain = next((file.name for file, number in numbers.items() if number is None), None)
+    if not files or plain:
+        found = f"{plain} in it" if plain else "no picture in it"
+        raise PictureError(f"{folder} is no clip: there is {found}; expected frames such as 00000.png, 00001.png")
+    order = {int(number[1]): file for file, number in numbers.items() if number}
+    lost = sorted({*range(min(order), max(order) + 1)} - {*order})
+    if lost or len(order) < len(files):
+        told = f"frame {lost[0]} is missing" if lost else "two frames have one number"
+        raise PictureError(f"{folder} is no whole clip: {told}; expected each number from {min(order)} on once")
+    frames = [read_picture(order[number])[0] for number in sorted(order)]
+    sizes = {tuple(frame.shape[1:]): None for frame in frames}
+    if len(sizes) > 1:
+        (high, wide), (other, broad), *_ = sizes
+        raise PictureError(f"{folder} has frames of {high}x{wide} and {other}x{broad}; expected one size")
+    return torch.stack(frames)
 
 
 def picture_size(path: Path) -> tuple[int, int]:

@@ -16,12 +16,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A module imports what lies below it, and its own neighbours within one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "randomness", "registry", "movies", "colors"),
+    ("types", "randomness", "registry", "movies", "colors", "movement"),
     ("distributions", "weights", "pictures", "models.packing", "pretrained", "preprocessing", "geneval", "scorebook"),
     ("models.files", "classes"),
     ("playground",),  # a world of its own, which knows nothing of who learns in it
     ("policy", "lora", "codec", "ocr", "perceptual", "embeddings"),
     ("reward", "guidance"),
+    ("rereading",),
     ("objective", "processes", "data.spec", "serving"),
     ("config.run",),  # the sections of a run, which are data
     ("objectives", "search", "models", "rewards", "data"),

@@ -168,3 +168,61 @@ def test_boxes_say_where_the_samples_of_a_grid_lie(count: int, height: int, widt
     whole, scale = grid(pixels, captions=["a"] * count), times(height, width)
     for sample, (left, top, right, bottom) in zip(pixels, boxes(count, height, width), strict=True):
         assert whole[..., top:bottom:scale, left:right:scale].equal(sample)
+
+
+def test_a_clip_survives_a_folder_of_frames_to_the_byte(tmp_path: Path) -> None:
+    pixels = (random(12, 3, 7, 9) * 255).round() / 255
+    for _ in range(2):  # a second time over the first
+        save_picture(pixels, tmp_path / "a.frames")
+    torch.testing.assert_close(read_picture(tmp_path / "a.frames"), pixels)
+    assert sorted(path.name for path in (tmp_path / "a.frames").iterdir())[-1] == "00011.png"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.frames"]
+
+
+def test_frames_may_be_called_as_other_programs_call_them(tmp_path: Path) -> None:
+    for number in (9, 10, 11):
+        save_picture(torch.full((1, 3, 4, 4), number / 15), tmp_path / f"frame_{number}.png")
+    assert (read_picture(tmp_path)[:, 0, 0, 0] * 15).round().tolist() == [9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["0.png", "1.png", "3.png"], "is no whole clip: frame 2 is missing; expected each number from 0 on once"),
+        (["1.png", "01.png"], "is no whole clip: two frames have one number"),
+        (["0.png", "cover.png"], "is no clip: there is cover.png in it; expected frames such as 00000.png"),
+        ([], "is no clip: there is no picture in it"),
+    ],
+)
+def test_a_folder_that_is_no_whole_clip_is_a_sentence(tmp_path: Path, names: list[str], told: str) -> None:
+    for name in names:
+        save_picture(random(1, 3, 4, 4), tmp_path / name)
+    with pytest.raises(PictureError, match=told):
+        read_picture(tmp_path)
+
+
+def test_frames_of_two_sizes_and_one_that_is_broken_are_sentences(tmp_path: Path) -> None:
+    save_picture(random(1, 3, 4, 4), tmp_path / "0.png")
+    save_picture(random(1, 3, 4, 6), tmp_path / "1.png")
+    with pytest.raises(PictureError, match="has frames of 4x4 and 4x6; expected one size"):
+        read_picture(tmp_path)
+    (tmp_path / "1.png").write_bytes(b"no picture")
+    with pytest.raises(PictureError, match=r"1\.png cannot be read as a picture"):
+        read_picture(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "gif", "png", "frames"])
+def test_no_frames_a_second_is_a_sentence(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(PictureError, match="would show 0 frames a second; expected 1 or more"):
+        save_picture(random(2, 3, 4, 4), tmp_path / f"a.{suffix}", 0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["cut", "words", "empty"])
+def test_a_corrupt_movie_is_a_sentence(tmp_path: Path, damage: str) -> None:
+    save_picture(smooth(5, 16, 16), tmp_path / "a.mp4")
+    whole = (tmp_path / "a.mp4").read_bytes()
+    broken = {"cut": whole[: len(whole) // 2], "words": b"not a movie" * 20, "empty": b""}[damage]
+    (tmp_path / "a.mp4").write_bytes(broken)
+    with pytest.raises(PictureError, match=r"a\.mp4 cannot be read as a picture"):
+        read_picture(tmp_path / "a.mp4")

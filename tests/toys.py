@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tastemaker.colors import COLORS
+from tastemaker.models.cogvideox import CogVideoX
 from tastemaker.models.flux import Flux
+from tastemaker.models.hunyuanvideo import HunyuanVideo
 from tastemaker.models.llamagen import Llamagen
+from tastemaker.models.ltx import Ltx
+from tastemaker.models.mochi import Mochi
+from tastemaker.models.modelscope import Modelscope
+from tastemaker.models.opensora import OpenSora
 from tastemaker.models.qwen_image import QwenImage
 from tastemaker.models.sd3 import Sd3
 from tastemaker.models.sd15 import Sd15
 from tastemaker.models.sdxl import Sdxl
 from tastemaker.models.showo import Showo
+from tastemaker.models.svd import Svd
 from tastemaker.models.toy import ToyCausal, ToyFlow, ToyMasked
+from tastemaker.models.videocrafter import Videocrafter
+from tastemaker.models.wan import Wan
 from tastemaker.objective import Alone, Context, Memory, Nothing, Objective
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.policy import Guidance, ModelSpec, Policy, Process
 from tastemaker.processes.autoregressive import Autoregressive
 from tastemaker.processes.dynamics import Ddim, FlowSde
 from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.karras import Karras
 from tastemaker.processes.masked import Masked
 from tastemaker.processes.paths import Straight, VariancePreserving
 from tastemaker.randomness import Randomness
@@ -64,18 +75,32 @@ FAMILIES = {
 }
 # Small random versions of published generators: they owe what all generators do, but nobody has taught them anything.
 LATENT = VariancePreserving(betas="scaled_linear", first=0.00085, last=0.012, spacing="leading", offset=1)
+PICTURE = Path(__file__).parent / "fixtures" / "pictures" / "first.png"
+UNLIT = VariancePreserving(prediction="velocity", spacing="trailing", ends_clean=True, ends_dark=True, snr_shift=3.0)
 PUBLISHED = {
     "flux": Family(Flux().tiny(), GaussianProcess(Straight(3.0), FlowSde(0.7), 4)),
     "sd3": Family(Sd3().tiny(), GaussianProcess(Straight(3.0), FlowSde(0.7), 4)),
     "qwen_image": Family(QwenImage().tiny(), GaussianProcess(Straight(1.8, terminal=0.02), FlowSde(0.7), 4)),
+    "opensora": Family(OpenSora().tiny(), GaussianProcess(Straight(2.4), FlowSde(0.7), 4)),
     "sd15": Family(Sd15().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
     "sdxl": Family(Sdxl().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
+    "modelscope": Family(Modelscope().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
+    "videocrafter": Family(Videocrafter().tiny(), GaussianProcess(replace(LATENT, shrinks=0.7), Ddim(1.0), 4)),
 }
+CLIPS = {
+    "wan": Family(Wan().tiny(), GaussianProcess(Straight(3.0), FlowSde(0.7), 4)),
+    "cogvideox": Family(CogVideoX().tiny(), GaussianProcess(UNLIT, Ddim(1.0), 4)),
+    "ltx": Family(Ltx().tiny(), GaussianProcess(Straight(2.0, terminal=0.1), FlowSde(0.7), 4)),
+    "hunyuanvideo": Family(HunyuanVideo().tiny(), GaussianProcess(Straight(7.0), FlowSde(0.7), 4)),
+    "mochi": Family(Mochi().tiny(), GaussianProcess(Straight(gentle=0.025), FlowSde(0.7), 4)),
+    "svd": Family(Svd(image=PICTURE, guidance=None).tiny(), GaussianProcess(Karras(), Ddim(1.0), 4)),
+}  # likewise, of clips, by diffusers' parts
+LIKE_OTHERS = ("ltx", "hunyuanvideo", "mochi", "svd")  # of them; what costs more is tried of the others alone
 WRITERS = {
     "llamagen": Family(Llamagen(told="caption").tiny(), Autoregressive()),
     "showo": Family(Showo().tiny(), Masked(steps=4)),
 }  # likewise, of tokens
-GENERATORS = {**FAMILIES, **PUBLISHED, **WRITERS}
+GENERATORS = {**FAMILIES, **PUBLISHED, **CLIPS, **WRITERS}
 
 
 def policy(

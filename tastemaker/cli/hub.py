@@ -27,6 +27,9 @@ def score(
         Path | None, typer.Option(help="Where to write the scores; scores.jsonl beside the pictures.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Pictures of one size to score at a time.")] = 32,
+    frames: Annotated[
+        bool, typer.Option("--frames", help="Every folder of stills is a clip, not only those that end in .frames.")
+    ] = False,
     device: Where = Device.auto,
     precision: Exactness = Precision.fp32,
 ) -> None:
@@ -34,8 +37,8 @@ def score(
     from ..commands import placing, scoring
 
     jury = scoring.jury(reward, placing.placement(device.value, precision.value))
-    pictures = scoring.pictures(path, prompts)
-    target = out or (path if path.is_dir() else path.parent) / "scores.jsonl"
+    pictures = scoring.pictures(path, prompts, folders=frames)
+    target = out or scoring.home(path) / "scores.jsonl"
     scoring.score(jury, pictures, target, batch, console())
 
 

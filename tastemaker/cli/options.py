@@ -31,7 +31,15 @@ class Precision(StrEnum):
 class Outward(StrEnum):
     diffusers = "diffusers"
     comfyui = "comfyui"
+    authors = "authors"
     llamagen = "llamagen"
+
+
+class Clips(StrEnum):
+    mp4 = "mp4"
+    gif = "gif"
+    png = "png"
+    frames = "frames"
 
 
 class View(StrEnum):

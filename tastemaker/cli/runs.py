@@ -15,6 +15,7 @@ from .options import (
     FAILURE,
     INTERRUPTED,
     Asked,
+    Clips,
     Outward,
     Overrides,
     Place,
@@ -66,6 +67,8 @@ def generate(
     weights: Annotated[str, typer.Option(help="live, or a snapshot such as ema or reference.")] = "live",
     lora: Annotated[Path | None, typer.Option(help="A file of adapters for the recipe's model.")] = None,
     lora_scale: Annotated[float, typer.Option(help="How much adapters count; 0 is the base model.")] = 1.0,
+    clips: Annotated[Clips | None, typer.Option(help="What clips are written as; mp4 where PyAV is installed.")] = None,
+    fps: Annotated[int, typer.Option(min=1, help="Frames a second of clips.")] = 8,
     tiny: Tiny = False,
     device: Place = None,
 ) -> None:
@@ -74,7 +77,8 @@ def generate(
 
     config, found = generating.source(recipe, settings(overrides, device), lora)
     batch = generating.prompts(prompt or (), prompts, config)
-    order = generating.Order(batch, count, seed, searching.chosen(search, n), weights, out, lora_scale, judge)
+    chosen, ending = searching.chosen(search, n), clips.value if clips else ""
+    order = generating.Order(batch, count, seed, chosen, weights, out, lora_scale, judge, ending, fps)
     generating.make(config, found, order, tiny=tiny, console=console())
 
 
@@ -98,7 +102,8 @@ def export(
     kept = publishing.DTYPES[dtype.value]
     if layout is Outward.llamagen:
         return handing.hand_over(handing.Handover(run, out, weights, kept, ranks), console())
-    whose: Literal["diffusers", "comfyui"] = "diffusers" if layout is Outward.diffusers else "comfyui"
+    whose: Literal["diffusers", "comfyui", "authors"] = "diffusers" if layout is Outward.diffusers else "comfyui"
+    whose = "authors" if layout is Outward.authors else whose
     order = publishing.Publication(run, out, whose, weights, kept, merge, bare)
     return publishing.publish(order, console())
 
@@ -117,7 +122,9 @@ def report(
 @app.command()
 def evaluate(
     benchmark: Annotated[str, typer.Argument(help="geneval, playeval, playeval-motion or wordeval.")],
-    model: Annotated[str, typer.Option("--model", "-m", help="A recipe, or the directory of a run.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", "-m", "--objective-run", help="A recipe, or a run's directory; the last counts.")
+    ] = "",
     overrides: Overrides = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="How many of its prompts: 504, of GenEval 553.")] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Pictures of each prompt: 2, of GenEval 4.")] = None,
@@ -221,12 +228,13 @@ def plan(
     ranks: Annotated[int, typer.Option(min=1, help="As if started on so many GPUs.")] = 1,
     gpu_gib: Annotated[float, typer.Option(min=1, help="The memory of one GPU.")] = 80.0,
     tflops: Annotated[float, typer.Option(min=1, help="What it reaches: 540 on an H200, compiled, in bf16.")] = 540.0,
+    tbps: Annotated[float, typer.Option(min=0.1, help="TB/s of its memory: 4.3 on an H200.")] = 4.3,
 ) -> None:
     """Predict memory, time and batches of a run before anything is loaded, and what to change if it will not fit."""
     from ..commands.planning import plan as run_plan
     from ..config.load import load
 
-    if not run_plan(load(recipe, settings(overrides)), ranks, gpu_gib, tflops, Console()):
+    if not run_plan(load(recipe, settings(overrides)), ranks, gpu_gib, tflops, tbps, Console()):
         raise typer.Exit(FAILURE)
 
 

@@ -74,6 +74,8 @@ def needed(name: str) -> list[Source]:
     if name in recipes() or name.endswith(SUFFIXES):
         config = load_any(name)
         if isinstance(config, JudgeConfig):
+            if config.judge.model is not None:
+                return sources(config.judge.model)
             return [] if Path(config.judge.weights).exists() else needed(config.judge.weights)
         if not isinstance(config, RunConfig):
             return sources(config.autoencoder)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from ..config.build import build, build_autoencoder
 from ..config.dump import resolve
@@ -38,15 +40,7 @@ def export(directory: Path, out: Path, name: str, bits: int, console: Console) -
     found = checkpoint.latest(directory)
     if config is None or found is None:
         raise ConfigError(f"{directory} has no checkpoint to export; give the directory of a run")
-    weights = loaded(config, directory, found)
-    kept = weights.stored()
-    chosen = name or ("ema" if "ema" in kept else "live")
-    if chosen != "live" and chosen not in kept:
-        raise ConfigError(f"--weights: the run keeps no '{chosen}' (there are: {', '.join(['live', *kept])})")
-    if isinstance(weights, LoraWeights):
-        tensors = weights.merged(chosen)  # for that is what `weights:` loads
-    else:
-        tensors = dict(weights.net.state_dict()) | (kept[chosen] if chosen != "live" else {})
+    tensors, chosen = averaged(loaded(config, directory, found), name)
     files.write(
         out,
         pack(tensors) if bits == 8 else tensors,
@@ -55,6 +49,17 @@ def export(directory: Path, out: Path, name: str, bits: int, console: Console) -
     )
     size = out.stat().st_size / 1e6
     console.print(f"{out}: {chosen} weights of {found.name}, {size:.1f} MB", highlight=False)
+
+
+def averaged(weights: Weights, name: str) -> tuple[Mapping[str, Tensor], str]:
+    """The averaged weights, or those asked for, and what they are called."""
+    kept = weights.stored()
+    chosen = name or ("ema" if "ema" in kept else "live")
+    if chosen != "live" and chosen not in kept:
+        raise ConfigError(f"--weights: the run keeps no '{chosen}' (there are: {', '.join(['live', *kept])})")
+    if isinstance(weights, LoraWeights):
+        return weights.merged(chosen), chosen  # for that is what `weights:` loads
+    return dict(weights.net.state_dict()) | (kept[chosen] if chosen != "live" else {}), chosen
 
 
 def loaded(config: RunConfig | AutoencoderConfig, directory: Path, found: Path) -> Weights:

@@ -20,6 +20,7 @@ from ..config.run import RunConfig
 from ..data.prompts import PromptFile
 from ..export.adapters import FILE, Attached
 from ..lora import LoraWeights
+from ..models.layouts import Outside
 from ..pictures import clip_suffix, read_picture, save_picture, sheet
 from ..pretrained import PIPELINE
 from ..randomness import Randomness
@@ -54,6 +55,8 @@ class Order:
     out: Path
     lora_scale: float = 1.0
     judge: str = "run"  # whom the search asks
+    clips: str = ""  # what clips are written as: mp4, gif, png or frames
+    frames_per_second: int = 8
 
     def __len__(self) -> int:
         return len(self.prompts) * self.count
@@ -64,7 +67,8 @@ class Order:
     def made(self, config: RunConfig, found: Path | None) -> str:
         """A name for all that a picture depends on but its prompt and index."""
         model = (config.model, config.process, config.guidance, config.tuning, config.rewards, found)
-        asked = (self.judge,) if self.judge != "run" else ()
+        asked: tuple[object, ...] = (self.judge,) if self.judge != "run" else ()
+        asked += (self.clips, self.frames_per_second) if self.clips or self.frames_per_second != 8 else ()
         told = repr((model, self.seed, self.search, self.weights, self.lora_scale, *asked))
         return hashlib.sha256(told.encode()).hexdigest()[:12]
 
@@ -74,7 +78,8 @@ def source(recipe: str, overrides: Sequence[str], adapters: Path | None = None) 
     folder = Path(recipe)
     if not (folder / CONFIG).is_file():
         config = exported(folder, overrides) if (folder / RECIPE).is_file() else load(recipe, overrides)
-        return (replace(config, tuning=Attached(adapters)) if adapters else config), None
+        layout = config.model.layout if isinstance(config.model, Outside) else None
+        return (replace(config, tuning=Attached(adapters, layout)) if adapters else config), None
     if adapters is not None:
         raise ConfigError(f"--lora: {folder} is a run, which has weights of its own; give the recipe of its base model")
     found = checkpoint.latest(folder)
@@ -147,8 +152,9 @@ def fill(run: Run, order: Order, ledger: Ledger, left: Sequence[int], verifier: 
         if mine < len(shares) and first_of_its_rows:
             paid, each = paid + price, asdict(price.each(len(share)))
             for picture, fact in zip(pixels, facts, strict=True):
-                ending = "png" if len(picture) == 1 else clip_suffix()
-                ledger.add(picture, f"{fact['index']:05d}-{slug(fact['prompt'])}.{ending}", {**fact, **each})
+                ending = "png" if len(picture) == 1 else order.clips or clip_suffix()
+                name = f"{fact['index']:05d}-{slug(fact['prompt'])}.{ending}"
+                ledger.add(picture, name, {**fact, **each}, order.frames_per_second)
     return paid
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
+from torch import Tensor
 
 from ..config.build import build_judge
 from ..config.load import load_any
 from ..config.run import JudgeConfig
 from ..lora import LoraWeights
+from ..models.showo import Showo
+from ..policy import ModelSpec
 from ..registry import ConfigError
 from ..rewards.nets.chat import chat
 from ..rewards.nets.pupil import save
@@ -38,8 +44,33 @@ def graduate(directory: Path, out: Path, name: str, console: Console) -> None:
         tensors = run.weights.merged(chosen)
     else:
         tensors = dict(run.weights.net.state_dict()) | (kept[chosen] if chosen != "live" else {})
+    plain = {key.removeprefix("net."): x for key, x in tensors.items()}
+    if config.judge.model is not None:
+        write_showo(config.judge.model, plain, out)
+        console.print(f"{out}: {chosen} weights of {found.name}, for `ask` and model.weights", highlight=False)
+        return
     judge = chat(config.judge.weights, Placement(), judges=False)
-    judge.net.load_state_dict({key.removeprefix("net."): x for key, x in tensors.items()})
+    judge.net.load_state_dict(plain)
     judge.net.to(torch.bfloat16)
     save(judge, out)
     console.print(f"{out}: {chosen} weights of {found.name}, for the reward vlm", markup=False, highlight=False)
+
+
+def write_showo(spec: ModelSpec, tensors: Mapping[str, Tensor], out: Path) -> None:
+    """A folder in the layout Show-o is published in."""
+    if not isinstance(spec, Showo):
+        raise ConfigError(f"--out: a {type(spec).__name__} has no layout for others; use the run itself")
+    words = spec.sizes().vocabulary
+    told = {
+        "_class_name": "Showo",
+        "codebook_size": spec.codes,
+        "llm_vocab_size": spec.vocabulary,
+        "mask_token_id": words.hidden,
+        "num_vq_tokens": spec.shape[0],
+        "vocab_size": words.size,
+        "w_clip_vit": spec.vision is not None,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    kept = {key: x.detach().to(torch.bfloat16).contiguous() for key, x in tensors.items()}
+    save_file(kept, out / "pytorch_model.safetensors", {"format": "pt"})

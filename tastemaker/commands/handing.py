@@ -10,11 +10,12 @@ import torch
 from rich.console import Console
 
 from ..config.load import load_any
-from ..config.run import RunConfig
+from ..config.run import AutoencoderConfig, RunConfig
 from ..export.trainer import Remembered, write_folder
 from ..lora import LoraWeights
 from ..models import checkpoints, moments
 from ..models.llamagen import Llamagen
+from ..models.vq import Vq
 from ..registry import ConfigError
 from ..train import checkpoint, folders
 from ..train.adopting import adopt
@@ -22,6 +23,10 @@ from ..train.run import Run
 from ..train.tensors import Reader
 from ..types import Placement
 from .directory import CONFIG
+from .exporting import averaged, loaded
+
+RING = 65536  # uses of codes that the published tokenizer counts, and looks for in files
+GROUPS = 32  # in which it normalises channels
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,9 @@ def hand_over(order: Handover, console: Console) -> None:
     if not (order.directory / CONFIG).is_file() or step is None:
         raise ConfigError(f"{order.directory} has no checkpoint to export; give the directory of a run")
     config = load_any(order.directory / CONFIG)
+    if isinstance(config, AutoencoderConfig):
+        hand_over_tokenizer(order, config, step, console)
+        return
     if not isinstance(config, RunConfig) or not isinstance(config.model, Llamagen):
         raise ConfigError("--layout llamagen: the run trained another model; leave it out, or export one of llamagen")
     done = folders.read(step).step
@@ -54,6 +62,26 @@ def hand_over(order: Handover, console: Console) -> None:
     partial.replace(target)
     form = f"in {order.ranks} shards" if order.ranks else "whole"
     console.print(f"{target}: weights of {step.name}, {form}", highlight=False)
+
+
+def hand_over_tokenizer(order: Handover, config: AutoencoderConfig, step: Path, console: Console) -> None:
+    """Write a tokenizer as LlamaGen publishes them: a `.pt` that holds {"model": tensors}."""
+    spec = config.autoencoder
+    if not isinstance(spec, Vq) or spec.quantizer != "codebook" or spec.groups != GROUPS:
+        found = f"'{spec.quantizer}' in groups of {spec.groups}" if isinstance(spec, Vq) else type(spec).__name__
+        raise ConfigError(
+            f"--layout llamagen: found {found}; its tokenizers have a codebook and normalise {GROUPS} groups of "
+            "channels, as recipe llamagen-vq has; leave --layout out to keep it for use here"
+        )
+    if order.out.suffix != ".pt":
+        raise ConfigError(f"--out: '{order.out}' would be a file of torch; let its name end in .pt")
+    tensors, name = averaged(loaded(config, order.directory, step), order.weights)
+    kept = {key: x.detach().to(order.dtype, copy=True).cpu() for key, x in tensors.items()}
+    order.out.parent.mkdir(parents=True, exist_ok=True)
+    partial = order.out.with_name(f".{order.out.name}.partial")
+    torch.save({"model": {**kept, "quantize.codebook_used": torch.zeros(RING)}}, partial)
+    partial.replace(order.out)
+    console.print(f"{order.out}: {name} weights of {step.name}", highlight=False)
 
 
 def _write(order: Handover, config: RunConfig, spec: Llamagen, step: Path, out: Path) -> None:

@@ -29,7 +29,7 @@ class Ledger:
         for path in [self.folder / RECORD, *sorted(self.folder.glob(f"{RECORD}.*"))]:
             for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
                 row = _parsed(line)
-                if row.get("made") == self.made and (self.folder / row["file"]).is_file():
+                if row.get("made") == self.made and (self.folder / row["file"]).exists():
                     found[row["index"]] = row
         return found
 
@@ -39,9 +39,9 @@ class Ledger:
         mend(self.folder / f"{RECORD}.{self.rank}")
         return {index: row["prompt"] for index, row in self._rows().items()}
 
-    def add(self, pixels: Tensor, file: str, facts: Mapping[str, Any]) -> None:
+    def add(self, pixels: Tensor, file: str, facts: Mapping[str, Any], frames_per_second: int = 8) -> None:
         """Keep a picture, then what is known of it: an interrupted one is made again."""
-        save_picture(pixels, self.folder / file)
+        save_picture(pixels, self.folder / file, frames_per_second)
         with (self.folder / f"{RECORD}.{self.rank}").open("a", encoding="utf-8") as record:
             record.write(json.dumps({"file": file, **facts, "made": self.made}) + "\n")
 

@@ -19,13 +19,14 @@ NAMES = {
     "moments": "what AdamW remembers",
     "snapshots": "snapshots",
     "frozen": "autoencoder and rewards",
+    "cache": "cache of keys and values, copied weights",
     "rollout": "activations while sampling",
     "training": "activations while training",
 }
 
 
-def plan(config: RunConfig, world: int, room: float, rate: float, console: Console) -> bool:
-    """Print the plan; says whether it fits into `room` GiB."""
+def plan(config: RunConfig, world: int, room: float, rate: float, bandwidth: float, console: Console) -> bool:
+    """Print the plan, at so many TFLOP and TB a second; says whether it fits into `room` GiB."""
     found, at_once = peak(config, world), rows(config, world)
     table = Table("on one GPU", "GiB", title=f"{config.name or type(config.model).__name__} on {world} rank(s)")
     for name, told in NAMES.items():
@@ -37,9 +38,11 @@ def plan(config: RunConfig, world: int, room: float, rate: float, console: Conso
         f"The network sees {at_once.rollout} rows at once while sampling and {at_once.training} while training; "
         f"{steps['samples a step']} samples a step, {steps['updates a step']} update(s)."
     )
-    seconds = found.work / (rate * 1e12)
+    seconds = found.seconds(rate * 1e12, bandwidth * 1e12)
+    moved = f" and {found.moved / 1e12:.2g} TB read token by token" if found.moved else ""
+    speed = f"{rate:.0f} TFLOP/s" + (f" and {bandwidth:.1f} TB/s" if found.moved else "")
     console.print(
-        f"A step is {found.work / 1e15:.1f} PFLOP of the network: {seconds:.0f} s at {rate:.0f} TFLOP/s, "
+        f"A step is {found.work / 1e15:.3g} PFLOP of the network{moved}: {seconds:.2g} s at {speed}, "
         f"{config.steps} steps {config.steps * seconds / 3600:.1f} h."
     )
     fits = found.total <= room * GIB
@@ -67,7 +70,9 @@ def changes(config: RunConfig, found: Peak, world: int) -> list[tuple[str, float
         told.append(("optim.moments=int8", found.total))
     micro = config.batch.microbatch or config.batch.prompts
     if micro > 1:
-        found = replace(found, training=training / micro, rollout=min(found.rollout, training / micro))
+        fewer = max(1, rows(config, world).rollout // 2)
+        cache, least = found.cache / fewer, min(found.rollout, training / micro)
+        found = replace(found, training=training / micro, rollout=least, cache=cache)
         told.append(("batch.microbatch=1 batch.rollout=1", found.total))
     if isinstance(config.objective, SRPO) and config.objective.merged and len(config.objective.branches) > 1:
         found = replace(found, training=found.training / 2)

@@ -44,7 +44,7 @@ class Publication:
 
     directory: Path
     out: Path
-    layout: Literal["diffusers", "comfyui"]
+    layout: Literal["diffusers", "comfyui", "authors"]
     weights: str = ""  # the average if there is one
     dtype: torch.dtype = torch.bfloat16
     merge: bool = False  # adapters into the weights they adapt
@@ -75,7 +75,7 @@ def publish(order: Publication, console: Console) -> None:
     partial = order.out.with_name(f".{order.out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    use = write_diffusers(order, trained, partial) if order.layout == "diffusers" else comfyui(order, trained, partial)
+    use = {"diffusers": write_diffusers, "comfyui": comfyui, "authors": authors}[order.layout](order, trained, partial)
     record = read(order.directory)
     (partial / "README.md").write_text(card(subject(order, trained, record, use)), encoding="utf-8")
     shutil.copyfile(order.directory / CONFIG, partial / RECIPE)
@@ -88,6 +88,10 @@ def opened(order: Publication) -> Trained:
     """The network with the weights asked for; neither the optimizer nor other snapshots are read."""
     config, spec, layout, step = described(order.directory)
     adapted = isinstance(config.tuning, Lora)
+    if order.layout != "authors" and not layout.pipeline:
+        raise ConfigError(f"--layout: {order.layout} does not know {type(spec).__name__}; give authors")
+    if order.layout == "comfyui" and not layout.adapters and layout.pipeline:
+        raise ConfigError(f"--layout: ComfyUI's names in {type(spec).__name__} are not known here; give diffusers")
     if order.merge and not adapted:
         raise ConfigError("--merge: this run trained no adapters; leave it out")
     whole = order.layout == "diffusers" and not order.bare and (order.merge or not adapted)
@@ -155,6 +159,16 @@ def comfyui(order: Publication, trained: Trained, out: Path) -> str:
     nodes = draw(job(trained, file, adapters=alone))
     (out / "workflow.json").write_text(json.dumps(nodes, indent=1) + "\n", encoding="utf-8")
     return f"{place} Then open `workflow.json` in ComfyUI; it samples as the run did."
+
+
+def authors(order: Publication, trained: Trained, out: Path) -> str:
+    """One file under the names of those who made the model, for their own programs."""
+    if isinstance(trained.weights, LoraWeights) and not order.merge:
+        adapters.write_authors(trained.weights, trained.layout, out / f"{order.out.name}.pt")
+        return f"`{order.out.name}.pt` holds adapters under the authors' names, of alpha {trained.layout.alpha:g}."
+    theirs = trained.layout.authors(tensors(order, trained), trained.net.config)
+    save_file({key: x.contiguous() for key, x in theirs.items()}, out / f"{order.out.name}.safetensors")
+    return f"`{order.out.name}.safetensors` holds the network under its authors' names."
 
 
 def job(trained: Trained, file: str, *, adapters: bool) -> Job:

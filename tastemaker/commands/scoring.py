@@ -21,7 +21,7 @@ from ..config.run import RewardConfig
 from ..config.validate import build as validated
 from ..data.text import field as column
 from ..data.text import json_rows, table_rows
-from ..pictures import PictureError, read_picture
+from ..pictures import FOLDER, STILLS, PictureError, read_picture
 from ..registry import ConfigError
 from ..reward import RewardError, RewardSpec, Rubric
 from ..types import Facts, Placement
@@ -105,21 +105,41 @@ def jury(texts: Sequence[str], placement: Placement) -> Jury:
     return Jury(judges(asked(texts), placement), placement.device)
 
 
-def pictures(path: Path, prompts: Path | None) -> list[Picture]:
-    """Files with their prompts: of a file that says so, of metadata.jsonl beside them, or of their names."""
-    folder = path if path.is_dir() else path.parent
-    beside = folder / "metadata.jsonl"
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if shown(file))
+def pictures(path: Path, prompts: Path | None, *, folders: bool = False) -> list[Picture]:
+    """Files with their prompts: of a file that says so, of metadata.jsonl beside them, or of their names.
+
+    A folder that ends in .frames is a clip, and with `folders` every one below `path` that holds stills alone.
+    """
+    folder = home(path)
+    one, beside = folder != path, folder / "metadata.jsonl"
+    files = [path] if one else found(path, folders=folders)
     if not files:
         raise ConfigError(f"{path}: no pictures found; expected a file or folder with {', '.join(sorted(SUFFIXES))}")
     said = captioned(prompts, folder) if prompts else captioned(beside, folder) if beside.is_file() else []
     if prompts is None:  # files may have been removed since they were written down
-        said = [picture for picture in said if picture.file.is_file()]
-    if path.is_file():
+        said = [picture for picture in said if picture.file.exists()]
+    if one:
         said = [picture for picture in said if picture.file == path]
     if prompts and not said:
         raise ConfigError(f"{prompts}: it has no row for {path}; expected one whose 'file' is its name")
     return said or [Picture(file, file.stem.replace("_", " ").replace("-", " ")) for file in files]
+
+
+def home(path: Path) -> Path:
+    """The folder that pictures are in: `path` itself unless that is one of them."""
+    return path.parent if path.is_file() or path.suffix == FOLDER else path
+
+
+def found(path: Path, *, folders: bool) -> list[Path]:
+    """Pictures, clips and folders of frames below a folder."""
+    below = [place for place in path.rglob("*") if not place.name.startswith(".")]
+    clips = {place for place in below if place.is_dir() and (place.suffix == FOLDER or (folders and of_frames(place)))}
+    return sorted([*clips, *(file for file in below if shown(file) and not clips & {*file.parents})])
+
+
+def of_frames(folder: Path) -> bool:
+    files = [place for place in folder.iterdir() if not place.name.startswith(".")]
+    return bool(files) and all(file.suffix.lower() in STILLS for file in files)
 
 
 def shown(file: Path) -> bool:

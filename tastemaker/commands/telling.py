@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..bench.aggregate import Line, lines
 from ..bench.cells import Plan
+from ..bench.clips import clips
 from ..bench.pictures import curves, overview, prices
 from ..bench.results import Result, gathered
 from ..bench.table import BEGIN, END, marked, section, spread
@@ -31,7 +32,7 @@ def tell(plan: Plan, source: Path, write: Path | None, console: Console) -> None
         pages[write] = write.read_text(encoding="utf-8")
     for page, text in pages.items():
         folder = page.with_suffix("")
-        page.write_text(marked(text, section(found, results, folder.name), str(page)), encoding="utf-8")
+        page.write_text(marked(text, section(found, results, folder.name, clips(results)), str(page)), encoding="utf-8")
         draw(found, results, plan, folder)
     console.print(table(found))
     told = " and ".join(str(page) for page in pages)

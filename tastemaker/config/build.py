@@ -12,20 +12,23 @@ from torch import nn
 
 from ..data.spec import Dataset
 from ..data.split import split
+from ..eval.copies import Copies
 from ..models.nets.patchgan import PatchGan, published
 from ..perceptual import TINY, Perceptual, perceptual
 from ..policy import Policy
+from ..rereading import reread
 from ..reward import Graded, Rubric, shared
 from ..train import checkpoint
 from ..train.autoencoder import AutoencoderRun
 from ..train.critic import Critic
 from ..train.engine import Engine
 from ..train.judge import JudgeRun
+from ..train.narrator import narrator
 from ..train.run import Run
 from ..types import Placement
 from .cautions import warn
 from .check import require
-from .run import AnyConfig, AutoencoderConfig, JudgeConfig, RewardConfig, RunConfig
+from .run import AnyConfig, AutoencoderConfig, JudgeConfig, JudgeSource, RewardConfig, RunConfig
 
 ROWS = 64  # of data, and samples of it, a step at small size
 
@@ -55,10 +58,12 @@ def shrunk_any(config: AnyConfig) -> AnyConfig:
         engine, rows = replace(config.engine, compile=False), min(ROWS, config.rows)
         small = replace(config, autoencoder=config.autoencoder.tiny(), engine=engine, rows=rows)
         critic = config.critic and replace(config.critic, width=8, weights=None)
-        return replace(small, loss=replace(config.loss, vgg=TINY), critic=critic)
+        validation = replace(config.validation, inception=None)
+        return replace(small, loss=replace(config.loss, vgg=TINY), critic=critic, validation=validation)
     if isinstance(config, JudgeConfig):
         engine, rows = replace(config.engine, compile=False), min(ROWS, config.rows)
-        return replace(config, judge=replace(config.judge, weights=TINY), engine=engine, rows=rows)
+        judge = replace(config.judge, weights=TINY, model=config.judge.model and config.judge.model.tiny())
+        return replace(config, judge=judge, engine=engine, rows=rows)
     return shrunk(config)
 
 
@@ -69,6 +74,7 @@ def generator(config: RunConfig, placement: Placement, init_from: Path | None = 
         torch.manual_seed(config.seed)  # what begins at random, such as adapters, begins alike in every process
         model = config.model.load(placement)
         weights = config.tuning.apply(model, asked)
+    model = reread(model, weights)
     if init_from is not None:
         checkpoint.initialise(init_from, weights)
     guided = config.guidance is not None and config.guidance.scale != 1
@@ -129,6 +135,7 @@ def build_autoencoder(
         lpips=lpips(config, engine),
         critic=critic(config, engine),
         held=held,
+        measure=copies(config, engine) if held is not None else None,
         validation=config.validation,
         rows=config.rows,
         microbatch=config.microbatch,
@@ -144,18 +151,13 @@ def build_autoencoder(
 
 def build_judge(config: JudgeConfig, directory: Path | None = None, *, init_from: Path | None = None) -> JudgeRun:
     """A chat model placed and ready to learn its answers."""
-    from ..rewards.nets.chat import chat
-    from ..rewards.nets.pupil import Pupil
-
     config = require(config)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
     placement = engine.placement(adapts=config.tuning.adapts)
     data, held = pictures(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # what begins at random, such as adapters, begins alike in every process
-        dtype = placement.trained or placement.dtype
-        taught = chat(config.judge.weights, replace(placement, dtype=dtype), judges=False)
-        weights = config.tuning.apply(Held(Pupil(taught)), ["ema"] if config.ema else [])
+        weights = config.tuning.apply(Held(pupil(config.judge, placement)), ["ema"] if config.ema else [])
     if init_from is not None:
         checkpoint.initialise(init_from, weights)
     return JudgeRun(
@@ -172,6 +174,17 @@ def build_judge(config: JudgeConfig, directory: Path | None = None, *, init_from
         ema=config.ema,
         checkpoint=config.checkpoint,
     )
+
+
+def pupil(source: JudgeSource, placement: Placement) -> nn.Module:
+    """Who learns to answer."""
+    from ..rewards.nets.chat import chat
+    from ..rewards.nets.pupil import Pupil
+
+    if source.model is not None:
+        return narrator(source.model, placement)
+    dtype = placement.trained or placement.dtype
+    return Pupil(chat(source.weights, replace(placement, dtype=dtype), judges=False))
 
 
 @dataclass
@@ -195,6 +208,12 @@ def lpips(config: AutoencoderConfig, engine: Engine) -> Perceptual | None:
     # In full precision under autocast, as the network itself: its units of length are small.
     placement = Placement(engine.device)
     return perceptual(config.loss.vgg, config.loss.heads, placement) if config.loss.lpips else None
+
+
+def copies(config: AutoencoderConfig, engine: Engine) -> Copies:
+    """What copies are measured by in the end; what is missing is said then, and stops no run."""
+    placement = Placement(engine.device)
+    return Copies.by(config.loss.vgg, config.loss.heads, config.validation.inception, placement)
 
 
 def critic(config: AutoencoderConfig, engine: Engine) -> Critic | None:

@@ -13,6 +13,7 @@ import torch
 from ..data.pairs import ToyPairs
 from ..data.pictures import ToyPictures
 from ..objectives.forced_grpo import ForcedGRPO
+from ..objectives.frames import alone
 from ..objectives.reward_gradient import RewardGradient
 from ..policy import ModelSpec
 from ..processes.autoregressive import Autoregressive
@@ -106,6 +107,21 @@ def reach_and_steps(config: RunConfig, world: int) -> str | None:
     return None
 
 
+def picked_frames(config: RunConfig, world: int) -> str | None:
+    objective, count = config.objective, config.model.frames
+    if not isinstance(objective, RewardGradient):
+        return None
+    try:
+        lone = alone(objective.frames, count)
+    except ValueError as error:
+        return f"objective: {error}"
+    moving = [key for key, reward in config.rewards.items() if reward.spec.reads == "clip"]
+    if not lone or not moving:
+        return None
+    found = f"objective.frames is {objective.frames}, one frame a clip, but {quoted(moving)} needs several"
+    return f"{found}; set objective.frames to all, alt or fml"
+
+
 def truncation_and_chance(config: RunConfig, world: int) -> str | None:
     process = config.process
     if not isinstance(process, Autoregressive) or not config.objective.needs_chance:
@@ -196,6 +212,7 @@ RULES: tuple[Rule, ...] = (
     objective_and_gradient,
     objective_and_rewards,
     rewards_and_frames,
+    picked_frames,
     data_and_frames,
     reach_and_steps,
     truncation_and_chance,

@@ -16,20 +16,29 @@ from ..weights import Tuning
 MODELS = Registry(
     "model",
     {
+        "cogvideox": "tastemaker.models.cogvideox:CogVideoX",
         "dit": "tastemaker.models.dit:Dit",
         "flux": "tastemaker.models.flux:Flux",
         "flux_kontext": "tastemaker.models.flux_kontext:FluxKontext",
         "gpt": "tastemaker.models.gpt:Gpt",
+        "hunyuanvideo": "tastemaker.models.hunyuanvideo:HunyuanVideo",
         "llamagen": "tastemaker.models.llamagen:Llamagen",
+        "ltx": "tastemaker.models.ltx:Ltx",
         "maskgit": "tastemaker.models.maskgit:Maskgit",
+        "mochi": "tastemaker.models.mochi:Mochi",
+        "modelscope": "tastemaker.models.modelscope:Modelscope",
+        "opensora": "tastemaker.models.opensora:OpenSora",
         "qwen_image": "tastemaker.models.qwen_image:QwenImage",
         "sd15": "tastemaker.models.sd15:Sd15",
         "sd3": "tastemaker.models.sd3:Sd3",
         "sdxl": "tastemaker.models.sdxl:Sdxl",
         "showo": "tastemaker.models.showo:Showo",
+        "svd": "tastemaker.models.svd:Svd",
         "toy_flow": "tastemaker.models.toy:ToyFlow",
         "toy_causal": "tastemaker.models.toy:ToyCausal",
         "toy_masked": "tastemaker.models.toy:ToyMasked",
+        "wan": "tastemaker.models.wan:Wan",
+        "videocrafter": "tastemaker.models.videocrafter:Videocrafter",
     },
 )
 CODECS = Registry("autoencoder", {"vae": "tastemaker.models.vae:Vae", "vq": "tastemaker.models.vq:Vq"})
@@ -46,6 +55,7 @@ PATHS = Registry(
     {
         "straight": "tastemaker.processes.paths:Straight",
         "variance_preserving": "tastemaker.processes.paths:VariancePreserving",
+        "karras": "tastemaker.processes.karras:Karras",
     },
 )
 DYNAMICS = Registry(
@@ -140,6 +150,7 @@ DATA = Registry(
     {
         "prompts": "tastemaker.data.prompts:InlinePrompts",
         "prompt_file": "tastemaker.data.prompts:PromptFile",
+        "prompt_set": "tastemaker.data.prompt_sets:PromptSet",
         "class_prompts": "tastemaker.data.class_prompts:ClassPrompts",
         "edit_file": "tastemaker.data.edits:EditFile",
         "illustrated_prompts": "tastemaker.data.illustrated:IllustratedPrompts",

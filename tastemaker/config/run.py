@@ -181,6 +181,7 @@ class Validation:
     rows: PositiveInt = 256  # of them, over all ranks
     data: DataSpec | None = None  # if not given, a share of the run's own, which is then not trained on
     share: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    inception: Path | None = None  # FID's network, for how far copies are from pictures when all steps are done
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ class JudgeSource:
     """The chat model that sees which is to become a judge."""
 
     weights: str = "llava-hf/llava-onevision-qwen2-7b-ov-hf"  # or a folder as transformers or LLaVA-NeXT write it
+    model: ModelSpec | None = None  # or, instead, a generator that tells of pictures too
 
 
 @dataclass(frozen=True)

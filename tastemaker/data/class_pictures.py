@@ -15,14 +15,16 @@ from torch import Tensor
 
 from ..classes import imagenet, wordnet
 from ..pictures import read_picture
+from ..randomness import Randomness
 from ..registry import ConfigError
 from ..types import Pictures, PromptBatch
-from .crops import centre
+from .crops import anywhere, centre
 from .labelled import ClassFolder, class_folder
 from .order import rows
 from .saved import is_saved, saved
 
 Say = Literal["name", "number"]
+Crop = Literal["middle", "random"]
 BROKEN = (OSError, ValueError, KeyError, TypeError, IndexError, EOFError)
 
 
@@ -86,24 +88,33 @@ class ClassRows:
     size: int
     seed: int
     skipped: Skipped
+    crop: Crop = "middle"
+    mirror: bool = False
 
     def __len__(self) -> int:
         return len(self.source)
 
     def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
-        found = [self._usable(number) for number in rows(len(self), self.seed, step, size, rank, world)]
+        chosen = rows(len(self), self.seed, step, size, rank, world)
+        first = rank * size // world
+        chance = Randomness(self.seed, step, torch.arange(first, first + len(chosen))).uniform("crop", 4)
+        found = [self._usable(number, own) for number, own in zip(chosen, chance, strict=True)]
         return Pictures(tuple(prompt for prompt, _ in found), torch.stack([picture for _, picture in found])[:, None])
 
-    def _usable(self, number: int) -> tuple[str, Tensor]:
+    def _usable(self, number: int, chance: Tensor) -> tuple[str, Tensor]:
         for further in range(len(self)):
             place = (number + further) % len(self)
             if place in self.skipped.why:
                 continue
             try:
-                return self.prompt(self.source.label(place)), centre(self.source.picture(place), self.size)
+                return self.prompt(self.source.label(place)), self._cut(self.source.picture(place), chance)
             except BROKEN as error:
                 self.skipped.add(place, self.source.name(place), error)
         raise ConfigError(f"data: none of the {len(self)} rows can be used; check what they name")
+
+    def _cut(self, pixels: Tensor, chance: Tensor) -> Tensor:
+        square = centre(pixels, self.size) if self.crop == "middle" else anywhere(pixels, self.size, chance[:3])
+        return square.flip(-1) if self.mirror and float(chance[3]) < 0.5 else square
 
     def prompt(self, label: int) -> str:
         return self.prompts[label] if self.prompts else str(label)
@@ -123,12 +134,14 @@ class ClassRows:
 
 @dataclass(frozen=True)
 class ClassPictures:
-    """Pictures with their classes: a folder for each, or what `datasets` saved to disk; the middle square of each."""
+    """Pictures with their classes: a folder for each, or what `datasets` saved to disk; a square of each."""
 
     path: Path
     size: Annotated[int, Field(ge=8, le=16384)] = 256  # pixels a side
     split: str = "train"  # of what `datasets` saved
     say: Say = "name"  # of a class; models without names are told numbers
+    crop: Crop = "middle"  # random: four fifths of the shorter side or more, anywhere, as tokenizers are trained
+    mirror: bool = False  # every other picture the other way round, by chance
     skip: NonNegativeInt = 0  # rows that cannot be used and are passed over, on each rank; one more is an error
     yields: ClassVar[type] = Pictures
 
@@ -136,7 +149,8 @@ class ClassPictures:
         source: Source = saved(self.path, self.split) if is_saved(self.path) else folders(self.path)
         if not len(source):
             raise ConfigError(f"data: {self.path} has no rows; expected at least one picture")
-        return ClassRows(source, told(source.names, self.say), self.size, seed, Skipped(self.skip))
+        skipped = Skipped(self.skip)
+        return ClassRows(source, told(source.names, self.say), self.size, seed, skipped, self.crop, self.mirror)
 
 
 def folders(path: Path) -> Folders:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from PIL import Image
@@ -12,14 +14,30 @@ from ..pictures import as_bytes
 
 def centre(pixels: Tensor, size: int) -> Tensor:
     """The middle square of [3, H, W] in [0, 1], `size` pixels a side."""
+    image = shrunk(pixels, size)
+    return cut(image, (image.width - size) // 2, (image.height - size) // 2, size)
+
+
+def shrunk(pixels: Tensor, shorter: int) -> Image.Image:
+    """So that its shorter side has so many pixels."""
     image = Image.fromarray(as_bytes(pixels[None])[0])
-    while min(image.size) >= 2 * size:
+    while min(image.size) >= 2 * shorter:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    scale = size / min(image.size)
-    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-    left, top = (image.width - size) // 2, (image.height - size) // 2
-    cut = image.crop((left, top, left + size, top + size))
-    return torch.from_numpy(np.array(cut)).movedim(-1, 0) / 255
+    scale = shorter / min(image.size)
+    return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+
+
+def cut(image: Image.Image, left: int, top: int, size: int) -> Tensor:
+    part = image.crop((left, top, left + size, top + size))
+    return torch.from_numpy(np.array(part)).movedim(-1, 0) / 255
+
+
+def anywhere(pixels: Tensor, size: int, chance: Tensor, least: float = 0.8) -> Tensor:
+    """A square that holds from `least` to all of the shorter side, wherever three uniform numbers put it."""
+    scale, down, right = chance.tolist()
+    most = math.ceil(size / least)
+    image = shrunk(pixels, size + int(scale * (most - size + 1)))
+    return cut(image, int(right * (image.width - size + 1)), int(down * (image.height - size + 1)), size)
 
 
 def flipped(pixels: Tensor, size: int) -> Tensor:

@@ -10,6 +10,7 @@ from .. import embeddings
 from ..registry import ConfigError
 from ..types import Facts, PromptBatch
 from .order import rows
+from .saved import texts
 from .text import Row, field, json_rows, lines, table_rows
 
 
@@ -53,17 +54,23 @@ class InlinePrompts:
 class PromptFile:
     """Prompts in a file: .txt with one a line, .jsonl or .csv with a column `prompt`; other columns become facts.
 
-    A .json is the list of a folder of embeddings: videos2caption.json of SRPO, or our embeddings.json.
+    A .json is the list of a folder of embeddings: videos2caption.json of SRPO, or our embeddings.json. A folder is what
+    `datasets` saved to disk, prompts in its column prompt, caption or text.
     """
 
     path: Path
+    split: str = "train"  # of what `datasets` saved
     yields: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        if self.path.suffix not in (".txt", ".jsonl", ".csv", ".json"):
+        if self.path.suffix not in (".txt", ".jsonl", ".csv", ".json") and not self.path.is_dir():
             raise ValueError(f"'path' is {str(self.path)!r:.60}; expected a file that ends in .txt, .jsonl or .csv")
 
     def load(self, seed: int) -> PromptRows:
+        if self.path.is_dir():
+            column, told = texts(self.path, self.split)
+            prompts = [field(self.path, number, row, column) for number, row in enumerate(told, 1)]
+            return PromptRows(tuple(prompts), tuple(facts(row, column) for row in told), seed)
         if self.path.suffix == ".json":
             embedded = embeddings.prompts(self.path)
             return PromptRows(tuple(embedded), ({},) * len(embedded), seed)
@@ -75,9 +82,9 @@ class PromptFile:
         return PromptRows(tuple(prompts), tuple(facts(row) for _, row in found), seed)
 
 
-def facts(row: Row) -> Facts:
+def facts(row: Row, column: str = "prompt") -> Facts:
     """What a row says beside its prompt."""
-    return {key: value for key, value in row.items() if key != "prompt"}
+    return {key: value for key, value in row.items() if key != column}
 
 
 def existing(path: Path, said_by: str) -> Path:

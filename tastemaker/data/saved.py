@@ -12,6 +12,7 @@ from ..pictures import from_bytes, read_picture
 from ..registry import ConfigError
 
 PICTURES = ("image", "image_path", "file", "filepath")  # columns, the first that is there
+PROMPTS = ("prompt", "caption", "text")
 LABELS = ("label", "labels")
 MARKS = ("dataset_dict.json", "dataset_info.json", "state.json")  # of a folder that `save_to_disk` wrote
 LIMIT = 3 * 20_000**2  # numbers of a picture
@@ -54,7 +55,7 @@ def is_saved(folder: Path) -> bool:
     return any((folder / mark).is_file() for mark in MARKS)
 
 
-def saved(folder: Path, split: str) -> Saved:
+def table(folder: Path, split: str) -> Any:
     """A split of what `save_to_disk` wrote; of a single data set, all of it."""
     try:
         import datasets
@@ -70,6 +71,22 @@ def saved(folder: Path, split: str) -> Saved:
         if split not in found:
             raise ConfigError(f"data.split: {folder} has no '{split:.60}'; there are {', '.join(found)}")
         found = found[split]
+    return found
+
+
+def texts(folder: Path, split: str) -> tuple[str, list[dict[str, Any]]]:
+    """Its rows, of which pictures are left out, and the column their prompts are in."""
+    found = table(folder, split)
+    column = _column(found, PROMPTS, folder)
+    plain = [name for name, kind in found.features.items() if type(kind).__name__ in ("Value", "ClassLabel")]
+    return column, [dict(row) for row in found.select_columns([column, *(n for n in plain if n != column)])]
+
+
+def saved(folder: Path, split: str) -> Saved:
+    """Pictures and classes of a split."""
+    import datasets
+
+    found = table(folder, split)
     pictures, labels = (_column(found, names, folder) for names in (PICTURES, LABELS))
     kind = found.features[labels]
     told = tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +23,9 @@ class Layout:
     adapters: str  # what ComfyUI wants before the names of adapters
     authors: Callable[[Tensors, Mapping[str, Any]], Tensors]  # from diffusers' names and configuration to theirs
     workflow: str = ""  # the kind of ComfyUI workflow that uses it, if one is known
+    # If adapters are published under the authors' names of layers: those to our names, of some of the network's.
+    layers: Callable[[Sequence[str], Any], dict[str, str]] | None = None
+    alpha: float = 8.0  # of adapters in such files, which do not tell it: peft's own
 
 
 @runtime_checkable
@@ -63,6 +66,11 @@ def swapped(x: Tensor) -> Tensor:
 def same(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """For authors who publish under diffusers' names."""
     return tensors
+
+
+def unknown(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """For authors whose names are not written down here."""
+    raise ValueError("the names the authors of this network use are not known here; export it in diffusers' layout")
 
 
 LINEAR = (("linear_1", "in_layer"), ("linear_2", "out_layer"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from ..pretrained import Source, locate, read
 from ..registry import ConfigError
 from ..types import Placement
+from .quiet import silence as silence  # for those who use parts by themselves
 from .readers import Letters, Reader, alone
 from .sizes import SIZES, Sizes
 
@@ -79,25 +79,36 @@ class Kit:
 
     def autoencoder(self, part: str, kind: Any, *, recompute: bool = True, clips: bool = False) -> Codec:
         """The frozen diffusers autoencoder; `recompute` takes a seventh of the memory, by computing all twice."""
-        net: Any = self._frozen(self._diffusers(part, kind, self.placement.dtype, None))
+        net = self.frozen(part, kind, recompute=recompute)
+        return Codec.of(net, net.config, clips=clips)  # with defaults: older files leave the scale out
+
+    def frozen(self, part: str, kind: Any, *, recompute: bool = False) -> Any:
+        """A diffusers network that does not train."""
+        net = self._frozen(self._diffusers(part, kind, self.placement.dtype, None))
         if recompute:
             net.enable_gradient_checkpointing()
-        return Codec.of(net, net.config, clips=clips)  # with defaults: older files leave the scale out
+        return net
 
     def reader(self, part: str, kind: Any, tokenizer: str, length: int) -> Reader:
         """A frozen text encoder of transformers with its tokenizer, prompts cut and filled to `length` tokens.
 
         It waits on the host: beside a network in training there is seldom room for it.
         """
+        net = self.encoder(part, kind)
         with silence():
-            if self.path is None:
+            vocabulary = net.config.get_text_config().vocab_size
+            words: Any = Letters(vocabulary) if self.path is None else self._tokenizer(self.path / tokenizer)
+        return Reader(net, words, length, self.placement.device, part)
+
+    def encoder(self, part: str, kind: Any) -> Any:
+        """A frozen encoder of transformers, on the host."""
+        with silence():
+            if self.path is not None:
+                net = whole(kind, self.path / part, self.placement.dtype)
+            else:
                 settings = kind.config_class(**self.tiny[part])
                 net = self._random(lambda: kind(settings), torch.device("cpu"), self.placement.dtype)
-                words: Any = Letters(settings.get_text_config().vocab_size)
-            else:
-                net = whole(kind, self.path / part, self.placement.dtype)
-                words = self._tokenizer(self.path / tokenizer)
-        return Reader(net.eval().requires_grad_(False), words, length, self.placement.device)
+        return net.eval().requires_grad_(False)
 
     def _diffusers(self, part: str, kind: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None) -> Any:
         with silence():
@@ -224,23 +235,3 @@ class Codec:
         with alone(raw):
             shown: Tensor = self.net.decode(raw[:, :, None] if self.clips else raw, return_dict=False)[0].float()
         return ((shown[:, :, 0] if self.clips else shown) / 2 + 0.5).clamp(0, 1)
-
-
-@contextmanager
-def silence() -> Iterator[None]:
-    """Within the block diffusers and transformers neither draw bars nor report."""
-    from diffusers.utils import logging as first
-    from transformers.utils import logging as second
-
-    libraries: list[Any] = [first, second]
-    before = [(told, told.get_verbosity(), told.is_progress_bar_enabled()) for told in libraries]
-    for told in libraries:
-        told.set_verbosity_error()
-        told.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for told, verbosity, bars in before:
-            told.set_verbosity(verbosity)
-            if bars:
-                told.enable_progress_bar()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,6 +75,10 @@ class Frame:
     def __init__(self, net: Any, recompute: bool, stretch: bool) -> None:
         self.net, self.recompute, self.stretch, self.dtype = net, recompute, stretch, net.dtype
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        found: Iterator[nn.Parameter] = self.net.parameters()
+        return found
+
     def encode(self, pixels: Tensor) -> Any:
         return self.net.encode(pixels)
 
@@ -136,14 +140,12 @@ class QwenImageBackbone:
         return Condition(tuple(prompts), {**told, "lengths": told["lengths"].cpu()}, tuple(facts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        lengths = cond.tensors["lengths"]
-        longest = int(lengths.max())
-        seen = torch.arange(longest) < lengths[:, None]
+        words, seen = cut(cond.tensors["words"], cond.tensors.get("lengths"))
         dtype = next(self.net.parameters()).dtype  # without autocast, all of them must be alike
         velocity: Tensor = self.net(
             hidden_states=x.flatten(1, 2).to(dtype),
-            encoder_hidden_states=cond.tensors["words"][:, :longest].to(dtype),
-            encoder_hidden_states_mask=None if bool(seen.all()) else seen.to(x.device),  # none is faster
+            encoder_hidden_states=words.to(dtype),
+            encoder_hidden_states_mask=None if seen is None else seen.to(x.device),
             timestep=t,
             img_shapes=[[(1, x.shape[1], x.shape[2])]] * len(x),
             return_dict=False,
@@ -162,6 +164,15 @@ class QwenImageBackbone:
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
         shown = self.codec.decode(unpack(x.flatten(1, 2), 2 * x.shape[1], 2 * x.shape[2]))[:, None]
         return shown if frames is None else shown[:, list(frames)]
+
+
+def cut(words: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Words [B, n, D] up to the longest prompt, and which of them are no filling; none is faster, if all are."""
+    if lengths is None:
+        return words, None
+    longest = int(lengths.max())
+    seen = torch.arange(longest) < lengths[:, None]
+    return words[:, :longest], None if bool(seen.all()) else seen
 
 
 def reader(kit: Kit, length: int) -> Reader:

@@ -65,6 +65,7 @@ class Reader:
     tokenizer: Any
     length: int
     device: torch.device
+    part: str = "text_encoder"  # as the folder it came from calls it
 
     def tokens(self, prompts: Prompts) -> dict[str, Tensor]:
         """The ids and which of them are no filling: [B, length] each."""
@@ -99,6 +100,7 @@ class Remembered:
         self._load = load
         self._loaded = load() if self.shelf is None else None
         self._held: dict[str, dict[str, Tensor]] = {}  # the latest last
+        self.taught = False
 
     @property
     def read(self) -> Any:
@@ -107,8 +109,18 @@ class Remembered:
             self._loaded = self._load()
         return self._loaded
 
+    def teach(self) -> dict[str, nn.Module]:
+        """From now on every call reads anew, with gradients; the encoders by name, on the device to stay there."""
+        self.taught, parts = True, vars(self._encoders("")).values()
+        readers = [reader for part in parts for reader in (part if isinstance(part, list | tuple) else (part,))]
+        return {each.part: each.net.to(each.device) for each in readers if isinstance(each, Reader)}
+
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]:
         """One row a prompt: [B, ...] by name."""
+        if self.taught:
+            texts = list(dict.fromkeys(prompts))
+            which = torch.tensor([texts.index(prompt) for prompt in prompts], device=self.placement.device)
+            return {name: x.to(self.placement.device)[which] for name, x in self.read(texts).items()}
         rows = {text: self._held.pop(text) for text in dict.fromkeys(prompts) if text in self._held}
         rows |= self._ready([text for text in dict.fromkeys(prompts) if text not in rows])
         new = [text for text in dict.fromkeys(prompts) if text not in rows]

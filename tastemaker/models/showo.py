@@ -17,6 +17,7 @@ from ..pretrained import Source
 from ..processes.masked import Masked
 from ..types import Condition, Corrupted, Facts, Placement, Prompts
 from . import checkpoints
+from .answering import Told, answers
 from .canvas import known
 from .eyes import CLIP, Eyes, features
 from .nets.magvit import Magvit, MagvitShape, Side
@@ -94,6 +95,10 @@ class ShowoBackbone:
         logits = self._read(noisy.x, cond, slice(None), slice(None))
         counted = torch.nn.functional.pad(noisy.noise, (1, 1), value=True)
         return (Categorical(logits).log_prob(self.vocabulary.framed(x)) * counted).sum(1)
+
+    def tell(self, pixels: Tensor, turns: Sequence[Sequence[str]], said: Sequence[str]) -> Told:
+        """What answers about pictures [B, 3, H, W] are scored by."""
+        return answers(self, pixels, turns, said)
 
     def encode(self, pixels: Tensor) -> Tensor:
         with torch.no_grad(), torch.autocast(pixels.device.type, enabled=False):  # rounded, signs would be others

@@ -131,7 +131,36 @@ SDXL: Sizes = {
     "text_encoder": CLIP_L,
     "text_encoder_2": CLIP_G,
 }
+CLIP_H = {
+    **CLIP_G,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "projection_dim": 1024,
+    "num_hidden_layers": 23,
+    "num_attention_heads": 16,
+}  # without its last layer
+MODELSCOPE: Sizes = {
+    "unet": {"block_out_channels": (320, 640, 1280, 1280), "attention_head_dim": 64, "cross_attention_dim": 1024},
+    "vae": {**OLD_VAE, "scaling_factor": 0.18215},
+    "text_encoder": CLIP_H,
+}
+WAN_1B: Sizes = {
+    "transformer": {
+        "num_attention_heads": 12,
+        "attention_head_dim": 128,
+        "ffn_dim": 8960,
+        "num_layers": 30,
+        "text_dim": 4096,
+    },
+    "vae": {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2},
+    "text_encoder": {**T5_XXL, "vocab_size": 256384},
+}
+WAN_14B: Sizes = {
+    **WAN_1B,
+    "transformer": {**WAN_1B["transformer"], "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+}
 SIZES: dict[str, Sizes] = {
+    "PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers": {"text_encoder": T5_XXL},  # what Open-Sora reads by
     "black-forest-labs/FLUX.1-dev": FLUX_DEV,
     "black-forest-labs/FLUX.1-schnell": {
         **FLUX_DEV,
@@ -142,6 +171,10 @@ SIZES: dict[str, Sizes] = {
     "stabilityai/stable-diffusion-3.5-large": SD35_LARGE,
     "stabilityai/stable-diffusion-3-medium-diffusers": SD3_MEDIUM,
     "Qwen/Qwen-Image": QWEN_IMAGE,
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": WAN_1B,
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": WAN_14B,
     "stable-diffusion-v1-5/stable-diffusion-v1-5": SD15,
     "stabilityai/stable-diffusion-xl-base-1.0": SDXL,
+    "damo-vilab/text-to-video-ms-1.7b": MODELSCOPE,
+    "VideoCrafter/VideoCrafter2": {**MODELSCOPE, "unet": {**MODELSCOPE["unet"], "fps_cond": True}},
 }

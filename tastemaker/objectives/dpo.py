@@ -36,6 +36,9 @@ class DPO(Objective[Process, Pairs, Preference, int]):
     def gradients(self, decisions: int) -> int:
         return 2 * self.levels
 
+    def rows_at_once(self) -> int:
+        return 2  # both of a pair
+
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)
 

@@ -50,8 +50,14 @@ class OnlineDPO(Objective[Process, PromptBatch, Preference, int]):
     def kept_rows(self) -> int:
         return 1
 
+    def replays(self) -> bool:
+        return self.guide > 0
+
     def gradients(self, decisions: int) -> int:
         return 2 * self.levels + (decisions if self.guide else 0)
+
+    def rows_at_once(self) -> int:
+        return 2  # both of a pair
 
     def snapshots(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys([self._reference, *([BEGUN] if self.round else [])]))
@@ -66,7 +72,7 @@ class OnlineDPO(Objective[Process, PromptBatch, Preference, int]):
     @torch.no_grad()
     def collect(self, ctx: Context[Process], batch: PromptBatch) -> Preference:
         # Pairs need no log-probabilities, which some samplers would score once more.
-        process = ctx.policy.process if self.guide else ctx.policy.process.as_sampled()
+        process = ctx.policy.process if self.replays() else ctx.policy.process.as_sampled()
         with self._sampling(ctx.policy):
             trajectory, _, scores = rate(replace(ctx, policy=replace(ctx.policy, process=process)), batch, self.group)
         groups = scores.total.view(-1, self.group)

@@ -12,6 +12,7 @@ from ..objective import Context, Objective
 from ..processes.gaussian import GaussianProcess
 from ..randomness import Randomness
 from ..types import Condition, Loss, PromptBatch
+from .frames import Frames, decoded, refuse
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
     copies: int = 2  # for `renoised`
     threshold: float | None = None  # rewards above it earn nothing more (ReFL)
     scale: float = 1.0  # of the loss
-    frames: Literal["all", "random", "first", "middle", "last", "ends"] = "all"  # that are decoded and scored
+    frames: Frames = "all"  # that are decoded and scored
     needs: ClassVar[type] = GaussianProcess
     needs_gradient: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
+        refuse(self.frames)
         if self.through == "steps" and not self.steps:
             raise ValueError("'steps' is empty; expected the steps to train at, since 'through' is steps")
         if self.step < 0 or min(self.steps, default=0) < 0:
@@ -89,8 +91,9 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
 
     def loss(self, ctx: Context[GaussianProcess], experience: Asked, part: int) -> Loss:
         x = self._sample(ctx, experience, part)
-        cond, frames = experience.cond, self._frames(experience.rng, ctx.policy.model.pixels[0], part)
-        scores = ctx.rubric.score(ctx.policy.decode(x, frames), cond.prompts, cond.facts)
+        cond, draw = experience.cond, ctx.epoch * len(self.parts(experience)) + part
+        pixels = decoded(ctx.policy, x, self.frames, experience.rng, draw)
+        scores = ctx.rubric.score(pixels, cond.prompts, cond.facts)
         short = -scores.total if self.threshold is None else F.relu(self.threshold - scores.total)
         watched = {"reward": scores.total.detach(), **{f"reward/{k}": v.detach() for k, v in scores.parts.items()}}
         return Loss(self.scale * short / len(self.parts(experience)), watched)
@@ -108,13 +111,3 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
             if self.through == "single" and i == first:
                 return rollout.clean
         return rollout.preview()
-
-    def _frames(self, rng: Randomness, count: int, draw: int) -> list[int] | None:
-        picked = {
-            "first": [0],
-            "middle": [count // 2],
-            "last": [count - 1],
-            "ends": sorted({0, count // 2, count - 1}),
-            "random": [int(rng.number("frame", draw) * count)],
-        }
-        return picked.get(self.frames)

@@ -20,6 +20,7 @@ from .tracing import flops, traced
 
 HOST = torch.device("cpu")
 MOMENTS = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / 256}  # bytes a weight
+REFERENCES = ("reference", "round")  # snapshots that every graph is compared with
 EYES = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16}
 
 
@@ -32,13 +33,24 @@ class Peak:
     moments: float
     snapshots: float
     frozen: float  # autoencoder and rewards
+    cache: float  # of keys and values that writing keeps, with weights copied for it
     rollout: float  # activations while sampling
     training: float  # activations of a forward and a backward pass
-    work: float  # floating-point operations
+    sampling: float  # floating-point operations
+    learning: float  # likewise
+    moved: float  # bytes that sampling reads, where it waits for memory rather than for arithmetic
+
+    @property
+    def work(self) -> float:
+        return self.sampling + self.learning
+
+    def seconds(self, rate: float, bandwidth: float) -> float:
+        """Of a step, at so many operations and bytes a second."""
+        return max(self.sampling / rate, self.moved / bandwidth) + self.learning / rate
 
     @property
     def total(self) -> float:
-        kept = self.weights + self.gradients + self.moments + self.snapshots + self.frozen
+        kept = self.weights + self.gradients + self.moments + self.snapshots + self.frozen + self.cache
         # No gradient is there while sampling, but allocations of both are seldom interleaved.
         return kept + max(self.training, self.rollout)
 
@@ -53,74 +65,93 @@ class Rows:
 
 def rows(config: RunConfig, world: int = 1) -> Rows:
     batch, objective = config.batch, config.objective
-    guided = 2 if config.guidance is not None and config.guidance.scale != 1 else 1
     share = -(-batch.prompts // world)
     samples = share * objective.group
     trained = -(-share * objective.kept_rows() // batch.updates)
+    guided, scored = halves(config)
     return Rows(
         guided * min(samples, batch.rollout or samples),
-        guided * objective.rows_at_once() * min(trained, batch.microbatch or trained),
+        scored * objective.rows_at_once() * min(trained, batch.microbatch or trained),
     )
+
+
+def halves(config: RunConfig) -> tuple[int, int]:
+    """Rows the network sees for each that is sampled, and for each that is learned from."""
+    guided = 2 if config.guidance is not None and config.guidance.scale != 1 else 1
+    return guided, 1 if config.guidance is not None and config.guidance.rollouts_only else guided
 
 
 def peak(config: RunConfig, world: int = 1) -> Peak:
     """Of a run on so many ranks; sharded where the run is."""
-    with imagined(config) as model:
+    with imagined(config, world) as model:
         weights = config.tuning.apply(model.backbone, ())
         net, trainable = weights.net, list(weights.trainable().values())
         trained, whole = sum(p.numel() for p in trainable), sum(p.numel() for p in net.parameters())
-        at_once = rows(config, world)
-        engine = config.engine
+        at_once, engine = rows(config, world), config.engine
         if engine.memory == "recompute":
             memory.recompute(net)
-        known = [*net.parameters(), *model.backbone.codec.net.parameters()]
+        known: list[Tensor | None] = [*net.parameters(), *model.frozen()]
         for p in trainable:
             p.grad = torch.empty_like(p)
         known += [p.grad for p in trainable]
-        rollout = traced(lambda: _sample(model, engine, at_once.rollout), known)
-        eyes = _judge(model, config)
+        made = config.objective.samples()
+        held = model.held(at_once.rollout, config.tuning.adapts) if made else []
+        known += held
+        # Those who learn from data still ask the reference.
+        rollout = traced(lambda: _asked(engine, model.sample if made else model.score, at_once.rollout), known)
+        eyes = _judge(config)
         known += [] if eyes is None else [*eyes.parameters()]
         training = traced(lambda: _learn(model, config, at_once.training, eyes), known)
-        single = flops(lambda: _sample(model, engine, 1))
-        frozen = sum(p.numel() * p.itemsize for p in model.backbone.codec.net.parameters())
-    shards = 1 if engine.strategy == "replicated" else world // (engine.replicas if engine.strategy == "hsdp" else 1)
+        call, graph = flops(lambda: _asked(engine, model.call)), flops(lambda: _asked(engine, model.score, 1))
+        cache, frozen = (sum(x.numel() * x.itemsize for x in kept) for kept in (held, model.frozen()))
+        sampling, learning = _work(model, config, world, call, graph)
+        moved = model.moved(config.batch.prompts / world * made, at_once.rollout)
     size = precision.DTYPES[engine.trainable].itemsize
-    base = whole * size if not config.tuning.adapts else (whole - trained) * model.dtype.itemsize + trained * size
+    shards = 1 if engine.strategy == "replicated" else world // (engine.replicas if engine.strategy == "hsdp" else 1)
+    base = whole * size if not config.tuning.adapts else (whole - trained) * _half(config).itemsize + trained * size
     return Peak(
         base / shards,
         trained * size / shards,
         trained * MOMENTS[config.optim.moments] / shards,
         _snapshots(config, trained, size) / shards,
         frozen + _rewards(config),
+        cache,
         rollout,
         training if engine.memory != "offload" else training / 2,
-        single * _passes(config, world),
+        sampling,
+        learning,
+        moved,
     )
 
 
-def _sample(model: Model, engine: EngineConfig, rows: int) -> None:
+def _asked(engine: EngineConfig, work: Callable[..., Any], *rows: int) -> None:
     with torch.no_grad():
-        _computed(engine, lambda: _predict(model, rows))
+        _computed(engine, lambda: work(*rows))
 
 
 def _learn(model: Model, config: RunConfig, rows: int, eyes: nn.Module | None) -> None:
     def loss() -> Tensor:
-        made = _predict(model, rows)
-        return _judged(model, eyes, made) if config.objective.needs_gradient else made.mean()
+        made = model.score(rows)
+        return _judged(model, config, eyes, made) if config.objective.needs_gradient else made.mean()
 
     value = _computed(config.engine, loss)
     with precision.mathematics(config.engine, HOST):
         value.backward()
 
 
-def _judge(model: Model, config: RunConfig) -> nn.Module | None:
+def _half(config: RunConfig) -> torch.dtype:
+    """What is frozen is held in."""
+    return torch.bfloat16 if config.engine.precision in ("bf16", "fp16") else torch.float32
+
+
+def _judge(config: RunConfig) -> nn.Module | None:
     """Eyes as large as those of HPS and PickScore, where pictures are judged by a network of any size."""
     if not any("GB" in reward.spec.about.memory for reward in config.rewards.values()):
         return None
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
     before = torch.get_default_dtype()
-    torch.set_default_dtype(model.dtype)
+    torch.set_default_dtype(_half(config))
     try:
         eyes: Any = CLIPVisionModel(CLIPVisionConfig(**EYES, image_size=224, patch_size=14))  # type: ignore[arg-type]
     finally:
@@ -129,22 +160,15 @@ def _judge(model: Model, config: RunConfig) -> nn.Module | None:
     return found
 
 
-def _judged(model: Model, eyes: Any, made: Tensor) -> Tensor:
+def _judged(model: Model, config: RunConfig, eyes: Any, made: Tensor) -> Tensor:
     """What pictures earn."""
-    pixels: Tensor = model.backbone.decode(made)
+    pixels: Tensor = model.backbone.decode(made[: len(made) // halves(config)[1]])  # which guidance made of two
     if eyes is None:
         return pixels.mean()
-    small = functional.interpolate(pixels[:, 0], (224, 224)).to(model.dtype)
+    small = functional.interpolate(pixels[:, 0], (224, 224)).to(_half(config))
     with torch.autocast("cpu", enabled=False):
         earned: Tensor = eyes(small).pooler_output
     return earned.float().mean()
-
-
-def _predict(model: Model, rows: int) -> Tensor:
-    backbone = model.backbone
-    x, t = torch.empty(rows, *backbone.shape), torch.empty(rows)
-    found: Tensor = backbone.predict(x, t, model.condition(rows))
-    return found.float()
 
 
 def _computed(engine: EngineConfig, work: Callable[[], Any]) -> Any:
@@ -174,13 +198,15 @@ def _rewards(config: RunConfig) -> float:
     return found
 
 
-def _passes(config: RunConfig, world: int) -> float:
-    """Forward passes of one row that a step on one rank is worth."""
+def _work(model: Model, config: RunConfig, world: int, call: float, graph: float) -> tuple[float, float]:
+    """Operations of a step on one rank, sampling and learning, by those of one row's call and of one's scoring."""
     batch, objective = config.batch, config.objective
-    share = batch.prompts / world
-    guided = 2 if config.guidance is not None and config.guidance.scale != 1 else 1
-    sampled = share * objective.calls(config.process.calls(config.model.shape)) * guided
+    share, (guided, scored) = batch.prompts / world, halves(config)
+    each = config.process.calls(config.model.shape)
+    again = model.again(each) if objective.replays() else 0
+    sampling = share * (objective.calls(each) * guided * call + objective.samples() * again * graph)
     # Backward passes cost two, or one where the weights need no gradient, and one more to compute the forward again.
     backward = (1 if config.tuning.adapts else 2) + 1 + (config.engine.memory == "recompute")
+    backward += not {*objective.snapshots()}.isdisjoint(REFERENCES)
     graphs = objective.gradients(config.process.decisions(config.model.shape))
-    return sampled + share * objective.kept_rows() * batch.epochs * graphs * backward * guided
+    return sampling, share * objective.kept_rows() * batch.epochs * graphs * backward * scored * graph

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,47 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..config.run import RunConfig
 from ..embeddings import Shards
+from ..models.llamagen import Llamagen
 from ..models.published import RANDOM
+from ..models.showo import Showo
 from ..models.sizes import SIZES, Sizes
 from ..registry import ConfigError
 from ..types import Condition, Placement
+from .tokens import Revealed, Setting, Written
 
 CLIP_WORDS = 77
 
 
+class Model(Protocol):
+    """A generator without numbers, and what its network is asked in a run."""
+
+    @property
+    def backbone(self) -> Any: ...
+    def frozen(self) -> Iterator[nn.Parameter]:
+        """Of its autoencoder."""
+
+    def score(self, rows: int) -> Tensor:
+        """What learning computes of so many rows."""
+
+    def sample(self, rows: int) -> None:
+        """What sampling does at its worst moment."""
+
+    def call(self) -> None:
+        """What one row costs in one call of sampling."""
+
+    def again(self, calls: int) -> int:
+        """How often a sample that took so many calls is scored beside them."""
+
+    def held(self, rows: int, adapted: bool) -> list[Tensor]:
+        """What sampling keeps while the network learns."""
+
+    def moved(self, samples: float, at_once: int) -> float:
+        """Bytes that sampling must read, where that is what it waits for."""
+
+
 @dataclass(frozen=True)
-class Model:
-    """A backbone without numbers, and the size of what its network is told."""
+class Denoised:
+    """A backbone of latents, and the size of what its network is told."""
 
     backbone: Any
     tensors: dict[str, tuple[int, ...]]  # of a condition, by name, without the rows
@@ -35,10 +65,52 @@ class Model:
         told = {name: torch.empty(rows, *shape, dtype=self.dtype) for name, shape in self.tensors.items()}
         return Condition(("",) * rows, told)
 
+    def frozen(self) -> Iterator[nn.Parameter]:
+        found: Iterator[nn.Parameter] = self.backbone.codec.net.parameters()
+        return found
+
+    def score(self, rows: int) -> Tensor:
+        x, t = torch.empty(rows, *self.backbone.shape), torch.empty(rows)
+        found: Tensor = self.backbone.predict(x, t, self.condition(rows))
+        return found.float()
+
+    def sample(self, rows: int) -> None:
+        self.score(rows)
+
+    def call(self) -> None:
+        self.score(1)
+
+    def again(self, calls: int) -> int:
+        return 0
+
+    def held(self, rows: int, adapted: bool) -> list[Tensor]:
+        return []
+
+    def moved(self, samples: float, at_once: int) -> float:
+        return 0.0
+
+
+TOKENS: dict[type, type[Written | Revealed]] = {Llamagen: Written, Showo: Revealed}
+
 
 @contextmanager
-def imagined(config: RunConfig) -> Iterator[Model]:
+def imagined(config: RunConfig, world: int = 1) -> Iterator[Model]:
     """Within the block there is the model of a run, all but its numbers."""
+    dtype = torch.bfloat16 if config.engine.precision in ("bf16", "fp16") else torch.float32
+    made = TOKENS.get(type(config.model))
+    if made is None:
+        with denoised(config, dtype) as found:
+            yield found
+        return
+    spec: Any = config.model
+    trained = torch.bfloat16 if config.engine.trainable == "bf16" else torch.float32
+    placement = Placement(torch.device("cpu"), dtype, config.engine.attention, trained)
+    with FakeTensorMode(allow_non_fake_inputs=True), replaced():
+        yield made(spec, placement, Setting.of(config, dtype, world))
+
+
+@contextmanager
+def denoised(config: RunConfig, dtype: torch.dtype) -> Iterator[Denoised]:
     spec: Any = config.model
     names = {field.name for field in fields(spec)}
     if not {"weights", "embeddings"} <= names or type(spec).weights not in SIZES:
@@ -47,14 +119,13 @@ def imagined(config: RunConfig) -> Iterator[Model]:
         )
     hub = spec.weights if spec.weights in SIZES else type(spec).weights
     sizes = SIZES[hub]
-    dtype = torch.bfloat16 if config.engine.precision in ("bf16", "fp16") else torch.float32
     alone = {name: None for name in ("transformer", "unet") if name in names}
     with TemporaryDirectory() as folder:
         Shards(Path(folder), {}).add([""], {"words": torch.zeros(1, 1)})  # so that no text encoder is loaded
         whole = replace(spec, weights=f"{RANDOM}:{hub}", embeddings=Path(folder), **alone)
         with FakeTensorMode(allow_non_fake_inputs=True), replaced():
             backbone = whole.load(Placement(torch.device("cpu"), dtype, config.engine.attention, dtype))
-            yield Model(backbone, conditions(spec, sizes), dtype)
+            yield Denoised(backbone, conditions(spec, sizes), dtype)
 
 
 @contextmanager
@@ -82,11 +153,14 @@ def replaced() -> Iterator[None]:
 def conditions(spec: Any, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """What the text encoders of a generator say of a prompt."""
     if "unet" in sizes:
-        words = {"words": (CLIP_WORDS, int(sizes["unet"]["cross_attention_dim"]))}
+        words: dict[str, tuple[int, ...]] = {"words": (CLIP_WORDS, int(sizes["unet"]["cross_attention_dim"]))}
+        words |= {"fps": ()} if sizes["unet"].get("fps_cond") else {}
         return words | ({"summary": (1280,)} if "addition_embed_type" in sizes["unet"] else {})
     told = sizes["transformer"]
-    if "pooled_projection_dim" not in told:
-        raise ConfigError("plan does not know the prompts of Qwen-Image yet; measure a short run instead")
+    if "text_dim" in told:  # Wan
+        return {"words": (spec.words, int(told["text_dim"]))}
+    if "pooled_projection_dim" not in told:  # Qwen-Image, whose language model says nothing of a prompt as a whole
+        return {"words": (spec.words, int(told["joint_attention_dim"]))}
     before = CLIP_WORDS if "text_encoder_3" in sizes else 0
     return {
         "words": (before + spec.words, int(told["joint_attention_dim"])),

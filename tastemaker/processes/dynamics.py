@@ -69,8 +69,8 @@ class Ddim(Dynamics):
         return self.eta > 0
 
     def step(self, path: Path, stride: Stride) -> Gaussian:
-        alpha, sigma = path.alpha(stride.t) / path.alpha(stride.s), path.sigma(stride.t)
-        fresh = (sigma**2 - (path.sigma(stride.s) * alpha) ** 2).clamp(min=0)
+        lasting, sigma = path.lasting(stride.t, stride.s), path.sigma(stride.t)
+        fresh = (sigma**2 - (path.sigma(stride.s) * lasting) ** 2).clamp(min=0)
         std = self.eta * path.sigma(stride.s) / sigma * fresh.sqrt()
         return Gaussian(move(path, stride, std), std)
 

@@ -13,12 +13,18 @@ from torch import Tensor
 
 from ..distributions import like
 
+SHRINKING = 400  # levels in which the clean sample shrinks, if it does
+
 
 class Path(ABC):
     @abstractmethod
     def alpha(self, t: Tensor) -> Tensor: ...
     @abstractmethod
     def sigma(self, t: Tensor) -> Tensor: ...
+    def lasting(self, t: Tensor, s: Tensor) -> Tensor:
+        """How much of the signal of a lower level s is left at t: [B]."""
+        return self.alpha(t) / self.alpha(s)
+
     @abstractmethod
     def grid(self, steps: int) -> Tensor:
         """The levels a sampler visits, from noise to the end: [steps + 1]."""
@@ -48,11 +54,12 @@ class Straight(Path):
     times: Literal["uniform", "logit_normal"] = "uniform"  # training levels
     lowest: float | None = None  # before the shift, where a sampler's last step begins; at an even share if not given
     terminal: float | None = None  # after the shift, likewise: its levels are stretched to reach it
+    gentle: float | None = None  # of the noise, what a sampler's first half of steps takes away evenly (Mochi)
 
     def __post_init__(self) -> None:
         if not self.shift > 0 or math.isinf(self.shift):
             raise ValueError(f"'shift' is {self.shift}; expected a positive number, 1 for none")
-        for name, level in (("lowest", self.lowest), ("terminal", self.terminal)):
+        for name, level in (("lowest", self.lowest), ("terminal", self.terminal), ("gentle", self.gentle)):
             if level is not None and not 0 < level < 1:
                 raise ValueError(f"'{name}' is {level}; expected a level between 0 and 1, or none")
 
@@ -66,6 +73,8 @@ class Straight(Path):
         t = torch.linspace(1, 0, steps + 1)
         if self.lowest is not None:
             t = torch.cat([torch.linspace(1, self.lowest, steps), t[-1:]])
+        if self.gentle is not None and steps > 1:
+            t = gently(steps, self.gentle)
         levels = self.shift * t / (1 + (self.shift - 1) * t)
         if self.terminal is not None and steps > 1:
             levels[:-1] = 1 - (1 - levels[:-1]) * (1 - self.terminal) / (1 - levels[-2])
@@ -87,6 +96,20 @@ class Straight(Path):
         return t.clamp(min=1e-3) ** -2
 
 
+def gently(steps: int, gentle: float) -> Tensor:
+    """Levels down a line for half of the steps, then down a parabola that goes on from it to 0: [steps + 1]."""
+    half = steps // 2
+    rest, slope = steps - half, gentle / half
+    place = torch.arange(steps + 1, dtype=torch.float64)
+    after = (place - half).clamp(min=0)
+    bend = (1 - gentle - slope * rest) / rest**2
+    levels = 1 - slope * place - bend * after**2
+    return torch.cat([levels[:-1], torch.zeros(1)]).float()  # exactly, whatever was rounded
+
+
+DARKEST = -80.0  # log of the signal power that stands for none: all beside it is noise in float32
+
+
 @lru_cache
 def log_kept(betas: str, first: float, last: float, levels: int) -> Tensor:
     """log of the signal power kept at each level, none lost at the first: [levels + 1]."""
@@ -101,6 +124,16 @@ def log_kept(betas: str, first: float, last: float, levels: int) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.float64), torch.log1p(-beta).cumsum(0)])
 
 
+@lru_cache
+def log_shifted(kept: tuple[str, float, float, int], shift: float, ends_dark: bool) -> Tensor:
+    """The same with all but the clean level made noisier, and with nothing kept at the last: [levels + 1]."""
+    power = log_kept(*kept)[1:].exp()
+    root = (power / (shift + (1 - shift) * power)).sqrt()
+    if ends_dark:  # Lin et al. 2023, algorithm 1
+        root = (root - root[-1]) * root[0] / (root[0] - root[-1])
+    return torch.cat([torch.zeros(1, dtype=torch.float64), (2 * root.log()).clamp(min=DARKEST)])
+
+
 @dataclass(frozen=True)
 class VariancePreserving(Path):
     """Diffusion in discrete levels: level k of n, from 0, is t = (k + 1)/n, and t = 0 is the clean sample."""
@@ -113,22 +146,46 @@ class VariancePreserving(Path):
     spacing: Literal["leading", "trailing"] = "leading"  # which levels a sampler visits
     offset: int = 1  # of leading levels
     ends_clean: bool = False  # or at the first level, as Stable Diffusion does
+    shrinks: float = 1.0  # what the clean sample is multiplied by from level 399 on, and less before (VideoCrafter)
+    snr_shift: float = 1.0  # what signal over noise is divided by at every level: 3 in CogVideoX-2B
+    ends_dark: bool = False  # nothing shows at the last level; not for epsilon, which says nothing there
 
     def __post_init__(self) -> None:
+        if not 0 < self.snr_shift < math.inf:
+            raise ValueError(f"'snr_shift' is {self.snr_shift}; expected a positive number, 1 for none")
+        if self.ends_dark and self.prediction == "epsilon":
+            raise ValueError("'ends_dark' with prediction 'epsilon' leaves nothing to predict; use velocity or sample")
+        if not 0 < self.shrinks <= 1 or (self.shrinks < 1 and self.prediction == "velocity"):
+            found = f"shrinks {self.shrinks}, prediction {self.prediction}"
+            raise ValueError(f"found {found}; expected shrinks above 0 and up to 1, and 1 where velocity is predicted")
         if not (0 < self.first <= self.last < 1 and 1 < self.levels <= 100_000 and 0 <= self.offset < self.levels):
             found = f"first {self.first}, last {self.last}, levels {self.levels}, offset {self.offset}"
             raise ValueError(f"found {found}; expected 0 < first <= last < 1, 1 < levels and 0 <= offset < levels")
 
+    def _table(self) -> Tensor:
+        kept = (self.betas, self.first, self.last, self.levels)
+        plain = self.snr_shift == 1 and not self.ends_dark
+        return log_kept(*kept) if plain else log_shifted(kept, self.snr_shift, self.ends_dark)
+
     def _log_kept(self, t: Tensor) -> Tensor:
-        table = log_kept(self.betas, self.first, self.last, self.levels).to(t.device, torch.float32)
+        table = self._table().to(t.device, torch.float32)
         place = t.float() * self.levels
         nearest = place.round()
         place = torch.where((place - nearest).abs() < 1e-3, nearest, place).clamp(0, self.levels)
         below = place.floor().long().clamp(max=self.levels - 1)
         return torch.lerp(table[below], table[below + 1], place - below)
 
+    def _shrunk(self, t: Tensor) -> Tensor:
+        place = (t.float() * self.levels - 1).clamp(0, SHRINKING - 1)
+        return 1 + (self.shrinks - 1) * place / (SHRINKING - 1)
+
     def alpha(self, t: Tensor) -> Tensor:
-        return (self._log_kept(t) / 2).exp()
+        kept = (self._log_kept(t) / 2).exp()
+        return kept if self.shrinks == 1 else kept * self._shrunk(t)
+
+    def lasting(self, t: Tensor, s: Tensor) -> Tensor:
+        """By what the levels lose alone: samplers take the same noise however the sample shrinks, as published."""
+        return ((self._log_kept(t) - self._log_kept(s)) / 2).exp()
 
     def sigma(self, t: Tensor) -> Tensor:
         return (-torch.expm1(self._log_kept(t))).sqrt()

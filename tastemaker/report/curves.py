@@ -19,6 +19,9 @@ NAMES = {
     "guard/entropy": ("entropy", "of brightness, in bits; low is blank"),
     "guard/edges": ("edges", "share of pixels where brightness jumps"),
     "guard/saturation": ("saturation", ""),
+    "guard/motion": ("motion", "of clips, in hundredths of a side from frame to frame; 0 is frozen"),
+    "guard/frames": ("frames apart", "how much the frames of a clip differ"),
+    "guard/flicker": ("flicker", "of clips; 0 is steady"),
     "guard/dark": ("dark pixels", "share of them"),
 }
 MAIN = ("reward", "kl", "grad_norm", "loss")

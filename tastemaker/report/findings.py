@@ -73,9 +73,21 @@ def findings(record: Record) -> list[Finding]:
     if looks and not record.held_out:
         text = "No reward is held out, so only diversity was watched. Give a second reward weight 0 to see more."
         found.append(Finding("note", text))
+    found += _copied(record)
     if record.best:
         found.append(Finding("note", f"The best checkpoint by held-out score is {record.best} (checkpoints/best)."))
     return found
+
+
+def _copied(record: Record) -> list[Finding]:
+    """How good an autoencoder's copies were in the end, and what nobody could measure."""
+    if not record.copies:
+        return []
+    told = {name: x for name, x in record.copies.items() if name != "pictures" and isinstance(x, int | float)}
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
+    count, missing = record.copies.get("pictures", "Some"), record.copies.get("missing", ())
+    text = f"{count} held-out pictures were copied with {numbers}."
+    return [Finding("note", text), *(Finding("note", f"{sentence}.") for sentence in missing)]
 
 
 def _hacked(record: Record, looks: int) -> list[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Record:
     text: str  # of the configuration
     environment: Row
     looks: tuple[Look, ...] = ()  # of the guard, prompt by prompt, where a checkpoint remembers them
+    copies: Row = field(default_factory=dict)  # how good an autoencoder's were in the end
 
     def curve(self, metric: str) -> Curve:
         return [(row["step"], float(row[metric])) for row in self.rows if _number(row.get(metric))]
@@ -99,6 +100,7 @@ def read(directory: Path) -> Record:
         text=config,
         environment=_json(directory / "environment.json"),
         looks=tuple(look for look in _looks(directory) if look.step <= last),
+        copies=_json(directory / "copies.json"),
     )
 
 

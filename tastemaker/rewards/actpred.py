@@ -19,8 +19,8 @@ from .nets.videomae import VIDEOMAE, Actions, actions
 class Actpred:
     """The probability VideoMAE gives to the action of the prompt, of the 400 of Kinetics, or its logarithm.
 
-    The action is `label`, or the prompt if it is one of Kinetics', or what one of VADER's thirteen words in it means.
-    Frames are stretched to 224 pixels a side; an odd last frame is left out.
+    The action is `label`, the prompt's fact `action`, the prompt itself if it is one of Kinetics', or what one of
+    VADER's thirteen words in it means. Frames are stretched to 224 pixels a side; an odd last frame is left out.
     """
 
     label: str | None = None  # of every clip, whatever its prompt
@@ -51,7 +51,8 @@ class ActpredScorer:
     net: Actions
 
     def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
-        places = [self.net.place(prompt, self.spec.label) for prompt in prompts]
+        told = [fact.get("action") for fact in facts] or [None] * len(prompts)
+        places = [self.net.place(p, self.spec.label or fact) for p, fact in zip(prompts, told, strict=True)]
         likely = self.net.likely(pixels[:, :: self.spec.every])  # [B, actions]
         found = likely.gather(1, torch.tensor(places, device=likely.device)[:, None])[:, 0]
         return found if self.spec.logarithm else found.exp()

@@ -9,11 +9,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field
 from torch import Tensor
 
+from ..movement import dynamics
 from ..reward import About, Rows
 from ..types import Facts, Placement, Prompts
-from .nets.flow import WORKING, flow, working
-
-SMOOTH = 1e-6  # keeps the slope of a length finite where nothing moves
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,6 @@ class Dynamics:
         return self
 
     def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
-        rows, frames = pixels.shape[:2]
-        if frames < 2:
+        if pixels.shape[1] < 2:
             raise ValueError("dynamics compares frames, but the clips have one; expected two or more")
-        small = working(pixels.flatten(0, 1))
-        small = small.view(rows, frames, *small.shape[1:])
-        moved = flow(small[:, :-1].flatten(0, 1), small[:, 1:].flatten(0, 1))  # [B * (F - 1), 2, h, w]
-        length = (moved.square().sum(1) + SMOOTH).sqrt() - SMOOTH**0.5
-        fastest = length.flatten(1).topk(max(1, round(self.share * length[0].numel()))).values
-        step: Tensor = fastest.mean(1).view(rows, -1).mean(1)
-        return step * (100 / WORKING)
+        return dynamics(pixels, self.share)

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
+from ..movement import flicker
 from ..reward import About, Rows
 from ..types import Facts, Placement, Prompts
-from .nets.flow import flow, warped, working
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,6 @@ class Flicker:
         return self
 
     def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
-        rows, frames = pixels.shape[:2]
-        if frames < 3:
-            raise ValueError(f"flicker needs three frames or more, but the clips have {frames}")
-        small = working(pixels.flatten(0, 1))
-        small = small.view(rows, frames, *small.shape[1:])
-        before, now, after = (small[:, k : frames - 2 + k].flatten(0, 1) for k in range(3))
-        around = (warped(before, flow(now, before)) + warped(after, flow(now, after))) / 2
-        return (now - around).abs().mean((1, 2, 3)).view(rows, -1).mean(1) / -2
+        if pixels.shape[1] < 3:
+            raise ValueError(f"flicker needs three frames or more, but the clips have {pixels.shape[1]}")
+        return -flicker(pixels)

@@ -50,7 +50,8 @@ class Vlm:
         return self.gradient
 
     def load(self, placement: Placement) -> VlmScorer:
-        return VlmScorer(self, Panel(chat(self.weights, placement, gradient=self.gradient), self.mode, self.sure))
+        name = "" if self.weights == TINY else self.weights
+        return VlmScorer(self, Panel(chat(self.weights, placement, gradient=self.gradient), self.mode, self.sure, name))
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,16 @@ class WithBuffers(FullWeights):
             super().blend(name, decay)
 
 
+class Measure(Protocol):
+    """How good copies are, by what there is to tell it."""
+
+    def look(self, pixels: Tensor, made: Tensor) -> dict[str, Tensor]:
+        """What is seen of some pictures [N, 3, H, W] and their copies: [N, ...] each, on the host."""
+
+    def numbers(self, seen: Mapping[str, Tensor]) -> tuple[dict[str, float], tuple[str, ...]]:
+        """What that amounts to, and sentences about what it does not."""
+
+
 @dataclass
 class AutoencoderRun:
     net: nn.Module
@@ -55,6 +66,7 @@ class AutoencoderRun:
     lpips: Perceptual | None = None
     critic: Critic | None = None
     held: Dataset | None = None  # pictures that nothing is learned from
+    measure: Measure | None = None  # of copies of those, when all steps are done
     validation: Validation = Validation()
     rows: int = 64
     microbatch: int | None = None
@@ -102,12 +114,16 @@ class AutoencoderRun:
 def train(run: AutoencoderRun) -> Iterator[Event]:
     """Learn until the last step, telling of each; a signal to stop saves first and ends early."""
     yield Started(run.start, run.steps, run.directory, sum(p.numel() for p in run.weights.trainable().values()))
+    told = ""
     with asked_to_stop() as asked:
         for step in range(run.start, run.steps):
             update = learn(run, step)
             done = step + 1
             if run.held is not None and due(done, run.validation.every, run.steps):
                 update = replace(update, metrics={**update.metrics, **validate(run, run.held)})
+            if done == run.steps:
+                found, told = finished(run)
+                update = replace(update, metrics={**update.metrics, **found})
             yield update
             stop = run.engine.comm.any(asked.is_set())
             if due(done, run.sample.every, run.steps):
@@ -117,7 +133,7 @@ def train(run: AutoencoderRun) -> Iterator[Event]:
             if stop and done < run.steps:
                 yield Finished(done, f"asked to stop after step {done}; the same command goes on from there")
                 return
-    yield Finished(run.steps, f"all {run.steps} steps done")
+    yield Finished(run.steps, f"all {run.steps} steps done{told}")
 
 
 def due(done: int, every: int, steps: int) -> bool:
@@ -176,6 +192,30 @@ def validate(run: AutoencoderRun, held: Dataset) -> dict[str, float]:
             means.note(Loss(loss.rows + extra, loss.metrics), 1)
     run.net.train()
     return {f"validation/{name}": value for name, value in means.over(comm).items()}
+
+
+@torch.no_grad()
+def finished(run: AutoencoderRun) -> tuple[dict[str, float], str]:
+    """How good copies of held-out pictures are in the end, as numbers and in words; in copies.json, what is missing."""
+    if run.held is None or run.measure is None:
+        return {}, ""
+    pixels, seen = run.held.batch(0, min(run.validation.rows, len(run.held)), 0, 1).pixels.flatten(0, 1), []
+    run.net.eval()
+    with run.averaged():
+        for piece in torch.split(pixels, run.microbatch or run.rows):
+            here = piece.to(run.engine.device)
+            with run.engine.computing():
+                made = run.net(here)[0].float()
+            seen.append(run.measure.look(here, made))
+    run.net.train()
+    numbers, missing = run.measure.numbers({key: torch.cat([part[key] for part in seen]) for key in seen[0]})
+    if run.engine.comm.rank == 0:
+        run.directory.mkdir(parents=True, exist_ok=True)
+        told = {"pictures": len(pixels), **numbers, "missing": list(missing)}
+        (run.directory / "copies.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    words = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    said = "".join(f"; {sentence}" for sentence in missing)
+    return {f"copies/{name}": x for name, x in numbers.items()}, f"; {len(pixels)} held-out copies: {words}{said}"
 
 
 @contextmanager

@@ -21,13 +21,14 @@ RISE, FALL, FALL_FROM_BEST, SLIP = 3.0, 3.5, 5.0, 2.0
 # pictures or less), the others' as shares of themselves.
 SCORE_FALL, DIVERSITY_FALL, VARIETY_FALL = 0.25, 0.25, 0.1
 SAME = 0.2  # of its former diversity: hardly any is left
+STILL = 0.5  # of their former motion, while frames grow alike: clips come to rest
 PART = "reward/"
-FEATURES = {"entropy": 1.0, "edges": 0.1, "saturation": 0.1, "dark": 0.1}  # and the drift worth a word
+FEATURES = {"entropy": 1.0, "edges": 0.1, "saturation": 0.1, "dark": 0.1, "flicker": 0.02}  # and drift worth a word
 
 
 @dataclass(frozen=True)
 class Look:
-    """One value a prompt of each name: reward, reward/<name>, diversity, variety and the features of the pictures."""
+    """One value a prompt of each name: reward, reward/<name>, diversity, variety, features of pictures and clips."""
 
     step: int
     rows: Mapping[str, list[float]]
@@ -98,7 +99,7 @@ class History:
             return None
         start = self.looks[:1]
         reward = self._change("reward", start)
-        falls = [told for told in (*map(self._lost, self.held_out), self._narrowed()) if told]
+        falls = [told for told in (*map(self._lost, self.held_out), self._narrowed(), self._frozen()) if told]
         if not reward.rose or not falls:
             return None
         drift = [told for name in FEATURES if (told := self._drifted(name))]
@@ -120,6 +121,16 @@ class History:
                 return f"the diversity of samples of one prompt fell {change}"
         return None
 
+    def _frozen(self) -> str | None:
+        if "motion" not in self.looks[0].rows:
+            return None
+        for since, change in self._falls("motion"):
+            # Motion is seen in boiling noise too; a clip that only became clean still shows different frames.
+            apart = self._change("frames", since)
+            if change.after <= STILL * change.before and apart.after <= STILL * apart.before:
+                return f"the clips came to rest: their motion fell {change}"
+        return None
+
     def _collapsed(self, since: Sequence[Look], change: Change) -> bool:
         # Where prompts leave little open, learning them makes their samples alike. It is a collapse if different
         # prompts grow alike too, or if hardly any difference between samples is left.
@@ -138,6 +149,8 @@ class History:
                 yield since, change
 
     def _drifted(self, name: str) -> str | None:
+        if name not in self.looks[0].rows:
+            return None
         change = self._change(name, self.looks[:1])
         far = abs(change.after - change.before) > FEATURES[name]
         return f"{name} {change.before:.3g} -> {change.after:.3g}" if far else None

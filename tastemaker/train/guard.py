@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..movement import dynamics, flicker
 from ..randomness import Randomness
 from ..types import PromptBatch, concatenate, index
 from .events import Guarded
@@ -70,7 +71,20 @@ def features(pixels: Tensor) -> dict[str, Tensor]:
         "edges": (torch.maximum(across, down) > EDGE).float().mean((1, 2, 3)),
         "saturation": (pixels.amax(2) - pixels.amin(2)).mean((1, 2, 3)),
         "dark": (luma < DARK).float().mean((1, 2, 3)),
+        **movement(pixels),
     }
+
+
+def movement(pixels: Tensor) -> dict[str, Tensor]:
+    """How clips move, each by itself: [N]; nothing of stills. A clip paid for its pictures alone comes to rest."""
+    rows, count = pixels.shape[:2]
+    if count < 2:
+        return {}
+    height, width = (min(SIDE, side) for side in pixels.shape[-2:])
+    frames = F.adaptive_avg_pool2d(pixels.flatten(1, 2), (height, width)).view(rows, count, -1)
+    apart = (frames - frames.mean(1, keepdim=True)).square().mean((1, 2)).sqrt()
+    found = {"motion": dynamics(pixels), "frames": apart}
+    return {**found, "flicker": flicker(pixels)} if count > 2 else found
 
 
 def reduced(pixels: Tensor) -> Tensor:

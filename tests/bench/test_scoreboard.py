@@ -12,6 +12,7 @@ import torch
 
 from tastemaker.bench.aggregate import Line, interval, lines
 from tastemaker.bench.cells import Aim, Plan, jobs, plan
+from tastemaker.bench.clips import clips
 from tastemaker.bench.pictures import curves, overview, prices
 from tastemaker.bench.results import Result, ends, gathered
 from tastemaker.bench.table import BEGIN, END, count, marked, section, short
@@ -149,6 +150,35 @@ def test_the_page_says_what_was_measured_and_what_was_not_reached(playground: Pl
     assert "- reward-gradient-flow16-lenient, step 150: probable reward hacking" in text
     widths = {row.count("|") for row in text.split("### Task by task")[0].splitlines() if row.startswith("|")}
     assert len(widths) == 1
+
+
+def test_clips_have_a_table_of_their_motion_at_equal_time(playground: Plan) -> None:
+    results = made_up(playground)
+    assert clips(results) is None
+    for result in results:
+        if result["cell"] in ("reward-gradient-video", "grpo-video") and result["kind"] == "after":
+            slow = result["cell"] == "grpo-video"
+            told: dict[str, Any] = result["training"]
+            told["steps"], told["seconds"] = 100, 50.0 if slow else 25.0
+            told["guard"] = {
+                "reward": [0.0, 1.0],
+                "reward/taste": [0.5, 0.4],
+                "motion": [2.0, 1.0],
+                "diversity": [0.3, 0.2],
+            }
+            told["curves"]["guard/reward"] = [[0, 0.0], [50, 0.5], [100, 1.0]]
+    table = clips(results)
+    assert table is not None
+    fast, slow_row = table.splitlines()[2:]
+    assert "| reward gradient |" in fast and "| 1 |" in fast and "motion" in table.splitlines()[0]
+    assert (
+        "| GRPO |" in slow_row
+        and "| 0.5 |" in slow_row
+        and "2.000 -> 1.000" in slow_row
+        and "taste .500 -> .400" in fast
+    )
+    assert "after 25 s" in table.splitlines()[0]
+    assert "### Clips" in section(lines(results, playground), results, "scoreboard", table)
 
 
 def test_only_the_marked_part_of_a_page_changes() -> None:

@@ -117,6 +117,16 @@ def test_toy_pictures_have_the_models_frames() -> None:
     assert complaints(load("likelihood-toy-video", ["data.frames=1"]), world=1) == [sentence]
 
 
+def test_a_reward_of_whole_clips_needs_several_frames() -> None:
+    told = "objective.frames is random, one frame a clip, but 'still' needs several"
+    sentence = f"{told}; set objective.frames to all, alt or fml"
+    assert complaints(load("reward-gradient-toy-video", ["objective.frames=random"]), world=1) == [sentence]
+    assert complaints(load("reward-gradient-toy-video", ["objective.frames=fml"]), world=1) == []
+    assert complaints(load("reward-gradient-toy-video", ["objective.frames=[0, 4]"]), world=1) == [
+        "objective: 'frames' asks for frame 4 of a clip of 4; ask for one below 4"
+    ]
+
+
 def test_a_watched_reward_needs_no_gradient() -> None:
     assert complaints(load("draft-toy-flow", ["rewards.small={type: jpeg, weight: 0}"]), world=1) == []
 

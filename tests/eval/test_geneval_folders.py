@@ -264,6 +264,7 @@ def test_the_command_goes_from_a_model_to_a_table_and_again_from_its_folder(tmp_
         (["geneval", "--images", "nowhere", "--tiny"], "nowhere is no folder"),
         (["playeval", "--images", "nowhere"], "only geneval scores a folder"),
         (["playeval", "--model", "grpo-toy-flow", "--metadata", "it.jsonl"], "only geneval takes others"),
+        (["geneval", "--model", "grpo-toy-flow", "--objective-run", "nosuch"], "nosuch"),
     ],
 )
 def test_what_cannot_be_evaluated_is_a_sentence(

@@ -12,11 +12,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
+from tastemaker.models.answering import QUESTION, SYSTEM, laid_out, opened
 from tastemaker.models.eyes import Eyes
 from tastemaker.models.nets.showo import Vocabulary
 from tastemaker.models.prompting import LETTERS, speller, tokenizer
 from tastemaker.models.showo import Showo
-from tastemaker.models.telling import QUESTION, SYSTEM, Teller, laid_out, opened, spec
+from tastemaker.models.telling import Teller, spec
 from tastemaker.registry import ConfigError
 from tastemaker.types import Placement
 

@@ -9,14 +9,16 @@ import pytest
 import torch
 import toys
 
+from tastemaker.config.load import load
 from tastemaker.models.toy import ToyFlow
+from tastemaker.objectives.frames import decoded, pick
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.policy import Policy
 from tastemaker.processes.dynamics import Ode
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import Straight
 from tastemaker.randomness import Randomness
-from tastemaker.types import Placement
+from tastemaker.types import Placement, index
 from tastemaker.weights import Full
 
 
@@ -153,7 +155,17 @@ def test_rewards_above_the_threshold_earn_nothing_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frames", "picked"), [("first", [0]), ("middle", [1]), ("last", [2]), ("ends", [0, 1, 2]), ("all", [0, 1, 2])]
+    ("frames", "picked"),
+    [
+        ("first", [0]),
+        ("middle", [1]),
+        ("last", [2]),
+        ("fml", [0, 1, 2]),
+        ("all", [0, 1, 2]),
+        ("alt", [0, 2]),
+        (1, [1]),
+        ((2, 0, 2), [2, 0]),
+    ],
 )
 def test_only_the_frames_asked_for_are_scored(frames: Any, picked: list[int]) -> None:
     policy = toys.policy("video")
@@ -168,3 +180,40 @@ def test_steps_before_the_first_are_refused() -> None:
     for wrong in ({"through": "specific", "step": -1}, {"through": "steps", "steps": (2, -1)}):
         with pytest.raises(ValueError, match="expected steps from 0"):
             RewardGradient(**wrong)
+
+
+def test_first_middle_last_and_every_second_frame_of_a_longer_clip() -> None:
+    assert pick("fml", 16) == [0, 8, 15]
+    assert pick("fml", 1) == [0]
+    assert pick("alt", 7) == [0, 2, 4, 6]
+    assert pick("all", 7) is None
+
+
+def test_a_random_frame_is_each_clips_own_however_clips_are_cut_into_batches() -> None:
+    policy = toys.policy("video")
+    shown: list[Any] = []
+    for step in range(12):
+        rng = Randomness(0, step, torch.arange(8))
+        x = torch.randn(8, *policy.model.shape, generator=torch.Generator().manual_seed(step))
+        together = decoded(policy, x, "random", rng, 0)
+        parts = [decoded(policy, x[rows], "random", index(rng, rows), 0) for rows in torch.arange(8).split(3)]
+        torch.testing.assert_close(together, torch.cat(parts))
+        every = policy.decode(x)
+        shown += [(every[row] == together[row]).flatten(1).all(1).nonzero().item() for row in range(8)]
+    assert {*shown} == {0, 1, 2} and len({*shown[:8]}) > 1
+
+
+def test_frames_no_clip_has_are_a_sentence() -> None:
+    for wrong in (-1, (0, -2), ()):
+        with pytest.raises(ValueError, match="expected frames from 0, or the word random"):
+            RewardGradient(frames=wrong)
+    with pytest.raises(ValueError, match="asks for frame 7 of a clip of 3; ask for one below 3"):
+        pick((1, 7), 3)
+
+
+@pytest.mark.parametrize(
+    ("written", "found"), [("fml", "fml"), ("3", 3), ("[0, 4]", (0, 4)), ("alt", "alt"), ("random", "random")]
+)
+def test_frames_are_written_as_a_word_a_number_or_a_list(written: str, found: object) -> None:
+    objective = load("reward-gradient-toy-video", [f"objective.frames={written}"]).objective
+    assert isinstance(objective, RewardGradient) and objective.frames == found

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tastemaker.movement import flow, working
 from tastemaker.reward import Graded, Rubric
 from tastemaker.rewards.dynamics import Dynamics
 from tastemaker.rewards.flicker import Flicker
-from tastemaker.rewards.nets.flow import flow, working
 
 SIDE = 256
 TURNS = torch.tensor([1.0, -1, 1, -1, 1])[:, None, None, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -274,3 +275,18 @@ def test_it_says_what_is_wrong_for_a_search_that_reflects() -> None:
     assert told == judge.reasons(PICTURES, PROMPTS, [{}] * 5)
     with pytest.raises(ValueError, match="Scripted answers in one word"):
         scorer(Scripted([])).reasons(PICTURES, PROMPTS, [{}] * 5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_judge_that_answers_neither_yes_nor_no_is_a_sentence(mode: Mode) -> None:
+    panel = Panel(Scripted([logits({"maybe": 3.0}), logits({"yes": 3.0})]), mode, 0.5, "my/judge")
+    with pytest.warns(UserWarning, match="the judge 'my/judge' answers neither yes nor no to some pictures"):
+        said = panel.outcome(PICTURES[:2, 0], ["a cat", "a dog"], "orm")
+    assert said.score.isfinite().all() and said.score[0] < said.score[1]
+
+
+def test_a_judge_that_answers_is_not_complained_of() -> None:
+    panel = Panel(Scripted([logits({"No": 3.0})]), "yes_no_logits", 0.5, "my/judge")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        panel.outcome(PICTURES[:1, 0], ["a cat"], "orm")

@@ -17,7 +17,7 @@ from tastemaker.config.load import load
 from tastemaker.train import checkpoint, folders
 from tastemaker.train.events import Event, Finished, Guarded, Saved
 from tastemaker.train.evidence import History, Look
-from tastemaker.train.guard import features, judge, likeness
+from tastemaker.train.guard import features, judge, likeness, movement
 from tastemaker.train.loop import train
 
 QUICK = ["sample.every=0", "guard.every=10"]
@@ -147,6 +147,58 @@ def test_likeness_is_the_mean_distance_within_and_between_prompts() -> None:
     assert found["diversity"].tolist() == [1, 0, 1]
     assert found["variety"].tolist() == [4.5, 4.5, 4.5]
     assert "variety" not in likeness(pictures, ("a", "a", "a"))
+
+
+def clip(speed: int, frames: int = 6) -> torch.Tensor:
+    """A bright bar that moves so many pixels a frame: [1, F, 3, 32, 32]."""
+    pixels = torch.zeros(1, frames, 3, 32, 32)
+    for k in range(frames):
+        pixels[:, k, :, 8:24, 4 + k * speed : 10 + k * speed] = 1
+    return pixels
+
+
+def test_movement_tells_a_moving_clip_from_a_frozen_and_a_flickering_one() -> None:
+    moving, frozen = movement(clip(2)), movement(clip(0))
+    light = torch.tensor([1.0, 0.2] * 3).view(1, 6, 1, 1, 1)
+    flickering = movement(clip(0) * light)
+    assert frozen["motion"] < 0.05 < moving["motion"] and frozen["frames"] == 0 < moving["frames"]
+    assert flickering["flicker"] > 5 * moving["flicker"] and frozen["flicker"] < 1e-4
+    assert movement(clip(0, frames=1)) == {} and "flicker" not in movement(clip(1, frames=2))
+
+
+def rested(motion: Course, frames: Course) -> list[str]:
+    """What is said of a fabricated run whose clips move and differ so much."""
+    chance, history, said = random.Random(0), History([]), []
+    others = dict.fromkeys(("diversity", "variety", "entropy", "edges", "saturation", "dark", "flicker"), [0.01] * 16)
+    for i in range(12):
+        courses = {"reward": rising, "motion": motion, "frames": frames}
+        noisy = {name: [path(i / 11) + chance.gauss(0, 0.05) for _ in range(16)] for name, path in courses.items()}
+        history.add(Look(10 * i, {**noisy, **others}, {}))
+        said.append(history.suspicion() or "")
+    return said
+
+
+def test_clips_that_come_to_rest_while_the_reward_rises_are_suspected() -> None:
+    told = rested(lambda t: 2 - 1.6 * t, lambda t: 1 - 0.8 * t)
+    assert "the clips came to rest: their motion fell from 2" in told[-1] and not any(told[:4])
+
+
+@pytest.mark.parametrize(
+    ("motion", "frames"),
+    [
+        pytest.param(lambda t: 2 - 0.6 * t, lambda t: 1 - 0.3 * t, id="a little calmer"),
+        pytest.param(lambda t: 2 - 1.6 * t, lambda t: 1.0, id="noise went, frames still differ"),
+        pytest.param(lambda t: 2 + t, lambda t: 1 + t, id="livelier"),
+    ],
+)
+def test_clips_that_go_on_moving_are_not(motion: Course, frames: Course) -> None:
+    assert not any(rested(motion, frames))
+
+
+def test_a_real_run_paid_for_its_pictures_alone_freezes_its_clips_and_is_suspected(tmp_path: Path) -> None:
+    paid = [*GAMED, "rewards.still.weight=0", "steps=30", "optim.lr=5e-3"]
+    told = warnings(watched("reward-gradient-toy-video", tmp_path, *QUICK, *paid))
+    assert told and "the clips came to rest: their motion fell from" in told[-1]
 
 
 def watched(recipe: str, place: Path, *overrides: str) -> list[Event]:

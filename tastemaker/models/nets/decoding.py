@@ -118,21 +118,11 @@ class Ledger:
         order, i = self.order, self.written
         if i:
             last = self._ids[:, i - 1]
-            self.logits = self._read(torch.cat([last, last]) if i < order.guided else last)
+            fresh, place = torch.cat([last, last]) if i < order.guided else last, self.net.shape.prefix + i - 1
+            self.logits = extended(self.net, fresh, order.shown, self.cache, place)
         logits = order.combined(self.logits, i)
         self._ids[:, i], self._log_prob[:, i] = order.choice.take(logits, order.uniform[:, i])
         self.written = i + 1
-
-    def _read(self, ids: Tensor) -> Tensor:
-        net, place = self.net, self.net.shape.prefix + self.written - 1
-        h: Tensor = net.tok_embeddings(ids[:, None])
-        factors = net.factors[:, place : place + 1]
-        mask = None if self.order.shown is None else visible(self.order.shown[: len(ids)], place, 1)
-        for layer, cache in zip(blocks(net), self.cache, strict=True):
-            h = h + attended(layer.attention, layer.attention_norm(h), factors, mask, cache, place)
-            h = h + layer.feed_forward(layer.ffn_norm(h))
-        logits: Tensor = net.output(net.norm(h))
-        return logits[:, 0].float()
 
     def select(self, rows: Tensor) -> Self:
         order, count = self.order, len(self.order.uniform)
@@ -149,6 +139,18 @@ def chosen(order: Order, rows: Tensor) -> Order:
     both = halves(rows, len(order.uniform), len(order.cond))
     shown = None if order.shown is None else order.shown[both]
     return Order(order.cond[both], shown, order.uniform[rows], order.choice, order.guidance)
+
+
+def extended(net: GPT, ids: Tensor, shown: Tensor | None, cache: Tensor, place: int) -> Tensor:
+    """Logits [R, V] after tokens [R] that stand at `place`, which the cache then holds too."""
+    h: Tensor = net.tok_embeddings(ids[:, None])
+    factors = net.factors[:, place : place + 1]
+    mask = None if shown is None else visible(shown[: len(ids)], place, 1)
+    for layer, kept in zip(blocks(net), cache, strict=True):
+        h = h + attended(layer.attention, layer.attention_norm(h), factors, mask, kept, place)
+        h = h + layer.feed_forward(layer.ffn_norm(h))
+    logits: Tensor = net.output(net.norm(h))
+    return logits[:, 0].float()
 
 
 def attended(

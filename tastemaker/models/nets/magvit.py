@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .quantize import Signs
-from .vq import AttnBlock, Downsample, ResnetBlock, Upsample, norm
+from .vq import AT_ONCE, AttnBlock, Downsample, ResnetBlock, Upsample, norm
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,10 @@ class Magvit(nn.Module):
     def decode(self, ids: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         """Pixels [N, 3, H, W] of pictures of so many tokens down and across, of square ones if not said."""
         height, width = size or (math.isqrt(ids.shape[1]),) * 2
+        rows = max(1, AT_ONCE // (ids.shape[1] * self.shape.stride**2))  # what lies between is many times their size
+        return torch.cat([self._decode(part, height, width) for part in torch.split(ids, rows)])
+
+    def _decode(self, ids: Tensor, height: int, width: int) -> Tensor:
         vectors = self.quantize.signs.look_up(ids).transpose(1, 2)
         pixels: Tensor = self.decoder(vectors.reshape(len(ids), -1, height, width)).float()
         return (pixels / 2 + 0.5).clamp(0, 1)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from .quantize import Codebook, Signs
 
+AT_ONCE = 2**20  # pixels decoded together: 16 pictures of 256 a side
+
 
 @dataclass(frozen=True)
 class VQShape:
@@ -186,8 +188,12 @@ class VQ(nn.Module):
         return self.quantize.choose(self.latents(pixels))
 
     def decode(self, ids: Tensor) -> Tensor:
-        """Pixels [N, 3, H, W] of square pictures."""
+        """Pixels [N, 3, H, W] of square pictures; few at a time, for what lies between takes many times their size."""
         side = math.isqrt(ids.shape[1])
+        rows = max(1, AT_ONCE // (side * self.shape.stride) ** 2)
+        return torch.cat([self._decode(part, side) for part in torch.split(ids, rows)])
+
+    def _decode(self, ids: Tensor, side: int) -> Tensor:
         vectors = self.quantize.look_up(ids).transpose(1, 2)
         return self.render(vectors.reshape(len(ids), -1, side, side)).clamp(0, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,6 +34,7 @@ class Panel:
     chat: Talker
     mode: Mode
     sure: float  # probability from which a yes is one
+    name: str = ""  # of the judge; without one, nobody is told that it does not answer
 
     def outcome(self, pixels: Tensor, prompts: Prompts, question: str) -> Said:
         """The answer to a question by name, or one with {prompt} in it, about pictures [B, 3, H, W]."""
@@ -75,4 +77,11 @@ class Panel:
         return self.chat.ask(pixels, asked, keep)
 
     def _understood(self, logits: Tensor) -> Said:
-        return understood(logits, self.chat.words, self.mode, self.sure)
+        words = self.chat.words
+        if self.name and not set(logits.argmax(-1).tolist()) <= {*words.yes, *words.no}:
+            warnings.warn(
+                f"the judge '{self.name:.200}' answers neither yes nor no to some pictures, which then count by what "
+                "its mode makes of that; ask another question, or teach it by `tastemaker train orm-onevision`",
+                stacklevel=2,
+            )
+        return understood(logits, words, self.mode, self.sure)

@@ -1,4 +1,7 @@
-"""Where things move between two frames, by differentiable steps (Lucas and Kanade 1981, coarse to fine)."""
+"""How clips move, without any weights: where things go between two frames, by differentiable steps.
+
+Optical flow is that of Lucas and Kanade (1981), coarse to fine.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,29 @@ COARSER = (4, 2, 1)  # than that, first to last
 ROUNDS = 3  # at each of them
 WINDOW = 7  # pixels that are taken to move together
 DAMPING = 1e-3  # of places without texture, which seem to stand still
+SMOOTH = 1e-6  # keeps the slope of a length finite where nothing moves
+
+
+def dynamics(pixels: Tensor, share: float = 1.0) -> Tensor:
+    """The mean way of the fastest `share` of places from frame to frame, in hundredths of the shorter side: [B]."""
+    rows, frames = pixels.shape[:2]
+    small = working(pixels.flatten(0, 1))
+    small = small.view(rows, frames, *small.shape[1:])
+    moved = flow(small[:, :-1].flatten(0, 1), small[:, 1:].flatten(0, 1))  # [B * (F - 1), 2, h, w]
+    length = (moved.square().sum(1) + SMOOTH).sqrt() - SMOOTH**0.5
+    fastest = length.flatten(1).topk(max(1, round(share * length[0].numel()))).values
+    step: Tensor = fastest.mean(1).view(rows, -1).mean(1)
+    return step * (100 / WORKING)
+
+
+def flicker(pixels: Tensor) -> Tensor:
+    """Half the mean difference of a pixel to the mean of its two neighbours in time, motion followed: [B]."""
+    rows, frames = pixels.shape[:2]
+    small = working(pixels.flatten(0, 1))
+    small = small.view(rows, frames, *small.shape[1:])
+    before, now, after = (small[:, k : frames - 2 + k].flatten(0, 1) for k in range(3))
+    around = (warped(before, flow(now, before)) + warped(after, flow(now, after))) / 2
+    return (now - around).abs().mean((1, 2, 3)).view(rows, -1).mean(1) / 2
 
 
 def working(frames: Tensor) -> Tensor:

@@ -1,0 +1,211 @@
+"""How fast reward gradients train generators of clips at full size and random weights, and what memory they take.
+
+    python bench/video.py --out video.json          # on a GPU: ModelScope, VideoCrafter2 and Wan 2.1 of 1.3 billion
+    python bench/video.py --tiny --out tiny.json    # the same lines at small size, on any machine
+
+ModelScope makes 16 frames of 256x256, VideoCrafter2 10 of 320x512, both in 25 steps with guidance; the gradient goes
+through the last step alone, into adapters of rank 16 on queries, keys and values; HPS sees one frame, or all of them.
+Wan makes 33 frames of 480x832. `plain` sections are baselines/plain_vader.py, in the same run. Every section is a
+process of its own with a time limit, which tells each number once it is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from flux import CUDA, PROMPTS, gib, say, settle, timed, towers, watched
+
+from tastemaker.config.build import generator
+from tastemaker.config.run import Batch, EngineConfig, Optim, RewardConfig, RunConfig
+from tastemaker.data.prompts import InlinePrompts
+from tastemaker.embeddings import Shards
+from tastemaker.lora import Lora
+from tastemaker.models.modelscope import Modelscope
+from tastemaker.models.videocrafter import Videocrafter
+from tastemaker.models.wan import Wan
+from tastemaker.objectives.reward_gradient import RewardGradient
+from tastemaker.policy import Guidance
+from tastemaker.processes.dynamics import Ddim, Ode
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight, VariancePreserving
+from tastemaker.reward import Graded, Rubric
+from tastemaker.rewards.hps import Hps
+from tastemaker.train.engine import Engine
+from tastemaker.train.run import Run
+
+SECTIONS = {  # seconds at most
+    "modelscope": 170, "plain-modelscope": 50, "videocrafter": 170, "plain-videocrafter": 60, "wan": 150,
+}  # fmt: skip
+PLAIN = {"plain-modelscope": ((16, 256, 256), 9.0), "plain-videocrafter": ((10, 320, 512), 12.0)}
+FRAMES = {"random": "one frame", "all": "all frames"}
+LATENT = {"betas": "scaled_linear", "first": 0.00085, "last": 0.012, "spacing": "leading", "offset": 1}
+
+
+@dataclass(frozen=True)
+class Options:
+    tiny: bool
+    compile: bool
+    deadline: float  # of time.monotonic()
+    folder: Path
+
+
+def shelf(folder: Path, words: int, width: int) -> Path:
+    """Random embeddings of the prompts, as `tastemaker embed` would write them: no text encoder is loaded."""
+    texts, draw = [*PROMPTS, ""], torch.Generator().manual_seed(0)
+    Shards(folder, {}).add(texts, {"words": torch.randn(len(texts), words, width, generator=draw).bfloat16()})
+    return folder
+
+
+def model(section: str, options: Options) -> tuple[Any, Any, Guidance, tuple[str, ...]]:
+    """The generator, its process, its guidance and what is adapted of it."""
+    steps = 4 if options.tiny else 25
+    attention = ("to_q", "to_k", "to_v")
+    if section == "wan":
+        wan = Wan(weights="random", frames=33)
+        told = wan.tiny() if options.tiny else replace(wan, embeddings=shelf(options.folder, 512, 4096))
+        return told, GaussianProcess(Straight(3.0), Ode(), steps), Guidance(5.0), (*attention, "to_out.0")
+    path = VariancePreserving(**LATENT)  # type: ignore[arg-type]
+    if section == "modelscope":
+        spec: Any = Modelscope(weights="random")
+        process, guidance = GaussianProcess(path, Ddim(0.0), steps), Guidance(9.0)
+    else:
+        spec = Videocrafter(weights="random", frames=10, height=320, width=512, fps=24)
+        process, guidance = GaussianProcess(replace(path, shrinks=0.7), Ddim(1.0), steps), Guidance(12.0)
+    told = spec.tiny() if options.tiny else replace(spec, embeddings=shelf(options.folder, 77, 1024))
+    return told, process, guidance, attention
+
+
+def built(options: Options, section: str) -> Run:
+    """What `build` of a configuration gives, but for the reward, whose weights are random too."""
+    began = time.perf_counter()
+    spec, process, guidance, targets = model(section, options)
+    config = RunConfig(
+        model=spec,
+        process=process,
+        guidance=guidance,
+        objective=RewardGradient(frames="random"),
+        data=InlinePrompts(PROMPTS),
+        tuning=Lora(rank=16, alpha=8, targets=targets),
+        rewards={"hps": RewardConfig(Hps(fit="stretch"))},
+        optim=Optim(lr=2e-4, weight_decay=0.01, clip=1.0),
+        engine=EngineConfig(precision="bf16", memory="recompute", compile=options.compile),
+        steps=1000,
+    )
+    engine = Engine(config.engine, config.optim, config.steps, 0)
+    policy = generator(config, engine.placement())
+    rubric = Rubric({"hps": Graded(Hps(), towers(engine.placement(), options.tiny))})
+    run = Run(policy, config.objective, rubric, config.data.load(0), engine, options.folder, config.steps)
+    settle()
+    count = sum(p.numel() for p in policy.weights.net.parameters())
+    say(section, f"{count / 1e9:.2f} billion weights ready after {time.perf_counter() - began:.0f} s, {gib():.1f} GiB")
+    return run
+
+
+def train(options: Options, section: str, keep: Callable[[dict[str, Any]], None]) -> None:
+    run = built(options, section)
+    line = watched(run)
+    for number, (frames, name) in enumerate(FRAMES.items()):
+        if number and time.monotonic() > options.deadline - 15:
+            say(section, "no time is left for all frames")
+            return
+        run.objective = replace(run.objective, frames=frames)
+        say(section, name)
+        try:
+            found = timed(run, line, section, Batch(2, rollout=1, microbatch=1), options.deadline)
+            keep({**found, "frames": name, "weights": sum(p.numel() for p in run.policy.weights.net.parameters())})
+        except torch.OutOfMemoryError as error:
+            say(section, f"{name}: {str(error).splitlines()[0]:.150}")
+            for p in run.engine.parameters.values():
+                p.grad = None
+            torch.cuda.empty_cache()
+
+
+def plain(options: Options, section: str, keep: Callable[[dict[str, Any]], None]) -> None:
+    sys.path.insert(0, str(Path(__file__).parent / "baselines"))
+    from plain_vader import measure
+
+    device = torch.device("cuda" if CUDA else "cpu")
+    for found in measure(device, options.tiny, *PLAIN[section], lambda text: say(section, text)):
+        keep({"section": section, **found})
+
+
+def work(section: str, options: Options, out: Path) -> None:
+    found: list[dict[str, Any]] = []
+
+    def keep(line: dict[str, Any]) -> None:
+        found.append(line)
+        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+    (plain if section in PLAIN else train)(options, section, keep)
+
+
+def carry_out(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each section in a process of its own, whose results count even if it fails."""
+    began, found = time.monotonic(), []
+    for section in chosen.sections.split(","):
+        limit = min(SECTIONS[section] * chosen.slack, chosen.seconds - (time.monotonic() - began))
+        if limit < 20:
+            say(section, "left out: no time")
+            continue
+        part = Path(tempfile.mkdtemp()) / "part.json"
+        command = [sys.executable, __file__, "--section", section, "--out", str(part), "--seconds", f"{limit:.0f}"]
+        command += [*(["--tiny"] if chosen.tiny else []), *(["--plain"] if chosen.plain else [])]
+        try:
+            subprocess.run(command, timeout=limit, check=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+        except subprocess.TimeoutExpired:
+            say(section, f"ended after {limit:.0f} s")
+        except subprocess.CalledProcessError as error:
+            say(section, f"failed with {error.returncode}")
+        found += json.loads(part.read_text(encoding="utf-8")) if part.is_file() else []
+        if chosen.out:
+            Path(chosen.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> None:
+    times = {(line["section"], line["frames"]): line["seconds a prompt"] for line in found}
+    print(f"\n{torch.cuda.get_device_name() if CUDA else 'cpu'}, PyTorch {torch.__version__}")
+    print("| what | scored | s a clip | of plain | peak GiB | graphs, later | shares |\n|---|---|---|---|---|---|---|")
+    for line in found:
+        each, other = line["seconds a prompt"], times.get((f"plain-{line['section']}", line["frames"]))
+        gain = f"{other / each:.2f}x" if other else ""
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in line.get("shares", {}).items())
+        made = f"{line['graphs']}, {line['recompiled']}" if "graphs" in line else ""
+        first = f"| {line['section']} | {line['frames']} | {each:.3f} | {gain} | {line['peak GiB']:.1f}"
+        print(f"{first} | {made} | {shares} |")
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--tiny", action="store_true")
+    options.add_argument("--out", default="")
+    options.add_argument("--sections", default=",".join(SECTIONS))
+    options.add_argument("--seconds", type=float, default=540.0, help="of all sections together")
+    options.add_argument("--slack", type=float, default=1.0, help="factor on each section's own limit")
+    options.add_argument("--plain", action="store_true", help="compile nothing")
+    options.add_argument("--section", default="")
+    chosen = options.parse_args()
+    if not chosen.section:
+        table(carry_out(chosen))
+        return
+    torch.manual_seed(0)
+    torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = not chosen.plain and not chosen.tiny
+        deadline = time.monotonic() + chosen.seconds
+        work(chosen.section, Options(chosen.tiny, compiled, deadline, Path(folder)), Path(chosen.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What published generators of clips have in common: how they are put together, and how prompts are read for them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..embeddings import Texts
+from ..registry import ConfigError
+from ..types import Condition, Facts, Prompts
+from .published import AT_ONCE
+from .readers import Reader, alone
+
+Side = Annotated[int, Field(ge=16, le=4096)]
+Words = Annotated[int, Field(ge=1, le=1024)]
+Told = Mapping[str, Tensor]
+Ask = Callable[[nn.Module, Tensor, Tensor, Told], Tensor]  # of a network, latents, levels and what is told of prompts
+Show = Callable[[Tensor, Sequence[int]], Tensor]  # of raw latents [B, C, f, h, w] and frames, [B, 3, frames, H, W]
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # what users of diffusers adapt
+SMALL_T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+
+
+@dataclass(frozen=True)
+class ClipCodec:
+    """A frozen autoencoder of clips; latents (raw - shift) * scale, [B, f, C, h, w], of pixels [B, F, 3, H, W]."""
+
+    net: Any
+    shift: Tensor  # [C, 1, 1, 1], or of one number
+    scale: Tensor
+    show: Show
+    stills: bool = False  # its encoder sees each frame by itself
+
+    @classmethod
+    def of(cls, net: Any, show: Show, shift: Any = None, spread: Any = None, *, stills: bool = False) -> ClipCodec:
+        """By an autoencoder's own mean, spread and scale of latents, or those given in their place."""
+        where, told = next(net.parameters()).device, net.config
+        means, spreads = (told.get("latents_mean"), told.get("latents_std")) if shift is None else (shift, spread)
+        scale = torch.tensor(told.get("scaling_factor") or 1.0, device=where)
+        if means is None or spreads is None:
+            return cls(net, torch.zeros((), device=where), scale, show, stills)
+        middle, width = (torch.as_tensor(x, device=where).float().view(-1, 1, 1, 1) for x in (means, spreads))
+        return cls(net, middle, scale / width, show, stills)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """The middle of what the encoder believes."""
+        seen = (2 * pixels - 1).to(self.net.dtype)
+        given = seen.flatten(0, 1) if self.stills else seen.transpose(1, 2)
+        with alone(seen):
+            raw: Tensor = self.net.encode(given).latent_dist.mode().float()
+        clips = raw.view(*seen.shape[:2], *raw.shape[1:]).transpose(1, 2) if self.stills else raw
+        return ((clips - self.shift) * self.scale).transpose(1, 2)
+
+    def decode(self, latents: Tensor, frames: Sequence[int]) -> Tensor:
+        """Few clips at a time: each keeps little for its gradient, but the one being computed takes gigabytes."""
+        rows = max(1, AT_ONCE // latents[0, :, 0].numel())
+        return torch.cat([self._decode(part, frames) for part in torch.split(latents, rows)])
+
+    def _decode(self, latents: Tensor, frames: Sequence[int]) -> Tensor:
+        raw = (latents.transpose(1, 2) / self.scale + self.shift).to(self.net.dtype)
+        with alone(raw):
+            shown = self.show(raw, frames).float()
+        return (shown / 2 + 0.5).clamp(0, 1).transpose(1, 2)
+
+
+class ClipBackbone:
+    """Denoises [f, C, h, w] latents of clips; how its network is asked is written in the file of its model."""
+
+    passes = 1
+
+    def __init__(
+        self,
+        net: nn.Module,
+        ask: Ask,
+        codec: ClipCodec,
+        texts: Texts,
+        shape: tuple[int, ...],
+        pixels: tuple[int, int, int, int],
+    ) -> None:
+        self.net, self.ask, self.codec, self.texts = accustomed(net), ask, codec, texts
+        self.shape, self.pixels = shape, pixels
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return Condition(tuple(prompts), self.texts(prompts), tuple(facts))
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        dtype = next(self.net.parameters()).dtype  # without autocast, all of them must be alike
+        told = {name: y.to(dtype) if y.is_floating_point() else y for name, y in cond.tensors.items()}
+        return self.ask(self.net, x.to(dtype), t, told)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        same_clip(pixels, self.pixels)
+        return self.codec.encode(pixels)
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return self.codec.decode(x, range(self.pixels[0]) if frames is None else frames)
+
+
+def accustomed(net: Any) -> nn.Module:
+    """A network that says which of its layers adapters are usually put on."""
+    net.usual = ATTENTION
+    trained: nn.Module = net
+    return trained
+
+
+def same_clip(pixels: Tensor, made: tuple[int, int, int, int]) -> None:
+    """Refuse clips that are not as long and large as those the model makes."""
+    if tuple(pixels.shape[1:]) != made:
+        (found, _, high, wide), (frames, _, height, width) = pixels.shape[1:], made
+        raise ConfigError(
+            f"the clips are {found} frames of {wide}x{high} and the model makes {frames} of {width}x{height}; "
+            "set data.size, or model.frames, model.height and model.width"
+        )
+
+
+def measured(frames: int, height: int, width: int, every: int, side: int) -> None:
+    """Refuse a length or size that an autoencoder cannot make."""
+    if (frames - 1) % every or not 1 <= frames <= 1025:
+        fitting = max(0, round((frames - 1) / every)) * every + 1
+        raise ValueError(f"'frames' is {frames}; expected one more than a multiple of {every}, such as {fitting}")
+    for name, length in (("height", height), ("width", width)):
+        if length % side:
+            raise ValueError(f"'{name}' is {length}; expected a multiple of {side}")
+
+
+def words(reader: Reader, texts: list[str], *, masked: bool) -> dict[str, Tensor]:
+    """What a T5 says of every token, and which of them are no filling."""
+    return {
+        "words": reader(texts, masked=masked).last_hidden_state,
+        "seen": reader.tokens(texts)["attention_mask"].bool(),
+    }
+
+
+def tidy(text: str) -> str:
+    """A prompt without what a web page left in it."""
+    return " ".join(html.unescape(html.unescape(text)).split())

@@ -1,0 +1,135 @@
+"""HunyuanVideo (Tencent 2024): a flow-matching transformer of clips that reads prompts by Llama and CLIP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..policy import Process
+from ..pretrained import Source
+from ..processes.gaussian import GaussianProcess
+from ..types import Placement
+from .clips import ClipBackbone, ClipCodec, Side, Told, Words, measured
+from .layouts import Layout, unknown
+from .published import TINY, Kit, sources
+from .readers import Remembered
+from .shown import hunyuan
+from .texts import remembered
+
+HUNYUAN = Source("hunyuanvideo-community/HunyuanVideo", size="42 GB", licence="Tencent Hunyuan Community License")
+CHANNELS, FACTOR, EVERY = 16, 8, 4  # of its autoencoder
+BEFORE, AFTER = 95, -3  # tokens of the template before the prompt, and the layer of Llama that is asked
+CLIP_WORDS = 77
+TEMPLATE = (
+    "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
+    "1. The main content and theme of the video."
+    "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects."
+    "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects."
+    "4. background environment, light, style and atmosphere."
+    "5. camera angles, movements, and transitions used in the video:<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+)
+TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+SMALL: dict[str, dict[str, Any]] = {
+    "transformer": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_refiner_layers": 1,
+        "mlp_ratio": 2.0,
+        "text_embed_dim": 16,
+        "pooled_projection_dim": 16,
+        "rope_axes_dim": (4, 6, 6),
+    },
+    "vae": {"block_out_channels": (4, 4, 4, 4), "layers_per_block": 1, "norm_num_groups": 2},
+    "text_encoder": {**TEXT, "vocab_size": 99, "num_hidden_layers": 3, "num_key_value_heads": 2, "pad_token_id": 0},
+    "text_encoder_2": {**TEXT, "vocab_size": 600, "num_hidden_layers": 1, "bos_token_id": 0, "eos_token_id": 2},
+}
+
+
+class HunyuanTexts:
+    """What Llama says of every token of a prompt and which of them are no filling, and CLIP of the whole."""
+
+    def __init__(self, kit: Kit, length: int) -> None:
+        from transformers import CLIPTextModel, LlamaModel
+
+        # Small random encoders spell, and of the template's many letters there would be no end.
+        self.template, self.before = ("{}", 0) if kit.path is None else (TEMPLATE, BEFORE)
+        self.llama = kit.reader("text_encoder", LlamaModel, "tokenizer", length + self.before)
+        self.clip = kit.reader("text_encoder_2", CLIPTextModel, "tokenizer_2", CLIP_WORDS)
+
+    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
+        asked = [self.template.format(prompt) for prompt in prompts]
+        return {
+            "words": self.llama(asked, masked=True, layers=True).hidden_states[AFTER][:, self.before :],
+            "seen": self.llama.tokens(asked)["attention_mask"].bool()[:, self.before :],
+            "pooled": self.clip(prompts).pooler_output,
+        }
+
+
+def ask(guidance: float | None, net: nn.Module, x: Tensor, t: Tensor, told: Told) -> Tensor:
+    """The velocity noise - clean."""
+    out: Tensor = net(
+        hidden_states=x.transpose(1, 2),
+        timestep=1000 * t,
+        encoder_hidden_states=told["words"],
+        encoder_attention_mask=told["seen"].to(x.dtype),
+        pooled_projections=told["pooled"],
+        guidance=None if guidance is None else torch.full_like(t, 1000 * guidance),
+        return_dict=False,
+    )[0]
+    return out.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class HunyuanVideo:
+    """HunyuanVideo, from text: a flow whose levels are shifted by 7, with guidance told to the network."""
+
+    weights: str = HUNYUAN.hub  # a hub id, or a folder in diffusers' layout
+    height: Side = 720
+    width: Side = 1280
+    frames: int = 129  # one more than a multiple of 4; 24 a second
+    guidance: float = 6.0  # written into the network
+    words: Words = 256  # tokens a prompt is cut or filled up to
+    recompute: bool = True  # the decoder in the backward pass
+    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
+    seed: int = 0  # of random weights
+    suits: ClassVar[type[Process]] = GaussianProcess
+    layout: ClassVar[Layout] = Layout("HunyuanVideoPipeline", "transformer", "", unknown)
+
+    def __post_init__(self) -> None:
+        measured(self.frames, self.height, self.width, EVERY, 2 * FACTOR)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return 1 + (self.frames - 1) // EVERY, CHANNELS, self.height // FACTOR, self.width // FACTOR
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return sources(self.weights, HUNYUAN)
+
+    def texts(self, placement: Placement) -> Remembered:
+        kit = Kit(self.weights, HUNYUAN, SMALL, placement, self.seed)
+        settings, parts = {"model": "hunyuanvideo", "words": self.words}, ("text_encoder", "text_encoder_2")
+        return remembered(kit, lambda: HunyuanTexts(kit, self.words), parts, settings, self.embeddings)
+
+    def load(self, placement: Placement) -> ClipBackbone:
+        from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
+
+        kit = Kit(self.weights, HUNYUAN, SMALL, placement, self.seed)
+        net: Any = kit.trained("transformer", HunyuanVideoTransformer3DModel)
+        vae = kit.frozen("vae", AutoencoderKLHunyuanVideo, recompute=self.recompute)
+        codec = ClipCodec.of(vae, hunyuan(vae))
+        asked = partial(ask, self.guidance if net.config.guidance_embeds else None)
+        pixels = (self.frames, 3, self.height, self.width)
+        return ClipBackbone(net, asked, codec, self.texts(placement), self.shape, pixels)
+
+    def tiny(self) -> HunyuanVideo:
+        words = min(self.words, 16)
+        return replace(self, weights=TINY, height=32, width=32, frames=5, words=words, embeddings=None)

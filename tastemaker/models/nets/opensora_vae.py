@@ -1,0 +1,215 @@
+"""The autoencoder of Open-Sora 1.2: frames by themselves, then their latents along time, seventeen frames by five.
+
+Its names of tensors are the published ones, so that the authors' file fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+CHUNK, PART = 17, 5  # frames that are coded together, and the latents they make
+STRIDE = 4  # frames of one latent
+STILL = 0.18215  # what latents of single frames are multiplied by
+SCALE, SHIFT = (3.85, 2.32, 2.33, 3.06), (-0.10, 0.34, 0.27, 0.98)  # of latents of the whole, by channel
+
+
+def latents(frames: int) -> int:
+    """How many latents so many frames make."""
+    return frames // CHUNK * PART + -(-(frames % CHUNK) // STRIDE)
+
+
+def place(frame: int, count: int) -> int:
+    """The latent that a frame of so many is of; the first of a chunk may have fewer than the others."""
+    chunk, within = divmod(frame, CHUNK)
+    filling = -min(CHUNK, count - chunk * CHUNK) % STRIDE
+    return chunk * PART + (within + filling) // STRIDE
+
+
+class Causal(nn.Module):
+    """A convolution that sees what was before, and nothing before the first."""
+
+    def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1, *, bias: bool = True) -> None:
+        super().__init__()
+        side = size // 2
+        self.padding = (side, side, side, side, size - stride, 0)
+        self.conv = nn.Conv3d(inputs, outputs, size, (stride, 1, 1), bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(F.pad(x, self.padding))
+        return out
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(groups, inputs), Causal(inputs, outputs, 3, bias=False)
+        self.norm2, self.conv2 = nn.GroupNorm(groups, outputs), Causal(outputs, outputs, 3, bias=False)
+        self.conv3 = Causal(inputs, outputs, 1, bias=False) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.conv1(F.silu(self.norm1(x)))
+        out: Tensor = self.conv2(F.silu(self.norm2(inner))) + self.conv3(x)
+        return out
+
+
+def residuals(inputs: int, outputs: int, count: int, groups: int) -> nn.ModuleList:
+    widths = [inputs] + [outputs] * count
+    return nn.ModuleList(Residual(a, b, groups) for a, b in pairwise(widths))
+
+
+def through(blocks: nn.Module, x: Tensor) -> Tensor:
+    for block in blocks.children():
+        x = block(x)
+    return x
+
+
+class Encoder(nn.Module):
+    def __init__(self, channels: int, widths: Sequence[int], halved: Sequence[bool], count: int, groups: int) -> None:
+        super().__init__()
+        self.conv_in = Causal(channels, widths[0], 3, bias=False)
+        self.block_res_blocks = nn.ModuleList(residuals(a, b, count, groups) for a, b in pairwise([widths[0], *widths]))
+        self.conv_blocks = nn.ModuleList(
+            Causal(width, width, 3, 2) if half else nn.Identity()
+            for width, half in zip(widths[:-1], halved, strict=True)
+        )
+        self.res_blocks = residuals(widths[-1], widths[-1], count, groups)
+        self.norm1, self.conv2 = nn.GroupNorm(groups, widths[-1]), Causal(widths[-1], 2 * channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for blocks, shorten in zip(self.block_res_blocks, [*self.conv_blocks, nn.Identity()], strict=True):
+            x = shorten(through(blocks, x))
+        out: Tensor = self.conv2(F.silu(self.norm1(through(self.res_blocks, x))))
+        return out
+
+
+class Decoder(nn.Module):
+    def __init__(self, channels: int, widths: Sequence[int], halved: Sequence[bool], count: int, groups: int) -> None:
+        super().__init__()
+        self.conv1 = Causal(channels, widths[-1], 3)
+        self.res_blocks = residuals(widths[-1], widths[-1], count, groups)
+        self.block_res_blocks = nn.ModuleList(
+            residuals(b, a, count, groups) for a, b in pairwise([*widths, widths[-1]])
+        )
+        self.conv_blocks = nn.ModuleList(
+            Causal(width, 2 * width, 3) if half else nn.Identity()
+            for width, half in zip(widths[1:], halved, strict=True)
+        )
+        self.norm1, self.conv_out = nn.GroupNorm(groups, widths[0]), Causal(widths[0], channels, 3)
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = through(self.res_blocks, self.conv1(z))
+        for blocks, lengthen in zip(
+            reversed(self.block_res_blocks), [*reversed(self.conv_blocks), nn.Identity()], strict=True
+        ):
+            x = through(blocks, x)
+            twice = lengthen(x)
+            if twice.shape[1] != x.shape[1]:  # every other channel is the later of two frames
+                twice = twice.unflatten(1, (-1, 2)).permute(0, 1, 3, 2, 4, 5).flatten(2, 3)
+            x = twice
+        out: Tensor = self.conv_out(F.silu(self.norm1(x)))
+        return out
+
+
+class Temporal(nn.Module):
+    """Latents of single frames [B, 4, n, h, w] to latents of four frames each, the first padded; and back."""
+
+    def __init__(
+        self,
+        *,
+        channels: int = 4,
+        filters: int = 128,
+        multipliers: Sequence[int] = (1, 2, 2, 4),
+        halved: Sequence[bool] = (False, True, True),
+        blocks: int = 4,
+        groups: int = 32,
+    ) -> None:
+        super().__init__()
+        widths = [filters * times for times in multipliers]
+        self.encoder = Encoder(channels, widths, halved, blocks, groups)
+        self.quant_conv, self.post_quant_conv = Causal(2 * channels, 2 * channels, 1), Causal(channels, channels, 1)
+        self.decoder = Decoder(channels, widths, halved, blocks, groups)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Means and logarithms of variances: [B, 8, m, h, w]."""
+        out: Tensor = self.quant_conv(self.encoder(F.pad(x, (0, 0, 0, 0, -x.shape[2] % STRIDE, 0))))
+        return out
+
+    def decode(self, z: Tensor, frames: int) -> Tensor:
+        out: Tensor = self.decoder(self.post_quant_conv(z))
+        return out[:, :, -frames % STRIDE :]
+
+
+class Spatial(nn.Module):
+    """Where the published file keeps the autoencoder of single frames."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class OpenSoraVae(nn.Module):
+    """Clips [B, 3, n, H, W] in [-1, 1] to latents [B, 4, m, h, w] and back, `together` frames in one call."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, still: nn.Module, temporal: Temporal, together: int = 4) -> None:
+        super().__init__()
+        self.spatial_vae, self.temporal_vae, self.together = Spatial(still), temporal, together
+        self.recompute = False
+        self.register_buffer("scale", torch.tensor(SCALE).view(1, -1, 1, 1, 1))
+        self.register_buffer("shift", torch.tensor(SHIFT).view(1, -1, 1, 1, 1))
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """The middle of what both encoders believe."""
+        x = torch.cat([self._still(part) for part in torch.split(frames_of(pixels), self.together)])
+        x = torch.unflatten(x, 0, (len(pixels), -1)).transpose(1, 2)
+        z = torch.cat([self.temporal_vae.encode(part).chunk(2, 1)[0] for part in torch.split(x, CHUNK, 2)], 2)
+        return (z - self.shift) / self.scale
+
+    def decode(self, z: Tensor, count: int, frames: Sequence[int] | None = None) -> Tensor:
+        """All of `count` frames, or those asked for, of which only the chunks are decoded."""
+        wanted = range(count) if frames is None else [range(count)[k] for k in frames]
+        chunks = {k // CHUNK for k in wanted}
+        made = {number: self._chunk(z, number, count) for number in sorted(chunks)}
+        return self._shown(torch.stack([made[k // CHUNK][:, :, k % CHUNK] for k in wanted], 2))
+
+    def decode_alone(self, z: Tensor, places: Sequence[int]) -> Tensor:
+        """The frames that single latents show by themselves, as VADER decodes them: not those of the whole clip."""
+        raw = z * self.scale + self.shift
+        return self._shown(torch.cat([self._along(raw[:, :, k : k + 1], 1) for k in places], 2))
+
+    def _chunk(self, z: Tensor, number: int, count: int) -> Tensor:
+        raw = z[:, :, number * PART : (number + 1) * PART] * self.scale + self.shift
+        return self._along(raw, min(CHUNK, count - number * CHUNK))
+
+    def _along(self, raw: Tensor, frames: int) -> Tensor:
+        decode = self.temporal_vae.decode
+        if not (self.recompute and torch.is_grad_enabled()):
+            return decode(raw, frames)
+        out: Tensor = checkpoint(decode, raw, frames, use_reentrant=False)
+        return out
+
+    def _shown(self, x: Tensor) -> Tensor:
+        """Few at a time: each keeps little for its gradient, but the one being computed takes gigabytes."""
+        net: Any = self.spatial_vae.module
+        parts = [net.decode(part / STILL, return_dict=False)[0] for part in torch.split(frames_of(x), self.together)]
+        return torch.unflatten(torch.cat(parts), 0, (len(x), -1)).transpose(1, 2)
+
+    def _still(self, pixels: Tensor) -> Tensor:
+        net: Any = self.spatial_vae.module
+        mean: Tensor = net.encode(pixels).latent_dist.mode()
+        return mean * STILL
+
+
+def frames_of(clips: Tensor) -> Tensor:
+    """Every frame of every clip by itself: [B * n, C, H, W]."""
+    return clips.transpose(1, 2).flatten(0, 1)

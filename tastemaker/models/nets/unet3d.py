@@ -1,0 +1,82 @@
+"""The UNet of ModelScope and VideoCrafter: diffusers' for clips, which may be told their frames per second too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import UNet3DConditionModel
+from diffusers.configuration_utils import register_to_config
+from diffusers.models.embeddings import TimestepEmbedding
+from diffusers.models.resnet import TemporalConvLayer
+from torch import Tensor, nn
+
+Stock: Any = UNet3DConditionModel
+DOWN = ("CrossAttnDownBlock3D",) * 3 + ("DownBlock3D",)
+UP = ("UpBlock3D",) + ("CrossAttnUpBlock3D",) * 3
+
+
+class Clock(nn.Module):
+    """What is said of the level, and what was said of the speed besides; tensors named as diffusers names them."""
+
+    def __init__(self, level: Any) -> None:
+        super().__init__()
+        self.linear_1, self.act, self.linear_2 = level.linear_1, level.act, level.linear_2
+
+    def forward(self, level: Tensor, speed: Tensor) -> Tensor:
+        said: Tensor = self.linear_2(self.act(self.linear_1(level)))
+        return said + speed
+
+
+class ClipUnet(Stock):  # type: ignore[misc]
+    """Takes and gives [B, F, C, h, w]; with `fps_cond` it is told [B] frames per second."""
+
+    @register_to_config  # type: ignore[untyped-decorator]
+    def __init__(
+        self,
+        sample_size: int | None = None,
+        in_channels: int = 4,
+        out_channels: int = 4,
+        down_block_types: Sequence[str] = DOWN,
+        up_block_types: Sequence[str] = UP,
+        block_out_channels: Sequence[int] = (320, 640, 1280, 1280),
+        layers_per_block: int = 2,
+        downsample_padding: int = 1,
+        mid_block_scale_factor: float = 1,
+        act_fn: str = "silu",
+        norm_num_groups: int = 32,
+        norm_eps: float = 1e-5,
+        cross_attention_dim: int = 1024,
+        attention_head_dim: int = 64,
+        fps_cond: bool = False,
+    ) -> None:
+        super().__init__(
+            sample_size=sample_size,
+            in_channels=in_channels,
+            out_channels=out_channels,
+            down_block_types=tuple(down_block_types),
+            up_block_types=tuple(up_block_types),
+            block_out_channels=tuple(block_out_channels),
+            layers_per_block=layers_per_block,
+            downsample_padding=downsample_padding,
+            mid_block_scale_factor=mid_block_scale_factor,
+            act_fn=act_fn,
+            norm_num_groups=norm_num_groups,
+            norm_eps=norm_eps,
+            cross_attention_dim=cross_attention_dim,
+            attention_head_dim=attention_head_dim,
+        )
+        for module in [module for module in self.modules() if isinstance(module, TemporalConvLayer)]:
+            last: Any = module.conv4[-1]  # which diffusers begins at nothing, so that nothing before it would count
+            last.reset_parameters()
+        if fps_cond:
+            width = block_out_channels[0]
+            self.fps_embedding = TimestepEmbedding(width, 4 * width, act_fn=act_fn)
+            self.add_module("time_embedding", Clock(self.get_submodule("time_embedding")))
+
+    def forward(self, x: Tensor, level: Tensor, words: Tensor, fps: Tensor | None = None) -> Tensor:
+        """Its own dropout stays off: what was sampled is scored by the same network."""
+        speed = None if fps is None else self.fps_embedding(self.time_proj(fps).to(x.dtype))
+        out: Tensor = super().forward(x.transpose(1, 2), level, words, timestep_cond=speed, return_dict=False)[0]
+        return out.transpose(1, 2).clone(memory_format=torch.contiguous_format)

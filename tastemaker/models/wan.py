@@ -1,0 +1,138 @@
+"""Wan 2.1 and 2.2 (Alibaba 2025): a flow-matching transformer of clips, or two of them that share the levels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..policy import Process
+from ..pretrained import Source
+from ..processes.gaussian import GaussianProcess
+from ..registry import ConfigError
+from ..types import Placement
+from .clips import SMALL_T5, ClipBackbone, ClipCodec, Side, Told, Words, measured, tidy, words
+from .layouts import Layout, unknown
+from .nets.experts import Experts
+from .published import TINY, Kit, sources
+from .readers import Remembered
+from .shown import wan
+from .texts import remembered
+
+SOURCES = {
+    source.hub: source
+    for source in (
+        Source("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", size="29 GB", licence="Apache-2.0"),
+        Source("Wan-AI/Wan2.1-T2V-14B-Diffusers", size="80 GB", licence="Apache-2.0"),
+        Source("Wan-AI/Wan2.2-TI2V-5B-Diffusers", size="34 GB", licence="Apache-2.0"),
+        Source("Wan-AI/Wan2.2-T2V-A14B-Diffusers", size="126 GB", licence="Apache-2.0"),
+    )
+}
+EVERY = 4  # frames a latent, after the first
+SMALL_NET = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+    "text_dim": 32,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "transformer": SMALL_NET,
+    "transformer_2": SMALL_NET,
+    "vae": {"base_dim": 4, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+    "text_encoder": SMALL_T5,
+}
+
+
+class WanTexts:
+    """What UMT5 says of every word of a prompt, and noughts after them."""
+
+    def __init__(self, kit: Kit, length: int) -> None:
+        from transformers import UMT5EncoderModel
+
+        self.t5 = kit.reader("text_encoder", UMT5EncoderModel, "tokenizer", length)
+
+    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
+        told = words(self.t5, [tidy(prompt) for prompt in prompts], masked=True)
+        return {"words": told["words"] * told["seen"][..., None]}
+
+
+def ask(net: nn.Module, x: Tensor, t: Tensor, told: Told) -> Tensor:
+    """The velocity noise - clean."""
+    seen = x.transpose(1, 2)
+    out: Tensor = net(hidden_states=seen, timestep=1000 * t, encoder_hidden_states=told["words"], return_dict=False)[0]
+    return out.transpose(1, 2)
+
+
+def network(kit: Kit, boundary: float | None) -> nn.Module:
+    """The transformer, or both where there is a level they meet at."""
+    from diffusers import WanTransformer3DModel
+
+    if kit.large and boundary is not None:
+        raise ConfigError("random weights of a published size are those of one transformer; leave model.boundary out")
+    first = kit.trained("transformer", WanTransformer3DModel)
+    two = kit.path is not None and (kit.path / "transformer_2").is_dir()
+    if two and boundary is None:
+        raise ConfigError(
+            f"{kit.path} holds two transformers, expected the level they meet at; set model.boundary (0.875 for "
+            "Wan 2.2 T2V-A14B)"
+        )
+    return first if boundary is None else Experts(first, kit.trained("transformer_2", WanTransformer3DModel), boundary)
+
+
+@dataclass(frozen=True)
+class Wan:
+    """Wan 2.1 or 2.2, from text: a flow whose levels are shifted by 3 at 480p and by 5 at 720p."""
+
+    weights: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"  # a hub id, or a folder in diffusers' layout
+    height: Side = 480
+    width: Side = 832
+    frames: int = 81  # one more than a multiple of 4; 16 a second
+    boundary: float | None = None  # 2.2's level where its second transformer takes over: 0.875 for T2V-A14B
+    channels: int = 16  # of latents; 48 for 2.2's TI2V-5B
+    factor: int = 8  # pixels a side that one latent stands for; 16 for 2.2's TI2V-5B
+    words: Words = 512  # tokens a prompt is cut or filled up to
+    recompute: bool = True  # the decoder in the backward pass, latent by latent
+    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
+    seed: int = 0  # of random weights
+    suits: ClassVar[type[Process]] = GaussianProcess
+
+    def __post_init__(self) -> None:
+        measured(self.frames, self.height, self.width, EVERY, 2 * self.factor)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return 1 + (self.frames - 1) // EVERY, self.channels, self.height // self.factor, self.width // self.factor
+
+    @property
+    def layout(self) -> Layout:
+        pipeline = "WanPipeline" if self.boundary is None else ""  # which has one transformer
+        return Layout(pipeline, "transformer", "", unknown)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return sources(self.weights, *SOURCES.values())
+
+    def _kit(self, placement: Placement) -> Kit:
+        return Kit(self.weights, SOURCES.get(self.weights, SOURCES[Wan.weights]), SMALL, placement, self.seed)
+
+    def texts(self, placement: Placement) -> Remembered:
+        kit, settings = self._kit(placement), {"model": "wan", "words": self.words}
+        return remembered(kit, lambda: WanTexts(kit, self.words), ("text_encoder",), settings, self.embeddings)
+
+    def load(self, placement: Placement) -> ClipBackbone:
+        from diffusers import AutoencoderKLWan
+
+        kit = self._kit(placement)
+        vae = kit.frozen("vae", AutoencoderKLWan)
+        codec = ClipCodec.of(vae, wan(vae, self.recompute))
+        pixels = (self.frames, 3, self.height, self.width)
+        return ClipBackbone(network(kit, self.boundary), ask, codec, self.texts(placement), self.shape, pixels)
+
+    def tiny(self) -> Wan:
+        small = replace(self, weights=TINY, height=32, width=32, frames=5, channels=16, factor=8)
+        return replace(small, words=min(self.words, 16), embeddings=None)

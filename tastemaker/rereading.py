@@ -1,0 +1,91 @@
+"""Prompts read anew wherever the network looks at them, so that text encoders learn with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .distributions import like
+from .guidance import Contrasted
+from .lora import LoraWeights
+from .policy import Backbone, Sizable, Steered
+from .types import Condition, Facts, Prompts
+from .weights import Weights
+
+NUMBER = "prompt"  # the tensor that stands for all others: which text a row is of, below 0 without it
+
+
+def reread(model: Backbone, weights: Weights) -> Backbone:
+    """The model, around it what reads its prompts anew if the weights hold text encoders."""
+    return Rereading(model, weights) if isinstance(weights, LoraWeights) and weights.texts else model
+
+
+class Rereading:
+    """Conditions carry the numbers of prompts; what encoders say of them is found by the weights of the moment.
+
+    So the gradient reaches the encoders, borrowed weights read with encoders of their own, and no objective knows.
+    """
+
+    def __init__(self, model: Backbone, weights: LoraWeights, texts: list[str] | None = None) -> None:
+        self.model, self.weights, self.texts = model, weights, [] if texts is None else texts
+        self.shape, self.pixels, self.passes = model.shape, model.pixels, model.passes
+        self._latest: tuple[object, Condition] | None = None
+        # What only some backbones can, this one can if its own can.
+        if isinstance(model, Contrasted):
+            self.without = self._without
+        if isinstance(model, Sizable):
+            self.sized = lambda height, width: Rereading(model.sized(height, width), weights, self.texts)
+        if isinstance(model, Steered):
+            self.steered = lambda scale: Rereading(model.steered(scale), weights, self.texts)
+
+    @property
+    def net(self) -> nn.Module:
+        return self.model.net
+
+    @net.setter
+    def net(self, net: nn.Module) -> None:
+        self.model.net = net
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        self._latest = None
+        self.texts += [text for text in dict.fromkeys(prompts) if text not in self.texts]
+        numbers = torch.tensor([self.texts.index(text) for text in prompts], device=self._device)
+        return Condition(tuple(prompts), {NUMBER: numbers}, tuple(facts))
+
+    def _without(self, cond: Condition) -> Condition:
+        return Condition(cond.prompts, {NUMBER: -1 - cond.tensors[NUMBER]}, cond.facts)
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        return self.model.predict(x, t, self.read(cond))
+
+    def read(self, cond: Condition) -> Condition:
+        """What the encoders say now; the same words again within one rollout, for nothing is learned there."""
+        numbers = tuple(cond.tensors[NUMBER].tolist())
+        if torch.is_grad_enabled():
+            self._latest = None
+            return self._read(cond, numbers)
+        told = (numbers, self.weights.active)
+        if self._latest is None or self._latest[0] != told:
+            self._latest = told, self._read(cond, numbers)
+        return self._latest[1]
+
+    def _read(self, cond: Condition, numbers: Sequence[int]) -> Condition:
+        texts = [self.texts[number if number >= 0 else -1 - number] for number in numbers]
+        given = self.model.embed(texts, cond.facts)
+        if not isinstance(self.model, Contrasted) or min(numbers) >= 0:
+            return given
+        plain, apart = self.model.without(given).tensors, cond.tensors[NUMBER] < 0
+        tensors = {key: torch.where(like(apart, x), plain[key], x) for key, x in given.tensors.items()}
+        return Condition(given.prompts, tensors, given.facts)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.model.encode(pixels)
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return self.model.decode(x, frames)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.net.parameters()).device

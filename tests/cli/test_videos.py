@@ -1,0 +1,68 @@
+"""Clips out of `generate` and into `score`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tastemaker.cli import FAILURE, main
+from tastemaker.pictures import read_picture, save_picture
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def rows(file: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("asked", "suffix"), [("", "mp4"), ("gif", "gif"), ("frames", "frames"), ("png", "png")])
+def test_clips_are_written_as_asked_found_again_and_scored(asked: str, suffix: str) -> None:
+    chosen = ("--clips", asked, "--fps", "4") if asked else ()
+    for _ in range(2):  # the second time all of them are there
+        assert run("generate", "grpo-toy-video", "-p", "a red", "-p", "a blue", "--out", "made", *chosen) == 0
+    told = rows("made/metadata.jsonl")
+    assert [str(row["file"]) for row in told] == [f"00000-a-red.{suffix}", f"00001-a-blue.{suffix}"]
+    assert read_picture(Path("made", str(told[0]["file"]))).shape[0] == 4
+    assert Path("made/sheet.png").is_file()
+    Path("made/sheet.png").unlink()
+    assert run("score", "made", "--reward", "stillness", "--reward", "color") == 0
+    scores = rows("made/scores.jsonl")
+    assert [row["prompt"] for row in scores] == ["a red", "a blue"]
+    assert all(float(str(row["stillness"])) > 0 for row in scores)
+
+
+def test_a_folder_of_clips_of_every_kind_is_scored_and_broken_ones_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    clip = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8)
+    for name in ("a.mp4", "b.gif", "c.frames"):
+        save_picture(clip, Path("all", name))
+    for number in range(4):
+        save_picture(clip[number][None], Path(f"all/d/{number}.png"))
+        if number != 2:
+            save_picture(clip[number][None], Path(f"all/e/{number}.png"))
+    Path("all/f.mp4").write_bytes(b"nothing")
+    assert run("score", "all", "--reward", "stillness", "--frames", "--out", "found.jsonl") == FAILURE
+    found = {Path(str(row["file"])).name: row for row in rows("found.jsonl")}
+    assert list(found) == ["a.mp4", "b.gif", "c.frames", "d", "e", "f.mp4"]
+    assert all(abs(float(str(found[name]["stillness"])) - 2 / 3) < 0.02 for name in ("a.mp4", "b.gif", "c.frames", "d"))
+    assert "frame 2 is missing" in str(found["e"]["error"]) and "cannot be read" in str(found["f.mp4"]["error"])
+    capsys.readouterr()
+    assert run("score", "all/c.frames", "--reward", "stillness") == 0
+    assert Path("all/scores.jsonl").is_file()
+
+
+def test_no_frames_a_second_are_refused() -> None:
+    assert run("generate", "grpo-toy-video", "-p", "a red", "--fps", "0") != 0
+    assert not Path("generated").exists()

@@ -1,0 +1,137 @@
+"""Generators of clips go out whole for diffusers, and as adapters under their authors' names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import transformers
+from pipelines import CLIP_ENDS, clip_words, random
+from rich.console import Console
+from torch import Tensor
+
+from tastemaker.commands.directory import record
+from tastemaker.commands.generating import source
+from tastemaker.commands.publishing import Publication, publish
+from tastemaker.config.build import build
+from tastemaker.config.load import load
+from tastemaker.export.adapters import KINDS, Attached
+from tastemaker.guidance import unguided
+from tastemaker.models.modelscope import Modelscope
+from tastemaker.models.unet3d import SMALL
+from tastemaker.registry import ConfigError
+from tastemaker.types import Placement
+
+QUIET = Console(quiet=True)
+LORA = "{type: lora, rank: 2, alpha: 6, targets: [to_q, to_k, to_v]}"
+SETTINGS = [
+    "engine={device: cpu, precision: fp32, trainable: fp32, memory: keep, compile: false}",
+    "batch={prompts: 2}",
+    "guidance={scale: 2.0}",
+]
+RECIPE = """extends: [base, models/{name}, data/colors]
+model: {{weights: {weights}, frames: 2, height: 32, width: 32}}
+process: {{steps: 2}}
+objective: {{type: reward_gradient}}
+rewards: {{color: {{type: color}}}}
+steps: 1
+"""
+
+
+def pipeline(folder: Path) -> None:
+    """ModelScope's in diffusers' layout, of random weights."""
+    words = transformers.CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS})
+    made: Any = diffusers.TextToVideoSDPipeline(  # type: ignore[no-untyped-call]
+        vae=random(diffusers.AutoencoderKL, SMALL["vae"], 1),
+        text_encoder=random(transformers.CLIPTextModel, words, 2),
+        tokenizer=clip_words(),
+        unet=random(diffusers.UNet3DConditionModel, SMALL["unet"], 3),
+        scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),  # type: ignore[no-untyped-call]
+    )
+    made.save_pretrained(folder)
+
+
+def trained(name: str, weights: str, tuning: str, folder: Path) -> tuple[Path, Path, Any]:
+    """A recipe, a run of it and its network, moved by made-up numbers."""
+    recipe = folder / f"{name}.yaml"
+    recipe.write_text(RECIPE.format(name=name, weights=weights), encoding="utf-8")
+    config = load(str(recipe), [*SETTINGS, f"tuning={tuning}", f"output={folder}", "name=run"])
+    run = build(config)
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in run.policy.weights.trainable().values():
+            p.add_(0.05 * torch.randn(p.shape, generator=chance))
+    run.save(1)
+    record(config, run.directory)
+    (run.directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}))
+    return recipe, run.directory, unguided(run.policy.model)[0]
+
+
+def seen() -> tuple[Tensor, Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(1)
+    x, words = torch.randn(2, 2, 4, 4, 4, generator=chance), torch.randn(2, 5, 16, generator=chance)
+    return x, torch.tensor([20.0, 700.0]), words
+
+
+@pytest.mark.parametrize("tuning", ["{type: full}", LORA], ids=["full", "merged"])
+def test_diffusers_loads_the_whole_pipeline(tuning: str, tmp_path: Path) -> None:
+    pipeline(tmp_path / "base")
+    _, run, model = trained("modelscope", str(tmp_path / "base"), tuning, tmp_path)
+    order = Publication(run, tmp_path / "out", "diffusers", dtype=torch.float32, merge=tuning == LORA)
+    publish(order, QUIET)
+    kind: Any = diffusers.TextToVideoSDPipeline
+    theirs = kind.from_pretrained(tmp_path / "out").unet
+    x, level, words = seen()
+    with torch.no_grad():
+        found = theirs(x.transpose(1, 2), level, words).sample.transpose(1, 2)
+        assert (model.net(x, level, words) - found).abs().max() < 2e-5
+
+
+def test_adapters_go_out_under_the_authors_names_and_come_back(tmp_path: Path) -> None:
+    recipe, run, model = trained("videocrafter2", "tiny", LORA, tmp_path)
+    publish(Publication(run, tmp_path / "liked", "authors"), QUIET)
+    file = tmp_path / "liked" / "liked.pt"
+    written = torch.load(file, weights_only=True)
+    first = "base_model.model.model.diffusion_model.init_attn.0.transformer_blocks.0.attn1.to_q.lora_A.weight"
+    assert first in written and all(x.dtype == torch.float32 for x in written.values())
+    config, _ = source(str(recipe), SETTINGS, file)
+    again: Any = config.model.load(Placement())
+    weights: Any = config.tuning.apply(again, ())
+    assert (weights.config.r, weights.config.lora_alpha) == (2, 8)
+    x, level, words = seen()
+    with torch.no_grad():
+        wanted, found = (net(x, level, words, torch.tensor([24, 8])) for net in (model.net, again.net))
+        assert (wanted - found).abs().max() < 1e-5
+    assert repr(config.tuning) == f"Attached(path={file!r})"  # which is part of what names a picture
+
+
+def test_adapters_without_names_are_those_of_all_layers_in_turn(tmp_path: Path) -> None:
+    """As VADER keeps those of ModelScope; narrow layers have adapters of a lower rank."""
+    wanted, model = (Modelscope().tiny().load(Placement()) for _ in range(2))
+    chance, factors = torch.Generator().manual_seed(0), []
+    for module in [each for each in wanted.net.modules() if type(each) in KINDS]:
+        weight: Any = module.weight
+        rank = min(6, *weight.shape[:2])
+        up = 0.1 * torch.randn(len(weight), rank, *[1] * (weight.dim() - 2), generator=chance)
+        down = 0.1 * torch.randn(rank, *weight.shape[1:], generator=chance)
+        weight.data += (up.flatten(1) @ down.flatten(1)).view_as(weight)
+        factors += [up, down]
+    torch.save(factors, tmp_path / "1000_unet.pt")
+    weights: Any = Attached(tmp_path / "1000_unet.pt", Modelscope.layout).apply(model, ())
+    assert (weights.config.r, weights.config.lora_alpha) == (6, 6)
+    x, level, words = seen()
+    with torch.no_grad():
+        assert (wanted.net(x, level, words) - model.net(x, level, words)).abs().max() < 1e-4
+    torch.save(factors[2:], tmp_path / "fewer.pt")
+    with pytest.raises(ConfigError, match="factors without names, which are not those of this network's"):
+        Attached(tmp_path / "fewer.pt").apply(Modelscope().tiny().load(Placement()), ())
+
+
+def test_a_network_whose_authors_published_no_adapters_says_so(tmp_path: Path) -> None:
+    _, run, _ = trained("modelscope", "tiny", LORA, tmp_path)
+    with pytest.raises(ConfigError, match="the authors of this network have no layout for adapters"):
+        publish(Publication(run, tmp_path / "out", "authors"), QUIET)

@@ -1,0 +1,176 @@
+"""ModelScope's text-to-video under the contract: held against diffusers' pipeline and DDPO's record of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pipelines
+import pytest
+import torch
+from accelerate import init_empty_weights
+from diffusers import AutoencoderKL, DDIMScheduler, TextToVideoSDPipeline, UNet3DConditionModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from tastemaker.config.load import load
+from tastemaker.models import lvdm, unet3d
+from tastemaker.models.modelscope import MODELSCOPE, Modelscope
+from tastemaker.models.nets.unet3d import ClipUnet
+from tastemaker.models.sizes import SIZES
+from tastemaker.models.unet3d import ClipUnetBackbone
+from tastemaker.models.videocrafter import Videocrafter
+from tastemaker.policy import Guidance, Policy
+from tastemaker.processes.dynamics import Ddim, Ode
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import VariancePreserving
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.types import Condition, Placement, Segment
+from tastemaker.weights import Full
+
+VIDEO = Path(__file__).parent.parent / "fixtures" / "video"
+PROMPTS = ("a photo of a dog", "two red cars, oil on canvas", "")
+PATH = VariancePreserving("scaled_linear", 0.00085, 0.012, 1000, spacing="leading", offset=1)
+SIDE = 24  # pixels, so that the lower of two levels is not half as large
+UNET: dict[str, Any] = {
+    **unet3d.SMALL["unet"],
+    "block_out_channels": (8, 16),
+    "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+    "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+}
+TEXT = {**unet3d.SMALL["text_encoder"], **pipelines.CLIP_ENDS}
+
+
+def pipeline() -> Any:
+    """Diffusers' own, of random weights."""
+    kind: Any = TextToVideoSDPipeline
+    made = kind(
+        unet=pipelines.random(UNet3DConditionModel, UNET),
+        vae=pipelines.random(AutoencoderKL, unet3d.SMALL["vae"]),
+        text_encoder=pipelines.random(CLIPTextModel, CLIPTextConfig(**TEXT)),
+        tokenizer=pipelines.clip_words(),
+        scheduler=DDIMScheduler(  # type: ignore[no-untyped-call]
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            steps_offset=1,
+            clip_sample=False,
+            set_alpha_to_one=False,
+        ),
+    )
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("modelscope")
+    pipeline().save_pretrained(path)
+    return path
+
+
+def spec(folder: Path) -> Modelscope:
+    return Modelscope(str(folder), frames=3, height=SIDE, width=SIDE)
+
+
+@pytest.mark.parametrize("scale", [1.0, 9.0])
+def test_clips_are_those_of_the_pipeline(scale: float, folder: Path) -> None:
+    model, process = spec(folder).load(Placement()), GaussianProcess(PATH, Ode(), 4)
+    guided = model if scale == 1 else process.guide(model, Guidance(scale))
+    policy: Policy[Any] = Policy(guided, process, Full().apply(model, ()))
+    made = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(len(PROMPTS))))
+    asked = {"prompt": list(PROMPTS), "latents": made.start.transpose(1, 2), "num_frames": 3}
+    asked |= {"height": SIDE, "width": SIDE, "num_inference_steps": 4, "guidance_scale": scale}
+    pipe = pipeline()
+    latents, pixels = (pipe(**asked, output_type=kind).frames for kind in ("latent", "pt"))
+    assert (made.final.transpose(1, 2) - latents).abs().max() < 2e-5 * latents.abs().max()
+    shown = policy.decode(made.final)
+    assert (shown - pixels).abs().max() < 1e-5
+    assert (policy.decode(made.final, [2]) - shown[:, [2]]).abs().max() < 1e-5
+
+
+class Recorded(nn.Module):
+    """Says what was recorded, and keeps what it was asked."""
+
+    def __init__(self, said: Tensor) -> None:
+        super().__init__()
+        self.weight, self.said = nn.Parameter(torch.zeros(1)), said
+        self.levels = torch.zeros(0)
+
+    def forward(self, x: Tensor, level: Tensor, words: Tensor, fps: Tensor | None) -> Tensor:
+        assert fps is None
+        self.levels = level
+        return self.said
+
+
+def test_a_policy_scores_steps_as_ddpo_does() -> None:
+    golden = load_file(VIDEO / "ddpo_ddim_logprob.safetensors")
+    model = Modelscope().tiny().load(Placement())
+    model.net = Recorded(golden["eps"])
+    policy: Policy[Any] = Policy(model, GaussianProcess(PATH, Ddim(1.0), 25), Full().apply(model, ()))
+    t, nothing = (golden["t"] + 1) / 1000, torch.zeros(2, 1)
+    segment = Segment(t, t - 0.04, golden["x"], golden["next"], nothing, nothing + 1)
+    found = policy.decide(Condition(("", ""), {"words": torch.zeros(2, 1, 1)}), segment).log_prob(segment.action)
+    assert model.net.levels.tolist() == golden["t"].tolist()
+    torch.testing.assert_close(found.flatten(), golden["logp_all_dims"], rtol=2e-5, atol=0)
+
+
+def test_the_published_size_is_known() -> None:
+    with init_empty_weights():
+        net: Any = ClipUnet(**SIZES[MODELSCOPE.hub]["unet"])
+        stock: Any = UNet3DConditionModel()  # type: ignore[no-untyped-call]
+    assert sum(p.numel() for p in net.parameters()) == 1_411_233_860
+    assert {key: x.shape for key, x in net.state_dict().items()} == {k: x.shape for k, x in stock.state_dict().items()}
+
+
+def test_one_file_may_hold_another_network(folder: Path, tmp_path: Path) -> None:
+    net = pipelines.random(UNet3DConditionModel, UNET, seed=1)
+    save_file(net.state_dict(), tmp_path / "other.safetensors")
+    save_file(lvdm.authors(net.state_dict(), net.config), tmp_path / "theirs.safetensors")
+    for name in ("other", "theirs"):
+        model = replace(spec(folder), unet=str(tmp_path / f"{name}.safetensors")).load(Placement())
+        assert all(x.equal(model.net.state_dict()[key]) for key, x in net.state_dict().items())
+
+
+def test_the_network_of_videocrafter_goes_with_its_other_parts(folder: Path, tmp_path: Path) -> None:
+    net = pipelines.random(ClipUnet, {**UNET, "fps_cond": True})
+    net.save_pretrained(tmp_path)
+    crafter = Videocrafter(str(folder), str(tmp_path), frames=2, height=SIDE, width=SIDE)
+    model = crafter.load(Placement())
+    assert isinstance(model, ClipUnetBackbone) and model.embed(("a",)).tensors["fps"].tolist() == [28]
+    assert all(x.equal(model.net.state_dict()[key]) for key, x in net.state_dict().items())
+    with pytest.raises(ConfigError, match=r"is not told frames per second; set model.type to modelscope"):
+        replace(crafter, unet=None).load(Placement())
+
+
+def test_clips_of_another_size_are_refused(folder: Path) -> None:
+    model = spec(folder).load(Placement())
+    assert model.encode(torch.rand(2, *model.pixels)).shape == (2, 3, 4, 3, 3)
+    with pytest.raises(ConfigError, match=r"the clips are 2 frames of 24x24 and the model makes 3 of 24x24"):
+        model.encode(torch.rand(1, 2, 3, SIDE, SIDE))
+    larger = model.sized(32, 48)
+    assert (larger.shape, larger.pixels) == ((3, 4, 4, 6), (3, 3, 32, 48)) and model.pixels == (3, 3, SIDE, SIDE)
+    for wrong in ({"frames": 0}, {"height": 250}):
+        with pytest.raises(ValueError, match="expected"):
+            Modelscope(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "scale", "eta", "shape"),
+    [("modelscope", 50, 9.0, 0.0, (16, 4, 32, 32)), ("videocrafter2", 50, 12.0, 1.0, (16, 4, 40, 64))],
+)
+def test_recipes_have_the_published_settings(
+    name: str, steps: int, scale: float, eta: float, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    rest = "objective: {type: reward_gradient}\nrewards: {color: {type: color}}\nsteps: 1\n"
+    recipe.write_text(f"extends: [base, models/{name}, data/colors]\n{rest}", encoding="utf-8")
+    config = load(str(recipe), [])
+    process = config.process
+    assert isinstance(process, GaussianProcess) and config.guidance is not None
+    assert (process.steps, process.dynamics, config.guidance.scale) == (steps, Ddim(eta), scale)
+    assert config.model.shape == shape
+    assert process.path == replace(PATH, shrinks=0.7 if name == "videocrafter2" else 1.0)

@@ -1,0 +1,394 @@
+"""Open-Sora 1.2 beside what its authors' code computed, and as every generator owes it to those who train it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tastemaker.export.adapters import Attached, write_authors, write_diffusers
+from tastemaker.guidance import Guided
+from tastemaker.lora import Lora, LoraWeights
+from tastemaker.models.nets.opensora_vae import OpenSoraVae, Temporal, latents, place
+from tastemaker.models.nets.stdit3 import Stdit3
+from tastemaker.models.opensora import OpenSora, OpenSoraBackbone
+from tastemaker.models.opensora_parts import SMALL, network, sizes
+from tastemaker.models.opensora_references import nearest, rules
+from tastemaker.models.opensora_tables import SHAPES, SIZES, cleaned, length, shift, size, worded
+from tastemaker.models.sizes import OLD_VAE
+from tastemaker.policy import Guidance, Policy
+from tastemaker.processes.dynamics import Ode
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.types import Condition, Placement
+from tastemaker.weights import Full
+
+GOLDEN = Path(__file__).parent.parent / "fixtures" / "video"
+TINY = {"width": 32, "depth": 2, "heads": 4, "caption": 24, "words": 6}
+TARGETS = ("qkv", "q_linear", "kv_linear")  # what VADER adapts
+SPEC = OpenSora().tiny()
+
+
+def golden(name: str) -> dict[str, Tensor]:
+    return {key: x.float() if x.is_floating_point() else x for key, x in load_file(GOLDEN / name).items()}
+
+
+def far(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference beside the largest number."""
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, Tensor]:
+    return golden("stdit3_tiny_io.safetensors")
+
+
+@pytest.fixture
+def net() -> Stdit3:
+    made = Stdit3(**TINY)
+    made.load_state_dict(golden("stdit3_tiny_state.safetensors"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def vae() -> OpenSoraVae:
+    from diffusers import AutoencoderKL
+
+    with safe_open(GOLDEN / "osora_vae12_tiny_state.safetensors", framework="pt") as file:
+        settings = json.loads(file.metadata()["spatial"])
+    kind: Any = AutoencoderKL
+    made = OpenSoraVae(kind(**settings), Temporal(filters=8, blocks=1, groups=4), together=18).eval()
+    told = made.load_state_dict(golden("osora_vae12_tiny_state.safetensors"), strict=False)
+    assert not told.unexpected_keys
+    assert all(".module.encoder." in key or ".module.quant_conv" in key for key in told.missing_keys)
+    return made.requires_grad_(False)
+
+
+def test_both_networks_have_the_published_names_and_shapes() -> None:
+    with torch.device("meta"):
+        nets = {"stdit3_xl2": Stdit3(), "osora_vae12_temporal": torch.nn.ModuleDict({"temporal_vae": Temporal()})}
+    for name, made in nets.items():
+        told = json.loads((GOLDEN / f"{name}_full_keys.json").read_text(encoding="utf-8"))
+        published = {key.replace("*", str(i)): shape for key, shape in told.items() for i in range(28)}
+        assert {key: list(x.shape) for key, x in made.state_dict().items()} == published
+    assert sum(x.numel() for x in nets["stdit3_xl2"].state_dict().values()) == 1_208_872_772
+    adapted = [layer for key, layer in nets["stdit3_xl2"].named_modules() if key.rpartition(".")[2] in TARGETS]
+    assert len(adapted) == 168
+    assert sum(16 * sum(layer.weight.shape) for layer in adapted) == 9_289_728
+
+
+def test_the_autoencoder_is_as_large_as_the_published_file() -> None:
+    from diffusers import AutoencoderKL
+
+    kind: Any = AutoencoderKL
+    with torch.device("meta"):
+        whole = OpenSoraVae(kind(**OLD_VAE), Temporal()).state_dict()
+    assert 0 < 1_573_430_548 - 4 * sum(x.numel() for x in whole.values()) < 100_000  # which names and shapes take
+
+
+def test_the_network_says_what_the_published_one_does(net: Stdit3, said: Mapping[str, Tensor]) -> None:
+    told: dict[str, Any] = {"fps": said["fps"], "size": (float(said["height"][0]), float(said["width"][0]))}
+    x, words, seen = said["x"].clone().requires_grad_(), said["y"][:, 0], said["mask"].bool()
+    out = net(x, said["timestep"], words, seen, said["x_mask"], **told)
+    torch.testing.assert_close(out, said["out"], rtol=0, atol=3e-6)
+    (out * said["grad_out"]).sum().backward()
+    assert x.grad is not None
+    assert far(x.grad, said["grad_x"]) < 2e-6
+    for key, p in net.named_parameters():
+        if f"grad.{key}" in said:
+            assert p.grad is not None
+            assert far(p.grad, said[f"grad.{key}"]) < 2e-6
+    with torch.no_grad():
+        plain = net(x, said["timestep"], words, seen, **told), net(x, said["timestep"], words, **told)
+    torch.testing.assert_close(plain[0], said["out_nomask"], rtol=0, atol=3e-6)
+    torch.testing.assert_close(plain[1], said["out_notextmask"], rtol=0, atol=3e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("held", [False, True])
+def test_the_backbone_asks_it_as_published(net: Stdit3, said: Mapping[str, Tensor], held: bool) -> None:
+    model = SPEC.load(Placement())
+    model.net, model.size = net, (float(said["height"][0]), float(said["width"][0]))
+    for row in (0, 1):
+        model.spec = replace(SPEC, fps=float(said["fps"][row]))
+        x, free = (said[name][row : row + 1] for name in ("x", "x_mask"))
+        tensors = {"words": said["y"][row], "seen": said["mask"][row : row + 1].bool()}
+        if held:
+            tensors |= {"held": x.transpose(1, 2), "until": free.float()}
+        found = model.predict(x.transpose(1, 2), said["timestep"][row : row + 1] / 1000, Condition(("",), tensors))
+        wanted = -said["out" if held else "out_nomask"][row : row + 1, :4].transpose(1, 2)
+        wanted = torch.where(free[..., None, None, None], wanted, 0) if held else wanted
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_words_that_are_not_there_do_not_count(net: Stdit3, said: Mapping[str, Tensor]) -> None:
+    told: dict[str, Any] = {"fps": said["fps"], "size": (40.0, 64.0)}
+    seen = torch.tensor([[True] * 3 + [False] * 3] * 2)
+    words = said["y"][:, 0]
+    other = torch.where(seen[..., None], words, torch.randn_like(words))
+    whole = net(said["x"], said["timestep"], words, seen, **told)
+    assert far(net(said["x"], said["timestep"], other, seen, **told), whole) < 1e-6
+    assert far(net(said["x"], said["timestep"], words[:, :3], None, **told), whole) < 1e-6
+
+
+def test_the_autoencoder_codes_as_the_published_one_does(vae: OpenSoraVae) -> None:
+    told = golden("osora_vae12_tiny_io.safetensors")
+    mean, spread = vae.temporal_vae.encode(told["tvae.x"]).chunk(2, 1)
+    assert far(mean, told["tvae.mean"]) < 2e-6
+    assert far(spread, told["tvae.logvar"]) < 2e-6
+    assert far(vae.temporal_vae.decode(told["tvae.z"], 17), told["tvae.dec17"]) < 2e-6
+    assert far(vae.temporal_vae.decode(told["tvae.z"][:, :, :1], 1), told["tvae.dec1"]) < 2e-6
+    assert far(vae.decode(told["pipe.z"], 18), told["pipe.dec18"]) < 2e-6
+    assert far(vae.decode(told["pipe.z"][:, :, ::2], 11), told["pipe.dec_alt"]) < 2e-6
+    assert far(vae.decode_alone(told["pipe.z"], [2]), told["pipe.dec_frame2_as_single"]) < 2e-6
+
+
+def through(spec: OpenSora, vae: OpenSoraVae, together: int = 1) -> OpenSoraBackbone:
+    """A backbone with the recorded autoencoder, frames decoded so many at once."""
+    model = spec.load(Placement())
+    model.codec = vae
+    vae.together = together
+    return model
+
+
+def test_a_frame_asked_for_is_that_frame_of_the_clip_and_its_chunk_alone_is_decoded(vae: OpenSoraVae) -> None:
+    told = golden("osora_vae12_tiny_io.safetensors")
+    model = through(replace(SPEC, duration=18), vae)
+    x = told["pipe.z"].transpose(1, 2)
+    assert x.shape[1:] == model.shape
+    whole = model.decode(x)
+    assert far(whole, (told["pipe.dec18"] / 2 + 0.5).clamp(0, 1).transpose(1, 2)) < 5e-6  # of another batch
+    for frame in range(18):
+        assert torch.equal(model.decode(x, [frame]), whole[:, [frame]])
+    assert torch.equal(model.decode(x, [17, 3, -1, 3]), whole[:, [17, 3, 17, 3]])
+    noisy = x.clone()
+    noisy[:, 5:] = torch.nan  # of the second chunk
+    assert torch.equal(model.decode(noisy, [0, 16]), whole[:, [0, 16]])
+    assert model.decode(noisy, [17]).isnan().all()
+
+
+def test_a_frame_can_be_shown_by_its_latent_alone_as_vader_does(vae: OpenSoraVae) -> None:
+    told = golden("osora_vae12_tiny_io.safetensors")
+    model = through(replace(SPEC, duration=18, isolated=True), vae)
+    x = told["pipe.z"].transpose(1, 2)
+    wanted = (told["pipe.dec_frame2_as_single"] / 2 + 0.5).clamp(0, 1).transpose(1, 2)
+    for frame in (5, 8):
+        assert place(frame, 18) == 2
+        assert far(model.decode(x, [frame]), wanted) < 2e-6
+
+
+def test_recomputing_changes_no_gradient(vae: OpenSoraVae) -> None:
+    model = through(replace(SPEC, duration=18), vae, 4)
+    x = torch.randn(1, *model.shape, generator=torch.Generator().manual_seed(0))
+    slopes = []
+    for again in (False, True):
+        vae.recompute = again
+        leaf = x.clone().requires_grad_()
+        (model.decode(leaf, [2]) ** 2).sum().backward()
+        assert leaf.grad is not None
+        slopes.append(leaf.grad)
+    vae.recompute = False
+    torch.testing.assert_close(slopes[0], slopes[1])
+    assert slopes[0][:, :5].abs().sum() > 0
+    assert slopes[0][:, 5:].abs().sum() == 0
+
+
+def test_frames_and_latents_are_counted_in_chunks() -> None:
+    assert [latents(frames) for frames in (1, 4, 5, 17, 18, 51, 102, 204, 408)] == [1, 1, 2, 5, 6, 15, 30, 60, 120]
+    assert [place(frame, 17) for frame in (0, 1, 4, 5, 16)] == [0, 1, 1, 2, 4]
+    assert [place(frame, 51) for frame in (17, 18, 50)] == [5, 6, 14]
+    assert [place(frame, 6) for frame in range(6)] == [0, 0, 1, 1, 1, 1]
+
+
+def test_the_published_size_and_length() -> None:
+    spec = OpenSora()
+    assert spec.size == (276, 368)
+    assert spec.shape == (15, 4, 34, 46)
+    assert spec.pixels == (51, 3, 272, 368)
+    assert {len(sizes.split()) for sizes in SIZES.values()} == {len(SHAPES)}
+    for resolution in SIZES:
+        for shape in SHAPES[:-1]:  # the last is published as 50:27, and is 25:12
+            (high, wide), (height, width) = map(int, shape.split(":")), size(resolution, shape)
+            assert height / width == pytest.approx(high / wide, rel=0.02)
+    assert (size("720p", "9:16"), length("16s"), length(17)) == ((720, 1280), 408, 17)
+    assert OpenSora(duration=1).shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"resolution": "241p"}, "'resolution' is 241p"),
+        ({"resolution": "8x8"}, "'resolution' is 8x8"),
+        ({"aspect": "5:7"}, "'aspect' is 5:7"),
+        ({"duration": "3s"}, "'duration' is 3s"),
+        ({"duration": 0}, "'duration' is 0"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        OpenSora(**wrong)
+
+
+def test_levels_are_those_of_the_published_transform() -> None:
+    height, width, frames, steps = 276, 368, 51, 30
+    ratio = math.sqrt(height * width / 512**2) * math.sqrt(frames // 17 * 5)
+    assert shift(height, width, frames) == pytest.approx(ratio)
+    assert shift(512, 512, 1) == shift(512, 512, 16) == 1
+    t = torch.tensor([1 - i / steps for i in range(steps)])
+    published = ratio * t / (1 + (ratio - 1) * t)
+    torch.testing.assert_close(Straight(shift(height, width, frames)).grid(steps)[:-1], published)
+
+
+def test_sampling_is_the_published_rectified_flow_with_guidance() -> None:
+    model, process = SPEC.load(Placement()), GaussianProcess(Straight(2.4), Ode(), 4)
+    policy = Policy(Guided(model, Guidance(7.0)), process, Full().apply(model, ()))
+    cond = policy.embed(["a cat on a mat", "a dog"])
+    made = policy.sample(cond, Randomness(0, 0, torch.arange(2)))
+    net: Any = model.net
+    words, seen = cond.tensors["words"], cond.tensors["seen"]
+    null = net.y_embedder.y_embedding.expand(2, -1, -1)
+    z, levels = made.start.transpose(1, 2), 1000 * process.path.grid(4)
+    with torch.no_grad():
+        for i in range(4):
+            given = torch.cat([z, z]), levels[i].repeat(4), torch.cat([words, null]), torch.cat([seen, seen])
+            velocity, _ = net(*given, fps=torch.full((4,), 24.0), size=(16, 16)).chunk(2, 1)
+            with_words, without = velocity.chunk(2)
+            z = z + (without + 7 * (with_words - without)) * (levels[i] - levels[i + 1]) / 1000
+    torch.testing.assert_close(made.final, z.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_other_sizes_and_stills_are_made_by_the_same_network() -> None:
+    model = SPEC.load(Placement()).sized(24, 36)
+    assert (model.shape, model.pixels, model.size) == ((2, 4, 3, 4), (6, 3, 24, 32), (24, 36))
+    x = torch.randn(1, *model.shape)
+    with torch.no_grad():
+        assert model.predict(x, torch.full((1,), 0.5), model.embed(["a cat"])).shape == x.shape
+        assert model.decode(x, [5]).shape == (1, 1, 3, 24, 32)
+    still = replace(SPEC, duration=1).load(Placement())
+    pixels = still.decode(torch.randn(1, *still.shape))
+    assert still.encode(pixels).shape == (1, 1, 4, 2, 2)
+    with pytest.raises(ConfigError, match="the clips are 2 frames"):
+        still.encode(torch.rand(1, 2, 3, 16, 16))
+
+
+def test_prompts_say_how_good_the_clip_should_be() -> None:
+    assert worded("A cat", 6.5, None, None) == "A cat aesthetic score: 6.5."
+    assert (
+        worded("A cat", 6.5, 4, "pan left") == "A cat aesthetic score: 6.5. motion score: 4.0. camera motion: pan left."
+    )
+    assert worded("A cat. aesthetic score: 5.0.", 6.5, None, None) == "A cat. aesthetic score: 5.0."
+    assert cleaned(" A  <b>Big</b> cat\n#1 \u201cruns\u201d &amp; sleeps ") == 'a big cat 1 "runs" sleeps'
+    assert cleaned(worded("A cat", 6.5, None, None)) == "a cat aesthetic score: 6.5."
+    told = [replace(SPEC, aesthetic=score).load(Placement()).embed(["a cat"]).tensors["seen"] for score in (None, 6.5)]
+    assert told[0].sum() < told[1].sum()
+
+
+def test_held_frames_end_as_they_were_given_and_the_others_do_not(tmp_path: Path) -> None:
+    model = replace(SPEC, duration=34).load(Placement())
+    policy = Policy(model, GaussianProcess(Straight(2.0), Ode(), 3), Full().apply(model, ()))
+    picture = torch.rand(1, 3, 20, 24, generator=torch.Generator().manual_seed(0))
+    facts: list[dict[str, Any]] = [{"image": picture, "mask_strategy": "0,0,0,0,1;0,0,0,-5,1,0.5"}, {}]
+    cond = policy.embed(["a cat", "a dog"], facts)
+    assert cond.tensors["until"].tolist() == [[0] + [1] * 4 + [0.5] + [1] * 4, [1] * 10]
+    made, free = (
+        policy.sample(given, Randomness(0, 0, torch.arange(2))) for given in (cond, policy.embed(cond.prompts))
+    )
+    known = cond.tensors["held"][0, 0]
+    torch.testing.assert_close(made.final[0, 0], known, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(made.final[0, 5], known, atol=1e-2)  # drawn anew below half of the noise
+    assert not torch.allclose(made.final[0, 1], free.final[0, 1], atol=1e-4)
+    torch.testing.assert_close(made.final[1], free.final[1], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="there is no picture"):
+        policy.embed(["a cat"], [{"image": str(tmp_path / "none.png")}])
+    with pytest.raises(ValueError, match="'image' names 1"):
+        policy.embed(["a cat"], [{"image": picture, "mask_strategy": "0,1"}])
+
+
+def test_rules_of_what_is_held_are_read_as_published() -> None:
+    first, second = rules("0;0,1,-5,-5,5,0.4")
+    assert (first.reference, first.first, first.place, first.length, first.level) == (0, 0, 0, 1, 0.0)
+    assert (second.reference, second.first, second.place, second.length, second.level) == (1, -5, -5, 5, 0.4)
+    assert [nearest(at, 15) for at in (0, 2, 3, 10, 13)] == [0, 0, 5, 10, 10]
+    for wrong in ("a", "1", "0,0,0,0,1,2", "0,0,0,0,1,0,9", "0,-1"):
+        with pytest.raises(ValueError, match="mask_strategy"):
+            rules(wrong)
+
+
+def test_published_files_are_read_and_others_are_not(tmp_path: Path, said: Mapping[str, Tensor]) -> None:
+    tensors = golden("stdit3_tiny_state.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    made = network(str(tmp_path), 0, Placement())
+    own = made.state_dict()
+    assert sizes(tensors) == {**TINY, "channels": 4}
+    assert all(torch.equal(own[key], x) for key, x in tensors.items())
+    half = network(str(tmp_path), 0, Placement(dtype=torch.bfloat16)).state_dict()
+    assert half["t_block.1.weight"].dtype == torch.bfloat16
+    assert half["rope.freqs"].dtype == torch.float32
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="are not of this network"):
+        network(str(tmp_path), 0, Placement())
+    with pytest.raises(ConfigError, match="tastemaker download hpcai-tech/OpenSora-VAE"):
+        replace(SPEC, vae=str(tmp_path / "none")).load(Placement())
+
+
+def test_the_published_layout_of_the_autoencoder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tastemaker.models import opensora_parts
+
+    own = SPEC.load(Placement()).codec.state_dict()
+    assert {key.split(".")[0] for key in own} == {"spatial_vae", "temporal_vae", "scale", "shift"}
+    save_file({key: x.contiguous() for key, x in own.items()}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(opensora_parts, "OLD_VAE", SMALL["still"])
+    monkeypatch.setattr(opensora_parts, "Temporal", lambda: Temporal(**SMALL["temporal"]))
+    read = replace(SPEC, vae=str(tmp_path), seed=5).load(Placement()).codec.state_dict()
+    assert all(torch.equal(read[key], x) for key, x in own.items())
+
+
+def test_adapters_of_vader_are_read_at_its_scale_and_written_as_it_does(tmp_path: Path) -> None:
+    model = SPEC.load(Placement())
+    chance = torch.Generator().manual_seed(0)
+    found: dict[str, Tensor] = {}
+    for key, layer in model.net.named_modules():
+        if key.rpartition(".")[2] in TARGETS:
+            outputs, inputs = layer.weight.shape
+            found[f"base_model.model.{key}.lora_A.weight"] = torch.randn(4, inputs, generator=chance)
+            found[f"base_model.model.{key}.lora_B.weight"] = torch.randn(outputs, 4, generator=chance)
+    torch.save(found, tmp_path / "peft_model_800.pt")
+    before = {key: x.clone() for key, x in model.net.state_dict().items()}
+    weights = Attached(tmp_path / "peft_model_800.pt", OpenSora.layout).apply(model, ())
+    assert isinstance(weights, LoraWeights)
+    assert len(weights.trainable()) == len(found) == 12
+    layer = "temporal_blocks.0.cross_attn.kv_linear"
+    down, up = (found[f"base_model.model.{layer}.lora_{factor}.weight"] for factor in "AB")
+    torch.testing.assert_close(weights.merged()[f"{layer}.weight"], before[f"{layer}.weight"] + 8 / 4 * up @ down)
+    write_authors(weights, OpenSora.layout, tmp_path / "again.pt")
+    again = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert again.keys() == found.keys()
+    assert all(torch.equal(again[key], x) for key, x in found.items())
+
+
+def test_adapters_in_our_own_layout_keep_their_scale(tmp_path: Path) -> None:
+    model = SPEC.load(Placement())
+    weights = Lora(rank=4, alpha=12, targets=TARGETS).apply(model, ())
+    assert isinstance(weights, LoraWeights)
+    with torch.no_grad():
+        for p in weights.trainable().values():
+            p.normal_(generator=torch.Generator().manual_seed(0))
+    write_diffusers(weights, OpenSora.layout, tmp_path / "adapters.safetensors", torch.float32)
+    write_authors(weights, OpenSora.layout, tmp_path / "adapters.pt")
+    for name in ("adapters.safetensors", "adapters.pt"):
+        read = Attached(tmp_path / name, OpenSora.layout).apply(SPEC.load(Placement()), ())
+        assert isinstance(read, LoraWeights)
+        for key, x in weights.merged().items():
+            torch.testing.assert_close(read.merged()[key], x)

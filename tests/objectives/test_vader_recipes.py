@@ -1,0 +1,98 @@
+"""The recipes for VADER: what is published of them, and a step of them at small size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from tastemaker.config.build import build, shrunk
+from tastemaker.config.check import complaints
+from tastemaker.config.load import load, runnable
+from tastemaker.config.run import RunConfig
+from tastemaker.data.prompt_sets import PromptSet
+from tastemaker.lora import Lora
+from tastemaker.objectives.reward_gradient import RewardGradient
+from tastemaker.registry import ConfigError
+from tastemaker.train.loop import learn
+from tastemaker.types import Placement
+
+REWARDS = (
+    "aesthetic", "hps", "pickscore", "actpred", "detection", "detection-dino", "weather", "compression",
+    "aesthetic-hps", "vjepa",
+)  # fmt: skip
+MODELS = ("videocrafter2", "modelscope", "opensora")
+SMALL = ["sample.every=0", "guard.every=0", "engine={precision: fp32}", "batch.prompts=2"]
+
+
+def vader(name: str, *changes: str) -> RunConfig:
+    return load(name, list(changes))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_there_is_a_recipe_for_every_reward_and_none_has_a_complaint(model: str) -> None:
+    for reward in REWARDS:
+        name = f"vader-{model}-{reward}"
+        assert name in runnable() and complaints(vader(name), 1) == [], name
+
+
+@pytest.mark.parametrize("name", ["vader-wan-hps", "vader-cogvideox-hps"])
+def test_todays_models_are_trained_likewise(name: str) -> None:
+    config = vader(name)
+    assert complaints(config, 1) == [] and config.model.frames > 1 and config.objective.needs_gradient
+
+
+def test_the_numbers_are_the_published_ones() -> None:
+    videocrafter, modelscope, opensora = (vader(f"vader-{model}-hps") for model in MODELS)
+    for config, size, steps, scale in (
+        (videocrafter, (12, 4, 40, 64), 25, 12.0),
+        (modelscope, (16, 4, 48, 48), 25, 9.0),
+        (opensora, None, 30, 7.0),
+    ):
+        assert size is None or config.model.shape == size
+        assert getattr(config.process, "steps", 0) == steps and config.guidance and config.guidance.scale == scale
+        assert config.optim.lr == 2e-4 and config.optim.clip == 1.0
+        objective = config.objective
+        assert isinstance(objective, RewardGradient)
+        assert (objective.through, objective.tail, objective.frames) == ("tail", 1, "random")
+    assert videocrafter.tuning == Lora(16, 8, ("to_q", "to_k", "to_v"), 0.01)
+    assert opensora.tuning == Lora(16, 8, ("qkv", "q_linear", "kv_linear"), 0.01)
+    assert modelscope.tuning == Lora(16, 16, "all-layers", 0.1)
+    assert vader("vader-modelscope-actpred").data == PromptSet("actions")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("vader-videocrafter2-hps", ()),
+        ("vader-modelscope-actpred", ()),
+        ("vader-opensora-aesthetic", ()),
+        ("vader-modelscope-detection", ("objective.frames=fml",)),
+        ("vader-opensora-vjepa", ("objective.through=random",)),
+        ("vader-modelscope-hps", ("tuning.adapt=[net, text]",)),
+        ("vader-opensora-hps", ("tuning.adapt=[net, text]",)),
+        ("vader-videocrafter2-pickscore", ("tuning.adapt=[text]",)),
+    ],
+)
+def test_a_step_moves_what_is_adapted(name: str, changes: tuple[str, ...], tmp_path: Path) -> None:
+    config = shrunk(vader(name, *SMALL, *changes))
+    run = build(replace(config, process=config.process.in_steps(2)), tmp_path)
+    before = {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
+    learn(run, 0)
+    moved = {key for key, p in run.policy.weights.trainable().items() if not p.detach().equal(before[key])}
+    assert isinstance(config.tuning, Lora)
+    for part in config.tuning.adapt:
+        assert any(key.startswith("text_encoder") == (part == "text") for key in moved), part
+
+
+def test_all_layers_are_the_linear_ones_and_the_convolutions() -> None:
+    model = shrunk(vader("vader-modelscope-hps")).model
+    backbone = model.load(Placement())
+    kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
+    count = sum(isinstance(module, kinds) for module in backbone.net.modules())
+    weights = Lora(2, targets="all-layers").apply(backbone, ())
+    assert len(weights.trainable()) == 2 * count
+    with pytest.raises(ConfigError, match=r"targets are 'to_q'; expected .*all-layers or a list of names"):
+        vader("vader-modelscope-hps", "tuning.targets=to_q")

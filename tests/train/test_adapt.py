@@ -1,0 +1,204 @@
+"""Adapters on the network, on the text encoders that read for it, or on both."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import on_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tastemaker.config.build import build, shrunk
+from tastemaker.config.load import load
+from tastemaker.export.adapters import write_comfyui, write_diffusers
+from tastemaker.lora import LoraWeights
+from tastemaker.models.sd15 import Sd15
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.rereading import Rereading
+from tastemaker.train import checkpoint
+from tastemaker.train.looking import viewed
+from tastemaker.train.loop import learn, train
+from tastemaker.train.run import Run
+from tastemaker.types import index
+
+SMALL = [
+    "sample.every=0",
+    "guard.every=0",
+    "steps=2",
+    "batch.prompts=2",
+    "batch.microbatch=2",
+    "process.steps=2",
+    "rewards={bright: {type: brightness}}",
+    "engine={precision: fp32, trainable: fp32}",
+    "checkpoint.every=1",
+    "optim.lr=1e-2",
+]
+
+
+def started(place: Path, *adapt: str, recipe: str = "draft-sd15", more: tuple[str, ...] = ()) -> Run:
+    targets = () if recipe == "draft-sd15" else ("tuning={type: lora, rank: 2}",)
+    named = f"tuning.adapt=[{','.join(adapt)}]"
+    return build(shrunk(load(recipe, [*SMALL, *targets, *more, named])), place)
+
+
+def moved(before: dict[str, Tensor], run: Run) -> dict[str, bool]:
+    return {key: not p.detach().equal(before[key]) for key, p in run.policy.weights.trainable().items()}
+
+
+def copied(run: Run) -> dict[str, Tensor]:
+    return {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
+
+
+def words(run: Run, prompt: str = "a cat") -> Tensor:
+    """What the encoders say of a prompt."""
+    model: Any = run.policy.model
+    model = getattr(model, "model", model)  # within guidance
+    with torch.no_grad():
+        cond = model.embed([prompt])
+        read = model.read(cond) if isinstance(model, Rereading) else cond
+    return torch.cat([x.flatten() for x in read.tensors.values() if x.is_floating_point()])
+
+
+@pytest.mark.parametrize("recipe", ["draft-sd15", "srpo-flux-hps", "flowgrpo-sd35"])
+def test_text_adapters_get_a_gradient_and_move_what_is_read(recipe: str, tmp_path: Path) -> None:
+    run = started(tmp_path, "net", "text", recipe=recipe)
+    before, said = copied(run), words(run)
+    learn(run, 0)
+    learn(run, 1)
+    changed = moved(before, run)
+    texts = {key: told for key, told in changed.items() if key.startswith("text_encoder") and "lora_B" in key}
+    assert texts and sum(texts.values()) > len(texts) / 2  # the last layers of some encoders are not read
+    assert any(told for key, told in changed.items() if not key.startswith("text_encoder"))
+    assert not words(run).equal(said)
+
+
+def test_text_alone_leaves_the_network_as_it_was(tmp_path: Path) -> None:
+    run = started(tmp_path, "text")
+    keys = set(run.policy.weights.trainable())
+    assert keys and all(key.startswith("text_encoder.") for key in keys)
+    before = {key: x.clone() for key, x in run.policy.weights.net.state_dict().items()}
+    said = words(run)
+    learn(run, 0)
+    assert all(before[key].equal(x) for key, x in run.policy.weights.net.state_dict().items())
+    assert not words(run).equal(said)
+
+
+def test_the_network_alone_reads_each_prompt_once(tmp_path: Path) -> None:
+    run = started(tmp_path, "net")
+    assert not any(key.startswith("text_encoder") for key in run.policy.weights.trainable())
+    said = words(run)
+    learn(run, 0)
+    assert words(run).equal(said)
+
+
+def test_the_reference_reads_as_the_encoders_did_before(tmp_path: Path) -> None:
+    run = started(tmp_path, "net", "text", more=("guidance=null",))
+    said = words(run)
+    learn(run, 0)
+    now = words(run)
+    with run.policy.weights.use("reference"):
+        assert words(run).equal(said)
+    assert words(run).equal(now) and not now.equal(said)
+
+
+@pytest.mark.parametrize("recipe", ["vader-opensora-hps", "vader-videocrafter2-hps", "vader-wan-hps", "srpo-flux-hps"])
+def test_before_anything_is_learned_samples_are_those_of_encoders_that_were_never_taught(
+    recipe: str, tmp_path: Path
+) -> None:
+    made = []
+    for adapt in (("net",), ("net", "text")):
+        run = started(tmp_path, *adapt, recipe=recipe)
+        policy = viewed(run.policy)
+        cond = policy.embed(["a cat", "a dog", "a cat"])
+        made.append(policy.sample(index(cond, torch.tensor([2, 1])), Randomness(0, 0, torch.arange(2))).final)
+    torch.testing.assert_close(made[0], made[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    whole = started(tmp_path / "whole", "net", "text")
+    list(train(whole))
+    list(train(started(tmp_path / "parts", "net", "text", more=("steps=1",))))
+    later = started(tmp_path / "parts", "net", "text")
+    found = checkpoint.latest(tmp_path / "parts")
+    assert found is not None
+    later.resume(found)
+    list(train(later))
+    assert not any(moved(copied(whole), later).values())
+
+
+def test_files_name_the_encoder_as_diffusers_and_comfyui_do(tmp_path: Path) -> None:
+    run = started(tmp_path, "net", "text")
+    weights = run.policy.weights
+    assert isinstance(weights, LoraWeights)
+    write_diffusers(weights, Sd15.layout, tmp_path / "d.safetensors", torch.float32)
+    write_comfyui(weights, Sd15.layout, tmp_path / "c.safetensors", torch.float32)
+    with safe_open(tmp_path / "d.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["lora_adapter_metadata"])["unet.r"] == weights.config.r
+    assert {key.split(".")[0] for key in load_file(tmp_path / "d.safetensors")} == {"unet", "text_encoder"}
+    comfyui = load_file(tmp_path / "c.safetensors")
+    assert {"_".join(key.split("_")[:2]) for key in comfyui} == {"lora_unet", "lora_te1"}
+    with pytest.raises(ConfigError, match="merging would lose what text_encoder learned"):
+        weights.merged()
+
+
+def test_a_model_without_text_encoder_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no text encoder that could be trained"):
+        started(tmp_path, "net", "text", recipe="grpo-lora-toy-flow")
+    with pytest.raises(ConfigError, match="'adapt' is empty"):
+        load("grpo-lora-toy-flow", ["tuning.adapt=[]"])
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks_learn_what_one_learns_of_a_clip_and_of_its_words(tmp_path: Path) -> None:
+    changes = ["steps=2", "process.steps=2", "batch.prompts=2", "tuning.adapt=[net,text]", "tuning.dropout=0"]
+    changes += ["sample.every=0", "guard.every=0", "engine.precision=fp32", "checkpoint.every=2", "optim.lr=1e-3"]
+    found = []
+    for count in (1, 2):
+        place = f"output={tmp_path}", f"name=on{count}"
+        on_ranks(count, "train", "vader-modelscope-hps", "--tiny", "--device", "cpu", *changes, *place)
+        run = build(shrunk(load("vader-modelscope-hps", [*changes, *place])), tmp_path / f"on{count}")
+        last = checkpoint.latest(tmp_path / f"on{count}")
+        assert last is not None
+        run.resume(last)
+        found.append(copied(run))
+    one, two = found
+    assert any(key.startswith("text_encoder") for key in one)
+    assert all(torch.allclose(x, two[key], atol=2e-5) for key, x in one.items())
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_network_in_shards_and_text_beside_it_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    changes = ["tuning.adapt=[net,text]", "engine.strategy=fsdp", f"output={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "tastemaker",
+        "train",
+        "vader-modelscope-hps",
+        "--tiny",
+        "--device",
+        "cpu",
+        *changes,
+    ]
+    both = []
+    for rank in ("0", "1"):
+        settings = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        both.append(subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True))
+    told = [process.communicate(timeout=240)[1] for process in both]
+    assert "shards the network alone, but 'text_encoder" in "".join(told)
