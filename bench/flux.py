@@ -484,7 +484,7 @@ def main() -> None:
     options.add_argument("--tiny", action="store_true")
     options.add_argument("--out", default="")
     options.add_argument("--sections", default=",".join(SECTIONS))
-    options.add_argument("--seconds", type=float, default=540.0, help="of all sections together")
+    options.add_argument("--seconds", type=float, default=720.0, help="of all sections together")
     options.add_argument("--slack", type=float, default=1.0, help="factor on each section's own limit")
     options.add_argument("--attention", default="auto")
     options.add_argument("--plain", action="store_true", help="compile nothing")

@@ -189,7 +189,10 @@ def test_a_reward_is_served_from_the_command_line_until_it_is_interrupted() -> N
         remote = Rubric({"far": Graded(spec, spec.load(Placement()))}).score(pixels, names).total
         assert remote.equal(Rubric({"near": Graded(Color(), Color())}).score(pixels, names).total)
         server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0
+        try:
+            assert server.wait(30) == 0
+        finally:
+            server.kill()  # where interrupts are ignored, as in a shell's background, it would be waited for without end
         assert "stopped" in server.stderr.read()
 
 
