@@ -44,7 +44,14 @@ class Hunt:
     n: tuple[PositiveInt, ...]
     judge: str = "playground_judge"
     first: Annotated[float, Field(ge=0, le=1)] = 0.0  # PARM's: progress before which nobody is judged
+    keep: PositiveInt | None = None  # likewise: how many of a prompt go on once they were judged
     trained: bool = False  # by the cell's recipe before it is searched
+
+    @property
+    def told(self) -> list[str | float]:
+        """What makes it another measurement; what is not asked for is not in it, so that a key added later is not."""
+        trained, keep = ["trained"] if self.trained else [], [f"keep {self.keep}"] if self.keep else []
+        return [self.judge, self.first, *trained, *keep]
 
 
 @dataclass(frozen=True)

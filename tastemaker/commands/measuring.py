@@ -94,8 +94,7 @@ class Bench:
         told = settings(self.config(job), terse=True)  # so that a key added later changes no fingerprint
         config = {key: value for key, value in told.items() if key not in directory.ELSEWHERE}
         search = self.plan.cells[job.cell].search
-        hunt = [search.judge, search.first, *(["trained"] if search.trained else [])] if search else []
-        return _digest([self._cell(job.cell)[1], config, job.n, hunt, job.base])
+        return _digest([self._cell(job.cell)[1], config, job.n, search.told if search else [], job.base])
 
 
 @cache
@@ -209,7 +208,7 @@ def examined(bench: Bench, job: Job, run: Run, place: Path) -> dict[str, Any]:
     cell, questions = bench.plan.cells[job.cell], bench.benchmark(job.cell)
     run.policy = replace(run.policy, process=bench.plan.process(cell.family))
     hunt, weights = cell.search if job.kind == "after" else None, "ema" if run.ema else "live"
-    early = {"first": hunt.first} if hunt and hunt.first else {}
+    early = {key: x for key, x in (("first", hunt.first), ("keep", hunt.keep)) if x} if hunt else {}
     search = SEARCHES.find(hunt.type)(n=job.n, **early) if hunt else Single()
     # Training is judged on the noise it was judged on before; a search's seed is that of its candidates.
     exam = evaluating.Examination(questions, search, hunt.judge if hunt else "", weights, seed=job.seed if hunt else 0)

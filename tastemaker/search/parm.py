@@ -24,12 +24,16 @@ class Parm(Search):
     n: int = 4
     first: float = 0.0  # progress before which nobody is judged
     drop: bool = True
+    keep: int | None = None  # of a prompt's clear candidates, how many go on at most: the likeliest; all if not given
 
     def __post_init__(self) -> None:
         if self.n < 1 or not 0 <= self.first <= 1:
             raise ValueError(
                 f"found n {self.n}, first {self.first}; expected at least one sample and progress from 0 to 1"
             )
+        if self.keep is not None and (self.keep < 1 or not self.drop):
+            found = f"keep {self.keep}, drop {str(self.drop).lower()}"
+            raise ValueError(f"found {found}; expected at least one that is kept, and 'drop' on")
 
     @torch.no_grad()
     def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
@@ -47,7 +51,7 @@ class Parm(Search):
             if self.first <= rollout.progress < 1 and not bool(known.clear.all()):
                 judged += int((~known.clear).sum())
                 known = self._judge(policy, verifier, rollout, known)
-                keep = keepers(known, owner) if self.drop else torch.ones_like(known.clear)
+                keep = keepers(known, owner, self.keep) if self.drop else torch.ones_like(known.clear)
                 rows = keep.nonzero().flatten()
                 rollout.select(rows)
                 owner = owner[rows]
@@ -70,11 +74,14 @@ class Parm(Search):
         return Verdict(clear, promising, score)
 
 
-def keepers(known: Verdict, owner: Tensor) -> Tensor:
-    """Who goes on: the unclear, the promising, and the best of each prompt that would lose everyone: [B] bool."""
+def keepers(known: Verdict, owner: Tensor, most: int | None = None) -> Tensor:
+    """Who goes on: the unclear, the best of the promising, and the best of a prompt that would lose all: [B] bool."""
     keep = ~known.clear | known.promising
     for prompt in set(owner.tolist()):
         own = owner == prompt
         if not bool((keep & own).any()):
             keep[torch.where(own, known.score, -torch.inf).argmax()] = True
+        rivals = (keep & own & known.clear).nonzero().flatten()
+        if most is not None and len(rivals) > most:
+            keep[rivals[known.score[rivals].argsort(descending=True, stable=True)[most:]]] = False
     return keep

@@ -174,6 +174,17 @@ def test_a_candidate_that_never_was_clear_competes_with_the_promising() -> None:
     assert torch.equal(kept.score, best.score)
 
 
+def test_only_the_likeliest_of_the_clear_go_on_where_few_are_kept() -> None:
+    policy, batch, rng = toys.trained("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
+    judge = Outcome(toys.rubric(), 0.5, -1.0)  # everyone is promising
+    every, few = (Parm(8, first=0.5, keep=keep).find(policy, judge, batch, rng) for keep in (None, 2))
+    steps = policy.process.steps  # type: ignore[attr-defined]
+    assert every.price.calls == 64 * steps
+    assert few.price.calls == 64 * (steps // 2) + 16 * (steps - steps // 2)
+    single = BestOfN(1).find(policy, judge, batch, rng)
+    assert single.score.mean() < few.score.mean() <= every.score.mean()
+
+
 def test_facts_go_with_their_prompts() -> None:
     policy: Policy[Any] = toys.trained("flow")
     heard: list[tuple[str, int]] = []
@@ -194,3 +205,5 @@ def test_impossible_settings_are_refused() -> None:
         BestOfN(0)
     with pytest.raises(ValueError, match="expected at least one sample and progress from 0 to 1"):
         Parm(4, first=1.5)
+    with pytest.raises(ValueError, match="found keep 2, drop false; expected at least one that is kept"):
+        Parm(4, drop=False, keep=2)

@@ -1,0 +1,124 @@
+"""Schedulers of diffusers sample on our paths, and where they are the same method they make the same samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor
+
+from tastemaker.processes.dynamics import Ddim, Ode
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.karras import Karras
+from tastemaker.processes.paths import Path, Straight, VariancePreserving
+from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
+from tastemaker.search.scheduled import Scheduled
+from tastemaker.search.search import Outcome
+from tastemaker.search.single import Single
+from tastemaker.types import PromptBatch
+
+LATENT = VariancePreserving(ends_clean=True)
+BATCH = PromptBatch(toys.PROMPTS, ({},) * 4)
+
+
+def made(path: Path, search: Any, rows: tuple[int, ...] = (0, 1, 2, 3), steps: int = 5) -> Tensor:
+    policy = replace(toys.policy("flow"), process=GaussianProcess(path, Ode(), steps))
+    batch = PromptBatch(tuple(BATCH.prompts[i] for i in rows), ({},) * len(rows))
+    found = search.find(policy, Outcome(toys.rubric()), batch, Randomness(0, 0, torch.tensor(rows)))
+    assert found.x.isfinite().all() and found.score.isnan().all()
+    x: Tensor = found.x
+    return x
+
+
+@pytest.mark.parametrize("path", [Straight(), Straight(3.0), Straight(2.0, lowest=0.01)])
+def test_their_euler_is_ours_on_a_straight_path(path: Straight) -> None:
+    ours, theirs = (made(path, search) for search in (Single(), Scheduled("FlowMatchEulerDiscreteScheduler")))
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "velocity", "sample"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        LATENT,
+        replace(LATENT, ends_clean=False),
+        replace(LATENT, spacing="trailing"),
+        replace(LATENT, betas="linear", first=1e-4, last=0.02, offset=0),
+        replace(LATENT, betas="cosine", spacing="trailing"),
+    ],
+)
+def test_their_ddim_is_ours(path: VariancePreserving, prediction: Any) -> None:
+    path = replace(path, prediction=prediction)
+    ours, theirs = (made(path, search) for search in (Single(), Scheduled("DDIMScheduler")))
+    error = float((theirs - ours).norm() / ours.norm())
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        *((name, LATENT) for name in ("DPMSolverMultistepScheduler", "EulerAncestralDiscreteScheduler")),
+        *(
+            (name, LATENT)
+            for name in ("HeunDiscreteScheduler", "UniPCMultistepScheduler", "PNDMScheduler", "DDPMScheduler")
+        ),
+        *((name, Straight(2.0)) for name in ("DPMSolverMultistepScheduler", "FlowMatchHeunDiscreteScheduler")),
+    ],
+)
+def test_any_scheduler_samples_and_a_row_is_the_same_whatever_is_beside_it(name: str, path: Path) -> None:
+    together, alone = made(path, Scheduled(name, 8)), made(path, Scheduled(name, 8), (2,))
+    torch.testing.assert_close(together[2:3], alone, rtol=1e-3, atol=1e-3)
+    assert together.equal(made(path, Scheduled(name, 8)))
+
+
+def test_a_better_solver_is_nearer_to_many_steps_than_as_many_of_eulers() -> None:
+    policy = toys.policy("flow")
+
+    def found(search: Any, steps: int) -> Tensor:
+        own = replace(policy, process=GaussianProcess(Straight(), Ode(), steps))
+        x: Tensor = search.find(own, Outcome(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4))).x
+        return x
+
+    exact = found(Single(), 200)
+    errors = [float((found(search, 10) - exact).norm()) for search in (Single(), Scheduled("UniPCMultistepScheduler"))]
+    assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize(
+    ("search", "path", "sentence"),
+    [
+        (Scheduled("DPMSolverMultistep"), LATENT, "did you mean 'DPMSolverMultistepScheduler'"),
+        (Scheduled("DDIMScheduler"), Straight(), "not for flows"),
+        (Scheduled("FlowMatchEulerDiscreteScheduler"), LATENT, "not for noise in levels"),
+        (Scheduled("DDIMScheduler"), Karras(), "no scheduler of diffusers knows"),
+        (Scheduled("DDIMScheduler", settings={"karras": True}), LATENT, "has no setting 'karras'"),
+    ],
+)
+def test_what_does_not_go_together_is_a_sentence(search: Scheduled, path: Path, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        made(path, search)
+
+
+def test_tokens_are_not_denoised() -> None:
+    with pytest.raises(ConfigError, match="writes tokens"):
+        Scheduled().find(toys.policy("causal"), Outcome(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4)))
+
+
+def test_settings_reach_the_scheduler() -> None:
+    plain, karras = (
+        made(LATENT, Scheduled("DPMSolverMultistepScheduler", settings=settings))
+        for settings in ({}, {"use_karras_sigmas": True})
+    )
+    assert not torch.allclose(plain, karras)
+
+
+def test_recorded_rollouts_stay_ours() -> None:
+    policy = replace(toys.policy("flow"), process=GaussianProcess(LATENT, Ddim(1.0), 4))
+    before = policy.sample(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
+    Scheduled("DDIMScheduler").find(policy, Outcome(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4)))
+    after = policy.sample(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
+    assert before.final.equal(after.final) and len(after.segments) == 3
