@@ -36,6 +36,7 @@ from .types import (
 from .weights import Full, Tuning, Twin, Weights
 
 if TYPE_CHECKING:
+    from .commands.library import VAETrainer, build_model, list_models, load_config, register_model
     from .config.build import build
     from .config.load import load
     from .config.run import RunConfig
@@ -90,18 +91,30 @@ __all__ = [
     "Trajectory",
     "Tuning",
     "Twin",
+    "VAETrainer",
     "Verdict",
     "Verifier",
     "Weights",
     "build",
+    "build_model",
     "index",
+    "list_models",
     "load",
+    "load_config",
     "rate",
+    "register_model",
 ]
 
 # Found when first asked for: they reach everything, and a model or reward of one's own needs none of it. `train` is
 # not among them: the name is taken by the package it lives in.
-_LATER = {"build": ".config.build", "load": ".config.load", "Run": ".train.run", "RunConfig": ".config.run"}
+_SMALL = ("VAETrainer", "build_model", "list_models", "load_config", "register_model")
+_LATER = {
+    "build": ".config.build",
+    "load": ".config.load",
+    "Run": ".train.run",
+    "RunConfig": ".config.run",
+    **dict.fromkeys(_SMALL, ".commands.library"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, Self, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
+from .registry import Registry
 from .types import Placement
+
+CODECS = Registry(
+    "autoencoder",
+    {
+        "autoencoder_kl": "tastemaker.models.autoencoder_kl:AutoencoderKL",
+        "block_vae": "tastemaker.models.block_vae:BlockVae",
+        "from_config": "tastemaker.models.from_config:FromConfig",
+        "vae": "tastemaker.models.vae:Vae",
+        "vq": "tastemaker.models.vq:Vq",
+    },
+)
 
 
 class CodecSpec(Protocol):
@@ -40,3 +55,49 @@ class Ending(Protocol):
     """A network that says which layer makes its pixels."""
 
     def ending(self) -> nn.Conv2d: ...
+
+
+@runtime_checkable
+class Drawing(Protocol):
+    """A network that blurs its latents by chance, which it may be given: `net(pixels, chance)`."""
+
+    def chances(self, pixels: Tensor) -> tuple[int, ...]:
+        """How many standard normal numbers it wants for each picture, and in what shape."""
+
+
+@runtime_checkable
+class Continuous(Protocol):
+    """A network whose latents a denoiser can live in: [N, channels, H / stride, W / stride]."""
+
+    channels: int
+    stride: int
+
+    def encode(self, pixels: Tensor) -> Tensor: ...
+    def decode(self, z: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class Strided(Protocol):
+    """A network that takes pictures whose sides are multiples of something."""
+
+    @property
+    def stride(self) -> int: ...
+
+
+@runtime_checkable
+class Leaving(Protocol):
+    """A network that others know too."""
+
+    @property
+    def layout(self) -> str:
+        """Who they are, as `export --layout` calls them."""
+
+    def leave(self, out: Path, dtype: torch.dtype) -> None:
+        """Write what they load to a file or folder that is not there yet."""
+
+
+@runtime_checkable
+class Fitting(Protocol):
+    """A spec whose sizes can be told from tensors."""
+
+    def fitted(self, tensors: Mapping[str, Tensor]) -> Self: ...

@@ -94,7 +94,7 @@ def read_picture(path: Path) -> Tensor:
         raise PictureError(f"there is no picture at {path}; check the path")
     if path.suffix.lower() not in {*STILLS, ".gif", *MOVIES}:
         raise PictureError(f"{path} is no picture that can be read; expected one of {KNOWN}")
-    with _read(str(path)):
+    with reading(str(path)):
         if path.suffix.lower() in MOVIES:
             return torch.from_numpy(_movies(path).read_movie(path)).movedim(-1, -3) / 255
         with Image.open(path) as image:
@@ -127,7 +127,7 @@ def picture_size(path: Path) -> tuple[int, int]:
     if path.suffix.lower() not in STILLS or not path.is_file():
         height, width = read_picture(path).shape[-2:]
         return height, width
-    with _read(str(path)), Image.open(path) as image:
+    with reading(str(path)), Image.open(path) as image:
         turned = image.getexif().get(0x0112, 1) >= 5  # the camera was held upright
         return (image.width, image.height) if turned else (image.height, image.width)
 
@@ -150,7 +150,7 @@ def fitted(pixels: Tensor, height: int, width: int) -> Tensor:
 
 def from_bytes(data: bytes, name: str, limit: int) -> Tensor:
     """The frames of a still, an animated PNG or a GIF in memory, of at most so many numbers: [F, 3, H, W]."""
-    with _read(name), Image.open(BytesIO(data), formats=[*{*STILLS.values(), "GIF"}]) as image:
+    with reading(name), Image.open(BytesIO(data), formats=[*{*STILLS.values(), "GIF"}]) as image:
         frames, room = [], limit
         for frame in ImageSequence.Iterator(image):
             room -= 3 * frame.width * frame.height
@@ -168,7 +168,7 @@ def to_bytes(pixels: Tensor) -> bytes:
 
 
 @contextmanager
-def _read(name: str) -> Iterator[None]:
+def reading(name: str) -> Iterator[None]:
     """Within the block whatever a broken picture raises becomes a sentence."""
     try:
         yield

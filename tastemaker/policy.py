@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .distributions import Choice, Distribution
 from .randomness import Randomness
-from .types import Condition, Corrupted, Facts, Placement, Prompts, Segment, Trajectory
+from .types import Condition, Corrupted, Facts, Latents, Placement, Prompts, Segment, Trajectory
 from .weights import Weights
 
 
@@ -90,6 +90,14 @@ class Steered(Protocol):
 
     def steered(self, scale: float | None) -> Backbone:
         """The same network, told so much wherever it is asked; as it is meant to be used if nothing is given."""
+
+
+@runtime_checkable
+class Latent(Protocol):
+    """A backbone that lives in the latents of an autoencoder, which may have been computed beforehand."""
+
+    def taken(self, latents: Latents) -> Tensor:
+        """The same in model space; those of another autoencoder are refused."""
 
 
 class ModelSpec(Protocol):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
+C = TypeVar("C", bound=type)
 MANY = 40  # names that are still read, if none is alike
 
 
@@ -40,6 +41,17 @@ class Registry:
         if name in self._names:
             raise ConfigError(f"{self.kind} '{name}' is already registered as {self._names[name]}; choose another name")
         self._names[name] = place
+
+    def register(self, name: str) -> Callable[[C], C]:
+        """A decorator that gives a class a name, which is known once the module that says so is imported."""
+
+        def give(cls: C) -> C:
+            if "." in cls.__qualname__:
+                raise ConfigError(f"{self.kind} '{name:.60}' lies within {cls.__qualname__}; move it to its module")
+            self.add(name, f"{cls.__module__}:{cls.__qualname__}")
+            return cls
+
+        return give
 
     def aliases(self, name: str) -> list[str]:
         """What others call a thing."""

@@ -22,23 +22,37 @@ def reread(model: Backbone, weights: Weights) -> Backbone:
     return Rereading(model, weights) if isinstance(weights, LoraWeights) and weights.texts else model
 
 
+class Known:
+    """Texts that were asked for, by number."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        found = self._numbers.setdefault(text, len(self.texts))
+        if found == len(self.texts):
+            self.texts.append(text)
+        return found
+
+
 class Rereading:
     """Conditions carry the numbers of prompts; what encoders say of them is found by the weights of the moment.
 
     So the gradient reaches the encoders, borrowed weights read with encoders of their own, and no objective knows.
     """
 
-    def __init__(self, model: Backbone, weights: LoraWeights, texts: list[str] | None = None) -> None:
-        self.model, self.weights, self.texts = model, weights, [] if texts is None else texts
+    def __init__(self, model: Backbone, weights: LoraWeights, known: Known | None = None) -> None:
+        self.model, self.weights, self.known = model, weights, Known() if known is None else known
         self.shape, self.pixels, self.passes = model.shape, model.pixels, model.passes
         self._latest: tuple[object, Condition] | None = None
         # What only some backbones can, this one can if its own can.
         if isinstance(model, Contrasted):
             self.without = self._without
         if isinstance(model, Sizable):
-            self.sized = lambda height, width: Rereading(model.sized(height, width), weights, self.texts)
+            self.sized = lambda height, width: Rereading(model.sized(height, width), weights, self.known)
         if isinstance(model, Steered):
-            self.steered = lambda scale: Rereading(model.steered(scale), weights, self.texts)
+            self.steered = lambda scale: Rereading(model.steered(scale), weights, self.known)
 
     @property
     def net(self) -> nn.Module:
@@ -50,8 +64,7 @@ class Rereading:
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         self._latest = None
-        self.texts += [text for text in dict.fromkeys(prompts) if text not in self.texts]
-        numbers = torch.tensor([self.texts.index(text) for text in prompts], device=self._device)
+        numbers = torch.tensor([self.known.number(text) for text in prompts], device=self._device)
         return Condition(tuple(prompts), {NUMBER: numbers}, tuple(facts))
 
     def _without(self, cond: Condition) -> Condition:
@@ -72,7 +85,7 @@ class Rereading:
         return self._latest[1]
 
     def _read(self, cond: Condition, numbers: Sequence[int]) -> Condition:
-        texts = [self.texts[number if number >= 0 else -1 - number] for number in numbers]
+        texts = [self.known.texts[number if number >= 0 else -1 - number] for number in numbers]
         given = self.model.embed(texts, cond.facts)
         if not isinstance(self.model, Contrasted) or min(numbers) >= 0:
             return given

@@ -92,6 +92,19 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class Latents:
+    """Captioned pictures as an autoencoder sees them, encoded beforehand."""
+
+    prompts: tuple[str, ...]
+    x: Tensor  # [B, C, h, w]
+    codec: str  # the fingerprint of the autoencoder
+    deviation: float  # of all latents that were encoded with these
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
 class Pairs:
     """Two pictures of each prompt, the first preferred."""
 

@@ -21,6 +21,13 @@ class Holder(Protocol):
 
 
 @runtime_checkable
+class Partial(Protocol):
+    """A network of which a call reaches only some parts, by what is in its rows: ranks may call different ones."""
+
+    partial: bool
+
+
+@runtime_checkable
 class Idle(Protocol):
     """A network that has some of its tensors in vain, as those for the words of a last block, which nobody reads."""
 

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from tastemaker import build, load
 from tastemaker.cli import app
-from tastemaker.config.load import recipes, runnable
+from tastemaker.config.load import load_any, recipes, trainable
 from tastemaker.config.registries import OBJECTIVES
 from tastemaker.config.run import RunConfig
 from tastemaker.train.events import Updated
@@ -97,12 +97,13 @@ def python(arguments: list[str], folder: Path) -> str:
 
 
 def test_the_library_examples_run_one_after_the_other(tmp_path: Path) -> None:
-    first, again, look = unpack(ROOT / "docs/library.md", tmp_path)
+    first, again, look, small = unpack(ROOT / "docs/library.md", tmp_path)
     assert len(first.read_text().splitlines()) <= 11  # its name, and ten lines
     assert len(python([first.name], tmp_path).splitlines()) == 20
     assert python([again.name], tmp_path).strip() == "went on from 20 to 30"
     assert "color" in python([look.name], tmp_path)
     assert (tmp_path / "red.png").is_file()
+    assert python([small.name], tmp_path).strip() == "True"
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
@@ -146,9 +147,9 @@ def test_commands_named_in_the_pages_are_right(page: Path) -> None:
             assert set(re.findall(r"--[\w-]+", match[2])) <= known, line
         if match := re.match(r"make ([\w-]+)", line):
             assert re.search(rf"^{match[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
-        recipe = next((word for word in line.split() if word in runnable()), "grpo-toy-flow")
+        recipe = next((word for word in line.split() if word in trainable()), "grpo-toy-flow")
         for override in re.findall(r"\s([a-z]+(?:\.[a-z]+)*=[\w./-]+)", line):
-            load(recipe, [override])
+            load_any(recipe, [override])
 
 
 def test_shell_scripts_in_the_pages_parse() -> None:

@@ -16,6 +16,7 @@ from tastemaker.colors import COLORS
 from tastemaker.models.cogvideox import CogVideoX
 from tastemaker.models.flux import Flux
 from tastemaker.models.hunyuanvideo import HunyuanVideo
+from tastemaker.models.latent_dit import LatentDit
 from tastemaker.models.llamagen import Llamagen
 from tastemaker.models.ltx import Ltx
 from tastemaker.models.mochi import Mochi
@@ -77,6 +78,7 @@ FAMILIES = {
 LATENT = VariancePreserving(betas="scaled_linear", first=0.00085, last=0.012, spacing="leading", offset=1)
 PICTURE = Path(__file__).parent / "fixtures" / "pictures" / "first.png"
 UNLIT = VariancePreserving(prediction="velocity", spacing="trailing", ends_clean=True, ends_dark=True, snr_shift=3.0)
+DIT = replace(LatentDit(told="caption", pixels=16).tiny(), codec="playground/vae")  # coarse pixels favour no colour
 PUBLISHED = {
     "flux": Family(Flux().tiny(), GaussianProcess(Straight(3.0), FlowSde(0.7), 4)),
     "sd3": Family(Sd3().tiny(), GaussianProcess(Straight(3.0), FlowSde(0.7), 4)),
@@ -86,6 +88,7 @@ PUBLISHED = {
     "sdxl": Family(Sdxl().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
     "modelscope": Family(Modelscope().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
     "videocrafter": Family(Videocrafter().tiny(), GaussianProcess(replace(LATENT, shrinks=0.7), Ddim(1.0), 4)),
+    "latent_dit": Family(DIT, GaussianProcess(Straight(), FlowSde(0.7), 4)),
 }
 CLIPS = {
     "wan": Family(Wan().tiny(), GaussianProcess(Straight(3.0), FlowSde(0.7), 4)),

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .options import Device, Exactness, Kind, Overrides, Precision, Tiny, View, Where, console
+from ..registry import ConfigError
+from .options import Device, Exactness, Kind, Overrides, Precision, Saying, Tiny, View, Where, console
 
 app = typer.Typer()
 
@@ -85,20 +86,36 @@ def embed(
 @app.command()
 def encode(
     pictures: Annotated[Path, typer.Argument(help="A folder of pictures, a folder for each class, or CIFAR-10's.")],
-    tokenizer: Annotated[str, typer.Option(help="A run, a file, or a published name such as vq_ds16_c2i.")],
+    tokenizer: Annotated[str, typer.Option(help="A run, a file, or a published name such as vq_ds16_c2i.")] = "",
+    vae: Annotated[str, typer.Option(help="Latents in place of tokens: a run, a file, or diffusers' folder.")] = "",
     size: Annotated[int, typer.Option(min=1, help="Pixels a side of the squares that are encoded.")] = 256,
-    out: Annotated[Path, typer.Option(help="The folder to write to, or to go on in.")] = Path("codes"),
-    views: Annotated[View, typer.Option(help="Of each picture: its middle, also mirrored, or ten crops.")] = View.flip,
+    out: Annotated[Path | None, typer.Option(help="The folder to write to, or to go on in.")] = None,
+    views: Annotated[
+        View | None, typer.Option(help="Of each picture: its middle (latents), also mirrored (tokens), or ten crops.")
+    ] = None,
     crop_range: Annotated[float, typer.Option(min=1, max=4, help="What ten crops are cut from, in their side.")] = 1.1,
     name: Annotated[str, typer.Option(help="Of the data, in the folders' names.")] = "imagenet",
     split: Annotated[str, typer.Option(help="Of CIFAR-10: train or test.")] = "train",
-    device: Annotated[Device, typer.Option(help="Where the tokenizer runs.")] = Device.auto,
+    say: Annotated[Saying | None, typer.Option(help="With --vae: of a picture; its caption, else its class.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="With --vae: pictures of a shard.")] = 1024,
+    device: Annotated[Device, typer.Option(help="Where it runs.")] = Device.auto,
 ) -> None:
-    """Write the tokens of pictures as LlamaGen's `.npy` files; again, it goes on, on as many ranks as there are."""
-    from ..commands import encoding, placing
+    """Write the tokens or latents of pictures; again, it goes on, on as many ranks as there are."""
+    from ..commands import encoding, latents, placing
 
-    order = encoding.Order(pictures, tokenizer, out, size, views.value, crop_range, name, split)
-    encoding.encode(order, placing.placement(device.value, "fp32"), console())
+    place = placing.placement(device.value, "fp32")
+    if bool(tokenizer) == bool(vae):
+        raise ConfigError("encode: give either --tokenizer, for tokens, or --vae, for latents")
+    if vae:
+        if views is View.ten_crop:
+            raise ConfigError("--views ten-crop is for tokens; choose middle or flip")
+        target = out or Path("latents")
+        asked = latents.Order(pictures, vae, target, size, views is View.flip, say.value if say else None, rows)
+        latents.encode(asked, place, console())
+    else:
+        target = out or Path("codes")
+        order = encoding.Order(pictures, tokenizer, target, size, (views or View.flip).value, crop_range, name, split)
+        encoding.encode(order, place, console())
 
 
 @app.command()

@@ -1,45 +1,114 @@
-"""Commands about judges: ask one, and rank samples to learn from."""
+"""Commands about judges: ask one, have it write captions, and rank samples to learn from."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from .options import Device, Overrides, Place, Precision, Tiny, console, settings
 
 app = typer.Typer()
 
 
+class Form(StrEnum):
+    txt = "txt"
+    jsonl = "jsonl"
+    both = "both"
+
+
+Seer = Annotated[str, typer.Option("--model", help="A folder, or an id on the hub, of a chat model that sees.")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 writes the likeliest answer.")]
+TopP = Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens.")]
+Draws = Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")]
+Together = Annotated[int, typer.Option("--batch", min=1, help="Pictures of one size at a time.")]
+Spot = Annotated[Device, typer.Option("--device", help="Where the model runs.")]
+Exact = Annotated[Precision, typer.Option("--precision", help="Of its network.")]
+Compiled = Annotated[bool, typer.Option("--compile", help="Compile what writes: slow to begin, then faster on a GPU.")]
+
+
 @app.command()
 def ask(
     picture: Annotated[Path, typer.Argument(help="A picture, a clip, or a folder of them.")],
     question: Annotated[str, typer.Argument(help="With {prompt} in it, what is known of each picture.")],
-    model: Annotated[str, typer.Option(help="A folder, or an id on the hub, of a chat model that sees.")],
-    temperature: Annotated[float, typer.Option(min=0, help="0 writes the likeliest answer.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens.")] = 1.0,
+    model: Seer,
+    also: Annotated[list[str] | None, typer.Option(help="One more question; several times.")] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    seed: Draws = 0,
+    draw: Annotated[
+        Path | None, typer.Option(help="Draw what an answer points to: a picture, or a folder for a folder.")
+    ] = None,
+    outlines: Annotated[
+        Path | None, typer.Option(help="PaliGemma's vae-oid.npz, which outlines need; boxes are drawn without.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="A JSONL file; of a folder, answers.jsonl in it.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures of one size at a time.")] = 8,
-    device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.auto,
-    precision: Annotated[Precision, typer.Option(help="Of its network.")] = Precision.bf16,
+    batch: Together = 8,
+    device: Spot = Device.auto,
+    precision: Exact = Precision.bf16,
+    compiled: Compiled = False,
 ) -> None:
     """Ask a chat model about a picture, or about each in a folder; again, it goes on."""
-    from ..commands import asking, placing
+    from ..commands import asking, marking, placing
     from ..rewards.nets.replies import Manner
 
-    order = asking.Order(question, model, Manner(temperature, top_p, max_tokens, seed), batch)
+    order = asking.Order((question, *(also or [])), model, Manner(temperature, top_p, max_tokens, seed), batch)
     asking.present(picture)
-    answers = asking.talker(model, placing.placement(device.value, precision.value))
+    marker = marking.marker(draw, outlines, folder=picture.is_dir())
+    answers = asking.talker(model, placing.placement(device.value, precision.value), "compiled" if compiled else None)
     if picture.is_dir() or out is not None:
         home = picture if picture.is_dir() else picture.parent
-        asking.ask_all(answers, order, picture, out or home / asking.RECORD, console())
+        rows = asking.ask_all(answers, order, picture, out or home / asking.RECORD, console())
+        told = [(Path(row["file"]), str(row["answer"])) for row in rows]
     else:
-        said = asking.ask_one(answers, order, picture)
-        Console().print(said, markup=False, highlight=False, soft_wrap=True)
+        several = len(order.questions) > 1
+        told = [(picture, text) for text in asking.ask_one(answers, order, picture, Voice(several))]
+    if marker is not None:
+        marking.mark(marker, told, picture if picture.is_dir() else None, console())
+
+
+class Voice:
+    """Answers on the screen as they are written, each after its question where there are several."""
+
+    def __init__(self, several: bool) -> None:
+        self.several, self.asked = several, ""
+
+    def __call__(self, question: str, text: str) -> None:
+        if self.several and question != self.asked:
+            typer.echo(f"{question}\n  ", nl=False)
+            self.asked = question
+        typer.echo(text, nl=False)
+
+
+@app.command()
+def caption(
+    folder: Annotated[Path, typer.Argument(help="A folder of pictures, at any depth.")],
+    model: Seer,
+    prompt: Annotated[str | None, typer.Option(help="What to ask; the model's usual words if not given.")] = None,
+    form: Annotated[Form, typer.Option(help="A .txt beside each picture, a metadata.jsonl, or both.")] = Form.txt,
+    again: Annotated[bool, typer.Option("--again", help="Write captions that are there anew.")] = False,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of a caption.")] = 64,
+    seed: Draws = 0,
+    out: Annotated[Path | None, typer.Option(help="The record to go on from; captions.jsonl in the folder.")] = None,
+    batch: Together = 8,
+    device: Spot = Device.auto,
+    precision: Exact = Precision.bf16,
+    compiled: Compiled = False,
+) -> None:
+    """Write a caption of each picture in a folder, so that a generator can learn from both; again, it goes on."""
+    from ..commands import asking, captioning, placing
+    from ..rewards.nets.replies import Manner
+
+    manner = Manner(temperature, top_p, max_tokens, seed)
+    wish = captioning.Wish(folder, model, prompt, manner, batch, form.value, again, out)
+    files = captioning.present(wish)
+    talker = asking.talker(model, placing.placement(device.value, precision.value), "compiled" if compiled else None)
+    captioning.caption(talker, wish, files, console())
 
 
 @app.command()

@@ -48,6 +48,13 @@ class View(StrEnum):
     ten_crop = "ten-crop"
 
 
+class Saying(StrEnum):
+    caption = "caption"
+    name = "name"
+    number = "number"
+    nothing = "nothing"
+
+
 class Kind(StrEnum):
     models = "models"
     autoencoders = "autoencoders"

@@ -63,6 +63,8 @@ def generate(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     search: Searching = "single",
     n: Annotated[int, typer.Option("--n", min=1, help="Candidates the search looks at.")] = 4,
+    scheduler: Annotated[str, typer.Option(help="Of diffusers, in place of the process's own sampler.")] = "",
+    steps: Annotated[int | None, typer.Option(min=1, help="With --scheduler; as the process has them.")] = None,
     judge: Asked = "run",
     weights: Annotated[str, typer.Option(help="live, or a snapshot such as ema or reference.")] = "live",
     lora: Annotated[Path | None, typer.Option(help="A file of adapters for the recipe's model.")] = None,
@@ -77,7 +79,7 @@ def generate(
 
     config, found = generating.source(recipe, settings(overrides, device), lora)
     batch = generating.prompts(prompt or (), prompts, config)
-    chosen, ending = searching.chosen(search, n), clips.value if clips else ""
+    chosen, ending = searching.sampled(search, n, scheduler, steps), clips.value if clips else ""
     order = generating.Order(batch, count, seed, chosen, weights, out, lora_scale, judge, ending, fps)
     generating.make(config, found, order, tiny=tiny, console=console())
 

@@ -1,4 +1,4 @@
-"""Commands about sets of pictures: pack, reference and compare."""
+"""Commands about sets of pictures: pack, reference, compare and reconstruct."""
 
 from __future__ import annotations
 
@@ -73,3 +73,23 @@ def compare(
     by = eye(network.value, weights, placing.placement(device.value, "fp32"))
     claim = comparing.Claim(name, split, count)
     comparing.write(comparing.compare(samples, reference, claim, by, console(), few=few), out)
+
+
+@app.command()
+def reconstruct(
+    pictures: Annotated[Path, typer.Argument(help="A folder of pictures, at any depth.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="An autoencoder: a run, a file, a folder, or a YAML.")],
+    out: Annotated[Path, typer.Option(help="The folder to write to, or to go on in.")] = Path("reconstructed"),
+    size: Annotated[int, typer.Option(min=0, help="Of a square from the middle; pictures as they are if 0.")] = 0,
+    rows: Annotated[int, typer.Option(min=1, help="Pictures of one size at a time.")] = 16,
+    skip: Annotated[int, typer.Option(min=0, help="Files that may be broken; one more ends it.")] = 10,
+    vgg: Annotated[str, typer.Option(help="VGG16, for LPIPS; the hub's, if it was fetched.")] = "",
+    heads: Annotated[str, typer.Option(help="LPIPS' heads; those of the package lpips, if it is there.")] = "",
+    device: Spot = Device.auto,
+) -> None:
+    """Write pictures beside their copies by an autoencoder, and PSNR, SSIM and LPIPS of each; run again, it goes on."""
+    from ..commands import placing, reconstructing
+    from ..perceptual import VGG16
+
+    order = reconstructing.Order(pictures, model, out, size, rows, skip, vgg or VGG16.hub, heads)
+    reconstructing.reconstruct(order, placing.placement(device.value, "fp32"), console())

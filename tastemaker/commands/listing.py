@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..config import registries
+from ..config import named, registries
 from ..config.load import RECIPES, trainable
 from ..config.validate import build
 from ..registry import ConfigError, Registry
@@ -34,6 +34,8 @@ def rows(kind: str) -> list[Row]:
     if kind == "rewards":
         return [reward(name) for name in registries.REWARDS]
     names = recipes() if kind == "recipes" else components(KINDS[kind])
+    if kind == "data":
+        names[named.NAMED] = first_sentence(named.__doc__ or "")
     return [{"name": name, "what": told} for name, told in names.items()]
 
 

@@ -33,6 +33,7 @@ from ..types import Placement
 from ..weights import Weights
 from .directory import CONFIG
 from .downloading import sources
+from .parting import part, recognised
 
 RECIPE = "recipe.yaml"  # that an exported folder can be generated from by its name alone
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,6 +68,8 @@ class Trained:
 
 def publish(order: Publication, console: Console) -> None:
     """Write a folder with the weights, the recipe, a card, and a workflow where one is known."""
+    if recognised(order.directory):
+        return part(order.directory, order.out, order.layout, order.weights, order.dtype, console)
     if order.out.suffix == ".safetensors":
         raise ConfigError(f"--out: '{order.out}' is named as a file; give a folder, which will hold its page too")
     if order.out.exists():
@@ -81,7 +84,7 @@ def publish(order: Publication, console: Console) -> None:
     shutil.copyfile(order.directory / CONFIG, partial / RECIPE)
     partial.replace(order.out)
     size = sum(path.stat().st_size for path in order.out.rglob("*") if path.is_file()) / 1e6
-    console.print(f"{order.out}: {trained.name} weights of {trained.step.name}, {size:.1f} MB", highlight=False)
+    return console.print(f"{order.out}: {trained.name} weights of {trained.step.name}, {size:.1f} MB", highlight=False)
 
 
 def opened(order: Publication) -> Trained:

@@ -19,6 +19,7 @@ from ..config.text import parse
 from ..config.validate import build
 from ..registry import ConfigError
 from ..reward import Verifier, shared
+from ..search.scheduled import Scheduled
 from ..search.search import Outcome, Search
 from ..train.run import Run
 from .pricing import amount
@@ -36,6 +37,17 @@ def chosen(text: str, n: int | None = None) -> Search:
         told = {"n": n, **told}
     found: Search = build(Search, told, "--search")
     return found
+
+
+def sampled(text: str, n: int, scheduler: str, steps: int | None) -> Search:
+    """The same, unless samples are to be made by a scheduler of diffusers."""
+    if not scheduler:
+        if steps is not None:
+            raise ConfigError("--steps goes with --scheduler; for the process's own sampler set process.steps")
+        return chosen(text, n)
+    if named(text) != "single":
+        raise ConfigError(f"--scheduler makes one sample a prompt and --search is {named(text):.60}; leave one out")
+    return Scheduled(scheduler, steps)
 
 
 def named(text: str) -> str:

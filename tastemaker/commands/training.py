@@ -58,6 +58,21 @@ def events(run: Run | AutoencoderRun | JudgeRun) -> Iterator[Event]:
     return train_autoencoder(run) if isinstance(run, AutoencoderRun) else train(run)
 
 
+def watched(run: Run | AutoencoderRun | JudgeRun, config: AnyConfig, place: Path, console: Console) -> Iterator[Event]:
+    """What happens, once it is written down and shown, which the first rank does."""
+    first = run.engine.comm.rank == 0
+    if first:
+        directory.record(config, place)
+        directory.record_environment(run.engine, place)
+    watching = watchers(config, console) if first else Watchers([], console)
+    try:
+        for event in events(run):
+            watching.see(event)
+            yield event
+    finally:
+        watching.close()
+
+
 def run_training(
     config: AnyConfig,
     *,
@@ -85,18 +100,9 @@ def run_training(
             take_over(run, resume)
         elif resume is not None or found is not None:
             run.resume(resume or found or place)
-        first = run.engine.comm.rank == 0
-        if first:
-            directory.record(config, place)
-            directory.record_environment(run.engine, place)
-        watching = watchers(config, console) if first else Watchers([], console)
         done = True
-        try:
-            for event in events(run):
-                watching.see(event)
-                done = not isinstance(event, Finished) or event.step >= run.steps
-        finally:
-            watching.close()
+        for event in watched(run, config, place, console):
+            done = not isinstance(event, Finished) or event.step >= run.steps
         return done
     finally:
         run.engine.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..types import Answers, Pairs, Pictures, PromptBatch, Tokens
+from ..types import Answers, Latents, Pairs, Pictures, PromptBatch, Tokens
 from .dump import named
 from .run import AutoencoderConfig, JudgeConfig
 
@@ -13,6 +13,7 @@ CONTENTS = {
     Pictures: "captioned pictures",
     Pairs: "preference pairs",
     Tokens: "tokens",
+    Latents: "latents",
     Answers: "answers to questions",
 }
 SOURCES = {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import ConfigError, suggest
+from .nanovla import translated
 from .run import AnyConfig, JudgeConfig, RunConfig
 from .text import parse
 from .validate import validate
@@ -77,8 +78,15 @@ def gather(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: 'extends' must be a recipe's name, a path or a list of them")
     merged: dict[str, Any] = {}
     for parent in parents:
-        merged = overlay(merged, gather(locate(parent, path.parent, str(path)), (*above, path)))
+        merged = overlay(merged, gather(_extended(parent, path), (*above, path)))
     return overlay(merged, own)
+
+
+def _extended(name: str, path: Path) -> Path:
+    """What a file extends: of that name beside a file of the user's own, or else in the package."""
+    beside = path.parent / f"{name}{SUFFIXES[0]}"
+    own = RECIPES not in path.parents and beside != path and os.path.isfile(beside)
+    return beside if own else locate(name, path.parent, str(path))
 
 
 def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +132,7 @@ def override(data: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]
 def read(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """A recipe as plain data: what it extends merged in, overrides applied, nothing validated."""
     try:
-        return override(gather(locate(str(recipe), Path())), overrides)
+        return override(translated(gather(locate(str(recipe), Path()))), overrides)
     except RecursionError as error:
         raise ConfigError(f"{recipe}: nested too deeply; expected sections of settings") from error
 

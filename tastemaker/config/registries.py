@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..codec import CODECS as CODECS
 from ..codec import CodecSpec
 from ..data.spec import DataSpec
 from ..objective import Objective
@@ -22,6 +23,7 @@ MODELS = Registry(
         "flux_kontext": "tastemaker.models.flux_kontext:FluxKontext",
         "gpt": "tastemaker.models.gpt:Gpt",
         "hunyuanvideo": "tastemaker.models.hunyuanvideo:HunyuanVideo",
+        "latent_dit": "tastemaker.models.latent_dit:LatentDit",
         "llamagen": "tastemaker.models.llamagen:Llamagen",
         "ltx": "tastemaker.models.ltx:Ltx",
         "maskgit": "tastemaker.models.maskgit:Maskgit",
@@ -41,7 +43,6 @@ MODELS = Registry(
         "videocrafter": "tastemaker.models.videocrafter:Videocrafter",
     },
 )
-CODECS = Registry("autoencoder", {"vae": "tastemaker.models.vae:Vae", "vq": "tastemaker.models.vq:Vq"})
 PROCESSES = Registry(
     "process",
     {
@@ -156,9 +157,11 @@ DATA = Registry(
         "illustrated_prompts": "tastemaker.data.illustrated:IllustratedPrompts",
         "toy_pictures": "tastemaker.data.pictures:ToyPictures",
         "cifar10": "tastemaker.data.cifar10:Cifar10",
+        "gallery": "tastemaker.data.gallery:Gallery",
         "picture_folder": "tastemaker.data.pictures:PictureFolder",
         "class_pictures": "tastemaker.data.class_pictures:ClassPictures",
         "code_folder": "tastemaker.data.codes:CodeFolder",
+        "latent_folder": "tastemaker.data.latents:LatentFolder",
         "toy_pairs": "tastemaker.data.pairs:ToyPairs",
         "pair_file": "tastemaker.data.pairs:PairFile",
         "pair_folder": "tastemaker.data.pairs:PairFolder",
@@ -174,6 +177,7 @@ SEARCHES = Registry(
     "search",
     {
         "single": "tastemaker.search.single:Single",
+        "scheduled": "tastemaker.search.scheduled:Scheduled",
         "best_of_n": "tastemaker.search.best_of_n:BestOfN",
         "parm": "tastemaker.search.parm:Parm",
         "published_parm": "tastemaker.search.published_parm:PublishedParm",

@@ -7,9 +7,12 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from ..data.spec import DataSpec
 from ..reward import RewardSpec
+from . import named
 from .dump import plain
 from .load import RECIPES
+from .named import FILES, NAMED
 from .registries import KINDS
 from .run import AutoencoderConfig, JudgeConfig, RewardConfig, RunConfig
 from .validate import Component, Section, Weighted, form
@@ -42,11 +45,18 @@ def of_kind(kind: type, beside: Schema | None = None) -> Schema:
     choices = []
     for name in registry:
         choice, aliases = of_class(registry.find(name)), registry.aliases(name)
-        named = {"enum": [name, *aliases]} if aliases else {"const": name}
-        choice["properties"] = {"type": named, **choice["properties"], **(beside or {})}
+        called = {"enum": [name, *aliases]} if aliases else {"const": name}
+        choice["properties"] = {"type": called, **choice["properties"], **(beside or {})}
         choices.append(choice)
     foreign = {"type": "object", "properties": {"type": {"type": "string", "pattern": ":"}}, "required": ["type"]}
-    return {"anyOf": [*choices, foreign]}
+    return {"anyOf": [*choices, *([of_name()] if kind is DataSpec else []), foreign]}
+
+
+def of_name() -> Schema:
+    """Data by a name that a file of the user's gives it, with further settings beside it."""
+    text = {"type": "string"}
+    told = {"type": {"const": NAMED}, "name": text, "file": {**text, "default": str(FILES[0])}}
+    return {"description": named.__doc__, "type": "object", "properties": told, "required": ["type", "name"]}
 
 
 def of_class(cls: type) -> Schema:

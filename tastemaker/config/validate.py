@@ -27,8 +27,10 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ValidationError, core_schema
 from typing_extensions import TypedDict, get_protocol_members, is_protocol
 
+from ..data.spec import DataSpec
 from ..registry import ConfigError
 from ..reward import RewardSpec
+from .named import meant
 from .registries import KINDS
 from .run import AnyConfig, AutoencoderConfig, JudgeConfig, RewardConfig, RunConfig
 from .sentences import described, dotted, problem, retold, shown
@@ -114,6 +116,7 @@ class Component(Reader):
         if not isinstance(data["type"], str):
             raise problem(f"'type' is {shown(data['type'])}; expected {known}")
         try:
+            data = meant(data) if self.kind is DataSpec else data
             cls = fitting(registry.find(data["type"]), self.kind, data["type"])
         except ConfigError as error:
             raise problem(str(error)) from error

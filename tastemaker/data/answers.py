@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ..pictures import read_picture
 from ..registry import ConfigError
@@ -18,6 +20,7 @@ from .pictures import sided, squared, stacked
 from .prompts import existing
 
 SPEAKERS = ("human", "gpt")
+Fit = Literal["middle", "whole"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class AnswerRows:
 
     asked: tuple[Asked, ...]
     size: int | None
+    fit: Fit
     seed: int
 
     def __len__(self) -> int:
@@ -44,7 +48,8 @@ class AnswerRows:
     def batch(self, step: int, size: int, rank: int, world: int) -> Answers:
         chosen = [self.asked[i] for i in rows(len(self), self.seed, step, size, rank, world)]
         names = [f"{each.place}: {each.file.name}" for each in chosen]
-        pixels = stacked([squared(read_picture(each.file)[:1], self.size) for each in chosen], names)
+        cut = stretched if self.fit == "whole" else squared
+        pixels = stacked([cut(read_picture(each.file)[:1], self.size) for each in chosen], names)
         return Answers(pixels[:, 0], tuple({"turns": each.turns, "answer": each.answer} for each in chosen))
 
     def first(self, count: int) -> PromptBatch:
@@ -59,7 +64,8 @@ class AnswerFile:
     """
 
     path: Path
-    size: int | None = None  # pixels a side, cut from the middle; as they are if not given
+    size: int | None = None  # pixels a side; as they are if not given
+    fit: Fit = "middle"  # the square that is cut out; or whole pictures, stretched to one as PaliGemma sees them
     yields: ClassVar[type] = Answers
 
     def __post_init__(self) -> None:
@@ -67,7 +73,14 @@ class AnswerFile:
 
     def load(self, seed: int) -> AnswerRows:
         found = tuple(asked for line in mixed(self.path, seed) for asked in _answers(line))
-        return AnswerRows(found, self.size, seed)
+        return AnswerRows(found, self.size, self.fit, seed)
+
+
+def stretched(pixels: Tensor, size: int | None) -> Tensor:
+    """All of [F, 3, H, W] in a square, `size` pixels a side, so that places in it stay where they are."""
+    if size is None or pixels.shape[-2:] == (size, size):
+        return pixels
+    return F.interpolate(pixels, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
 
 
 def _answers(line: Line) -> list[Asked]:

@@ -21,7 +21,7 @@ from ..types import Pictures, PromptBatch
 from .crops import anywhere, centre
 from .labelled import ClassFolder, class_folder
 from .order import rows
-from .saved import is_saved, saved
+from .saved import is_saved, labelled
 
 Say = Literal["name", "number"]
 Crop = Literal["middle", "random"]
@@ -146,7 +146,7 @@ class ClassPictures:
     yields: ClassVar[type] = Pictures
 
     def load(self, seed: int) -> ClassRows:
-        source: Source = saved(self.path, self.split) if is_saved(self.path) else folders(self.path)
+        source: Source = labelled(self.path, self.split) if is_saved(self.path) else folders(self.path)
         if not len(source):
             raise ConfigError(f"data: {self.path} has no rows; expected at least one picture")
         skipped = Skipped(self.skip)

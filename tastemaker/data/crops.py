@@ -20,7 +20,11 @@ def centre(pixels: Tensor, size: int) -> Tensor:
 
 def shrunk(pixels: Tensor, shorter: int) -> Image.Image:
     """So that its shorter side has so many pixels."""
-    image = Image.fromarray(as_bytes(pixels[None])[0])
+    return scaled(Image.fromarray(as_bytes(pixels[None])[0]), shorter)
+
+
+def scaled(image: Image.Image, shorter: int) -> Image.Image:
+    """The same of a picture that is one already."""
     while min(image.size) >= 2 * shorter:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = shorter / min(image.size)

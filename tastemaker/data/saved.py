@@ -25,8 +25,9 @@ class Saved:
     table: Any
     folder: Path
     picture_column: str
-    label_column: str
+    label_column: str | None  # likewise below: none where there is none
     names: tuple[str, ...]  # of the classes, if they are told
+    prompt_column: str | None = None
 
     def __len__(self) -> int:
         return len(self.table)
@@ -34,21 +35,37 @@ class Saved:
     def name(self, number: int) -> str:
         return f"row {number} of {self.folder}"
 
+    @property
+    def captioned(self) -> bool:
+        return self.prompt_column is not None
+
     def label(self, number: int) -> int:
+        if self.label_column is None:
+            raise ValueError(f"it has no class, expected one of the columns {', '.join(LABELS)}")
         value = self.table[number][self.label_column]
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"its {self.label_column} is {value!r:.40}, expected a class's number")
         return value
 
-    def picture(self, number: int) -> Tensor:
+    def caption(self, number: int) -> str:
+        value = self.table[number][self.prompt_column] if self.prompt_column else None
+        if not isinstance(value, str):
+            raise ValueError(f"its caption is {value!r:.40}, expected text in one of the columns {', '.join(PROMPTS)}")
+        return value
+
+    def encoded(self, number: int) -> Path | bytes:
         value = self.table[number][self.picture_column]
         if isinstance(value, dict):  # of an Image: bytes, or where the file is
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes):
-            return from_bytes(value, self.name(number), LIMIT)[0]
+            return value
         if not isinstance(value, str):
             raise ValueError(f"its {self.picture_column} is a {type(value).__name__}, expected a picture or its path")
-        return read_picture(self.folder / value)[0]  # an absolute path stays as it is
+        return self.folder / value  # an absolute path stays as it is
+
+    def picture(self, number: int) -> Tensor:
+        found = self.encoded(number)
+        return (from_bytes(found, self.name(number), LIMIT) if isinstance(found, bytes) else read_picture(found))[0]
 
 
 def is_saved(folder: Path) -> bool:
@@ -83,16 +100,24 @@ def texts(folder: Path, split: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def saved(folder: Path, split: str) -> Saved:
-    """Pictures and classes of a split."""
+    """Pictures of a split, with their classes and captions if it has them."""
     import datasets
 
     found = table(folder, split)
-    pictures, labels = (_column(found, names, folder) for names in (PICTURES, LABELS))
-    kind = found.features[labels]
+    pictures = _column(found, PICTURES, folder)
+    labels, prompts = (next((n for n in names if n in found.column_names), None) for names in (LABELS, PROMPTS))
+    kind = found.features[labels] if labels else None
     told = tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else ()
     if isinstance(found.features[pictures], datasets.Image):
         found = found.cast_column(pictures, datasets.Image(decode=False))  # decoded here, where mistakes get names
-    return Saved(found, folder, pictures, labels, told)
+    return Saved(found, folder, pictures, labels, told, prompts)
+
+
+def labelled(folder: Path, split: str) -> Saved:
+    """The same, of a split that has classes."""
+    found = saved(folder, split)
+    _column(found.table, LABELS, folder)
+    return found
 
 
 def _column(table: Any, names: tuple[str, ...], folder: Path) -> str:

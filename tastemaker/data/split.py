@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ..registry import ConfigError
 from ..types import PromptBatch, concatenate
 from .order import rows
 from .spec import Dataset
+
+ENDLESS = 2**28  # rows that no pictures on disk are as many as
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,23 @@ class Part:
         return self.source.first(count)
 
 
-def split(source: Dataset, share: float, seed: int) -> tuple[Part, Part]:
+@runtime_checkable
+class Divisible(Protocol):
+    """A set that knows better how to be divided than row by row."""
+
+    def parts(self, held: int, seed: int) -> tuple[Dataset, Dataset]:
+        """What to learn from, and so many rows that are held out: the first of the first pass."""
+
+
+def split(source: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
     """What to learn from, and the share that is held out."""
+    if len(source) > ENDLESS:
+        raise ConfigError("validation.share: the data never ends, so no part of it is a share; set validation.data")
     held = round(len(source) * share)
     if not 0 < held < len(source):
         raise ConfigError(
             f"validation.share: {share:g} of {len(source)} rows is {held}; expected at least one and not all of them"
         )
+    if isinstance(source, Divisible):
+        return source.parts(held, seed)
     return Part(source, held, len(source) - held, seed), Part(source, 0, held, seed)

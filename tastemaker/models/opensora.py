@@ -80,7 +80,7 @@ class OpenSoraBackbone:
         free = until >= t[:, None]
         apart = like(free.flatten(), x.flatten(0, 1)).view(*free.shape, 1, 1, 1)
         said = self._said(torch.where(apart, x, known.to(x.dtype)), t, cond, free)
-        return torch.where(apart, said, (x - known) / like(t, x))  # that leads to what is held
+        return torch.where(apart, said, (x - known) / like(t, x).clamp(min=1e-4))  # that leads to what is held
 
     def _said(self, x: Tensor, t: Tensor, cond: Condition, free: Tensor | None) -> Tensor:
         dtype = next(self.net.parameters()).dtype  # without autocast, all of them must be alike

@@ -38,7 +38,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-class Words:
+class UnetTexts:
     """What CLIP says of every word of a prompt."""
 
     def __init__(self, clip: Reader) -> None:
@@ -124,11 +124,11 @@ class ClipUnetBackbone:
         return self.codec.decode(shown.flatten(0, 1)).view(*shown.shape[:2], *self.pixels[1:])
 
 
-def reader(kit: Kit) -> Words:
+def reader(kit: Kit) -> UnetTexts:
     """The text encoder of a folder."""
     from transformers import CLIPTextModel
 
-    return Words(kit.reader("text_encoder", CLIPTextModel, "tokenizer", LENGTH))
+    return UnetTexts(kit.reader("text_encoder", CLIPTextModel, "tokenizer", LENGTH))
 
 
 def empty(make: Callable[[], Any]) -> Any:

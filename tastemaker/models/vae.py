@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat
 
+from ..codec import Continuous
 from ..pretrained import fill
 from ..registry import ConfigError
 from ..types import Placement
 from . import files
 from .nets.vae import Autoencoder, Folding
+from .opening import opened
 
 Channels = Annotated[int, Field(ge=1, le=256)]
 
@@ -41,20 +43,19 @@ class Vae:
         return Vae(self.channels, 8, self.factor, self.noise, self.kl, None, self.seed)
 
 
-def codec(name: str | None, channels: int, factor: int, placement: Placement) -> Autoencoder | Folding:
-    """The trained autoencoder of a name, frozen; without a name, coarse pixels in its place."""
+def codec(name: str | None, channels: int, factor: int, placement: Placement) -> Continuous:
+    """The trained autoencoder of a name, of whichever kind, frozen; without a name, coarse pixels in its place."""
     if name is None:
         return Folding(channels, factor)
-    tensors, config = files.read(name)
-    settings: dict[str, Any] = dict(config.get("autoencoder", {}))
-    if settings.pop("type", None) != "vae":
-        raise ConfigError(f"model.codec: '{name:.200}' holds no vae; train one with `tastemaker train playground-vae`")
-    spec = Vae(**{**settings, "weights": None})
-    if (spec.channels, spec.factor) != (channels, factor):
-        found = f"{spec.channels} channels and factor {spec.factor}"
+    net = opened(name, placement)
+    if not isinstance(net, Continuous):
+        raise ConfigError(
+            f"model.codec: '{name:.200}' holds no vae but a {type(net).__name__}; "
+            "train one with `tastemaker train playground-vae`"
+        )
+    if (net.channels, net.stride) != (channels, factor):
+        found = f"{net.channels} channels and factor {net.stride}"
         raise ConfigError(
             f"model.codec: '{name:.200}' has {found}, the model expects {channels} and {factor}; make them alike"
         )
-    net = spec.load(Placement())
-    fill(net, tensors, name)
-    return net.requires_grad_(False).eval().to(placement.device)
+    return net

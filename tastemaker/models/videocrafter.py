@@ -23,7 +23,7 @@ from .published import RANDOM, TINY, Codec, Kit, filled, silence, sources
 from .readers import Reader, Remembered
 from .sizes import SIZES
 from .texts import remembered
-from .unet3d import FEWEST, LENGTH, SMALL, ClipUnetBackbone, Size, Words, empty, fitting, network, reader, speed
+from .unet3d import FEWEST, LENGTH, SMALL, ClipUnetBackbone, Size, UnetTexts, empty, fitting, network, reader, speed
 
 FILE = "model.ckpt"
 VIDEOCRAFTER = Source("VideoCrafter/VideoCrafter2", FILE, licence="Apache-2.0, for research only")
@@ -54,7 +54,7 @@ class Chest:
             net.enable_gradient_checkpointing()
         return Codec.of(net, net.config, clips=False)
 
-    def reader(self) -> Words:
+    def reader(self) -> UnetTexts:
         from transformers import CLIPTextConfig, CLIPTextModel
 
         part = "text_encoder"
@@ -64,7 +64,7 @@ class Chest:
         found = lvdm.text(lvdm.part(self.tensors, lvdm.TEXT), settings.num_hidden_layers)
         net = _made(net, {nested + key: x for key, x in found.items()}, part, self.placement.dtype)
         words = tokenizer(self.path.parent)
-        return Words(Reader(net.eval().requires_grad_(False), words, LENGTH, self.placement.device))
+        return UnetTexts(Reader(net.eval().requires_grad_(False), words, LENGTH, self.placement.device))
 
 
 def _made(net: Any, tensors: Mapping[str, Tensor], part: str, dtype: torch.dtype) -> Any:

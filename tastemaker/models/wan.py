@@ -129,9 +129,19 @@ class Wan:
 
         kit = self._kit(placement)
         vae = kit.frozen("vae", AutoencoderKLWan)
+        self._agrees(vae.config)
         codec = ClipCodec.of(vae, wan(vae, self.recompute))
         pixels = (self.frames, 3, self.height, self.width)
         return ClipBackbone(network(kit, self.boundary), ask, codec, self.texts(placement), self.shape, pixels)
+
+    def _agrees(self, told: Any) -> None:
+        """Refuse an autoencoder of another of its sizes, before its latents meet a network that cannot read them."""
+        found, wanted = (told.z_dim, told.scale_factor_spatial), (self.channels, self.factor)
+        if found != wanted:
+            raise ConfigError(
+                f"model: the autoencoder of '{self.weights:.200}' has {found[0]} channels and factor {found[1]}, found "
+                f"{wanted[0]} and {wanted[1]}; set model.channels={found[0]} and model.factor={found[1]}"
+            )
 
     def tiny(self) -> Wan:
         small = replace(self, weights=TINY, height=32, width=32, frames=5, channels=16, factor=8)

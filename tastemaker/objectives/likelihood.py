@@ -7,11 +7,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..guidance import unguided
 from ..objective import Context, Memory, Nothing, Objective
-from ..policy import Policy, Process
+from ..policy import Latent, Policy, Process
 from ..randomness import Randomness
 from ..registry import ConfigError
-from ..types import Condition, Loss, Pictures, Tokens
+from ..types import Condition, Latents, Loss, Pictures, Tokens
+
+Seen = Pictures | Tokens | Latents
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,15 @@ class Encoded(Nothing):
         return found.float() if found.is_floating_point() else found
 
 
-def encoded(policy: Policy[Process], batch: Pictures | Tokens, rng: Randomness) -> Tensor:
+def encoded(policy: Policy[Process], batch: Seen, rng: Randomness) -> Tensor:
     """Pictures in model space, where those encoded beforehand are already."""
     if isinstance(batch, Pictures):
         return policy.encode(batch.pixels.to(rng.rows.device))
+    if isinstance(batch, Latents):
+        model, _ = unguided(policy.model)
+        if not isinstance(model, Latent):
+            raise ConfigError("data: this model does not take latents; let it learn from pictures, by data.type")
+        return model.taken(batch)
     found, wanted = tuple(batch.ids.shape[1:]), tuple(policy.model.shape)
     if found != wanted:
         raise ConfigError(
@@ -70,13 +78,13 @@ def grown(kept: Tensor, rows: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Likelihood(Objective[Process, Pictures | Tokens, Captioned, None]):
+class Likelihood(Objective[Process, Seen, Captioned, None]):
     """Pretraining and supervised tuning alike: flow matching, noise, masked and next-token prediction."""
 
     drop: float = 0.1  # of the captions, so that guidance has something to contrast with
     remember: bool = False  # how pictures that come again are encoded: saves time, costs memory
     consumes: ClassVar[type] = Pictures
-    also: ClassVar[tuple[type, ...]] = (Tokens,)
+    also: ClassVar[tuple[type, ...]] = (Tokens, Latents)
 
     def __post_init__(self) -> None:
         if not 0 <= self.drop <= 1:
@@ -86,12 +94,12 @@ class Likelihood(Objective[Process, Pictures | Tokens, Captioned, None]):
         return Encoded() if self.remember else Nothing()
 
     @torch.no_grad()
-    def collect(self, ctx: Context[Process], batch: Pictures | Tokens) -> Captioned:
+    def collect(self, ctx: Context[Process], batch: Seen) -> Captioned:
         dropped = (ctx.rng.uniform("drop", 1).flatten() < self.drop).tolist()
         prompts = ["" if gone else prompt for prompt, gone in zip(batch.prompts, dropped, strict=True)]
         return Captioned(ctx.policy.embed(prompts), self._encoded(ctx, batch), ctx.rng)
 
-    def _encoded(self, ctx: Context[Process], batch: Pictures | Tokens) -> Tensor:
+    def _encoded(self, ctx: Context[Process], batch: Seen) -> Tensor:
         if isinstance(batch, Pictures) and isinstance(ctx.memory, Encoded) and batch.numbers is not None:
             return ctx.memory.recall(batch.numbers, batch.pixels.to(ctx.rng.rows.device), ctx.policy.encode)
         return encoded(ctx.policy, batch, ctx.rng)

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..codec import Counted, Settling
+from ..codec import Counted, Drawing, Settling
 from ..config.run import CheckpointConfig, Reconstruction, SampleConfig, Validation
 from ..data.spec import Dataset
 from ..perceptual import Perceptual
+from ..randomness import Randomness
 from ..types import Loss
 from ..weights import FullWeights, Tensors, warm
 from . import checkpoint
@@ -82,6 +83,8 @@ class AutoencoderRun:
     def __post_init__(self) -> None:
         self.weights = WithBuffers(self.net, ["ema"] if self.ema else [])
         self.engine.prepare(self.weights)
+        entered = ((Settling, "settle"), (Counted, "share"))
+        self.engine.enter(self.net, *(name for kind, name in entered if isinstance(self.net, kind)))
         if self.critic is not None:
             self.weights.others = self.critic.stored
             self.balance = balance(self.net) if self.critic.config.adaptive else None
@@ -145,14 +148,15 @@ def learn(run: AutoencoderRun, step: int) -> Updated:
     began, engine, means = time.perf_counter(), run.engine, Means()
     pixels = run.pixels(step, run.rows, engine.comm.rank, engine.comm.world)
     pieces = torch.split(pixels, run.microbatch or len(pixels))
-    copies = []
+    copies, row = [], engine.comm.rank * len(pixels)
     with seeded(f"{run.seed}/{step}/{engine.comm.rank}", engine.device):
         for i, piece in enumerate(pieces):
             with engine.computing(), engine.keeping():
-                made, loss = copied(run, step, piece)
+                made, loss = copied(run, step, piece, row)
             engine.backward(loss.rows.sum() / (len(pixels) * engine.comm.world), last=i == len(pieces) - 1)
             means.note(loss, 1)
             copies.append(made.detach())
+            row += len(piece)
     update = engine.step(step)
     if run.ema:
         run.weights.blend("ema", warm(run.ema, step))
@@ -162,10 +166,10 @@ def learn(run: AutoencoderRun, step: int) -> Updated:
     return Updated(step + 1, metrics, time.perf_counter() - began, run.rows)
 
 
-def copied(run: AutoencoderRun, step: int, pixels: Tensor) -> tuple[Tensor, Loss]:
-    """Copies, and the loss of each: of the reconstruction, of what the network adds, and of the critic."""
+def copied(run: AutoencoderRun, step: int, pixels: Tensor, first: int = 0) -> tuple[Tensor, Loss]:
+    """Copies of rows from the first on, and the loss of each: of the difference, the network's own, the critic's."""
     with run.balance.watching() if run.balance else nullcontext():
-        made, extra = run.net(pixels)
+        made, extra = run.net(pixels, *chances(run, step, pixels, first))
     made = made.float()
     loss = priced(run.loss, made, pixels, run.lpips)
     if run.critic is None or not run.critic.plays(step):
@@ -178,11 +182,21 @@ def copied(run: AutoencoderRun, step: int, pixels: Tensor) -> tuple[Tensor, Loss
     return made, Loss(loss.rows + extra + weight * price, {**loss.metrics, **told})
 
 
+def chances(run: AutoencoderRun, step: int, pixels: Tensor, first: int) -> tuple[Tensor, ...]:
+    """What a network that blurs its latents draws: of each row its own, whichever rank or piece has it."""
+    if not isinstance(run.net, Drawing):
+        return ()
+    rows = torch.arange(first, first + len(pixels), device=pixels.device)
+    return (Randomness(run.seed, step, rows).normal("latents", *run.net.chances(pixels)),)
+
+
 @torch.no_grad()
 def validate(run: AutoencoderRun, held: Dataset) -> dict[str, float]:
     """The loss, without the critic's, of held-out pictures by the weights that will be used."""
     comm, means = run.engine.comm, Means()
-    pixels = held.batch(0, min(run.validation.rows, len(held)), comm.rank, comm.world).pixels.flatten(0, 1)
+    # As many to each rank, or one with a piece more would wait for sharded weights that no other gathers.
+    share = max(1, min(run.validation.rows, len(held)) // comm.world)
+    pixels = held.batch(0, share * comm.world, comm.rank, comm.world).pixels.flatten(0, 1)
     run.net.eval()
     with run.engine.computing(), run.averaged():
         for piece in torch.split(pixels, run.microbatch or max(1, run.rows // comm.world)):

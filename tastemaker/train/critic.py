@@ -130,6 +130,7 @@ class Balance:
         # From the copies' gradient, for a sharded layer has no gradient of its own to be asked for halfway.
         (slope,) = torch.autograd.grad(loss, made, retain_graph=True)
         seen, layer = self.seen, self.layer
+        slope = slope.reshape(len(slope), layer.out_channels, -1, *slope.shape[2:]).sum(2)  # a grey one is shown thrice
         assert seen is not None, "the network ran outside of `watching`"
         with torch.autocast(slope.device.type, enabled=False):
             found: Tensor = conv2d_weight(  # type: ignore[no-untyped-call]  # torch has no types for it

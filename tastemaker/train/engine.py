@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from ..config.run import EngineConfig, Optim
 from ..types import Placement
-from ..weights import FullWeights, TwinWeights, Weights
+from ..weights import FullWeights, Partial, TwinWeights, Weights
 from . import context, memory, optimizer, precision, ranks
 from .failures import TrainingError, explain
 
@@ -101,7 +101,17 @@ class Engine:
         self._whole()
         self.optimizer = optimizer.build(self.parameters, self.optim, dtype, self.seed)
 
+    def enter(self, net: nn.Module, *methods: str) -> None:
+        """Let methods of a network that is sharded gather its weights, as its `forward` does."""
+        for name in methods if isinstance(net, FSDPModule) else ():
+            register_fsdp_forward_method(net, name)
+
     def _check(self, net: nn.Module) -> None:
+        if self.mesh is not None and any(isinstance(module, Partial) for module in net.modules()):
+            raise TrainingError(
+                f"engine.strategy {self.config.strategy} gathers what all ranks call at once, but this network calls "
+                "one part or another by the noise of its rows, so ranks would wait for ever; set it to replicated"
+            )
         scalars = [name for name, p in net.named_parameters() if not p.ndim]
         if self.mesh is not None and scalars:
             raise TrainingError(

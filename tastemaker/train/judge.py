@@ -98,7 +98,9 @@ def learn(run: JudgeRun, step: int) -> Updated:
 def validate(run: JudgeRun, held: Dataset) -> dict[str, float]:
     """How likely the first word of held-out answers is, and how often the likeliest, by the weights to be used."""
     comm, means = run.engine.comm, Means()
-    batch: Answers = held.batch(0, min(run.validation.rows, len(held)), comm.rank, comm.world)
+    # As many to each rank, or one with a piece more would wait for sharded weights that no other gathers.
+    share = max(1, min(run.validation.rows, len(held)) // comm.world)
+    batch: Answers = held.batch(0, share * comm.world, comm.rank, comm.world)
     run.weights.net.eval()
     with run.engine.computing(), run.weights.use("ema") if run.ema else nullcontext():
         for piece in torch.split(torch.arange(len(batch)), run.microbatch or max(1, run.rows // comm.world)):

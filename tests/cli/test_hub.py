@@ -192,7 +192,7 @@ def test_a_reward_is_served_from_the_command_line_until_it_is_interrupted() -> N
         try:
             assert server.wait(30) == 0
         finally:
-            server.kill()  # where interrupts are ignored, as in a shell's background, it would be waited for without end
+            server.kill()  # it would be waited for without end
         assert "stopped" in server.stderr.read()
 
 

@@ -495,3 +495,9 @@ def test_wan_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = (peak(load("vader-wan-hps", [*asked, f"model.frames={frames}"])) for frames in (5, 33))
     assert 0 < short.training < long.training
     assert short.weights == long.weights
+
+
+def test_wan_refuses_an_autoencoder_of_another_of_its_sizes() -> None:
+    asked = replace(Wan().tiny(), height=64, width=64, channels=48, factor=16)
+    with pytest.raises(ConfigError, match=r"has 16 channels and factor 8, found 48 and 16; set model.channels=16"):
+        asked.load(Placement())

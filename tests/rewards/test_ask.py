@@ -126,6 +126,56 @@ def test_another_question_is_added_to_the_same_file(folders: dict[str, Path], sh
     assert len(rows(shelf / "answers.jsonl")) == 10
 
 
+def test_several_questions_are_asked_in_one_go(
+    folders: dict[str, Path], shelf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["What?", *settings(folders["paligemma"]), "--also", "Why {prompt}?", "--also", "What?"]
+    assert run("ask", str(shelf), *asked, "--batch", "2") == 0
+    found = {(row["file"], row["question"]): row["answer"] for row in rows(shelf / "answers.jsonl")}
+    assert len(found) == 10 and (str(shelf / "a_3.png"), "Why a 3?") in found
+    record = (shelf / "answers.jsonl").read_text().splitlines(keepends=True)
+    (shelf / "answers.jsonl").write_text("".join(record[:3]))
+    assert run("ask", str(shelf), *asked, "--batch", "4") == 0
+    assert {(row["file"], row["question"]): row["answer"] for row in rows(shelf / "answers.jsonl")} == found
+    capsys.readouterr()
+    assert run("ask", str(shelf / "a_0.png"), *asked) == 0
+    told = capsys.readouterr().out
+    expected = [(question, found[str(shelf / "a_0.png"), question]) for question in ("What?", "Why a 0?")]
+    assert told == "".join(f"{question}\n  {answer}\n" for question, answer in expected)
+
+
+@pytest.mark.parametrize("family", ["paligemma", "showo"])
+def test_words_appear_as_they_are_written(
+    family: str, folders: dict[str, Path], shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "showo.yaml").write_text(SHOWO)
+    pieces: list[str] = []
+    monkeypatch.setattr("typer.echo", lambda text, nl: pieces.append(text))
+    model = tmp_path / "showo.yaml" if family == "showo" else folders[family]
+    asked = ["What is this?", *settings(model), "--temperature", "1", "--max-tokens", "9"]
+    assert run("ask", str(shelf / "a_0.png"), *asked) == 0
+    assert len(pieces) > 2 and pieces[-1] == "\n"
+    assert run("ask", str(shelf / "a_0.png"), *asked, "--out", str(tmp_path / "one.jsonl")) == 0
+    assert "".join(pieces) == rows(tmp_path / "one.jsonl")[0]["answer"].strip() + "\n"
+
+
+def test_places_are_drawn_on_the_pictures_of_a_folder(
+    folders: dict[str, Path], shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["ask", str(shelf), "detect cat", *settings(folders["paligemma"])]
+    assert run(*asked) == 0
+    box = "<loc0100>" * 2 + "<loc0900>" * 2
+    for first, said in (("a cat", "no answer points anywhere"), (f"{box} cat", "1 places drawn on 1 pictures")):
+        record = [row | {"answer": "a cat"} for row in rows(shelf / "answers.jsonl")]
+        record[0]["answer"] = first
+        (shelf / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in record))
+        assert run(*asked, "--draw", str(tmp_path / "drawn")) == 0
+        assert said in " ".join(capsys.readouterr().err.split())
+    (drawn,) = (tmp_path / "drawn").iterdir()
+    assert drawn.name == Path(record[0]["file"]).name
+    assert drawn.read_bytes() != Path(record[0]["file"]).read_bytes()
+
+
 def test_draws_do_not_depend_on_who_is_beside(folders: dict[str, Path], shelf: Path, tmp_path: Path) -> None:
     asked = ["ask", str(shelf), "What?", *settings(folders["llava_onevision"]), "--temperature", "1", "--seed", "7"]
     assert run(*asked, "--out", str(tmp_path / "one.jsonl"), "--batch", "1") == 0

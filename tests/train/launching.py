@@ -11,7 +11,7 @@ QUIET = ["sample.every=0", "checkpoint.every=1"]
 
 
 def launch(recipe: str, directory: Path, *overrides: str, ranks: int = 1) -> list[subprocess.Popen]:
-    rows = "rows=4" if "-v" in recipe else "batch.prompts=4"  # an autoencoder's, or a generator's
+    rows = "rows=4" if "-v" in recipe or "vae" in recipe else "batch.prompts=4"  # an autoencoder's, or a generator's
     command = [sys.executable, str(HERE / "endless.py"), recipe, str(directory), *QUIET, rows, *overrides]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

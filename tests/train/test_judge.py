@@ -167,6 +167,30 @@ def test_what_is_exported_is_a_reward(tuning: str, reds: Path, tmp_path: Path, m
     assert run("export", "runs/orm-onevision", "--out", "orm") == MISTAKE  # it is there
 
 
+@pytest.mark.parametrize("tuning", TUNINGS)
+def test_paligemma_learns_answers_and_is_a_reward(
+    tuning: str, folders: dict[str, Path], reds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From image, question and answer in a JSONL, by the recipe; what is exported is asked, and judges."""
+    monkeypatch.chdir(tmp_path)
+    data = f"data={{type: answer_file, path: {reds}/train.jsonl}}"
+    model, short = f"judge.weights={folders['paligemma']}", ["rows=16", "microbatch=16", "steps=40"]
+    assert run("train", "paligemma-finetune", *TUNINGS[tuning], data, model, *short, "name=told") == 0
+    lines = [json.loads(line) for line in Path("runs/told/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.3 * losses[0]
+    assert run("export", "runs/told", "--out", "paligemma") == 0
+    score = scored(tmp_path / "paligemma")
+    assert score[:2].min() > 0.6 and score[2:].max() < 0.4
+
+
+def test_a_head_that_is_the_table_of_words_too_is_not_adapted(folders: dict[str, Path]) -> None:
+    tied, own = (Pupil(chat(str(folders[family]), Placement())) for family in ("paligemma", "llava"))
+    assert "net.lm_head" in own.usual and "net.lm_head" not in tied.usual
+    linear = [name for name, module in tied.named_modules() if isinstance(module, torch.nn.Linear)]
+    assert set(linear) - set(tied.usual) == {"net.lm_head"}
+
+
 def lessons(folder: Path, rows: Any) -> Path:
     for i in range(3):
         save_picture(torch.full((1, 3, 8, 8), i / 3), folder / f"{i}.png")
@@ -186,6 +210,21 @@ def test_every_answer_of_a_conversation_is_a_row(tmp_path: Path) -> None:
     }
     (tmp_path / "plain.jsonl").write_text('{"image": "1.png", "question": "What?", "answer": "a cat"}\n')
     assert AnswerFile(tmp_path / "plain.jsonl").load(0).asked[0].answer == "a cat"
+
+
+def test_pictures_of_many_sizes_are_learned_from_whole(tmp_path: Path) -> None:
+    """Places that answers name are still where they were, as PaliGemma's own processor would show them."""
+    for i, (height, width) in enumerate(((30, 10), (10, 40))):
+        pixels = torch.zeros(1, 3, height, width)
+        pixels[..., : height // 5, : width // 5] = 1.0
+        save_picture(pixels, tmp_path / f"{i}.png")
+    rows = [{"image": f"{i}.png", "question": "detect white", "answer": "<loc0000>"} for i in range(2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = AnswerFile(tmp_path / "rows.jsonl", 20, "whole").load(0).batch(0, 2, 0, 1).pixels
+    corner = torch.zeros(2, 3, 20, 20)
+    corner[..., :4, :4] = 1.0
+    assert whole.shape == corner.shape and (whole - corner).abs().mean() < 0.01
+    assert not AnswerFile(tmp_path / "rows.jsonl", 20).load(0).batch(0, 2, 0, 1).pixels.any()
 
 
 def test_bad_lessons_are_told_in_a_sentence(tmp_path: Path) -> None:

@@ -125,14 +125,32 @@ def test_replicas_must_divide_the_ranks() -> None:
 
 
 def test_torchrun_starts_ranks_and_close_ends_them() -> None:
-    program = """
+    started("""
 from engine_toys import full_weights, learn, ready
 weights = full_weights()
 engine = ready(weights, strategy="fsdp")
 assert engine.comm.world == 2
 learn(engine, weights, 0)
 engine.close()
-"""
+""")
+
+
+def test_a_network_whose_parts_are_called_by_turns_is_not_sharded() -> None:
+    started("""
+from engine_toys import full_weights, ready
+from tastemaker.train.failures import TrainingError
+weights = full_weights()
+weights.net.partial = True
+try:
+    ready(weights, strategy="fsdp")
+except TrainingError as error:
+    assert "ranks would wait for ever; set it to replicated" in str(error)
+else:
+    raise AssertionError("it was sharded")
+""")
+
+
+def started(program: str) -> None:
     launcher = [
         "-m",
         "torch.distributed.run",

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 class Experts(nn.Module):
     """Two transformers, one for levels from the boundary up and one for those below; each sees its own rows alone."""
 
+    partial = True
+
     def __init__(self, high: nn.Module, low: nn.Module, boundary: float) -> None:
         super().__init__()
         self.high, self.low, self.boundary = high, low, boundary

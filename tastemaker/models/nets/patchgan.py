@@ -69,7 +69,15 @@ def published(net: PatchGan, path: Path) -> None:
     whole = None if path.suffix == ".safetensors" else unpickled(path)
     within = whole.get(BESIDE) if isinstance(whole, Mapping) else None
     tensors = {key: x for key, x in within.items() if isinstance(x, Tensor)} if isinstance(within, Mapping) else None
-    fill(net, renamed(read(path) if tensors is None else tensors), path)
+    fill(net, coloured(renamed(read(path) if tensors is None else tensors)), path)
+
+
+def coloured(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One of grey pictures for their three channels, which are alike: each then counts a third."""
+    first = tensors.get("main.0.weight")
+    if first is None or first.shape[1:2] != (1,):
+        return tensors
+    return {**tensors, "main.0.weight": first.repeat(1, 3, 1, 1) / 3}
 
 
 def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

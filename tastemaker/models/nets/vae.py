@@ -53,7 +53,7 @@ class Autoencoder(nn.Module):
 
     def __init__(self, channels: int, width: int, factor: int, noise: float, kl: float) -> None:
         super().__init__()
-        self.channels, self.noise, self.kl = channels, noise, kl
+        self.channels, self.stride, self.noise, self.kl = channels, factor, noise, kl
         widths = (width, width * 2, width * 2, width * 3)[: factor.bit_length()]
         self.encoder = encoder(widths, channels * (2 if kl else 1))
         self.decoder = decoder(widths, channels, max(8, width * 4 // 5))
@@ -108,7 +108,8 @@ class Folding(nn.Module):
 
     def __init__(self, channels: int, factor: int) -> None:
         super().__init__()
-        self.factor, self.spare = factor, channels - 3 * self.CELLS**2
+        self.channels, self.factor, self.stride = channels, factor, factor
+        self.spare = channels - 3 * self.CELLS**2
         if self.spare < 0:
             raise ValueError(f"'channels' is {channels}; expected at least {3 * self.CELLS**2} without a codec")
 

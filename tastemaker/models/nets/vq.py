@@ -178,6 +178,10 @@ class VQ(nn.Module):
         self.quantize: Codebook | Signs = Signs(shape.codes) if signs else Codebook(shape.codes, width)
         self.quant_conv, self.post_quant_conv = nn.Conv2d(shape.latent, width, 1), nn.Conv2d(width, shape.latent, 1)
 
+    @property
+    def stride(self) -> int:
+        return self.shape.stride
+
     def latents(self, pixels: Tensor) -> Tensor:
         """What is quantised: [N, C, h, w] of [N, 3, H, W]."""
         out: Tensor = self.quant_conv(self.encoder(2 * pixels - 1))

@@ -16,6 +16,7 @@ from ...registry import ConfigError
 from ...types import Placement
 
 TINY = "tiny"  # weights that are in no file
+FREQUENCIES = "inv_freq"  # transformers' name for them
 
 
 def described(path: Path) -> dict[str, Any]:
@@ -48,7 +49,13 @@ def assembled(
 
 
 def frozen(net: nn.Module, placement: Placement) -> Any:
-    return net.to(placement.device, placement.dtype).eval().requires_grad_(False)
+    """In the precision asked for, but for the frequencies of positions, which are computed and would be far off."""
+    exact = {name: x for name, x in net.named_buffers() if name.endswith(FREQUENCIES)}
+    net = net.to(placement.device, placement.dtype).eval().requires_grad_(False)
+    for name, x in exact.items():
+        parent, _, own = name.rpartition(".")
+        net.get_submodule(parent).register_buffer(own, x.to(placement.device), persistent=False)
+    return net
 
 
 def random(kind: Any, config: Any, placement: Placement) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from ...types import Facts, Loss
 from .answers import IMAGE
 from .chat import Chat
 from .hub import silence
-from .speech import Turns
+from .speech import Asked, Speech, Turns
 
 
 class Pupil(nn.Module):
@@ -22,6 +23,9 @@ class Pupil(nn.Module):
         super().__init__()
         self.net: nn.Module = chat.net
         self.chat = chat
+        # A head that is the table of words too is not adapted: added to the one, adapters would change the other.
+        kept = _shared(chat.net)
+        self.usual = tuple(name for name, x in self.named_modules() if isinstance(x, nn.Linear) and x is not kept)
 
     def forward(self, pixels: Tensor, asked: Sequence[Facts], first: bool = False) -> Loss:
         """Minus the mean log-probability of an answer's tokens, or of its `first`, and whether that is likeliest."""
@@ -29,12 +33,7 @@ class Pupil(nn.Module):
         said = speech.asked(pixels, [speech.written(_shown(each["turns"])) for each in asked])
         ids, mask = self._answers([str(each["answer"]) for each in asked], pixels.device)
         ids, mask = (ids[:, :1], mask[:, :1]) if first else (ids, mask)
-        # The last token of an answer says nothing more; the others are read, for the next is said after them.
-        read = speech.answered(said, ids[:, :-1], mask[:, :-1])
-        logits = self.net(use_cache=False, logits_to_keep=ids.shape[1], **read.told).logits.float()
-        each = logits.log_softmax(-1).gather(2, ids[..., None])[..., 0]
-        right = (logits[:, 0].argmax(-1) == ids[:, 0]).float()
-        return Loss(-(each * mask).sum(1) / mask.sum(1), {"right": right})
+        return taught(self.net, speech, said, ids, mask)
 
     def _answers(self, texts: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
         """The tokens of answers, each with the end of its turn, and which of them count: [B, A], [B, A]."""
@@ -45,6 +44,25 @@ class Pupil(nn.Module):
         ids = torch.tensor([row + [filler] * (longest - len(row)) for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
         return ids, mask
+
+
+def taught(net: nn.Module, speech: Speech, said: Asked, ids: Tensor, mask: Tensor) -> Loss:
+    """The loss of answers [B, A] of which some tokens count [B, A], after what was said; what was said is not learned.
+
+    PaliGemma reads picture and question in any order, its answer in order alone: the loss of a prefix language model.
+    """
+    # The last token of an answer says nothing more; the others are read, for the next is said after them.
+    read = speech.answered(said, ids[:, :-1], mask[:, :-1])
+    logits = net(use_cache=False, logits_to_keep=ids.shape[1], **read.told).logits.float()
+    each = logits.log_softmax(-1).gather(2, ids[..., None])[..., 0]
+    right = (logits[:, 0].argmax(-1) == ids[:, 0]).float()
+    return Loss(-(each * mask).sum(1) / mask.sum(1), {"right": right})
+
+
+def _shared(net: Any) -> Any:
+    """The head, if its weights are those of the words that are read."""
+    head, words = net.get_output_embeddings(), net.get_input_embeddings()
+    return head if head is not None and head.weight is words.weight else None
 
 
 def _shown(turns: Turns) -> Turns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,10 @@ from ...randomness import Randomness
 from ...registry import ConfigError
 from .answers import IMAGE
 from .chat import Chat
+from .writing import Choose, Desk, Tell
+
+Aloud = Callable[[str], None]  # hears what is new of an answer
+UNSURE = "\N{REPLACEMENT CHARACTER}"  # part of a letter whose other bytes are to come
 
 
 @dataclass(frozen=True)
@@ -49,19 +53,79 @@ class Drawn:
         return logits.masked_fill(dropped, -torch.inf) - (-uniform.log()).log()
 
 
+class Spoken:
+    """Says the answer of the first row aloud as it grows; what was said stays, so half letters and spaces wait."""
+
+    def __init__(self, spell: Callable[[Tensor], str], aloud: Aloud) -> None:
+        self.spell, self.aloud, self.said = spell, aloud, ""
+
+    def __call__(self, ids: Tensor) -> None:
+        self.until(self.spell(ids[0]).strip().rstrip(UNSURE).rstrip())
+
+    def until(self, text: str) -> None:
+        if text.startswith(self.said) and len(text) > len(self.said):
+            self.aloud(text[len(self.said) :])
+            self.said = text
+
+
+class Streamer:
+    """The tokens of `generate`, gathered as they come."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.tell, self.rows = tell, torch.zeros(0, 0, dtype=torch.long)
+
+    def put(self, ids: Tensor) -> None:
+        if ids.ndim == 1:  # the first call holds the question
+            self.rows = torch.cat([self.rows.view(len(ids), -1), ids[:, None].cpu()], 1)
+            self.tell(self.rows)
+
+    def end(self) -> None:
+        """All is told."""
+
+
 @torch.no_grad()
-def replies(chat: Chat, pixels: Tensor, questions: Sequence[str], rows: Sequence[int], manner: Manner) -> list[str]:
-    """What is answered about pictures [B, 3, H, W] of one size; `rows` number the draws."""
+def replies(
+    chat: Chat, pixels: Tensor, questions: Sequence[str], rows: Sequence[int], manner: Manner,
+    aloud: Aloud | None = None, desk: Desk | None = None,
+) -> list[str]:  # fmt: skip
+    """What is answered about pictures [B, 3, H, W] of one size; `rows` number the draws.
+
+    `aloud` hears the first answer as it is written; a `desk` that stays writes the next batch faster.
+    """
     asked = chat.speech.asked(pixels, [chat.speech.written((_shown(chat, question),)) for question in questions])
-    length = asked.ids.shape[1]
+    length, desk = asked.ids.shape[1], desk or Desk(chat.net, chat.speech, "steps")
     numbers = torch.tensor(rows, device=asked.ids.device)
-    drawn: list[Any] = [Drawn(manner, numbers, length)] if manner.temperature else []
-    written = chat.net.generate(
-        asked.ids, attention_mask=asked.mask, **asked.more, max_new_tokens=manner.tokens, do_sample=False,
-        logits_processor=drawn, temperature=None, top_p=None, top_k=None, pad_token_id=_filler(chat),
-    )  # fmt: skip
-    told: list[str] = chat.tokenizer.batch_decode(written[:, length:], skip_special_tokens=True)
-    return [answer.strip() for answer in told]
+    drawn: list[Choose] = [Drawn(manner, numbers, length)] if manner.temperature else []
+    spoken = Spoken(lambda ids: _spelled(chat, ids[None])[0], aloud) if aloud else None
+    if desk.fits(asked, manner.tokens):
+        written = desk.write(asked, manner.tokens, _filler(chat), [*_settled(chat), *drawn], spoken)
+    else:
+        told: list[Any] = [*drawn]
+        written = chat.net.generate(
+            asked.ids, attention_mask=asked.mask, **asked.more, max_new_tokens=manner.tokens, do_sample=False,
+            logits_processor=told, temperature=None, top_p=None, top_k=None, pad_token_id=_filler(chat),
+            streamer=Streamer(spoken) if spoken else None,
+        )[:, length:]  # fmt: skip
+    answers = [answer.strip() for answer in _spelled(chat, written)]
+    if spoken is not None:
+        spoken.until(answers[0])
+    return answers
+
+
+def _spelled(chat: Chat, ids: Tensor) -> list[str]:
+    found: list[str] = chat.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return found
+
+
+def _settled(chat: Chat) -> list[Choose]:
+    """What a model's own settings change in its logits."""
+    penalty = chat.net.generation_config.repetition_penalty
+    if penalty in (None, 1.0):
+        return []
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    less: Any = RepetitionPenaltyLogitsProcessor(penalty=penalty)
+    return [less]
 
 
 def _shown(chat: Chat, question: str) -> str:

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
-from ...pictures import as_bytes
 from ...preprocessing import Preprocessing
 from .answers import IMAGE
+from .rows import padded, painted, spelled
 
 Turns = tuple[str, ...]  # what the user says and what the judge does, in turn; the picture comes with the first
 GREY = 127 / 255  # SigLIP's mean colour, in bytes
+CAPTION = "Describe this image in one sentence."
+FIRST = {"paligemma": 1, "llava": 0}  # families whose tokens are counted one by one, and from which number on
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,16 @@ class Speech(ABC):
 
     keeps = False  # what was said can be held in memory and asked on about
     differentiable = False  # in the pixels
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is known where the tokens of an answer stand."""
+        return self.keeps
+
+    @property
+    def caption(self) -> str:
+        """What it is asked for a caption."""
+        return CAPTION
 
     @abstractmethod
     def written(self, turns: Turns) -> str:
@@ -77,6 +88,11 @@ class Speech(ABC):
     def shift(self) -> Tensor | None:
         """By how much positions run behind tokens after the last call: [B, 1]."""
         return None
+
+    def next(self, mask: Tensor) -> Tensor:
+        """Where the first token of an answer stands, after the last call: [B, 1], or [axes, B, 1]."""
+        places, shift = mask.sum(-1, keepdim=True), self.shift()
+        return places if shift is None else (places + shift.to(places.device)).expand(3, -1, -1)
 
 
 @dataclass(frozen=True)
@@ -171,6 +187,18 @@ class Processed(Speech):
         return (self.processor,)
 
     @property
+    def follows(self) -> bool:
+        return self.net.config.model_type in FIRST
+
+    @property
+    def caption(self) -> str:
+        return CAPTION if self.processor.chat_template else "caption en"  # PaliGemma's, in English
+
+    def next(self, mask: Tensor) -> Tensor:
+        # Filling is counted too, which turns every place alike.
+        return torch.full_like(mask[:, :1], mask.shape[1] + FIRST[self.net.config.model_type])
+
+    @property
     def spoken(self) -> int:
         # PaliGemma reads what comes before in any order, and what it says itself in order alone.
         return int(self.net.config.model_type == "paligemma")
@@ -188,26 +216,6 @@ class Processed(Speech):
         more = {key: x for key, x in found.items() if key not in ("input_ids", "attention_mask", "labels")}
         more = {key: x.to(self.net.dtype) if x.is_floating_point() else x for key, x in more.items()}
         return Asked(found["input_ids"], found["attention_mask"], more)
-
-
-def spelled(tokenizer: Any, text: str, mark: str, number: int, count: int) -> list[int]:
-    """The tokens of a text, its first `mark` as so many of that number."""
-    before, _, after = text.partition(mark)
-    ids: list[list[int]] = [tokenizer(part, add_special_tokens=False).input_ids for part in (before, after)]
-    return [*ids[0], *[number] * count, *ids[1]]
-
-
-def padded(rows: Sequence[list[int]], tokenizer: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of tokens, short ones filled up on the left, and which of them count: [B, L], [B, L]."""
-    longest = max(map(len, rows))
-    filler = tokenizer.pad_token_id or 0
-    ids = torch.tensor([[filler] * (longest - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
-
-
-def painted(pixels: Tensor) -> list[Image.Image]:
-    return [Image.fromarray(picture) for picture in as_bytes(pixels)]
 
 
 def _speakers(turns: Turns) -> list[str]:

@@ -1,0 +1,120 @@
+"""How many pictures a second an autoencoder learns from, with LPIPS and the critic as published, on random pictures.
+
+    python bench/vae.py --out vae.json            # on a GPU: explainingai's VAE at 128 pixels, AutoencoderKL at 256
+    python bench/vae.py --tiny --out tiny.json    # the same lines at small size, on any machine
+
+A step is all of it: the copy, its losses, both updates and the average. VGG16 is of random weights, at the same cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tastemaker.codec import CodecSpec
+from tastemaker.config.run import CriticConfig, EngineConfig, Optim, Reconstruction
+from tastemaker.models.autoencoder_kl import AutoencoderKL
+from tastemaker.models.block_vae import BlockVae
+from tastemaker.models.nets.patchgan import PatchGan
+from tastemaker.perceptual import TINY, Perceptual, perceptual
+from tastemaker.train.autoencoder import AutoencoderRun, learn
+from tastemaker.train.critic import Critic
+from tastemaker.train.engine import Engine
+from tastemaker.types import Pictures, Placement, PromptBatch
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Random pictures, the same every step."""
+
+    pixels: torch.Tensor  # [N, 1, 3, H, W]
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
+        return Pictures(("",) * size, self.pixels[:size])
+
+    def first(self, count: int) -> PromptBatch:
+        return PromptBatch(("",) * count, ({},) * count)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    spec: CodecSpec
+    size: int
+    rows: int
+    critic: bool = True
+
+
+def run(case: Case, steps: int, *, tiny: bool, compiled: bool) -> AutoencoderRun:
+    settings = EngineConfig(device="auto", precision="bf16" if CUDA else "fp32", compile=compiled)
+    spec, optim = case.spec.tiny() if tiny else case.spec, Optim(clip=0.0)
+    engine = Engine(settings, optim, steps, 0)
+    told = CriticConfig(start=0, loss="least_squares", deceive="least_squares", width=8 if tiny else 64, tail=False)
+    net = PatchGan(told.width, told.layers, tail=told.tail).to(DEVICE)
+    whole = perceptual(TINY, "", Placement(DEVICE)) if tiny else Perceptual().to(DEVICE).eval().requires_grad_(False)
+    return AutoencoderRun(
+        net=spec.load(engine.placement()),
+        data=Noise(torch.rand(case.rows, 1, 3, case.size, case.size, device=DEVICE)),
+        engine=engine,
+        directory=Path("unused"),
+        steps=steps,
+        loss=Reconstruction(l1=0.0, mse=1.0, edge=0.0, lpips=1.0),
+        lpips=whole,
+        critic=Critic(net, told, settings, steps, optim) if case.critic else None,
+        rows=case.rows,
+        ema=0.999,
+    )
+
+
+def measured(case: Case, steps: int, *, tiny: bool, compiled: bool) -> dict[str, float | int | str | bool]:
+    """Seconds of a step, the middle one of many, after some that warm up."""
+    made, took = run(case, steps, tiny=tiny, compiled=compiled), []
+    for step in range(steps):
+        began = time.perf_counter()
+        learn(made, step)
+        if CUDA:
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - began)
+    middle = sorted(took[steps // 2 :])[steps // 4]
+    weights = sum(p.numel() for p in made.net.parameters())
+    memory = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+    told = {"case": case.name, "compiled": compiled, "weights": weights, "rows": case.rows, "size": case.size}
+    return {**told, "seconds": middle, "pictures_per_second": case.rows / middle, "peak_gib": memory}
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("--out", type=Path, default=Path("vae.json"))
+    asked.add_argument("--tiny", action="store_true")
+    asked.add_argument("--compile", action="store_true")
+    asked.add_argument("--steps", type=int, default=24)
+    options = asked.parse_args()
+    rows = (2, 2) if options.tiny else (32, 16)
+    sizes = (32, 32) if options.tiny else (128, 256)
+    cases = [
+        Case("block_vae, as published", BlockVae(mid_channels=(384,)), sizes[0], rows[0]),
+        Case("block_vae, attending", BlockVae(), sizes[0], rows[0]),
+        Case("block_vae, without critic", BlockVae(), sizes[0], rows[0], critic=False),
+        Case("autoencoder_kl", AutoencoderKL(), sizes[1], rows[1]),
+    ]
+    steps = 4 if options.tiny else options.steps
+    found = [measured(case, steps, tiny=options.tiny, compiled=options.compile) for case in cases]
+    for row in found:
+        print(f"{row['case']}: {row['pictures_per_second']:.1f} pictures/s, {row['peak_gib']:.1f} GiB")
+    device = torch.cuda.get_device_name() if CUDA else "cpu"
+    options.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

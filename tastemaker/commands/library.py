@@ -1,0 +1,177 @@
+"""The package in a handful of names, for scripts: a configuration, the model of it, and a trainer of autoencoders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from ..codec import CODECS, CodecSpec
+from ..config.build import build_autoencoder, generator, pupil
+from ..config.check import launched
+from ..config.dump import plain
+from ..config.load import load_any
+from ..config.registries import MODELS
+from ..config.run import AnyConfig, AutoencoderConfig, EngineConfig, JudgeConfig, Validation
+from ..config.validate import build
+from ..models.from_config import NETWORKS, configured
+from ..policy import ModelSpec
+from ..registry import ConfigError
+from ..train.events import Updated
+from ..train.precision import choose
+from ..types import Pictures, Placement, PromptBatch
+from . import directory
+from .training import watched
+
+C = TypeVar("C", bound=type)
+KEPT = 512  # pictures that are looked at again
+
+load_config = load_any
+
+
+def list_models() -> list[str]:
+    """What `type` may be, of generators and of autoencoders, those of one's own among them."""
+    return sorted({*MODELS, *CODECS, *NETWORKS})
+
+
+def register_model(name: str) -> Callable[[C], C]:
+    """A decorator that names a generator's or an autoencoder's spec, or a network with a `from_config`."""
+
+    def give(cls: C) -> C:
+        if configured(cls):
+            return NETWORKS.register(name)(cls)
+        if not {"load", "tiny"} <= {*dir(cls)}:
+            raise ConfigError(
+                f"model '{name:.60}': {cls.__name__} has no load and tiny, as a spec has, and is no nn.Module with a "
+                "classmethod from_config; add one or the other"
+            )
+        return (MODELS if "suits" in dir(cls) else CODECS).register(name)(cls)
+
+    return give
+
+
+def build_model(config: AnyConfig | Mapping[str, Any], device: str = "auto") -> Any:
+    """What a configuration trains: an autoencoder's network, a generator's policy, a judge; or what a `type` names."""
+    engine: EngineConfig = build(EngineConfig, {"device": device}, "engine")
+    placement = Placement(choose(engine.device, 0))
+    if isinstance(config, Mapping):
+        kind = CodecSpec if str(config.get("type")) in CODECS else ModelSpec
+        return build(kind, dict(config), "model").load(placement)
+    if isinstance(config, AutoencoderConfig):
+        return config.autoencoder.load(placement)
+    return pupil(config.judge, placement) if isinstance(config, JudgeConfig) else generator(config, placement)
+
+
+class VAETrainer:
+    """Trains an autoencoder on batches of one's own, with all that `tastemaker train` does beside."""
+
+    def __init__(self, model: nn.Module, config: AnyConfig, device: str = "auto") -> None:
+        if not isinstance(config, AutoencoderConfig):
+            raise ConfigError(
+                f"VAETrainer trains autoencoders, found a {type(config).__name__}; use `tastemaker train`"
+            )
+        chosen = build(EngineConfig, {**plain(config.engine, EngineConfig), "device": device}, "engine")
+        self.model, self.config = model, replace(config, engine=chosen)
+        self.directory = config.output / (config.name or "run")
+
+    def train(self, loader: Iterable[Any], console: Console | None = None) -> dict[str, float]:
+        """All steps, or those that are left, of batches that come again when there are no more; the last's numbers.
+
+        A batch is pixels [B, C, H, W] of one or three channels in [0, 1], or a tuple that begins with them.
+        """
+        batches = Batches(loader)
+        held = self.config.validation
+        # Rows that come as they please cannot be held out.
+        config = replace(
+            self.config, rows=len(batches.last) * launched(), validation=held if held.data is not None else Validation()
+        )
+        found = directory.settle(config, self.directory, ())
+        run = build_autoencoder(replace(config, autoencoder=Given(self.model), data=batches), self.directory)
+        last: dict[str, float] = {}
+        try:
+            if found is not None:
+                run.resume(found)
+            for event in watched(run, config, self.directory, console or Console(stderr=True)):
+                last = dict(event.metrics) if isinstance(event, Updated) else last
+        finally:
+            run.engine.close()
+        return last
+
+
+@dataclass(frozen=True)
+class Given:
+    """A network that is there already."""
+
+    net: nn.Module
+
+    def load(self, placement: Placement) -> nn.Module:
+        return self.net.to(placement.device)
+
+    def tiny(self) -> Given:
+        return self
+
+
+@dataclass
+class Batches:
+    """Batches of a loader in its order, one a step; of earlier steps, the first pictures that came."""
+
+    loader: Iterable[Any]
+    kept: list[Tensor] = field(default_factory=list)
+    coming: int = 0  # the step whose batch is next
+    yields: ClassVar[type] = Pictures
+
+    def __post_init__(self) -> None:
+        self.stream = self._endless()
+        self.last = next(self.stream)  # which the first step takes
+
+    def load(self, seed: int) -> Batches:
+        return self
+
+    def __len__(self) -> int:
+        return KEPT  # of a loader, all that is known
+
+    def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
+        if step < self.coming:
+            return pictures(torch.cat(self.kept)[:size])
+        for number in range(self.coming, step + 1):
+            self.last = next(self.stream) if number else self.last
+            if sum(map(len, self.kept)) < KEPT:
+                self.kept.append(self.last)
+        self.coming = step + 1
+        return pictures(self.last)
+
+    def first(self, count: int) -> PromptBatch:
+        return PromptBatch(("",) * count, ({},) * count)
+
+    def _endless(self) -> Iterator[Tensor]:
+        while True:
+            empty = True
+            for batch in self.loader:
+                empty = False
+                yield in_colour(batch)
+            if empty:
+                raise ConfigError("the loader has no batches, or no more; give one that can be gone through again")
+
+
+def pictures(pixels: Tensor) -> Pictures:
+    return Pictures(("",) * len(pixels), pixels[:, None])
+
+
+def in_colour(batch: Any) -> Tensor:
+    """Pixels of a loader's batch: [B, 3, H, W] in [0, 1]."""
+    pixels = batch.pixels[:, 0] if isinstance(batch, Pictures) else batch
+    pixels = pixels[0] if isinstance(pixels, tuple | list) else pixels
+    if not isinstance(pixels, Tensor) or pixels.ndim != 4 or pixels.shape[1] not in (1, 3) or not len(pixels):
+        found = f"of shape {list(pixels.shape)}" if isinstance(pixels, Tensor) else f"a {type(pixels).__name__}"
+        raise ConfigError(f"the loader's batch is {found}; expected pixels [B, C, H, W] of one or three channels")
+    pixels = pixels.detach().float().cpu()
+    low, high = float(pixels.min()), float(pixels.max())
+    if low < 0 or high > 1:
+        raise ConfigError(
+            f"the loader's pixels lie between {low:.3g} and {high:.3g}; expected 0 to 1 (of -1 to 1, take x / 2 + 0.5)"
+        )
+    return pixels.expand(-1, 3, -1, -1)

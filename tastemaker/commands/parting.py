@@ -1,0 +1,55 @@
+"""`tastemaker export --layout` of an autoencoder: what diffusers or its authors' own programs load."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from ..codec import Leaving
+from ..config.load import load_any
+from ..config.run import AutoencoderConfig
+from ..models.opening import opened
+from ..registry import ConfigError
+from ..train import checkpoint
+from ..types import Placement
+from .directory import CONFIG
+from .exporting import DEVICE, averaged, loaded
+
+
+def recognised(directory: Path) -> bool:
+    """Whether a directory is of a run that trained an autoencoder."""
+    file = directory / CONFIG
+    return file.is_file() and isinstance(load_any(file), AutoencoderConfig)
+
+
+def part(directory: Path, out: Path, layout: str, name: str, dtype: torch.dtype, console: Console) -> None:
+    """Write the averaged weights, or those asked for, as others read them."""
+    config, step = load_any(directory / CONFIG, [DEVICE, "engine.strategy=replicated"]), checkpoint.latest(directory)
+    if step is None or not isinstance(config, AutoencoderConfig):
+        raise ConfigError(f"{directory} has no checkpoint to export; give the directory of a run")
+    if out.exists():
+        raise ConfigError(f"--out: {out} is there already; name another, or remove it")
+    net, chosen = trained(config, directory, step, name)
+    if not isinstance(net, Leaving) or net.layout != layout:
+        way = f"give {net.layout}" if isinstance(net, Leaving) else "leave --layout out to keep it for use here"
+        raise ConfigError(f"--layout: {layout} does not know {type(config.autoencoder).__name__}; {way}")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    net.leave(partial, dtype)
+    partial.replace(out)
+    console.print(f"{out}: {chosen} weights of {step.name}", highlight=False)
+
+
+def trained(config: AutoencoderConfig, directory: Path, step: Path, name: str) -> tuple[nn.Module, str]:
+    """The network with the weights asked for, and what they are called."""
+    if not name and (step / "weights.safetensors").is_file():  # neither data nor losses are needed
+        return opened(str(directory), Placement()), "ema" if (step / "snapshots/ema.safetensors").is_file() else "live"
+    weights = loaded(config, directory, step)
+    tensors, chosen = averaged(weights, name)
+    weights.net.load_state_dict(dict(tensors))
+    return weights.net, chosen

@@ -1,0 +1,208 @@
+"""`tastemaker reconstruct`: pictures beside their copies by an autoencoder, and how good each copy is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, nn
+
+from ..codec import Strided
+from ..config.load import load_any
+from ..config.run import AutoencoderConfig
+from ..data.crops import centre
+from ..eval.copies import Copies
+from ..models.opening import opened
+from ..perceptual import VGG16
+from ..pictures import STILLS, PictureError, read_picture, save_picture
+from ..registry import ConfigError
+from ..types import Placement
+
+SCORES, NOTE, BOTH = "scores.jsonl", "reconstruct.json", "pictures"
+MEASURES = ("psnr", "ssim", "lpips")
+WORST = 5  # pictures that are named in the end
+Row = dict[str, Any]  # a line of the scores
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which pictures to copy by what, and where to write."""
+
+    pictures: Path
+    model: str
+    out: Path
+    size: int = 0  # pixels a side of a square cut from the middle; as they are if 0
+    rows: int = 16  # pictures of one size at a time
+    skip: int = 10  # that cannot be read and are passed over; one more is an error
+    vgg: str = VGG16.hub
+    heads: str = ""
+
+
+@dataclass
+class Broken:
+    """Files that cannot be read, and how many of them are borne."""
+
+    most: int
+    files: list[Path] = field(default_factory=list)
+
+    def add(self, file: Path, error: PictureError, console: Console) -> None:
+        self.files.append(file)
+        if len(self.files) > self.most:
+            others = f", and {len(self.files) - 1} before it" if len(self.files) > 1 else ""
+            raise ConfigError(f"{error}{others}; or bear more of them with --skip {2 * len(self.files)}") from error
+        console.print(f"skipped: {error}", markup=False, highlight=False, soft_wrap=True)
+
+
+def reconstruct(order: Order, placement: Placement, console: Console) -> list[Row]:
+    """Write what is not there yet, a line a picture; then the means, and the pictures that are copied worst."""
+    files, net = found(order.pictures, order.out), autoencoder(order.model, placement)
+    agree(order, net)
+    measure, rows = Copies.by(order.vgg, order.heads, None, placement), done(order)
+    left = [file for file in files if str(file.relative_to(order.pictures)) not in rows]
+    broken, stride = Broken(order.skip), net.stride if isinstance(net, Strided) else 1
+    with (order.out / SCORES).open("a", encoding="utf-8") as record, Progress(console=console) as progress:
+        task = progress.add_task("reconstructing", total=len(files), completed=len(files) - len(left))
+        for batch in batches(left, order, stride, broken, progress.console):
+            for row in copied(net, measure, batch, order, placement):
+                record.write(json.dumps(row) + "\n")
+                rows[row["file"]] = row
+            record.flush()
+            progress.advance(task, len(batch))
+        progress.update(task, completed=len(files))
+    kept = [rows[name] for file in files if (name := str(file.relative_to(order.pictures))) in rows]
+    settle(order, kept)
+    tell(order, kept, broken, [said for said in measure.missing if said.startswith("LPIPS")], console)
+    return kept
+
+
+def autoencoder(name: str, placement: Placement) -> nn.Module:
+    """Of a run, a file or a folder; or of a configuration that says which weights."""
+    if not name.endswith((".yaml", ".yml")):
+        return opened(name, placement)
+    config = load_any(name)
+    if not isinstance(config, AutoencoderConfig):
+        raise ConfigError(f"--model: {name:.200} trains no autoencoder; name one with an `autoencoder:`")
+    return config.autoencoder.load(placement).requires_grad_(False).eval()
+
+
+def found(folder: Path, out: Path) -> list[Path]:
+    """Every picture below a folder, but those that were written before."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; expected one with pictures in it, at any depth")
+    hidden = [place for place in folder.rglob("*") if place.suffix.lower() in STILLS and place.is_file()]
+    files = sorted(file for file in hidden if out not in file.parents and not file.name.startswith("."))
+    if not files:
+        raise ConfigError(f"{folder}: there are no pictures; expected files that end in {', '.join(STILLS)}")
+    return files
+
+
+def agree(order: Order, net: nn.Module) -> None:
+    """Refuse to go on in a folder that was begun with another autoencoder, other pictures or another size."""
+    digest = hashlib.sha256()
+    for key, x in sorted(net.state_dict().items()):
+        digest.update(key.encode() + x.detach().float().contiguous().cpu().numpy().tobytes())
+    told = {"pictures": str(order.pictures.resolve()), "model": digest.hexdigest(), "size": order.size}
+    note = order.out / NOTE
+    before = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else told
+    other = [key for key in told if before.get(key) != told[key]]
+    if other:
+        was, now = (str(x.get(other[0]))[:60] for x in (before, told))
+        raise ConfigError(
+            f"{order.out} was begun with other {other[0]} ({was}, now {now}); name another folder with --out"
+        )
+    order.out.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def done(order: Order) -> dict[str, Row]:
+    """Lines of pictures that were written whole, by name; a line that was cut off by a kill is not one."""
+    path, rows = order.out / SCORES, {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if (order.out / BOTH / f"{row['file']}.png").is_file():
+            rows[row["file"]] = row
+    settle(order, [*rows.values()])
+    return rows
+
+
+def settle(order: Order, rows: Sequence[Row]) -> None:
+    """All lines anew, in order, in a file that is whole or not there."""
+    partial = order.out / f".{SCORES}.partial"
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    os.replace(partial, order.out / SCORES)
+
+
+def batches(
+    files: Sequence[Path], order: Order, stride: int, broken: Broken, console: Console
+) -> Iterator[list[tuple[Path, Tensor]]]:
+    """Pictures of one size together, as they come."""
+    waiting: list[tuple[Path, Tensor]] = []
+    for file in files:
+        try:
+            pixels = cut(read_picture(file)[0], order.size, stride, file)
+        except PictureError as error:
+            broken.add(file, error, console)
+            continue
+        if waiting and (len(waiting) == order.rows or waiting[0][1].shape != pixels.shape):
+            yield waiting
+            waiting = []
+        waiting.append((file, pixels))
+    if waiting:
+        yield waiting
+
+
+def cut(pixels: Tensor, size: int, stride: int, file: Path) -> Tensor:
+    """The middle of a picture: a square at that size, or as much of it as an autoencoder can take."""
+    if size:
+        return centre(pixels, size)
+    height, width = (side - side % stride for side in pixels.shape[-2:])
+    if not height or not width:
+        raise PictureError(f"{file} is smaller than the {stride} pixels of one latent; enlarge it with --size")
+    top, left = (pixels.shape[-2] - height) // 2, (pixels.shape[-1] - width) // 2
+    return pixels[:, top : top + height, left : left + width]
+
+
+@torch.no_grad()
+def copied(
+    net: nn.Module, measure: Copies, batch: Sequence[tuple[Path, Tensor]], order: Order, placement: Placement
+) -> Iterator[Row]:
+    """Each picture beside its copy, both as 8 bits hold them, and its line."""
+    pixels = torch.stack([x for _, x in batch]).to(placement.device)
+    made = net(pixels)[0].float().clamp(0, 1)
+    seen = measure.look(pixels, made)
+    for place, (file, original) in enumerate(batch):
+        name = str(file.relative_to(order.pictures))
+        both = torch.cat([original, made[place].cpu()], 2)[None]
+        save_picture(both, order.out / BOTH / f"{name}.png")
+        height, width = original.shape[-2:]
+        scores = {key: float(seen[key][place]) for key in MEASURES if key in seen}
+        yield {"file": name, "width": width, "height": height, **scores}
+
+
+def tell(order: Order, rows: Sequence[Row], broken: Broken, missing: Sequence[str], console: Console) -> None:
+    table = Table("measure", "pictures", "mean", "least", "most")
+    for name in MEASURES:
+        values = [row[name] for row in rows if name in row]
+        if values:
+            numbers = (sum(values) / len(values), min(values), max(values))
+            table.add_row(name, str(len(values)), *(f"{number:.4g}" for number in numbers))
+    console.print(table)
+    for row in sorted(rows, key=lambda row: row["psnr"])[:WORST]:
+        console.print(f"{row['psnr']:.2f} dB  {row['file']}", markup=False, highlight=False)
+    for said in missing:
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+    skipped = f", {len(broken.files)} could not be read" if broken.files else ""
+    ending = f"{len(rows)} pictures beside their copies in {order.out / BOTH}, line by line in {order.out / SCORES}"
+    console.print(f"{ending}{skipped}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,189 @@
+"""Latents of pictures, encoded beforehand: the shards of safetensors that `tastemaker encode --vae` writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..randomness import Randomness
+from ..registry import ConfigError
+from ..types import Latents, PromptBatch
+from .class_pictures import told
+from .gallery import Say
+from .order import rows
+from .trees import walked
+
+NOTE = "latents.json"
+HELD = 16 * 2**30  # bytes that are kept in memory; of more, every row is read when its turn comes
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a folder of latents was made of; made of anything else, it is another."""
+
+    codec: str  # fingerprint
+    data: str  # likewise
+    pictures: str
+    count: int  # of pictures
+    size: int  # pixels a side
+    views: int  # of each: its middle, then mirrored
+    shape: tuple[int, int, int]  # of a latent
+    say: str
+    names: tuple[str, ...]  # of the classes
+    rows: int  # of a shard
+
+    @property
+    def shards(self) -> int:
+        return -(-self.count // self.rows)
+
+    def file(self, number: int) -> str:
+        return f"latents-{number:05d}-of-{self.shards:05d}.safetensors"
+
+    def write(self, folder: Path) -> None:
+        """All of it or none; every rank writes the same."""
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{NOTE}.{os.getpid()}"
+        partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        os.replace(partial, folder / NOTE)
+
+
+def note(folder: Path) -> Note:
+    try:
+        found: dict[str, Any] = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+        return Note(**{**found, "shape": tuple(found["shape"]), "names": tuple(found["names"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{folder} holds no latents ({error!s:.100}); write some with `tastemaker encode --vae`"
+        ) from error
+
+
+def fingerprint(path: Path) -> str:
+    """Of the names and sizes of all files below a path, but for latents that were written there."""
+    files = walked(path) if path.is_dir() else [path]
+    ours = {file.parent for file in files if file.name == NOTE}
+    digest = hashlib.sha256()
+    for file in (file for file in files if file.parent not in ours):
+        digest.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Shard:
+    path: Path
+    prompts: tuple[str, ...]
+    labels: tuple[int, ...]
+    sums: tuple[float, float]  # of all numbers in it, and of their squares
+    numbers: int  # how many there are
+
+
+def shard(path: Path) -> Shard:
+    try:
+        with safe_open(path, framework="pt") as file:
+            said = json.loads((file.metadata() or {})["told"])
+        return Shard(path, tuple(said["prompts"]), tuple(said["labels"]), tuple(said["sums"]), int(said["numbers"]))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error!s:.100}); remove it and run `tastemaker encode` again"
+        ) from error
+
+
+@lru_cache(maxsize=64)
+def opened(path: Path) -> Any:
+    return safe_open(path, framework="pt")
+
+
+@dataclass(frozen=True)
+class LatentRows:
+    """Latents in an order of the seed's, one of each picture's views by chance."""
+
+    note: Note
+    shards: tuple[Shard, ...]
+    prompts: tuple[str, ...]  # of each picture
+    seed: int
+
+    def __len__(self) -> int:
+        return self.note.count
+
+    @cached_property
+    def deviation(self) -> float:
+        """Of all latents, as they were measured while they were encoded."""
+        count = sum(shard.numbers for shard in self.shards)
+        mean, square = (sum(shard.sums[i] for shard in self.shards) / count for i in (0, 1))
+        return math.sqrt(max(square - mean**2, 1e-12))
+
+    @cached_property
+    def kept(self) -> list[Tensor]:
+        return [opened(shard.path).get_tensor("latents") for shard in self.shards]
+
+    def batch(self, step: int, size: int, rank: int, world: int) -> Latents:
+        share = torch.arange(rank * size // world, (rank + 1) * size // world)
+        views = (Randomness(self.seed, step, share).uniform("view", 1).flatten() * self.note.views).long().tolist()
+        chosen = rows(len(self), self.seed, step, size, rank, world)
+        x = torch.stack([self._row(number, view) for number, view in zip(chosen, views, strict=True)])
+        return Latents(tuple(self.prompts[i] for i in chosen), x.float(), self.note.codec, self.deviation)
+
+    def _row(self, number: int, view: int) -> Tensor:
+        shard, row = divmod(number, self.note.rows)
+        if 2 * math.prod(self.note.shape) * self.note.views * self.note.count <= HELD:
+            return self.kept[shard][row, view]
+        found: Tensor = opened(self.shards[shard].path).get_slice("latents")[row, view]
+        return found
+
+    def first(self, count: int) -> PromptBatch:
+        known = list(dict.fromkeys(self.prompts))[:count]
+        return PromptBatch(tuple(known[i % len(known)] for i in range(count)), ({},) * count)
+
+
+@dataclass(frozen=True)
+class LatentFolder:
+    """What `tastemaker encode --vae` wrote: latents, with what is said of each picture."""
+
+    path: Path
+    say: Say | None = None  # of a picture; as it was encoded if not given
+    yields: ClassVar[type] = Latents
+
+    def load(self, seed: int) -> LatentRows:
+        found = note(self.path)
+        unchanged(found, self.path)
+        missing = [i for i in range(found.shards) if not (self.path / found.file(i)).is_file()]
+        if missing:
+            raise ConfigError(
+                f"{self.path} holds {found.shards - len(missing)} of {found.shards} shards; run `tastemaker encode` "
+                "again, it goes on"
+            )
+        shards = tuple(shard(self.path / found.file(i)) for i in range(found.shards))
+        return LatentRows(found, shards, self._prompts(found, shards), seed)
+
+    def _prompts(self, found: Note, shards: Sequence[Shard]) -> tuple[str, ...]:
+        labels = [label for shard in shards for label in shard.labels]
+        if self.say is None or self.say == found.say:
+            return tuple(prompt for shard in shards for prompt in shard.prompts)
+        if self.say == "nothing":
+            return ("",) * len(labels)
+        if self.say == "caption" or -1 in labels:
+            raise ConfigError(
+                f"data.say: {self.path} was encoded with say '{found.say}' and knows no {self.say}; encode it again"
+            )
+        known = told(found.names, self.say)
+        return tuple(known[label] if known else str(label) for label in labels)
+
+
+def unchanged(found: Note, folder: Path) -> None:
+    """Refuse latents of pictures that have changed since, where those are still there."""
+    pictures = Path(found.pictures)
+    if pictures.exists() and fingerprint(pictures) != found.data:
+        raise ConfigError(
+            f"{folder} was made of {pictures} as it no longer is: files were added, removed or changed; encode it "
+            "again into another folder, or remove this one"
+        )

@@ -1,0 +1,140 @@
+"""Sampling by the schedulers of diffusers; what is recorded and trained on is always made by our own processes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from ..policy import Policy, Process
+from ..processes.gaussian import GaussianProcess
+from ..processes.paths import Path, Straight, VariancePreserving
+from ..randomness import Randomness
+from ..registry import ConfigError
+from ..reward import Verifier
+from ..types import PromptBatch
+from .search import Found, Price, Search
+
+TOLD = {"epsilon": "epsilon", "velocity": "v_prediction", "sample": "sample"}  # what diffusers calls a prediction
+LEVELS = 1000  # of a straight path, as flow schedulers count them
+
+
+@dataclass(frozen=True)
+class Scheduled(Search):
+    """One sample a prompt, unjudged, by a scheduler of diffusers on the model's own path."""
+
+    scheduler: str = "DPMSolverMultistepScheduler"  # the name of its class
+    steps: PositiveInt | None = None  # as many as the process takes if not given
+    settings: dict[str, bool | int | float | str] = field(default_factory=dict)  # such as use_karras_sigmas: true
+
+    @torch.no_grad()
+    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
+        process, cond = gaussian(policy.process), policy.embed(batch.prompts, batch.facts)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, whose users they are
+            made = scheduler(self.scheduler, process.path, self.settings)
+            levels = visited(made, process.path, self.steps or process.steps, rng.rows.device)
+        flow, x, drawn = isinstance(process.path, Straight), rng.normal("start", *policy.model.shape), draws(made, rng)
+        x = x if flow else x * made.init_noise_sigma
+        for timestep in made.timesteps:
+            seen = x if flow else made.scale_model_input(x, timestep)  # a flow needs no scale, and its own have none
+            t = level(timestep, process.path).to(x.device).expand(len(x))
+            output = policy.model.predict(seen, t, cond).float()
+            x = made.step(output, timestep, x, **drawn).prev_sample
+        price = Price(len(x) * policy.model.passes * levels)
+        return Found(x, torch.full((len(batch),), torch.nan, device=x.device), price)
+
+
+def gaussian(process: Process) -> GaussianProcess:
+    if not isinstance(process, GaussianProcess):
+        raise ConfigError(
+            "--scheduler: schedulers of diffusers denoise, and this model writes tokens; leave --scheduler out"
+        )
+    return process
+
+
+def scheduler(name: str, path: Path, settings: Mapping[str, Any]) -> Any:
+    """The scheduler of that name, on the same levels as the path and told what the network predicts."""
+    import diffusers
+
+    known = [each for each in dir(diffusers) if each.endswith("Scheduler") and not each.startswith("Flax")]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1) or ["DPMSolverMultistepScheduler"]
+        raise ConfigError(f"--scheduler: diffusers has no '{name:.60}'; did you mean '{near[0]}'?")
+    kind = getattr(diffusers, name)
+    taken = set(inspect.signature(kind.__init__).parameters)
+    unknown = sorted(set(settings) - taken)
+    if unknown:
+        raise ConfigError(f"--scheduler: {name} has no setting '{unknown[0]:.60}'; expected some of {sorted(taken)}")
+    told = straight(path, name, taken) if isinstance(path, Straight) else preserving(path, name, taken)
+    return kind(**{key: value for key, value in told.items() if key in taken} | dict(settings))
+
+
+def straight(path: Straight, name: str, taken: set[str]) -> dict[str, Any]:
+    """Of a flow; where the scheduler takes our levels, they are shifted already."""
+    if name.startswith("FlowMatch"):
+        return {"num_train_timesteps": LEVELS, "shift": 1.0 if name.endswith("EulerDiscreteScheduler") else path.shift}
+    if "use_flow_sigmas" not in taken:
+        raise ConfigError(
+            f"--scheduler: {name} is not for flows, as this model's straight path is; choose one such as "
+            "FlowMatchEulerDiscreteScheduler or DPMSolverMultistepScheduler"
+        )
+    return {"use_flow_sigmas": True, "flow_shift": path.shift, "prediction_type": "flow_prediction"}
+
+
+def preserving(path: Path, name: str, taken: set[str]) -> dict[str, Any]:
+    if not isinstance(path, VariancePreserving) or path.shrinks != 1:
+        raise ConfigError(
+            f"--scheduler: no scheduler of diffusers knows this {type(path).__name__} path; leave --scheduler out"
+        )
+    if "trained_betas" not in taken:
+        raise ConfigError(f"--scheduler: {name} is not for noise in levels, as this model's path is; choose another")
+    return {
+        "num_train_timesteps": path.levels,
+        "trained_betas": betas(path),
+        "prediction_type": TOLD[path.prediction],
+        "timestep_spacing": path.spacing,
+        "steps_offset": path.offset if path.spacing == "leading" else 0,
+        "set_alpha_to_one": path.ends_clean,
+        "clip_sample": False,
+        "algorithm_type": "dpmsolver++",
+        "final_sigmas_type": "zero" if path.ends_clean else "sigma_min",
+    }
+
+
+def betas(path: VariancePreserving) -> list[float]:
+    """What each level loses, whatever made the path so."""
+    levels = torch.arange(path.levels + 1, dtype=torch.float64) / path.levels
+    kept = 2 * path.alpha(levels).double().log()
+    return (-torch.expm1(kept.diff())).clamp(max=0.999999).tolist()
+
+
+def visited(made: Any, path: Path, steps: int, device: torch.device) -> int:
+    """Set the levels the scheduler visits; how many predictions that takes."""
+    takes_ours = "sigmas" in inspect.signature(made.set_timesteps).parameters and "use_flow_sigmas" not in made.config
+    if isinstance(path, Straight) and takes_ours:
+        made.set_timesteps(sigmas=path.grid(steps)[:-1].tolist(), device=device)
+    else:
+        made.set_timesteps(steps, device=device)
+    return len(made.timesteps)
+
+
+def level(timestep: Tensor | float, path: Path) -> Tensor:
+    """Where a scheduler's step begins, from 0 to 1."""
+    place = torch.as_tensor(timestep).float()
+    return place / LEVELS if isinstance(path, Straight) else (place + 1) / getattr(path, "levels", LEVELS)
+
+
+def draws(made: Any, rng: Randomness) -> dict[str, Any]:
+    """A stream of chance for each row, if the scheduler takes chances: what is beside a row changes nothing."""
+    if "generator" not in inspect.signature(made.step).parameters:
+        return {}
+    seeds = rng.words("scheduler", 1).flatten().tolist()
+    return {"generator": [torch.Generator().manual_seed(seed) for seed in seeds]}

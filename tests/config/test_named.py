@@ -1,0 +1,192 @@
+"""Data sets by names of the user's own, and configurations of nanoVLA-RL."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tastemaker.config.dump import resolve
+from tastemaker.config.load import load_any
+from tastemaker.config.nanovla import ELSEWHERE, OLDER, RENAMED, TRAIN
+from tastemaker.config.run import AutoencoderConfig
+from tastemaker.config.validate import build, validate
+from tastemaker.data.gallery import Gallery
+from tastemaker.data.pictures import ToyPictures
+from tastemaker.data.spec import DataSpec
+from tastemaker.models.block_vae import BlockVae
+from tastemaker.models.from_config import FromConfig
+from tastemaker.registry import ConfigError
+
+DATASETS = """
+faces: {type: gallery, path: pictures, size: 64, skip: 3}
+celebhq: {path: pictures, im_size: 128, im_channels: 1, type: image_folder}
+toys: {type: toy_pictures, count: 16}
+"""
+BASE = """
+train: {seed: 1111, batch_size: 4, lr: 0.00001, weight_decay: 0.01, epochs: 100, save_every: 100, output_dir: outputs}
+"""
+NEWER = """
+extends: base
+dataset: celebhq
+model:
+  name: vae
+  params: {z_channels: 4, down_channels: [32, 64], mid_channels: [64], down_sample: [true], attn_down: [false],
+           norm_channels: 32, num_heads: 4, num_down_layers: 2, num_mid_layers: 2, num_up_layers: 2}
+  weights: null
+train: {epochs: 3, batch_size: 2, disc_start: 7, disc_weight: 0.5, perceptual_weight: 1.0, kl_weight: 0.000005,
+        output_dir: outputs/celebhq_vae, autoencoder_acc_steps: 2, autoencoder_img_save_steps: 64,
+        vae_autoencoder_ckpt_name: vae_autoencoder.pth}
+"""
+OLD = """
+dataset_params: {im_path: pictures, im_size : 128, im_channels : 3}
+diffusion_params: {num_timesteps : 1000, beta_start : 0.0001, beta_end : 0.02}
+dit_params: {patch_size : 2}
+autoencoder_params: {z_channels: 4, codebook_size : 8192, down_channels : [32, 64], mid_channels : [64],
+  down_sample : [True], attn_down : [False], norm_channels: 32, num_heads: 4, num_down_layers : 2, num_mid_layers : 2,
+  num_up_layers : 2}
+train_params: {seed : 5, task_name: celebhq, autoencoder_batch_size: 4, autoencoder_epochs: 3, autoencoder_lr: 0.00002,
+  autoencoder_acc_steps: 1, disc_start: 7500, disc_weight: 0.5, codebook_weight: 1, commitment_beta: 0.2,
+  perceptual_weight: 1, kl_weight: 0.000005, autoencoder_img_save_steps: 64, save_latents: False, dit_batch_size: 32,
+  dit_epochs: 500, num_samples: 1, num_grid_rows: 2, dit_lr: 0.00001, dit_acc_steps: 1, vae_latent_dir_name: latents,
+  dit_ckpt_name: dit_ckpt.pth, vae_autoencoder_ckpt_name: vae_autoencoder_ckpt.pth,
+  vae_discriminator_ckpt_name: vae_discriminator_ckpt.pth}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as nanoVLA-RL's users have it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    for name, text in (("datasets", DATASETS), ("base", BASE), ("vae", NEWER), ("celebhq", OLD)):
+        (tmp_path / "configs" / f"{name}.yaml").write_text(text)
+    (tmp_path / "pictures").mkdir()
+    for number in range(5):
+        Image.new("RGB", (9, 9)).save(tmp_path / "pictures" / f"{number}.png")
+    return tmp_path
+
+
+def data(**settings: Any) -> Any:
+    return build(DataSpec, {"type": "named", **settings}, "data")
+
+
+def test_a_name_is_what_its_entry_says_and_what_is_said_beside_it_counts_more() -> None:
+    assert data(name="faces") == Gallery(Path("pictures"), 64, skip=3)
+    assert data(name="faces", size=32, mirror=True) == Gallery(Path("pictures"), 32, skip=3, mirror=True)
+    assert data(name="toys", file="configs/datasets.yaml") == ToyPictures(count=16)
+
+
+def test_entries_as_the_original_writes_them_are_understood() -> None:
+    assert data(name="celebhq") == Gallery(Path("pictures"), 128, grey=True)
+
+
+def test_a_file_in_the_folder_itself_comes_first(here: Path) -> None:
+    (here / "datasets.yaml").write_text("faces: {type: toy_pictures}")
+    assert data(name="faces") == ToyPictures()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fases: {type: gallery, path: x}", "does not know 'faces'; did you mean 'fases'"),
+        ("faces: pictures", "'faces' is 'pictures'; expected settings such as"),
+        ("faces: {path: x}", "'faces' is of the type None; expected settings such as"),
+        ("faces: {type: named, name: faces}", "'faces' is of the type 'named'; expected"),
+        ("faces: {type: galery, path: x}", "no data is called 'galery'; did you mean 'gallery'"),
+        ("faces: {type: image_folder, path: x, im_channels: 4}", "im_channels is 4; expected 1 or 3"),
+        ("[]", "expected names of data sets"),
+    ],
+)
+def test_mistakes_in_the_file_are_sentences(here: Path, text: str, said: str) -> None:
+    (here / "datasets.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        data(name="faces")
+    with pytest.raises(ConfigError, match=r"data: there is no nowhere.yaml; write one, or set file"):
+        data(name="faces", file="nowhere.yaml")
+
+
+def test_a_run_keeps_what_the_name_stood_for() -> None:
+    config = validate({"autoencoder": {"type": "vae"}, "data": {"type": "named", "name": "toys"}})
+    told = resolve(config)
+    assert told["data"]["type"] == "toy_pictures" and validate(told) == config
+
+
+def test_a_newer_configuration_of_nanovla_is_a_run_here(here: Path) -> None:
+    config = load_any("configs/vae.yaml")
+    assert isinstance(config, AutoencoderConfig)
+    assert config.autoencoder == BlockVae(
+        1, 4, (32, 64), (64,), (True,), (False,), 32, 4, 2, 2, 2, kl=5e-6
+    ) and config.data == Gallery(Path("pictures"), 128, grey=True)
+    assert (config.rows, config.microbatch, config.steps, config.seed) == (4, 2, 6, 1111)  # five pictures in fours
+    assert (config.output, config.name) == (Path("outputs"), "celebhq_vae")
+    assert (config.optim.lr, config.optim.weight_decay, config.sample.every, config.checkpoint.every) == (
+        1e-5,
+        0.01,
+        64,
+        100,
+    )
+    assert config.critic is not None and config.critic.optim is not None
+    assert (config.critic.start, config.critic.weight, config.critic.loss) == (7, 0.5, "least_squares")
+    assert config.critic.optim.betas == (0.5, 0.999) and config.loss.lpips == 1 and config.loss.mse == 1
+    assert validate(resolve(config)) == config
+    assert load_any("configs/vae.yaml", ["steps=3", "optim.lr=3e-4"]).steps == 3
+
+
+def test_an_older_configuration_of_nanovla_is_its_first_stage() -> None:
+    config = load_any("configs/celebhq.yaml")
+    assert isinstance(config, AutoencoderConfig) and isinstance(config.autoencoder, BlockVae)
+    assert (config.rows, config.microbatch, config.steps, config.seed) == (4, None, 6, 5)
+    assert (config.optim.lr, config.optim.betas, config.optim.weight_decay) == (2e-5, (0.5, 0.999), 0)
+    assert (config.output, config.name) == (Path(), "celebhq") and config.autoencoder.im_channels == 3
+
+
+def test_checkpoints_where_the_trainer_looks_for_them_are_begun_with(here: Path) -> None:
+    (here / "celebhq").mkdir()
+    (here / "celebhq" / "vae_autoencoder_ckpt.pth").write_bytes(b"")
+    config = load_any("configs/celebhq.yaml")
+    assert isinstance(config, AutoencoderConfig) and isinstance(config.autoencoder, BlockVae)
+    assert (
+        config.autoencoder.weights == "celebhq/vae_autoencoder_ckpt.pth" and config.critic and not config.critic.weights
+    )
+
+
+def test_a_network_of_ones_own_and_mistakes_in_such_configurations(here: Path) -> None:
+    (here / "configs" / "own.yaml").write_text("extends: vae\nmodel: {name: 'my_package:Net', params: {width: 3}}")
+    (here / "configs" / "bad.yaml").write_text("extends: vae\ntrain: {bach_size: 3}")
+    with pytest.raises(ConfigError, match=r"nanoVLA-RL has no key 'bach_size'; did you mean 'batch_size'"):
+        load_any("configs/bad.yaml")
+    (here / "configs" / "dit.yaml").write_text("extends: base\ndataset: celebhq\nmodel: {name: dit}")
+    with pytest.raises(ConfigError, match=r"'dit' has no trainer there; docs/migrate-nanovla.md"):
+        load_any("configs/dit.yaml")
+    config = load_any("configs/own.yaml")
+    assert isinstance(config, AutoencoderConfig) and isinstance(config.autoencoder, FromConfig)
+    assert config.autoencoder.of == "my_package:Net" and config.autoencoder.params["width"] == 3
+
+
+def test_the_page_for_those_who_come_from_there_names_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migrate-nanovla.md").read_text(encoding="utf-8")
+    told = {*re.findall(r"`([\w.]+)`", page)}
+    params = {*re.findall(r"(\w+) ?:", NEWER[NEWER.index("params") :].split("}")[0])} - {"params"}
+    wanted = {*OLDER, *RENAMED, *TRAIN, *ELSEWHERE, *params, "dataset", "im_path", "im_size", "im_channels", "weights"}
+    wanted |= {
+        "patch_size",
+        "num_layers",
+        "hidden_size",
+        "ff_hidden_dim",
+        "head_dim",
+        "timestep_emb_dim",
+        "codebook_size",
+    }
+    wanted |= {"num_timesteps", "beta_start", "beta_end"}
+    assert not wanted - told
+
+
+def test_what_lies_beside_a_file_is_extended_before_what_the_package_has(here: Path) -> None:
+    (here / "grpo-toy-flow.yaml").write_text("extends: grpo-toy-flow\nsteps: 3")
+    assert load_any("grpo-toy-flow.yaml").steps == 3
+    (here / "mine.yaml").write_text("extends: grpo-toy-flow")
+    assert load_any("mine.yaml").steps == 3

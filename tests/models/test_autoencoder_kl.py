@@ -1,0 +1,115 @@
+"""diffusers' AutoencoderKL under our losses: the same numbers, from a folder and back to one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from rich.console import Console
+
+from tastemaker.codec import Continuous, Drawing, Ending, Leaving, Settling
+from tastemaker.commands.exporting import export
+from tastemaker.commands.publishing import Publication, publish
+from tastemaker.commands.training import run_training
+from tastemaker.config.build import shrunk_any
+from tastemaker.config.load import load_any
+from tastemaker.config.run import AutoencoderConfig
+from tastemaker.models.autoencoder_kl import AutoencoderKL
+from tastemaker.models.opening import opened
+from tastemaker.registry import ConfigError
+from tastemaker.types import Placement
+
+SMALL = AutoencoderKL(block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4)
+QUIET = Console(quiet=True)
+
+
+def folder(path: Path, spec: AutoencoderKL = SMALL, **told: Any) -> Any:
+    """A network of diffusers, in a folder."""
+    net = spec.load(Placement()).inner
+    net.register_to_config(**told)
+    net.save_pretrained(path)
+    return net.eval()
+
+
+def test_it_computes_what_diffusers_does_and_keeps_published_scales(tmp_path: Path) -> None:
+    net = folder(tmp_path / "vae", scaling_factor=0.5, shift_factor=0.25)
+    pixels = torch.rand(2, 3, 16, 8)
+    found = AutoencoderKL(weights=str(tmp_path)).load(Placement()).eval()  # a pipeline's folder, with `vae` in it
+    assert all(isinstance(found, kind) for kind in (Continuous, Drawing, Ending, Leaving, Settling))
+    with torch.no_grad():
+        whole = net(2 * pixels - 1).sample
+        mode = net.encode(2 * pixels - 1).latent_dist.mode()
+    made, extra = found(pixels)
+    torch.testing.assert_close(2 * made - 1, whole, atol=1e-5, rtol=1e-5)
+    prices = net.encode(2 * pixels - 1).latent_dist.kl()
+    torch.testing.assert_close(extra, found.kl * prices)
+    found.settle(pixels)
+    torch.testing.assert_close(found.encode(pixels), (mode - 0.25) * 0.5, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.decode(found.encode(pixels)), made.clamp(0, 1), atol=1e-5, rtol=1e-5)
+    assert (found.stride, found.channels) == (2, 4)
+
+
+@pytest.mark.parametrize("spec", [SMALL, replace(SMALL, in_channels=1, use_quant_conv=False, latent_channels=2)])
+def test_its_sizes_are_told_by_tensors(spec: AutoencoderKL) -> None:
+    net = spec.load(Placement())
+    assert replace(AutoencoderKL(norm_num_groups=4)).fitted(net.state_dict()) == spec
+    assert net(torch.rand(1, 3, 8, 8))[0].shape == (1, 3, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents are settled on few pictures."""
+    monkeypatch.setattr("tastemaker.train.autoencoder.SETTLED", 8)
+
+
+def config(tmp_path: Path, *changes: str) -> AutoencoderConfig:
+    small = ["engine.device=cpu", "rows=4", "data.device=cpu", "sample.every=0", "validation.every=0", "critic=null"]
+    recipe = load_any("vae-diffusers", [*small, "loss.lpips=0", "steps=2", f"output={tmp_path}", *changes])
+    found = shrunk_any(recipe)
+    assert isinstance(found, AutoencoderConfig)
+    return found
+
+
+def test_a_run_is_exported_to_a_folder_that_diffusers_loads(tmp_path: Path) -> None:
+    assert run_training(config(tmp_path, "optim.lr=1e-3"), console=QUIET)
+    run, out = tmp_path / "vae-diffusers", tmp_path / "folder"
+    publish(Publication(run, out, "diffusers", dtype=torch.float32), QUIET)
+    theirs, ours = diffusers.AutoencoderKL.from_pretrained(out), opened(str(run), Placement())
+    pixels = torch.rand(2, 3, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(2 * ours(pixels)[0] - 1, theirs(2 * pixels - 1).sample, atol=1e-5, rtol=1e-5)
+        scaled = theirs.encode(2 * pixels - 1).latent_dist.mode() * theirs.config.scaling_factor
+        torch.testing.assert_close(ours.encode(pixels), scaled, atol=1e-5, rtol=1e-4)  # type: ignore[operator]
+    again = opened(str(out), Placement())
+    torch.testing.assert_close(again.encode(pixels), ours.encode(pixels), atol=1e-5, rtol=1e-4)  # type: ignore[operator]
+    export(run, tmp_path / "vae.safetensors", "", 32, QUIET)
+    assert opened(str(tmp_path / "vae.safetensors"), Placement())(pixels)[0].equal(ours(pixels)[0])
+    with pytest.raises(ConfigError, match="comfyui does not know AutoencoderKL; give diffusers"):
+        publish(Publication(run, tmp_path / "other", "comfyui"), QUIET)
+    with pytest.raises(ConfigError, match="is there already"):
+        publish(Publication(run, out, "diffusers"), QUIET)
+
+
+def test_published_weights_are_trained_on_and_reopened_without_their_folder(tmp_path: Path) -> None:
+    folder(tmp_path / "published", scaling_factor=0.5)
+    whole = replace(config(tmp_path), autoencoder=AutoencoderKL(weights=str(tmp_path / "published"), norm_num_groups=4))
+    assert run_training(whole, console=QUIET)
+    (tmp_path / "published").rename(tmp_path / "gone")
+    found = opened(str(tmp_path / "vae-diffusers"), Placement())
+    assert float(found.std) == 2.0  # type: ignore[arg-type]  # as published, for generators rely on it
+    publish(Publication(tmp_path / "vae-diffusers", tmp_path / "again", "diffusers"), QUIET)
+    told = diffusers.AutoencoderKL.from_pretrained(tmp_path / "again").config
+    assert (told.scaling_factor, told.shift_factor, told.norm_num_groups) == (0.5, None, 4)
+
+
+def test_what_is_no_folder_of_diffusers_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"expected a config.json in it, or in `vae`"):
+        AutoencoderKL(weights=str(tmp_path)).load(Placement())
+    with pytest.raises(ConfigError, match="`tastemaker download nobody/vae` fetches"):
+        AutoencoderKL(weights="nobody/vae").load(Placement())
+    with pytest.raises(ValueError, match="32 does not divide 8"):
+        AutoencoderKL(block_out_channels=(8,))

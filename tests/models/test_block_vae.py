@@ -1,0 +1,166 @@
+"""explainingai's VAE: the recorded numbers, its checkpoints and what they do not say, and grey pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tastemaker.codec import Continuous, Drawing, Leaving, Settling
+from tastemaker.models.block_vae import BlockVae
+from tastemaker.models.nets.block_vae import BESIDE, BlockShape, BlockVaeNet
+from tastemaker.models.nets.latents import drawn
+from tastemaker.models.nets.patchgan import PatchGan, published
+from tastemaker.models.opening import opened
+from tastemaker.models.vae import codec
+from tastemaker.pretrained import fill
+from tastemaker.registry import ConfigError
+from tastemaker.types import Placement
+
+GOLDEN = Path(__file__).parent.parent / "fixtures" / "base" / "explainingai_vae_tiny.safetensors"
+SMALL: dict[str, Any] = {
+    "down_channels": (32, 32), "mid_channels": (32,), "down_sample": (True,), "attn_down": (True,),
+    "num_down_layers": 1, "num_up_layers": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Tensor]:
+    return {key: x.float() for key, x in load_file(GOLDEN).items()}
+
+
+def params() -> dict[str, Any]:
+    with safe_open(GOLDEN, "pt") as file:
+        told = json.loads(file.metadata()["config"])["params"]
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+
+
+def weights(golden: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key[2:]: x for key, x in golden.items() if key.startswith("w.")}
+
+
+def test_it_computes_what_the_published_network_does(golden: dict[str, Tensor]) -> None:
+    net = BlockVae(**params(), kl=1.0).load(Placement())  # its settings as they are written
+    fill(net, weights(golden), "golden", BESIDE)
+    pixels = (golden["in.image"] + 1) / 2
+    moments = net.moments(pixels)
+    torch.testing.assert_close(moments, golden["out.encoder_output"], atol=2e-5, rtol=1e-4)
+    latents, price = drawn(moments, golden["in.noise"])
+    torch.testing.assert_close(latents, golden["out.sample"], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(price.mean()[None], golden["out.kl_loss"], atol=1e-4, rtol=1e-5)
+    made, extra = net(pixels, golden["in.noise"])
+    torch.testing.assert_close(2 * made - 1, golden["out.decoded"], atol=5e-5, rtol=1e-4)
+    torch.testing.assert_close(extra, price)
+    mean = (2 * (made - pixels)).square().mean()
+    torch.testing.assert_close(mean[None], golden["out.recon_mse"], atol=1e-5, rtol=1e-5)
+
+
+def test_the_default_has_as_many_weights_as_published_and_no_attention() -> None:
+    with torch.device("meta"):
+        plain, attending = (BlockVaeNet(BlockShape(mid_channels=mids), 0.0) for mids in ((384,), (384, 384)))
+    assert sum(p.numel() for p in plain.parameters()) == 17_760_359
+    assert not any("attention" in key for key in plain.state_dict())
+    assert len(attending.encoder_mids) == len(attending.decoder_mids) == 1
+    assert plain.stride == 4
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("mids", [(32,), (32, 32), (32, 64, 32)])
+def test_a_published_checkpoint_is_opened_by_its_tensors_alone(
+    mids: tuple[int, ...], wrapped: bool, tmp_path: Path
+) -> None:
+    spec = BlockVae(**{**SMALL, "mid_channels": mids})
+    net, file = spec.load(Placement()).eval(), tmp_path / "vae_autoencoder_ckpt.pth"
+    tensors = {key: x for key, x in net.state_dict().items() if key not in BESIDE}
+    torch.save({"step": 3, "model": tensors, "config": {"a": [1]}} if wrapped else tensors, file)
+    found = opened(str(file), Placement())
+    assert isinstance(found, BlockVaeNet) and found.shape == spec.shape()
+    pixels = torch.rand(2, 3, 8, 12)
+    torch.testing.assert_close(found(pixels)[0], net(pixels)[0], atol=1e-5, rtol=1e-5)  # attention has a quick way
+    assert spec.fitted(tensors) == spec
+    assert codec(str(file), 4, 2, Placement()).encode(pixels[..., :8]).shape == (2, 4, 4, 4)
+
+
+def test_weights_with_another_middle_are_refused_by_the_number_at_fault(tmp_path: Path) -> None:
+    file = tmp_path / "vae_autoencoder_ckpt.pth"
+    torch.save(BlockVae(**SMALL).load(Placement()).state_dict(), file)
+    with pytest.raises(ConfigError, match=r"has 0 blocks in the middle, and \[32, 32\] makes 1, .*; set it to \[32\]"):
+        BlockVae(**{**SMALL, "mid_channels": (32, 32)}, weights=str(file)).load(Placement())
+    assert BlockVae(**SMALL, weights=str(file), seed=3).load(Placement()).state_dict().keys()
+
+
+def test_what_tensors_do_not_tell_is_asked_for(golden: dict[str, Tensor], tmp_path: Path) -> None:
+    file = tmp_path / "vae_autoencoder_ckpt.pth"
+    torch.save(weights(golden), file)
+    with pytest.raises(ConfigError, match=r"'norm_channels' is 32; .*name a YAML file"):
+        opened(str(file), Placement())
+    torch.save({"model": weights(golden), "code": print}, file)
+    with pytest.raises(ConfigError, match="could run code"):
+        opened(str(file), Placement())
+    torch.save({"layer.weight": torch.zeros(1)}, file)
+    with pytest.raises(ConfigError, match="cannot be opened as block_vae"):
+        opened(str(file), Placement())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"down_sample": (True, True)}, "'down_sample' has 2 entries; expected 1"),
+        ({"mid_channels": (64,)}, "expected it to begin and end with 32"),
+        ({"norm_channels": 24}, "'norm_channels' is 24"),
+        ({"num_heads": 3}, "'num_heads' is 3"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_a_sentence(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BlockVae(**{**SMALL, **change})
+
+
+def test_one_channel_sees_and_makes_grey() -> None:
+    net = BlockVae(**SMALL, im_channels=1).load(Placement()).eval()
+    grey = torch.rand(2, 1, 8, 8).repeat(1, 3, 1, 1)
+    made, _ = net(grey)
+    assert made.shape == grey.shape
+    assert made[:, 0].equal(made[:, 1]) and made[:, 0].equal(made[:, 2])
+    colour = torch.tensor([0.9, 0.1, 0.4]).view(1, 3, 1, 1).expand(1, 3, 8, 8)
+    light = (colour * torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True).repeat(1, 3, 1, 1)
+    torch.testing.assert_close(net(colour)[0], net(light)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_critic_of_grey_pictures_is_read_for_three_channels(tmp_path: Path) -> None:
+    net = PatchGan(8, 2, tail=False)
+    tensors = {f"layers.{key}": x for key, x in {
+        "0.0.weight": torch.randn(8, 1, 4, 4), "0.0.bias": torch.randn(8), "1.0.weight": torch.randn(16, 8, 4, 4),
+        "1.1.weight": torch.ones(16), "1.1.bias": torch.zeros(16), "1.1.running_mean": torch.zeros(16),
+        "1.1.running_var": torch.ones(16), "1.1.num_batches_tracked": torch.tensor(0),
+        "2.0.weight": torch.randn(1, 16, 4, 4),
+    }.items()}  # fmt: skip
+    torch.save(tensors, tmp_path / "vae_discriminator_ckpt.pth")
+    published(net, tmp_path / "vae_discriminator_ckpt.pth")
+    grey = torch.rand(1, 1, 16, 16)
+    first = torch.nn.functional.conv2d(2 * grey - 1, tensors["layers.0.0.weight"], tensors["layers.0.0.bias"], 2, 1)
+    torch.testing.assert_close(net.main[0](2 * grey.repeat(1, 3, 1, 1) - 1), first, atol=1e-5, rtol=1e-4)
+
+
+def test_latents_are_settled_given_their_chance_and_left_as_published(tmp_path: Path) -> None:
+    net = BlockVae(**SMALL).load(Placement())
+    assert all(isinstance(net, kind) for kind in (Continuous, Drawing, Leaving, Settling))
+    pixels = torch.rand(32, 3, 8, 8)
+    assert not net(pixels)[0].equal(net(pixels)[0])
+    chance = torch.randn(32, *net.chances(pixels))
+    assert net(pixels, chance)[0].equal(net(pixels, chance)[0])
+    net.settle(pixels)
+    z = net.encode(pixels)
+    assert torch.allclose(z.std((0, 2, 3)), torch.ones(4), atol=1e-3)
+    torch.testing.assert_close(net.decode(z), net.eval()(pixels)[0].clamp(0, 1), atol=1e-4, rtol=1e-4)
+    net.leave(tmp_path / "vae_autoencoder_ckpt.pth", torch.float32)
+    again = opened(str(tmp_path / "vae_autoencoder_ckpt.pth"), Placement())
+    torch.testing.assert_close(again(pixels)[0], net(pixels)[0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"set data\.size to a multiple of 2"):
+        net(torch.rand(1, 3, 9, 8))
