@@ -13,9 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.parametrize(
-    "sections", ["plain", pytest.param("parts,full,lora,grpo-sd35,grpo-flux", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sections", ["plain", "parts,full,lora,grpo-sd35,grpo-flux"])
 def test_every_section_tells_seconds_and_shares(sections: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, str(ROOT / "bench/flux.py"), "--tiny", "--sections", sections, "--out", str(out)]

@@ -14,6 +14,11 @@ from tastemaker.train.loop import train
 # Tiny versions of published networks have all their parts, and take their time; the playground's are many.
 FAST = {recipe for recipe in runnable() if "toy" in recipe} | {"reward-gradient-playground", "nft-playground"}
 ALIKE = {name for name in runnable() if name.startswith("vader-") and not re.fullmatch(r"vader-\w+-hps", name)}
+# One of each objective and of each family are examined every time; all of them are trained.
+FIRST = {f"{name}-toy-flow" for name in ("grpo", "dpo", "nft", "srpo", "draft")} | {
+    "grpo-toy-causal", "grpo-toy-masked", "grpo-toy-video", "ddpo-toy-epsilon", "cca-toy-causal",
+    "reward-gradient-playground",
+}  # fmt: skip
 RECIPES = [  # of VADER's, which differ in their rewards alone, one for each model
     pytest.param(recipe, marks=() if recipe in FAST else pytest.mark.slow)
     for recipe in runnable()
@@ -21,7 +26,10 @@ RECIPES = [  # of VADER's, which differ in their rewards alone, one for each mod
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(*each.values, marks=() if each.values[0] in FIRST else pytest.mark.slow) for each in RECIPES],
+)
 def test_every_recipe_is_sound(recipe):
     findings = list(examine(load(recipe), tiny=True))
     assert len(findings) == 10
@@ -37,7 +45,12 @@ def test_every_recipe_trains(recipe, tmp_path):
     assert any(not before[key].equal(p) for key, p in run.policy.weights.trainable().items())
 
 
-@pytest.mark.parametrize("recipe", sorted(set(trainable()) - set(runnable()) - set(teaching())))
+AUTOENCODERS = sorted(set(trainable()) - set(runnable()) - set(teaching()))
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[] if "playground" in name else pytest.mark.slow) for name in AUTOENCODERS]
+)
 def test_every_recipe_of_an_autoencoder_trains(recipe, tmp_path):
     config = shrunk_any(load_any(recipe, ["steps=2", "sample.every=1", "rows=4"]))
     run = build_autoencoder(config, tmp_path / "run")

@@ -38,7 +38,12 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "form"),
-    [("replicated", 2, "consolidated"), ("sdp", 2, "consolidated"), ("fsdp", 2, "sharded"), ("hsdp", 4, "sharded")],
+    [
+        ("replicated", 2, "consolidated"),
+        ("fsdp", 2, "sharded"),
+        pytest.param("sdp", 2, "consolidated", marks=pytest.mark.slow),
+        pytest.param("hsdp", 4, "sharded", marks=pytest.mark.slow),
+    ],
 )
 def test_several_ranks_train_as_one(strategy, ranks, form, alone, tmp_path):
     settings = ("steps=4", "ema=0.9", f"engine.strategy={strategy}", f"checkpoint.form={form}")
