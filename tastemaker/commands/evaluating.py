@@ -97,7 +97,7 @@ def examine(
     if exam.benchmark.moving and config.model.frames == 1:
         raise ConfigError(f"{exam.benchmark.name} asks for clips, but the model makes stills; name another")
     config = replace(config, engine=replace(config.engine, context=1))  # every rank makes pictures of its own
-    run = build(shrunk(config) if tiny else config)
+    run = build(shrunk(config) if tiny else config, fed=False)
     if found is not None:
         run.resume(found)
     weights = exam.weights or ("ema" if run.ema else "live")

@@ -68,7 +68,7 @@ def loaded(config: RunConfig | AutoencoderConfig, directory: Path, found: Path) 
         autoencoder = build_autoencoder(config, directory)
         autoencoder.resume(found)
         return autoencoder.weights
-    run = build(config, directory)
+    run = build(config, directory, fed=False)
     run.resume(found)
     return run.policy.weights
 

@@ -111,7 +111,8 @@ def prompts(texts: Sequence[str], file: Path | None, config: RunConfig) -> Promp
 def make(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, console: Console) -> Path:
     """Write the pictures, what is known of each, and one sheet to look at; pictures that are there stay."""
     config = shrunk(config) if tiny else config
-    run = build(replace(config, engine=replace(config.engine, context=1)))  # every rank makes pictures of its own
+    config = replace(config, engine=replace(config.engine, context=1))  # every rank makes pictures of its own
+    run = build(config, fed=False)
     if found is not None:
         run.resume(found)
     try_on(run, order.weights)

@@ -116,7 +116,7 @@ def fill(
     config: RunConfig, found: Path | None, order: Order, ledger: Ledger, left: Sequence[int], console: Console
 ) -> None:
     """Make the samples that are left, each rank its share."""
-    run = build(replace(config, engine=replace(config.engine, context=1)))
+    run = build(replace(config, engine=replace(config.engine, context=1)), fed=False)
     if found is not None:
         run.resume(found)
     try_on(run, order.weights)

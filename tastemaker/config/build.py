@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..data.prompts import InlinePrompts
 from ..data.spec import Dataset
 from ..data.split import split
 from ..eval.copies import Copies
@@ -94,10 +95,15 @@ def judges(rewards: Mapping[str, RewardConfig], placement: Placement) -> Rubric:
 
 
 def build(
-    config: RunConfig, directory: Path | None = None, *, tiny: bool = False, init_from: Path | None = None
+    config: RunConfig,
+    directory: Path | None = None,
+    *,
+    tiny: bool = False,
+    init_from: Path | None = None,
+    fed: bool = True,
 ) -> Run:
-    """Everything loaded, placed and ready to train."""
-    config = require(shrunk(config) if tiny else config)
+    """Everything loaded, placed and ready to train; its data only if it is to be `fed`, for it may be gone since."""
+    config = require(shrunk(config) if tiny else config, fed=fed)
     warn(config)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
     placement = engine.placement(adapts=config.tuning.adapts)
@@ -105,7 +111,7 @@ def build(
         policy=generator(config, placement, init_from),
         objective=config.objective,
         rubric=judges(config.rewards, engine.placement()),
-        data=config.data.load(config.seed),
+        data=(config.data if fed else InlinePrompts(("",))).load(config.seed),
         engine=engine,
         directory=directory or config.output / (config.name or "run"),
         steps=config.steps,

@@ -224,8 +224,8 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def complaints(config: AnyConfig, world: int | None = None) -> list[str]:
-    """Every rule that is broken; the number of ranks is torchrun's if none is given."""
+def complaints(config: AnyConfig, world: int | None = None, *, fed: bool = True) -> list[str]:
+    """Every rule that is broken; the number of ranks is torchrun's if none is given, its files only if it is `fed`."""
     ranks = launched() if world is None else world
     if isinstance(config, AutoencoderConfig):
         found = [*(rule(config, ranks) for rule in CODEC_RULES), samples_and_average(config, ranks)]
@@ -233,13 +233,13 @@ def complaints(config: AnyConfig, world: int | None = None) -> list[str]:
         found = [rule(config, ranks) for rule in JUDGE_RULES]
     else:
         found = [rule(config, ranks) for rule in RULES]
-    found += [rule(config, ranks) for rule in COMMON]
+    found += [rule(config, ranks) for rule in COMMON if fed or rule is not files]
     return [sentence for sentence in found if sentence]
 
 
-def require(config: C, world: int | None = None) -> C:
+def require(config: C, world: int | None = None, *, fed: bool = True) -> C:
     """The configuration, if nothing speaks against it."""
-    found = complaints(config, world)
+    found = complaints(config, world, fed=fed)
     if found:
         raise ConfigError("\n".join(found))
     return config

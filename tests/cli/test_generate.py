@@ -73,6 +73,15 @@ def test_two_ranks_make_the_pictures_of_one(tmp_path: Path) -> None:
     assert Path("two/sheet.png").is_file()
 
 
+def test_what_was_trained_makes_pictures_though_its_data_is_gone() -> None:
+    file = Path("prompts.txt")
+    file.write_text("a red\na blue")
+    assert run("train", "grpo-toy-flow", "steps=1", "data={type: prompt_file, path: prompts.txt}") == 0
+    file.unlink()
+    assert run("generate", "runs/grpo-toy-flow", "-p", "a red", "--out", "made") == 0
+    assert len(rows("made")) == 1
+
+
 def test_pictures_that_are_there_stay_and_the_rest_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["generate", "grpo-toy-flow", "-p", "a red", "-p", "a blue", "--count", "2", "--out", "made"]
     assert run(*asked) == 0
