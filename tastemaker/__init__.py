@@ -36,7 +36,7 @@ from .types import (
 from .weights import Full, Tuning, Twin, Weights
 
 if TYPE_CHECKING:
-    from .commands.library import VAETrainer, build_model, list_models, load_config, register_model
+    from .commands.scripting import VAETrainer, build_model, list_models, load_config, register_model
     from .config.build import build
     from .config.load import load
     from .config.run import RunConfig
@@ -113,7 +113,7 @@ _LATER = {
     "load": ".config.load",
     "Run": ".train.run",
     "RunConfig": ".config.run",
-    **dict.fromkeys(_SMALL, ".commands.library"),
+    **dict.fromkeys(_SMALL, ".commands.scripting"),
 }
 
 

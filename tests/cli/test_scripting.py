@@ -18,7 +18,7 @@ import tastemaker
 from tastemaker import Policy, VAETrainer, build_model, list_models, load_config, register_model
 from tastemaker.codec import CODECS
 from tastemaker.commands import listing
-from tastemaker.commands.library import Batches
+from tastemaker.commands.scripting import Batches
 from tastemaker.config.registries import MODELS
 from tastemaker.config.run import AutoencoderConfig
 from tastemaker.config.validate import validate
