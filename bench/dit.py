@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sections import carry_out, say  # beside this file, in no package
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -68,10 +66,6 @@ class Noise:
 
     def first(self, count: int) -> PromptBatch:
         return PromptBatch(("0",) * count, ({},) * count)
-
-
-def say(section: str, text: str) -> None:
-    print(f"[{section}] {text}", flush=True)
 
 
 def settle() -> None:
@@ -203,30 +197,6 @@ def work(section: str, options: Options, out: Path) -> None:
     kinds[section](options, section, keep)
 
 
-def carry_out(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each section in a process of its own, whose results count even if it fails."""
-    began, found = time.monotonic(), []
-    for section in chosen.sections.split(","):
-        most = min(SECTIONS[section] * chosen.slack, chosen.seconds - (time.monotonic() - began))
-        if most < 15:
-            say(section, "left out: no time")
-            continue
-        part = Path(tempfile.mkdtemp()) / "part.json"
-        command = [sys.executable, __file__, "--section", section, "--out", str(part), "--seconds", f"{most:.0f}"]
-        command += ["--batch", str(chosen.batch), *(["--tiny"] if chosen.tiny else [])]
-        command += ["--plain"] if chosen.plain else []
-        try:
-            subprocess.run(command, timeout=most, check=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-        except subprocess.TimeoutExpired:
-            say(section, f"ended after {most:.0f} s")
-        except subprocess.CalledProcessError as error:
-            say(section, f"failed with {error.returncode}")
-        found += json.loads(part.read_text(encoding="utf-8")) if part.is_file() else []
-        if chosen.out:
-            Path(chosen.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    return found
-
-
 def table(found: list[dict[str, Any]]) -> None:
     reach = next((line["TFLOP/s"] for line in found if line["section"] == "limit"), None)
     print(f"\n{torch.cuda.get_device_name() if CUDA else 'cpu'}, PyTorch {torch.__version__}")
@@ -254,7 +224,9 @@ def main() -> None:
     chosen = options.parse_args()
     chosen.batch = min(chosen.batch, 4) if chosen.tiny else chosen.batch
     if not chosen.section:
-        table(carry_out(chosen))
+        limits = {name: most * chosen.slack for name, most in SECTIONS.items()}
+        more = ["--batch", str(chosen.batch), *(["--plain"] if chosen.plain else [])]
+        table(carry_out(__file__, limits, chosen, more))
         return
     torch.manual_seed(0)
     torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())

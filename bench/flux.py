@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sections import carry_out, say  # beside this file, in no package
 from torch import Tensor
 
 from tastemaker.config.build import generator
@@ -238,10 +237,6 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def say(section: str, text: str) -> None:
-    print(f"[{section}] {text}", flush=True)
-
-
 def warm(run: Run) -> None:
     """Everything once, with few steps a sample: compiles, allocates and begins."""
     policy = run.policy
@@ -430,33 +425,6 @@ def work(section: str, options: Options, out: Path) -> None:
     {"parts": parts, "plain": plain}.get(section, train)(options, section, keep)
 
 
-def carry_out(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each section in a process of its own, whose results count even if it fails."""
-    began, found = time.monotonic(), []
-    for section in chosen.sections.split(","):
-        left = chosen.seconds - (time.monotonic() - began)
-        limit = min(SECTIONS[section] * chosen.slack, left)
-        if limit < 20:
-            say(section, "left out: no time")
-            continue
-        part = Path(tempfile.mkdtemp()) / "part.json"
-        command = [sys.executable, __file__, "--section", section, "--out", str(part), "--attention", chosen.attention]
-        command += [*(["--tiny"] if chosen.tiny else []), *(["--plain"] if chosen.plain else [])]
-        command += ["--seconds", f"{limit:.0f}"]
-        # One cache of PyTorch's takes graphs with different kernels of attention for the same.
-        environment = {"PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-        try:
-            subprocess.run(command, timeout=limit, check=True, env=os.environ | environment)
-        except subprocess.TimeoutExpired:
-            say(section, f"ended after {limit:.0f} s")
-        except subprocess.CalledProcessError as error:
-            say(section, f"failed with {error.returncode}")
-        found += json.loads(part.read_text(encoding="utf-8")) if part.is_file() else []
-        if chosen.out:
-            Path(chosen.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    return found
-
-
 def table(found: list[dict[str, Any]]) -> None:
     plain_time = next((line["seconds a prompt"] for line in found if line["section"] == "plain"), None)
     counted = Counter(line["section"] for line in found)
@@ -494,7 +462,10 @@ def main() -> None:
     )
     chosen = options.parse_args()
     if not chosen.section and not chosen.plan:
-        table(carry_out(chosen))
+        limits = {name: most * chosen.slack for name, most in SECTIONS.items()}
+        more = ["--attention", chosen.attention, *(["--plain"] if chosen.plain else [])]
+        # One cache of PyTorch's takes graphs with different kernels of attention for the same.
+        table(carry_out(__file__, limits, chosen, more, TORCHINDUCTOR_AUTOGRAD_CACHE="0"))
         return
     torch.manual_seed(0)
     torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())

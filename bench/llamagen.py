@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sections import carry_out, say  # beside this file, in no package
 from torch import Tensor, nn
 
 from tastemaker.distributions import Categorical, Choice, Projected
@@ -63,10 +61,6 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DATASHEET = 4.8e12  # bytes a second of an H200
 Keep = Callable[[dict[str, Any]], None]
-
-
-def say(section: str, text: str) -> None:
-    print(f"[{section}] {text}", flush=True)
 
 
 def settle() -> None:
@@ -474,32 +468,6 @@ def work(section: str, options: Options, out: Path) -> None:
     {"parts": parts, "agreement": agreement, "grpo": grpo}.get(section, written)(section, options, keep)
 
 
-def carry_out(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each section in a process of its own, whose results count even if it fails."""
-    began, found = time.monotonic(), list[dict[str, Any]]()
-    for section in chosen.sections.split(","):
-        limit = min(SECTIONS[section], chosen.seconds - (time.monotonic() - began))
-        if limit < 10:
-            say(section, "left out: no time")
-            continue
-        part = Path(tempfile.mkdtemp()) / "part.json"
-        command = [sys.executable, __file__, "--section", section, "--out", str(part), "--seconds", f"{limit:.0f}"]
-        try:
-            subprocess.run(
-                [*command, *(["--tiny"] if chosen.tiny else [])], timeout=limit, check=True,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            say(section, f"ended after {limit:.0f} s")
-        except subprocess.CalledProcessError as error:
-            say(section, f"failed with {error.returncode}")
-        found += json.loads(part.read_text(encoding="utf-8")) if part.is_file() else []
-        if chosen.out:
-            Path(chosen.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    say("all", f"{time.monotonic() - began:.0f} s")
-    return found
-
-
 def table(found: list[dict[str, Any]]) -> None:
     plain = {line["section"]: line["plain"] for line in found if "plain" in line}
     print(f"\n{torch.cuda.get_device_name() if CUDA else 'cpu'}, PyTorch {torch.__version__}")
@@ -536,7 +504,7 @@ def main() -> None:
     options.add_argument("--section", default="")
     chosen = options.parse_args()
     if not chosen.section:
-        table(carry_out(chosen))
+        table(carry_out(__file__, SECTIONS, chosen))
         return
     torch.manual_seed(0)
     torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())

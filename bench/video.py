@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flux import CUDA, PROMPTS, gib, say, settle, timed, towers, watched
+from flux import CUDA, PROMPTS, gib, settle, timed, towers, watched
+from sections import carry_out, say
 
 from tastemaker.config.build import generator
 from tastemaker.config.run import Batch, EngineConfig, Optim, RewardConfig, RunConfig
@@ -150,29 +149,6 @@ def work(section: str, options: Options, out: Path) -> None:
     (plain if section in PLAIN else train)(options, section, keep)
 
 
-def carry_out(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each section in a process of its own, whose results count even if it fails."""
-    began, found = time.monotonic(), []
-    for section in chosen.sections.split(","):
-        limit = min(SECTIONS[section] * chosen.slack, chosen.seconds - (time.monotonic() - began))
-        if limit < 20:
-            say(section, "left out: no time")
-            continue
-        part = Path(tempfile.mkdtemp()) / "part.json"
-        command = [sys.executable, __file__, "--section", section, "--out", str(part), "--seconds", f"{limit:.0f}"]
-        command += [*(["--tiny"] if chosen.tiny else []), *(["--plain"] if chosen.plain else [])]
-        try:
-            subprocess.run(command, timeout=limit, check=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-        except subprocess.TimeoutExpired:
-            say(section, f"ended after {limit:.0f} s")
-        except subprocess.CalledProcessError as error:
-            say(section, f"failed with {error.returncode}")
-        found += json.loads(part.read_text(encoding="utf-8")) if part.is_file() else []
-        if chosen.out:
-            Path(chosen.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    return found
-
-
 def table(found: list[dict[str, Any]]) -> None:
     times = {(line["section"], line["frames"]): line["seconds a prompt"] for line in found}
     print(f"\n{torch.cuda.get_device_name() if CUDA else 'cpu'}, PyTorch {torch.__version__}")
@@ -197,7 +173,8 @@ def main() -> None:
     options.add_argument("--section", default="")
     chosen = options.parse_args()
     if not chosen.section:
-        table(carry_out(chosen))
+        limits = {name: most * chosen.slack for name, most in SECTIONS.items()}
+        table(carry_out(__file__, limits, chosen, ["--plain"] if chosen.plain else []))
         return
     torch.manual_seed(0)
     torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())
