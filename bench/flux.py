@@ -174,6 +174,7 @@ class Options:
     tiny: bool
     attention: str
     compile: bool
+    every: bool  # batch, not only the first that fits
     deadline: float  # of time.monotonic()
     folder: Path
 
@@ -325,7 +326,7 @@ def train(options: Options, section: str, keep: Callable[[dict[str, Any]], None]
             found["geometry"] = (prompts, rollout, micro)
             found["weights"] = sum(p.numel() for p in run.policy.weights.net.parameters())
             keep(found)
-            if number == 0 and not found["recompiled"] and section.startswith("grpo"):
+            if not options.every:
                 return
         except torch.OutOfMemoryError as error:
             say(section, f"{describe(batch)}: {str(error).splitlines()[0]:.150}")
@@ -456,6 +457,7 @@ def main() -> None:
     options.add_argument("--slack", type=float, default=1.0, help="factor on each section's own limit")
     options.add_argument("--attention", default="auto")
     options.add_argument("--plain", action="store_true", help="compile nothing")
+    options.add_argument("--every", action="store_true", help="batch, not only the first that fits")
     options.add_argument("--section", default="")
     options.add_argument(
         "--plan", default="", help="a file of results: show it beside what was planned, measure nothing"
@@ -463,7 +465,8 @@ def main() -> None:
     chosen = options.parse_args()
     if not chosen.section and not chosen.plan:
         limits = {name: most * chosen.slack for name, most in SECTIONS.items()}
-        more = ["--attention", chosen.attention, *(["--plain"] if chosen.plain else [])]
+        more = ["--attention", chosen.attention]
+        more += [f"--{name}" for name in ("plain", "every") if getattr(chosen, name)]
         # One cache of PyTorch's takes graphs with different kernels of attention for the same.
         table(carry_out(__file__, limits, chosen, more, TORCHINDUCTOR_AUTOGRAD_CACHE="0"))
         return
@@ -471,7 +474,8 @@ def main() -> None:
     torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())
     with tempfile.TemporaryDirectory() as folder:
         compiled = not chosen.plain and not chosen.tiny
-        told = Options(chosen.tiny, chosen.attention, compiled, time.monotonic() + chosen.seconds, Path(folder))
+        deadline = time.monotonic() + chosen.seconds
+        told = Options(chosen.tiny, chosen.attention, compiled, chosen.every, deadline, Path(folder))
         if chosen.plan:
             found = json.loads(Path(chosen.plan).read_text(encoding="utf-8"))
             planned(found, told)

@@ -17,13 +17,15 @@ from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
 from .layouts import Layout, flux
-from .published import TINY, Kit, single, sources
+from .published import JOINT, TINY, Kit, single, sources
 from .readers import Remembered
 from .texts import remembered
 
 DEV = Source("black-forest-labs/FLUX.1-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True)
 CHANNELS, FACTOR = 16, 8  # of its autoencoder
 CLIP_WORDS = 77
+FEED = ("net.0.proj", "net.2")
+USUAL = (*JOINT, *(f"{of}.{layer}" for of in ("ff", "ff_context") for layer in FEED))
 SMALL: dict[str, dict[str, Any]] = {
     "transformer": {
         "in_channels": 4 * CHANNELS,
@@ -102,7 +104,7 @@ class FluxBackbone:
 
         kit = Kit(spec.weights, source, SMALL, placement, spec.seed)
         tensors = None if spec.transformer is None else named(single(spec.transformer, source))
-        self.net: nn.Module = kit.trained("transformer", FluxTransformer2DModel, tensors)
+        self.net: nn.Module = kit.trained("transformer", FluxTransformer2DModel, tensors, USUAL)
         self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
         self.remembered = spec.texts(placement)
         self.spec, self.told = spec, bool(kit.config("transformer").get("guidance_embeds"))

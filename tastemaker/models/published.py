@@ -21,6 +21,8 @@ from .sizes import SIZES, Sizes
 
 TINY = "tiny"  # weights that are in no file
 RANDOM = "random"  # likewise, at the published size, or that of `random:ID`: to measure speed and memory by
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # what adapters of most published generators are on
+JOINT = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")  # likewise where texts attend too
 AT_ONCE = 1 << 13  # places of latents decoded in one call: a picture of 720x720, or two of 512x512
 
 
@@ -68,14 +70,20 @@ class Kit:
             ) from error
         return told
 
-    def trained(self, part: str, kind: Any, tensors: Mapping[str, Tensor] | None = None) -> nn.Module:
+    def trained(
+        self, part: str, kind: Any, tensors: Mapping[str, Tensor] | None = None, usual: tuple[str, ...] = ()
+    ) -> nn.Module:
         """The diffusers network that is to be trained, with its own tensors or those given.
 
-        In the precision its weights will be trained in; where that is not said, in bf16 if all is.
+        In the precision its weights will be trained in; where that is not said, in bf16 if all is. `usual` is how the
+        names of those layers end that adapters go to if nobody says otherwise: every linear layer if empty.
         """
-        usual = torch.bfloat16 if self.placement.dtype == torch.bfloat16 else torch.float32
-        net: nn.Module = self._diffusers(part, kind, self.placement.trained or usual, tensors)
-        return net if self.large else net.to(self.placement.device)
+        alike = torch.bfloat16 if self.placement.dtype == torch.bfloat16 else torch.float32
+        net: Any = self._diffusers(part, kind, self.placement.trained or alike, tensors)
+        if usual:
+            net.usual = usual
+        made: nn.Module = net if self.large else net.to(self.placement.device)
+        return made
 
     def autoencoder(self, part: str, kind: Any, *, recompute: bool = True, clips: bool = False) -> Codec:
         """The frozen diffusers autoencoder; `recompute` takes a seventh of the memory, by computing all twice."""

@@ -20,7 +20,7 @@ from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
 from .flux import pack, unpack
 from .layouts import Layout, same
-from .published import TINY, Codec, Kit, single, sources
+from .published import JOINT, TINY, Codec, Kit, single, sources
 from .readers import Reader, Remembered
 from .texts import remembered
 
@@ -124,7 +124,7 @@ class QwenImageBackbone:
 
         kit = Kit(spec.weights, QWEN, SMALL, placement, spec.seed)
         tensors = None if spec.transformer is None else single(spec.transformer, QWEN)
-        net: Any = kit.trained("transformer", QwenImageTransformer2DModel, tensors)
+        net: Any = kit.trained("transformer", QwenImageTransformer2DModel, tensors, JOINT)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}."
         vain = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
         net.idle = tuple(last + name for name in vain)  # nobody reads the words that leave the last block

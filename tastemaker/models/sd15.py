@@ -15,7 +15,7 @@ from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
 from .layouts import Layout, blocks
-from .published import TINY, Kit, sources
+from .published import ATTENTION, TINY, Kit, sources
 from .readers import Remembered
 from .texts import remembered
 from .unet import CHANNELS, FACTOR, alike, fitting, level, same_size, sided, tensors
@@ -79,7 +79,7 @@ class Sd15Backbone:
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
         self.embedded = spec.texts(placement)
         self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
-        self.net: nn.Module = kit.trained("unet", UNet2DConditionModel, tensors(spec.unet, SD15, config))
+        self.net: nn.Module = kit.trained("unet", UNet2DConditionModel, tensors(spec.unet, SD15, config), ATTENTION)
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         return Condition(tuple(prompts), self.embedded(prompts), tuple(facts))

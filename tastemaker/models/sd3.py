@@ -19,7 +19,7 @@ from ..processes.gaussian import GaussianProcess
 from ..registry import ConfigError
 from ..types import Condition, Facts, Placement, Prompts
 from .layouts import Layout, sd3
-from .published import TINY, Kit, single, sources
+from .published import JOINT, TINY, Kit, single, sources
 from .readers import Remembered
 from .texts import remembered
 
@@ -114,7 +114,7 @@ class Sd3Backbone:
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
         fitting(kit, spec)
         tensors = None if spec.transformer is None else own_layout(single(spec.transformer, source))
-        net: Any = kit.trained("transformer", SD3Transformer2DModel, tensors)
+        net: Any = kit.trained("transformer", SD3Transformer2DModel, tensors, JOINT)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn."
         net.idle = (f"{last}add_q_proj.", f"{last}norm_added_q.")  # what words ask for at the end is not used
         self.net: nn.Module = net

@@ -17,7 +17,7 @@ from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
 from . import sd15
 from .layouts import Layout, blocks
-from .published import TINY, Codec, Kit, sources
+from .published import ATTENTION, TINY, Codec, Kit, sources
 from .readers import Remembered
 from .texts import remembered
 from .unet import CHANNELS, FACTOR, alike, fitting, level, same_size, sided, tensors
@@ -80,7 +80,7 @@ class SdxlBackbone:
         self.told = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=placement.device)
         self.embedded = spec.texts(placement)
         self.codec = autoencoder(spec, kit, placement)
-        self.net: nn.Module = kit.trained("unet", UNet2DConditionModel, tensors(spec.unet, SDXL, config))
+        self.net: nn.Module = kit.trained("unet", UNet2DConditionModel, tensors(spec.unet, SDXL, config), ATTENTION)
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         return Condition(tuple(prompts), self.embedded(prompts), tuple(facts))
