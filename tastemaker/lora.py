@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +15,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from .dropout import Chance, RowDropout
+from .randomness import Randomness
 from .registry import ConfigError
 from .weights import Holder, Weights, missing
 
@@ -59,6 +62,7 @@ class LoraWeights(Weights):
             for name in self.names:
                 for module, own in found:
                     inject_adapter_in_model(own, module, name)
+        self._chances = [_by_rows(module, own) for module, own in found if own.lora_dropout]
         with torch.no_grad():
             for key, p in self._named():
                 if "lora_" in key and key.startswith(tuple(self.texts)):
@@ -137,6 +141,15 @@ class LoraWeights(Weights):
                 layer.set_scale(name, by)
 
     @contextmanager
+    def dropping(self, rng: Randomness, draw: int = 0) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chance in self._chances:
+                # A text encoder reads each text for all its rows, so that those are not rows of the update.
+                rows = rng if chance.net is self.net else replace(rng, rows=rng.rows[:1] * 0)
+                stack.enter_context(chance.by(rows, draw))
+            yield
+
+    @contextmanager
     def use(self, name: str) -> Iterator[None]:
         if name != "reference" and name not in self.names:
             raise missing(name, ["reference", *self.names[1:]])
@@ -150,6 +163,23 @@ class LoraWeights(Weights):
         finally:
             self._switch(on=True)
             self._activate(LIVE)
+
+
+def _none_called(chosen: Sequence[str], linear: Sequence[str]) -> ConfigError:
+    there = ", ".join(name for name, _ in Counter(name.rpartition(".")[2] for name in linear).most_common(8))
+    found = f"tuning: no layer's name ends with {', '.join(chosen):.60}; those of linear layers mostly end with {there}"
+    return ConfigError(f"{found}; set tuning.targets to some of them, or to usual")
+
+
+def _by_rows(net: nn.Module, config: LoraConfig) -> Chance:
+    """Put dropout that belongs to rows in place of peft's, the same in all adapters of a layer."""
+    chance = Chance(net)
+    for layer in (module for module in net.modules() if isinstance(module, LoraLayer)):
+        features, last = layer.in_features or 0, isinstance(layer.get_base_layer(), nn.Linear)
+        own = RowDropout(config.lora_dropout, features, chance, last=last)
+        for name in layer.lora_dropout:
+            layer.lora_dropout[name] = own
+    return chance
 
 
 @dataclass(frozen=True)
@@ -188,6 +218,8 @@ class Lora:
         if targets == "usual":
             targets = net.usual if isinstance(net, Accustomed) else "all-linear"
         chosen = list(targets) if isinstance(targets, tuple) else self._every(net, targets)
+        if not any(f".{name}".endswith(f".{target}") for name, _ in net.named_modules() for target in chosen):
+            raise _none_called(chosen, self._every(net, "all-linear"))
         alpha = 2 * self.rank if self.alpha is None else self.alpha
         return LoraConfig(r=self.rank, lora_alpha=alpha, target_modules=chosen, lora_dropout=self.dropout)  # type: ignore[arg-type]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from .randomness import Randomness
 
 Tensors = dict[str, Tensor]
 
@@ -55,6 +57,10 @@ class Weights(ABC):
     @abstractmethod
     def use(self, name: str) -> AbstractContextManager[None]:
         """Within the block the network runs on the named weights, without gradients."""
+
+    def dropping(self, rng: Randomness, draw: int = 0) -> AbstractContextManager[None]:
+        """Within the block, where an update is learned, layers with dropout leave out what these rows draw."""
+        return nullcontext()
 
 
 class Tuning(Protocol):

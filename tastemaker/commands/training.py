@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +12,10 @@ from ..config.build import build, build_autoencoder, build_judge, shrunk_any
 from ..config.check import require
 from ..config.dump import resolve
 from ..config.run import AnyConfig, AutoencoderConfig, JudgeConfig
+from ..export.adapters import Continued, of_others
+from ..lora import Lora
 from ..models import moments
+from ..models.layouts import Outside
 from ..observe.grids import Grids
 from ..observe.jsonl import JsonLines
 from ..observe.pages import Pages
@@ -49,6 +53,9 @@ def prepared(config: AnyConfig, place: Path, init_from: Path | None) -> Run | Au
         return build_judge(config, place, init_from=init_from)
     if isinstance(config, AutoencoderConfig):
         return build_autoencoder(config, place, init_from=init_from)
+    if init_from is not None and isinstance(config.tuning, Lora) and of_others(init_from):
+        layout = config.model.layout if isinstance(config.model, Outside) else None
+        return build(replace(config, tuning=Continued(config.tuning, init_from, layout)), place)
     return build(config, place, init_from=init_from)
 
 

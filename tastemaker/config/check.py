@@ -133,13 +133,15 @@ def truncation_and_chance(config: RunConfig, world: int) -> str | None:
 
 
 def dropout_and_ratio(config: RunConfig, world: int) -> str | None:
-    model, objective = config.model, config.objective
-    share = next((getattr(model, f.name) for f in fields(model) if f.name == "dropout"), 0)  # type: ignore[arg-type]
+    objective, parts = config.objective, {"model": config.model, "tuning": config.tuning}
+    named = ((name, part, f.name) for name, part in parts.items() for f in fields(part))  # type: ignore[arg-type]
+    shares = {name: getattr(part, field) for name, part, field in named if field == "dropout"}
+    found = next((name for name, share in shares.items() if share), None)
     meant = isinstance(objective, ForcedGRPO) and "dropout" in objective.faults
-    if not share or not objective.needs_chance or meant:
+    if found is None or not objective.needs_chance or meant:
         return None
     why = "samples are drawn by the whole network, and would be scored by one with parts left out"
-    return f"model.dropout: {share} while log-probs are trained: {why}; set model.dropout=0"
+    return f"{found}.dropout: {shares[found]} while log-probs are trained: {why}; set {found}.dropout=0"
 
 
 def prompts_and_ranks(config: RunConfig, world: int) -> str | None:

@@ -25,6 +25,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 TEXT = "text_encoder"  # how the names of adapters on text encoders begin
 KINDS = (nn.Linear, nn.Conv2d, nn.Conv3d)  # of layers that are adapted
 PEFT = "base_model.model."  # before the names that peft writes
+PREFIXES = (PEFT, "transformer.", "unet.", "lora_transformer_", "lora_unet_")  # before names, in files of others
 DOWN, UP, ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
 
 
@@ -126,10 +127,28 @@ def _widened(x: Tensor, rank: int, dim: int) -> Tensor:
 
 
 def _bare(name: str) -> str:
-    prefixes = (PEFT, "transformer.", "unet.", "lora_transformer_", "lora_unet_")
-    for prefix in prefixes:
+    for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return name
+
+
+def of_others(path: Path) -> bool:
+    """Whether a file holds adapters as diffusers, ComfyUI or VADER write them, which no checkpoint of a run does."""
+    if not path.is_file() or path.suffix not in (*PICKLED, ".safetensors"):
+        return False
+    data = unpickled(path) if path.suffix in PICKLED else None
+    names = () if isinstance(data, list) else read(path)
+    return isinstance(data, list) or any(key.startswith(PREFIXES) and key.endswith((A, DOWN)) for key in names)
+
+
+def found_in(path: Path, net: nn.Module, layout: Layout | None) -> tuple[dict[str, Factors], int, float]:
+    """The adapters of a file by the names of a network's layers, whoever wrote it, and their rank and alpha."""
+    data = unpickled(path) if path.suffix in PICKLED else None
+    found = nameless(data, net, path) if isinstance(data, list) else named(read(path), net, path, layout)
+    shapes = {(len(factors.down), factors.alpha) for factors in found.values()}
+    if len(shapes) > 1:
+        raise ConfigError(f"{path} has adapters of several ranks or scales; expected one for all layers")
+    return found, *shapes.pop()
 
 
 @dataclass(frozen=True)
@@ -141,19 +160,39 @@ class Attached:
     adapts: ClassVar[bool] = True
 
     def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights:
-        data = unpickled(self.path) if self.path.suffix in PICKLED else None
-        if isinstance(data, list):
-            found = nameless(data, model.net, self.path)
-        else:
-            found = named(read(self.path), model.net, self.path, self.layout)
-        shapes = {(len(factors.down), factors.alpha) for factors in found.values()}
-        if len(shapes) > 1:
-            raise ConfigError(f"{self.path} has adapters of several ranks or scales; expected one for all layers")
-        rank, alpha = shapes.pop()
+        found, rank, alpha = found_in(self.path, model.net, self.layout)
         weights = Lora(rank, alpha, tuple(found)).apply(model, snapshots)
-        own = weights.trainable()
-        with torch.no_grad():
-            for layer, factors in found.items():
-                own[layer + A].copy_(factors.down)
-                own[layer + B].copy_(factors.up)
+        _copy(found, weights, 1.0)
         return weights
+
+
+@dataclass(frozen=True)
+class Continued:
+    """Adapters as a recipe asks for them, which begin as those of a file are."""
+
+    tuning: Lora
+    path: Path
+    layout: Layout | None = field(default=None, repr=False)
+    adapts: ClassVar[bool] = True
+
+    def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights:
+        found, rank, alpha = found_in(self.path, model.net, self.layout)
+        weights = self.tuning.apply(model, snapshots)
+        own = {key.removesuffix(A) for key in weights.trainable() if key.endswith(A)}
+        if rank != self.tuning.rank or own != set(found):
+            raise ConfigError(
+                f"{self.path} has adapters of rank {rank} on {len(found)} layers, and tuning asks for rank "
+                f"{self.tuning.rank} on {len(own)}; set tuning.rank={rank}, and tuning.targets to its layers"
+            )
+        _copy(found, weights, alpha / (2 * rank if self.tuning.alpha is None else self.tuning.alpha))
+        for name in weights.stored():
+            weights.blend(name)
+        return weights
+
+
+@torch.no_grad()
+def _copy(found: Mapping[str, Factors], weights: Weights, scale: float) -> None:
+    own = weights.trainable()
+    for layer, factors in found.items():
+        own[layer + A].copy_(factors.down)
+        own[layer + B].copy_(factors.up * scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Field
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..embeddings import Texts
 from ..registry import ConfigError
 from ..types import Condition, Facts, Prompts
-from .published import AT_ONCE
+from .published import AT_ONCE, Kit
 from .readers import Reader, alone
 
 Side = Annotated[int, Field(ge=16, le=4096)]
@@ -69,22 +69,40 @@ class ClipCodec:
         return (shown / 2 + 0.5).clamp(0, 1).transpose(1, 2)
 
 
+@dataclass(frozen=True)
+class Folding:
+    """What one latent of an autoencoder of clips stands for."""
+
+    channels: int  # that it has
+    factor: int  # pixels a side
+    every: int  # frames, after the first
+
+    def shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Of the latents of a clip."""
+        return 1 + (frames - 1) // self.every, self.channels, height // self.factor, width // self.factor
+
+
+class Clip(Protocol):
+    """What a configuration says of the clips to be made."""
+
+    @property
+    def frames(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, int, int, int]: ...
+
+
 class ClipBackbone:
     """Denoises [f, C, h, w] latents of clips; how its network is asked is written in the file of its model."""
 
     passes = 1
 
-    def __init__(
-        self,
-        net: nn.Module,
-        ask: Ask,
-        codec: ClipCodec,
-        texts: Texts,
-        shape: tuple[int, ...],
-        pixels: tuple[int, int, int, int],
-    ) -> None:
+    def __init__(self, net: nn.Module, ask: Ask, codec: ClipCodec, texts: Texts, clip: Clip) -> None:
         self.net, self.ask, self.codec, self.texts = accustomed(net), ask, codec, texts
-        self.shape, self.pixels = shape, pixels
+        self.shape, self.pixels = clip.shape, (clip.frames, 3, clip.height, clip.width)
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         return Condition(tuple(prompts), self.texts(prompts), tuple(facts))
@@ -127,6 +145,18 @@ def measured(frames: int, height: int, width: int, every: int, side: int) -> Non
     for name, length in (("height", height), ("width", width)):
         if length % side:
             raise ValueError(f"'{name}' is {length}; expected a multiple of {side}")
+
+
+class T5Texts:
+    """What T5 says of every token of a prompt, and which of them are no filling; `masked`, it does not read that."""
+
+    def __init__(self, kit: Kit, length: int, *, masked: bool) -> None:
+        from transformers import T5EncoderModel
+
+        self.t5, self.masked = kit.reader("text_encoder", T5EncoderModel, "tokenizer", length), masked
+
+    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
+        return words(self.t5, prompts, masked=self.masked)
 
 
 def words(reader: Reader, texts: list[str], *, masked: bool) -> dict[str, Tensor]:

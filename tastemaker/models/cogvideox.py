@@ -14,29 +14,26 @@ from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..registry import ConfigError
 from ..types import Placement
-from .clips import SMALL_T5, ClipBackbone, ClipCodec, Side, Told, Words, measured, words
+from .clips import SMALL_T5, ClipBackbone, ClipCodec, Folding, Side, Told, Words, measured, words
 from .layouts import Layout, unknown
-from .published import TINY, Kit, sources
+from .published import TINY, Kit
 from .readers import Remembered
+from .releases import Release
 from .shown import cogvideox
 from .texts import remembered
 from .unet import level
 
-LICENCE = "CogVideoX licence"
-SOURCES = {
-    source.hub: source
-    for source in (
-        Source("zai-org/CogVideoX-2b", size="14 GB", licence="Apache-2.0"),
-        Source("zai-org/CogVideoX-5b", size="22 GB", licence=LICENCE),
-    )
-}
-CHANNELS, FACTOR, EVERY = 16, 8, 4  # of its autoencoder
+SOURCES = (
+    Source("zai-org/CogVideoX-2b", size="14 GB", licence="Apache-2.0"),
+    Source("zai-org/CogVideoX-5b", size="22 GB", licence="CogVideoX licence"),
+)
+FOLDING = Folding(channels=16, factor=8, every=4)
 SMALL: dict[str, dict[str, Any]] = {
     "transformer": {
         "num_attention_heads": 2,
         "attention_head_dim": 16,
-        "in_channels": CHANNELS,
-        "out_channels": CHANNELS,
+        "in_channels": FOLDING.channels,
+        "out_channels": FOLDING.channels,
         "time_embed_dim": 8,
         "text_embed_dim": 32,
         "num_layers": 2,
@@ -50,13 +47,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "down_block_types": ("CogVideoXDownBlock3D",) * 4,
         "up_block_types": ("CogVideoXUpBlock3D",) * 4,
         "block_out_channels": (4, 4, 4, 4),
-        "latent_channels": CHANNELS,
+        "latent_channels": FOLDING.channels,
         "layers_per_block": 1,
         "norm_num_groups": 2,
-        "temporal_compression_ratio": EVERY,
+        "temporal_compression_ratio": FOLDING.every,
     },
     "text_encoder": SMALL_T5,
 }
+COGVIDEOX = Release(SOURCES, SMALL)
 
 
 class CogTexts:
@@ -104,7 +102,7 @@ def rotary(config: Any, shape: tuple[int, int, int, int], placement: Placement) 
 class CogVideoX:
     """CogVideoX from text, which predicts the velocity on levels that end in the dark."""
 
-    weights: str = "zai-org/CogVideoX-2b"  # a hub id, or a folder in diffusers' layout
+    weights: str = SOURCES[0].hub  # a hub id, or a folder in diffusers' layout
     height: Side = 480
     width: Side = 720
     frames: int = 49  # one more than a multiple of 8, for latents are decoded by twos; 8 a second
@@ -116,33 +114,29 @@ class CogVideoX:
     layout: ClassVar[Layout] = Layout("CogVideoXPipeline", "transformer", "", unknown)
 
     def __post_init__(self) -> None:
-        measured(self.frames, self.height, self.width, 2 * EVERY, 2 * FACTOR)
+        measured(self.frames, self.height, self.width, 2 * FOLDING.every, 2 * FOLDING.factor)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 1 + (self.frames - 1) // EVERY, CHANNELS, self.height // FACTOR, self.width // FACTOR
+        return FOLDING.shape(self.frames, self.height, self.width)
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, *SOURCES.values())
-
-    def _kit(self, placement: Placement) -> Kit:
-        return Kit(self.weights, SOURCES.get(self.weights, SOURCES[CogVideoX.weights]), SMALL, placement, self.seed)
+        return COGVIDEOX.sources(self.weights)
 
     def texts(self, placement: Placement) -> Remembered:
-        kit, settings = self._kit(placement), {"model": "cogvideox", "words": self.words}
+        kit, settings = COGVIDEOX.kit(self.weights, placement, self.seed), {"model": "cogvideox", "words": self.words}
         return remembered(kit, lambda: CogTexts(kit, self.words), ("text_encoder",), settings, self.embeddings)
 
     def load(self, placement: Placement) -> ClipBackbone:
         from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
 
-        kit = self._kit(placement)
+        kit = COGVIDEOX.kit(self.weights, placement, self.seed)
         net: Any = kit.trained("transformer", CogVideoXTransformer3DModel)
         vae = kit.frozen("vae", AutoencoderKLCogVideoX, recompute=self.recompute)
         codec = ClipCodec.of(vae, cogvideox(vae))
         asked = partial(ask, rotary(net.config, self.shape, placement))
-        pixels = (self.frames, 3, self.height, self.width)
-        return ClipBackbone(net, asked, codec, self.texts(placement), self.shape, pixels)
+        return ClipBackbone(net, asked, codec, self.texts(placement), self)
 
     def tiny(self) -> CogVideoX:
         words = min(self.words, 16)

@@ -14,15 +14,16 @@ from ..policy import Process
 from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Placement
-from .clips import ClipBackbone, ClipCodec, Side, Told, Words, measured
+from .clips import ClipBackbone, ClipCodec, Folding, Side, Told, Words, measured
 from .layouts import Layout, unknown
-from .published import TINY, Kit, sources
+from .published import TINY, Kit
 from .readers import Remembered
+from .releases import Release
 from .shown import hunyuan
 from .texts import remembered
 
-HUNYUAN = Source("hunyuanvideo-community/HunyuanVideo", size="42 GB", licence="Tencent Hunyuan Community License")
-CHANNELS, FACTOR, EVERY = 16, 8, 4  # of its autoencoder
+SOURCE = Source("hunyuanvideo-community/HunyuanVideo", size="42 GB", licence="Tencent Hunyuan Community License")
+FOLDING = Folding(channels=16, factor=8, every=4)
 BEFORE, AFTER = 95, -3  # tokens of the template before the prompt, and the layer of Llama that is asked
 CLIP_WORDS = 77
 TEMPLATE = (
@@ -51,6 +52,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "text_encoder": {**TEXT, "vocab_size": 99, "num_hidden_layers": 3, "num_key_value_heads": 2, "pad_token_id": 0},
     "text_encoder_2": {**TEXT, "vocab_size": 600, "num_hidden_layers": 1, "bos_token_id": 0, "eos_token_id": 2},
 }
+HUNYUAN = Release((SOURCE,), SMALL)
 
 
 class HunyuanTexts:
@@ -91,7 +93,7 @@ def ask(guidance: float | None, net: nn.Module, x: Tensor, t: Tensor, told: Told
 class HunyuanVideo:
     """HunyuanVideo, from text: a flow whose levels are shifted by 7, with guidance told to the network."""
 
-    weights: str = HUNYUAN.hub  # a hub id, or a folder in diffusers' layout
+    weights: str = SOURCE.hub  # a hub id, or a folder in diffusers' layout
     height: Side = 720
     width: Side = 1280
     frames: int = 129  # one more than a multiple of 4; 24 a second
@@ -104,31 +106,30 @@ class HunyuanVideo:
     layout: ClassVar[Layout] = Layout("HunyuanVideoPipeline", "transformer", "", unknown)
 
     def __post_init__(self) -> None:
-        measured(self.frames, self.height, self.width, EVERY, 2 * FACTOR)
+        measured(self.frames, self.height, self.width, FOLDING.every, 2 * FOLDING.factor)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 1 + (self.frames - 1) // EVERY, CHANNELS, self.height // FACTOR, self.width // FACTOR
+        return FOLDING.shape(self.frames, self.height, self.width)
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, HUNYUAN)
+        return HUNYUAN.sources(self.weights)
 
     def texts(self, placement: Placement) -> Remembered:
-        kit = Kit(self.weights, HUNYUAN, SMALL, placement, self.seed)
+        kit = HUNYUAN.kit(self.weights, placement, self.seed)
         settings, parts = {"model": "hunyuanvideo", "words": self.words}, ("text_encoder", "text_encoder_2")
         return remembered(kit, lambda: HunyuanTexts(kit, self.words), parts, settings, self.embeddings)
 
     def load(self, placement: Placement) -> ClipBackbone:
         from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 
-        kit = Kit(self.weights, HUNYUAN, SMALL, placement, self.seed)
+        kit = HUNYUAN.kit(self.weights, placement, self.seed)
         net: Any = kit.trained("transformer", HunyuanVideoTransformer3DModel)
         vae = kit.frozen("vae", AutoencoderKLHunyuanVideo, recompute=self.recompute)
         codec = ClipCodec.of(vae, hunyuan(vae))
         asked = partial(ask, self.guidance if net.config.guidance_embeds else None)
-        pixels = (self.frames, 3, self.height, self.width)
-        return ClipBackbone(net, asked, codec, self.texts(placement), self.shape, pixels)
+        return ClipBackbone(net, asked, codec, self.texts(placement), self)
 
     def tiny(self) -> HunyuanVideo:
         words = min(self.words, 16)

@@ -13,15 +13,16 @@ from ..policy import Process
 from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Placement
-from .clips import SMALL_T5, ClipBackbone, ClipCodec, Side, Told, Words, measured, words
+from .clips import SMALL_T5, ClipBackbone, ClipCodec, Folding, Side, T5Texts, Told, Words, measured
 from .layouts import Layout, unknown
-from .published import TINY, Kit, sources
+from .published import TINY
 from .readers import Remembered
+from .releases import Release
 from .shown import ltx
 from .texts import remembered
 
-LTX = Source("Lightricks/LTX-Video", size="26 GB", licence="LTX-Video Open Weights License")
-CHANNELS, FACTOR, EVERY = 128, 32, 8  # of its autoencoder
+SOURCE = Source("Lightricks/LTX-Video", size="26 GB", licence="LTX-Video Open Weights License")
+FOLDING = Folding(channels=128, factor=32, every=8)
 SMALL: dict[str, dict[str, Any]] = {
     "transformer": {
         "num_attention_heads": 2,
@@ -38,18 +39,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "text_encoder": SMALL_T5,
 }
-
-
-class LtxTexts:
-    """What T5 says of every token of a prompt, and which of them are no filling."""
-
-    def __init__(self, kit: Kit, length: int) -> None:
-        from transformers import T5EncoderModel
-
-        self.t5 = kit.reader("text_encoder", T5EncoderModel, "tokenizer", length)
-
-    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        return words(self.t5, prompts, masked=False)
+LTX = Release((SOURCE,), SMALL)
 
 
 def ask(rate: float, net: nn.Module, x: Tensor, t: Tensor, told: Told) -> Tensor:
@@ -63,7 +53,7 @@ def ask(rate: float, net: nn.Module, x: Tensor, t: Tensor, told: Told) -> Tensor
         num_frames=frames,
         height=height,
         width=width,
-        rope_interpolation_scale=(EVERY / rate, FACTOR, FACTOR),
+        rope_interpolation_scale=(FOLDING.every / rate, FOLDING.factor, FOLDING.factor),
         return_dict=False,
     )[0]
     return out.view(len(x), frames, height, width, channels).movedim(-1, 2)
@@ -73,7 +63,7 @@ def ask(rate: float, net: nn.Module, x: Tensor, t: Tensor, told: Told) -> Tensor
 class Ltx:
     """LTX-Video, from text: a flow whose levels are shifted by the number of latents and stretched to end at 0.1."""
 
-    weights: str = LTX.hub  # a hub id, or a folder in diffusers' layout
+    weights: str = SOURCE.hub  # a hub id, or a folder in diffusers' layout
     height: Side = 512
     width: Side = 704
     frames: int = 161  # one more than a multiple of 8
@@ -86,32 +76,31 @@ class Ltx:
     layout: ClassVar[Layout] = Layout("LTXPipeline", "transformer", "", unknown)
 
     def __post_init__(self) -> None:
-        measured(self.frames, self.height, self.width, EVERY, FACTOR)
+        measured(self.frames, self.height, self.width, FOLDING.every, FOLDING.factor)
         if not 0 < self.rate <= 1000:
             raise ValueError(f"'rate' is {self.rate}; expected frames a second, above 0")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 1 + (self.frames - 1) // EVERY, CHANNELS, self.height // FACTOR, self.width // FACTOR
+        return FOLDING.shape(self.frames, self.height, self.width)
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, LTX)
+        return LTX.sources(self.weights)
 
     def texts(self, placement: Placement) -> Remembered:
-        kit = Kit(self.weights, LTX, SMALL, placement, self.seed)
-        settings = {"model": "ltx", "words": self.words}
-        return remembered(kit, lambda: LtxTexts(kit, self.words), ("text_encoder",), settings, self.embeddings)
+        kit, settings = LTX.kit(self.weights, placement, self.seed), {"model": "ltx", "words": self.words}
+        made = partial(T5Texts, kit, self.words, masked=False)
+        return remembered(kit, made, ("text_encoder",), settings, self.embeddings)
 
     def load(self, placement: Placement) -> ClipBackbone:
         from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 
-        kit = Kit(self.weights, LTX, SMALL, placement, self.seed)
+        kit = LTX.kit(self.weights, placement, self.seed)
         net = kit.trained("transformer", LTXVideoTransformer3DModel)
         vae = kit.frozen("vae", AutoencoderKLLTXVideo, recompute=self.recompute)
         codec = ClipCodec.of(vae, ltx(vae), vae.latents_mean, vae.latents_std)
-        pixels = (self.frames, 3, self.height, self.width)
-        return ClipBackbone(net, partial(ask, self.rate), codec, self.texts(placement), self.shape, pixels)
+        return ClipBackbone(net, partial(ask, self.rate), codec, self.texts(placement), self)
 
     def tiny(self) -> Ltx:
         words = min(self.words, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,15 +14,16 @@ from ..policy import Process
 from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Placement
-from .clips import SMALL_T5, ClipBackbone, ClipCodec, Side, Told, Words, measured, words
+from .clips import SMALL_T5, ClipBackbone, ClipCodec, Folding, Side, T5Texts, Told, Words, measured
 from .layouts import Layout, unknown
-from .published import TINY, Kit, sources
+from .published import TINY
 from .readers import Remembered
+from .releases import Release
 from .shown import mochi
 from .texts import remembered
 
-MOCHI = Source("genmo/mochi-1-preview", size="60 GB", licence="Apache-2.0")
-CHANNELS, FACTOR, EVERY = 12, 8, 6  # of its autoencoder
+SOURCE = Source("genmo/mochi-1-preview", size="60 GB", licence="Apache-2.0")
+FOLDING = Folding(channels=12, factor=8, every=6)
 SMALL: dict[str, dict[str, Any]] = {
     "transformer": {
         "num_attention_heads": 2,
@@ -40,18 +42,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "text_encoder": SMALL_T5,
 }
-
-
-class MochiTexts:
-    """What T5 says of every token of a prompt, and which of them are no filling."""
-
-    def __init__(self, kit: Kit, length: int) -> None:
-        from transformers import T5EncoderModel
-
-        self.t5 = kit.reader("text_encoder", T5EncoderModel, "tokenizer", length)
-
-    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        return words(self.t5, prompts, masked=True)
+MOCHI = Release((SOURCE,), SMALL)
 
 
 def ask(net: nn.Module, x: Tensor, t: Tensor, told: Told) -> Tensor:
@@ -71,7 +62,7 @@ def ask(net: nn.Module, x: Tensor, t: Tensor, told: Told) -> Tensor:
 class Mochi:
     """Mochi 1, from text: a flow whose first half of steps takes a fortieth of the noise away."""
 
-    weights: str = MOCHI.hub  # a hub id, or a folder in diffusers' layout
+    weights: str = SOURCE.hub  # a hub id, or a folder in diffusers' layout
     height: Side = 480
     width: Side = 848
     frames: int = 163  # one more than a multiple of 6; 30 a second
@@ -83,31 +74,30 @@ class Mochi:
     layout: ClassVar[Layout] = Layout("MochiPipeline", "transformer", "", unknown)
 
     def __post_init__(self) -> None:
-        measured(self.frames, self.height, self.width, EVERY, 2 * FACTOR)
+        measured(self.frames, self.height, self.width, FOLDING.every, 2 * FOLDING.factor)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 1 + (self.frames - 1) // EVERY, CHANNELS, self.height // FACTOR, self.width // FACTOR
+        return FOLDING.shape(self.frames, self.height, self.width)
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, MOCHI)
+        return MOCHI.sources(self.weights)
 
     def texts(self, placement: Placement) -> Remembered:
-        kit = Kit(self.weights, MOCHI, SMALL, placement, self.seed)
-        settings = {"model": "mochi", "words": self.words}
-        return remembered(kit, lambda: MochiTexts(kit, self.words), ("text_encoder",), settings, self.embeddings)
+        kit, settings = MOCHI.kit(self.weights, placement, self.seed), {"model": "mochi", "words": self.words}
+        made = partial(T5Texts, kit, self.words, masked=True)
+        return remembered(kit, made, ("text_encoder",), settings, self.embeddings)
 
     def load(self, placement: Placement) -> ClipBackbone:
         from diffusers import AutoencoderKLMochi, MochiTransformer3DModel
 
-        kit = Kit(self.weights, MOCHI, SMALL, placement, self.seed)
+        kit = MOCHI.kit(self.weights, placement, self.seed)
         net: Any = kit.trained("transformer", MochiTransformer3DModel)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn1."
         net.idle = (f"{last}add_q_proj.", f"{last}norm_added_q.")  # what words ask for at the end is not used
         vae = kit.frozen("vae", AutoencoderKLMochi, recompute=self.recompute)
-        codec, pixels = ClipCodec.of(vae, mochi(vae)), (self.frames, 3, self.height, self.width)
-        return ClipBackbone(net, ask, codec, self.texts(placement), self.shape, pixels)
+        return ClipBackbone(net, ask, ClipCodec.of(vae, mochi(vae)), self.texts(placement), self)
 
     def tiny(self) -> Mochi:
         words = min(self.words, 16)

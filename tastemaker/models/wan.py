@@ -13,23 +13,21 @@ from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..registry import ConfigError
 from ..types import Placement
-from .clips import SMALL_T5, ClipBackbone, ClipCodec, Side, Told, Words, measured, tidy, words
+from .clips import SMALL_T5, ClipBackbone, ClipCodec, Folding, Side, Told, Words, measured, tidy, words
 from .layouts import Layout, unknown
 from .nets.experts import Experts
-from .published import TINY, Kit, sources
+from .published import TINY, Kit
 from .readers import Remembered
+from .releases import Release
 from .shown import wan
 from .texts import remembered
 
-SOURCES = {
-    source.hub: source
-    for source in (
-        Source("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", size="29 GB", licence="Apache-2.0"),
-        Source("Wan-AI/Wan2.1-T2V-14B-Diffusers", size="80 GB", licence="Apache-2.0"),
-        Source("Wan-AI/Wan2.2-TI2V-5B-Diffusers", size="34 GB", licence="Apache-2.0"),
-        Source("Wan-AI/Wan2.2-T2V-A14B-Diffusers", size="126 GB", licence="Apache-2.0"),
-    )
-}
+SOURCES = (
+    Source("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", size="29 GB", licence="Apache-2.0"),
+    Source("Wan-AI/Wan2.1-T2V-14B-Diffusers", size="80 GB", licence="Apache-2.0"),
+    Source("Wan-AI/Wan2.2-TI2V-5B-Diffusers", size="34 GB", licence="Apache-2.0"),
+    Source("Wan-AI/Wan2.2-T2V-A14B-Diffusers", size="126 GB", licence="Apache-2.0"),
+)
 EVERY = 4  # frames a latent, after the first
 SMALL_NET = {
     "num_attention_heads": 2,
@@ -46,6 +44,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "vae": {"base_dim": 4, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
     "text_encoder": SMALL_T5,
 }
+WAN = Release(SOURCES, SMALL)
 
 
 class WanTexts:
@@ -88,7 +87,7 @@ def network(kit: Kit, boundary: float | None) -> nn.Module:
 class Wan:
     """Wan 2.1 or 2.2, from text: a flow whose levels are shifted by 3 at 480p and by 5 at 720p."""
 
-    weights: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"  # a hub id, or a folder in diffusers' layout
+    weights: str = SOURCES[0].hub  # a hub id, or a folder in diffusers' layout
     height: Side = 480
     width: Side = 832
     frames: int = 81  # one more than a multiple of 4; 16 a second
@@ -106,7 +105,7 @@ class Wan:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 1 + (self.frames - 1) // EVERY, self.channels, self.height // self.factor, self.width // self.factor
+        return Folding(self.channels, self.factor, EVERY).shape(self.frames, self.height, self.width)
 
     @property
     def layout(self) -> Layout:
@@ -115,24 +114,20 @@ class Wan:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, *SOURCES.values())
-
-    def _kit(self, placement: Placement) -> Kit:
-        return Kit(self.weights, SOURCES.get(self.weights, SOURCES[Wan.weights]), SMALL, placement, self.seed)
+        return WAN.sources(self.weights)
 
     def texts(self, placement: Placement) -> Remembered:
-        kit, settings = self._kit(placement), {"model": "wan", "words": self.words}
+        kit, settings = WAN.kit(self.weights, placement, self.seed), {"model": "wan", "words": self.words}
         return remembered(kit, lambda: WanTexts(kit, self.words), ("text_encoder",), settings, self.embeddings)
 
     def load(self, placement: Placement) -> ClipBackbone:
         from diffusers import AutoencoderKLWan
 
-        kit = self._kit(placement)
+        kit = WAN.kit(self.weights, placement, self.seed)
         vae = kit.frozen("vae", AutoencoderKLWan)
         self._agrees(vae.config)
         codec = ClipCodec.of(vae, wan(vae, self.recompute))
-        pixels = (self.frames, 3, self.height, self.width)
-        return ClipBackbone(network(kit, self.boundary), ask, codec, self.texts(placement), self.shape, pixels)
+        return ClipBackbone(network(kit, self.boundary), ask, codec, self.texts(placement), self)
 
     def _agrees(self, told: Any) -> None:
         """Refuse an autoencoder of another of its sizes, before its latents meet a network that cannot read them."""

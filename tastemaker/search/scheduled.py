@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..policy import Policy, Process
 from ..processes.gaussian import GaussianProcess
+from ..processes.karras import Karras, time
 from ..processes.paths import Path, Straight, VariancePreserving
 from ..randomness import Randomness
 from ..registry import ConfigError
@@ -41,15 +42,17 @@ class Scheduled(Search):
             warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, whose users they are
             made = scheduler(self.scheduler, process.path, self.settings)
             levels = visited(made, process.path, self.steps or process.steps, rng.rows.device)
-        flow, x, drawn = isinstance(process.path, Straight), rng.normal("start", *policy.model.shape), draws(made, rng)
-        x = x if flow else x * made.init_noise_sigma
+        path, x, drawn = process.path, rng.normal("start", *policy.model.shape), draws(made, rng)
+        flow = isinstance(path, Straight)
+        x = x if flow else x * made.init_noise_sigma / loudness(path, level(made.timesteps[0], path))
         for timestep in made.timesteps:
             seen = x if flow else made.scale_model_input(x, timestep)  # a flow needs no scale, and its own have none
-            t = level(timestep, process.path).to(x.device).expand(len(x))
-            output = policy.model.predict(seen, t, cond).float()
+            t = level(timestep, path).to(x.device)
+            output = policy.model.predict(seen * loudness(path, t), t.expand(len(x)), cond).float()
             x = made.step(output, timestep, x, **drawn).prev_sample
         price = Price(len(x) * policy.model.passes * levels)
-        return Found(x, torch.full((len(batch),), torch.nan, device=x.device), price)
+        score = torch.full((len(batch),), torch.nan, device=x.device)
+        return Found(x * loudness(path, path.grid(process.steps)[-1]).to(x.device), score, price)
 
 
 def gaussian(process: Process) -> GaussianProcess:
@@ -73,8 +76,21 @@ def scheduler(name: str, path: Path, settings: Mapping[str, Any]) -> Any:
     unknown = sorted(set(settings) - taken)
     if unknown:
         raise ConfigError(f"--scheduler: {name} has no setting '{unknown[0]:.60}'; expected some of {sorted(taken)}")
-    told = straight(path, name, taken) if isinstance(path, Straight) else preserving(path, name, taken)
+    told = described(path, name, taken)
     return kind(**{key: value for key, value in told.items() if key in taken} | dict(settings))
+
+
+def described(path: Path, name: str, taken: set[str]) -> dict[str, Any]:
+    """A path in the words of diffusers."""
+    if isinstance(path, Straight):
+        return straight(path, name, taken)
+    if isinstance(path, Karras):
+        return karras(path, name, taken)
+    if isinstance(path, VariancePreserving):
+        return preserving(path, name, taken)
+    raise ConfigError(
+        f"--scheduler: no scheduler of diffusers knows this {type(path).__name__} path; leave --scheduler out"
+    )
 
 
 def straight(path: Straight, name: str, taken: set[str]) -> dict[str, Any]:
@@ -89,11 +105,18 @@ def straight(path: Straight, name: str, taken: set[str]) -> dict[str, Any]:
     return {"use_flow_sigmas": True, "flow_shift": path.shift, "prediction_type": "flow_prediction"}
 
 
-def preserving(path: Path, name: str, taken: set[str]) -> dict[str, Any]:
-    if not isinstance(path, VariancePreserving) or path.shrinks != 1:
+def karras(path: Karras, name: str, taken: set[str]) -> dict[str, Any]:
+    """Of levels without steps between them, as Stable Video Diffusion's."""
+    if "timestep_type" not in taken:
         raise ConfigError(
-            f"--scheduler: no scheduler of diffusers knows this {type(path).__name__} path; leave --scheduler out"
+            f"--scheduler: {name} is not for levels of any noise, as this model's path has; choose "
+            "EulerDiscreteScheduler"
         )
+    told = {"timestep_type": "continuous", "timestep_spacing": "leading", "use_karras_sigmas": True}
+    return {**told, "sigma_min": path.smallest, "sigma_max": path.largest, "prediction_type": "v_prediction"}
+
+
+def preserving(path: VariancePreserving, name: str, taken: set[str]) -> dict[str, Any]:
     if "trained_betas" not in taken:
         raise ConfigError(f"--scheduler: {name} is not for noise in levels, as this model's path is; choose another")
     return {
@@ -112,7 +135,7 @@ def preserving(path: Path, name: str, taken: set[str]) -> dict[str, Any]:
 def betas(path: VariancePreserving) -> list[float]:
     """What each level loses, whatever made the path so."""
     levels = torch.arange(path.levels + 1, dtype=torch.float64) / path.levels
-    kept = 2 * path.alpha(levels).double().log()
+    kept = 2 * (path.alpha(levels).double() / loudness(path, levels)).log()
     return (-torch.expm1(kept.diff())).clamp(max=0.999999).tolist()
 
 
@@ -126,9 +149,18 @@ def visited(made: Any, path: Path, steps: int, device: torch.device) -> int:
     return len(made.timesteps)
 
 
+def loudness(path: Path, t: Tensor) -> Tensor:
+    """By what samples are larger than a scheduler has them: VideoCrafter's shrink beside their noise."""
+    if not isinstance(path, VariancePreserving) or path.shrinks == 1:
+        return torch.ones_like(t)
+    return (path.alpha(t) ** 2 + path.sigma(t) ** 2).sqrt()
+
+
 def level(timestep: Tensor | float, path: Path) -> Tensor:
     """Where a scheduler's step begins, from 0 to 1."""
     place = torch.as_tensor(timestep).float()
+    if isinstance(path, Karras):
+        return time((4 * place).exp())  # it counts a quarter of the logarithm
     return place / LEVELS if isinstance(path, Straight) else (place + 1) / getattr(path, "levels", LEVELS)
 
 

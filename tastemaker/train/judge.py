@@ -13,6 +13,7 @@ import torch
 
 from ..config.run import CheckpointConfig, Validation
 from ..data.spec import Dataset
+from ..randomness import Randomness
 from ..types import Answers, Loss, index
 from ..weights import Weights, warm
 from . import checkpoint
@@ -80,12 +81,15 @@ def learn(run: JudgeRun, step: int) -> Updated:
     began, engine, means = time.perf_counter(), run.engine, Means()
     batch: Answers = run.data.batch(step, run.rows, engine.comm.rank, engine.comm.world)
     pieces = torch.split(torch.arange(len(batch)), run.microbatch or len(batch))
+    first = engine.comm.rank * len(batch)
+    rng = Randomness(run.seed, step, torch.arange(first, first + len(batch), device=engine.device))
     run.weights.net.train()
     with seeded(f"{run.seed}/{step}/{engine.comm.rank}", engine.device):
         for piece in pieces:
-            with engine.computing(), engine.keeping():
-                loss = run.loss(index(batch, piece))
-            engine.backward(loss.rows.sum() / run.rows, last=piece is pieces[-1])
+            with run.weights.dropping(index(rng, piece)):
+                with engine.computing(), engine.keeping():
+                    loss = run.loss(index(batch, piece))
+                engine.backward(loss.rows.sum() / run.rows, last=piece is pieces[-1])
             means.note(loss, 1)
     update = engine.step(step)
     if run.ema:

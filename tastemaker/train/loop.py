@@ -74,12 +74,14 @@ def learn(run: Run, step: int) -> Updated:
         batch = run.data.batch(step, run.batch.prompts, engine.rows.rank, engine.rows.world)
         experience = objective.collect(ctx, batch)
         means.add(objective.watch(experience), len(experience))
+    own = run.context(step, len(experience)).rng  # of what was gathered, which may be several rows of each prompt
     with seeded(engine.device, hash((run.seed, step, engine.rows.rank))):
         for epoch in range(run.batch.epochs):
             for i, chosen in enumerate(minibatches(len(experience), run.batch.updates, ctx.rng, epoch)):
-                update = improve(run, replace(ctx, epoch=epoch), index(experience, chosen), means)
+                draw, (seen, rng) = epoch * run.batch.updates + i, index((experience, own), chosen)
+                update = improve(run, replace(ctx, epoch=epoch), seen, rng, draw, means)
                 if run.ema:
-                    count = (step * run.batch.epochs + epoch) * run.batch.updates + i
+                    count = step * run.batch.epochs * run.batch.updates + draw
                     run.policy.weights.blend("ema", warm(run.ema, count))
     objective.after_update(ctx)
     metrics = {**means.over(engine.comm), "grad_norm": update.grad_norm, "lr": update.lr}
@@ -95,7 +97,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def improve(run: Run, ctx: Context[Any], experience: Any, means: Means) -> Update:
+def improve(run: Run, ctx: Context[Any], experience: Any, rng: Randomness, draw: int, means: Means) -> Update:
     """One optimizer update: every part of every microbatch adds to the gradient, then all ranks step."""
     engine, objective = run.engine, run.objective
     total = len(experience) * engine.rows.world
@@ -108,10 +110,11 @@ def improve(run: Run, ctx: Context[Any], experience: Any, means: Means) -> Updat
                 "the experience has no parts to learn from: the sampler decided nothing; give it chance"
             )
         for i, part in enumerate(parts):
-            with engine.computing(), engine.keeping():
-                loss = objective.loss(ctx, mini, part)
             last = chunk is chunks[-1] and i == len(parts) - 1
-            engine.backward(loss.rows.sum() / total, last=last)
+            with run.policy.weights.dropping(index(rng, chunk), draw * len(parts) + i):
+                with engine.computing(), engine.keeping():
+                    loss = objective.loss(ctx, mini, part)
+                engine.backward(loss.rows.sum() / total, last=last)
             means.note(loss, len(parts))
     return engine.step(ctx.rng.step)
 

@@ -70,6 +70,8 @@ def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
     def call(*inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
+        if torch.compiler.is_compiling():  # which takes no modes into the backward pass
+            return checkpoint(forward, *inputs, use_reentrant=False, **named)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=again, **named)
 
     return call

@@ -135,6 +135,13 @@ def test_likelihood_may_truncate_its_sampler() -> None:
     assert complaints(load("likelihood-toy-causal", ["process.top_k=5"]), world=1) == []
 
 
+def test_dropout_of_adapters_cannot_leak_into_a_ratio() -> None:
+    changes = ["objective={type: ddpo}", "process.dynamics.eta=1"]
+    (found,) = complaints(load("vader-modelscope-hps", changes))
+    assert found.startswith("tuning.dropout: 0.1 while log-probs are trained") and found.endswith("tuning.dropout=0")
+    assert complaints(load("vader-modelscope-hps", [*changes, "tuning.dropout=0"])) == []
+
+
 def test_prompts_are_shared_out_evenly() -> None:
     config = load("grpo-toy-flow", ["batch.prompts=9"])
     sentence = "batch.prompts: 9 prompts do not divide among 2 ranks; choose a multiple of 2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from tastemaker.commands.directory import record
 from tastemaker.commands.generating import source
 from tastemaker.commands.publishing import Publication, publish
+from tastemaker.commands.training import prepared
 from tastemaker.config.build import build
 from tastemaker.config.load import load
 from tastemaker.export.adapters import KINDS, Attached
@@ -24,6 +26,7 @@ from tastemaker.guidance import unguided
 from tastemaker.models.modelscope import Modelscope
 from tastemaker.models.unet3d import SMALL
 from tastemaker.registry import ConfigError
+from tastemaker.train.run import Run
 from tastemaker.types import Placement
 
 QUIET = Console(quiet=True)
@@ -107,6 +110,27 @@ def test_adapters_go_out_under_the_authors_names_and_come_back(tmp_path: Path) -
         wanted, found = (net(x, level, words, torch.tensor([24, 8])) for net in (model.net, again.net))
         assert (wanted - found).abs().max() < 1e-5
     assert repr(config.tuning) == f"Attached(path={file!r})"  # which is part of what names a picture
+
+
+@pytest.mark.parametrize("layout", ["authors", "comfyui", "diffusers"])
+def test_training_goes_on_from_adapters_whoever_wrote_them(layout: Any, tmp_path: Path) -> None:
+    recipe, run, model = trained("videocrafter2", "tiny", LORA, tmp_path)
+    publish(Publication(run, tmp_path / "liked", layout, dtype=torch.float32), QUIET)
+    file = next(path for path in (tmp_path / "liked").iterdir() if path.suffix in (".pt", ".safetensors"))
+    changes = [*SETTINGS, f"output={tmp_path}", "name=again", "ema=0.9"]
+    config = load(str(recipe), [*changes, "tuning={type: lora, rank: 2, alpha: 3, targets: [to_q, to_k, to_v]}"])
+    begun = prepared(config, tmp_path / "again", file)
+    assert isinstance(begun, Run)
+    x, level, words = seen()
+    with torch.no_grad():
+        wanted = model.net(x, level, words, torch.tensor([24, 8]))
+        for borrowed in (nullcontext(), begun.policy.weights.use("ema")):
+            with borrowed:
+                found = begun.policy.model.net(x, level, words, torch.tensor([24, 8]))
+                assert (wanted - found).abs().max() < 1e-4
+    other = load(str(recipe), [*changes, "tuning={type: lora, rank: 4, targets: [to_q, to_k, to_v]}"])
+    with pytest.raises(ConfigError, match=r"of rank 2 on \d+ layers, and tuning asks for rank 4 .* set tuning.rank=2"):
+        prepared(other, tmp_path / "other", file)
 
 
 def test_adapters_without_names_are_those_of_all_layers_in_turn(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path as Files
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import toys
 from torch import Tensor
 
+from tastemaker.config.build import generator, shrunk
+from tastemaker.config.load import load
 from tastemaker.processes.dynamics import Ddim, Ode
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.karras import Karras
@@ -19,7 +22,7 @@ from tastemaker.registry import ConfigError
 from tastemaker.search.scheduled import Scheduled
 from tastemaker.search.search import Outcome
 from tastemaker.search.single import Single
-from tastemaker.types import PromptBatch
+from tastemaker.types import Placement, PromptBatch
 
 LATENT = VariancePreserving(ends_clean=True)
 BATCH = PromptBatch(toys.PROMPTS, ({},) * 4)
@@ -49,13 +52,20 @@ def test_their_euler_is_ours_on_a_straight_path(path: Straight) -> None:
         replace(LATENT, spacing="trailing"),
         replace(LATENT, betas="linear", first=1e-4, last=0.02, offset=0),
         replace(LATENT, betas="cosine", spacing="trailing"),
+        replace(LATENT, shrinks=0.7),
+        replace(LATENT, shrinks=0.7, ends_clean=False),
     ],
 )
 def test_their_ddim_is_ours(path: VariancePreserving, prediction: Any) -> None:
-    path = replace(path, prediction=prediction)
+    path = replace(path, prediction="epsilon" if path.shrinks < 1 and prediction == "velocity" else prediction)
     ours, theirs = (made(path, search) for search in (Single(), Scheduled("DDIMScheduler")))
     error = float((theirs - ours).norm() / ours.norm())
     assert error < 1e-4
+
+
+def test_their_euler_is_ours_on_levels_of_any_noise() -> None:
+    ours, theirs = (made(Karras(), search) for search in (Single(), Scheduled("EulerDiscreteScheduler")))
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -75,17 +85,55 @@ def test_any_scheduler_samples_and_a_row_is_the_same_whatever_is_beside_it(name:
     assert together.equal(made(path, Scheduled(name, 8)))
 
 
-def test_a_better_solver_is_nearer_to_many_steps_than_as_many_of_eulers() -> None:
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (Straight(), "UniPCMultistepScheduler"),
+        (replace(LATENT, spacing="trailing"), "DPMSolverMultistepScheduler"),
+        (replace(LATENT, spacing="trailing", shrinks=0.7), "DPMSolverMultistepScheduler"),  # VideoCrafter2's
+    ],
+)
+def test_a_better_solver_is_nearer_to_many_steps_than_as_many_of_eulers(path: Path, name: str) -> None:
     policy = toys.policy("flow")
 
     def found(search: Any, steps: int) -> Tensor:
-        own = replace(policy, process=GaussianProcess(Straight(), Ode(), steps))
+        own = replace(policy, process=GaussianProcess(path, Ode(), steps))
         x: Tensor = search.find(own, Outcome(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4))).x
         return x
 
     exact = found(Single(), 200)
-    errors = [float((found(search, 10) - exact).norm()) for search in (Single(), Scheduled("UniPCMultistepScheduler"))]
+    errors = [float((found(search, 20) - exact).norm()) for search in (Single(), Scheduled(name))]
     assert errors[1] < errors[0]
+
+
+CLIPS = {
+    "modelscope": ("DDIMScheduler", "DPMSolverMultistepScheduler"),
+    "videocrafter2": ("DDIMScheduler", "DPMSolverMultistepScheduler"),
+    "cogvideox": ("DDIMScheduler", "DPMSolverMultistepScheduler"),
+    "opensora": ("FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"),
+    "wan": ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"),
+    "ltx": ("FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"),
+    "hunyuanvideo": ("FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"),
+    "mochi": ("FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"),
+    "svd": ("EulerDiscreteScheduler",),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_generators_of_clips_are_sampled_by_the_schedulers_people_use(name: str, tmp_path: Files) -> None:
+    (tmp_path / "clips.yaml").write_text(f"extends: [base, models/{name}]\ndata: {{type: prompts, prompts: [a cat]}}")
+    told = ["objective={type: reward_gradient}", "rewards={bright: {type: brightness}}", "engine.precision=fp32"]
+    config = shrunk(load(tmp_path / "clips.yaml", [*told, "process.steps=4", "process.dynamics={type: ode}"]))
+    policy = replace(generator(config, Placement()), process=replace(config.process, steps=4))
+
+    def found(search: Any) -> Tensor:
+        batch = PromptBatch(("a cat",), ({},))
+        x: Tensor = search.find(policy, Outcome(toys.rubric()), batch, Randomness(0, 0, torch.arange(1))).x
+        return x
+
+    same, *others = (found(Scheduled(scheduler)) for scheduler in CLIPS[name])
+    torch.testing.assert_close(same, found(Single()), rtol=1e-3, atol=1e-3)
+    assert all(x.isfinite().all() and not x.allclose(same, atol=1e-3) for x in others)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +142,7 @@ def test_a_better_solver_is_nearer_to_many_steps_than_as_many_of_eulers() -> Non
         (Scheduled("DPMSolverMultistep"), LATENT, "did you mean 'DPMSolverMultistepScheduler'"),
         (Scheduled("DDIMScheduler"), Straight(), "not for flows"),
         (Scheduled("FlowMatchEulerDiscreteScheduler"), LATENT, "not for noise in levels"),
-        (Scheduled("DDIMScheduler"), Karras(), "no scheduler of diffusers knows"),
+        (Scheduled("DDIMScheduler"), Karras(), "choose EulerDiscreteScheduler"),
         (Scheduled("DDIMScheduler", settings={"karras": True}), LATENT, "has no setting 'karras'"),
     ],
 )

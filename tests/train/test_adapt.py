@@ -151,6 +151,13 @@ def test_files_name_the_encoder_as_diffusers_and_comfyui_do(tmp_path: Path) -> N
         weights.merged()
 
 
+def test_layers_that_are_not_there_are_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"ends with qqq; those of linear layers mostly end with .*to_q.* set tuning\.targets"
+    ):
+        started(tmp_path, "net", more=("tuning.targets=[qqq]",))
+
+
 def test_a_model_without_text_encoder_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no text encoder that could be trained"):
         started(tmp_path, "net", "text", recipe="grpo-lora-toy-flow")
@@ -161,7 +168,7 @@ def test_a_model_without_text_encoder_is_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_learn_what_one_learns_of_a_clip_and_of_its_words(tmp_path: Path) -> None:
-    changes = ["steps=2", "process.steps=2", "batch.prompts=2", "tuning.adapt=[net,text]", "tuning.dropout=0"]
+    changes = ["steps=2", "process.steps=2", "batch.prompts=2", "tuning.adapt=[net,text]", "tuning.dropout=0.1"]
     changes += ["sample.every=0", "guard.every=0", "engine.precision=fp32", "checkpoint.every=2", "optim.lr=1e-3"]
     found = []
     for count in (1, 2):

@@ -14,7 +14,9 @@ from torch._dynamo.utils import counters
 from tastemaker.config.build import build, shrunk
 from tastemaker.config.load import load
 from tastemaker.config.run import EngineConfig
+from tastemaker.lora import Lora
 from tastemaker.models.dit import Dit
+from tastemaker.randomness import Randomness
 from tastemaker.train import memory
 from tastemaker.train.failures import TrainingError
 from tastemaker.train.loop import learn, look
@@ -59,6 +61,26 @@ def test_equal_blocks_share_their_graphs_and_nothing_is_compiled_again(monkeypat
             assert counters["stats"]["unique_graphs"] == (2 if compile else 0)
         ends.append(whole(weights.trainable()))
     same(*ends, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of PyTorch, about itself
+def test_compiled_adapters_leave_out_the_same_step_after_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LARGE", 1)
+    monkeypatch.setattr(memory, "MANY", 3)
+    ends = []
+    for compile in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        weights = Lora(rank=2, targets="all-linear", dropout=0.3).apply(full_weights(), ())
+        engine = ready(weights, memory="recompute", compile=compile)
+        for step in range(3):
+            with weights.dropping(Randomness(0, step, torch.arange(4))):
+                step_by_step(engine, weights, step, parts=1)
+        assert counters["stats"]["unique_graphs"] == (1 if compile else 0)  # whichever block, row or step it is
+        ends.append(whole(weights.trainable()))
+    same(*ends, rtol=1e-3, atol=1e-5)
 
 
 def test_only_large_networks_of_many_equal_blocks_are_compiled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
