@@ -98,6 +98,7 @@ def encode(
     split: Annotated[str, typer.Option(help="Of CIFAR-10: train or test.")] = "train",
     say: Annotated[Saying | None, typer.Option(help="With --vae: of a picture; its caption, else its class.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="With --vae: pictures of a shard.")] = 1024,
+    skip: Annotated[int, typer.Option(min=0, help="Pictures that may be broken, on a rank; one more ends it.")] = 10,
     device: Annotated[Device, typer.Option(help="Where it runs.")] = Device.auto,
 ) -> None:
     """Write the tokens or latents of pictures; again, it goes on, on as many ranks as there are."""
@@ -110,11 +111,13 @@ def encode(
         if views is View.ten_crop:
             raise ConfigError("--views ten-crop is for tokens; choose middle or flip")
         target = out or Path("latents")
-        asked = latents.Order(pictures, vae, target, size, views is View.flip, say.value if say else None, rows)
+        asked = latents.Order(pictures, vae, target, size, views is View.flip, say.value if say else None, rows, skip)
         latents.encode(asked, place, console())
     else:
         target = out or Path("codes")
-        order = encoding.Order(pictures, tokenizer, target, size, (views or View.flip).value, crop_range, name, split)
+        order = encoding.Order(
+            pictures, tokenizer, target, size, (views or View.flip).value, crop_range, name, split, skip
+        )
         encoding.encode(order, place, console())
 
 

@@ -233,10 +233,11 @@ def plan(
     tbps: Annotated[float, typer.Option(min=0.1, help="TB/s of its memory: 4.3 on an H200.")] = 4.3,
 ) -> None:
     """Predict memory, time and batches of a run before anything is loaded, and what to change if it will not fit."""
+    from ..commands.planning import Gpu
     from ..commands.planning import plan as run_plan
-    from ..config.load import load
+    from ..config.load import load_any
 
-    if not run_plan(load(recipe, settings(overrides)), ranks, gpu_gib, tflops, tbps, Console()):
+    if not run_plan(load_any(recipe, settings(overrides)), ranks, Gpu(gpu_gib, tflops, tbps), Console()):
         raise typer.Exit(FAILURE)
 
 

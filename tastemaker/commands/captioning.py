@@ -73,11 +73,11 @@ def caption(model: Talker, wish: Wish, files: Sequence[Path], console: Console) 
         say(console, f"{len(kept)} of {len(files)} pictures have captions, which stay")
     left = [file for file in files if file not in kept]
     order = Order((wish.prompt or model.caption,), wish.model, wish.manner, wish.batch)
-    complaint: PictureError | None = None
+    complaint: BaseException | None = None
     shown = [Picture(file, file.stem.replace("_", " ").replace("-", " ")) for file in left]
     try:
         told = ask_all(model, order, wish.folder, wish.record, console, shown) if left else []
-    except PictureError as error:  # the others have their captions all the same
+    except (PictureError, KeyboardInterrupt) as error:  # the others have their captions all the same
         complaint, told = error, order.answers(wish.record, shown)
     said = {row["file"]: " ".join(str(row["answer"]).split()) for row in told}
     new = {file: said[str(file)] for file in left if said.get(str(file))}

@@ -20,6 +20,7 @@ from ..train import checkpoint
 from ..train.engine import Engine
 
 CONFIG = "config.yaml"
+RECIPE = "recipe.yaml"  # that an exported folder can be generated from by its name alone
 ELSEWHERE = ("output", "name")  # say where a run lies, not what it is
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from torch import Tensor
 
 from ..config.check import launched
@@ -23,12 +23,15 @@ from ..data.crops import centre, flipped, ten
 from ..data.labelled import Labelled, class_folder
 from ..models.nets.vq import VQ
 from ..models.vq import frozen, opened
+from ..pictures import PictureError
 from ..registry import ConfigError
 from ..types import Placement
+from .bearing import Broken
 
 ROWS = 64  # squares encoded at a time
 NOTE = "codes.json"  # what the codes were made of
 Views = Literal["middle", "flip", "ten-crop"]
+COUNT: dict[Views, int] = {"middle": 1, "flip": 2, "ten-crop": 10}
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Order:
     wide: float = 1.1  # of ten crops: the side of the square they are cut from, in their own
     name: str = "imagenet"  # of the data, in the folders' names
     split: str = "train"
+    skip: int = 10  # pictures that cannot be read and are left out, on each rank; one more is an error
 
     @property
     def codes(self) -> Path:
@@ -73,27 +77,40 @@ def encode(order: Order, placement: Placement, console: Console) -> Path:
     pictures, (rank, world) = source(order), share()
     agree(order, len(pictures), tensors)
     net = frozen(shape, tensors, order.tokenizer, placement)
-    left = [i for i in range(rank, len(pictures), world) if not done(order, i)]
-    shown = console if rank == 0 else Console(quiet=True)
-    views = len(order.cut(pictures.picture(0)))
-    size = max(1, ROWS // views)
-    for first in track(range(0, len(left), size), "encoding", console=shown):
-        numbers = left[first : first + size]
-        for number, ids in zip(numbers, tokens(net, order, pictures, numbers, placement), strict=True):
-            write(order.codes / f"{number}.npy", ids[None])
-            write(order.labels / f"{number}.npy", np.array([pictures.label(number)]))
-    shown.print(f"{len(pictures)} pictures in {views} views, {order.codes} and {order.labels}")
+    own = range(rank, len(pictures), world)
+    left = [i for i in own if not done(order, i)]
+    shown, broken = console if rank == 0 else Console(quiet=True), Broken(order.skip)
+    size = max(1, ROWS // COUNT[order.views])
+    with Progress(console=shown) as progress:
+        task = progress.add_task("encoding", total=len(own), completed=len(own) - len(left))
+        for first in range(0, len(left), size):
+            numbers = left[first : first + size]
+            cut = {i: views for i in numbers if (views := squares(order, pictures, i, broken, console)) is not None}
+            for number, ids in zip(cut, tokens(net, list(cut.values()), placement), strict=True):
+                write(order.codes / f"{number}.npy", ids[None])
+                write(order.labels / f"{number}.npy", np.array([pictures.label(number)]))
+            progress.advance(task, len(numbers))
+    told = f"{len(pictures)} pictures in {COUNT[order.views]} views, {order.codes} and {order.labels}{broken.counted()}"
+    shown.print(told, markup=False, soft_wrap=True)
     return order.codes
 
 
+def squares(order: Order, pictures: Labelled, number: int, broken: Broken, console: Console) -> Tensor | None:
+    """The views of a picture, if it can be read."""
+    try:
+        return order.cut(pictures.picture(number))
+    except PictureError as error:
+        broken.add(str(error), error, console)
+        return None
+
+
 @torch.no_grad()
-def tokens(
-    net: VQ, order: Order, pictures: Labelled, numbers: list[int], placement: Placement
-) -> Iterator[NDArray[np.int64]]:
+def tokens(net: VQ, cut: Sequence[Tensor], placement: Placement) -> Iterator[NDArray[np.int64]]:
     """Of each picture [V, T]."""
-    views = torch.stack([order.cut(pictures.picture(number)) for number in numbers])
-    ids = net.encode(views.flatten(0, 1).to(placement.device))
-    yield from ids.view(*views.shape[:2], -1).cpu().numpy()
+    if cut:
+        views = torch.stack(list(cut))
+        ids = net.encode(views.flatten(0, 1).to(placement.device))
+        yield from ids.view(*views.shape[:2], -1).cpu().numpy()
 
 
 def share() -> tuple[int, int]:
@@ -113,7 +130,7 @@ def agree(order: Order, count: int, tensors: Mapping[str, Tensor]) -> None:
         digest.update(key.encode() + tensors[key].contiguous().cpu().numpy().tobytes())
     told: dict[str, Any] = {**asdict(order), "pictures": str(order.pictures.resolve()), "count": count}
     told = {**told, "tokenizer": digest.hexdigest()}
-    del told["out"]
+    del told["out"], told["skip"]
     path = order.codes / NOTE
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))

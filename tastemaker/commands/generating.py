@@ -20,7 +20,7 @@ from ..config.run import RunConfig
 from ..data.prompts import PromptFile
 from ..export.adapters import FILE, Attached
 from ..lora import LoraWeights
-from ..models.layouts import Outside
+from ..models.layouts import Moving, Outside
 from ..pictures import clip_suffix, read_picture, save_picture, sheet
 from ..pretrained import PIPELINE
 from ..randomness import Randomness
@@ -33,14 +33,14 @@ from ..train.looking import viewed
 from ..train.run import Run
 from ..types import PromptBatch
 from ..weights import Full
-from .directory import CONFIG
+from .directory import CONFIG, RECIPE
 from .ledger import Ledger
 from .pricing import Rates, rates, stated
-from .publishing import RECIPE
 from .searching import judge
 
 ROWS = 64  # prompts searched for at a time, unless the recipe says how many fit
 SHOWN = 64  # pictures on the sheet
+VAE = "vae"  # what diffusers calls the folder of an autoencoder
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,9 @@ def exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
     config = load(folder / RECIPE, overrides)
     if (folder / FILE).is_file():
         return replace(config, tuning=Attached(folder / FILE))
+    if isinstance(config.model, Moving):
+        own = [f"model.{part}={folder}" for part in ("weights", *(["codec"] if (folder / VAE).is_dir() else []))]
+        return load(folder / RECIPE, [*overrides, *own])
     if not (folder / PIPELINE).is_file():
         raise ConfigError(f"{folder} holds no whole pipeline; export it without --bare, with --layout diffusers")
     model: Any = config.model

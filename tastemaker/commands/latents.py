@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import track
-from safetensors.torch import save_file
+from rich.progress import Progress
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..codec import Continuous
 from ..data.class_pictures import BROKEN
 from ..data.decoding import square
-from ..data.gallery import Gallery, GalleryRows, Say
-from ..data.latents import NOTE, LatentFolder, Note, fingerprint, note
+from ..data.gallery import Cut, Gallery, GalleryRows, Say
+from ..data.latents import NOTE, LatentFolder, Note, fingerprint, note, shard
 from ..models import codecs
 from ..models.opening import opened
+from ..pictures import PictureError
 from ..registry import ConfigError
 from ..types import Placement
+from .bearing import Broken
 from .encoding import share
 
 BATCH = 64  # squares encoded at a time
@@ -39,6 +41,7 @@ class Order:
     mirrored: bool = False
     say: Say | None = None  # of a picture: if not given its caption, else the number of its class, else nothing
     rows: int = 1024  # pictures of a shard
+    skip: int = 10  # pictures that cannot be used and are left out, on each rank; one more is an error
 
 
 def encode(order: Order, placement: Placement, console: Console) -> Path:
@@ -51,14 +54,21 @@ def encode(order: Order, placement: Placement, console: Console) -> Path:
     agree(wanted, order.out)
     wanted.write(order.out)
     rank, world = share()
-    left = [i for i in range(rank, wanted.shards, world) if not (order.out / wanted.file(i)).is_file()]
     shown = console if rank == 0 else Console(quiet=True)
-    for number in track(left, "encoding", console=shown):
-        numbers = range(number * wanted.rows, min((number + 1) * wanted.rows, wanted.count))
-        write(order.out / wanted.file(number), latents(codec, pictures, numbers, wanted, placement), pictures, numbers)
-    if all((order.out / wanted.file(i)).is_file() for i in range(wanted.shards)):
-        deviation = LatentFolder(order.out).load(0).deviation
-        shown.print(f"latents of {wanted.count} pictures in {order.out}, of deviation {deviation:.4g}", soft_wrap=True)
+    files = [order.out / wanted.file(i) for i in range(wanted.shards)]
+    broken = Broken(order.skip, [said for file in files if file.is_file() for said in shard(file).skipped])
+    work = Work(codec, pictures, wanted, placement, broken, console)
+    with Progress(console=shown) as progress:
+        own = range(rank, wanted.shards, world)
+        task = progress.add_task("encoding", total=sum(len(wanted.numbers(i)) for i in own))
+        for number in own:
+            for count in work.shard(files[number], wanted.numbers(number)):
+                progress.advance(task, count)
+    if all(file.is_file() for file in files):
+        found = LatentFolder(order.out).load(0)
+        left_out = Broken(0, [said for kept in found.shards for said in kept.skipped]).counted()
+        told = f"latents of {len(found)} pictures in {order.out}, of deviation {found.deviation:.4g}{left_out}"
+        shown.print(told, markup=False, soft_wrap=True)
     return order.out
 
 
@@ -101,43 +111,97 @@ def agree(wanted: Note, folder: Path) -> None:
         )
 
 
-@torch.no_grad()
-def latents(
-    codec: Continuous, pictures: GalleryRows, numbers: Sequence[int], wanted: Note, placement: Placement
-) -> Tensor:
-    """Of some pictures, in half precision: [N, V, C, h, w]."""
-    pieces = []
-    for first in range(0, len(numbers), BATCH):
-        pixels = torch.stack([cut(pictures, i, wanted.size) for i in numbers[first : first + BATCH]])
-        views = torch.stack([pixels, pixels.flip(-1)][: wanted.views], 1)  # [B, V, 3, S, S]
-        found = codec.encode(views.flatten(0, 1).to(placement.device)).half().cpu()
-        pieces.append(found.view(*views.shape[:2], *wanted.shape))
-    return torch.cat(pieces)
+@dataclass(frozen=True)
+class Piece:
+    """Latents of some pictures in half precision, and what is known of each."""
+
+    x: Tensor  # [N, V, C, h, w]
+    prompts: tuple[str, ...]
+    labels: tuple[int, ...]
+    skipped: tuple[str, ...]  # what is wrong with those that are left out
+
+    def write(self, path: Path) -> None:
+        """All of a file or none."""
+        wide = self.x.double()
+        said = {
+            "prompts": self.prompts,
+            "labels": self.labels,
+            "sums": [float(wide.sum()), float(wide.square().sum())],
+            "numbers": self.x.numel(),
+            **({"skipped": self.skipped} if self.skipped else {}),
+        }
+        partial = path.with_name(f".{path.stem}.{os.getpid()}.partial")
+        save_file({"latents": self.x.contiguous()}, partial, {"told": json.dumps(said)})
+        os.replace(partial, path)
 
 
-def cut(pictures: GalleryRows, number: int, size: int) -> Tensor:
-    """The middle square of a picture: [3, size, size] in [0, 1]."""
-    source = pictures.source
-    try:
-        return square(source.encoded(number), source.name(number), size).movedim(-1, 0) / 255
-    except BROKEN as error:
-        raise ConfigError(
-            f"{source.name(number)} cannot be used ({' '.join(str(error).split()):.200}); mend or remove it"
-        ) from error
+def kept(path: Path) -> Piece:
+    found = shard(path)
+    return Piece(load_file(path)["latents"], found.prompts, found.labels, found.skipped)
 
 
-def write(path: Path, x: Tensor, pictures: GalleryRows, numbers: Sequence[int]) -> None:
-    """All of a shard or none."""
-    wide = x.double()
-    said = {
-        "prompts": [pictures.said(i) for i in numbers],
-        "labels": [label(pictures, i) for i in numbers],
-        "sums": [float(wide.sum()), float(wide.square().sum())],
-        "numbers": x.numel(),
-    }
-    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial")
-    save_file({"latents": x.contiguous()}, partial, {"told": json.dumps(said)})
-    os.replace(partial, path)
+def joined(pieces: Sequence[Piece]) -> Piece:
+    said = [sum(parts, ()) for parts in zip(*((x.prompts, x.labels, x.skipped) for x in pieces), strict=True)]
+    return Piece(torch.cat([piece.x for piece in pieces]), *said)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What pictures are encoded by and with."""
+
+    codec: Continuous
+    pictures: GalleryRows
+    wanted: Note
+    placement: Placement
+    broken: Broken
+    console: Console
+
+    def shard(self, path: Path, numbers: range) -> Iterator[int]:
+        """Write a shard that is not there, by pieces, so that an interruption costs no more than one; tells counts."""
+        if path.is_file():
+            yield len(numbers)
+            return
+        parts = [numbers[first : first + BATCH] for first in range(0, len(numbers), BATCH)]
+        files = [path.with_name(f".{path.stem}-{part.start}-{part.stop}.piece") for part in parts]
+        for file, part in zip(files, parts, strict=True):
+            if file.is_file():
+                self.broken.told.extend(shard(file).skipped)
+            else:
+                self.piece(part).write(file)
+            yield len(part)
+        joined([kept(file) for file in files]).write(path)
+        for file in files:
+            file.unlink()
+
+    def piece(self, numbers: range) -> Piece:
+        """Of the pictures with these numbers that can be used."""
+        before = len(self.broken.told)
+        cuts = [cut for number in numbers if (cut := self._cut(number)) is not None]
+        labels = tuple(label(self.pictures, cut.number) for cut in cuts)
+        prompts, skipped = tuple(cut.prompt for cut in cuts), tuple(self.broken.told[before:])
+        return Piece(self._latents([cut.pixels for cut in cuts]), prompts, labels, skipped)
+
+    def _cut(self, number: int) -> Cut | None:
+        """The middle square of a picture, if it can be used."""
+        source = self.pictures.source
+        try:
+            pixels = square(source.encoded(number), source.name(number), self.wanted.size)
+            return Cut(self.pictures.said(number), pixels.movedim(-1, 0), number)
+        except BROKEN as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            other = f"{source.name(number)} cannot be used ({reason:.200}); mend or remove it"
+            self.broken.add(str(error) if isinstance(error, PictureError) else other, error, self.console)
+            return None
+
+    @torch.no_grad()
+    def _latents(self, cuts: Sequence[Tensor]) -> Tensor:
+        """Of squares [3, S, S] of bytes: [N, V, C, h, w]."""
+        if not cuts:
+            return torch.empty(0, self.wanted.views, *self.wanted.shape, dtype=torch.half)
+        pixels = torch.stack(list(cuts)) / 255
+        views = torch.stack([pixels, pixels.flip(-1)][: self.wanted.views], 1)  # [B, V, 3, S, S]
+        found = self.codec.encode(views.flatten(0, 1).to(self.placement.device)).half().cpu()
+        return found.view(*views.shape[:2], *self.wanted.shape)
 
 
 def label(pictures: GalleryRows, number: int) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
 
 from ..config.arithmetic import arithmetic
-from ..config.run import RunConfig
+from ..config.run import AnyConfig, AutoencoderConfig, JudgeConfig, RunConfig
 from ..objectives.srpo import SRPO
+from ..planning.autoencoders import peak as copying
+from ..planning.autoencoders import share
 from ..planning.memory import MOMENTS, Peak, peak, rows
+from ..registry import ConfigError
 
 GIB = 2**30
 NAMES = {
@@ -23,35 +27,87 @@ NAMES = {
     "rollout": "activations while sampling",
     "training": "activations while training",
 }
+COPYING = {
+    "weights": "weights of the autoencoder, and of its critic",
+    "gradients": "gradients",
+    "moments": "what AdamW remembers",
+    "snapshots": "snapshots",
+    "frozen": "LPIPS",
+    "rollout": "activations while the critic learns",
+    "training": "activations while the autoencoder learns",
+}
 
 
-def plan(config: RunConfig, world: int, room: float, rate: float, bandwidth: float, console: Console) -> bool:
-    """Print the plan, at so many TFLOP and TB a second; says whether it fits into `room` GiB."""
-    found, at_once = peak(config, world), rows(config, world)
-    table = Table("on one GPU", "GiB", title=f"{config.name or type(config.model).__name__} on {world} rank(s)")
-    for name, told in NAMES.items():
+@dataclass(frozen=True)
+class Gpu:
+    """What there is on one, and what it reaches."""
+
+    room: float = 80.0  # GiB
+    rate: float = 540.0  # TFLOP a second
+    bandwidth: float = 4.3  # TB a second
+
+
+def plan(config: AnyConfig, world: int, gpu: Gpu, console: Console) -> bool:
+    """Print the plan; says whether it fits."""
+    if isinstance(config, JudgeConfig):
+        raise ConfigError("plan: the recipe trains a judge, whose sizes are not known here; try it, with `train`")
+    if isinstance(config, AutoencoderConfig):
+        found, names, less = copying(config, world), COPYING, fewer(config, world)
+    else:
+        found = peak(config, world)
+        names, less = NAMES, iter(changes(config, found, world)) if found.total > gpu.room * GIB else iter(())
+    table = Table("on one GPU", "GiB", title=f"{config.name} on {world} rank(s)")
+    for name, told in names.items():
         table.add_row(told, f"{getattr(found, name) / GIB:.1f}")
     table.add_row("at the worst moment", f"{found.total / GIB:.1f}", style="bold")
     console.print(table)
+    console.print(seen(config, world))
+    console.print(lasting(config, found, gpu))
+    fits = found.total <= gpu.room * GIB
+    console.print(f"It {'fits' if fits else 'does not fit'} into {gpu.room:.0f} GiB.")
+    for change, total in () if fits else less:
+        console.print(f"  {change}: {total / GIB:.1f} GiB", highlight=False)
+        if total <= gpu.room * GIB:
+            break
+    return fits
+
+
+def seen(config: RunConfig | AutoencoderConfig, world: int) -> str:
+    """How many rows there are at once, in words."""
     steps = arithmetic(config, world)
-    console.print(
+    if isinstance(config, AutoencoderConfig):
+        return f"The network sees {share(config, world)} pictures at once; {config.rows} a step, over all ranks."
+    at_once = rows(config, world)
+    return (
         f"The network sees {at_once.rollout} rows at once while sampling and {at_once.training} while training; "
         f"{steps['samples a step']} samples a step, {steps['updates a step']} update(s)."
     )
-    seconds = found.seconds(rate * 1e12, bandwidth * 1e12)
+
+
+def lasting(config: RunConfig | AutoencoderConfig, found: Peak, gpu: Gpu) -> str:
+    """How long it takes, in words."""
+    seconds = found.seconds(gpu.rate * 1e12, gpu.bandwidth * 1e12)
     moved = f" and {found.moved / 1e12:.2g} TB read token by token" if found.moved else ""
-    speed = f"{rate:.0f} TFLOP/s" + (f" and {bandwidth:.1f} TB/s" if found.moved else "")
-    console.print(
-        f"A step is {found.work / 1e15:.3g} PFLOP of the network{moved}: {seconds:.2g} s at {speed}, "
-        f"{config.steps} steps {config.steps * seconds / 3600:.1f} h."
-    )
-    fits = found.total <= room * GIB
-    console.print(f"It {'fits' if fits else 'does not fit'} into {room:.0f} GiB.")
-    for change, total in [] if fits else changes(config, found, world):
-        console.print(f"  {change}: {total / GIB:.1f} GiB", highlight=False)
-        if total <= room * GIB:
-            break
-    return fits
+    speed = f"{gpu.rate:.0f} TFLOP/s" + (f" and {gpu.bandwidth:.1f} TB/s" if found.moved else "")
+    whole = config.steps * seconds
+    time = f"{whole / 3600:.1f} h" if whole >= 360 else f"{whole / 60:.1f} min"
+    work = f"A step is {found.work / 1e15:.3g} PFLOP of the network{moved}"
+    return f"{work}: {seconds:.2g} s at {speed}, {config.steps} steps {time}."
+
+
+def fewer(config: AutoencoderConfig, world: int) -> Iterator[tuple[str, float]]:
+    """Settings of an autoencoder's run that take less, and what each takes together with those before it."""
+    if config.engine.precision == "fp32":
+        config = replace(config, engine=replace(config.engine, precision="bf16"))
+        yield "engine.precision=bf16", copying(config, world).total
+    if config.engine.memory == "keep":
+        config = replace(config, engine=replace(config.engine, memory="recompute"))
+        yield "engine.memory=recompute", copying(config, world).total
+    at_once = share(config, world)
+    while at_once > 1:
+        at_once = -(-at_once // 4)
+        config = replace(config, microbatch=at_once)
+        yield f"microbatch={at_once}", copying(config, world).total
 
 
 def changes(config: RunConfig, found: Peak, world: int) -> list[tuple[str, float]]:

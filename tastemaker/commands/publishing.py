@@ -31,11 +31,11 @@ from ..report.read import Record, read
 from ..train import checkpoint
 from ..types import Placement
 from ..weights import Weights
-from .directory import CONFIG
+from . import moving
+from .directory import CONFIG, RECIPE
 from .downloading import sources
 from .parting import part, recognised
 
-RECIPE = "recipe.yaml"  # that an exported folder can be generated from by its name alone
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -74,6 +74,8 @@ def publish(order: Publication, console: Console) -> None:
         raise ConfigError(f"--out: '{order.out}' is named as a file; give a folder, which will hold its page too")
     if order.out.exists():
         raise ConfigError(f"--out: {order.out} is there already; name a new folder, or remove it")
+    if moving.recognised(order.directory):
+        return moved(order, console)
     trained = opened(order)
     partial = order.out.with_name(f".{order.out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -85,6 +87,13 @@ def publish(order: Publication, console: Console) -> None:
     partial.replace(order.out)
     size = sum(path.stat().st_size for path in order.out.rglob("*") if path.is_file()) / 1e6
     return console.print(f"{order.out}: {trained.name} weights of {trained.step.name}, {size:.1f} MB", highlight=False)
+
+
+def moved(order: Publication, console: Console) -> None:
+    """A generator made here, whose network diffusers alone has; adapters are merged."""
+    if order.layout != "diffusers":
+        raise ConfigError(f"--layout: {order.layout} does not know this model; give diffusers, or leave it out")
+    moving.move(moving.Move(order.directory, order.out, order.weights, order.dtype, order.bare, order.shard), console)
 
 
 def opened(order: Publication) -> Trained:

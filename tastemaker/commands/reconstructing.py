@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..perceptual import VGG16
 from ..pictures import STILLS, PictureError, read_picture, save_picture
 from ..registry import ConfigError
 from ..types import Placement
+from .bearing import Broken
 
 SCORES, NOTE, BOTH = "scores.jsonl", "reconstruct.json", "pictures"
 MEASURES = ("psnr", "ssim", "lpips")
@@ -45,21 +46,6 @@ class Order:
     skip: int = 10  # that cannot be read and are passed over; one more is an error
     vgg: str = VGG16.hub
     heads: str = ""
-
-
-@dataclass
-class Broken:
-    """Files that cannot be read, and how many of them are borne."""
-
-    most: int
-    files: list[Path] = field(default_factory=list)
-
-    def add(self, file: Path, error: PictureError, console: Console) -> None:
-        self.files.append(file)
-        if len(self.files) > self.most:
-            others = f", and {len(self.files) - 1} before it" if len(self.files) > 1 else ""
-            raise ConfigError(f"{error}{others}; or bear more of them with --skip {2 * len(self.files)}") from error
-        console.print(f"skipped: {error}", markup=False, highlight=False, soft_wrap=True)
 
 
 def reconstruct(order: Order, placement: Placement, console: Console) -> list[Row]:
@@ -153,7 +139,7 @@ def batches(
         try:
             pixels = cut(read_picture(file)[0], order.size, stride, file)
         except PictureError as error:
-            broken.add(file, error, console)
+            broken.add(str(error), error, console)
             continue
         if waiting and (len(waiting) == order.rows or waiting[0][1].shape != pixels.shape):
             yield waiting
@@ -203,6 +189,5 @@ def tell(order: Order, rows: Sequence[Row], broken: Broken, missing: Sequence[st
         console.print(f"{row['psnr']:.2f} dB  {row['file']}", markup=False, highlight=False)
     for said in missing:
         console.print(said, markup=False, highlight=False, soft_wrap=True)
-    skipped = f", {len(broken.files)} could not be read" if broken.files else ""
     ending = f"{len(rows)} pictures beside their copies in {order.out / BOTH}, line by line in {order.out / SCORES}"
-    console.print(f"{ending}{skipped}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{ending}{broken.counted()}", markup=False, highlight=False, soft_wrap=True)

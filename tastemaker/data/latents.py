@@ -6,9 +6,11 @@ import hashlib
 import json
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,6 +52,10 @@ class Note:
     def file(self, number: int) -> str:
         return f"latents-{number:05d}-of-{self.shards:05d}.safetensors"
 
+    def numbers(self, number: int) -> range:
+        """Of the pictures of a shard."""
+        return range(number * self.rows, min((number + 1) * self.rows, self.count))
+
     def write(self, folder: Path) -> None:
         """All of it or none; every rank writes the same."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,13 +91,15 @@ class Shard:
     labels: tuple[int, ...]
     sums: tuple[float, float]  # of all numbers in it, and of their squares
     numbers: int  # how many there are
+    skipped: tuple[str, ...] = ()  # what is wrong with pictures that could not be used, and have no row
 
 
 def shard(path: Path) -> Shard:
     try:
         with safe_open(path, framework="pt") as file:
             said = json.loads((file.metadata() or {})["told"])
-        return Shard(path, tuple(said["prompts"]), tuple(said["labels"]), tuple(said["sums"]), int(said["numbers"]))
+        rows, skipped = (tuple(said["prompts"]), tuple(said["labels"])), tuple(said.get("skipped", ()))
+        return Shard(path, *rows, tuple(said["sums"]), int(said["numbers"]), skipped)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error!s:.100}); remove it and run `tastemaker encode` again"
@@ -113,7 +121,12 @@ class LatentRows:
     seed: int
 
     def __len__(self) -> int:
-        return self.note.count
+        return len(self.prompts)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """How many rows there are up to the end of each shard; where pictures were broken, it has fewer than others."""
+        return list(accumulate(len(shard.labels) for shard in self.shards))
 
     @cached_property
     def deviation(self) -> float:
@@ -134,7 +147,8 @@ class LatentRows:
         return Latents(tuple(self.prompts[i] for i in chosen), x.float(), self.note.codec, self.deviation)
 
     def _row(self, number: int, view: int) -> Tensor:
-        shard, row = divmod(number, self.note.rows)
+        shard = bisect_right(self.ends, number)
+        row = number - (self.ends[shard - 1] if shard else 0)
         if 2 * math.prod(self.note.shape) * self.note.views * self.note.count <= HELD:
             return self.kept[shard][row, view]
         found: Tensor = opened(self.shards[shard].path).get_slice("latents")[row, view]
@@ -163,6 +177,8 @@ class LatentFolder:
                 "again, it goes on"
             )
         shards = tuple(shard(self.path / found.file(i)) for i in range(found.shards))
+        if not any(shard.labels for shard in shards):
+            raise ConfigError(f"{self.path} holds no latents: of {found.count} pictures none could be used; check them")
         return LatentRows(found, shards, self._prompts(found, shards), seed)
 
     def _prompts(self, found: Note, shards: Sequence[Shard]) -> tuple[str, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -13,13 +14,15 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
 from ..classes import Classes, named
+from ..codec import Continuous
 from ..policy import Process
 from ..pretrained import HUB, Source
 from ..processes.gaussian import GaussianProcess
 from ..registry import ConfigError
 from ..types import Condition, Facts, Latents, Placement, Prompts
-from . import checkpoints, codecs, dit_layouts
+from . import checkpoints, codecs, dit_folder, dit_layouts
 from .captions import Captions, captions, small
+from .layouts import Moved
 from .nets.latent_dit import HABITS, DiTShape, LatentDiT, places
 from .published import TINY
 from .unet import alike, level
@@ -57,13 +60,14 @@ class LatentDitBackbone:
 
     passes = 1
 
-    def __init__(self, spec: LatentDit, placement: Placement) -> None:
-        self.device, self.spec = placement.device, spec
+    def __init__(self, spec: LatentDit, codec: Continuous, net: nn.Module, captions: Captions | None) -> None:
+        self.spec, self.codec, self.net, self.captions = spec, codec, net, captions
+        self.device = next(net.parameters()).device
         self.shape, self.pixels = spec.shape, (1, 3, spec.pixels, spec.pixels)
-        self.codec = codec(spec.codec, spec.channels, spec.factor, placement)
-        self.fingerprint = codecs.fingerprint(self.codec)
-        self.net: nn.Module = network(spec, placement)
-        self.captions = spec.texts(placement) if spec.told == "caption" else None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return codecs.fingerprint(self.codec)
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         said = self.captions(prompts)["features"] if self.captions is not None else self.spec.said(prompts)
@@ -201,8 +205,23 @@ class LatentDit:
             raise ConfigError(f"model: told {self.told}, there is no caption to embed; set model.told=caption")
         return captions(self.t5, self.words, None, placement, self.embeddings)
 
+    def moved(self, tensors: Mapping[str, Tensor]) -> Moved:
+        shape, count = self.net(), self.classes if self.told == "class" else 1  # one that adds nothing
+        dit_folder.holds(shape)
+        labels = {str(i): self.known().name(i) for i in range(count)} if shape.classes else {}
+        return Moved(
+            "DiTTransformer2DModel", "transformer", "DiTPipeline",
+            settings=dit_folder.settings(shape),
+            tensors=dit_folder.renamed(tensors, shape),
+            index={"id2label": labels} if labels else {},
+            reads={"told": "class", "classes": count, "names": self.names if shape.classes else ()},
+            differs=dit_folder.differs(shape),
+        )  # fmt: skip
+
     def load(self, placement: Placement) -> LatentDitBackbone:
-        return LatentDitBackbone(self, placement)
+        known = codec(self.codec, self.channels, self.factor, placement)
+        texts = self.texts(placement) if self.told == "caption" else None
+        return LatentDitBackbone(self, known, network(self, placement), texts)
 
     def tiny(self) -> LatentDit:
         small = replace(self, weights=TINY, codec=None, channels=16, factor=8, scale=1.0)

@@ -38,6 +38,32 @@ class Outside(Protocol):
     def layout(self) -> Layout: ...
 
 
+@dataclass(frozen=True)
+class Moved:
+    """A network made here, as diffusers would have made it."""
+
+    kind: str  # diffusers' class
+    part: str  # of a pipeline
+    pipeline: str  # that it is part of, for noise in levels
+    settings: Mapping[str, Any]
+    tensors: Tensors
+    index: Mapping[str, Any]  # what else the pipeline is told, such as names of classes
+    reads: Mapping[str, Any]  # fields of the spec that reads it back
+    differs: str  # what is computed otherwise there, a sentence; nothing if all is alike
+
+
+@runtime_checkable
+class Moving(Protocol):
+    """A spec whose network is not published, and yet one that diffusers has."""
+
+    @property
+    def codec(self) -> str | None: ...
+    @property
+    def scale(self) -> float: ...
+    def moved(self, tensors: Mapping[str, Tensor]) -> Moved:
+        """Under diffusers' names; refused where it has none for what the network does."""
+
+
 def gathered(tensors: Mapping[str, Tensor], rules: Rules) -> Tensors:
     """Tensors under other names; what gets one name is put end to end, in the order of the rules."""
     pieces: dict[str, dict[int, Tensor]] = {}

@@ -99,12 +99,15 @@ def peak(config: RunConfig, world: int = 1) -> Peak:
         known += held
         # Those who learn from data still ask the reference.
         rollout = traced(lambda: _asked(engine, model.sample if made else model.score, at_once.rollout), known)
+        share = -(-config.batch.prompts // world)
+        rollout = max(rollout, traced(lambda: _asked(engine, model.read, share), known))
         eyes = _judge(config)
         known += [] if eyes is None else [*eyes.parameters()]
         training = traced(lambda: _learn(model, config, at_once.training, eyes), known)
         call, graph = flops(lambda: _asked(engine, model.call)), flops(lambda: _asked(engine, model.score, 1))
         cache, frozen = (sum(x.numel() * x.itemsize for x in kept) for kept in (held, model.frozen()))
         sampling, learning = _work(model, config, world, call, graph)
+        sampling += config.batch.prompts / world * flops(lambda: _asked(engine, model.read, 1))
         moved = model.moved(config.batch.prompts / world * made, at_once.rollout)
     size = precision.DTYPES[engine.trainable].itemsize
     shards = 1 if engine.strategy == "replicated" else world // (engine.replicas if engine.strategy == "hsdp" else 1)
@@ -126,7 +129,7 @@ def peak(config: RunConfig, world: int = 1) -> Peak:
 
 def _asked(engine: EngineConfig, work: Callable[..., Any], *rows: int) -> None:
     with torch.no_grad():
-        _computed(engine, lambda: work(*rows))
+        computed(engine, lambda: work(*rows))
 
 
 def _learn(model: Model, config: RunConfig, rows: int, eyes: nn.Module | None) -> None:
@@ -134,7 +137,7 @@ def _learn(model: Model, config: RunConfig, rows: int, eyes: nn.Module | None) -
         made = model.score(rows)
         return _judged(model, config, eyes, made) if config.objective.needs_gradient else made.mean()
 
-    value = _computed(config.engine, loss)
+    value = computed(config.engine, loss)
     with precision.mathematics(config.engine, HOST):
         value.backward()
 
@@ -171,7 +174,7 @@ def _judged(model: Model, config: RunConfig, eyes: Any, made: Tensor) -> Tensor:
     return earned.float().mean()
 
 
-def _computed(engine: EngineConfig, work: Callable[[], Any]) -> Any:
+def computed(engine: EngineConfig, work: Callable[[], Any]) -> Any:
     with ExitStack() as stack:
         stack.enter_context(precision.mathematics(engine, HOST))
         stack.enter_context(precision.casting(engine, HOST))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..config.run import RunConfig
 from ..embeddings import Shards
+from ..models.latent_dit import LatentDit
 from ..models.llamagen import Llamagen
 from ..models.published import RANDOM
 from ..models.showo import Showo
 from ..models.sizes import SIZES, Sizes
 from ..registry import ConfigError
 from ..types import Condition, Placement
+from .latents import Diffused
 from .tokens import Revealed, Setting, Written
 
 CLIP_WORDS = 77
@@ -33,6 +35,9 @@ class Model(Protocol):
     def backbone(self) -> Any: ...
     def frozen(self) -> Iterator[nn.Parameter]:
         """Of its autoencoder."""
+
+    def read(self, rows: int) -> None:
+        """What is made of so many rows of data before anything is learned from them."""
 
     def score(self, rows: int) -> Tensor:
         """What learning computes of so many rows."""
@@ -69,6 +74,9 @@ class Denoised:
         found: Iterator[nn.Parameter] = self.backbone.codec.net.parameters()
         return found
 
+    def read(self, rows: int) -> None:
+        """Of pictures that published generators learn from, how they are encoded is not counted."""
+
     def score(self, rows: int) -> Tensor:
         x, t = torch.empty(rows, *self.backbone.shape), torch.empty(rows)
         found: Tensor = self.backbone.predict(x, t, self.condition(rows))
@@ -90,23 +98,30 @@ class Denoised:
         return 0.0
 
 
-TOKENS: dict[type, type[Written | Revealed]] = {Llamagen: Written, Showo: Revealed}
+KNOWN: dict[type, Callable[[RunConfig, Placement, int], Model]] = {
+    Llamagen: lambda config, placement, world: Written(
+        cast(Llamagen, config.model), placement, Setting.of(config, placement.dtype, world)
+    ),
+    Showo: lambda config, placement, world: Revealed(
+        cast(Showo, config.model), placement, Setting.of(config, placement.dtype, world)
+    ),
+    LatentDit: lambda config, placement, _: Diffused(config, placement),
+}  # by what the network is asked in a run, where that is not one denoising step
 
 
 @contextmanager
 def imagined(config: RunConfig, world: int = 1) -> Iterator[Model]:
     """Within the block there is the model of a run, all but its numbers."""
     dtype = torch.bfloat16 if config.engine.precision in ("bf16", "fp16") else torch.float32
-    made = TOKENS.get(type(config.model))
+    made = KNOWN.get(type(config.model))
     if made is None:
         with denoised(config, dtype) as found:
             yield found
         return
-    spec: Any = config.model
     trained = torch.bfloat16 if config.engine.trainable == "bf16" else torch.float32
     placement = Placement(torch.device("cpu"), dtype, config.engine.attention, trained)
     with FakeTensorMode(allow_non_fake_inputs=True), replaced():
-        yield made(spec, placement, Setting.of(config, dtype, world))
+        yield made(config, placement, world)
 
 
 @contextmanager

@@ -153,6 +153,9 @@ class Written:
         heads, stride = self.shape.kv_heads or self.shape.heads, -(-self.shape.head // 8) * 8
         return 2.0 * self.shape.depth * heads * stride * self.setting.dtype.itemsize
 
+    def read(self, rows: int) -> None:
+        """Tokens are what the data hold, as a rule."""
+
     def held(self, rows: int, adapted: bool) -> list[Tensor]:
         """The cache, and copies of weights that are of another precision or adapted."""
         if self.setting.apart or self.setting.group > 1:
@@ -226,6 +229,9 @@ class Revealed:
     def again(self, calls: int) -> int:
         """Where rollouts alone are guided, each step is read once more without."""
         return calls if self.setting.replay and self.setting.guided > self.setting.scored else 0
+
+    def read(self, rows: int) -> None:
+        """Tokens are what the data hold, as a rule."""
 
     def held(self, rows: int, adapted: bool) -> list[Tensor]:
         return []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ from safetensors.torch import save_file
 
 from tastemaker.cli import app, main
 from tastemaker.commands.encoding import Order, encode
+from tastemaker.data.codes import CodeFolder
 from tastemaker.data.crops import ten
 from tastemaker.models.nets.vq import VQ, VQShape
 from tastemaker.models.vq import frozen, opened
@@ -74,6 +78,20 @@ def test_it_goes_on_where_it_stopped_and_ranks_share(
     encode(order(place, tmp_path / "whole"), Placement(), QUIET)
     assert (tmp_path / "whole/imagenet16_labels/2.npy").is_file()
     assert (tmp_path / "whole/imagenet16_codes/0.npy").stat().st_mtime_ns == kept
+
+
+def test_broken_pictures_are_named_counted_and_left_out(place: Path, tmp_path: Path) -> None:
+    pictures, said = tmp_path / "pictures", StringIO()
+    shutil.copytree(place / "pictures", pictures)
+    (pictures / "cat/1.png").write_bytes(b"none")
+    asked = replace(order(place, tmp_path / "out"), pictures=pictures)
+    with pytest.raises(ConfigError, match=r"1\.png cannot be read .*or bear more of them with --skip 2"):
+        encode(replace(asked, skip=0), Placement(), QUIET)
+    encode(asked, Placement(), Console(file=said, width=200))
+    assert "skipped: " in said.getvalue() and "1 could not be read" in said.getvalue()
+    assert sorted(file.stem for file in asked.labels.glob("*.npy")) == ["1", "2", "3"]
+    data = CodeFolder(tmp_path / "out", classes=2, names=("cat", "dog")).load(0)
+    assert len(data) == 3 and set(data.batch(0, 3, 0, 1).prompts) == {"cat", "dog"}
 
 
 def test_what_was_begun_otherwise_is_not_gone_on_with(place: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from tastemaker.cli import main
+from tastemaker.commands import latents
 from tastemaker.commands.latents import Order, encode
 from tastemaker.config.build import build
 from tastemaker.config.load import load
 from tastemaker.data.crops import centre
+from tastemaker.data.decoding import square
 from tastemaker.data.latents import LatentFolder
 from tastemaker.models import files
 from tastemaker.models.opening import opened
@@ -106,6 +109,77 @@ def test_ranks_write_the_same_shards_and_a_second_run_goes_on(
     encode(order(place, tmp_path / "whole"), Placement(), QUIET)
     assert (tmp_path / "whole" / names[1]).read_bytes() == (tmp_path / "shared" / names[1]).read_bytes()
     assert (tmp_path / "whole" / names[0]).stat().st_mtime_ns == kept
+
+
+@pytest.fixture
+def broken(place: Path, tmp_path: Path) -> Path:
+    """The pictures with captions, two of which cannot be read and one of which has no caption."""
+    folder = tmp_path / "broken"
+    shutil.copytree(place / "told", folder)
+    for name in ("0", "4"):
+        (folder / f"{name}.png").write_bytes(b"none")
+    (folder / "5.txt").unlink()
+    return folder
+
+
+def test_broken_pictures_are_named_counted_and_left_out(place: Path, broken: Path, tmp_path: Path) -> None:
+    said = StringIO()
+    asked = replace(order(place, tmp_path / "out"), pictures=broken, say="caption")
+    encode(asked, Placement(), Console(file=said, width=200))
+    told = said.getvalue()
+    assert all(f"{name}.png cannot be " in told for name in "045") and told.count("skipped: ") == 3
+    assert "latents of 4 pictures" in told and "3 could not be read" in told
+    found = LatentFolder(tmp_path / "out").load(0)
+    assert [len(shard.labels) for shard in found.shards] == [2, 1, 1] and len(found) == 4
+    assert found.prompts == tuple(f"picture number {i}" for i in (1, 2, 3, 6))
+    whole = tmp_path / "whole"
+    encode(replace(asked, out=whole, pictures=place / "told"), Placement(), QUIET)
+    every = torch.cat(LatentFolder(whole).load(0).kept)
+    assert all(found._row(row, 0).equal(every[i, 0]) for row, i in enumerate((1, 2, 3, 6)))
+    assert len(found.batch(0, 4, 0, 1).x) == 4
+
+
+def test_one_more_than_are_borne_ends_it_and_what_was_done_stays(place: Path, broken: Path, tmp_path: Path) -> None:
+    asked = replace(order(place, tmp_path / "out"), pictures=broken, say="caption", skip=1)
+    with pytest.raises(ConfigError, match=r"4\.png cannot be read .*, and 1 before it; or bear more .* --skip 4"):
+        encode(asked, Placement(), QUIET)
+    assert [file.name for file in (tmp_path / "out").glob("latents-*")] == ["latents-00000-of-00003.safetensors"]
+    with pytest.raises(ConfigError, match=r"5\.png cannot be used .*, and 2 before it"):  # one was there before
+        encode(replace(asked, skip=2), Placement(), QUIET)
+    encode(replace(asked, skip=3), Placement(), QUIET)
+    assert len(LatentFolder(tmp_path / "out").load(0)) == 4
+
+
+def test_a_folder_of_nothing_usable_is_refused(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/a.png").write_bytes(b"none")
+    with pytest.raises(ConfigError, match="of 1 pictures none could be used"):
+        encode(replace(order(place, tmp_path / "out"), pictures=tmp_path / "pictures"), Placement(), QUIET)
+
+
+def test_an_interruption_within_a_shard_costs_one_piece(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latents, "BATCH", 2)
+    asked, seen = order(place, tmp_path / "cut", rows=7), []
+    encode(replace(asked, out=tmp_path / "whole"), Placement(), QUIET)
+    plain = square
+
+    def interrupted(encoded: object, name: str, size: int) -> torch.Tensor:
+        seen.append(name)
+        if len(seen) == 6:
+            raise KeyboardInterrupt
+        return plain(encoded, name, size)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(latents, "square", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        encode(asked, Placement(), QUIET)
+    assert len(list((tmp_path / "cut").glob(".*.piece"))) == 2
+    encode(asked, Placement(), QUIET)
+    assert len(seen) == 6 + 3  # four of seven were kept
+    names = sorted(file.name for file in (tmp_path / "cut").iterdir())
+    assert names == ["latents-00000-of-00001.safetensors", "latents.json"]
+    assert all((tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names)
 
 
 def test_rows_are_a_function_of_seed_and_step_on_any_number_of_ranks(place: Path, tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from talkers import paligemma
+from torch import Tensor
 
 from tastemaker.cli import MISTAKE, main
+from tastemaker.commands.captioning import Wish, caption, present
 from tastemaker.data.gallery import Gallery
 from tastemaker.data.pictures import PictureFolder
 from tastemaker.pictures import save_picture
@@ -103,6 +107,27 @@ def test_a_broken_picture_costs_the_others_nothing(model: Path, shelf: Path) -> 
     (shelf / "a_9.png").write_bytes(b"no picture")
     assert run("caption", str(shelf), *settings(model)) == MISTAKE
     assert len(captions(shelf)) == 4
+
+
+def test_an_interruption_leaves_the_captions_so_far_and_the_rest_is_asked_later(shelf: Path) -> None:
+    class Tired:
+        """Answers three pictures; asked about a fourth, it is interrupted."""
+
+        caption, asked = "caption en", 0
+
+        def answer(self, pixels: Tensor, questions: Sequence[str], *others: object) -> list[str]:
+            if self.asked == 3:
+                self.asked = 0
+                raise KeyboardInterrupt
+            self.asked += len(questions)
+            return ["a grey square"] * len(questions)
+
+    model, wish = Tired(), Wish(shelf, "somebody", batch=3)
+    with pytest.raises(KeyboardInterrupt):
+        caption(model, wish, present(wish), Console(quiet=True))
+    assert captions(shelf) == {f"a_{i}.txt": "a grey square\n" for i in range(3)}
+    assert caption(model, wish, present(wish), Console(quiet=True)) == 1
+    assert model.asked == 1 and len(captions(shelf)) == 4
 
 
 def test_mistakes_are_told_in_a_sentence(model: Path, shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:

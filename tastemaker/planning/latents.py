@@ -1,0 +1,85 @@
+"""A DiT over latents at full size without its weights, with the autoencoder that may first have to make them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ..codec import Continuous
+from ..config.run import RunConfig
+from ..models.autoencoder_kl import AutoencoderKL
+from ..models.latent_dit import LatentDit, LatentDitBackbone, network
+from ..models.vae import codec
+from ..pretrained import Source, held
+from ..types import Condition, Pairs, Pictures, Placement
+
+WIDTHS = (128, 256, 512)  # of Stable Diffusion's autoencoder, level by level, the last for all that follow
+ENCODED: dict[type, int] = {Pictures: 1, Pairs: 2}  # pictures of a row of data; latents are encoded already
+
+
+def autoencoder(spec: LatentDit, placement: Placement) -> Continuous:
+    """The codec of a model without its numbers: as it is where it is here, otherwise as large as Stable Diffusion's."""
+    away = [source.hub for source in spec.sources if source.hub == spec.codec and held(Source(source.hub)) is None]
+    if away:
+        assumed = "it is taken to be as large as Stable Diffusion's"
+        warnings.warn(f"plan: the autoencoder {spec.codec} is not here yet, so {assumed}", stacklevel=2)
+        widths = tuple(WIDTHS[min(level, 2)] for level in range(spec.factor.bit_length()))
+        net = AutoencoderKL(latent_channels=spec.channels, block_out_channels=widths).load(placement)
+        return net.requires_grad_(False).eval()
+    with unset_fake_temporarily():  # a file holds numbers
+        known: Any = codec(spec.codec, spec.channels, spec.factor, placement)
+    known._apply(torch.empty_like)
+    found: Continuous = known
+    return found
+
+
+class Diffused:
+    """Told nothing, classes, words or captions; of data that are pictures, latents are made at each step."""
+
+    def __init__(self, config: RunConfig, placement: Placement) -> None:
+        self.spec, self.dtype = cast(LatentDit, config.model), placement.dtype
+        self.pictures = ENCODED.get(config.data.yields, 0)
+        net = network(replace(self.spec, weights=None), placement)
+        self.backbone = LatentDitBackbone(self.spec, autoencoder(self.spec, placement), net, None)
+
+    def condition(self, rows: int) -> Condition:
+        shape = self.spec.net()
+        told = torch.empty(rows, dtype=torch.long) if shape.classes else None
+        if shape.words:
+            ids = torch.empty(rows, shape.words, dtype=torch.long)
+            told = torch.empty(rows, shape.words, shape.features, dtype=self.dtype) if shape.features else ids
+        return Condition(("",) * rows, {} if told is None else {"said": told})
+
+    def frozen(self) -> Iterator[nn.Parameter]:
+        net: Any = self.backbone.codec
+        found: Iterator[nn.Parameter] = net.parameters()
+        return found
+
+    def read(self, rows: int) -> None:
+        for _ in range(self.pictures):
+            self.backbone.encode(torch.empty(rows, *self.backbone.pixels))
+
+    def score(self, rows: int) -> Tensor:
+        x, t = torch.empty(rows, *self.backbone.shape), torch.empty(rows)
+        return self.backbone.predict(x, t, self.condition(rows)).float()
+
+    def sample(self, rows: int) -> None:
+        self.score(rows)
+
+    def call(self) -> None:
+        self.score(1)
+
+    def again(self, calls: int) -> int:
+        return 0
+
+    def held(self, rows: int, adapted: bool) -> list[Tensor]:
+        return []
+
+    def moved(self, samples: float, at_once: int) -> float:
+        return 0.0
