@@ -20,7 +20,7 @@ from tastemaker.codec import CodecSpec
 from tastemaker.config.run import CriticConfig, EngineConfig, Optim, Reconstruction
 from tastemaker.models.autoencoder_kl import AutoencoderKL
 from tastemaker.models.block_vae import BlockVae
-from tastemaker.models.nets.patchgan import PatchGan
+from tastemaker.patchgan import PatchGan
 from tastemaker.perceptual import TINY, Perceptual, perceptual
 from tastemaker.train.autoencoder import AutoencoderRun, learn
 from tastemaker.train.critic import Critic

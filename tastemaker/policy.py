@@ -57,6 +57,9 @@ class Scribe(Protocol):
         """[B, L] of what is written, before any tokens were left out."""
 
     def write(self) -> None: ...
+    def amend(self, ids: Tensor) -> None:
+        """Read on as if these tokens [B] had been written last; what was written stays."""
+
     def select(self, rows: Tensor) -> Scribe:
         """Who goes on with some of the rows."""
 
@@ -98,6 +101,17 @@ class Latent(Protocol):
 
     def taken(self, latents: Latents) -> Tensor:
         """The same in model space; those of another autoencoder are refused."""
+
+
+@runtime_checkable
+class Spelled(Protocol):
+    """A backbone whose tokens stand for vectors, each for the one nearest to what a picture was before."""
+
+    def vectors(self, ids: Tensor) -> Tensor:
+        """Those that tokens [B, K] stand for: [B, K, C]."""
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        """Those of pictures [B, F, 3, H, W] before any token is chosen: [B, K, C]."""
 
 
 class ModelSpec(Protocol):

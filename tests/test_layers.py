@@ -18,9 +18,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "randomness", "registry", "movies", "colors", "movement"),
     ("distributions", "weights", "pictures", "models.packing", "pretrained", "preprocessing", "geneval", "scorebook"),
+    ("dropout",),
     ("models.files", "classes"),
     ("playground",),  # a world of its own, which knows nothing of who learns in it
-    ("policy", "lora", "codec", "ocr", "perceptual", "embeddings"),
+    ("policy", "lora", "codec", "ocr", "perceptual", "patchgan", "embeddings"),
     ("reward", "guidance"),
     ("rereading",),
     ("objective", "processes", "data.spec", "serving"),
@@ -46,6 +47,7 @@ DISTRIBUTED = ("train.engine", "train.ranks", "train.context", "export.shards") 
 LINES = {"models": 250, "objectives": 120, "rewards": 80, "rewards.nets": 250}
 LONGER = {
     "objectives.srpo": 165,  # in all its published variants
+    "objectives.forced_grpo": 135,  # likewise
     "rewards.combine": 135,  # three rewards made of rewards
 }
 ONLY_IN = {"data.saved": "datasets", "lora": "peft", "movies": "av", "ocr": "rapidocr"}

@@ -14,7 +14,7 @@ from ..data.prompts import InlinePrompts
 from ..data.spec import Dataset
 from ..data.split import split
 from ..eval.copies import Copies
-from ..models.nets.patchgan import PatchGan, published
+from ..patchgan import PatchGan, published
 from ..perceptual import TINY, Perceptual, perceptual
 from ..policy import Policy
 from ..rereading import reread

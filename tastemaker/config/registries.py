@@ -94,6 +94,7 @@ REWARDS = Registry(
         "mse": "tastemaker.rewards.target:Mse",
         "l1": "tastemaker.rewards.target:L1",
         "lpips": "tastemaker.rewards.lpips:Lpips",
+        "critic": "tastemaker.rewards.critic:Critic",
         "aesthetic": "tastemaker.rewards.aesthetic:Aesthetic",
         "weather": "tastemaker.rewards.weather:Weather",
         "classifier": "tastemaker.rewards.classifier:Classifier",

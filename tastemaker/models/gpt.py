@@ -71,6 +71,13 @@ class GptBackbone:
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
         return self.codec.decode(x)[:, None]
 
+    def vectors(self, ids: Tensor) -> Tensor:
+        return self.codec.vectors(ids)
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        with torch.autocast(pixels.device.type, enabled=False):
+            return self.codec.latents(pixels[:, 0].float()).flatten(2).transpose(1, 2)
+
 
 @dataclass(frozen=True)
 class Gpt:

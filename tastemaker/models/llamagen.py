@@ -93,6 +93,13 @@ class LlamagenBackbone:
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
         return self.codec.decode(x)[:, None]
 
+    def vectors(self, ids: Tensor) -> Tensor:
+        return self.codec.vectors(ids)
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        with torch.autocast(pixels.device.type, enabled=False):
+            return self.codec.latents(pixels[:, 0].float()).flatten(2).transpose(1, 2)
+
 
 def network(spec: Llamagen, placement: Placement) -> GPT:
     """Of published weights, without having been filled before; or at random, where and as it will be."""

@@ -11,9 +11,11 @@ from ..objective import Context, Objective
 from ..pictures import fitted
 from ..processes.autoregressive import Autoregressive
 from ..randomness import Randomness
-from ..types import Loss, Pictures, Segment, concatenate, index
+from ..types import Loss, Pictures, concatenate, index
 from .advantages import by_group
-from .forcing import Forced, disturbed, drawn, read, untold
+from .chances import UNTOLD, counted, disturbed, untold
+from .forcing import Forced, sampled, scores
+from .likeness import earned
 from .surrogate import clipped
 
 
@@ -21,15 +23,20 @@ from .surrogate import clipped
 class ForcedGRPO(Objective[Autoregressive, Pictures, Forced, None]):
     """GRPO with teacher forcing, as the trainer for LlamaGen has it; with noise and a prior, VA-pi.
 
-    All samples of a picture read the same tokens, so one call of the network draws them all, and one scores them.
-    Rewards find the picture in the fact `target`.
+    All samples of a picture read the same tokens, so one call of the network draws them all, and one scores them;
+    unless each reads some of its own. Rewards find the picture in the fact `target`.
     """
 
     group: int = 8
     clip: float = 1e-4  # as published; VA-pi has 0.2
+    rise: float | None = None  # how far ratios may rise above 1, if not by clip too
     kl: float = 0.0  # weight of Schulman's k3 to the reference
     prior: float = 0.0  # weight of the cross-entropy of the picture's own tokens, which holds the network in place
     noise: float = 0.0  # share of the tokens read that are replaced by any code
+    own: float = 0.0  # share of them that are the sample's own, which is then written one after the other
+    skip: float = 0.0  # share of a sample's tokens that are left out of its loss, others each time
+    drop: float | None = None  # share of conditions left out; not given none, but a tenth with the fault dropout
+    latent: float = 0.0  # weight of the cosine of tokens' vectors to the picture's before it had tokens
     limit: float = 5.0  # on advantages, either way
     unbiased: bool = True  # divide a group's spread by n - 1
     floor: float = 1e-8  # added to spreads
@@ -41,11 +48,16 @@ class ForcedGRPO(Objective[Autoregressive, Pictures, Forced, None]):
     def __post_init__(self) -> None:
         if self.group < 2:
             raise ValueError(f"'group' is {self.group}; expected at least 2 samples a picture to compare")
-        if not (self.clip > 0 and self.kl >= 0 and self.prior >= 0 and self.limit > 0 and 0 <= self.noise <= 1):
-            found = f"clip {self.clip}, kl {self.kl}, prior {self.prior}, limit {self.limit}, noise {self.noise}"
-            raise ValueError(f"found {found}; expected positive numbers, kl and prior of at least 0, noise from 0 to 1")
-        if "sampled_context" in self.faults and (self.prior or self.noise):
-            raise ValueError("'faults' has sampled_context, which reads no picture; expected prior and noise to be 0")
+        bounds, weights = (self.clip, self.rise or self.clip, self.limit), (self.kl, self.prior, self.latent)
+        if not (min(bounds) > 0 and self.rise != 0 and min(weights) >= 0):
+            found = f"clip {bounds[0]}, rise {self.rise}, limit {bounds[2]}; kl, prior and latent {weights}"
+            raise ValueError(f"found {found}; expected the first three above 0, the others not below it")
+        shares = (self.noise, self.own, self.drop or 0.0, self.skip)
+        if not (min(shares) >= 0 and max(shares) <= 1 and self.skip < 1):
+            found = f"noise {self.noise}, own {self.own}, drop {self.drop}, skip {self.skip}"
+            raise ValueError(f"found {found}; expected shares from 0 to 1, skip below it")
+        if "sampled_context" in self.faults and (self.prior or self.noise or self.own):
+            raise ValueError("'faults' has sampled_context, which reads no picture; set prior, noise and own to 0")
 
     def kept_rows(self) -> int:
         return 1
@@ -54,7 +66,13 @@ class ForcedGRPO(Objective[Autoregressive, Pictures, Forced, None]):
         return self.group
 
     def calls(self, each: int) -> int:
-        return 1  # all samples of a picture have the same context
+        return self.group * each if self.own else 1  # all samples of a picture have the same context
+
+    def gradients(self, decisions: int) -> int:
+        return self.rows_at_once()
+
+    def rows_at_once(self) -> int:
+        return self.group if self.own or "sampled_context" in self.faults else 1
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",) if self.kl else ()
@@ -71,16 +89,13 @@ class ForcedGRPO(Objective[Autoregressive, Pictures, Forced, None]):
     def _rated(self, ctx: Context[Autoregressive], batch: Pictures, rng: Randomness) -> Forced:
         policy, (_, _, height, width) = ctx.policy, ctx.policy.model.pixels
         pixels = fitted(batch.pixels.to(rng.rows.device), height, width)
-        cond, clean = policy.embed(batch.prompts), policy.encode(pixels)
-        context = disturbed(policy, cond, clean, rng, self.noise) if self.noise else clean
-        scored = read(policy, cond, context)
-        tokens = drawn(policy.process, scored, rng.uniform("token", self.group, clean.shape[1]))
-        facts = [{"target": picture} for picture in pixels for _ in range(self.group)]
-        scores = ctx.rubric.score(policy.decode(tokens.flatten(0, 1)), cond.repeat(self.group).prompts, facts)
-        advantage = by_group(scores.total, self.group, self.unbiased, self.floor).clamp(-self.limit, self.limit)
-        reward, better, *parts = (x.view(-1, self.group) for x in (scores.total, advantage, *scores.parts.values()))
-        named = dict(zip(scores.parts, parts, strict=True))
-        return Forced(cond, clean, context, tokens, scored.each(tokens), rng, reward, better, named)
+        told = batch.prompts if "dropout" in self.faults else untold(batch.prompts, rng, self.drop or 0)
+        cond, clean = policy.embed(told), policy.encode(pixels)
+        given = disturbed(policy, cond, clean, rng, self.noise) if self.noise else clean
+        tokens, context, log_prob = sampled(policy, cond, given, rng, self.group, self.own)
+        reward, parts = earned(ctx, batch, tokens, pixels, self.latent)
+        better = by_group(reward.flatten(), self.group, self.unbiased, self.floor).clamp(-self.limit, self.limit)
+        return Forced(cond, clean, context, tokens, log_prob, rng, reward, better.view_as(reward), parts)
 
     def watch(self, experience: Forced) -> dict[str, Tensor]:
         return experience.watched()
@@ -94,27 +109,23 @@ class ForcedGRPO(Objective[Autoregressive, Pictures, Forced, None]):
             with ctx.policy.weights.use("reference"):
                 reference, _ = self._scores(ctx, experience)
         log_prob, likelihood = self._scores(ctx, experience)
-        ends, old = torch.ones(log_prob.shape[:1], device=log_prob.device), experience.log_prob.flatten(0, 1)
-        tokens = experience.drawn.flatten(0, 1)
-        segment = Segment(ends, 0 * ends, tokens, tokens, old, torch.ones_like(old))
-        gain, watched = clipped(log_prob, segment, experience.advantage.flatten(), self.clip)
+        segment = experience.segment(counted(experience.rng, experience.drawn, self.skip, ctx.epoch))
+        gain, watched = clipped(log_prob, segment, experience.advantage.flatten(), self.clip, self.rise)
         if reference is not None:
             change = reference - log_prob
             away = change.expm1() - change
             gain, watched["kl"] = gain - self.kl * away, away.mean(1).detach()
         if self.prior:
             watched["likelihood"] = likelihood.detach()
-        return Loss(-gain.mean(1).view(-1, self.group).mean(1) - self.prior * likelihood, watched)
+        each = (gain * segment.mask).sum(1) / segment.mask.sum(1)
+        return Loss(-each.view(-1, self.group).mean(1) - self.prior * likelihood, watched)
 
     def _scores(self, ctx: Context[Autoregressive], seen: Forced) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the drawn tokens [B * G, K], and of the picture's own in the mean [B]."""
         cond = seen.cond
         if "dropout" in self.faults and torch.is_grad_enabled():
-            cond = untold(ctx.policy, cond, seen.rng, ctx.epoch)
-        if "sampled_context" in self.faults:
-            tokens = seen.drawn.flatten(0, 1)
-            found = read(ctx.policy, cond.repeat(self.group), tokens).log_prob(tokens)
-            return found, found.new_zeros(len(cond))
-        scored = read(ctx.policy, cond, seen.context)
-        both = scored.each(torch.cat([seen.drawn, seen.clean[:, None]], 1))  # at once, for there may be many logits
-        return both[:, :-1].flatten(0, 1), both[:, -1].mean(1)
+            share = UNTOLD if self.drop is None else self.drop
+            cond = ctx.policy.embed(untold(cond.prompts, seen.rng, share, ctx.epoch), cond.facts)
+        context = seen.drawn if "sampled_context" in self.faults else seen.context
+        found, likelihood = scores(ctx.policy, cond, context, seen.drawn, seen.clean)
+        return found.flatten(0, 1), likelihood

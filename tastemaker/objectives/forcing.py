@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ..distributions import Tokens, keep_top
+from ..guidance import scoring
 from ..policy import Policy
-from ..processes.autoregressive import Autoregressive
+from ..processes.autoregressive import Autoregressive, causal, scribe
 from ..randomness import Randomness
-from ..types import Condition, Segment, index
-
-UNTOLD = 0.1  # share of conditions that LlamaGen leaves out while its network is in training mode
+from ..types import Condition, Segment
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Forced:
 
     cond: Condition
     clean: Tensor  # [B, K] the picture's own tokens
-    context: Tensor  # [B, K] what was read: these, or some of them replaced
+    context: Tensor  # [B, 1 or G, K] what was read: these, or some of them replaced; by all samples alike, or by each
     drawn: Tensor  # [B, G, K]
     log_prob: Tensor  # [B, G, K] under the weights that drew
     rng: Randomness
@@ -32,6 +31,12 @@ class Forced:
 
     def __len__(self) -> int:
         return len(self.cond)
+
+    def segment(self, counts: Tensor) -> Segment:
+        """All samples as decisions of one call, of which those count that `counts` [B, G, K] has."""
+        tokens, old = self.drawn.flatten(0, 1), self.log_prob.flatten(0, 1)
+        ends = torch.ones_like(old[:, 0])
+        return Segment(ends, 0 * ends, tokens, tokens, old, counts.flatten(0, 1))
 
     def watched(self) -> dict[str, Tensor]:
         """Rewards, and which pictures' samples earned all the same."""
@@ -53,14 +58,45 @@ def drawn(process: Autoregressive, scored: Tokens, uniform: Tensor) -> Tensor:
     return found.transpose(1, 2).contiguous()
 
 
-def disturbed(policy: Policy[Autoregressive], cond: Condition, x: Tensor, rng: Randomness, share: float) -> Tensor:
-    """Tokens [B, K], a share of them replaced by any code there is, all codes alike."""
-    codes = read(policy, index(cond, torch.arange(1)), x[:1]).logits.shape[-1]
-    other = (rng.uniform("code", x.shape[1]) * codes).long().clamp(max=codes - 1)
-    return torch.where(rng.uniform("noise", x.shape[1]) < share, other, x)
+def mixed(
+    policy: Policy[Autoregressive], cond: Condition, given: Tensor, own: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sequences written token by token, and what was read meanwhile: their own tokens where `own` says so, elsewhere
+    the given ones. All [B, K]."""
+    model, cond = scoring(policy.model, cond)  # drawn from what they will be scored by
+    writer, context = scribe(causal(model), cond, uniform, policy.process.choice), given.clone()
+    for place in range(given.shape[1]):
+        if place:
+            writer.amend(context[:, place - 1])
+        writer.write()
+        context[:, place] = torch.where(own[:, place], writer.ids[:, place], given[:, place])
+    return writer.ids, context
 
 
-def untold(policy: Policy[Autoregressive], cond: Condition, rng: Randomness, draw: int) -> Condition:
-    """The same with some conditions left out, by chance."""
-    gone = (rng.uniform("untold", 1, draw=draw).flatten() < UNTOLD).tolist()
-    return policy.embed(["" if left else prompt for prompt, left in zip(cond.prompts, gone, strict=True)], cond.facts)
+def sampled(
+    policy: Policy[Autoregressive], cond: Condition, given: Tensor, rng: Randomness, group: int, own: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Samples around given tokens [B, K], what they read, and their log-probabilities: [B, G, K], [B, C, K] and
+    [B, G, K], where C is 1 if all read the given tokens, and G if each reads some of its own."""
+    uniform = rng.uniform("token", group, given.shape[1])
+    if not own:
+        scored = read(policy, cond, given)
+        tokens = drawn(policy.process, scored, uniform)
+        return tokens, given[:, None], scored.each(tokens)
+    several, theirs = cond.repeat(group), rng.uniform("own", given.shape[1]) < own  # the same places in all of a group
+    around, theirs = (x.repeat_interleave(group, 0) for x in (given, theirs))
+    tokens, context = mixed(policy, several, around, theirs, uniform.flatten(0, 1))
+    found = tokens, context, read(policy, several, context).log_prob(tokens)
+    written, seen, log_prob = (x.view(uniform.shape) for x in found)
+    return written, seen, log_prob
+
+
+def scores(
+    policy: Policy[Autoregressive], cond: Condition, context: Tensor, tokens: Tensor, clean: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of tokens [B, G, K] by contexts [B, C, K], and of the clean ones [B, K] in the mean: [B]."""
+    rows, each, length = context.shape
+    scored = read(policy, cond.repeat(each), context.flatten(0, 1))
+    some, own = tokens.view(rows * each, -1, length), clean.repeat_interleave(each, 0)[:, None]
+    both = scored.each(torch.cat([some, own], 1))  # at once, for there may be many logits
+    return both[:, :-1].reshape(tokens.shape), both[:, -1].mean(1).view(rows, each).mean(1)

@@ -22,6 +22,7 @@ class GRPO(Objective[Process, PromptBatch, Rated, int]):
 
     group: int = 8
     clip: float = 1e-4  # log-probs of latents are means over elements, so useful ranges are small; tokens want 0.2
+    rise: float | None = None  # how far ratios may rise above 1, if not by clip too
     kl: float = 0.0
     divergence: Literal["k3", "exact"] = "k3"  # Schulman's estimator from the action taken, or the closed form
     advantage: Literal["group", "group_mean", "global", "tracker"] = "group"
@@ -43,10 +44,9 @@ class GRPO(Objective[Process, PromptBatch, Rated, int]):
             raise ValueError(
                 "'mix' is advantages, but the tracker remembers one reward a prompt; use another advantage"
             )
-        if not (self.clip > 0 and self.kl >= 0 and self.limit > 0):
-            raise ValueError(
-                f"found clip {self.clip}, kl {self.kl}, limit {self.limit}; expected them positive, or kl 0"
-            )
+        if not (self.clip > 0 and (self.rise is None or self.rise > 0) and self.kl >= 0 and self.limit > 0):
+            found = f"clip {self.clip}, rise {self.rise}, kl {self.kl}, limit {self.limit}"
+            raise ValueError(f"found {found}; expected them positive, or kl 0")
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",) if self.kl else ()
@@ -95,7 +95,7 @@ class GRPO(Objective[Process, PromptBatch, Rated, int]):
                 reference = ctx.policy.decide(cond, segment)
         now = ctx.policy.decide(cond, segment)
         log_prob = now.log_prob(segment.action)
-        gain, watched = clipped(log_prob, segment, experience.advantage, self.clip)
+        gain, watched = clipped(log_prob, segment, experience.advantage, self.clip, self.rise)
         if reference is not None:
             change = reference.log_prob(segment.action) - log_prob
             away = change.expm1() - change if self.divergence == "k3" else now.kl(reference)

@@ -8,11 +8,14 @@ from torch import Tensor
 from ..types import Segment
 
 
-def clipped(log_prob: Tensor, segment: Segment, advantage: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """The gain of each decision, at most what a ratio within 1 +- clip earns, and what to watch: [B, K]."""
+def clipped(
+    log_prob: Tensor, segment: Segment, advantage: Tensor, clip: float, rise: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The gain of each decision, at most what a ratio within 1 +- clip earns, or 1 + rise; what to watch: [B, K]."""
     change = log_prob - segment.log_prob
     ratio, advantage = change.exp(), advantage[:, None]
-    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    within = ratio.clamp(1 - clip, 1 + (clip if rise is None else rise))
+    gain = torch.minimum(ratio * advantage, within * advantage)
     taken = segment.mask.sum(1).clamp(min=1)
 
     def mean(x: Tensor) -> Tensor:
@@ -21,7 +24,7 @@ def clipped(log_prob: Tensor, segment: Segment, advantage: Tensor, clip: float) 
     watched = {
         "ratio": mean(ratio),
         "ratio_off": mean((ratio - 1).abs()),
-        "clipped": mean(((ratio - 1).abs() > clip).float()),
+        "clipped": mean((ratio != within).float()),
     }
     return gain, watched
 

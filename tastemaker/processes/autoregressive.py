@@ -106,6 +106,7 @@ class Spelling:
         self.cache: Any = model.begin(cond)
         self._ids = torch.zeros_like(uniform, dtype=torch.long)
         self._log_prob, self.written = torch.zeros_like(uniform), 0
+        self.last: Tensor | None = None  # what is read next
 
     @property
     def ids(self) -> Tensor:
@@ -117,13 +118,16 @@ class Spelling:
 
     def write(self) -> None:
         i = self.written
-        logits, self.cache = self.model.extend(self._ids[:, i - 1] if i else None, self.cache, self.cond)
-        self._ids[:, i], self._log_prob[:, i] = self.choice.take(logits, self.uniform[:, i])
-        self.written = i + 1
+        logits, self.cache = self.model.extend(self.last, self.cache, self.cond)
+        self.last, self._log_prob[:, i] = self.choice.take(logits, self.uniform[:, i])
+        self._ids[:, i], self.written = self.last, i + 1
+
+    def amend(self, ids: Tensor) -> None:
+        self.last = ids
 
     def select(self, rows: Tensor) -> Self:
-        self._ids, self._log_prob, self.uniform, self.cache, self.cond = index(
-            (self._ids, self._log_prob, self.uniform, self.cache, self.cond), rows
+        self._ids, self._log_prob, self.uniform, self.cache, self.cond, self.last = index(
+            (self._ids, self._log_prob, self.uniform, self.cache, self.cond, self.last), rows
         )
         return self
 

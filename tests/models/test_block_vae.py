@@ -16,9 +16,9 @@ from tastemaker.codec import Continuous, Drawing, Leaving, Settling
 from tastemaker.models.block_vae import BlockVae
 from tastemaker.models.nets.block_vae import BESIDE, BlockShape, BlockVaeNet
 from tastemaker.models.nets.latents import drawn
-from tastemaker.models.nets.patchgan import PatchGan, published
 from tastemaker.models.opening import opened
 from tastemaker.models.vae import codec
+from tastemaker.patchgan import PatchGan, published
 from tastemaker.pretrained import fill
 from tastemaker.registry import ConfigError
 from tastemaker.types import Placement

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tastemaker.models.nets.patchgan import PatchGan, published, renamed
+from tastemaker.patchgan import PatchGan, published, renamed
 from tastemaker.registry import ConfigError
 from tastemaker.train.critic import ERRORS, PRICES
 

@@ -54,6 +54,13 @@ def test_pictures_of_tokens_are_the_published_ones(golden: dict[str, Tensor]) ->
     torch.testing.assert_close(net.decode(golden["in.codes"]), ((wanted + 1) / 2).clamp(0, 1), rtol=0, atol=1e-5)
 
 
+def test_vectors_before_and_after_the_choice_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+    net = published(golden)
+    torch.testing.assert_close(net.latents((golden["in.image"] + 1) / 2), golden["out.pre_quant"], rtol=0, atol=1e-5)
+    found = net.vectors(golden["in.codes"]).transpose(1, 2).reshape(2, 8, 8, 8)
+    torch.testing.assert_close(found, golden["out.codebook_entry"])
+
+
 def test_the_losses_of_the_quantiser_are_the_published_ones(golden: dict[str, Tensor]) -> None:
     found = published(golden).quantize(golden["out.pre_quant"])
     torch.testing.assert_close(found.latent, golden["out.quant"])

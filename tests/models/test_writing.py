@@ -75,8 +75,8 @@ def ordered(shape: GPTShape, choice: Choice, guidance: Guidance | None, seed: in
 
 
 @torch.no_grad()
-def spelled(net: GPT, order: Order) -> tuple[Tensor, Tensor]:
-    """By one call of the network a token, each half by itself."""
+def spelled(net: GPT, order: Order, instead: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """By one call of the network a token, each half by itself; what is read may be other than what is written."""
     count, length = order.uniform.shape
     ids, log_prob = torch.zeros(count, length, dtype=torch.long), torch.zeros(count, length)
     parts = [slice(0, count), slice(count, None)][: 1 + (order.guidance is not None)]
@@ -85,7 +85,8 @@ def spelled(net: GPT, order: Order) -> tuple[Tensor, Tensor]:
         logits = []
         for n, part in enumerate(parts):
             shown = None if order.shown is None else order.shown[part]
-            out, caches[n] = net(ids[:, i - 1 : i] if i else None, None if i else order.cond[part], caches[n], shown)
+            last = (ids if instead is None else instead)[:, i - 1 : i]
+            out, caches[n] = net(last if i else None, None if i else order.cond[part], caches[n], shown)
             logits.append(out[:, -1])
         ids[:, i], log_prob[:, i] = order.choice.take(order.combined(torch.cat(logits), i), order.uniform[:, i])
     return ids, log_prob
@@ -129,6 +130,25 @@ def test_tokens_are_those_of_the_plain_way(shape: str, guidance: str, writer: Ca
 def test_tokens_are_chosen_as_the_process_says(choice: Choice, writer: Callable[..., Ledger | Typist]) -> None:
     net, order = stirred(SHAPES["class"]), ordered(SHAPES["class"], choice, Guidance(2.0, interval=(0.5, 1.0)))
     assert torch.equal(written(writer(net, order), 16)[0], spelled(net, order)[0])
+
+
+@pytest.mark.parametrize("guidance", ["none", "first"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_what_is_read_may_be_other_than_what_is_written(
+    after: int, guidance: str, writer: Callable[..., Ledger | Typist]
+) -> None:
+    net, order = stirred(SHAPES["grouped"]), ordered(SHAPES["grouped"], Choice(), GUIDANCE[guidance])
+    instead = torch.randint(0, 60, (ROWS, 16), generator=torch.Generator().manual_seed(0))
+    scribe, kept = writer(net, order), torch.tensor([4, 1])
+    for i in range(16):
+        if i == after:
+            scribe = scribe.select(kept)
+        scribe.write()
+        scribe.amend(instead[kept, i] if i >= after else instead[:, i])
+    ids, log_prob = spelled(net, order, instead)
+    assert torch.equal(scribe.ids, ids[kept])
+    torch.testing.assert_close(scribe.log_prob, log_prob[kept], rtol=1e-4, atol=1e-4)
+    assert not torch.equal(ids, spelled(net, order)[0])
 
 
 def test_a_second_batch_is_written_as_if_it_were_the_first(writer: Callable[..., Ledger | Typist]) -> None:

@@ -247,3 +247,10 @@ def test_one_reward_mixes_to_itself() -> None:
 def test_the_tracker_does_not_mix_advantages() -> None:
     with pytest.raises(ValueError, match="'mix' is advantages, but the tracker remembers one reward"):
         GRPO(advantage="tracker", mix="advantages")
+
+
+def test_ratios_may_rise_further_than_they_fall() -> None:
+    ratio, advantage = torch.tensor([[0.5, 0.95, 1.2, 1.5]] * 2), torch.tensor([1.0, -1.0])
+    gain, watched = clipped(ratio.log(), segment(torch.zeros(2, 4)), advantage, 0.1, rise=0.3)
+    torch.testing.assert_close(gain, torch.tensor([[0.5, 0.95, 1.2, 1.3], [-0.9, -0.95, -1.2, -1.5]]))
+    assert watched["clipped"].tolist() == [0.5, 0.5]

@@ -57,6 +57,7 @@ OBJECTIVES: list[Objective[Any, Any, Any, Any]] = [
     NFT(group=4),
     ForcedGRPO(group=4),
     ForcedGRPO(group=4, clip=0.2, kl=0.1, prior=0.1, noise=0.5),
+    ForcedGRPO(group=4, clip=0.2, prior=0.1, own=0.5, skip=0.5, drop=0.1),
     CCA(),
     CCA(form="dpo"),
 ]

@@ -22,6 +22,7 @@ from tastemaker.models.nets.gpt import GPT, Cache, GPTShape
 from tastemaker.objective import Alone, Context, Nothing
 from tastemaker.objectives.advantages import by_group
 from tastemaker.objectives.cca import CCA, Contrasted
+from tastemaker.objectives.chances import counted
 from tastemaker.objectives.forced_grpo import ForcedGRPO
 from tastemaker.objectives.forcing import Forced
 from tastemaker.objectives.grpo import GRPO
@@ -102,7 +103,7 @@ def experience(learner: Policy[Any], golden: dict[str, Tensor], objective: Force
     advantage = by_group(reward, 4, objective.unbiased, objective.floor).clamp(-objective.limit, objective.limit)
     cond = learner.embed([str(label) for label in golden["in.cls"].tolist()])
     read = noisy if objective.noise else clean
-    return Forced(cond, clean, read, tokens, old, rng, reward.view(shape), advantage.view(shape), {})
+    return Forced(cond, clean, read[:, None], tokens, old, rng, reward.view(shape), advantage.view(shape), {})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -113,6 +114,19 @@ def test_losses_and_gradients_are_those_of_the_published_trainer(golden: dict[st
     torch.testing.assert_close(loss.metrics["ratio"], golden[f"out.{name}.ratio"].mean(1), rtol=1e-4, atol=0)
     found = toys.gradient(learner, loss.rows.mean()).norm()
     torch.testing.assert_close(found, golden[f"out.{name}.grad_norm"][0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_is_the_mean_of_the_published_one_over_tokens_that_are_not_left_out(golden: dict[str, Tensor]) -> None:
+    learner, objective = policy(golden), ForcedGRPO(group=4, clip=0.2, skip=0.5)
+    seen, each = experience(learner, golden, objective), golden["out.gtctx_clip0.2.per_token_loss"]
+    found = []
+    for epoch in (0, 1):
+        kept = counted(seen.rng, seen.drawn, 0.5, epoch).flatten(0, 1)
+        loss = objective.loss(replace(context(learner), epoch=epoch), seen, None)
+        wanted = ((each * kept).sum(1) / kept.sum(1)).view(2, 4).mean(1)
+        torch.testing.assert_close(loss.rows.detach(), wanted, rtol=1e-4, atol=1e-5)
+        found.append(loss.rows)
+    assert not found[0].equal(found[1])  # others each time
 
 
 @torch.no_grad()
@@ -177,7 +191,7 @@ def test_samples_are_drawn_by_what_the_picture_has_before_each_token() -> None:
     wanted = learner.model.predict(seen.clean, torch.ones(8), seen.cond).softmax(-1)  # [B, K, V]
     found = torch.nn.functional.one_hot(seen.drawn, wanted.shape[-1]).float().mean(1)
     assert (found - wanted).abs().max() < 5 * 0.5 / 512**0.5  # standard errors of a share
-    assert seen.context is seen.clean or seen.context.equal(seen.clean)
+    assert seen.context[:, 0].equal(seen.clean)
 
 
 def test_rewards_measure_the_distance_to_the_picture() -> None:
@@ -201,7 +215,7 @@ def test_as_many_tokens_are_replaced_as_asked_for() -> None:
     learner, batch = toys.policy("causal"), toys.pictures(400, 1, 0)
     ctx = replace(toys.context(learner, 400, spec=Mse()), chunk=None)
     seen = ForcedGRPO(group=2, noise=0.5).collect(ctx, batch)
-    other = float((seen.context != seen.clean).float().mean())
+    other = float((seen.context[:, 0] != seen.clean).float().mean())
     assert abs(other - 0.5 * 7 / 8) < 4 * 0.5 / 6400**0.5  # one code in eight is the same
 
 

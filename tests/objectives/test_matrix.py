@@ -98,6 +98,7 @@ SETTINGS = [
     Setting(GRPO(group=16, clip=0.2, kl=0.02), ("causal",), rate=1.5e-4, steps=50, batch=4, name="kl"),
     Setting(ForcedGRPO(group=16, clip=0.2), ("causal",), rate=1e-4, steps=50, batch=4),
     Setting(ForcedGRPO(group=16, clip=0.2, prior=0.1, noise=0.5), ("causal",), rate=1e-4, steps=50, batch=4, name="va"),
+    Setting(ForcedGRPO(group=16, clip=0.2, own=0.3, skip=0.5), ("causal",), rate=1e-4, steps=50, batch=4, name="own"),
     Setting(CCA(beta=0.1, against=1.0), ("causal",), rate=3e-4, steps=40, batch=32),
     Setting(CCA(beta=0.3, form="dpo"), ("causal",), rate=3e-4, steps=40, batch=32, name="dpo"),
     Setting(DPO(beta=200.0), FLOWS, batch=32),

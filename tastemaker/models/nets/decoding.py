@@ -104,6 +104,7 @@ class Ledger:
         lay(self.cache, past, number)
         self._ids = torch.zeros_like(order.uniform, dtype=torch.long)
         self._log_prob = torch.zeros_like(order.uniform)
+        self.last = self._ids[:, 0]  # what is read next, once something is written
 
     @property
     def ids(self) -> Tensor:
@@ -117,12 +118,15 @@ class Ledger:
     def write(self) -> None:
         order, i = self.order, self.written
         if i:
-            last = self._ids[:, i - 1]
-            fresh, place = torch.cat([last, last]) if i < order.guided else last, self.net.shape.prefix + i - 1
+            last, place = self.last, self.net.shape.prefix + i - 1
+            fresh = torch.cat([last, last]) if i < order.guided else last
             self.logits = extended(self.net, fresh, order.shown, self.cache, place)
         logits = order.combined(self.logits, i)
-        self._ids[:, i], self._log_prob[:, i] = order.choice.take(logits, order.uniform[:, i])
-        self.written = i + 1
+        self.last, self._log_prob[:, i] = order.choice.take(logits, order.uniform[:, i])
+        self._ids[:, i], self.written = self.last, i + 1
+
+    def amend(self, ids: Tensor) -> None:
+        self.last = ids
 
     def select(self, rows: Tensor) -> Self:
         order, count = self.order, len(self.order.uniform)
@@ -130,7 +134,7 @@ class Ledger:
         self.logits = self.logits[halves(rows, count, len(self.logits))]
         self.order = chosen(order, rows)
         self.cache = self.cache[:, :, halves(rows, count, self.cache.shape[2])]
-        self._ids, self._log_prob = self._ids[rows], self._log_prob[rows]
+        self._ids, self._log_prob, self.last = self._ids[rows], self._log_prob[rows], self.last[rows]
         return self
 
 

@@ -121,6 +121,11 @@ class Typist:
         if self.written == order.uniform.shape[1]:
             self.sheet = self.typewriter.ids.clone(), self.typewriter.log_prob.clone()
 
+    @torch.no_grad()
+    def amend(self, ids: Tensor) -> None:
+        if not self.sheet:  # once all is written, the typewriter may be another's
+            self.typewriter.read_on(ids)
+
     def select(self, rows: Tensor) -> Typist:
         count = len(self.order.uniform)
         rows = torch.arange(count, device=rows.device)[rows].to(self.order.uniform.device)

@@ -223,6 +223,10 @@ class Typewriter:
     def put(self, token: Tensor, log_prob: Tensor) -> None:
         """Write the first token, which the conditions alone decide."""
         self.ids[:, 0], self.log_prob[:, 0] = token, log_prob
+        self.read_on(token)
+
+    def read_on(self, token: Tensor) -> None:
+        """Say what is read next, by both halves."""
         self.last.copy_(token.repeat(len(self.last) // self.rows))
 
     def follow(self, other: Typewriter, rows: Tensor) -> None:

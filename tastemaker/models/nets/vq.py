@@ -187,6 +187,10 @@ class VQ(nn.Module):
         out: Tensor = self.quant_conv(self.encoder(2 * pixels - 1))
         return out
 
+    def vectors(self, ids: Tensor) -> Tensor:
+        """What tokens [N, h * w] stand for: [N, h * w, C]."""
+        return self.quantize.look_up(ids)
+
     def encode(self, pixels: Tensor) -> Tensor:
         """Tokens [N, h * w], row by row."""
         return self.quantize.choose(self.latents(pixels))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ...pretrained import fill, read, unpickled
-from ...registry import ConfigError
+from .pretrained import fill, read, unpickled
+from .registry import ConfigError
 
 WIDEST = 8  # times the first width
 LAYER = re.compile(r"layers\.(\d+)\.([01])\.(\w+)")

@@ -1,0 +1,72 @@
+"""Every flag of LlamaGen's trainers has a line on its page, and what the line names is there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from tastemaker.config.check import complaints
+from tastemaker.config.load import load
+from tastemaker.config.run import RunConfig
+from tastemaker.objectives.forced_grpo import ForcedGRPO
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migrate-llamagen-grpo.md").read_text(encoding="utf-8")
+FIRST = """
+gpt-model gpt-ckpt from-fsdp vq-model vq-ckpt codebook-size codebook-embed-dim image-size downsample-size num-classes
+cls-token-num mixed-precision grad-precision data-parallel lr weight-decay beta1 beta2 max-grad-norm epochs global-seed
+num-generations top-k top-p temperature sample-batch-size train-batch-size gradient-accumulation-steps num-workers
+adv-clip-max clip-range dataset data-path use-wandb wandb-project wandb-entity wandb-run-name log-image-every
+log-interval ckpt-every ckpt-dir ckpt-sharded
+"""
+ADDED = """
+uncond-prob data-loader sample-model-mode reward-rec-type reward-rec-weight reward-perceptual-weight reward-use-gan
+reward-gan-weight reward-disc-dim reward-disc-num-layers reward-disc-ckpt reward-use-embedcos reward-embedcos-weight
+aux-ce-weight kl-coef use-kl-loss kl-base-ckpt use-token-noise token-noise-prob use-token-dropout token-dropout-ratio
+free-run-gt-mix-prob eval-chunk-size eval-t-window dropout-p token-dropout-p t5-feat-path short-t5-feat-path data-start
+data-end
+"""
+SETTINGS = [
+    "model.size=L", "model.weights=c2i_L_256.pt", "model.codec=vq.pt", "model.codes=16384", "model.pixels=256",
+    "data.size=256", "model.downsample=16", "model.classes=1000", "model.dropout=0.1", "model.embeddings=embeddings",
+    "engine.precision=fp16",
+    "engine.reduce=fp32", "engine.strategy=hsdp", "engine.replicas=2", "optim.lr=1e-5", "optim.weight_decay=1e-2",
+    "optim.betas=[0.9, 0.95]", "optim.clip=1.0", "steps=100", "seed=0", "objective.group=8", "process.temperature=1.0",
+    "batch.prompts=32", "batch.updates=32", "batch.microbatch=1", "objective.limit=5.0", "objective.clip=1e-4",
+    "watch.wandb=autoreg-grpo", "name=mine", "output=checkpoints", "sample.every=100", "checkpoint.every=100",
+    "checkpoint.form=sharded", "objective.noise=0.5", "objective.prior=0.1", "objective.kl=0.01", "objective.own=0.3",
+    "objective.skip=0.5", "objective.rise=0.3", "objective.drop=0.1", "objective.latent=1.0",
+    "objective.faults=[dropout]", "rewards.mse.weight=4", "rewards.l1.type=l1", "rewards.l1.weight=2",
+    "rewards.lpips.type=lpips", "rewards.lpips.weight=1", "rewards.critic.type=critic", "rewards.critic.weight=1",
+    "rewards.critic.width=64", "rewards.critic.layers=3", "rewards.critic.weights=critic.safetensors",
+]  # fmt: skip
+
+
+def rows() -> dict[str, str]:
+    """What stands beside each flag."""
+    found: dict[str, str] = {}
+    for first, second in re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|$", PAGE, re.MULTILINE):
+        found |= dict.fromkeys(re.findall(r"`--([\w-]+)`", first), second)
+    return found
+
+
+def test_every_flag_has_a_line() -> None:
+    assert {*FIRST.split(), *ADDED.split()} <= rows().keys()
+
+
+def test_what_the_lines_name_can_be_set() -> None:
+    config = load("grpo-llamagen-tf", SETTINGS)
+    assert config.objective == ForcedGRPO(
+        rise=0.3, kl=0.01, prior=0.1, noise=0.5, own=0.3, skip=0.5, drop=0.1, latent=1.0, faults=("dropout",)
+    )
+    assert [found for found in complaints(config, 4) if found.startswith(("objective", "rewards"))] == []
+
+
+def test_every_setting_that_the_lines_name_was_tried() -> None:
+    tried = {setting.split("=")[0] for setting in SETTINGS}
+    named = {name for line in rows().values() for name in re.findall(r"`((?:\w+\.)+\w+)[`=]", line)}
+    known = {f.name for f in fields(RunConfig)}
+    settings = {name for name in named if name.split(".")[0] in known}
+    # Of other data or models, or refused here.
+    elsewhere = {"model.names", "model.words", "process.top_k", "process.top_p", "data.workers", "data.match"}
+    assert settings - tried - elsewhere == set()
