@@ -11,7 +11,6 @@ counted. Every section is a process of its own with a time limit, which tells ea
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sections import carry_out, say  # beside this file, in no package
+from sections import Found, Keep, carry_out, deadline, keeper, say  # beside this file, in no package
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,11 +31,11 @@ from tastemaker.train import autoencoder
 from tastemaker.train.loop import learn
 from tastemaker.types import Latents, Pictures, PromptBatch
 
-SECTIONS = {"limit": 60, "latents": 200, "pictures": 200, "vae": 150, "vae-diffusers": 150}  # seconds at most
+SECTIONS = {"latents": 65, "vae-diffusers": 25, "vae": 25, "pictures": 65, "limit": 20}  # seconds at most
+USUAL = "latents,vae-diffusers,vae,pictures"  # the first of which tells what products reach as well
 CUDA = torch.cuda.is_available()
 SMALL_VAE = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1, "latent_channels": 4}
 LARGE_VAE = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
-Keep = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,15 @@ def gib() -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
 
 
-def median(work: Callable[[int], Any], deadline: float, most: int) -> float:
+def median(work: Callable[[int], Any], options: Options, section: str, most: int) -> float:
     """Seconds a call, after three to warm up and compile; the median of as many as fit."""
+    began = time.perf_counter()
     for number in range(3):
         work(number)
+        settle()
+        say(section, f"step {number + 1} after {time.perf_counter() - began:.1f} s")
     found: list[float] = []
-    while len(found) < most and (not found or time.monotonic() + 2 * found[0] < deadline):
+    while len(found) < most and (not found or time.monotonic() + 2 * found[0] < options.deadline):
         settle()
         began = time.perf_counter()
         work(3 + len(found))
@@ -91,8 +93,8 @@ def median(work: Callable[[int], Any], deadline: float, most: int) -> float:
     return sorted(found)[len(found) // 2]
 
 
-def limit(options: Options, section: str, keep: Keep) -> None:
-    """What large matrix products reach in bfloat16, for the share of it."""
+def limit(options: Options, section: str, keep: Keep) -> float:
+    """TFLOP/s that large matrix products reach in bfloat16, for the share of it."""
     side, device = (256, "cpu") if options.tiny else (8192, "cuda" if CUDA else "cpu")
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
@@ -106,24 +108,27 @@ def limit(options: Options, section: str, keep: Keep) -> None:
         settle()
         best = max(best, 20 * 2 * side**3 / (time.perf_counter() - began) / 1e12)
     say(section, f"{side}x{side} products in bfloat16: {best:.4g} TFLOP/s")
-    keep({"section": section, "TFLOP/s": best})
+    keep({"section": section, "limit": best})
+    return best
 
 
-def codec(options: Options) -> Path:
-    """A random autoencoder of Stable Diffusion's size, in diffusers' layout."""
+def codec(options: Options, *, used: bool) -> Path:
+    """A random autoencoder in diffusers' layout, of Stable Diffusion's size if it is to be used."""
     import diffusers
 
-    levels, sizes = 4, SMALL_VAE if options.tiny else LARGE_VAE
+    kind: Any = diffusers.AutoencoderKL
+    levels, sizes = 4, LARGE_VAE if used and not options.tiny else SMALL_VAE
     blocks = {
         "down_block_types": ("DownEncoderBlock2D",) * levels,
         "up_block_types": ("UpDecoderBlock2D",) * levels,
     }
-    net = diffusers.AutoencoderKL(**blocks, **sizes)
+    with torch.device("cuda" if CUDA else "cpu"):
+        net = kind(**blocks, **sizes)
     net.save_pretrained(options.folder / "vae")
     return options.folder / "vae"
 
 
-def dit(options: Options, source: Path) -> LatentDit:
+def dit(options: Options, source: Path) -> Any:
     spec = LatentDit(
         size="XL", told="class", codec=str(source), pixels=options.pixels, patch=2, channels=4, factor=8, sigma=True
     )
@@ -143,7 +148,8 @@ def operations(spec: LatentDit) -> float:
 
 def generator(options: Options, section: str, keep: Keep) -> None:
     """A whole training step as `tastemaker train` does it: noise, forward, backward, AdamW and the average."""
-    spec = dit(options, codec(options))
+    reach = limit(options, section, keep) if section == "latents" else None
+    spec = dit(options, codec(options, used=section == "pictures"))
     precision = "bf16" if CUDA else "fp32"
     changes = [f"engine={{precision: {precision}, compile: {str(options.compile).lower()}}}", "optim.lr=1e-4"]
     config = replace(load("dit-folder", [*changes, f"batch.prompts={options.batch}", "sample.every=0"]), model=spec)
@@ -155,18 +161,19 @@ def generator(options: Options, section: str, keep: Keep) -> None:
     else:
         rows = Pictures(prompts, torch.rand(options.batch, *model.pixels, device=run.engine.device))
     run.data = Noise(rows)
-    forward, began = operations(spec), time.perf_counter()
+    forward = operations(spec)
     say(
         section,
         f"{sum(p.numel() for p in model.net.parameters()) / 1e6:.1f} M weights, {forward / 1e9:.1f} GFLOP forward",
     )
-    seconds = median(lambda step: learn(run, step), options.deadline, 5 if options.tiny else 20)
+    seconds = median(lambda step: learn(run, step), options, section, 3 if options.tiny else 15)
     rate = options.batch / seconds
     reached = 3 * forward * rate / 1e12
-    say(section, f"{seconds * 1e3:.1f} ms a step of {options.batch}: {rate:.1f} pictures/s, {reached:.4g} TFLOP/s")
-    say(section, f"{gib():.1f} GiB, {time.perf_counter() - began:.0f} s in all")
-    told = {"pictures/s": rate, "ms": seconds * 1e3, "TFLOP/s": reached, "GiB": gib(), "batch": options.batch}
-    keep({"section": section, "GFLOP": forward / 1e9, **told})
+    share = f", {reached / reach:.0%} of what products reach" if reach else ""
+    told = f"{rate:.1f} pictures/s, {reached:.4g} TFLOP/s{share}"
+    say(section, f"{seconds * 1e3:.1f} ms a step of {options.batch}: {told}; {gib():.1f} GiB")
+    numbers = {"pictures/s": rate, "ms": seconds * 1e3, "TFLOP/s": reached, "GiB": gib(), "batch": options.batch}
+    keep({"section": section, "GFLOP": forward / 1e9, **numbers})
 
 
 def vae(options: Options, section: str, keep: Keep) -> None:
@@ -180,25 +187,19 @@ def vae(options: Options, section: str, keep: Keep) -> None:
     run = build_autoencoder(config, options.folder / "run")
     pixels = torch.rand(rows, 1, 3, options.pixels, options.pixels, device=run.engine.device)
     run.data = Noise(Pictures(("",) * rows, pixels))
-    seconds = median(lambda step: autoencoder.learn(run, step), options.deadline, 3 if options.tiny else 20)
+    seconds = median(lambda step: autoencoder.learn(run, step), options, section, 3 if options.tiny else 7)
     count = sum(p.numel() for p in run.net.parameters()) / 1e6
     say(section, f"{count:.1f} M weights: {seconds * 1e3:.1f} ms a step of {rows}, {rows / seconds:.1f} pictures/s")
     keep({"section": section, "pictures/s": rows / seconds, "ms": seconds * 1e3, "GiB": gib(), "batch": rows})
 
 
-def work(section: str, options: Options, out: Path) -> None:
-    found: list[dict[str, Any]] = []
-
-    def keep(line: dict[str, Any]) -> None:
-        found.append(line)
-        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
-
-    kinds = {"limit": limit, "latents": generator, "pictures": generator, "vae": vae, "vae-diffusers": vae}
-    kinds[section](options, section, keep)
+def work(section: str, options: Options, keep: Keep) -> None:
+    kinds: dict[str, Callable[..., Any]] = {"limit": limit, "vae": vae, "vae-diffusers": vae}
+    kinds.get(section, generator)(options, section, keep)
 
 
-def table(found: list[dict[str, Any]]) -> None:
-    reach = next((line["TFLOP/s"] for line in found if line["section"] == "limit"), None)
+def table(found: Found) -> None:
+    reach = next((line["limit"] for line in found if "limit" in line), None)
     print(f"\n{torch.cuda.get_device_name() if CUDA else 'cpu'}, PyTorch {torch.__version__}")
     print("| what | batch | ms a step | pictures/s | TFLOP/s | of the products' limit | peak GiB |")
     print("|---|---|---|---|---|---|---|")
@@ -215,9 +216,9 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--tiny", action="store_true")
     options.add_argument("--out", default="")
-    options.add_argument("--sections", default=",".join(SECTIONS))
+    options.add_argument("--sections", default=USUAL)
     options.add_argument("--batch", type=int, default=64)
-    options.add_argument("--seconds", type=float, default=540.0, help="of all sections together")
+    options.add_argument("--seconds", type=float, default=112.0, help="of all sections together")
     options.add_argument("--slack", type=float, default=1.0, help="factor on each section's own limit")
     options.add_argument("--plain", action="store_true", help="compile nothing")
     options.add_argument("--section", default="")
@@ -231,9 +232,9 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())
     with tempfile.TemporaryDirectory() as folder:
-        deadline = time.monotonic() + chosen.seconds - 10
         compiled = CUDA and not chosen.plain and not chosen.tiny
-        work(chosen.section, Options(chosen.tiny, compiled, chosen.batch, Path(folder), deadline), Path(chosen.out))
+        told = Options(chosen.tiny, compiled, chosen.batch, Path(folder), deadline(chosen) - 3)
+        work(chosen.section, told, keeper(chosen.out))
 
 
 if __name__ == "__main__":

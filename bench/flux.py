@@ -15,15 +15,15 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from sections import carry_out, say  # beside this file, in no package
-from torch import Tensor
+from sections import carry_out, keeper, say  # beside this file, in no package
+from timeline import CUDA, describe, gib, once, settle, timed, watched
 
 from tastemaker.config.build import generator
 from tastemaker.config.run import Batch, EngineConfig, Optim, RewardConfig, RunConfig
@@ -45,7 +45,6 @@ from tastemaker.rewards.nets.hub import frozen
 from tastemaker.rewards.nets.towers import Ending, Stills, Towers
 from tastemaker.rewards.nets.words import Words, tiny_clip
 from tastemaker.train.engine import Engine
-from tastemaker.train.loop import learn
 from tastemaker.train.run import Run
 from tastemaker.types import Placement
 from tastemaker.weights import Full
@@ -53,81 +52,8 @@ from tastemaker.weights import Full
 SECTIONS = {"parts": 60, "full": 160, "lora": 130, "plain": 60, "grpo-sd35": 150, "grpo-flux": 150}  # seconds at most
 PROMPTS = tuple(f"a photo of {i} dogs on a boat" for i in range(32))
 PFLOP = {"full": 1.23, "lora": 1.15}
-CUDA = torch.cuda.is_available()
 VIT_H = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16}
 TEXT_H = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-
-
-class Timeline:
-    """What the device is busy with: each mark begins another thing."""
-
-    def __init__(self) -> None:
-        self.marks: list[tuple[str, Any]] = []
-        self.scored = False  # the graph ends in a reward, so its gradient comes first
-
-    def mark(self, label: str) -> None:
-        if CUDA:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-        self.marks.append((label, event if CUDA else time.perf_counter()))
-
-    def seconds(self) -> dict[str, float]:
-        self.mark("end")
-        settle()
-        found: dict[str, float] = defaultdict(float)
-        for (label, begun), (_, ended) in zip(self.marks, self.marks[1:], strict=False):
-            found[label] += begun.elapsed_time(ended) / 1000 if CUDA else ended - begun
-        self.marks = []
-        return dict(found)
-
-
-def settle() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
-
-
-def watched(run: Run) -> Timeline:
-    """Let the parts of a run say when they begin and end."""
-    line, model, engine, rubric = Timeline(), run.policy.model, run.engine, run.rubric
-    owner: Any = getattr(model, "model", model)  # within guidance
-    decode, backward, step, score = owner.decode, engine.backward, engine.step, rubric.score_each
-
-    def decoded(x: Tensor, frames: Any = None) -> Tensor:
-        line.mark("vae")
-        shown: Tensor = decode(x, frames)
-        line.mark("other")
-        if shown.requires_grad:
-            line.scored = True
-            x.register_hook(lambda _: line.mark("network with gradient"))
-            shown.register_hook(lambda _: line.mark("vae"))
-        return shown
-
-    def scored(*given: Any, **named: Any) -> Any:
-        line.mark("reward")
-        found = score(*given, **named)
-        line.mark("other")
-        return found
-
-    def backed(value: Tensor, *, last: bool) -> None:
-        line.mark("reward" if line.scored else "network with gradient")
-        backward(value, last=last)
-        line.mark("other")
-        line.scored = False
-
-    def stepped(number: int) -> Any:
-        line.mark("optimizer")
-        update = step(number)
-        line.mark("other")
-        return update
-
-    net = run.policy.weights.net
-    net.register_forward_pre_hook(
-        lambda *_: line.mark("network with gradient" if torch.is_grad_enabled() else "rollout")
-    )
-    net.register_forward_hook(lambda *_: line.mark("other"))
-    owner.decode, engine.backward, engine.step = decoded, backed, stepped  # type: ignore[method-assign]
-    rubric.score_each = scored  # type: ignore[method-assign]
-    return line
 
 
 def towers(placement: Placement, tiny: bool) -> Towers:
@@ -226,74 +152,6 @@ def built(options: Options, section: str) -> Run:
     return run
 
 
-def gib(*, peak: bool = False) -> float:
-    if not CUDA:
-        return 0.0
-    return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 2**30
-
-
-def graphs() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
-
-
-def warm(run: Run) -> None:
-    """Everything once, with few steps a sample: compiles, allocates and begins."""
-    policy = run.policy
-    run.policy = replace(policy, process=replace(policy.process, steps=4 if policy.process.chance else 2))
-    learn(run, 0)
-    run.policy = policy
-    settle()
-
-
-def timed(run: Run, line: Timeline, section: str, batch: Batch, deadline: float) -> dict[str, Any]:
-    """Seconds a prompt and where they went, after a step to warm up."""
-    run.batch = batch
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    warm(run)
-    say(section, f"{describe(batch)}: warm after {time.perf_counter() - began:.0f} s, {graphs()} graphs")
-    before, spent = graphs(), []
-    line.seconds()
-    for step in (1, 2):
-        if spent and time.monotonic() + 1.3 * spent[0] > deadline:
-            break
-        settle()
-        began = time.perf_counter()
-        update = learn(run, step)
-        settle()
-        spent.append(time.perf_counter() - began)
-        told = " ".join(f"{name} {value:.4g}" for name, value in update.metrics.items())
-        say(section, f"{describe(batch)}: step of {spent[-1]:.2f} s; {told}")
-    where = line.seconds()
-    samples = batch.prompts * run.objective.group
-    total = sum(where.values())
-    result = {
-        "section": section,
-        "batch": describe(batch),
-        "seconds a prompt": min(spent) / batch.prompts,
-        "seconds a sample": min(spent) / samples,
-        "peak GiB": gib(peak=True),
-        "shares": {name: value / total for name, value in sorted(where.items()) if name != "end"},
-        "graphs": before,
-        "recompiled": graphs() - before,
-    }
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in result["shares"].items())
-    say(
-        section,
-        f"{describe(batch)}: {result['seconds a prompt']:.3f} s a prompt, {result['peak GiB']:.1f} GiB; {shares}",
-    )
-    if section in PFLOP:
-        result["TFLOP/s"] = 1000 * PFLOP[section] / result["seconds a prompt"]
-    return result
-
-
-def describe(batch: Batch) -> str:
-    return f"{batch.prompts} prompts, {batch.rollout} sampled and {batch.microbatch} trained at once"
-
-
 def planned(found: list[dict[str, Any]], options: Options) -> None:
     """Write beside every measured peak what `tastemaker plan` says of it."""
     from tastemaker.planning.memory import peak
@@ -324,6 +182,8 @@ def train(options: Options, section: str, keep: Callable[[dict[str, Any]], None]
         try:
             found = timed(run, line, section, batch, options.deadline)
             found["geometry"] = (prompts, rollout, micro)
+            if section in PFLOP:
+                found["TFLOP/s"] = 1000 * PFLOP[section] / found["seconds a prompt"]
             found["weights"] = sum(p.numel() for p in run.policy.weights.net.parameters())
             keep(found)
             if not options.every:
@@ -334,20 +194,6 @@ def train(options: Options, section: str, keep: Callable[[dict[str, Any]], None]
                 p.grad = None
             if CUDA:
                 torch.cuda.empty_cache()
-
-
-def once(work: Callable[[], Any], repeats: int = 5) -> float:
-    """Milliseconds a call: the median, after two to warm up."""
-    for _ in range(2):
-        work()
-    found = []
-    for _ in range(repeats):
-        settle()
-        began = time.perf_counter()
-        work()
-        settle()
-        found.append(time.perf_counter() - began)
-    return 1000 * sorted(found)[len(found) // 2]
 
 
 def parts(options: Options, section: str, keep: Callable[[dict[str, Any]], None]) -> None:
@@ -417,13 +263,7 @@ def plain(options: Options, section: str, keep: Callable[[dict[str, Any]], None]
 
 
 def work(section: str, options: Options, out: Path) -> None:
-    found: list[dict[str, Any]] = []
-
-    def keep(line: dict[str, Any]) -> None:
-        found.append(line)
-        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
-
-    {"parts": parts, "plain": plain}.get(section, train)(options, section, keep)
+    {"parts": parts, "plain": plain}.get(section, train)(options, section, keeper(out))
 
 
 def table(found: list[dict[str, Any]]) -> None:

@@ -12,7 +12,6 @@ Every section is a process of its own with a time limit, which tells each number
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import defaultdict
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sections import carry_out, say  # beside this file, in no package
+from sections import Keep, carry_out, keeper, say  # beside this file, in no package
 from torch import Tensor, nn
 
 from tastemaker.distributions import Categorical, Choice, Projected
@@ -60,7 +59,6 @@ OPENING = [(16, 128, 4), (16, 128, 6), (16, 256, 4), (32, 128, 4), (32, 64, 6)] 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DATASHEET = 4.8e12  # bytes a second of an H200
-Keep = Callable[[dict[str, Any]], None]
 
 
 def settle() -> None:
@@ -459,13 +457,7 @@ def drawing(policy: Policy[Autoregressive], cond: Any, seen: Tensor, uniform: Te
 
 
 def work(section: str, options: Options, out: Path) -> None:
-    found: list[dict[str, Any]] = []
-
-    def keep(line: dict[str, Any]) -> None:
-        found.append(line)
-        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
-
-    {"parts": parts, "agreement": agreement, "grpo": grpo}.get(section, written)(section, options, keep)
+    {"parts": parts, "agreement": agreement, "grpo": grpo}.get(section, written)(section, options, keeper(out))
 
 
 def table(found: list[dict[str, Any]]) -> None:

@@ -5,28 +5,32 @@
 
 Tokens a second are those after the first, for the first waits for the picture to be read, which is the same for all.
 Answers are compared in float32, where they are to be the same, and in what the speed is measured in: as written, where
-a token that differs changes all after it, and step by step after the same tokens.
+a token that differs changes all after it, and step by step after the same tokens. A token of one row reads 5.0 GB of
+weights in bfloat16, 1.2 ms at 4.3 TB/s. Every section is a process of its own with a time limit, which tells each
+number once it is known.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from sections import Found, Keep, carry_out, keeper, say, spared  # beside this file, in no package
 from torch import Tensor
-from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
 from tastemaker.rewards.nets.speech import Asked, Processed
 from tastemaker.rewards.nets.writing import Desk, Pace
 
+SECTIONS = {"answers": 50, "compiled": 40}  # seconds at most
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float32  # that speed is measured in
+PACE: Pace = "recorded" if CUDA else "steps"  # as answers are written unless something else is asked for
 QUESTION = 12  # tokens
 FILLER = 0
 
@@ -39,7 +43,9 @@ class Case:
     rows: tuple[int, ...]
 
     def load(self, dtype: torch.dtype) -> Any:
-        """A network of random weights that never ends an answer."""
+        """A network of random weights that never ends an answer, filled where and as it will be."""
+        from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
+
         width, vocabulary = self.text["hidden_size"], self.text["vocab_size"]
         settings: Any = {"image_token_id": vocabulary - 1, "projection_dim": width}
         config = PaliGemmaConfig(
@@ -105,7 +111,8 @@ def settle() -> None:
 @torch.no_grad()
 def plainly(net: Any, asked: Asked, tokens: int) -> Tensor:
     """As transformers writes."""
-    ids = net.generate(asked.ids, attention_mask=asked.mask, **asked.more, max_new_tokens=tokens, do_sample=False)
+    told = {"attention_mask": asked.mask, **asked.more, "max_new_tokens": tokens, "do_sample": False}
+    ids: Tensor = net.generate(asked.ids, **told)
     return ids[:, asked.ids.shape[1] :]
 
 
@@ -114,79 +121,111 @@ def ours(net: Any, pace: Pace) -> Callable[[Asked, int], Tensor]:
     return lambda asked, tokens: desk.write(asked, tokens, FILLER)
 
 
-def seconds(action: Callable[[], object], times: int) -> float:
-    """The shortest of several, after one that does not count."""
-    action()
+def spent(action: Callable[[], Tensor]) -> tuple[float, Tensor]:
     settle()
-    taken = []
-    for _ in range(times):
+    began = time.perf_counter()
+    out = action()
+    settle()
+    return time.perf_counter() - began, out
+
+
+@dataclass(frozen=True)
+class Bench:
+    case: Case
+    section: str
+    keep: Keep
+
+    def loaded(self, dtype: torch.dtype) -> Any:
         began = time.perf_counter()
-        action()
+        net = self.case.load(dtype)
         settle()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+        count = sum(p.numel() for p in net.parameters()) / 1e9
+        say(self.section, f"{count:.2f} billion weights in {dtype} after {time.perf_counter() - began:.1f} s")
+        return net
+
+    def timed(self, way: str, write: Callable[[Asked, int], Tensor], asked: Asked, times: int) -> Tensor:
+        """Tokens a second of all rows together, the fastest of several after a short or whole one that makes things."""
+        rows, tokens = len(asked.ids), self.case.tokens
+        warm = spent(lambda: write(asked, tokens if times > 1 else 4))[0]
+        first = min(spent(lambda: write(asked, 1))[0] for _ in range(2))
+        whole, out = min((spent(lambda: write(asked, tokens)) for _ in range(times)), key=lambda one: one[0])
+        rate = rows * (tokens - 1) / max(whole - first, 1e-9)
+        told = {"tokens/s": rate, "seconds": whole, "first": first, "warm": warm}
+        say(self.section, f"{rows} rows, {way}: {rate:.1f} tokens/s, {whole:.2f} s an answer, {warm:.1f} s to begin")
+        self.keep({"section": self.section, "rows": rows, "way": way, **told, "GiB": gib()})
+        return out
+
+    def answers(self) -> None:
+        """All that takes no compiler: speed, and which tokens are the same."""
+        net = self.loaded(DTYPE)
+        for rows in self.case.rows:
+            asked = self.case.asked(net, rows)
+            with spared(self.section, f"{rows} rows"):
+                theirs = self.timed("generate", partial(plainly, net), asked, 1)
+                mine = self.timed(PACE, ours(net, PACE), asked, 2)
+                if rows == self.case.rows[0]:
+                    self.agree(net, asked, theirs, mine)
+        if CUDA:
+            with spared(self.section, "steps"):
+                self.timed("steps", ours(net, "steps"), asked, 1)
+            del net
+            net = self.loaded(torch.float32)
+            asked = self.case.asked(net, self.case.rows[-1])
+            self.agree(net, asked, plainly(net, asked, self.case.tokens), ours(net, PACE)(asked, self.case.tokens))
+
+    @torch.no_grad()
+    def agree(self, net: Any, asked: Asked, theirs: Tensor, mine: Tensor) -> None:
+        """The share of tokens that are the same: of answers as written, and of steps after the same tokens."""
+        desk = Desk(net, Processed(net, None), PACE)
+        read = desk.read(asked)
+        scribe, logits, steps = desk.scribe(read, self.case.tokens), read.logits, []
+        for word in theirs.unbind(1):
+            steps.append((logits.argmax(-1) == word).float().mean())
+            logits = scribe.step(word)
+        name = f"alike in {net.dtype}".replace("torch.", "")
+        written, each = float((theirs == mine).float().mean()), float(torch.stack(steps).mean())
+        say(self.section, f"{name}, {len(mine)} rows: {written:.2%} as written, {each:.2%} step by step")
+        told = {"rows": len(mine), "as written": written, "step by step": each}
+        self.keep({"section": self.section, "name": name, **told})
+
+    def compiled(self) -> None:
+        net = self.loaded(DTYPE)
+        self.timed("compiled", ours(net, "compiled"), self.case.asked(net, self.case.rows[0]), 2)
 
 
-def speed(write: Callable[[Asked, int], Tensor], asked: Asked, tokens: int) -> dict[str, float]:
-    """Tokens a second of all rows together, and seconds of a whole answer with the reading of its picture."""
-    whole, first = (seconds(lambda n=n: write(asked, n), 2) for n in (tokens, 1))
-    return {"tokens/s": len(asked.ids) * (tokens - 1) / max(whole - first, 1e-9), "seconds": whole, "first": first}
+def gib() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
 
 
-@torch.no_grad()
-def alike(net: Any, asked: Asked, tokens: int, pace: Pace) -> dict[str, float]:
-    """The share of tokens that are the same: of answers as they are written, and of steps after the same tokens."""
-    theirs, mine = plainly(net, asked, tokens), ours(net, pace)(asked, tokens)
-    desk = Desk(net, Processed(net, None), pace)
-    read = desk.read(asked)
-    scribe, logits, steps = desk.scribe(read, tokens), read.logits, []
-    for word in theirs.unbind(1):
-        steps.append((logits.argmax(-1) == word).float().mean())
-        logits = scribe.step(word)
-    return {"as written": float((theirs == mine).float().mean()), "step by step": float(torch.stack(steps).mean())}
-
-
-def measured(case: Case, dtype: torch.dtype, deadline: float) -> dict[str, Any]:
-    net = case.load(dtype)
-    paces: tuple[Pace, ...] = ("steps", "recorded", "compiled") if CUDA else ("steps",)
-    found: dict[str, Any] = {"weights": sum(p.numel() for p in net.parameters())}
-    found["alike"] = alike(net, case.asked(net, case.rows[0]), case.tokens, "recorded" if CUDA else "steps")
-    for rows in case.rows:
-        asked = case.asked(net, rows)
-        here: dict[str, Any] = {"generate": speed(lambda a, n: plainly(net, a, n), asked, case.tokens)}
-        for pace in paces:
-            if time.perf_counter() > deadline:
-                here[pace] = "left out: no time"
-                continue
-            try:
-                here[pace] = speed(ours(net, pace), asked, case.tokens)
-                here[pace]["times generate"] = here[pace]["tokens/s"] / here["generate"]["tokens/s"]
-            except Exception as error:  # one way that fails says so and leaves the others to be measured
-                here[pace] = f"{type(error).__name__}: {error!s:.300}"
-        found[f"{rows} rows"] = here
-    if CUDA:
-        found["GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    return found
+def table(found: Found) -> None:
+    lines = [line for line in found if "way" in line]
+    plain = {line["rows"]: line["tokens/s"] for line in lines if line["way"] == "generate"}
+    print(f"\n{torch.cuda.get_device_name() if CUDA else 'cpu'}, PyTorch {torch.__version__}")
+    print("| rows | way | tokens/s | times generate | s an answer | s to its first token |\n|---|---|---|---|---|---|")
+    for line in lines:
+        rate, other = line["tokens/s"], plain.get(line["rows"])
+        gain = f"{rate / other:.2f}x" if other else ""
+        first = f"| {line['rows']} | {line['way']} | {rate:.1f} | {gain}"
+        print(f"{first} | {line['seconds']:.3f} | {line['first']:.3f} |")
+    for line in found:
+        if "as written" in line:
+            told = f"{line['as written']:.2%} as written, {line['step by step']:.2%} step by step"
+            print(f"{line['name']}, {line['rows']} rows: {told}")
 
 
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--tiny", action="store_true")
     options.add_argument("--out", default="")
-    options.add_argument("--seconds", type=float, default=420, help="after which nothing new is begun")
+    options.add_argument("--sections", default=",".join(SECTIONS) if CUDA else "answers")
+    options.add_argument("--seconds", type=float, default=76.0, help="of all sections together")
+    options.add_argument("--section", default="")
     chosen = options.parse_args()
-    case, deadline = SMALL if chosen.tiny else WHOLE, time.perf_counter() + chosen.seconds
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if CUDA else "cpu", "torch": torch.__version__}
-    net = case.load(torch.float32)
-    pace: Pace = "recorded" if CUDA else "steps"
-    found["alike in float32"] = alike(net, case.asked(net, case.rows[-1]), case.tokens, pace)
-    del net
-    found["tokens"] = case.tokens
-    found["measured"] = measured(case, torch.bfloat16 if CUDA else torch.float32, deadline)
-    text = json.dumps(found, indent=1)
-    print(text)
-    if chosen.out:
-        Path(chosen.out).write_text(text, encoding="utf-8")
+    if not chosen.section:
+        table(carry_out(__file__, SECTIONS, chosen))
+        return
+    bench = Bench(SMALL if chosen.tiny else WHOLE, chosen.section, keeper(chosen.out))
+    {"answers": bench.answers, "compiled": bench.compiled}[chosen.section]()
 
 
 if __name__ == "__main__":

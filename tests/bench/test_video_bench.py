@@ -23,6 +23,8 @@ def test_every_section_tells_seconds_of_one_frame_and_of_all(sections: str, tmp_
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     wanted = {(section, frames) for section in sections.split(",") for frames in ("one frame", "all frames")}
+    both = {section for section in sections.split(",") if section in ("modelscope", "videocrafter")}
+    wanted |= {(section, "one frame, two clips at once") for section in both}
     assert {(line["section"], line["frames"]) for line in found} == wanted, done.stdout + done.stderr
     assert all(line["seconds a prompt"] > 0 for line in found)
     assert "| s a clip |" in done.stdout
