@@ -18,13 +18,14 @@ class Parm(Search):
     """Step-wise assessment: whoever is clear yet unpromising goes early, never the last of a prompt; then best-of-N'.
 
     Each candidate is judged once, at the first step at which it is clear. With `drop` off everyone finishes and
-    the promising are preferred at the end, as published.
+    the promising are preferred at the end, as published. `keep` compares the clear of a prompt instead of asking each
+    for more than a limit, which a judge of early previews seldom finds passed by those that will be right.
     """
 
     n: int = 4
     first: float = 0.0  # progress before which nobody is judged
     drop: bool = True
-    keep: int | None = None  # of a prompt's clear candidates, how many go on at most: the likeliest; all if not given
+    keep: int | None = None  # of a prompt's clear candidates, how many go on: the likeliest; the promising if not given
 
     def __post_init__(self) -> None:
         if self.n < 1 or not 0 <= self.first <= 1:
@@ -58,8 +59,8 @@ class Parm(Search):
                 known = Verdict(known.clear[rows], known.promising[rows], known.score[rows])
         final, cond = rollout.preview(), rollout.cond
         score = verifier.judge(policy.decode(final), cond.prompts, cond.facts, 1.0).score
-        # Any promising candidate comes before all others; within them the final score decides.
-        ranked = torch.where(known.promising, score, score - 1e6)
+        # Any promising candidate comes before all others; within them, or those kept, the final score decides.
+        ranked = torch.where(known.promising, score, score - 1e6) if self.keep is None else score
         best = torch.stack([torch.where(owner == i, ranked, -torch.inf).argmax() for i in range(len(batch))])
         return Found(final[best], score[best], Price(rollout.price, judged + len(final)))
 
@@ -75,13 +76,12 @@ class Parm(Search):
 
 
 def keepers(known: Verdict, owner: Tensor, most: int | None = None) -> Tensor:
-    """Who goes on: the unclear, the best of the promising, and the best of a prompt that would lose all: [B] bool."""
-    keep = ~known.clear | known.promising
+    """Who goes on: the unclear; of a prompt's clear ones so many of the best, or those that promise, at least one."""
+    keep = ~known.clear | (known.promising if most is None else torch.zeros_like(known.clear))
     for prompt in set(owner.tolist()):
         own = owner == prompt
-        if not bool((keep & own).any()):
-            keep[torch.where(own, known.score, -torch.inf).argmax()] = True
-        rivals = (keep & own & known.clear).nonzero().flatten()
-        if most is not None and len(rivals) > most:
-            keep[rivals[known.score[rivals].argsort(descending=True, stable=True)[most:]]] = False
+        if most is None and bool((keep & own).any()):
+            continue
+        rivals = (own & known.clear).nonzero().flatten()
+        keep[rivals[known.score[rivals].argsort(descending=True, stable=True)[: most or 1]]] = True
     return keep

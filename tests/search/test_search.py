@@ -121,6 +121,8 @@ def test_who_goes_on() -> None:
     keep = keepers(Verdict(clear, promising, score), owner)
     # The promising and the unclear; the best of a prompt that would lose everyone; of equals the first.
     assert keep.tolist() == [True, False, True, False, True, True, False]
+    # The best of the clear and the unclear, whoever promises.
+    assert keepers(Verdict(clear, promising, score), owner, 1).tolist() == [False, True, True, False, True, True, False]
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,16 @@ def test_only_the_likeliest_of_the_clear_go_on_where_few_are_kept() -> None:
     assert few.price.calls == 64 * (steps // 2) + 16 * (steps - steps // 2)
     single = BestOfN(1).find(policy, judge, batch, rng)
     assert single.score.mean() < few.score.mean() <= every.score.mean()
+
+
+def test_those_that_are_kept_need_not_be_promising() -> None:
+    policy, batch, rng = toys.trained("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
+    strict = Outcome(toys.rubric(), 0.5, 2.0)  # nobody is promising
+    one, few = (Parm(8, first=0.5, keep=keep).find(policy, strict, batch, rng) for keep in (None, 4))
+    steps = policy.process.steps  # type: ignore[attr-defined]
+    assert one.price.calls == 64 * (steps // 2) + 8 * (steps - steps // 2)
+    assert few.price.calls == 64 * (steps // 2) + 32 * (steps - steps // 2)
+    assert one.score.mean() < few.score.mean()
 
 
 def test_facts_go_with_their_prompts() -> None:
