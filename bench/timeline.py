@@ -51,7 +51,7 @@ def watched(run: Run) -> Timeline:
     """Let the parts of a run say when they begin and end."""
     line, model, engine, rubric = Timeline(), run.policy.model, run.engine, run.rubric
     owner: Any = getattr(model, "model", model)  # within guidance
-    decode, backward, step, score = owner.decode, engine.backward, engine.step, rubric.score_each
+    decode, backward, launch, score = owner.decode, engine.backward, engine.launch, rubric.score_each
 
     def decoded(x: Tensor, frames: Any = None) -> Tensor:
         line.mark("vae")
@@ -75,9 +75,9 @@ def watched(run: Run) -> Timeline:
         line.mark("other")
         line.scored = False
 
-    def stepped(number: int) -> Any:
+    def launched(number: int) -> Any:
         line.mark("optimizer")
-        update = step(number)
+        update = launch(number)
         line.mark("other")
         return update
 
@@ -86,7 +86,7 @@ def watched(run: Run) -> Timeline:
         lambda *_: line.mark("network with gradient" if torch.is_grad_enabled() else "rollout")
     )
     net.register_forward_hook(lambda *_: line.mark("other"))
-    owner.decode, engine.backward, engine.step = decoded, backed, stepped  # type: ignore[method-assign]
+    owner.decode, engine.backward, engine.launch = decoded, backed, launched  # type: ignore[method-assign]
     rubric.score_each = scored  # type: ignore[method-assign]
     return line
 

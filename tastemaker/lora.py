@@ -114,9 +114,8 @@ class LoraWeights(Weights):
     def blend(self, name: str, decay: float = 0.0) -> None:
         if name not in self.names[1:]:
             raise missing(name, self.names[1:])
-        live = self._of(LIVE)
-        for key, p in self._of(name).items():
-            p.lerp_(live[key].to(p.dtype), 1 - decay)
+        live, kept = self._of(LIVE), self._of(name)
+        torch._foreach_lerp_(list(kept.values()), [live[key].to(p.dtype) for key, p in kept.items()], 1 - decay)
 
     @torch.no_grad()
     def merged(self, name: str = LIVE) -> dict[str, Tensor]:

@@ -16,11 +16,16 @@ Facts = Mapping[str, Any]  # what else is known of a prompt: a label, a count, a
 HIDDEN = -1  # the id of a masked token in every masked model; the backbone maps it to its own
 
 
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """The same on a device; from the host to a GPU without waiting for what is still computed there."""
+    return x.to(device, non_blocking=device.type == "cuda" and x.device.type == "cpu")
+
+
 def index(tree: T, rows: Tensor) -> T:
     """Select rows of every tensor in a tree; a tuple of strings or mappings holds one a row, a lone one stays."""
     picked: Any
     if isinstance(tree, Tensor):
-        picked = tree[rows.to(tree.device)]
+        picked = tree[moved(rows, tree.device)]
     elif tree is None or isinstance(tree, (str, int, float)):
         picked = tree
     elif isinstance(tree, dict):

@@ -30,6 +30,13 @@ class Partial(Protocol):
 
 
 @runtime_checkable
+class Entered(Protocol):
+    """A network that is called by other methods too, where all of its parts are at hand."""
+
+    entries: tuple[str, ...]
+
+
+@runtime_checkable
 class Idle(Protocol):
     """A network that has some of its tensors in vain, as those for the words of a last block, which nobody reads."""
 
@@ -96,9 +103,11 @@ class FullWeights(Weights):
 
     @torch.no_grad()
     def blend(self, name: str, decay: float = 0.0) -> None:
-        live = {key: p.detach() for key, p in self.net.named_parameters()}
+        live = dict(self.net.named_parameters())
         if name not in self.snapshots:
-            self.snapshots[name] = {key: p.to("cpu", copy=True) if self.host else p.clone() for key, p in live.items()}
+            self.snapshots[name] = {
+                key: p.detach().to("cpu", copy=True) if self.host else p.detach().clone() for key, p in live.items()
+            }
         kept = self.snapshots[name]
         # All at once: a small network's average would otherwise take longer than its gradient.
         torch._foreach_lerp_(
@@ -143,8 +152,9 @@ class TwinWeights(Weights):
     def blend(self, name: str, decay: float = 0.0) -> None:
         if name not in self.twins:
             raise missing(name, list(self.twins))
-        for kept, live in zip(self.twins[name].parameters(), self.net.parameters(), strict=True):
-            kept.lerp_(live.to(kept.dtype), 1 - decay)
+        kept: list[Tensor] = list(self.twins[name].parameters())
+        live = [p.to(x.dtype) for p, x in zip(self.net.parameters(), kept, strict=True)]
+        torch._foreach_lerp_(kept, live, 1 - decay)
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:

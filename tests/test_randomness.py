@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+import os
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from tastemaker.randomness import WORD, Randomness, philox
+from tastemaker.randomness import WORD, Randomness, philox, plainly
 from tastemaker.types import index
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
@@ -86,3 +88,16 @@ def test_shared_draws_are_alike_for_all_rows_of_all_ranks() -> None:
 def test_seeds_of_more_than_32_bits_all_count() -> None:
     low, high = (Randomness(seed, 0, torch.arange(1)).words("test", 4) for seed in (7, 7 + (3 << 32)))
     assert not torch.equal(low, high)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with PyTorch for GPUs")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="TRITON_INTERPRET=1 runs it"
+)
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (2**31 - 2, 7), (2**32 + 5, 515)])
+def test_the_kernel_draws_the_same_words(first: int, count: int) -> None:
+    from tastemaker.philox import words
+
+    rows = torch.arange(first, first + 5, device="cuda" if torch.cuda.is_available() else "cpu")
+    for purpose, draw, key in ((0, 0, (0, 0)), (WORD, 2**31, (PI[1], PI[2])), (1, 16, (2**31, WORD))):
+        assert words(rows, count, purpose, draw, key).equal(plainly(rows, count, purpose, draw, key))

@@ -48,12 +48,6 @@ def autoencoder_and_data(config: AutoencoderConfig, world: int) -> str | None:
     return f"data: {name(config.autoencoder)} learns from pictures, but {name(config.data)} holds {holds}; {advice}"
 
 
-def critic_and_engine(config: AutoencoderConfig, world: int) -> str | None:
-    if config.critic is None or not config.critic.adaptive or not config.engine.compile:
-        return None
-    return "critic.adaptive: looks into the last layer, which compiled networks hide; set engine.compile to false"
-
-
 def validation_and_data(config: AutoencoderConfig, world: int) -> str | None:
     data = config.validation.data
     if data is None or data.yields is Pictures:
@@ -74,6 +68,5 @@ CODEC_RULES: tuple[Callable[[AutoencoderConfig, int], str | None], ...] = (
     autoencoder_and_data,
     rows_and_ranks,
     samples_and_autoencoder,
-    critic_and_engine,
     validation_and_data,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..registry import ConfigError
 from ..types import Pictures, PromptBatch
-from .order import shuffled
+from .ahead import Ahead, Share, at_once
+from .order import rows, shuffled
 
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE, BATCH = 32, 10_000
@@ -116,24 +117,25 @@ class Cifar10Rows:
     def __len__(self) -> int:
         return len(self.chosen)
 
+    @cached_property
+    def ahead(self) -> Ahead[Pictures, Pictures]:
+        return at_once(self._made)
+
     def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
-        place = torch.arange(step * size + rank * size // world, step * size + (rank + 1) * size // world)
-        numbers = self.chosen[self._rows(place)]
-        pixels = self.whole.pixels[numbers].float() / 255
+        return self.ahead.take(Share(step, size, rank, world))
+
+    def _made(self, share: Share) -> Pictures:
+        places = rows(len(self), self.seed, share.step, share.size, share.rank, share.world)
+        numbers = self.chosen[torch.tensor(places, dtype=torch.int64)]
+        pixels = self.whole.pixels.index_select(0, numbers)  # a twentieth of the time that [numbers] takes
         turned = torch.zeros(len(numbers), dtype=torch.bool)
         if self.mirror:
+            place = torch.arange(share.range.start, share.range.stop)
             turned = shuffled(2 * BATCH, self.seed + FLIP, 0)[place % (2 * BATCH)] % 2 == 1
-            pixels = torch.where(turned[:, None, None, None], pixels.flip(-1), pixels)
+            which = turned.nonzero()[:, 0]
+            pixels.index_copy_(0, which, pixels.index_select(0, which).flip(-1))
         prompts = tuple(NAMES[self.whole.labels[i]] for i in numbers.tolist())
-        return Pictures(prompts, pixels[:, None], 2 * numbers + turned)
-
-    def _rows(self, place: Tensor) -> Tensor:
-        """The same as `order.rows`, all at once: a network this small would wait for it."""
-        epochs, found = place // len(self), place % len(self)
-        for epoch in sorted(set(epochs.tolist())):
-            here = epochs == epoch
-            found[here] = shuffled(len(self), self.seed, epoch)[found[here]]
-        return found
+        return Pictures(prompts, pixels[:, None].float().div_(255), 2 * numbers + turned)
 
     def first(self, count: int) -> PromptBatch:
         return PromptBatch(tuple(NAMES[i % len(NAMES)] for i in range(count)), ({},) * count)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Protocol
 
@@ -18,6 +19,7 @@ from ..pictures import read_picture
 from ..randomness import Randomness
 from ..registry import ConfigError
 from ..types import Pictures, PromptBatch
+from .ahead import Ahead, Share
 from .crops import anywhere, centre
 from .labelled import ClassFolder, class_folder
 from .order import rows
@@ -25,6 +27,8 @@ from .saved import is_saved, labelled
 
 Say = Literal["name", "number"]
 Crop = Literal["middle", "random"]
+Labelled = tuple[str, Tensor]  # what is said of a picture, and its square
+WORKERS = 4  # threads that read and cut the next steps' pictures
 BROKEN = (OSError, ValueError, KeyError, TypeError, IndexError, EOFError)
 
 
@@ -94,14 +98,20 @@ class ClassRows:
     def __len__(self) -> int:
         return len(self.source)
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
-        chosen = rows(len(self), self.seed, step, size, rank, world)
-        first = rank * size // world
-        chance = Randomness(self.seed, step, torch.arange(first, first + len(chosen))).uniform("crop", 4)
-        found = [self._usable(number, own) for number, own in zip(chosen, chance, strict=True)]
-        return Pictures(tuple(prompt for prompt, _ in found), torch.stack([picture for _, picture in found])[:, None])
+    @cached_property
+    def ahead(self) -> Ahead[Labelled, Pictures]:
+        return Ahead(self._jobs, _joined, WORKERS)
 
-    def _usable(self, number: int, chance: Tensor) -> tuple[str, Tensor]:
+    def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
+        return self.ahead.take(Share(step, size, rank, world))
+
+    def _jobs(self, share: Share) -> list[Callable[[], Labelled]]:
+        chosen = rows(len(self), self.seed, share.step, share.size, share.rank, share.world)
+        first = share.rank * share.size // share.world
+        chance = Randomness(self.seed, share.step, torch.arange(first, first + len(chosen))).uniform("crop", 4)
+        return [partial(self._usable, number, own) for number, own in zip(chosen, chance, strict=True)]
+
+    def _usable(self, number: int, chance: Tensor) -> Labelled:
         for further in range(len(self)):
             place = (number + further) % len(self)
             if place in self.skipped.why:
@@ -130,6 +140,10 @@ class ClassRows:
             with suppress(*BROKEN):  # which is told of when its turn comes
                 found.add(self.source.label(number))
         return tuple(map(str, sorted(found))) or ("0",)
+
+
+def _joined(found: Sequence[Labelled]) -> Pictures:
+    return Pictures(tuple(prompt for prompt, _ in found), torch.stack([picture for _, picture in found])[:, None])
 
 
 @dataclass(frozen=True)

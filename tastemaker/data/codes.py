@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -16,6 +17,7 @@ from ..classes import named
 from ..randomness import Randomness
 from ..registry import ConfigError
 from ..types import PromptBatch, Tokens
+from .ahead import Ahead, Share, at_once
 from .class_pictures import BROKEN, Say, Skipped
 from .order import rows
 
@@ -36,9 +38,17 @@ class CodeRows:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    @cached_property
+    def ahead(self) -> Ahead[Tokens, Tokens]:
+        return at_once(self._made)
+
     def batch(self, step: int, size: int, rank: int, world: int) -> Tokens:
-        share = torch.arange(rank * size // world, (rank + 1) * size // world)
-        chances = Randomness(self.seed, step, share).uniform("view", 2)
+        return self.ahead.take(Share(step, size, rank, world))
+
+    def _made(self, share: Share) -> Tokens:
+        step, size, rank, world = share.step, share.size, share.rank, share.world
+        mine = torch.arange(rank * size // world, (rank + 1) * size // world)
+        chances = Randomness(self.seed, step, mine).uniform("view", 2)
         chosen = rows(len(self), self.seed, step, size, rank, world)
         found = [self._usable(row, *chance) for row, chance in zip(chosen, chances.tolist(), strict=True)]
         lengths = {len(ids) for _, ids in found}

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..randomness import Randomness
 from ..registry import ConfigError
 from ..types import Latents, PromptBatch
+from .ahead import Ahead, Share, at_once
 from .class_pictures import told
 from .gallery import Say
 from .order import rows
@@ -139,9 +140,17 @@ class LatentRows:
     def kept(self) -> list[Tensor]:
         return [opened(shard.path).get_tensor("latents") for shard in self.shards]
 
+    @cached_property
+    def ahead(self) -> Ahead[Latents, Latents]:
+        return at_once(self._made)
+
     def batch(self, step: int, size: int, rank: int, world: int) -> Latents:
-        share = torch.arange(rank * size // world, (rank + 1) * size // world)
-        views = (Randomness(self.seed, step, share).uniform("view", 1).flatten() * self.note.views).long().tolist()
+        return self.ahead.take(Share(step, size, rank, world))
+
+    def _made(self, share: Share) -> Latents:
+        step, size, rank, world = share.step, share.size, share.rank, share.world
+        mine = torch.arange(rank * size // world, (rank + 1) * size // world)
+        views = (Randomness(self.seed, step, mine).uniform("view", 1).flatten() * self.note.views).long().tolist()
         chosen = rows(len(self), self.seed, step, size, rank, world)
         x = torch.stack([self._row(number, view) for number, view in zip(chosen, views, strict=True)])
         return Latents(tuple(self.prompts[i] for i in chosen), x.float(), self.note.codec, self.deviation)

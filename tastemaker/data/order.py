@@ -20,5 +20,11 @@ def shuffled(length: int, seed: int, epoch: int) -> Tensor:
 def rows(length: int, seed: int, step: int, size: int, rank: int, world: int) -> list[int]:
     """A rank's contiguous share of the rows of a step; the shares of all ranks, in order, are the rows of one."""
     start = step * size
-    share = range(start + rank * size // world, start + (rank + 1) * size // world)
-    return [int(shuffled(length, seed, place // length)[place % length]) for place in share]
+    place, end = start + rank * size // world, start + (rank + 1) * size // world
+    found: list[int] = []
+    while place < end:
+        epoch, first = divmod(place, length)
+        last = min(first + end - place, length)
+        found += shuffled(length, seed, epoch)[first:last].tolist()
+        place += last - first
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from ..pictures import MOVIES, STILLS, read_picture
 from ..randomness import Randomness
 from ..registry import ConfigError
 from ..types import Pictures, PromptBatch
+from .ahead import Ahead, Share, at_once
 from .order import rows
 from .prompts import existing
 from .text import field, json_rows, lines
@@ -110,8 +112,15 @@ class PictureRows:
     def __len__(self) -> int:
         return len(self.files)
 
+    @cached_property
+    def ahead(self) -> Ahead[Pictures, Pictures]:
+        return at_once(self._made, steps=1)  # clips are large
+
     def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
-        chosen = rows(len(self), self.seed, step, size, rank, world)
+        return self.ahead.take(Share(step, size, rank, world))
+
+    def _made(self, share: Share) -> Pictures:
+        chosen = rows(len(self), self.seed, share.step, share.size, share.rank, share.world)
         pictures = [squared(read_picture(self.files[i]), self.size) for i in chosen]
         return Pictures(tuple(self.prompts[i] for i in chosen), stacked(pictures, [str(self.files[i]) for i in chosen]))
 

@@ -50,7 +50,8 @@ class LlamagenBackbone:
         if self.captions is not None:
             return Condition(tuple(prompts), self.captions(prompts), tuple(facts))
         assert self.classes is not None
-        numbers = [self.classes.number(prompt) if prompt.strip() else self.classes.count for prompt in prompts]
+        known = {said: self.classes.number(said) if said.strip() else self.classes.count for said in {*prompts}}
+        numbers = [known[prompt] for prompt in prompts]
         return Condition(tuple(prompts), {"label": torch.tensor(numbers, device=self.device)}, tuple(facts))
 
     def without(self, cond: Condition) -> Condition:

@@ -12,7 +12,7 @@ from ..objective import Context, Memory, Nothing, Objective
 from ..policy import Latent, Policy, Process
 from ..randomness import Randomness
 from ..registry import ConfigError
-from ..types import Condition, Latents, Loss, Pictures, Tokens
+from ..types import Condition, Latents, Loss, Pictures, Tokens, moved
 
 Seen = Pictures | Tokens | Latents
 
@@ -34,29 +34,31 @@ class Encoded(Nothing):
         self.known = torch.zeros(0, dtype=torch.bool)
         self.kept: Tensor | None = None
 
-    def recall(self, numbers: Tensor, pixels: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
-        """Encode only what was not seen before; kept in half precision."""
+    def recall(
+        self, numbers: Tensor, pixels: Tensor, encode: Callable[[Tensor], Tensor], device: torch.device
+    ) -> Tensor:
+        """Encode only what was not seen before, and move no more than that; kept in half precision."""
         room = int(numbers.max()) + 1 - len(self.known)
         if room > 0:
             self.known = torch.cat([self.known, torch.zeros(room, dtype=torch.bool)])
         new = (~self.known[numbers]).nonzero().flatten()
         if len(new):
-            fresh = encode(pixels[new.to(pixels.device)])
+            fresh = encode(moved(pixels[new.to(pixels.device)], device))
             fresh = fresh.half() if fresh.is_floating_point() else fresh
             kept = fresh.new_zeros(0, *fresh.shape[1:]) if self.kept is None else self.kept
             if len(kept) < len(self.known):
                 kept = grown(kept, len(self.known))
-            kept[numbers[new].to(kept.device)] = fresh
+            kept[moved(numbers[new], kept.device)] = fresh
             self.known[numbers[new]], self.kept = True, kept
         assert self.kept is not None
-        found = self.kept[numbers.to(self.kept.device)]
+        found = self.kept[moved(numbers, self.kept.device)]
         return found.float() if found.is_floating_point() else found
 
 
 def encoded(policy: Policy[Process], batch: Seen, rng: Randomness) -> Tensor:
     """Pictures in model space, where those encoded beforehand are already."""
     if isinstance(batch, Pictures):
-        return policy.encode(batch.pixels.to(rng.rows.device))
+        return policy.encode(moved(batch.pixels, rng.rows.device))
     if isinstance(batch, Latents):
         model, _ = unguided(policy.model)
         if not isinstance(model, Latent):
@@ -67,7 +69,7 @@ def encoded(policy: Policy[Process], batch: Seen, rng: Randomness) -> Tensor:
         raise ConfigError(
             f"data: a picture has {found[0]} tokens, the model writes {wanted[0]}; encode at the model's size"
         )
-    return batch.ids.to(rng.rows.device)
+    return moved(batch.ids, rng.rows.device)
 
 
 def grown(kept: Tensor, rows: int) -> Tensor:
@@ -101,7 +103,7 @@ class Likelihood(Objective[Process, Seen, Captioned, None]):
 
     def _encoded(self, ctx: Context[Process], batch: Seen) -> Tensor:
         if isinstance(batch, Pictures) and isinstance(ctx.memory, Encoded) and batch.numbers is not None:
-            return ctx.memory.recall(batch.numbers, batch.pixels.to(ctx.rng.rows.device), ctx.policy.encode)
+            return ctx.memory.recall(batch.numbers, batch.pixels, ctx.policy.encode, ctx.rng.rows.device)
         return encoded(ctx.policy, batch, ctx.rng)
 
     def parts(self, experience: Captioned) -> Sequence[None]:

@@ -19,7 +19,7 @@ from ..config.run import CheckpointConfig, Reconstruction, SampleConfig, Validat
 from ..data.spec import Dataset
 from ..perceptual import Perceptual
 from ..randomness import Randomness
-from ..types import Loss
+from ..types import Loss, moved
 from ..weights import FullWeights, Tensors, warm
 from . import checkpoint
 from .critic import Balance, Critic, balance
@@ -42,7 +42,7 @@ class WithBuffers(FullWeights):
         return {**self.snapshots, **({"buffers": kept} if kept else {}), **self.others()}
 
     def blend(self, name: str, decay: float = 0.0) -> None:
-        if name != "buffers" and name not in self.others():
+        if name in self.snapshots or (name != "buffers" and name not in self.others()):
             super().blend(name, decay)
 
 
@@ -92,7 +92,7 @@ class AutoencoderRun:
     def pixels(self, step: int, size: int, rank: int = 0, world: int = 1) -> Tensor:
         """Pictures of a step; frames are pictures too: [N, 3, H, W]."""
         pixels: Tensor = self.data.batch(step, size, rank, world).pixels
-        return pixels.to(self.engine.device).flatten(0, 1)
+        return moved(pixels, self.engine.device).flatten(0, 1)
 
     def averaged(self) -> Any:
         """Within the block the network runs on the weights that will be used."""
@@ -157,18 +157,19 @@ def learn(run: AutoencoderRun, step: int) -> Updated:
             means.note(loss, 1)
             copies.append(made.detach())
             row += len(piece)
-    update = engine.step(step)
+    launched = engine.launch(step)
     if run.ema:
         run.weights.blend("ema", warm(run.ema, step))
     plays = run.critic is not None and run.critic.plays(step)
-    told = run.critic.learn(step, pieces, copies) if run.critic and plays else {}
-    metrics = {**means.over(engine.comm), **told, "grad_norm": update.grad_norm, "lr": update.lr}
+    told = run.critic.launch(step, pieces, copies) if run.critic and plays else dict
+    update = launched()  # nothing of the step is waited for before all of it was begun
+    metrics = {**means.over(engine.comm), **told(), "grad_norm": update.grad_norm, "lr": update.lr}
     return Updated(step + 1, metrics, time.perf_counter() - began, run.rows)
 
 
 def copied(run: AutoencoderRun, step: int, pixels: Tensor, first: int = 0) -> tuple[Tensor, Loss]:
     """Copies of rows from the first on, and the loss of each: of the difference, the network's own, the critic's."""
-    with run.balance.watching() if run.balance else nullcontext():
+    with run.engine.lowering(run.net), run.balance.watching() if run.balance else nullcontext():
         made, extra = run.net(pixels, *chances(run, step, pixels, first))
     made = made.float()
     loss = priced(run.loss, made, pixels, run.lpips)

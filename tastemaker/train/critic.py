@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .engine import Engine
 from .loop import Means
 
 MOST = 1e4  # what an adaptive weight may be
+Told = Mapping[str, float]
 
 
 def fooled(logits: Tensor) -> Tensor:
@@ -74,8 +75,12 @@ class Critic:
         finally:
             self.net.requires_grad_(True)
 
-    def learn(self, step: int, pictures: Sequence[Tensor], copies: Sequence[Tensor]) -> Mapping[str, float]:
+    def learn(self, step: int, pictures: Sequence[Tensor], copies: Sequence[Tensor]) -> Told:
         """One update from pictures and their copies, both in the same pieces."""
+        return self.launch(step, pictures, copies)()
+
+    def launch(self, step: int, pictures: Sequence[Tensor], copies: Sequence[Tensor]) -> Callable[[], Told]:
+        """The same; what came of it is told when asked for."""
         means, engine = Means(), self.engine
         total = sum(map(len, pictures)) * engine.comm.world
         for i, (pixels, made) in enumerate(zip(pictures, copies, strict=True)):
@@ -85,10 +90,14 @@ class Critic:
             engine.backward(self.config.weight * rows.sum() / total, last=i == len(pictures) - 1)
             told = {"pictures": fooled(real.detach()), "copies": fooled(fake.detach())}
             means.note(Loss(rows.detach(), told), 1)
-        update = engine.step(step)
+        launched = engine.launch(step)
         self._agree()
-        found = {**means.over(engine.comm), "grad_norm": update.grad_norm}
-        return {f"critic/{name}": value for name, value in found.items()}
+
+        def found() -> Told:
+            norm = {"grad_norm": launched().grad_norm}  # first, for an update that was refused says why
+            return {f"critic/{name}": value for name, value in {**means.over(engine.comm), **norm}.items()}
+
+        return found
 
     @torch.no_grad()
     def _agree(self) -> None:
@@ -101,24 +110,29 @@ class Critic:
             buffer.copy_(piece.view_as(buffer))
 
 
-@dataclass
 class Balance:
     """How much the last layer of an autoencoder feels the critic, against how much it feels the reconstruction."""
 
-    layer: nn.Conv2d
-    seen: Tensor | None = None  # what went into it last
+    def __init__(self, layer: nn.Conv2d) -> None:
+        self.layer, self.forward = layer, layer.forward
+        self.watches = False
+        self.seen: Tensor | None = None  # what went into it last
+        # In place, so that no name changes; compilers are to leave it alone, for in a graph nobody could look into it.
+        layer.forward = torch.compiler.disable(self._noted)  # type: ignore[method-assign, no-untyped-call]
+
+    def _noted(self, x: Tensor) -> Tensor:
+        if self.watches:
+            self.seen = x.detach()
+        return self.forward(x)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within the block what goes into the last layer is noted."""
-        handle = self.layer.register_forward_pre_hook(self._note)
+        self.watches = True
         try:
             yield
         finally:
-            handle.remove()
-
-    def _note(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.seen = inputs[0].detach()
+            self.watches = False
 
     def weight(self, reconstruction: Tensor, adversary: Tensor, made: Tensor) -> Tensor:
         """The ratio of both gradients of the last layer's weights; the graph stays (VQGAN, equation 7)."""

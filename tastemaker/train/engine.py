@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ class Engine:
                 if self.mesh is not None:
                     self._shard(unit, whole=unit is net)
             if self.config.compile and not in_blocks:
-                net.compile()  # in place: names, hooks and borrowed weights stay as they are
+                memory.compile_whole(net)
         if isinstance(weights, FullWeights):
             _copy_snapshots(weights)
         self.net, self.parameters = weights.net, weights.trainable()
@@ -157,6 +157,12 @@ class Engine:
         with precision.mathematics(self.config, self.device), precision.casting(self.config, self.device):
             yield
 
+    def lowering(self, net: nn.Module) -> AbstractContextManager[None]:
+        """Around one call of a network that uses each of its weights once, which is then asked for less often."""
+        dtype, config = precision.DTYPES[self.config.precision], self.config
+        alone = self.mesh is None and not config.compile and config.memory == "keep"
+        return precision.lowered(net, dtype) if alone and dtype != torch.float32 else nullcontext()
+
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """Within the block activations for the backward pass are kept on the host if so configured."""
@@ -178,34 +184,61 @@ class Engine:
 
     def step(self, step: int) -> Update:
         """Reduce, measure, refuse or clip, update and forget the gradients."""
+        return self.launch(step)()
+
+    def launch(self, step: int) -> Callable[[], Update]:
+        """The same; what came of it is told when asked for, so that a GPU need not be waited for until then."""
         parameters = list(self.parameters.values())
         if self.mesh is None and self.comm.world > 1:
             ranks.add_up(parameters, precision.DTYPES[self.config.reduce], self.comm)
         grads = [p.grad for p in parameters if p.grad is not None]
-        scale = self.scaler.scale if self.scaler else 1.0
-        norm, bad = self._measure(grads, scale)
-        lr = optimizer.rate(self.optim, step, self.steps)
-        accepted = math.isfinite(norm) and not bad
-        if accepted:
-            self._move(grads, norm, scale, lr)
+        measured, lr = self._measure(grads), optimizer.rate(self.optim, step, self.steps)
+        if isinstance(self.optimizer, optimizer.Plain) and self.optimizer.fused and not self.scaler and not self.mesh:
+            self._decide(grads, measured, self.optimizer, lr)
+            self._forget(parameters)
+            return lambda: self._told(step, *self._read(measured), lr)
+        norm, bad = self._read(measured)
+        if math.isfinite(norm) and not bad:
+            self._move(grads, norm, lr)
         self._forget(parameters)
+        update = self._told(step, norm, bad, lr)
+        return lambda: update
+
+    def _told(self, step: int, norm: float, bad: int, lr: float) -> Update:
+        accepted = math.isfinite(norm) and not bad
         if not accepted:
             self._refuse(step, norm, bad)
         return Update(norm, lr, skipped=not accepted)
 
-    def _measure(self, grads: list[Tensor], scale: float) -> tuple[float, int]:
-        """The gradient norm over all ranks, and how many losses were not finite: the same numbers on every rank."""
+    def _measure(self, grads: list[Tensor]) -> Tensor:
+        """The square of the gradient norm over all ranks, and how many losses were not finite: [2], on every rank."""
         norms = torch._foreach_norm([ranks.local(grad) for grad in grads], dtype=torch.float32)
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)
         # As many ranks hold the same piece of the gradient as there are ranks for each shard.
         copies = self.comm.world // self.shard[1]
-        both = self.comm.total(torch.stack([square / copies, self._bad])).tolist()
-        return math.sqrt(both[0]) / scale if both[0] >= 0 else math.nan, int(both[1])
+        return self.comm.total(torch.stack([square / copies, self._bad]))
 
-    def _move(self, grads: list[Tensor], norm: float, scale: float, lr: float) -> None:
+    def _read(self, measured: Tensor) -> tuple[float, int]:
+        square, bad = measured.tolist()
+        return math.sqrt(square) / self._scale if square >= 0 else math.nan, int(bad)
+
+    @property
+    def _scale(self) -> float:
+        return self.scaler.scale if self.scaler else 1.0
+
+    def _decide(self, grads: list[Tensor], measured: Tensor, adam: optimizer.Plain, lr: float) -> None:
+        """Refuse or clip and update as below, by what the device has found, which the host does not know yet."""
+        square, bad = measured.unbind()
+        if self.optim.clip and grads:
+            norm = square.double().sqrt() + 1e-6
+            clip = torch.full_like(norm, self.optim.clip) / norm  # a number by a tensor would be rounded twice
+            torch._foreach_mul_(grads, clip.clamp(max=1.0).float())
+        adam.update(lr, refused=(square - square + bad != 0).float())  # infinity less itself is no number
+
+    def _move(self, grads: list[Tensor], norm: float, lr: float) -> None:
         clip = min(1.0, self.optim.clip / (norm + 1e-6)) if self.optim.clip else 1.0
-        if clip / scale != 1:
-            torch._foreach_mul_([ranks.local(grad) for grad in grads], clip / scale)
+        if clip / self._scale != 1:
+            torch._foreach_mul_([ranks.local(grad) for grad in grads], clip / self._scale)
         self.optimizer.update(lr)
         if self.scaler:
             self.scaler.accept()

@@ -91,9 +91,10 @@ def learn(run: JudgeRun, step: int) -> Updated:
                     loss = run.loss(index(batch, piece))
                 engine.backward(loss.rows.sum() / run.rows, last=piece is pieces[-1])
             means.note(loss, 1)
-    update = engine.step(step)
+    launched = engine.launch(step)
     if run.ema:
         run.weights.blend("ema", warm(run.ema, step))
+    update = launched()
     metrics = {**means.over(engine.comm), "grad_norm": update.grad_norm, "lr": update.lr}
     return Updated(step + 1, metrics, time.perf_counter() - began, run.rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,8 @@ from .events import Event, Finished, Guarded, Sampled, Saved, Started, Updated
 from .guard import judge
 from .looking import paint
 from .run import Run
+
+Launched = Callable[[], Update]
 
 
 def train(run: Run) -> Iterator[Event]:
@@ -69,7 +71,7 @@ def learn(run: Run, step: int) -> Updated:
     """One step: gather experience, then learn from it in updates of minibatches, each in parts."""
     began, engine, objective = time.perf_counter(), run.engine, run.objective
     rows = run.batch.prompts // engine.rows.world
-    ctx, means = run.context(step, rows), Means()
+    ctx, means, launched = run.context(step, rows), Means(), list[Launched]()
     with engine.computing():
         batch = run.data.batch(step, run.batch.prompts, engine.rows.rank, engine.rows.world)
         experience = objective.collect(ctx, batch)
@@ -78,12 +80,14 @@ def learn(run: Run, step: int) -> Updated:
     with seeded(engine.device, hash((run.seed, step, engine.rows.rank))):
         for epoch in range(run.batch.epochs):
             for i, chosen in enumerate(minibatches(len(experience), run.batch.updates, ctx.rng, epoch)):
-                draw, (seen, rng) = epoch * run.batch.updates + i, index((experience, own), chosen)
-                update = improve(run, replace(ctx, epoch=epoch), seen, rng, draw, means)
+                draw, both = epoch * run.batch.updates + i, (experience, own)
+                seen, rng = both if run.batch.updates == 1 else index(both, chosen)
+                launched.append(improve(run, replace(ctx, epoch=epoch), seen, rng, draw, means))
                 if run.ema:
                     count = step * run.batch.epochs * run.batch.updates + draw
                     run.policy.weights.blend("ema", warm(run.ema, count))
     objective.after_update(ctx)
+    update = [told() for told in launched][-1]
     metrics = {**means.over(engine.comm), "grad_norm": update.grad_norm, "lr": update.lr}
     samples = run.batch.prompts * objective.group
     return Updated(step + 1, metrics, time.perf_counter() - began, samples)
@@ -97,7 +101,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def improve(run: Run, ctx: Context[Any], experience: Any, rng: Randomness, draw: int, means: Means) -> Update:
+def improve(run: Run, ctx: Context[Any], experience: Any, rng: Randomness, draw: int, means: Means) -> Launched:
     """One optimizer update: every part of every microbatch adds to the gradient, then all ranks step."""
     engine, objective = run.engine, run.objective
     total = len(experience) * engine.rows.world
@@ -111,12 +115,13 @@ def improve(run: Run, ctx: Context[Any], experience: Any, rng: Randomness, draw:
             )
         for i, part in enumerate(parts):
             last = chunk is chunks[-1] and i == len(parts) - 1
-            with run.policy.weights.dropping(index(rng, chunk), draw * len(parts) + i):
+            own = rng if len(chunks) == 1 else index(rng, chunk)
+            with run.policy.weights.dropping(own, draw * len(parts) + i):
                 with engine.computing(), engine.keeping():
                     loss = objective.loss(ctx, mini, part)
                 engine.backward(loss.rows.sum() / total, last=last)
             means.note(loss, len(parts))
-    return engine.step(ctx.rng.step)
+    return engine.launch(ctx.rng.step)
 
 
 def minibatches(rows: int, updates: int, rng: Randomness, epoch: int) -> Sequence[Tensor]:
@@ -151,10 +156,10 @@ class Means:
         self.counts: dict[str, float] = {}
 
     def add(self, metrics: Mapping[str, Tensor], rows: int) -> None:
-        for name, value in metrics.items():
-            self.sums[name] = (
-                self.sums.get(name, torch.zeros((), device=value.device)) + value.detach().float().mean() * rows
-            )
+        means = [value.detach().float().mean() for value in metrics.values()]
+        # All at once, as below: each would be a kernel of its own, and a small network has few more.
+        for name, value in zip(metrics, torch._foreach_mul(means, rows) if means else (), strict=True):
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
             self.counts[name] = self.counts.get(name, 0.0) + rows
 
     def note(self, loss: Loss, parts: int) -> None:
@@ -164,7 +169,7 @@ class Means:
 
     def over(self, comm: Comm) -> dict[str, float]:
         names = list(self.sums)
-        values = torch.stack([self.sums[name] / self.counts[name] for name in names])
+        values = torch.stack(torch._foreach_div([self.sums[name] for name in names], list(self.counts.values())))
         return dict(zip(names, comm.mean(values).tolist(), strict=True))
 
 

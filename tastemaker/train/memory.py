@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from ..weights import Entered
 from .precision import again
 
 LARGE, MANY = 100_000_000, 8  # weights, and blocks of one kind, from which blocks are compiled one by one
@@ -51,6 +52,13 @@ def compile_blocks(net: nn.Module) -> None:
     for module in blocks(net):
         # Fixed sizes: a second number of rows would otherwise make all sizes open, and slower.
         module.forward = torch.compile(module.forward, dynamic=False)
+
+
+def compile_whole(net: nn.Module) -> None:
+    """In place: names, hooks and borrowed weights stay as they are."""
+    net.compile()
+    for name in net.entries if isinstance(net, Entered) else ():
+        setattr(net, name, torch.compile(getattr(net, name)))
 
 
 def forget_graphs() -> None:

@@ -38,9 +38,9 @@ def build(parameters: Mapping[str, nn.Parameter], optim: Optim, dtype: torch.dty
 class Plain:
     """PyTorch's AdamW; only matrices and larger decay."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optim: Optim) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], optim: Optim, fused: bool | None = None) -> None:
         values = list(parameters.values())
-        fused = all(p.is_cuda for p in values)
+        self.fused = fused = all(p.is_cuda for p in values) if fused is None else fused
         groups = [
             {"params": [p for p in values if p.ndim >= 2], "weight_decay": optim.weight_decay},
             {"params": [p for p in values if p.ndim < 2], "weight_decay": 0.0},
@@ -56,9 +56,13 @@ class Plain:
             self.moments[name] = kept
             self.adam.state[p] = {"step": kept.step, "exp_avg": kept.exp_avg, "exp_avg_sq": kept.exp_avg_sq}
 
-    def update(self, lr: float) -> None:
+    def update(self, lr: float, refused: Tensor | None = None) -> None:
+        """`refused` is 1 on the device to leave everything as it is, which a fused kernel can be told."""
         for group in self.adam.param_groups:
             group["lr"] = lr
+        if refused is not None:
+            # Where it looks for gradients that overflowed.
+            self.adam.found_inf = refused  # type: ignore[attr-defined]
         self.adam.step()
 
     def state(self) -> dict[str, Tensor]:

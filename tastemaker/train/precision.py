@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -171,6 +171,45 @@ def casting(config: EngineConfig, device: torch.device) -> AbstractContextManage
         return nullcontext()
     # No cache: it would outlive `weights.use`, and hand the live graph the borrowed weights, without gradients.
     return torch.autocast(device.type, dtype, cache_enabled=False)
+
+
+class Lowered(torch.autograd.Function):
+    """Weights in the precision they are multiplied in, and their gradients in that of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(_cast(weights, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        raised = iter(_cast([gradient for gradient in gradients if gradient is not None], torch.float32))
+        return None, *(None if gradient is None else next(raised) for gradient in gradients)
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    found = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    if found:
+        torch._foreach_copy_(found, list(tensors))
+    return found
+
+
+@contextmanager
+def lowered(net: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within the block layers find their weights cast already, all at once, where autocast would ask for each.
+
+    For one call of a network that uses each weight once: gradients of two uses would be added up before they are cast.
+    """
+    layers = [module for module in net.modules() if type(module) in (nn.Linear, nn.Conv2d)]
+    named = [(layer, name, p) for layer in layers for name, p in layer.named_parameters() if p.dtype == torch.float32]
+    cast = Lowered.apply(dtype, *(p for _, _, p in named))  # type: ignore[no-untyped-call]
+    try:
+        for (layer, name, _), weight in zip(named, cast, strict=True):
+            layer.__dict__[name] = weight  # is found before the parameter, which stays where it is
+        yield
+    finally:
+        for layer, name, _ in named:
+            layer.__dict__.pop(name, None)
 
 
 @dataclass

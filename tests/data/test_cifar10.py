@@ -78,3 +78,13 @@ def test_squares_are_cut_as_published() -> None:
     whole = centre(wide, 22)
     assert torch.equal(crops[0], whole[:, :20, :20]) and torch.equal(crops[3], whole[:, 2:, 2:])
     assert torch.equal(crops[4], whole[:, 1:21, 1:21]) and torch.equal(crops[5], whole.flip(-1)[:, :20, :20])
+
+
+def test_batches_made_beforehand_are_those_of_their_steps(tmp_path: Path) -> None:
+    path = written(tmp_path / "cifar")
+    data = Cifar10(path, mirror=True).load(3)
+    for step in (0, 1, 2, 3, 9, 10, 4, 5):  # on, away, and back, as a resumed run might
+        found, fresh = (rows.batch(step, 6, 0, 1) for rows in (data, Cifar10(path, mirror=True).load(3)))
+        assert found.prompts == fresh.prompts and found.pixels.equal(fresh.pixels)
+        assert found.numbers is not None and fresh.numbers is not None and found.numbers.equal(fresh.numbers)
+    assert [share.step for share in data.ahead.coming] == [6, 7]

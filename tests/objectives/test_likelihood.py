@@ -8,7 +8,7 @@ import pytest
 import torch
 import toys
 
-from tastemaker.objectives.likelihood import Likelihood
+from tastemaker.objectives.likelihood import Encoded, Likelihood
 
 
 def test_the_likelihood_of_latents_is_the_error_of_what_the_network_says() -> None:
@@ -27,3 +27,17 @@ def test_dropped_captions_are_as_many_as_asked_for() -> None:
     assert sum(prompt == "" for prompt in seen.cond.prompts) == pytest.approx(
         250, abs=4 * math.sqrt(1000 * 0.25 * 0.75)
     )
+
+
+def test_pictures_that_come_again_are_neither_moved_nor_encoded() -> None:
+    memory, asked = Encoded(), []
+
+    def encode(pixels: torch.Tensor) -> torch.Tensor:
+        asked.append(pixels)
+        return pixels.flatten(1)
+
+    pixels, here = torch.rand(4, 1, 3, 2, 2), torch.device("cpu")
+    for numbers, fresh in (([0, 3], 2), ([3, 1, 0], 1), ([1, 3], 0)):
+        found = memory.recall(torch.tensor(numbers), pixels[numbers], encode, here)
+        torch.testing.assert_close(found, pixels[numbers].flatten(1).half().float())
+        assert (len(asked.pop()) if fresh else 0) == fresh and not asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tastemaker.commands.directory import record
 from tastemaker.commands.exporting import export
@@ -127,3 +129,34 @@ def test_a_resumed_command_goes_on(tmp_path: Path) -> None:
         trained = config(f"steps={steps}", f"output={tmp_path}", "sample.every=0")
         assert run_training(trained, allowed=["steps"], console=Console(quiet=True))
     assert len((tmp_path / "playground-vae" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("recipe", ["playground-vae", "playground-vq"])
+def test_weights_cast_all_at_once_learn_the_same_to_the_bit(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, calls = [], []
+    for at_once in (True, False):
+        changes = ["engine.precision=bf16", "microbatch=8", "validation.every=0", "steps=3"]
+        run = build_autoencoder(shrunk_any(load_any(recipe, [*SMALL, *changes])), tmp_path / recipe)  # type: ignore[arg-type]
+        if not at_once:
+            monkeypatch.setattr(run.engine, "lowering", lambda net: nullcontext())
+        counted = Casts()
+        with counted:
+            told = [learn(run, step).metrics for step in range(2)]
+        assert not any("weight" in vars(module) for module in run.net.modules())
+        ends.append((told, run.weights.trainable()))
+        calls.append(counted.count)
+    assert ends[0][0] == ends[1][0]
+    assert all(p.equal(ends[1][1][key]) for key, p in ends[0][1].items())
+    assert calls[0] < 0.6 * calls[1]
+
+
+class Casts(TorchDispatchMode):
+    """Counts how often something is cast by itself."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))

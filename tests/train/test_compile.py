@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from tastemaker.config.load import load
 from tastemaker.config.run import EngineConfig
 from tastemaker.lora import Lora
 from tastemaker.models.dit import Dit
+from tastemaker.models.nets import desk
+from tastemaker.models.nets.gpt import GPT, GPTShape
 from tastemaker.randomness import Randomness
 from tastemaker.train import memory
 from tastemaker.train.failures import TrainingError
@@ -102,3 +105,24 @@ def test_without_a_compiler_it_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(TrainingError, match="cannot be combined with tf32"):
         check(EngineConfig(device="cpu", compile=True, precision="tf32"), torch.device("cpu"), 1)
     check(EngineConfig(device="cpu"), torch.device("cpu"), 1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of PyTorch, about itself
+def test_a_transformer_is_compiled_where_its_logits_are_too_many_to_be_made_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # All of the compiler but the translation, which takes minutes on a CPU.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(desk, "MANY", 1)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = GPT(GPTShape(width=16, depth=2, heads=2, codes=32, side=2, vocabulary=4, multiple=16))
+    ids, cond = torch.randint(0, 32, (3, 4)), torch.tensor([0, 1, 4])
+    plain = desk.projected(net, ids, cond)
+    memory.compile_whole(net)
+    counters.clear()
+    compiled = desk.projected(net, ids, cond)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert plain is not None and compiled is not None
+    torch.testing.assert_close(compiled[0], plain[0])
+    torch.testing.assert_close(net(ids[:, :-1], cond)[0], torch.nn.functional.linear(*plain))

@@ -13,6 +13,7 @@ from tastemaker.config.run import EngineConfig, Optim
 from tastemaker.models.flux import Flux
 from tastemaker.train import memory
 from tastemaker.train.engine import Engine, TrainingError, explain
+from tastemaker.train.optimizer import Plain
 from tastemaker.train.precision import SKIPS, Scaler
 from tastemaker.weights import FullWeights
 
@@ -151,6 +152,42 @@ def test_a_gradient_that_is_not_finite_under_a_finite_loss_is_refused() -> None:
     engine.backward((weights.net(data()) * 0).sum().sqrt(), last=True)
     with pytest.raises(TrainingError, match="the gradient norm of step 0"):
         engine.step(0)
+
+
+def fused(engine: Engine, *, waits: bool) -> Plain:
+    """What updates on a GPU, which is told there what to refuse; it is waited for where it says that it is not."""
+    engine.optimizer = Plain(engine.parameters, engine.optim, fused=True)
+    engine.optimizer.fused = not waits
+    return engine.optimizer
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01, 100.0])
+def test_an_update_that_nobody_waits_for_is_the_same_to_the_bit(clip: float) -> None:
+    ends = []
+    for waits in (True, False):
+        weights = full_weights()
+        engine = ready(weights, Optim(lr=1e-2, clip=clip))
+        fused(engine, waits=waits)
+        norms = [learn(engine, weights, step) for step in range(3)]
+        ends.append((norms, whole(weights.trainable()) | whole(engine.optimizer.state())))
+    assert ends[0][0] == ends[1][0]
+    equal(ends[0][1], ends[1][1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_refused_on_the_device_is_told_when_it_is_asked_for(value: float) -> None:
+    weights = full_weights()
+    engine = ready(weights)
+    fused(engine, waits=False)
+    learn(engine, weights, 0)
+    before = whole(weights.trainable()) | whole(engine.optimizer.state())
+    engine.backward(share(engine, weights, rows_of(engine)) * value, last=True)
+    told = engine.launch(7)
+    equal(whole(weights.trainable()) | whole(engine.optimizer.state()), before)
+    with pytest.raises(TrainingError, match="step 7 came out as nan or infinite; the weights were not updated"):
+        told()
+    learn(engine, weights, 8)
+    assert not all(x.equal(before[key]) for key, x in whole(weights.trainable()).items())
 
 
 def test_a_loss_without_a_graph_is_refused() -> None:

@@ -185,6 +185,8 @@ TOLD: dict[str, type[Label | Caption | Words]] = {"class": Label, "caption": Cap
 class GPT(nn.Module):
     """Reads the condition, then tokens; with a cache, only those not read before."""
 
+    entries = ("states",)
+
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.shape = shape

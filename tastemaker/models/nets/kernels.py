@@ -1,6 +1,6 @@
 """What a step of writing does between its matrix products, a kernel each; places are read on the device, in any graph.
 
-The one file that imports Triton, which comes with PyTorch for GPUs.
+Beside `philox` the one file that imports Triton, which comes with PyTorch for GPUs.
 """
 # mypy: ignore-errors
 # Triton's language is not Python to a type checker: pointers are added to, and every number may be a tensor.
