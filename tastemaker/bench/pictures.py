@@ -138,7 +138,7 @@ def _legend() -> str:
 
 
 def prices(
-    lines: Sequence[Line], title: str = "Score against price: searches of the untrained generators, and training"
+    lines: Sequence[Line], title: str = "Score against price: searches, before and after training, and training alone"
 ) -> str:
     """What a search's score costs in network calls a picture, beside what training reaches at the price of one."""
     searches = [line for line in lines if line.searched]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..codec import Continuous
@@ -18,6 +18,7 @@ from ..models.latent_dit import LatentDit, LatentDitBackbone, network
 from ..models.vae import codec
 from ..pretrained import Source, held
 from ..types import Condition, Pairs, Pictures, Placement
+from .denoising import Stepwise
 
 WIDTHS = (128, 256, 512)  # of Stable Diffusion's autoencoder, level by level, the last for all that follow
 ENCODED: dict[type, int] = {Pictures: 1, Pairs: 2}  # pictures of a row of data; latents are encoded already
@@ -39,7 +40,7 @@ def autoencoder(spec: LatentDit, placement: Placement) -> Continuous:
     return found
 
 
-class Diffused:
+class Diffused(Stepwise):
     """Told nothing, classes, words or captions; of data that are pictures, latents are made at each step."""
 
     def __init__(self, config: RunConfig, placement: Placement) -> None:
@@ -64,22 +65,3 @@ class Diffused:
     def read(self, rows: int) -> None:
         for _ in range(self.pictures):
             self.backbone.encode(torch.empty(rows, *self.backbone.pixels))
-
-    def score(self, rows: int) -> Tensor:
-        x, t = torch.empty(rows, *self.backbone.shape), torch.empty(rows)
-        return self.backbone.predict(x, t, self.condition(rows)).float()
-
-    def sample(self, rows: int) -> None:
-        self.score(rows)
-
-    def call(self) -> None:
-        self.score(1)
-
-    def again(self, calls: int) -> int:
-        return 0
-
-    def held(self, rows: int, adapted: bool) -> list[Tensor]:
-        return []
-
-    def moved(self, samples: float, at_once: int) -> float:
-        return 0.0

@@ -22,6 +22,7 @@ from ..models.showo import Showo
 from ..models.sizes import SIZES, Sizes
 from ..registry import ConfigError
 from ..types import Condition, Placement
+from .denoising import Stepwise
 from .latents import Diffused
 from .tokens import Revealed, Setting, Written
 
@@ -59,7 +60,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Denoised:
+class Denoised(Stepwise):
     """A backbone of latents, and the size of what its network is told."""
 
     backbone: Any
@@ -76,26 +77,6 @@ class Denoised:
 
     def read(self, rows: int) -> None:
         """Of pictures that published generators learn from, how they are encoded is not counted."""
-
-    def score(self, rows: int) -> Tensor:
-        x, t = torch.empty(rows, *self.backbone.shape), torch.empty(rows)
-        found: Tensor = self.backbone.predict(x, t, self.condition(rows))
-        return found.float()
-
-    def sample(self, rows: int) -> None:
-        self.score(rows)
-
-    def call(self) -> None:
-        self.score(1)
-
-    def again(self, calls: int) -> int:
-        return 0
-
-    def held(self, rows: int, adapted: bool) -> list[Tensor]:
-        return []
-
-    def moved(self, samples: float, at_once: int) -> float:
-        return 0.0
 
 
 KNOWN: dict[type, Callable[[RunConfig, Placement, int], Model]] = {
