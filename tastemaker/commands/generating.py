@@ -124,6 +124,7 @@ def make(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, con
     ledger = Ledger(order.out, order.made(config, found), comm.rank)
     known = ledger.known()
     comm.barrier()  # all have read before anyone writes
+    ledger.mend()
     left = [i for i in range(len(order)) if known.get(i) != order.prompt(i)]
     verifier = judge(order.judge, run, tiny=tiny)
     price = fill(run, order, ledger, left, verifier, console if comm.rank == 0 else quiet)

@@ -36,8 +36,11 @@ class Ledger:
     def known(self) -> dict[int, str]:
         """The prompts of the pictures that are there, by index."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        mend(self.folder / f"{RECORD}.{self.rank}")
         return {index: row["prompt"] for index, row in self._rows().items()}
+
+    def mend(self) -> None:
+        """Make ready to write: nobody may be reading any more."""
+        mend(self.folder / f"{RECORD}.{self.rank}")
 
     def add(self, pixels: Tensor, file: str, facts: Mapping[str, Any], frames_per_second: int = 8) -> None:
         """Keep a picture, then what is known of it: an interrupted one is made again."""

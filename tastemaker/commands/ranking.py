@@ -97,6 +97,7 @@ def rank(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, con
     ledger = Ledger(order.out / SAMPLES, made, comm.rank)
     there = ledger.known()
     comm.barrier()  # all have read before anyone writes
+    ledger.mend()
     left = [i for i in range(len(order)) if there.get(i) != order.prompts.prompts[i // order.count]]
     if left:
         fill(config, found, order, ledger, left, shown)
@@ -106,6 +107,7 @@ def rank(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, con
         ledger.close(len(order))
     comm.barrier()
     label(order, engine, made, shown, tiny=tiny)
+    comm.barrier()  # all have labelled before the labels are put together
     counts = finish(order, made, shown) if comm.rank == 0 else {}
     comm.barrier()
     engine.close()

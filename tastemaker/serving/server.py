@@ -77,9 +77,10 @@ class Exchange(BaseHTTPRequestHandler):
             self._refuse(503, f"{most} requests wait already; ask again later, or serve with a longer --queue")
         else:
             try:
-                self._answer(*self._scored())
+                answered = self._scored()
             finally:
-                self.service.places.release()
+                self.service.places.release()  # before the answer, for who has it may ask again at once
+            self._answer(*answered)
 
     def _scored(self) -> Answered:
         body = self.rfile.read(self._length())

@@ -16,6 +16,15 @@ from tastemaker.data.pairs import PairFile
 from tastemaker.eval.benchmark import playeval
 from tastemaker.types import PromptBatch
 
+LATE = """
+import os, time
+from tastemaker.rewards.color import Color
+
+class Late(Color):
+    def score(self, pixels, prompts, facts):
+        time.sleep(2 * int(os.environ["RANK"]))
+        return super().score(pixels, prompts, facts)
+"""
 PROMPTS = ("a red", "a blue", "a green")
 COLOR = ["--by", "color", "--yes", "0.6"]
 SHORT = ["rank", "grpo-toy-flow", "--prompts", "prompts.txt", "--count", "6", "--device", "cpu", *COLOR]
@@ -112,6 +121,12 @@ def test_two_ranks_make_the_lessons_of_one() -> None:
     one, two = (json.loads(Path(name, "orm.json").read_text()) for name in ("one", "two"))
     assert one == two
     assert files("one").keys() == files("two").keys()
+
+
+def test_labels_of_a_rank_that_is_late_are_waited_for() -> None:
+    Path("late.py").write_text(LATE)
+    on_ranks(2, *SHORT, "--by", "{type: 'late:Late'}", "--out", "ranked")
+    assert len(json.loads(Path("ranked/orm.json").read_text())) == 18
 
 
 def test_a_benchmark_is_left_out_by_name_or_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,7 +207,8 @@ def test_a_full_queue_refuses_in_a_sentence_and_health_still_answers() -> None:
         go.set()
         asking.join(20)
         assert found[0][0] == 200
-        assert ask(url, "/score", kind, body)[0] == 200  # the place is free again
+        for _ in range(20):
+            assert ask(url, "/score", kind, body)[0] == 200  # the place is free again as soon as there is an answer
 
 
 def test_a_token_is_asked_for_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -31,16 +32,16 @@ def on_ranks(count: int, *arguments: str) -> None:
         port = str(probe.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
     shared |= {**os.environ, **shared, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tastemaker", *arguments],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(count)
-    ]  # fmt: skip
-    for process in started:
-        told = process.communicate(timeout=240)[1]
-        assert process.returncode == 0, told
+    with ExitStack() as stack:
+        started = []
+        for rank in range(count):
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", "tastemaker", *arguments]
+            started.append(stack.enter_context(subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True)))
+            stack.callback(started[-1].kill)  # one that waits for another that failed
+        for process in started:
+            told = process.communicate(timeout=240)[1]
+            assert process.returncode == 0, told
 
 
 def finish(processes: list[subprocess.Popen]) -> None:
