@@ -40,7 +40,8 @@ class Classes:
         if said.isdecimal():
             if int(said) < self.count:
                 return int(said)
-            raise ConfigError(f"prompt: there is no class {said:.20}; expected a number from 0 to {self.count - 1}")
+            told = f"expected a number from 0 to {self.count - 1}; of more classes, set model.classes"
+            raise ConfigError(f"prompt: there is no class {said:.20}; {told}")
         found = self._numbers.get(said.lower()) or self._numbers.get(PREFIX.sub("", said, count=1).lower(), ())
         if len(found) == 1:
             return found[0]
@@ -51,7 +52,8 @@ class Classes:
             which = ", ".join(map(str, found))
             return f"prompt: '{said:.60}' is what the classes {which} are called; give the number of one"
         if not self.names:
-            return f"prompt: '{said:.60}' is no class; expected a number from 0 to {self.count - 1}"
+            told = f"expected a number from 0 to {self.count - 1}, or set model.names"
+            return f"prompt: '{said:.60}' is no class; {told}"
         near = difflib.get_close_matches(PREFIX.sub("", said, count=1).lower()[:60], self._numbers, 1)
         advice = f"did you mean '{near[0]}'" if near else f"expected a name or a number below {self.count}"
         return f"prompt: there is no class '{said:.60}'; {advice}"

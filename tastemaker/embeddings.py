@@ -241,8 +241,14 @@ def shelf(place: Path, made_by: Identity) -> Shelf:
 
 
 def prompts(place: Path) -> list[str]:
-    """The prompts of an index or a list, without those that only guidance asks for."""
-    found = Shards(place.parent, {}).prompts if place.name == INDEX else [e["caption"] for e in captioned(place)]
+    """The prompts of an index or of a list, SRPO's or a bare one, without those that only guidance asks for."""
+    told = None if place.name == INDEX else document(place)
+    if told is None:
+        found = Shards(place.parent, {}).prompts
+    elif isinstance(told, list) and all(isinstance(text, str) for text in told):
+        found = told  # as the test prompts of HPDv2 come
+    else:
+        found = [entry["caption"] for entry in captioned(place)]
     if not found:
         raise ConfigError(f"{place} lists no prompts; write some with `tastemaker embed`")
     return found

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .registry import ConfigError, suggest
 from .types import Facts
 
@@ -82,8 +84,9 @@ def keep(detections: Sequence[Detection], tag: str, rules: Rules = Rules()) -> d
     threshold = rules.counting_threshold if tag == "counting" else rules.threshold
     kept: dict[str, list[Detection]] = {}
     for name in dict.fromkeys(detection.name for detection in detections):
-        sure = [d for d in detections if d.name == name and d.score > threshold]
-        waiting = sorted(sure, key=lambda d: -d.score)[: rules.most]
+        # In float32, in which the published evaluation compares: 0.3 is not above 0.3.
+        sure = [d for d in detections if d.name == name and np.float32(d.score) > np.float32(threshold)]
+        waiting = sorted(sure, key=lambda d: d.score)[::-1][: rules.most]  # of equals the last is first, as published
         if waiting:
             kept[name] = _suppressed(waiting, rules.overlap)
     return kept
@@ -99,25 +102,39 @@ def _suppressed(waiting: Sequence[Detection], overlap: float) -> list[Detection]
 
 def sound(facts: Facts, where: str) -> None:
     """Refuse metadata that the rules cannot be applied to."""
-    tag, wanted = facts.get("tag"), [*facts.get("include", ()), *facts.get("exclude", ())]
-    if not isinstance(tag, str) or not wanted:
+    include, exclude = (facts.get(name, ()) for name in ("include", "exclude"))
+    for part in (include, exclude):
+        if not isinstance(part, list | tuple) or not all(isinstance(one, Mapping) for one in part):
+            found = f"{part}"
+            raise ConfigError(f"{where}: objects are {found:.60}; expected a list of mappings with 'class' and 'count'")
+    if not isinstance(facts.get("tag"), str) or not (include or exclude):
         raise ConfigError(f"{where}: metadata have no 'tag' or no 'include'; expected those of GenEval's layout")
-    for one in wanted:
-        name, count = one.get("class"), one.get("count")
-        if name not in CLASSES:
-            raise ConfigError(f"{where}: GenEval knows no class '{name!s:.60}'{suggest(str(name), CLASSES)}")
-        if not isinstance(count, int) or count < 1:
-            raise ConfigError(f"{where}: the count of '{name}' is {count!s:.20}; expected a whole number from 1")
-        if one.get("color", COLORS[0]) not in COLORS:
-            raise ConfigError(f"{where}: GenEval knows no colour '{one['color']!s:.60}'{suggest(one['color'], COLORS)}")
-    for place, one in enumerate(facts.get("include", ())):
-        relation, index = one.get("position", (RELATIONS[0], 0))
-        if relation not in RELATIONS or not (0 <= index < place or "position" not in one):
-            found = f"{one['position']}"
-            raise ConfigError(
-                f"{where}: the position of '{one['class']}' is {found:.60}; expected one of {', '.join(RELATIONS)}, "
-                "and the number of an object before it"
-            )
+    for one in (*include, *exclude):
+        _known(one, where)
+    for place, one in enumerate(include):
+        if "position" in one:
+            _placed(one, place, where)
+
+
+def _known(wanted: Mapping[str, Any], where: str) -> None:
+    name, count, color = wanted.get("class"), wanted.get("count"), wanted.get("color", COLORS[0])
+    if name not in CLASSES:
+        raise ConfigError(f"{where}: GenEval knows no class '{name!s:.60}'{suggest(str(name), CLASSES)}")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ConfigError(f"{where}: the count of '{name}' is {count!s:.20}; expected a whole number from 1")
+    if color not in COLORS:
+        raise ConfigError(f"{where}: GenEval knows no colour '{color!s:.60}'{suggest(str(color), COLORS)}")
+
+
+def _placed(wanted: Mapping[str, Any], place: int, where: str) -> None:
+    told = wanted["position"]
+    whole = isinstance(told, list | tuple) and len(told) == 2 and told[0] in RELATIONS and isinstance(told[1], int)
+    if not whole or not 0 <= told[1] < place:
+        found = f"{told}"
+        raise ConfigError(
+            f"{where}: the position of '{wanted['class']}' is {found:.60}; expected one of {', '.join(RELATIONS)}, "
+            "and the number of an object before it"
+        )
 
 
 def verdict(detections: Sequence[Detection], facts: Facts, rules: Rules = Rules()) -> tuple[bool, list[str]]:

@@ -22,14 +22,17 @@ def write_movie(frames: NDArray[np.uint8], path: Path, frames_per_second: int) -
 
 
 def read_movie(path: Path) -> NDArray[np.uint8]:
-    """All frames: [F, H, W, 3]."""
+    """All frames: [F, H, W, 3]; none of them made up by the decoder, as it does where bytes are broken."""
     try:
         with av.open(path) as file:
             if not file.streams.video:
                 raise ValueError("it holds no video")
-            frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+            shown = [(frame.to_ndarray(format="rgb24"), frame.is_corrupt) for frame in file.decode(video=0)]
     except av.FFmpegError as error:  # some of which are no ValueError
         raise ValueError(str(error)) from error
-    if not frames:
+    if not shown:
         raise ValueError("it holds no frames")
-    return np.stack(frames).astype(np.uint8)
+    broken = [place for place, (_, corrupt) in enumerate(shown) if corrupt]
+    if broken:
+        raise ValueError(f"its frame {broken[0]} is broken")
+    return np.stack([frame for frame, _ in shown]).astype(np.uint8)

@@ -114,6 +114,14 @@ class Spelled(Protocol):
         """Those of pictures [B, F, 3, H, W] before any token is chosen: [B, K, C]."""
 
 
+@runtime_checkable
+class Coded(Protocol):
+    """A backbone that knows how many codes its tokens are of."""
+
+    @property
+    def codes(self) -> int: ...
+
+
 class ModelSpec(Protocol):
     """What a configuration says of a model; loading makes the backbone."""
 
@@ -132,6 +140,15 @@ class ModelSpec(Protocol):
     def load(self, placement: Placement) -> Backbone: ...
     def tiny(self) -> ModelSpec:
         """The same model at random small size, for tests."""
+
+
+@runtime_checkable
+class Paced(Protocol):
+    """A model's settings that tell how far the levels of a straight path are shifted for its size and length."""
+
+    @property
+    def shift(self) -> float | None:
+        """As its weights were trained; of random ones there is none."""
 
 
 class Rollout(ABC):

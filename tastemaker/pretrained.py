@@ -20,6 +20,8 @@ WHOLE = (
     "model.safetensors",
     "pytorch_model.safetensors",
     "pytorch_model.bin",
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.safetensors",
     "open_clip_pytorch_model.bin",
 )  # of a folder
 

@@ -18,7 +18,7 @@ class ConfigError(ValueError):
 def suggest(word: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name."""
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, 1)
+    near = difflib.get_close_matches(word, names, 1) or difflib.get_close_matches(word.lower(), names, 1)
     if near:
         return f"; did you mean '{near[0]}'?"
     some = ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")

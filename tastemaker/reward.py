@@ -192,6 +192,8 @@ class Rubric:
 
     def _one(self, name: str, pixels: Tensor, several: Sequence[Prompts], facts: Sequence[Facts]) -> list[Tensor]:
         graded, rows = self.rewards[name], len(pixels)
+        if not rows:
+            return [pixels.new_zeros(0) for _ in several]
         if graded.spec.reads == "frames" and pixels.shape[1] > 1:
             frames = pixels.shape[1]
             several = [[prompt for prompt in prompts for _ in range(frames)] for prompts in several]

@@ -44,6 +44,8 @@ def test_all_stages_run_at_small_size(tmp_path: Path) -> None:
         names = file.getnames()
         assert sum(name.startswith("tokens-") for name in names) == 6
         file.extract("tokens-grpo-1.5.npz", tmp_path, filter="data")
+        lines = file.extractfile("./likelihood.jsonl")
+        assert lines is not None and {*json.loads(lines.read())["nats a token"]} == {"learned", "others"}
     command = [sys.executable, str(ROOT / "tools/cifar_samples.py"), "pictures", "tokens-grpo-1.5.npz"]
     judged = ["--classifier", str(tmp_path / "classifier.safetensors"), "--shown", "sheet.png"]
     rest = [str(tmp_path / "out/vq.safetensors"), "samples.npz", *judged]

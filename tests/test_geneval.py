@@ -108,3 +108,17 @@ def test_four_copies_pass_the_published_rule_and_fail_the_strict_one() -> None:
 
 def test_centres_on_top_of_each_other_stand_in_no_relation() -> None:
     assert relations((0, 0, 10, 10), (0, 0, 10, 10)) == set()
+
+
+def test_of_equally_sure_objects_the_last_found_comes_first_as_published() -> None:
+    boxes: list[Box] = [(0, 0, 9, 9), (20, 0, 29, 9), (40, 0, 49, 9)]
+    alike = [Detection("cup", box, 0.5, color) for box, color in zip(boxes, ("red", "blue", "green"), strict=True)]
+    assert [d.color for d in keep(alike, "colors")["cup"]] == ["green", "blue", "red"]
+    asked = {"tag": "colors", "include": [{"class": "cup", "count": 1, "color": "green"}], "prompt": "a green cup"}
+    assert verdict(alike, asked) == (True, [])
+
+
+def test_a_score_at_the_threshold_is_not_above_it_in_the_precision_of_detectors() -> None:
+    for score in (float(np.float32(0.3)), 0.3):
+        assert keep([Detection("cup", (0, 0, 9, 9), score)], "colors") == {}
+    assert keep([Detection("cup", (0, 0, 9, 9), 0.30001)], "colors")

@@ -64,6 +64,17 @@ def test_a_clip_survives_and_odd_sides_are_padded_in_mp4(tmp_path: Path, suffix:
     assert (back[..., :height, :width] - pixels).abs().mean() < 0.03
 
 
+def test_a_clip_with_broken_bytes_is_no_clip_though_its_decoder_shows_something(tmp_path: Path) -> None:
+    path = tmp_path / "a.mp4"
+    save_picture(random(4, 3, 64, 64), path)
+    whole = bytearray(path.read_bytes())
+    begin = whole.index(b"mdat") + 900  # within the first frame, after what the encoder says of itself
+    whole[begin : begin + 500] = np.random.default_rng(0).bytes(500)
+    path.write_bytes(whole)
+    with pytest.raises(PictureError, match=r"a.mp4 cannot be read as a picture \(.+\); make it again or remove it"):
+        read_picture(path)
+
+
 def test_colors_survive_mp4(tmp_path: Path) -> None:
     pixels = torch.tensor([0.9, 0.1, 0.4])[None, :, None, None].expand(3, 3, 16, 16)
     save_picture(pixels, tmp_path / "a.mp4")

@@ -6,7 +6,8 @@
 # CLASSIFIER is what tools/cifar_classifier.py makes. OUT gets vq.safetensors, vq.jsonl and runs.tgz: tokens, metrics, settings, samples.
 # With LPIPS=FILE the tokenizer also learns by LPIPS (tools/lpips_weights.py makes the file). SETTINGs go to every run, those in
 # $VQ_SETTINGS to the tokenizer's and in $SETTINGS to the others; STEPS, as "8000 6000 150 150", COUNT and STAGES, of
-# "vq gpt grpo tf samples", say how much is done. Afterwards, on any machine, FID, KID, precision, recall and accuracy:
+# "vq gpt grpo tf samples", say how much is done; TOKENIZER=FILE, a vq.safetensors of before, takes the place of the first.
+# Afterwards, on any machine, FID, KID, precision, recall and accuracy:
 #   tools/cifar.sh measure OUT CLASSIFIER INCEPTION DATA   (LIMIT=10000 for a reference of so many photographs)
 set -euo pipefail
 home=$(cd "$(dirname "$0")/.." && pwd)
@@ -44,6 +45,11 @@ there=$(ls "$data"/data_batch_*.png | wc -l)
 learned=${LEARNED:-$((there * 10000 - 400))}
 seconds=$(date +%s)
 said() { echo "== $1, $(($(date +%s) - seconds)) s after the start"; }
+codec=()
+if [ -n "${TOKENIZER:-}" ]; then
+  codec=("model.codec=$TOKENIZER") stages=${stages/ vq / }
+  cp -f "$TOKENIZER" "$out/vq.safetensors" # which decodes the samples
+fi
 lpips=()
 [ -z "${LPIPS:-}" ] || lpips=("loss.lpips=0.5" "loss.vgg=$LPIPS")
 
@@ -56,15 +62,17 @@ case $stages in *" vq "*)
   said tokenizer ;;
 esac
 case $stages in *" gpt "*)
-  "$python" -m tastemaker train "$home"/tools/cifar/gpt.yaml "data.path=$data" "steps=$gpt" ${SETTINGS:-} "$@"
+  "$python" -m tastemaker train "$home"/tools/cifar/gpt.yaml "data.path=$data" "data.count=$learned" "steps=$gpt" "${codec[@]}" ${SETTINGS:-} "$@"
+  "$python" "$home"/tools/cifar_samples.py likelihood runs/cifar-gpt "$data" --start "$learned" \
+    --device "${DEVICE:-auto}" | tee runs/likelihood.jsonl || echo "== likelihoods could not be measured"
   said transformer ;;
 esac
 case $stages in *" grpo "*)
-  "$python" -m tastemaker train "$home"/tools/cifar/grpo.yaml "rewards.classifier.weights=$classifier" "steps=$grpo" ${SETTINGS:-} "$@"
+  "$python" -m tastemaker train "$home"/tools/cifar/grpo.yaml "rewards.classifier.weights=$classifier" "steps=$grpo" "${codec[@]}" ${SETTINGS:-} "$@"
   said GRPO ;;
 esac
 case $stages in *" tf "*)
-  "$python" -m tastemaker train "$home"/tools/cifar/grpo-tf.yaml "data.path=$data" "steps=$tf" ${SETTINGS:-} "$@"
+  "$python" -m tastemaker train "$home"/tools/cifar/grpo-tf.yaml "data.path=$data" "data.count=$learned" "steps=$tf" "${codec[@]}" ${SETTINGS:-} "$@"
   said "teacher-forced GRPO" ;;
 esac
 case $stages in *" samples "*)

@@ -17,6 +17,7 @@ import typer
 
 from tastemaker.commands.generating import source
 from tastemaker.config.build import build
+from tastemaker.data.cifar10 import Cifar10, cifar10
 from tastemaker.models.vq import frozen, opened
 from tastemaker.pictures import save_picture, sheet
 from tastemaker.randomness import Randomness
@@ -63,6 +64,35 @@ def sample(run: Path, out: Path, count: int, guidance: float, seed: int, rows: i
     out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(out, tokens=np.concatenate(kept), labels=labels.astype(np.uint8))
     made.engine.close()
+
+
+@app.command()
+def likelihood(
+    run: Path,
+    data: Path,
+    start: Annotated[int, typer.Option(help="Of the first photograph that was not learned.")],
+    count: int = 400,
+    device: str = "auto",
+) -> None:
+    """Say how likely photographs that were learned are, and others; if both alike, nothing was learned by heart."""
+    config, found = source(str(run), [f"engine.device={device}"])
+    made = build(config)
+    assert found is not None
+    made.resume(found)
+    told: dict[str, float] = {}
+    several = min(count, start, len(cifar10(data, "train")) - start)
+    if several < 1:
+        raise typer.BadParameter(f"--start is {start}, and {data} has no photographs from there on; learn from fewer")
+    for name, first in (("learned", 0), ("others", start)):
+        batch = Cifar10(data, count=several, start=first).load(0).batch(0, several, 0, 1)
+        borrowed = made.policy.weights.use("ema") if made.ema else nullcontext()
+        with torch.no_grad(), made.engine.computing(), borrowed:
+            x = made.policy.encode(batch.pixels.to(made.engine.device))
+            rng = Randomness(0, 0, torch.arange(len(x), device=made.engine.device))
+            each = made.policy.likelihood(made.policy.embed(batch.prompts), x, made.policy.corrupt(x, rng)) / x.shape[1]
+        told[name] = -each.mean().item()
+    made.engine.close()
+    typer.echo(json.dumps({"run": str(run), "nats a token": told}))
 
 
 @app.command()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -40,8 +42,20 @@ def sentence(error: BaseException) -> tuple[str, int] | None:
     return (known, FAILURE) if known else None
 
 
+PACKAGE = str(Path(__file__).parent.parent)
+usual = warnings.formatwarning
+
+
+def warned(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning of our own as the sentence it is, without the line of code it comes from."""
+    if not filename.startswith(PACKAGE):
+        return usual(message, category, filename, lineno, line)
+    return f"warning: {message}\n" if os.environ.get("RANK", "0") == "0" else ""
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; under torchrun only the first rank speaks."""
+    warnings.formatwarning = warned
     sys.path.insert(0, os.getcwd())  # a component of the user's own may lie beside the recipe that names it
     try:
         app(arguments)

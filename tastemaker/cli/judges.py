@@ -133,7 +133,7 @@ def rank(
         "0.25,0.5,0.7,0.9"
     ),
     unclear: Annotated[float, typer.Option(help="Progress up to which previews cannot be judged.")] = 0.55,
-    clear: Annotated[float, typer.Option(help="Progress from which they can.")] = 0.61,
+    clear: Annotated[float, typer.Option(help="Progress from which they can.")] = 0.62,
     weights: Annotated[str, typer.Option(help="live, or a snapshot such as ema.")] = "live",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     out: Annotated[Path, typer.Option(help="The folder to write to, or to go on in.")] = Path("ranked"),

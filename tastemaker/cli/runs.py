@@ -62,12 +62,12 @@ def generate(
     count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     search: Searching = "single",
-    n: Annotated[int, typer.Option("--n", min=1, help="Candidates the search looks at.")] = 4,
+    n: Annotated[int, typer.Option("--n", "--candidates", min=1, help="That the search looks at.")] = 4,
     scheduler: Annotated[str, typer.Option(help="Of diffusers, in place of the process's own sampler.")] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="With --scheduler; as the process has them.")] = None,
     judge: Asked = "run",
     weights: Annotated[str, typer.Option(help="live, or a snapshot such as ema or reference.")] = "live",
-    lora: Annotated[Path | None, typer.Option(help="A file of adapters for the recipe's model.")] = None,
+    lora: Annotated[Path | None, typer.Option(help="Adapters for the model: a file, or an id on the hub.")] = None,
     lora_scale: Annotated[float, typer.Option(help="How much adapters count; 0 is the base model.")] = 1.0,
     clips: Annotated[Clips | None, typer.Option(help="What clips are written as; mp4 where PyAV is installed.")] = None,
     fps: Annotated[int, typer.Option(min=1, help="Frames a second of clips.")] = 8,
@@ -87,7 +87,7 @@ def generate(
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="The directory of a run.")],
-    out: Annotated[Path, typer.Option(help="The .safetensors file to write; a folder with --layout.")],
+    out: Annotated[Path, typer.Option(help="The .safetensors file; a folder with --layout, or of Show-o.")],
     weights: Annotated[str, typer.Option(help="ema, live or another snapshot; ema if there is one.")] = "",
     bits: Annotated[int, typer.Option(help="16, 32 for all of it, 8 for half the size; not with --layout.")] = 16,
     layout: Annotated[Outward | None, typer.Option(help="Of published models: who is to load it.")] = None,
@@ -132,10 +132,12 @@ def evaluate(
     count: Annotated[int | None, typer.Option(min=1, help="Pictures of each prompt: 2, of GenEval 4.")] = None,
     images: Annotated[Path | None, typer.Option(help="GenEval: score this folder in place of a model.")] = None,
     metadata: Annotated[Path | None, typer.Option(help="GenEval: other prompts, in its own layout.")] = None,
-    detector: Annotated[str, typer.Option(help="GenEval: another Mask2Former, a path or a name on the hub.")] = "",
+    detector: Annotated[str, typer.Option(help="GenEval: another Mask2Former, or '{threshold: 0.4}'.")] = "",
     unchecked: Annotated[bool, typer.Option("--unchecked", help="GenEval: without a trial of the detector.")] = False,
     search: Searching = "single",
-    n: Annotated[str, typer.Option("--n", help="Candidates; several, as in 1,4,20, draw score against price.")] = "4",
+    n: Annotated[
+        str, typer.Option("--n", "--candidates", help="Several, as in 1,4,20, draw score against price.")
+    ] = "4",
     judge: Asked = "",
     weights: Annotated[str, typer.Option(help="live, or a snapshot; the average if there is one.")] = "",
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -160,10 +162,10 @@ def evaluate(
         exam = evaluating.Examination(questions, chosen, whom, weights, seed=seed, eyes=eyes)
         return evaluating.examine(config, found, exam, folder, tiny=tiny, console=console())
 
-    if len(counts) == 1:
-        examine(counts[0], place)
-    else:
+    if searching.several(search, counts):
         searching.curve(searching.named(search), counts, examine, place, console())
+    else:
+        examine(counts[0], place)
 
 
 @app.command()
@@ -207,6 +209,7 @@ def check(
 ) -> None:
     """Print the resolved configuration, the arithmetic of a step, and every complaint."""
     from ..config.arithmetic import arithmetic
+    from ..config.cautions import cautions
     from ..config.check import complaints, launched
     from ..config.dump import dump
     from ..config.load import load_any
@@ -220,6 +223,8 @@ def check(
     found = complaints(config, ranks)
     if found:
         raise ConfigError("\n".join(found))
+    for caution in cautions(config):
+        shown.print(f"caution: {caution}", markup=False, highlight=False, soft_wrap=True)
     shown.print("no complaints")
 
 

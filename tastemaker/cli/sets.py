@@ -36,12 +36,13 @@ def pack(
 
 @app.command()
 def reference(
-    pictures: Annotated[Path, typer.Argument(help="Real ones: a folder, CIFAR-10's, or an .npz.")],
+    pictures: Annotated[Path, typer.Argument(help="Real ones: a folder, CIFAR-10's, an .npz, or ADM's reference.")],
     weights: Weights,
     name: Annotated[str, typer.Option(help="What they are, such as cifar10.")],
     split: Annotated[str, typer.Option(help="Which of them, such as train.")],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("reference.safetensors"),
     limit: Annotated[int, typer.Option(min=0, help="Only so many, at random; all if 0.")] = 0,
+    count: Annotated[int, typer.Option(min=0, help="Of how many the statistics in ADM's reference are.")] = 0,
     network: By = Network.inception,
     device: Spot = Device.auto,
 ) -> None:
@@ -50,7 +51,7 @@ def reference(
     from ..eval.reference import eye
 
     by = eye(network.value, weights, placing.placement(device.value, "fp32"))
-    comparing.make(pictures, comparing.Named(name, split, limit), by, out, console())
+    comparing.make(pictures, comparing.Named(name, split, limit, count), by, out, console())
 
 
 @app.command()

@@ -134,11 +134,23 @@ def painter(model: str) -> Showo | None:
     run = (Path(model) / CONFIG).is_file()
     if not run and model not in recipes() and not model.endswith(SUFFIXES):
         return None
-    told = read(Path(model) / CONFIG if run else model).get("model")
-    spec: ModelSpec = build(ModelSpec, told, "--model")
+    told = read(Path(model) / CONFIG if run else model)
+    if "model" not in told:
+        raise ConfigError(f"--model: {model:.200} {silent(model, told, run=run)}")
+    spec: ModelSpec = build(ModelSpec, told["model"], "--model")
     if not isinstance(spec, Showo):
         raise ConfigError(f"--model: {model} paints pictures but reads none; name a Show-o, or a chat model that sees")
     return replace(spec, weights=model) if run else spec
+
+
+def silent(model: str, told: Mapping[str, Any], *, run: bool) -> str:
+    """Why what trains no generator cannot be asked as it is, and what can."""
+    judge = told.get("judge")
+    if not isinstance(judge, Mapping):
+        return "trains no model that answers; name a Show-o, or a chat model that sees"
+    if run:
+        return f"taught a chat model; write it with `tastemaker export {model:.200} --out told`, and ask --model told"
+    return f"is a recipe; name the chat model itself, such as {judge.get('weights', 'the folder it lies in')!s:.200}"
 
 
 def present(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..pictures import STILLS, as_bytes, read_picture
 from ..registry import ConfigError
 
 SHEETS = {"sheet.png"}  # what `generate` puts beside the pictures
+STRAY = 0.05  # of the variance, that the mean of some pictures may be from that of all
 
 
 def pictures(path: Path, split: str = "train") -> Tensor:
@@ -76,18 +77,54 @@ class Named:
     name: str
     split: str
     limit: int = 0  # only so many, at random; all if 0
+    count: int = 0  # that statistics in the file are of, which it does not tell
 
 
 def make(source: Path, named: Named, by: Eye, out: Path, console: Console) -> Reference:
-    """Statistics of real pictures, for samples to be compared with."""
+    """Statistics of real pictures, for samples to be compared with; those of a file in ADM's layout stay its own."""
+    known = statistics(source) if source.suffix == ".npz" else None
+    if known is not None and not named.count:
+        raise ConfigError(
+            f"{source} holds statistics of more pictures than are in it, and not of how many; tell it by --count, "
+            "which is 1281167 for the train split of ImageNet"
+        )
+    if known is None and named.count:
+        raise ConfigError(f"--count is {named.count}, but {source} holds no statistics; pictures are counted here")
     pixels = pictures(source, named.split)
     if named.limit:
         chance = torch.Generator().manual_seed(0)
         pixels = pixels[torch.randperm(len(pixels), generator=chance)[: named.limit]]
     found = references.reference(named.name, named.split, look(pixels, by, console), by)
+    found = found if known is None else stated(found, known, named.count, source)
     found.save(out)
     console.print(f"{out}: {found.label}")
     return found
+
+
+def statistics(path: Path) -> tuple[Tensor, Tensor] | None:
+    """Mean and covariance of a whole set, which ADM's references have beside some of its pictures."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = [torch.from_numpy(file[key]).double() for key in ("mu", "sigma") if key in file]
+    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); fetch it again") from error
+    return (found[0], found[1]) if len(found) == 2 else None
+
+
+def stated(seen: Reference, known: tuple[Tensor, Tensor], count: int, source: Path) -> Reference:
+    """A reference by statistics that were known, if what is seen here of some of its pictures agrees with them."""
+    mean, covariance = known
+    if (mean.shape, covariance.shape) != (seen.mean.shape, seen.covariance.shape):
+        raise ConfigError(
+            f"{source} has statistics of {len(mean)} features, this network {len(seen.mean)}; give another"
+        )
+    apart, spread = float((mean - seen.mean).square().sum()), float(covariance.trace())
+    if apart > spread * (STRAY + 4 / len(seen.features)):
+        raise ConfigError(
+            f"{source}: by this network its pictures are {apart:.3g} from its own mean, which others that vary by "
+            f"{spread:.3g} cannot be; give the Inception that it was made by"
+        )
+    return replace(seen, mean=mean, covariance=covariance, label=replace(seen.label, count=count))
 
 
 @dataclass(frozen=True)

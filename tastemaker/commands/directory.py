@@ -22,6 +22,7 @@ from ..train.engine import Engine
 CONFIG = "config.yaml"
 RECIPE = "recipe.yaml"  # that an exported folder can be generated from by its name alone
 ELSEWHERE = ("output", "name")  # say where a run lies, not what it is
+LONGEST = 60  # characters of a setting worth repeating
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -37,7 +38,12 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """What differs, by dotted name: "old -> new"."""
     was, now = flat(old), flat(new)
     names = [name for name in sorted(was | now) if name not in ELSEWHERE and was.get(name) != now.get(name)]
-    return {name: f"{was.get(name, 'absent')} -> {now.get(name, 'absent')}" for name in names}
+    return {name: f"{_brief(was.get(name, 'absent'))} -> {_brief(now.get(name, 'absent'))}" for name in names}
+
+
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."  # or all prompts of a run would be told
 
 
 def settle(config: AnyConfig, directory: Path, allowed: Sequence[str]) -> Path | None:

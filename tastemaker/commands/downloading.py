@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..codec import CodecSpec
@@ -17,6 +18,8 @@ from ..config.load import SUFFIXES, load_any, recipes
 from ..config.registries import CODECS, MODELS, REWARDS
 from ..config.run import JudgeConfig, RunConfig
 from ..config.validate import build
+from ..export.published import PUBLISHED
+from ..export.published import known as found_adapters
 from ..policy import ModelSpec
 from ..pretrained import Published, Source, held, lean
 from ..registry import ConfigError, suggest
@@ -70,7 +73,7 @@ def obtained(source: Source, console: Console) -> Path:
 
 
 def needed(name: str) -> list[Source]:
-    """The weights behind a recipe, a reward, a model, or an id on the hub."""
+    """The weights behind a recipe, a reward, a model, published adapters, or an id on the hub."""
     if name in recipes() or name.endswith(SUFFIXES):
         config = load_any(name)
         if isinstance(config, JudgeConfig):
@@ -85,11 +88,14 @@ def needed(name: str) -> list[Source]:
     for registry, kind in ((MODELS, ModelSpec), (CODECS, CodecSpec)):
         if name in registry:
             return sources(build(kind, {"type": name}, "download"))
-    known = [source for source in published() if name in (source.hub, str(source))]
-    if known or HUB.fullmatch(name):
+    adapters = found_adapters(name)
+    known = [adapters] if adapters else [source for source in published() if name in (source.hub, str(source))]
+    if known:
+        return known
+    if HUB.fullmatch(name):
         owner, repository, *inside = name.split("/")
-        return known or [Source(f"{owner}/{repository}", "/".join(inside))]
-    everything = [*recipes(), *REWARDS, *MODELS]
+        return [Source(f"{owner}/{repository}", "/".join(inside))]
+    everything = [*recipes(), *REWARDS, *MODELS, *PUBLISHED]
     raise ConfigError(f"'{name:.60}' is no recipe, reward, model or id such as owner/name{suggest(name, everything)}")
 
 
@@ -120,7 +126,8 @@ def table(found: Sequence[Source]) -> Table:
     for source in found:
         gated = "ask on its page first" if source.gated else "no"
         size, licence = source.size.removeprefix("of a size "), source.licence.removeprefix("under a licence ")
-        shown.add_row(source.hub, source.file or "all of it", size, licence, gated, "yes" if held(source) else "no")
+        told = (source.hub, source.file or "all of it", size, licence, gated, "yes" if held(source) else "no")
+        shown.add_row(*map(escape, told))  # or `FLUX.1 [dev]` would lose what the table takes for a style
     return shown
 
 

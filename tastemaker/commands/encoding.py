@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -142,7 +143,7 @@ def agree(order: Order, count: int, tensors: Mapping[str, Tensor]) -> None:
             )
     for folder in (order.codes, order.labels):
         folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{NOTE}.{os.getpid()}")
+    partial = path.with_name(f".{NOTE}.{uuid4().hex}")  # every rank writes it, and process numbers may be alike
     partial.write_text(json.dumps(told, indent=1), encoding="utf-8")
     os.replace(partial, path)
 

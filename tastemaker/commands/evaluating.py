@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ MARKERS: dict[str, Callable[[str, torch.device], Marker]] = {
     "playeval-motion": spectator,
     "wordeval": proofreader,
 }
+STATE = "state.json"  # of a checkpoint: with the checksum of each of its files
 FEW, MANY = (504, 2), (553, 4)  # prompts and pictures of each: the playground's benchmarks, and GenEval's own
 
 
@@ -105,7 +107,7 @@ def examine(
     marker = _marker(exam, run.engine.placement(), tiny=tiny)
     model = (
         f"{config.name or 'run'}, {found.name if found else 'untrained'}, {weights}, {exam.search}, seed {exam.seed}"
-        f"{f', {judged_by(marker)}' if isinstance(marker, Referee) else ''}"
+        f"{f', {judged_by(marker)}' if isinstance(marker, Referee) else ''}, settings {made(config, found, exam, tiny)}"
     )
     comm = run.engine.comm
     party = Ranks(comm.rank, comm.world, comm.barrier)
@@ -114,6 +116,21 @@ def examine(
     told = followed(stages, exam.benchmark, out, console, party)
     run.engine.close()
     return told
+
+
+def made(config: RunConfig, found: Path | None, exam: Examination, tiny: bool) -> str:
+    """A name for all else that scores depend on: those of other settings must not be taken for these."""
+    asks = not isinstance(exam.search, Single)
+    judged = (exam.judge, config.rewards if exam.judge == "run" else None) if asks else None
+    told = (config.model, config.process, config.guidance, config.tuning, config.engine.precision, judged, tiny)
+    whole = f"{(*told, exam.eyes, exam.detector)!r}".encode() + ((found / STATE).read_bytes() if found else b"")
+    return hashlib.sha256(whole).hexdigest()[:12]
+
+
+def shot(files: Sequence[Path]) -> str:
+    """A name for pictures as they are now, which others in their places have not."""
+    told = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
 
 
 def _marker(exam: Examination, placement: Placement, *, tiny: bool) -> Marker:
@@ -134,7 +151,8 @@ def score_folder(
     files = gathered(questions, images)
     comm, started = ranks.join(placement.device)
     marker, place = referee(spec, placement, tiny=tiny), out or Path("evaluations") / f"geneval-{images.resolve().name}"
-    party, model = Ranks(comm.rank, comm.world, comm.barrier), f"{images.resolve()}, {judged_by(marker)}"
+    party = Ranks(comm.rank, comm.world, comm.barrier)
+    model = f"{images.resolve()}, pictures {shot(files)}, {judged_by(marker)}"
     told = followed(evaluate_files(questions, files, marker, place, model, party), questions, place, console, party)
     if started:
         ranks.leave()

@@ -17,11 +17,12 @@ from ..config.run import AutoencoderConfig, JudgeConfig, RunConfig
 from ..lora import LoraWeights
 from ..models import files
 from ..models.packing import pack
+from ..models.showo import Showo
 from ..registry import ConfigError
 from ..train import checkpoint
 from ..weights import Weights
 from .directory import CONFIG
-from .graduating import graduate
+from .graduating import graduate, new_folder, write_showo
 
 DEVICE = "engine.device=cpu"  # nothing is computed
 
@@ -35,12 +36,19 @@ def export(directory: Path, out: Path, name: str, bits: int, console: Console) -
         return
     if bits not in (8, 16, 32):
         raise ConfigError(f"--bits: found {bits}; expected 8, 16 or 32")
-    if out.suffix != ".safetensors":
+    painter = config.model if isinstance(config, RunConfig) and isinstance(config.model, Showo) else None
+    if painter is not None and not out.suffix:
+        new_folder(out, "Show-o as published")
+    elif out.suffix != ".safetensors":
         raise ConfigError(f"--out: '{out}' would be a safetensors file; let its name end in .safetensors")
     found = checkpoint.latest(directory)
     if config is None or found is None:
         raise ConfigError(f"{directory} has no checkpoint to export; give the directory of a run")
     tensors, chosen = averaged(loaded(config, directory, found), name)
+    if painter is not None and not out.suffix:
+        write_showo(painter, tensors, out)
+        console.print(f"{out}: {chosen} weights of {found.name}, as Show-o's are published", highlight=False)
+        return
     files.write(
         out,
         pack(tensors) if bits == 8 else tensors,

@@ -19,8 +19,9 @@ from ..config.load import load
 from ..config.run import RunConfig
 from ..data.prompts import PromptFile
 from ..export.adapters import FILE, Attached
+from ..export.published import PUBLISHED, fetched
 from ..lora import LoraWeights
-from ..models.layouts import Moving, Outside
+from ..models.layouts import Layout, Moving, Outside
 from ..pictures import clip_suffix, read_picture, save_picture, sheet
 from ..pretrained import PIPELINE
 from ..randomness import Randomness
@@ -79,13 +80,22 @@ def source(recipe: str, overrides: Sequence[str], adapters: Path | None = None) 
     if not (folder / CONFIG).is_file():
         config = exported(folder, overrides) if (folder / RECIPE).is_file() else load(recipe, overrides)
         layout = config.model.layout if isinstance(config.model, Outside) else None
-        return (replace(config, tuning=Attached(adapters, layout)) if adapters else config), None
+        return (replace(config, tuning=attached(adapters, layout)) if adapters else config), None
     if adapters is not None:
         raise ConfigError(f"--lora: {folder} is a run, which has weights of its own; give the recipe of its base model")
     found = checkpoint.latest(folder)
     if found is None:
         raise ConfigError(f"{folder} has no checkpoint yet; train it first, or give a recipe's name")
     return load(folder / CONFIG, overrides), found
+
+
+def attached(path: Path, layout: Layout | None) -> Attached:
+    """The adapters of a file here, or of the hub if they were fetched."""
+    file = fetched(path)
+    if not file.is_file():
+        known = f"an id on the hub that `tastemaker download` fetched, or {' or '.join(PUBLISHED)}"
+        raise ConfigError(f"--lora: there is no file {file!s:.200}; give a file of adapters, {known}")
+    return Attached(file, layout)
 
 
 def exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
@@ -104,11 +114,17 @@ def exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def prompts(texts: Sequence[str], file: Path | None, config: RunConfig) -> PromptBatch:
-    """Those given, those of a file, or else the first of the recipe's data."""
+    """Those given, those of a file, or else the first of the recipe's data; of data that say nothing, one."""
     if texts:
         return PromptBatch(tuple(texts), tuple({} for _ in texts))
-    data = PromptFile(file).load(config.seed) if file else config.data.load(config.seed)
-    return data.first(len(data) if file else 8)
+    if file:
+        data = PromptFile(file).load(config.seed)
+        return data.first(len(data))
+    try:
+        found = config.data.load(config.seed).first(8)
+    except ConfigError as error:  # what a run learned from may be gone or changed by now
+        raise ConfigError(f"{error}; or say what to make with -p, for prompts would be those of the data") from error
+    return found if any(found.prompts) or any(found.facts) else PromptBatch(found.prompts[:1], found.facts[:1])
 
 
 def make(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, console: Console) -> Path:
@@ -214,4 +230,4 @@ def search(
 
 
 def slug(prompt: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40] or "empty"
+    return re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:40] or "empty"

@@ -15,6 +15,7 @@ from ..config.build import build_judge
 from ..config.load import load_any
 from ..config.run import JudgeConfig
 from ..lora import LoraWeights
+from ..models.prompting import PHI
 from ..models.showo import Showo
 from ..policy import ModelSpec
 from ..registry import ConfigError
@@ -32,8 +33,7 @@ def graduate(directory: Path, out: Path, name: str, console: Console) -> None:
     found, config = checkpoint.latest(directory), load_any(directory / CONFIG, QUIET)
     if found is None or not isinstance(config, JudgeConfig):
         raise ConfigError(f"{directory} has no checkpoint to export; give the directory of a run")
-    if out.suffix or (out.is_dir() and any(out.iterdir())):
-        raise ConfigError(f"--out: '{out}' must be a new folder, for a judge is one; name another")
+    new_folder(out, "a judge")
     run = build_judge(config, directory)
     run.resume(found)
     kept = run.weights.stored()
@@ -56,6 +56,12 @@ def graduate(directory: Path, out: Path, name: str, console: Console) -> None:
     console.print(f"{out}: {chosen} weights of {found.name}, for the reward vlm", markup=False, highlight=False)
 
 
+def new_folder(out: Path, what: str) -> None:
+    """Refuse to write among other things."""
+    if out.suffix or (out.is_dir() and any(out.iterdir())):
+        raise ConfigError(f"--out: '{out}' must be a new folder, for {what} is one; name another")
+
+
 def write_showo(spec: ModelSpec, tensors: Mapping[str, Tensor], out: Path) -> None:
     """A folder in the layout Show-o is published in."""
     if not isinstance(spec, Showo):
@@ -64,6 +70,8 @@ def write_showo(spec: ModelSpec, tensors: Mapping[str, Tensor], out: Path) -> No
     told = {
         "_class_name": "Showo",
         "codebook_size": spec.codes,
+        "llm_model_path": PHI.hub,  # whose settings its own program reads
+        "load_from_showo": True,
         "llm_vocab_size": spec.vocabulary,
         "mask_token_id": words.hidden,
         "num_vq_tokens": spec.shape[0],

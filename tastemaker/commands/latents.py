@@ -56,10 +56,12 @@ def encode(order: Order, placement: Placement, console: Console) -> Path:
     rank, world = share()
     shown = console if rank == 0 else Console(quiet=True)
     files = [order.out / wanted.file(i) for i in range(wanted.shards)]
-    broken = Broken(order.skip, [said for file in files if file.is_file() for said in shard(file).skipped])
+    own = range(rank, wanted.shards, world)
+    # Of this rank's own shards alone: others may be writing theirs.
+    there = [files[i] for i in own if files[i].is_file()]
+    broken = Broken(order.skip, [said for file in there for said in shard(file).skipped])
     work = Work(codec, pictures, wanted, placement, broken, console)
     with Progress(console=shown) as progress:
-        own = range(rank, wanted.shards, world)
         task = progress.add_task("encoding", total=sum(len(wanted.numbers(i)) for i in own))
         for number in own:
             for count in work.shard(files[number], wanted.numbers(number)):
@@ -75,7 +77,10 @@ def encode(order: Order, placement: Placement, console: Console) -> Path:
 def frozen(name: str, size: int, placement: Placement) -> Continuous:
     net = opened(name, placement)
     if not isinstance(net, Continuous):
-        raise ConfigError(f"--vae: '{name:.200}' makes tokens and no latents; name it with --tokenizer instead")
+        raise ConfigError(
+            f"--vae: '{name:.200}' makes no latents that a generator could learn; name a tokenizer with --tokenizer, "
+            "and give a network of your own `channels`, `stride`, `encode` and `decode`"
+        )
     if size % net.stride:
         raise ConfigError(f"--size {size} is no multiple of {net.stride}, the pixels of a latent; choose one")
     return net

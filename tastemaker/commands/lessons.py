@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..registry import ConfigError
 from ..rewards.nets.answers import CLARITY, POTENTIAL, QUESTIONS
 from ..types import Facts, PromptBatch
 
@@ -24,8 +25,13 @@ class Rules:
     yes: float = 0.5  # a score from which a picture is right
     margin: float | None = None  # by which a chosen one must lead; right against wrong if not given
     pairs: int = 1  # of a prompt, at most
-    unclear: float = 0.55  # progress up to which a preview cannot be judged yet; the published rule is steps 10 and 11
-    clear: float = 0.61  # from which it can; between them nothing is said
+    unclear: float = 0.55  # progress up to which a preview cannot be judged yet; published, steps below 10 of 18
+    clear: float = 0.62  # from which it can, published those above 11; between them nothing is said
+
+    def __post_init__(self) -> None:
+        if self.unclear > self.clear:
+            found = f"--unclear {self.unclear} and --clear {self.clear}"
+            raise ConfigError(f"found {found}; expected previews to be clear no earlier than they cease to be unclear")
 
     def right(self, row: Row) -> bool:
         return bool(row["score"] >= self.yes)

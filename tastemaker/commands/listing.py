@@ -8,6 +8,7 @@ from textwrap import shorten
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from ..config import named, registries
@@ -65,7 +66,7 @@ def table(kind: str) -> Table:
         return rewards()
     shown = Table("name", "what it is", title=kind)
     for row in rows(kind):
-        shown.add_row(row["name"], row["what"])
+        shown.add_row(escape(row["name"]), escape(row["what"]))
     return shown
 
 
@@ -77,7 +78,8 @@ def rewards() -> Table:
     for row in rows("rewards"):
         names = "\n".join([row["name"], *(f"({alias})" for alias in row["aliases"])])
         what = shorten(row["what"], LONGEST, placeholder=" ...")
-        shown.add_row(names, what, "\n".join(kind(row)), row["memory"], row["range"], row["hacked_by"])
+        told = (names, what, "\n".join(kind(row)), row["memory"], row["range"], row["hacked_by"])
+        shown.add_row(*map(escape, told))
     return shown
 
 

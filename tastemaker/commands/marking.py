@@ -89,9 +89,11 @@ def drawn(pixels: Tensor, found: Sequence[Place], decoder: Outlines | None) -> T
         left, top, right, bottom = place.corners(width - 1, height - 1)
         pen.rectangle((left, top, right, bottom), outline=colors[place.label], width=line)
         if place.label:
-            box = pen.textbbox((left + line, top + line), place.label, font=font)
-            pen.rectangle(box, fill=colors[place.label])
-            pen.text((left + line, top + line), place.label, fill="white", font=font)
+            _, _, wide, high = pen.textbbox((0, 0), place.label, font=font)
+            # Within the picture, where it is as large as that: what lies at its right edge has a name too.
+            start = max(0, min(left + line, width - wide - 1)), max(0, min(top + line, height - high - 1))
+            pen.rectangle(pen.textbbox(start, place.label, font=font), fill=colors[place.label])
+            pen.text(start, place.label, fill="white", font=font)
     return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255
 
 

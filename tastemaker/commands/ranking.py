@@ -18,15 +18,20 @@ from rich.progress import track
 from ..config.build import build, judges, shrunk
 from ..config.run import RewardConfig, RunConfig
 from ..data.prompts import PromptFile
+from ..geneval import sound
 from ..pictures import read_picture, save_picture
+from ..pretrained import locate
 from ..randomness import Randomness
 from ..registry import ConfigError
+from ..reward import RewardSpec
+from ..rewards.geneval import Geneval
 from ..search.search import candidates
 from ..train.engine import Engine
 from ..train.looking import viewed
 from ..train.run import Run
 from ..types import PromptBatch
 from . import lessons
+from .downloading import sources
 from .evaluating import benchmark
 from .generating import ROWS, try_on
 from .ledger import RECORD, Ledger, mend
@@ -64,6 +69,12 @@ class Order:
         told = repr((config.model, config.process, config.guidance, found, self.seed, self.weights, self.previews))
         return hashlib.sha256(told.encode()).hexdigest()[:12]
 
+    def asked(self, index: int) -> str:
+        """A name for what a sample is to show: a label says nothing of what was asked for before."""
+        place = index // self.count
+        told = json.dumps([self.prompts.prompts[place], self.prompts.facts[place]], sort_keys=True, default=str)
+        return hashlib.sha256(told.encode()).hexdigest()[:12]
+
 
 def asked(file: Path | None, config: RunConfig, limit: int, against: Sequence[str]) -> tuple[PromptBatch, list[str]]:
     """Prompts of a file or of the recipe's data, at most so many, and those left out that benchmarks ask too."""
@@ -90,7 +101,7 @@ def known(name: str) -> PromptBatch:
 
 def rank(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, console: Console) -> dict[str, int]:
     """Make what is not there yet, sample by sample and label by label; how many lessons there are."""
-    config = shrunk(config) if tiny else config
+    config, who = shrunk(config) if tiny else config, labeller(order, tiny=tiny)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)  # for its ranks: networks come and go
     comm, shown = engine.comm, console if engine.comm.rank == 0 else Console(quiet=True)
     made = order.made(config, found)
@@ -106,7 +117,7 @@ def rank(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, con
     if comm.rank == 0:
         ledger.close(len(order))
     comm.barrier()
-    label(order, engine, made, shown, tiny=tiny)
+    label(order, who, engine, made, shown)
     comm.barrier()  # all have labelled before the labels are put together
     counts = finish(order, made, shown) if comm.rank == 0 else {}
     comm.barrier()
@@ -182,21 +193,38 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def labels(order: Order, made: str) -> dict[int, float]:
-    """Scores that are there, by sample."""
+    """Scores that are there, by sample, of those who labelled the same samples for the same prompts."""
     files = [order.out / LABELS, *sorted(order.out.glob(f"{LABELS}.*"))]
-    rows = [row for path in files for row in lines(path)]
-    return {row["index"]: row["score"] for row in rows if row["made"] == made and row["by"] == order.by}
+    rows = [row for path in files for row in lines(path) if (row["made"], row["by"]) == (made, order.by)]
+    ours = [row for row in rows if row["index"] < len(order) and row.get("asked") == order.asked(row["index"])]
+    return {row["index"]: row["score"] for row in ours}
 
 
-def label(order: Order, engine: Engine, made: str, console: Console, *, tiny: bool) -> None:
+def labelled(order: Order, made: str, index: int, score: float) -> dict[str, Any]:
+    return {"index": index, "by": order.by, "made": made, "asked": order.asked(index), "score": score}
+
+
+def labeller(order: Order, *, tiny: bool) -> tuple[str, RewardSpec]:
+    """Who labels; one that is not there, or prompts it can say nothing of, are told before anything is sampled."""
+    name, spec = named(BY.get(order.by, order.by), "--by")
+    if isinstance(spec, Geneval):
+        for prompt, fact in zip(order.prompts.prompts, order.prompts.facts, strict=True):
+            sound(fact, f"--by geneval, '{prompt:.80}'")
+    if tiny:
+        return name, spec.tiny()
+    for source in sources(spec):
+        locate(source.hub, source)
+    return name, spec
+
+
+def label(order: Order, who: tuple[str, RewardSpec], engine: Engine, made: str, console: Console) -> None:
     """Score the samples that have no label, each rank its share."""
     samples, there = lines(order.out / SAMPLES / RECORD), labels(order, made)
     engine.comm.barrier()  # all have read before anyone writes
     left = [row for row in samples if row["index"] not in there]
     if not left:
         return
-    name, spec = named(BY.get(order.by, order.by), "--by")
-    spec = spec.tiny() if tiny else spec
+    name, spec = who
     jury = Jury(judges({name: RewardConfig(spec)}, engine.placement()), engine.device)
     mine = left[engine.comm.rank :: engine.comm.world]
     mend(own := order.out / f"{LABELS}.{engine.comm.rank}")
@@ -209,8 +237,7 @@ def label(order: Order, engine: Engine, made: str, console: Console, *, tiny: bo
                 for row in rows
             ]  # fmt: skip
             for row, scores in zip(rows, jury.scores(pictures), strict=True):
-                told = {"index": row["index"], "by": order.by, "made": made, "score": scores[name]}
-                record.write(json.dumps(told) + "\n")
+                record.write(json.dumps(labelled(order, made, row["index"], scores[name])) + "\n")
             record.flush()
 
 
@@ -218,7 +245,7 @@ def finish(order: Order, made: str, console: Console) -> dict[str, int]:
     """One file of labels and one of each set; say how many lessons there are."""
     there = labels(order, made)
     others = [row for row in lines(order.out / LABELS) if (row["made"], row["by"]) != (made, order.by)]
-    told = [{"index": i, "by": order.by, "made": made, "score": score} for i, score in sorted(there.items())]
+    told = [labelled(order, made, i, score) for i, score in sorted(there.items())]
     partial = order.out / f".{LABELS}.partial"
     partial.write_text("".join(json.dumps(row) + "\n" for row in [*others, *told]), encoding="utf-8")
     partial.replace(order.out / LABELS)

@@ -20,6 +20,7 @@ from ..codec import Strided
 from ..config.load import load_any
 from ..config.run import AutoencoderConfig
 from ..data.crops import centre
+from ..data.trees import FACES
 from ..eval.copies import Copies
 from ..models.opening import opened
 from ..perceptual import VGG16
@@ -58,7 +59,7 @@ def reconstruct(order: Order, placement: Placement, console: Console) -> list[Ro
     with (order.out / SCORES).open("a", encoding="utf-8") as record, Progress(console=console) as progress:
         task = progress.add_task("reconstructing", total=len(files), completed=len(files) - len(left))
         for batch in batches(left, order, stride, broken, progress.console):
-            for row in copied(net, measure, batch, order, placement):
+            for row in taken(copied(net, measure, batch, order, placement), batch, broken, progress.console):
                 record.write(json.dumps(row) + "\n")
                 rows[row["file"]] = row
             record.flush()
@@ -81,10 +82,11 @@ def autoencoder(name: str, placement: Placement) -> nn.Module:
 
 
 def found(folder: Path, out: Path) -> list[Path]:
-    """Every picture below a folder, but those that were written before."""
+    """Every picture below a folder, but those that were written before; of CelebA-HQ's, the faces alone."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; expected one with pictures in it, at any depth")
-    hidden = [place for place in folder.rglob("*") if place.suffix.lower() in STILLS and place.is_file()]
+    root = folder / FACES if (folder / FACES).is_dir() else folder
+    hidden = [place for place in root.rglob("*") if place.suffix.lower() in STILLS and place.is_file()]
     files = sorted(file for file in hidden if out not in file.parents and not file.name.startswith("."))
     if not files:
         raise ConfigError(f"{folder}: there are no pictures; expected files that end in {', '.join(STILLS)}")
@@ -158,6 +160,18 @@ def cut(pixels: Tensor, size: int, stride: int, file: Path) -> Tensor:
         raise PictureError(f"{file} is smaller than the {stride} pixels of one latent; enlarge it with --size")
     top, left = (pixels.shape[-2] - height) // 2, (pixels.shape[-1] - width) // 2
     return pixels[:, top : top + height, left : left + width]
+
+
+def taken(rows: Iterator[Row], batch: Sequence[tuple[Path, Tensor]], broken: Broken, console: Console) -> Iterator[Row]:
+    """All rows, or none if the pictures are too small: the norm of a single latent, for one, cannot be taken."""
+    try:
+        yield from rows
+    except ConfigError:
+        raise
+    except ValueError as error:
+        for file, _ in batch:
+            said = f"{file} cannot be copied at this size ({error!s:.200}); enlarge it with --size"
+            broken.add(said, error, console)
 
 
 @torch.no_grad()

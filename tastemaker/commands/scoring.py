@@ -27,6 +27,7 @@ from ..reward import RewardError, RewardSpec, Rubric
 from ..types import Facts, Placement
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"}
+FILES, PROMPTS = ("file", "file_name", "image"), ("prompt", "caption", "text")  # columns, as others name them too
 WAITING = 4  # batches of pictures read while each waits for others of its size
 Row = dict[str, Any]  # a line of the scores
 
@@ -151,8 +152,11 @@ def captioned(record: Path, folder: Path) -> list[Picture]:
     if record.suffix not in (".jsonl", ".csv"):
         raise ConfigError(f"--prompts: found '{record}'; expected a .jsonl or .csv with columns 'file' and 'prompt'")
     rows = json_rows(record) if record.suffix == ".jsonl" else table_rows(record)
-    said = [(column(record, number, row, "file"), column(record, number, row, "prompt"), row) for number, row in rows]
-    return [Picture(folder / name, prompt, row) for name, prompt, row in said]
+
+    def text(number: int, row: Facts, names: Sequence[str]) -> str:
+        return column(record, number, row, next((name for name in names if name in row), names[0]))
+
+    return [Picture(folder / text(number, row, FILES), text(number, row, PROMPTS), row) for number, row in rows]
 
 
 def gathered(pictures: Sequence[Picture], size: int) -> Iterator[list[Picture] | Row]:

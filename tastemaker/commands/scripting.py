@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from ..codec import CODECS, CodecSpec
 from ..config.build import build_autoencoder, generator, pupil
 from ..config.check import launched
 from ..config.dump import plain
-from ..config.load import load_any
+from ..config.load import SUFFIXES, load_any, recipes
 from ..config.registries import MODELS
 from ..config.run import AnyConfig, AutoencoderConfig, EngineConfig, JudgeConfig, Validation
 from ..config.validate import build
@@ -30,7 +31,12 @@ from .training import watched
 C = TypeVar("C", bound=type)
 KEPT = 512  # pictures that are looked at again
 
-load_config = load_any
+
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
+    """What a recipe or a file says; a name that no recipe has may be that of a file in configs, as in nanoVLA-RL."""
+    name = str(recipe)
+    beside = [Path("configs", name + suffix) for suffix in SUFFIXES if name not in recipes() and name]
+    return load_any(next((path for path in beside if path.is_file()), recipe), overrides)
 
 
 def list_models() -> list[str]:

@@ -21,6 +21,7 @@ from ..registry import ConfigError
 from ..reward import Verifier, shared
 from ..search.scheduled import Scheduled
 from ..search.search import Outcome, Search
+from ..train import ranks
 from ..train.run import Run
 from .pricing import amount
 from .scoring import asked
@@ -37,6 +38,19 @@ def chosen(text: str, n: int | None = None) -> Search:
         told = {"n": n, **told}
     found: Search = build(Search, told, "--search")
     return found
+
+
+def several(text: str, counts: Sequence[int]) -> bool:
+    """Whether a curve is asked for; a search whose candidates are no matter of `--n` has none."""
+    if len(counts) == 1:
+        return False
+    kind = SEARCHES.find(named(text), "--search")
+    if "n" in _told(text) or "n" not in {field.name for field in fields(kind)}:
+        raise ConfigError(
+            f"--n: found {len(counts)} numbers, but --search '{text:.60}' takes none of them; leave 'n' out of its "
+            "settings, choose best_of_n, prm, parm or published_parm, or give one number"
+        )
+    return True
 
 
 def sampled(text: str, n: int, scheduler: str, steps: int | None) -> Search:
@@ -89,6 +103,8 @@ def curve(
 ) -> list[Report]:
     """One evaluation for each number of candidates, in a folder each; then all of them against their price."""
     reports = [examine(n, out / f"n{n}") for n in counts]
+    if ranks.rank():
+        return reports  # the first one speaks for all
     points = [{"n": n, **point(report)} for n, report in zip(counts, reports, strict=True)]
     (out / PRICES).write_text(json.dumps({"search": name, "points": points}, indent=1) + "\n", encoding="utf-8")
     lines = [line(name, report, n) for n, report in zip(counts, reports, strict=True)]

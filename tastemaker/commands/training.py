@@ -13,6 +13,7 @@ from ..config.check import require
 from ..config.dump import resolve
 from ..config.run import AnyConfig, AutoencoderConfig, JudgeConfig
 from ..export.adapters import Continued, of_others
+from ..export.published import fetched
 from ..lora import Lora
 from ..models import moments
 from ..models.layouts import Outside
@@ -53,6 +54,7 @@ def prepared(config: AnyConfig, place: Path, init_from: Path | None) -> Run | Au
         return build_judge(config, place, init_from=init_from)
     if isinstance(config, AutoencoderConfig):
         return build_autoencoder(config, place, init_from=init_from)
+    init_from = init_from and fetched(init_from)
     if init_from is not None and isinstance(config.tuning, Lora) and of_others(init_from):
         layout = config.model.layout if isinstance(config.model, Outside) else None
         return build(replace(config, tuning=Continued(config.tuning, init_from, layout)), place)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import warnings
 
 from ..objectives.forced_grpo import ForcedGRPO
-from .run import RunConfig
+from ..policy import Paced
+from ..processes.gaussian import GaussianProcess
+from ..processes.paths import Straight
+from .run import AnyConfig, RunConfig
 
 FAULTS = {
     "sampled_context": "what was drawn by reading the picture is scored by reading the sample",
@@ -13,13 +16,39 @@ FAULTS = {
 }
 
 
-def cautions(config: RunConfig) -> list[str]:
-    """Every fault of published trainers that is switched on."""
+CLOSE = 0.01  # of a shift, as a share of it
+
+
+def cautions(config: AnyConfig) -> list[str]:
+    """Every fault of published trainers that is switched on, and levels that were made for clips of another size."""
+    return [*faults(config), *unguided(config), *levels(config)] if isinstance(config, RunConfig) else []
+
+
+def faults(config: RunConfig) -> list[str]:
     objective = config.objective
     if not isinstance(objective, ForcedGRPO):
         return []
     why = "so the ratio does not begin at 1; meant to compare with, not to train by"
     return [f"objective.faults: {fault} is on: {FAULTS[fault]}, {why}" for fault in objective.faults]
+
+
+def unguided(config: RunConfig) -> list[str]:
+    """Teacher-forced samples are drawn by what scores them, so that none of it is about them."""
+    guidance, objective = config.guidance, config.objective
+    drawn = objective.needs_chance and not isinstance(objective, ForcedGRPO)
+    if guidance is None or not guidance.rollouts_only or guidance.scale == 1 or not drawn:
+        return []
+    why = "samples are drawn under guidance and scored without it, so that what learns is not what drew"
+    return [f"guidance.rollouts_only: {why}, as AR-GRPO has it; set it to false to score them as they were drawn"]
+
+
+def levels(config: RunConfig) -> list[str]:
+    wanted = config.model.shift if isinstance(config.model, Paced) else None
+    path = config.process.path if isinstance(config.process, GaussianProcess) else None
+    if wanted is None or not isinstance(path, Straight) or abs(path.shift - wanted) <= CLOSE * wanted:
+        return []
+    meant = f"set process.path.shift={wanted:.4f}, unless another is meant"
+    return [f"process.path.shift: {path.shift:g} is for clips of another size or length than the model's; {meant}"]
 
 
 def warn(config: RunConfig) -> None:

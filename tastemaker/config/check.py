@@ -224,17 +224,18 @@ RULES: tuple[Rule, ...] = (
     samples_and_process,
     samples_and_average,
 )
+LEARNING = (truncation_and_chance, dropout_and_ratio, prompts_and_ranks)  # what is sampled alone may break them
 
 
 def complaints(config: AnyConfig, world: int | None = None, *, fed: bool = True) -> list[str]:
-    """Every rule that is broken; the number of ranks is torchrun's if none is given, its files only if it is `fed`."""
+    """Every rule that is broken, on as many ranks as torchrun has if none are given; of learning only if it is fed."""
     ranks = launched() if world is None else world
     if isinstance(config, AutoencoderConfig):
         found = [*(rule(config, ranks) for rule in CODEC_RULES), samples_and_average(config, ranks)]
     elif isinstance(config, JudgeConfig):
         found = [rule(config, ranks) for rule in JUDGE_RULES]
     else:
-        found = [rule(config, ranks) for rule in RULES]
+        found = [rule(config, ranks) for rule in RULES if fed or rule not in LEARNING]
     found += [rule(config, ranks) for rule in COMMON if fed or rule is not files]
     return [sentence for sentence in found if sentence]
 

@@ -71,11 +71,14 @@ def whole(net: Settings, pictures: Settings, train: Settings, optim: Settings, p
     if net["type"] == "block_vae":
         net = {**net, "im_channels": 1 if pictures.get("grey") else 3, "kl": train.get("kl_weight", 5e-6)}
         net["weights"] = net.get("weights") or found(place, train, "vae_autoencoder")
-    size, pieces = int(train.get("batch_size", 4)), int(train.get("autoencoder_acc_steps", 1))
+    size, pieces = counted(train, "batch_size", 4), counted(train, "autoencoder_acc_steps", 1)
     if not isinstance(pictures.get("path"), str):
         raise ConfigError(f"data.path is {pictures.get('path')!r:.60}; expected where the pictures are")
     count = len(opened(Path(pictures["path"]), "*", "train"))
-    critic = {"weight": train.get("disc_weight", 0.5), "start": train.get("disc_start", 7500), "tail": False}
+    # There batches are counted, here updates, of which each takes several batches if gradients are accumulated.
+    batches = {"disc_start": 7500, "autoencoder_img_save_steps": 64, "save_every": 100}
+    begins, shows, saves = (-(-counted(train, key, usual, 0) // pieces) for key, usual in batches.items())
+    critic = {"weight": train.get("disc_weight", 0.5), "start": begins, "tail": False}
     least_squares = {"loss": "least_squares", "deceive": "least_squares"}
     return {
         "autoencoder": net,
@@ -90,13 +93,20 @@ def whole(net: Settings, pictures: Settings, train: Settings, optim: Settings, p
         "rows": size * pieces,
         "microbatch": size if pieces > 1 else None,
         "optim": optim,
-        "steps": int(train.get("epochs", 3)) * -(-count // (size * pieces)),
-        "sample": {"every": train.get("autoencoder_img_save_steps", 64)},
-        "checkpoint": {"every": train.get("save_every", 100)},
+        "steps": counted(train, "epochs", 3) * -(-count // (size * pieces)),
+        "sample": {"every": shows},
+        "checkpoint": {"every": saves},
         "seed": train.get("seed", 1111),
         "output": str(place.parent),
         "name": place.name,
     }
+
+
+def counted(train: Settings, key: str, usual: int, least: int = 1) -> int:
+    value = train.get(key, usual)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{key} is {value!r:.60}; expected a whole number from {least} on")
+    return value
 
 
 def found(place: Path, train: Settings, kind: str) -> str | None:

@@ -132,6 +132,8 @@ REWARDS = Registry(
     aliases={
         "pick_score": {"type": "pickscore"},
         "objectDetection": {"type": "detection", "want": "absent"},
+        "rainy": {"type": "weather", "kind": "rainy"},
+        "snowy": {"type": "weather", "kind": "snowy"},
         "aesthetic_hps": {
             "type": "sum",
             "of": [{"type": "aesthetic"}, {"type": "hps", "fit": "stretch"}],
@@ -180,6 +182,7 @@ SEARCHES = Registry(
         "single": "tastemaker.search.single:Single",
         "scheduled": "tastemaker.search.scheduled:Scheduled",
         "best_of_n": "tastemaker.search.best_of_n:BestOfN",
+        "prm": "tastemaker.search.prm:Prm",
         "parm": "tastemaker.search.parm:Parm",
         "published_parm": "tastemaker.search.published_parm:PublishedParm",
         "refine": "tastemaker.search.refine:Refine",

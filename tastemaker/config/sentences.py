@@ -29,6 +29,9 @@ EXPECTED = {
     "greater_than_equal": "at least {ge:g}",
     "less_than": "less than {lt:g}",
     "less_than_equal": "at most {le:g}",
+    "multiple_of": "a multiple of {multiple_of:g}",
+    "int_from_float": "a whole number",
+    "string_pattern_mismatch": "text that fits {pattern}",
     "too_long": "{max_length} items",
     "too_short": "at least {min_length} items",
 }
@@ -103,7 +106,7 @@ def told(error: ErrorDetails, known: list[str]) -> tuple[Location, str]:
         return where, f"expected {context['expected']}, found {shown(value)}{near(value, context['expected'])}"
     if kind == "too_long":
         return where, f"expected {context['max_length']} items, found {context['actual_length']}"
-    expected = EXPECTED[kind].format(**context) if kind in EXPECTED else error["msg"]
+    expected = EXPECTED[kind].format(**context) if kind in EXPECTED else error["msg"].removeprefix("Input should be ")
     return where, f"expected {expected}, found {shown(value)}"
 
 

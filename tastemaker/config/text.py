@@ -10,11 +10,18 @@ import yaml
 from ..registry import ConfigError
 
 FLOAT = "tag:yaml.org,2002:float"
+TEXT = "tag:yaml.org,2002:str"
 EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")  # YAML 1.1 takes 3e-4 and 1.5e3 for text
+CLOCK = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?$")  # and 9:16, the shape of a picture, for 556 seconds
 
 
 class Loader(yaml.SafeLoader):
     """Plain data, in which nothing refers to anything else."""
+
+    yaml_implicit_resolvers = {
+        first: [(TEXT, CLOCK), *known] if first in "-+0123456789" else list(known)
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

@@ -154,9 +154,9 @@ def fitting(cls: type, kind: type, name: str) -> type:
     """The class, once it is sure that it is of the kind."""
     word = KINDS[kind].kind
     if not is_dataclass(cls):
-        raise ConfigError(
-            f"'{name:.60}' is no dataclass; expected a frozen one whose fields are the settings of the {word}"
-        )
+        told = f"expected a frozen one whose fields are the settings of the {word}"
+        own = f"; a network that makes itself is {{type: from_config, of: '{name:.60}', params: ...}}"
+        raise ConfigError(f"'{name:.60}' is no dataclass; {told}{own if 'from_config' in dir(cls) else ''}")
     if not is_protocol(kind) and not issubclass(cls, kind):
         raise ConfigError(f"'{name:.60}' is not derived from {kind.__name__}, as every {word} is; name another")
     abstract: set[str] = {*cls.__abstractmethods__} if inspect.isabstract(cls) else set()

@@ -6,14 +6,15 @@ import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
+from ..randomness import Randomness
 from ..registry import ConfigError
 from ..types import Pictures, PromptBatch
 from .ahead import Ahead, Share, at_once
@@ -93,6 +94,7 @@ class Cifar10:
     count: NonNegativeInt = 0  # all that is there if 0
     start: NonNegativeInt = 0  # of the first
     mirror: bool = False  # every other picture the other way round, by chance
+    shift: Annotated[int, Field(ge=0, le=8)] = 0  # pixels that pictures are moved at most, by chance: other tokens each
     yields: ClassVar[type] = Pictures
 
     def load(self, seed: int) -> Cifar10Rows:
@@ -104,7 +106,7 @@ class Cifar10:
                 f"{self.split}; lower data.count or data.start"
             )
         chosen = shuffled(len(whole), 0, 0)[self.start : self.start + count]
-        return Cifar10Rows(whole, chosen, seed, self.mirror)
+        return Cifar10Rows(whole, chosen, seed, self.mirror, self.shift)
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Cifar10Rows:
     chosen: Tensor  # [N]
     seed: int
     mirror: bool
+    shift: int = 0
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -128,14 +131,32 @@ class Cifar10Rows:
         places = rows(len(self), self.seed, share.step, share.size, share.rank, share.world)
         numbers = self.chosen[torch.tensor(places, dtype=torch.int64)]
         pixels = self.whole.pixels.index_select(0, numbers)  # a twentieth of the time that [numbers] takes
-        turned = torch.zeros(len(numbers), dtype=torch.bool)
+        place, turned = torch.arange(share.range.start, share.range.stop), torch.zeros(len(numbers), dtype=torch.bool)
         if self.mirror:
-            place = torch.arange(share.range.start, share.range.stop)
             turned = shuffled(2 * BATCH, self.seed + FLIP, 0)[place % (2 * BATCH)] % 2 == 1
             which = turned.nonzero()[:, 0]
             pixels.index_copy_(0, which, pixels.index_select(0, which).flip(-1))
         prompts = tuple(NAMES[self.whole.labels[i]] for i in numbers.tolist())
-        return Pictures(prompts, pixels[:, None].float().div_(255), 2 * numbers + turned)
+        views = 2 * numbers + turned
+        if self.shift:
+            ways = 2 * self.shift + 1
+            chance = Randomness(self.seed, 0, place).uniform("shift", 2)
+            down, right = (chance * ways).long().clamp(max=ways - 1).unbind(1)
+            pixels, views = moved(pixels, down, right, self.shift), (views * ways + down) * ways + right
+        return Pictures(prompts, pixels[:, None].float().div_(255), views)
 
     def first(self, count: int) -> PromptBatch:
         return PromptBatch(tuple(NAMES[i % len(NAMES)] for i in range(count)), ({},) * count)
+
+
+def moved(pixels: Tensor, down: Tensor, right: Tensor, most: int) -> Tensor:
+    """Squares of pictures [N, 3, H, W] whose edges are mirrored outwards by `most`, from those places [N] on."""
+    side, ways = pixels.shape[-1], 2 * most + 1
+    inside = torch.arange(-most, side + most).abs()
+    inside = torch.where(inside < side, inside, 2 * (side - 1) - inside)
+    wide, out = pixels.index_select(2, inside).index_select(3, inside), torch.empty_like(pixels)
+    for place in torch.unique(down * ways + right).tolist():  # few, so that it takes half the time of a gather
+        i, j = divmod(place, ways)
+        which = ((down == i) & (right == j)).nonzero()[:, 0]
+        out.index_copy_(0, which, wide.index_select(0, which)[:, :, i : i + side, j : j + side])
+    return out

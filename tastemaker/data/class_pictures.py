@@ -21,7 +21,7 @@ from ..registry import ConfigError
 from ..types import Pictures, PromptBatch
 from .ahead import Ahead, Share
 from .crops import anywhere, centre
-from .labelled import ClassFolder, class_folder
+from .labelled import ClassFolder, class_folder, class_folders
 from .order import rows
 from .saved import is_saved, labelled
 
@@ -73,6 +73,8 @@ class Skipped:
     why: dict[int, str] = field(default_factory=dict)  # by number
 
     def add(self, number: int, name: str, error: Exception) -> None:
+        if number in self.why:  # another thread came upon it as well
+            return
         self.why[number] = name
         reason = " ".join(str(error).split()) or type(error).__name__
         if len(self.why) > self.most:
@@ -169,8 +171,7 @@ class ClassPictures:
 
 def folders(path: Path) -> Folders:
     found = class_folder(path)
-    names = tuple(sorted(folder.name for folder in path.iterdir() if folder.is_dir()))
-    return Folders(found, names or ("0",))
+    return Folders(found, tuple(folder.name for folder in class_folders(path)) or ("0",))
 
 
 def told(names: Sequence[str], say: Say) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ class ClassFolder:
 def class_folder(path: Path) -> ClassFolder:
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder; check the path")
-    classes = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    classes = class_folders(path)
     found = [
         (file, label)
         for label, folder in enumerate(classes or [path])
@@ -50,3 +50,8 @@ def class_folder(path: Path) -> ClassFolder:
     if not found:
         raise ConfigError(f"{path}: there are no pictures; expected files that end in {', '.join(STILLS)}")
     return ClassFolder(tuple(file for file, _ in found), tuple(label for _, label in found))
+
+
+def class_folders(path: Path) -> list[Path]:
+    """In order; what notebooks and the like hide among them is no class, or others would be numbered wrongly."""
+    return sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,7 +61,7 @@ class Note:
     def write(self, folder: Path) -> None:
         """All of it or none; every rank writes the same."""
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{NOTE}.{os.getpid()}"
+        partial = folder / f".{NOTE}.{uuid4().hex}"  # every rank writes it, and process numbers may be alike
         partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
         os.replace(partial, folder / NOTE)
 

@@ -37,7 +37,7 @@ class PromptSet:
     """Prompts of a named set, such as animals or actions, with what is known of each: the words it is made of.
 
     `actions` and the `kinetics` sets know the `action` that actpred looks for, `rainy` and `snowy` the `weather`, and
-    the `without` sets the `object` that detection is to find or to miss.
+    the `without` sets the `object` that detection is to find or to miss. VADER's names of its functions name sets too.
     """
 
     name: str
@@ -45,11 +45,12 @@ class PromptSet:
     yields: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        if self.name not in sets():
-            raise ValueError(f"there is no prompt set '{self.name:.60}'{suggest(self.name, list(sets()))}")
+        known = [*sets(), *functions()]
+        if self.name not in known:
+            raise ValueError(f"there is no prompt set '{self.name:.60}'{suggest(self.name, known)}")
 
     def load(self, seed: int) -> PromptRows:
-        every = made(self.name)
+        every = made(functions().get(self.name, self.name))
         kept = [
             row for i, row in enumerate(every) if self.part == "all" or (i % HELD == 0) == (self.part == "held_out")
         ]
@@ -75,6 +76,12 @@ def sets() -> dict[str, Pattern]:
         )
         for name, each in told.items()
     }
+
+
+def functions() -> dict[str, str]:
+    """What VADER calls sets: by its names, ours."""
+    found: dict[str, str] = _content()["vader"]
+    return found
 
 
 def words(name: str) -> list[tuple[str, str]]:

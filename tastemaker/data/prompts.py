@@ -54,8 +54,8 @@ class InlinePrompts:
 class PromptFile:
     """Prompts in a file: .txt with one a line, .jsonl or .csv with a column `prompt`; other columns become facts.
 
-    A .json is the list of a folder of embeddings: videos2caption.json of SRPO, or our embeddings.json. A folder is what
-    `datasets` saved to disk, prompts in its column prompt, caption or text.
+    A .json is a list of prompts, as those of HPDv2, or that of a folder of embeddings: videos2caption.json of SRPO, or
+    our embeddings.json. A folder is what `datasets` saved to disk, prompts in its column prompt, caption or text.
     """
 
     path: Path

@@ -82,8 +82,10 @@ def table(folder: Path, split: str) -> Any:
         ) from error
     try:
         found: Any = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder} is no readable data set ({error!s:.200}); save it to disk again") from error
+    except (OSError, ValueError, KeyError, IndexError) as error:  # the last of one without rows
+        raise ConfigError(
+            f"{folder} is no readable data set ({error!s:.200}), or has no rows; save it to disk again"
+        ) from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise ConfigError(f"data.split: {folder} has no '{split:.60}'; there are {', '.join(found)}")

@@ -46,10 +46,11 @@ def split(source: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
     """What to learn from, and the share that is held out."""
     if len(source) > ENDLESS:
         raise ConfigError("validation.share: the data never ends, so no part of it is a share; set validation.data")
-    held = round(len(source) * share)
-    if not 0 < held < len(source):
+    held = max(1, round(len(source) * share))
+    if held >= len(source):
         raise ConfigError(
-            f"validation.share: {share:g} of {len(source)} rows is {held}; expected at least one and not all of them"
+            f"validation.share: {share:g} of {len(source)} rows is {held}, which leaves none to learn from; set it "
+            "lower, give more rows, or set validation.every=0"
         )
     if isinstance(source, Divisible):
         return source.parts(held, seed)

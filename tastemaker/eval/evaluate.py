@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -269,8 +269,8 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """The file appears whole or not at all."""
+    """The file appears whole or not at all; of several ranks, whose process numbers may be alike, each has its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +26,7 @@ from .evaluate import SCORES, read_lines
 METADATA = "evaluation_metadata.jsonl"
 PUBLISHED = f"https://raw.githubusercontent.com/djghosh13/geneval/main/prompts/{METADATA}"
 MD5 = "9a0ed515640279a48ed3380d90aec0ed"  # of the published file
-RESULTS = "results.jsonl"
+RESULTS, SUMMARY = "results.jsonl", "summary.txt"
 PROMPTS, PICTURES = 553, 4
 EACH = 100  # prompts drawn of a task, before those drawn twice are dropped
 NUMBERS = {2: "two", 3: "three", 4: "four"}
@@ -99,13 +100,9 @@ def read_metadata(path: Path) -> tuple[Facts, ...]:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as one JSON mapping a line ({error}); check the path") from error
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise ConfigError(f"{path}, line {number}: has no 'prompt'; expected a mapping as in GenEval's {METADATA}")
-        sound(row, f"{path}, line {number}")
     if not rows:
         raise ConfigError(f"{path} holds no prompts; expected GenEval's {METADATA}")
-    return tuple(rows)
+    return tuple(_asking(row, f"{path}, line {number}") for number, row in enumerate(rows, 1))
 
 
 def geneval(count: int = PROMPTS, seeds: int = PICTURES, metadata: Path | None = None) -> Benchmark:
@@ -132,7 +129,7 @@ def _of_prompt(benchmark: Benchmark, folder: Path, place: int) -> list[Path]:
     facts, samples = folder / "metadata.jsonl", folder / "samples"
     if not facts.is_file() or not samples.is_dir():
         raise ConfigError(f"{folder} lacks metadata.jsonl or samples/; expected both, as GenEval's scripts write them")
-    (told, *_) = read_metadata(facts)
+    told = _metadata(facts)
     if told != benchmark.facts[place]:
         raise ConfigError(
             f"{facts} asks for '{told['prompt']:.80}', but prompt {place} is '{benchmark.prompts[place]:.80}'; "
@@ -145,6 +142,22 @@ def _of_prompt(benchmark: Benchmark, folder: Path, place: int) -> list[Path]:
     lost = [f"{k:04d}.png" for k in range(len(pictures), benchmark.seeds)]
     _compared(samples, lost, extra, "pictures")
     return pictures
+
+
+def _metadata(path: Path) -> Facts:
+    """What a folder's pictures were asked to show: a mapping on one line, or on many as Image-Generation-CoT has it."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return read_metadata(path)[0]
+    return _asking(told, f"{path}")
+
+
+def _asking(row: Any, where: str) -> Facts:
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+        raise ConfigError(f"{where}: has no 'prompt'; expected a mapping as in GenEval's {METADATA}")
+    sound(row, where)
+    return row
 
 
 def _compared(folder: Path, lost: Sequence[str], extra: Sequence[str], kind: str) -> None:
@@ -168,18 +181,36 @@ class Referee:
         for first in range(0, len(pixels), size):
             some = pixels[first : first + size, 0].to(self.device)
             for told in self.scorer.sight.look(some, facts[first : first + size]):
-                boxes = {name: [[*d.box, d.score] for d in group] for name, group in told.kept.items()}
+                kept = [(name, told.kept[name]) for name in CLASSES if name in told.kept]  # in the published order
+                boxes = {name: [[*d.box, d.score] for d in group] for name, group in kept}
                 rows.append({"correct": float(told.correct), "reasons": list(told.reasons), "details": boxes})
         return rows
 
 
 def results(benchmark: Benchmark, out: Path) -> Path:
-    """The scores as GenEval's own evaluation writes them, for scripts that read that."""
-    lines = []
-    for row in read_lines(out / SCORES):
+    """The scores as GenEval's own evaluation writes them, for scripts that read that, and its summary of them."""
+    lines, rows = [], read_lines(out / SCORES)
+    for row in rows:
         file, fact = row["file"], benchmark.facts[row["index"]]
         known = {"filename": file, "tag": row["tag"], "prompt": row["prompt"], "correct": bool(row["correct"])}
         texts = {"reason": "\n".join(row["reasons"]), "metadata": json.dumps(fact)}
         lines.append(json.dumps({**known, **texts, "details": json.dumps(row["details"])}) + "\n")
     (out / RESULTS).write_text("".join(lines), encoding="utf-8")
+    (out / SUMMARY).write_text(summary(rows), encoding="utf-8")
     return out / RESULTS
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What GenEval's own script says of scores, in its words."""
+    tasks, prompts = defaultdict[str, list[float]](list), defaultdict[int, list[float]](list)
+    for row in rows:
+        tasks[row["tag"]].append(row["correct"])
+        prompts[row["index"]].append(row["correct"])
+    shares = [sum(task) / len(task) for task in tasks.values()]
+    whole, once = sum(row["correct"] for row in rows) / len(rows), sum(map(max, prompts.values())) / len(prompts)
+    head = [f"Total images: {len(rows)}", f"Total prompts: {len(prompts)}"]
+    head += [f"% correct images: {whole:.2%}", f"% correct prompts: {once:.2%}"]
+    told = zip(tasks.items(), shares, strict=True)
+    each = [f"{tag:<16} = {share:.2%} ({sum(task):.0f} / {len(task)})" for (tag, task), share in told]
+    last = f"Overall score (avg. over tasks): {sum(shares) / len(shares):.5f}"
+    return "\n".join(["Summary", "=======", *head, "", "Task breakdown", "==============", *each, "", last, ""])

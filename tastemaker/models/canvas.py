@@ -14,32 +14,36 @@ from torch import Tensor
 from ..pictures import fitted, read_picture
 from ..policy import Backbone, Policy
 from ..randomness import Randomness
+from ..registry import ConfigError
 from ..types import HIDDEN, Facts
 
 Edge = Literal["left", "right", "up", "down"]
 TURNS: dict[Edge, int] = {"right": 0, "down": 1, "left": 2, "up": 3}  # quarter turns that bring an edge to the right
 
 
-def known(model: Backbone, facts: Sequence[Facts]) -> Tensor | None:
+def known(model: Backbone, facts: Sequence[Facts], codes: int) -> Tensor | None:
     """What facts tell of tokens: [B, N], hidden elsewhere.
 
     Either `tokens` [N] themselves, or `image` and `mask`, paths or pixels [F, 3, H, W], white where to paint anew.
     """
     if not any("tokens" in fact or "mask" in fact for fact in facts):
         return None
-    return torch.stack([_row(model, fact) for fact in facts])
+    return torch.stack([_row(model, fact, codes) for fact in facts])
 
 
-def _row(model: Backbone, fact: Facts) -> Tensor:
+def _row(model: Backbone, fact: Facts, codes: int) -> Tensor:
     if "tokens" in fact:
         given: Tensor = torch.as_tensor(fact["tokens"])
         if given.shape != model.shape:
-            raise ValueError(f"'tokens' are {list(given.shape)}; expected {list(model.shape)}, {HIDDEN} where hidden")
+            raise ConfigError(f"'tokens' are {list(given.shape)}; expected {list(model.shape)}, {HIDDEN} where hidden")
+        if given.is_floating_point() or not bool(((given >= HIDDEN) & (given < codes)).all()):
+            found = f"{given.min()} to {given.max()}"
+            raise ConfigError(f"'tokens' are {found}; expected whole numbers below {codes}, {HIDDEN} where hidden")
         return given.to(_device(model))
     if "mask" not in fact:
         return torch.full(model.shape, HIDDEN, device=_device(model))
     if "image" not in fact:
-        raise ValueError("there is a fact 'mask', but no 'image' to paint over; give both, paths or pixels")
+        raise ConfigError("there is a fact 'mask', but no 'image' to paint over; give both, paths or pixels")
     picture, mask = (_pixels(model, fact[name]) for name in ("image", "mask"))
     side = int(model.shape[0] ** 0.5)
     anew = F.interpolate(mask[:, 0].mean(1, keepdim=True), (side, side), mode="bicubic") >= 0.5

@@ -15,7 +15,9 @@ from . import checkpoints, codecs
 from .layouts import Rules, gathered
 
 Tensors = dict[str, Tensor]
-NETWORK = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # of diffusers' folders
+NETWORK = tuple(
+    f"diffusion_pytorch_model{end}" for end in (".safetensors", ".bin", ".fp16.safetensors", ".fp16.bin")
+)  # of diffusers' folders, the fullest first
 AVERAGED = ("ema", *checkpoints.WRAPPERS)
 LAYER = r"(\d+)\."
 DIFFUSERS: Rules = (

@@ -16,9 +16,10 @@ from ..policy import Process
 from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
-from .layouts import Layout, flux
-from .published import JOINT, TINY, Kit, single, sources
+from .layouts import Layout, flux, from_flux
+from .published import JOINT, TINY, Kit, sources
 from .readers import Remembered
+from .single import single
 from .texts import remembered
 
 DEV = Source("black-forest-labs/FLUX.1-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True)
@@ -103,7 +104,7 @@ class FluxBackbone:
         from diffusers import AutoencoderKL, FluxTransformer2DModel
 
         kit = Kit(spec.weights, source, SMALL, placement, spec.seed)
-        tensors = None if spec.transformer is None else named(single(spec.transformer, source))
+        tensors = None if spec.transformer is None else named(single(spec.transformer, source), kit)
         self.net: nn.Module = kit.trained("transformer", FluxTransformer2DModel, tensors, USUAL)
         self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
         self.remembered = spec.texts(placement)
@@ -164,15 +165,13 @@ class FluxBackbone:
         return pixels.view(*shown.shape[:2], *pixels.shape[1:])
 
 
-def named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def named(tensors: dict[str, Tensor], kit: Kit) -> dict[str, Tensor]:
     """The transformer's tensors by diffusers' names, whoever wrote the file."""
     if not any(key.startswith("double_blocks.") for key in tensors):
         return tensors
-    from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
+    from diffusers import FluxTransformer2DModel
 
-    convert: Any = convert_flux_transformer_checkpoint_to_diffusers
-    renamed: dict[str, Tensor] = convert(dict(tensors))
-    return renamed
+    return from_flux(tensors, kit.shapes("transformer", FluxTransformer2DModel))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class GptBackbone:
     passes = 1
 
     def __init__(self, spec: Gpt, placement: Placement) -> None:
-        self.device, self.words = placement.device, spec.words
+        self.device, self.words, self.codes = placement.device, spec.words, spec.codes
         self.shape, self.pixels = spec.shape, (1, 3, spec.size, spec.size)
         self.codec = tokenizer(spec.codec, spec.codes, spec.side, spec.size, placement)
         with torch.random.fork_rng(devices=[]):

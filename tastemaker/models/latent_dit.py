@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,13 +102,17 @@ class LatentDitBackbone:
         if latents.x.shape[1:] != self.shape[1:]:
             found, wanted = (list(shape[1:]) for shape in (latents.x.shape, self.shape))
             raise ConfigError(f"data: latents are {found}, the model has {wanted}; set model.pixels as they were made")
-        spread = latents.deviation * self.spec.scale
-        if not 1 / FAR < spread < FAR:
-            raise ConfigError(
-                f"model.scale: the latents' deviation is {latents.deviation:.4g}, times {self.spec.scale:g} it is far "
-                f"from 1, which the path expects; set model.scale={1 / latents.deviation:.4g}"
-            )
+        self._scaled(latents.deviation)
         return latents.x.to(self.device).float().view(-1, *self.shape) * self.spec.scale
+
+    def _scaled(self, deviation: float) -> None:
+        """Refuse latents that are far too large or small to begin with; weights that were trained may know them so."""
+        if 1 / FAR < deviation * self.spec.scale < FAR:
+            return
+        found = f"model.scale: the latents' deviation is {deviation:.4g}, times {self.spec.scale:g} it is far from 1"
+        if self.spec.weights in (None, TINY):
+            raise ConfigError(f"{found}, which the path expects; set model.scale={1 / deviation:.4g}")
+        warnings.warn(f"{found}; right only if '{self.spec.weights!s:.200}' were trained on such", stacklevel=3)
 
 
 def network(spec: LatentDit, placement: Placement) -> LatentDiT:

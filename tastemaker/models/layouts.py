@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+Shapes = Mapping[str, torch.Size]  # of tensors, by diffusers' names
 Rules = tuple[tuple[str, str], ...]  # beginnings of diffusers' names and what the authors have in their place
 
 
@@ -74,6 +75,24 @@ def gathered(tensors: Mapping[str, Tensor], rules: Rules) -> Tensors:
         name: torch.cat([found[place] for place in sorted(found)]) if len(found) > 1 else next(iter(found.values()))
         for name, found in pieces.items()
     }
+
+
+def parted(tensors: Mapping[str, Tensor], shapes: Shapes, rules: Rules) -> Tensors:
+    """What `gathered` makes of tensors of those names and shapes, taken apart again; what is not of it stays as it is.
+
+    Sizes are never assumed: diffusers' own converters know those of the published networks alone.
+    """
+    pieces: dict[str, dict[int, str]] = {}
+    for key in shapes:
+        place, name = _renamed(key, rules)
+        pieces.setdefault(name, {})[place] = key
+    made: Tensors = {}
+    for name, x in tensors.items():
+        keys = [key for _, key in sorted(pieces.get(name, {}).items())]
+        sizes = [shapes[key][0] for key in keys]
+        whole = bool(keys) and x.dim() > 0 and sum(sizes) == len(x)
+        made |= dict(zip(keys, torch.split(x, sizes), strict=True)) if whole else {name: x}
+    return made
 
 
 def _renamed(key: str, rules: Rules) -> tuple[int, str]:
@@ -167,10 +186,27 @@ def flux(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     return gathered({**tensors, **ends}, FLUX)
 
 
+def from_flux(tensors: Tensors, shapes: Shapes) -> Tensors:
+    """Back from there, for a network of those shapes."""
+    found = parted(tensors, shapes, FLUX)
+    return {**found, **{key: swapped(x) for key, x in found.items() if key.startswith("norm_out.linear.")}}
+
+
 def sd3(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """As Stability AI publish it; the words leave the last block by a norm like the one at the end."""
-    ends = ("norm_out.linear.", f"transformer_blocks.{config['num_layers'] - 1}.norm1_context.linear.")
+    ends = _last(config["num_layers"])
     return gathered({**tensors, **{key: swapped(x) for key, x in tensors.items() if key.startswith(ends)}}, SD3)
+
+
+def from_sd3(tensors: Tensors, shapes: Shapes) -> Tensors:
+    """Back from there, for a network of those shapes."""
+    found = parted(tensors, shapes, SD3)
+    ends = _last(1 + max(int(key.split(".")[1]) for key in shapes if key.startswith("transformer_blocks.")))
+    return {**found, **{key: swapped(x) for key, x in found.items() if key.startswith(ends)}}
+
+
+def _last(layers: int) -> tuple[str, str]:
+    return "norm_out.linear.", f"transformer_blocks.{layers - 1}.norm1_context.linear."
 
 
 def blocks(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:

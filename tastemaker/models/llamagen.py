@@ -36,6 +36,7 @@ class LlamagenBackbone:
     def __init__(self, spec: Llamagen, placement: Placement) -> None:
         self.device, self.classes = placement.device, spec.known() if spec.told == "class" else None
         self.shape: tuple[int, ...] = spec.shape
+        self.codes = spec.codes
         self.pixels = (1, 3, spec.pixels, spec.pixels)
         self.codec = tokenizer(spec.codec, spec.codes, spec.side, spec.pixels, placement)
         net = network(spec, placement)

@@ -22,9 +22,9 @@ from .flux_kontext import covering
 from .layouts import Layout
 from .nets.opensora_vae import latents, place
 from .nets.stdit3 import Stdit3
-from .opensora_parts import LAYOUT, SMALL, STDIT, T5, VAE, codec, network
+from .opensora_parts import LAYOUT, SMALL, STDIT, T5, VAE, codec, made_up, network
 from .opensora_references import held
-from .opensora_tables import STILL_RATE, cleaned, length, size, worded
+from .opensora_tables import STILL_RATE, cleaned, length, shift, size, worded
 from .published import TINY, Kit, sources
 from .readers import Remembered, alone
 from .texts import remembered
@@ -130,7 +130,7 @@ class OpenSoraBackbone:
 
 @dataclass(frozen=True)
 class OpenSora:
-    """Open-Sora 1.2; the shift of its levels goes with the size and the length of the clip (opensora_tables.shift)."""
+    """Open-Sora 1.2; the shift of its levels goes with the size and the length of the clip."""
 
     weights: str = STDIT.hub  # of STDiT3: a folder or file as published, or its name on the hub
     vae: str = VAE.hub  # likewise
@@ -164,6 +164,10 @@ class OpenSora:
     @property
     def frames(self) -> int:
         return length(self.duration)
+
+    @property
+    def shift(self) -> float | None:
+        return None if made_up(self.weights) else shift(*self.size, self.frames)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -6,6 +6,7 @@ import html
 import math
 import re
 import unicodedata
+import urllib.parse
 
 from .nets.opensora_vae import CHUNK, PART
 
@@ -34,8 +35,35 @@ LENGTHS = {"2s": 51, "4s": 102, "8s": 204, "16s": 408, "32s": 816}
 LENGTHS |= {"1x": 51, "2x": 102, "4x": 204, "8x": 408, "16x": 816}
 STILL_RATE = 120  # frames a second that a still is said to have
 FIRST = 512  # pixels a side that levels were first made for
-DASHES = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]+")
-QUOTES = re.compile(r"[\u201c\u201d\u00ab\u00bb\u00b4`]")
+FILES = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
+# What the captions of its training were rid of, in this order; each rule sees what those before it left.
+RULES = (
+    (r"https?:\S*|\bwww\.\S+|\b[a-z0-9.-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)", ""),
+    (r"<[^<>]*>|@\w+|[\u31c0-\u9fff]+", ""),
+    (r"[-\u058a\u05be\u1400\u1806\u2010-\u2015\u2212\u2e3a\u2e3b\u301c\u3030\ufe31\ufe32\ufe58\ufe63\uff0d]+", "-"),
+    (r"[`\u00b4\u00ab\u00bb\u201c\u201d\u00a8]", '"'),
+    (r"[\u2018\u2019]", "'"),
+    (r"&quot;?|&amp", ""),
+    (r"\d{1,3}(?:\.\d{1,3}){3}", " "),
+    (r"\d:\d\d\s+$", ""),
+    (rf"#\d{{1,3}}\b|#\d{{5,}}\b|\b\d{{6,}}\b|\S+\.(?:{FILES})", ""),
+    (r"[\"']{2,}", '"'),
+    (r"\\n|\.{2,}|[#\u00ae\u2022\u00a9\u2122&@\u00b7\u00ba\u00bd\u00be\u00bf\u00a1\u00a7~()\[\]{}|\\/*]+", " "),
+    (r"\s+\.\s+", " "),
+)
+LATER = (  # likewise, once words joined by signs are apart
+    (r"\b[a-z]{1,3}\d{3,15}\b|\b[a-z]+\d+[a-z]+\b|\b\d+[a-z]+\d+\b", ""),
+    (r"(?:worldwide\s+)?(?:free\s+)?shipping|(?:free\s)?download(?:\sfree)?|\bclick\b\s(?:for|on)\s\w+", ""),
+    (rf"\b(?:{FILES})(?:\simages?)?|\bpage\s+\d+\b", ""),
+    (r"\b\d*[a-z]+\d+[a-z]+\d+[a-z\d]*\b", " "),
+    (r"\b\d+\.?\d*[x\u0445\u00d7]\d+\.?\d*\b", ""),
+    (r"\b\s+:\s+", ": "),
+    (r"(\D[,./])\b", r"\1 "),
+    (r"\s+", " "),
+    (r"^[\"']([\w\W]+)[\"']$", r"\1"),
+    (r"^['_,:;-]|['_,:+-]$", ""),
+)
+JOINED = re.compile(r"[-_]")  # of many, a caption was made of a file's name
 
 
 def size(resolution: str, shape: str) -> tuple[int, int]:
@@ -85,9 +113,16 @@ def worded(prompt: str, aesthetic: float | None, motion: float | None, camera: s
 
 
 def cleaned(text: str) -> str:
-    """Lower case on one line, without tags, addresses, handles and signs that no training caption had."""
-    text = unicodedata.normalize("NFC", html.unescape(html.unescape(text))).lower()
-    text = re.sub(r"<[^<>]*>|https?:\S+|\bwww\.\S+|@\w+", " ", text)
-    text = QUOTES.sub('"', DASHES.sub("-", text)).replace("\u2019", "'").replace("\u2018", "'")
-    text = re.sub(r"[#\u00ae\u2022\u00a9\u2122&@\u00b7~()\[\]{}|\\/*]+|\.{2,}|[\u31c0-\u9fff]+", " ", text)
-    return re.sub(r"\s+", " ", text).strip().strip("'_,-:;+\"").strip()
+    """As the captions of its training: lower case on one line, without addresses, handles, codes and signs; twice."""
+    for _ in range(2):
+        text = _replaced(html.unescape(urllib.parse.unquote_plus(text)).strip().lower(), RULES)
+        text = JOINED.sub(" ", text) if len(JOINED.findall(text)) > 3 else text
+        text = html.unescape(html.unescape(unicodedata.normalize("NFC", text)))
+        text = _replaced(text, LATER).strip()
+    return text
+
+
+def _replaced(text: str, rules: tuple[tuple[str, str], ...]) -> str:
+    for found, instead in rules:
+        text = re.sub(found, instead, text)
+    return text

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..pretrained import Source, locate, read
+from ..pretrained import Source, locate
 from ..registry import ConfigError
 from ..types import Placement
+from .forms import form
 from .quiet import silence as silence  # for those who use parts by themselves
 from .readers import Letters, Reader, alone
 from .sizes import SIZES, Sizes
@@ -53,7 +54,10 @@ class Kit:
         self.large = name.split(":")[0] == RANDOM
         self.path = None if name == TINY or self.large else locate(name, source)
         if self.path is not None and not self.path.is_dir():
-            raise ConfigError(f"{self.path} is a file; expected a folder in diffusers' layout, such as {source.hub}")
+            raise ConfigError(
+                f"{self.path} is a file; expected a folder in diffusers' layout, such as {source.hub}, and one file of "
+                "the network as `transformer` or `unet` beside it"
+            )
         self.placement, self.seed = placement, seed
         self.tiny = sized(name, source) if self.large else tiny
 
@@ -69,6 +73,10 @@ class Kit:
                 f"{self.path} has no readable {part}/{name}; expected a folder in diffusers' layout"
             ) from error
         return told
+
+    def shapes(self, part: str, kind: Any) -> dict[str, torch.Size]:
+        """Of all tensors a diffusers network has, which is not filled for that."""
+        return {key: x.shape for key, x in self._empty(part, kind).state_dict().items()}
 
     def trained(
         self, part: str, kind: Any, tensors: Mapping[str, Tensor] | None = None, usual: tuple[str, ...] = ()
@@ -125,11 +133,13 @@ class Kit:
                 return net if tensors is None else filled(net, tensors, part).to(dtype)
             if tensors is None:
                 return whole(kind, self.path / part, dtype)
-            from accelerate import init_empty_weights
+            return filled(self._empty(part, kind), {key: x.to(dtype) for key, x in tensors.items()}, part)
 
-            with init_empty_weights():
-                net = kind.from_config(self.config(part))
-            return filled(net, {key: x.to(dtype) for key, x in tensors.items()}, part)
+    def _empty(self, part: str, kind: Any) -> Any:
+        from accelerate import init_empty_weights
+
+        with silence(), init_empty_weights():
+            return kind(**self.tiny[part]) if self.path is None else kind.from_config(self.config(part))
 
     def _tokenizer(self, path: Path) -> Any:
         from transformers import AutoTokenizer
@@ -162,15 +172,15 @@ class Kit:
 
 def whole(kind: Any, path: Path, dtype: torch.dtype) -> Any:
     """A network with every tensor of its folder; both libraries build it without filling it first."""
+    safe, variant = form(path)
+    told = {"use_safetensors": safe, "variant": variant, "local_files_only": True, "output_loading_info": True}
     try:
-        net, told = kind.from_pretrained(
-            path, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=dtype
-        )
+        net, found = kind.from_pretrained(path, dtype=dtype, **told)
     except (OSError, ValueError, RuntimeError) as error:  # no such folder, no weights in it, tensors of other shapes
         raise ConfigError(
             f"{path} cannot be read ({str(error).splitlines()[0]:.200}); fetch the folder again"
         ) from error
-    lost = sorted(map(str, told["missing_keys"]))
+    lost = sorted(map(str, found["missing_keys"]))
     if lost:
         raise ConfigError(f"{path} lacks '{lost[0]}' and {len(lost) - 1} more tensors; fetch the folder again")
     return net
@@ -189,16 +199,6 @@ def filled(net: Any, tensors: Mapping[str, Tensor], part: str) -> Any:
         )
     net.load_state_dict(dict(tensors), assign=True)
     return net.requires_grad_(True)
-
-
-def single(name: str, source: Source) -> dict[str, Tensor]:
-    """The tensors of one file, without the prefixes that ComfyUI and others write."""
-    prefixes = ("model.diffusion_model.", "transformer.", "unet.")
-    tensors = read(locate(name, source))
-    for prefix in prefixes:
-        if all(key.startswith(prefix) for key in tensors):
-            return {key.removeprefix(prefix): x for key, x in tensors.items()}
-    return tensors
 
 
 def shift(tokens: int, few: float = 0.5, many: float = 1.15, fewest: int = 256, most: int = 4096) -> float:

@@ -20,8 +20,9 @@ from ..processes.gaussian import GaussianProcess
 from ..types import Condition, Facts, Placement, Prompts
 from .flux import pack, unpack
 from .layouts import Layout, same
-from .published import JOINT, TINY, Codec, Kit, single, sources
+from .published import JOINT, TINY, Codec, Kit, sources
 from .readers import Reader, Remembered
+from .single import single
 from .texts import remembered
 
 QWEN = Source("Qwen/Qwen-Image", size="58 GB", licence="Apache-2.0")

@@ -18,9 +18,10 @@ from ..pretrained import Source
 from ..processes.gaussian import GaussianProcess
 from ..registry import ConfigError
 from ..types import Condition, Facts, Placement, Prompts
-from .layouts import Layout, sd3
-from .published import JOINT, TINY, Kit, single, sources
+from .layouts import Layout, from_sd3, sd3
+from .published import JOINT, TINY, Kit, sources
 from .readers import Remembered
+from .single import single
 from .texts import remembered
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
@@ -113,7 +114,7 @@ class Sd3Backbone:
         kit = Kit(spec.weights, source, SMALL, placement, spec.seed)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
         fitting(kit, spec)
-        tensors = None if spec.transformer is None else own_layout(single(spec.transformer, source))
+        tensors = None if spec.transformer is None else named(single(spec.transformer, source), kit)
         net: Any = kit.trained("transformer", SD3Transformer2DModel, tensors, JOINT)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn."
         net.idle = (f"{last}add_q_proj.", f"{last}norm_added_q.")  # what words ask for at the end is not used
@@ -158,14 +159,13 @@ def fitting(kit: Kit, spec: Sd3) -> None:
         raise ConfigError(f"model: pictures of {spec.height}x{spec.width} are too large for it; ask for {most} at most")
 
 
-def own_layout(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The transformer's tensors as diffusers names them; a file of the authors may hold the autoencoder too."""
-    from diffusers.loaders import single_file_utils
+def named(tensors: dict[str, Tensor], kit: Kit) -> dict[str, Tensor]:
+    """The transformer's tensors by diffusers' names, whoever wrote the file."""
+    if not any(key.startswith("joint_blocks.") for key in tensors):
+        return tensors
+    from diffusers import SD3Transformer2DModel
 
-    mark = "model.diffusion_model."
-    inner = {key.removeprefix(mark): x for key, x in tensors.items() if key.startswith(mark)} or tensors
-    renamed: Any = single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers
-    return renamed(dict(inner)) if any(key.startswith("joint_blocks.") for key in inner) else inner
+    return from_sd3(tensors, kit.shapes("transformer", SD3Transformer2DModel))
 
 
 @dataclass(frozen=True)

@@ -30,19 +30,20 @@ from .published import TINY
 from .vq import Codes, Count
 
 COT = "ZiyuG/Image-Generation-CoT"
-MAGVIT = Source("showlab/magvitv2", "pytorch_model.safetensors", "0.4 GB", "MIT")
+FILE = "pytorch_model.safetensors"
+MAGVIT = Source("showlab/magvitv2", FILE, "0.4 GB", "MIT")
+SHOWO = {"show-o": "MIT", "show-o-512x512": "Apache-2.0", "show-o-512x512-wo-llava-tuning": "Apache-2.0"}  # painters
+SEERS = ("show-o-w-clip-vit", "show-o-w-clip-vit-512x512")  # that read features of CLIP
+STAGES = {
+    "dpo": "dpo",
+    "dpo_iter": "dpo_iter",
+    "dpo_iter_parm_guide": "dpo_iter_parm_gudie",  # spelt so where it is published
+    "dpo_iter_parm_gudie": "dpo_iter_parm_gudie",
+}
 PUBLISHED = {
-    "showlab/show-o": Source("showlab/show-o", "pytorch_model.safetensors", "5.8 GB", "MIT"),
-    "showlab/show-o-w-clip-vit": Source("showlab/show-o-w-clip-vit", "pytorch_model.safetensors", "5.8 GB"),
-    "showlab/show-o-512x512": Source("showlab/show-o-512x512", "pytorch_model.safetensors", "5.8 GB", "Apache-2.0"),
-    **{
-        name: Source(COT, f"{folder}/pytorch_model.bin", "2.9 GB")
-        for name, folder in (
-            ("dpo", "dpo"),
-            ("dpo_iter", "dpo_iter"),
-            ("dpo_iter_parm_guide", "dpo_iter_parm_gudie"),  # spelt so where it is published
-        )
-    },
+    **{f"showlab/{name}": Source(f"showlab/{name}", FILE, "5.8 GB", licence) for name, licence in SHOWO.items()},
+    **{f"showlab/{name}": Source(f"showlab/{name}", FILE, "5.8 GB") for name in SEERS},
+    **{name: Source(COT, f"{folder}/pytorch_model.bin", "2.9 GB") for name, folder in STAGES.items()},
 }  # by the names that `weights` takes
 
 
@@ -63,7 +64,7 @@ class ShowoBackbone:
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         tensors = {"text": self.prompter(prompts).to(self.device)}
-        given = known(self, facts)
+        given = known(self, facts, self.vocabulary.codes)
         return Condition(tuple(prompts), tensors if given is None else {**tensors, "known": given}, tuple(facts))
 
     def canvas(self, cond: Condition) -> Tensor | None:
@@ -89,11 +90,11 @@ class ShowoBackbone:
         return Prefix(self.net, self.vocabulary, text, guidance)
 
     def likelihood(self, x: Tensor, noisy: Corrupted, cond: Condition) -> Tensor | None:
-        """As published: of all ids, not of codes alone, and of the marks around the picture too, which always show."""
+        """Among all ids, not codes alone; as published of the marks around the picture too, which always show."""
         if self.scored == "codes":
             return None
         logits = self._read(noisy.x, cond, slice(None), slice(None))
-        counted = torch.nn.functional.pad(noisy.noise, (1, 1), value=True)
+        counted = torch.nn.functional.pad(noisy.noise, (1, 1), value=self.scored == "sequence")
         return (Categorical(logits).log_prob(self.vocabulary.framed(x)) * counted).sum(1)
 
     def tell(self, pixels: Tensor, turns: Sequence[Sequence[str]], said: Sequence[str]) -> Told:
@@ -145,7 +146,8 @@ class Showo:
     pixels: Annotated[int, Field(ge=8, le=2048)] = 256  # a side
     downsample: Annotated[int, Field(ge=1, le=32)] = 16  # pixels a token, each way
     words: Annotated[int, Field(ge=4, le=1024)] = 128  # tokens of a prompt, longer ones are cut
-    scored: Literal["codes", "sequence"] = "codes"  # as published sequence: among all ids, with both ends
+    # Hidden codes among codes, or among the whole vocabulary; as published the sequence, with both ends of the picture.
+    scored: Literal["codes", "vocabulary", "sequence"] = "codes"
     codes: Codes = 8192
     vocabulary: Annotated[int, Field(ge=8, le=10**6)] = 50295  # of the tokenizer
     end: Annotated[int, Field(ge=0, le=10**6)] = 50256  # the id of its end of texts

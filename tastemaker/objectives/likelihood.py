@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..guidance import unguided
 from ..objective import Context, Memory, Nothing, Objective
-from ..policy import Latent, Policy, Process
+from ..policy import Coded, Latent, Policy, Process
 from ..randomness import Randomness
 from ..registry import ConfigError
 from ..types import Condition, Latents, Loss, Pictures, Tokens, moved
@@ -59,8 +59,8 @@ def encoded(policy: Policy[Process], batch: Seen, rng: Randomness) -> Tensor:
     """Pictures in model space, where those encoded beforehand are already."""
     if isinstance(batch, Pictures):
         return policy.encode(moved(batch.pixels, rng.rows.device))
+    model, _ = unguided(policy.model)
     if isinstance(batch, Latents):
-        model, _ = unguided(policy.model)
         if not isinstance(model, Latent):
             raise ConfigError("data: this model does not take latents; let it learn from pictures, by data.type")
         return model.taken(batch)
@@ -69,6 +69,9 @@ def encoded(policy: Policy[Process], batch: Seen, rng: Randomness) -> Tensor:
         raise ConfigError(
             f"data: a picture has {found[0]} tokens, the model writes {wanted[0]}; encode at the model's size"
         )
+    if isinstance(model, Coded) and (last := int(batch.ids.max())) >= model.codes:
+        way = "encode by the model's tokenizer, or set model.codes to its number"
+        raise ConfigError(f"data: a picture has the token {last}, the model {model.codes} codes, from 0 on; {way}")
     return moved(batch.ids, rng.rows.device)
 
 

@@ -23,7 +23,7 @@ class Aligned:
     clean: Tensor  # [B, ...] what the model makes now, or what the data shows
     noise: Tensor  # [B, ...] known, which is the idea
     place: Tensor  # [B] index drawn on the training grid
-    step: Tensor  # [B] the training step, which chooses the control words
+    step: Tensor  # [B] the training step, which chooses the control words: from 1, as the published loop counts
     reach: Tensor | None = None  # [B] the longest stride, if not the grid's own
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class SRPO(Objective[GaussianProcess, PromptBatch, Aligned, tuple[Branch, ...]])
         reach = self._grid(ctx.policy.process).reach(place)
         if self.carried:
             reach = reach.view(-1, self.draws).cummin(1).values.flatten()
-        return Aligned(cond, clean, noise, place, torch.full_like(place, rng.step), reach)
+        return Aligned(cond, clean, noise, place, torch.full_like(place, rng.step + 1), reach)
 
     def _samples(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> tuple[Condition, Tensor, Tensor]:
         """Clean samples and the noise to hide them in: made now, or shown by the data."""

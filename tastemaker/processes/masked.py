@@ -63,6 +63,8 @@ class Masked(Process):
     annealing: Literal["compounding", "linear"] = "compounding"  # Show-o multiplies by what is left, step after step
     # Record log-probs by calls that read everything, as those that will score them do, so that the first ratio is one.
     replay: bool = True
+    # Of a likelihood: that of all hidden tokens, of one of them, or times all over hidden ones, which is 1/t: a bound.
+    weight: Literal["sum", "mean", "bound"] = "sum"
     chance: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -80,7 +82,11 @@ class Masked(Process):
         return self.steps
 
     def hidden(self, noisy: Corrupted) -> Tensor:
-        return noisy.noise.sum(1).float()
+        """As many tokens as a likelihood is weighed for."""
+        count = noisy.noise.sum(1).float()
+        if self.weight == "sum":
+            return count
+        return torch.full_like(count, noisy.x.shape[1] if self.weight == "bound" else 1)
 
     def left(self, ratio: Tensor) -> Tensor:
         """The share hidden when `ratio` of the steps are done; float32, for cos(60 degrees) must round as published."""
@@ -137,10 +143,10 @@ class Masked(Process):
 
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
         model, cond = alone(model, cond)
-        own = model.likelihood(x, noisy, cond) if isinstance(model, Scored) else None
-        if own is not None:
-            return own
-        return (self.restore(model, cond, noisy).log_prob(x) * noisy.noise).sum(1)
+        total = model.likelihood(x, noisy, cond) if isinstance(model, Scored) else None
+        if total is None:
+            total = (self.restore(model, cond, noisy).log_prob(x) * noisy.noise).sum(1)
+        return total if self.weight == "sum" else total * self.hidden(noisy) / noisy.noise.sum(1)
 
 
 class Rereading:

@@ -30,13 +30,13 @@ class Detection:
     strict: bool = False  # by the rules nothing else may be there
     height: Annotated[int, Field(ge=96, le=2048)] = 512  # pixels that pictures are brought to
     batch_size: Rows = 16
-    about: ClassVar[About] = About(
-        range="0 to 1",
-        hacked_by="by confidence, textures that only a detector takes for the thing; by the rules, many copies",
-        memory="0.5 GB (YOLOS base) or 0.9 GB (Grounding DINO base)",
-        sources=(YOLOS, DINO),
-    )
     reads: ClassVar[Literal["frames"]] = "frames"
+
+    @property
+    def about(self) -> About:
+        hacked = "by confidence, textures that only a detector takes for the thing; by the rules, many copies"
+        memory = "0.5 GB (YOLOS base) or 0.9 GB (Grounding DINO base)"
+        return About("0 to 1", hacked, memory, (DINO if self.weights == DINO.hub else YOLOS,))
 
     @property
     def runs_on(self) -> Literal["device", "host"]:

@@ -35,6 +35,7 @@ class Geneval:
     counting_threshold: Share = 0.9
     most: Rows = 16  # objects of a class
     overlap: Share = 1.0  # from which two objects are one; 1 keeps them all
+    offset: Annotated[float, Field(ge=0)] = 0.1  # of both sizes: how far apart centres must be to stand in a relation
     trial: bool = True  # whether the detector must know drawings of things before it judges
     batch_size: Rows = 8
     about: ClassVar[About] = About(
@@ -49,7 +50,7 @@ class Geneval:
 
     @property
     def rules(self) -> Rules:
-        return Rules(self.threshold, self.counting_threshold, self.most, self.overlap, strict=self.strict)
+        return Rules(self.threshold, self.counting_threshold, self.most, self.overlap, self.offset, self.strict)
 
     def load(self, placement: Placement) -> GenevalScorer:
         sight = Sight(opened(self.weights, placement), tints(self.colors, placement), self.rules)

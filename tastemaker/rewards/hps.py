@@ -29,15 +29,19 @@ class Hps:
     tokenizer: str | None = None  # folder or hub id; else what lies beside the weights, else CLIP's own
     fit: Fit = "pad"  # the longer side is 224, as the authors have it; `crop` as SRPO, `stretch` as VADER
     batch_size: Rows = 32
-    about: ClassVar[About] = About(
-        range="0.2 to 0.35",
-        hacked_by="oversaturated, glossy and painted looks; followed by gradient, oily textures and patches of pattern",
-        memory="3.9 GB, half of it in 16 bits",
-        sources=(FILES["v2.1"], CLIP_WORDS),
-    )
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"
+
+    @property
+    def about(self) -> About:
+        return About(
+            range="0.2 to 0.35",
+            hacked_by="oversaturated, glossy and painted looks; followed by gradient, oily textures and patches of "
+            "pattern",
+            memory="3.9 GB, half of it in 16 bits",
+            sources=(FILES[self.version], CLIP_WORDS),
+        )
 
     def load(self, placement: Placement) -> Towers:
         model = opened(self.weights, FILES[self.version], placement)

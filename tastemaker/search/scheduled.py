@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from ..types import PromptBatch
 from .search import Found, Price, Search
 
 TOLD = {"epsilon": "epsilon", "velocity": "v_prediction", "sample": "sample"}  # what diffusers calls a prediction
+STEP = ("model_output", "timestep", "sample")  # what a sampler goes on from
 LEVELS = 1000  # of a straight path, as flow schedulers count them
 
 
@@ -38,9 +41,8 @@ class Scheduled(Search):
     @torch.no_grad()
     def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
         process, cond = gaussian(policy.process), policy.embed(batch.prompts, batch.facts)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, whose users they are
-            made = scheduler(self.scheduler, process.path, self.settings)
+        made = scheduler(self.scheduler, process.path, self.settings)
+        with fitting(self.scheduler):
             levels = visited(made, process.path, self.steps or process.steps, rng.rows.device)
         path, x, drawn = process.path, rng.normal("start", *policy.model.shape), draws(made, rng)
         flow = isinstance(path, Straight)
@@ -49,7 +51,8 @@ class Scheduled(Search):
             seen = x if flow else made.scale_model_input(x, timestep)  # a flow needs no scale, and its own have none
             t = level(timestep, path).to(x.device)
             output = policy.model.predict(seen * loudness(path, t), t.expand(len(x)), cond).float()
-            x = made.step(output, timestep, x, **drawn).prev_sample
+            with fitting(self.scheduler):
+                x = made.step(output, timestep, x, **drawn).prev_sample
         price = Price(len(x) * policy.model.passes * levels)
         score = torch.full((len(batch),), torch.nan, device=x.device)
         return Found(x * loudness(path, path.grid(process.steps)[-1]).to(x.device), score, price)
@@ -72,12 +75,38 @@ def scheduler(name: str, path: Path, settings: Mapping[str, Any]) -> Any:
         near = difflib.get_close_matches(name, known, 1) or ["DPMSolverMultistepScheduler"]
         raise ConfigError(f"--scheduler: diffusers has no '{name:.60}'; did you mean '{near[0]}'?")
     kind = getattr(diffusers, name)
+    usable(kind, name)
     taken = set(inspect.signature(kind.__init__).parameters)
     unknown = sorted(set(settings) - taken)
     if unknown:
         raise ConfigError(f"--scheduler: {name} has no setting '{unknown[0]:.60}'; expected some of {sorted(taken)}")
     told = described(path, name, taken)
-    return kind(**{key: value for key, value in told.items() if key in taken} | dict(settings))
+    with fitting(name):
+        return kind(**{key: value for key, value in told.items() if key in taken} | dict(settings))
+
+
+def usable(kind: Any, name: str) -> None:
+    """Refuse what stands in for one whose packages are not here, and those that do something else than sample."""
+    missing = [package for package in getattr(kind, "_backends", ()) if find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"--scheduler: {name} needs {missing[0]}, which is not here; run `pip install {missing[0]}`")
+    _, *asked = inspect.signature(kind.step).parameters.values() if "step" in dir(kind) else (None,)
+    needed = tuple(each.name for each in asked if each.default is each.empty and each.kind is not each.VAR_KEYWORD)
+    if needed != STEP or "Inverse" in name:
+        raise ConfigError(
+            f"--scheduler: {name} makes no samples of predictions alone, or goes the other way; choose another"
+        )
+
+
+@contextmanager
+def fitting(name: str) -> Iterator[None]:
+    """Within the block whatever a scheduler has against its settings, or levels, becomes a sentence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, whose users they are
+            yield
+    except (KeyError, TypeError, ValueError, NotImplementedError) as error:
+        raise ConfigError(f"--scheduler: {name} cannot be used so ({error!s:.200}); set or choose another") from error
 
 
 def described(path: Path, name: str, taken: set[str]) -> dict[str, Any]:
@@ -117,7 +146,7 @@ def karras(path: Karras, name: str, taken: set[str]) -> dict[str, Any]:
 
 
 def preserving(path: VariancePreserving, name: str, taken: set[str]) -> dict[str, Any]:
-    if "trained_betas" not in taken:
+    if not {"trained_betas", "beta_schedule"} <= taken:  # IPNDM's levels are its own, whatever it is given
         raise ConfigError(f"--scheduler: {name} is not for noise in levels, as this model's path is; choose another")
     return {
         "num_train_timesteps": path.levels,
@@ -127,7 +156,7 @@ def preserving(path: VariancePreserving, name: str, taken: set[str]) -> dict[str
         "steps_offset": path.offset if path.spacing == "leading" else 0,
         "set_alpha_to_one": path.ends_clean,
         "clip_sample": False,
-        "algorithm_type": "dpmsolver++",
+        "snr_shift_scale": 1.0,  # of CogVideoX's, and in the betas already
         "final_sigmas_type": "zero" if path.ends_clean else "sigma_min",
     }
 

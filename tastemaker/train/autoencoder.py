@@ -19,6 +19,7 @@ from ..config.run import CheckpointConfig, Reconstruction, SampleConfig, Validat
 from ..data.spec import Dataset
 from ..perceptual import Perceptual
 from ..randomness import Randomness
+from ..registry import ConfigError
 from ..types import Loss, moved
 from ..weights import FullWeights, Tensors, warm
 from . import checkpoint
@@ -171,6 +172,7 @@ def copied(run: AutoencoderRun, step: int, pixels: Tensor, first: int = 0) -> tu
     """Copies of rows from the first on, and the loss of each: of the difference, the network's own, the critic's."""
     with run.engine.lowering(run.net), run.balance.watching() if run.balance else nullcontext():
         made, extra = run.net(pixels, *chances(run, step, pixels, first))
+    suitable(made, extra, pixels)
     made = made.float()
     loss = priced(run.loss, made, pixels, run.lpips)
     if run.critic is None or not run.critic.plays(step):
@@ -181,6 +183,16 @@ def copied(run: AutoencoderRun, step: int, pixels: Tensor, first: int = 0) -> tu
         weight = weight * run.engine.comm.mean(run.balance.weight(loss.rows.mean(), price.mean(), made))
     told = {"adversarial": price.detach(), "adversarial weight": weight.expand(len(price))}
     return made, Loss(loss.rows + extra + weight * price, {**loss.metrics, **told})
+
+
+def suitable(made: Tensor, extra: Tensor, pixels: Tensor) -> None:
+    """Refuse what a network of one's own may give back: nanoVLA-RL's give what the encoder said, in place of a loss."""
+    if made.shape != pixels.shape or extra.shape not in ((), pixels.shape[:1]):
+        found = f"{list(made.shape)} and {list(extra.shape)}"
+        raise ConfigError(
+            f"autoencoder: of pictures {list(pixels.shape)} the network gives back {found}; expected copies of that "
+            f"shape, and a further loss of each, [{len(pixels)}], of noughts if there is none"
+        )
 
 
 def chances(run: AutoencoderRun, step: int, pixels: Tensor, first: int) -> tuple[Tensor, ...]:

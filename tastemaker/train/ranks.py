@@ -102,6 +102,11 @@ class Group:
         return moved.to(x.device)
 
 
+def rank() -> int:
+    """Of this process, as its launcher says, whether a group is joined or was left."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 

@@ -66,6 +66,8 @@ def test_another_configuration_is_refused_with_the_difference(capsys):
     code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "optim.lr=5e-4")
     assert code == MISTAKE
     assert "optim.lr: 0.001 -> 0.0005" in told and "--allow-change optim.lr" in told
+    many = f"data={{type: prompts, prompts: [{', '.join(f'a red number {i}' for i in range(200))}]}}"
+    assert len(refused(capsys, "train", "grpo-toy-flow", *QUICK, many)[1]) < 1000
     assert run("train", "grpo-toy-flow", *QUICK, "steps=5", "--allow-change", "steps") == 0
     assert Path("runs/grpo-toy-flow/checkpoints/step-000005").is_dir()
 

@@ -22,6 +22,7 @@ from tastemaker.registry import ConfigError
 from tastemaker.rewards.clip import CLIP_L, Clip
 from tastemaker.rewards.color import Brightness
 from tastemaker.rewards.combine import Clipped
+from tastemaker.rewards.nets.detectors import DINO
 
 ROOT = Path(__file__).parent.parent.parent
 COMMIT = "c" * 40
@@ -194,11 +195,30 @@ def test_what_is_needed_follows_the_settings(tmp_path: Path) -> None:
     assert sources(Clipped(Clip(), low=0.0)) == [CLIP_L]
 
 
+def test_the_version_and_the_kind_of_a_network_name_what_is_fetched() -> None:
+    def files(name: str) -> set[str]:
+        return {str(source) for source in needed(name)}
+
+    for recipe in ("alignprop-sd15", "draft-sd15", "{type: clipped, low: 0, of: {type: hps, version: v2.0}}"):
+        assert "xswu/HPSv2/HPS_v2_compressed.pt" in files(recipe)
+        assert "xswu/HPSv2/HPS_v2.1_compressed.pt" not in files(recipe)
+    assert files("detection") == {"hustvl/yolos-base"}
+    assert files("{type: detection, weights: IDEA-Research/grounding-dino-base}") == {DINO.hub}
+    assert needed("{type: detection, weights: IDEA-Research/grounding-dino-base}") == [DINO]
+
+
+def test_a_licence_is_told_in_full(hub: str, tmp_path: Path) -> None:
+    code, told = download(hub, tmp_path, "flux", "--list")
+    assert code == 0 and "FLUX.1 [dev] Non-Commercial License" in told
+
+
 def test_recipes_models_and_ids_of_the_hub_are_known() -> None:
     assert needed("grpo-toy-flow") == [] and needed("toy_flow") == [] and needed("vae") == []
     assert needed("aesthetic_hps") == [*needed("aesthetic"), *needed("hps")]
     assert needed("xswu/HPSv2") == [source for source in published() if source.hub == "xswu/HPSv2"]
     assert needed("a/b/c/d.pt") == [Source("a/b", "c/d.pt")]
+    assert needed("huggingface-pickscore") == needed("zheyangqin/VADER_VideoCrafter_PickScore")
+    assert needed("huggingface-pickscore")[0].file == "vader_videocrafter_pickscore.pt"
 
 
 def test_of_a_repository_without_safetensors_the_pickles_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

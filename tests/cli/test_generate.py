@@ -14,7 +14,11 @@ import pytest
 import torch
 
 from tastemaker.cli import MISTAKE, main
-from tastemaker.pictures import read_picture
+from tastemaker.commands.generating import prompts, slug
+from tastemaker.config.load import load
+from tastemaker.pictures import read_picture, save_picture
+from tastemaker.registry import ConfigError
+from tastemaker.types import PromptBatch
 
 ROOT = Path(__file__).parent.parent.parent
 QUICK = ["steps=2", "sample.every=0", "guard.every=0", "batch.prompts=4", "objective.group=4"]
@@ -138,7 +142,28 @@ def test_a_lora_run_exported_to_one_file_is_what_the_run_paints() -> None:
 def test_mistakes_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora-scale", "0.5") == MISTAKE
     assert "these weights have no adapters" in " ".join(capsys.readouterr().err.split())
+    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "gone.pt") == MISTAKE
+    assert "--lora: there is no file gone.pt; give a file of adapters" in " ".join(capsys.readouterr().err.split())
     assert run("train", "grpo-toy-flow", *QUICK) == 0
     capsys.readouterr()
     assert run("generate", "runs/grpo-toy-flow", "--lora", "x.safetensors") == MISTAKE
     assert "is a run, which has weights of its own" in " ".join(capsys.readouterr().err.split())
+
+
+def test_of_data_that_say_nothing_as_many_are_made_as_asked_for(tmp_path: Path) -> None:
+    for i in range(3):
+        save_picture(torch.rand(1, 3, 8, 8), tmp_path / "pictures" / f"{i}.png")
+    silent = load("dit-folder", [f"data={{type: gallery, path: {tmp_path / 'pictures'}, size: 64}}"])
+    assert prompts((), None, silent) == PromptBatch(("",), ({},))
+    assert len(prompts((), None, load("grpo-toy-flow"))) == 8
+    (tmp_path / "pictures").rename(tmp_path / "others")
+    with pytest.raises(ConfigError, match=r"there is no such folder; .*; or say what to make with -p"):
+        prompts((), None, silent)
+    assert prompts(("",), None, silent) == PromptBatch(("",), ({},))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"), [("A red cat, twice!", "a-red-cat-twice"), ("一只红色的猫!", "一只红色的猫"), ("...", "empty")]
+)
+def test_files_are_named_by_their_prompts_in_any_script(prompt: str, name: str) -> None:
+    assert slug(prompt) == name

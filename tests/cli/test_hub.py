@@ -98,6 +98,13 @@ def test_prompts_and_facts_come_from_a_file(suffix: str) -> None:
     assert len(lines("one.jsonl")) == 1
 
 
+def test_columns_may_have_the_names_that_other_tools_write() -> None:
+    paint("made/one.png")
+    Path("made/metadata.jsonl").write_text('{"file_name": "one.png", "text": "a red"}\n')
+    assert run("score", "made", "--reward", "color") == 0
+    assert [row["prompt"] for row in lines()] == ["a red"]
+
+
 def test_what_is_broken_is_told_and_the_rest_is_scored(capsys: Any) -> None:
     for name in ("a_red", "no_colour", "z_blue"):
         paint(f"made/{name}.png")

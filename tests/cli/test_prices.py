@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import toys
+from rich.console import Console
 
+from tastemaker import cli
 from tastemaker.cli import MISTAKE, main
 from tastemaker.commands.pricing import amount, rates
-from tastemaker.commands.searching import chosen, named
+from tastemaker.commands.searching import chosen, curve, named, several
 from tastemaker.policy import Guidance
 from tastemaker.randomness import Randomness
 from tastemaker.registry import ConfigError
@@ -108,3 +110,33 @@ def test_a_search_is_named_or_has_settings() -> None:
         chosen("pram", 3)
     with pytest.raises(ConfigError, match="--search"):
         chosen("{type: parm, frist: 0.5}", 3)
+
+
+def test_of_several_ranks_the_first_alone_draws_score_against_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    overall = {"mean": 0.5, "low": 0.4, "high": 0.6}
+    told = {"benchmark": "playeval", "scores": {"strict": {"overall": overall}}, "calls": 1, "judged": 0, "flops": 0}
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        assert curve("parm", (1, 2), lambda n, out: told, Path(), Console(quiet=True)) == [told, told]
+        assert Path("prices.json").is_file() == Path("prices.svg").is_file() == (rank == "0")
+
+
+def test_candidates_have_a_name_that_torchrun_does_not_take_for_its_own() -> None:
+    asked = ["generate", "grpo-toy-masked", "-p", "a red", "--device", "cpu", "--search", "best_of_n"]
+    assert run(*asked, "--candidates", "3", "--out", "found") == 0
+    assert rows("found")[0]["judged"] == 3
+
+
+def test_a_warning_of_our_own_is_a_sentence_and_the_first_rank_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = str(Path(cli.__file__).parent / "runs.py"), "/elsewhere/module.py"
+    assert cli.warned("the judge is silent", UserWarning, ours, 3) == "warning: the judge is silent\n"
+    assert "module.py:3: UserWarning" in cli.warned("old", UserWarning, theirs, 3)
+    monkeypatch.setenv("RANK", "1")
+    assert cli.warned("the judge is silent", UserWarning, ours, 3) == ""
+
+
+@pytest.mark.parametrize("search", ["single", "{type: parm, n: 4}", "{type: refine}"])
+def test_a_curve_of_candidates_that_do_not_vary_is_refused(search: str) -> None:
+    with pytest.raises(ConfigError, match=r"--n: found 2 numbers, but --search .* takes none of them"):
+        several(search, (1, 2))
+    assert not several(search, (4,)) and several("{type: parm, first: 0.5}", (1, 2))

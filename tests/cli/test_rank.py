@@ -14,6 +14,7 @@ from tastemaker.commands.lessons import Rules, apart, outcomes, pairs, previews
 from tastemaker.data.answers import AnswerFile
 from tastemaker.data.pairs import PairFile
 from tastemaker.eval.benchmark import playeval
+from tastemaker.registry import ConfigError
 from tastemaker.types import PromptBatch
 
 LATE = """
@@ -68,6 +69,15 @@ def test_finished_pictures_and_previews_become_questions() -> None:
     assert looks == [["no"], ["yes", "yes"], ["no"], ["yes", "no"]]  # in between nothing is said
 
 
+def test_of_eighteen_steps_those_below_ten_are_unclear_and_those_above_eleven_clear() -> None:
+    seen = [{"file": f"{step}.png", "progress": step / 18} for step in range(1, 18)]
+    told = previews([{**row(0, 1.0), "previews": seen}], Rules())
+    said = {each["image"]: each["conversations"][1]["value"] for each in told}
+    assert said == {f"{step}.png": "no" if step < 10 else "yes" for step in range(1, 18) if step not in (10, 11)}
+    with pytest.raises(ConfigError, match=r"found --unclear 0.9 and --clear 0.5; expected"):
+        Rules(unclear=0.9, clear=0.5)
+
+
 def test_prompts_of_a_benchmark_are_known_again_in_other_words() -> None:
     facts = {"include": [{"class": "dog", "count": 2}], "exclude": [{"class": "dog", "count": 3}]}
     asked = PromptBatch(("A photo of two dogs.",), (facts,))
@@ -113,6 +123,34 @@ def test_it_goes_on_where_it_stopped_and_labels_anew_without_sampling_anew() -> 
     assert run(*SHORT, "--by", "brightness", "--out", "ranked") == 0
     assert files("ranked") == before
     assert len(Path("ranked/labels.jsonl").read_text().splitlines()) == 36
+
+
+def test_labels_of_other_prompts_are_not_taken_for_those_of_new_samples() -> None:
+    assert run(*SHORT, "--out", "ranked") == 0
+    Path("prompts.txt").write_text("\n".join(("a red", "a grey", "a green")))
+    assert run(*SHORT, "--out", "ranked") == 0
+    assert run(*SHORT, "--out", "fresh") == 0
+    changed, fresh = (
+        [json.loads(line)["score"] for line in Path(name, "labels.jsonl").read_text().splitlines()]
+        for name in ("ranked", "fresh")
+    )
+    assert changed == fresh
+
+
+@pytest.mark.parametrize(
+    ("by", "sentence"),
+    [
+        ("colour", "--by: no reward is called 'colour'; did you mean 'color'?"),
+        ("geneval", "--by geneval, 'a red': metadata have no 'tag' or no 'include'"),
+        ("{type: vlm, weights: nobody/nothing}", "the weights 'nobody/nothing' are not here"),
+    ],
+)
+def test_who_cannot_label_is_told_before_anything_is_sampled(
+    by: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*SHORT, "--by", by, "--out", "ranked") == MISTAKE
+    assert sentence in " ".join(capsys.readouterr().err.split())
+    assert not Path("ranked").exists()
 
 
 def test_two_ranks_make_the_lessons_of_one() -> None:

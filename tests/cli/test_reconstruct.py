@@ -49,6 +49,23 @@ def lines(out: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (out / "scores.jsonl").read_text().splitlines()]
 
 
+def test_of_celeba_hq_the_faces_are_copied_and_what_is_too_small_is_named(tmp_path: Path) -> None:
+    spec = replace(SPEC, norm_channels=8)  # a channel each, whose norm of a single latent there is none of
+    settings = {"type": "block_vae", **vars(spec)}
+    write(tmp_path / "vae.safetensors", spec.load(Placement()).state_dict(), {"autoencoder": settings}, torch.float32)
+    faces = tmp_path / "faces"
+    for name, side in {
+        "CelebA-HQ-img/0.png": 16,
+        "CelebA-HQ-img/1.png": 3,
+        "CelebAMask-HQ-mask-anno/0/hair.png": 16,
+    }.items():
+        save_picture(torch.rand(1, 3, side, side), faces / name)
+    said, asked = StringIO(), Order(faces, str(tmp_path / "vae.safetensors"), tmp_path / "out", vgg=TINY)
+    rows = reconstruct(asked, Placement(), Console(file=said, width=400))
+    assert [row["file"] for row in rows] == ["CelebA-HQ-img/0.png"]
+    assert "1.png cannot be copied at this size" in said.getvalue() and "1 could not be read" in said.getvalue()
+
+
 def test_each_picture_lies_beside_its_copy_with_its_scores(place: Path, tmp_path: Path) -> None:
     said = StringIO()
     rows = reconstruct(order(place, tmp_path), Placement(), Console(file=said, width=200))

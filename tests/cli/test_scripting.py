@@ -84,6 +84,17 @@ def test_a_recipe_becomes_a_model_of_its_kind(tmp_path: Path) -> None:
         build_model({"type": "vaee"}, "cpu")
 
 
+def test_a_bare_name_is_looked_for_in_configs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    for name in ("vae", "vae-playground"):
+        (tmp_path / "configs" / f"{name}.yaml").write_text("extends: playground-vae\nsteps: 7")
+    assert load_config("vae", ["rows=3"]).steps == 7 and load_config("vae").name == "vae"
+    assert load_config("vae-playground").steps == 4000  # the package's, for it has one
+    with pytest.raises(ConfigError, match="no recipe is called 'vay'"):
+        load_config("vay")
+
+
 def test_batches_of_ones_own_train_an_autoencoder_and_leave_a_run(tmp_path: Path) -> None:
     settings = config(tmp_path)
     model = build_model(settings, "cpu")
@@ -203,3 +214,21 @@ def test_a_name_is_found_in_whatever_module_gave_it(monkeypatch: pytest.MonkeyPa
 
 def test_the_small_names_are_public() -> None:
     assert {"VAETrainer", "build_model", "list_models", "load_config", "register_model"} <= {*tastemaker.__all__}
+
+
+class Told(Copier):
+    """As nanoVLA-RL's are, which give back what the encoder said."""
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        return self.back(self.into(pixels)), self.into(pixels)
+
+
+def test_a_network_that_gives_back_something_else_than_a_loss_is_refused(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"\[4, 3, 16, 16\] and \[4, 2, 16, 16\]; expected copies .* \[4\], of noughts"
+    ):
+        VAETrainer(Told(2), settings, "cpu").train(pictures(), QUIET)
+    place = f"{__name__}:Copier"
+    with pytest.raises(ConfigError, match=rf"is no dataclass; .* {{type: from_config, of: '{place}', params: ...}}"):
+        config(tmp_path, f"autoencoder={{type: '{place}'}}")

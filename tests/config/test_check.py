@@ -202,3 +202,10 @@ def test_ranks_that_share_tokens_have_the_same_rows() -> None:
     advice = "start a multiple of 2 with torchrun, or change it"
     sentence = f"engine.context: 3 ranks do not divide into groups of 2; {advice}"
     assert complaints(config, world=3) == [sentence]
+
+
+def test_what_is_only_sampled_need_not_be_fit_to_learn() -> None:
+    config = load("grpo-llamagen", ["process.top_k=2000", "process.top_p=0.9", "model.dropout=0.1"])
+    told = complaints(config, 3)
+    assert [found.split(":")[0] for found in told] == ["process", "model.dropout", "batch.prompts"]
+    assert complaints(config, 3, fed=False) == []

@@ -6,9 +6,13 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+
+from tastemaker.config.cautions import cautions
 from tastemaker.config.check import complaints
 from tastemaker.config.load import load
 from tastemaker.config.run import RunConfig
+from tastemaker.guidance import within
 from tastemaker.objectives.forced_grpo import ForcedGRPO
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrate-llamagen-grpo.md").read_text(encoding="utf-8")
@@ -25,6 +29,9 @@ reward-gan-weight reward-disc-dim reward-disc-num-layers reward-disc-ckpt reward
 aux-ce-weight kl-coef use-kl-loss kl-base-ckpt use-token-noise token-noise-prob use-token-dropout token-dropout-ratio
 free-run-gt-mix-prob eval-chunk-size eval-t-window dropout-p token-dropout-p t5-feat-path short-t5-feat-path data-start
 data-end
+"""
+SAMPLING = """
+cfg-scale cfg-interval temperature top-k top-p seed precision compile num-fid-samples per-proc-batch-size sample-dir
 """
 SETTINGS = [
     "model.size=L", "model.weights=c2i_L_256.pt", "model.codec=vq.pt", "model.codes=16384", "model.pixels=256",
@@ -51,7 +58,14 @@ def rows() -> dict[str, str]:
 
 
 def test_every_flag_has_a_line() -> None:
-    assert {*FIRST.split(), *ADDED.split()} <= rows().keys()
+    assert {*FIRST.split(), *ADDED.split(), *SAMPLING.split()} <= rows().keys()
+
+
+def test_an_interval_of_guidance_is_the_published_one() -> None:
+    tokens, interval = 576, 100
+    inside = within(1 - torch.arange(tokens) / tokens, (round(1 - (interval + 1.5) / tokens, 4), 1.0))
+    published = [place == 0 or place - 1 <= interval for place in range(tokens)]  # the first is read with the prompt
+    assert inside.tolist() == published
 
 
 def test_what_the_lines_name_can_be_set() -> None:
@@ -69,4 +83,14 @@ def test_every_setting_that_the_lines_name_was_tried() -> None:
     settings = {name for name in named if name.split(".")[0] in known}
     # Of other data or models, or refused here.
     elsewhere = {"model.names", "model.words", "process.top_k", "process.top_p", "data.workers", "data.match"}
+    elsewhere |= {"guidance.scale", "guidance.interval", "batch.rollout"}  # for sampling
     assert settings - tried - elsewhere == set()
+
+
+def test_samples_that_are_scored_otherwise_than_drawn_are_told_of() -> None:
+    told = [found for found in cautions(load("ar-grpo")) if "scored without it" in found]
+    assert len(told) == 1 and told[0].startswith("guidance.rollouts_only: ")
+    for settings in (["guidance.rollouts_only=false"], ["guidance.scale=1"]):
+        assert cautions(load("ar-grpo", settings)) == []
+    forced = ["guidance={scale: 2.0, rollouts_only: true}"]  # draws by what it scores by
+    assert cautions(load("grpo-llamagen-tf", forced)) == []

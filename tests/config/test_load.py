@@ -95,6 +95,12 @@ def test_numbers_may_be_written_as_people_do(text: str) -> None:
     assert load("grpo-toy-flow", [f"optim.lr={text}"]).optim.lr == pytest.approx(3e-4)
 
 
+@pytest.mark.parametrize("shape", ["9:16", "3:4", "1:1", "50:27"])
+def test_the_shape_of_a_picture_is_no_time_of_day(shape: str) -> None:
+    model: Any = load("vader-opensora-hps", [f"model.aspect={shape}", "model.resolution=360p"]).model
+    assert model.aspect == shape and parse(f"[{shape}, 12, 1_000, 1.5]", "here") == [shape, 12, 1000, 1.5]
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

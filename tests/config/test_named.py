@@ -123,14 +123,11 @@ def test_a_newer_configuration_of_nanovla_is_a_run_here(here: Path) -> None:
     ) and config.data == Gallery(Path("pictures"), 128, grey=True)
     assert (config.rows, config.microbatch, config.steps, config.seed) == (4, 2, 6, 1111)  # five pictures in fours
     assert (config.output, config.name) == (Path("outputs"), "celebhq_vae")
-    assert (config.optim.lr, config.optim.weight_decay, config.sample.every, config.checkpoint.every) == (
-        1e-5,
-        0.01,
-        64,
-        100,
-    )
+    assert (config.optim.lr, config.optim.weight_decay) == (1e-5, 0.01)
+    # Batches there, of which two make an update: the critic plays once the seventh batch is behind.
+    assert (config.sample.every, config.checkpoint.every, config.critic and config.critic.start) == (32, 50, 4)
     assert config.critic is not None and config.critic.optim is not None
-    assert (config.critic.start, config.critic.weight, config.critic.loss) == (7, 0.5, "least_squares")
+    assert (config.critic.weight, config.critic.loss) == (0.5, "least_squares")
     assert config.critic.optim.betas == (0.5, 0.999) and config.loss.lpips == 1 and config.loss.mse == 1
     assert validate(resolve(config)) == config
     assert load_any("configs/vae.yaml", ["steps=3", "optim.lr=3e-4"]).steps == 3
@@ -142,6 +139,18 @@ def test_an_older_configuration_of_nanovla_is_its_first_stage() -> None:
     assert (config.rows, config.microbatch, config.steps, config.seed) == (4, None, 6, 5)
     assert (config.optim.lr, config.optim.betas, config.optim.weight_decay) == (2e-5, (0.5, 0.999), 0)
     assert (config.output, config.name) == (Path(), "celebhq") and config.autoencoder.im_channels == 3
+
+
+def test_what_is_counted_in_batches_is_told_in_updates(here: Path) -> None:
+    text = OLD.replace("autoencoder_acc_steps: 1", "autoencoder_acc_steps: 4").replace("steps: 64", "steps: 66")
+    (here / "configs" / "celebhq.yaml").write_text(text)
+    config = load_any("configs/celebhq.yaml")
+    assert isinstance(config, AutoencoderConfig) and config.critic is not None
+    assert (config.rows, config.microbatch, config.critic.start, config.sample.every) == (16, 4, 1875, 17)
+    for wrong in ("0", "four", "2.5", "true"):
+        (here / "configs" / "celebhq.yaml").write_text(text.replace("acc_steps: 4", f"acc_steps: {wrong}"))
+        with pytest.raises(ConfigError, match=r"autoencoder_acc_steps is .*; expected a whole number from 1 on"):
+            load_any("configs/celebhq.yaml")
 
 
 def test_checkpoints_where_the_trainer_looks_for_them_are_begun_with(here: Path) -> None:

@@ -65,6 +65,12 @@ def sentences(*overrides: str, recipe: str = "grpo-toy-flow") -> list[str]:
             "process: a window of 50 from step 0 does not fit before the last of 10 "
             "steps; make it smaller or take more steps",
         ),
+        ("model={type: flux, height: 721}", "model.height: expected a multiple of 16, found 721"),
+        (
+            "rewards.color={type: remote, url: x}",
+            r"rewards.color.url: expected text that fits ^https?://[^/\s]+, found 'x'",
+        ),
+        ("rewards.color={type: HPS}", "rewards.color: no reward is called 'HPS'; did you mean 'hps'?"),
         ("model=toy_flow", "model: expected a mapping of settings, found 'toy_flow'; write {type: toy_flow}"),
         ("tuning=all", "tuning: expected a mapping of settings with a 'type', one of full, lora, twin; found 'all'"),
         ("tuning.type=[]", "tuning: 'type' is a list; expected one of full, lora, twin"),

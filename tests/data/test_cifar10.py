@@ -46,6 +46,20 @@ def test_batches_are_captioned_and_shared_among_ranks(tmp_path: Path) -> None:
     assert all(a.equal(b.flip(-1) if t else b) for a, b, t in zip(batch.pixels, straight, turned, strict=True))
 
 
+def test_pictures_are_moved_by_a_few_pixels_and_known_by_where(tmp_path: Path) -> None:
+    data = Cifar10(written(tmp_path / "cifar"), shift=2).load(1)
+    batch = data.batch(3, 18, 0, 1)
+    assert torch.cat([data.batch(3, 18, rank, 2).pixels for rank in (0, 1)]).equal(batch.pixels)
+    assert batch.numbers is not None
+    for pixels, number in zip(batch.pixels[:, 0], batch.numbers.tolist(), strict=True):
+        view, right = divmod(number, 5)
+        view, down = divmod(view, 5)
+        whole = data.whole.picture(view // 2)
+        wide = torch.nn.functional.pad(whole[None], (2, 2, 2, 2), mode="reflect")[0]
+        assert view % 2 == 0 and torch.equal(pixels, wide[:, down : down + 32, right : right + 32])
+    assert len({number % 25 for number in batch.numbers.tolist()}) > 5
+
+
 def test_parts_do_not_overlap(tmp_path: Path) -> None:
     path = written(tmp_path / "cifar")
     first, second = (Cifar10(path, count=10, start=start).load(0).chosen.tolist() for start in (0, 10))

@@ -14,6 +14,7 @@ from PIL import Image
 from tastemaker.data.class_pictures import ClassPictures
 from tastemaker.data.codes import CodeFolder
 from tastemaker.models.llamagen import Llamagen
+from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.registry import ConfigError
 from tastemaker.types import Pictures, Placement, Tokens
@@ -61,6 +62,12 @@ def test_other_folders_are_named_and_numbered_as_they_come(tmp_path: Path) -> No
     assert seen(ClassPictures(path, 16, say="number").load(0).batch(0, 6, 0, 1)) == {("0", 0), ("1", 1)}
 
 
+def test_hidden_folders_are_no_classes(tmp_path: Path) -> None:
+    path = by_folders(tmp_path / "a", ("cat", "dog"))
+    (path / ".ipynb_checkpoints").mkdir()
+    assert seen(ClassPictures(path, 16, say="number").load(0).batch(0, 6, 0, 1)) == {("0", 0), ("1", 1)}
+
+
 def test_the_shares_of_all_ranks_are_the_batch_of_one(tmp_path: Path) -> None:
     data = ClassPictures(by_folders(tmp_path / "a"), 16).load(3)
     whole = data.batch(5, 4, 0, 1)
@@ -102,6 +109,8 @@ def test_a_split_and_columns_that_are_not_there_are_sentences(tmp_path: Path) ->
         ClassPictures(path, 16, split="validation").load(0)
     with pytest.raises(ConfigError, match="there is no such folder"):
         ClassPictures(tmp_path / "nowhere", 16).load(0)
+    with pytest.raises(ConfigError, match=r"is no readable data set .* or has no rows"):
+        ClassPictures(hub(tmp_path / "empty", {"image": [], "label": []}), 16).load(0)
 
 
 def broken(tmp_path: Path) -> Path:
@@ -117,6 +126,7 @@ def test_broken_rows_are_named_counted_and_skipped(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"row \d of .* is skipped") as told:
         batch = data.batch(0, 6, 0, 1)
     assert len(told) == 3 and "3 of 3" in str(told[-1].message)
+    data.skipped.add(1, "row 1", ValueError("met by another thread"))  # told of once, or the warning would be an error
     assert seen(batch) == {("0", 0), ("3", 0), ("5", 1)}  # in the place of each comes the next
     assert data.first(6).prompts == ("0", "1", "3", "4", "5", "0")
 
@@ -205,7 +215,7 @@ def test_a_generator_learns_from_tokens_alone(tmp_path: Path) -> None:
     assert torch.equal(logits.argmax(-1), ids)
 
 
-def test_tokens_of_another_length_are_refused(tmp_path: Path) -> None:
+def test_tokens_of_another_length_or_codebook_are_refused(tmp_path: Path) -> None:
     import toys
 
     from tastemaker.policy import Policy
@@ -217,3 +227,7 @@ def test_tokens_of_another_length_are_refused(tmp_path: Path) -> None:
     wrong: list[Any] = [Tokens(("1", "2"), torch.zeros(2, 9, dtype=torch.long))]
     with pytest.raises(ConfigError, match="a picture has 9 tokens, the model writes 16"):
         toys.fit(generator, Likelihood(), wrong, 1e-2)
+    others: list[Any] = [Tokens(("1", "2"), torch.full((2, 16), 64))]
+    for objective in (Likelihood(), CCA()):
+        with pytest.raises(ConfigError, match="has the token 64, the model 64 codes, from 0 on; encode by the model's"):
+            toys.fit(generator, objective, others, 1e-2)

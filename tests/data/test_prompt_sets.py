@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tastemaker.config.load import load
-from tastemaker.data.prompt_sets import PromptSet, article, made, sets, shares, words
+from tastemaker.data.prompt_sets import PromptSet, article, functions, made, sets, shares, words
 from tastemaker.data.prompts import PromptFile
 from tastemaker.registry import ConfigError
 from tastemaker.rewards.actpred import Actpred
@@ -63,6 +63,14 @@ def test_a_set_is_named_in_a_recipe_and_a_wrong_name_is_a_sentence() -> None:
     assert data == PromptSet("actions")
     with pytest.raises(ConfigError, match="there is no prompt set 'animal'; did you mean 'animals'"):
         load("grpo-toy-flow", ["data={type: prompt_set, name: animal}"])
+
+
+def test_what_vader_calls_its_prompts_names_sets_of_the_same_kind() -> None:
+    assert set(functions().values()) <= sets().keys() and not functions().keys() & sets().keys()
+    theirs, ours = (PromptSet(name).load(0).first(5) for name in ("chatgpt_custom_animal", "animal_scenes"))
+    assert theirs == ours
+    for name in ("hps_custom", "chatgpt_custom_instruments", "nouns_activities", "kinetics_4rand"):
+        assert len(PromptSet(name).load(0).first(3)) == 3
 
 
 def test_templates_share_alike_as_far_as_they_reach() -> None:

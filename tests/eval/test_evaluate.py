@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from torch import Tensor
 
 from tastemaker.cli import main
+from tastemaker.commands.evaluating import Examination, made
+from tastemaker.config.load import load
 from tastemaker.eval.benchmark import Benchmark, held_out, playeval, wordeval
-from tastemaker.eval.evaluate import REPORT, SCORES, evaluate, read_lines
+from tastemaker.eval.evaluate import REPORT, SCORES, _write, evaluate, read_lines
 from tastemaker.eval.examiner import Examiner, examiner
 from tastemaker.eval.proofreader import proofreader
 from tastemaker.playground import words
@@ -20,6 +24,8 @@ from tastemaker.playground.scenes import Painter, arrange
 from tastemaker.playground.trained import TINY
 from tastemaker.randomness import Randomness
 from tastemaker.registry import ConfigError
+from tastemaker.search.best_of_n import BestOfN
+from tastemaker.search.single import Single
 from tastemaker.types import PromptBatch
 
 
@@ -127,6 +133,26 @@ def test_the_command_evaluates_a_recipe(search: str, tmp_path: Path) -> None:
     assert told["pictures"] == 12 and (search == "parm") == (told["calls"] > 10)
 
 
+def test_an_evaluation_of_other_settings_is_not_taken_for_one_that_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["evaluate", "playeval", "--model", "grpo-toy-masked", "--tiny", "--prompts", "6", "--count", "1"]
+    asked += ["--device", "cpu", "--out", str(tmp_path)]
+    for changes, code in (([], 0), ([], 0), (["process.steps=2"], 2), (["model.seed=5"], 2)):
+        with pytest.raises(SystemExit) as left:
+            main([*asked, *changes])
+        assert left.value.code == code
+    assert "choose another --out" in capsys.readouterr().err
+
+
+def test_the_judge_of_a_search_is_part_of_what_was_evaluated() -> None:
+    config, exam = load("grpo-toy-masked"), Examination(playeval(6, 1), BestOfN(2), "playground_judge")
+    other = replace(exam, judge="playground_taste")
+    assert made(config, None, exam, True) != made(config, None, other, True)
+    alone = [replace(each, search=Single()) for each in (exam, other)]
+    assert made(config, None, alone[0], True) == made(config, None, alone[1], True)  # nobody is asked
+
+
 def test_the_command_refuses_a_benchmark_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["evaluate", "imagenet", "--model", "grpo-toy-flow", "--tiny"])
@@ -159,3 +185,10 @@ def test_the_command_evaluates_words(tmp_path: Path) -> None:
         main([*asked, "--out", str(tmp_path)])
     assert left.value.code == 0
     assert json.loads((tmp_path / REPORT).read_text("utf-8"))["prompts"] == 3
+
+
+def test_ranks_of_several_machines_write_the_same_file_whatever_their_process_numbers(tmp_path: Path) -> None:
+    file, text = tmp_path / "questions.json", "x" * 10**5
+    with ThreadPoolExecutor(8) as pool:  # threads have one process number, as containers may
+        list(pool.map(lambda _: _write(file, text), range(200)))
+    assert file.read_text("utf-8") == text and list(tmp_path.iterdir()) == [file]

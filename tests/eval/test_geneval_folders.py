@@ -22,11 +22,23 @@ from torch import Tensor
 from tastemaker.cli import main
 from tastemaker.commands import fetching
 from tastemaker.commands.downloading import FetchError
+from tastemaker.commands.refereeing import eyes, judged_by, referee
 from tastemaker.data.prompts import PromptFile
 from tastemaker.eval.benchmark import Benchmark
 from tastemaker.eval.evaluate import REPORT, SAMPLES, SCORES, Ranks, evaluate, evaluate_files, read_lines
-from tastemaker.eval.geneval import MD5, RESULTS, Referee, gathered, geneval, prompts, published, read_metadata, results
-from tastemaker.geneval import TASKS
+from tastemaker.eval.geneval import (
+    MD5,
+    RESULTS,
+    Referee,
+    gathered,
+    geneval,
+    prompts,
+    published,
+    read_metadata,
+    results,
+    summary,
+)
+from tastemaker.geneval import CLASSES, TASKS, Rules
 from tastemaker.pictures import save_picture
 from tastemaker.registry import ConfigError
 from tastemaker.rewards.geneval import Geneval
@@ -97,6 +109,62 @@ def test_pictures_of_others_are_found_in_order(tmp_path: Path) -> None:
     (tmp_path / "00001" / "samples" / ".DS_Store").write_bytes(b"")
     files = [str(file.relative_to(tmp_path)) for file in gathered(benchmark, tmp_path)]
     assert files == [f"0000{place}/samples/0000{seed}.png" for place in range(3) for seed in range(2)]
+
+
+def test_metadata_of_a_folder_may_be_on_many_lines_as_image_generation_cot_writes_them(tmp_path: Path) -> None:
+    benchmark = geneval(3, 2)
+    lay_out(tmp_path, benchmark)
+    for place, fact in enumerate(benchmark.facts):
+        (tmp_path / f"{place:05d}" / "metadata.jsonl").write_text(json.dumps(fact, indent=4), encoding="utf-8")
+        (tmp_path / f"{place:05d}" / "process").mkdir()
+    assert len(gathered(benchmark, tmp_path)) == 6
+    (tmp_path / "00001" / "metadata.jsonl").write_text('["a dog"]', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"00001.metadata.jsonl: has no 'prompt'; expected a mapping"):
+        gathered(benchmark, tmp_path)
+
+
+def test_details_name_classes_in_the_published_order() -> None:
+    seen = Geneval().tiny().load(Placement())
+    pixels = torch.rand(1, 1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    (told,) = Referee(seen, torch.device("cpu")).mark(pixels, ["a bench"], [prompts()[0]])
+    assert len(told["details"]) > 1
+    assert list(told["details"]) == [name for name in CLASSES if name in told["details"]]
+
+
+def test_other_pictures_in_the_same_places_are_not_taken_for_those_scored_before(tmp_path: Path) -> None:
+    folder, benchmark = tmp_path / "pictures", geneval(1, 2)
+    lay_out(folder, benchmark)
+    asked = ["evaluate", "geneval", "--images", str(folder), "--prompts", "1", "--count", "2", "--tiny"]
+    asked += ["--device", "cpu", "--out", str(tmp_path / "out")]
+    for code in (0, 0, 2):
+        with pytest.raises(SystemExit) as left:
+            main(asked)
+        assert left.value.code == code
+        if code == 0 and (tmp_path / "again").exists():
+            save_picture(torch.ones(1, 3, 16, 16), folder / "00000" / "samples" / "00001.png")
+        (tmp_path / "again").touch()
+
+
+def test_settings_of_the_detector_are_given_and_told() -> None:
+    found = eyes("{threshold: 0.5, most: 4, overlap: 0.9, offset: 0.2}", unchecked=True)
+    assert found.rules == Rules(0.5, 0.9, 4, 0.9, 0.2) and not found.trial
+    assert eyes("mine.pth", unchecked=False) == Geneval(weights="mine.pth") and eyes("", unchecked=False) == Geneval()
+    assert "threshold=0.5" in judged_by(referee(found, Placement(), tiny=True))
+    assert judged_by(referee(Geneval(), Placement(), tiny=True)) == "detector random, untried"
+    for text, sentence in (("{treshold: 1}", "did you mean 'threshold'"), ("{type: jpeg}", "settings of GenEval's")):
+        with pytest.raises(ConfigError, match=sentence):
+            eyes(text, unchecked=False)
+
+
+def test_the_summary_is_in_genevals_own_words() -> None:
+    told = [("single_object", 0, 1.0), ("single_object", 0, 0.0), ("counting", 1, 0.0), ("counting", 1, 0.0)]
+    told += [("counting", 2, 1.0), ("counting", 2, 1.0)]
+    text = summary([{"tag": tag, "index": index, "correct": right} for tag, index, right in told])
+    assert text.splitlines() == [
+        "Summary", "=======", "Total images: 6", "Total prompts: 3", "% correct images: 50.00%",
+        "% correct prompts: 66.67%", "", "Task breakdown", "==============", "single_object    = 50.00% (1 / 2)",
+        "counting         = 50.00% (2 / 4)", "", "Overall score (avg. over tasks): 0.50000",
+    ]  # fmt: skip
 
 
 def spoil(folder: Path, fault: str) -> None:

@@ -181,3 +181,29 @@ def test_the_commands_write_their_numbers(seen: tuple[Path, Path, Eye], tmp_path
             main(arguments)
         assert ended.value.code == 0
     assert json.loads(out.read_text())["count"] == 40
+
+
+def test_the_statistics_of_adms_references_are_kept_with_how_many_they_are_of(
+    seen: tuple[Path, Path, Eye], tmp_path: Path
+) -> None:
+    folder, where, by = seen
+    own, file = load(where), tmp_path / "VIRTUAL_noise32.npz"
+    mean, covariance = own.mean.numpy() + 1e-3, own.covariance.numpy() * 1.5
+    some = pictures(folder)[:20].numpy()
+    np.savez(file, arr_0=some, mu=mean, sigma=covariance, mu_s=np.zeros(3), sigma_s=np.zeros((3, 3)))
+    named = Named("noise", "train", count=1_281_167)
+    found = make(file, named, by, tmp_path / "adm.safetensors", QUIET)
+    assert str(found.label).startswith("noise train, 1281167 pictures of 32 pixels") and len(found.features) == 20
+    assert np.array_equal(found.mean.numpy(), mean) and np.array_equal(found.covariance.numpy(), covariance)
+    told = compare(folder, tmp_path / "adm.safetensors", Claim("noise", "train", 1_281_167), by, QUIET, few=True)
+    assert told["fid"] > 0 and "1281167" in told["reference"]
+    with pytest.raises(ConfigError, match="not of how many; tell it by --count"):
+        make(file, Named("noise", "train"), by, tmp_path / "none", QUIET)
+    with pytest.raises(ConfigError, match="holds no statistics; pictures are counted here"):
+        make(folder, named, by, tmp_path / "none", QUIET)
+    np.savez(file, arr_0=some, mu=mean + 100, sigma=covariance)
+    with pytest.raises(ConfigError, match="give the Inception that it was made by"):
+        make(file, named, by, tmp_path / "none", QUIET)
+    np.savez(file, arr_0=some, mu=np.zeros(3), sigma=np.zeros((3, 3)))
+    with pytest.raises(ConfigError, match="has statistics of 3 features, this network 8"):
+        make(file, named, by, tmp_path / "none", QUIET)

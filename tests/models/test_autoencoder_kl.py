@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from tastemaker.codec import Continuous, Drawing, Ending, Leaving, Settling
 from tastemaker.commands.exporting import export
@@ -51,6 +52,28 @@ def test_it_computes_what_diffusers_does_and_keeps_published_scales(tmp_path: Pa
     torch.testing.assert_close(found.encode(pixels), (mode - 0.25) * 0.5, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.decode(found.encode(pixels)), made.clamp(0, 1), atol=1e-5, rtol=1e-5)
     assert (found.stride, found.channels) == (2, 4)
+
+
+@pytest.mark.parametrize("file", ["bin", "safetensors", "fp16.safetensors", "fp16.bin"])
+def test_it_is_read_in_every_form_it_was_published_in(file: str, tmp_path: Path) -> None:
+    net = folder(tmp_path / "vae", scaling_factor=0.5)
+    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    names = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}  # as diffusers called them once
+    tensors = {}
+    for key, x in net.state_dict().items():
+        found = next((key.replace(new, old) for new, old in names.items() if f".{new}." in key), key)
+        tensors[found] = x.half().clone() if "fp16" in file else x.clone()
+    path = tmp_path / "vae" / f"diffusion_pytorch_model.{file}"
+    torch.save(tensors, path) if path.suffix == ".bin" else save_file(tensors, path)
+    pixels = torch.rand(1, 3, 8, 8)
+    with torch.no_grad():
+        wanted = net.encode(2 * pixels - 1).latent_dist.mode() * 0.5
+    opened_again: Any = opened(str(tmp_path), Placement())
+    torch.testing.assert_close(opened_again.encode(pixels), wanted, atol=2e-3 if "fp16" in file else 1e-5, rtol=1e-3)
+    if path.suffix == ".bin":
+        torch.save({**tensors, "code": print}, path)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            opened(str(tmp_path), Placement())
 
 
 @pytest.mark.parametrize("spec", [SMALL, replace(SMALL, in_channels=1, use_quant_conv=False, latent_channels=2)])

@@ -224,6 +224,11 @@ def test_a_folder_without_embeddings_is_a_sentence(tmp_path: Path) -> None:
         replace(Flux().tiny(), embeddings=tmp_path).texts(HERE)
 
 
+def test_a_bare_list_of_prompts_is_read_as_well(tmp_path: Path) -> None:
+    (tmp_path / "anime.json").write_text('["a cat", "a dog, 4k"]')  # as HPDv2 has its four styles
+    assert PromptFile(tmp_path / "anime.json").load(0).prompts == ("a cat", "a dog, 4k")
+
+
 def test_a_prompt_without_an_encoder_is_a_sentence(tmp_path: Path) -> None:
     written(Flux().tiny(), tmp_path)
     texts = replace(Flux().tiny(), embeddings=tmp_path).texts(HERE)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from tastemaker.lora import Lora
+from tastemaker.models import layouts
 from tastemaker.models.flux import SMALL, Flux, pack, places, unpack
 from tastemaker.models.published import shift
 from tastemaker.objectives.grpo import GRPO
@@ -163,6 +164,22 @@ def test_one_file_replaces_the_transformer(saved: tuple[Any, str, bool], tmp_pat
         net = Flux(place, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
         assert all(x.equal(other[key]) for key, x in net.state_dict().items())
         assert all(p.requires_grad for p in net.parameters())
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "whole"])
+def test_one_file_may_be_in_the_authors_layout(saved: tuple[Any, str, bool], beside: bool, tmp_path: Path) -> None:
+    """Of any width, and with an autoencoder and encoders in the file, as ComfyUI's checkpoints are."""
+    pipeline, place, _ = saved
+    other = {key: x + 1 for key, x in pipeline.transformer.state_dict().items()}
+    made = {key: x.clone() for key, x in layouts.flux(other, pipeline.transformer.config).items()}
+    if beside:
+        made = {f"model.diffusion_model.{key}": x for key, x in made.items()} | {"vae.scale": torch.ones(1)}
+    save_file(made, tmp_path / "one.safetensors")
+    net = Flux(place, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
+    assert all(x.equal(other[key]) for key, x in net.state_dict().items())
+    save_file({key: x[:1].clone() for key, x in made.items()}, tmp_path / "one.safetensors")
+    with pytest.raises(ConfigError, match="the file's tensors are not of this transformer"):
+        Flux(place, transformer=str(tmp_path / "one.safetensors")).load(Placement())
 
 
 def test_mistakes_are_sentences(saved: tuple[Any, str, bool], tmp_path: Path) -> None:

@@ -269,6 +269,9 @@ def test_latents_of_another_autoencoder_size_or_scale_are_refused() -> None:
         model.taken(Latents(("", ""), x[..., :4], model.fingerprint, 1.0))
     with pytest.raises(ConfigError, match=r"set model\.scale=0\.1818"):
         model.taken(Latents(("", ""), x, model.fingerprint, 5.5))
+    model.spec = replace(model.spec, weights="dit_ckpt.pth")  # explainingai never scales latents, and so was it trained
+    with pytest.warns(UserWarning, match=r"it is far from 1; right only if 'dit_ckpt.pth' were trained on such"):
+        assert model.taken(Latents(("", ""), x, model.fingerprint, 5.5)).equal(x.view(2, *model.shape))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tastemaker.config.build import shrunk
+from tastemaker.config.cautions import cautions
+from tastemaker.config.load import load
 from tastemaker.export.adapters import Attached, write_authors, write_diffusers
 from tastemaker.guidance import Guided
 from tastemaker.lora import Lora, LoraWeights
@@ -251,6 +254,16 @@ def test_levels_are_those_of_the_published_transform() -> None:
     torch.testing.assert_close(Straight(shift(height, width, frames)).grid(steps)[:-1], published)
 
 
+def test_levels_of_clips_of_another_size_are_said_to_be_so() -> None:
+    assert cautions(load("vader-opensora-hps")) == []
+    larger = load("vader-opensora-hps", ["model.resolution=360p", "model.aspect=9:16"])
+    assert cautions(larger) == [
+        "process.path.shift: 2.4108 is for clips of another size or length than the model's; "
+        "set process.path.shift=3.6309, unless another is meant"
+    ]
+    assert cautions(load("vader-opensora-hps", ["model.duration=1"])) and not cautions(shrunk(larger))
+
+
 def test_sampling_is_the_published_rectified_flow_with_guidance() -> None:
     model, process = SPEC.load(Placement()), GaussianProcess(Straight(2.4), Ode(), 4)
     policy = Policy(Guided(model, Guidance(7.0)), process, Full().apply(model, ()))
@@ -289,10 +302,27 @@ def test_prompts_say_how_good_the_clip_should_be() -> None:
         worded("A cat", 6.5, 4, "pan left") == "A cat aesthetic score: 6.5. motion score: 4.0. camera motion: pan left."
     )
     assert worded("A cat. aesthetic score: 5.0.", 6.5, None, None) == "A cat. aesthetic score: 5.0."
-    assert cleaned(" A  <b>Big</b> cat\n#1 \u201cruns\u201d &amp; sleeps ") == 'a big cat 1 "runs" sleeps'
+    assert cleaned(" A  <b>Big</b> cat\n#1 \u201cruns\u201d &amp; sleeps ") == 'a big cat "runs" sleeps'
     assert cleaned(worded("A cat", 6.5, None, None)) == "a cat aesthetic score: 6.5."
     told = [replace(SPEC, aesthetic=score).load(Placement()).embed(["a cat"]).tensors["seen"] for score in (None, 6.5)]
     assert told[0].sum() < told[1].sum()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ("A red,blue bird.A dog", "a red, blue bird. a dog"),
+        ("a state-of-the-art hand-made cat", "a state of the art hand made cat"),
+        ("a well-lit, hand-made cat", "a well-lit, hand-made cat"),
+        ("IMG1234 of cat.com at 1024x768, page 12", "of at"),
+        ("123456789 cats : free download \u2014 @them", "cats:"),
+        ("U.S.A. flag ... 1.5 m, 100,000 people", "u. s. a. flag 1.5 m, 100,000 people"),
+        ("'whole' \u732b a . b", "whole' a b"),
+        ("", ""),
+    ],
+)
+def test_prompts_are_cleaned_as_captions_were(prompt: str, told: str) -> None:
+    assert cleaned(prompt) == told
 
 
 def test_held_frames_end_as_they_were_given_and_the_others_do_not(tmp_path: Path) -> None:

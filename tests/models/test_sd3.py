@@ -22,6 +22,7 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tastemaker.guidance import Guided
+from tastemaker.models import layouts
 from tastemaker.models.published import silence
 from tastemaker.models.sd3 import SMALL, Sd3
 from tastemaker.objective import Alone, Context
@@ -192,6 +193,17 @@ def test_one_file_may_hold_the_transformer(pipeline: tuple[Any, Path], tmp_path:
     spec = replace(SPEC, weights=str(folder), transformer=str(tmp_path / "other.safetensors"))
     own = spec.load(Placement()).net.state_dict()
     assert all(own[key].equal(x) for key, x in other.state_dict().items())
+
+
+def test_one_file_may_be_in_the_authors_layout(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = pipeline
+    other = SD3Transformer2DModel(**SMALL["transformer"])
+    made = {key: x.clone() for key, x in layouts.sd3(other.state_dict(), other.config).items()}
+    whole = {f"model.diffusion_model.{key}": x for key, x in made.items()} | {"first_stage_model.x": torch.ones(1)}
+    for tensors in (made, whole):
+        save_file(tensors, tmp_path / "other.safetensors")
+        own = replace(SPEC, weights=str(folder), transformer=str(tmp_path / "other.safetensors")).load(Placement()).net
+        assert all(own.state_dict()[key].equal(x) for key, x in other.state_dict().items())
 
 
 def test_mistakes_are_sentences(pipeline: tuple[Any, Path], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tastemaker.models.nets.showo import Showo as Network
 from tastemaker.models.nets.showo import ShowoShape, Vocabulary, visible
 from tastemaker.models.prompting import LETTERS, Prompter
 from tastemaker.models.showo import PUBLISHED, Showo, ShowoBackbone
+from tastemaker.models.telling import spec
 from tastemaker.policy import Guidance, Policy
 from tastemaker.processes.masked import Masked, Rereading
 from tastemaker.randomness import Randomness
@@ -203,6 +204,10 @@ def test_a_step_of_preference_has_every_published_gradient() -> None:
         torch.testing.assert_close(p.grad, seen[f"grad.{key}"], rtol=1e-4, atol=1e-6)
 
 
+def seen(cond: Condition) -> Tensor:
+    return visible((cond.tensors["text"] == WORDS.filling).sum(1), TEXT, TEXT + 18)
+
+
 def test_codes_alone_are_scored_among_themselves() -> None:
     model = RECORDED.load(Placement())
     x, noisy, cond = preference("chosen")
@@ -210,7 +215,11 @@ def test_codes_alone_are_scored_among_themselves() -> None:
         own = Masked().likelihood(model, cond, x, noisy)
         published = replace(RECORDED, scored="sequence").load(Placement()).likelihood(x, noisy, cond)
         chances = model.predict(noisy.x, noisy.t, cond).log_softmax(-1).gather(-1, x[..., None])[..., 0]
+        whole = replace(RECORDED, scored="vocabulary").load(Placement()).likelihood(x, noisy, cond)
+        every = model.net(torch.cat([cond.tensors["text"], WORDS.framed(noisy.x)], 1), seen(cond))[0].log_softmax(-1)
     torch.testing.assert_close(own, (chances * noisy.noise).sum(1))
+    ids = every[:, PICTURE].gather(-1, x[..., None] + WORDS.pictures.start)[..., 0]
+    torch.testing.assert_close(whole, (ids * noisy.noise).sum(1), rtol=1e-5, atol=1e-5)
     assert published is not None and (own > published).all()  # fewer are counted, of fewer that could have been
 
 
@@ -305,7 +314,17 @@ def test_the_files_that_settings_ask_for_are_named() -> None:
         "microsoft/phi-1_5/tokenizer.json",
     ]  # fmt: skip
     assert str(PUBLISHED["dpo_iter_parm_guide"]) == "ZiyuG/Image-Generation-CoT/dpo_iter_parm_gudie/pytorch_model.bin"
+    assert PUBLISHED["dpo_iter_parm_gudie"] == PUBLISHED["dpo_iter_parm_guide"]  # as the published program has it
     assert TINY.sources == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels", "sees"), [("512x512-wo-llava-tuning", 512, False), ("w-clip-vit-512x512", 512, True)]
+)
+def test_every_published_painter_and_seer_is_known_by_name(name: str, pixels: int, sees: bool) -> None:
+    known = spec(f"showlab/show-o-{name}")
+    assert known is not None and known.pixels == pixels and (known.vision is not None) == sees
+    assert known.sources[0].hub == f"showlab/show-o-{name}"
 
 
 def test_a_picture_is_painted_over_where_its_mask_is_white(recorded: ShowoBackbone) -> None:
@@ -327,6 +346,16 @@ def test_a_picture_is_painted_over_where_its_mask_is_white(recorded: ShowoBackbo
 def test_a_mask_without_a_picture_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="no 'image' to paint over"):
         policy().embed(["a red"], [{"mask": torch.ones(1, 3, 32, 32)}])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [([1, 2], r"'tokens' are \[2\]; expected \[16\]"), ([64] * 16, r"64 to 64; expected whole numbers below 64"),
+     ([-2] * 16, r"-2 to -2; expected"), ([0.5] * 16, "0.5 to 0.5; expected whole numbers")],
+)  # fmt: skip
+def test_tokens_that_cannot_be_known_are_a_sentence(tokens: list[float], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        policy().embed(["a red"], [{"tokens": tokens}])
 
 
 @pytest.mark.parametrize(("edge", "size"), [("right", (4, 6)), ("left", (4, 6)), ("up", (6, 4)), ("down", (6, 4))])

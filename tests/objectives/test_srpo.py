@@ -201,12 +201,12 @@ class Overheard:
 def test_control_words_take_turns_and_change_places_under_inversion() -> None:
     policy, reward = toys.policy("flow"), Overheard()
     objective = replace(HPS, grid=8, span=(1, 6), length=100, merged=False)
-    for step in (1, 6):
+    for step in (0, 5):
         ctx = toys.context(policy, 4, step=step, spec=reward)
         experience = objective.collect(ctx, toys.prompts(4))
         for part in objective.parts(experience):
             objective.loss(ctx, experience, part)
-    praise, blame = ["Detail", "Detailed"], ["Painting", "Painting"]  # steps 1 and 6, modulo 4 and 5
+    praise, blame = ["Detail", "Detailed"], ["Painting", "Painting"]  # the first step and the sixth, modulo 4 and 5
     said = [heard[0].split(". ")[0] for heard in reward.heard]
     assert said == [praise[0], blame[0], blame[0], praise[0], praise[1], blame[1], blame[1], praise[1]]
     assert reward.heard[0][1] == "Detail. a green"

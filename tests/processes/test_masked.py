@@ -133,3 +133,17 @@ def test_guided_samples_are_scored_with_a_ratio_of_one(rollouts_only: bool) -> N
     cond = learner.embed(toys.PROMPTS)
     for segment in learner.sample(cond, Randomness(0, 0, torch.arange(4))).segments:
         assert torch.equal(learner.decide(cond, segment).log_prob(segment.action), segment.log_prob)
+
+
+def test_a_likelihood_is_of_all_hidden_tokens_of_one_or_a_bound_of_all_tokens() -> None:
+    policy, x = toys.policy("masked"), torch.randint(0, 4, (3, 4), generator=torch.Generator().manual_seed(0))
+    cond, hidden = policy.embed(["a red"] * 3), torch.tensor([[1, 0, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]]).bool()
+    found = {}
+    for weight in ("sum", "mean", "bound"):
+        process = Masked(weight=weight)
+        noisy = process.corrupt(x, Randomness(0, 0, torch.arange(3)), torch.ones(3), hidden)
+        found[weight] = process.likelihood(policy.model, cond, x, noisy)
+        # What is learned by likelihood alone is a mean over hidden tokens, however they are weighed.
+        torch.testing.assert_close(found[weight] / process.hidden(noisy), found["sum"] / hidden.sum(1))
+    torch.testing.assert_close(found["mean"] * torch.tensor([1.0, 3.0, 4.0]), found["sum"])
+    torch.testing.assert_close(found["bound"], 4 * found["mean"])

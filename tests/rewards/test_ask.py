@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -230,3 +231,21 @@ def test_a_generator_that_reads_is_asked_by_its_recipe(shelf: Path, tmp_path: Pa
 def test_a_generator_that_only_paints_is_told_apart(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("ask", str(shelf), "What?", "--model", "grpo-toy-flow") == MISTAKE
     assert "paints pictures but reads none" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("judge: {weights: google/some}", "taught a chat model; write it with `tastemaker export .* --out told`"),
+        ("autoencoder: {type: vae}", "trains no model that answers; name a Show-o, or a chat model"),
+    ],
+)
+def test_runs_that_cannot_be_asked_say_what_can(
+    text: str, said: str, shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(text)
+    assert run("ask", str(shelf / "a_0.png"), "What is this?", *settings(tmp_path / "run")) == MISTAKE
+    assert re.search(said, " ".join(capsys.readouterr().err.split()))
+    assert run("ask", str(shelf / "a_0.png"), "What is this?", *settings(Path("paligemma-finetune"))) == MISTAKE
+    assert "name the chat model itself, such as google/paligemma2" in " ".join(capsys.readouterr().err.split())

@@ -155,6 +155,17 @@ def test_all_conditions_are_counted_in_the_share() -> None:
         (fact("colors", thing("dog", color="rde")), "GenEval knows no colour 'rde'; did you mean 'red'?"),
         (fact("counting", thing("dog", 0)), "the count of 'dog' is 0; expected a whole number from 1"),
         (fact("position", thing("dog", position=["left of", 0])), "expected one of left of, right of, above, below"),
+        (
+            fact("position", thing("dog"), thing("cat", position=["above"])),
+            "the position of 'cat' is ['above']; expected",
+        ),
+        (fact("position", thing("dog"), thing("cat", position=["above", "0"])), "the number of an object before it"),
+        (fact("position", thing("dog"), thing("cat", position="above")), "the position of 'cat' is above; expected"),
+        (fact("colors", thing("dog", color=3)), "GenEval knows no colour '3'"),
+        (fact("counting", thing("dog", True)), "the count of 'dog' is True; expected a whole number"),
+        ({"tag": "colors", "include": ["dog"]}, "objects are ['dog']; expected a list of mappings"),
+        ({"tag": "colors", "include": thing("dog")}, "expected a list of mappings with 'class' and 'count'"),
+        ({"tag": "colors", "include": None}, "objects are None; expected a list of mappings"),
     ],
 )
 def test_metadata_that_cannot_be_used_are_a_sentence(facts: dict[str, Any], sentence: str) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from clips import clip, open_clip_state, save_folder, save_published
+from clips import ENDS, clip, open_clip_state, opinionated, save_folder, save_published
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
@@ -67,6 +67,15 @@ def test_the_published_file_scores_as_transformers_does(net: Any, folder: str, p
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("file", ["open_clip_model.safetensors", "open_clip_pytorch_model.safetensors"])
+def test_a_folder_as_open_clip_fills_it_is_read_as_well(file: str, net: Any, folder: str, tmp_path: Path) -> None:
+    save_file({key: x.clone() for key, x in open_clip_state(net).items()}, tmp_path / file)
+    expected = cosines(net, Preprocessing(28, "pad", overshoot="keep")(PIXELS[:, 0]))
+    scores = Hps(weights=str(tmp_path), tokenizer=folder).load(Placement()).score(PIXELS, PROMPTS, NO_FACTS)
+    torch.testing.assert_close(scores, expected, atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
 def test_a_folder_in_the_layout_of_transformers_is_read_as_well(net: Any, folder: str) -> None:
     scores = Hps(weights=folder).load(Placement()).score(PIXELS, PROMPTS, NO_FACTS)
     expected = cosines(net, Preprocessing(28, "pad", overshoot="keep")(PIXELS[:, 0]))
@@ -94,6 +103,44 @@ def test_the_sizes_of_the_published_network_follow_from_its_tensors() -> None:
         assert {key: told[key] for key in expected} == expected
     assert found.projection_dim == 1024
     assert found.text_config.max_position_embeddings == 77
+
+
+def narrow(net_heads: tuple[int, int], place: Path) -> tuple[Any, str, str]:
+    """A CLIP of narrow heads, its open_clip file, and a folder with its tokenizer."""
+    looking, reading = net_heads
+    small = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "hidden_act": "gelu"}
+    seen = {**small, "num_attention_heads": looking, "image_size": 28, "patch_size": 14}
+    read = {**small, "num_attention_heads": reading, **ENDS}
+    net = opinionated(CLIPModel, CLIPConfig(text_config=read, vision_config=seen, projection_dim=16))
+    return net, save_published(net, place / "files")[1], save_folder(net, place / "clip")
+
+
+@torch.no_grad()
+def test_heads_are_read_from_the_settings_of_open_clip_beside_the_file(tmp_path: Path) -> None:
+    net, weights, words = narrow((4, 3), tmp_path)
+    spec = Hps(weights=weights, tokenizer=words)
+    with pytest.raises(ConfigError, match=r"48 numbers wide, which does not tell .* put open_clip_config.json beside"):
+        spec.load(Placement())
+    told = {"embed_dim": 16, "vision_cfg": {"width": 48, "head_width": 12}, "text_cfg": {"width": 48, "heads": 3}}
+    settings = Path(weights).parent / "open_clip_config.json"
+    settings.write_text(json.dumps({"model_cfg": told}))
+    expected = cosines(net, Preprocessing(28, "pad", overshoot="keep")(PIXELS[:, 0]))
+    torch.testing.assert_close(spec.load(Placement()).score(PIXELS, PROMPTS, NO_FACTS), expected, atol=1e-6, rtol=0)
+    settings.write_text("{}")
+    with pytest.raises(ConfigError, match="does not tell the heads of a ViT"):
+        spec.load(Placement())
+
+
+@torch.no_grad()
+def test_pickscore_of_tensors_crops_as_torchvision_does(net: Any, folder: str) -> None:
+    pixels = PIXELS[..., :28, :31]  # three too wide: torchvision begins at the second pixel, transformers at the first
+    for overshoot, corner in (("keep", "round"), ("clip", "floor")):
+        spec: Any = PickScore(folder, overshoot=overshoot)  # type: ignore[arg-type]
+        prepared = Preprocessing(28, overshoot=overshoot, corner=corner)(pixels[:, 0])  # type: ignore[arg-type]
+        scale = net.logit_scale.exp()
+        torch.testing.assert_close(
+            spec.load(Placement()).score(pixels, PROMPTS, NO_FACTS), scale * cosines(net, prepared), atol=1e-4, rtol=0
+        )
 
 
 class Ids:

@@ -95,6 +95,11 @@ def test_a_published_file_is_read_with_the_tokenizer_beside_it(tmp_path: Path) -
     assert one.shape == (4,)
 
 
+def test_a_file_narrower_than_a_head_is_a_sentence(recorded: dict[str, Tensor]) -> None:
+    with pytest.raises(ConfigError, match="less than one head of 64; expected the published"):
+        read_blip(state(recorded), "tiny")
+
+
 def test_prompts_are_read_as_bert_reads_them_up_to_35_tokens() -> None:
     scorer = ImageReward().tiny().load(Placement())
     ids = scorer.words(PROMPTS, torch.device("cpu"))

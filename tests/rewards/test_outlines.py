@@ -156,3 +156,12 @@ def test_mistakes_are_told_in_a_sentence(weights: Path, tmp_path: Path) -> None:
         outlines(tmp_path / "other.npz")
     with pytest.raises(ConfigError, match="outline code 128"):
         outlines(weights).mask(Place("cat", (0, 0, 1, 1), (128,) * 16), 8, 8)
+
+
+def test_a_name_at_the_edge_stays_within_the_picture() -> None:
+    corner = "<loc0900><loc0950><loc1023><loc1023> umbrella"
+    shown = drawn(torch.zeros(3, 120, 160), places(corner), None)
+    named = (shown.sum(0) > 0).nonzero()
+    assert int(named[:, 1].min()) < 0.8 * 160 and int(named[:, 0].min()) < 115  # all of it, which is wider than its box
+    letters = (shown.min(0).values > 0.9).nonzero()
+    assert len(letters) > 20 and int(letters[:, 1].max()) < 160 - 2

@@ -194,6 +194,13 @@ def test_prompts_that_do_not_match_the_pictures_are_refused() -> None:
         rubric(color=Color()).score(PIXELS, ["red", "blue"])
 
 
+def test_no_pictures_have_no_scores() -> None:
+    specs: dict[str, RewardSpec] = {"one": Brightness(), "other": Jpeg()}
+    rubric = Rubric({name: Graded(spec, spec.load(Placement())) for name, spec in specs.items()})
+    found = rubric.score(torch.zeros(0, 1, 3, 8, 8), [])
+    assert found.total.shape == (0,) and [part.shape for part in found.parts.values()] == [(0,), (0,)]
+
+
 def test_a_batch_size_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="reward 'color' has batch_size 0"):
         rubric(color=Color(batch_size=0))

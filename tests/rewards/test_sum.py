@@ -20,6 +20,7 @@ from tastemaker.rewards.jpeg import Jpeg
 from tastemaker.rewards.motion import Stillness
 from tastemaker.rewards.pickscore import PickScore
 from tastemaker.rewards.sum import Sum
+from tastemaker.rewards.weather import Weather
 from tastemaker.types import Placement
 
 PIXELS = torch.rand(4, 3, 3, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -61,6 +62,7 @@ def test_weights_that_do_not_fit_are_refused(weights: tuple[float, ...]) -> None
 def test_the_originals_names_are_accepted() -> None:
     assert build(RewardSpec, {"type": "pick_score", "batch_size": 3}) == PickScore(batch_size=3)
     assert isinstance(build(RewardSpec, {"type": "objectDetection"}), Detection)
+    assert [build(RewardSpec, {"type": name}) for name in ("rainy", "snowy")] == [Weather("rainy"), Weather("snowy")]
     both = build(RewardSpec, {"type": "aesthetic_hps"})
     assert both == Sum((Aesthetic(), Hps(fit="stretch")), (0.5, 7.5))  # (aesthetic + 15 hps) / 2
     assert build(RewardSpec, {"type": "aesthetic_hps", "weights": [1, 2]}).weights == (1.0, 2.0)

@@ -8,16 +8,18 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import toys
 from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from tastemaker.randomness import Randomness
 from tastemaker.reward import Graded, Rubric, Verifier
-from tastemaker.rewards.nets.answers import CLARITY, POTENTIAL, QUESTIONS, Mode, Words, understood
+from tastemaker.rewards.nets.answers import CLARITY, POTENTIAL, QUESTIONS, Mode, Words, understood, vocabulary
 from tastemaker.rewards.nets.chat import Heard
 from tastemaker.rewards.nets.panel import Panel
 from tastemaker.rewards.nets.speech import OneVision, Turns
@@ -290,3 +292,37 @@ def test_a_judge_that_answers_is_not_complained_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         panel.outcome(PICTURES[:1, 0], ["a cat"], "orm")
+
+
+def test_a_top_k_of_nought_keeps_every_word() -> None:
+    told = logits({"yes": 2.0, "no": 1.0, "maybe": 0.5})
+    every = told.softmax(-1)[0, 0]
+    said = understood(told, replace(WORDS, top_k=0), "upstream_generate", 0.5)
+    torch.testing.assert_close(said.yes[0], every)
+
+
+def test_words_in_capitals_are_yes_and_no_too() -> None:
+    known = {"yes": 1, "Yes": 2, "YES": 3, " yes": 4, "no": 5, "NO": 6}
+
+    class Spelled:
+        def __call__(self, text: str, add_special_tokens: bool) -> Any:
+            return SimpleNamespace(input_ids=[known[text]] if text in known else [8, 9])
+
+    words = vocabulary(Spelled())
+    assert (words.yes, words.no) == ((1, 2, 3, 4), (5, 6))
+
+
+def test_a_prm_is_asked_its_own_question_at_every_step() -> None:
+    judge = Scripted([logits({"yes": 1.0, "no": 0.0}), logits({"yes": 0.0, "no": 1.0})])
+    for progress, likely in ((0.3, 1.0), (1.0, -1.0)):
+        said = Panel(judge, "yes_no_logits", 0.5).verdict(PICTURES[:1, 0], ["a cat"], "prm", progress)
+        assert said.clear.all() and said.score.item() == pytest.approx(1 / (1 + math.exp(-likely)), rel=1e-5)
+    assert judge.asked == [QUESTIONS["prm"].replace("{prompt}", "a cat")] * 2
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.8), (20, 0.8), (5, 1.0), (50, 0.1)])
+def test_what_sampling_leaves_is_what_transformers_leaves(top_k: int, top_p: float) -> None:
+    told = torch.randn(64, 90, generator=torch.Generator().manual_seed(0)).mul(3).round()  # with many equals
+    theirs = TopKLogitsWarper(top_k)(torch.zeros(0), told) if top_k else told
+    theirs = TopPLogitsWarper(top_p)(torch.zeros(0), theirs) if top_p < 1 else theirs
+    assert torch.equal(Words((0,), (1,), top_k, top_p).warped(told), theirs)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path as Files
-from typing import Any
+from typing import Any, cast
 
+import diffusers
 import pytest
 import torch
 import toys
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from tastemaker.config.build import generator, shrunk
 from tastemaker.config.load import load
+from tastemaker.distributions import like
 from tastemaker.processes.dynamics import Ddim, Ode
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.karras import Karras
@@ -22,7 +25,7 @@ from tastemaker.registry import ConfigError
 from tastemaker.search.scheduled import Scheduled
 from tastemaker.search.search import Outcome
 from tastemaker.search.single import Single
-from tastemaker.types import Placement, PromptBatch
+from tastemaker.types import Condition, Facts, Placement, PromptBatch, Prompts
 
 LATENT = VariancePreserving(ends_clean=True)
 BATCH = PromptBatch(toys.PROMPTS, ({},) * 4)
@@ -136,6 +139,40 @@ def test_generators_of_clips_are_sampled_by_the_schedulers_people_use(name: str,
     assert all(x.isfinite().all() and not x.allclose(same, atol=1e-3) for x in others)
 
 
+class Spread:
+    """Knows by heart what to predict where samples are normal, of deviation one half."""
+
+    passes, shape = 1, (1, 4, 16, 16)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+        return Condition(tuple(prompts), {}, tuple(facts))
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        alpha, sigma = (like(each(t), x) for each in (self.path.alpha, self.path.sigma))
+        clean = alpha * x / (alpha**2 + 4 * sigma**2)
+        return self.path.target(clean, (x - alpha * clean) / sigma, t)
+
+
+@pytest.mark.parametrize(
+    "name", ["CogVideoXDDIM", "DEISMultistep", "KDPM2Discrete", "PNDM", "SASolver", "UniPCMultistep"]
+)
+@pytest.mark.parametrize("prediction", ["epsilon", "velocity"])
+def test_samples_are_as_far_apart_as_the_model_means_them_to_be(name: str, prediction: Any) -> None:
+    path, model = replace(LATENT, prediction=prediction), cast(Any, Spread)
+    known = replace(toys.policy("flow"), model=model(path), process=GaussianProcess(path, Ode(), 50))
+    found = Scheduled(f"{name}Scheduler").find(known, Outcome(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4)))
+    assert 0.46 < float(found.x.std()) < 0.54
+
+
+def test_one_whose_packages_are_not_here_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusers.LMSDiscreteScheduler, "_backends", ["torch", "no_such"], raising=False)
+    with pytest.raises(ConfigError, match=r"LMSDiscreteScheduler needs no_such, which is not here; run `pip install"):
+        made(LATENT, Scheduled("LMSDiscreteScheduler"))
+
+
 @pytest.mark.parametrize(
     ("search", "path", "sentence"),
     [
@@ -144,6 +181,20 @@ def test_generators_of_clips_are_sampled_by_the_schedulers_people_use(name: str,
         (Scheduled("FlowMatchEulerDiscreteScheduler"), LATENT, "not for noise in levels"),
         (Scheduled("DDIMScheduler"), Karras(), "choose EulerDiscreteScheduler"),
         (Scheduled("DDIMScheduler", settings={"karras": True}), LATENT, "has no setting 'karras'"),
+        (Scheduled("DDIMInverseScheduler"), LATENT, "or goes the other way; choose another"),
+        (Scheduled("RePaintScheduler"), LATENT, "makes no samples of predictions alone"),
+        (Scheduled("CogVideoXDPMScheduler"), LATENT, "makes no samples of predictions alone"),
+        (Scheduled("IPNDMScheduler"), LATENT, "not for noise in levels"),
+        (
+            Scheduled("DPMSolverMultistepScheduler", settings={"solver_type": "x"}),
+            LATENT,
+            r"cannot be used so \(x is not",
+        ),
+        (
+            Scheduled("PNDMScheduler"),
+            replace(LATENT, prediction="sample"),
+            r"cannot be used so \(prediction_type given",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_a_sentence(search: Scheduled, path: Path, sentence: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,10 +12,13 @@ import toys
 from torch import Tensor
 
 from tastemaker.policy import Policy
+from tastemaker.processes.dynamics import Ode
 from tastemaker.randomness import Randomness
+from tastemaker.registry import ConfigError
 from tastemaker.reward import Verdict, Verifier
 from tastemaker.search.best_of_n import BestOfN
 from tastemaker.search.parm import Parm, keepers
+from tastemaker.search.prm import Prm
 from tastemaker.search.search import Found, Outcome, Search
 from tastemaker.search.single import Single
 from tastemaker.types import Facts, PromptBatch, Prompts
@@ -219,3 +222,42 @@ def test_impossible_settings_are_refused() -> None:
         Parm(4, first=1.5)
     with pytest.raises(ValueError, match="found keep 2, drop false; expected at least one that is kept"):
         Parm(4, drop=False, keep=2)
+
+
+def test_all_go_on_from_the_best_of_each_step() -> None:
+    best, verifier = found(Prm(4), "masked")
+    steps = calls("masked")
+    torch.testing.assert_close(best.score, true("masked", best.x))
+    assert (best.price.calls, best.price.judged) == (4 * ROWS * steps, 4 * ROWS * steps)
+    assert verifier.seen == [((k + 1) / steps, 4 * ROWS) for k in range(steps)]
+    (single, _), (late, few) = found(Single(), "masked"), found(Prm(8, first=0.5, every=2), "masked")
+    assert [progress for progress, _ in few.seen] == [0.5, 1.0]
+    assert toys.rise(true("masked", single.x), true("masked", late.x)) > 3  # first guesses mislead
+
+
+def test_copies_of_one_sample_part_again() -> None:
+    policy, rng = toys.policy("masked"), Randomness(2, 0, torch.arange(1))
+    cond, seen = policy.embed(["a red"]), []
+
+    class First:
+        """Prefers the first, and remembers what all looked like."""
+
+        def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+            seen.append(pixels)
+            score = -torch.arange(len(pixels)).float()
+            return Verdict(score <= 0, score <= 0, score)
+
+    result = Prm(6).find(policy, First(), PromptBatch(("a red",), ({},)), rng)
+    assert torch.equal(result.x, policy.sample(cond, rng.repeat(1)).final)  # its own draws all the way
+    assert any(not torch.equal(pixels, pixels[:1].expand_as(pixels)) for pixels in seen[1:])
+
+
+@pytest.mark.parametrize("name", ["flow", "causal"])
+def test_going_on_from_copies_needs_draws_at_every_step(name: str) -> None:
+    policy = toys.policy(name)
+    if name == "flow":
+        policy = replace(policy, process=replace(policy.process, dynamics=Ode()))
+    with pytest.raises(ConfigError, match="choose parm"):
+        Prm(2).find(policy, Outcome(toys.rubric()), toys.prompts(2), Randomness(0, 0, torch.arange(2)))
+    with pytest.raises(ValueError, match="at least one step"):
+        Prm(every=0)

@@ -136,8 +136,14 @@ def test_what_is_held_out_is_never_learned_from() -> None:
     assert (len(mine), len(theirs)) == (16, 4) and not mine & theirs
     halves = [learned.batch(1, 8, rank, 2).pixels for rank in (0, 1)]
     assert torch.cat(halves).equal(learned.batch(1, 8, 0, 1).pixels)
-    with pytest.raises(ConfigError, match=r"validation.share: 0.01 of 20 rows is 0"):
-        split(source, 0.01, 3)
+    assert [len(part) for part in split(source, 0.01, 3)] == [
+        19,
+        1,
+    ]  # a small folder holds out one picture all the same
+    with pytest.raises(ConfigError, match=r"validation.share: 0.99 of 20 rows is 20, which leaves none to learn from"):
+        split(source, 0.99, 3)
+    with pytest.raises(ConfigError, match=r"validation.share: 0.5 of 1 rows is 1, .* or set validation.every=0"):
+        split(ToyPictures(count=1).load(0), 0.5, 3)
 
 
 def test_what_does_not_fit_together_is_a_sentence() -> None:

@@ -44,17 +44,19 @@ class Words:
 
     yes: tuple[int, ...]  # lower case first
     no: tuple[int, ...]
-    top_k: int = 50
+    top_k: int = 50  # 0 keeps all
     top_p: float = 1.0
 
     def warped(self, logits: Tensor) -> Tensor:
         """What sampling leaves of logits [B, V]."""
-        kept = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+        kept = logits.topk(min(self.top_k or logits.shape[-1], logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kept, -torch.inf)
-        ranked, places = logits.sort(descending=True)
-        before = ranked.softmax(-1).cumsum(-1) - ranked.softmax(-1)
-        dropped = torch.zeros_like(before, dtype=torch.bool).scatter(1, places, before >= self.top_p)
-        return logits.masked_fill(dropped, -torch.inf)
+        if self.top_p >= 1:
+            return logits
+        ranked, places = logits.sort()  # as transformers does, so that of equals the same are kept
+        below = ranked.softmax(-1).cumsum(-1) <= 1 - self.top_p
+        below[:, -1] = False
+        return logits.masked_fill(torch.zeros_like(below).scatter(1, places, below), -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def understood(logits: Tensor, words: Words, mode: Mode, sure: float, token: Ten
 
 
 def vocabulary(tokenizer: Any, top_k: int | None = None, top_p: float | None = None) -> Words:
-    """The tokens of yes and no, in either case and after a space or not."""
+    """The tokens of yes and no, in any case and after a space or not."""
     yes, no = (_tokens(tokenizer, word) for word in ("yes", "no"))
     return Words(yes, no, 50 if top_k is None else top_k, 1.0 if top_p is None else top_p)
 
@@ -100,7 +102,7 @@ def vocabulary(tokenizer: Any, top_k: int | None = None, top_p: float | None = N
 def _tokens(tokenizer: Any, word: str) -> tuple[int, ...]:
     spelled: Sequence[list[int]] = [
         tokenizer(text, add_special_tokens=False).input_ids
-        for text in (word, word.capitalize(), f" {word}", f" {word.capitalize()}")
+        for text in (f"{space}{cased}" for space in ("", " ") for cased in (word, word.capitalize(), word.upper()))
     ]
     found = tuple(dict.fromkeys(ids[0] for ids in spelled if len(ids) == 1))
     if not found or len(spelled[0]) != 1:

@@ -85,6 +85,9 @@ def read_blip(tensors: Mapping[str, Tensor], name: str, heads: tuple[int, int] |
         expected = "expected the published ImageReward.pt"
         raise ConfigError(f"the weights '{name:.200}' have no {error}; {expected}") from error
     looking, reading = heads or (vision["hidden_size"] // 64, text["hidden_size"] // 64)
+    if not looking or not reading:
+        found = f"{vision['hidden_size']} and {text['hidden_size']} numbers wide, less than one head of 64"
+        raise ConfigError(f"the weights '{name:.200}' are {found}; expected the published ImageReward.pt")
     side = round((places.shape[1] - 1) ** 0.5) * patches.shape[-1]
     seen = {"num_attention_heads": looking, "image_size": side, "patch_size": patches.shape[-1]}
     said = {"num_attention_heads": reading, "vocab_size": len(words), "max_position_embeddings": length}

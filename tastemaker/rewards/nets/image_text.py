@@ -60,7 +60,9 @@ class Opened:
                 raise ConfigError("SigLIP 2 of this kind keeps the proportions of pictures; leave out `fit` and `size`")
             return Naflex(self.net.config.vision_config.patch_size, self.net.config.vision_config.num_patches)
         own = _preprocessing(self.path, self.kind, self.size)
-        looks = replace(own, fit=fit or own.fit, size=size or own.size, overshoot=overshoot)
+        # Where the filter's overshoot stays, tensors were resized as torchvision does, which rounds an odd crop.
+        corner: Literal["floor", "round"] = "round" if overshoot == "keep" else own.corner
+        looks = replace(own, fit=fit or own.fit, size=size or own.size, overshoot=overshoot, corner=corner)
         return Stills(looks, beyond=looks.size != self.size)
 
 
@@ -76,7 +78,7 @@ def opened(weights: str, source: Source, placement: Placement) -> Opened:
     tensors = {key: x for key, x in read(path).items() if not key.endswith("position_ids")}
     if open_clip.MARK in tensors or f"module.{open_clip.MARK}" in tensors:
         tensors = open_clip.converted(tensors, weights)
-        config = open_clip.configuration(tensors, weights)
+        config = open_clip.configuration(tensors, weights, open_clip.told_heads(_folder(path)))
     else:
         config = _configuration(path)
     net = assembled(getattr(transformers, KINDS[config.model_type]), config, path, placement, tensors)
@@ -87,7 +89,7 @@ def opened(weights: str, source: Source, placement: Placement) -> Opened:
 def _configuration(path: Path) -> Any:
     from transformers import AutoConfig
 
-    folder = path if path.is_dir() else path.parent
+    folder = _folder(path)
     settings = _json(folder / "config.json")
     if settings.get("model_type") not in KINDS:
         found = f"a '{settings['model_type']}'" if "model_type" in settings else "no config.json that names its kind"
@@ -97,7 +99,7 @@ def _configuration(path: Path) -> Any:
 
 def _preprocessing(path: Path, kind: str, size: int) -> Preprocessing:
     """What the image processor beside the weights says, else what is usual for the kind."""
-    folder = path if path.is_dir() else path.parent
+    folder = _folder(path)
     whole = _json(folder / "processor_config.json").get("image_processor", {})
     told = _json(folder / "preprocessor_config.json") or whole
     usual = (CLIP_MEAN, CLIP_STD) if kind in ("clip", "altclip") else (HALF, HALF)
@@ -108,6 +110,10 @@ def _preprocessing(path: Path, kind: str, size: int) -> Preprocessing:
         found = f"sizes {sides} and filter {told.get('resample', 3)}"
         raise ConfigError(f"the processor in {folder} has {found}; expected one size and a filter of {list(FILTERS)}")
     return Preprocessing(sides[0] if sides else size, fit, FILTERS[told.get("resample", 3)], mean, std)
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
 
 
 def _side(size: Any) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from ...registry import ConfigError
 
 MARK = "visual.conv1.weight"  # a name that only this layout has
+SETTINGS = "open_clip_config.json"  # beside the weights, where their own folder was copied whole
 HEADS = {1280: 16, 1408: 16, 1664: 16}  # of the picture half by width: ViT-H, g and bigG; others have 64 numbers a head
 NAMES = {
     "logit_scale": "logit_scale",
@@ -77,6 +80,7 @@ def configuration(tensors: Mapping[str, Tensor], name: str, heads: tuple[int, in
     except (KeyError, IndexError) as error:
         raise ConfigError(f"the weights '{name:.200}' have no {error}; expected a whole CLIP of open_clip") from error
     looking, reading = heads or (HEADS.get(len(patches), len(patches) // 64), words.shape[1] // 64)
+    _divided(((len(patches), looking), (words.shape[1], reading)), name)
     side = round((len(places) - 1) ** 0.5) * patches.shape[-1]
     return CLIPConfig(
         text_config=read
@@ -88,6 +92,26 @@ def configuration(tensors: Mapping[str, Tensor], name: str, heads: tuple[int, in
         | {"projection_dim": joint},
         projection_dim=joint,
     )
+
+
+def _divided(halves: tuple[tuple[int, int], ...], name: str) -> None:
+    for width, heads in halves:
+        if heads < 1 or width % heads:
+            found = f"the weights '{name:.200}' are {width} numbers wide, which does not tell how many heads they have"
+            raise ConfigError(f"{found}; put {SETTINGS} beside them, as open_clip writes it")
+
+
+def told_heads(folder: Path) -> tuple[int, int] | None:
+    """Attention heads of pictures and of texts, if open_clip's settings are there."""
+    path = folder / SETTINGS
+    if not path.is_file():
+        return None
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        seen, read = (told.get("model_cfg", told)[half] for half in ("vision_cfg", "text_cfg"))
+        return int(seen["width"]) // int(seen.get("head_width", 64)), int(read["heads"])
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{path} does not tell the heads of a ViT ({error!r:.100}); fetch it again") from error
 
 
 def _half_sizes(tensors: Mapping[str, Tensor], half: str) -> dict[str, Any]:

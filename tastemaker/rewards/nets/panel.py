@@ -52,8 +52,8 @@ class Panel:
         return Verdict(clear, promising, score)
 
     def verdict(self, pixels: Tensor, prompts: Prompts, question: str, progress: float) -> Verdict:
-        """Of previews as above, of finished pictures by the question."""
-        if progress < 1:
+        """Of previews as above, of finished pictures by the question; PRM's is asked of both."""
+        if progress < 1 and question != "prm":
             return self.preview(pixels, prompts)
         said = self.outcome(pixels, prompts, question)
         return Verdict(torch.ones_like(said.agrees), said.agrees, said.score)
@@ -82,6 +82,6 @@ class Panel:
             warnings.warn(
                 f"the judge '{self.name:.200}' answers neither yes nor no to some pictures, which then count by what "
                 "its mode makes of that; ask another question, or teach it by `tastemaker train orm-onevision`",
-                stacklevel=2,
+                stacklevel=1,  # said once, whoever asks
             )
         return understood(logits, words, self.mode, self.sure)
