@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .distributions import Choice, Distribution
 from .randomness import Randomness
+from .registry import ConfigError
 from .types import Condition, Corrupted, Facts, Latents, Placement, Prompts, Segment, Trajectory
 from .weights import Weights
 
@@ -172,6 +173,12 @@ class Rollout(ABC):
 
     @abstractmethod
     def select(self, rows: Tensor) -> None: ...
+    def redraw(self, rng: Randomness) -> None:
+        """Go on by other draws; where all are made at the start, there are none to come."""
+        raise ConfigError(
+            "--search: this generator draws all of a sample at once, so copies of it would stay alike; choose parm"
+        )
+
     def finish(self) -> Trajectory:
         """Step to the end."""
         while self.progress < 1:

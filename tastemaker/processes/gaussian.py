@@ -163,3 +163,6 @@ class Denoising(Rollout):
     def select(self, rows: Tensor) -> None:
         self.start, self.x, self.clean = index((self.start, self.x, self.clean), rows)
         self.cond, self.segments, self.rng = index((self.cond, self.segments, self.rng), rows)
+
+    def redraw(self, rng: Randomness) -> None:
+        self.rng = rng

@@ -225,3 +225,6 @@ class Revealing(Rollout):
         self.start, self.ids, self.guess = index((self.start, self.ids, self.guess), rows)
         self.cond, self.segments, self.rng = index((self.cond, self.segments, self.rng), rows)
         self.reading = self.reading.select(rows)
+
+    def redraw(self, rng: Randomness) -> None:
+        self.rng = rng

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ..policy import Policy
-from ..processes.autoregressive import Autoregressive
 from ..randomness import Randomness
 from ..registry import ConfigError
 from ..reward import Verifier
@@ -34,13 +33,14 @@ class Prm(Search):
 
     @torch.no_grad()
     def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
-        if not policy.process.chance or isinstance(policy.process, Autoregressive):
+        if not policy.process.chance:
             raise ConfigError(
                 "--search: prm goes on from copies of one sample, which must have draws of their own at every step; "
                 "the sampler has none, so choose parm, or one that takes chances"
             )
         cond, draws = policy.embed(batch.prompts, batch.facts).repeat(self.n), rng.repeat(self.n)
-        rollout: Any = candidates(policy, cond, draws)
+        rollout = candidates(policy, cond, draws)
+        rollout.redraw(draws)  # whoever cannot says so before anything is made
         owner = torch.arange(len(batch), device=rng.rows.device) * self.n
         looks, taken = 0, 0
         while True:
@@ -55,4 +55,4 @@ class Prm(Search):
             if rollout.progress == 1:
                 return Found(rollout.preview()[best], score.amax(1), Price(rollout.price, looks * len(cond)))
             rollout.select(best.repeat_interleave(self.n))
-            rollout.rng = draws  # copies part again
+            rollout.redraw(draws)  # copies part again
