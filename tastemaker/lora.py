@@ -167,6 +167,9 @@ class LoraWeights(Weights):
             for name in self.names:
                 layer.set_scale(name, by)
 
+    def alike(self) -> str | None:
+        return None if any(chance.places is not None for chance in self._chances) else self.active
+
     @contextmanager
     def dropping(self, rng: Randomness, draw: int = 0) -> Iterator[None]:
         with ExitStack() as stack:

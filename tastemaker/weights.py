@@ -65,6 +65,10 @@ class Weights(ABC):
     def use(self, name: str) -> AbstractContextManager[None]:
         """Within the block the network runs on the named weights, without gradients."""
 
+    def alike(self) -> str | None:
+        """What calls of the network have in common now, but for the values of tensors; none while chance has a part."""
+        return ""
+
     def dropping(self, rng: Randomness, draw: int = 0) -> AbstractContextManager[None]:
         """Within the block, where an update is learned, layers with dropout leave out what these rows draw."""
         return nullcontext()

@@ -171,6 +171,15 @@ def ranks_and_context(config: AnyConfig, world: int) -> str | None:
     return f"engine.context: {world} ranks do not divide into groups of {context}; {advice}"
 
 
+def graphs_and_engine(config: AnyConfig, world: int) -> str | None:
+    engine = config.engine
+    others = {"compile": engine.compile, "strategy": engine.strategy != "replicated", "context": engine.context > 1}
+    found = [name for name, there in others.items() if there]
+    if not engine.graphs or not found:
+        return None
+    return f"engine.graphs: calls cannot be recorded with engine.{found[0]} as it is; leave one of the two out"
+
+
 def samples_and_average(config: RunConfig | AutoencoderConfig, world: int) -> str | None:
     if config.sample.use == "ema" and config.ema == 0:
         return "sample.use: ema is asked for, but none is kept; set ema, as in ema=0.99, or sample.use=live"
@@ -205,7 +214,7 @@ def files(config: AnyConfig, world: int) -> str | None:
     return None
 
 
-COMMON: tuple[Common, ...] = (ranks_and_replicas, ranks_and_context, files)
+COMMON: tuple[Common, ...] = (ranks_and_replicas, ranks_and_context, graphs_and_engine, files)
 RULES: tuple[Rule, ...] = (
     model_and_process,
     objective_and_process,

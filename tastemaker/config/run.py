@@ -58,6 +58,7 @@ class EngineConfig:
     memory: Literal["keep", "recompute", "offload"] = "keep"  # activations for the backward pass
     attention: Literal["auto", "sdpa", "flash", "cudnn", "xformers"] = "auto"
     compile: bool = False  # with torch.compile, a large network block by block: slow to start, then faster
+    graphs: bool = False  # on a GPU: record a network's calls without a gradient and play them again; small ones gain
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..config.run import EngineConfig, Optim
 from ..types import Placement
 from ..weights import FullWeights, Partial, TwinWeights, Weights
-from . import context, memory, optimizer, precision, ranks
+from . import context, memory, optimizer, precision, ranks, replay
 from .failures import TrainingError, explain
 
 __all__ = ["Engine", "TrainingError", "Update", "explain"]
@@ -88,6 +88,8 @@ class Engine:
                 memory.recompute(net)
             if self.device.type == "cuda" and (in_blocks or not self.config.compile):  # a whole graph has one kernel
                 precision.quicken(net, self.config)
+            if self.device.type == "cuda" and self.config.graphs:
+                replay.replay(net, weights.alike, record=replay.recorder())
             for unit in [*(memory.blocks(net) if self.mesh else ()), net]:
                 # One block after the other, so that a network never lies whole on a device it would not fit on.
                 self._place(unit, dtype, kept)

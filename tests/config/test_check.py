@@ -204,6 +204,13 @@ def test_ranks_that_share_tokens_have_the_same_rows() -> None:
     assert complaints(config, world=3) == [sentence]
 
 
+@pytest.mark.parametrize("other", ["compile=true", "strategy=fsdp", "context=2"])
+def test_recorded_calls_are_whole_and_not_compiled(other: str) -> None:
+    assert complaints(load("grpo-toy-flow", ["engine.graphs=true"])) == []
+    (told,) = complaints(load("grpo-toy-flow", ["engine.graphs=true", f"engine.{other}"]))
+    assert told.startswith(f"engine.graphs: calls cannot be recorded with engine.{other.partition('=')[0]}")
+
+
 def test_what_is_only_sampled_need_not_be_fit_to_learn() -> None:
     config = load("grpo-llamagen", ["process.top_k=2000", "process.top_p=0.9", "model.dropout=0.1"])
     told = complaints(config, 3)
