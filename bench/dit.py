@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sections import Found, Keep, carry_out, deadline, keeper, say  # beside this file, in no package
+from device import CUDA, gib, settle  # beside this file, in no package
+from sections import Found, Keep, carry_out, deadline, keeper, say
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -33,7 +34,6 @@ from tastemaker.types import Latents, Pictures, PromptBatch
 
 SECTIONS = {"latents": 65, "vae-diffusers": 25, "vae": 25, "pictures": 65, "limit": 20}  # seconds at most
 USUAL = "latents,vae-diffusers,vae,pictures"  # the first of which tells what products reach as well
-CUDA = torch.cuda.is_available()
 SMALL_VAE = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1, "latent_channels": 4}
 LARGE_VAE = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
 
@@ -65,15 +65,6 @@ class Noise:
 
     def first(self, count: int) -> PromptBatch:
         return PromptBatch(("0",) * count, ({},) * count)
-
-
-def settle() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
-
-
-def gib() -> float:
-    return torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
 
 
 def median(work: Callable[[int], Any], options: Options, section: str, most: int) -> float:

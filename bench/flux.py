@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sections import carry_out, keeper, say  # beside this file, in no package
-from timeline import CUDA, describe, gib, once, settle, timed, watched
+from device import CUDA, settle  # beside this file, in no package
+from sections import carry_out, keeper, say
+from timeline import describe, gib, once, timed, watched
+from towers import PROMPTS, towers
 
 from tastemaker.config.build import generator
 from tastemaker.config.run import Batch, EngineConfig, Optim, RewardConfig, RunConfig
@@ -35,42 +37,17 @@ from tastemaker.models.sd3 import Sd3
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.srpo import SRPO
 from tastemaker.policy import Guidance
-from tastemaker.preprocessing import Preprocessing
 from tastemaker.processes.dynamics import FlowSde
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import Straight
 from tastemaker.reward import Graded, Rubric
 from tastemaker.rewards.hps import Hps
-from tastemaker.rewards.nets.hub import frozen
-from tastemaker.rewards.nets.towers import Ending, Stills, Towers
-from tastemaker.rewards.nets.words import Words, tiny_clip
 from tastemaker.train.engine import Engine
 from tastemaker.train.run import Run
-from tastemaker.types import Placement
 from tastemaker.weights import Full
 
 SECTIONS = {"parts": 60, "full": 160, "lora": 130, "plain": 60, "grpo-sd35": 150, "grpo-flux": 150}  # seconds at most
-PROMPTS = tuple(f"a photo of {i} dogs on a boat" for i in range(32))
 PFLOP = {"full": 1.23, "lora": 1.15}
-VIT_H = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16}
-TEXT_H = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-
-
-def towers(placement: Placement, tiny: bool) -> Towers:
-    """HPS v2.1 at random: CLIP ViT-H/14 as SRPO looks at pictures."""
-    from transformers import CLIPConfig, CLIPModel
-
-    if tiny:
-        found = replace(Hps(), fit="crop").tiny().load(placement)
-        assert isinstance(found, Towers)
-        return found
-    ends = {"vocab_size": 49408, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513, "hidden_act": "gelu"}
-    eyes = VIT_H | {"image_size": 224, "patch_size": 14, "hidden_act": "gelu"}
-    config = CLIPConfig(text_config=TEXT_H | ends, vision_config=eyes, projection_dim=1024)
-    with torch.device(placement.device):
-        net = frozen(CLIPModel(config), placement)
-    looks = Preprocessing(224, "crop", "bicubic", overshoot="keep", corner="round")
-    return Towers(net, Stills(looks), Words(tiny_clip(), 77, masked=False), Ending())
 
 
 def shelf(folder: Path, words: tuple[int, int], pooled: int) -> Path:

@@ -20,15 +20,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from sections import Found, Keep, carry_out, keeper, say, spared  # beside this file, in no package
+from device import CUDA, DEVICE, gib, settle  # beside this file, in no package
+from sections import Found, Keep, carry_out, keeper, say, spared
 from torch import Tensor
 
 from tastemaker.rewards.nets.speech import Asked, Processed
 from tastemaker.rewards.nets.writing import Desk, Pace
 
 SECTIONS = {"answers": 65, "compiled": 45}  # seconds at most
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # that speed is measured in
 PACE: Pace = "recorded" if CUDA else "steps"  # as answers are written unless something else is asked for
 QUESTION = 12  # tokens
@@ -101,11 +100,6 @@ SMALL = Case(
     16,
     (1, 3),
 )  # fmt: skip
-
-
-def settle() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
 
 
 @torch.no_grad()
@@ -195,10 +189,6 @@ class Bench:
     def compiled(self) -> None:
         net = self.loaded(DTYPE)
         self.timed("compiled", ours(net, "compiled"), self.case.asked(net, self.case.rows[0]), 2)
-
-
-def gib() -> float:
-    return torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
 
 
 def table(found: Found) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sections import Found, Keep, carry_out, keeper, say, spared  # beside this file, in no package
+from device import CUDA, DEVICE, gib, settle  # beside this file, in no package
+from sections import Found, Keep, carry_out, keeper, say, spared
 from torch import Tensor
 
 from tastemaker.distributions import Categorical
@@ -39,8 +40,6 @@ sys.path.insert(0, str(Path(__file__).parent / "baselines"))
 from plain_showo import measure, painted  # beside this file, in no package
 
 SECTIONS = {"eager": 50, "compiled": 45}  # seconds at most
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # that speed is measured in
 WEIGHT = 1.75
 FEW = 4  # candidates that are enough to count tokens by in float32
@@ -68,11 +67,6 @@ class Case:
         policy = self.policy(model)
         cond = policy.embed([PROMPT]).repeat(self.candidates)
         return policy.sample(cond, Randomness(0, 0, torch.arange(self.candidates, device=DEVICE))).final
-
-
-def settle() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
@@ -139,8 +133,7 @@ class Bench:
         settle()
         say(self.section, f"compiled, and painted once, after {time.perf_counter() - began:.0f} s")
         self.timed("prompt read once, compiled", lambda: self.case.sample(model), 2)
-        gib = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
-        self.keep({"section": self.section, "name": "peak", "GiB": gib})
+        self.keep({"section": self.section, "name": "peak", "GiB": gib()})
 
 
 @torch.no_grad()

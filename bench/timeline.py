@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from sections import say  # beside this file, in no package
+from device import CUDA, settle  # beside this file, in no package
+from sections import say
 from torch import Tensor
 
 from tastemaker.config.run import Batch
 from tastemaker.train.loop import learn
 from tastemaker.train.run import Run
-
-CUDA = torch.cuda.is_available()
 
 
 class Timeline:
@@ -40,11 +39,6 @@ class Timeline:
             found[label] += begun.elapsed_time(ended) / 1000 if CUDA else ended - begun
         self.marks = []
         return dict(found)
-
-
-def settle() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
 
 
 def watched(run: Run) -> Timeline:

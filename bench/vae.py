@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sections import deadline, keeper, say, spared  # beside this file, in no package
+from device import CUDA, DEVICE, forget, gib, settle  # beside this file, in no package
+from sections import deadline, keeper, say, spared
 
 from tastemaker.codec import CodecSpec
 from tastemaker.config.run import CriticConfig, EngineConfig, Optim, Reconstruction
@@ -29,9 +30,6 @@ from tastemaker.train.autoencoder import AutoencoderRun, learn
 from tastemaker.train.critic import Critic
 from tastemaker.train.engine import Engine
 from tastemaker.types import Pictures, Placement, PromptBatch
-
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
 @dataclass(frozen=True)
@@ -83,23 +81,19 @@ def run(case: Case, steps: int, *, tiny: bool, compiled: bool) -> AutoencoderRun
 
 def measured(case: Case, steps: int, *, tiny: bool, compiled: bool) -> dict[str, Any]:
     """Seconds of a step, the middle one of the second half of them; the first half warms up."""
-    if CUDA:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    forget()
     made, took = run(case, steps, tiny=tiny, compiled=compiled), list[float]()
     for step in range(steps):
         began = time.perf_counter()
         learn(made, step)
-        if CUDA:
-            torch.cuda.synchronize()
+        settle()
         took.append(time.perf_counter() - began)
         if not step:
             say(case.name, f"first step of {took[0]:.1f} s")
     middle = sorted(took[steps // 2 :])[(steps - steps // 2) // 2]
     weights = sum(p.numel() for p in made.net.parameters())
-    memory = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
     told = {"case": case.name, "compiled": compiled, "weights": weights, "rows": case.rows, "size": case.size}
-    return {**told, "seconds": middle, "pictures_per_second": case.rows / middle, "peak_gib": memory}
+    return {**told, "seconds": middle, "pictures_per_second": case.rows / middle, "peak_gib": gib()}
 
 
 def cases(tiny: bool) -> list[Case]:

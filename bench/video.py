@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flux import PROMPTS, towers
+from device import CUDA, settle  # beside this file, in no package
 from sections import Found, Keep, carry_out, deadline, keeper, say
-from timeline import CUDA, gib, settle, timed, watched
+from timeline import gib, timed, watched
+from towers import PROMPTS, towers
 
 from tastemaker.config.build import generator
 from tastemaker.config.run import Batch, EngineConfig, Optim, RewardConfig, RunConfig
