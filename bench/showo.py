@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device import CUDA, DEVICE, gib, settle  # beside this file, in no package
+from device import CUDA, DEVICE, gib, seconds, settle  # beside this file, in no package
 from sections import Found, Keep, carry_out, keeper, say, spared
 from torch import Tensor
 
@@ -37,7 +37,7 @@ from tastemaker.types import HIDDEN, Placement
 from tastemaker.weights import Full
 
 sys.path.insert(0, str(Path(__file__).parent / "baselines"))
-from plain_showo import measure, painted  # beside this file, in no package
+from plain_showo import painted  # beside this file, in no package
 
 SECTIONS = {"eager": 50, "compiled": 45}  # seconds at most
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # that speed is measured in
@@ -85,7 +85,7 @@ class Bench:
 
     def timed(self, name: str, work: Callable[[], Any], repeats: int, times: float = 1.0, note: str = "") -> None:
         with spared(self.section, name):
-            spent = times * measure(work, settle, repeats)
+            spent = times * seconds(work, repeats)
             say(self.section, f"{name}: {spent:.3f} s{note}")
             told = {"seconds": spent, "note": note.strip(" ,"), **self.shape()}
             self.keep({"section": self.section, "name": name, **told})

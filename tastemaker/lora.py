@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import Linear, LoraLayer
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -38,32 +38,6 @@ class Accustomed(Protocol):
     usual: tuple[str, ...]  # how the names of those layers end
 
 
-class Lean(Linear):
-    """peft's linear layer in half as many kernels: what it sees is cast once, and the scaled product added in place.
-
-    A network of clips has hundreds of them, and most of its calls are rollouts.
-    """
-
-    def forward(self, x: Tensor, *args: Any, **named: Any) -> Tensor:
-        name, kind = self.active_adapters[0], x.device.type
-        cast = torch.is_autocast_enabled(kind)
-        seen = x.to(torch.get_autocast_dtype(kind)) if cast else x
-        own = bool(args or named) or self.merged or len(self.active_adapters) > 1 or name in self.lora_variant
-        if own or x.ndim < 2 or self.lora_bias[name] or not (cast or x.dtype == self.lora_A[name].weight.dtype):
-            out: Tensor = super().forward(x, *args, **named)
-            return out
-        base: nn.Module = self.get_base_layer()
-        rows = seen.flatten(0, -2)
-        flat: Tensor = base(rows)  # also where adapters are off, or the reference would be another by a rounding
-        if not self.disable_adapters:
-            left = self.lora_dropout[name](seen)
-            inner = self.lora_A[name](rows if left is seen else left.flatten(0, -2))
-            # Of rows in two dimensions nothing is a view, and nobody keeps what a linear layer said.
-            up: Any = self.lora_B[name].weight
-            flat = flat.addmm_(inner, up.to(flat.dtype).t(), alpha=self.scaling[name])
-        return torch.unflatten(flat, 0, x.shape[:-1])
-
-
 class LoraWeights(Weights):
     """Only adapters train; the reference is the network with them switched off, and costs nothing.
 
@@ -88,8 +62,6 @@ class LoraWeights(Weights):
             for name in self.names:
                 for module, own in found:
                     inject_adapter_in_model(own, module, name)
-        for layer in (module for module in self._modules() if type(module) is Linear):
-            layer.__class__ = Lean
         self._chances = [_by_rows(module, own) for module, own in found if own.lora_dropout]
         with torch.no_grad():
             for key, p in self._named():

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 import toys
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import Linear
-from torch import Tensor, nn
+from torch import Tensor
 
-from tastemaker.lora import Lean, Lora, LoraWeights
+from tastemaker.lora import Lora
 from tastemaker.policy import Guidance, Policy
 from tastemaker.randomness import Randomness
 from tastemaker.weights import Full, Tuning, Twin, warm
@@ -147,36 +145,3 @@ def test_guided_and_twin_switch_the_same_network() -> None:
     with policy.weights.use("old"):
         assert torch.equal(said(policy), base)
     assert not torch.equal(said(policy), base)
-
-
-@pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("turned", [False, True], ids=["as it lies", "turned"])
-def test_an_adapted_layer_says_and_learns_what_pefts_does(cast: bool, turned: bool) -> None:
-    found = []
-    for kind in (Linear, Lean):
-        torch.manual_seed(0)
-        net: Any = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8, bias=False)).requires_grad_(False)
-        inject_adapter_in_model(LoraConfig(r=3, lora_alpha=4, target_modules=["0", "2"]), net)
-        for layer in (module for module in net.modules() if isinstance(module, Linear)):
-            layer.__class__ = kind
-            nn.init.normal_(layer.lora_B["default"].weight)
-        x = torch.randn(5, 7, 8).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast, cache_enabled=False):
-            said = net(x.transpose(0, 1) if turned else x)
-        said.float().square().mean().backward()
-        found.append([said, x.grad, *(p.grad for p in net.parameters() if p.grad is not None)])
-    assert len(found[0]) == len(found[1]) == 6
-    for theirs, ours in zip(*found, strict=True):
-        assert theirs.shape == ours.shape and theirs.dtype == ours.dtype
-        assert (ours - theirs).norm() <= (0.03 if cast else 1e-6) * theirs.norm()
-
-
-@torch.no_grad()
-def test_before_anything_is_learned_adapted_layers_say_what_the_reference_does_however_rounded() -> None:
-    net = nn.Sequential(nn.Linear(33, 17), nn.GELU(), nn.Linear(17, 9))
-    weights, x = LoraWeights(net, LoraConfig(r=2, target_modules=["0", "2"])), torch.randn(5, 7, 33)
-    assert all(isinstance(net[place], Lean) for place in (0, 2)) and net(x[0, 0]).shape == (9,)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        said = net(x)
-        with weights.use("reference"):
-            assert said.equal(net(x))

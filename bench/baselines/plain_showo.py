@@ -7,8 +7,6 @@ of every place and id, both halves of guidance in one batch, and multinomial sam
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,16 +50,3 @@ def painted(phi: Any, text: Tensor, words: Any, tokens: int, steps: int, weight:
         stay = chosen < chosen.sort(1).values.gather(1, kept)
         ids = torch.where(stay, words.hidden, guess + words.pictures.start)
     return guess
-
-
-def measure(work: Callable[[], Any], settle: Callable[[], None], repeats: int = 2) -> float:
-    """Seconds of a call, the median; the first is not counted."""
-    found = []
-    for number in range(repeats + 1):
-        settle()
-        began = time.perf_counter()
-        work()
-        settle()
-        if number:
-            found.append(time.perf_counter() - began)
-    return sorted(found)[len(found) // 2]

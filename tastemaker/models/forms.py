@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-VARIANT = re.compile(r"\.(fp16|bf16)[.-]")
+from ..pretrained import VARIANT
+
 ENDS = (".safetensors", ".bin")  # a pickle is read for its tensors alone: both libraries refuse all else
 
 

@@ -1,0 +1,111 @@
+"""What the bench of FLUX and SD3.5 trains: each section's run, at full size and random weights."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from device import settle  # beside this file, in no package
+from sections import say
+from timeline import gib
+from towers import PROMPTS, towers
+
+from tastemaker.config.build import generator
+from tastemaker.config.run import EngineConfig, Optim, RewardConfig, RunConfig
+from tastemaker.data.prompts import InlinePrompts
+from tastemaker.embeddings import Shards
+from tastemaker.lora import Lora
+from tastemaker.models.flux import Flux
+from tastemaker.models.sd3 import Sd3
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.srpo import SRPO
+from tastemaker.policy import Guidance
+from tastemaker.processes.dynamics import FlowSde
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight
+from tastemaker.reward import Graded, Rubric
+from tastemaker.rewards.hps import Hps
+from tastemaker.train.engine import Engine
+from tastemaker.train.run import Run
+from tastemaker.weights import Full
+
+
+def shelf(folder: Path, words: tuple[int, int], pooled: int) -> Path:
+    """Random embeddings of the prompts, as `tastemaker embed` would write them: no text encoder is loaded."""
+    texts = [*PROMPTS, ""]
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        "words": torch.randn(len(texts), *words, generator=draw).bfloat16(),
+        "pooled": torch.randn(len(texts), pooled, generator=draw).bfloat16(),
+    }
+    Shards(folder, {}).add(texts, tensors)
+    return folder
+
+
+def flux(folder: Path, side: int, tiny: bool) -> Flux:
+    spec = Flux(weights="random", height=side, width=side, guidance=3.5, rollout_guidance=1.0, truncate=True)
+    return spec.tiny() if tiny else replace(spec, embeddings=shelf(folder, (512, 4096), 768))
+
+
+def sd35(folder: Path, side: int, tiny: bool) -> Sd3:
+    spec = Sd3(weights="random", height=side, width=side)
+    return spec.tiny() if tiny else replace(spec, embeddings=shelf(folder, (333, 4096), 2048))
+
+
+@dataclass(frozen=True)
+class Options:
+    tiny: bool
+    attention: str
+    compile: bool
+    every: bool  # batch, not only the first that fits
+    deadline: float  # of time.monotonic()
+    folder: Path
+
+
+def settings(options: Options, section: str) -> RunConfig:
+    """The run of a section, as a recipe would describe it."""
+    engine = EngineConfig(
+        precision="bf16",
+        trainable="bf16" if section in ("full", "parts") else "fp32",
+        memory="recompute",
+        attention=options.attention,  # type: ignore[arg-type]
+        compile=options.compile,
+    )
+    steps = 4 if options.tiny else 25
+    base = RunConfig(
+        model=flux(options.folder, 720, options.tiny),
+        process=GaussianProcess(Straight(shift=3.0), steps=steps),
+        objective=SRPO(grid=50),
+        data=InlinePrompts(PROMPTS),
+        tuning=Lora(rank=16) if section != "full" else Full(),
+        rewards={"hps": RewardConfig(Hps())},
+        optim=Optim(lr=1e-6, clip=0.1, moments="int8" if section in ("full", "parts") else "fp32"),
+        engine=engine,
+        steps=1000,
+    )
+    if section in ("full", "lora"):
+        return base
+    if section == "parts":
+        return replace(base, tuning=Full())
+    process = GaussianProcess(Straight(shift=3.0), FlowSde(0.7), 4 if options.tiny else 10)
+    chosen = replace(base, process=process, objective=GRPO(group=4 if options.tiny else 8, clip=1e-4))
+    if section == "grpo-flux":
+        told = flux(options.folder, 512, options.tiny)
+        return replace(chosen, model=replace(told, rollout_guidance=None, truncate=False))
+    return replace(chosen, model=sd35(options.folder, 512, options.tiny), guidance=Guidance(4.5))
+
+
+def built(options: Options, section: str) -> Run:
+    """What `build` of a configuration gives, but for the reward, whose weights are random too."""
+    began = time.perf_counter()
+    config = settings(options, section)
+    engine = Engine(config.engine, config.optim, config.steps, 0)
+    policy = generator(config, engine.placement(adapts=config.tuning.adapts))
+    rubric = Rubric({"hps": Graded(Hps(), towers(engine.placement(), options.tiny))})
+    run = Run(policy, config.objective, rubric, config.data.load(0), engine, options.folder, config.steps)
+    settle()
+    count = sum(p.numel() for p in policy.weights.net.parameters())
+    say(section, f"{count / 1e9:.2f} billion weights ready after {time.perf_counter() - began:.0f} s, {gib():.1f} GiB")
+    return run
