@@ -8,7 +8,8 @@
 # $VQ_SETTINGS to the tokenizer's and in $SETTINGS to the others; STEPS, as "8000 6000 150 150", COUNT and STAGES, of
 # "vq gpt grpo tf samples", say how much is done; TOKENIZER=FILE, a vq.safetensors of before, takes the place of the first.
 # Afterwards, on any machine, FID, KID, precision, recall and accuracy:
-#   tools/cifar.sh measure OUT CLASSIFIER INCEPTION DATA   (LIMIT=10000 for a reference of so many photographs)
+#   tools/cifar.sh measure OUT CLASSIFIER INCEPTION DATA
+# LIMIT=10000 for a reference of so many photographs, SAMPLES=5000 for so many of each run's; together they take two cores an hour.
 set -euo pipefail
 home=$(cd "$(dirname "$0")/.." && pwd)
 cd "${CIFAR_HOME:-$home}" # runs lie there
@@ -26,7 +27,7 @@ if [ "${1:-}" = measure ]; then
     name=$(basename "$file" .npz)
     name=${name#tokens-}
     "$python" "$home"/tools/cifar_samples.py pictures "$file" "$out/vq.safetensors" "$out/samples-$name.npz" \
-      --classifier "$classifier" --shown "$out/sheet-$name.png" | tee "$out/accuracy-$name.json"
+      --classifier "$classifier" --count "${SAMPLES:-0}" --shown "$out/sheet-$name.png" | tee "$out/accuracy-$name.json"
     "$python" -m tastemaker compare "$out/samples-$name.npz" --reference "$out/reference.safetensors" \
       --weights "$inception" --name cifar10 --split train --out "$out/numbers-$name.json" ${FEW:-}
     "$python" -m tastemaker compare "$out/samples-$name.npz" --reference "$out/reference-classifier.safetensors" \

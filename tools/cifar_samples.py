@@ -101,11 +101,13 @@ def pictures(
     tokenizer: str,
     out: Path,
     classifier: Annotated[str, typer.Option()] = "",
+    count: Annotated[int, typer.Option(help="Only the first so many, 0 for all.")] = 0,
     shown: Annotated[Path | None, typer.Option(help="A sheet of the first hundred.")] = None,
 ) -> None:
     """Decode tokens to an `.npz` in ADM's layout, and say how many are taken for their class."""
     with np.load(tokens) as file:
-        ids, labels = torch.from_numpy(file["tokens"].astype(np.int64)), file["labels"].tolist()
+        many = count or len(file["labels"])
+        ids, labels = torch.from_numpy(file["tokens"][:many].astype(np.int64)), file["labels"][:many].tolist()
     net = frozen(*opened(tokenizer), tokenizer, Placement())
     with torch.no_grad():
         pixels = torch.cat([net.decode(piece) for piece in torch.split(ids, 250)])

@@ -66,9 +66,9 @@ def lines(results: Sequence[Result], plan: Plan) -> list[Line]:
         shuffled = [result for result in results if result["cell"] == cell and result["kind"] == "control"]
         for n in sorted({result["n"] for result in own}, key=lambda n: n or 0):
             found.append(line([result for result in own if result["n"] == n], shuffled))
-    by_cell = {each.cell: each for each in found if each.n is None}
+    by_key = {each.key: each for each in found}
     aims = {name: cell.aim for name, cell in plan.cells.items()}
-    return [replace(each, missed=missed(each, aims[each.cell], by_cell)) for each in found]
+    return [replace(each, missed=missed(each, aims[each.cell], by_key)) for each in found]
 
 
 def line(own: Sequence[Result], shuffled: Sequence[Result]) -> Line:
@@ -94,8 +94,8 @@ def line(own: Sequence[Result], shuffled: Sequence[Result]) -> Line:
         lenient=_lenient(own),
         pictures={name: _ends(own, name) for name in ("diversity", "frechet")},
         price=fmean(result["after"]["calls"] for result in own),
-        judged=fmean(result["after"].get("judged", 0.0) for result in own),
-        flops=fmean(result["after"].get("flops", 0.0) for result in own),
+        judged=_told(own, "judged"),
+        flops=_told(own, "flops"),
         earned=_earned(trained),
         samples=round(fmean(t["samples"] for t in trained)) if trained else 0,
         seconds=fmean(t["seconds"] for t in trained) if trained else 0.0,
@@ -104,6 +104,11 @@ def line(own: Sequence[Result], shuffled: Sequence[Result]) -> Line:
         warning=warned["warning"] if warned else "",
         control=changed(shuffled, score) if shuffled else None,
     )
+
+
+def _told(own: Sequence[Result], name: str) -> float:
+    """The mean of those that say it: older measurements do not."""
+    return fmean([result["after"][name] for result in own if name in result["after"]] or [0.0])
 
 
 def _ends(own: Sequence[Result], name: str) -> Ends | None:
@@ -173,8 +178,12 @@ def _compared(found: Line, aim: Aim, other: Line | None) -> list[tuple[bool, str
         return []
     if other is None:
         return [(True, f"{aim.like} is not measured")]
-    share = found.samples / max(other.samples, 1)
+    paid, price = ("calls", found.price / other.price) if found.searched else _sampled(found, other)
     return [
         (found.after.mean < other.after.mean, f"below {aim.like}'s {other.after.mean:.2f}"),
-        (share > aim.share, f"with {share:.2f} of its samples"),
+        (price > aim.share, f"with {price:.2f} of its {paid}"),
     ]
+
+
+def _sampled(found: Line, other: Line) -> tuple[str, float]:
+    return "samples", found.samples / max(other.samples, 1)

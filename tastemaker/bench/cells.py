@@ -31,8 +31,8 @@ class Aim:
     frechet: bool = False  # the distance to real scenes falls
     reward: bool = False  # rises
     keeps: bool = False  # the score does not fall beyond its interval
-    like: str = ""  # at least the score of this cell
-    share: Share = 1.0  # and at most so much of its samples
+    like: str = ""  # at least the score of this cell, or of a search and so many candidates: best-of-masked-20
+    share: Share = 1.0  # and at most so much of its samples, or of a search's calls
     warns: bool = False  # the guard says that the reward is being gamed
 
 
@@ -123,6 +123,12 @@ class Job:
         return "-".join([self.cell, *candidates, *control, str(self.seed)])
 
 
+def keys(plan: Plan) -> set[str]:
+    """What lines of the table are called: cells, and searches with their number of candidates."""
+    counts = {name: cell.search.n if cell.search else () for name, cell in plan.cells.items()}
+    return {name for name, n in counts.items() if not n} | {f"{name}-{n}" for name in counts for n in counts[name]}
+
+
 def plan(name: str) -> Plan:
     """A bench of the package, or of a YAML file."""
     known = sorted(path.stem for path in PLANS.glob("*.yaml"))
@@ -133,7 +139,7 @@ def plan(name: str) -> Plan:
     for key, cell in found.cells.items():
         if cell.family not in found.families:
             raise ConfigError(f"cells.{key}: there is no family '{cell.family:.60}'; add it to families")
-        if cell.aim and cell.aim.like and cell.aim.like not in found.cells:
+        if cell.aim and cell.aim.like and cell.aim.like not in keys(found):
             raise ConfigError(f"cells.{key}.aim.like: there is no cell '{cell.aim.like:.60}'; name another")
     return found
 

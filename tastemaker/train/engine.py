@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..config.run import EngineConfig, Optim
 from ..types import Placement
 from ..weights import FullWeights, Partial, TwinWeights, Weights
-from . import context, memory, optimizer, precision, ranks, replay
+from . import context, lean, memory, optimizer, precision, ranks, replay
 from .failures import TrainingError, explain
 
 __all__ = ["Engine", "TrainingError", "Update", "explain"]
@@ -89,7 +89,7 @@ class Engine:
             if self.device.type == "cuda" and (in_blocks or not self.config.compile):  # a whole graph has one kernel
                 precision.quicken(net, self.config)
             if self.device.type == "cuda" and self.config.graphs:
-                replay.replay(net, weights.alike, record=replay.recorder())
+                self._record(net, weights)
             for unit in [*(memory.blocks(net) if self.mesh else ()), net]:
                 # One block after the other, so that a network never lies whole on a device it would not fit on.
                 self._place(unit, dtype, kept)
@@ -102,6 +102,13 @@ class Engine:
         self.net, self.parameters = weights.net, weights.trainable()
         self._whole()
         self.optimizer = optimizer.build(self.parameters, self.optim, dtype, self.seed)
+
+    def _record(self, net: nn.Module, weights: Weights) -> None:
+        """Calls without a gradient; only they are made lean, for what that asks of the host is asked once."""
+        lean.turn(net)
+        if precision.DTYPES[self.config.precision] != torch.float32:
+            lean.lighten(net, precision.DTYPES[self.config.precision])
+        replay.replay(net, weights.alike, record=replay.recorder())
 
     def enter(self, net: nn.Module, *methods: str) -> None:
         """Let methods of a network that is sharded gather its weights, as its `forward` does."""

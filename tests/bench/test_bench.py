@@ -70,7 +70,8 @@ def test_a_cell_of_the_playground_can_be_run(cell: str) -> None:
 
 def test_the_playground_asks_of_every_learning_cell_what_it_does_without_its_reward() -> None:
     cells = plan("playground").cells.values()
-    assert all(cell.control for cell in cells if cell.aim and not cell.aim.warns)
+    learning = [cell for cell in cells if cell.search is None or cell.search.trained]
+    assert all(cell.control for cell in learning if cell.aim and not cell.aim.warns)
 
 
 def test_the_first_seed_of_every_cell_comes_first_and_what_it_is_compared_with_before_it(toys: Path) -> None:

@@ -216,3 +216,22 @@ def test_numbers_are_short() -> None:
 def test_the_ends_of_a_curve_are_means_of_a_few_steps() -> None:
     assert ends([(i, float(i)) for i in range(40)]) == [2.0, 37.0]
     assert ends([(0, 1.0), (50, 2.0)]) == [1.0, 2.0] and ends([]) == []
+
+
+def test_what_older_measurements_do_not_say_is_no_zero_in_the_mean(playground: Plan) -> None:
+    results = [each for each in made_up(playground) if each["cell"] == "best-of-masked" and each["n"] == 20]
+    for each in results[1:]:
+        each["after"] |= {"judged": 20.0, "flops": 1e9}
+    (told,) = lines(results, playground)
+    assert (told.seeds, told.judged, told.flops) == (3, 20, 1e9)
+
+
+def test_a_search_that_aims_at_anothers_score_is_held_to_a_share_of_its_calls(playground: Plan) -> None:
+    results = [each for each in made_up(playground) if each["cell"] in ("best-of-masked", "parm-late-masked")]
+    late = [each for each in results if each["cell"] == "parm-late-masked"]
+    for calls, missed in ((140.0, "with 0.70 of its calls"), (120.0, "")):
+        for each in late:
+            each["after"] |= {"calls": calls, "rows": {"strict": marks(1.0, 0)}}
+        told = line(lines(results, playground), "parm-late-masked-14")
+        assert told.missed == ((missed,) if missed else ())
+    assert line(lines(late, playground), "parm-late-masked-14").missed == ("best-of-masked-20 is not measured",)

@@ -1,0 +1,81 @@
+"""A network's calls without a gradient in fewer and shorter kernels: nothing is raised to float32 for a while, and
+channels lie side by side, as convolutions want them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from .precision import lowered
+
+ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class NormsAsTheyCome(TorchFunctionMode):
+    """Norms take and give the precision of what they see, where autocast would have it copied to float32 and back.
+
+    They compute in float32 all the same: what differs is a rounding of what they say.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        kinds: dict[Any, Callable[..., Tensor]] = {functional.group_norm: grouped, functional.layer_norm: layered}
+        if func not in kinds or not torch.is_autocast_enabled(args[0].device.type):
+            return func(*args, **named)
+        with torch.autocast(args[0].device.type, enabled=False):
+            return kinds[func](*args, **named)
+
+
+def grouped(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    weight, bias = (None if p is None else p.to(x.dtype) for p in (weight, bias))
+    if weight is None or bias is None or not side_by_side(x):
+        return functional.group_norm(x, num_groups, weight, bias, eps)
+    from .grouping import group_norm
+
+    found: Tensor = group_norm(x, num_groups, weight, bias, eps)
+    return found
+
+
+def side_by_side(x: Tensor) -> bool:
+    """Whether the channels of [B, C, ...] do, on a device that has a kernel for it."""
+    order = ORDERS.get(x.ndim)
+    if order is None or x.device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return x.is_contiguous(memory_format=order) and not x.is_contiguous()
+
+
+def layered(
+    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    weight, bias = (None if p is None else p.to(x.dtype) for p in (weight, bias))
+    return functional.layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+def turn(net: nn.Module) -> None:
+    """Let the channels of what convolutions say lie side by side, for they take the order of their weights."""
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d | nn.Conv3d) and not module.weight.requires_grad:
+            module.weight.data = module.weight.data.contiguous(memory_format=ORDERS[module.weight.ndim])
+
+
+def lighten(net: nn.Module, dtype: torch.dtype) -> None:
+    """Let a network do so wherever no gradient is wanted; its weights are cast all at once there, not by each layer."""
+    forward = net.forward
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        with NormsAsTheyCome(), lowered(net, dtype):
+            return forward(*inputs, **named)
+
+    net.forward = call  # in place, so that no name changes
