@@ -19,7 +19,7 @@ from tastemaker.commands.generating import source
 from tastemaker.config.build import build
 from tastemaker.data.cifar10 import Cifar10, cifar10
 from tastemaker.models.vq import frozen, opened
-from tastemaker.pictures import save_picture, sheet
+from tastemaker.pictures import grid, save_picture, sheet
 from tastemaker.randomness import Randomness
 from tastemaker.rewards.classifier import NAMES, Classifier
 from tastemaker.search.search import Outcome
@@ -122,6 +122,19 @@ def pictures(
     if shown is not None:
         save_picture(sheet(pixels[:100, None], [NAMES[label] for label in labels[:100]])[None], shown)
     typer.echo(json.dumps(told))
+
+
+@app.command()
+def beside(tokenizer: str, out: Path, tokens: list[Path], rows: int = 2) -> None:
+    """Draw the first of several files below each other, a class a column, named by their files."""
+    net = frozen(*opened(tokenizer), tokenizer, Placement())
+    pixels, told = [], []
+    for path in tokens:
+        with np.load(path) as file, torch.no_grad():
+            many = rows * len(NAMES)
+            pixels.append(net.decode(torch.from_numpy(file["tokens"][:many].astype(np.int64))))
+            told += [f"{path.stem.removeprefix('tokens-')} {NAMES[label]}" for label in file["labels"][:many]]
+    save_picture(grid(torch.cat(pixels)[:, None], columns=len(NAMES), captions=told), out)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from ..types import Placement, PromptBatch
 from .generating import try_on
 from .pricing import Rates, amount, rates
 from .refereeing import judged_by, referee
-from .searching import judge
+from .searching import judge, together
 
 BENCHMARKS: dict[str, Callable[[int, int], Benchmark]] = {
     "playeval": playeval,
@@ -104,6 +104,7 @@ def examine(
         run.resume(found)
     weights = exam.weights or ("ema" if run.ema else "live")
     try_on(run, weights)
+    together(run, exam.search)
     marker = _marker(exam, run.engine.placement(), tiny=tiny)
     model = (
         f"{config.name or 'run'}, {found.name if found else 'untrained'}, {weights}, {exam.search}, seed {exam.seed}"

@@ -37,7 +37,7 @@ from ..weights import Full
 from .directory import CONFIG, RECIPE
 from .ledger import Ledger
 from .pricing import Rates, rates, stated
-from .searching import judge
+from .searching import judge, together
 
 ROWS = 64  # prompts searched for at a time, unless the recipe says how many fit
 SHOWN = 64  # pictures on the sheet
@@ -142,6 +142,7 @@ def make(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, con
     comm.barrier()  # all have read before anyone writes
     ledger.mend()
     left = [i for i in range(len(order)) if known.get(i) != order.prompt(i)]
+    together(run, order.search)
     verifier = judge(order.judge, run, tiny=tiny)
     price = fill(run, order, ledger, left, verifier, console if comm.rank == 0 else quiet)
     paid = Price(*comm.total(torch.tensor(astuple(price), dtype=torch.float64)).tolist())

@@ -40,6 +40,15 @@ def chosen(text: str, n: int | None = None) -> Search:
     return found
 
 
+def together(run: Run, search: Search) -> None:
+    """Refuse a search that ranks would not go through alike, where they need one another."""
+    if run.engine.mesh is not None and not search.even:
+        raise ConfigError(
+            f"--search: with engine.strategy {run.engine.config.strategy} all ranks call the network together, but "
+            "this search ends once all is right, so that some would wait for ever; set engine.strategy=replicated"
+        )
+
+
 def several(text: str, counts: Sequence[int]) -> bool:
     """Whether a curve is asked for; a search whose candidates are no matter of `--n` has none."""
     if len(counts) == 1:

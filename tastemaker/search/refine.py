@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Refine(Search):
     critic. One that reads no facts tries again, with other draws.
     """
 
+    even: ClassVar[bool] = False  # once all is right nobody tries again
     search: Search = Single()  # by which each try is made
     rounds: int = 3  # of reflection, at most
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,8 @@ def shares(policy: Policy[Any], rows: int, n: int, *, reset: bool) -> list[tuple
 
 
 class Search(ABC):
+    even: ClassVar[bool] = True  # the network is called as often, whatever comes of it
+
     @abstractmethod
     def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
         """One sample for each prompt."""

@@ -1,4 +1,4 @@
-"""Group norms of pictures and clips whose channels lie side by side, read as they lie; Triton comes with PyTorch for GPUs.
+"""Group norms of pictures and clips whose channels lie side by side, in that order; Triton comes with PyTorch for GPUs.
 
 PyTorch's own kernel puts them into another order first, and convolutions then back again.
 """

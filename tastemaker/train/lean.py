@@ -4,8 +4,9 @@ channels lie side by side, as convolutions want them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,14 @@ from torch.overrides import TorchFunctionMode
 from .precision import lowered
 
 ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
+CHANNEL = {4: 1, 5: 2}  # of pictures, and of clips as frames come first
+
+
+@runtime_checkable
+class Turnable(Protocol):
+    """A network whose lines never ask in which order numbers lie, as `view` does."""
+
+    turnable: bool
 
 
 class NormsAsTheyCome(TorchFunctionMode):
@@ -61,9 +70,24 @@ def layered(
     return functional.layer_norm(x, normalized_shape, weight, bias, eps)
 
 
+class SideBySide(TorchFunctionMode):
+    """Channels that lie side by side stay so where `contiguous` would put them into the usual order."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.Tensor.contiguous or len(args) > 1 or kwargs:
+            return func(*args, **(kwargs or {}))
+        x: Tensor = args[0]
+        channel = CHANNEL.get(x.ndim)
+        if channel is None or x.stride(channel) != 1 or x.is_contiguous():
+            return x.contiguous()
+        return x.movedim(channel, -1).contiguous().movedim(-1, channel)
+
+
 def turn(net: nn.Module) -> None:
     """Let the channels of what convolutions say lie side by side, for they take the order of their weights."""
-    for module in net.modules():
+    for module in net.modules() if isinstance(net, Turnable) else ():
         if isinstance(module, nn.Conv2d | nn.Conv3d) and not module.weight.requires_grad:
             module.weight.data = module.weight.data.contiguous(memory_format=ORDERS[module.weight.ndim])
 
@@ -75,7 +99,7 @@ def lighten(net: nn.Module, dtype: torch.dtype) -> None:
     def call(*inputs: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():
             return forward(*inputs, **named)
-        with NormsAsTheyCome(), lowered(net, dtype):
+        with NormsAsTheyCome(), SideBySide() if isinstance(net, Turnable) else nullcontext(), lowered(net, dtype):
             return forward(*inputs, **named)
 
     net.forward = call  # in place, so that no name changes

@@ -60,9 +60,9 @@ def on_ranks(count: int, *arguments: str) -> None:
         )
         for rank in range(count)
     ]  # fmt: skip
-    for process in started:
-        told = process.communicate(timeout=120)[1]
-        assert process.returncode == 0, told
+    told = [process.communicate(timeout=120)[1] for process in started]
+    for process, words in zip(started, told, strict=True):
+        assert process.returncode == 0, words
 
 
 def test_two_ranks_make_the_pictures_of_one(tmp_path: Path) -> None:
@@ -167,3 +167,10 @@ def test_of_data_that_say_nothing_as_many_are_made_as_asked_for(tmp_path: Path) 
 )
 def test_files_are_named_by_their_prompts_in_any_script(prompt: str, name: str) -> None:
     assert slug(prompt) == name
+
+
+@pytest.mark.slow
+def test_ranks_that_need_one_another_are_not_left_waiting_by_a_search_that_ends_early(tmp_path: Path) -> None:
+    asked = ("generate", "grpo-toy-flow", "-p", "a", "--search", "refine", "engine.strategy=fsdp")
+    with pytest.raises(AssertionError, match=r"some would wait for ever; set engine\.strategy=replicated"):
+        on_ranks(2, *asked, "--out", str(tmp_path / "two"))

@@ -16,7 +16,7 @@ from torch.nn import functional
 from tastemaker.lora import LoraWeights
 from tastemaker.models.nets.unet3d import ClipUnet
 from tastemaker.models.unet3d import SMALL
-from tastemaker.train.lean import NormsAsTheyCome, lighten, turn
+from tastemaker.train.lean import NormsAsTheyCome, SideBySide, lighten, turn
 from tastemaker.train.precision import NormsInFp32
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
@@ -75,10 +75,28 @@ def test_what_is_not_cast_is_left_alone() -> None:
         assert torch.equal(norm(x), norm(x.float()))
 
 
-def test_convolutions_that_learn_keep_their_order() -> None:
-    frozen, learns = nn.Conv2d(4, 6, 3).requires_grad_(False), nn.Conv2d(4, 6, 3)
-    turn(nn.Sequential(frozen, learns))
-    assert frozen.weight.is_contiguous(memory_format=torch.channels_last) and learns.weight.is_contiguous()
+class Turns(nn.Sequential):
+    turnable = True
+
+
+def test_only_frozen_convolutions_of_networks_that_bear_it_are_turned() -> None:
+    frozen, learns, other = nn.Conv2d(4, 6, 3).requires_grad_(False), nn.Conv2d(4, 6, 3), nn.Conv3d(4, 6, 1)
+    turn(Turns(frozen, learns))
+    turn(nn.Sequential(other.requires_grad_(False)))
+    assert frozen.weight.is_contiguous(memory_format=torch.channels_last)
+    assert learns.weight.is_contiguous() and other.weight.is_contiguous()
+
+
+def test_channels_side_by_side_stay_so() -> None:
+    pictures = torch.randn(2, 5, 3, 4).permute(0, 3, 1, 2)  # [B, C, h, w]
+    clips = torch.randn(2, 5, 3, 6, 4).permute(0, 3, 4, 1, 2)  # [B, F, C, h, w]
+    plain, few = torch.randn(2, 4, 5, 3), torch.randn(2, 3, 4).transpose(1, 2)
+    with SideBySide():
+        kept, moved = pictures.contiguous(), clips.contiguous()
+        assert plain.contiguous().is_contiguous() and few.contiguous().is_contiguous()
+    assert kept.data_ptr() == pictures.data_ptr()
+    assert torch.equal(moved, clips) and moved.flatten(0, 1).is_contiguous(memory_format=torch.channels_last)
+    assert pictures.contiguous().is_contiguous()
 
 
 @KERNELS

@@ -1,6 +1,6 @@
 """What a step of writing does between its matrix products, a kernel each; places are read on the device, in any graph.
 
-Beside `philox` the one file that imports Triton, which comes with PyTorch for GPUs.
+Triton comes with PyTorch for GPUs; `philox` and `train.grouping` are the other files that import it.
 """
 # mypy: ignore-errors
 # Triton's language is not Python to a type checker: pointers are added to, and every number may be a tensor.

@@ -32,6 +32,8 @@ class Clock(nn.Module):
 class ClipUnet(Stock):  # type: ignore[misc]
     """Takes and gives [B, F, C, h, w]; with `fps_cond` it is told [B] frames per second."""
 
+    turnable = True  # in whatever order numbers lie
+
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
         self,
