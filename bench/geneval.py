@@ -27,6 +27,7 @@ from sections import Found, deadline, keeper, say, spared  # beside this file, i
 from torch import Tensor, nn
 
 from tastemaker.eval.geneval import prompts
+from tastemaker.eval.reading import read_ahead
 from tastemaker.geneval import Detection
 from tastemaker.pictures import read_picture, save_picture
 from tastemaker.rewards.nets.hub import frozen, random
@@ -110,11 +111,14 @@ class Clock:
 def walk(sight: Sight, files: list[Path], facts: list[Facts], rows: int, floor: float, device: torch.device) -> Clock:
     """Score pictures part by part; with a floor of nought every mask is drawn, as the published code does."""
     clock, seer = Clock(device), sight.detector
-    with ThreadPoolExecutor(8 if rows > 1 else 1) as pool, torch.no_grad():
+    shares = [files[first : first + rows] for first in range(0, len(files), rows)]
+    # One at a time nothing is read ahead either: the published code has no threads.
+    read = read_ahead(shares) if rows > 1 else ([read_picture(file) for file in share] for share in shares)
+    with torch.no_grad():
         for first in range(0, len(files), rows):
             some = facts[first : first + rows]
             with clock.on("reading"):
-                pixels = torch.cat(list(pool.map(read_picture, files[first : first + rows]))).to(device)
+                pixels = torch.cat(next(read)).to(device)
             with clock.on("resizing"):
                 inputs, frame = seer.looks(pixels)
             with clock.on("network"):

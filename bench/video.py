@@ -47,8 +47,8 @@ from tastemaker.train.engine import Engine
 from tastemaker.train.run import Run
 
 SECTIONS = {  # seconds at most
-    "modelscope": 45, "plain-modelscope": 30, "videocrafter": 50, "plain-videocrafter": 40, "wan": 80,
-    "modelscope-launched": 45, "modelscope-compiled": 220, "videocrafter-compiled": 220, "wan-compiled": 120,
+    "modelscope": 65, "plain-modelscope": 50, "videocrafter": 70, "plain-videocrafter": 55, "wan": 90,
+    "modelscope-launched": 65, "modelscope-compiled": 220, "videocrafter-compiled": 220, "wan-compiled": 120,
 }  # fmt: skip
 USUAL = "modelscope,plain-modelscope,videocrafter,plain-videocrafter,wan"
 COMPILED, LAUNCHED = "-compiled", "-launched"  # kernels of the compiler's, or each call's by itself
@@ -169,7 +169,7 @@ def main() -> None:
     options.add_argument("--tiny", action="store_true")
     options.add_argument("--out", default="")
     options.add_argument("--sections", default=USUAL, help=f"of {', '.join(SECTIONS)}")
-    options.add_argument("--seconds", type=float, default=192.0, help="of all sections together")
+    options.add_argument("--seconds", type=float, default=300.0, help="of all sections together")
     options.add_argument("--slack", type=float, default=1.0, help="factor on each section's own limit")
     options.add_argument("--section", default="")
     chosen = options.parse_args()

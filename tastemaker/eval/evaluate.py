@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -21,11 +20,11 @@ from ..types import Facts, PromptBatch, Prompts
 from .benchmark import NUMBERS as NUMBERS
 from .benchmark import Benchmark
 from .metrics import diversity, frechet
+from .reading import read_ahead
 from .summary import Interval, summarise
 
 QUESTIONS, SAMPLES, SCORES, REPORT = "questions.json", "samples.jsonl", "scores.jsonl", "report.json"
 ROWS = 64  # pictures at a time
-READERS = 8  # of files at a time
 PRICES = ("calls", "judged", "flops")  # of a picture
 
 # Pixels [B, F, 3, H, W] of prompts, row r of the benchmark with the same draws every time, and what was paid for them,
@@ -183,12 +182,11 @@ def _score(benchmark: Benchmark, marker: Marker, out: Path, rows_at_once: int, r
     parts.mkdir(exist_ok=True)
     left = [share for share in every if not _part(parts, share).is_file()]
     ranks.wait()
-    for place, share in list(enumerate(left))[ranks.rank :: ranks.world]:
+    mine = list(enumerate(left))[ranks.rank :: ranks.world]
+    seen = read_ahead([[out / samples[k]["file"] for k in share] for _, share in mine])
+    for (place, share), pictures in zip(mine, seen, strict=True):
         some = [samples[k] for k in share]
-        batch = benchmark.batch([sample["index"] for sample in some])
-        with ThreadPoolExecutor(READERS) as pool:
-            pictures = list(pool.map(read_picture, [out / sample["file"] for sample in some]))
-        marks = _marks(marker, pictures, batch)
+        marks = _marks(marker, pictures, benchmark.batch([sample["index"] for sample in some]))
         _write(_part(parts, share), _lines([{**sample, **mark} for sample, mark in zip(some, marks, strict=True)]))
         yield Done("scores", _reached(benchmark, left[place + 1 :]), len(samples))
     ranks.wait()

@@ -18,6 +18,8 @@ from tastemaker.eval.benchmark import Benchmark, held_out, playeval, wordeval
 from tastemaker.eval.evaluate import REPORT, SCORES, _write, evaluate, read_lines
 from tastemaker.eval.examiner import Examiner, examiner
 from tastemaker.eval.proofreader import proofreader
+from tastemaker.eval.reading import read_ahead
+from tastemaker.pictures import PictureError, save_picture
 from tastemaker.playground import words
 from tastemaker.playground.captions import TASKS, parse
 from tastemaker.playground.scenes import Painter, arrange
@@ -192,3 +194,18 @@ def test_ranks_of_several_machines_write_the_same_file_whatever_their_process_nu
     with ThreadPoolExecutor(8) as pool:  # threads have one process number, as containers may
         list(pool.map(lambda _: _write(file, text), range(200)))
     assert file.read_text("utf-8") == text and list(tmp_path.iterdir()) == [file]
+
+
+def test_pictures_are_read_ahead_and_come_in_order(tmp_path: Path) -> None:
+    pixels = torch.rand(5, 1, 3, 4, 4)
+    files = [tmp_path / f"{k}.png" for k in range(5)]
+    for picture, file in zip(pixels, files, strict=True):
+        save_picture(picture, file)
+    seen = read_ahead([files[:2], files[2:4], files[4:]])
+    first = next(seen)
+    files[4].unlink()  # not begun before the second share is asked for
+    assert [len(first), len(next(seen))] == [2, 2]
+    assert all((picture - known).abs().max() <= 1 / 255 for picture, known in zip(first, pixels, strict=False))
+    with pytest.raises(PictureError, match=r"4\.png"):
+        next(seen)
+    assert list(read_ahead([])) == []
