@@ -9,7 +9,7 @@
 # "vq gpt grpo tf samples", say how much is done; TOKENIZER=FILE, a vq.safetensors of before, takes the place of the first.
 # Afterwards, on any machine, FID, KID, precision, recall and accuracy:
 #   tools/cifar.sh measure OUT CLASSIFIER INCEPTION DATA
-# LIMIT=10000 for a reference of so many photographs, SAMPLES=5000 for so many of each run's; together they take two cores an hour.
+# LIMIT=10000 for a reference of so many photographs, SAMPLES=5000 for so many of each run's; two cores take an hour and a half.
 set -euo pipefail
 home=$(cd "$(dirname "$0")/.." && pwd)
 cd "${CIFAR_HOME:-$home}" # runs lie there
