@@ -38,6 +38,8 @@ svg svg polyline.run-2 { stroke: var(--quiet); stroke-dasharray: 5 3; } svg svg 
 svg svg circle.run-2 { fill: var(--quiet); }
 """
 WIDTH, PAD = 880, 18
+WIDE, HIGH = 6.2, 14.0  # of a letter, and of a line
+Name = tuple[float, float, str, str]  # where it stands, its words and its anchor
 LEFT, RIGHT = 282, 680  # of the plot of the overview
 ROW, HEAD = 30, 28
 UNIT = Axis(0.0, 1.0, 0.2)
@@ -149,8 +151,11 @@ def prices(
     scores = [value for p in points for value in (p.after.low, p.after.high)]
     up, box = axis(min(scores), max(scores)), (64.0, 700.0, 372.0, 60.0)
     parts = [_grid(across, up, box)]
+    names: list[Name] = []
     for _, group in groupby(searches, key=lambda line: line.cell):
-        parts.append(_priced(list(group), colors(lines), across, up, box))
+        drawn, name = _priced(list(group), colors(lines), across, up, box)
+        parts, names = [*parts, drawn], [*names, name]
+    parts += [text(x, y, words, "name", anchor) for x, y, words, anchor in apart(names)]
     for line in best.values():
         x, y = across.place(math.log2(line.price), *box[:2]), up.place(line.after.mean, *box[2:])
         parts.append(f'<g class="{colors(lines)[line.family]}">{diamond(x, y, "after", 6)}</g>')
@@ -158,7 +163,31 @@ def prices(
     return framed(420, title, text(PAD, 32, title, "title") + "".join(parts))
 
 
-def _priced(line: Sequence[Line], tints: Mapping[str, str], across: Axis, up: Axis, box: tuple[float, ...]) -> str:
+def apart(names: Sequence[Name]) -> list[Name]:
+    """From the lowest up, each above those whose place it would take."""
+    placed: list[Name] = []
+    for x, y, words, anchor in sorted(names, key=lambda name: -name[1]):
+        while any(abs(y - other[1]) < HIGH and _touch((x, y, words, anchor), other) for other in placed):
+            y -= 1
+        placed.append((x, y, words, anchor))
+    return placed
+
+
+def _touch(one: Name, other: Name) -> bool:
+    (left, right), (low, high) = _reach(one), _reach(other)
+    return left < high and low < right
+
+
+def _reach(name: Name) -> tuple[float, float]:
+    x, _, words, anchor = name
+    left = x if anchor == "start" else x - WIDE * len(words) / 2
+    return left, left + WIDE * len(words)
+
+
+def _priced(
+    line: Sequence[Line], tints: Mapping[str, str], across: Axis, up: Axis, box: tuple[float, ...]
+) -> tuple[str, Name]:
+    """A search's scores, and its name, which is drawn last."""
     first, color = line[0], tints[line[0].family]
     places = [(across.place(math.log2(p.price), *box[:2]), up.place(p.after.mean, *box[2:]), p) for p in line]
     dashed = " dashed" if first.objective != "best of n" else ""
@@ -170,8 +199,8 @@ def _priced(line: Sequence[Line], tints: Mapping[str, str], across: Axis, up: Ax
         parts.append(text(x + 5, y - 6, str(p.n)))
     x, y, _ = places[-1]
     # The cheaper of two searches ends to the left of the other: its name goes above its end, the other's beside it.
-    beside = (x + 10, y + 16, "start") if not dashed else (x, y - 26, "middle")
-    return "".join([*parts, text(beside[0], beside[1], f"{first.objective}, {first.family}", "name", beside[2])])
+    at, high, anchor = (x + 10, y + 16, "start") if not dashed else (x, y - 26, "middle")
+    return "".join(parts), (at, high, f"{first.objective}, {first.family}", anchor)
 
 
 def _grid(across: Axis, up: Axis, box: tuple[float, ...]) -> str:

@@ -13,7 +13,7 @@ import torch
 from tastemaker.bench.aggregate import Line, interval, lines
 from tastemaker.bench.cells import Aim, Plan, jobs, plan
 from tastemaker.bench.clips import clips
-from tastemaker.bench.pictures import curves, overview, prices
+from tastemaker.bench.pictures import apart, curves, overview, prices
 from tastemaker.bench.results import Result, ends, gathered
 from tastemaker.bench.table import BEGIN, END, count, marked, section, short
 from tastemaker.cli import main
@@ -235,3 +235,10 @@ def test_a_search_that_aims_at_anothers_score_is_held_to_a_share_of_its_calls(pl
         told = line(lines(results, playground), "parm-late-masked-14")
         assert told.missed == ((missed,) if missed else ())
     assert line(lines(late, playground), "parm-late-masked-14").missed == ("best-of-masked-20 is not measured",)
+
+
+def test_names_that_would_cover_one_another_stand_apart() -> None:
+    names = [(100.0, 80.0, "one search", "middle"), (110.0, 74.0, "another", "middle"), (400.0, 78.0, "far", "start")]
+    placed = {words: (x, y) for x, y, words, _ in apart(names)}
+    assert placed["one search"] == (100, 80) and placed["far"] == (400, 78)
+    assert placed["another"] == (110, 66)
