@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from device import settle  # beside this file, in no package
-from sections import say
-from timeline import gib
-from towers import PROMPTS, towers
+from towers import PROMPTS, assembled
 
-from tastemaker.config.build import generator
 from tastemaker.config.run import EngineConfig, Optim, RewardConfig, RunConfig
 from tastemaker.data.prompts import InlinePrompts
 from tastemaker.embeddings import Shards
@@ -25,9 +20,7 @@ from tastemaker.policy import Guidance
 from tastemaker.processes.dynamics import FlowSde
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import Straight
-from tastemaker.reward import Graded, Rubric
 from tastemaker.rewards.hps import Hps
-from tastemaker.train.engine import Engine
 from tastemaker.train.run import Run
 from tastemaker.weights import Full
 
@@ -98,14 +91,4 @@ def settings(options: Options, section: str) -> RunConfig:
 
 
 def built(options: Options, section: str) -> Run:
-    """What `build` of a configuration gives, but for the reward, whose weights are random too."""
-    began = time.perf_counter()
-    config = settings(options, section)
-    engine = Engine(config.engine, config.optim, config.steps, 0)
-    policy = generator(config, engine.placement(adapts=config.tuning.adapts))
-    rubric = Rubric({"hps": Graded(Hps(), towers(engine.placement(), options.tiny))})
-    run = Run(policy, config.objective, rubric, config.data.load(0), engine, options.folder, config.steps)
-    settle()
-    count = sum(p.numel() for p in policy.weights.net.parameters())
-    say(section, f"{count / 1e9:.2f} billion weights ready after {time.perf_counter() - began:.0f} s, {gib():.1f} GiB")
-    return run
+    return assembled(settings(options, section), section, options.folder, options.tiny)

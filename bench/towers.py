@@ -1,16 +1,26 @@
-"""What benches of generators ask for, and who judges it: HPS v2.1 at random weights."""
+"""What benches of generators ask for, who judges it (HPS v2.1 at random weights), and the run that is made of both."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from device import settle  # beside this file, in no package
+from sections import say
+from timeline import gib
 
+from tastemaker.config.build import generator
+from tastemaker.config.run import RunConfig
 from tastemaker.preprocessing import Preprocessing
+from tastemaker.reward import Graded, Rubric
 from tastemaker.rewards.hps import Hps
 from tastemaker.rewards.nets.hub import frozen
 from tastemaker.rewards.nets.towers import Ending, Stills, Towers
 from tastemaker.rewards.nets.words import Words, tiny_clip
+from tastemaker.train.engine import Engine
+from tastemaker.train.run import Run
 from tastemaker.types import Placement
 
 PROMPTS = tuple(f"a photo of {i} dogs on a boat" for i in range(32))
@@ -33,3 +43,16 @@ def towers(placement: Placement, tiny: bool) -> Towers:
         net = frozen(CLIPModel(config), placement)
     looks = Preprocessing(224, "crop", "bicubic", overshoot="keep", corner="round")
     return Towers(net, Stills(looks), Words(tiny_clip(), 77, masked=False), Ending())
+
+
+def assembled(config: RunConfig, section: str, folder: Path, tiny: bool) -> Run:
+    """What `build` of a configuration gives, but for the reward, whose weights are random too."""
+    began = time.perf_counter()
+    engine = Engine(config.engine, config.optim, config.steps, 0)
+    policy = generator(config, engine.placement(adapts=config.tuning.adapts))
+    rubric = Rubric({"hps": Graded(Hps(), towers(engine.placement(), tiny))})
+    run = Run(policy, config.objective, rubric, config.data.load(0), engine, folder, config.steps)
+    settle()
+    count = sum(p.numel() for p in policy.weights.net.parameters())
+    say(section, f"{count / 1e9:.2f} billion weights ready after {time.perf_counter() - began:.0f} s, {gib():.1f} GiB")
+    return run

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device import CUDA, settle  # beside this file, in no package
+from device import CUDA  # beside this file, in no package
 from sections import Found, Keep, carry_out, deadline, keeper, say
-from timeline import gib, timed, watched
-from towers import PROMPTS, towers
+from timeline import timed, watched
+from towers import PROMPTS, assembled
 
-from tastemaker.config.build import generator
 from tastemaker.config.run import Batch, EngineConfig, Optim, RewardConfig, RunConfig
 from tastemaker.data.prompts import InlinePrompts
 from tastemaker.embeddings import Shards
@@ -41,9 +40,7 @@ from tastemaker.policy import Guidance
 from tastemaker.processes.dynamics import Ddim, Ode
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import Straight, VariancePreserving
-from tastemaker.reward import Graded, Rubric
 from tastemaker.rewards.hps import Hps
-from tastemaker.train.engine import Engine
 from tastemaker.train.run import Run
 
 SECTIONS = {  # seconds at most
@@ -92,8 +89,7 @@ def model(section: str, options: Options) -> tuple[Any, Any, Guidance, tuple[str
 
 
 def built(options: Options, section: str) -> Run:
-    """What `build` of a configuration gives, but for the reward, whose weights are random too."""
-    began = time.perf_counter()
+    """The run of a section, as a recipe would describe it."""
     spec, process, guidance, targets = model(section, options)
     # A call of Wan's takes long enough to be launched, and a graph of the compiler's is one already.
     recorded = not (section.startswith("wan") or section.endswith((COMPILED, LAUNCHED)))
@@ -109,14 +105,7 @@ def built(options: Options, section: str) -> Run:
         engine=EngineConfig(precision="bf16", memory="recompute", compile=options.compile, graphs=recorded),
         steps=1000,
     )
-    engine = Engine(config.engine, config.optim, config.steps, 0)
-    policy = generator(config, engine.placement())
-    rubric = Rubric({"hps": Graded(Hps(), towers(engine.placement(), options.tiny))})
-    run = Run(policy, config.objective, rubric, config.data.load(0), engine, options.folder, config.steps)
-    settle()
-    count = sum(p.numel() for p in policy.weights.net.parameters())
-    say(section, f"{count / 1e9:.2f} billion weights ready after {time.perf_counter() - began:.0f} s, {gib():.1f} GiB")
-    return run
+    return assembled(config, section, options.folder, options.tiny)
 
 
 def train(options: Options, section: str, keep: Keep) -> None:

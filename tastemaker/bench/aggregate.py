@@ -178,12 +178,9 @@ def _compared(found: Line, aim: Aim, other: Line | None) -> list[tuple[bool, str
         return []
     if other is None:
         return [(True, f"{aim.like} is not measured")]
-    paid, price = ("calls", found.price / other.price) if found.searched else _sampled(found, other)
+    samples = "samples", found.samples / max(other.samples, 1)
+    paid, price = ("calls", found.price / other.price) if found.searched else samples
     return [
         (found.after.mean < other.after.mean, f"below {aim.like}'s {other.after.mean:.2f}"),
         (price > aim.share, f"with {price:.2f} of its {paid}"),
     ]
-
-
-def _sampled(found: Line, other: Line) -> tuple[str, float]:
-    return "samples", found.samples / max(other.samples, 1)

@@ -85,8 +85,9 @@ def test_inception_has_the_published_tensors_and_reads_both_layouts(tmp_path: Pa
     torch.save(published, tmp_path / "pt_inception.pth")
     found = inception(tmp_path / "pt_inception.pth")
     with torch.no_grad():
-        assert found(pixels).shape == (2, 2048)
-        torch.testing.assert_close(found(pixels), net(pixels), rtol=1e-3, atol=0)
+        for p in (p for p in net.parameters() if p.ndim == 4):  # in the same order sums are the same to the bit
+            p.data = p.data.contiguous(memory_format=torch.channels_last)
+        assert found(pixels).equal(net(pixels)) and found(pixels).shape == (2, 2048)
         torch.jit.save(torch.jit.script(Scripted(net)), tmp_path / "nvidia.pt")
         torch.testing.assert_close(inception(tmp_path / "nvidia.pt")(pixels), net(pixels))
     with pytest.raises(ConfigError, match="there is no Inception at"):
