@@ -1,0 +1,32 @@
+"""Show-o's step compiled block by block, as its bench measures it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tastemaker.models.showo import Showo
+from tastemaker.policy import Guidance, Policy
+from tastemaker.processes.masked import Masked
+from tastemaker.randomness import Randomness
+from tastemaker.train.memory import compile_blocks
+from tastemaker.types import Placement
+from tastemaker.weights import Full
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch, about itself
+@torch.no_grad()
+def test_the_compiled_step_paints_the_same_tokens_in_float32() -> None:
+    from torch._dynamo.utils import counters
+
+    model = Showo().tiny().load(Placement())
+    model.net.requires_grad_(False)
+    process = Masked(6, replay=False)
+    policy = Policy(process.guide(model, Guidance(2.75)), process, Full().apply(model, ()))
+    cond, rng = policy.embed(["a dog"]).repeat(3), Randomness(0, 0, torch.arange(3))
+    plain = policy.sample(cond, rng).final
+    counters.clear()
+    compile_blocks(model.net)
+    assert torch.equal(policy.sample(cond, rng).final, plain) and plain.unique().numel() > 10
+    assert counters["stats"]["unique_graphs"] > 0
