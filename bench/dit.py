@@ -29,7 +29,7 @@ from tastemaker.config.load import load, load_any
 from tastemaker.models.latent_dit import LatentDit
 from tastemaker.models.nets.latent_dit import LatentDiT
 from tastemaker.train import autoencoder
-from tastemaker.train.loop import learn
+from tastemaker.train.loop import begin
 from tastemaker.types import Latents, Pictures, PromptBatch
 
 SECTIONS = {"latents": 65, "vae-diffusers": 25, "vae": 25, "pictures": 65, "limit": 20}  # seconds at most
@@ -67,21 +67,24 @@ class Noise:
         return PromptBatch(("0",) * count, ({},) * count)
 
 
-def median(work: Callable[[int], Any], options: Options, section: str, most: int) -> float:
-    """Seconds a call, after three to warm up and compile; the median of as many as fit."""
+def median(begin: Callable[[int], Callable[[], Any]], options: Options, section: str, most: int) -> float:
+    """Seconds a step, after three to warm up and compile; the median of as many as fit, each begun before the one
+    before it is told, as in training."""
     began = time.perf_counter()
     for number in range(3):
-        work(number)
+        begin(number)()
         settle()
         say(section, f"step {number + 1} after {time.perf_counter() - began:.1f} s")
     found: list[float] = []
+    waiting = begin(3)
     while len(found) < most and (not found or time.monotonic() + 2 * found[0] < options.deadline):
-        settle()
-        began = time.perf_counter()
-        work(3 + len(found))
-        settle()
-        found.append(time.perf_counter() - began)
-    return sorted(found)[len(found) // 2]
+        following = begin(4 + len(found))
+        waiting()
+        waiting, at = following, time.perf_counter()
+        found.append(at - began)
+        began = at
+    settle()
+    return sorted(found[1:] or found)[len(found[1:]) // 2]  # the first was begun with nothing before it
 
 
 def limit(options: Options, section: str, keep: Keep) -> float:
@@ -148,7 +151,8 @@ def generator(options: Options, section: str, keep: Keep) -> None:
     model: Any = run.policy.model
     prompts = tuple(str(i % 1000) for i in range(options.batch))
     if section == "latents":
-        rows: Any = Latents(prompts, torch.randn(options.batch, *model.shape[1:]), model.fingerprint, 1.0)
+        x = torch.randn(options.batch, *model.shape[1:])  # as data are made ahead, where a GPU can fetch them
+        rows: Any = Latents(prompts, x.pin_memory() if CUDA else x, model.fingerprint, 1.0)
     else:
         rows = Pictures(prompts, torch.rand(options.batch, *model.pixels, device=run.engine.device))
     run.data = Noise(rows)
@@ -157,7 +161,7 @@ def generator(options: Options, section: str, keep: Keep) -> None:
         section,
         f"{sum(p.numel() for p in model.net.parameters()) / 1e6:.1f} M weights, {forward / 1e9:.1f} GFLOP forward",
     )
-    seconds = median(lambda step: learn(run, step), options, section, 3 if options.tiny else 15)
+    seconds = median(lambda step: begin(run, step), options, section, 3 if options.tiny else 15)
     rate = options.batch / seconds
     reached = 3 * forward * rate / 1e12
     share = f", {reached / reach:.0%} of what products reach" if reach else ""
@@ -178,7 +182,7 @@ def vae(options: Options, section: str, keep: Keep) -> None:
     run = build_autoencoder(config, options.folder / "run")
     pixels = torch.rand(rows, 1, 3, options.pixels, options.pixels, device=run.engine.device)
     run.data = Noise(Pictures(("",) * rows, pixels))
-    seconds = median(lambda step: autoencoder.learn(run, step), options, section, 3 if options.tiny else 7)
+    seconds = median(lambda step: autoencoder.begin(run, step), options, section, 3 if options.tiny else 7)
     count = sum(p.numel() for p in run.net.parameters()) / 1e6
     say(section, f"{count:.1f} M weights: {seconds * 1e3:.1f} ms a step of {rows}, {rows / seconds:.1f} pictures/s")
     keep({"section": section, "pictures/s": rows / seconds, "ms": seconds * 1e3, "GiB": gib(), "batch": rows})

@@ -53,7 +53,7 @@ class Classes:
             return f"prompt: '{said:.60}' is what the classes {which} are called; give the number of one"
         if not self.names:
             told = f"expected a number from 0 to {self.count - 1}, or set model.names"
-            return f"prompt: '{said:.60}' is no class; {told}"
+            return f"prompt: '{said:.60}' is no class; {told}; of pictures in folders by class, set data.say=number"
         near = difflib.get_close_matches(PREFIX.sub("", said, count=1).lower()[:60], self._numbers, 1)
         advice = f"did you mean '{near[0]}'" if near else f"expected a name or a number below {self.count}"
         return f"prompt: there is no class '{said:.60}'; {advice}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,7 +123,8 @@ class LoraWeights(Weights):
         """Every tensor of the network as it was named before, adapters of that name added to what they adapt."""
         if self.texts:
             found = ", ".join(self.texts)
-            raise ConfigError(f"merging would lose what {found} learned; write the adapters by themselves")
+            told = "export the adapters alone: --layout diffusers, or authors where diffusers has no such pipeline"
+            raise ConfigError(f"merging would lose what {found} learned; {told}")
         layers: dict[str, Any] = dict(self.net.named_modules())
         whole: dict[str, Tensor] = {}
         for key, x in self.net.state_dict().items():
@@ -167,6 +169,18 @@ class LoraWeights(Weights):
             self._activate(LIVE)
 
 
+def taught(model: Holder) -> dict[str, nn.Module]:
+    """The text encoders that read for a model, by name, which from now on can learn; none if it has no such."""
+    readers = [part for part in vars(model).values() if isinstance(part, Teachable)]
+    return readers[0].teach() if readers else {}
+
+
+def _spelled(net: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Targets, with the names of all layers in place of one with stars that they match."""
+    names = [name for name, _ in net.named_modules()]
+    return [found for target in targets for found in (fnmatch.filter(names, target) or [target])]
+
+
 def _none_called(chosen: Sequence[str], linear: Sequence[str]) -> ConfigError:
     there = ", ".join(name for name, _ in Counter(name.rpartition(".")[2] for name in linear).most_common(8))
     found = f"tuning: no layer's name ends with {', '.join(chosen):.60}; those of linear layers mostly end with {there}"
@@ -188,8 +202,9 @@ def _by_rows(net: nn.Module, config: LoraConfig) -> Chance:
 class Lora:
     """Train low-rank adapters on the layers named in `targets` (peft's rules), which their names may end with.
 
-    `all-linear` is every linear layer, `all-layers` convolutions too; `usual` is what the users of a model adapt, or
-    every linear layer where that is not known.
+    A target with stars is a whole name, as low.*.to_q for one of two transformers. `all-linear` is every linear layer,
+    `all-layers` convolutions too; `usual` is what the users of a model adapt, or every linear layer where that is not
+    known.
     """
 
     rank: int = 16
@@ -212,14 +227,15 @@ class Lora:
             raise ValueError("'adapt' is empty; expected net, text or both")
 
     def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights:
-        texts = {name: (net, self._config(net, self.text_targets)) for name, net in self._encoders(model).items()}
-        config = self._config(model.net, self.targets) if "net" in self.adapt else None
+        texts = {name: (net, self.config(net, self.text_targets)) for name, net in self._encoders(model).items()}
+        config = self.config(model.net, self.targets) if "net" in self.adapt else None
         return LoraWeights(model.net, config, snapshots, texts)
 
-    def _config(self, net: nn.Module, targets: tuple[str, ...] | str) -> LoraConfig:
+    def config(self, net: nn.Module, targets: tuple[str, ...] | str) -> LoraConfig:
+        """What peft is told of a network, of which those layers are adapted."""
         if targets == "usual":
             targets = net.usual if isinstance(net, Accustomed) else "all-linear"
-        chosen = list(targets) if isinstance(targets, tuple) else self._every(net, targets)
+        chosen = _spelled(net, targets) if isinstance(targets, tuple) else self._every(net, targets)
         if not any(f".{name}".endswith(f".{target}") for name, _ in net.named_modules() for target in chosen):
             raise _none_called(chosen, self._every(net, "all-linear"))
         alpha = 2 * self.rank if self.alpha is None else self.alpha
@@ -228,8 +244,7 @@ class Lora:
     def _encoders(self, model: Holder) -> dict[str, nn.Module]:
         if "text" not in self.adapt:
             return {}
-        readers = [part for part in vars(model).values() if isinstance(part, Teachable)]
-        found = readers[0].teach() if readers else {}
+        found = taught(model)
         if not found:
             told = "tuning.adapt names text, but this model has no text encoder that could be trained"
             raise ConfigError(f"{told}; leave it at [net]")

@@ -1,8 +1,11 @@
-"""Clips as H.264 in MP4; the one file that imports PyAV."""
+"""Clips as H.264 in MP4, and read from whatever FFmpeg knows; the one file that imports PyAV."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
 import av
 import numpy as np
@@ -22,17 +25,61 @@ def write_movie(frames: NDArray[np.uint8], path: Path, frames_per_second: int) -
 
 
 def read_movie(path: Path) -> NDArray[np.uint8]:
-    """All frames: [F, H, W, 3]; none of them made up by the decoder, as it does where bytes are broken."""
+    """All frames: [F, H, W, 3]; a file is refused where its decoder complains, as it does of most broken bytes.
+
+    Not of all: broken bytes that happen to decode show as wrong pixels, for frames in H.264 have no checksum.
+    """
     try:
         with av.open(path) as file:
             if not file.streams.video:
                 raise ValueError("it holds no video")
-            shown = [(frame.to_ndarray(format="rgb24"), frame.is_corrupt) for frame in file.decode(video=0)]
+            file.streams.video[0].codec_context.thread_count = 1  # or its complaints would be another thread's
+            with complaints() as told:
+                shown = [(frame.to_ndarray(format="rgb24"), frame.is_corrupt) for frame in file.decode(video=0)]
     except av.FFmpegError as error:  # some of which are no ValueError
         raise ValueError(str(error)) from error
     if not shown:
         raise ValueError("it holds no frames")
     broken = [place for place, (_, corrupt) in enumerate(shown) if corrupt]
-    if broken:
-        raise ValueError(f"its frame {broken[0]} is broken")
+    if broken or told:
+        raise ValueError(f"its frame {broken[0]} is broken" if broken else f"its decoder says: {told[0]}")
     return np.stack([frame for frame, _ in shown]).astype(np.uint8)
+
+
+class Listening:
+    """Whether FFmpeg speaks: a setting of the whole process, which the last thread that listens puts back."""
+
+    def __init__(self) -> None:
+        self._lock, self._threads = Lock(), 0
+        self._level, self._once = av.logging.get_level(), True
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._threads:
+                self._level, self._once = av.logging.get_level(), av.logging.get_skip_repeated()
+                av.logging.set_level(av.logging.ERROR)
+                av.logging.set_skip_repeated(False)  # or what the file before was told would be kept from this one
+            self._threads += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads:
+                av.logging.set_level(self._level)
+                av.logging.set_skip_repeated(self._once)
+
+
+LISTENING = Listening()
+
+
+@contextmanager
+def complaints() -> Iterator[list[str]]:
+    """What FFmpeg calls an error in this thread, known at the end of the block."""
+    told: list[str] = []
+    LISTENING.begin()
+    try:
+        with av.logging.Capture() as heard:
+            yield told
+        told += [message.strip() for _, _, message in heard]
+    finally:
+        LISTENING.end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -82,6 +82,13 @@ class Context(Generic[P]):
     memory: Memory
     epoch: int = 0  # how often this experience was passed over before: names fresh draws
     chunk: int | None = None  # rows to sample at a time; all at once if not given
+    first: int | None = None  # the number of the first row, where all after it follow in order
+
+    def here(self) -> Randomness:
+        """The same draws on the host, where known without waiting for the device."""
+        count = len(self.rng)
+        rows = self.rng.rows.cpu() if self.first is None else torch.arange(self.first, self.first + count)
+        return replace(self.rng, rows=rows)
 
     def chunks(self, rows: int) -> Sequence[Tensor]:
         """Row numbers to sample at a time. Draws belong to rows, so the samples are the same however they are cut."""

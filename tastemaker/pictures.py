@@ -1,4 +1,4 @@
-"""Pixels to files and back; MP4 goes through PyAV in `movies.py`, everything else through Pillow.
+"""Pixels to files and back; movies go through PyAV in `movies.py`, everything else through Pillow.
 
 A clip in a PNG is an animated one: without loss, and played by whatever shows a PNG. A clip in a folder is a still a
 frame; of folders that end in .frames this is known without being told.
@@ -26,9 +26,10 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps, ImageSequence
 from torch import Tensor
 
 STILLS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-MOVIES = {".mp4"}
+MOVIE = ".mp4"  # as clips are written
+MOVIES = (MOVIE, ".m4v", ".mov", ".webm", ".mkv", ".avi")  # that are read
 FOLDER = ".frames"
-KNOWN = ", ".join([*STILLS, ".gif", *MOVIES])
+WRITTEN, KNOWN = ", ".join([*STILLS, ".gif", MOVIE]), ", ".join([*STILLS, ".gif", *MOVIES])
 
 
 class PictureError(ValueError):
@@ -45,8 +46,8 @@ def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
 def save_picture(pixels: Tensor, path: Path, frames_per_second: int = 8) -> None:
     """Write pixels [F, 3, H, W] as what the suffix says; the file appears whole or not at all."""
     suffix, frames = path.suffix.lower(), as_bytes(pixels)
-    if suffix not in {*STILLS, ".gif", *MOVIES, FOLDER}:
-        raise PictureError(f"{path} cannot be written; expected a name that ends in one of {KNOWN}, {FOLDER}")
+    if suffix not in {*STILLS, ".gif", MOVIE, FOLDER}:
+        raise PictureError(f"{path} cannot be written; expected a name that ends in one of {WRITTEN}, {FOLDER}")
     if frames_per_second < 1:
         raise PictureError(f"{path} would show {frames_per_second} frames a second; expected 1 or more")
     if suffix in STILLS and suffix != ".png" and len(frames) > 1:
@@ -55,7 +56,7 @@ def save_picture(pixels: Tensor, path: Path, frames_per_second: int = 8) -> None
     partial = path.with_name(f".{path.name}.partial")
     if suffix == FOLDER:
         return _save_frames(frames, partial, path)
-    if suffix in MOVIES:
+    if suffix == MOVIE:
         _movies(path).write_movie(frames, partial, frames_per_second)
     else:
         _save(frames, partial, "GIF" if suffix == ".gif" else STILLS[suffix], frames_per_second)
@@ -94,11 +95,11 @@ def read_picture(path: Path) -> Tensor:
         raise PictureError(f"there is no picture at {path}; check the path")
     if path.suffix.lower() not in {*STILLS, ".gif", *MOVIES}:
         raise PictureError(f"{path} is no picture that can be read; expected one of {KNOWN}")
-    with reading(str(path)):
-        if path.suffix.lower() in MOVIES:
+    if path.suffix.lower() in MOVIES:
+        with reading(str(path), "clip"):
             return torch.from_numpy(_movies(path).read_movie(path)).movedim(-1, -3) / 255
-        with Image.open(path) as image:
-            return torch.stack([_rgb(frame) for frame in ImageSequence.Iterator(image)])
+    with reading(str(path)), Image.open(path) as image:
+        return torch.stack([_rgb(frame) for frame in ImageSequence.Iterator(image)])
 
 
 def _read_frames(folder: Path) -> Tensor:
@@ -168,14 +169,14 @@ def to_bytes(pixels: Tensor) -> bytes:
 
 
 @contextmanager
-def reading(name: str) -> Iterator[None]:
+def reading(name: str, kind: str = "picture") -> Iterator[None]:
     """Within the block whatever a broken picture raises becomes a sentence."""
     try:
         yield
     except PictureError:
         raise
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        raise PictureError(f"{name} cannot be read as a picture ({error}); make it again or remove it") from error
+        raise PictureError(f"{name} cannot be read as a {kind} ({error}); make it again or remove it") from error
 
 
 def _rgb(image: Image.Image) -> Tensor:

@@ -32,7 +32,7 @@ def test_an_unknown_class_is_one_sentence_with_a_way_out() -> None:
         imagenet().number("golden retreiver")
     with pytest.raises(ConfigError, match="there is no class 1000; expected a number from 0 to 999"):
         imagenet().number("1000")
-    with pytest.raises(ConfigError, match="'dog' is no class; expected a number from 0 to 9"):
+    with pytest.raises(ConfigError, match=r"'dog' is no class; expected a number from 0 to 9, .* set data.say=number"):
         named(10).number("dog")
 
 

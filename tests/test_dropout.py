@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from torch import Tensor, nn
 
 from tastemaker.config.build import build, generator, shrunk
@@ -34,9 +35,8 @@ def adapted(name: str, folder: Path, adapt: str = "net") -> Policy[Any]:
     """A small generator with adapters on all layers, none of which is at its beginning."""
     (folder / "clips.yaml").write_text(f"extends: [base, models/{name}]\ndata: {{type: prompts, prompts: [a cat]}}")
     tuning = f"tuning={{type: lora, rank: 2, targets: all-layers, dropout: 0.3, adapt: [{adapt}]}}"
-    config = load(
-        folder / "clips.yaml", ["objective={type: reward_gradient}", "rewards={a: {type: brightness}}", tuning]
-    )
+    told = ["objective={type: reward_gradient}", "rewards={a: {type: brightness}}", tuning]
+    config = load(folder / "clips.yaml", [*told, *([f"model.image={toys.PICTURE}"] if name == "svd" else [])])
     policy = generator(shrunk(config), Placement())
     for i, p in enumerate(policy.weights.trainable().values()):
         nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(i))

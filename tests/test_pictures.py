@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -71,8 +73,66 @@ def test_a_clip_with_broken_bytes_is_no_clip_though_its_decoder_shows_something(
     begin = whole.index(b"mdat") + 900  # within the first frame, after what the encoder says of itself
     whole[begin : begin + 500] = np.random.default_rng(0).bytes(500)
     path.write_bytes(whole)
-    with pytest.raises(PictureError, match=r"a.mp4 cannot be read as a picture \(.+\); make it again or remove it"):
+    with pytest.raises(PictureError, match=r"a.mp4 cannot be read as a clip \(.+\); make it again or remove it"):
         read_picture(path)
+
+
+def damaged(folder: Path, places: range) -> list[Path]:
+    """Clips of one kind, each with a few hundred bytes of noise at another place."""
+    save_picture(random(6, 3, 64, 64), folder / "whole.mp4")
+    whole, chance = (folder / "whole.mp4").read_bytes(), np.random.default_rng(0)
+    begin, files = whole.index(b"mdat"), []
+    for place in places:
+        files.append(folder / f"{place}.mp4")
+        files[-1].write_bytes(whole[: begin + place] + chance.bytes(400) + whole[begin + place + 400 :])
+    return files
+
+
+def complaint(path: Path) -> str:
+    try:
+        read_picture(path)
+    except PictureError as error:
+        return str(error)
+    return ""
+
+
+def test_most_damage_in_the_middle_of_a_clip_is_one_sentence_and_a_whole_clip_has_none(tmp_path: Path) -> None:
+    files = damaged(tmp_path, range(750, 20750, 2000))
+    told = [complaint(file) for file in files]
+    assert sum(map(bool, told)) >= 5  # what happens to decode is not noticed
+    assert all(re.fullmatch(r".*mp4 cannot be read as a clip \(.+\); make it again or remove it", x) for x in told if x)
+    assert read_picture(tmp_path / "whole.mp4").shape == (6, 3, 64, 64)
+
+
+def test_a_broken_clip_is_noticed_again_and_what_others_hear_of_ffmpeg_stays_as_it_was(tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    broken = next(file for file in damaged(tmp_path, range(750, 20750, 2000)) if complaint(file))
+    before = av.logging.get_level(), av.logging.get_skip_repeated()
+    assert complaint(broken) == complaint(broken) != ""
+    assert (av.logging.get_level(), av.logging.get_skip_repeated()) == before
+
+
+def test_a_broken_clip_does_not_spoil_one_that_is_read_at_the_same_time(tmp_path: Path) -> None:
+    files = damaged(tmp_path, range(750, 20750, 2000))
+    alone = [complaint(file) for file in files]
+    both = [path for file in files for path in (file, tmp_path / "whole.mp4")]
+    with ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(complaint, both))
+    assert told[0::2] == alone and not any(told[1::2])
+
+
+@pytest.mark.parametrize("suffix", ["mov", "mkv", "avi", "webm", "m4v"])
+def test_movies_of_other_programs_are_read_and_not_written(tmp_path: Path, suffix: str) -> None:
+    av, path = pytest.importorskip("av"), tmp_path / f"a.{suffix}"
+    with av.open(path, "w", format="mp4" if suffix == "m4v" else None) as file:
+        stream = file.add_stream("libvpx" if suffix == "webm" else "libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        for frame in as_bytes(smooth(3, 16, 32)):
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, "rgb24")))
+        file.mux(stream.encode(None))
+    assert (read_picture(path) - smooth(3, 16, 32)).abs().mean() < 0.05
+    with pytest.raises(PictureError, match=f"a.{suffix} cannot be written; expected a name that ends in one of"):
+        save_picture(smooth(3, 16, 32), path)
 
 
 def test_colors_survive_mp4(tmp_path: Path) -> None:
@@ -134,7 +194,8 @@ def test_a_corrupt_file_is_a_sentence(tmp_path: Path, suffix: str, keep: int) ->
     path = tmp_path / f"a.{suffix}"
     save_picture(random(1, 3, 64, 64), path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(PictureError, match=r"a\.\w+ cannot be read as a picture .*; make it again or remove it"):
+    kind = "clip" if suffix == "mp4" else "picture"
+    with pytest.raises(PictureError, match=rf"a\.\w+ cannot be read as a {kind} .*; make it again or remove it"):
         read_picture(path)
 
 
@@ -235,5 +296,5 @@ def test_a_corrupt_movie_is_a_sentence(tmp_path: Path, damage: str) -> None:
     whole = (tmp_path / "a.mp4").read_bytes()
     broken = {"cut": whole[: len(whole) // 2], "words": b"not a movie" * 20, "empty": b""}[damage]
     (tmp_path / "a.mp4").write_bytes(broken)
-    with pytest.raises(PictureError, match=r"a\.mp4 cannot be read as a picture"):
+    with pytest.raises(PictureError, match=r"a\.mp4 cannot be read as a clip"):
         read_picture(tmp_path / "a.mp4")

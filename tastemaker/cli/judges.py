@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Device, Overrides, Place, Precision, Tiny, console, settings
+from .options import Device, Overrides, Place, Precision, Tiny, console, leave_aside, settings
 
 app = typer.Typer()
 
@@ -144,6 +144,7 @@ def rank(
     from ..commands import generating, lessons, ranking
 
     config, found = generating.source(recipe, settings(overrides, device))
+    leave_aside(config, overrides, tiny=tiny)
     batch, dropped = ranking.asked(prompts, config, limit, against or ())
     if dropped:
         console().print(f"{len(dropped)} prompts left out, such as '{dropped[0]:.80}'", markup=False, highlight=False)

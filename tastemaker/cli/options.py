@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:  # what it is takes torch to say, which most commands do without
+    from ..config.run import AnyConfig
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -63,6 +66,7 @@ class Kind(StrEnum):
     recipes = "recipes"
     data = "data"
     searches = "searches"
+    prompts = "prompts"
 
 
 Searching = Annotated[
@@ -80,3 +84,11 @@ def console() -> Console:
 
 def settings(overrides: list[str] | None, device: Device | None = None) -> list[str]:
     return [*(overrides or []), *([f"engine.device={device.value}"] if device else [])]
+
+
+def leave_aside(config: AnyConfig, overrides: list[str] | None, *, tiny: bool) -> None:
+    """Say which of the settings small models leave aside, where such are asked for."""
+    if tiny and overrides:
+        from ..config.unused import warn
+
+        warn(config, overrides)

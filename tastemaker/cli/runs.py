@@ -24,6 +24,7 @@ from .options import (
     Searching,
     Tiny,
     console,
+    leave_aside,
     settings,
 )
 
@@ -32,7 +33,9 @@ app = typer.Typer()
 
 @app.command()
 def train(
-    recipe: Recipe,
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name (see `list recipes`), a YAML file, or the directory of a run.")
+    ],
     overrides: Overrides = None,
     resume: Annotated[Path | None, typer.Option(help="Go on from this checkpoint: everything.")] = None,
     init_from: Annotated[Path | None, typer.Option(help="Start from the weights in this checkpoint or file.")] = None,
@@ -41,10 +44,10 @@ def train(
     device: Place = None,
 ) -> None:
     """Train; on the directory of an earlier run, go on where it stopped."""
-    from ..commands.training import run_training
-    from ..config.load import load_any
+    from ..commands.training import configuration, run_training
 
-    config = load_any(recipe, settings(overrides, device))
+    config = configuration(recipe, settings(overrides, device))
+    leave_aside(config, overrides, tiny=tiny)
     done = run_training(
         config, tiny=tiny, resume=resume, init_from=init_from, allowed=allow_change or (), console=console()
     )
@@ -78,6 +81,7 @@ def generate(
     from ..commands import generating, searching
 
     config, found = generating.source(recipe, settings(overrides, device), lora)
+    leave_aside(config, overrides, tiny=tiny)
     batch = generating.prompts(prompt or (), prompts, config)
     chosen, ending = searching.sampled(search, n, scheduler, steps), clips.value if clips else ""
     order = generating.Order(batch, count, seed, chosen, weights, out, lora_scale, judge, ending, fps)
@@ -97,8 +101,9 @@ def export(
     ranks: Annotated[int, typer.Option(min=0, help="For llamagen: shards for so many; 0 writes one file.")] = 0,
 ) -> None:
     """Write a run's weights: one file that `weights:` and `codec:` load, or what others load."""
-    from ..commands import exporting, handing, publishing
+    from ..commands import exporting, handing, publishing, targets
 
+    targets.folder(out.parent)
     if layout is None:
         return exporting.export(run, out, weights, bits, console())
     kept = publishing.DTYPES[dtype.value]
@@ -155,6 +160,7 @@ def evaluate(
         evaluating.score_folder(questions, images, eyes, out, spot, tiny=tiny, console=console())
         return
     (config, found), counts = generating.source(model, settings(overrides, device)), searching.numbers(n)
+    leave_aside(config, overrides, tiny=tiny)
     place = out or evaluating.folder(benchmark, config, found, searching.named(search))
 
     def examine(candidates: int, folder: Path) -> dict[str, Any]:
@@ -252,9 +258,10 @@ def doctor(recipe: Recipe, overrides: Overrides = None, tiny: Tiny = False, devi
     from ..config.load import load
     from ..doctor.examine import examine
 
-    shown, failures = Console(), 0
+    config, shown, failures = load(recipe, settings(overrides, device)), Console(), 0
+    leave_aside(config, overrides, tiny=tiny)
     marks = {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]", "skip": "[yellow]skip[/]"}
-    for finding in examine(load(recipe, settings(overrides, device)), tiny=tiny):
+    for finding in examine(config, tiny=tiny):
         failures += finding.verdict == "fail"
         shown.print(f"{marks[finding.verdict]}  {escape(finding.checked)}: {escape(finding.number)}", highlight=False)
         if finding.advice:

@@ -31,6 +31,7 @@ from ..rewards.nets.replies import Aloud, Drawn, Manner, Spoken, replies
 from ..rewards.nets.speech import CAPTION
 from ..rewards.nets.writing import Desk, Pace
 from ..types import Placement
+from .counting import counted
 from .directory import CONFIG
 from .ledger import mend
 from .marking import told
@@ -204,9 +205,9 @@ def ask_all(
                 progress.advance(task, 1 if isinstance(batch, dict) else len(batch))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error}); name another file with --out") from error
-    console.print(f"{len(found) - broken} pictures answered, line by line in {out}", markup=False, soft_wrap=True)
+    console.print(f"{counted(len(found) - broken)} answered, line by line in {out}", markup=False, soft_wrap=True)
     if broken:
-        raise PictureError(f"{broken} of {len(found)} pictures could not be read; the lines above say why")
+        raise PictureError(f"{broken} of {counted(len(found))} could not be read; the lines above say why")
     return order.answers(out, found)
 
 
@@ -246,7 +247,11 @@ def answered(out: Path) -> list[dict[str, Any]]:
     if not out.is_file():
         return []
     rows = []
-    for line in out.read_text(encoding="utf-8").splitlines():
+    try:
+        text = out.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{out} holds no text; name another file with --out") from error
+    for line in text.splitlines():
         try:
             row = json.loads(line)
         except ValueError:

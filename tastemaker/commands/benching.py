@@ -21,6 +21,7 @@ from ..bench import results
 from ..bench.cells import Job, chosen, jobs
 from ..registry import ConfigError
 from ..train.failures import TrainingError
+from . import targets
 from .measuring import Bench
 from .queueing import Queue
 from .telling import tell as tell_all
@@ -103,7 +104,7 @@ def serve(order: Order) -> None:
 
 def claim(order: Order) -> None:
     """A folder holds the answers to one set of questions."""
-    bench, file = order.bench, order.bench.out / SETTINGS
+    bench, file = order.bench, targets.folder(order.bench.out) / SETTINGS
     asked = {"bench": bench.plan.name, "prompts": bench.prompts, "count": bench.count, "tiny": bench.tiny}
     asked |= {"overrides": list(bench.overrides)}
     if file.is_file():

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from ..data.text import json_rows
-from ..pictures import PictureError
+from ..pictures import KNOWN, PictureError
 from ..registry import ConfigError
 from ..rewards.nets.replies import Manner
 from .asking import Order, Talker, ask_all
@@ -56,7 +56,7 @@ def present(wish: Wish) -> list[Path]:
         raise ConfigError(f"{wish.folder} is no folder; expected one with pictures (`tastemaker ask` takes one alone)")
     files = found(wish.folder, folders=False)
     if not files:
-        raise ConfigError(f"{wish.folder}: no pictures found; expected .png, .jpg, .webp, .gif or .mp4 files in it")
+        raise ConfigError(f"{wish.folder}: no pictures found; expected files that end in {KNOWN}")
     if not wish.listed and (wish.folder / LIST).is_file():
         raise ConfigError(
             f"{wish.folder / LIST} is there, and training reads it in place of .txt files; add to it with "

@@ -21,6 +21,7 @@ from ..eval.metrics import frechet_moments, inception_score, kernel_distance, mo
 from ..eval.reference import Eye, Reference, Seen, pieces, see
 from ..pictures import STILLS, as_bytes, read_picture
 from ..registry import ConfigError
+from . import targets
 
 SHEETS = {"sheet.png"}  # what `generate` puts beside the pictures
 STRAY = 0.05  # of the variance, that the mean of some pictures may be from that of all
@@ -58,6 +59,7 @@ def packed(path: Path) -> Tensor:
 
 def pack(folder: Path, out: Path, console: Console) -> Path:
     """One file of all pictures, in the order of their names, as ADM's evaluator reads it."""
+    targets.file(out)
     found = pictures(folder).numpy()
     out.parent.mkdir(parents=True, exist_ok=True)
     np.savez(out, arr_0=found)
@@ -82,6 +84,7 @@ class Named:
 
 def make(source: Path, named: Named, by: Eye, out: Path, console: Console) -> Reference:
     """Statistics of real pictures, for samples to be compared with; those of a file in ADM's layout stay its own."""
+    targets.file(out)
     known = statistics(source) if source.suffix == ".npz" else None
     if known is not None and not named.count:
         raise ConfigError(
@@ -202,5 +205,5 @@ def table(told: dict[str, Any]) -> Table:
 
 def write(told: dict[str, Any], out: Path | None) -> None:
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        targets.file(out).parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

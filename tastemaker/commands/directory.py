@@ -18,10 +18,12 @@ from ..config.run import AnyConfig
 from ..registry import ConfigError
 from ..train import checkpoint
 from ..train.engine import Engine
+from . import targets
 
 CONFIG = "config.yaml"
 RECIPE = "recipe.yaml"  # that an exported folder can be generated from by its name alone
-ELSEWHERE = ("output", "name")  # say where a run lies, not what it is
+ELSEWHERE = ("output", "name", "data.skip")  # say where a run lies and what it bears, not what it is
+FEW = 4  # settings worth naming one by one
 LONGEST = 60  # characters of a setting worth repeating
 
 
@@ -48,15 +50,21 @@ def _brief(value: object) -> str:
 
 def settle(config: AnyConfig, directory: Path, allowed: Sequence[str]) -> Path | None:
     """Claim a directory for a configuration, and find the checkpoint to go on from if there is one."""
-    written, text = directory / CONFIG, dump(config)
+    written, text = targets.folder(directory, "output") / CONFIG, dump(config)
     if written.exists() and checkpoint.latest(directory) is not None:
         found = changes(yaml.safe_load(written.read_text(encoding="utf-8")), yaml.safe_load(text))
         refused = {name: change for name, change in found.items() if not _permitted(name, allowed)}
         if refused:
             told = "; ".join(f"{name}: {change}" for name, change in refused.items())
-            way = f"add --allow-change {next(iter(refused))}, choose another name, or remove the directory"
+            way = f"add {permitting(list(refused))}, choose another name, or remove the directory"
             raise ConfigError(f"{directory} holds a run with another configuration ({told}); {way}")
     return checkpoint.latest(directory)
+
+
+def permitting(names: Sequence[str]) -> str:
+    """What to add to a command so that these may change; of many, the sections they lie in."""
+    keys = names if len(names) <= FEW else sorted({name.partition(".")[0] for name in names})
+    return " ".join(f"--allow-change {key}" for key in keys)
 
 
 def _permitted(name: str, allowed: Sequence[str]) -> bool:

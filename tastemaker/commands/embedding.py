@@ -15,12 +15,13 @@ from ..config.check import launched
 from ..config.load import override, read
 from ..config.registries import DATA, MODELS
 from ..config.validate import build
-from ..data.prompts import PromptFile
+from ..data.prompts import given
 from ..data.spec import DataSpec
 from ..embeddings import CAPTIONS, Captions, Embeddable, Shards, Shelf, Texts, fill
 from ..policy import ModelSpec
 from ..registry import ConfigError
 from ..types import Placement
+from . import targets
 
 AT_ONCE = 16  # prompts read in one call
 SHARD = 512 * 2**20  # bytes
@@ -46,6 +47,7 @@ def embed(order: Order, placement: Placement, *, tiny: bool, console: Console) -
     """Write what is not there yet; interrupted, the same command goes on."""
     if order.layout not in LAYOUTS:
         raise ConfigError(f"--layout: found '{order.layout:.60}'; expected {' or '.join(LAYOUTS)}")
+    targets.folder(order.out)
     told = settings(order.model, order.overrides)
     spec = model(told, tiny=tiny)
     wanted = prompts(order, told)
@@ -87,7 +89,7 @@ def model(told: dict[str, Any], *, tiny: bool) -> Embeddable:
 def prompts(order: Order, told: dict[str, Any]) -> list[str]:
     """Those of the file, or of the recipe's own data, in their order."""
     if order.prompts is not None:
-        data: Any = PromptFile(order.prompts)
+        data: Any = given(order.prompts)
     elif "data" in told:
         data = build(DataSpec, told["data"], "data")
     else:
@@ -104,8 +106,6 @@ def beside(told: dict[str, Any]) -> list[str]:
 
 def layout(order: Order, texts: Texts, negatives: Sequence[str]) -> Shelf:
     """Where to write, with what is there already."""
-    if order.out.is_file():
-        raise ConfigError(f"--out: {order.out} is a file; expected a folder to write to")
     if order.layout == "tastemaker":
         return Shards(order.out, texts.made_by, negatives, order.rank)
     if order.world > 1:

@@ -27,6 +27,7 @@ from ..models.vq import frozen, opened
 from ..pictures import PictureError
 from ..registry import ConfigError
 from ..types import Placement
+from . import targets
 from .bearing import Broken
 
 ROWS = 64  # squares encoded at a time
@@ -72,6 +73,7 @@ def source(order: Order) -> Labelled:
 
 def encode(order: Order, placement: Placement, console: Console) -> Path:
     """Write what is not there yet, each rank its share: `<number>.npy` of codes [1, V, T] and of the label [1]."""
+    targets.folder(order.out)
     shape, tensors = opened(order.tokenizer)
     if order.size % shape.stride:
         raise ConfigError(f"--size {order.size} is no multiple of {shape.stride}, the pixels of a token; choose one")

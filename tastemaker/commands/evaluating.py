@@ -33,6 +33,7 @@ from ..train import ranks
 from ..train.looking import viewed
 from ..train.run import Run
 from ..types import Placement, PromptBatch
+from . import targets
 from .generating import try_on
 from .pricing import Rates, amount, rates
 from .refereeing import judged_by, referee
@@ -98,6 +99,7 @@ def examine(
     """Go through the stages, show how far they are, and tell the report."""
     if exam.benchmark.moving and config.model.frames == 1:
         raise ConfigError(f"{exam.benchmark.name} asks for clips, but the model makes stills; name another")
+    targets.folder(out)
     config = replace(config, engine=replace(config.engine, context=1))  # every rank makes pictures of its own
     run = build(shrunk(config) if tiny else config, fed=False)
     if found is not None:
@@ -149,9 +151,10 @@ def score_folder(
         raise ConfigError("there is nothing to evaluate; name a recipe or a run by --model, or a folder by --images")
     if questions.name != "geneval":
         raise ConfigError(f"--images: {questions.name} is of pictures that are made here; only geneval scores a folder")
+    place = targets.folder(out or Path("evaluations") / f"geneval-{images.resolve().name}")
     files = gathered(questions, images)
     comm, started = ranks.join(placement.device)
-    marker, place = referee(spec, placement, tiny=tiny), out or Path("evaluations") / f"geneval-{images.resolve().name}"
+    marker = referee(spec, placement, tiny=tiny)
     party = Ranks(comm.rank, comm.world, comm.barrier)
     model = f"{images.resolve()}, pictures {shot(files)}, {judged_by(marker)}"
     told = followed(evaluate_files(questions, files, marker, place, model, party), questions, place, console, party)

@@ -15,15 +15,16 @@ from rich.console import Console
 from rich.progress import track
 
 from ..config.build import build, shrunk
+from ..config.dump import resolve
 from ..config.load import load
 from ..config.run import RunConfig
-from ..data.prompts import PromptFile
+from ..data.prompts import given
 from ..export.adapters import FILE, Attached
 from ..export.published import PUBLISHED, fetched
 from ..lora import LoraWeights
 from ..models.layouts import Layout, Moving, Outside
 from ..pictures import clip_suffix, read_picture, save_picture, sheet
-from ..pretrained import PIPELINE
+from ..pretrained import PICKLED, PIPELINE
 from ..randomness import Randomness
 from ..registry import ConfigError
 from ..reward import Verifier
@@ -34,6 +35,8 @@ from ..train.looking import viewed
 from ..train.run import Run
 from ..types import PromptBatch
 from ..weights import Full
+from . import targets
+from .counting import counted
 from .directory import CONFIG, RECIPE
 from .ledger import Ledger
 from .pricing import Rates, rates, stated
@@ -41,6 +44,7 @@ from .searching import judge, together
 
 ROWS = 64  # prompts searched for at a time, unless the recipe says how many fit
 SHOWN = 64  # pictures on the sheet
+ADAPTERS = (".safetensors", *sorted(PICKLED))  # how the names of files of adapters end
 VAE = "vae"  # what diffusers calls the folder of an autoencoder
 
 
@@ -90,26 +94,41 @@ def source(recipe: str, overrides: Sequence[str], adapters: Path | None = None) 
 
 
 def attached(path: Path, layout: Layout | None) -> Attached:
-    """The adapters of a file here, or of the hub if they were fetched."""
-    file = fetched(path)
+    """The adapters of a file here or alone in a folder, or of the hub if they were fetched."""
+    file = alone(path) if path.is_dir() else fetched(path)
     if not file.is_file():
         known = f"an id on the hub that `tastemaker download` fetched, or {' or '.join(PUBLISHED)}"
         raise ConfigError(f"--lora: there is no file {file!s:.200}; give a file of adapters, {known}")
+    if file.suffix not in ADAPTERS:
+        endings = f"{', '.join(ADAPTERS[:-1])} or {ADAPTERS[-1]}"
+        raise ConfigError(f"--lora: {file!s:.200} ends in '{file.suffix}'; expected a directory, {endings}")
     return Attached(file, layout)
+
+
+def alone(folder: Path) -> Path:
+    """The one file of adapters in a folder, as `tastemaker export` leaves it."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in ADAPTERS and file.is_file())
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "no file of adapters"
+        raise ConfigError(f"--lora: {folder} holds {found:.200}; expected one file of adapters, so give its path")
+    return files[0]
 
 
 def exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
     """What `tastemaker export --layout diffusers` left: a whole pipeline, or adapters for its base."""
     config = load(folder / RECIPE, overrides)
     if (folder / FILE).is_file():
-        return replace(config, tuning=Attached(folder / FILE))
+        layout = config.model.layout if isinstance(config.model, Outside) else None
+        return replace(config, tuning=Attached(folder / FILE, layout))
     if isinstance(config.model, Moving):
         own = [f"model.{part}={folder}" for part in ("weights", *(["codec"] if (folder / VAE).is_dir() else []))]
         return load(folder / RECIPE, [*overrides, *own])
     if not (folder / PIPELINE).is_file():
         raise ConfigError(f"{folder} holds no whole pipeline; export it without --bare, with --layout diffusers")
     model: Any = config.model
-    whole = load(folder / RECIPE, [*overrides, f"model.weights={folder}", f"model.{model.layout.part}=null"])
+    # Some can be told of another file for the part that trains, which is in the folder now.
+    apart = [f"model.{name}=null" for name in resolve(config)["model"] if name == model.layout.part]
+    whole = load(folder / RECIPE, [*overrides, f"model.weights={folder}", *apart])
     return replace(whole, tuning=Full())
 
 
@@ -118,7 +137,7 @@ def prompts(texts: Sequence[str], file: Path | None, config: RunConfig) -> Promp
     if texts:
         return PromptBatch(tuple(texts), tuple({} for _ in texts))
     if file:
-        data = PromptFile(file).load(config.seed)
+        data = given(file).load(config.seed)
         return data.first(len(data))
     try:
         found = config.data.load(config.seed).first(8)
@@ -129,6 +148,7 @@ def prompts(texts: Sequence[str], file: Path | None, config: RunConfig) -> Promp
 
 def make(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, console: Console) -> Path:
     """Write the pictures, what is known of each, and one sheet to look at; pictures that are there stay."""
+    targets.folder(order.out)
     config = shrunk(config) if tiny else config
     config = replace(config, engine=replace(config.engine, context=1))  # every rank makes pictures of its own
     run = build(config, fed=False)
@@ -151,8 +171,9 @@ def make(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, con
         shown = torch.stack([read_picture(order.out / file) for file in files[:SHOWN]])
         captions = [order.prompt(i) for i in range(len(files))][:SHOWN]
         save_picture(sheet(shown, captions)[None], order.out / "sheet.png")
-        before = f" ({len(order) - len(left)} were there)" if len(left) < len(order) else ""
-        console.print(f"{len(order)} pictures in {order.out}{before}, for {stated(paid)}")
+        there, word = len(order) - len(left), "picture" if shown.shape[1] == 1 else "clip"
+        before = f" ({there} {'was' if there == 1 else 'were'} there)" if there else ""
+        console.print(f"{counted(len(order), word)} in {order.out}{before}, for {stated(paid)}")
     comm.barrier()
     run.engine.close()
     return order.out

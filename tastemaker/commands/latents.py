@@ -24,6 +24,7 @@ from ..models.opening import opened
 from ..pictures import PictureError
 from ..registry import ConfigError
 from ..types import Placement
+from . import targets
 from .bearing import Broken
 from .encoding import share
 
@@ -46,6 +47,7 @@ class Order:
 
 def encode(order: Order, placement: Placement, console: Console) -> Path:
     """Write the shards that are not there yet, each rank its share; what is in one depends on no rank."""
+    targets.folder(order.out)
     codec = frozen(order.vae, order.size, placement)
     pictures = Gallery(order.pictures, order.size, say=order.say, workers=0).load(0)
     if order.say is None and pictures.say == "nothing" and len(pictures.source.names) > 1:

@@ -14,6 +14,7 @@ from rich.table import Table
 from ..config import named, registries
 from ..config.load import RECIPES, trainable
 from ..config.validate import build
+from ..data.prompt_sets import functions, made, sets
 from ..registry import ConfigError, Registry
 from ..reward import About, RewardSpec
 
@@ -34,6 +35,8 @@ def rows(kind: str) -> list[Row]:
     """All that is said of each, as plain data."""
     if kind == "rewards":
         return [reward(name) for name in registries.REWARDS]
+    if kind == "prompts":
+        return prompts()
     names = recipes() if kind == "recipes" else components(KINDS[kind])
     if kind == "data":
         names[named.NAMED] = first_sentence(named.__doc__ or "")
@@ -64,9 +67,10 @@ def table(kind: str) -> Table:
     """Names, and the sentence each says of itself; of rewards all that is known."""
     if kind == "rewards":
         return rewards()
-    shown = Table("name", "what it is", title=kind)
+    counts = ["how many"] if kind == "prompts" else []
+    shown = Table("name", *counts, "the first of them" if counts else "what it is", title=kind)
     for row in rows(kind):
-        shown.add_row(escape(row["name"]), escape(row["what"]))
+        shown.add_row(escape(row["name"]), *([str(row["count"])] if counts else []), escape(row["what"]))
     return shown
 
 
@@ -100,6 +104,15 @@ def recipes() -> dict[str, str]:
         lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
         told[name] = lines[0].removeprefix("#").strip() if lines and lines[0].startswith("#") else ""
     return told
+
+
+def prompts() -> list[Row]:
+    """The sets of prompts, how many each has, and its first; what VADER calls them are aliases."""
+    called = {name: [other for other, own in functions().items() if own == name] for name in sets()}
+    return [
+        {"name": name, "aliases": others, "count": len(made(name)), "what": made(name)[0][0]}
+        for name, others in called.items()
+    ]
 
 
 def first_sentence(text: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config.load import load_any
 from ..config.registries import MODELS
 from ..config.run import RunConfig
-from ..export import adapters, folder
+from ..export import adapters, folder, loading
 from ..export.card import Subject, card
 from ..export.workflow import WORKFLOWS, Job
 from ..lora import Lora, LoraWeights
@@ -135,24 +135,19 @@ def described(directory: Path) -> tuple[RunConfig, Outside, Layout, Path]:
 
 def write_diffusers(order: Publication, trained: Trained, out: Path) -> str:
     """Adapters in one file, or the pipeline's folder; how to load it is returned."""
-    pipeline, base = trained.layout.pipeline, trained.base
+    layout, base = trained.layout, trained.base
     if isinstance(trained.weights, LoraWeights) and not order.merge:
-        adapters.write_diffusers(trained.weights, trained.layout, out / adapters.FILE, order.dtype)
-        lines = [
-            f'pipeline = {pipeline}.from_pretrained("{base}")',
-            'pipeline.load_lora_weights("path/of/this/folder")',
-        ]
-        return python(pipeline, lines)
+        adapters.write_diffusers(trained.weights, layout, out / adapters.FILE, order.dtype)
+        return loading.adapters(layout, base, adapters.FILE)
     if not order.bare:
-        folder.copy_parts(locate(base, Source(base)), trained.layout, out)
-    folder.write_part(trained.net, tensors(order, trained), out / trained.layout.part, order.shard)
+        folder.copy_parts(locate(base, Source(base)), layout, out)
+    trained_tensors = tensors(order, trained)
+    for name, begins in layout.parts.items():
+        own = {key.removeprefix(begins): x for key, x in trained_tensors.items() if key.startswith(begins)}
+        folder.write_part(trained.net.get_submodule(begins.rstrip(".")), own, out / name, order.shard)
     if order.bare:
-        return f"The folder `{trained.layout.part}` replaces that of {base}."
-    return python(pipeline, [f'pipeline = {pipeline}.from_pretrained("path/of/this/folder")'])
-
-
-def python(pipeline: str, lines: list[str]) -> str:
-    return "\n".join(["```python", f"from diffusers import {pipeline}", *lines, "```"])
+        return " ".join(f"The folder `{name}` replaces that of {base}." for name in layout.parts)
+    return loading.whole(layout)
 
 
 def comfyui(order: Publication, trained: Trained, out: Path) -> str:
@@ -177,8 +172,11 @@ def authors(order: Publication, trained: Trained, out: Path) -> str:
     """One file under the names of those who made the model, for their own programs."""
     if isinstance(trained.weights, LoraWeights) and not order.merge:
         adapters.write_authors(trained.weights, trained.layout, out / f"{order.out.name}.pt")
-        return f"`{order.out.name}.pt` holds adapters under the authors' names, of alpha {trained.layout.alpha:g}."
-    theirs = trained.layout.authors(tensors(order, trained), trained.net.config)
+        held = f"`{order.out.name}.pt` holds adapters under the authors' names, of alpha {trained.layout.alpha:g}"
+        beside = f", and those of {', '.join(trained.weights.texts)} beside them" if trained.weights.texts else ""
+        return f"{held}{beside}; `tastemaker generate RECIPE --lora` reads it too."
+    first = trained.net.get_submodule(trained.layout.parts[trained.layout.part].rstrip("."))
+    theirs = trained.layout.authors(tensors(order, trained), first.config)
     save_file({key: x.contiguous() for key, x in theirs.items()}, out / f"{order.out.name}.safetensors")
     return f"`{order.out.name}.safetensors` holds the network under its authors' names."
 
@@ -213,4 +211,5 @@ def subject(order: Publication, trained: Trained, record: Record, use: str) -> S
         weights=trained.name,
         use=use,
         adapters=isinstance(trained.weights, LoraWeights) and not order.merge,
+        frames=config.model.frames,
     )

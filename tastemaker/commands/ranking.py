@@ -17,7 +17,7 @@ from rich.progress import track
 
 from ..config.build import build, judges, shrunk
 from ..config.run import RewardConfig, RunConfig
-from ..data.prompts import PromptFile
+from ..data.prompts import given
 from ..geneval import sound
 from ..pictures import read_picture, save_picture
 from ..pretrained import locate
@@ -30,7 +30,7 @@ from ..train.engine import Engine
 from ..train.looking import viewed
 from ..train.run import Run
 from ..types import PromptBatch
-from . import lessons
+from . import lessons, targets
 from .downloading import sources
 from .evaluating import benchmark
 from .generating import ROWS, try_on
@@ -78,7 +78,7 @@ class Order:
 
 def asked(file: Path | None, config: RunConfig, limit: int, against: Sequence[str]) -> tuple[PromptBatch, list[str]]:
     """Prompts of a file or of the recipe's data, at most so many, and those left out that benchmarks ask too."""
-    data = PromptFile(file).load(config.seed) if file else config.data.load(config.seed)
+    data = given(file).load(config.seed) if file else config.data.load(config.seed)
     batch = data.first(min(limit or len(data), len(data)) if file else limit or ROWS)
     return lessons.apart(batch, [known(name) for name in against])
 
@@ -93,7 +93,7 @@ def numbers(text: str, option: str) -> tuple[float, ...]:
 def known(name: str) -> PromptBatch:
     """What a benchmark asks, by its name or in a file."""
     if Path(name).is_file():
-        data = PromptFile(Path(name)).load(0)
+        data = given(Path(name), "--against").load(0)
         return data.first(len(data))
     told = benchmark(name, ASKED, 1)
     return PromptBatch(told.prompts, told.facts)
@@ -101,6 +101,7 @@ def known(name: str) -> PromptBatch:
 
 def rank(config: RunConfig, found: Path | None, order: Order, *, tiny: bool, console: Console) -> dict[str, int]:
     """Make what is not there yet, sample by sample and label by label; how many lessons there are."""
+    targets.folder(order.out)
     config, who = shrunk(config) if tiny else config, labeller(order, tiny=tiny)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)  # for its ranks: networks come and go
     comm, shown = engine.comm, console if engine.comm.rank == 0 else Console(quiet=True)

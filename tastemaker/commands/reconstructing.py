@@ -27,6 +27,7 @@ from ..perceptual import VGG16
 from ..pictures import STILLS, PictureError, read_picture, save_picture
 from ..registry import ConfigError
 from ..types import Placement
+from . import targets
 from .bearing import Broken
 
 SCORES, NOTE, BOTH = "scores.jsonl", "reconstruct.json", "pictures"
@@ -51,6 +52,7 @@ class Order:
 
 def reconstruct(order: Order, placement: Placement, console: Console) -> list[Row]:
     """Write what is not there yet, a line a picture; then the means, and the pictures that are copied worst."""
+    targets.folder(order.out)
     files, net = found(order.pictures, order.out), autoencoder(order.model, placement)
     agree(order, net)
     measure, rows = Copies.by(order.vgg, order.heads, None, placement), done(order)

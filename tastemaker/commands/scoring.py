@@ -21,12 +21,13 @@ from ..config.run import RewardConfig
 from ..config.validate import build as validated
 from ..data.text import field as column
 from ..data.text import json_rows, table_rows
-from ..pictures import FOLDER, STILLS, PictureError, read_picture
+from ..pictures import FOLDER, MOVIES, STILLS, PictureError, read_picture
 from ..registry import ConfigError
 from ..reward import RewardError, RewardSpec, Rubric
 from ..types import Facts, Placement
+from .counting import counted
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"}
+SUFFIXES = {*STILLS, ".gif", *MOVIES}
 FILES, PROMPTS = ("file", "file_name", "image"), ("prompt", "caption", "text")  # columns, as others name them too
 WAITING = 4  # batches of pictures read while each waits for others of its size
 Row = dict[str, Any]  # a line of the scores
@@ -178,15 +179,17 @@ def gathered(pictures: Sequence[Picture], size: int) -> Iterator[list[Picture] |
 def score(jury: Jury, pictures: Sequence[Picture], target: Path, size: int, console: Console) -> None:
     """Write a line a picture as soon as it is known, show the means, and complain of what could not be scored."""
     rows: list[Row] = []
+    words: set[str] = set()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("w", encoding="utf-8") as record, Progress(console=console) as progress:
             task = progress.add_task("scoring", total=len(pictures))
             for batch in gathered(pictures, size):
                 new = jury.judged(batch) if isinstance(batch, list) else [batch]
+                words |= {called(picture) for picture in batch} if isinstance(batch, list) else set()
                 for row in new:
                     record.write(json.dumps(row) + "\n")
-                    if "error" in row:
+                    if "error" in row and len(pictures) > 1:
                         progress.console.print(
                             f"skipped: {row['error']}", markup=False, highlight=False, soft_wrap=True
                         )
@@ -196,11 +199,20 @@ def score(jury: Jury, pictures: Sequence[Picture], target: Path, size: int, cons
     except OSError as error:
         raise ConfigError(f"{target} cannot be written ({error}); name another file with --out") from error
     in_order(rows, pictures, target)
-    console.print(table(rows, list(jury.rubric.rewards)))
-    broken = sum("error" in row for row in rows)
-    console.print(f"{len(rows) - broken} pictures scored, line by line in {target}", markup=False, soft_wrap=True)
+    broken, word = [row["error"] for row in rows if "error" in row], words.pop() if len(words) == 1 else "picture"
+    if broken and len(rows) == 1:
+        raise RewardError(broken[0])
+    console.print(table(rows, list(jury.rubric.rewards), word))
+    scored = counted(len(rows) - len(broken), word)
+    console.print(f"{scored} scored, line by line in {target}", markup=False, soft_wrap=True)
     if broken:
-        raise RewardError(f"{broken} of {len(rows)} pictures could not be scored; {target} says why, line by line")
+        told = f"{len(broken)} of {counted(len(rows), word)} could not be scored"
+        raise RewardError(f"{told}; {target} says why, line by line")
+
+
+def called(picture: Picture) -> str:
+    """What a picture that was read is: a picture, or a clip."""
+    return "clip" if picture.pixels is not None and len(picture.pixels) > 1 else "picture"
 
 
 def in_order(rows: list[Row], pictures: Sequence[Picture], target: Path) -> None:
@@ -212,8 +224,8 @@ def in_order(rows: list[Row], pictures: Sequence[Picture], target: Path) -> None
     os.replace(partial, target)
 
 
-def table(rows: Sequence[Row], names: Sequence[str]) -> Table:
-    shown = Table("reward", "pictures", "mean", "least", "most")
+def table(rows: Sequence[Row], names: Sequence[str], word: str = "picture") -> Table:
+    shown = Table("reward", f"{word}s", "mean", "least", "most")
     for name in names:
         values = [row[name] for row in rows if name in row]
         numbers = [sum(values) / len(values), min(values), max(values)] if values else []

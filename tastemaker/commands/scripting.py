@@ -154,13 +154,15 @@ class Batches:
         return PromptBatch(("",) * count, ({},) * count)
 
     def _endless(self) -> Iterator[Tensor]:
+        seen = 0
         while True:
-            empty = True
+            before = seen
             for batch in self.loader:
-                empty = False
+                seen += 1
                 yield in_colour(batch)
-            if empty:
-                raise ConfigError("the loader has no batches, or no more; give one that can be gone through again")
+            if seen == before:
+                found = f"ended after {seen} batches" if seen else "has no batches"
+                raise ConfigError(f"the loader {found}; give one that has some, and can be gone through again")
 
 
 def pictures(pixels: Tensor) -> Pictures:

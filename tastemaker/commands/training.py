@@ -11,9 +11,11 @@ from rich.console import Console
 from ..config.build import build, build_autoencoder, build_judge, shrunk_any
 from ..config.check import require
 from ..config.dump import resolve
-from ..config.run import AnyConfig, AutoencoderConfig, JudgeConfig
-from ..export.adapters import Continued, of_others
+from ..config.load import load_any, recipes
+from ..config.run import AnyConfig, AutoencoderConfig, JudgeConfig, RunConfig
+from ..export.adapters import Continued
 from ..export.published import fetched
+from ..export.reading import of_others
 from ..lora import Lora
 from ..models import moments
 from ..models.layouts import Outside
@@ -36,7 +38,8 @@ from .handing import take_over
 
 def watchers(config: AnyConfig, console: Console) -> Watchers:
     """Those the configuration asks for, beside the record and the display that are always there."""
-    observers: list[Observer] = [JsonLines(), Progress(console), Grids()]
+    frames = config.model.frames if isinstance(config, RunConfig) else 1
+    observers: list[Observer] = [JsonLines(), Progress(console, frames=frames), Grids()]
     if config.watch.tensorboard:
         from ..observe.tensorboard import TensorBoard
 
@@ -46,6 +49,17 @@ def watchers(config: AnyConfig, console: Console) -> Watchers:
 
         observers.append(Wandb(config.watch.wandb, resolve(config)))
     return Watchers([*observers, Pages(console)], console)
+
+
+def configuration(recipe: str, overrides: Sequence[str]) -> AnyConfig:
+    """Of a recipe or a file; of an earlier run's directory its own, wherever that lies by now."""
+    place = Path(recipe)
+    if recipe in recipes() or not (place / directory.CONFIG).is_file():
+        return load_any(recipe, overrides)
+    place = place if place.name not in ("", "..") else place.resolve()
+    config, changed = load_any(place / directory.CONFIG, overrides), {key.partition("=")[0] for key in overrides}
+    output = config.output if "output" in changed else place.parent
+    return replace(config, output=output, name=config.name if "name" in changed else place.name)
 
 
 def prepared(config: AnyConfig, place: Path, init_from: Path | None) -> Run | AutoencoderRun | JudgeRun:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from ..types import Answers, Latents, Pairs, Pictures, PromptBatch, Tokens
 from .dump import named
@@ -21,6 +23,14 @@ SOURCES = {
     Pictures: "toy_pictures or picture_folder",
     Pairs: "toy_pairs or pair_file",
 }
+
+
+@runtime_checkable
+class Continuing(Protocol):
+    """A model's settings that say which picture its clips go on from, unless a prompt has one of its own."""
+
+    @property
+    def image(self) -> Path | None: ...
 
 
 def name(component: object) -> str:

@@ -17,6 +17,7 @@ from ..eval.copies import Copies
 from ..patchgan import PatchGan, published
 from ..perceptual import TINY, Perceptual, perceptual
 from ..policy import Policy
+from ..registry import ConfigError
 from ..rereading import reread
 from ..reward import Graded, Rubric, shared
 from ..train import checkpoint
@@ -213,7 +214,10 @@ def pictures(config: AutoencoderConfig | JudgeConfig) -> tuple[Dataset, Dataset 
 def lpips(config: AutoencoderConfig, engine: Engine) -> Perceptual | None:
     # In full precision under autocast, as the network itself: its units of length are small.
     placement = Placement(engine.device)
-    return perceptual(config.loss.vgg, config.loss.heads, placement) if config.loss.lpips else None
+    try:
+        return perceptual(config.loss.vgg, config.loss.heads, placement) if config.loss.lpips else None
+    except ConfigError as error:
+        raise ConfigError(f"loss.lpips: {error}; without LPIPS, set loss.lpips=0") from error
 
 
 def copies(config: AutoencoderConfig, engine: Engine) -> Copies:

@@ -20,7 +20,8 @@ from ..processes.autoregressive import Autoregressive
 from ..processes.gaussian import GaussianProcess
 from ..randomness import Randomness
 from ..registry import ConfigError
-from .beside import CODEC_RULES, CONTENTS, JUDGE_RULES, SOURCES, name
+from ..types import PromptBatch
+from .beside import CODEC_RULES, CONTENTS, JUDGE_RULES, SOURCES, Continuing, name
 from .dump import named, plain
 from .run import AnyConfig, AutoencoderConfig, JudgeConfig, RunConfig
 from .validate import build
@@ -97,11 +98,26 @@ def data_and_frames(config: RunConfig, world: int) -> str | None:
     return f"{start}; set data.frames={wanted}"
 
 
-def reach_and_steps(config: RunConfig, world: int) -> str | None:
-    if not isinstance(config.objective, RewardGradient) or not isinstance(config.process, GaussianProcess):
+def data_and_picture(config: RunConfig, world: int) -> str | None:
+    model = config.model
+    if not isinstance(model, Continuing) or model.image is not None or files(config, world):
         return None
+    first = config.data.load(config.seed).batch(0, 1, 0, 1)
+    if isinstance(first, PromptBatch) and first.facts[0].get("image") is not None:
+        return None
+    advice = "set model.image, or give each prompt a fact `image`"
+    return f"model: {name(model)} goes on from a picture, but found none for the first prompt; {advice}"
+
+
+def reach_and_steps(config: RunConfig, world: int) -> str | None:
+    objective, process = config.objective, config.process
+    if not isinstance(objective, RewardGradient) or not isinstance(process, GaussianProcess):
+        return None
+    if objective.through == "tail" and objective.tail > process.steps:
+        found = f"a tail of {objective.tail} steps of a sampler of {process.steps}"
+        return f"objective: reward_gradient reaches for {found}; ask for at most {process.steps}"
     try:
-        config.objective.first(Randomness(0, 0, torch.zeros(1, dtype=torch.int64)), config.process.steps)
+        objective.first(Randomness(0, 0, torch.zeros(1, dtype=torch.int64)), process.steps)
     except ValueError as error:
         return f"objective: {error}"
     return None
@@ -118,7 +134,7 @@ def picked_frames(config: RunConfig, world: int) -> str | None:
     moving = [key for key, reward in config.rewards.items() if reward.spec.reads == "clip"]
     if not lone or not moving:
         return None
-    found = f"objective.frames is {objective.frames}, one frame a clip, but {quoted(moving)} needs several"
+    found = f"objective.frames: {objective.frames} is one frame a clip, but {quoted(moving)} needs several"
     return f"{found}; set objective.frames to all, alt or fml"
 
 
@@ -225,6 +241,7 @@ RULES: tuple[Rule, ...] = (
     rewards_and_frames,
     picked_frames,
     data_and_frames,
+    data_and_picture,
     reach_and_steps,
     truncation_and_chance,
     dropout_and_ratio,
@@ -233,7 +250,8 @@ RULES: tuple[Rule, ...] = (
     samples_and_process,
     samples_and_average,
 )
-LEARNING = (truncation_and_chance, dropout_and_ratio, prompts_and_ranks)  # what is sampled alone may break them
+# What is sampled alone may break them.
+LEARNING = (data_and_picture, reach_and_steps, truncation_and_chance, dropout_and_ratio, prompts_and_ranks)
 
 
 def complaints(config: AnyConfig, world: int | None = None, *, fed: bool = True) -> list[str]:

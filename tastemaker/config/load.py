@@ -16,6 +16,8 @@ from .validate import validate
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SUFFIXES = (".yaml", ".yml")
+KINDS = {"objective", "autoencoder", "judge"}  # of which every whole run has one
+NEVER = {"sample": {"every": 0}, "guard": {"every": 0}, "validation": {"every": 0}}  # what these sections are as null
 
 
 def recipes() -> list[str]:
@@ -79,7 +81,7 @@ def gather(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for parent in parents:
         merged = overlay(merged, gather(_extended(parent, path), (*above, path)))
-    return overlay(merged, own)
+    return overlay(merged, switched(own))
 
 
 def _extended(name: str, path: Path) -> Path:
@@ -106,6 +108,12 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def switched(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The same sections, off where there is nothing in place of one that happens every so many steps."""
+    # Taken away, they would be what they are by default, which may be more than what was there.
+    return {key: NEVER.get(key) if value is None else value for key, value in sections.items()}
+
+
 def override(data: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """Apply `section.key=value` in turn, each value read as YAML."""
     for assignment in assignments:
@@ -125,7 +133,7 @@ def override(data: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]
         patch = parse(text, place)
         for key in reversed(keys):
             patch = {key: patch}
-        data = overlay(data, patch)
+        data = overlay(data, switched(patch))
     return data
 
 
@@ -139,8 +147,25 @@ def read(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def load_any(recipe: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """The configuration a recipe describes; a run without a name takes the recipe's."""
-    config = validate(read(recipe, overrides))
+    data = read(recipe, overrides)
+    if not KINDS & data.keys() and str(recipe) in {*recipes()} - {*trainable()}:
+        raise ConfigError(f"{recipe} describes a part of a run alone; {_whole(str(recipe))}")
+    config = validate(data)
     return config if config.name else replace(config, name=Path(recipe).stem)
+
+
+def _whole(part: str) -> str:
+    """Where to find a recipe that has that part and all others."""
+    found = next((name for name in trainable() if part in _above(name)), None)
+    own = f"write a recipe of your own with `extends: [{part}]` and an objective"
+    return own if found is None else f"name a recipe that extends it, for example {found}"
+
+
+def _above(name: str) -> list[str]:
+    """All that a recipe of the package extends, at any remove."""
+    told = content(RECIPES / f"{name}{SUFFIXES[0]}").get("extends") or []
+    parents: list[str] = [told] if isinstance(told, str) else told
+    return [each for parent in parents for each in (parent, *_above(parent))]
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

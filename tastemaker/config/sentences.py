@@ -14,6 +14,8 @@ Location = tuple[int | str, ...]
 
 PROBLEM = "problem"  # the type of an error that is a sentence already
 LONGEST = 60  # characters of a value worth repeating
+# What others call a choice that is several settings here, by the key it is written under.
+THEIRS = {("through", "last"): "VADER's 'last' is 'tail' here, with tail: 1"}
 
 EXPECTED = {
     "int_type": "a whole number",
@@ -72,6 +74,14 @@ def described(hint: Any) -> str:
     return NAMES.get(origin or hint, "a mapping")
 
 
+def words(hint: Any) -> list[str]:
+    """The words among the values a type allows."""
+    if get_origin(hint) is Literal:
+        return [choice for choice in get_args(hint) if isinstance(choice, str)]
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    return [word for member in members for word in words(member)]
+
+
 def problem(sentence: str) -> PydanticCustomError:
     """A sentence in a form that pydantic carries to the place it belongs to."""
     # The sentence is no template: braces in it are the user's own. Lone surrogates are no text to pydantic.
@@ -103,16 +113,19 @@ def told(error: ErrorDetails, known: list[str]) -> tuple[Location, str]:
     if kind == "missing":
         return where[:-1], f"'{where[-1]}' is missing"
     if kind == "literal_error":
-        return where, f"expected {context['expected']}, found {shown(value)}{near(value, context['expected'])}"
+        choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        theirs = THEIRS.get((str(where[-1]), value)) if where and isinstance(value, str) else None
+        hint = f"; {theirs}" if theirs else near(value, choices)
+        return where, f"expected {context['expected']}, found {shown(value)}{hint}"
     if kind == "too_long":
         return where, f"expected {context['max_length']} items, found {context['actual_length']}"
     expected = EXPECTED[kind].format(**context) if kind in EXPECTED else error["msg"].removeprefix("Input should be ")
     return where, f"expected {expected}, found {shown(value)}"
 
 
-def near(word: object, choices: str) -> str:
+def near(word: object, choices: Iterable[str]) -> str:
     """The choice a misspelt word may have meant, if one is near."""
-    hint = suggest(word, choices.replace("'", "").replace(" or ", ", ").split(", ")) if isinstance(word, str) else ""
+    hint = suggest(word, choices) if isinstance(word, str) else ""
     return hint if "did you mean" in hint else ""
 
 

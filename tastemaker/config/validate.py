@@ -33,7 +33,7 @@ from ..reward import RewardSpec
 from .named import meant
 from .registries import KINDS
 from .run import AnyConfig, AutoencoderConfig, JudgeConfig, RewardConfig, RunConfig
-from .sentences import described, dotted, problem, retold, shown
+from .sentences import described, dotted, near, problem, retold, shown, words
 
 
 def storable(value: int) -> int:
@@ -231,7 +231,7 @@ def union(hint: Any) -> Any:
         try:
             return handler(value)
         except ValidationError:
-            raise problem(f"expected {described(hint)}, found {shown(value)}") from None
+            raise problem(f"expected {described(hint)}, found {shown(value)}{near(value, words(hint))}") from None
 
     return Annotated[choice, WrapValidator(read)]
 

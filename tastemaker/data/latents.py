@@ -138,8 +138,13 @@ class LatentRows:
         return math.sqrt(max(square - mean**2, 1e-12))
 
     @cached_property
-    def kept(self) -> list[Tensor]:
-        return [opened(shard.path).get_tensor("latents") for shard in self.shards]
+    def kept(self) -> Tensor:
+        """All of them, [N, V, C, h, w]: rows of a batch are then taken at once."""
+        first: Tensor = opened(self.shards[0].path).get_tensor("latents")
+        whole = first.new_empty(len(self), *first.shape[1:])
+        for shard, end in zip(self.shards, self.ends, strict=True):
+            whole[end - len(shard.labels) : end] = opened(shard.path).get_tensor("latents")
+        return whole
 
     @cached_property
     def ahead(self) -> Ahead[Latents, Latents]:
@@ -153,14 +158,15 @@ class LatentRows:
         mine = torch.arange(rank * size // world, (rank + 1) * size // world)
         views = (Randomness(self.seed, step, mine).uniform("view", 1).flatten() * self.note.views).long().tolist()
         chosen = rows(len(self), self.seed, step, size, rank, world)
-        x = torch.stack([self._row(number, view) for number, view in zip(chosen, views, strict=True)])
+        if 2 * math.prod(self.note.shape) * self.note.views * self.note.count <= HELD:
+            x = self.kept[torch.tensor(chosen), torch.tensor(views)]
+        else:
+            x = torch.stack([self._row(number, view) for number, view in zip(chosen, views, strict=True)])
         return Latents(tuple(self.prompts[i] for i in chosen), x.float(), self.note.codec, self.deviation)
 
     def _row(self, number: int, view: int) -> Tensor:
         shard = bisect_right(self.ends, number)
         row = number - (self.ends[shard - 1] if shard else 0)
-        if 2 * math.prod(self.note.shape) * self.note.views * self.note.count <= HELD:
-            return self.kept[shard][row, view]
         found: Tensor = opened(self.shards[shard].path).get_slice("latents")[row, view]
         return found
 

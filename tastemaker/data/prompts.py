@@ -63,7 +63,7 @@ class PromptFile:
     yields: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        if self.path.suffix not in (".txt", ".jsonl", ".csv", ".json") and not self.path.is_dir():
+        if not readable(self.path):
             raise ValueError(f"'path' is {str(self.path)!r:.60}; expected a file that ends in .txt, .jsonl or .csv")
 
     def load(self, seed: int) -> PromptRows:
@@ -80,6 +80,18 @@ class PromptFile:
         found = json_rows(self.path) if self.path.suffix == ".jsonl" else table_rows(self.path)
         prompts = [field(self.path, number, row, "prompt") for number, row in found]
         return PromptRows(tuple(prompts), tuple(facts(row) for _, row in found), seed)
+
+
+def readable(path: Path) -> bool:
+    """Whether prompts are looked for in a path of that name."""
+    return path.suffix in (".txt", ".jsonl", ".csv", ".json") or path.is_dir()
+
+
+def given(path: Path, option: str = "--prompts") -> PromptFile:
+    """The file of prompts that an option names."""
+    if not readable(path):
+        raise ConfigError(f"{option}: found '{path!s:.200}'; expected a file that ends in .txt, .jsonl or .csv")
+    return PromptFile(path)
 
 
 def facts(row: Row, column: str = "prompt") -> Facts:

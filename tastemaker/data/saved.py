@@ -89,7 +89,9 @@ def table(folder: Path, split: str) -> Any:
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise ConfigError(f"data.split: {folder} has no '{split:.60}'; there are {', '.join(found)}")
-        found = found[split]
+        return found[split]
+    if split != "train":
+        raise ConfigError(f"data.split: {folder} is one data set without splits, found '{split:.60}'; leave it out")
     return found
 
 

@@ -55,6 +55,8 @@ class Tree:
 
 def tree(path: Path, match: str = "*") -> Tree:
     """The pictures below a folder whose names match; of CelebA-HQ's, the faces alone."""
+    if path.is_file():
+        raise ConfigError(f"{path}: this is a file; expected the folder that pictures lie in")
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder; check the path")
     root = path / FACES if (path / FACES).is_dir() else path

@@ -11,36 +11,42 @@ from typing import ClassVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..lora import Lora, LoraWeights
+from ..lora import Lora, LoraWeights, taught
 from ..models.layouts import Layout
-from ..pretrained import PICKLED, read, unpickled
 from ..registry import ConfigError
 from ..weights import Holder, Weights
+from .reading import ALPHA, DOWN, METADATA, PEFT, TEXT, UP, A, B, Factors, found_in
 
 FILE = "pytorch_lora_weights.safetensors"  # the name diffusers looks for in a folder
-METADATA = "lora_adapter_metadata"  # where it looks for rank and scale
-A, B = ".lora_A.weight", ".lora_B.weight"
-TEXT = "text_encoder"  # how the names of adapters on text encoders begin
-KINDS = (nn.Linear, nn.Conv2d, nn.Conv3d)  # of layers that are adapted
-PEFT = "base_model.model."  # before the names that peft writes
-PREFIXES = (PEFT, "transformer.", "unet.", "lora_transformer_", "lora_unet_")  # before names, in files of others
-DOWN, UP, ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
 
 
 def write_diffusers(weights: LoraWeights, layout: Layout, path: Path, dtype: torch.dtype) -> None:
     """With the scale multiplied into the second factor, for not every reader looks for it elsewhere."""
     rank, scale = weights.config.r, weights.config.lora_alpha / weights.config.r
-    named = {key if key.startswith(TEXT) else f"{layout.part}.{key}": x for key, x in weights.trainable().items()}
+    named = {_in_pipeline(key, layout): x for key, x in weights.trainable().items()}
     tensors = {
         key: (x.detach().float() * (scale if key.endswith(B) else 1)).to(dtype).contiguous() for key, x in named.items()
     }
-    own = [key for key in weights.trainable() if not key.startswith(TEXT)]
-    targets = sorted(key.removesuffix(A) for key in own if key.endswith(A))
-    told = {"r": rank, "lora_alpha": rank, "target_modules": targets, "lora_dropout": 0.0, "bias": "none"}
-    told = {f"{layout.part}.{name}": value for name, value in told.items()}
+    told: dict[str, object] = {}
+    for part in sorted({key.partition(".")[0] for key in tensors}):
+        targets = sorted(key.removesuffix(A).removeprefix(f"{part}.") for key in tensors if _down_of(key, part))
+        own = {"r": rank, "lora_alpha": rank, "target_modules": targets, "lora_dropout": 0.0, "bias": "none"}
+        told |= {f"{part}.{name}": value for name, value in own.items()}
     save_file(tensors, path, {"format": "pt", METADATA: json.dumps(told, sort_keys=True)})
+
+
+def _in_pipeline(key: str, layout: Layout) -> str:
+    """A name after that of the pipeline's part which has the layer."""
+    if key.startswith(TEXT):
+        return key
+    part, begins = next((part, begins) for part, begins in layout.parts.items() if key.startswith(begins))
+    return f"{part}.{key.removeprefix(begins)}"
+
+
+def _down_of(key: str, part: str) -> bool:
+    return key.startswith(f"{part}.") and key.endswith(A)
 
 
 def write_comfyui(weights: LoraWeights, layout: Layout, path: Path, dtype: torch.dtype) -> None:
@@ -56,12 +62,17 @@ def write_comfyui(weights: LoraWeights, layout: Layout, path: Path, dtype: torch
 
 
 def write_authors(weights: LoraWeights, layout: Layout, path: Path) -> None:
-    """As VADER keeps them: peft's names of the authors' layers, for readers who know alpha."""
-    own = {key.partition(".lora_")[0] for key in weights.trainable() if not key.startswith(TEXT)}
-    if layout.layers is None or len(own) * 2 != len(weights.trainable()):
+    """As VADER keeps them: peft's names of the authors' layers, for readers who know alpha.
+
+    Where diffusers has no pipeline for them either, those of text encoders go along, named as their folders are.
+    """
+    layers = {key.partition(".lora_")[0] for key in weights.trainable()}
+    own = {layer for layer in layers if not layer.startswith(TEXT)}
+    if layout.layers is None or (layout.pipeline and own != layers):
         found = "no layout for adapters" if layout.layers is None else "no names for those of text encoders"
-        raise ConfigError(f"--layout: the authors of this network have {found}; export it for diffusers")
-    theirs = {ours: name for name, ours in layout.layers(sorted(own), weights.net).items()}
+        raise ConfigError(f"--layout: the authors of this network have {found}; give diffusers")
+    theirs = {layer: layer for layer in layers - own}
+    theirs |= {ours: name for name, ours in layout.layers(sorted(own), weights.net).items()}
     scale, tensors = weights.config.lora_alpha / layout.alpha, {}
     for key, x in weights.trainable().items():
         layer, dot, factor = key.partition(".lora_")
@@ -71,99 +82,31 @@ def write_authors(weights: LoraWeights, layout: Layout, path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Factors:
-    """One adapted layer: up @ down times alpha over their rank is added to its weight."""
-
-    down: Tensor
-    up: Tensor
-    alpha: float
-
-
-def named(
-    tensors: Mapping[str, Tensor], net: nn.Module, path: Path, layout: Layout | None = None
-) -> dict[str, Factors]:
-    """The adapters of a file by the names of the network's layers, whoever wrote it."""
-    layers = {name: name for name, module in net.named_modules() if isinstance(module, KINDS)}
-    theirs = {} if layout is None or layout.layers is None else layout.layers(list(layers), net)
-    layers |= {name.replace(".", "_"): name for name in layers} | theirs
-    found: dict[str, Factors] = {}
-    for key, down in tensors.items():
-        for first, second in ((A, B), (DOWN, UP)):
-            if key.endswith(first):
-                stem = key.removesuffix(first)
-                layer = layers.get(_bare(stem))
-                if layer is None:
-                    raise ConfigError(f"{path} adapts '{stem}', which this network does not have; name its base model")
-                own = layout is None or _bare(stem) not in theirs or stem.startswith(f"{layout.part}.")
-                usual = len(down) if layout is None or own else layout.alpha
-                alpha = float(tensors.get(stem + ALPHA, torch.tensor(float(usual))))
-                found[layer] = Factors(down, tensors[stem + second], alpha)
-    if not found:
-        raise ConfigError(f"{path} holds no adapters; expected tensors such as transformer.X{A} or lora_unet_X{DOWN}")
-    return found
-
-
-def nameless(given: Sequence[Tensor], net: nn.Module, path: Path) -> dict[str, Factors]:
-    """As VADER keeps those of ModelScope: the up and down of each layer and convolution in their order, of scale 1."""
-    layers = {name: module.weight for name, module in net.named_modules() if type(module) in KINDS}
-    pairs = list(zip(given[::2], given[1::2], strict=False))
-    fits = len(given) == 2 * len(layers) and all(
-        (len(up), down.shape[1:]) == (len(weight), weight.shape[1:])
-        for (up, down), weight in zip(pairs, layers.values(), strict=True)
-    )
-    if not fits:
-        told = f"{len(given)} factors without names, which are not those of this network's {len(layers)} layers in turn"
-        raise ConfigError(f"{path} holds {told}; name its base model, or adapters whose layers are named")
-    rank = max(len(down) for _, down in pairs)  # of narrow layers less, made up with noughts
-    return {
-        layer: Factors(_widened(down, rank, 0), _widened(up, rank, 1), rank)
-        for layer, (up, down) in zip(layers, pairs, strict=True)
-    }
-
-
-def _widened(x: Tensor, rank: int, dim: int) -> Tensor:
-    shape = [rank - x.shape[dim] if i == dim else size for i, size in enumerate(x.shape)]
-    return torch.cat([x, x.new_zeros(shape)], dim)
-
-
-def _bare(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
-
-
-def of_others(path: Path) -> bool:
-    """Whether a file holds adapters as diffusers, ComfyUI or VADER write them, which no checkpoint of a run does."""
-    if not path.is_file() or path.suffix not in (*PICKLED, ".safetensors"):
-        return False
-    data = unpickled(path) if path.suffix in PICKLED else None
-    names = () if isinstance(data, list) else read(path)
-    return isinstance(data, list) or any(key.startswith(PREFIXES) and key.endswith((A, DOWN)) for key in names)
-
-
-def found_in(path: Path, net: nn.Module, layout: Layout | None) -> tuple[dict[str, Factors], int, float]:
-    """The adapters of a file by the names of a network's layers, whoever wrote it, and their rank and alpha."""
-    data = unpickled(path) if path.suffix in PICKLED else None
-    found = nameless(data, net, path) if isinstance(data, list) else named(read(path), net, path, layout)
-    shapes = {(len(factors.down), factors.alpha) for factors in found.values()}
-    if len(shapes) > 1:
-        raise ConfigError(f"{path} has adapters of several ranks or scales; expected one for all layers")
-    return found, *shapes.pop()
-
-
-@dataclass(frozen=True)
 class Attached:
-    """Adapters of a file on the network, as those that would train."""
+    """Adapters of a file on the network and its text encoders, as those that would train."""
 
     path: Path
     layout: Layout | None = field(default=None, repr=False)  # of the model, whose authors may name its layers otherwise
     adapts: ClassVar[bool] = True
 
     def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights:
-        found, rank, alpha = found_in(self.path, model.net, self.layout)
-        weights = Lora(rank, alpha, tuple(found)).apply(model, snapshots)
+        found, rank, alpha = found_in(self.path, model, self.layout)
+        tuning = Lora(rank, alpha)
+        own, words = _divided(found)
+        encoders = taught(model) if words else {}
+        texts = {name: (encoders[name], tuning.config(encoders[name], layers)) for name, layers in words.items()}
+        weights = LoraWeights(model.net, tuning.config(model.net, own) if own else None, snapshots, texts)
         _copy(found, weights, 1.0)
         return weights
+
+
+def _divided(found: Mapping[str, Factors]) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """The layers of the network, and those of each text encoder by its name."""
+    words: dict[str, tuple[str, ...]] = {}
+    for layer in (layer for layer in found if layer.startswith(TEXT)):
+        encoder, _, name = layer.partition(".")
+        words[encoder] = (*words.get(encoder, ()), name)
+    return tuple(layer for layer in found if not layer.startswith(TEXT)), words
 
 
 @dataclass(frozen=True)
@@ -176,18 +119,25 @@ class Continued:
     adapts: ClassVar[bool] = True
 
     def apply(self, model: Holder, snapshots: Sequence[str]) -> Weights:
-        found, rank, alpha = found_in(self.path, model.net, self.layout)
+        found, rank, alpha = found_in(self.path, model, self.layout)
         weights = self.tuning.apply(model, snapshots)
         own = {key.removesuffix(A) for key in weights.trainable() if key.endswith(A)}
         if rank != self.tuning.rank or own != set(found):
             raise ConfigError(
                 f"{self.path} has adapters of rank {rank} on {len(found)} layers, and tuning asks for rank "
-                f"{self.tuning.rank} on {len(own)}; set tuning.rank={rank}, and tuning.targets to its layers"
+                f"{self.tuning.rank} on {len(own)}; set tuning.rank={rank}, tuning.adapt={_adapts(found)}, and "
+                f"tuning.targets to its layers"
             )
         _copy(found, weights, alpha / (2 * rank if self.tuning.alpha is None else self.tuning.alpha))
         for name in weights.stored():
             weights.blend(name)
         return weights
+
+
+def _adapts(found: Mapping[str, Factors]) -> str:
+    """What a recipe calls that which these adapt."""
+    own, words = _divided(found)
+    return f"[{','.join([*(['net'] if own else []), *(['text'] if words else [])])}]"
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ class Subject:
     weights: str
     use: str  # how, in Markdown
     adapters: bool
+    frames: int = 1  # of what the model makes
 
 
 def card(subject: Subject) -> str:
@@ -70,10 +71,17 @@ def _head(subject: Subject) -> dict[str, Any]:
         **known,
         **relation,
         **_licence(subject),
-        "pipeline_tag": "text-to-image",
+        "pipeline_tag": _task(subject),
         "library_name": "diffusers",
         "tags": tags,
     }
+
+
+def _task(subject: Subject) -> str:
+    """What the weights do, as the hub calls it; a model that is told of an `image` goes on from it."""
+    if subject.frames == 1:
+        return "text-to-image"
+    return "image-to-video" if "image" in (subject.record.config.get("model") or {}) else "text-to-video"
 
 
 def _licence(subject: Subject) -> dict[str, str]:

@@ -30,14 +30,14 @@ def write_part(net: Any, tensors: Mapping[str, Tensor], folder: Path, shard: str
 
 
 def copy_parts(base: Path, layout: Layout, folder: Path) -> None:
-    """Everything of a pipeline but the part that was trained."""
+    """Everything of a pipeline but what was trained."""
     try:
         index = json.loads((base / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{base} has no readable {INDEX}, so the pipeline's other parts are unknown; add --bare to leave them out"
         ) from error
-    for part in [name for name, told in index.items() if isinstance(told, list) and name != layout.part]:
+    for part in [name for name, told in index.items() if isinstance(told, list) and name not in layout.parts]:
         if (base / part).is_dir():
             _copy(base / part, folder / part)
         else:

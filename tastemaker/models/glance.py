@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..pictures import read_picture
 from ..preprocessing import CLIP_MEAN, CLIP_STD
+from ..registry import ConfigError
 from .clips import accustomed
 from .flux_kontext import covering
 from .readers import alone, lent
@@ -22,7 +23,7 @@ Seen = tuple[Tensor, Tensor]  # what the eyes say of a picture, [1, width], and 
 
 @dataclass(frozen=True)
 class Glance:
-    """Eyes on the host and the encoder of a codec, which sees the picture with some grain; noughts of no picture."""
+    """Eyes on the host and the encoder of a codec, which sees the picture with some grain."""
 
     eyes: Any
     vae: Any
@@ -32,17 +33,12 @@ class Glance:
     device: torch.device
 
     def __call__(self, shown: Sequence[object]) -> dict[str, Tensor]:
-        """Of paths or pixels [F, 3, H, W], each looked at once; of none, if no row has any."""
-        none = all(image is None for image in shown)
+        """Of paths or pixels [F, 3, H, W], each looked at once."""
+        if all(image is None for image in shown):
+            raise ConfigError("found no picture for a prompt; set model.image, or give each prompt a fact `image`")
         known: dict[int | str, Seen] = {}
-        rows = [self._nothing() if none else self._known(image, known) for image in shown]
-        look, latents = (torch.stack(x) for x in zip(*rows, strict=True))
+        look, latents = (torch.stack(x) for x in zip(*(self._known(image, known) for image in shown), strict=True))
         return {"look": look, "reference": latents}
-
-    def _nothing(self) -> Seen:
-        width, channels = int(self.eyes.config.projection_dim), int(self.vae.config.latent_channels)
-        sides = [side // 8 for side in self.size]
-        return torch.zeros(1, width, device=self.device), torch.zeros(channels, *sides, device=self.device)
 
     def _known(self, image: object, known: dict[int | str, Seen]) -> Seen:
         key = str(image) if isinstance(image, (str, Path)) else id(image)

@@ -6,7 +6,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -20,7 +20,7 @@ from ..policy import Process
 from ..pretrained import HUB, Source
 from ..processes.gaussian import GaussianProcess
 from ..registry import ConfigError
-from ..types import Condition, Facts, Latents, Placement, Prompts
+from ..types import Condition, Facts, Latents, Placement, Prompts, moved
 from . import checkpoints, codecs, dit_folder, dit_layouts
 from .captions import Captions, captions, small
 from .layouts import Moved
@@ -49,11 +49,13 @@ FAR = 1.25  # how far from one the deviation of latents may be
 
 def word_ids(prompts: Prompts, length: int) -> Tensor:
     """Each word by a number of its own, whatever the language: no list of words is needed, and two seldom meet."""
-    ids = torch.zeros(len(prompts), length, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        said = [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in prompt.lower().split()][:length]
-        ids[row, : len(said)] = torch.tensor(said, dtype=torch.long)
-    return ids
+    return torch.stack([_spelled(prompt, length) for prompt in prompts])
+
+
+@lru_cache(maxsize=2**16)  # captions come again, and a step has hundreds
+def _spelled(prompt: str, length: int) -> Tensor:
+    said = [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in prompt.lower().split()][:length]
+    return torch.tensor(said + [0] * (length - len(said)))
 
 
 class LatentDitBackbone:
@@ -72,7 +74,7 @@ class LatentDitBackbone:
 
     def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
         said = self.captions(prompts)["features"] if self.captions is not None else self.spec.said(prompts)
-        return Condition(tuple(prompts), {} if said is None else {"said": said.to(self.device)}, tuple(facts))
+        return Condition(tuple(prompts), {} if said is None else {"said": moved(said, self.device)}, tuple(facts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         (seen,) = alike(self.net, x[:, 0])
@@ -103,7 +105,7 @@ class LatentDitBackbone:
             found, wanted = (list(shape[1:]) for shape in (latents.x.shape, self.shape))
             raise ConfigError(f"data: latents are {found}, the model has {wanted}; set model.pixels as they were made")
         self._scaled(latents.deviation)
-        return latents.x.to(self.device).float().view(-1, *self.shape) * self.spec.scale
+        return moved(latents.x, self.device).float().view(-1, *self.shape) * self.spec.scale
 
     def _scaled(self, deviation: float) -> None:
         """Refuse latents that are far too large or small to begin with; weights that were trained may know them so."""

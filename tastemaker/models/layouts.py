@@ -10,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..registry import ConfigError
+
 Tensors = dict[str, Tensor]
 Shapes = Mapping[str, torch.Size]  # of tensors, by diffusers' names
 Rules = tuple[tuple[str, str], ...]  # beginnings of diffusers' names and what the authors have in their place
@@ -27,6 +29,12 @@ class Layout:
     # If adapters are published under the authors' names of layers: those to our names, of some of the network's.
     layers: Callable[[Sequence[str], Any], dict[str, str]] | None = None
     alpha: float = 8.0  # of adapters in such files, which do not tell it: peft's own
+    shared: tuple[tuple[str, str], ...] = ()  # if it is several parts that train: each, and how its names begin here
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The parts that train, and how the names of their tensors begin in the network."""
+        return dict(self.shared) or {self.part: ""}
 
 
 @runtime_checkable
@@ -115,7 +123,7 @@ def same(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
 
 def unknown(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """For authors whose names are not written down here."""
-    raise ValueError("the names the authors of this network use are not known here; export it in diffusers' layout")
+    raise ConfigError("--layout: the names the authors of this network use are not known here; give diffusers")
 
 
 LINEAR = (("linear_1", "in_layer"), ("linear_2", "out_layer"))

@@ -84,14 +84,14 @@ class OpenSoraBackbone:
 
     def _said(self, x: Tensor, t: Tensor, cond: Condition, free: Tensor | None) -> Tensor:
         dtype = next(self.net.parameters()).dtype  # without autocast, all of them must be alike
-        seen = cond.tensors["seen"]
-        counts = seen.sum(1).tolist()  # filling comes last
+        seen, told = cond.tensors.get("seen"), cond.tensors["words"]
+        counts = [told.shape[1]] if seen is None else seen.sum(1).tolist()  # filling comes last
         rate = self.spec.fps if self.pixels[0] > 1 else STILL_RATE
         out: Tensor = self.net(
             x.transpose(1, 2).to(dtype),
             t * LEVELS,
-            cond.tensors["words"][:, : max(counts)].to(dtype),
-            None if min(counts) == max(counts) else seen[:, : max(counts)],  # none is faster
+            told[:, : max(counts)].to(dtype),
+            None if seen is None or min(counts) == max(counts) else seen[:, : max(counts)],  # none is faster
             free,
             fps=torch.full_like(t, rate),
             size=self.size,

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from .clip_sizes import CLIP_L, CLIPS, T5_XXL
+from .clip_sizes import Sizes as Sizes
 
-Sizes = dict[str, dict[str, Any]]
-
-CLIP_L = {
-    "vocab_size": 49408,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "projection_dim": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "eos_token_id": 2,
-}
 CLIP_G = {
     **CLIP_L,
     "hidden_size": 1280,
@@ -23,15 +13,6 @@ CLIP_G = {
     "num_hidden_layers": 32,
     "num_attention_heads": 20,
     "hidden_act": "gelu",
-}
-T5_XXL = {
-    "vocab_size": 32128,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_heads": 64,
-    "feed_forward_proj": "gated-gelu",
 }
 VAE = {
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -144,21 +125,6 @@ MODELSCOPE: Sizes = {
     "vae": {**OLD_VAE, "scaling_factor": 0.18215},
     "text_encoder": CLIP_H,
 }
-WAN_1B: Sizes = {
-    "transformer": {
-        "num_attention_heads": 12,
-        "attention_head_dim": 128,
-        "ffn_dim": 8960,
-        "num_layers": 30,
-        "text_dim": 4096,
-    },
-    "vae": {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2},
-    "text_encoder": {**T5_XXL, "vocab_size": 256384},
-}
-WAN_14B: Sizes = {
-    **WAN_1B,
-    "transformer": {**WAN_1B["transformer"], "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
-}
 SIZES: dict[str, Sizes] = {
     "PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers": {"text_encoder": T5_XXL},  # what Open-Sora reads by
     "black-forest-labs/FLUX.1-dev": FLUX_DEV,
@@ -171,10 +137,9 @@ SIZES: dict[str, Sizes] = {
     "stabilityai/stable-diffusion-3.5-large": SD35_LARGE,
     "stabilityai/stable-diffusion-3-medium-diffusers": SD3_MEDIUM,
     "Qwen/Qwen-Image": QWEN_IMAGE,
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": WAN_1B,
-    "Wan-AI/Wan2.1-T2V-14B-Diffusers": WAN_14B,
     "stable-diffusion-v1-5/stable-diffusion-v1-5": SD15,
     "stabilityai/stable-diffusion-xl-base-1.0": SDXL,
     "damo-vilab/text-to-video-ms-1.7b": MODELSCOPE,
     "VideoCrafter/VideoCrafter2": {**MODELSCOPE, "unet": {**MODELSCOPE["unet"], "fps_cond": True}},
+    **CLIPS,
 }

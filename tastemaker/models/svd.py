@@ -61,9 +61,10 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 class SvdBackbone:
-    """Denoises [F, 4, h, w] latents that go on from the picture in the fact `image`; from none if there is none.
+    """Denoises [F, 4, h, w] latents that go on from the picture in the fact `image`, or else from the spec's.
 
-    It predicts the velocity of samples at unit variance, guided more from frame to frame.
+    It predicts the velocity of samples at unit variance, guided more from frame to frame; what it is guided away from
+    has noughts in the place of a picture.
     """
 
     def __init__(self, spec: Svd, placement: Placement) -> None:

@@ -45,6 +45,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "text_encoder": SMALL_T5,
 }
 WAN = Release(SOURCES, SMALL)
+EXPERTS = (("transformer", "high."), ("transformer_2", "low."))  # of 2.2, as the pipeline and as we call them
 
 
 class WanTexts:
@@ -109,8 +110,7 @@ class Wan:
 
     @property
     def layout(self) -> Layout:
-        pipeline = "WanPipeline" if self.boundary is None else ""  # which has one transformer
-        return Layout(pipeline, "transformer", "", unknown)
+        return Layout("WanPipeline", "transformer", "", unknown, shared=() if self.boundary is None else EXPERTS)
 
     @property
     def sources(self) -> tuple[Source, ...]:

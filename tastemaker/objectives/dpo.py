@@ -47,7 +47,7 @@ class DPO(Objective[Process, Pairs, Preference, int]):
         device = ctx.rng.rows.device
         chosen, rejected = (ctx.policy.encode(pixels.to(device)) for pixels in (batch.chosen, batch.rejected))
         nothing = torch.zeros(len(batch), device=device)
-        dropped = (ctx.rng.uniform("drop", 1).flatten() < self.drop).tolist()
+        dropped = (ctx.here().uniform("drop", 1).flatten() < self.drop).tolist()
         prompts = ["" if gone else prompt for prompt, gone in zip(batch.prompts, dropped, strict=True)]
         return Preference(ctx.policy.embed(prompts), chosen, rejected, nothing + 1, ctx.rng, nothing)
 

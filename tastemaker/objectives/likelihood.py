@@ -100,7 +100,7 @@ class Likelihood(Objective[Process, Seen, Captioned, None]):
 
     @torch.no_grad()
     def collect(self, ctx: Context[Process], batch: Seen) -> Captioned:
-        dropped = (ctx.rng.uniform("drop", 1).flatten() < self.drop).tolist()
+        dropped = (ctx.here().uniform("drop", 1).flatten() < self.drop).tolist()
         prompts = ["" if gone else prompt for prompt, gone in zip(batch.prompts, dropped, strict=True)]
         return Captioned(ctx.policy.embed(prompts), self._encoded(ctx, batch), ctx.rng)
 

@@ -82,6 +82,7 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
             "specific": (self.step, self.step),
             "steps": (min(self.steps, default=0),) * 2,
             "single": self.span,
+            "renoised": (steps - 1,) * 2,  # what the sampler made is noised to where its last step begins
         }[self.through]
         furthest = max(self.steps) if self.through == "steps" else high
         if furthest >= steps:

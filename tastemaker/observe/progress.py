@@ -22,7 +22,9 @@ PAUSE = 5.0  # seconds between plain lines
 class Progress:
     """Steps, reward, loss, KL, gradient norm, images per second and the time that is left."""
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console | None = None, clock: Callable[[], float] = time.monotonic, *, frames: int = 1
+    ) -> None:
         self._console, self._clock = console or Console(stderr=True), clock
         self._live: Live | None = None
         self._started = Started(0, 1, Path(), 0)
@@ -31,7 +33,7 @@ class Progress:
         self._first: Updated | None = None
         self._last: Updated | None = None
         self._saved: Path | None = None
-        self._kind = "images"
+        self._kind = _kind(frames)
         self._warned = False
 
     def see(self, event: Event) -> None:
@@ -42,7 +44,7 @@ class Progress:
             self._pace.add(event)
             self._tell()
         elif isinstance(event, Sampled):
-            self._kind = "images" if event.pixels.shape[1] == 1 else "clips"
+            self._kind = _kind(event.pixels.shape[1])
         elif isinstance(event, Guarded):
             if event.warning and not self._warned:
                 self._print(f"warning, step {event.step}: {event.warning}", "yellow")
@@ -123,6 +125,11 @@ class Progress:
 
     def _print(self, line: str, style: str | None = None) -> None:
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _kind(frames: int) -> str:
+    """What samples of so many frames are called."""
+    return "images" if frames == 1 else "clips"
 
 
 class Pace:

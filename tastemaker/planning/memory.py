@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..config.run import EngineConfig, RunConfig
+from ..objectives.frames import pick
+from ..objectives.reward_gradient import RewardGradient
 from ..train import memory, precision
 from ..weights import Full
 from .models import Model, imagined
@@ -165,13 +167,22 @@ def _judge(config: RunConfig) -> nn.Module | None:
 
 def _judged(model: Model, config: RunConfig, eyes: Any, made: Tensor) -> Tensor:
     """What pictures earn."""
-    pixels: Tensor = model.backbone.decode(made[: len(made) // halves(config)[1]])  # which guidance made of two
+    one = made[: len(made) // halves(config)[1]]  # which guidance made of two
+    pixels: Tensor = model.backbone.decode(one, _shown(config))
     if eyes is None:
         return pixels.mean()
     small = functional.interpolate(pixels[:, 0], (224, 224)).to(_half(config))
     with torch.autocast("cpu", enabled=False):
         earned: Tensor = eyes(small).pooler_output
     return earned.float().mean()
+
+
+def _shown(config: RunConfig) -> list[int] | None:
+    """The frames that are decoded for rewards; of those drawn at random the last, which takes most latents."""
+    objective, count = config.objective, config.model.frames
+    if not isinstance(objective, RewardGradient):
+        return None
+    return [count - 1] if objective.frames == "random" else pick(objective.frames, count)
 
 
 def computed(engine: EngineConfig, work: Callable[[], Any]) -> Any:

@@ -17,16 +17,17 @@ from ..config.run import RunConfig
 from ..embeddings import Shards
 from ..models.latent_dit import LatentDit
 from ..models.llamagen import Llamagen
+from ..models.opensora import OpenSora
 from ..models.published import RANDOM
 from ..models.showo import Showo
-from ..models.sizes import SIZES, Sizes
+from ..models.sizes import SIZES
 from ..registry import ConfigError
 from ..types import Condition, Placement
+from .chunks import Chunked
 from .denoising import Stepwise
 from .latents import Diffused
+from .telling import SEEN, told
 from .tokens import Revealed, Setting, Written
-
-CLIP_WORDS = 77
 
 
 class Model(Protocol):
@@ -68,8 +69,9 @@ class Denoised(Stepwise):
     dtype: torch.dtype
 
     def condition(self, rows: int) -> Condition:
-        told = {name: torch.empty(rows, *shape, dtype=self.dtype) for name, shape in self.tensors.items()}
-        return Condition(("",) * rows, told)
+        kinds = {name: torch.bool if name == SEEN else self.dtype for name in self.tensors}
+        given = {name: torch.empty(rows, *shape, dtype=kinds[name]) for name, shape in self.tensors.items()}
+        return Condition(("",) * rows, given)
 
     def frozen(self) -> Iterator[nn.Parameter]:
         found: Iterator[nn.Parameter] = self.backbone.codec.net.parameters()
@@ -87,6 +89,7 @@ KNOWN: dict[type, Callable[[RunConfig, Placement, int], Model]] = {
         cast(Showo, config.model), placement, Setting.of(config, placement.dtype, world)
     ),
     LatentDit: lambda config, placement, _: Diffused(config, placement),
+    OpenSora: lambda config, placement, _: Chunked(cast(OpenSora, config.model), placement),
 }  # by what the network is asked in a run, where that is not one denoising step
 
 
@@ -109,19 +112,19 @@ def imagined(config: RunConfig, world: int = 1) -> Iterator[Model]:
 def denoised(config: RunConfig, dtype: torch.dtype) -> Iterator[Denoised]:
     spec: Any = config.model
     names = {field.name for field in fields(spec)}
-    if not {"weights", "embeddings"} <= names or type(spec).weights not in SIZES:
+    if "weights" not in names or type(spec).weights not in SIZES:
         raise ConfigError(
             f"plan knows published generators, found {type(spec).__name__}; small ones are best tried, with `train`"
         )
     hub = spec.weights if spec.weights in SIZES else type(spec).weights
-    sizes = SIZES[hub]
     alone = {name: None for name in ("transformer", "unet") if name in names}
     with TemporaryDirectory() as folder:
         Shards(Path(folder), {}).add([""], {"words": torch.zeros(1, 1)})  # so that no text encoder is loaded
-        whole = replace(spec, weights=f"{RANDOM}:{hub}", embeddings=Path(folder), **alone)
+        read = {"embeddings": Path(folder)} if "embeddings" in names else {}
+        whole = replace(spec, weights=f"{RANDOM}:{hub}", **read, **alone)
         with FakeTensorMode(allow_non_fake_inputs=True), replaced():
             backbone = whole.load(Placement(torch.device("cpu"), dtype, config.engine.attention, dtype))
-            yield Denoised(backbone, conditions(spec, sizes), dtype)
+            yield Denoised(backbone, told(spec, SIZES[hub]), dtype)
 
 
 @contextmanager
@@ -144,21 +147,3 @@ def replaced() -> Iterator[None]:
         yield
     finally:
         kind._apply = before
-
-
-def conditions(spec: Any, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """What the text encoders of a generator say of a prompt."""
-    if "unet" in sizes:
-        words: dict[str, tuple[int, ...]] = {"words": (CLIP_WORDS, int(sizes["unet"]["cross_attention_dim"]))}
-        words |= {"fps": ()} if sizes["unet"].get("fps_cond") else {}
-        return words | ({"summary": (1280,)} if "addition_embed_type" in sizes["unet"] else {})
-    told = sizes["transformer"]
-    if "text_dim" in told:  # Wan
-        return {"words": (spec.words, int(told["text_dim"]))}
-    if "pooled_projection_dim" not in told:  # Qwen-Image, whose language model says nothing of a prompt as a whole
-        return {"words": (spec.words, int(told["joint_attention_dim"]))}
-    before = CLIP_WORDS if "text_encoder_3" in sizes else 0
-    return {
-        "words": (before + spec.words, int(told["joint_attention_dim"])),
-        "pooled": (int(told["pooled_projection_dim"]),),
-    }

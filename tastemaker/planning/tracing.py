@@ -76,16 +76,26 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *settings: Any, **named: A
     return call(*parts)
 
 
+def everywhere(mask: Tensor, *, as_tuple: bool = False) -> Tensor:
+    """In the place of PyTorch's `nonzero`, which asks for numbers: as if all held, so that no word is filling."""
+    return torch.empty(mask.numel(), mask.dim(), dtype=torch.long, device=mask.device)
+
+
 @contextmanager
 def fused() -> Iterator[None]:
-    """Within the block attention is the one above, also where a backward pass computes it again, as no mode does."""
-    place: Any = functional
-    before = place.scaled_dot_product_attention
-    place.scaled_dot_product_attention = attend
+    """Within the block these are the ones above, also where a backward pass computes them again, as no mode does."""
+    places: tuple[tuple[Any, str, Any], ...] = (
+        (functional, "scaled_dot_product_attention", attend),
+        (torch, "nonzero", everywhere),
+    )
+    before = [getattr(place, name) for place, name, _ in places]
+    for place, name, other in places:
+        setattr(place, name, other)
     try:
         yield
     finally:
-        place.scaled_dot_product_attention = before
+        for (place, name, _), own in zip(places, before, strict=True):
+            setattr(place, name, own)
 
 
 def traced(work: Callable[[], Any], known: Any) -> int:

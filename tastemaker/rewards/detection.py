@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..reward import About, Rows
 from ..types import Facts, Placement, Prompts
-from .nets.detectors import DINO, TINY_DINO, TINY_YOLOS, YOLOS, Detector, detector
+from .nets.detectors import TINY_DINO, TINY_YOLOS, YOLOS, Detector, detector, published
 from .nets.sightings import asked, confidence, demanded, settled, verdicts
 
 
@@ -36,7 +36,7 @@ class Detection:
     def about(self) -> About:
         hacked = "by confidence, textures that only a detector takes for the thing; by the rules, many copies"
         memory = "0.5 GB (YOLOS base) or 0.9 GB (Grounding DINO base)"
-        return About("0 to 1", hacked, memory, (DINO if self.weights == DINO.hub else YOLOS,))
+        return About("0 to 1", hacked, memory, (published(self.weights),))
 
     @property
     def runs_on(self) -> Literal["device", "host"]:

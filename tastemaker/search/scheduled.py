@@ -147,7 +147,10 @@ def karras(path: Karras, name: str, taken: set[str]) -> dict[str, Any]:
 
 def preserving(path: VariancePreserving, name: str, taken: set[str]) -> dict[str, Any]:
     if not {"trained_betas", "beta_schedule"} <= taken:  # IPNDM's levels are its own, whatever it is given
-        raise ConfigError(f"--scheduler: {name} is not for noise in levels, as this model's path is; choose another")
+        raise ConfigError(
+            f"--scheduler: {name} is not for noise in levels, as this model's path is; choose DDIMScheduler "
+            "or DPMSolverMultistepScheduler"
+        )
     return {
         "num_train_timesteps": path.levels,
         "trained_betas": betas(path),

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,8 @@ from .engine import Engine
 from .events import Event, Finished, Sampled, Saved, Started, Updated
 from .loop import Means, asked_to_stop
 from .reconstruction import decibels, priced
+from .rescue import rescued
+from .telling import Lead, Telling, due
 
 SETTLED = 512  # pictures that latents are measured on
 COUNTED = 256  # pictures that used codes are counted in
@@ -78,6 +81,7 @@ class AutoencoderRun:
     sample: SampleConfig = SampleConfig()
     start: int = 0  # steps completed
     note: Mapping[str, Any] = field(default_factory=dict)  # goes into every checkpoint
+    whole: bool = field(init=False, default=True)  # no part of a step is done without the rest
     weights: WithBuffers = field(init=False)
     balance: Balance | None = field(init=False, default=None)
 
@@ -88,7 +92,8 @@ class AutoencoderRun:
         self.engine.enter(self.net, *(name for kind, name in entered if isinstance(self.net, kind)))
         if self.critic is not None:
             self.weights.others = self.critic.stored
-            self.balance = balance(self.net) if self.critic.config.adaptive else None
+            counts = self.critic.config.adaptive and self.critic.config.weight
+            self.balance = balance(self.net) if counts else None
 
     def pixels(self, step: int, size: int, rank: int = 0, world: int = 1) -> Tensor:
         """Pictures of a step; frames are pictures too: [N, 3, H, W]."""
@@ -117,22 +122,32 @@ class AutoencoderRun:
 
 def train(run: AutoencoderRun) -> Iterator[Event]:
     """Learn until the last step, telling of each; a signal to stop saves first and ends early."""
+    return rescued(run, learning(run))
+
+
+def learning(run: AutoencoderRun) -> Iterator[Event]:
+    """The same, without saving what a failure would lose."""
     yield Started(run.start, run.steps, run.directory, sum(p.numel() for p in run.weights.trainable().values()))
-    told = ""
+    told, lead = "", Lead(run.engine.leads)
     with asked_to_stop() as asked:
         for step in range(run.start, run.steps):
-            update = learn(run, step)
             done = step + 1
-            if run.held is not None and due(done, run.validation.every, run.steps):
-                update = replace(update, metrics={**update.metrics, **validate(run, run.held)})
-            if done == run.steps:
-                found, told = finished(run)
-                update = replace(update, metrics={**update.metrics, **found})
-            yield update
+            every = (run.validation.every if run.held is not None else 0, run.sample.every, run.checkpoint.every)
+            validated, looked, saved = (due(done, often, run.steps) for often in every)
+            now = validated or looked or saved or done == run.steps
+            for update in lead.told(partial(begin, run, step), now=now):
+                if update.step == done and validated and run.held is not None:
+                    update = replace(update, metrics={**update.metrics, **validate(run, run.held)})
+                if update.step == run.steps:
+                    found, told = finished(run)
+                    update = replace(update, metrics={**update.metrics, **found})
+                yield update
             stop = run.engine.comm.any(asked.is_set())
-            if due(done, run.sample.every, run.steps):
+            if stop:
+                yield from lead.rest()
+            if looked:
                 yield look(run, done)
-            if due(done, run.checkpoint.every, run.steps) or stop:
+            if saved or stop:
                 yield Saved(done, run.save(done))
             if stop and done < run.steps:
                 yield Finished(done, f"asked to stop after step {done}; the same command goes on from there")
@@ -140,15 +155,17 @@ def train(run: AutoencoderRun) -> Iterator[Event]:
     yield Finished(run.steps, f"all {run.steps} steps done{told}")
 
 
-def due(done: int, every: int, steps: int) -> bool:
-    return bool(every) and (done % every == 0 or done == steps)
-
-
 def learn(run: AutoencoderRun, step: int) -> Updated:
     """One step: copy pictures and pay for the difference; then the critic learns from the copies."""
+    return begin(run, step)()
+
+
+def begin(run: AutoencoderRun, step: int) -> Telling:
+    """The same; a device may go on with it when this comes back, and what came of it is told when asked for."""
     began, engine, means = time.perf_counter(), run.engine, Means()
     pixels = run.pixels(step, run.rows, engine.comm.rank, engine.comm.world)
     pieces = torch.split(pixels, run.microbatch or len(pixels))
+    run.whole = False
     copies, row = [], engine.comm.rank * len(pixels)
     with seeded(f"{run.seed}/{step}/{engine.comm.rank}", engine.device):
         for i, piece in enumerate(pieces):
@@ -163,16 +180,21 @@ def learn(run: AutoencoderRun, step: int) -> Updated:
         run.weights.blend("ema", warm(run.ema, step))
     plays = run.critic is not None and run.critic.plays(step)
     told = run.critic.launch(step, pieces, copies) if run.critic and plays else dict
-    update = launched()  # nothing of the step is waited for before all of it was begun
-    metrics = {**means.over(engine.comm), **told(), "grad_norm": update.grad_norm, "lr": update.lr}
-    return Updated(step + 1, metrics, time.perf_counter() - began, run.rows)
+    found = means.fetched(engine.comm)
+    run.whole = True
+
+    def telling() -> Updated:
+        update = launched()
+        metrics = {**found(), **told(), "grad_norm": update.grad_norm, "lr": update.lr}
+        return Updated(step + 1, metrics, time.perf_counter() - began, run.rows)
+
+    return telling
 
 
 def copied(run: AutoencoderRun, step: int, pixels: Tensor, first: int = 0) -> tuple[Tensor, Loss]:
     """Copies of rows from the first on, and the loss of each: of the difference, the network's own, the critic's."""
     with run.engine.lowering(run.net), run.balance.watching() if run.balance else nullcontext():
-        made, extra = run.net(pixels, *chances(run, step, pixels, first))
-    suitable(made, extra, pixels)
+        made, extra = suitable(run.net(pixels, *chances(run, step, pixels, first)), pixels)
     made = made.float()
     loss = priced(run.loss, made, pixels, run.lpips)
     if run.critic is None or not run.critic.plays(step):
@@ -185,14 +207,17 @@ def copied(run: AutoencoderRun, step: int, pixels: Tensor, first: int = 0) -> tu
     return made, Loss(loss.rows + extra + weight * price, {**loss.metrics, **told})
 
 
-def suitable(made: Tensor, extra: Tensor, pixels: Tensor) -> None:
+def suitable(given: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Refuse what a network of one's own may give back: nanoVLA-RL's give what the encoder said, in place of a loss."""
-    if made.shape != pixels.shape or extra.shape not in ((), pixels.shape[:1]):
-        found = f"{list(made.shape)} and {list(extra.shape)}"
-        raise ConfigError(
-            f"autoencoder: of pictures {list(pixels.shape)} the network gives back {found}; expected copies of that "
-            f"shape, and a further loss of each, [{len(pixels)}], of noughts if there is none"
-        )
+    parts = given if isinstance(given, tuple | list) else (given,)
+    shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+    if len(parts) == 2 and shapes[0] == list(pixels.shape) and shapes[1] in ([], [len(pixels)]):
+        made, extra = parts
+        return made, extra
+    raise ConfigError(
+        f"autoencoder: of pictures {list(pixels.shape)} the network gives back {' and '.join(map(str, shapes))}; "
+        f"expected copies of that shape, and a further loss, one number or [{len(pixels)}], of noughts if there is none"
+    )
 
 
 def chances(run: AutoencoderRun, step: int, pixels: Tensor, first: int) -> tuple[Tensor, ...]:

@@ -92,10 +92,11 @@ class Critic:
             means.note(Loss(rows.detach(), told), 1)
         launched = engine.launch(step)
         self._agree()
+        numbers = means.fetched(engine.comm)
 
         def found() -> Told:
             norm = {"grad_norm": launched().grad_norm}  # first, for an update that was refused says why
-            return {f"critic/{name}": value for name, value in {**means.over(engine.comm), **norm}.items()}
+            return {f"critic/{name}": value for name, value in {**numbers(), **norm}.items()}
 
         return found
 

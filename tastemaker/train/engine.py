@@ -19,6 +19,7 @@ from ..types import Placement
 from ..weights import FullWeights, Partial, TwinWeights, Weights
 from . import context, lean, memory, optimizer, precision, ranks, replay
 from .failures import TrainingError, explain
+from .telling import fetched
 
 __all__ = ["Engine", "TrainingError", "Update", "explain"]
 
@@ -61,6 +62,11 @@ class Engine:
             return 0, 1, self.comm.rank == 0
         count = self.mesh.size(self.mesh.ndim - 1)
         return self.comm.rank % count, count, self.comm.rank < count
+
+    @property
+    def leads(self) -> bool:
+        """Whether the host goes on while the device computes."""
+        return self.device.type == "cuda"
 
     def placement(self, *, adapts: bool = True) -> Placement:
         """Where frozen parts go, and how; the network that trains in the precision of its weights, unless it `adapts`.
@@ -203,10 +209,11 @@ class Engine:
         grads = [p.grad for p in parameters if p.grad is not None]
         measured, lr = self._measure(grads), optimizer.rate(self.optim, step, self.steps)
         if isinstance(self.optimizer, optimizer.Plain) and self.optimizer.fused and not self.scaler and not self.mesh:
+            numbers = fetched(measured)
             self._decide(grads, measured, self.optimizer, lr)
             self._forget(parameters)
-            return lambda: self._told(step, *self._read(measured), lr)
-        norm, bad = self._read(measured)
+            return lambda: self._told(step, *self._read(numbers()), lr)
+        norm, bad = self._read(measured.tolist())
         if math.isfinite(norm) and not bad:
             self._move(grads, norm, lr)
         self._forget(parameters)
@@ -227,8 +234,8 @@ class Engine:
         copies = self.comm.world // self.shard[1]
         return self.comm.total(torch.stack([square / copies, self._bad]))
 
-    def _read(self, measured: Tensor) -> tuple[float, int]:
-        square, bad = measured.tolist()
+    def _read(self, measured: list[float]) -> tuple[float, int]:
+        square, bad = measured
         return math.sqrt(square) / self._scale if square >= 0 else math.nan, int(bad)
 
     @property
@@ -238,16 +245,16 @@ class Engine:
     def _decide(self, grads: list[Tensor], measured: Tensor, adam: optimizer.Plain, lr: float) -> None:
         """Refuse or clip and update as below, by what the device has found, which the host does not know yet."""
         square, bad = measured.unbind()
+        shrink = None
         if self.optim.clip and grads:
             norm = square.double().sqrt() + 1e-6
-            clip = torch.full_like(norm, self.optim.clip) / norm  # a number by a tensor would be rounded twice
-            torch._foreach_mul_(grads, clip.clamp(max=1.0).float())
-        adam.update(lr, refused=(square - square + bad != 0).float())  # infinity less itself is no number
+            shrink = (norm / torch.full_like(norm, self.optim.clip)).clamp(min=1.0).float()
+        adam.update(lr, (square - square + bad != 0).float(), shrink)  # infinity less itself is no number
 
     def _move(self, grads: list[Tensor], norm: float, lr: float) -> None:
-        clip = min(1.0, self.optim.clip / (norm + 1e-6)) if self.optim.clip else 1.0
-        if clip / self._scale != 1:
-            torch._foreach_mul_([ranks.local(grad) for grad in grads], clip / self._scale)
+        shrink = self._scale * (max(1.0, (norm + 1e-6) / self.optim.clip) if self.optim.clip else 1.0)
+        if shrink != 1:
+            torch._foreach_div_([ranks.local(grad) for grad in grads], shrink)
         self.optimizer.update(lr)
         if self.scaler:
             self.scaler.accept()
@@ -263,7 +270,7 @@ class Engine:
         what = f"{bad} loss value(s)" if bad else "the gradient norm"
         raise TrainingError(
             f"{what} of step {step} came out as nan or infinite; the weights were not updated. Lower optim.lr, "
-            "look for a reward that returns extreme values, or set engine.precision to fp32 or bf16"
+            "look for extreme values in rewards or data, or set engine.precision to fp32 or bf16"
         )
 
     def close(self) -> None:

@@ -17,10 +17,12 @@ from ..randomness import Randomness
 from ..types import Answers, Loss, index
 from ..weights import Weights, warm
 from . import checkpoint
-from .autoencoder import due, seeded
+from .autoencoder import seeded
 from .engine import Engine
 from .events import Event, Finished, Saved, Started, Updated
 from .loop import Means, asked_to_stop
+from .rescue import rescued
+from .telling import due
 
 
 @dataclass
@@ -41,6 +43,7 @@ class JudgeRun:
     checkpoint: CheckpointConfig = CheckpointConfig()
     start: int = 0  # steps completed
     note: Mapping[str, Any] = field(default_factory=dict)  # goes into every checkpoint
+    whole: bool = field(init=False, default=True)  # no part of a step is done without the rest
 
     def __post_init__(self) -> None:
         self.engine.prepare(self.weights)
@@ -60,6 +63,11 @@ class JudgeRun:
 
 def train(run: JudgeRun) -> Iterator[Event]:
     """Learn until the last step, telling of each; a signal to stop saves first and ends early."""
+    return rescued(run, learning(run))
+
+
+def learning(run: JudgeRun) -> Iterator[Event]:
+    """The same, without saving what a failure would lose."""
     yield Started(run.start, run.steps, run.directory, sum(p.numel() for p in run.weights.trainable().values()))
     with asked_to_stop() as asked:
         for step in range(run.start, run.steps):
@@ -84,6 +92,7 @@ def learn(run: JudgeRun, step: int) -> Updated:
     first = engine.comm.rank * len(batch)
     rng = Randomness(run.seed, step, torch.arange(first, first + len(batch), device=engine.device))
     run.weights.net.train()
+    run.whole = False
     with seeded(f"{run.seed}/{step}/{engine.comm.rank}", engine.device):
         for piece in pieces:
             with run.weights.dropping(index(rng, piece)):
@@ -94,6 +103,7 @@ def learn(run: JudgeRun, step: int) -> Updated:
     launched = engine.launch(step)
     if run.ema:
         run.weights.blend("ema", warm(run.ema, step))
+    run.whole = True
     update = launched()
     metrics = {**means.over(engine.comm), "grad_norm": update.grad_norm, "lr": update.lr}
     return Updated(step + 1, metrics, time.perf_counter() - began, run.rows)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,32 +22,42 @@ from .engine import TrainingError, Update
 from .events import Event, Finished, Guarded, Sampled, Saved, Started, Updated
 from .guard import judge
 from .looking import paint
+from .rescue import rescued
 from .run import Run
+from .telling import Lead, Telling, due, fetched
 
 Launched = Callable[[], Update]
 
 
 def train(run: Run) -> Iterator[Event]:
     """Learn until the last step, telling of each; a signal to stop saves first and ends early."""
+    return rescued(run, learning(run))
+
+
+def learning(run: Run) -> Iterator[Event]:
+    """The same, without saving what a failure would lose."""
     yield Started(run.start, run.steps, run.directory, sum(p.numel() for p in run.policy.weights.trainable().values()))
     if run.sample.every and run.start == 0:
         yield look(run, 0)
     if guarded(run) and not run.history.looks:
         yield judge(run, run.start)
+    lead = Lead(run.engine.leads)
     with asked_to_stop() as asked:
         for step in range(run.start, run.steps):
-            yield learn(run, step)
             done, reason = step + 1, ""
+            every = (run.sample.every, run.guard.every if guarded(run) else 0, run.checkpoint.every)
+            looked, judged, saved = (due(done, often, run.steps) for often in every)
+            yield from lead.told(partial(begin, run, step), now=looked or judged or saved)
             if run.engine.comm.any(asked.is_set()):
                 reason = f"asked to stop after step {done}; the same command goes on from there"
-            if run.sample.every and (done % run.sample.every == 0 or done == run.steps):
+                yield from lead.rest()
+            if looked:
                 yield look(run, done)
-            if guarded(run) and (done % run.guard.every == 0 or done == run.steps):
+            if judged:
                 found = judge(run, done)
                 yield found
                 reason = halt(run, found) or reason
-            best = run.history.best == done
-            if done % run.checkpoint.every == 0 or done == run.steps or reason or best:
+            if saved or reason or run.history.best == done:
                 yield Saved(done, run.save(done))
             if reason and done < run.steps:
                 yield Finished(done, reason)
@@ -69,6 +80,11 @@ def halt(run: Run, found: Guarded) -> str:
 
 def learn(run: Run, step: int) -> Updated:
     """One step: gather experience, then learn from it in updates of minibatches, each in parts."""
+    return begin(run, step)()
+
+
+def begin(run: Run, step: int) -> Telling:
+    """The same; a device may go on with it when this comes back, and what came of it is told when asked for."""
     began, engine, objective = time.perf_counter(), run.engine, run.objective
     rows = run.batch.prompts // engine.rows.world
     ctx, means, launched = run.context(step, rows), Means(), list[Launched]()
@@ -76,6 +92,7 @@ def learn(run: Run, step: int) -> Updated:
         batch = run.data.batch(step, run.batch.prompts, engine.rows.rank, engine.rows.world)
         experience = objective.collect(ctx, batch)
         means.add(objective.watch(experience), len(experience))
+    run.whole = False
     own = run.context(step, len(experience)).rng  # of what was gathered, which may be several rows of each prompt
     with seeded(engine.device, hash((run.seed, step, engine.rows.rank))):
         for epoch in range(run.batch.epochs):
@@ -87,10 +104,15 @@ def learn(run: Run, step: int) -> Updated:
                     count = step * run.batch.epochs * run.batch.updates + draw
                     run.policy.weights.blend("ema", warm(run.ema, count))
     objective.after_update(ctx)
-    update = [told() for told in launched][-1]
-    metrics = {**means.over(engine.comm), "grad_norm": update.grad_norm, "lr": update.lr}
-    samples = run.batch.prompts * objective.group
-    return Updated(step + 1, metrics, time.perf_counter() - began, samples)
+    run.whole = True
+    found, samples = means.fetched(engine.comm), run.batch.prompts * objective.group
+
+    def telling() -> Updated:
+        update = [told() for told in launched][-1]
+        metrics = {**found(), "grad_norm": update.grad_norm, "lr": update.lr}
+        return Updated(step + 1, metrics, time.perf_counter() - began, samples)
+
+    return telling
 
 
 @contextmanager
@@ -168,9 +190,14 @@ class Means:
         self.add({"loss": loss.rows * parts}, rows)  # parts add up, so their mean is their sum over their number
 
     def over(self, comm: Comm) -> dict[str, float]:
+        return self.fetched(comm)()
+
+    def fetched(self, comm: Comm) -> Callable[[], dict[str, float]]:
+        """The same, when asked for."""
         names = list(self.sums)
         values = torch.stack(torch._foreach_div([self.sums[name] for name in names], list(self.counts.values())))
-        return dict(zip(names, comm.mean(values).tolist(), strict=True))
+        numbers = fetched(comm.mean(values))
+        return lambda: dict(zip(names, numbers(), strict=True))
 
 
 @contextmanager

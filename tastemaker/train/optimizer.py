@@ -56,13 +56,13 @@ class Plain:
             self.moments[name] = kept
             self.adam.state[p] = {"step": kept.step, "exp_avg": kept.exp_avg, "exp_avg_sq": kept.exp_avg_sq}
 
-    def update(self, lr: float, refused: Tensor | None = None) -> None:
-        """`refused` is 1 on the device to leave everything as it is, which a fused kernel can be told."""
+    def update(self, lr: float, refused: Tensor | None = None, shrink: Tensor | None = None) -> None:
+        """A fused kernel can be told, on the device, to leave all as it is (`refused`), or what to divide by."""
         for group in self.adam.param_groups:
             group["lr"] = lr
         if refused is not None:
-            # Where it looks for gradients that overflowed.
-            self.adam.found_inf = refused  # type: ignore[attr-defined]
+            # Where it looks for gradients that overflowed, and for the factor they were scaled by.
+            self.adam.found_inf, self.adam.grad_scale = refused, shrink  # type: ignore[attr-defined]
         self.adam.step()
 
     def state(self) -> dict[str, Tensor]:

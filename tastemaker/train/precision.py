@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -128,12 +128,22 @@ def attending(config: EngineConfig, *, gradient: bool) -> AbstractContextManager
     return sdpa_kernel([*quick, *SAFE], set_priority=True)
 
 
+@runtime_checkable
+class Unsliced(Protocol):
+    """A network whose attention is never handed a slice of a wider gradient."""
+
+    unsliced: bool
+
+
 def quicken(net: nn.Module, config: EngineConfig) -> None:
-    """Let a network that trains on a GPU take the faster kernel wherever no gradient is wanted, as in rollouts."""
-    forward = net.forward
+    """Let a network on a GPU take the faster kernel wherever no gradient is wanted, as in rollouts, or none is sliced.
+
+    What is computed again for its gradient would be so by another kernel, so that both passes keep to the safe one.
+    """
+    forward, unsliced = net.forward, isinstance(net, Unsliced) and config.memory != "recompute"
 
     def call(*inputs: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not unsliced:
             return forward(*inputs, **named)
         with attending(config, gradient=False):
             return forward(*inputs, **named)

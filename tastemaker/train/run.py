@@ -43,6 +43,7 @@ class Run:
     guard: GuardConfig = GuardConfig()
     start: int = 0  # steps completed
     note: Mapping[str, Any] = field(default_factory=dict)  # goes into every checkpoint
+    whole: bool = field(init=False, default=True)  # no part of a step is done without the rest
     memory: Memory = field(init=False)
     history: History = field(init=False)  # of the guard
 
@@ -57,7 +58,8 @@ class Run:
         first = self.engine.rows.rank * rows
         numbers = torch.arange(first, first + rows, device=self.engine.device)
         rng = Randomness(self.seed, step, numbers)
-        return Context(self.policy, self.rubric, rng, self.engine.rows, self.memory, chunk=self.batch.rollout)
+        held = (self.engine.rows, self.memory)
+        return Context(self.policy, self.rubric, rng, *held, chunk=self.batch.rollout, first=first)
 
     def asked(self, count: int) -> PromptBatch:
         """Prompts to look at, always the same; where pictures are learned from, with the picture rewards ask for."""

@@ -203,6 +203,7 @@ def test_nothing_is_taken_before_what_it_is_compared_with() -> None:
     assert queue.take() is None and queue.failed == {"before-x": "it broke", "a-0": "before-x failed"}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_an_interrupted_bench_goes_on_where_it_was(toys: Path) -> None:
     out = toys.parent / "out"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from tastemaker.cli import FAILURE, MISTAKE, main
+from tastemaker.commands.asking import answered
+from tastemaker.data.prompt_sets import PromptSet
+from tastemaker.registry import ConfigError
 
 QUICK = ["steps=4", "sample.every=2", "checkpoint.every=2", "batch.prompts=4", "objective.group=4"]
 
@@ -59,6 +63,25 @@ def test_the_same_command_goes_on_where_a_run_stopped():
     assert all(whole[key].equal(parts[key]) for key in whole)
     rows = [json.loads(line)["step"] for line in Path("runs/parts/metrics.jsonl").read_text().splitlines()]
     assert rows == [0, 1, 2, 3, 4, 4]
+
+
+@pytest.mark.slow
+def test_the_directory_of_a_run_goes_on_where_it_stopped_even_if_it_was_moved(capsys):
+    assert run("train", "grpo-toy-flow", *QUICK, "name=whole") == 0
+    assert run("train", "grpo-toy-flow", *QUICK, "name=parts") == 0
+    shutil.rmtree("runs/parts/checkpoints/step-000004")
+    Path("elsewhere").mkdir()
+    Path("runs/parts").rename("elsewhere/moved")
+    capsys.readouterr()
+    assert run("train", "elsewhere/moved") == 0
+    assert "elsewhere/moved: 4 steps from step 2" in capsys.readouterr().err and not Path("runs/parts").exists()
+    whole, moved = weights("whole", 4), load_file("elsewhere/moved/checkpoints/step-000004/weights.safetensors")
+    assert all(whole[key].equal(moved[key]) for key in whole)
+    code, told = refused(capsys, "train", "elsewhere/moved/", "steps=5")
+    assert code == MISTAKE and "steps: 4 -> 5" in told and "--allow-change steps" in told
+    assert run("train", "elsewhere/moved/", "steps=5", "--allow-change", "steps") == 0
+    assert run("train", "elsewhere/moved", "name=again", "steps=1") == 0
+    assert Path("elsewhere/again/checkpoints/step-000001").is_dir()
 
 
 def test_another_configuration_is_refused_with_the_difference(capsys):
@@ -113,10 +136,18 @@ def test_clips_are_written_as_movies():
     assert Path("clips/00000-a-red.mp4").stat().st_size > 0 and Path("clips/sheet.png").is_file()
 
 
-@pytest.mark.parametrize("kind", ["models", "rewards", "objectives", "recipes", "data", "searches"])
+@pytest.mark.parametrize("kind", ["models", "rewards", "objectives", "recipes", "data", "searches", "prompts"])
 def test_everything_can_be_listed(kind, capsys):
     assert run("list", kind) == 0
     assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_sets_of_prompts_are_listed_with_how_many_each_has(capsys):
+    assert run("list", "prompts", "--json") == 0
+    found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    for name, row in found.items():
+        assert row["count"] == len(PromptSet(name).load(0)), name
+    assert all(PromptSet(alias).load(0) == PromptSet("animals").load(0) for alias in found["animals"]["aliases"])
 
 
 def test_check_prints_the_configuration_and_the_arithmetic(capsys):
@@ -156,6 +187,65 @@ def test_check_tells_every_complaint_at_once(capsys):
 def test_a_mistake_is_one_sentence(arguments, told, capsys):
     code, said = refused(capsys, *arguments)
     assert code in (MISTAKE, FAILURE) and told in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "grpo-toy-flow", "-p", "a red"],
+        ["rank", "grpo-toy-flow"],
+        ["evaluate", "playeval", "--model", "grpo-toy-flow"],
+        ["evaluate", "geneval", "--images", "."],
+        ["embed", "flux", "--tiny", "--prompts", "said.txt"],
+        ["encode", ".", "--tokenizer", "none"],
+        ["encode", ".", "--vae", "none"],
+        ["reconstruct", ".", "--model", "none"],
+        ["bench", "playground"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+@pytest.mark.parametrize("out", ["file", "file/deep/er"])
+def test_a_file_in_the_way_of_a_folder_is_told_before_anything_is_loaded(arguments, out, capsys):
+    Path("file").write_text("kept")
+    Path("said.txt").write_text("a red")
+    code, told = refused(capsys, *arguments, "--out", out)
+    assert code == MISTAKE and "error: --out: file is a file; expected a folder to write to" in told
+    assert Path("file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "runs/none", "--out", "file/a.safetensors"],
+        ["export", "runs/none", "--layout", "diffusers", "--out", "file/a"],
+        ["report", "runs/none", "--out", "file/a.html"],
+        ["pack", ".", "--out", "file/a.npz"],
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_a_file_in_the_way_of_a_file_is_told(arguments, capsys):
+    Path("file").write_text("kept")
+    code, told = refused(capsys, *arguments)
+    assert code == MISTAKE and "error: --out: file is a file; expected a folder to write to" in told
+
+
+def test_answers_are_not_added_to_a_picture(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n")
+    with pytest.raises(ConfigError, match=r"a\.png holds no text; name another file with --out"):
+        answered(tmp_path / "a.png")
+
+
+def test_a_run_is_not_begun_where_a_file_lies(capsys):
+    Path("file").write_text("kept")
+    code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "output=file")
+    assert code == MISTAKE and "error: output: file is a file; expected a folder to write to" in told
+
+
+@pytest.mark.parametrize("command", [["generate", "grpo-toy-flow"], ["rank", "grpo-toy-flow"], ["embed", "flux"]])
+def test_a_picture_is_no_file_of_prompts(command, capsys):
+    Path("a.png").write_bytes(b"")
+    code, told = refused(capsys, *command, "--tiny", "--prompts", "a.png")
+    assert code == MISTAKE and "--prompts: found 'a.png'; expected a file that ends in .txt, .jsonl or .csv" in told
 
 
 def test_a_reward_that_breaks_stops_the_run_and_keeps_the_last_checkpoint(capsys):

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from tastemaker.cli import MISTAKE, main
-from tastemaker.commands.generating import prompts, slug
+from tastemaker.commands.generating import attached, prompts, slug
 from tastemaker.config.load import load
+from tastemaker.export.adapters import FILE
 from tastemaker.pictures import read_picture, save_picture
 from tastemaker.registry import ConfigError
 from tastemaker.types import PromptBatch
@@ -144,10 +145,25 @@ def test_mistakes_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     assert "these weights have no adapters" in " ".join(capsys.readouterr().err.split())
     assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "gone.pt") == MISTAKE
     assert "--lora: there is no file gone.pt; give a file of adapters" in " ".join(capsys.readouterr().err.split())
+    Path("a.png").write_bytes(b"")
+    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "a.png") == MISTAKE
+    assert "a.png ends in '.png'; expected a directory, .safetensors" in " ".join(capsys.readouterr().err.split())
     assert run("train", "grpo-toy-flow", *QUICK) == 0
     capsys.readouterr()
     assert run("generate", "runs/grpo-toy-flow", "--lora", "x.safetensors") == MISTAKE
     assert "is a run, which has weights of its own" in " ".join(capsys.readouterr().err.split())
+
+
+def test_adapters_alone_in_a_folder_are_found_there(tmp_path: Path) -> None:
+    for name in ("README.md", "recipe.yaml", FILE):
+        (tmp_path / name).write_bytes(b"")
+    assert attached(tmp_path, None).path == tmp_path / FILE
+    (tmp_path / "others.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"holds others.pt, {FILE}; expected one file of adapters, so give its path"):
+        attached(tmp_path, None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty holds no file of adapters; expected one"):
+        attached(tmp_path / "empty", None)
 
 
 def test_of_data_that_say_nothing_as_many_are_made_as_asked_for(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_batches_come_again_and_are_looked_at_again() -> None:
     ("loader", "said"),
     [
         ([], "the loader has no batches"),
+        (iter([torch.rand(2, 3, 8, 8)]), "the loader ended after 1 batches; give one that"),
         ([torch.rand(2, 3, 8, 8) * 2 - 1], "expected 0 to 1"),
         ([torch.rand(2, 4, 8, 8)], "is of shape"),
         (["a"], "is a str; expected pixels"),

@@ -63,6 +63,36 @@ def test_a_folder_of_clips_of_every_kind_is_scored_and_broken_ones_are_told(caps
     assert Path("all/scores.jsonl").is_file()
 
 
+def test_clips_are_called_clips_and_one_of_them_a_clip(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "grpo-toy-video", "-p", "a red", "--out", "made") == 0
+    assert "1 clip in made, for" in capsys.readouterr().err
+    assert run("generate", "grpo-toy-video", "-p", "a red", "-p", "a blue", "--out", "made") == 0
+    assert "2 clips in made (1 was there), for" in capsys.readouterr().err
+    Path("made/sheet.png").unlink()
+    assert run("score", "made", "--reward", "stillness") == 0
+    told = capsys.readouterr().err
+    assert "2 clips scored, line by line in made/scores.jsonl" in told and "pictures" not in told
+    assert run("generate", "grpo-toy-flow", "-p", "a red", "--out", "still") == 0
+    assert "1 picture in still, for" in capsys.readouterr().err
+
+
+def test_of_a_single_file_that_is_broken_its_own_sentence_is_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.mp4").write_bytes(b"nothing")
+    assert run("score", "a.mp4", "--reward", "stillness") == FAILURE
+    told = capsys.readouterr().err
+    assert "error: a.mp4 cannot be read as a clip (" in told and told.count("cannot be read") == 1
+    assert "scored" not in told and "cannot be read" in str(rows("scores.jsonl")[0]["error"])
+
+
+def test_movies_of_other_programs_are_scored_with_the_rest() -> None:
+    clip = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8)
+    for name in ("a.mp4", "b.mp4"):
+        save_picture(clip, Path("all", name))
+    Path("all/b.mp4").rename("all/b.mov")  # which is the same container
+    assert run("score", "all", "--reward", "stillness") == 0
+    assert [Path(str(row["file"])).name for row in rows("all/scores.jsonl")] == ["a.mp4", "b.mov"]
+
+
 def test_no_frames_a_second_are_refused() -> None:
     assert run("generate", "grpo-toy-video", "-p", "a red", "--fps", "0") != 0
     assert not Path("generated").exists()

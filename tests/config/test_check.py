@@ -1,8 +1,11 @@
+from typing import get_args, get_type_hints
+
 import pytest
 
 from tastemaker.config.arithmetic import arithmetic
 from tastemaker.config.check import complaints, launched, require
 from tastemaker.config.load import load, runnable
+from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.registry import ConfigError
 
 
@@ -23,6 +26,12 @@ def test_every_recipe_loads_and_has_nothing_against_it(name: str) -> None:
             "grpo-toy-causal",
             ["objective={type: nft}"],
             "objective: nft needs the process gaussian, found autoregressive; choose another objective",
+        ),
+        (
+            "vader-svd-hps",
+            ["data={type: prompts, prompts: [a fox]}"],
+            "model: svd goes on from a picture, but found none for the first prompt; set model.image, or give each "
+            "prompt a fact `image`",
         ),
         (
             "grpo-toy-flow",
@@ -112,13 +121,30 @@ def test_a_broken_rule_is_one_sentence(recipe: str, changes: list[str], sentence
     assert complaints(load(recipe, changes), world=1) == [sentence]
 
 
+@pytest.mark.parametrize("through", get_args(get_type_hints(RewardGradient)["through"]))
+def test_a_gradient_may_go_through_any_part_of_the_sampler(through: str) -> None:
+    changes = [f"objective.through={through}", "objective.steps=[3, 24]", "objective.span=[5, 9]"]
+    assert complaints(load("vader-wan-hps", changes), world=1) == []
+
+
+def test_a_tail_is_no_longer_than_the_sampler() -> None:
+    sentence = "objective: reward_gradient reaches for a tail of 26 steps of a sampler of 25; ask for at most 25"
+    assert complaints(load("vader-wan-hps", ["objective.tail=26"]), world=1) == [sentence]
+    assert complaints(load("vader-wan-hps", ["objective.tail=25"]), world=1) == []
+    assert complaints(load("vader-wan-hps", ["objective.tail=26", "objective.through=random"]), world=1) == []
+
+
+def test_fewer_steps_than_the_tail_will_do_to_sample() -> None:
+    assert complaints(load("vader-wan-hps", ["objective.tail=5", "process.steps=4"]), world=1, fed=False) == []
+
+
 def test_toy_pictures_have_the_models_frames() -> None:
     sentence = "data.frames: toy_pictures has 1, but toy_flow makes 4; set data.frames=4"
     assert complaints(load("likelihood-toy-video", ["data.frames=1"]), world=1) == [sentence]
 
 
 def test_a_reward_of_whole_clips_needs_several_frames() -> None:
-    told = "objective.frames is random, one frame a clip, but 'still' needs several"
+    told = "objective.frames: random is one frame a clip, but 'still' needs several"
     sentence = f"{told}; set objective.frames to all, alt or fml"
     assert complaints(load("reward-gradient-toy-video", ["objective.frames=random"]), world=1) == [sentence]
     assert complaints(load("reward-gradient-toy-video", ["objective.frames=fml"]), world=1) == []

@@ -63,6 +63,20 @@ def test_nothing_over_a_mapping_removes_it(tmp_path: Path) -> None:
     assert list(load(path).rewards) == ["color"]
 
 
+@pytest.mark.parametrize("section", ["guard", "sample"])
+def test_nothing_in_place_of_what_happens_every_so_many_steps_is_never(section: str, tmp_path: Path) -> None:
+    never = getattr(load("vader-wan-hps", [f"{section}.every=0"]), section)
+    assert getattr(load("vader-wan-hps", [f"{section}=null"]), section) == never
+    path = write(tmp_path, own=f"extends: vader-wan-hps\n{section}: null")
+    assert getattr(load(path), section) == never
+    assert getattr(load(path, [f"{section}.every=7"]), section).every == 7
+
+
+def test_nothing_in_place_of_a_section_a_recipe_does_not_have_is_never_too(tmp_path: Path) -> None:
+    path = write(tmp_path, own="guard: null\nvalidation: null\nrewards: {guard: null}")
+    assert read(path) == {"guard": {"every": 0}, "validation": {"every": 0}, "rewards": {"guard": None}}
+
+
 def test_a_circle_is_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path, a="extends: b.yaml", b="extends: c.yaml", c="extends: b.yaml")
     expected = f"{tmp_path}/b.yaml: 'extends' goes in a circle: b.yaml -> c.yaml -> b.yaml; remove one of them"
@@ -155,6 +169,15 @@ def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     missing = tmp_path / "none.yaml"
     assert complaint(missing) == f"there is no file {missing}; give a recipe's name or the path of a YAML file"
     assert complaint("grpo-toy-flwo").startswith("no recipe is called 'grpo-toy-flwo'; did you mean 'grpo-toy-flow'?")
+
+
+def test_a_part_of_a_run_says_which_recipes_are_whole() -> None:
+    start = "describes a part of a run alone"
+    assert complaint("models/ltx") == f"models/ltx {start}; name a recipe that extends it, for example vader-ltx-hps"
+    assert complaint("models/modelscope").endswith("for example vader-modelscope-actpred")
+    assert complaint("models/showo-512").endswith(
+        "a recipe of your own with `extends: [models/showo-512]` and an objective"
+    )
 
 
 @pytest.mark.parametrize("name", runnable())

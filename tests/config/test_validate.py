@@ -91,6 +91,25 @@ def test_a_mistake_is_one_sentence(change: str, sentence: str) -> None:
         assert sentences(change) == [sentence]
 
 
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ("through=last", "VADER's 'last' is 'tail' here, with tail: 1"),
+        ("through=rand", "did you mean 'random'?"),
+        ("frames=firts", "did you mean 'first'?"),
+        ("frames=rand", "did you mean 'random'?"),
+    ],
+)
+def test_a_choice_that_is_misspelt_or_called_so_by_others_has_a_hint(change: str, hint: str) -> None:
+    (sentence,) = sentences(f"objective.{change}", recipe="draft-toy-flow")
+    assert sentence.endswith(f", found '{change.partition('=')[2]}'; {hint}")
+
+
+def test_a_word_like_no_choice_has_no_hint() -> None:
+    (sentence,) = sentences("objective.frames=everything", recipe="draft-toy-flow")
+    assert sentence.endswith("or a whole number or a list, found 'everything'")
+
+
 def test_every_mistake_is_told_at_once_in_the_order_of_the_sections() -> None:
     found = sentences(
         "optim.lr=much", "objective.gropu=3", "rewards.color.type=colour", "steps=-3", "rewards.hps.weight=1"

@@ -107,6 +107,9 @@ def test_a_split_and_columns_that_are_not_there_are_sentences(tmp_path: Path) ->
         ClassPictures(path, 16).load(0)
     with pytest.raises(ConfigError, match="has no 'validation'; there are train"):
         ClassPictures(path, 16, split="validation").load(0)
+    plain = hub(tmp_path / "plain", {"image": ["x"], "label": [1]}, split=None)
+    with pytest.raises(ConfigError, match="is one data set without splits, found 'test'; leave it out"):
+        ClassPictures(plain, 16, split="test").load(0)
     with pytest.raises(ConfigError, match="there is no such folder"):
         ClassPictures(tmp_path / "nowhere", 16).load(0)
     with pytest.raises(ConfigError, match=r"is no readable data set .* or has no rows"):

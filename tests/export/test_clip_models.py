@@ -21,7 +21,8 @@ from tastemaker.commands.publishing import Publication, publish
 from tastemaker.commands.training import prepared
 from tastemaker.config.build import build
 from tastemaker.config.load import load
-from tastemaker.export.adapters import KINDS, Attached
+from tastemaker.export.adapters import Attached
+from tastemaker.export.reading import KINDS
 from tastemaker.guidance import unguided
 from tastemaker.models.modelscope import Modelscope
 from tastemaker.models.unet3d import SMALL

@@ -21,7 +21,7 @@ from tastemaker.commands.directory import record
 from tastemaker.commands.publishing import Publication, publish
 from tastemaker.config.build import build
 from tastemaker.config.load import load
-from tastemaker.export.adapters import FILE
+from tastemaker.export.adapters import FILE, Attached
 from tastemaker.guidance import unguided
 from tastemaker.models import qwen_image, sd3, sd15, sdxl
 from tastemaker.policy import Backbone
@@ -175,6 +175,25 @@ def test_adapters_in_the_pipeline_compute_what_they_were_trained_to(kind: str, t
     after = predicted(borrowed(FAMILIES[kind], kind, tmp_path, net))
     torch.testing.assert_close(after, predicted(model), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(after, before, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+def test_adapters_of_text_encoders_are_in_the_pipeline_what_they_are_here(kind: str, tmp_path: Path) -> None:
+    tuning = "{type: lora, rank: 4, alpha: 12, adapt: [net, text]}"
+    directory, _ = trained(FAMILIES[kind], kind, tuning, tmp_path)
+    publish(Publication(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
+    pipeline, ids = FAMILIES[kind].pipeline(), torch.tensor([[5, 6, 7, 0]])
+    model = borrowed(FAMILIES[kind], kind, tmp_path, pipeline.unet)
+    weights: Any = Attached(tmp_path / "out" / FILE).apply(model, ())
+    assert set(weights.texts) == {name for name in pipeline.components if name.startswith("text_encoder")}
+    pipeline = FAMILIES[kind].pipeline()
+    with torch.no_grad():
+        before = {name: pipeline.components[name](ids)[0] for name in weights.texts}
+        pipeline.load_lora_weights(tmp_path / "out")
+        for name, encoder in weights.texts.items():
+            after = pipeline.components[name](ids)[0]
+            torch.testing.assert_close(after, encoder(ids)[0], atol=1e-4, rtol=1e-4)
+            assert not torch.allclose(after, before[name], atol=1e-2)
 
 
 def test_small_random_weights_have_no_pipeline(tmp_path: Path) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tastemaker.cli import MISTAKE, main
+from tastemaker.config.load import load
+from tastemaker.models.showo import Showo
+from tastemaker.types import Placement
 
 
 def run(*arguments: str) -> int:
@@ -29,7 +34,12 @@ def test_a_painter_is_exported_as_published_and_paints_on(
     assert config["mask_token_id"] == config["vocab_size"] - 1 and config["num_vq_tokens"] == 16
     tensors = load_file("told/pytorch_model.safetensors")
     assert tensors["showo.lm_head.weight"].shape[0] == config["vocab_size"]
-    assert run("generate", "dpo-showo", *small, "-p", "a cup", "model.weights=told", "--out", "pictures") == 0
+    painter = load("dpo-showo").model.tiny()
+    assert isinstance(painter, Showo)
+    read, fresh = (replace(painter, weights=weights).load(Placement()).net.state_dict() for weights in ("told", None))
+    trained = load_file(next(Path("runs/mine/checkpoints").glob("*/weights.safetensors")))
+    assert any(not torch.equal(read[key], fresh[key]) for key in trained)
+    assert all(torch.allclose(read[key], x, atol=1e-2) for key, x in trained.items())  # in half precision
     capsys.readouterr()
     assert run("export", "runs/mine", "--out", "told") == MISTAKE
     assert "must be a new folder" in capsys.readouterr().err

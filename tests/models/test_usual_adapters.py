@@ -11,7 +11,9 @@ from tastemaker.models.qwen_image import QwenImage
 from tastemaker.models.sd3 import Sd3
 from tastemaker.models.sd15 import Sd15
 from tastemaker.models.sdxl import Sdxl
+from tastemaker.models.wan import Wan
 from tastemaker.policy import ModelSpec
+from tastemaker.registry import ConfigError
 from tastemaker.types import Placement
 
 ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}
@@ -43,3 +45,11 @@ def test_adapters_are_on_attention_and_in_flux_on_feed_forward_layers_too(spec: 
 
 def test_adapters_go_to_every_linear_layer_when_asked() -> None:
     assert {"proj_mlp", "proj_out", "linear"} <= adapted(Flux(), Lora(rank=2, targets="all-linear"))
+
+
+def test_a_target_with_stars_is_a_whole_name() -> None:
+    model = Wan(boundary=0.875).tiny().load(Placement(torch.device("cpu"), torch.float32))
+    with pytest.raises(ConfigError, match=r"no layer's name ends with middle\.\*\.to_q"):
+        Lora(rank=2, targets=("middle.*.to_q",)).apply(model, ())
+    found = {key.partition(".lora_")[0] for key in Lora(rank=2, targets=("low.*.to_q",)).apply(model, ()).trainable()}
+    assert found and all(name.startswith("low.") and name.endswith(".to_q") for name in found)

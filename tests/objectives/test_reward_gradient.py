@@ -66,6 +66,10 @@ def test_renoised_copies_cost_one_call_each_after_the_rollout() -> None:
     assert graphs(RewardGradient(through="renoised", copies=3)) == [False] * 8 + [True] * 3
 
 
+def test_renoised_copies_go_back_to_where_the_last_step_begins() -> None:
+    assert RewardGradient(through="renoised").first(Randomness(0, 0, torch.arange(4)), 8) == 7
+
+
 def test_each_copy_and_each_epoch_is_noised_anew() -> None:
     objective, ctx = RewardGradient(through="renoised", copies=2), toys.context(toys.policy("flow"), 4)
     experience = objective.collect(ctx, toys.prompts(4))

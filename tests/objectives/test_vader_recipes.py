@@ -38,9 +38,12 @@ def test_there_is_a_recipe_for_every_reward_and_none_has_a_complaint(model: str)
         assert name in runnable() and complaints(vader(name), 1) == [], name
 
 
-@pytest.mark.parametrize("name", ["vader-wan-hps", "vader-cogvideox-hps"])
-def test_todays_models_are_trained_likewise(name: str) -> None:
-    config = vader(name)
+TODAY = ("wan", "wan22", "cogvideox", "hunyuanvideo", "mochi", "ltx", "svd")
+
+
+@pytest.mark.parametrize("model", TODAY)
+def test_todays_models_are_trained_likewise(model: str) -> None:
+    config = vader(f"vader-{model}-hps")
     assert complaints(config, 1) == [] and config.model.frames > 1 and config.objective.needs_gradient
 
 

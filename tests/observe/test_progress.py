@@ -10,6 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from tastemaker.commands.training import watchers
+from tastemaker.config.load import load_any
 from tastemaker.observe.progress import Pace, Progress
 from tastemaker.train.events import Event, Finished, Guarded, Sampled, Saved, Started, Updated
 
@@ -103,6 +105,16 @@ def test_a_resumed_run_says_from_where() -> None:
 def test_clips_are_called_clips() -> None:
     sampled = Sampled(0, ("a",), torch.zeros(1, 4, 3, 8, 8), {})
     assert "4 clips/s" in shown([*stream(2)[:1], sampled, update(1), update(2)], terminal=False)
+
+
+@pytest.mark.parametrize(("recipe", "word"), [("grpo-toy-video", "clips"), ("grpo-toy-flow", "images")])
+def test_clips_are_called_clips_before_any_is_shown(recipe: str, word: str, tmp_path: Path) -> None:
+    out = StringIO()
+    watching = watchers(load_any(recipe), Console(file=out, width=80))
+    for event in [Started(0, 2, tmp_path, 1), update(1)]:
+        watching.see(event)
+    watching.close()
+    assert f"4 {word}/s" in " ".join(out.getvalue().split())
 
 
 def test_a_run_without_rewards_is_summed_up_by_its_loss() -> None:

@@ -261,3 +261,18 @@ def test_wrong_folders_are_sentences(folders: dict[str, Path], tmp_path: Path) -
     (tmp_path / "model.safetensors").write_bytes((folders["grounding-dino"] / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match=r"lacks 'bbox_predictor\.layers\.0\.bias' and"):
         Detection(str(tmp_path)).load(Placement())
+
+
+@pytest.mark.parametrize(
+    ("short", "hub"),
+    [
+        ("yolos-base", "hustvl/yolos-base"),
+        ("yolos-tiny", "hustvl/yolos-tiny"),
+        ("grounding-dino-base", "IDEA-Research/grounding-dino-base"),
+        ("grounding-dino-tiny", "IDEA-Research/grounding-dino-tiny"),
+    ],
+)
+def test_vaders_short_names_are_those_of_the_hub(short: str, hub: str) -> None:
+    assert [source.hub for source in Detection(short).about.sources] == [hub]
+    with pytest.raises(ConfigError, match=f"'{hub}' are not here; .* `tastemaker download {hub}` fetches"):
+        Detection(short).load(Placement())

@@ -126,6 +126,7 @@ CLIPS = {
 def test_generators_of_clips_are_sampled_by_the_schedulers_people_use(name: str, tmp_path: Files) -> None:
     (tmp_path / "clips.yaml").write_text(f"extends: [base, models/{name}]\ndata: {{type: prompts, prompts: [a cat]}}")
     told = ["objective={type: reward_gradient}", "rewards={bright: {type: brightness}}", "engine.precision=fp32"]
+    told += [f"model.image={toys.PICTURE}"] if name == "svd" else []
     config = shrunk(load(tmp_path / "clips.yaml", [*told, "process.steps=4", "process.dynamics={type: ode}"]))
     policy = replace(generator(config, Placement()), process=replace(config.process, steps=4))
 

@@ -25,7 +25,7 @@ from tastemaker.config.validate import validate
 from tastemaker.models import files
 from tastemaker.models.vae import codec
 from tastemaker.registry import ConfigError
-from tastemaker.train.autoencoder import AutoencoderRun, learn, train
+from tastemaker.train.autoencoder import AutoencoderRun, learn, suitable, train
 from tastemaker.train.events import Finished, Sampled, Saved, Updated
 from tastemaker.train.loop import learn as learn_step
 from tastemaker.train.loop import look
@@ -160,3 +160,19 @@ class Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.aten._to_copy.default
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (torch.zeros(2, 3, 8, 8), r"gives back \[2, 3, 8, 8\];"),
+        ((torch.zeros(2, 3, 8, 8),) * 2, r"gives back \[2, 3, 8, 8\] and \[2, 3, 8, 8\];"),
+        ((torch.zeros(2, 3, 8, 8), 0.0), r"gives back \[2, 3, 8, 8\] and float;"),
+        ((torch.zeros(2, 1, 8, 8), torch.zeros(2)), r"gives back \[2, 1, 8, 8\] and \[2\];"),
+    ],
+)
+def test_a_network_of_ones_own_that_gives_back_something_else_is_a_sentence(given: Any, found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        suitable(given, torch.zeros(2, 3, 8, 8))
+    for loss in (torch.zeros(()), torch.zeros(2)):
+        assert suitable((torch.zeros(2, 3, 8, 8), loss), torch.zeros(2, 3, 8, 8))[1] is loss

@@ -299,6 +299,7 @@ def test_a_resumed_run_remembers_what_it_saw(tmp_path: Path) -> None:
     assert later.history.state() == whole.history.state()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_several_ranks_see_what_one_sees(tmp_path: Path) -> None:
     # Fifteen samples do not divide among two ranks: one is made twice, and counted once.

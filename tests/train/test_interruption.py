@@ -42,8 +42,8 @@ def kill_after(processes: list[subprocess.Popen], saved: int, delay: float) -> i
 
 
 KILLED = [
-    *("grpo-lora-toy-flow", "ddpo-toy-causal"),
-    *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("grpo-toy-flow", "nft-toy-flow")),
+    "grpo-lora-toy-flow",
+    *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("ddpo-toy-causal", "grpo-toy-flow", "nft-toy-flow")),
 ]
 
 

@@ -95,6 +95,7 @@ def test_two_ranks_agree_with_one(two: list[dict[str, str]], check: str) -> None
         assert report.get(check, "not reached") == "passed", f"rank {rank}: {report.get(check, 'not reached')}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", FOUR)
 def test_four_ranks_in_two_replicas_agree_with_one(four: list[dict[str, str]], check: str) -> None:
     for rank, report in enumerate(four):

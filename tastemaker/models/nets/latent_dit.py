@@ -111,6 +111,7 @@ class LatentDiT(nn.Module):
     """Latents at a time, with what they are told, to what they should become."""
 
     place: Tensor
+    unsliced = True  # what attention says goes through one product, whose gradient is a tensor of its own
 
     def __init__(self, shape: DiTShape, *, closed: bool = True) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,12 @@ from .words import BERT_WORDS, tokenizer
 TINY_YOLOS, TINY_DINO = "tiny", "tiny/grounding-dino"  # weights that are in no file
 YOLOS = Source("hustvl/yolos-base", size="0.5 GB", licence="Apache-2.0")
 DINO = Source("IDEA-Research/grounding-dino-base", size="0.9 GB", licence="Apache-2.0")
+SOURCES = (
+    YOLOS,
+    Source("hustvl/yolos-tiny", size="26 MB", licence="Apache-2.0"),
+    DINO,
+    Source("IDEA-Research/grounding-dino-tiny", size="0.7 GB", licence="Apache-2.0"),
+)
 NARROWEST = 32  # pixels: the patches of neither network are wider
 GENEVAL = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}  # in COCO's words
 Names = Sequence[Sequence[str]]  # those asked for in each picture
@@ -116,6 +123,17 @@ def corners(boxes: Tensor) -> Tensor:
     return torch.cat([centre - size / 2, centre + size / 2], -1)
 
 
+def short(source: Source) -> str:
+    """A name on the hub without its owner, which is how VADER names detectors."""
+    return source.hub.rpartition("/")[2]
+
+
+def published(weights: str) -> Source:
+    """The one of that name, long or short, or else the usual one of its kind."""
+    usual = DINO if "dino" in weights.lower() else YOLOS
+    return next((source for source in SOURCES if weights in (source.hub, short(source))), usual)
+
+
 def detector(weights: str, placement: Placement) -> Detector:
     """A frozen YOLOS or Grounding DINO, by what its folder says it is, or an EfficientDet, by its file."""
     from transformers import GroundingDinoConfig, GroundingDinoForObjectDetection, YolosConfig, YolosForObjectDetection
@@ -124,7 +142,8 @@ def detector(weights: str, placement: Placement) -> Detector:
         from .tiny_detectors import tiny_dino, tiny_yolos
 
         return Yolos(tiny_yolos(placement)) if weights == TINY_YOLOS else GroundingDino(*tiny_dino(placement))
-    path = locate(weights, DINO if "dino" in weights.lower() else YOLOS)
+    source = published(weights)
+    path = locate(weights if Path(weights).exists() or weights != short(source) else source.hub, source)
     if path.suffix == ".tflite":
         from .efficientdet import EfficientDet
 

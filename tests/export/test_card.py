@@ -1,0 +1,31 @@
+"""What heads the page of exported weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tastemaker.export.card import Subject, card
+from tastemaker.report.read import Record
+
+
+def head(frames: int, model: dict[str, Any]) -> Any:
+    record = Record("run", Path("runs/run"), (), (), {}, {"model": model}, "", {})
+    subject = Subject(record, "a/b", None, "A method.", {}, "step-000001", "live", "Use it.", True, frames)
+    return yaml.safe_load(card(subject).split("---")[1])
+
+
+@pytest.mark.parametrize(
+    ("frames", "model", "task"),
+    [
+        (1, {"type": "flux"}, "text-to-image"),
+        (81, {"type": "wan", "frames": 81}, "text-to-video"),
+        (51, {"type": "opensora", "seconds": 2}, "text-to-video"),  # whose frames follow from something else
+        (25, {"type": "svd", "frames": 25, "image": None}, "image-to-video"),
+    ],
+)
+def test_the_hub_is_told_whether_pictures_or_clips_are_made(frames: int, model: dict[str, Any], task: str) -> None:
+    assert head(frames, model)["pipeline_tag"] == task

@@ -1,0 +1,104 @@
+"""Stable Video Diffusion beside diffusers' own pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+from tastemaker.models import svd
+from tastemaker.models.published import silence
+from tastemaker.models.svd import Svd
+from tastemaker.policy import Policy
+from tastemaker.preprocessing import CLIP_MEAN, CLIP_STD
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.karras import Karras, noise
+from tastemaker.randomness import Randomness
+from tastemaker.types import Placement
+from tastemaker.weights import Full
+
+
+class Normalised:
+    """What CLIP's processor does of its own accord here."""
+
+    def __call__(self, images: Any, **asked: Any) -> Any:
+        mean, std = (torch.tensor(x).view(3, 1, 1) for x in (CLIP_MEAN, CLIP_STD))
+        return SimpleNamespace(pixel_values=(images - mean) / std)
+
+
+def svd_pipeline(folder: Path) -> Any:
+    from diffusers import (
+        AutoencoderKLTemporalDecoder,
+        EulerDiscreteScheduler,
+        StableVideoDiffusionPipeline,
+        UNetSpatioTemporalConditionModel,
+    )
+
+    with silence(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        parts = {
+            "unet": UNetSpatioTemporalConditionModel(**svd.SMALL["unet"]),
+            "vae": AutoencoderKLTemporalDecoder(**svd.SMALL["vae"]),
+            "image_encoder": CLIPVisionModelWithProjection(CLIPVisionConfig(**svd.SMALL["image_encoder"])),
+        }
+        for name, part in parts.items():
+            part.eval().save_pretrained(folder / name)
+        levels = EulerDiscreteScheduler(
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            prediction_type="v_prediction",
+            interpolation_type="linear",
+            use_karras_sigmas=True,
+            sigma_min=0.002,
+            sigma_max=700.0,
+            timestep_spacing="leading",
+            timestep_type="continuous",
+            steps_offset=1,
+        )
+        made = StableVideoDiffusionPipeline(**parts, scheduler=levels, feature_extractor=Normalised())
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers' scheduler
+@pytest.mark.parametrize("guidance", [None, (1.0, 3.0)])
+def test_clips_go_on_from_a_picture_as_those_of_the_published_pipeline(
+    guidance: tuple[float, float] | None, tmp_path: Path
+) -> None:
+    theirs = svd_pipeline(tmp_path)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), dtype=np.uint8))
+    picture.save(tmp_path / "first.png")
+    spec = replace(Svd().tiny(), weights=str(tmp_path), width=48, guidance=guidance)
+    model = spec.load(Placement())
+    policy = Policy(model, GaussianProcess(Karras(), steps=4), Full().apply(model, ()))
+    made = policy.sample(policy.embed([""], [{"image": tmp_path / "first.png"}]), Randomness(0, 0, torch.arange(1)))
+    low, high = guidance or (1.0, 1.0)
+    asked = {"height": 32, "width": 48, "num_frames": 3, "num_inference_steps": 4}
+    asked |= {"min_guidance_scale": low, "max_guidance_scale": high}
+    with silence(), torch.no_grad():
+        latents, pixels = (
+            theirs(
+                picture, latents=made.start, output_type=kind, generator=torch.Generator().manual_seed(0), **asked
+            ).frames
+            for kind in ("latent", "pt")
+        )
+    assert (made.final - latents).abs().max() <= 1e-4
+    assert (policy.decode(made.final) - pixels).abs().max() <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_levels_are_those_of_the_published_scheduler(tmp_path: Path) -> None:
+    theirs = svd_pipeline(tmp_path).scheduler
+    for steps in (1, 10, 25):
+        theirs.set_timesteps(steps)
+        torch.testing.assert_close(noise(Karras().grid(steps)), theirs.sigmas, rtol=2e-6, atol=0)
+    drawn = Karras().draw(torch.linspace(0, 1, 9))
+    assert drawn.min() > 0 and drawn.max() <= 1 and drawn.equal(drawn.sort().values)
