@@ -55,6 +55,12 @@ class Alone:
     def any(self, flag: bool) -> bool:
         return flag
 
+    def barrier(self) -> None:
+        return None
+
+    def total(self, x: Tensor) -> Tensor:
+        return x
+
 
 class Memory(Protocol):
     """What an objective remembers from step to step, as plain data that goes into the checkpoint."""

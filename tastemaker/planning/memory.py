@@ -111,14 +111,8 @@ def peak(config: RunConfig, world: int = 1) -> Peak:
         sampling, learning = _work(model, config, world, call, graph)
         sampling += config.batch.prompts / world * flops(lambda: _asked(engine, model.read, 1))
         moved = model.moved(config.batch.prompts / world * made, at_once.rollout)
-    size = precision.DTYPES[engine.trainable].itemsize
-    shards = 1 if engine.strategy == "replicated" else world // (engine.replicas if engine.strategy == "hsdp" else 1)
-    base = whole * size if not config.tuning.adapts else (whole - trained) * _half(config).itemsize + trained * size
     return Peak(
-        base / shards,
-        trained * size / shards,
-        trained * MOMENTS[config.optim.moments] / shards,
-        _snapshots(config, trained, size) / shards,
+        *_carried(config, world, whole, trained),
         frozen + _rewards(config),
         cache,
         rollout,
@@ -127,6 +121,16 @@ def peak(config: RunConfig, world: int = 1) -> Peak:
         learning,
         moved,
     )
+
+
+def _carried(config: RunConfig, world: int, whole: int, trained: int) -> tuple[float, float, float, float]:
+    """Bytes of weights, gradients, moments and snapshots on one rank."""
+    engine = config.engine
+    size = precision.DTYPES[engine.trainable].itemsize
+    shards = 1 if engine.strategy == "replicated" else world // (engine.replicas if engine.strategy == "hsdp" else 1)
+    base = whole * size if not config.tuning.adapts else (whole - trained) * _half(config).itemsize + trained * size
+    moments, snapshots = trained * MOMENTS[config.optim.moments], _snapshots(config, trained, size)
+    return base / shards, trained * size / shards, moments / shards, snapshots / shards
 
 
 def _asked(engine: EngineConfig, work: Callable[..., Any], *rows: int) -> None:

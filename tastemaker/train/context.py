@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .failures import TrainingError
-from .ranks import Group, Solo, Team
+from .ranks import Group, Team
 
 
 def by_rows(team: Team, context: int, device: torch.device) -> tuple[Team, DeviceMesh | None]:
     """Those among whom rows are shared out, where every `context` ranks in turn share the tokens of theirs."""
-    if isinstance(team, Solo) or context == 1:
+    if not isinstance(team, Group) or context == 1:
         return team, None
     if team.world % context:
         raise TrainingError(

@@ -50,7 +50,7 @@ class Engine:
 
     def _mesh(self) -> DeviceMesh | None:
         """The ranks tensors are sharded over; none where every rank holds everything."""
-        if isinstance(self.comm, ranks.Solo) or self.config.strategy == "replicated":
+        if not isinstance(self.comm, ranks.Group) or self.config.strategy == "replicated":
             return None
         shape = ranks.grid(self.config.strategy, self.config.replicas, self.comm.world)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
@@ -151,7 +151,7 @@ class Engine:
             p.data = p.data.to(self.device, wanted)
         for buffer in unit.buffers():
             buffer.data = buffer.data.to(self.device)
-        if not isinstance(self.comm, ranks.Solo):
+        if isinstance(self.comm, ranks.Group):
             ranks.broadcast([*plain, *unit.buffers()])
 
     def _shard(self, unit: nn.Module, *, whole: bool) -> None:

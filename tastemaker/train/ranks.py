@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, zeros
 
-from ..objective import Comm
+from ..objective import Alone, Comm
 from .failures import TrainingError
 
 BUCKET = 1 << 25  # elements reduced in one call
@@ -24,37 +24,8 @@ class Team(Comm, Protocol):
     """What the engine and the loop ask beyond what objectives do."""
 
     def barrier(self) -> None: ...
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
-
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks."""
-
-
-@dataclass(frozen=True)
-class Solo:
-    """One process."""
-
-    rank: int = 0
-    world: int = 1
-
-    def gather(self, x: Tensor) -> Tensor:
-        return x
-
-    def gather_objects(self, items: Sequence[Any]) -> list[Any]:
-        return list(items)
-
-    def mean(self, x: Tensor) -> Tensor:
-        return x
-
-    def barrier(self) -> None:
-        return None
-
-    def any(self, flag: bool) -> bool:
-        return flag
-
-    def total(self, x: Tensor) -> Tensor:
-        return x
 
 
 @dataclass(frozen=True)
@@ -119,7 +90,7 @@ def launched() -> bool:
 def join(device: torch.device) -> tuple[Team, bool]:
     """The team this process belongs to, and whether its process group was started here."""
     if not launched():
-        return Solo(), False
+        return Alone(), False
     started = not dist.is_initialized()
     if started:
         backend = "nccl" if device.type == "cuda" else "gloo"
