@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
@@ -47,15 +48,22 @@ def both(cond: Condition) -> Condition:
     return Condition(cond.prompts * 2, tensors, cond.facts * 2)
 
 
-def extrapolate(guidance: Guidance, given: Tensor, without: Tensor, inside: Tensor) -> Tensor:
-    """Guided where `inside` says so, the conditional prediction elsewhere."""
-    guided = without + guidance.scale * (given - without)
+def extrapolate(guidance: Guidance, given: Tensor, without: Tensor, t: Tensor) -> Tensor:
+    """Guided at levels within the interval, the conditional prediction elsewhere."""
+    guided = (without + strength(guidance, t) * (given - without)).to(given.dtype)
     if guidance.rescale == "token":
         guided = guided * given.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     elif guidance.rescale:
         norms = [x.flatten(1).norm(dim=1) for x in (given, guided)]
         guided = guided * like(norms[0] / norms[1].clamp(min=1e-12), guided)
-    return torch.where(inside, guided, given)
+    return torch.where(within(t, guidance.interval), guided, given)
+
+
+def strength(guidance: Guidance, t: Tensor) -> Tensor | float:
+    """The scale at each level."""
+    if guidance.rise is None:
+        return guidance.scale
+    return 1 + (guidance.scale - 1) / 2 * (1 - torch.cos(math.pi * (1 - t).clamp(min=0) ** guidance.rise))
 
 
 def within(t: Tensor, interval: tuple[float, float]) -> Tensor:
@@ -63,9 +71,14 @@ def within(t: Tensor, interval: tuple[float, float]) -> Tensor:
     return (t >= interval[0] - 1e-6) & (t <= interval[1] + 1e-6)
 
 
+def levels(length: int, device: torch.device | None = None) -> Tensor:
+    """The level of each token of a sequence: [length]."""
+    return 1 - torch.arange(length, device=device) / length
+
+
 def guided_places(guidance: Guidance, length: int) -> int:
     """How many places of a sequence have to be read without the prompt too: up to the last that is guided."""
-    inside = within(1 - torch.arange(length) / length, guidance.interval).nonzero()
+    inside = within(levels(length), guidance.interval).nonzero()
     return int(inside[-1]) + 1 if len(inside) else 0
 
 
@@ -108,7 +121,7 @@ class Guided:
         if self.guidance.rollouts_only and torch.is_grad_enabled():
             return self.model.predict(x, t, split(cond)[0])
         given, without = self.model.predict(torch.cat([x, x]), torch.cat([t, t]), both(cond)).chunk(2)
-        return extrapolate(self.guidance, given, without, like(within(t, self.guidance.interval), given))
+        return extrapolate(self.guidance, given, without, like(t, given))
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.model.encode(pixels)
@@ -139,8 +152,7 @@ class GuidedCausal:
         if self.guidance.rollouts_only and torch.is_grad_enabled():
             return self.model.predict(x, t, split(cond)[0])
         given, without = self.model.predict(torch.cat([x, x]), torch.cat([t, t]), both(cond)).chunk(2)
-        places = torch.arange(x.shape[1], device=x.device)
-        return extrapolate(self.guidance, given, without, self._inside(places)[None, :, None])
+        return extrapolate(self.guidance, given, without, self._levels(x))
 
     def states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
         """Extrapolated as the logits would be, for these are linear in them; unless their norms are wanted."""
@@ -150,11 +162,11 @@ class GuidedCausal:
         if found is None:
             return None
         given, without = found[0].float().chunk(2)
-        inside = self._inside(torch.arange(x.shape[1], device=x.device))[None, :, None]
-        return extrapolate(self.guidance, given, without, inside).to(found[0].dtype), found[1]
+        guided = extrapolate(self.guidance, given, without, self._levels(x))
+        return guided.to(found[0].dtype), found[1]
 
-    def _inside(self, places: Tensor) -> Tensor:
-        return within(1 - places / self.shape[0], self.guidance.interval)
+    def _levels(self, x: Tensor) -> Tensor:
+        return levels(self.shape[0], x.device)[None, : x.shape[1], None]
 
     def begin(self, cond: Condition) -> tuple[Any, Any, int]:
         own, without = split(cond)
@@ -165,8 +177,8 @@ class GuidedCausal:
         first, second, place = cache
         given, first = self.model.extend(ids, first, own)
         plain, second = self.model.extend(ids, second, without)
-        inside = self._inside(torch.tensor([place], device=given.device))
-        return extrapolate(self.guidance, given, plain, inside), (first, second, place + 1)
+        t = levels(self.shape[0], given.device)[place]
+        return extrapolate(self.guidance, given, plain, t), (first, second, place + 1)
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.model.encode(pixels)

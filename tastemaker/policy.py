@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor, nn
 
 from .distributions import Choice, Distribution
@@ -195,6 +196,7 @@ class Guidance:
     interval: tuple[float, float] = (0.0, 1.0)  # of t, both ends included; a token k of n is at t = 1 - k/n
     rescale: bool | Literal["token"] = False  # keep the norm of the conditional prediction, per row or last dimension
     rollouts_only: bool = False  # not where a gradient is wanted: half the cost, and the unguided network learns
+    rise: PositiveFloat | None = None  # p: from 1 at first to `scale` at last, 1 + (scale - 1) / 2 (1 - cos pi (1-t)^p)
 
     def __post_init__(self) -> None:
         if not 0 <= self.interval[0] <= self.interval[1] <= 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from tastemaker.processes.autoregressive import Autoregressive
 from tastemaker.randomness import Randomness
 from tastemaker.types import Condition, Facts, Prompts
 
-EVERYWHERE = torch.tensor(True)
+EVERYWHERE = torch.tensor(0.5)
 
 
 @pytest.mark.parametrize("name", toys.FAMILIES)
@@ -124,6 +125,34 @@ def test_the_published_interval_of_n_is_an_interval_of_time(length: int) -> None
         assert cached == whole.tolist()
 
 
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.75])
+def test_the_published_power_cosine_is_guidance_that_rises(power: float) -> None:
+    """s_i = 1 + (s - 1) / 2 * (1 - cos(pi * (i / N)^p)) of token i, by one call or token by token."""
+    model = GuidedCausal(Ramp(36, nn.Identity()), Guidance(4.0, rise=power))
+    cond = model.embed(["a prompt"])
+    whole = model.predict(torch.zeros(1, 36), torch.ones(1), cond)[0, :, 0]
+    wanted = [1 + 1.5 * (1 - math.cos(math.pi * (i / 36) ** power)) for i in range(36)]
+    torch.testing.assert_close(whole, torch.tensor(wanted))
+    cache, cached = model.begin(cond), []
+    for _ in range(36):
+        logits, cache = model.extend(None, cache, cond)
+        cached.append(float(logits[0, 0]))
+    assert cached == whole.tolist()
+
+
+@pytest.mark.parametrize("name", ["flow", "masked"])
+def test_guidance_that_rises_is_all_of_it_in_the_end(name: str) -> None:
+    plain, guided = toys.policy(name), toys.policy(name, guidance=Guidance(3.0, rise=2.0))
+    x = plain.sample(plain.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4))).final
+    t = torch.tensor([1.0, 0.5, 0.25, 0.0])
+    with torch.no_grad():
+        given, without = (plain.model.predict(x, t, plain.embed(words)) for words in (toys.PROMPTS, [""] * 4))
+        found = guided.model.predict(x, t, guided.embed(toys.PROMPTS))
+    scale = torch.tensor([1.0, 2 - math.cos(math.pi / 4), 2 - math.cos(math.pi * 9 / 16), 3.0])
+    wanted = without + scale.view(-1, *[1] * (given.ndim - 1)) * (given - without)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_an_interval_reaches_the_levels_that_bound_it() -> None:
     for steps in (8, 10, 25, 50):
         grid = toys.FAMILIES["flow"].process.path.grid(steps)
@@ -139,8 +168,11 @@ def test_guided_samples_fit_the_prompt_better() -> None:
     assert toys.rise(toys.earned(policy), toys.earned(guided)) > 3
 
 
-def test_the_guided_causal_sampler_is_the_guided_causal_call() -> None:
-    policy = toys.policy("causal", guidance=Guidance(3.0, interval=(0.5, 1.0)))
+@pytest.mark.parametrize(
+    "guidance", [Guidance(3.0, interval=(0.5, 1.0)), Guidance(3.0, rise=1.5)], ids=["interval", "rise"]
+)
+def test_the_guided_causal_sampler_is_the_guided_causal_call(guidance: Guidance) -> None:
+    policy = toys.policy("causal", guidance=guidance)
     cond, rng = policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4))
     cached = type(policy)(policy.model, Autoregressive(replay=False), policy.weights).sample(cond, rng)
     replayed = policy.sample(cond, rng)

@@ -67,7 +67,7 @@ def of_picture(logits: Tensor, weight: float) -> Tensor:
     if not weight:
         return logits
     given, without = logits.chunk(2)
-    return extrapolate(Guidance(1 + weight), given, without, torch.tensor(True))
+    return extrapolate(Guidance(1 + weight), given, without, torch.tensor(1.0))
 
 
 @pytest.mark.parametrize(("name", "weight", "steps"), [("gen_cfg175_T6", 1.75, 6), ("gen_nocfg_T4", 0.0, 4)])

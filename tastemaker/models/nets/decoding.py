@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...distributions import Choice
-from ...guidance import extrapolate, guided_places, within
+from ...guidance import extrapolate, guided_places, levels, within
 from ...policy import Guidance
 from .gpt import GPT, Attention, Block, Cache, GPTShape, rotate, visible
 
@@ -42,17 +42,18 @@ class Order:
         length = self.uniform.shape[1]
         if self.guidance is None:
             return [False] * length
-        return within(1 - torch.arange(length) / length, self.guidance.interval).tolist()
+        return within(levels(length), self.guidance.interval).tolist()
 
     def combined(self, logits: Tensor, place: int) -> Tensor:
         """Logits [B, V] of a place by those of one half or both."""
-        return self.led(logits) if self.inside[place] else logits[: len(self.uniform)]
+        at = torch.full((1,), place, device=logits.device)
+        return self.led(logits, at) if self.inside[place] else logits[: len(self.uniform)]
 
-    def led(self, logits: Tensor) -> Tensor:
-        """Guided logits [B, V] of both halves."""
+    def led(self, logits: Tensor, place: Tensor) -> Tensor:
+        """Logits [B, V] of both halves of a place [1] that is guided."""
         assert self.guidance is not None
         given, without = logits.chunk(2)
-        return extrapolate(self.guidance, given, without, torch.ones_like(given[:, :1], dtype=torch.bool))
+        return extrapolate(self.guidance, given, without, 1 - place / self.uniform.shape[1])
 
 
 def blocks(net: GPT) -> list[Block]:

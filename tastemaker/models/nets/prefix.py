@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributions import like
-from ...guidance import extrapolate, within
+from ...guidance import extrapolate
 from ...policy import Guidance
 from ...types import HIDDEN
 from .showo import Cache, Vocabulary, visible
@@ -50,7 +50,7 @@ class Prefix:
         if self.guidance is None:
             return logits
         given, without = logits.chunk(2)
-        return extrapolate(self.guidance, given, without, like(within(t, self.guidance.interval), given))
+        return extrapolate(self.guidance, given, without, like(t, given))
 
     def _read(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Of pictures, each after the text of that number."""

@@ -194,7 +194,8 @@ class Typewriter:
 
     def _choose(self, logits: Tensor, guided: bool) -> None:
         choice, guidance, prefix = self.order.choice, self.order.guidance, self.net.shape.prefix
-        if logits.shape[1] <= self.kernels.WIDEST and choice.top_p == 1:
+        rises = guidance is not None and guidance.rise is not None  # from place to place, and a kernel has one scale
+        if logits.shape[1] <= self.kernels.WIDEST and choice.top_p == 1 and not rises:
             scale = guidance.scale if guided and guidance else None
             rescaled = bool(guidance and guidance.rescale)
             self.kernels.choose(
@@ -203,7 +204,7 @@ class Typewriter:
             )  # fmt: skip
             return
         exact, at = logits.float(), (self.place - prefix + 1).long()
-        combined = self.order.led(exact) if guided else exact[: self.rows]
+        combined = self.order.led(exact, at) if guided else exact[: self.rows]
         token, log_prob = choice.take(combined, self.uniform.index_select(1, at)[:, 0])
         self.ids.index_copy_(1, at, token[:, None])
         self.log_prob.index_copy_(1, at, log_prob[:, None])
