@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import diffusers
 import pytest
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from diffusers.loaders import single_file_utils
+from made_runs import PLAIN, PROMPTS, Made, made
 from pipelines import CLIP_ENDS, T5_WORDS, clip_words, random, sampled, t5_words
 from rich.console import Console
 from safetensors.torch import load_file
@@ -19,29 +17,18 @@ from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from tastemaker.commands import generating
-from tastemaker.commands.directory import record
 from tastemaker.commands.generating import Order
 from tastemaker.commands.publishing import Publication, publish
-from tastemaker.config.load import load
-from tastemaker.config.run import RunConfig
 from tastemaker.export.adapters import FILE, Attached
-from tastemaker.models import sd15
 from tastemaker.models.flux import SMALL, Flux, pack
-from tastemaker.models.published import shift
-from tastemaker.models.sd15 import Sd15
 from tastemaker.pictures import read_picture
-from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight, VariancePreserving
 from tastemaker.registry import ConfigError
 from tastemaker.search.single import Single
-from tastemaker.train.run import Run
 from tastemaker.types import Placement, PromptBatch
 
 QUIET = Console(quiet=True)
-PROMPTS = ["a red cat", "two dogs"]
 LAYOUTS: tuple[Literal["diffusers", "comfyui"], ...] = ("diffusers", "comfyui")
 PIPELINE = ("model.truncate=false", "model.rollout_guidance=null")  # as diffusers samples
-PLAIN = GaussianProcess(Straight(shift(tokens=4)), steps=3)
 
 
 def flux() -> FluxPipeline:
@@ -54,44 +41,6 @@ def flux() -> FluxPipeline:
         t5_words(),
         random(FluxTransformer2DModel, SMALL["transformer"], 4),
     )
-
-
-@dataclass(frozen=True)
-class Made:
-    """A run that was trained for a moment, by making its numbers up."""
-
-    run: Run
-    config: RunConfig
-
-    def noise(self) -> Tensor:
-        shape = self.run.policy.model.shape
-        return torch.randn(len(PROMPTS), *shape, generator=torch.Generator().manual_seed(0))
-
-    @torch.no_grad()
-    def pixels(self, process: GaussianProcess = PLAIN) -> Tensor:
-        model = self.run.policy.model
-        return model.decode(sampled(model, process, PROMPTS, self.noise()))[:, 0]
-
-
-def made(folder: Path, recipe: str, *settings: str) -> Made:
-    from tastemaker.config.build import build
-
-    small = [
-        "engine={device: cpu, precision: fp32, trainable: fp32, memory: keep, compile: false}",
-        "batch={prompts: 2}",
-    ]
-    rewards = ["rewards=null", "rewards={color: {type: color}}", "data={type: prompts, prompts: [a red, a blue]}"]
-    config = load(recipe, [*small, *rewards, f"output={folder}", "name=run", *settings])
-    run = build(config)
-    chance = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in run.policy.weights.trainable().values():
-            p.add_(0.05 * torch.randn(p.shape, generator=chance))
-    run.save(1)
-    record(config, run.directory)
-    rows = [{"step": 1, "reward": 0.25, "loss": 1.0}, {"step": 2, "reward": 0.5, "loss": 0.5}]
-    (run.directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return Made(run, config)
 
 
 @pytest.fixture(scope="module")
@@ -250,40 +199,6 @@ def test_the_card_tells_recipe_scores_and_credits(full: Made, tmp_path: Path) ->
     assert "| reward | 0.25 | 0.5 |" in page and "Direct-Align: one step from any noise level" in page
     assert "type: srpo" in page and "reward `color`" in page and "the ema weights of step 000001" in page
     assert str(tmp_path) not in page.split("## Recipe")[0]
-
-
-@pytest.fixture(scope="module")
-def sd15_run(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    pipeline = diffusers.StableDiffusionPipeline(
-        random(AutoencoderKL, sd15.SMALL["vae"], 1),
-        random(CLIPTextModel, CLIPTextConfig(**{**sd15.SMALL["text_encoder"], **CLIP_ENDS}), 2),
-        clip_words(),
-        random(diffusers.UNet2DConditionModel, sd15.SMALL["unet"], 3),
-        diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
-        None, None, requires_safety_checker=False,
-    )  # fmt: skip
-    place = tmp_path_factory.mktemp("sd15")
-    pipeline.save_pretrained(place)
-    model = f"model={{type: sd15, weights: {place}, height: 32, width: 32}}"
-    return made(tmp_path_factory.mktemp("run"), "draft-sd15", model, "guidance.scale=1")
-
-
-def test_a_unet_goes_to_diffusers_and_comfyui(sd15_run: Made, tmp_path: Path) -> None:
-    adapted = "lora" in type(sd15_run.run.policy.weights).__name__.lower()
-    for layout in LAYOUTS:
-        directory = sd15_run.run.directory
-        publish(Publication(directory, tmp_path / layout, layout, "live", torch.float32, merge=adapted), QUIET)
-    pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "diffusers")
-    own = pipeline.unet.state_dict()
-    tensors = {f"model.diffusion_model.{k}": x for k, x in load_file(tmp_path / "comfyui/comfyui.safetensors").items()}
-    convert: Any = single_file_utils.convert_ldm_unet_checkpoint
-    back = convert(tensors, dict(pipeline.unet.config))
-    assert set(back) == set(own) and all(x.equal(own[key]) for key, x in back.items())
-    assert not (tmp_path / "comfyui/workflow.json").exists()
-    model = Sd15(str(tmp_path / "diffusers"), height=32, width=32).load(Placement())
-    process = GaussianProcess(VariancePreserving(), steps=3)
-    ours = sampled(model, process, PROMPTS, sd15_run.noise())
-    torch.testing.assert_close(model.decode(ours)[:, 0], sd15_run.pixels(process), atol=1e-4, rtol=0)
 
 
 def test_mistakes_are_sentences(full: Made, tmp_path: Path) -> None:

@@ -13,21 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tastemaker.guidance import NEGATIVE
-from tastemaker.lora import Lora
-from tastemaker.models.canvas import continued
 from tastemaker.models.nets.magvit import Magvit, MagvitShape
 from tastemaker.models.nets.prefix import trimmed
 from tastemaker.models.nets.showo import Showo as Network
 from tastemaker.models.nets.showo import ShowoShape, Vocabulary, visible
 from tastemaker.models.prompting import LETTERS, Prompter
-from tastemaker.models.showo import PUBLISHED, Showo, ShowoBackbone
-from tastemaker.models.telling import spec
+from tastemaker.models.showo import Showo, ShowoBackbone
 from tastemaker.policy import Guidance, Policy
 from tastemaker.processes.masked import Masked, Rereading
 from tastemaker.randomness import Randomness
 from tastemaker.registry import ConfigError
 from tastemaker.types import HIDDEN, Condition, Corrupted, Placement
-from tastemaker.weights import Full, Tuning
+from tastemaker.weights import Full
 
 SHOWO = Path(__file__).parent.parent / "fixtures" / "showo"
 TEXTS = ("3 4 5", "", "1 2 3 4 5 6 7 8 9 10 11", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16", "49 7 8")
@@ -51,9 +48,6 @@ RECORDED = Showo(
     encoder=((1, 2), (2, 1), (2, 2)),
     decoder=((1, 1), (1, 2), (2, 1)),
 )
-TINY = Showo().tiny()
-ROWS = Randomness(0, 0, torch.arange(4))
-ASKED = ("a red", "a green cup", "a red", "")
 
 
 def golden(name: str) -> dict[str, Tensor]:
@@ -63,12 +57,6 @@ def golden(name: str) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def recorded() -> ShowoBackbone:
     return RECORDED.load(Placement())
-
-
-def policy(tuning: Tuning = Full(), guidance: Guidance | None = None) -> Policy[Any]:
-    model, process = TINY.load(Placement()), Masked(4, replay=False)
-    weights = tuning.apply(model, ())
-    return Policy(process.guide(model, guidance) if guidance else model, process, weights)
 
 
 def test_prompts_are_laid_out_as_published() -> None:
@@ -223,16 +211,6 @@ def test_codes_alone_are_scored_among_themselves() -> None:
     assert published is not None and (own > published).all()  # fewer are counted, of fewer that could have been
 
 
-def test_the_reference_is_scored_without_guidance_where_rollouts_alone_are_guided() -> None:
-    learner = policy(guidance=Guidance(3.0, rollouts_only=True))
-    cond = learner.embed(ASKED)
-    x = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
-    noisy = learner.corrupt(x, ROWS)
-    with torch.no_grad():
-        without = learner.likelihood(cond, x, noisy)
-    torch.testing.assert_close(without, learner.likelihood(cond, x, noisy).detach())
-
-
 def test_pictures_become_the_published_codes_and_come_back(recorded: ShowoBackbone) -> None:
     seen = golden("magvit_io")
     pixels = (seen["pixels"] / 2 + 0.5)[:, None]
@@ -266,30 +244,6 @@ def test_networks_of_published_size_have_the_published_names_and_shapes() -> Non
         assert {key: tuple(x.shape) for key, x in net.state_dict().items()} == listed(name)
 
 
-@pytest.mark.parametrize("guidance", [None, Guidance(2.0, interval=(0.2, 0.9))])
-def test_prompts_read_once_give_the_same_pictures(guidance: Guidance | None) -> None:
-    learner = policy(guidance=guidance)
-    cond = learner.embed(ASKED)
-    with torch.no_grad():
-        once, again = (learner.rollout(cond, ROWS) for _ in range(2))
-        again.reading = Rereading(learner.model, cond)  # type: ignore[attr-defined]
-        first, second = once.finish(), again.finish()
-    assert torch.equal(first.final, second.final)
-    for one, two in zip(first.segments, second.segments, strict=True):
-        torch.testing.assert_close(one.log_prob, two.log_prob, rtol=1e-4, atol=1e-5)
-
-
-def test_candidates_of_one_prompt_share_what_is_read_of_it() -> None:
-    learner = policy(guidance=Guidance(2.0))
-    with torch.no_grad():
-        rollout: Any = learner.rollout(learner.embed(["a red"]).repeat(20), ROWS.shared().repeat(5))
-        assert rollout.reading.past[0][0].shape[0] == 2  # the prompt, and none
-        rollout.step()
-        rollout.select(torch.tensor([3, 7]))
-        rollout.step()
-    assert rollout.preview().shape == (2, 16)
-
-
 @pytest.mark.parametrize("form", ["file", "folder", "pickle"])
 def test_published_files_are_read(form: str, tmp_path: Path) -> None:
     tensors = golden("showo_tiny_state")
@@ -308,25 +262,6 @@ def test_weights_of_another_size_are_refused_by_name() -> None:
         replace(RECORDED, depth=2).load(Placement())
 
 
-def test_the_files_that_settings_ask_for_are_named() -> None:
-    assert [str(source) for source in Showo().sources] == [
-        "showlab/show-o/pytorch_model.safetensors", "showlab/magvitv2/pytorch_model.safetensors",
-        "microsoft/phi-1_5/tokenizer.json",
-    ]  # fmt: skip
-    assert str(PUBLISHED["dpo_iter_parm_guide"]) == "ZiyuG/Image-Generation-CoT/dpo_iter_parm_gudie/pytorch_model.bin"
-    assert PUBLISHED["dpo_iter_parm_gudie"] == PUBLISHED["dpo_iter_parm_guide"]  # as the published program has it
-    assert TINY.sources == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "pixels", "sees"), [("512x512-wo-llava-tuning", 512, False), ("w-clip-vit-512x512", 512, True)]
-)
-def test_every_published_painter_and_seer_is_known_by_name(name: str, pixels: int, sees: bool) -> None:
-    known = spec(f"showlab/show-o-{name}")
-    assert known is not None and known.pixels == pixels and (known.vision is not None) == sees
-    assert known.sources[0].hub == f"showlab/show-o-{name}"
-
-
 def test_a_picture_is_painted_over_where_its_mask_is_white(recorded: ShowoBackbone) -> None:
     pixels = golden("magvit_io")["pixels"][:1] / 2 + 0.5
     mask = torch.zeros(1, 3, 16, 16)
@@ -343,59 +278,6 @@ def test_a_picture_is_painted_over_where_its_mask_is_white(recorded: ShowoBackbo
     assert not made.segments[0].mask[0].view(4, 4)[:, :2].any()  # what was known was nobody's decision
 
 
-def test_a_mask_without_a_picture_is_a_sentence() -> None:
-    with pytest.raises(ValueError, match="no 'image' to paint over"):
-        policy().embed(["a red"], [{"mask": torch.ones(1, 3, 32, 32)}])
-
-
-@pytest.mark.parametrize(
-    ("tokens", "sentence"),
-    [([1, 2], r"'tokens' are \[2\]; expected \[16\]"), ([64] * 16, r"64 to 64; expected whole numbers below 64"),
-     ([-2] * 16, r"-2 to -2; expected"), ([0.5] * 16, "0.5 to 0.5; expected whole numbers")],
-)  # fmt: skip
-def test_tokens_that_cannot_be_known_are_a_sentence(tokens: list[float], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        policy().embed(["a red"], [{"tokens": tokens}])
-
-
-@pytest.mark.parametrize(("edge", "size"), [("right", (4, 6)), ("left", (4, 6)), ("up", (6, 4)), ("down", (6, 4))])
-def test_a_picture_is_continued_beyond_an_edge(edge: Any, size: tuple[int, int]) -> None:
-    learner = policy()
-    tokens = torch.arange(16).view(4, 4)
-    more = continued(learner, tokens, "a red", edge, 2, Randomness(0, 0, torch.arange(1)))
-    assert more.shape == size and (more >= 0).all()
-    inside = {"right": more[:, :4], "left": more[:, 2:], "up": more[2:], "down": more[:4]}[edge]
-    assert torch.equal(inside, tokens)
-
-
-def test_a_wide_picture_is_continued_piece_by_piece() -> None:
-    more = continued(policy(), torch.zeros(4, 7, dtype=torch.long), "", "down", 1, Randomness(0, 0, torch.arange(1)))
-    assert more.shape == (5, 7) and (more >= 0).all()
-    with pytest.raises(ValueError, match="1 to 3 to add at a time"):
-        continued(policy(), torch.zeros(4, 4, dtype=torch.long), "", "down", 4, Randomness(0, 0, torch.arange(1)))
-
-
-def test_adapters_train_it_too() -> None:
-    learner = policy(tuning=Lora(rank=2))
-    cond = learner.embed(ASKED)
-    x = torch.zeros(4, 16, dtype=torch.long)
-    learner.likelihood(cond, x, learner.corrupt(x, ROWS)).sum().backward()
-    trained = learner.weights.trainable()
-    assert any("lm_head" in key for key in trained)
-    assert all(p.grad is not None for p in trained.values())
-
-
 def test_pictures_of_another_size_than_the_models_are_refused(recorded: ShowoBackbone) -> None:
     with pytest.raises(ConfigError, match=r"8x8 pixels have 4 tokens, the model has 16; set data.size=16"):
         recorded.encode(torch.zeros(1, 1, 3, 8, 8))
-
-
-def test_settings_that_do_not_fit_each_other_are_refused() -> None:
-    for changes, sentence in (
-        ({"pixels": 100}, "a multiple of 'downsample'"),
-        ({"end": 60000}, "an id below 'vocabulary'"),
-        ({"codes": 8000}, "a power of two"),
-        ({"heads": 7}, "heads must divide the width"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            replace(Showo(), **changes)  # type: ignore[arg-type]

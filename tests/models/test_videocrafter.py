@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import pipelines
 import pytest
 import torch
 from accelerate import init_empty_weights
 from diffusers import AutoencoderKL
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
+from videocrafter_toys import VIDEO, network, told
 
 from tastemaker.export.adapters import Attached, write_authors
 from tastemaker.guidance import unguided
@@ -26,7 +24,7 @@ from tastemaker.models.nets.unet3d import ClipUnet
 from tastemaker.models.published import Codec
 from tastemaker.models.sizes import MODELSCOPE, SIZES
 from tastemaker.models.unet3d import ClipUnetBackbone, Size
-from tastemaker.models.videocrafter import CLIP_WORDS, VIDEOCRAFTER, Videocrafter
+from tastemaker.models.videocrafter import VIDEOCRAFTER, Videocrafter
 from tastemaker.objective import Alone, Context, Nothing
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.policy import Guidance, Policy
@@ -39,96 +37,8 @@ from tastemaker.reward import Graded, Rubric
 from tastemaker.types import Condition, Facts, Placement, PromptBatch, Prompts
 from tastemaker.weights import Full
 
-VIDEO = Path(__file__).parent.parent / "fixtures" / "video"
 SHRINKING = VariancePreserving("scaled_linear", 0.00085, 0.012, 1000, spacing="leading", offset=1, shrinks=0.7)
-UNET: dict[str, Any] = {
-    "down_block_types": ("CrossAttnDownBlock3D",) * 2,
-    "up_block_types": ("CrossAttnUpBlock3D",) * 2,
-    "block_out_channels": (32, 64),
-    "layers_per_block": 1,
-    "cross_attention_dim": 16,
-    "attention_head_dim": 8,
-    "fps_cond": True,
-}
-VAE: dict[str, Any] = {
-    "block_out_channels": (32, 32, 64, 64),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "scaling_factor": 0.18215,
-}
-TEXT: dict[str, Any] = {
-    **pipelines.CLIP_ENDS,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "hidden_act": "gelu",
-}
 FRAMES = Size(4, 64, 64)
-
-
-def told(name: str) -> Any:
-    return json.loads((VIDEO / name).read_text(encoding="utf-8"))
-
-
-def drawn(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
-    """The weights the recordings were made with: drawn in order, rounded to fp16."""
-    chance, found = torch.Generator().manual_seed(seed), {}
-    for key, shape in shapes.items():
-        x = torch.randn(tuple(shape), generator=chance)
-        if len(shape) > 1:
-            x = x * (1 / math.sqrt(math.prod(shape[1:])))
-        else:
-            x = 1 + 0.1 * x if key.endswith("weight") else 0.1 * x
-        found[key] = x.half().float()
-    return found
-
-
-def unet_tensors() -> dict[str, Tensor]:
-    return drawn(told("lvdm_unet_tiny.json")["keys"], 0)
-
-
-def vae_tensors() -> dict[str, Tensor]:
-    return drawn(told("lvdm_vae_tiny.json"), 31)
-
-
-def text_tensors() -> dict[str, Tensor]:
-    """Of open_clip's encoder, which has one layer more than is used."""
-    side, wide, words = TEXT["hidden_size"], TEXT["intermediate_size"], TEXT["vocab_size"]
-    shapes: dict[str, tuple[int, ...]] = {"positional_embedding": (77, side), "text_projection": (side, side)}
-    shapes |= {"token_embedding.weight": (words, side), "ln_final.weight": (side,), "ln_final.bias": (side,)}
-    for layer in range(TEXT["num_hidden_layers"] + 1):
-        block = {"attn.in_proj_weight": (3 * side, side), "attn.in_proj_bias": (3 * side,)}
-        linear = {"attn.out_proj": (side, side), "mlp.c_fc": (wide, side), "mlp.c_proj": (side, wide)}
-        for name, shape in {**linear, "ln_1": (side,), "ln_2": (side,)}.items():
-            block |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-        shapes |= {f"transformer.resblocks.{layer}.{name}": shape for name, shape in block.items()}
-    return {**drawn(shapes, 5), "logit_scale": torch.tensor(4.6)}
-
-
-def checkpoint(path: Path, prefix: str = "", wrapper: str = "state_dict") -> Path:
-    """A small model.ckpt as published, with the tables of its sampler and what Lightning adds."""
-    parts = {lvdm.UNET: unet_tensors(), lvdm.VAE: vae_tensors(), lvdm.TEXT: text_tensors()}
-    tensors = {prefix + part + key: x for part, found in parts.items() for key, x in found.items()}
-    tables = {f"{prefix}betas": torch.zeros(1000), f"{prefix}scale_arr": torch.ones(1400)}
-    torch.save({wrapper: {**tensors, **tables}, "epoch": 3, "pytorch-lightning_version": "1.8.3"}, path)
-    pipelines.clip_words().save_pretrained(path.parent)
-    return path
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Published checkpoints are as small as the recordings' networks."""
-    monkeypatch.setitem(SIZES, VIDEOCRAFTER.hub, {"unet": UNET, "vae": VAE, "text_encoder": TEXT})
-
-
-def network() -> Any:
-    with init_empty_weights():
-        net = ClipUnet(**UNET)
-    net.load_state_dict(lvdm.unet(unet_tensors(), list(net.state_dict()), net.config), assign=True)
-    return net.requires_grad_(True)
 
 
 @dataclass
@@ -355,93 +265,6 @@ def test_vader_adapts_as_many_layers_as_published() -> None:
     theirs = lvdm.layers(asked, net)
     layer = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q"
     assert theirs[layer] == "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
-
-
-@pytest.mark.usefixtures("small")
-def test_a_published_checkpoint_loads_whole(tmp_path: Path) -> None:
-    spec = Videocrafter(str(checkpoint(tmp_path / "model.ckpt")), frames=3, height=32, width=32)
-    model = spec.load(Placement())
-    own = network().state_dict()
-    assert all(x.equal(own[key]) for key, x in model.net.state_dict().items())
-    golden = load_file(VIDEO / "lvdm_vae_tiny_io.safetensors")
-    latents = golden["z"].transpose(1, 2)
-    wanted = (golden["decode_first_stage_2DAE"].transpose(1, 2) / 2 + 0.5).clamp(0, 1)
-    assert (model.decode(latents) - wanted).abs().max() <= 2e-6
-    assert (model.decode(latents, [2, 0]) - wanted[:, [2, 0]]).abs().max() <= 2e-6
-    clip = (golden["x"] / 2 + 0.5).expand(3, -1, -1, -1)[None]
-    assert (model.encode(clip)[0] - 0.18215 * golden["enc_mean"]).abs().max() <= 2e-6
-    folder = replace(spec, weights=str(tmp_path))
-    assert folder.load(Placement()).net.state_dict().keys() == own.keys()
-
-
-@pytest.mark.usefixtures("small")
-def test_a_checkpoint_of_deepspeed_loads_too(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path / "model.ckpt", prefix="_forward_module.", wrapper="module")
-    model = Videocrafter(str(path), frames=2, height=32, width=32).load(Placement())
-    assert all(x.equal(model.net.state_dict()[key]) for key, x in network().state_dict().items())
-
-
-@pytest.mark.usefixtures("small")
-def test_words_are_read_as_open_clip_reads_them(tmp_path: Path) -> None:
-    spec = Videocrafter(str(checkpoint(tmp_path / "model.ckpt")), frames=2, height=32, width=32)
-    texts = spec.texts(Placement())
-    prompts = ("a red fox, running", "", "A  Red fox")
-    found = texts(prompts)["words"]
-    ids = texts.read.clip.tokens(prompts)["input_ids"]
-    assert ids.shape == (3, 77) and ids[1].tolist() == [512, 513] + [0] * 75
-    torch.testing.assert_close(found, open_clip(text_tensors(), ids), rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-def open_clip(weights: Mapping[str, Tensor], ids: Tensor) -> Tensor:
-    """All but the last layer of a text encoder as open_clip has it, and its norm: torch's own layers."""
-    side, wide = TEXT["hidden_size"], TEXT["intermediate_size"]
-    x = weights["token_embedding.weight"][ids] + weights["positional_embedding"]
-    mask = nn.Transformer.generate_square_subsequent_mask(77)
-    for i in range(TEXT["num_hidden_layers"]):
-        layer = nn.TransformerEncoderLayer(side, 2, wide, 0.0, "gelu", batch_first=True, norm_first=True)
-        own = lvdm.part(weights, f"transformer.resblocks.{i}.")
-        pairs = (("attn.", "self_attn."), ("mlp.c_fc", "linear1"), ("mlp.c_proj", "linear2"), ("ln_", "norm"))
-        for theirs, ours in pairs:
-            own = {key.replace(theirs, ours): y for key, y in own.items()}
-        layer.load_state_dict(own)
-        x = layer(x, src_mask=mask)
-    return nn.functional.layer_norm(x, (side,), weights["ln_final.weight"], weights["ln_final.bias"])
-
-
-@pytest.mark.usefixtures("small")
-def test_its_network_in_diffusers_layout_replaces_another(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path / "model.ckpt")
-    net = network()
-    with torch.no_grad():
-        net.conv_in.weight.add_(1)
-    folder = tmp_path / "adamdad"
-    net.save_pretrained(folder)
-    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    assert written["fps_cond"] is True
-    save_file(lvdm.authors(net.state_dict(), net.config), tmp_path / "theirs.safetensors")
-    files = (folder, folder / "diffusion_pytorch_model.safetensors", tmp_path / "theirs.safetensors")
-    for unet in files:
-        spec = Videocrafter(str(path), str(unet), frames=2, height=32, width=32)
-        found = spec.load(Placement()).net.state_dict()
-        assert all(x.equal(found[key]) for key, x in net.state_dict().items())
-
-
-@pytest.mark.usefixtures("small")
-def test_what_is_no_checkpoint_of_it_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    other = tmp_path / "other.ckpt"
-    torch.save({"state_dict": {"model.diffusion_model.a": torch.zeros(1)}}, other)
-    with pytest.raises(
-        ConfigError, match="no checkpoint of VideoCrafter: nothing in it begins with 'first_stage_model"
-    ):
-        Videocrafter(str(other)).load(Placement())
-    with pytest.raises(
-        ConfigError, match=r"are not here; expected a local path, or VideoCrafter/VideoCrafter2/model.ckpt"
-    ):
-        Videocrafter().load(Placement())
-    with pytest.raises(ConfigError, match=r"holds no diffusion_pytorch_model.safetensors"):
-        Videocrafter(str(checkpoint(tmp_path / "model.ckpt")), str(tmp_path)).load(Placement())
-    assert Videocrafter().sources == (VIDEOCRAFTER, CLIP_WORDS)
 
 
 def test_only_frames_asked_for_are_decoded_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,26 +6,20 @@ import copy
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tastemaker.distributions import Choice
-from tastemaker.guidance import both, guided_places
-from tastemaker.lora import Lora
-from tastemaker.models.gpt import Gpt, GptBackbone
+from tastemaker.guidance import guided_places
 from tastemaker.models.nets import steps
 from tastemaker.models.nets.decoding import Ledger, Order, begun
 from tastemaker.models.nets.desk import Desk, Typist
 from tastemaker.models.nets.gpt import GPT, GPTShape
-from tastemaker.policy import Fluent, Guidance, Policy
-from tastemaker.processes.autoregressive import Autoregressive, Spelling, Writing
+from tastemaker.policy import Guidance
 from tastemaker.randomness import Randomness
-from tastemaker.types import Placement
-from tastemaker.weights import Full, FullWeights, Twin
 
 # Kernels are carried out on the host where Triton is there and told so, at half a minute a test.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -42,6 +36,7 @@ GUIDANCE = {
     "first": Guidance(3.0, interval=(0.6, 1.0)),
     "middle": Guidance(3.0, interval=(0.3, 0.8)),
     "rescaled": Guidance(3.0, rescale=True),
+    "rising": Guidance(3.0, rise=1.5),
 }
 ROWS = 6
 
@@ -201,74 +196,6 @@ def test_half_of_the_work_is_dropped_after_the_last_guided_token() -> None:
     assert seen == [2 * ROWS] * 8 + [ROWS] * 7
 
 
-def backbone(kernels: ModuleType | None) -> GptBackbone:
-    model = replace(Gpt().tiny(), depth=2).load(Placement())
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in model.net.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    model.desk = Desk(kernels)
-    return model
-
-
-RNG = Randomness(0, 0, torch.arange(4))
-ASKED = ("a photo of a cat", "a photo of a cat", "a photo of a dog", "")
-
-
-def same(policy: Policy[Autoregressive]) -> None:
-    """That sampling, whoever writes, and one call a token agree."""
-    cond = policy.embed(ASKED)
-    slow = Spelling(policy.model, cond, RNG.uniform("token", *policy.model.shape), policy.process.choice)  # type: ignore[arg-type]
-    with torch.no_grad():
-        for _ in range(policy.model.shape[0]):
-            slow.write()
-    assert torch.equal(policy.sample(cond, RNG).final, slow.ids)
-
-
-def shaken(net: nn.Module) -> None:
-    with torch.no_grad():
-        for p in net.parameters():
-            if p.requires_grad:
-                p.add_(0.3 * torch.randn_like(p))
-
-
-@pytest.mark.parametrize("kernels", [None, steps])
-@pytest.mark.parametrize("tuning", [Full(), Twin(), Lora(rank=2)], ids=["full", "twin", "lora"])
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_updated_and_borrowed_weights_are_seen(
-    tuning: Full | Twin | Lora, kernels: ModuleType | None, scale: float
-) -> None:
-    model = backbone(kernels)
-    weights = tuning.apply(model, ("reference",))
-    guided = Autoregressive().guide(model, Guidance(scale)) if scale > 1 else model
-    policy = Policy(guided, Autoregressive(top_k=40), weights)
-    assert isinstance(model, Fluent)
-    before = policy.sample(policy.embed(ASKED), RNG).final
-    same(policy)
-    for _ in range(2):
-        shaken(weights.net)
-        same(policy)
-    assert not torch.equal(policy.sample(policy.embed(ASKED), RNG).final, before)
-    with weights.use("reference"):
-        same(policy)
-        assert torch.equal(policy.sample(policy.embed(ASKED), RNG).final, before)
-    same(policy)
-
-
-def test_a_typewriter_is_used_again_until_weights_move() -> None:
-    model = backbone(steps)
-    policy = Policy(model, Autoregressive(), FullWeights(model.net))
-    policy.sample(policy.embed(ASKED), RNG)
-    (first,) = model.desk.kept.values()
-    shaken(model.net)
-    policy.sample(policy.embed(ASKED), RNG)
-    assert list(model.desk.kept.values()) == [first]
-    for p in model.net.parameters():
-        p.data = p.data.clone()
-    same(policy)
-    assert list(model.desk.kept.values()) != [first]
-
-
 def test_weights_are_joined_without_a_copy_and_train_on() -> None:
     net = stirred(SHAPES["class"])
     before = {key: x.clone() for key, x in net.state_dict().items()}
@@ -283,23 +210,3 @@ def test_weights_are_joined_without_a_copy_and_train_on() -> None:
         each(ids, cond)[0].square().mean().backward()
         optimizer.step()
     assert all(torch.equal(x, y) for x, y in zip(net.parameters(), plain.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("kernels", [None, steps])
-def test_a_network_computing_in_half_precision_is_written_by_in_it(kernels: ModuleType | None) -> None:
-    model = backbone(kernels)
-    policy = Policy(model, Autoregressive(replay=False), FullWeights(model.net))
-    cond = policy.embed(ASKED)
-    with torch.autocast("cpu", torch.bfloat16):
-        (segment,) = policy.sample(cond, RNG).segments
-        now = policy.decide(cond, segment).log_prob(segment.action)
-    assert ((now - segment.log_prob).exp() - 1).abs().mean() < 0.03
-
-
-def test_a_rollout_has_a_scribe_of_the_models_own() -> None:
-    model = backbone(None)
-    rollout = Autoregressive().start(model, model.embed(ASKED), RNG)
-    assert isinstance(rollout, Writing) and isinstance(rollout.scribe, Ledger)
-    guided = Autoregressive().guide(model, Guidance(2.0))
-    assert isinstance(Autoregressive().start(guided, guided.embed(ASKED), RNG).scribe, Ledger)
-    assert len(both(guided.embed(ASKED)).tensors["words"]) == 2 * len(ASKED)

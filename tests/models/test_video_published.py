@@ -1,0 +1,79 @@
+"""Today's generators of clips beside diffusers' own pipelines: samples, levels and adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from video_pipelines import CASES, DARK, cog_pipeline, pipeline
+
+from tastemaker.export import adapters
+from tastemaker.guidance import Guided
+from tastemaker.lora import Lora, LoraWeights
+from tastemaker.models.published import silence
+from tastemaker.policy import Backbone, Guidance, Policy
+from tastemaker.processes.paths import Straight
+from tastemaker.randomness import Randomness
+from tastemaker.types import Placement
+from tastemaker.weights import Full
+
+PROMPTS = ["a red cat on a mat", "two blue dogs"]
+ADAPTED = ("wan", "cogvideox-5b", "ltx", "hunyuanvideo", "mochi")
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi's own
+@pytest.mark.parametrize("name", CASES)
+def test_samples_are_those_of_the_published_pipeline(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    theirs = pipeline(case, tmp_path)
+    model: Backbone = replace(case.spec, weights=str(tmp_path)).load(Placement())
+    frames, _, height, width = model.pixels
+    if case.guidance > 1:
+        model = Guided(model, Guidance(case.guidance))
+    policy = Policy(model, case.process, Full().apply(model, ()))
+    made = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
+    asked = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.steps}
+    asked |= {"guidance_scale": case.guidance, "max_sequence_length": case.spec.words, **(case.asked or {})}
+    with silence(), torch.no_grad():
+        start = case.theirs(made.start)
+        latents = theirs(PROMPTS, latents=start, output_type="latent", **asked).frames
+        pixels = theirs(PROMPTS, latents=start, output_type="pt", **asked).frames
+    assert (case.theirs(made.final) - latents).abs().max() <= 1e-4
+    assert (policy.decode(made.final) - pixels).abs().max() <= 1e-5
+
+
+def test_levels_are_those_of_the_published_schedulers() -> None:
+    dark = cog_pipeline(rotary=False).scheduler
+    kept = DARK.alpha(torch.arange(1, 1001) / 1000) ** 2
+    torch.testing.assert_close(kept, dark.alphas_cumprod.float(), rtol=1e-5, atol=1e-9)
+    assert all(Straight(gentle=0.025).grid(steps)[-1] == 0 for steps in (1, 10, 25))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("wan", "ltx") else [pytest.mark.slow]) for name in ADAPTED]
+)
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+def test_adapters_are_read_by_the_published_pipeline(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    theirs = pipeline(case, tmp_path)
+    spec = replace(case.spec, weights=str(tmp_path))
+    model = spec.load(Placement())
+    weights = Lora(rank=2).apply(model, ())
+    assert isinstance(weights, LoraWeights)
+    for number, p in enumerate(weights.trainable().values()):
+        p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
+    adapters.write_diffusers(weights, spec.layout, tmp_path / adapters.FILE, torch.float32)
+    policy = Policy(model, case.process, weights)
+    made = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
+    frames, _, height, width = model.pixels
+    asked = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.steps}
+    asked |= {"guidance_scale": 1.0, "max_sequence_length": case.spec.words, **(case.asked or {})}
+    with silence(), torch.no_grad():
+        start, kind = case.theirs(made.start), {"output_type": "latent"}
+        before = theirs(PROMPTS, latents=start, **kind, **asked).frames
+        theirs.load_lora_weights(tmp_path, weight_name=adapters.FILE)
+        after = theirs(PROMPTS, latents=start, **kind, **asked).frames
+    assert (case.theirs(made.final) - after).abs().max() <= 1e-4
+    assert (before - after).abs().max() > 1e-2

@@ -1,0 +1,213 @@
+"""Small pipelines of diffusers that make clips, each with the spec and the process it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    LlamaConfig,
+    LlamaModel,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tastemaker.models import cogvideox, hunyuanvideo, ltx, mochi, wan
+from tastemaker.models.cogvideox import CogVideoX
+from tastemaker.models.hunyuanvideo import HunyuanVideo
+from tastemaker.models.ltx import Ltx
+from tastemaker.models.mochi import Mochi
+from tastemaker.models.published import shift, silence
+from tastemaker.models.wan import Wan
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import Straight, VariancePreserving
+
+
+def t5_words() -> T5Tokenizer:
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\N{LOWER ONE EIGHTH BLOCK}", -2.0)]
+    return T5Tokenizer(vocab=[*pieces, *((chr(97 + i), -3.0) for i in range(26))], extra_ids=0)
+
+
+def wan_pipeline(two: bool) -> Any:
+    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+
+    return WanPipeline(
+        tokenizer=t5_words(),
+        text_encoder=UMT5EncoderModel(UMT5Config(**wan.SMALL["text_encoder"])),
+        vae=AutoencoderKLWan(**wan.SMALL["vae"]),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=WanTransformer3DModel(**wan.SMALL["transformer"]),
+        transformer_2=WanTransformer3DModel(**wan.SMALL["transformer_2"]) if two else None,
+        boundary_ratio=0.875 if two else None,
+    )
+
+
+def cog_pipeline(rotary: bool) -> Any:
+    from diffusers import (
+        AutoencoderKLCogVideoX,
+        CogVideoXDDIMScheduler,
+        CogVideoXPipeline,
+        CogVideoXTransformer3DModel,
+    )
+
+    return CogVideoXPipeline(
+        tokenizer=t5_words(),
+        text_encoder=T5EncoderModel(T5Config(**cogvideox.SMALL["text_encoder"])),
+        vae=AutoencoderKLCogVideoX(**cogvideox.SMALL["vae"], scaling_factor=0.7),
+        transformer=CogVideoXTransformer3DModel(
+            **{**cogvideox.SMALL["transformer"], "use_rotary_positional_embeddings": rotary}
+        ),
+        scheduler=CogVideoXDDIMScheduler(
+            snr_shift_scale=1.0 if rotary else 3.0,
+            prediction_type="v_prediction",
+            rescale_betas_zero_snr=True,
+            timestep_spacing="trailing",
+        ),
+    )
+
+
+def ltx_pipeline() -> Any:
+    from diffusers import (
+        AutoencoderKLLTXVideo,
+        FlowMatchEulerDiscreteScheduler,
+        LTXPipeline,
+        LTXVideoTransformer3DModel,
+    )
+
+    vae = AutoencoderKLLTXVideo(**ltx.SMALL["vae"])
+    vae.latents_mean += torch.linspace(-0.5, 0.5, 128)
+    vae.latents_std += torch.linspace(0, 0.5, 128)
+    return LTXPipeline(
+        tokenizer=t5_words(),
+        text_encoder=T5EncoderModel(T5Config(**ltx.SMALL["text_encoder"])),
+        vae=vae,
+        transformer=LTXVideoTransformer3DModel(**ltx.SMALL["transformer"]),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            base_image_seq_len=1024,
+            base_shift=0.95,
+            max_image_seq_len=4096,
+            max_shift=2.05,
+            shift_terminal=0.1,
+            use_dynamic_shifting=True,
+        ),
+    )
+
+
+def clip_words() -> CLIPTokenizer:
+    letters = list(bytes_to_unicode().values())
+    known = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={word: i for i, word in enumerate(known)}, merges=[], model_max_length=77)
+
+
+def hunyuan_pipeline() -> Any:
+    from diffusers import (
+        AutoencoderKLHunyuanVideo,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideoPipeline,
+        HunyuanVideoTransformer3DModel,
+    )
+
+    small = hunyuanvideo.SMALL
+    return HunyuanVideoPipeline(
+        text_encoder=LlamaModel(LlamaConfig(**small["text_encoder"])),
+        tokenizer=t5_words(),
+        transformer=HunyuanVideoTransformer3DModel(**small["transformer"]),
+        vae=AutoencoderKLHunyuanVideo(**small["vae"]),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=CLIPTextModel(CLIPTextConfig(**small["text_encoder_2"])),
+        tokenizer_2=clip_words(),
+    )
+
+
+def mochi_pipeline() -> Any:
+    from diffusers import (
+        AutoencoderKLMochi,
+        FlowMatchEulerDiscreteScheduler,
+        MochiPipeline,
+        MochiTransformer3DModel,
+    )
+
+    return MochiPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+        vae=AutoencoderKLMochi(**mochi.SMALL["vae"]),
+        text_encoder=T5EncoderModel(T5Config(**mochi.SMALL["text_encoder"])),
+        tokenizer=t5_words(),
+        transformer=MochiTransformer3DModel(**mochi.SMALL["transformer"]),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small pipeline of diffusers, its spec, its process, and what else the pipeline is called with."""
+
+    make: Callable[[], Any]
+    spec: Any
+    process: GaussianProcess
+    guidance: float = 1.0
+    asked: dict[str, Any] | None = None
+    theirs: Callable[[Tensor], Tensor] = field(default=lambda x: x.transpose(1, 2))  # latents as the pipeline has them
+
+
+TWICE = Straight(shift=3.0, lowest=0.002994012)  # as diffusers' scheduler, which shifts twice
+DARK = VariancePreserving(prediction="velocity", spacing="trailing", ends_clean=True, ends_dark=True, snr_shift=3.0)
+CASES = {
+    "wan": Case(lambda: wan_pipeline(two=False), Wan().tiny(), GaussianProcess(TWICE, steps=4), 5.0),
+    "cogvideox-2b": Case(
+        lambda: cog_pipeline(rotary=False),
+        CogVideoX().tiny(),
+        GaussianProcess(DARK, steps=4),
+        6.0,
+        theirs=lambda x: x,
+    ),
+    "cogvideox-5b": Case(
+        lambda: cog_pipeline(rotary=True),
+        CogVideoX().tiny(),
+        GaussianProcess(replace(DARK, snr_shift=1.0), steps=4),
+        6.0,
+        theirs=lambda x: x,
+    ),
+    "ltx": Case(
+        ltx_pipeline,
+        Ltx(rate=24.0).tiny(),
+        GaussianProcess(Straight(shift(2, 0.95, 2.05, 1024, 4096), terminal=0.1), steps=4),
+        3.0,
+        {"frame_rate": 24.0},
+        lambda x: x.movedim(2, -1).flatten(1, 3),
+    ),
+    "hunyuanvideo": Case(
+        hunyuan_pipeline,
+        replace(HunyuanVideo().tiny(), frames=29, words=512),
+        GaussianProcess(Straight(7.0), steps=3),
+        asked={"guidance_scale": 6.0},
+    ),
+    "mochi": Case(mochi_pipeline, Mochi().tiny(), GaussianProcess(Straight(gentle=0.025), steps=4), 4.5),
+    "wan22": Case(lambda: wan_pipeline(two=True), Wan(boundary=0.875).tiny(), GaussianProcess(TWICE, steps=4), 4.0),
+}
+
+
+def pipeline(case: Case, folder: Path) -> Any:
+    """Random weights that look at their prompts, in memory and in a folder."""
+    with silence(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = case.make()
+        for part in ("transformer", "transformer_2", "unet"):
+            net = made.components.get(part)
+            for number, p in enumerate([] if net is None else net.parameters()):
+                p.data.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number + len(part))))
+        made.save_pretrained(folder)
+        for part in made.components.values():
+            if isinstance(part, torch.nn.Module):
+                part.eval()
+        made.set_progress_bar_config(disable=True)
+    return made

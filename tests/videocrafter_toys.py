@@ -1,0 +1,55 @@
+"""VideoCrafter's network as small as the recordings', with the weights they were made with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor
+
+from tastemaker.models import lvdm
+from tastemaker.models.nets.unet3d import ClipUnet
+
+VIDEO = Path(__file__).parent / "fixtures" / "video"
+UNET: dict[str, Any] = {
+    "down_block_types": ("CrossAttnDownBlock3D",) * 2,
+    "up_block_types": ("CrossAttnUpBlock3D",) * 2,
+    "block_out_channels": (32, 64),
+    "layers_per_block": 1,
+    "cross_attention_dim": 16,
+    "attention_head_dim": 8,
+    "fps_cond": True,
+}
+
+
+def told(name: str) -> Any:
+    return json.loads((VIDEO / name).read_text(encoding="utf-8"))
+
+
+def drawn(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
+    """The weights the recordings were made with: drawn in order, rounded to fp16."""
+    chance, found = torch.Generator().manual_seed(seed), {}
+    for key, shape in shapes.items():
+        x = torch.randn(tuple(shape), generator=chance)
+        if len(shape) > 1:
+            x = x * (1 / math.sqrt(math.prod(shape[1:])))
+        else:
+            x = 1 + 0.1 * x if key.endswith("weight") else 0.1 * x
+        found[key] = x.half().float()
+    return found
+
+
+def unet_tensors() -> dict[str, Tensor]:
+    return drawn(told("lvdm_unet_tiny.json")["keys"], 0)
+
+
+def network() -> Any:
+    with init_empty_weights():
+        net = ClipUnet(**UNET)
+    net.load_state_dict(lvdm.unet(unet_tensors(), list(net.state_dict()), net.config), assign=True)
+    return net.requires_grad_(True)
