@@ -26,6 +26,7 @@ from sections import Keep, carry_out, keeper, say
 from torch import Tensor
 
 from tastemaker.distributions import Categorical
+from tastemaker.guidance import extrapolate
 from tastemaker.models.nets.decoding import Order
 from tastemaker.models.nets.desk import Desk
 from tastemaker.models.nets.gpt import GPT, GPTShape
@@ -101,8 +102,8 @@ def agreement(section: str, options: Options, keep: Keep) -> None:
         assert scribe is not None
         ids = finish(scribe, length)
         with torch.no_grad():
-            given = net(torch.cat([ids, ids])[:, :-1], order.cond)[0].float()
-            guided = order.led(given.flatten(1)).view(len(ids), length, -1)
+            given, without = net(torch.cat([ids, ids])[:, :-1], order.cond)[0].float().chunk(2)
+            guided = extrapolate(Guidance(4.0), given, without, torch.ones((), device=DEVICE))
         found = Categorical(guided)
         off = (found.log_prob(ids) - scribe.log_prob).abs()
         taken = order.choice.over(guided).quantile(order.uniform)

@@ -33,6 +33,7 @@ from .check import require
 from .run import AnyConfig, AutoencoderConfig, JudgeConfig, JudgeSource, RewardConfig, RunConfig
 
 ROWS = 64  # of data, and samples of it, a step at small size
+TOGETHER = 4  # of them at least are computed at once, for a small model takes no longer over four than over one
 
 
 def shrunk(config: RunConfig) -> RunConfig:
@@ -42,7 +43,12 @@ def shrunk(config: RunConfig) -> RunConfig:
         config,
         model=config.model.tiny(),
         rewards=rewards,
-        batch=replace(config.batch, prompts=fewer(config)),
+        batch=replace(
+            config.batch,
+            prompts=fewer(config),
+            rollout=config.batch.rollout and max(config.batch.rollout, TOGETHER),
+            microbatch=config.batch.microbatch and max(config.batch.microbatch, TOGETHER),
+        ),
         engine=replace(config.engine, compile=False),  # which takes longer than everything a small model does
         sample=replace(config.sample, height=None, width=None),
     )
