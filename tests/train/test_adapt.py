@@ -170,6 +170,7 @@ def test_a_model_without_text_encoder_is_a_sentence(tmp_path: Path) -> None:
 def test_two_ranks_learn_what_one_learns_of_a_clip_and_of_its_words(tmp_path: Path) -> None:
     changes = ["steps=2", "process.steps=2", "batch.prompts=2", "tuning.adapt=[net,text]", "tuning.dropout=0.1"]
     changes += ["sample.every=0", "guard.every=0", "engine.precision=fp32", "checkpoint.every=2", "optim.lr=1e-3"]
+    changes += ["optim.eps=1e-5"]  # gradients of 1e-8 would otherwise be steps whose sign is one of rounding
     found = []
     for count in (1, 2):
         place = f"output={tmp_path}", f"name=on{count}"
@@ -181,7 +182,7 @@ def test_two_ranks_learn_what_one_learns_of_a_clip_and_of_its_words(tmp_path: Pa
         found.append(copied(run))
     one, two = found
     assert any(key.startswith("text_encoder") for key in one)
-    assert all(torch.allclose(x, two[key], atol=2e-5) for key, x in one.items())
+    assert all(torch.allclose(x, two[key], atol=2e-6) for key, x in one.items())
 
 
 @pytest.mark.slow
