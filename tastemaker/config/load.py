@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import ConfigError, suggest
-from .nanovla import translated
+from .nanovla import staged, translated
 from .run import AnyConfig, JudgeConfig, RunConfig
 from .text import parse
 from .validate import validate
@@ -140,7 +140,13 @@ def override(data: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]
 def read(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """A recipe as plain data: what it extends merged in, overrides applied, nothing validated."""
     try:
-        return override(translated(gather(locate(str(recipe), Path()))), overrides)
+        data = gather(locate(str(recipe), Path()))
+        # Of a file that says two stages, which one is meant decides what all other settings are laid over.
+        first = [each for each in overrides if each.startswith("stage=") and staged(data)]
+        found = translated(override(data, first))
+        if parent := found.pop("extends", None):
+            found = overlay(gather(locate(parent, Path())), found)
+        return override(found, [each for each in overrides if each not in first])
     except RecursionError as error:
         raise ConfigError(f"{recipe}: nested too deeply; expected sections of settings") from error
 

@@ -33,6 +33,8 @@ def holds(shape: DiTShape) -> None:
         found = f"tells time by {shape.waves} waves, diffusers' by {WAVES}"
     elif shape.inner != 4 * shape.width:
         found = f"has perceptrons of {shape.inner}, diffusers' four times the width, {4 * shape.width}"
+    elif shape.mixed != shape.width:
+        found = f"has heads that are {shape.mixed} wide together, diffusers' as wide as the network, {shape.width}"
     if found is not None:
         raise ConfigError(
             f"--layout: the network {found}, so that no folder of diffusers' can hold it; leave --layout out for a "

@@ -152,6 +152,7 @@ class LatentDit:
     width: Annotated[int, Field(ge=8, le=16384)] | None = None  # likewise below: instead of the size's
     depth: Count | None = None
     heads: Count | None = None
+    head: Annotated[int, Field(ge=2, le=1024)] | None = None  # width of one; all are the width together
     inner: Annotated[int, Field(ge=8, le=65536)] | None = None  # of the perceptrons; four times the width
     waves: Annotated[int, Field(ge=4, le=16384, multiple_of=2)] = 256  # that tell the time
     seed: int = 0
@@ -162,7 +163,7 @@ class LatentDit:
         unit, shape = self.factor * self.patch, self.net()
         if self.pixels % unit:
             raise ValueError(f"'pixels' is {self.pixels}; expected a multiple of factor times patch, which is {unit}")
-        if shape.width % shape.heads or shape.width % 4:
+        if shape.mixed % shape.heads or shape.width % 4:
             raise ValueError(
                 f"'width' is {shape.width}; expected a multiple of 4 and of 'heads', which is {shape.heads}"
             )
@@ -196,6 +197,7 @@ class LatentDit:
             words=self.words if self.told in ("words", "caption") else 0,
             waves=self.waves,
             habit=HABITS[self.habit],
+            head=self.head or 0,
         )  # fmt: skip
 
     def said(self, prompts: Prompts) -> Tensor | None:
@@ -233,5 +235,5 @@ class LatentDit:
     def tiny(self) -> LatentDit:
         small = replace(self, weights=TINY, codec=None, channels=16, factor=8, scale=1.0)
         patch = max(1, self.pixels // 8 // 2)
-        net = replace(small, patch=patch, width=32, depth=1, heads=2, inner=None, waves=32, embeddings=None)
+        net = replace(small, patch=patch, width=32, depth=1, heads=2, head=None, inner=None, waves=32, embeddings=None)
         return replace(net, t5=TINY, words=min(self.words, 8))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import Tensor, nn
 
 from ..codec import CODECS, CodecSpec, Fitting
@@ -20,9 +21,29 @@ LLAMAGEN = "quantize.embedding.weight"  # a tensor by which its tokenizers are k
 
 
 def opened(name: str, placement: Placement) -> nn.Module:
-    """Frozen, in float32: of a run, a file of ours, a name in the package, diffusers' folder, or a published file."""
-    net = _diffusers(name, placement) or _foreign(name, placement) or _own(name)
+    """Frozen, in float32: of a run, a file of ours, a name in the package, diffusers' folder, or a published file.
+
+    A YAML file with an `autoencoder:` says the settings of a published file that its tensors do not tell.
+    """
+    net = _written(name, placement) or _diffusers(name, placement) or _foreign(name, placement) or _own(name)
     return net.requires_grad_(False).eval().to(placement.device)
+
+
+def _written(name: str, placement: Placement) -> nn.Module | None:
+    """Of settings in a YAML file, which name the weights they belong to."""
+    if not name.endswith((".yaml", ".yml")):
+        return None
+    try:
+        data = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"'{name:.200}' cannot be read ({error!s:.200}); expected YAML in UTF-8") from error
+    settings = data.get("autoencoder") if isinstance(data, dict) else None
+    if not isinstance(settings, dict) or not {"type", "weights"} <= settings.keys():
+        raise ConfigError(
+            f"'{name:.200}' names no autoencoder; expected autoencoder: {{type: block_vae, weights: ..., ...}}, all of "
+            "it in this file"
+        )
+    return _spec(str(settings.pop("type")), settings, name).load(placement)
 
 
 def _diffusers(name: str, placement: Placement) -> nn.Module | None:
@@ -64,11 +85,9 @@ def _own(name: str) -> nn.Module:
 
 def made(kind: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> nn.Module:
     """A network of a kind and sizes, made of tensors."""
-    listed = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-    found: Any = CODECS.find(kind, name)
+    spec = _spec(kind, settings, name)
     try:
-        spec: CodecSpec = found(**listed)
-        if "weights" in listed:
+        if "weights" in settings:
             spec = replace(spec, weights=None)  # type: ignore[type-var]  # what they became is here
         if isinstance(spec, Fitting):
             spec = spec.fitted(tensors)
@@ -81,3 +100,13 @@ def made(kind: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], 
     absent = [key for key, _ in net.named_buffers() if key not in tensors]
     fill(net, {key: x for key, x in tensors.items() if not checkpoints.TOLERATED.fullmatch(key)}, name, absent)
     return net
+
+
+def _spec(kind: str, settings: Mapping[str, Any], name: str) -> CodecSpec:
+    listed = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    found: Any = CODECS.find(kind, name)
+    try:
+        spec: CodecSpec = found(**listed)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"'{name:.200}': {kind} cannot have such settings ({error!s:.200}); mend them") from error
+    return spec

@@ -11,7 +11,7 @@ from PIL import Image
 
 from tastemaker.config.dump import resolve
 from tastemaker.config.load import load_any
-from tastemaker.config.nanovla import ELSEWHERE, OLDER, RENAMED, TRAIN
+from tastemaker.config.nanovla_vae import ELSEWHERE, OLDER, RENAMED, TRAIN
 from tastemaker.config.run import AutoencoderConfig
 from tastemaker.config.validate import build, validate
 from tastemaker.data.gallery import Gallery
@@ -169,7 +169,7 @@ def test_a_network_of_ones_own_and_mistakes_in_such_configurations(here: Path) -
     with pytest.raises(ConfigError, match=r"nanoVLA-RL has no key 'bach_size'; did you mean 'batch_size'"):
         load_any("configs/bad.yaml")
     (here / "configs" / "dit.yaml").write_text("extends: base\ndataset: celebhq\nmodel: {name: dit}")
-    with pytest.raises(ConfigError, match=r"'dit' has no trainer there; docs/migrate-nanovla.md"):
+    with pytest.raises(ConfigError, match=r"autoencoder\.weights is None; expected where the first stage lies"):
         load_any("configs/dit.yaml")
     config = load_any("configs/own.yaml")
     assert isinstance(config, AutoencoderConfig) and isinstance(config.autoencoder, FromConfig)

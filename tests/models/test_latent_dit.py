@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tastemaker.models import dit_layouts
 from tastemaker.models.latent_dit import SIZES, LatentDit, network, word_ids
-from tastemaker.models.nets.latent_dit import HABITS, DiTShape, LatentDiT, places, waves
+from tastemaker.models.nets.latent_dit import HABITS, Attention, DiTShape, LatentDiT, places, waves
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.policy import Backbone, Guidance, Policy
 from tastemaker.processes.dynamics import Ddim, FlowSde
@@ -141,6 +141,24 @@ def test_the_originals_checkpoint_gives_its_recorded_outputs(golden: dict[str, T
     with torch.no_grad():
         found = net(golden["in.x"], golden["in.t"])
     torch.testing.assert_close(found, golden["out.pred"], rtol=0, atol=2e-5)
+
+
+def test_heads_of_any_width_attend_as_the_original_does() -> None:
+    spec = LatentDit(codec=None, pixels=32, channels=4, width=32, depth=1, heads=3, head=8, habit="explainingai")
+    attention = Attention(32, 3, spec.net().mixed)
+    tensors = {key: torch.randn(x.shape) for key, x in attention.state_dict().items()}
+    assert tensors["qkv.weight"].shape == (72, 32) and tensors["out.weight"].shape == (32, 24)
+    attention.load_state_dict(tensors)
+    h = torch.randn(2, 5, 32)
+    q, k, v = (h @ tensors["qkv.weight"].T + tensors["qkv.bias"]).split(24, -1)
+    mixed = [
+        torch.softmax(q[..., at] @ k[..., at].transpose(1, 2) / 8**0.5, -1) @ v[..., at]
+        for at in (slice(0, 8), slice(8, 16), slice(16, 24))
+    ]
+    wanted = torch.cat(mixed, -1) @ tensors["out.weight"].T + tensors["out.bias"]
+    torch.testing.assert_close(attention(h), wanted, atol=2e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match=r"heads that are 24 wide together, diffusers' as wide as the network, 32"):
+        replace(spec, habit="diffusers", inner=128).moved({})
 
 
 def test_the_originals_scheduler_is_our_path(golden: dict[str, Tensor]) -> None:

@@ -43,6 +43,11 @@ class DiTShape:
     words: int = 0  # that stand before the patches
     waves: int = 256  # that tell the time, sines and cosines together
     habit: Habit = Habit()
+    head: int = 0  # width of one; together they are as wide as the network if 0
+
+    @property
+    def mixed(self) -> int:
+        return self.heads * self.head or self.width
 
     @property
     def leaving(self) -> int:
@@ -71,16 +76,16 @@ def places(side: int, width: int, habit: Habit) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, mixed: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv, self.out = nn.Linear(width, 3 * mixed), nn.Linear(mixed, width)
 
     def forward(self, h: Tensor) -> Tensor:
-        rows, count, width = h.shape
-        q, k, v = self.qkv(h).view(rows, count, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        rows, count, _ = h.shape
+        q, k, v = self.qkv(h).view(rows, count, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, count, width))
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, count, -1))
         return out
 
 
@@ -91,7 +96,7 @@ class Block(nn.Module):
         super().__init__()
         self.width, self.eps = shape.width, shape.habit.eps
         self.modulation = nn.Linear(shape.width, 6 * shape.width)
-        self.attention = Attention(shape.width, shape.heads)
+        self.attention = Attention(shape.width, shape.heads, shape.mixed)
         self.up, self.down = nn.Linear(shape.width, shape.inner), nn.Linear(shape.inner, shape.width)
 
     def forward(self, h: Tensor, told: Tensor) -> Tensor:

@@ -1,0 +1,132 @@
+"""The second stage of nanoVLA-RL's configurations: a DiT over the latents of the first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from calling import run
+from PIL import Image
+
+from tastemaker.config.dump import resolve
+from tastemaker.config.load import load, load_any
+from tastemaker.config.run import AutoencoderConfig
+from tastemaker.config.validate import validate
+from tastemaker.data.gallery import Gallery
+from tastemaker.data.latents import LatentFolder
+from tastemaker.models.latent_dit import LatentDit
+from tastemaker.pictures import read_picture
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import VariancePreserving
+from tastemaker.registry import ConfigError
+
+OLD = """
+dataset_params: {im_path: pictures, im_size : 32, im_channels : 3}
+diffusion_params: {num_timesteps : 1000, beta_start : 0.0002, beta_end : 0.03}
+dit_params: {patch_size : 2, num_layers : 2, hidden_size : 32, ff_hidden_dim : 48, num_heads : 3, head_dim : 8,
+  timestep_emb_dim : 16}
+autoencoder_params: {z_channels: 4, codebook_size : 8192, down_channels : [32, 32], mid_channels : [32],
+  down_sample : [True], attn_down : [False], norm_channels: 32, num_heads: 4, num_down_layers : 1, num_mid_layers : 1,
+  num_up_layers : 1}
+train_params: {seed : 5, task_name: tasks/faces, autoencoder_batch_size: 4, autoencoder_epochs: 3,
+  dit_batch_size: 2, dit_epochs: 3, dit_lr: 0.00003, dit_acc_steps: 2, vae_latent_dir_name: latents,
+  dit_ckpt_name: dit_ckpt.pth, vae_autoencoder_ckpt_name: vae_autoencoder_ckpt.pth}
+"""
+NEW = """
+dataset: faces
+model: {name: dit, params: {hidden_size: 32, num_heads: 2, head_dim: 16, num_layers: 1}, weights: null}
+autoencoder: {z_channels: 8, down_sample: [true, true], weights: vae_autoencoder.pth}
+train: {epochs: 4, batch_size: 2, lr: 0.0003, save_every: 7, output_dir: outputs/faces_dit}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "datasets.yaml").write_text("faces: {type: image_folder, path: pictures, im_size: 64}")
+    (tmp_path / "both.yaml").write_text(OLD)
+    (tmp_path / "dit.yaml").write_text(NEW)
+    (tmp_path / "pictures").mkdir()
+    for number in range(5):
+        Image.new("RGB", (40, 40), (40 * number, 90, 10)).save(tmp_path / "pictures" / f"{number}.png")
+    return tmp_path
+
+
+def test_the_second_stage_of_an_older_file_is_asked_for_by_name() -> None:
+    config = load("both.yaml", ["stage=dit"])
+    assert config.model == LatentDit(
+        size="B", told="nothing", pixels=32, patch=2, codec="tasks/faces", channels=4, factor=2, width=32, depth=2,
+        heads=3, head=8, inner=48, waves=16, habit="explainingai",
+    )  # fmt: skip
+    assert isinstance(config.process, GaussianProcess) and isinstance(config.process.path, VariancePreserving)
+    path = config.process.path
+    assert (path.betas, path.first, path.last, path.prediction) == ("linear", 0.0002, 0.03, "epsilon")
+    assert config.data == Gallery(Path("pictures"), 32)
+    assert (config.batch.prompts, config.batch.microbatch, config.steps) == (4, 2, 6)  # five pictures in fours
+    assert (config.optim.lr, config.optim.weight_decay, config.seed) == (3e-5, 0, 5)
+    assert (config.output, config.name, config.checkpoint.every) == (Path("tasks"), "faces-dit", 2)
+    assert validate(resolve(config)) == config
+    assert isinstance(load_any("both.yaml", ["stage=vae"]), AutoencoderConfig)
+    assert load("both.yaml", ["optim.lr=1e-4", "stage=dit"]).optim.lr == 1e-4
+
+
+def test_a_file_that_says_its_stage_needs_no_further_word(here: Path) -> None:
+    (here / "second.yaml").write_text("extends: both.yaml\nstage: dit\ndit_params: {num_layers: 1}")
+    model = load("second.yaml").model
+    assert isinstance(model, LatentDit) and (model.depth, model.width) == (1, 32)
+
+
+def test_a_newer_file_of_a_dit_is_a_run(here: Path) -> None:
+    config = load("dit.yaml")
+    assert isinstance(config.model, LatentDit)
+    assert (config.model.pixels, config.model.channels, config.model.factor) == (64, 8, 4)
+    assert (config.model.codec, config.model.width, config.model.head) == ("vae_autoencoder.pth", 32, 16)
+    assert (config.optim.lr, config.optim.weight_decay, config.steps) == (3e-4, 0.01, 12)
+    assert (config.output, config.name, config.checkpoint.every) == (Path("outputs"), "faces_dit", 7)
+    (here / "short.yaml").write_text(re.sub(r"(?m)^train:.*\n", "", NEW))
+    assert load("short.yaml").batch.prompts == 8
+
+
+def test_what_lies_where_the_trainer_would_look_is_begun_with(here: Path) -> None:
+    task = here / "tasks" / "faces"
+    (task / "latents").mkdir(parents=True)
+    for name in ("vae_autoencoder_ckpt.pth", "dit_ckpt.pth", "latents/latents.json"):
+        (task / name).write_bytes(b"")
+    config = load("both.yaml", ["stage=dit"])
+    assert isinstance(config.model, LatentDit) and config.model.weights == "tasks/faces/dit_ckpt.pth"
+    assert config.model.codec == "tasks/faces/vae_autoencoder_ckpt.pth"
+    assert isinstance(config.data, LatentFolder) and config.data.path == Path("tasks/faces/latents")
+    (here / "other.yaml").write_text(OLD.replace("num_heads: 4", "num_heads: 2"))
+    model = load("other.yaml", ["stage=dit"]).model  # which that file's tensors do not tell
+    assert isinstance(model, LatentDit) and model.codec == "tasks/faces"
+    (task / "checkpoints").mkdir()  # a run of ours, which went on from that file
+    model = load("both.yaml", ["stage=dit"]).model
+    assert isinstance(model, LatentDit) and model.codec == "tasks/faces"
+
+
+def test_both_stages_of_one_file_are_trained_one_after_the_other(here: Path) -> None:
+    small = ["--device", "cpu", "steps=1", "sample.every=0", "engine.precision=fp32"]
+    assert run("train", "both.yaml", *small, "loss.lpips=0", "critic=null") == 0
+    assert run("train", "both.yaml", "stage=dit", *small) == 0
+    assert run("generate", "tasks/faces-dit", "process.steps=2", "--count", "2", "--out", "made") == 0
+    assert read_picture(here / "made" / "sheet.png").shape[-1] >= 64
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (OLD.replace("num_timesteps : 1000", "num_timesteps : 500"), "num_timesteps is 500; expected 1000"),
+        (OLD.replace("hidden_size", "hiden_size"), "no key 'hiden_size'; did you mean 'hidden_size'"),
+        (OLD.replace("z_channels", "z_chanels"), "no key 'z_chanels'; did you mean 'z_channels'"),
+        (OLD.replace("[True]", "2"), "down_sample is 2; expected a list"),
+        (OLD.replace("dit_epochs: 3", "dit_epochs: none"), "epochs is 'none'; expected a whole number"),
+        (NEW.replace("weights: vae_autoencoder.pth", "weights: null"), "autoencoder.weights is None; expected where"),
+    ],
+)
+def test_mistakes_are_sentences(here: Path, text: str, said: str) -> None:
+    (here / "wrong.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load("wrong.yaml", ["stage=dit"] if "train_params" in text else [])
+    with pytest.raises(ConfigError, match="stage is 'third'; expected vae, the first, or dit, the second"):
+        load("both.yaml", ["stage=third"])
