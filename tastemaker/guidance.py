@@ -71,6 +71,17 @@ def within(t: Tensor, interval: tuple[float, float]) -> Tensor:
     return (t >= interval[0] - 1e-6) & (t <= interval[1] + 1e-6)
 
 
+def guides(guidance: Guidance, t: Tensor) -> bool:
+    """Whether any of these levels is guided; if none is, nothing need be read without its prompt."""
+    return guidance.interval == (0.0, 1.0) or bool(within(t, guidance.interval).any())
+
+
+def passes(model: Backbone, t: Tensor) -> int:
+    """How often a prediction at these levels reads a row."""
+    inner, guidance = unguided(model)
+    return inner.passes if guidance is not None and not guides(guidance, t) else model.passes
+
+
 def levels(length: int, device: torch.device | None = None) -> Tensor:
     """The level of each token of a sequence: [length]."""
     return 1 - torch.arange(length, device=device) / length
@@ -80,6 +91,13 @@ def guided_places(guidance: Guidance, length: int) -> int:
     """How many places of a sequence have to be read without the prompt too: up to the last that is guided."""
     inside = within(levels(length), guidance.interval).nonzero()
     return int(inside[-1]) + 1 if len(inside) else 0
+
+
+def written_passes(model: Backbone, place: int) -> int:
+    """How often a row is read to write the token at a place."""
+    inner, guidance = unguided(model)
+    past = guidance is not None and place >= guided_places(guidance, model.shape[0])
+    return inner.passes if past else model.passes
 
 
 def unguided(model: Backbone) -> tuple[Backbone, Guidance | None]:
@@ -100,7 +118,7 @@ def scoring(model: Backbone, cond: Condition) -> tuple[Backbone, Condition]:
 
 
 class Guided:
-    """Guidance by two predictions in one batched call."""
+    """Guidance by two predictions in one batched call; by one where it is off."""
 
     def __init__(self, model: Backbone, guidance: Guidance) -> None:
         self.model, self.guidance = model, guidance
@@ -118,7 +136,7 @@ class Guided:
         return embed(self.model, self.guidance, prompts, facts)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        if self.guidance.rollouts_only and torch.is_grad_enabled():
+        if (self.guidance.rollouts_only and torch.is_grad_enabled()) or not guides(self.guidance, t):
             return self.model.predict(x, t, split(cond)[0])
         given, without = self.model.predict(torch.cat([x, x]), torch.cat([t, t]), both(cond)).chunk(2)
         return extrapolate(self.guidance, given, without, like(t, given))
@@ -131,11 +149,12 @@ class Guided:
 
 
 class GuidedCausal:
-    """Guidance token by token; both halves read the same tokens."""
+    """Guidance token by token; both halves read the same tokens, up to the last that is guided."""
 
     def __init__(self, model: CausalBackbone, guidance: Guidance) -> None:
         self.model, self.guidance = model, guidance
         self.shape, self.pixels, self.passes = model.shape, model.pixels, 2 * model.passes
+        self.guided = guided_places(guidance, model.shape[0])
 
     @property
     def net(self) -> nn.Module:
@@ -176,6 +195,8 @@ class GuidedCausal:
         own, without = split(cond)
         first, second, place = cache
         given, first = self.model.extend(ids, first, own)
+        if place >= self.guided:
+            return given, (first, second, place + 1)
         plain, second = self.model.extend(ids, second, without)
         t = levels(self.shape[0], given.device)[place]
         return extrapolate(self.guidance, given, plain, t), (first, second, place + 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributions import Categorical, Choice, Projected, Tokens, keep_top
-from ..guidance import GuidedCausal, alone, scoring, unguided
+from ..guidance import GuidedCausal, alone, scoring, unguided, written_passes
 from ..policy import Backbone, CausalBackbone, Fluent, Guidance, Headed, Process, Rollout, Scribe
 from ..randomness import Randomness
 from ..types import Condition, Corrupted, Segment, index
@@ -156,7 +156,8 @@ class Writing(Rollout):
 
     def step(self) -> None:
         self.scribe.write()
-        self.written, self.price = self.written + 1, self.price + len(self.cond) * self.model.passes
+        self.price += len(self.cond) * written_passes(self.model, self.written)
+        self.written += 1
         if self.progress == 1:
             self._record()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributions import Distribution, Gaussian, like
-from ..guidance import Guided, alone
+from ..guidance import Guided, alone, passes
 from ..policy import Backbone, Guidance, Process, Rollout
 from ..randomness import Randomness
 from ..types import Condition, Corrupted, Segment, index
@@ -145,7 +145,7 @@ class Denoising(Rollout):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
             output = self.model.predict(seen, t, self.cond).float()
         self.clean = process.path.clean(self.x, t, output)
-        self.taken, self.price = i + 1, self.price + len(self.x) * self.model.passes
+        self.taken, self.price = i + 1, self.price + len(self.x) * passes(self.model, t)
         # The step onto the clean sample has no room for noise, so it decides nothing.
         if process.chance and i in self.chancy and float(self.levels[i + 1]) > 0:
             there = process.dynamics.step(process.path, process.stride(self.x, t, s, self.clean))

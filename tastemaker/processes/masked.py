@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributions import Categorical
-from ..guidance import Guided, alone, scoring, unguided
+from ..guidance import Guided, alone, passes, scoring, unguided
 from ..policy import Backbone, Guidance, Process, Rollout
 from ..randomness import Randomness
 from ..types import HIDDEN, Condition, Corrupted, Segment, index
@@ -198,7 +198,7 @@ class Revealing(Rollout):
         there = Categorical(self.reading.predict(self.ids, t).float())
         self.guess = torch.where(hidden, there.sample(self.rng, "token", i), self.ids)
         log_prob = there.log_prob(self.guess)
-        self.taken, self.price = i + 1, self.price + len(self.ids) * self.model.passes
+        self.taken, self.price = i + 1, self.price + len(self.ids) * passes(self.model, t)
         if self.progress == 1:
             stay = torch.zeros_like(hidden)  # the last guess is the sample, whole
         else:

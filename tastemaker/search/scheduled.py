@@ -15,6 +15,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
+from ..guidance import passes
 from ..policy import Policy, Process
 from ..processes.gaussian import GaussianProcess
 from ..processes.karras import Karras, time
@@ -43,19 +44,19 @@ class Scheduled(Search):
         process, cond = gaussian(policy.process), policy.embed(batch.prompts, batch.facts)
         made = scheduler(self.scheduler, process.path, self.settings)
         with fitting(self.scheduler):
-            levels = visited(made, process.path, self.steps or process.steps, rng.rows.device)
+            visit(made, process.path, self.steps or process.steps, rng.rows.device)
         path, x, drawn = process.path, rng.normal("start", *policy.model.shape), draws(made, rng)
-        flow = isinstance(path, Straight)
+        flow, calls = isinstance(path, Straight), 0
         x = x if flow else x * made.init_noise_sigma / loudness(path, level(made.timesteps[0], path))
         for timestep in made.timesteps:
             seen = x if flow else made.scale_model_input(x, timestep)  # a flow needs no scale, and its own have none
             t = level(timestep, path).to(x.device)
             output = policy.model.predict(seen * loudness(path, t), t.expand(len(x)), cond).float()
+            calls += len(x) * passes(policy.model, t)
             with fitting(self.scheduler):
                 x = made.step(output, timestep, x, **drawn).prev_sample
-        price = Price(len(x) * policy.model.passes * levels)
         score = torch.full((len(batch),), torch.nan, device=x.device)
-        return Found(x * loudness(path, path.grid(process.steps)[-1]).to(x.device), score, price)
+        return Found(x * loudness(path, path.grid(process.steps)[-1]).to(x.device), score, Price(calls))
 
 
 def gaussian(process: Process) -> GaussianProcess:
@@ -171,14 +172,13 @@ def betas(path: VariancePreserving) -> list[float]:
     return (-torch.expm1(kept.diff())).clamp(max=0.999999).tolist()
 
 
-def visited(made: Any, path: Path, steps: int, device: torch.device) -> int:
-    """Set the levels the scheduler visits; how many predictions that takes."""
+def visit(made: Any, path: Path, steps: int, device: torch.device) -> None:
+    """Set the levels the scheduler visits."""
     takes_ours = "sigmas" in inspect.signature(made.set_timesteps).parameters and "use_flow_sigmas" not in made.config
     if isinstance(path, Straight) and takes_ours:
         made.set_timesteps(sigmas=path.grid(steps)[:-1].tolist(), device=device)
     else:
         made.set_timesteps(steps, device=device)
-    return len(made.timesteps)
 
 
 def loudness(path: Path, t: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributions import like
-from ...guidance import extrapolate
+from ...guidance import extrapolate, guides
 from ...policy import Guidance
 from ...types import HIDDEN
 from .showo import Cache, Vocabulary, visible
@@ -41,13 +41,14 @@ class Prefix:
 
     def predict(self, x: Tensor, t: Tensor) -> Tensor:
         """Logits [B, N, codes] of codes [B, N], -1 where hidden."""
-        ids, times = self.vocabulary.framed(x), 1 if self.guidance is None else 2
+        ids, guided = self.vocabulary.framed(x), self.guidance is not None and guides(self.guidance, t)
+        rows = self.rows if guided else self.rows[: len(x)]
         if bool((x == HIDDEN).all()):  # nothing but the prompts tells rows apart yet
             texts = torch.arange(len(self.shown), device=x.device)
-            logits = self._read(ids[:1].expand(len(texts), -1), texts)[self.rows]
+            logits = self._read(ids[:1].expand(len(texts), -1), texts)[rows]
         else:
-            logits = self._read(ids.repeat(times, 1), self.rows)
-        if self.guidance is None:
+            logits = self._read(ids.repeat(2 if guided else 1, 1), rows)
+        if self.guidance is None or not guided:
             return logits
         given, without = logits.chunk(2)
         return extrapolate(self.guidance, given, without, like(t, given))
