@@ -93,11 +93,10 @@ def guided_places(guidance: Guidance, length: int) -> int:
     return int(inside[-1]) + 1 if len(inside) else 0
 
 
-def written_passes(model: Backbone, place: int) -> int:
-    """How often a row is read to write the token at a place."""
-    inner, guidance = unguided(model)
-    past = guidance is not None and place >= guided_places(guidance, model.shape[0])
-    return inner.passes if past else model.passes
+def twice_read(model: Backbone) -> int:
+    """How many tokens of a sequence are written by reading with the prompt and without."""
+    guidance = unguided(model)[1]
+    return 0 if guidance is None else guided_places(guidance, model.shape[0])
 
 
 def unguided(model: Backbone) -> tuple[Backbone, Guidance | None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..distributions import Categorical, Choice, Projected, Tokens, keep_top
-from ..guidance import GuidedCausal, alone, scoring, unguided, written_passes
+from ..guidance import GuidedCausal, alone, scoring, twice_read, unguided
 from ..policy import Backbone, CausalBackbone, Fluent, Guidance, Headed, Process, Rollout, Scribe
 from ..randomness import Randomness
 from ..types import Condition, Corrupted, Segment, index
@@ -148,6 +148,7 @@ class Writing(Rollout):
         self.scribe = scribe(model, cond, uniform, process.choice)
         self.start = torch.zeros_like(uniform, dtype=torch.long)
         self.segments: tuple[Segment, ...] = ()
+        self.twice = twice_read(model)
         self.written, self.price = 0, 0
 
     @property
@@ -156,8 +157,8 @@ class Writing(Rollout):
 
     def step(self) -> None:
         self.scribe.write()
-        self.price += len(self.cond) * written_passes(self.model, self.written)
-        self.written += 1
+        reader = self.model if self.written < self.twice else unguided(self.model)[0]
+        self.written, self.price = self.written + 1, self.price + len(self.cond) * reader.passes
         if self.progress == 1:
             self._record()
 
