@@ -161,18 +161,6 @@ def test_an_interval_reaches_the_levels_that_bound_it() -> None:
             assert inside.sum() == i + 1
 
 
-@pytest.mark.parametrize("name", ["flow", "epsilon", "video", "masked"])
-def test_where_guidance_is_off_nothing_is_read_without_its_prompt(name: str) -> None:
-    policy, rows = toys.policy(name, guidance=Guidance(3.0, interval=(0.0, 0.5))), list[int]()
-    layer = next(layer for layer in policy.model.net.modules() if isinstance(layer, nn.Linear))
-    layer.register_forward_hook(lambda layer, given, found: rows.append(len(found)))
-    with torch.no_grad():
-        rollout = policy.process.start(policy.model, policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
-        while rollout.progress < 1:
-            rollout.step()
-    assert {*rows} == {4, 8} and rollout.price == sum(rows)
-
-
 def test_past_the_last_guided_token_nothing_is_read_without_its_prompt() -> None:
     prices = []
     for interval in ((0.0, 1.0), (0.75, 1.0)):  # of sixteen tokens the first five, from 1 down to 0.75

@@ -23,7 +23,7 @@ LLAMAGEN = "quantize.embedding.weight"  # a tensor by which its tokenizers are k
 def opened(name: str, placement: Placement) -> nn.Module:
     """Frozen, in float32: of a run, a file of ours, a name in the package, diffusers' folder, or a published file.
 
-    A YAML file with an `autoencoder:` says the settings of a published file that its tensors do not tell.
+    A YAML file with an `autoencoder:` says those settings of a published file that its tensors do not tell.
     """
     net = _written(name, placement) or _diffusers(name, placement) or _foreign(name, placement) or _own(name)
     return net.requires_grad_(False).eval().to(placement.device)
@@ -43,7 +43,9 @@ def _written(name: str, placement: Placement) -> nn.Module | None:
             f"'{name:.200}' names no autoencoder; expected autoencoder: {{type: block_vae, weights: ..., ...}}, all of "
             "it in this file"
         )
-    return _spec(str(settings.pop("type")), settings, name).load(placement)
+    spec, weights = _spec(str(settings.pop("type")), settings, name), str(settings["weights"])
+    folder = Path(weights).expanduser().is_dir()  # which says its own
+    return (spec if folder else _fitted(spec, checkpoints.read(weights), name)).load(placement)
 
 
 def _diffusers(name: str, placement: Placement) -> nn.Module | None:
@@ -86,17 +88,9 @@ def _own(name: str) -> nn.Module:
 def made(kind: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> nn.Module:
     """A network of a kind and sizes, made of tensors."""
     spec = _spec(kind, settings, name)
-    try:
-        if "weights" in settings:
-            spec = replace(spec, weights=None)  # type: ignore[type-var]  # what they became is here
-        if isinstance(spec, Fitting):
-            spec = spec.fitted(tensors)
-    except (KeyError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"'{name:.200}' cannot be opened as {kind} ({error!s:.200}); name a YAML file with an `autoencoder:` "
-            "whose `weights` this is, which says its settings"
-        ) from error
-    net = spec.load(Placement())
+    if "weights" in settings:
+        spec = replace(spec, weights=None)  # type: ignore[type-var]  # what they became is here
+    net = _fitted(spec, tensors, name).load(Placement())
     absent = [key for key, _ in net.named_buffers() if key not in tensors]
     fill(net, {key: x for key, x in tensors.items() if not checkpoints.TOLERATED.fullmatch(key)}, name, absent)
     return net
@@ -110,3 +104,14 @@ def _spec(kind: str, settings: Mapping[str, Any], name: str) -> CodecSpec:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"'{name:.200}': {kind} cannot have such settings ({error!s:.200}); mend them") from error
     return spec
+
+
+def _fitted(spec: CodecSpec, tensors: Mapping[str, Tensor], name: str) -> CodecSpec:
+    """With the sizes that tensors tell, where they tell any."""
+    try:
+        return spec.fitted(tensors) if isinstance(spec, Fitting) else spec
+    except (KeyError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"'{name:.200}' cannot be opened as {CODECS.name(type(spec))} ({error!s:.200}); name a YAML file with an "
+            "`autoencoder:` whose `weights` this is, which says its settings"
+        ) from error

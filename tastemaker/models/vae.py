@@ -47,7 +47,10 @@ def codec(name: str | None, channels: int, factor: int, placement: Placement) ->
     """The trained autoencoder of a name, of whichever kind, frozen; without a name, coarse pixels in its place."""
     if name is None:
         return Folding(channels, factor)
-    net = opened(name, placement)
+    try:
+        net = opened(name, placement)
+    except ConfigError as error:
+        raise ConfigError(f"model.codec: {error}") from error
     if not isinstance(net, Continuous):
         raise ConfigError(
             f"model.codec: '{name:.200}' holds no vae but a {type(net).__name__}; "

@@ -105,8 +105,12 @@ def test_what_lies_where_the_trainer_would_look_is_begun_with(here: Path) -> Non
     assert isinstance(model, LatentDit) and model.codec == "tasks/faces"
 
 
-def test_both_stages_of_one_file_are_trained_one_after_the_other(here: Path) -> None:
+def test_both_stages_of_one_file_are_trained_one_after_the_other(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ["--device", "cpu", "steps=1", "sample.every=0", "engine.precision=fp32"]
+    assert run("train", "both.yaml", "stage=dit", *small) == 2
+    assert "model.codec: there are no weights 'tasks/faces'" in capsys.readouterr().err
     assert run("train", "both.yaml", *small, "loss.lpips=0", "critic=null") == 0
     assert run("train", "both.yaml", "stage=dit", *small) == 0
     assert run("generate", "tasks/faces-dit", "process.steps=2", "--count", "2", "--out", "made") == 0

@@ -111,11 +111,13 @@ def test_what_tensors_do_not_tell_is_asked_for(golden: dict[str, Tensor], tmp_pa
 def test_a_yaml_file_says_what_tensors_do_not(golden: dict[str, Tensor], tmp_path: Path) -> None:
     file, told = tmp_path / "vae_autoencoder_ckpt.pth", tmp_path / "vae.yaml"
     torch.save(weights(golden), file)
-    settings = {"type": "block_vae", "weights": str(file), **params()}
-    told.write_text(json.dumps({"autoencoder": settings}))  # which is YAML too
-    found = opened(str(told), Placement())
-    assert isinstance(found, BlockVaeNet) and found.shape == BlockVae(**params()).shape()
-    assert all(found.state_dict()[key].equal(x) for key, x in weights(golden).items())
+    untold = {key: params()[key] for key in ("num_heads", "norm_channels")}
+    for settings in (untold, params()):
+        written = {"type": "block_vae", "weights": str(file), **settings}
+        told.write_text(json.dumps({"autoencoder": written}))  # which is YAML too
+        found = opened(str(told), Placement())
+        assert isinstance(found, BlockVaeNet) and found.shape == BlockVae(**params()).shape()
+        assert all(found.state_dict()[key].equal(x) for key, x in weights(golden).items())
     for text, said in (
         ("data: {}", "names no autoencoder; expected"),
         ("autoencoder: {type: block_vae, weights: a.pth, norm_channels: 7}", "cannot have such settings"),

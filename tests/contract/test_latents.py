@@ -1,0 +1,53 @@
+"""What generators of latents owe besides: every dynamics replays, and next to nothing hidden is restored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import toys
+from owing import KINDS, ROWS, asked, made, replayed, rows
+
+from tastemaker.policy import Guidance
+from tastemaker.processes.dynamics import Cps, DanceSde, Ddim
+from tastemaker.processes.gaussian import GaussianProcess, Window
+from tastemaker.processes.paths import Straight
+
+LATENTS = [kind for kind in KINDS if toys.GENERATORS[kind[0]].gaussian and kind[0] not in toys.LIKE_OTHERS]
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        GaussianProcess(Straight(3.0), DanceSde(0.3), 6),
+        GaussianProcess(Straight(), Cps(0.8), 6),
+        GaussianProcess(Straight(), Ddim(0.5), 6),
+        GaussianProcess(Straight(), DanceSde(0.3), 6, Window(2)),
+        GaussianProcess(toys.DARK, Ddim(0.5), 6),
+        GaussianProcess(replace(toys.DARK, ends_clean=False, spacing="leading"), Ddim(1.0), 6),
+    ],
+)
+def test_replay_agrees_with_the_record_under_every_dynamics(process: GaussianProcess) -> None:
+    policy = replace(toys.policy("flow"), process=process)
+    seen = made(policy)
+    steps = process.steps if process.path.grid(process.steps)[-1] > 0 else process.steps - 1
+    assert len(seen.segments) == (process.window.size if process.window else steps)
+    for now, then in replayed(policy, seen):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize(("name", "guidance"), LATENTS)
+def test_nothing_is_hidden_at_level_zero(name: str, guidance: Guidance | None) -> None:
+    policy = toys.policy(name, guidance=guidance)
+    x = made(policy).final
+    torch.testing.assert_close(policy.corrupt(x, rows(), torch.zeros(ROWS)).x, x)
+    torch.testing.assert_close(policy.corrupt(x, rows(), torch.full((ROWS,), 1e-7)).x, x, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(("name", "guidance"), LATENTS)
+def test_what_is_hardly_hidden_is_restored(name: str, guidance: Guidance | None) -> None:
+    policy = toys.policy(name, guidance=guidance)
+    x = made(policy).final
+    noisy = policy.corrupt(x, rows(), torch.full((ROWS,), 1e-6))
+    torch.testing.assert_close(policy.restore(asked(policy), noisy).mean, x, rtol=1e-2, atol=2e-2)
