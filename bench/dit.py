@@ -76,7 +76,7 @@ def median(begin: Callable[[int], Callable[[], Any]], options: Options, section:
         settle()
         say(section, f"step {number + 1} after {time.perf_counter() - began:.1f} s")
     found: list[float] = []
-    waiting = begin(3)
+    began, waiting = time.perf_counter(), begin(3)
     while len(found) < most and (not found or time.monotonic() + 2 * found[0] < options.deadline):
         following = begin(4 + len(found))
         waiting()

@@ -8,18 +8,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .dropout import Chance, RowDropout
 from .randomness import Randomness
 from .registry import ConfigError
 from .weights import Holder, Weights, missing
+
+if TYPE_CHECKING:  # it takes three seconds to import, which runs without adapters do not wait for
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 LIVE = "live"
 
@@ -52,6 +54,8 @@ class LoraWeights(Weights):
         snapshots: Sequence[str] = (),
         texts: Mapping[str, tuple[nn.Module, LoraConfig]] | None = None,
     ) -> None:
+        from peft import inject_adapter_in_model
+
         adapted = texts or {}
         self.net, self.texts = net, {name: encoder for name, (encoder, _) in adapted.items()}
         self.active = LIVE
@@ -81,6 +85,8 @@ class LoraWeights(Weights):
             yield from encoder.named_parameters(prefix=name)
 
     def _layers(self) -> Iterator[BaseTunerLayer]:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
         return (module for module in self._modules() if isinstance(module, BaseTunerLayer))
 
     def _activate(self, name: str) -> None:
@@ -137,7 +143,7 @@ class LoraWeights(Weights):
 
     def scale(self, by: float) -> None:
         """Let every adapter count so many times as much as it was trained to."""
-        for layer in (module for module in self._modules() if isinstance(module, LoraLayer)):
+        for layer in _adapters(self._modules()):
             for name in self.names:
                 layer.set_scale(name, by)
 
@@ -187,10 +193,16 @@ def _none_called(chosen: Sequence[str], linear: Sequence[str]) -> ConfigError:
     return ConfigError(f"{found}; set tuning.targets to some of them, or to usual")
 
 
+def _adapters(modules: Iterator[nn.Module]) -> Iterator[LoraLayer]:
+    from peft.tuners.lora import LoraLayer
+
+    return (module for module in modules if isinstance(module, LoraLayer))
+
+
 def _by_rows(net: nn.Module, config: LoraConfig) -> Chance:
     """Put dropout that belongs to rows in place of peft's, the same in all adapters of a layer."""
     chance = Chance(net)
-    for layer in (module for module in net.modules() if isinstance(module, LoraLayer)):
+    for layer in _adapters(net.modules()):
         features, last = layer.in_features or 0, isinstance(layer.get_base_layer(), nn.Linear)
         own = RowDropout(config.lora_dropout, features, chance, last=last)
         for name in layer.lora_dropout:
@@ -233,6 +245,8 @@ class Lora:
 
     def config(self, net: nn.Module, targets: tuple[str, ...] | str) -> LoraConfig:
         """What peft is told of a network, of which those layers are adapted."""
+        from peft import LoraConfig
+
         if targets == "usual":
             targets = net.usual if isinstance(net, Accustomed) else "all-linear"
         chosen = _spelled(net, targets) if isinstance(targets, tuple) else self._every(net, targets)

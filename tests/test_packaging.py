@@ -34,6 +34,11 @@ def test_importing_the_package_loads_nothing_heavy(tmp_path: Path) -> None:
     assert run([sys.executable, "-c", asked], tmp_path, PYTHONPATH=str(ROOT)).strip() == "[]"
 
 
+def test_a_run_without_adapters_waits_for_no_library_of_them(tmp_path: Path) -> None:
+    asked = "import sys, tastemaker.commands.training; print([m for m in ('peft', 'transformers') if m in sys.modules])"
+    assert run([sys.executable, "-c", asked], tmp_path, PYTHONPATH=str(ROOT)).strip() == "[]"
+
+
 def test_listing_imports_no_model_and_no_reward(tmp_path: Path) -> None:
     asked = "import sys, tastemaker.config.load; print([m for m in sys.modules if 'tastemaker.rewards.' in m])"
     assert run([sys.executable, "-c", asked], tmp_path, PYTHONPATH=str(ROOT)).strip() == "[]"

@@ -18,7 +18,7 @@ from ..policy import Guidance, Process, Scribe
 from ..pretrained import Source
 from ..processes.autoregressive import Autoregressive
 from ..registry import ConfigError
-from ..types import Condition, Facts, Placement, Prompts
+from ..types import Condition, Facts, Placement, Prompts, moved
 from . import checkpoints
 from .captions import FEATURES, T5, Captions, captions, small
 from .llamagen_sizes import SIZES, Size, Told, released
@@ -53,7 +53,7 @@ class LlamagenBackbone:
         assert self.classes is not None
         known = {said: self.classes.number(said) if said.strip() else self.classes.count for said in {*prompts}}
         numbers = [known[prompt] for prompt in prompts]
-        return Condition(tuple(prompts), {"label": torch.tensor(numbers, device=self.device)}, tuple(facts))
+        return Condition(tuple(prompts), {"label": moved(torch.tensor(numbers), self.device)}, tuple(facts))
 
     def without(self, cond: Condition) -> Condition:
         """The same rows told nothing; what hides the filling of captions stays, as the network was trained."""

@@ -16,7 +16,7 @@ from ..policy import Process
 from ..processes.autoregressive import Autoregressive
 from ..processes.gaussian import GaussianProcess
 from ..processes.masked import Masked
-from ..types import HIDDEN, Condition, Facts, Placement, Prompts
+from ..types import HIDDEN, Condition, Facts, Placement, Prompts, moved
 
 Width = Annotated[int, Field(ge=2, le=4096, multiple_of=2)]
 Depth = Annotated[int, Field(ge=1, le=64)]
@@ -29,7 +29,7 @@ Cache = tuple[tuple[Tensor, Tensor], ...]
 def embed(prompts: Prompts, facts: Sequence[Facts], device: torch.device) -> Condition:
     last = [prompt.split()[-1] if prompt.split() else "" for prompt in prompts]
     words = [WORDS.index(word) if word in WORDS else 0 for word in last]
-    return Condition(tuple(prompts), {"word": torch.tensor(words, device=device)}, tuple(facts))
+    return Condition(tuple(prompts), {"word": moved(torch.tensor(words), device)}, tuple(facts))
 
 
 class Residual(nn.Module):
@@ -52,7 +52,7 @@ class FlowNet(nn.Module):
         self.skip = nn.Linear(8, 1)  # noise has more dimensions than the blocks: it goes past them
 
     def forward(self, x: Tensor, t: Tensor, word: Tensor) -> Tensor:
-        angles = t[:, None] * torch.tensor([1.0, 2.0, 4.0, 8.0], device=t.device)
+        angles = torch.stack([t, 2 * t, 4 * t, 8 * t], 1)
         time = torch.cat([angles.sin(), angles.cos()], 1)
         h = self.enter(x.flatten(1)) + self.word(word) + self.time(time)
         for block in self.blocks:
