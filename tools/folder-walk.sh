@@ -14,8 +14,8 @@ out=$1
 shift
 python=${PYTHON:-python3}
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$home PYTHONUNBUFFERED=1
-read -r vae dit gradient grpo <<<"${STEPS:-4000 8000 200 250}"
-pictures=${PICTURES:-40000}
+read -r vae dit gradient grpo <<<"${STEPS:-4000 8000 200 200}"
+pictures=${PICTURES:-30000}
 prompts=${PROMPTS:-504}
 stages=" ${STAGES:-pictures vae latents dit gradient grpo measure} "
 mkdir -p "$out/sheets"
