@@ -16,6 +16,7 @@ from .validate import validate
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SUFFIXES = (".yaml", ".yml")
+CONFIG = "config.yaml"  # in the folder of a run
 KINDS = {"objective", "autoencoder", "judge"}  # of which every whole run has one
 NEVER = {"sample": {"every": 0}, "guard": {"every": 0}, "validation": {"every": 0}}  # what these sections are as null
 
@@ -81,14 +82,15 @@ def gather(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for parent in parents:
         merged = overlay(merged, gather(_extended(parent, path), (*above, path)))
+    merged.pop("name", None)  # which is of one run, and this is another
     return overlay(merged, switched(own))
 
 
 def _extended(name: str, path: Path) -> Path:
-    """What a file extends: of that name beside a file of the user's own, or else in the package."""
-    beside = path.parent / f"{name}{SUFFIXES[0]}"
-    own = RECIPES not in path.parents and beside != path and os.path.isfile(beside)
-    return beside if own else locate(name, path.parent, str(path))
+    """What a file extends: of that name beside a file of the user's own, or a run, or else in the package."""
+    beside, runs = path.parent / f"{name}{SUFFIXES[0]}", (path.parent / name / CONFIG, Path(name) / CONFIG)
+    own = [each for each in (beside, *runs) if RECIPES not in path.parents and each != path and os.path.isfile(each)]
+    return own[0] if own else locate(name, path.parent, str(path))
 
 
 def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:

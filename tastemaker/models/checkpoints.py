@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -144,16 +145,25 @@ def assign(net: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype, na
         told = ([f"it lacks {few(lost)}"] if lost else []) + (
             [f"it has {few(unknown)}, unknown here"] if unknown else []
         )
-        raise ConfigError(f"the weights '{name:.200}' are of another network: {' and '.join(told)}; name others")
+        raise ConfigError(
+            f"the weights '{name:.200}' are of another network: {' and '.join(told)}; name others{_sizes(name)}"
+        )
     for key, x in own.items():
         if x.shape != tensors[key].shape:
             shapes = f"'{key}' is {list(tensors[key].shape)}, expected {list(x.shape)}"
             raise ConfigError(
                 f"the weights '{name:.200}' are of another network: {shapes}; set the sizes they were trained with"
+                f"{_sizes(name)}"
             )
     # Copied, for they may still lie in the file.
     kept = {key: tensors[key].to(dtype if x.is_floating_point() else x.dtype, copy=True) for key, x in own.items()}
     net.load_state_dict(kept, assign=True)
+
+
+def _sizes(name: str) -> str:
+    """How else to have the sizes that weights were trained with, where they are a run's."""
+    ran = os.path.isfile(Path(name) / "config.yaml")
+    return f", or begin a recipe with `extends: [{name:.200}]`, which brings its sizes" if ran else ""
 
 
 def trained(placement: Placement) -> torch.dtype:

@@ -57,8 +57,9 @@ def codec(name: str | None, channels: int, factor: int, placement: Placement) ->
             "train one with `tastemaker train playground-vae`"
         )
     if (net.channels, net.stride) != (channels, factor):
-        found = f"{net.channels} channels and factor {net.stride}"
         raise ConfigError(
-            f"model.codec: '{name:.200}' has {found}, the model expects {channels} and {factor}; make them alike"
+            f"model.codec: '{name:.200}' has {net.channels} channels and factor {net.stride}, the model expects "
+            f"{channels} and {factor}; set model.channels={net.channels} and model.factor={net.stride}, or "
+            "another codec"
         )
     return net

@@ -77,9 +77,10 @@ def tokenizer(name: str | None, codes: int, side: int, size: int, placement: Pla
         return Palette(codes, side, size).to(placement.device)
     shape, tensors = opened(name)
     if (shape.codes, shape.stride * side) != (codes, size):
-        found = f"{shape.codes} codes of {shape.stride} pixels a side"
         raise ConfigError(
-            f"model.codec: '{name:.200}' has {found}, the model expects {codes} of {size // side}; make them alike"
+            f"model.codec: '{name:.200}' has {shape.codes} codes of {shape.stride} pixels a side, the model expects "
+            f"{codes} of {size // side}; set model.codes={shape.codes} and {size // shape.stride} tokens a side, or"
+            " another codec"
         )
     return frozen(shape, tensors, name, placement)
 

@@ -40,6 +40,17 @@ def test_a_file_extends_recipes_and_files_beside_it(tmp_path: Path) -> None:
     assert (config.steps, config.optim.lr, config.name) == (7, 2e-3, "own")
 
 
+def test_a_file_extends_a_run_and_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = tmp_path / "runs" / "first"
+    ran.mkdir(parents=True)
+    (ran / "config.yaml").write_text(dump(load("grpo-toy-flow", ["steps=7", "name=first"])))
+    config = load(write(tmp_path, own="extends: [runs/first]\nobjective: {type: grpo, group: 3}"))
+    assert (config.steps, config.name, config.objective.group) == (7, "own", 3)
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path)  # where paths of weights begin too
+    assert load(write(tmp_path / "recipes", other="extends: [runs/first]")).name == "other"
+
+
 def test_later_parents_lie_over_earlier_ones(tmp_path: Path) -> None:
     path = write(tmp_path, own="extends: [one.yaml, two.yaml]", one="a: {x: 1, y: 1}", two="a: {y: 2}")
     assert read(path) == {"a": {"x": 1, "y": 2}}

@@ -268,3 +268,13 @@ def test_names_of_wrappers_are_tried_in_their_order() -> None:
     state, other = {"a": torch.ones(1)}, {"a": torch.zeros(1)}
     assert checkpoints.unwrapped({"model": state, "ema": other}, Path("x"))["a"] == 1
     assert checkpoints.unwrapped({"model": state, "ema": other}, Path("x"), ("ema", "model"))["a"] == 0
+
+
+def test_weights_of_a_run_of_another_size_come_with_the_way_to_its_sizes(tmp_path: Path) -> None:
+    net, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 4).state_dict()
+    told = "'weight' is [4, 2], expected [3, 2]; set the sizes they were trained with"
+    for way in ("", f", or begin a recipe with `extends: [{tmp_path}]`, which brings its sizes"):
+        with pytest.raises(ConfigError) as refused:
+            checkpoints.assign(net, other, torch.float32, str(tmp_path))
+        assert str(refused.value) == f"the weights '{tmp_path}' are of another network: {told}{way}"
+        (tmp_path / "config.yaml").touch()

@@ -88,6 +88,10 @@ def test_from_a_folder_to_an_aligned_generator(place: Path) -> None:
     for recipe in ("reward-gradient-dit-folder", "grpo-dit-folder"):
         tell(place, "train", recipe, *own, "batch.prompts=2", "steps=2", "process.steps=5")
         assert checkpoint.latest(place / "runs" / recipe) is not None
+    page = (HERE.parent.parent / "docs/from-folder-to-aligned.md").read_text(encoding="utf-8")
+    (place / "aligned.yaml").write_text(page.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
+    tell(place, "train", "aligned.yaml", "batch.prompts=2", "steps=2", "engine.precision=fp32", "guard.every=0")
+    assert checkpoint.latest(place / "runs/aligned") is not None
     aligned = ("generate", "runs/reward-gradient-dit-folder", "-p", "a photo of a dog", "-p", "a photo of two cats")
     tell(place, *aligned, "--device", "cpu", "--out", "ours")
     solver = ("--scheduler", "DPMSolverMultistepScheduler", "--steps", "4")
