@@ -87,8 +87,9 @@ def gather(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _extended(name: str, path: Path) -> Path:
-    """What a file extends: of that name beside a file of the user's own, or a run, or else in the package."""
-    beside, runs = path.parent / f"{name}{SUFFIXES[0]}", (path.parent / name / CONFIG, Path(name) / CONFIG)
+    """What a file extends: of that name beside a file of the user's own, or else in the package; or a run."""
+    beside, known = path.parent / f"{name}{SUFFIXES[0]}", name in recipes()
+    runs = () if known else (path.parent / name / CONFIG, Path(name) / CONFIG)
     own = [each for each in (beside, *runs) if RECIPES not in path.parents and each != path and os.path.isfile(each)]
     return own[0] if own else locate(name, path.parent, str(path))
 

@@ -46,6 +46,9 @@ def test_a_file_extends_a_run_and_is_another(tmp_path: Path, monkeypatch: pytest
     (ran / "config.yaml").write_text(dump(load("grpo-toy-flow", ["steps=7", "name=first"])))
     config = load(write(tmp_path, own="extends: [runs/first]\nobjective: {type: grpo, group: 3}"))
     assert (config.steps, config.name, config.objective.group) == (7, "own", 3)
+    ran.rename(tmp_path / "grpo-toy-flow")
+    assert load(write(tmp_path, own="extends: [grpo-toy-flow]")).steps != 7  # the recipe of that name
+    (tmp_path / "grpo-toy-flow").rename(ran)
     (tmp_path / "recipes").mkdir()
     monkeypatch.chdir(tmp_path)  # where paths of weights begin too
     assert load(write(tmp_path / "recipes", other="extends: [runs/first]")).name == "other"
