@@ -51,7 +51,8 @@ def locate(name: str, folder: Path, where: str = "") -> Path:
         return path
     known = recipes()
     if name not in known:
-        raise ConfigError(f"{start}no recipe is called '{name:.60}'{suggest(name, known)}; a file's path ends in .yaml")
+        others = f"a file's path ends in .yaml, and a run's folder holds {CONFIG}"
+        raise ConfigError(f"{start}no recipe is called '{name:.60}'{suggest(name, known)}; {others}")
     return RECIPES / f"{name}.yaml"
 
 

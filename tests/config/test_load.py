@@ -14,6 +14,8 @@ from tastemaker.processes.dynamics import Ddim
 from tastemaker.registry import ConfigError
 from tastemaker.reward import About
 
+OTHERS = "a file's path ends in .yaml, and a run's folder holds config.yaml"
+
 
 def write(folder: Path, **files: str) -> Path:
     """Files by name without suffix; the first is what is loaded."""
@@ -167,7 +169,7 @@ def test_bad_yaml_is_a_sentence_with_its_line(tmp_path: Path, text: str, sentenc
         ("just words", "expected a mapping of sections, found a str"),
         ("extends: 3", "'extends' must be a recipe's name, a path or a list of them"),
         ("extends: [base, 3]", "'extends' must be a recipe's name, a path or a list of them"),
-        ("extends: bose", "no recipe is called 'bose'; did you mean 'base'?; a file's path ends in .yaml"),
+        ("extends: bose", f"no recipe is called 'bose'; did you mean 'base'?; {OTHERS}"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:

@@ -166,7 +166,8 @@ def test_a_written_tokenizer_is_read_back(tmp_path: Path) -> None:
     found = tokenizer(str(tmp_path / "vq.safetensors"), 64, 8, 64, Placement())
     assert torch.equal(found.encode(pixels), net.encode(pixels))
     assert not any(p.requires_grad for p in found.parameters())
-    with pytest.raises(ConfigError, match=r"has 64 codes of 8 .* expects 128 of 8; set model\.codes=64 and 8 tokens"):
+    told = r"has 64 codes of 8 pixels a side, the model expects 128 of 8; set model\.codes=64 and 8 tokens a side"
+    with pytest.raises(ConfigError, match=told):
         tokenizer(str(tmp_path / "vq.safetensors"), 128, 8, 64, Placement())
 
 

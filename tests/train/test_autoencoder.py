@@ -82,7 +82,8 @@ def test_what_is_exported_is_the_codec_a_generator_loads(tmp_path: Path) -> None
     assert kept.encode(pixels).std() < 20  # settled, for raw latents are of any size
     averaged = files.read(folder)[0]
     assert not averaged["mean"].equal(torch.zeros(1, 16, 1, 1))
-    with pytest.raises(ConfigError, match=r"factor 8, the model expects 8 and 8; set model\.channels=16"):
+    told = r"has 16 channels and factor 8, the model expects 8 and 8; set model\.channels=16 and model\.factor=8"
+    with pytest.raises(ConfigError, match=told):
         codec(str(file), 8, 8, Placement())
 
 
