@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,19 @@ class StaticModule:
 
     def evaluate(self, node: ast.expr) -> Any:
         """The value of an expression."""
-        return eval(compile(ast.Expression(node), self.name, "eval"), self._names_in(node))
+        namespace = self._names_in(node)
+        try:
+            return eval(compile(ast.Expression(node), self.name, "eval"), namespace)
+        except Exception as error:  # code outside its module may lack anything
+            raise NotStatic(f"{ast.unparse(node)} in {self.name} is known only after an import") from error
 
-    def function(self, node: ast.FunctionDef) -> Any:
+    def function(self, node: ast.FunctionDef) -> Callable[..., Any]:
         """The function of a definition, without its decorators."""
         namespace = self._names_in(*node.body)
-        node.decorator_list = []
-        exec(compile(ast.Module([node], []), self.name, "exec"), namespace)
-        return namespace[node.name]
+        bare = ast.copy_location(ast.FunctionDef(node.name, node.args, node.body, []), node)
+        exec(compile(ast.Module([bare], []), self.name, "exec"), namespace)
+        found: Callable[..., Any] = namespace[node.name]
+        return found
 
     def _names_in(self, *nodes: ast.AST) -> dict[str, Any]:
         """The values of all names of this module that some code mentions."""
@@ -133,5 +139,8 @@ class StaticInstance:
         if isinstance(found, ast.expr):
             return self._class.module.evaluate(found)
         if isinstance(found, ast.FunctionDef):  # a property; nothing else is asked of a specification
-            return self._class.module.function(found)(self)
+            try:
+                return self._class.module.function(found)(self)
+            except Exception as error:  # code outside its module may lack anything
+                raise NotStatic(f"{self._class.node.name}.{name} is known only after an import") from error
         raise NotStatic(f"{self._class.node.name}.{name} is not in the source of its class")
