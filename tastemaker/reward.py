@@ -13,24 +13,11 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from .pretrained import Source
+from .cards import About as About
+from .errors import RewardError as RewardError
 from .types import Facts, Placement, Prompts
 
 Rows = Annotated[int, Field(ge=1)]  # how many a call can bear
-
-
-class RewardError(RuntimeError):
-    """A reward failed or returned what cannot be used."""
-
-
-@dataclass(frozen=True)
-class About:
-    """What to know of a reward before trusting it."""
-
-    range: str  # of usual scores
-    hacked_by: str  # what earns it without being better
-    memory: str = "none"  # of its weights
-    sources: tuple[Source, ...] = ()  # of its weights, by default
 
 
 class Reward(Protocol):

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A module imports what lies below it, and its own neighbours within one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("philox",),
+    ("errors", "cards", "philox"),
     ("types", "randomness", "registry", "movies", "colors", "movement"),
     ("distributions", "weights", "pictures", "models.packing", "pretrained", "preprocessing", "geneval", "scorebook"),
     ("dropout",),

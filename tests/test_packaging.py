@@ -16,7 +16,21 @@ import pytest
 import tastemaker
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("peft", "PIL", "av", "typer", "rich", "transformers", "safetensors", "tensorboard", "wandb")
+HEAVY = (
+    "torch",
+    "numpy",
+    "pydantic",
+    "yaml",
+    "peft",
+    "PIL",
+    "av",
+    "typer",
+    "rich",
+    "transformers",
+    "safetensors",
+    "tensorboard",
+    "wandb",
+)
 
 
 def run(command: list[str], folder: Path, **settings: str) -> str:

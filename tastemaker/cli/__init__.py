@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from rich.markup import escape
 
-from ..registry import ConfigError
+from ..errors import CheckpointError, ConfigError, FetchError, PictureError, RewardError, TrainingError
 from . import hub, judges, runs, sets
 from .options import FAILURE, INTERRUPTED, MISTAKE, console
 
@@ -28,11 +28,7 @@ for part in (runs, hub, judges, sets):
 
 def sentence(error: BaseException) -> tuple[str, int] | None:
     """What to tell the user of an error, and the exit code; None for an error that is ours."""
-    from ..commands.downloading import FetchError
-    from ..pictures import PictureError
-    from ..reward import RewardError
-    from ..train.checkpoint import CheckpointError
-    from ..train.failures import TrainingError, explain
+    from ..train.failures import explain
 
     if isinstance(error, (ConfigError, PictureError)):
         return str(error), MISTAKE

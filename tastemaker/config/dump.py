@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from .registries import KINDS
+from .kinds import KINDS
 from .run import AnyConfig, RewardConfig
 from .text import render
 

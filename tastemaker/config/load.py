@@ -10,25 +10,17 @@ from typing import Any
 
 from ..registry import ConfigError, suggest
 from .nanovla import staged, translated
+from .recipes import RECIPES as RECIPES
+from .recipes import recipes as recipes
+from .recipes import trainable as trainable
 from .run import AnyConfig, JudgeConfig, RunConfig
 from .text import parse
 from .validate import validate
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 SUFFIXES = (".yaml", ".yml")
 CONFIG = "config.yaml"  # in the folder of a run
 KINDS = {"objective", "autoencoder", "judge"}  # of which every whole run has one
 NEVER = {"sample": {"every": 0}, "guard": {"every": 0}, "validation": {"every": 0}}  # what these sections are as null
-
-
-def recipes() -> list[str]:
-    """The names of all recipes in the package, those that others extend included."""
-    return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.yaml"))
-
-
-def trainable() -> list[str]:
-    """The names of those recipes that are whole runs."""
-    return [name for name in recipes() if "/" not in name and name != "base"]
 
 
 def runnable() -> list[str]:
