@@ -1,6 +1,12 @@
-"""One thread a process: tests run beside each other, and small matrices gain nothing from more."""
+"""One thread a process: tests run beside each other, and small matrices gain nothing from more.
 
+No bf16 units: `engine.precision: auto` chooses fp32 in tests whatever the CPU, so that numbers are the same everywhere.
+"""
+
+import os
 import signal
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")  # read by oneDNN when it is first used
 
 import torch
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -17,9 +18,11 @@ from ..config.dump import dump
 from ..config.run import AnyConfig
 from ..registry import ConfigError
 from ..train import checkpoint
+from ..train.device_precision import read_cpu
 from ..train.engine import Engine
 from . import targets
 
+C = TypeVar("C", bound=AnyConfig)
 CONFIG = "config.yaml"
 RECIPE = "recipe.yaml"  # that an exported folder can be generated from by its name alone
 ELSEWHERE = ("output", "name", "data.skip")  # say where a run lies and what it bears, not what it is
@@ -61,6 +64,23 @@ def settle(config: AnyConfig, directory: Path, allowed: Sequence[str]) -> Path |
     return checkpoint.latest(directory)
 
 
+def keep_precision(config: C, directory: Path, resume: Path | None = None) -> C:
+    """Replace `engine.precision: auto` by what the run that is resumed computed in, on whatever device that was.
+
+    The run is the one in `directory`, if it has a checkpoint, or the one that the checkpoint `resume` belongs to.
+    """
+    if config.engine.precision != "auto":
+        return config
+    owners = [resume.resolve().parents[1]] if resume is not None else []
+    owners += [directory] if checkpoint.latest(directory) is not None else []
+    for owner in owners:
+        if (owner / CONFIG).is_file():
+            written = yaml.safe_load((owner / CONFIG).read_text(encoding="utf-8"))
+            kept = flat(written if isinstance(written, Mapping) else {}).get("engine.precision", "auto")
+            return replace(config, engine=replace(config.engine, precision=kept))
+    return config
+
+
 def permitting(names: Sequence[str]) -> str:
     """What to add to a command so that these may change; of many, the sections they lie in."""
     keys = names if len(names) <= FEW else sorted({name.partition(".")[0] for name in names})
@@ -80,8 +100,9 @@ def record(config: AnyConfig, directory: Path) -> None:
 
 
 def record_environment(engine: Engine, directory: Path) -> None:
-    """Write what the run runs on, which its configuration leaves open."""
+    """Write what the run runs on, which its configuration leaves open, and why it computes in its precision."""
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
+    path = directory / "environment.json"
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "tastemaker": __version__,
@@ -89,6 +110,21 @@ def record_environment(engine: Engine, directory: Path) -> None:
         "torch": str(torch.__version__),
         "system": platform.platform(),
         "device": device,
+        "cpu": read_cpu()[0],
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "ranks": engine.comm.world,
+        "precision": engine.config.precision,
+        "precision_reason": _precision_reason(engine, path),
     }
-    (directory / "environment.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def _precision_reason(engine: Engine, path: Path) -> str:
+    """Why the run computes in its precision; a resumed run keeps the reason of its first start."""
+    chosen = engine.precision_choice
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        kept = before["precision"] == chosen.precision and str(before["precision_reason"]).startswith("auto")
+        return str(before["precision_reason"]) if kept else chosen.reason
+    except (OSError, ValueError, KeyError, TypeError):
+        return chosen.reason

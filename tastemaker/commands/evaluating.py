@@ -102,6 +102,7 @@ def examine(
     targets.folder(out)
     config = replace(config, engine=replace(config.engine, context=1))  # every rank makes pictures of its own
     run = build(shrunk(config) if tiny else config, fed=False)
+    config = replace(config, engine=run.engine.config)  # with the precision that `auto` stands for here
     if found is not None:
         run.resume(found)
     weights = exam.weights or ("ema" if run.ema else "live")

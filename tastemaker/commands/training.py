@@ -112,12 +112,14 @@ def run_training(
         )
     config = require(shrunk_any(config) if tiny else config)
     place = config.output / (config.name or "run")
+    config = directory.keep_precision(config, place, resume)
     found = directory.settle(config, place, allowed)
     if found is not None and (resume or init_from):
         raise ConfigError(
             f"{place} already has checkpoints; choose another name=... for a run that starts from elsewhere"
         )
     run = prepared(config, place, init_from)
+    config = replace(config, engine=run.engine.config)
     try:
         if resume is not None and moments.recognised(resume) and isinstance(run, Run):
             take_over(run, resume)

@@ -52,7 +52,7 @@ class EngineConfig:
     strategy: Literal["replicated", "sdp", "fsdp", "hsdp"] = "replicated"
     replicas: PositiveInt = 2  # hsdp only: groups of ranks that each hold the whole network
     context: PositiveInt = 1  # ranks that share the tokens of the same rows, for large pictures; FLUX and Qwen-Image
-    precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"  # auto: what fits the device
     reduce: Literal["fp32", "fp16", "bf16"] = "fp32"  # gradients between ranks
     trainable: Literal["fp32", "bf16"] = "fp32"  # bf16 rounds stochastically
     memory: Literal["keep", "recompute", "offload"] = "keep"  # activations for the backward pass
