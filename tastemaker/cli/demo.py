@@ -34,5 +34,6 @@ def demo(
     except KeyboardInterrupt:
         pass  # finished stages and images are on disk
     if not finished:
-        console().print("\nInterrupted. Everything done so far is kept; run the same command again to continue.")
+        message = "Interrupted. Everything done so far is kept; run the same command again to continue."
+        console().print(f"\n{message}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED)
