@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from ..errors import CheckpointError, ConfigError, FetchError, PictureError, RewardError, TrainingError
-from . import hub, judges, runs, sets
+from . import demo, hub, judges, runs, sets
 from .options import FAILURE, INTERRUPTED, MISTAKE, console
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for part in (runs, hub, judges, sets):
+for part in (demo, runs, hub, judges, sets):
     app.add_typer(part.app)
 
 

@@ -53,14 +53,12 @@ def _brief(value: object) -> str:
 
 def settle(config: AnyConfig, directory: Path, allowed: Sequence[str]) -> Path | None:
     """Claim a directory for a configuration, and find the checkpoint to go on from if there is one."""
-    written, text = targets.folder(directory, "output") / CONFIG, dump(config)
-    if written.exists() and checkpoint.latest(directory) is not None:
-        found = changes(yaml.safe_load(written.read_text(encoding="utf-8")), yaml.safe_load(text))
-        refused = {name: change for name, change in found.items() if not _permitted(name, allowed)}
-        if refused:
-            told = "; ".join(f"{name}: {change}" for name, change in refused.items())
-            way = f"add {permitting(list(refused))}, choose another name, or remove the directory"
-            raise ConfigError(f"{directory} holds a run with another configuration ({told}); {way}")
+    targets.folder(directory, "output")
+    refused = {name: change for name, change in differences(config, directory).items() if not _permitted(name, allowed)}
+    if refused:
+        told = "; ".join(f"{name}: {change}" for name, change in refused.items())
+        way = f"add {permitting(list(refused))}, choose another name, or remove the directory"
+        raise ConfigError(f"{directory} holds a run with another configuration ({told}); {way}")
     return checkpoint.latest(directory)
 
 
@@ -79,6 +77,15 @@ def keep_precision(config: C, directory: Path, resume: Path | None = None) -> C:
             kept = flat(written if isinstance(written, Mapping) else {}).get("engine.precision", "auto")
             return replace(config, engine=replace(config.engine, precision=kept))
     return config
+
+
+def differences(config: AnyConfig, directory: Path) -> dict[str, str]:
+    """Settings that differ from those of the run in a directory, as "old -> new"; none if it has no checkpoint."""
+    written = directory / CONFIG
+    if not written.exists() or checkpoint.latest(directory) is None:
+        return {}
+    kept = dump(keep_precision(config, directory))
+    return changes(yaml.safe_load(written.read_text(encoding="utf-8")), yaml.safe_load(kept))
 
 
 def permitting(names: Sequence[str]) -> str:
