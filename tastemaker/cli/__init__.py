@@ -14,6 +14,7 @@ from rich.markup import escape
 from ..errors import CheckpointError, ConfigError, FetchError, PictureError, RewardError, TrainingError
 from . import demo, hub, judges, runs, sets
 from .options import FAILURE, INTERRUPTED, MISTAKE, console
+from .threads import choose_wait_policy
 
 app = typer.Typer(
     name="tastemaker",
@@ -52,6 +53,7 @@ def warned(message: Warning | str, category: type[Warning], filename: str, linen
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; under torchrun only the first rank speaks."""
     warnings.formatwarning = warned
+    choose_wait_policy()
     sys.path.insert(0, os.getcwd())  # a component of the user's own may lie beside the recipe that names it
     try:
         app(arguments)

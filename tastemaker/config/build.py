@@ -95,8 +95,8 @@ def judges(rewards: Mapping[str, RewardConfig], placement: Placement) -> Rubric:
     """The rewards, each model loaded once however often it is asked for."""
     return Rubric(
         {
-            name: Graded(reward.spec, shared(reward.spec, placement), reward.weight, reward.normalize, reward.clip)
-            for name, reward in rewards.items()
+            name: Graded(each.spec, shared(each.spec, placement), each.weight, each.normalize, each.clip, each.held_out)
+            for name, each in rewards.items()
         }
     )
 

@@ -111,8 +111,11 @@ class RewardConfig:
     weight: float = 1.0
     normalize: Scale | None = None  # of the score, before its weight; what is watched stays as it is
     clip: tuple[float, float] | None = None  # bounds of what is normalised; outside, its gradient is zero
+    held_out: bool = False  # scored by the guard and on displayed samples, not at training steps; needs weight 0
 
     def __post_init__(self) -> None:
+        if self.held_out and self.weight:
+            raise ValueError(f"'held_out' is true but 'weight' is {self.weight}; set weight to 0 or held_out to false")
         if self.clip is not None and self.clip[0] >= self.clip[1]:
             raise ValueError(f"'clip' is {list(self.clip)}; expected a lower and a higher bound")
 
