@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo playground test test-slow test-all lint format schema clean
+.PHONY: help setup demo playground test test-slow test-long lint format schema clean
 
 # A command that may be interrupted, and the last words then: the shell says them once the command has saved and ended.
 kept = trap 'echo; echo "Interrupted. What was done is kept; make $(MAKECMDGOALS) goes on from there."; exit 130' INT; $(1); exit $$?
@@ -16,7 +16,8 @@ help:
 	@echo "make demo        train a small image generator with a reward and show images before and after"
 	@echo "make playground  train all that ships with the playground from nothing (one GPU, at most an hour)"
 	@echo "make test        set up .venv and run the tests (at most 10 minutes)"
-	@echo "make test-all    these and the slow ones (at most an hour)"
+	@echo "make test-slow   the slow tests, which CI runs too (at most 30 minutes)"
+	@echo "make test-long   complete sweeps over recipes and models, and soaks (hours; run by hand)"
 	@echo "make lint        ruff and mypy --strict"
 	@echo "make schema      write the JSON schema of recipes and the table of rewards anew"
 
@@ -39,12 +40,13 @@ playground: $(READY)
 	@$(call kept,PYTHON=$(BIN)/python tools/playground.sh)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not long"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not long"
 
-test-all: test test-slow
+test-long: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) -m long
 
 lint: $(READY)
 	$(BIN)/ruff check .
