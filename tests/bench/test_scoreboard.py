@@ -125,10 +125,9 @@ def test_aims_are_held_against_what_was_measured(found: list[Line]) -> None:
 
 
 def test_a_rising_control_and_a_falling_score_miss_their_aims(playground: Plan) -> None:
-    results = made_up()
+    results = [each for each in made_up() if each["cell"] in ("dpo-causal", "srpo-flow")]
     for result in results:
-        if result["cell"] in ("dpo-causal", "srpo-flow"):
-            result["after"] = side(0.2 if result["cell"] == "srpo-flow" else 0.9, 7)
+        result["after"] = side(0.2 if result["cell"] == "srpo-flow" else 0.9, 7)
     told = lines(results, playground)
     assert line(told, "dpo-causal").missed == ("its control rises as much",)
     assert line(told, "srpo-flow").missed is not None and "strict falls" in str(line(told, "srpo-flow").missed)
@@ -161,7 +160,7 @@ def test_the_page_says_what_was_measured_and_what_was_not_reached(playground: Pl
 
 
 def test_clips_have_a_table_of_their_motion_at_equal_time(playground: Plan) -> None:
-    results = made_up()
+    results = [each for each in made_up() if each["about"]["family"] in ("video", "flow16")]
     assert clips(results) is None
     for result in results:
         if result["cell"] in ("reward-gradient-video", "grpo-video") and result["kind"] == "after":

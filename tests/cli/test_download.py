@@ -158,10 +158,11 @@ def test_listing_tells_licences_in_full_and_fetches_nothing(hub: str, tmp_path: 
         assert word in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        pytest.param("nobody/model", "the hub has no nobody/model, or keeps it private", marks=pytest.mark.slow),
+        ("nobody/model", "the hub has no nobody/model, or keeps it private"),
         ("somebody/model/none.pt", "somebody/model has no file 'none.pt'"),
     ],
 )

@@ -77,11 +77,15 @@ def test_work_of_a_sequence_is_two_operations_a_weight_and_token() -> None:
     assert found.weights == 4 * 110_888_448
 
 
-def test_a_masked_generator_is_planned_by_its_steps_and_by_pairs() -> None:
+def test_sampling_of_a_masked_generator_is_planned_by_its_steps() -> None:
+    short, long = (planned("dpo-iter-showo", *SHOWO, f"process.steps={steps}") for steps in (9, 18))
+    assert long.sampling == pytest.approx(2 * short.sampling) and long.sampling > 0
+
+
+@pytest.mark.slow
+def test_pairs_of_a_masked_generator_are_planned_without_sampling() -> None:
     pairs = planned("dpo-showo", *SHOWO)
     assert pairs.sampling == 0 < pairs.learning
-    longer = planned("dpo-iter-showo", *SHOWO, "process.steps=36").sampling
-    assert longer == pytest.approx(2 * planned("dpo-iter-showo", *SHOWO).sampling)
     scored = planned("dpo-showo", *SHOWO, "model.scored=sequence")  # among 58498 ids instead of 8192
     assert scored.training > 2 * pairs.training
 
@@ -95,6 +99,7 @@ def test_learning_without_guidance_takes_one_row_where_sampling_takes_two() -> N
     assert (found.rollout, found.training) == (8, 4)
 
 
+@pytest.mark.slow
 def test_qwen_image_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {**QWEN_IMAGE, "transformer": qwen_image.SMALL["transformer"], "vae": qwen_image.SMALL["vae"]}
     monkeypatch.setitem(SIZES, QWEN, small)
