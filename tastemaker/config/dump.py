@@ -25,7 +25,8 @@ def dump(config: AnyConfig) -> str:
 
 def settings(section: Any, *, terse: bool = False) -> dict[str, Any]:
     """The fields of a dataclass, by name; tersely, those that differ from their defaults."""
-    hints = _hints(type(section))
+    cls: type = type(section)
+    hints = _hints(cls)
     told = [f for f in fields(section) if f.init and not (terse and getattr(section, f.name) == usual(f))]
     return {f.name: plain(getattr(section, f.name), hints[f.name], terse=terse) for f in told}
 
