@@ -118,6 +118,7 @@ def cached(home: Path, name: str) -> Path:
     return home / "hub/models--somebody--model/snapshots" / COMMIT / name
 
 
+@pytest.mark.slow
 def test_a_file_is_fetched_once_and_then_found_without_the_hub(hub: str, tmp_path: Path) -> None:
     code, told = download(hub, tmp_path, "somebody/model/model.safetensors")
     assert code == 0 and "somebody/model" in told and "model.safetensors is in" in told

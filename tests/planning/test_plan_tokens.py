@@ -29,6 +29,7 @@ def test_a_cache_holds_keys_and_values_of_every_place_of_every_row() -> None:
     assert planned("grpo-llamagen", *LLAMAGEN, "engine.precision=fp32", "guidance.scale=1").cache == found.cache / 2
 
 
+@pytest.mark.slow
 def test_weights_of_another_precision_are_copied_for_writing() -> None:
     width, depth, _ = WIDTHS["tiny"]
     hidden = 96
@@ -46,6 +47,7 @@ def test_writing_reads_all_weights_and_the_cache_once_a_token() -> None:
     assert planned("llamagen-pretrain", *LLAMAGEN).moved == 0
 
 
+@pytest.mark.slow
 def test_where_weights_lie_apart_no_cache_is_kept_but_one_is_grown() -> None:
     sharded = [*LLAMAGEN, "engine.strategy=fsdp", "process.replay=false"]
     alone = planned("grpo-llamagen", *sharded)
@@ -54,6 +56,7 @@ def test_where_weights_lie_apart_no_cache_is_kept_but_one_is_grown() -> None:
     assert apart.rollout > alone.rollout
 
 
+@pytest.mark.slow
 def test_many_logits_are_never_held_at_once() -> None:
     """Of 16384 codes, sixteen sequences have 256 MiB of logits in float32, and a gradient has as many."""
     large = [*LLAMAGEN, "model.codes=16384", "batch.microbatch=16", "guidance.scale=1", "engine.precision=fp32"]
@@ -62,6 +65,7 @@ def test_many_logits_are_never_held_at_once() -> None:
     assert planned("grpo-llamagen", *large, "engine.strategy=fsdp", world=2).training > 2 * 256 * 2**20
 
 
+@pytest.mark.slow
 def test_teacher_forcing_reads_a_group_once_and_has_no_cache() -> None:
     found = planned("grpo-llamagen-tf", *LLAMAGEN, "rewards.mse.type=mse")
     assert found.cache == 0 == found.moved
