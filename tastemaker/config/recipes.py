@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
+@cache
+def recipe_names() -> dict[str, None]:
+    """The names of all recipes in order, read from the disk once: the package does not change while it runs."""
+    return dict.fromkeys(sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.yaml")))
+
+
 def recipes() -> list[str]:
     """The names of all recipes in the package, those that others extend included."""
-    return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.yaml"))
+    return list(recipe_names())
 
 
 def trainable() -> list[str]:
