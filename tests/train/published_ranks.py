@@ -145,7 +145,7 @@ def main(folder: Path, rank: int, world: int) -> None:
         report[case] = traceback.format_exc()
         raise
     finally:
-        (folder / f"report-{rank}.json").write_text(json.dumps(report))
+        (folder / f"report-{world}-{rank}.json").write_text(json.dumps(report))
         if sys.exc_info()[0]:
             os._exit(1)  # the others would wait for this rank
     dist.destroy_process_group()
