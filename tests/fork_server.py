@@ -32,12 +32,15 @@ PACKAGE = str(Path(__file__).parents[1])
 class ForkedProcess:
     """`subprocess.Popen` of a Python command, as far as tests use it; standard output is a pipe, errors are kept."""
 
-    def __init__(self, command: Sequence[str], env: dict[str, str] | None = None, **_: Any) -> None:
+    def __init__(
+        self, command: Sequence[str], env: dict[str, str] | None = None, cwd: Path | None = None, **_: Any
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         reader, writer = context.Pipe(duplex=False)
         self.errors = tempfile.NamedTemporaryFile("r", encoding="utf-8")  # noqa: SIM115
-        settings, place = dict(os.environ if env is None else env), os.getcwd()
+        self.stderr = ""
+        settings, place = dict(os.environ if env is None else env), str(cwd or Path.cwd())
         self.process = context.Process(target=_run, args=(command[1:], settings, place, writer, self.errors.name))
         threads, path = os.environ.get("OMP_NUM_THREADS"), os.environ.get("PYTHONPATH")
         os.environ["OMP_NUM_THREADS"], os.environ["PYTHONPATH"] = "1", os.pathsep.join([PACKAGE, path or ""])
@@ -58,14 +61,16 @@ class ForkedProcess:
         self.process.join(timeout)
         if self.process.exitcode is None:
             raise subprocess.TimeoutExpired(self.process.name, timeout or 0)
+        if not self.errors.closed:
+            self.stderr = self.errors.read()
+            self.errors.close()
         return self.process.exitcode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)  # what these print fits into a pipe
-        with self.stdout:
-            out = self.stdout.read()
-        self.errors.seek(0)
-        return out, self.errors.read()
+        out = "" if self.stdout.closed else self.stdout.read()
+        self.stdout.close()
+        return out, self.stderr
 
     def send_signal(self, number: int) -> None:
         if self.process.exitcode is None:
@@ -80,7 +85,6 @@ class ForkedProcess:
     def __exit__(self, *_: object) -> None:
         self.wait()
         self.stdout.close()
-        self.errors.close()
 
 
 def _run(arguments: list[str], env: dict[str, str], place: str, writer: Connection, errors: str) -> None:
