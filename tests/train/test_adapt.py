@@ -65,7 +65,9 @@ def words(run: Run, prompt: str = "a cat") -> Tensor:
     return torch.cat([x.flatten() for x in read.tensors.values() if x.is_floating_point()])
 
 
-@pytest.mark.parametrize("recipe", ["draft-sd15", "srpo-flux-hps", pytest.param("flowgrpo-sd35", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "recipe", ["draft-sd15", "srpo-flux-hps", pytest.param("flowgrpo-sd35", marks=pytest.mark.slow)]
+)
 def test_text_adapters_get_a_gradient_and_move_what_is_read(recipe: str, tmp_path: Path) -> None:
     run = started(tmp_path, "net", "text", recipe=recipe)
     before, said = copied(run), words(run)
