@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import fast
 from video_pipelines import CASES, pipeline
 
 from tastemaker.config.load import load
@@ -100,7 +101,7 @@ def test_each_expert_sees_the_rows_of_its_own_levels() -> None:
         torch.testing.assert_close(together[rows], alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", fast(LONG, "wan"))
 def test_adapters_go_onto_attention_unless_asked_for_elsewhere(name: str) -> None:
     ends = ("to_q", "to_k", "to_v", "to_out.0")
     found = Lora(rank=2).apply(LONG[name][0].load(Placement()), ()).trainable()

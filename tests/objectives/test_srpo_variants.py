@@ -198,6 +198,7 @@ def test_recipes_of_the_two_rewards_keep_their_numbers_and_take_other_words() ->
     assert (own.praise, own.blame, own.span) == (("Realistic photo",), ("CG Render",), (5, 25))
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_pictures_and_then_from_samples(tmp_path: Path) -> None:
     import json
 
