@@ -17,18 +17,19 @@ from tastemaker.types import Condition, Trajectory
 GUIDED = Guidance(scale=2.0, interval=(0.2, 0.9))
 KINDS = [(name, guidance) for name in toys.GENERATORS for guidance in (None, GUIDED)]
 ROWS = 8
+LIKE_OTHERS = (*toys.LIKE_OTHERS, "sdxl", "videocrafter")  # which are built as sd15 and modelscope are
 
 
 def quick(name: str, guidance: Guidance | None) -> bool:
-    return name in toys.FAMILIES or (guidance is None and name not in toys.LIKE_OTHERS)
+    return name in toys.FAMILIES or (guidance is None and name not in LIKE_OTHERS)
 
 
 def kinds(*, gaussian: bool = False) -> list[Any]:
     """All generators, plain and guided, as parameters of a test.
 
-    The fast set has every toy family both ways and every published network once, unguided. Guidance wraps any
-    backbone alike, and `LIKE_OTHERS` differ from their neighbours in what tests/models holds against diffusers: both
-    are slow.
+    The fast set has every toy family both ways and every kind of published network once, unguided. Guidance wraps any
+    backbone alike, and networks like those of others differ in what tests/models holds against diffusers: both are
+    slow.
     """
     return [
         pytest.param(

@@ -39,7 +39,7 @@ LONG: dict[str, tuple[Any, dict[tuple[int, ...], int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", fast(LONG, "wan", "hunyuanvideo"))
 def test_frames_asked_for_are_those_of_the_whole_clip_and_no_more_is_decoded(name: str) -> None:
     spec, asked = LONG[name]
     model = spec.load(Placement())
@@ -120,6 +120,7 @@ def test_latents_of_clips_are_the_published_ones() -> None:
     torch.testing.assert_close(model.encode(pixels), ((raw - mean) / std).transpose(1, 2))
 
 
+@pytest.mark.slow
 def test_mistakes_are_sentences(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'frames' is 80; expected one more than a multiple of 4, such as 81"):
         Wan(frames=80)

@@ -33,11 +33,8 @@ RECIPES: dict[str, tuple[tuple[str, ...], str, float]] = {
 }
 
 
-# GRPO, its teacher-forced variant and CCA: the others share their objectives.
-LEARNING = [
-    pytest.param(name, marks=[] if name in ("ar-grpo", "grpo-llamagen-tf", "cca-llamagen") else [pytest.mark.slow])
-    for name in RECIPES
-]
+# Teacher-forced GRPO is its own; all objectives learn in tests/objectives/test_matrix.py.
+LEARNING = [pytest.param(name, marks=[] if name == "grpo-llamagen-tf" else [pytest.mark.slow]) for name in RECIPES]
 
 
 @pytest.mark.parametrize("recipe", LEARNING)
