@@ -261,8 +261,13 @@ def test_the_fast_set_has_every_objective_and_every_family() -> None:
     assert {family for _, family in fast} == set(toys.FAMILIES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", toys.FAMILIES)
+PRETRAINING = [
+    pytest.param(name, marks=pytest.mark.slow if name in ("flow", "masked") else pytest.mark.long)
+    for name in toys.FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", PRETRAINING)
 def test_pretraining_from_random_weights_teaches_as_much_as_the_stored_weights_know(family: str) -> None:
     random, fresh, stored = (toys.earned(make(family)) for make in (toys.policy, toys.pretrained, toys.trained))
     assert toys.rise(random, fresh) > 3 and abs(toys.rise(stored, fresh)) < 5

@@ -46,15 +46,18 @@ SHORT = (RewardGradient(tail=2), GRPO(group=2))  # what models that are like oth
 MODELS = (*toys.PUBLISHED, *toys.CLIPS)
 # In the fast set every model is trained once and every objective at least once.
 QUICK = {(name, place % len(OBJECTIVES)) for place, name in enumerate(MODELS)}
-LORA = ("flux", "sd15", "opensora", "wan")  # adapters are put onto all networks by one function
+BROAD = ("flux", "sd15", "opensora", "wan")  # one network of each kind, which adapters and all settings are tried on
+FIRST = {type(objective): i for i, objective in reversed(list(enumerate(OBJECTIVES)))}
 
 
 def marks(name: str, place: int, kind: str) -> list[pytest.MarkDecorator]:
-    adapted = isinstance(OBJECTIVES[place], ADAPTED) and place % 2 == 0
+    """The slow set has every objective on every model, and all settings and adapters on some of them."""
+    objective = OBJECTIVES[place]
+    adapted = isinstance(objective, ADAPTED) and place % 2 == 0
     if (name, place) in QUICK and kind == ("lora" if adapted else "full"):
         return []
-    broad = kind == "full" if name not in toys.LIKE_OTHERS else kind == "full" and OBJECTIVES[place] in SHORT
-    return [pytest.mark.slow if broad or (kind == "lora" and name in LORA) else pytest.mark.long]
+    first = FIRST[type(objective)] == place if name not in toys.LIKE_OTHERS else objective in SHORT
+    return [pytest.mark.slow if name in BROAD or (kind == "full" and first) else pytest.mark.long]
 
 
 CELLS = [
