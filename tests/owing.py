@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import toys
 from torch import Tensor
@@ -15,6 +17,42 @@ from tastemaker.types import Condition, Trajectory
 GUIDED = Guidance(scale=2.0, interval=(0.2, 0.9))
 KINDS = [(name, guidance) for name in toys.GENERATORS for guidance in (None, GUIDED)]
 ROWS = 8
+LIKE_OTHERS = (*toys.LIKE_OTHERS, "sdxl", "videocrafter")  # which are built as sd15 and modelscope are
+
+
+def quick(name: str, guidance: Guidance | None) -> bool:
+    return name in toys.FAMILIES or (guidance is None and name not in LIKE_OTHERS)
+
+
+def kinds(*, gaussian: bool = False) -> list[Any]:
+    """All generators, plain and guided, as parameters of a test.
+
+    The fast set has every toy family both ways and every kind of published network once, unguided. Guidance wraps any
+    backbone alike, and networks like those of others differ in what tests/models holds against diffusers: both are
+    slow.
+    """
+    return [
+        pytest.param(
+            kind,
+            id=kind[0] if kind[1] is None else f"{kind[0]}-guided",
+            marks=[] if quick(*kind) else [pytest.mark.slow],
+        )
+        for kind in KINDS
+        if not gaussian or toys.GENERATORS[kind[0]].gaussian
+    ]
+
+
+@cache
+def built(name: str, guidance: Guidance | None) -> Policy[Any]:
+    """The generator of one kind, built once a process; tests leave its weights, hooks and gradients as they were."""
+    return toys.policy(name, guidance=guidance)
+
+
+@cache
+@torch.no_grad()
+def recorded(name: str, guidance: Guidance | None) -> Trajectory:
+    """What it samples for `asked` with `rows`, once a process."""
+    return made(built(name, guidance))
 
 
 def asked(policy: Policy[Any]) -> Condition:

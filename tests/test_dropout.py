@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toys
+from tiers import fast
 from torch import Tensor, nn
 
 from tastemaker.config.build import build, generator, shrunk
@@ -52,7 +53,7 @@ def predicted(policy: Policy[Any], rows: list[int], draw: int | None = 0) -> Ten
     return out
 
 
-@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("name", fast(CLIPS, "modelscope", "wan"))
 def test_a_row_leaves_out_the_same_whatever_is_beside_it(name: str, tmp_path: Path) -> None:
     policy = adapted(name, tmp_path)
     both, apart = predicted(policy, [0, 1]), torch.cat([predicted(policy, [0]), predicted(policy, [1])])
@@ -61,12 +62,14 @@ def test_a_row_leaves_out_the_same_whatever_is_beside_it(name: str, tmp_path: Pa
     assert not any(torch.allclose(both, other, rtol=1e-2, atol=1e-2) for other in others)
 
 
+@pytest.mark.slow
 def test_texts_are_read_alike_for_all_rows(tmp_path: Path) -> None:
     policy = adapted("modelscope", tmp_path, "net, text")
     both, apart = predicted(policy, [0, 1]), torch.cat([predicted(policy, [0]), predicted(policy, [1])])
     torch.testing.assert_close(both, apart, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_microbatches_learn_what_one_batch_does(tmp_path: Path) -> None:
     found = []
     for rows in (1, 2):

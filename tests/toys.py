@@ -1,4 +1,4 @@
-"""Tiny generators of every family, pretrained once a process, with prompts, pictures and rewards to go with them."""
+"""Tiny generators of every family, pretrained ones too, with prompts, pictures and rewards to go with them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tastemaker.colors import COLORS
@@ -76,6 +77,7 @@ FAMILIES = {
 }
 # Small random versions of published generators: they owe what all generators do, but nobody has taught them anything.
 LATENT = VariancePreserving(betas="scaled_linear", first=0.00085, last=0.012, spacing="leading", offset=1)
+PRETRAINED = Path(__file__).parent / "fixtures" / "toys"
 PICTURE = Path(__file__).parent / "fixtures" / "pictures" / "first.png"
 UNLIT = VariancePreserving(prediction="velocity", spacing="trailing", ends_clean=True, ends_dark=True, snr_shift=3.0)
 DIT = replace(LatentDit(told="caption", pixels=16).tiny(), codec="playground/vae")  # coarse pixels favour no colour
@@ -121,16 +123,25 @@ def trained(name: str, tuning: Tuning = Full(), snapshots: Sequence[str] = ()) -
     """A generator that has seen captioned pictures, many of them captioned wrongly."""
     family = FAMILIES[name]
     model = family.spec.load(Placement())
-    model.net.load_state_dict(_pretrained(name))
+    model.net.load_state_dict(_weights(name))
     return Policy(model, family.process, tuning.apply(model, snapshots))
 
 
 @cache
-def _pretrained(name: str) -> dict[str, Tensor]:
+def _weights(name: str) -> dict[str, Tensor]:
+    """Of `pretrained`, stored in half precision, so that all machines start from the same ones."""
+    return {key: x.float() for key, x in load_file(PRETRAINED / f"{name}.safetensors").items()}
+
+
+def pretrained(name: str) -> Policy[Any]:
+    """A random generator after some hundred steps on captioned pictures.
+
+    `python tests/toys.py` writes the files of `PRETRAINED` anew; do so after a change of the toy networks.
+    """
     family, learner = FAMILIES[name], policy(name)
     batches = (pictures(64, family.spec.frames, seed, family.wrong) for seed in range(family.updates))
     fit(learner, Likelihood(), batches, family.rate, cool=family.updates)
-    return {key: x.clone() for key, x in learner.model.net.state_dict().items()}
+    return learner
 
 
 def rubric(spec: RewardSpec = Color()) -> Rubric:
@@ -258,3 +269,10 @@ def rise(before: Tensor, after: Tensor) -> float:
     """The change of the mean, in standard errors of both together."""
     error = (before.var() / len(before) + after.var() / len(after)).sqrt()
     return float((after.mean() - before.mean()) / error)
+
+
+if __name__ == "__main__":
+    PRETRAINED.mkdir(exist_ok=True)
+    for chosen in FAMILIES:
+        found = pretrained(chosen).model.net.state_dict()
+        save_file({key: x.half() for key, x in found.items()}, PRETRAINED / f"{chosen}.safetensors")

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 import toys
-from owing import KINDS, ROWS, asked, made, replayed, rows
+from owing import ROWS, built, kinds, made, recorded, replayed, rows
 
 from tastemaker.policy import Guidance
 from tastemaker.processes.dynamics import Cps, DanceSde, Ddim
 from tastemaker.processes.gaussian import GaussianProcess, Window
 from tastemaker.processes.paths import Straight
 
-LATENTS = [kind for kind in KINDS if toys.GENERATORS[kind[0]].gaussian and kind[0] not in toys.LIKE_OTHERS]
+LATENTS = kinds(gaussian=True)
 
 
 @pytest.mark.parametrize(
@@ -37,17 +37,16 @@ def test_replay_agrees_with_the_record_under_every_dynamics(process: GaussianPro
         assert torch.equal(now, then)
 
 
-@pytest.mark.parametrize(("name", "guidance"), LATENTS)
-def test_nothing_is_hidden_at_level_zero(name: str, guidance: Guidance | None) -> None:
-    policy = toys.policy(name, guidance=guidance)
-    x = made(policy).final
+@pytest.mark.parametrize("kind", LATENTS)
+def test_nothing_is_hidden_at_level_zero(kind: tuple[str, Guidance | None]) -> None:
+    policy, x = built(*kind), recorded(*kind).final
     torch.testing.assert_close(policy.corrupt(x, rows(), torch.zeros(ROWS)).x, x)
     torch.testing.assert_close(policy.corrupt(x, rows(), torch.full((ROWS,), 1e-7)).x, x, rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize(("name", "guidance"), LATENTS)
-def test_what_is_hardly_hidden_is_restored(name: str, guidance: Guidance | None) -> None:
-    policy = toys.policy(name, guidance=guidance)
-    x = made(policy).final
-    noisy = policy.corrupt(x, rows(), torch.full((ROWS,), 1e-6))
-    torch.testing.assert_close(policy.restore(asked(policy), noisy).mean, x, rtol=1e-2, atol=2e-2)
+@pytest.mark.parametrize("kind", LATENTS)
+@torch.no_grad()
+def test_what_is_hardly_hidden_is_restored(kind: tuple[str, Guidance | None]) -> None:
+    policy, seen = built(*kind), recorded(*kind)
+    noisy = policy.corrupt(seen.final, rows(), torch.full((ROWS,), 1e-6))
+    torch.testing.assert_close(policy.restore(seen.cond, noisy).mean, seen.final, rtol=1e-2, atol=2e-2)

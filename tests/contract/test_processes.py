@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import toys
-from owing import KINDS, ROWS, asked, made, replayed, rows
+from owing import ROWS, asked, built, kinds, made, recorded, replayed, rows
 
 from tastemaker.guidance import unguided
 from tastemaker.policy import Backbone, Fluent, Guidance, Policy
@@ -18,23 +18,25 @@ from tastemaker.randomness import Randomness
 from tastemaker.types import PromptBatch, Trajectory, index
 from tastemaker.weights import Idle
 
-NAMES = [name if guidance is None else f"{name}-guided" for name, guidance in KINDS]
+
+@pytest.fixture(params=kinds())
+def kind(request: pytest.FixtureRequest) -> tuple[str, Guidance | None]:
+    chosen: tuple[str, Guidance | None] = request.param
+    return chosen
 
 
-def tried(kind: tuple[str, Guidance | None]) -> Any:
-    """Guidance is the same around any backbone, so not of every one in every run."""
-    like = kind[0] in toys.LIKE_OTHERS and kind[1] is not None
-    return pytest.param(kind, marks=[pytest.mark.slow] if like else [])
+@pytest.fixture
+def policy(kind: tuple[str, Guidance | None]) -> Policy[Any]:
+    return built(*kind)
 
 
-@pytest.fixture(params=[tried(kind) for kind in KINDS], ids=NAMES)
-def policy(request: pytest.FixtureRequest) -> Policy[Any]:
-    name, guidance = request.param
-    return toys.policy(name, guidance=guidance)
+@pytest.fixture
+def seen(kind: tuple[str, Guidance | None]) -> Trajectory:
+    """What the policy samples, recorded without gradients as training does it."""
+    return recorded(*kind)
 
 
-def test_replay_agrees_with_the_record(policy: Policy[Any]) -> None:
-    seen = made(policy)
+def test_replay_agrees_with_the_record(policy: Policy[Any], seen: Trajectory) -> None:
     assert seen.segments
     for now, then in replayed(policy, seen):
         assert torch.equal(now, then)
@@ -42,7 +44,7 @@ def test_replay_agrees_with_the_record(policy: Policy[Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of FLUX's norms, which stay exact
 def test_replay_agrees_with_the_record_in_bfloat16(policy: Policy[Any]) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         for now, then in replayed(policy, made(policy)):
             assert now.dtype == then.dtype == torch.float32
             assert torch.equal(now, then)
@@ -57,8 +59,9 @@ def test_pixels_survive_the_way_there_and_back(name: str) -> None:
     torch.testing.assert_close(policy.decode(policy.encode(pixels)), pixels, rtol=0, atol=1e-5)
 
 
-def test_samples_decode_to_pixels_of_the_size_promised(policy: Policy[Any]) -> None:
-    final = made(policy).final
+@torch.no_grad()
+def test_samples_decode_to_pixels_of_the_size_promised(policy: Policy[Any], seen: Trajectory) -> None:
+    final = seen.final
     pixels = policy.decode(final)
     assert pixels.shape == (ROWS, *policy.model.pixels)
     assert final.shape == policy.encode(pixels).shape == (ROWS, *policy.model.shape)
@@ -72,8 +75,8 @@ def test_single_frames_can_be_asked_for() -> None:
     assert torch.equal(policy.decode(final, [2, 0]), policy.decode(final)[:, [2, 0]])
 
 
-def test_corruption_is_what_was_asked_for(policy: Policy[Any]) -> None:
-    x = made(policy).final
+def test_corruption_is_what_was_asked_for(policy: Policy[Any], seen: Trajectory) -> None:
+    x = seen.final
     free = policy.corrupt(x, rows())
     again = policy.corrupt(x, rows(), free.t, free.noise)
     other = policy.corrupt(x, rows(), draw=1)
@@ -85,8 +88,9 @@ def test_corruption_is_what_was_asked_for(policy: Policy[Any]) -> None:
         assert not torch.equal(free.x, other.x)
 
 
-def test_likelihoods_are_one_a_row_and_do_not_depend_on_other_rows(policy: Policy[Any]) -> None:
-    x, cond = made(policy).final, asked(policy)
+@torch.no_grad()
+def test_likelihoods_are_one_a_row_and_do_not_depend_on_other_rows(policy: Policy[Any], seen: Trajectory) -> None:
+    x, cond = seen.final, seen.cond
     noisy = policy.corrupt(x, rows())
     whole = policy.likelihood(cond, x, noisy)
     some = torch.tensor([5, 2])
@@ -113,28 +117,29 @@ def test_gradients_reach_pixels_exactly_when_samples_are_latents(policy: Policy[
     pixels = policy.decode(rollout.finish().final)
     assert pixels.requires_grad == isinstance(policy.process, GaussianProcess)
     if pixels.requires_grad:
-        pixels.mean().backward()
         net = policy.model.net
         vain = net.idle if isinstance(net, Idle) else ()
-        assert not [key for key, p in net.named_parameters() if p.grad is None and not key.startswith(vain)]
+        learning = {key: p for key, p in net.named_parameters() if not key.startswith(vain)}
+        found = torch.autograd.grad(pixels.mean(), list(learning.values()), allow_unused=True)
+        assert learning and [key for key, g in zip(learning, found, strict=True) if g is None] == []
 
 
-def test_a_pruned_rollout_draws_the_same_numbers(policy: Policy[Any]) -> None:
-    whole, pruned = (policy.rollout(asked(policy), rows()) for _ in range(2))
+def test_a_pruned_rollout_draws_the_same_numbers(policy: Policy[Any], seen: Trajectory) -> None:
+    pruned = policy.rollout(asked(policy), rows())
     kept = torch.tensor([6, 1, 3])
     with torch.no_grad():
         pruned.step()
         pruned.step()
         pruned.select(kept)
-        few, all = pruned.finish(), whole.finish()
-    same(few, index(all, kept))
+        few = pruned.finish()
+    same(few, index(seen, kept))
 
 
-def test_rows_sampled_alone_equal_rows_sampled_together(policy: Policy[Any]) -> None:
-    whole = made(policy)
+@torch.no_grad()
+def test_rows_sampled_alone_equal_rows_sampled_together(policy: Policy[Any], seen: Trajectory) -> None:
     for row in (0, 5):
         alone = policy.sample(index(asked(policy), torch.tensor([row])), rows(row))
-        same(alone, index(whole, torch.tensor([row])))
+        same(alone, index(seen, torch.tensor([row])))
 
 
 def same(one: Trajectory, other: Trajectory) -> None:
@@ -149,8 +154,11 @@ def same(one: Trajectory, other: Trajectory) -> None:
         assert torch.equal(here.mask, there.mask)
 
 
-def test_samples_are_repeatable_and_differ_from_row_to_row_and_step_to_step(policy: Policy[Any]) -> None:
-    first = made(policy).final
+@torch.no_grad()
+def test_samples_are_repeatable_and_differ_from_row_to_row_and_step_to_step(
+    policy: Policy[Any], seen: Trajectory
+) -> None:
+    first = seen.final
     later = policy.sample(asked(policy), Randomness(0, 1, torch.arange(ROWS))).final
     assert torch.equal(first, made(policy).final)
     assert not torch.equal(first, later)
@@ -176,7 +184,7 @@ class Counting:
 
     def __init__(self, net: torch.nn.Module) -> None:
         self.rows, self.asked = 0, 0
-        net.register_forward_hook(self._count)
+        self.hook = net.register_forward_hook(self._count)
 
     def _count(self, net: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         self.asked += 1
@@ -192,6 +200,7 @@ def test_the_price_is_rows_times_network_calls(policy: Policy[Any]) -> None:
         rollout.step()
         rollout.select(torch.arange(3))
         rollout.finish()
+    counted.hook.remove()
     (inner, guidance), calls = unguided(policy.model), policy.process.calls(policy.model.shape)
     read = ROWS + 3 * (calls - 1)
     price = read * inner.passes
@@ -203,8 +212,8 @@ def test_the_price_is_rows_times_network_calls(policy: Policy[Any]) -> None:
         assert counted.rows == price
 
 
-def test_condition_tensors_all_have_a_row_a_prompt(policy: Policy[Any]) -> None:
-    cond = asked(policy)
+def test_condition_tensors_all_have_a_row_a_prompt(seen: Trajectory) -> None:
+    cond = seen.cond
     assert len(cond) == ROWS
     assert len(cond.facts) == ROWS
     assert cond.tensors
@@ -213,8 +222,8 @@ def test_condition_tensors_all_have_a_row_a_prompt(policy: Policy[Any]) -> None:
     assert all(len(x) == 2 * ROWS for x in cond.repeat(2).tensors.values())
 
 
-def test_rows_of_every_tree_are_selected_together(policy: Policy[Any]) -> None:
-    seen, some = made(policy), torch.tensor([7, 0])
+def test_rows_of_every_tree_are_selected_together(policy: Policy[Any], seen: Trajectory) -> None:
+    some = torch.tensor([7, 0])
     few = index(seen, some)
     assert len(few) == 2
     assert few.cond.prompts == (seen.cond.prompts[7], seen.cond.prompts[0])

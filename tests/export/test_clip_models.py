@@ -13,6 +13,7 @@ import torch
 import transformers
 from pipelines import CLIP_ENDS, clip_words, random
 from rich.console import Console
+from tiers import fast
 from torch import Tensor
 
 from tastemaker.commands.directory import record
@@ -81,7 +82,7 @@ def seen() -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.tensor([20.0, 700.0]), words
 
 
-@pytest.mark.parametrize("tuning", ["{type: full}", LORA], ids=["full", "merged"])
+@pytest.mark.parametrize("tuning", fast(["{type: full}", LORA], LORA), ids=["full", "merged"])
 def test_diffusers_loads_the_whole_pipeline(tuning: str, tmp_path: Path) -> None:
     pipeline(tmp_path / "base")
     _, run, model = trained("modelscope", str(tmp_path / "base"), tuning, tmp_path)
@@ -95,6 +96,7 @@ def test_diffusers_loads_the_whole_pipeline(tuning: str, tmp_path: Path) -> None
         assert (model.net(x, level, words) - found).abs().max() < 2e-5
 
 
+@pytest.mark.slow
 def test_adapters_go_out_under_the_authors_names_and_come_back(tmp_path: Path) -> None:
     recipe, run, model = trained("videocrafter2", "tiny", LORA, tmp_path)
     publish(Publication(run, tmp_path / "liked", "authors"), QUIET)
@@ -113,7 +115,7 @@ def test_adapters_go_out_under_the_authors_names_and_come_back(tmp_path: Path) -
     assert repr(config.tuning) == f"Attached(path={file!r})"  # which is part of what names a picture
 
 
-@pytest.mark.parametrize("layout", ["authors", "comfyui", "diffusers"])
+@pytest.mark.parametrize("layout", fast(["authors", "comfyui", "diffusers"], "authors"))
 def test_training_goes_on_from_adapters_whoever_wrote_them(layout: Any, tmp_path: Path) -> None:
     recipe, run, model = trained("videocrafter2", "tiny", LORA, tmp_path)
     publish(Publication(run, tmp_path / "liked", layout, dtype=torch.float32), QUIET)
@@ -134,6 +136,7 @@ def test_training_goes_on_from_adapters_whoever_wrote_them(layout: Any, tmp_path
         prepared(other, tmp_path / "other", file)
 
 
+@pytest.mark.slow
 def test_adapters_without_names_are_those_of_all_layers_in_turn(tmp_path: Path) -> None:
     """As VADER keeps those of ModelScope; narrow layers have adapters of a lower rank."""
     wanted, model = (Modelscope().tiny().load(Placement()) for _ in range(2))
@@ -156,6 +159,7 @@ def test_adapters_without_names_are_those_of_all_layers_in_turn(tmp_path: Path) 
         Attached(tmp_path / "fewer.pt").apply(Modelscope().tiny().load(Placement()), ())
 
 
+@pytest.mark.slow
 def test_a_network_whose_authors_published_no_adapters_says_so(tmp_path: Path) -> None:
     _, run, _ = trained("modelscope", "tiny", LORA, tmp_path)
     with pytest.raises(ConfigError, match="the authors of this network have no layout for adapters"):

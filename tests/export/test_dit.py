@@ -102,18 +102,21 @@ def test_diffusers_pipeline_predicts_and_decodes_the_same(codec: Path, tmp_path:
     assert pictures.shape == (2, 32, 32, 3)
 
 
+@pytest.mark.slow
 def test_told_nothing_it_is_a_dit_of_one_class(codec: Path, tmp_path: Path) -> None:
     directory, model = trained(tmp_path, codec, "model.told=nothing", "model.names=[]", "model.classes=1000")
     read = again(out(directory, tmp_path / "out"))
     assert predicted(read, ("0", "", "0")).equal(predicted(model, ("", "", "")))
 
 
+@pytest.mark.slow
 def test_adapters_are_merged(codec: Path, tmp_path: Path) -> None:
     directory, model = trained(tmp_path, codec, "tuning={type: lora, rank: 2}")
     read = again(out(directory, tmp_path / "out"))
     torch.testing.assert_close(predicted(read), predicted(model), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_diffusers_computes_otherwise_is_said(codec: Path, tmp_path: Path) -> None:
     directory, model = trained(tmp_path, codec, "model.habit=facebook")
     said = StringIO()
@@ -122,6 +125,7 @@ def test_what_diffusers_computes_otherwise_is_said(codec: Path, tmp_path: Path) 
     assert predicted(again(folder)).equal(predicted(model))
 
 
+@pytest.mark.slow
 def test_a_flow_and_a_foreign_autoencoder_leave_parts_alone(codec: Path, tmp_path: Path) -> None:
     said, flow = StringIO(), "process={type: gaussian, path: {type: straight}}"
     directory, model = trained(tmp_path / "flow", codec, "process=null", flow)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from pipelines import CLIP_ENDS, T5_WORDS, clip_words, random, t5_words
 from rich.console import Console
+from tiers import fast
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -145,7 +146,7 @@ def borrowed(family: Family, kind: str, folder: Path, net: Any) -> Backbone:
     return backbone
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", fast(FAMILIES, "sd15"))
 def test_a_whole_model_is_the_pipelines(kind: str, tmp_path: Path) -> None:
     directory, model = trained(FAMILIES[kind], kind, "{type: full}", tmp_path)
     publish(Publication(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
@@ -163,7 +164,7 @@ def test_a_whole_model_is_the_pipelines(kind: str, tmp_path: Path) -> None:
     assert all(x.equal(model.net.state_dict()[key]) for key, x in again.items())
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", fast(FAMILIES, "sd3"))
 def test_adapters_in_the_pipeline_compute_what_they_were_trained_to(kind: str, tmp_path: Path) -> None:
     directory, model = trained(FAMILIES[kind], kind, "{type: lora, rank: 4, alpha: 12}", tmp_path)
     publish(Publication(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
@@ -177,6 +178,7 @@ def test_adapters_in_the_pipeline_compute_what_they_were_trained_to(kind: str, t
     assert not torch.allclose(after, before, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])
 def test_adapters_of_text_encoders_are_in_the_pipeline_what_they_are_here(kind: str, tmp_path: Path) -> None:
     tuning = "{type: lora, rank: 4, alpha: 12, adapt: [net, text]}"

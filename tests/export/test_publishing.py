@@ -150,6 +150,7 @@ def test_adapters_are_scaled_before_they_are_rounded(lora: Made, tmp_path: Path)
         assert tensors[f"transformer.{key}"].equal(scaled.bfloat16())
 
 
+@pytest.mark.slow
 def test_adapters_can_be_merged(lora: Made, tmp_path: Path) -> None:
     publish(Publication(lora.run.directory, tmp_path / "out", "diffusers", dtype=torch.float32, merge=True), QUIET)
     pixels = painted(FluxPipeline.from_pretrained(tmp_path / "out"), lora)
@@ -163,6 +164,7 @@ def generated(recipe: str, out: Path, *, adapters: Path | None = None, scale: fl
     return torch.stack([read_picture(path) for path in sorted(out.glob("0*.png"))])
 
 
+@pytest.mark.slow
 def test_pictures_are_generated_from_what_was_exported(full: Made, tmp_path: Path) -> None:
     directory = full.run.directory
     publish(Publication(directory, tmp_path / "whole", "diffusers", "live", torch.float32), QUIET)
@@ -173,6 +175,7 @@ def test_pictures_are_generated_from_what_was_exported(full: Made, tmp_path: Pat
         generated(str(tmp_path / "part"), tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_pictures_are_generated_with_adapters_of_a_file(lora: Made, tmp_path: Path) -> None:
     directory = lora.run.directory
     for layout in LAYOUTS:

@@ -43,6 +43,7 @@ def sd15_run(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made(tmp_path_factory.mktemp("run"), "draft-sd15", model, "guidance.scale=1")
 
 
+@pytest.mark.slow
 def test_a_unet_goes_to_diffusers_and_comfyui(sd15_run: Made, tmp_path: Path) -> None:
     adapted = "lora" in type(sd15_run.run.policy.weights).__name__.lower()
     for layout in LAYOUTS:

@@ -15,6 +15,7 @@ import transformers
 from pipelines import T5_WORDS, random, t5_words
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from tiers import fast
 from torch import Tensor
 
 from tastemaker.commands.directory import record
@@ -72,8 +73,8 @@ def read_back(run: Run, file: Path) -> Tensor:
     return samples(build(config, fed=False))
 
 
-@pytest.mark.parametrize("adapt", [BOTH, "[text]"])
-@pytest.mark.parametrize("layout", ["diffusers", "comfyui"])
+@pytest.mark.parametrize("adapt", fast([BOTH, "[text]"], BOTH))
+@pytest.mark.parametrize("layout", fast(["diffusers", "comfyui"], "diffusers"))
 def test_adapters_of_a_text_encoder_come_back(layout: Any, adapt: str, tmp_path: Path) -> None:
     run = trained(small("vader-videocrafter2-hps", tmp_path, LORA % adapt))
     publish(Publication(run.directory, tmp_path / "out", layout, dtype=torch.float32), QUIET)
@@ -86,6 +87,7 @@ def test_adapters_of_a_text_encoder_come_back(layout: Any, adapt: str, tmp_path:
         assert (samples(run) - wanted).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_encoders_of_which_a_file_says_nothing_stay_as_they_are(tmp_path: Path) -> None:
     run = trained(small("flowgrpo-sd35", tmp_path, LORA % BOTH, "batch.prompts=2"))
     publish(Publication(run.directory, tmp_path / "out", "diffusers", dtype=torch.float32), QUIET)
@@ -102,6 +104,7 @@ def test_adapters_of_a_text_encoder_want_a_model_that_has_one(tmp_path: Path) ->
         Attached(tmp_path / "x.safetensors").apply(Modelscope().tiny().load(Placement()), ())
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_them_if_the_recipe_adapts_text_too(tmp_path: Path) -> None:
     run = trained(small("vader-videocrafter2-hps", tmp_path, LORA % "[text]"))
     publish(Publication(run.directory, tmp_path / "out", "diffusers", dtype=torch.float32), QUIET)
@@ -113,6 +116,7 @@ def test_training_goes_on_from_them_if_the_recipe_adapts_text_too(tmp_path: Path
         prepared(other, tmp_path / "other", tmp_path / "out" / FILE)
 
 
+@pytest.mark.slow
 def test_where_diffusers_has_no_pipeline_text_goes_out_with_the_authors_names(tmp_path: Path) -> None:
     run = trained(small("vader-opensora-hps", tmp_path, LORA % BOTH))
     with pytest.raises(ConfigError, match="diffusers does not know OpenSora; give authors"):
@@ -124,6 +128,7 @@ def test_where_diffusers_has_no_pipeline_text_goes_out_with_the_authors_names(tm
     assert (read_back(run, tmp_path / "out/out.pt") - samples(run)).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_where_it_has_one_the_authors_have_no_names_for_text(tmp_path: Path) -> None:
     run = trained(small("vader-videocrafter2-hps", tmp_path, LORA % BOTH))
     with pytest.raises(ConfigError, match="have no names for those of text encoders; give diffusers"):
@@ -185,6 +190,7 @@ def test_adapters_of_two_transformers_come_back_and_load_as_their_page_says(tmp_
     agree(shown(tmp_path / "out"), run.policy.model.net)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuning", [LORA % "[net]", "tuning={type: full}"], ids=["merged", "full"])
 def test_two_transformers_go_out_whole(tuning: str, tmp_path: Path) -> None:
     wan_pipeline(tmp_path / "base")

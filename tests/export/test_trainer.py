@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from tiers import fast
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -75,7 +76,7 @@ def own(trained: Path, folder: Path) -> Run:
     return run
 
 
-@pytest.mark.parametrize("ranks", [0, 1, 3])
+@pytest.mark.parametrize("ranks", fast([0, 1, 3], 3))
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_written_is_read_and_gone_on_from(ranks: int, trained: Path, tmp_path: Path) -> None:
     hand_over(Handover(trained, tmp_path / "theirs", ranks=ranks), quiet())
@@ -95,6 +96,7 @@ def test_what_is_written_is_read_and_gone_on_from(ranks: int, trained: Path, tmp
     assert any(x.any() for key, x in after.engine.optimizer.state().items() if key.endswith("exp_avg"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_goes_on_from_a_folder_by_its_name(trained: Path, tmp_path: Path) -> None:
     hand_over(Handover(trained, tmp_path / "theirs", ranks=2), quiet())

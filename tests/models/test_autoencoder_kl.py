@@ -97,6 +97,7 @@ def config(tmp_path: Path, *changes: str) -> AutoencoderConfig:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_is_exported_to_a_folder_that_diffusers_loads(tmp_path: Path) -> None:
     assert run_training(config(tmp_path, "optim.lr=1e-3"), console=QUIET)
     run, out = tmp_path / "vae-diffusers", tmp_path / "folder"

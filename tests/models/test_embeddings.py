@@ -169,6 +169,7 @@ def test_the_command_embeds_what_guidance_asks_for_and_goes_on(listed: Path, tmp
     assert index["negatives"] == ["", " "]
 
 
+@pytest.mark.slow
 def test_ranks_share_the_prompts_and_write_side_by_side(
     listed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -191,6 +192,7 @@ def test_ranks_share_the_prompts_and_write_side_by_side(
     assert "0 prompts embedded, 4 in all" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_prompts_of_a_recipe_and_those_it_looks_at(tmp_path: Path, capsys: Any) -> None:
     looks = "sample.prompts=[a lighthouse on a cliff under storm clouds, a dog]"  # the first is among its data
     assert embed("srpo-flux-hps", looks, "--out", str(tmp_path)) == 0
@@ -265,6 +267,7 @@ def published(tmp_path: Path) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_a_folder_without_encoders_is_trained_by_embeddings_alone(published: Path, tmp_path: Path) -> None:
     shelf = tmp_path / "shelf"
     spec = Flux(str(published), height=32, width=32, words=16)
@@ -278,6 +281,7 @@ def test_a_folder_without_encoders_is_trained_by_embeddings_alone(published: Pat
         model.embed(["a wolf"])
 
 
+@pytest.mark.slow
 def test_other_weights_of_an_encoder_are_noticed_wherever_the_folder_lies(published: Path, tmp_path: Path) -> None:
     shelf = tmp_path / "shelf"
     spec = Flux(str(published), height=32, width=32, words=16, embeddings=shelf)

@@ -13,6 +13,7 @@ import toys
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from pipelines import CLIP_ENDS, T5_WORDS, clip_words, random, sampled, t5_words
 from safetensors.torch import save_file
+from tiers import fast
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from tastemaker.lora import Lora
@@ -156,6 +157,7 @@ def test_what_is_packed_is_unpacked_and_tokens_know_their_places() -> None:
     assert places(6, 4)[3].tolist() == [0, 1, 1]
 
 
+@pytest.mark.slow
 def test_one_file_replaces_the_transformer(saved: tuple[Any, str, bool], tmp_path: Path) -> None:
     pipeline, place, _ = saved
     other = {key: x + 1 for key, x in pipeline.transformer.state_dict().items()}
@@ -166,7 +168,7 @@ def test_one_file_replaces_the_transformer(saved: tuple[Any, str, bool], tmp_pat
         assert all(p.requires_grad for p in net.parameters())
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "whole"])
+@pytest.mark.parametrize("beside", fast([False, True], True), ids=["alone", "whole"])
 def test_one_file_may_be_in_the_authors_layout(saved: tuple[Any, str, bool], beside: bool, tmp_path: Path) -> None:
     """Of any width, and with an autoencoder and encoders in the file, as ComfyUI's checkpoints are."""
     pipeline, place, _ = saved
@@ -203,6 +205,7 @@ def test_mistakes_are_sentences(saved: tuple[Any, str, bool], tmp_path: Path) ->
         whole.write_text(kept)
 
 
+@pytest.mark.slow  # one of each is in objectives/test_published.py
 @pytest.mark.parametrize("tuning", [Full(), Lora(4)], ids=["full", "lora"])
 @pytest.mark.parametrize(
     "objective", [GRPO(group=4), NFT(group=4), RewardGradient(), SRPO(relative=False, margin=None)]

@@ -160,6 +160,7 @@ def test_every_tensor_learns_but_for_the_variance(policy: Policy[Any]) -> None:
     assert not heads[:, spec.channels :].any()
 
 
+@pytest.mark.slow
 def test_it_learns_to_paint_the_class_it_is_told() -> None:
     spec = replace(LatentDit(told="class", classes=4, names=toys.NAMES, pixels=16).tiny(), weights=None)
     model = spec.load(Placement())

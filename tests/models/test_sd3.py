@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from safetensors.torch import save_file
+from tiers import fast
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
@@ -90,7 +91,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Pa
         yield made, folder
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.5])
+@pytest.mark.parametrize("guidance", fast([1.0, 4.5], 4.5))
 @pytest.mark.parametrize("t5", [True, False])
 def test_samples_are_those_of_the_published_pipeline(pipeline: tuple[Any, Path], guidance: float, t5: bool) -> None:
     theirs, folder = pipeline
@@ -172,6 +173,7 @@ def test_the_picture_sends_its_gradient_back_with_and_without_recomputation() ->
     assert bool(grads[0].any())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [RewardGradient(), GRPO(group=2), NFT(group=2)], ids=lambda o: type(o).__name__)
 def test_a_step_of_every_kind_moves_it(objective: Any) -> None:
     model = Sd3().tiny().load(Placement())
@@ -195,6 +197,7 @@ def test_one_file_may_hold_the_transformer(pipeline: tuple[Any, Path], tmp_path:
     assert all(own[key].equal(x) for key, x in other.state_dict().items())
 
 
+@pytest.mark.slow
 def test_one_file_may_be_in_the_authors_layout(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
     _, folder = pipeline
     other = SD3Transformer2DModel(**SMALL["transformer"])

@@ -19,6 +19,7 @@ from diffusers import (
 )
 from safetensors.torch import save_file
 from stable_diffusion_toys import PROMPTS, SPECS, rows
+from tiers import fast
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -93,8 +94,8 @@ def theirs(pipe: Any, prompts: tuple[str, ...], start: Tensor, **settings: Any) 
     return tuple(pipe(**asked, output_type=kind).images for kind in ("latent", "pt"))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("steps", [5, 7])
-@pytest.mark.parametrize("scale", [1.0, 5.0])
+@pytest.mark.parametrize("steps", fast([5, 7], 7))
+@pytest.mark.parametrize("scale", fast([1.0, 5.0], 5.0))
 @pytest.mark.parametrize("prediction", ["epsilon", "velocity"])
 @pytest.mark.parametrize("name", SPECS)
 def test_sampling_is_that_of_the_pipeline(
@@ -128,6 +129,7 @@ def test_chance_is_that_of_the_pipelines_scheduler(name: str, folders: dict[str,
         assert (stepped - segment.action).abs().max() < 1e-5 * segment.action.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
 def test_a_path_that_ends_clean_is_sdxls_own_sampler(folders: dict[str, Path]) -> None:
     policy = opened("sdxl", folders, GaussianProcess(VariancePreserving(ends_clean=True), Ode(), 6), 5.0)
@@ -191,7 +193,7 @@ def authors(net: UNet2DConditionModel) -> dict[str, Tensor]:
     return renamed
 
 
-@pytest.mark.parametrize("layout", ["diffusers", "authors", "whole"])
+@pytest.mark.parametrize("layout", fast(["diffusers", "authors", "whole"], "authors"))
 @pytest.mark.parametrize("name", SPECS)
 def test_the_network_may_come_in_one_file(name: str, layout: str, folders: dict[str, Path], tmp_path: Path) -> None:
     spec = replace(SPECS[name], weights=str(folders[name]))

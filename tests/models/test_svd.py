@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiers import fast
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from tastemaker.models import svd
@@ -69,7 +70,7 @@ def svd_pipeline(folder: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers' scheduler
-@pytest.mark.parametrize("guidance", [None, (1.0, 3.0)])
+@pytest.mark.parametrize("guidance", fast([None, (1.0, 3.0)], (1.0, 3.0)))
 def test_clips_go_on_from_a_picture_as_those_of_the_published_pipeline(
     guidance: tuple[float, float] | None, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import fast
 from video_pipelines import CASES, pipeline
 
 from tastemaker.config.load import load
@@ -38,7 +39,7 @@ LONG: dict[str, tuple[Any, dict[tuple[int, ...], int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", fast(LONG, "wan", "hunyuanvideo"))
 def test_frames_asked_for_are_those_of_the_whole_clip_and_no_more_is_decoded(name: str) -> None:
     spec, asked = LONG[name]
     model = spec.load(Placement())
@@ -100,7 +101,7 @@ def test_each_expert_sees_the_rows_of_its_own_levels() -> None:
         torch.testing.assert_close(together[rows], alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", fast(LONG, "wan"))
 def test_adapters_go_onto_attention_unless_asked_for_elsewhere(name: str) -> None:
     ends = ("to_q", "to_k", "to_v", "to_out.0")
     found = Lora(rank=2).apply(LONG[name][0].load(Placement()), ()).trainable()
@@ -119,6 +120,7 @@ def test_latents_of_clips_are_the_published_ones() -> None:
     torch.testing.assert_close(model.encode(pixels), ((raw - mean) / std).transpose(1, 2))
 
 
+@pytest.mark.slow
 def test_mistakes_are_sentences(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'frames' is 80; expected one more than a multiple of 4, such as 81"):
         Wan(frames=80)

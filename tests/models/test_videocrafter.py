@@ -109,6 +109,7 @@ def close(found: Tensor, wanted: Tensor, share: float) -> None:
     assert difference <= share, difference
 
 
+@pytest.mark.slow
 def test_every_published_tensor_has_its_place() -> None:
     with init_empty_weights():
         net: Any = ClipUnet(**SIZES[VIDEOCRAFTER.hub]["unet"])
@@ -209,8 +210,8 @@ def test_the_tables_of_the_sampler_are_vaders() -> None:
 @pytest.mark.parametrize(
     ("objective", "name"),
     [
-        (RewardGradient(), "last"),
-        (RewardGradient(through="specific", step=3), "rand_cut3"),
+        pytest.param(RewardGradient(), "last", marks=pytest.mark.slow),
+        pytest.param(RewardGradient(through="specific", step=3), "rand_cut3", marks=pytest.mark.slow),
         (RewardGradient(through="specific", step=0), "rand_cut0"),
     ],
 )
@@ -234,6 +235,7 @@ def test_adapters_get_the_gradients_vader_gives_them(objective: RewardGradient, 
         close(grads[f"{ours[layer]}.lora_{factor.replace('default.', '')}"], wanted, 5e-5)
 
 
+@pytest.mark.slow
 def test_adapters_are_written_as_they_were_read(tmp_path: Path) -> None:
     policy, _, file = adapted(tmp_path)
     weights = policy.weights
@@ -243,6 +245,7 @@ def test_adapters_are_written_as_they_were_read(tmp_path: Path) -> None:
     assert before.keys() == after.keys() and all(x.equal(after[key]) for key, x in before.items())
 
 
+@pytest.mark.slow
 def test_adapters_of_another_alpha_are_scaled_to_the_published_one(tmp_path: Path) -> None:
     policy, _, file = adapted(tmp_path)
     weights = policy.weights

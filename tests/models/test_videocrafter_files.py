@@ -90,6 +90,7 @@ def test_a_published_checkpoint_loads_whole(tmp_path: Path) -> None:
     assert folder.load(Placement()).net.state_dict().keys() == own.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_checkpoint_of_deepspeed_loads_too(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model.ckpt", prefix="_forward_module.", wrapper="module")
@@ -125,6 +126,7 @@ def open_clip(weights: Mapping[str, Tensor], ids: Tensor) -> Tensor:
     return nn.functional.layer_norm(x, (side,), weights["ln_final.weight"], weights["ln_final.bias"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_its_network_in_diffusers_layout_replaces_another(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model.ckpt")

@@ -104,8 +104,11 @@ def test_a_power_of_two_is_asked_of_signs() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        Vq(8, (1, 1, 1, 2), 1, 8, 64, groups=2, entropy=0.01),
-        Vq(8, (1, 1, 1, 2), 1, 8, 64, groups=2, entropy=0.1, commitment=0.05, quantizer="signs"),
+        pytest.param(Vq(8, (1, 1, 1, 2), 1, 8, 64, groups=2, entropy=0.01), marks=pytest.mark.slow),
+        pytest.param(
+            Vq(8, (1, 1, 1, 2), 1, 8, 64, groups=2, entropy=0.1, commitment=0.05, quantizer="signs"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["codebook", "signs"],
 )

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tiers import fast
 from torch import nn
 
 from tastemaker.guidance import both
@@ -53,9 +54,9 @@ def shaken(net: nn.Module) -> None:
                 p.add_(0.3 * torch.randn_like(p))
 
 
-@pytest.mark.parametrize("kernels", [None, steps])
+@pytest.mark.parametrize("kernels", fast([None, steps], steps))
 @pytest.mark.parametrize("tuning", [Full(), Twin(), Lora(rank=2)], ids=["full", "twin", "lora"])
-@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("scale", fast([1.0, 2.0], 2.0))
 def test_updated_and_borrowed_weights_are_seen(
     tuning: Full | Twin | Lora, kernels: ModuleType | None, scale: float
 ) -> None:

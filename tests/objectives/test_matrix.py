@@ -6,8 +6,9 @@ import importlib
 import inspect
 import math
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -75,46 +76,66 @@ SINGLE = RewardGradient(through="single", span=(4, 7))
 # clean sample: there, steps are small too, and preferences steep, as in Diffusion-DPO, so that a pair once told apart
 # pulls no more.
 SETTINGS = [
-    Setting(Likelihood(), (*FLOWS, *TOKENS), steps=40),
+    Setting(Likelihood(), (*FLOWS, *TOKENS), steps=25),
     Setting(Likelihood(), NOISE, steps=80, cool=True),
     Setting(RewardGradient(tail=2), FLOWS, rate=2e-3, steps=40, batch=16, name="tail"),
     Setting(RewardGradient(tail=2), NOISE, rate=3e-4, steps=40, batch=16, name="tail"),
     Setting(RewardGradient(through="random"), FLOWS, steps=40, batch=16, name="random"),
-    Setting(RewardGradient(through="random"), NOISE, rate=3e-4, steps=40, batch=16, name="random"),
+    Setting(RewardGradient(through="random"), NOISE, rate=2e-4, steps=60, batch=16, name="random"),
     Setting(SINGLE, FLOWS, steps=40, batch=16, name="single"),
     Setting(SINGLE, NOISE, rate=3e-4, steps=40, batch=16, name="single"),
     Setting(RewardGradient(through="renoised"), FLOWS, rate=2e-3, steps=40, batch=16, name="renoised"),
     Setting(RewardGradient(through="renoised"), NOISE, rate=3e-4, steps=40, batch=16, name="renoised"),
     Setting(NAMED, FLOWS, batch=32),
     Setting(NAMED, NOISE, rate=3e-4, batch=32),
-    Setting(DENOISE, FLOWS, batch=32, name="denoise"),
-    Setting(DENOISE, NOISE, rate=3e-4, batch=32, name="denoise"),
+    Setting(DENOISE, FLOWS, steps=30, batch=32, name="denoise"),
+    Setting(DENOISE, NOISE, rate=3e-4, steps=30, batch=32, name="denoise"),
     Setting(INVERSION, ("flow",), rate=2e-3, batch=32, name="inversion"),
-    Setting(DDPO(clip=1e-3, track_from=8), LATENTS),
+    Setting(DDPO(clip=1e-3, track_from=8), LATENTS, steps=45),
     Setting(DDPO(clip=0.2, track_from=8), TOKENS, rate=1e-4, steps=50),
-    Setting(GRPO(group=16, clip=1e-3), LATENTS, batch=4),
+    Setting(GRPO(group=16, clip=1e-3), LATENTS, steps=45, batch=4),
     Setting(GRPO(group=16, clip=0.2), TOKENS, rate=1e-4, steps=50, batch=4),
-    Setting(GRPO(group=16, clip=1e-3, kl=0.02), ("flow",), batch=4, name="kl"),
-    Setting(GRPO(group=16, clip=0.2, kl=0.02), ("causal",), rate=1.5e-4, steps=50, batch=4, name="kl"),
+    Setting(GRPO(group=16, clip=1e-3, kl=0.02), ("flow",), steps=40, batch=4, name="kl"),
+    Setting(GRPO(group=16, clip=0.2, kl=0.02), ("causal",), rate=1.5e-4, steps=30, batch=4, name="kl"),
     Setting(ForcedGRPO(group=16, clip=0.2), ("causal",), rate=1e-4, steps=50, batch=4),
-    Setting(ForcedGRPO(group=16, clip=0.2, prior=0.1, noise=0.5), ("causal",), rate=1e-4, steps=50, batch=4, name="va"),
+    Setting(ForcedGRPO(group=16, clip=0.2, prior=0.1, noise=0.5), ("causal",), rate=1e-4, steps=80, batch=4, name="va"),
     Setting(ForcedGRPO(group=16, clip=0.2, own=0.3, skip=0.5), ("causal",), rate=1e-4, steps=50, batch=4, name="own"),
-    Setting(CCA(beta=0.1, against=1.0), ("causal",), rate=3e-4, steps=40, batch=32),
-    Setting(CCA(beta=0.3, form="dpo"), ("causal",), rate=3e-4, steps=40, batch=32, name="dpo"),
+    Setting(CCA(beta=0.1, against=1.0), ("causal",), rate=3e-4, steps=20, batch=32),
+    Setting(CCA(beta=0.3, form="dpo"), ("causal",), rate=3e-4, steps=20, batch=32, name="dpo"),
     Setting(DPO(beta=200.0), FLOWS, batch=32),
-    Setting(DPO(beta=2500.0, levels=2), NOISE, steps=80, batch=32),
-    Setting(DPO(beta=0.3), TOKENS, rate=3e-4, batch=32),
+    Setting(DPO(beta=2500.0, levels=2), NOISE, steps=60, batch=32, cool=True),
+    Setting(DPO(beta=0.3), TOKENS, rate=3e-4, steps=25, batch=32),
     Setting(OnlineDPO(beta=1000.0), FLOWS, batch=16),
     Setting(OnlineDPO(beta=10_000.0, levels=2, group=16), NOISE, steps=100, batch=16, cool=True),
-    Setting(OnlineDPO(beta=0.1), TOKENS, rate=3e-4, steps=40, batch=16),
+    Setting(OnlineDPO(beta=0.1), TOKENS, rate=3e-4, steps=20, batch=16),
     Setting(OnlineDPO(beta=1000.0, round=30), ("flow",), batch=16, name="rounds"),
-    Setting(OnlineDPO(beta=0.1, round=20), TOKENS, rate=3e-4, steps=40, batch=16, name="rounds"),
-    Setting(OnlineDPO(beta=0.1, round=20, guide=0.1), TOKENS, rate=3e-4, steps=40, batch=16, name="guided"),
-    Setting(NFT(group=8, anchor=0.1), LATENTS, rate=3e-4, batch=8),
+    Setting(OnlineDPO(beta=0.1, round=10), TOKENS, rate=3e-4, steps=20, batch=16, name="rounds"),
+    Setting(OnlineDPO(beta=0.1, round=10, guide=0.1), TOKENS, rate=3e-4, steps=20, batch=16, name="guided"),
+    Setting(NFT(group=8, anchor=0.1), LATENTS, rate=3e-4, steps=45, batch=8),
 ]
-CELLS = [
-    pytest.param(setting, family, id=f"{setting.title}-{family}") for setting in SETTINGS for family in setting.families
-]
+# In the fast set each objective learns once and each family is taught once.
+FAST = {
+    ("likelihood", "causal"), ("rewardgradient-tail", "video"), ("srpo", "flow"), ("ddpo", "epsilon"), ("grpo", "flow"),
+    ("forcedgrpo", "causal"), ("cca", "causal"), ("dpo", "masked"), ("onlinedpo", "causal"), ("nft", "flow"),
+}  # fmt: skip
+CELLS = [(setting, family) for setting in SETTINGS for family in setting.families]
+FIRST = {(type(setting.objective), family): setting for setting, family in reversed(CELLS)}  # of several settings
+
+
+def cells(marks: Callable[[Setting, str], list[pytest.MarkDecorator]]) -> list[Any]:
+    return [
+        pytest.param(setting, family, id=f"{setting.title}-{family}", marks=marks(setting, family))
+        for setting, family in CELLS
+    ]
+
+
+def learning(setting: Setting, family: str) -> list[pytest.MarkDecorator]:
+    return [] if (setting.title, family) in FAST else [pytest.mark.slow]
+
+
+def control(setting: Setting, family: str) -> list[pytest.MarkDecorator]:
+    """One control for each objective and family is slow, those of their other settings are long."""
+    return [pytest.mark.slow if FIRST[type(setting.objective), family] is setting else pytest.mark.long]
 
 
 @dataclass(frozen=True)
@@ -182,9 +203,9 @@ def flipped(pairs: Pairs, chance: torch.Generator) -> Pairs:
 
 
 @torch.no_grad()
-def measured(policy: Policy[Any], objective: Objective[Any, Any, Any, Any]) -> Tensor:
+def measured(policy: Policy[Any], likelihood: bool) -> Tensor:
     """What the objective is about: the likelihood of pictures not trained on, or the reward of fresh samples."""
-    if not isinstance(objective, Likelihood):
+    if not likelihood:
         return toys.earned(policy)
     seen = toys.pictures(512, policy.model.pixels[0], 999_999)
     cond, x, rng = policy.embed(seen.prompts), policy.encode(seen.pixels), Randomness(3, 0, torch.arange(512))
@@ -192,29 +213,34 @@ def measured(policy: Policy[Any], objective: Objective[Any, Any, Any, Any]) -> T
     return torch.stack([policy.likelihood(cond, x, n) / policy.process.hidden(n) for n in noisy]).mean(0)
 
 
+@cache
+def untaught(family: str, likelihood: bool) -> Tensor:
+    return measured(toys.trained(family), likelihood)
+
+
 def train(setting: Setting, family: str, shuffled: bool) -> tuple[float, str]:
     objective = setting.objective
     policy = toys.trained(family, snapshots=objective.snapshots())
-    before = measured(policy, objective)
+    before = untaught(family, isinstance(objective, Likelihood))
     false = Misread() if objective.needs_gradient else Shuffled()
     data = batches(setting, policy.model.pixels[0], shuffled)
     cool = setting.steps if setting.cool else math.inf
     toys.fit(policy, objective, data, setting.rate, false if shuffled else Color(), cool)
-    after = measured(policy, objective)
+    after = measured(policy, isinstance(objective, Likelihood))
     # Likelihoods are of the same pictures under the same noise, so only how they differ is chance.
     rise = toys.rise(*((0 * before, after - before) if isinstance(objective, Likelihood) else (before, after)))
     kind = "shuffled" if shuffled else "true"
     return rise, f"{setting.title:24s} {family:8s} {kind:8s} {before.mean():.3f} -> {after.mean():.3f}  z = {rise:5.1f}"
 
 
-@pytest.mark.parametrize(("setting", "family"), CELLS)
+@pytest.mark.parametrize(("setting", "family"), cells(learning))
 def test_the_reward_rises_by_more_than_three_standard_errors(setting: Setting, family: str) -> None:
     rise, line = train(setting, family, shuffled=False)
     print(line)
     assert rise > 3, line
 
 
-@pytest.mark.parametrize(("setting", "family"), CELLS)
+@pytest.mark.parametrize(("setting", "family"), cells(control))
 def test_shuffled_rewards_teach_nothing(setting: Setting, family: str) -> None:
     rise, line = train(setting, family, shuffled=True)
     print(line)
@@ -222,11 +248,29 @@ def test_shuffled_rewards_teach_nothing(setting: Setting, family: str) -> None:
 
 
 def test_every_objective_is_tested_on_every_family_it_can_train() -> None:
-    tested = {(type(setting.objective), family) for setting in SETTINGS for family in setting.families}
+    tested = {(type(setting.objective), family) for setting, family in CELLS}
     for kind in objectives():
         for name, family in toys.FAMILIES.items():
             if isinstance(family.process, kind.needs):
                 assert (kind, name) in tested, f"{kind.__name__} has no setting for {name}; add one to SETTINGS"
+
+
+def test_the_fast_set_has_every_objective_and_every_family() -> None:
+    fast = [(type(setting.objective), family) for setting, family in CELLS if not learning(setting, family)]
+    assert {kind for kind, _ in fast} == set(objectives())
+    assert {family for _, family in fast} == set(toys.FAMILIES)
+
+
+PRETRAINING = [
+    pytest.param(name, marks=pytest.mark.slow if name in ("flow", "masked") else pytest.mark.long)
+    for name in toys.FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", PRETRAINING)
+def test_pretraining_from_random_weights_teaches_as_much_as_the_stored_weights_know(family: str) -> None:
+    random, fresh, stored = (toys.earned(make(family)) for make in (toys.policy, toys.pretrained, toys.trained))
+    assert toys.rise(random, fresh) > 3 and abs(toys.rise(stored, fresh)) < 5
 
 
 def test_every_registered_objective_lives_where_the_matrix_looks() -> None:
