@@ -24,7 +24,7 @@ SHORT = st.text("ABC", max_size=6)
 
 @pytest.fixture(scope="module")
 def signs() -> tuple[Tensor, list[str], tuple[Facts, ...]]:
-    rng = Randomness(4, 0, torch.arange(48))
+    rng = Randomness(4, 0, torch.arange(24))
     places = words.draw(rng, "held_out")
     return SignPainter().paint(places, rng), list(words.texts(places)), words.facts(places)
 
@@ -37,10 +37,11 @@ def test_real_signs_are_read_and_say_nothing_else(signs: tuple[Tensor, list[str]
     pixels, prompts, facts = signs
     right = rubric(Ocr(strict=True)).score(pixels, prompts, facts).total
     assert (right == 1).float().mean() >= 0.95 and right.mean() >= 0.98
-    wrong = rubric(Ocr(strict=True)).score(pixels, prompts[1:] + prompts[:1], facts[1:] + facts[:1]).total
+    wrong = rubric(Ocr(strict=True)).score(pixels[:8], prompts[1:9], facts[1:9]).total
     assert wrong.mean() < 0.3 and wrong.min() >= 0
 
 
+@pytest.mark.slow
 def test_signs_are_read_in_every_font() -> None:
     places = words.draw(Randomness(5, 0, torch.arange(6)), "train").repeat_interleave(20)
     painter, rng = SignPainter(), Randomness(5, 0, torch.arange(120))
