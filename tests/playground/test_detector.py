@@ -66,11 +66,11 @@ def test_a_small_detector_learns_the_scenes_it_is_shown() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = Detector((16, 32, 32))
-    captions = draw(rows(12))
-    scenes = arrange(captions, rows(12))
-    lesson = {"pixels": painted(scenes, rows(12)), "scenes": scenes}
-    optimizer = torch.optim.AdamW(net.parameters(), 3e-3, betas=(0.9, 0.98))
-    for _ in range(50):
+    captions = draw(rows(8))
+    scenes = arrange(captions, rows(8))
+    lesson = {"pixels": painted(scenes, rows(8)), "scenes": scenes}
+    optimizer = torch.optim.AdamW(net.parameters(), 5e-3, betas=(0.9, 0.98))
+    for _ in range(40):
         update(Detecting(net), lesson, optimizer, cuda=False)
     with torch.no_grad():
         told = examine_detector(net, lesson["pixels"], scenes, captions, ~doubtful(scenes, captions))
