@@ -235,7 +235,7 @@ def test_an_interrupted_bench_goes_on_where_it_was(toys: Path) -> None:
     assert [json.loads(line)["step"] for line in record.read_text().splitlines()] == list(range(1, 61))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_playground_is_measured_at_small_size(tmp_path: Path) -> None:
     small = ["steps=1", "batch.prompts=4", "guard.every=0", "--prompts", "6", "--tiny", "--device", "cpu"]
     asked = [*small, "--seeds", "0", "--control-seeds", "", "--out", str(tmp_path)]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize(
-    "sections", ["limit", pytest.param("latents,pictures,vae,vae-diffusers", marks=pytest.mark.slow)]
+    "sections", ["limit", pytest.param("latents,pictures,vae,vae-diffusers", marks=pytest.mark.long)]
 )
 def test_every_section_tells_pictures_a_second(sections: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"

@@ -13,8 +13,13 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sections", ["plain", "parts,full,lora,grpo-sd35,grpo-flux"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param("plain", marks=pytest.mark.slow),
+        pytest.param("parts,full,lora,grpo-sd35,grpo-flux", marks=pytest.mark.long),
+    ],
+)
 def test_every_section_tells_seconds_and_shares(sections: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, str(ROOT / "bench/flux.py"), "--tiny", "--sections", sections, "--out", str(out)]

@@ -291,10 +291,3 @@ def test_the_doctor_fails_with_what_to_do(one_process, capsys):
     assert run("doctor", "grpo-toy-flow", "model={type: 'faults:WrongRange'}") == FAILURE
     told = capsys.readouterr().out
     assert "FAIL" in told and "must take and give [0, 1]" in told
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_the_doctor_compares_two_ranks_with_one(capsys):
-    assert run("doctor", "grpo-toy-flow", "--tiny") == 0
-    assert "ranks" in capsys.readouterr().out

@@ -26,8 +26,9 @@ def planned(name: str, *overrides: str) -> Peak:
     return peak(load(name, ["rewards.hps=null", *overrides]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "svd" else pytest.mark.slow) for name in SMALL]
+)
 def test_longer_clips_take_more_and_weigh_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hub, sizes, lengths = SMALL[name]
     monkeypatch.setitem(SIZES, hub, sizes)
@@ -68,7 +69,7 @@ def test_networks_have_as_many_weights_as_the_published_ones(hub: str) -> None:
     assert sum(p.numel() for p in net.parameters()) == count
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_open_sora_is_planned_as_large_as_it_is_published() -> None:
     asked = ["model.resolution=32x32", "model.duration=1", "model.words=8"]
     found = planned("vader-opensora-hps", "tuning={type: full}", "engine.trainable=bf16", *asked)
