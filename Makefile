@@ -4,50 +4,33 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
-# Of the demo's evaluations.
-PROMPTS := 252
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo playground test test-slow test-all lint format schema clean
+.PHONY: help setup demo playground test test-slow test-long lint format schema clean
 
 # A command that may be interrupted, and the last words then: the shell says them once the command has saved and ended.
 kept = trap 'echo; echo "Interrupted. What was done is kept; make $(MAKECMDGOALS) goes on from there."; exit 130' INT; $(1); exit $$?
-PIP = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 help:
-	@echo "make demo        teach a small generator of pictures, now"
+	@echo "make setup       create .venv and install the package and its dependencies"
+	@echo "make demo        train a small image generator with a reward and show images before and after"
 	@echo "make playground  train all that ships with the playground from nothing (one GPU, at most an hour)"
-	@echo "make test        set up .venv and run the tests (at most 15 minutes on two cores)"
-	@echo "make test-all    these and the slow ones (at most an hour)"
+	@echo "make test        set up .venv and run the tests (at most 10 minutes)"
+	@echo "make test-slow   the slow tests, which CI runs too (at most 30 minutes)"
+	@echo "make test-long   complete sweeps over recipes and models, and soaks (hours; run by hand)"
 	@echo "make lint        ruff and mypy --strict"
 	@echo "make schema      write the JSON schema of recipes and the table of rewards anew"
 
-# The build tool is pinned too, so it is installed first and used without a network of its own.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; try make PYTHON=python3.11")'
-	@echo "Setting up $(VENV); the first time this takes some minutes, most of them for PyTorch."
-	@echo "1 of 3: an environment of its own"
-	@$(call kept,$(PYTHON) -m venv $(VENV))
-	@echo "2 of 3: what builds the package"
-	@$(call kept,$(PIP) hatchling editables)
-	@echo "3 of 3: the package and what it needs"
-	@$(call kept,$(PIP) --no-build-isolation --editable '.[dev]')
+	@$(call kept,$(PYTHON) tools/setup.py $(VENV))
 	@touch $@
 
 setup: $(READY)
 
-# Interrupted, it goes on where it stopped; `rm -r runs/demo` starts anew.
+# Resumes if interrupted, and says so itself; `rm -r runs/demo` starts over. `make demo DEMO="--seed 1"` passes options on.
 demo: $(READY)
-	@echo "A small generator of pictures learns to draw what captions ask for; about four minutes on two cores."
-	@echo "1 of 4: how good it is on $(PROMPTS) captions it has never seen"
-	@$(call kept,$(BIN)/tastemaker evaluate playeval --model reward-gradient-playground --prompts $(PROMPTS) --out runs/demo/evaluations/before)
-	@echo "2 of 4: it learns"
-	@$(call kept,$(BIN)/tastemaker train reward-gradient-playground name=demo)
-	@echo "3 of 4: how good it is now, judged by a detector that was never its reward"
-	@$(call kept,$(BIN)/tastemaker evaluate playeval --model runs/demo --prompts $(PROMPTS) --out runs/demo/evaluations/after)
-	@echo "4 of 4: a page that shows it"
-	@$(call kept,$(BIN)/tastemaker report runs/demo)
-	@echo "Open $(CURDIR)/runs/demo/report.html: the same captions before and after."
+	@$(BIN)/tastemaker demo $(DEMO)
 
 # Interrupted, it goes on where it stopped; `rm -r runs/playground-*` starts anew.
 playground: $(READY)
@@ -57,12 +40,13 @@ playground: $(READY)
 	@$(call kept,PYTHON=$(BIN)/python tools/playground.sh)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not long"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not long"
 
-test-all: test test-slow
+test-long: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) -m long
 
 lint: $(READY)
 	$(BIN)/ruff check .

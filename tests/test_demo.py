@@ -1,11 +1,10 @@
-"""The demo, shortened and for real: its own commands, what they leave behind, and what is left when interrupted."""
+"""The demo at a tiny size: what it learns, what it leaves behind, its time estimate, and interruptions."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -13,13 +12,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tastemaker import build, load
-from tastemaker.cli import INTERRUPTED, main
+from tastemaker.cli import INTERRUPTED, MISTAKE, main
+from tastemaker.commands import demo
+from tastemaker.commands.demo_time import DemoTimer, format_seconds
+from tastemaker.eval import evaluate
+from tastemaker.eval.evaluate import Done
 from tastemaker.report.read import read
-from tastemaker.train.events import Guarded
+from tastemaker.train.events import Guarded, Started, Updated
 from tastemaker.train.evidence import compare
 from tastemaker.train.loop import train
 
@@ -32,14 +36,14 @@ SHORT += ["optim.schedule=constant"]
 make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make, and the demo is one of its targets")
 
 
-def ready(folder: Path, tastemaker: str = "exit 1") -> list[str]:
-    """`make demo` in an environment that is set up already, with a command of our own in the place of tastemaker."""
+def demo_target(folder: Path, tastemaker: str = "exit 1") -> list[str]:
+    """`make demo` in an environment that is set up already, with a shell command in place of tastemaker."""
     (folder / "bin").mkdir(parents=True)
     command = folder / "bin/tastemaker"
     command.write_text(f"#!/bin/sh\n{tastemaker}\n", encoding="utf-8")
     command.chmod(0o755)
     (folder / ".ready").touch()
-    return ["make", "demo", f"VENV={folder}", "PROMPTS=24"]
+    return ["make", "demo", f"VENV={folder}"]
 
 
 def interrupt(process: subprocess.Popen[str], when: Callable[[], bool]) -> str:
@@ -71,23 +75,30 @@ def finish(command: list[str], folder: Path) -> str:
     return told
 
 
-@make
-def test_a_shortened_demo_learns_and_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = subprocess.run(
-        [*ready(tmp_path / "venv"), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    commands = [shlex.split(line) for line in re.findall(r"bin/tastemaker (.*); exit", shown)]
-    assert [command[0] for command in commands] == ["evaluate", "train", "evaluate", "report"]
-    assert commands[1][1] == RECIPE
+def run_demo(*options: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--prompts", "12", "--device", "cpu", *options, *SHORT])
+    return int(ended.value.code or 0)
+
+
+def test_demo_learns_resumes_and_skips_what_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for command in commands:
-        with pytest.raises(SystemExit) as ended:
-            main([*command, *SHORT] if command[0] == "train" else command)
-        assert not ended.value.code, command
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluate, "_marks", Mock(side_effect=KeyboardInterrupt))  # Ctrl-C when images are scored
+        assert run_demo() == INTERRUPTED
+    assert capsys.readouterr().err.splitlines()[-1].startswith("Interrupted. Everything done so far is kept")
+    images = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/demo/evaluations/before/samples/*/*.png")}
+    assert run_demo() == 0
+    shown = capsys.readouterr().err
+    assert len(images) == 24 and all(path.stat().st_mtime_ns == at for path, at in images.items())
+    assert re.findall(r"^(\d) of 4", shown, re.MULTILINE) == ["1", "2", "3", "4"]
+    assert re.search(r"about (\d+ min ?)?(\d+ s )?left in total \(measured\)", shown)
 
     run = tmp_path / "runs/demo"
     scores = {when: run / f"evaluations/{when}/scores.jsonl" for when in ("before", "after")}
-    assert all(len(path.read_text().splitlines()) == 48 for path in scores.values())
+    assert all(len(path.read_text().splitlines()) == 24 for path in scores.values())
     record = read(run)
     before, after = (record.looks[at : at + 1] for at in (0, 1))
     reward, judged = (compare(name, before, after) for name in ("reward", "reward/second"))
@@ -96,7 +107,56 @@ def test_a_shortened_demo_learns_and_shows_it(tmp_path: Path, monkeypatch: pytes
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "before, step 0" in page and "after, step 12" in page
     assert "<small>before</small>" in page and "<small>after</small>" in page  # PlayEval, task by task
-    assert f"Open {ROOT}/runs/demo/report.html" in shown
+    headline = [line for line in shown.splitlines() if "Strict PlayEval" in line]
+    assert len(headline) == 1 and str(run / "report.html") in shown
+
+    with monkeypatch.context() as patched:
+        for name in ("examine", "run_training", "report"):
+            patched.setattr(demo, name, Mock(side_effect=AssertionError(name)))
+        assert run_demo() == 0
+    again = capsys.readouterr().err
+    assert again.count("already done") == 4 and headline[0] in again
+    assert run_demo("--seed", "1") == MISTAKE and "seed: 0 -> 1" in capsys.readouterr().err
+
+
+def test_demo_refuses_a_name_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_demo("name=other") == MISTAKE
+    assert "`name`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("slow", [0.3, 1.0, 8.0])
+def test_demo_estimate_is_right_at_the_start_of_training(slow: float) -> None:
+    """A machine `slow` times slower than the one that the ratios were measured on."""
+    config, now, image, step, guard = load(RECIPE), [0.0], 0.05 * slow, 5.0 * slow, 11.0 * slow
+    timer = DemoTimer(config, 504, clock=lambda: now[0])
+
+    def sample_and_score() -> None:
+        for count in range(64, 505, 64):
+            now[0] += 64 * image + (3 * slow if count == 64 else 0)
+            timer.see_evaluation(Done("samples", count, 504))
+            assert (timer.remaining() is None) == (count == 64 and not timer.evaluation_seconds)
+        now[0] += 5 * slow
+
+    timer.start(1)
+    sample_and_score()
+    timer.evaluation_seconds = now[0]
+    timer.start(2)
+    checks = len(range(config.guard.every, config.steps, config.guard.every)) + 1
+    left = config.steps * step + checks * guard + now[0]
+    for event in (Started(0, config.steps, Path(), 1), Guarded(0, {}, None)):
+        now[0] += guard if isinstance(event, Guarded) else 0
+        timer.see(event)
+    assert timer.remaining() == pytest.approx(left, rel=0.4) and "roughly" in timer.text()
+    for done in (1, 2):
+        now[0] += step * (3 if done == 1 else 1)  # the first step does one-time work
+        timer.see(Updated(done, {}, step, 64))
+    assert timer.remaining() == pytest.approx(left - 2 * step, rel=0.1)
+    assert timer.text() == f"about {format_seconds(timer.remaining() or 0)} left in total (measured)"
+
+
+def test_format_seconds_rounds_to_what_an_estimate_is_worth() -> None:
+    expected = {0: "5 s", 43: "45 s", 58: "1 min", 62: "1 min", 198: "3 min 20 s", 3599: "1 h", 3900: "1 h 5 min"}
+    assert {seconds: format_seconds(seconds) for seconds in expected} == expected
 
 
 @make
@@ -109,12 +169,13 @@ def test_the_targets_that_help_names_are_there() -> None:
 
 
 @make
-def test_an_interrupted_demo_says_how_to_go_on(tmp_path: Path) -> None:
-    stage = f"touch {tmp_path}/begun; exec sleep 60"
-    process = start([*ready(tmp_path / "venv", stage), "--no-print-directory", "-f", str(ROOT / "Makefile")], ROOT)
-    told = interrupt(process, (tmp_path / "begun").exists)
+def test_make_demo_runs_the_command_and_can_be_interrupted(tmp_path: Path) -> None:
+    stage = f'echo "asked: $*"; trap "echo saved; exit 130" INT; touch {tmp_path}/begun; sleep 60'
+    command = [*demo_target(tmp_path / "venv", stage), "--no-print-directory", "DEMO=--seed 1"]
+    process = start([*command, "-f", str(ROOT / "Makefile")], ROOT)
+    shown = interrupt(process, (tmp_path / "begun").exists)
     assert process.returncode != 0
-    assert "Interrupted. What was done is kept; make demo goes on from there." in told.splitlines()
+    assert shown.splitlines()[0] == "asked: demo --seed 1" and "saved" in shown.splitlines()
 
 
 @pytest.mark.slow

@@ -6,17 +6,17 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import tastemaker
 
 PACKAGE = Path(tastemaker.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A module imports what lies below it, and its own neighbours within one package.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("philox",),
+    ("errors", "cards", "philox"),
     ("types", "randomness", "registry", "movies", "colors", "movement"),
     ("distributions", "weights", "pictures", "models.packing", "pretrained", "preprocessing", "geneval", "scorebook"),
     ("dropout",),
@@ -66,10 +66,10 @@ def home(module: str) -> str:
     return fitting[0]
 
 
-def imports(path: Path) -> Iterator[str]:
+def imports(path: Path, nodes: list[ast.AST]) -> Iterator[str]:
     """Every module a file imports anywhere in it; ours without the package's name, as '.types'."""
     package = list(path.relative_to(PACKAGE).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield re.sub(r"^tastemaker(?=\.|$)", "", alias.name) or "."
@@ -92,12 +92,29 @@ def own(base: str, node: ast.ImportFrom) -> Iterator[str]:
         yield "." + (inner if place.is_dir() or place.with_suffix(".py").is_file() else base)
 
 
-def ours(path: Path) -> set[str]:
-    return {module[1:] for module in imports(path) if module.startswith(".") and module != "."}
+class Module(NamedTuple):
+    """What one file of the package holds."""
+
+    name: str
+    lines: int
+    nodes: list[ast.AST]
+    ours: set[str]  # modules of the package that it imports
+    foreign: set[str]  # and modules of others
 
 
-def foreign(path: Path) -> set[str]:
-    return {module for module in imports(path) if not module.startswith(".")}
+@pytest.fixture(scope="module")
+def modules() -> list[Module]:
+    """Every file of the package, parsed once."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        nodes = list(ast.walk(ast.parse(text)))
+        known = set(imports(path, nodes))
+        ours = {module[1:] for module in known if module.startswith(".") and module != "."}
+        foreign = {module for module in known if not module.startswith(".")}
+        found.append(Module(name_of(path), len(text.splitlines()), nodes, ours, foreign))
+    assert len(found) > 300
+    return found
 
 
 def within(module: str, *packages: str) -> bool:
@@ -108,69 +125,76 @@ def allowed(module: str, other: str) -> bool:
     return any(within(module, a) and within(other, b) for a, b in ALLOWED)
 
 
-MODULES = [pytest.param(path, id=name_of(path) or "tastemaker") for path in FILES]
+def test_imports_point_downwards(modules: list[Module]) -> None:
+    wrong = []
+    for module, ours in ((each.name, each.ours) for each in modules if each.name):
+        for other in ours:
+            below = LEVEL[home(other)] < LEVEL[home(module)]
+            neighbour = other.split(".")[0] == module.split(".")[0] and LEVEL[home(other)] <= LEVEL[home(module)]
+            if not (below or neighbour or allowed(module, other)):
+                wrong.append(f"tastemaker.{module} imports {other}, which is not below it")
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if p.id != "tastemaker"])
-def test_imports_point_downwards(path: Path) -> None:
-    module = name_of(path)
-    for other in ours(path):
-        below = LEVEL[home(other)] < LEVEL[home(module)]
-        neighbour = other.split(".")[0] == module.split(".")[0] and LEVEL[home(other)] <= LEVEL[home(module)]
-        assert below or neighbour or allowed(module, other), (
-            f"tastemaker.{module} imports {other}, which is not below it"
-        )
+# What modules of some packages never import, and the modules excepted from that.
+NEVER: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
+    (("models",), ("objectives", "rewards", "train", "search", "data", "config"), ()),
+    (("objectives", "search"), ("models", "rewards", "train", "data", "config"), ()),
+    (("rewards",), ("models", "objectives", "processes", "train", "config"), ()),
+    (("train",), ("config", "models", "rewards", "objectives", "search"), ("config.run",)),
+    (("observe",), ("train", "config"), ("train.events",)),
+)
 
 
-@pytest.mark.parametrize("path", MODULES)
-def test_what_each_part_never_imports(path: Path) -> None:
-    module, known = name_of(path), ours(path)
-    if within(module, "models"):
-        assert not [m for m in known if within(m, "objectives", "rewards", "train", "search", "data", "config")]
-    if within(module, "objectives", "search"):
-        assert not [m for m in known if within(m, "models", "rewards", "train", "data", "config")]
-    if within(module, "rewards"):
-        assert not [m for m in known if within(m, "models", "objectives", "processes", "train", "config")]
-    if within(module, "train"):
-        assert not [m for m in known if within(m, "config") and m != "config.run"]
-        assert not [m for m in known if within(m, "models", "rewards", "objectives", "search")]
-    if within(module, "observe"):
-        assert not [m for m in known if within(m, "train", "config") and m != "train.events"]
-    if not within(module, "cli", "commands", "observe"):
-        assert not [m for m in known if within(m, "observe")]
+def test_what_each_part_never_imports(modules: list[Module]) -> None:
+    wrong = []
+    for module in modules:
+        for packages, others, excepted in NEVER:
+            if within(module.name, *packages):
+                wrong += [(module.name, m) for m in module.ours if within(m, *others) and m not in excepted]
+        if not within(module.name, "cli", "commands", "observe"):
+            wrong += [(module.name, m) for m in module.ours if within(m, "observe")]
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", MODULES)
-def test_heavy_packages_are_imported_in_one_place_each(path: Path) -> None:
-    module, found = name_of(path), foreign(path)
-    if not within(module, *DISTRIBUTED):
-        assert not [m for m in found if m.startswith("torch.distributed")]
-    for place, package in ONLY_IN.items():
-        assert module == place or not [m for m in found if m.split(".")[0] == package]
-    if not within(module, "cli", "commands", "observe"):
-        assert not [m for m in found if m.split(".")[0] in ("typer", "rich", "wandb", "tensorboard")]
+def test_heavy_packages_are_imported_in_one_place_each(modules: list[Module]) -> None:
+    wrong = []
+    for module in modules:
+        refused = {package for place, package in ONLY_IN.items() if module.name != place}
+        if not within(module.name, "cli", "commands", "observe"):
+            refused |= {"typer", "rich", "wandb", "tensorboard"}
+        wrong += [(module.name, m) for m in module.foreign if m.split(".")[0] in refused]
+        if not within(module.name, *DISTRIBUTED):
+            wrong += [(module.name, m) for m in module.foreign if m.startswith("torch.distributed")]
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", MODULES)
-def test_files_and_functions_stay_short(path: Path) -> None:
-    module, text = name_of(path), path.read_text(encoding="utf-8")
-    parts = module.split(".")
-    limit = LONGER.get(module, LINES.get(".".join(parts[:2]), LINES.get(parts[0], 300)))
-    assert len(text.splitlines()) <= limit, f"tastemaker.{module} is longer than {limit} lines; split it"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= 45, f"tastemaker.{module}: {node.name} has {length} lines; split it"
+def test_files_and_functions_stay_short(modules: list[Module]) -> None:
+    wrong = []
+    for module in modules:
+        parts = module.name.split(".")
+        limit = LONGER.get(module.name, LINES.get(".".join(parts[:2]), LINES.get(parts[0], 300)))
+        if module.lines > limit:
+            wrong.append(f"tastemaker.{module.name} is longer than {limit} lines; split it")
+        for node in module.nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > 45:
+                    wrong.append(f"tastemaker.{module.name}: {node.name} has {length} lines; split it")
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", MODULES)
-def test_words_that_do_not_belong_here(path: Path) -> None:
-    module = name_of(path)
-    assert not re.search(r"(^|\.)(utils?|helpers?|misc|common)$", module), "say what is in it"
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id != "hasattr", f"tastemaker.{module}: hasattr asks what a type should say"
-            if not within(module, "cli", "commands", "observe"):
-                assert node.func.id != "print", f"tastemaker.{module}: only the command line prints"
-        if isinstance(node, ast.ClassDef):
-            assert not re.search(r"(Manager|Handler|Helper|Utils?)$|^Base", node.name), node.name
+def test_words_that_do_not_belong_here(modules: list[Module]) -> None:
+    wrong = []
+    for module in modules:
+        if re.search(r"(^|\.)(utils?|helpers?|misc|common)$", module.name):
+            wrong.append(f"tastemaker.{module.name}: say what is in it")
+        for node in module.nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id == "hasattr":
+                    wrong.append(f"tastemaker.{module.name}: hasattr asks what a type should say")
+                if node.func.id == "print" and not within(module.name, "cli", "commands", "observe"):
+                    wrong.append(f"tastemaker.{module.name}: only the command line prints")
+            if isinstance(node, ast.ClassDef) and re.search(r"(Manager|Handler|Helper|Utils?)$|^Base", node.name):
+                wrong.append(f"tastemaker.{module.name}: a class is called {node.name}")
+    assert not wrong

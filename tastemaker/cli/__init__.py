@@ -11,9 +11,10 @@ from typing import Any
 import typer
 from rich.markup import escape
 
-from ..registry import ConfigError
-from . import hub, judges, runs, sets
+from ..errors import CheckpointError, ConfigError, FetchError, PictureError, RewardError, TrainingError
+from . import demo, hub, judges, runs, sets
 from .options import FAILURE, INTERRUPTED, MISTAKE, console
+from .threads import choose_wait_policy
 
 app = typer.Typer(
     name="tastemaker",
@@ -22,17 +23,13 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for part in (runs, hub, judges, sets):
+for part in (demo, runs, hub, judges, sets):
     app.add_typer(part.app)
 
 
 def sentence(error: BaseException) -> tuple[str, int] | None:
     """What to tell the user of an error, and the exit code; None for an error that is ours."""
-    from ..commands.downloading import FetchError
-    from ..pictures import PictureError
-    from ..reward import RewardError
-    from ..train.checkpoint import CheckpointError
-    from ..train.failures import TrainingError, explain
+    from ..train.failures import explain
 
     if isinstance(error, (ConfigError, PictureError)):
         return str(error), MISTAKE
@@ -56,6 +53,7 @@ def warned(message: Warning | str, category: type[Warning], filename: str, linen
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; under torchrun only the first rank speaks."""
     warnings.formatwarning = warned
+    choose_wait_policy()
     sys.path.insert(0, os.getcwd())  # a component of the user's own may lie beside the recipe that names it
     try:
         app(arguments)

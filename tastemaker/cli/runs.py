@@ -219,6 +219,7 @@ def check(
     from ..config.check import complaints, launched
     from ..config.dump import dump
     from ..config.load import load_any
+    from ..train.device_precision import describe_precision
 
     config, shown = load_any(recipe, settings(overrides)), Console()
     shown.print(dump(config), markup=False, highlight=False, soft_wrap=True)
@@ -226,10 +227,12 @@ def check(
     for name, number in arithmetic(config, ranks or launched()).items():
         table.add_row(name, f"{number:,}")
     shown.print(table)
+    precision, emulated = describe_precision(config.engine)
+    shown.print(f"precision: {precision}", markup=False, highlight=False, soft_wrap=True)
     found = complaints(config, ranks)
     if found:
         raise ConfigError("\n".join(found))
-    for caution in cautions(config):
+    for caution in [*cautions(config), *([emulated] if emulated else [])]:
         shown.print(f"caution: {caution}", markup=False, highlight=False, soft_wrap=True)
     shown.print("no complaints")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -17,9 +18,11 @@ from ..config.dump import dump
 from ..config.run import AnyConfig
 from ..registry import ConfigError
 from ..train import checkpoint
+from ..train.device_precision import read_cpu
 from ..train.engine import Engine
 from . import targets
 
+C = TypeVar("C", bound=AnyConfig)
 CONFIG = "config.yaml"
 RECIPE = "recipe.yaml"  # that an exported folder can be generated from by its name alone
 ELSEWHERE = ("output", "name", "data.skip")  # say where a run lies and what it bears, not what it is
@@ -50,15 +53,39 @@ def _brief(value: object) -> str:
 
 def settle(config: AnyConfig, directory: Path, allowed: Sequence[str]) -> Path | None:
     """Claim a directory for a configuration, and find the checkpoint to go on from if there is one."""
-    written, text = targets.folder(directory, "output") / CONFIG, dump(config)
-    if written.exists() and checkpoint.latest(directory) is not None:
-        found = changes(yaml.safe_load(written.read_text(encoding="utf-8")), yaml.safe_load(text))
-        refused = {name: change for name, change in found.items() if not _permitted(name, allowed)}
-        if refused:
-            told = "; ".join(f"{name}: {change}" for name, change in refused.items())
-            way = f"add {permitting(list(refused))}, choose another name, or remove the directory"
-            raise ConfigError(f"{directory} holds a run with another configuration ({told}); {way}")
+    targets.folder(directory, "output")
+    refused = {name: change for name, change in differences(config, directory).items() if not _permitted(name, allowed)}
+    if refused:
+        told = "; ".join(f"{name}: {change}" for name, change in refused.items())
+        way = f"add {permitting(list(refused))}, choose another name, or remove the directory"
+        raise ConfigError(f"{directory} holds a run with another configuration ({told}); {way}")
     return checkpoint.latest(directory)
+
+
+def keep_precision(config: C, directory: Path, resume: Path | None = None) -> C:
+    """Replace `engine.precision: auto` by what the run that is resumed computed in, on whatever device that was.
+
+    The run is the one in `directory`, if it has a checkpoint, or the one that the checkpoint `resume` belongs to.
+    """
+    if config.engine.precision != "auto":
+        return config
+    owners = [resume.resolve().parents[1]] if resume is not None else []
+    owners += [directory] if checkpoint.latest(directory) is not None else []
+    for owner in owners:
+        if (owner / CONFIG).is_file():
+            written = yaml.safe_load((owner / CONFIG).read_text(encoding="utf-8"))
+            kept = flat(written if isinstance(written, Mapping) else {}).get("engine.precision", "auto")
+            return replace(config, engine=replace(config.engine, precision=kept))
+    return config
+
+
+def differences(config: AnyConfig, directory: Path) -> dict[str, str]:
+    """Settings that differ from those of the run in a directory, as "old -> new"; none if it has no checkpoint."""
+    written = directory / CONFIG
+    if not written.exists() or checkpoint.latest(directory) is None:
+        return {}
+    kept = dump(keep_precision(config, directory))
+    return changes(yaml.safe_load(written.read_text(encoding="utf-8")), yaml.safe_load(kept))
 
 
 def permitting(names: Sequence[str]) -> str:
@@ -80,8 +107,9 @@ def record(config: AnyConfig, directory: Path) -> None:
 
 
 def record_environment(engine: Engine, directory: Path) -> None:
-    """Write what the run runs on, which its configuration leaves open."""
+    """Write what the run runs on, which its configuration leaves open, and why it computes in its precision."""
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
+    path = directory / "environment.json"
     facts = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "tastemaker": __version__,
@@ -89,6 +117,21 @@ def record_environment(engine: Engine, directory: Path) -> None:
         "torch": str(torch.__version__),
         "system": platform.platform(),
         "device": device,
+        "cpu": read_cpu()[0],
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "ranks": engine.comm.world,
+        "precision": engine.config.precision,
+        "precision_reason": _precision_reason(engine, path),
     }
-    (directory / "environment.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def _precision_reason(engine: Engine, path: Path) -> str:
+    """Why the run computes in its precision; a resumed run keeps the reason of its first start."""
+    chosen = engine.precision_choice
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        kept = before["precision"] == chosen.precision and str(before["precision_reason"]).startswith("auto")
+        return str(before["precision_reason"]) if kept else chosen.reason
+    except (OSError, ValueError, KeyError, TypeError):
+        return chosen.reason

@@ -18,6 +18,7 @@ from ..config.load import SUFFIXES, load_any, recipes
 from ..config.registries import CODECS, MODELS, REWARDS
 from ..config.run import JudgeConfig, RunConfig
 from ..config.validate import build
+from ..errors import FetchError as FetchError
 from ..export.published import PUBLISHED
 from ..export.published import known as found_adapters
 from ..policy import ModelSpec
@@ -36,10 +37,6 @@ class Described(Protocol):
 
     @property
     def about(self) -> About: ...
-
-
-class FetchError(RuntimeError):
-    """Weights that could not be fetched, and why."""
 
 
 def download(names: Sequence[str], *, only_list: bool, console: Console) -> None:

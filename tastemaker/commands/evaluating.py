@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from ..config.build import build, shrunk
 from ..config.run import RunConfig
 from ..eval.benchmark import Benchmark, playeval, playeval_motion, wordeval
-from ..eval.evaluate import REPORT, ROWS, Done, Maker, Marker, Ranks, evaluate, evaluate_files
+from ..eval.evaluate import REPORT, ROWS, Done, Maker, Marker, Ranks, evaluate, evaluate_files, is_finished
 from ..eval.examiner import HELD_OUT, examiner
 from ..eval.geneval import Referee, gathered, geneval, results
 from ..eval.proofreader import proofreader
@@ -51,6 +51,9 @@ MARKERS: dict[str, Callable[[str, torch.device], Marker]] = {
 }
 STATE = "state.json"  # of a checkpoint: with the checksum of each of its files
 FEW, MANY = (504, 2), (553, 4)  # prompts and pictures of each: the playground's benchmarks, and GenEval's own
+
+
+Note = Callable[[Done], str]  # what to show beside the bar of the stage that runs
 
 
 @dataclass(frozen=True)
@@ -94,31 +97,46 @@ def folder(name: str, config: RunConfig, found: Path | None, search: str) -> Pat
 
 
 def examine(
-    config: RunConfig, found: Path | None, exam: Examination, out: Path, *, tiny: bool, console: Console
-) -> dict[str, Any]:
+    config: RunConfig, found: Path | None, exam: Examination, out: Path, *, tiny: bool, console: Console,
+    note: Note | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Go through the stages, show how far they are, and tell the report."""
     if exam.benchmark.moving and config.model.frames == 1:
         raise ConfigError(f"{exam.benchmark.name} asks for clips, but the model makes stills; name another")
     targets.folder(out)
     config = replace(config, engine=replace(config.engine, context=1))  # every rank makes pictures of its own
     run = build(shrunk(config) if tiny else config, fed=False)
+    config = replace(config, engine=run.engine.config)  # with the precision that `auto` stands for here
     if found is not None:
         run.resume(found)
-    weights = exam.weights or ("ema" if run.ema else "live")
+    weights = evaluated_weights(config, exam)
     try_on(run, weights)
     together(run, exam.search)
     marker = _marker(exam, run.engine.placement(), tiny=tiny)
-    model = (
-        f"{config.name or 'run'}, {found.name if found else 'untrained'}, {weights}, {exam.search}, seed {exam.seed}"
-        f"{f', {judged_by(marker)}' if isinstance(marker, Referee) else ''}, settings {made(config, found, exam, tiny)}"
-    )
+    model = describe_model(config, found, exam, judged_by(marker) if isinstance(marker, Referee) else "", tiny=tiny)
     comm = run.engine.comm
     party = Ranks(comm.rank, comm.world, comm.barrier)
     make, rows = maker(run, exam, weights, tiny=tiny), run.batch.rollout or ROWS  # where the recipe says how many fit
     stages = evaluate(exam.benchmark, make, marker, out, model, rows, party)
-    told = followed(stages, exam.benchmark, out, console, party)
+    told = followed(stages, exam.benchmark, out, console, party, note)
     run.engine.close()
     return told
+
+
+def evaluated_weights(config: RunConfig, exam: Examination) -> str:
+    return exam.weights or ("ema" if config.ema else "live")
+
+
+def describe_model(config: RunConfig, found: Path | None, exam: Examination, judge: str = "", *, tiny: bool) -> str:
+    """Everything that an evaluation's samples depend on, as one line that its directory keeps."""
+    parts = [config.name or "run", found.name if found else "untrained", evaluated_weights(config, exam)]
+    parts += [f"{exam.search}", f"seed {exam.seed}", *([judge] if judge else [])]
+    return ", ".join([*parts, f"settings {made(config, found, exam, tiny)}"])
+
+
+def finished(config: RunConfig, found: Path | None, exam: Examination, out: Path) -> bool:
+    """Whether a directory holds the complete result of an evaluation; answered without building the model."""
+    return is_finished(exam.benchmark, out, describe_model(config, found, exam, tiny=False))
 
 
 def made(config: RunConfig, found: Path | None, exam: Examination, tiny: bool) -> str:
@@ -163,13 +181,16 @@ def score_folder(
     return told
 
 
-def followed(stages: Iterator[Done], questions: Benchmark, out: Path, console: Console, party: Ranks) -> dict[str, Any]:
+def followed(
+    stages: Iterator[Done], questions: Benchmark, out: Path, console: Console, party: Ranks, note: Note | None = None
+) -> dict[str, Any]:
     """Show how far the stages are, and then what they say; one rank speaks for all."""
     console = console if party.rank == 0 else Console(quiet=True)
-    with Progress(console=console) as progress:
+    noted = (TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*(noted if note else ()), console=console) as progress:
         shown: dict[str, Any] = {}
         for done in stages:
-            follow(progress, shown, done)
+            follow(progress, shown, done, note(done) if note else "")
     told: dict[str, Any] = json.loads((out / REPORT).read_text(encoding="utf-8"))
     console.print(table(told))
     console.print(f"the report is {out / REPORT}, pictures and scores are beside it")
@@ -178,11 +199,13 @@ def followed(stages: Iterator[Done], questions: Benchmark, out: Path, console: C
     return told
 
 
-def follow(progress: Progress, shown: dict[str, Any], done: Done) -> None:
-    """A bar for each stage, from when it begins."""
+def follow(progress: Progress, shown: dict[str, Any], done: Done, note: str) -> None:
+    """A bar for each stage, from when it begins, with a note beside the one that runs."""
     if done.stage not in shown:
-        shown[done.stage] = progress.add_task(done.stage, total=done.total)
-    progress.update(shown[done.stage], completed=done.count)
+        for task in shown.values():
+            progress.update(task, note="")
+        shown[done.stage] = progress.add_task(done.stage, total=done.total, note="")
+    progress.update(shown[done.stage], completed=done.count, note=note)
 
 
 def maker(run: Run, exam: Examination, weights: str, *, tiny: bool) -> Maker:

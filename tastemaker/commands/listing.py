@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import asdict
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from ..cards import About
 from ..config import named, registries
-from ..config.load import RECIPES, trainable
-from ..config.validate import build
-from ..data.prompt_sets import functions, made, sets
+from ..config.recipes import RECIPES, trainable
 from ..registry import ConfigError, Registry
-from ..reward import About, RewardSpec
+from .static_source import NotStatic, StaticClass
+
+if TYPE_CHECKING:  # it imports torch
+    from ..reward import RewardSpec
 
 KINDS: dict[str, Registry] = {
     "models": registries.MODELS,
@@ -45,17 +48,35 @@ def rows(kind: str) -> list[Row]:
 
 def reward(name: str) -> Row:
     """What to know of a reward, as it is by default; of one around others only what it is."""
-    told = registries.REWARDS.find(name, "list").__doc__ or ""
-    row = {"name": name, "aliases": registries.REWARDS.aliases(name), "what": first_sentence(told)}
-    spec = usual(name)
+    what = first_sentence(docstring(registries.REWARDS, name))
+    row = {"name": name, "aliases": registries.REWARDS.aliases(name), "what": what}
+    try:
+        return {**row, **static_properties(registries.REWARDS.place(name))}
+    except NotStatic:
+        return {**row, **properties(usual(name))}
+
+
+def static_properties(place: str) -> Row:
+    """The properties of the reward "module:Class" without settings, read from its source."""
+    if place.partition(":")[0] in sys.modules:
+        raise NotStatic(f"{place} is imported, and what was imported counts")
+    source = StaticClass(place)
+    return properties(None if source.has_required_fields else source.defaults())
+
+
+def properties(spec: RewardSpec | None) -> Row:
+    """What a reward says of itself; nothing of its own if it is made around another."""
     if spec is None:
-        return {**row, "differentiable": None, "reads": None, "runs_on": None, **asdict(About(INNER, INNER, INNER))}
+        return {"differentiable": None, "reads": None, "runs_on": None, **asdict(About(INNER, INNER, INNER))}
     kind = {"differentiable": spec.differentiable, "reads": spec.reads, "runs_on": spec.runs_on}
-    return {**row, **kind, **asdict(spec.about)}
+    return {**kind, **asdict(spec.about)}
 
 
 def usual(name: str) -> RewardSpec | None:
     """A reward without any settings; nothing if it needs some, as those around others do."""
+    from ..config.validate import build
+    from ..reward import RewardSpec
+
     try:
         spec: RewardSpec = build(RewardSpec, {"type": name})
     except ConfigError:
@@ -94,7 +115,18 @@ def kind(row: Row) -> list[str]:
 
 
 def components(registry: Registry) -> dict[str, str]:
-    return {name: first_sentence(registry.find(name, "list").__doc__ or "") for name in registry}
+    return {name: first_sentence(docstring(registry, name)) for name in registry}
+
+
+def docstring(registry: Registry, name: str) -> str:
+    """The docstring of the class behind a name, from its source where the class was not imported yet."""
+    place = registry.place(name)
+    try:
+        if place.partition(":")[0] not in sys.modules:
+            return StaticClass(place).docstring
+    except NotStatic:
+        pass
+    return registry.find(name, "list").__doc__ or ""
 
 
 def recipes() -> dict[str, str]:
@@ -108,6 +140,8 @@ def recipes() -> dict[str, str]:
 
 def prompts() -> list[Row]:
     """The sets of prompts, how many each has, and its first; what VADER calls them are aliases."""
+    from ..data.prompt_templates import functions, made, sets
+
     called = {name: [other for other, own in functions().items() if own == name] for name in sets()}
     return [
         {"name": name, "aliases": others, "count": len(made(name)), "what": made(name)[0][0]}

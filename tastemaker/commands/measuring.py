@@ -32,6 +32,7 @@ from ..registry import ConfigError
 from ..report.read import read
 from ..search.single import Single
 from ..train import checkpoint
+from ..train.device_precision import resolve_locally
 from ..train.events import Event, Finished, Guarded, Updated
 from ..train.loop import train
 from ..train.run import Run
@@ -65,6 +66,7 @@ class Bench:
         if cell not in self._known:
             # Nobody looks at samples while so many runs go on, and each look would cost.
             config = self.plan.config(cell, [*self.overrides, "sample.every=0"])
+            config = replace(config, engine=resolve_locally(config.engine)[0])
             process = self.plan.process(self.plan.cells[cell].family)
             made = [type(process).__name__, settings(process, terse=True)]
             asked = [self.benchmark(cell).fingerprint(), *made, self.tiny]

@@ -15,6 +15,7 @@ from ..planning.autoencoders import peak as copying
 from ..planning.autoencoders import share
 from ..planning.memory import MOMENTS, Peak, peak, rows
 from ..registry import ConfigError
+from ..train.device_precision import resolve_for_planning
 
 GIB = 2**30
 NAMES = {
@@ -51,6 +52,8 @@ def plan(config: AnyConfig, world: int, gpu: Gpu, console: Console) -> bool:
     """Print the plan; says whether it fits."""
     if isinstance(config, JudgeConfig):
         raise ConfigError("plan: the recipe trains a judge, whose sizes are not known here; try it, with `train`")
+    engine, choice = resolve_for_planning(config.engine)
+    config = replace(config, engine=engine)
     if isinstance(config, AutoencoderConfig):
         found, names, less = copying(config, world), COPYING, fewer(config, world)
     else:
@@ -61,6 +64,7 @@ def plan(config: AnyConfig, world: int, gpu: Gpu, console: Console) -> bool:
         table.add_row(told, f"{getattr(found, name) / GIB:.1f}")
     table.add_row("at the worst moment", f"{found.total / GIB:.1f}", style="bold")
     console.print(table)
+    console.print(f"precision: {choice}", highlight=False, markup=False, soft_wrap=True)
     console.print(seen(config, world))
     console.print(lasting(config, found, gpu))
     fits = found.total <= gpu.room * GIB

@@ -95,8 +95,10 @@ class VAETrainer:
         config = replace(
             self.config, rows=len(batches.last) * launched(), validation=held if held.data is not None else Validation()
         )
+        config = directory.keep_precision(config, self.directory)
         found = directory.settle(config, self.directory, ())
         run = build_autoencoder(replace(config, autoencoder=Given(self.model), data=batches), self.directory)
+        config = replace(config, engine=run.engine.config)
         last: dict[str, float] = {}
         try:
             if found is not None:

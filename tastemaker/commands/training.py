@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 
@@ -36,10 +37,17 @@ from . import directory
 from .handing import take_over
 
 
-def watchers(config: AnyConfig, console: Console) -> Watchers:
+class Timer(Observer, Protocol):
+    """An observer that can say how much time is left, for work of which the run is only a part."""
+
+    def text(self) -> str: ...
+
+
+def watchers(config: AnyConfig, console: Console, timer: Timer | None = None) -> Watchers:
     """Those the configuration asks for, beside the record and the display that are always there."""
     frames = config.model.frames if isinstance(config, RunConfig) else 1
-    observers: list[Observer] = [JsonLines(), Progress(console, frames=frames), Grids()]
+    progress = Progress(console, frames=frames, time_left=timer.text if timer else None)
+    observers: list[Observer] = [JsonLines(), *([timer] if timer else []), progress, Grids()]
     if config.watch.tensorboard:
         from ..observe.tensorboard import TensorBoard
 
@@ -81,13 +89,15 @@ def events(run: Run | AutoencoderRun | JudgeRun) -> Iterator[Event]:
     return train_autoencoder(run) if isinstance(run, AutoencoderRun) else train(run)
 
 
-def watched(run: Run | AutoencoderRun | JudgeRun, config: AnyConfig, place: Path, console: Console) -> Iterator[Event]:
+def watched(
+    run: Run | AutoencoderRun | JudgeRun, config: AnyConfig, place: Path, console: Console, timer: Timer | None = None
+) -> Iterator[Event]:
     """What happens, once it is written down and shown, which the first rank does."""
     first = run.engine.comm.rank == 0
     if first:
         directory.record(config, place)
         directory.record_environment(run.engine, place)
-    watching = watchers(config, console) if first else Watchers([], console)
+    watching = watchers(config, console, timer) if first else Watchers([], console)
     try:
         for event in events(run):
             watching.see(event)
@@ -104,6 +114,7 @@ def run_training(
     init_from: Path | None = None,
     allowed: Sequence[str] = (),
     console: Console,
+    timer: Timer | None = None,
 ) -> bool:
     """Train to the end, or go on where the directory's last checkpoint is; whether all steps were done."""
     if resume is not None and init_from is not None:
@@ -112,19 +123,21 @@ def run_training(
         )
     config = require(shrunk_any(config) if tiny else config)
     place = config.output / (config.name or "run")
+    config = directory.keep_precision(config, place, resume)
     found = directory.settle(config, place, allowed)
     if found is not None and (resume or init_from):
         raise ConfigError(
             f"{place} already has checkpoints; choose another name=... for a run that starts from elsewhere"
         )
     run = prepared(config, place, init_from)
+    config = replace(config, engine=run.engine.config)
     try:
         if resume is not None and moments.recognised(resume) and isinstance(run, Run):
             take_over(run, resume)
         elif resume is not None or found is not None:
             run.resume(resume or found or place)
         done = True
-        for event in watched(run, config, place, console):
+        for event in watched(run, config, place, console, timer):
             done = not isinstance(event, Finished) or event.step >= run.steps
         return done
     finally:

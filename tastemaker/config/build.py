@@ -28,7 +28,7 @@ from ..train.judge import JudgeRun
 from ..train.narrator import narrator
 from ..train.run import Run
 from ..types import Placement
-from .cautions import warn
+from .cautions import warn, warn_of_emulation
 from .check import require
 from .run import AnyConfig, AutoencoderConfig, JudgeConfig, JudgeSource, RewardConfig, RunConfig
 
@@ -95,8 +95,8 @@ def judges(rewards: Mapping[str, RewardConfig], placement: Placement) -> Rubric:
     """The rewards, each model loaded once however often it is asked for."""
     return Rubric(
         {
-            name: Graded(reward.spec, shared(reward.spec, placement), reward.weight, reward.normalize, reward.clip)
-            for name, reward in rewards.items()
+            name: Graded(each.spec, shared(each.spec, placement), each.weight, each.normalize, each.clip, each.held_out)
+            for name, each in rewards.items()
         }
     )
 
@@ -113,6 +113,7 @@ def build(
     config = require(shrunk(config) if tiny else config, fed=fed)
     warn(config)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
+    warn_of_emulation(engine)
     placement = engine.placement(adapts=config.tuning.adapts)
     return Run(
         policy=generator(config, placement, init_from),
@@ -137,6 +138,7 @@ def build_autoencoder(
     """An autoencoder placed and ready to train."""
     config = require(config)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
+    warn_of_emulation(engine)
     data, held = pictures(config)
     run = AutoencoderRun(
         net=config.autoencoder.load(engine.placement()),
@@ -166,6 +168,7 @@ def build_judge(config: JudgeConfig, directory: Path | None = None, *, init_from
     """A chat model placed and ready to learn its answers."""
     config = require(config)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
+    warn_of_emulation(engine)
     placement = engine.placement(adapts=config.tuning.adapts)
     data, held = pictures(config)
     with torch.random.fork_rng(devices=[]):
@@ -240,4 +243,4 @@ def critic(config: AutoencoderConfig, engine: Engine) -> Critic | None:
         net = PatchGan(config.critic.width, config.critic.layers, tail=config.critic.tail)
     if config.critic.weights is not None:
         published(net, config.critic.weights)
-    return Critic(net.to(engine.device), config.critic, config.engine, config.steps, config.optim)
+    return Critic(net.to(engine.device), config.critic, engine.config, config.steps, config.optim)

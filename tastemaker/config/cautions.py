@@ -8,6 +8,8 @@ from ..objectives.forced_grpo import ForcedGRPO
 from ..policy import Paced
 from ..processes.gaussian import GaussianProcess
 from ..processes.paths import Straight
+from ..train.device_precision import describe_emulation
+from ..train.engine import Engine
 from .run import AnyConfig, RunConfig
 
 FAULTS = {
@@ -54,3 +56,10 @@ def levels(config: RunConfig) -> list[str]:
 def warn(config: RunConfig) -> None:
     for caution in cautions(config):
         warnings.warn(caution, stacklevel=2)
+
+
+def warn_of_emulation(engine: Engine) -> None:
+    """Warn on rank 0, with the measured factor, where the engine computes in a bf16 that its device emulates."""
+    found = describe_emulation(engine.config, engine.device) if engine.comm.rank == 0 else None
+    if found:
+        warnings.warn(found, stacklevel=3)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from .registries import KINDS
+from .kinds import KINDS
 from .run import AnyConfig, RewardConfig
 from .text import render
 
@@ -24,9 +25,15 @@ def dump(config: AnyConfig) -> str:
 
 def settings(section: Any, *, terse: bool = False) -> dict[str, Any]:
     """The fields of a dataclass, by name; tersely, those that differ from their defaults."""
-    hints = get_type_hints(type(section))
+    cls: type = type(section)
+    hints = _hints(cls)
     told = [f for f in fields(section) if f.init and not (terse and getattr(section, f.name) == usual(f))]
     return {f.name: plain(getattr(section, f.name), hints[f.name], terse=terse) for f in told}
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def usual(field: Field[Any]) -> Any:

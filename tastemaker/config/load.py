@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..registry import ConfigError, suggest
 from .nanovla import staged, translated
+from .recipes import RECIPES as RECIPES
+from .recipes import recipe_names
+from .recipes import recipes as recipes
+from .recipes import trainable as trainable
 from .run import AnyConfig, JudgeConfig, RunConfig
 from .text import parse
 from .validate import validate
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 SUFFIXES = (".yaml", ".yml")
 CONFIG = "config.yaml"  # in the folder of a run
 KINDS = {"objective", "autoencoder", "judge"}  # of which every whole run has one
 NEVER = {"sample": {"every": 0}, "guard": {"every": 0}, "validation": {"every": 0}}  # what these sections are as null
-
-
-def recipes() -> list[str]:
-    """The names of all recipes in the package, those that others extend included."""
-    return sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.yaml"))
-
-
-def trainable() -> list[str]:
-    """The names of those recipes that are whole runs."""
-    return [name for name in recipes() if "/" not in name and name != "base"]
 
 
 def runnable() -> list[str]:
@@ -49,17 +44,16 @@ def locate(name: str, folder: Path, where: str = "") -> Path:
         if not os.path.isfile(path):  # unlike Path's, it takes any name
             raise ConfigError(f"{start}there is no file {path!s:.300}; give a recipe's name or the path of a YAML file")
         return path
-    known = recipes()
-    if name not in known:
+    if name not in recipe_names():
         others = f"a file's path ends in .yaml, and a run's folder holds {CONFIG}"
-        raise ConfigError(f"{start}no recipe is called '{name:.60}'{suggest(name, known)}; {others}")
+        raise ConfigError(f"{start}no recipe is called '{name:.60}'{suggest(name, recipes())}; {others}")
     return RECIPES / f"{name}.yaml"
 
 
 def content(path: Path) -> dict[str, Any]:
     """The mapping in one file, by itself."""
     try:
-        data = parse(path.read_text(encoding="utf-8"), str(path))
+        data = copy.deepcopy(_parsed(path.read_text(encoding="utf-8"), str(path)))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from error
     except OSError as error:
@@ -67,6 +61,12 @@ def content(path: Path) -> dict[str, Any]:
     if data is not None and not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found a {type(data).__name__}")
     return data or {}
+
+
+@lru_cache(maxsize=512)
+def _parsed(text: str, where: str) -> Any:
+    """What YAML says, parsed once per text: many recipes extend the same few. Callers copy it before they change it."""
+    return parse(text, where)
 
 
 def gather(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def gather(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 def _extended(name: str, path: Path) -> Path:
     """What a file extends: of that name beside a file of the user's own, or else in the package; or a run."""
-    beside, known = path.parent / f"{name}{SUFFIXES[0]}", name in recipes()
+    beside, known = path.parent / f"{name}{SUFFIXES[0]}", name in recipe_names()
     runs = () if known else (path.parent / name / CONFIG, Path(name) / CONFIG)
     own = [each for each in (beside, *runs) if RECIPES not in path.parents and each != path and os.path.isfile(each)]
     return own[0] if own else locate(name, path.parent, str(path))
@@ -158,7 +158,7 @@ def read(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def load_any(recipe: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """The configuration a recipe describes; a run without a name takes the recipe's."""
     data = read(recipe, overrides)
-    if not KINDS & data.keys() and str(recipe) in {*recipes()} - {*trainable()}:
+    if not KINDS & data.keys() and str(recipe) in recipe_names().keys() - {*trainable()}:
         raise ConfigError(f"{recipe} describes a part of a run alone; {_whole(str(recipe))}")
     config = validate(data)
     return config if config.name else replace(config, name=Path(recipe).stem)

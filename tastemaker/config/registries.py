@@ -1,18 +1,9 @@
-"""What a `type:` may name, kind by kind; the only list of everything there is."""
+"""What a `type:` may name, kind by kind; the only list of everything there is. It imports none of it, nor torch."""
 
 from __future__ import annotations
 
-from ..codec import CODECS as CODECS
-from ..codec import CodecSpec
-from ..data.spec import DataSpec
-from ..objective import Objective
-from ..policy import ModelSpec, Process
-from ..processes.dynamics import Dynamics
-from ..processes.paths import Path
+from ..registry import CODECS as CODECS
 from ..registry import Registry
-from ..reward import RewardSpec
-from ..search.search import Search
-from ..weights import Tuning
 
 MODELS = Registry(
     "model",
@@ -188,17 +179,3 @@ SEARCHES = Registry(
         "refine": "tastemaker.search.refine:Refine",
     },
 )
-
-# A field of one of these types holds a mapping whose `type` is looked up beside it.
-KINDS: dict[type, Registry] = {
-    ModelSpec: MODELS,
-    CodecSpec: CODECS,
-    Process: PROCESSES,
-    Path: PATHS,
-    Dynamics: DYNAMICS,
-    Objective: OBJECTIVES,
-    RewardSpec: REWARDS,
-    Tuning: TUNINGS,
-    DataSpec: DATA,
-    Search: SEARCHES,
-}

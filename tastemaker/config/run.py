@@ -52,7 +52,7 @@ class EngineConfig:
     strategy: Literal["replicated", "sdp", "fsdp", "hsdp"] = "replicated"
     replicas: PositiveInt = 2  # hsdp only: groups of ranks that each hold the whole network
     context: PositiveInt = 1  # ranks that share the tokens of the same rows, for large pictures; FLUX and Qwen-Image
-    precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"  # auto: what fits the device
     reduce: Literal["fp32", "fp16", "bf16"] = "fp32"  # gradients between ranks
     trainable: Literal["fp32", "bf16"] = "fp32"  # bf16 rounds stochastically
     memory: Literal["keep", "recompute", "offload"] = "keep"  # activations for the backward pass
@@ -111,8 +111,11 @@ class RewardConfig:
     weight: float = 1.0
     normalize: Scale | None = None  # of the score, before its weight; what is watched stays as it is
     clip: tuple[float, float] | None = None  # bounds of what is normalised; outside, its gradient is zero
+    held_out: bool = False  # scored by the guard and on displayed samples, not at training steps; needs weight 0
 
     def __post_init__(self) -> None:
+        if self.held_out and self.weight:
+            raise ValueError(f"'held_out' is true but 'weight' is {self.weight}; set weight to 0 or held_out to false")
         if self.clip is not None and self.clip[0] >= self.clip[1]:
             raise ValueError(f"'clip' is {list(self.clip)}; expected a lower and a higher bound")
 

@@ -11,9 +11,9 @@ from ..data.spec import DataSpec
 from ..reward import RewardSpec
 from . import named
 from .dump import plain
+from .kinds import KINDS
 from .load import RECIPES
 from .named import FILES, NAMED
-from .registries import KINDS
 from .run import AutoencoderConfig, JudgeConfig, RewardConfig, RunConfig
 from .validate import Component, Section, Weighted, form
 

@@ -30,8 +30,8 @@ from typing_extensions import TypedDict, get_protocol_members, is_protocol
 from ..data.spec import DataSpec
 from ..registry import ConfigError
 from ..reward import RewardSpec
+from .kinds import KINDS
 from .named import meant
-from .registries import KINDS
 from .run import AnyConfig, AutoencoderConfig, JudgeConfig, RewardConfig, RunConfig
 from .sentences import described, dotted, near, problem, retold, shown, words
 

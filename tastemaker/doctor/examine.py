@@ -35,6 +35,7 @@ def examine(config: RunConfig, *, tiny: bool = False) -> Iterator[Finding]:
     quiet = replace(config, sample=replace(config.sample, every=0), checkpoint=replace(config.checkpoint, keep=0))
     with tempfile.TemporaryDirectory() as folder:
         run = build(quiet, Path(folder) / "run")
+        quiet = replace(quiet, engine=run.engine.config)  # two ranks are compared in the same precision
         parameters = sum(p.numel() for p in run.policy.weights.net.parameters())
         run.save(0)
         start = Path(folder) / "run" / "checkpoints" / "step-000000"

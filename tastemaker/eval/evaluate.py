@@ -106,13 +106,26 @@ def _marked(benchmark: Benchmark, marker: Marker, out: Path, model: str, rows: i
 
 def _claim(benchmark: Benchmark, out: Path, model: str) -> None:
     """Answers in a directory are to one set of questions and of one model."""
-    file, asked = out / QUESTIONS, {"benchmark": benchmark.name, "questions": benchmark.fingerprint(), "model": model}
+    file, asked = out / QUESTIONS, _asked(benchmark, model)
     if not file.is_file():
         _write(file, json.dumps(asked))
         return
     found = json.loads(file.read_text(encoding="utf-8"))
     if found != asked:
         raise ConfigError(f"{out} holds an evaluation of {found}, but {asked} was asked for; choose another --out")
+
+
+def _asked(benchmark: Benchmark, model: str) -> dict[str, str]:
+    return {"benchmark": benchmark.name, "questions": benchmark.fingerprint(), "model": model}
+
+
+def is_finished(benchmark: Benchmark, out: Path, model: str) -> bool:
+    """Whether a directory holds the report of this evaluation of this model."""
+    file = out / QUESTIONS
+    if not (file.is_file() and (out / REPORT).is_file()):
+        return False
+    found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    return found == _asked(benchmark, model)
 
 
 def shares(benchmark: Benchmark, rows: int = ROWS) -> list[list[int]]:

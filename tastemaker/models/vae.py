@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, NonNegativeFloat
 
 from ..codec import Continuous
-from ..pretrained import fill
+from ..pretrained import fill, with_fast_convolutions
 from ..registry import ConfigError
 from ..types import Placement
 from . import files
@@ -48,7 +48,7 @@ def codec(name: str | None, channels: int, factor: int, placement: Placement) ->
     if name is None:
         return Folding(channels, factor)
     try:
-        net = opened(name, placement)
+        net = with_fast_convolutions(opened(name, placement))
     except ConfigError as error:
         raise ConfigError(f"model.codec: {error}") from error
     if not isinstance(net, Continuous):

@@ -23,9 +23,15 @@ class Progress:
     """Steps, reward, loss, KL, gradient norm, images per second and the time that is left."""
 
     def __init__(
-        self, console: Console | None = None, clock: Callable[[], float] = time.monotonic, *, frames: int = 1
+        self,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        frames: int = 1,
+        time_left: Callable[[], str] | None = None,  # shown in place of the time that is left of this run
     ) -> None:
         self._console, self._clock = console or Console(stderr=True), clock
+        self._time_left = time_left
         self._live: Live | None = None
         self._started = Started(0, 1, Path(), 0)
         self._begun = self._told = clock()
@@ -107,6 +113,8 @@ class Progress:
         return f"{self._pace.rate:.3g} {self._kind}/s" if self._last else "starting"
 
     def _left(self) -> str:
+        if self._time_left is not None:
+            return self._time_left()
         if self._last is None or not self._started.step < self._last.step < self._started.steps:
             return ""
         taken = self._clock() - self._begun  # with sampling and saving, which a step's own seconds leave out

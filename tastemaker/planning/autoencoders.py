@@ -15,6 +15,7 @@ from ..patchgan import PatchGan
 from ..perceptual import TINY, Perceptual, perceptual
 from ..train import memory
 from ..train.critic import ERRORS, PRICES
+from ..train.device_precision import resolve_for_planning
 from ..train.reconstruction import priced
 from ..types import Placement
 from .memory import MOMENTS, Peak, computed
@@ -85,6 +86,7 @@ class Copying:
 
 def peak(config: AutoencoderConfig, world: int = 1) -> Peak:
     """Of a run on so many ranks, once the critic plays its part; sharded where the run is."""
+    config = replace(config, engine=resolve_for_planning(config.engine)[0])
     rows, pixels = share(config, world), size(config)
     with FakeTensorMode(allow_non_fake_inputs=True), replaced():
         run = Copying(config, pixels)

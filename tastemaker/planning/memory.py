@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..config.run import EngineConfig, RunConfig
 from ..objectives.frames import pick
 from ..objectives.reward_gradient import RewardGradient
 from ..train import memory, precision
+from ..train.device_precision import resolve_for_planning
 from ..weights import Full
 from .models import Model, imagined
 from .tracing import flops, traced
@@ -85,6 +86,7 @@ def halves(config: RunConfig) -> tuple[int, int]:
 
 def peak(config: RunConfig, world: int = 1) -> Peak:
     """Of a run on so many ranks; sharded where the run is."""
+    config = replace(config, engine=resolve_for_planning(config.engine)[0])
     with imagined(config, world) as model:
         weights = config.tuning.apply(model.backbone, ())
         net, trainable = weights.net, list(weights.trainable().values())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..models.files import read, write
-from ..pretrained import fill
+from ..pretrained import fill, with_fast_convolutions
 from .art import Style
 
 TINY = "tiny"  # weights that are in no file
@@ -41,7 +41,7 @@ def load(kind: type[N], weights: str | Path, device: torch.device | str = "cpu")
         tensors, config = read(weights)
         net = kind(tuple(config["widths"]))
         fill(net, tensors, weights)
-    return net.to(device).eval().requires_grad_(False)
+    return with_fast_convolutions(net.to(device).eval().requires_grad_(False))
 
 
 @torch.no_grad()

@@ -100,15 +100,22 @@ def asked(prompts: Sequence[str]) -> tuple[str, ...]:
 def letters(invented: bool = False) -> tuple[Tensor, Tensor]:
     """Every word in every font, and each invented one in one of them, as large as fits: ink [.., 1, 24, 52] as bytes
     and its size [.., 2]."""
-    strange = lexicon()[len(WORDS) :] if invented else ()
-    drawn = [_ink(word, font) for word in WORDS for font in FONTS]
-    drawn += [_ink(word, FONTS[k % len(FONTS)]) for k, word in enumerate(strange)]
-    ink = torch.stack([torch.from_numpy(np.array(image)) for image, _ in drawn])
-    return ink[:, None], torch.tensor([size for _, size in drawn], dtype=torch.float32)
+    if invented:
+        known, strange = letters(), lexicon()[len(WORDS) :]
+        more = _drawn([_ink(word, FONTS[k % len(FONTS)]) for k, word in enumerate(strange)])
+        return torch.cat([known[0], more[0]]), torch.cat([known[1], more[1]])
+    return _drawn([_ink(word, font) for word in WORDS for font in FONTS])
+
+
+def _drawn(images: list[tuple[Image.Image, tuple[int, int]]]) -> tuple[Tensor, Tensor]:
+    ink = torch.stack([torch.from_numpy(np.array(image)) for image, _ in images])
+    return ink[:, None], torch.tensor([size for _, size in images], dtype=torch.float32)
 
 
 def _ink(word: str, font: str) -> tuple[Image.Image, tuple[int, int]]:
-    for size in range(30, 5, -1):
+    left, top, right, bottom = _font(font, 30).getbbox(word)
+    room = min(WIDE * SQUEEZE / (right - left), HIGH / (bottom - top))
+    for size in range(min(30, int(30 * room) + 3), 5, -1):  # larger ones do not fit, however they are hinted
         left, top, right, bottom = map(round, _font(font, size).getbbox(word))
         if right - left <= WIDE * SQUEEZE and bottom - top <= HIGH:
             break

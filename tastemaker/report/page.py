@@ -184,7 +184,7 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 def _environment(records: Sequence[Record]) -> str:
     def one(record: Record) -> str:
         rows = [
-            f'<tr><th scope="row">{escape(str(k))}</th><td>{escape(str(v))}</td></tr>'
+            f'<tr><th scope="row">{escape(str(k).replace("_", " "))}</th><td>{escape(str(v))}</td></tr>'
             for k, v in {"directory": record.directory, **record.environment}.items()
         ]
         return _scrolled(f"<tbody>{''.join(rows)}</tbody>", f"Environment of {record.name}")

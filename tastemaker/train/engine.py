@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..config.run import EngineConfig, Optim
 from ..types import Placement
 from ..weights import FullWeights, Partial, TwinWeights, Weights
-from . import context, lean, memory, optimizer, precision, ranks, replay
+from . import context, device_precision, lean, memory, optimizer, precision, ranks, replay
 from .failures import TrainingError, explain
 from .telling import fetched
 
@@ -37,13 +37,14 @@ class Engine:
     """Places weights on devices and ranks, and moves them against their gradients."""
 
     def __init__(self, config: EngineConfig, optim: Optim, steps: int, seed: int) -> None:
-        self.config, self.optim, self.steps, self.seed = config, optim, steps, seed
+        self.optim, self.steps, self.seed = optim, steps, seed
         self.device = precision.choose(config.device, ranks.local_rank())
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.comm, self._started = ranks.join(self.device)
-        precision.check(config, self.device, self.comm.world)
-        self.scaler = precision.Scaler() if config.precision == "fp16" else None
+        self.config, self.precision_choice = device_precision.resolve_precision(config, self.device, self.comm)
+        precision.check(self.config, self.device, self.comm.world)
+        self.scaler = precision.Scaler() if self.config.precision == "fp16" else None
         self.mesh = self._mesh()
         self.rows, self._context = context.by_rows(self.comm, config.context, self.device)  # who has rows of its own
         self._bad = torch.zeros((), device=self.device)  # how many losses since the last update were not finite
@@ -292,9 +293,7 @@ def _copy_snapshots(weights: FullWeights) -> None:
     for name in weights.snapshots:
         weights.snapshots[name] = {
             key: p.detach().to(
-                device="cpu" if weights.host else p.device,
-                dtype=p.dtype if name == "reference" else torch.float32,
-                copy=True,
+                "cpu" if weights.host else p.device, p.dtype if name == "reference" else torch.float32, copy=True
             )
             for key, p in weights.net.named_parameters()
         }

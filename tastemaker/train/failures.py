@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import errno
+import sys
 
-import torch
-
-
-class TrainingError(RuntimeError):
-    """A run that cannot go on, and what to change."""
+from ..errors import TrainingError as TrainingError
 
 
 def explain(error: BaseException) -> str | None:
     """The sentence for an error of the machine, such as full memory or a full disk; None for any other."""
-    if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and "out of memory" in str(error)):
+    torch = sys.modules.get("torch")  # only if something else imported it: a mistyped command does without
+    out_of_memory = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    if out_of_memory or (isinstance(error, RuntimeError) and "out of memory" in str(error)):
         found = ". ".join(str(error).split(". ")[:2])
         return (
             f"out of device memory ({found}): lower batch.microbatch, set engine.memory to recompute or offload, "

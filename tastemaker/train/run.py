@@ -59,7 +59,7 @@ class Run:
         numbers = torch.arange(first, first + rows, device=self.engine.device)
         rng = Randomness(self.seed, step, numbers)
         held = (self.engine.rows, self.memory)
-        return Context(self.policy, self.rubric, rng, *held, chunk=self.batch.rollout, first=first)
+        return Context(self.policy, self.rubric.for_training(), rng, *held, chunk=self.batch.rollout, first=first)
 
     def asked(self, count: int) -> PromptBatch:
         """Prompts to look at, always the same; where pictures are learned from, with the picture rewards ask for."""

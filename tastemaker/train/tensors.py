@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..errors import CheckpointError as CheckpointError
+
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -30,10 +32,6 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read, and what to do."""
 
 
 class Damaged(CheckpointError):

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_every_way_tells_its_speed_and_its_parts(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, str(ROOT / "bench/geneval.py"), "--tiny", "--out", str(out)]

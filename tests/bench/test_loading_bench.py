@@ -3,9 +3,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_bench_of_loading_runs_at_small_size(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench" / "loading.py"), "--count", "8", "--out", "loading.json"]
     settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""}

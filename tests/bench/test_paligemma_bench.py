@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_every_way_to_write_is_measured_and_writes_the_same(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, str(ROOT / "bench/paligemma.py"), "--tiny", "--out", str(out)]

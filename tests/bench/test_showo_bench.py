@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_every_way_to_paint_candidates_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, str(ROOT / "bench/showo.py"), "--tiny", "--out", str(out)]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tastemaker.cli import FAILURE, MISTAKE, main
 from tastemaker.commands.asking import answered
 from tastemaker.data.prompt_sets import PromptSet
+from tastemaker.doctor.finding import passed
 from tastemaker.registry import ConfigError
 
 QUICK = ["steps=4", "sample.every=2", "checkpoint.every=2", "batch.prompts=4", "objective.group=4"]
@@ -54,10 +55,7 @@ def test_training_leaves_metrics_samples_and_checkpoints():
 def test_the_same_command_goes_on_where_a_run_stopped():
     assert run("train", "grpo-toy-flow", *QUICK, "name=whole") == 0
     assert run("train", "grpo-toy-flow", *QUICK, "name=parts") == 0
-    for part in ("step-000004",):
-        for file in sorted(Path(f"runs/parts/checkpoints/{part}").rglob("*"), reverse=True):
-            file.rmdir() if file.is_dir() else file.unlink()
-        Path(f"runs/parts/checkpoints/{part}").rmdir()
+    shutil.rmtree("runs/parts/checkpoints/step-000004")
     assert run("train", "grpo-toy-flow", *QUICK, "name=parts") == 0
     whole, parts = weights("whole", 4), weights("parts", 4)
     assert all(whole[key].equal(parts[key]) for key in whole)
@@ -277,13 +275,26 @@ def test_help_explains_every_command(command, capsys):
     assert "Usage" in told and len(told) > 300
 
 
-def test_the_doctor_prints_a_line_for_every_proof(capsys):
+@pytest.fixture
+def one_process(monkeypatch):
+    """The doctor without its proof on two ranks, which starts two programs; tests/doctor runs that one."""
+    monkeypatch.setattr("tastemaker.doctor.ranks.two_ranks", lambda *_: passed("ranks", "left out"))
+
+
+def test_the_doctor_prints_a_line_for_every_proof(one_process, capsys):
     assert run("doctor", "grpo-toy-flow", "--tiny") == 0
     told = capsys.readouterr().out
     assert told.count("pass") + told.count("skip") >= 10 and "every proof that applies holds" in told
 
 
-def test_the_doctor_fails_with_what_to_do(capsys):
+def test_the_doctor_fails_with_what_to_do(one_process, capsys):
     assert run("doctor", "grpo-toy-flow", "model={type: 'faults:WrongRange'}") == FAILURE
     told = capsys.readouterr().out
     assert "FAIL" in told and "must take and give [0, 1]" in told
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_doctor_compares_two_ranks_with_one(capsys):
+    assert run("doctor", "grpo-toy-flow", "--tiny") == 0
+    assert "ranks" in capsys.readouterr().out

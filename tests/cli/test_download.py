@@ -118,6 +118,7 @@ def cached(home: Path, name: str) -> Path:
     return home / "hub/models--somebody--model/snapshots" / COMMIT / name
 
 
+@pytest.mark.slow
 def test_a_file_is_fetched_once_and_then_found_without_the_hub(hub: str, tmp_path: Path) -> None:
     code, told = download(hub, tmp_path, "somebody/model/model.safetensors")
     assert code == 0 and "somebody/model" in told and "model.safetensors is in" in told
@@ -127,6 +128,7 @@ def test_a_file_is_fetched_once_and_then_found_without_the_hub(hub: str, tmp_pat
     assert code == 0 and len(Hub.asked) == asked
 
 
+@pytest.mark.slow
 def test_of_a_whole_repository_the_weights_are_fetched_once(hub: str, tmp_path: Path) -> None:
     code, told = download(hub, tmp_path, "somebody/model")
     assert code == 0
@@ -137,6 +139,7 @@ def test_of_a_whole_repository_the_weights_are_fetched_once(hub: str, tmp_path: 
     assert code == 0 and str(cached(tmp_path, "")).rstrip("/") in told
 
 
+@pytest.mark.slow
 def test_a_download_that_broke_off_is_gone_on_with(hub: str, tmp_path: Path) -> None:
     Hub.break_after = 15_000_000
     code, told = download(hub, tmp_path, "somebody/model/model.safetensors")
@@ -148,13 +151,15 @@ def test_a_download_that_broke_off_is_gone_on_with(hub: str, tmp_path: Path) -> 
     assert any("bytes=" in line for line in Hub.asked)
 
 
-def test_listing_fetches_nothing(hub: str, tmp_path: Path) -> None:
-    code, told = download(hub, tmp_path, "hps", "{type: clip, weights: somebody/model}", "--list")
+def test_listing_tells_licences_in_full_and_fetches_nothing(hub: str, tmp_path: Path) -> None:
+    code, told = download(hub, tmp_path, "hps", "{type: clip, weights: somebody/model}", "flux", "--list")
     assert code == 0 and Hub.asked == []
+    assert "FLUX.1 [dev] Non-Commercial License" in told
     for word in ("xswu/HPSv2", "HPS_v2.1_compressed.pt", "2 GB", "Apache-2.0", "somebody/model", "all of it", "no"):
         assert word in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -167,15 +172,15 @@ def test_what_the_hub_does_not_have_is_a_sentence(hub: str, tmp_path: Path, name
     assert code == 1 and sentence in told
 
 
+@pytest.mark.slow
 def test_weights_to_be_asked_for_say_where(hub: str, tmp_path: Path) -> None:
     Hub.gated = True
     code, told = download(hub, tmp_path, "somebody/model/model.safetensors")
     assert code == 1 and "given only to those who asked; ask for it at https://huggingface.co/somebody/model" in told
 
 
-@pytest.mark.parametrize(
-    "offline", [pytest.param("0", marks=pytest.mark.slow), "1"], ids=["unreachable", "offline"]
-)  # the hub's client tries for half a minute
+@pytest.mark.slow
+@pytest.mark.parametrize("offline", ["0", "1"], ids=["unreachable", "offline"])
 def test_without_a_network_there_is_one_sentence(tmp_path: Path, offline: str) -> None:
     nowhere = "http://127.0.0.1:9"
     code, told = download(nowhere, tmp_path, "somebody/model/model.safetensors", HF_HUB_OFFLINE=offline)
@@ -205,11 +210,6 @@ def test_the_version_and_the_kind_of_a_network_name_what_is_fetched() -> None:
     assert files("detection") == {"hustvl/yolos-base"}
     assert files("{type: detection, weights: IDEA-Research/grounding-dino-base}") == {DINO.hub}
     assert needed("{type: detection, weights: IDEA-Research/grounding-dino-base}") == [DINO]
-
-
-def test_a_licence_is_told_in_full(hub: str, tmp_path: Path) -> None:
-    code, told = download(hub, tmp_path, "flux", "--list")
-    assert code == 0 and "FLUX.1 [dev] Non-Commercial License" in told
 
 
 def test_recipes_models_and_ids_of_the_hub_are_known() -> None:

@@ -66,6 +66,8 @@ def on_ranks(count: int, *arguments: str) -> None:
         assert process.returncode == 0, words
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_two_ranks_make_the_pictures_of_one(tmp_path: Path) -> None:
     Path("prompts.txt").write_text("\n".join(f"a {name}" for name in ("red", "blue", "green", "white", "red")))
     asked = ["generate", "grpo-toy-flow", "--prompts", "prompts.txt", "--count", "3", "--device", "cpu"]

@@ -153,6 +153,8 @@ def test_who_cannot_label_is_told_before_anything_is_sampled(
     assert not Path("ranked").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_two_ranks_make_the_lessons_of_one() -> None:
     assert run(*SHORT, "--out", "one") == 0
     on_ranks(2, *SHORT, "batch.rollout=5", "--out", "two")
@@ -161,6 +163,8 @@ def test_two_ranks_make_the_lessons_of_one() -> None:
     assert files("one").keys() == files("two").keys()
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_labels_of_a_rank_that_is_late_are_waited_for() -> None:
     Path("late.py").write_text(LATE)
     on_ranks(2, *SHORT, "--by", "{type: 'late:Late'}", "--out", "ranked")

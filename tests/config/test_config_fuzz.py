@@ -138,7 +138,7 @@ def outcome(data: object) -> str:
     return "valid"
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_spoiled_configurations_give_sentences_or_are_valid(count: int) -> None:
     brief = [read(name) for name in runnable()]
     recipes = brief + [resolve(validate(data)) for data in brief]  # the latter have every setting written out
@@ -155,11 +155,10 @@ def test_spoiled_configurations_give_sentences_or_are_valid(count: int) -> None:
     assert time.process_time() - start < 90
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_spoiled_text_gives_sentences_or_is_read(seed: int) -> None:
-    rng = random.Random(seed)
+def test_spoiled_text_gives_sentences_or_is_read() -> None:
+    rng = random.Random(0)
     texts = [path.read_text() for path in sorted(RECIPES.rglob("*.yaml"))]
-    for _ in range(300):
+    for _ in range(600):
         text = list(rng.choice(texts))
         for _ in range(rng.choice((1, 2, 5))):
             place = rng.randrange(len(text))

@@ -48,7 +48,7 @@ def sentences(*overrides: str, recipe: str = "grpo-toy-flow") -> list[str]:
         ),
         (
             "engine.precision=bf61",
-            "engine.precision: expected 'fp32', 'tf32', 'fp16' or 'bf16', found 'bf61'; did you mean 'bf16'?",
+            "engine.precision: expected 'auto', 'fp32', 'tf32', 'fp16' or 'bf16', found 'bf61'; did you mean 'bf16'?",
         ),
         ("rewards=[]", "rewards: expected a mapping, found a list"),
         ("rewards.color.wieght=2", "rewards.color: unknown key 'wieght'; did you mean 'weight'?"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tastemaker.config.load import load
-from tastemaker.data.prompt_sets import PromptSet, article, functions, made, sets, shares, words
+from tastemaker.data.prompt_sets import PromptSet
+from tastemaker.data.prompt_templates import article, functions, made, sets, shares, words
 from tastemaker.data.prompts import PromptFile
 from tastemaker.registry import ConfigError
 from tastemaker.rewards.actpred import Actpred

@@ -1,4 +1,4 @@
-"""No recipe is only listed: each is examined and trained for two steps, at tiny size."""
+"""No recipe is only listed: each is examined by the doctor or trained for two steps, at tiny size."""
 
 import re
 
@@ -11,34 +11,44 @@ from tastemaker.train import autoencoder
 from tastemaker.train.events import Updated
 from tastemaker.train.loop import train
 
-# Tiny versions of published networks have all their parts, and take their time; the playground's are many.
-FAST = {recipe for recipe in runnable() if "toy" in recipe} | {"reward-gradient-playground", "nft-playground"}
-ALIKE = {name for name in runnable() if name.startswith("vader-") and not re.fullmatch(r"vader-\w+-hps", name)}
-# One of each objective and of each family are examined every time; all of them are trained.
-FIRST = {f"{name}-toy-flow" for name in ("grpo", "dpo", "nft", "srpo", "draft")} | {
-    "grpo-toy-causal", "grpo-toy-masked", "grpo-toy-video", "ddpo-toy-epsilon", "cca-toy-causal",
-    "reward-gradient-playground",
+# Of VADER's, which differ in their rewards alone, one for each model.
+RECIPES = [name for name in runnable() if not name.startswith("vader-") or re.fullmatch(r"vader-\w+-hps", name)]
+# Examined every time: a policy gradient on each kind of process, and a gradient through the reward.
+EXAMINED_FIRST = {"grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "draft-toy-flow"}
+# One of each objective on each kind of process, at the size of toys and of the playground's networks ...
+EXAMINED_TOYS = {
+    "cca-toy-causal", "ddpo-toy-causal", "ddpo-toy-epsilon", "dpo-toy-flow", "dpo-toy-masked", "dpo-toy-causal",
+    "forced-grpo-toy-causal", "grpo-lora-toy-flow", "grpo-toy-video", "likelihood-toy-epsilon", "mixgrpo-toy-flow",
+    "nft-toy-flow", "refl-toy-epsilon", "srpo-toy-flow", "dpo-playground-masked", "grpo-playground-causal",
+    "nft-playground", "reward-gradient-playground-video",
 }  # fmt: skip
-RECIPES = [  # of VADER's, which differ in their rewards alone, one for each model
-    pytest.param(recipe, marks=() if recipe in FAST else pytest.mark.slow)
-    for recipe in runnable()
-    if recipe not in ALIKE
-]
+# ... and one published network of each kind: transformers and U-Nets of pictures and of clips, and of tokens.
+EXAMINED_PUBLISHED = {
+    "dpo-showo", "draft-sd15", "flowgrpo-sd35", "grpo-llamagen", "mixgrpo-flux", "reward-gradient-dit-folder",
+    "vader-modelscope-hps", "vader-wan-hps",
+}  # fmt: skip
+EXAMINED = EXAMINED_FIRST | EXAMINED_TOYS | EXAMINED_PUBLISHED
+TRAINED_FIRST = {name for name in RECIPES if "toy" in name} - EXAMINED_FIRST - {"cca-toy-causal", "srpo-toy-flow"}
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(*each.values, marks=() if each.values[0] in FIRST else pytest.mark.slow) for each in RECIPES],
-)
+def tiers(first: set[str], slow: set[str]) -> list[object]:
+    """Every recipe, those of neither set in complete sweeps alone."""
+    assert first | slow <= set(RECIPES)
+    marks = {name: () if name in first else pytest.mark.slow if name in slow else pytest.mark.long for name in RECIPES}
+    return [pytest.param(name, marks=each) for name, each in marks.items()]
+
+
+@pytest.mark.parametrize("recipe", tiers(EXAMINED_FIRST, EXAMINED))
 def test_every_recipe_is_sound(recipe):
     findings = list(examine(load(recipe), tiny=True))
     assert len(findings) == 10
     assert [found for found in findings if found.verdict == "fail"] == []
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", tiers(TRAINED_FIRST, set(RECIPES) - EXAMINED))
 def test_every_recipe_trains(recipe, tmp_path):
-    run = build(load(recipe, ["steps=2", "sample.every=1"]), tmp_path / "run", tiny=True)
+    few = ["steps=2", "sample.every=2", "sample.count=2", "guard.every=0"]
+    run = build(load(recipe, few), tmp_path / "run", tiny=True)
     before = {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
     updates = [event for event in train(run) if isinstance(event, Updated)]
     assert [event.step for event in updates] == [1, 2]
@@ -49,7 +59,7 @@ AUTOENCODERS = sorted(set(trainable()) - set(runnable()) - set(teaching()))
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[] if "playground" in name else pytest.mark.slow) for name in AUTOENCODERS]
+    "recipe", [pytest.param(name, marks=[] if name == "playground-vae" else pytest.mark.slow) for name in AUTOENCODERS]
 )
 def test_every_recipe_of_an_autoencoder_trains(recipe, tmp_path):
     config = shrunk_any(load_any(recipe, ["steps=2", "sample.every=1", "rows=4"]))

@@ -13,7 +13,7 @@ from tastemaker.cli import app
 from tastemaker.config.load import load
 from tastemaker.models import flux, sd3
 from tastemaker.models.sizes import FLUX_DEV, SD35_MEDIUM, SIZES
-from tastemaker.planning.memory import peak, rows
+from tastemaker.planning.memory import EYES, Peak, peak, rows
 from tastemaker.planning.tracing import flops, traced
 from tastemaker.registry import ConfigError
 
@@ -25,6 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Generators of the published kinds whose sizes can be gone through in a moment."""
     monkeypatch.setitem(SIZES, DEV, {**FLUX_DEV, "transformer": flux.SMALL["transformer"], "vae": flux.SMALL["vae"]})
     monkeypatch.setitem(SIZES, MEDIUM, {**SD35_MEDIUM, "transformer": sd3.SMALL["transformer"]})
+    monkeypatch.setitem(EYES, "num_hidden_layers", 2)
 
 
 def test_what_is_held_at_the_peak_is_counted_and_what_is_dropped_is_not() -> None:
@@ -56,24 +57,29 @@ def test_attention_takes_no_matrix_of_queries_and_keys_and_its_work_is_counted()
             assert flops(lambda: functional.scaled_dot_product_attention(*parts)) == 4 * 2 * 4096**2 * 64
 
 
+def planned(*overrides: str, world: int = 1) -> Peak:
+    """Of SRPO on a small Flux."""
+    asked = ["model.height=64", "model.width=64", "model.words=16", "rewards.hps=null", "objective.relative=false"]
+    return peak(load("srpo-flux-hps", [*asked, "batch.microbatch=8", *overrides]), world)
+
+
 @pytest.mark.usefixtures("small")
 def test_memory_follows_what_is_asked_for() -> None:
-    overrides = ["model.height=64", "model.width=64", "model.words=16", "rewards={}", "objective.relative=false"]
+    plain = planned("optim.moments=fp32")
+    assert plain.moments == 4 * plain.weights
+    other = planned("optim.moments=int8", "engine.trainable=fp32", "ema=0.9")
+    assert other.moments < 0.26 * plain.moments
+    assert other.weights == 2 * plain.weights == other.snapshots
+    assert planned("engine.memory=keep").training > plain.training
+    assert planned("objective.merged=false").training < plain.training
 
-    def found(*more: str) -> dict[str, float]:
-        return vars(peak(load("srpo-flux-hps", [*overrides, "batch.microbatch=8", *more])))
 
-    plain = found("optim.moments=fp32")
-    assert plain["moments"] == 4 * plain["weights"]
-    assert found("optim.moments=int8")["moments"] < 0.26 * plain["moments"]
-    assert found("engine.trainable=fp32")["weights"] == 2 * plain["weights"]
-    assert found("engine.memory=keep")["training"] > plain["training"]
-    assert found("objective.merged=false")["training"] < plain["training"]
-    assert found("ema=0.9")["snapshots"] == 2 * plain["weights"]
-    adapted = found("tuning={type: lora, rank: 4}")
-    assert adapted["gradients"] < plain["gradients"]
-    halved = vars(peak(load("srpo-flux-hps", [*overrides, "engine.strategy=fsdp"]), world=2))
-    assert halved["weights"] == plain["weights"] / 2
+@pytest.mark.slow
+@pytest.mark.usefixtures("small")
+def test_adapters_have_smaller_gradients_and_shards_half_the_weights() -> None:
+    plain = planned()
+    assert planned("tuning={type: lora, rank: 4}").gradients < plain.gradients
+    assert planned("engine.strategy=fsdp", world=2).weights == plain.weights / 2
 
 
 def test_rows_at_once_count_branches_and_guidance() -> None:

@@ -82,6 +82,7 @@ def test_an_autoencoder_that_is_not_here_is_taken_to_be_stable_diffusions() -> N
     assert found.frozen == pytest.approx(4 * 83_653_863, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_aligning_a_dit_is_planned_with_the_way_through_its_autoencoder(plain: Peak) -> None:
     found = planned("batch.prompts=4", recipe="reward-gradient-dit-folder")
     assert found.sampling > 0 and found.training > plain.training / 2
@@ -101,12 +102,14 @@ def test_an_autoencoder_is_counted_with_its_critic_and_what_judges_its_copies() 
     assert alone.training < found.training and alone.learning < found.learning
 
 
+@pytest.mark.slow
 def test_rows_at_once_decide_what_an_autoencoder_takes() -> None:
     whole, parts = copying("loss.lpips=0", "critic=null"), copying("loss.lpips=0", "critic=null", "microbatch=2")
     assert parts.training < 0.4 * whole.training and parts.learning == whole.learning
     assert copying("loss.lpips=0", "critic=null", world=2).learning == whole.learning / 2
 
 
+@pytest.mark.slow
 def test_a_tokenizer_can_be_planned_too() -> None:
     config = load_any("playground-vq", ["rows=2"])
     assert isinstance(config, AutoencoderConfig)

@@ -26,9 +26,8 @@ def planned(name: str, *overrides: str) -> Peak:
     return peak(load(name, ["rewards.hps=null", *overrides]))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "hunyuanvideo" else [pytest.mark.slow]) for name in SMALL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
 def test_longer_clips_take_more_and_weigh_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hub, sizes, lengths = SMALL[name]
     monkeypatch.setitem(SIZES, hub, sizes)

@@ -29,6 +29,7 @@ def test_a_cache_holds_keys_and_values_of_every_place_of_every_row() -> None:
     assert planned("grpo-llamagen", *LLAMAGEN, "engine.precision=fp32", "guidance.scale=1").cache == found.cache / 2
 
 
+@pytest.mark.slow
 def test_weights_of_another_precision_are_copied_for_writing() -> None:
     width, depth, _ = WIDTHS["tiny"]
     hidden = 96
@@ -46,6 +47,7 @@ def test_writing_reads_all_weights_and_the_cache_once_a_token() -> None:
     assert planned("llamagen-pretrain", *LLAMAGEN).moved == 0
 
 
+@pytest.mark.slow
 def test_where_weights_lie_apart_no_cache_is_kept_but_one_is_grown() -> None:
     sharded = [*LLAMAGEN, "engine.strategy=fsdp", "process.replay=false"]
     alone = planned("grpo-llamagen", *sharded)
@@ -54,6 +56,7 @@ def test_where_weights_lie_apart_no_cache_is_kept_but_one_is_grown() -> None:
     assert apart.rollout > alone.rollout
 
 
+@pytest.mark.slow
 def test_many_logits_are_never_held_at_once() -> None:
     """Of 16384 codes, sixteen sequences have 256 MiB of logits in float32, and a gradient has as many."""
     large = [*LLAMAGEN, "model.codes=16384", "batch.microbatch=16", "guidance.scale=1", "engine.precision=fp32"]
@@ -62,6 +65,7 @@ def test_many_logits_are_never_held_at_once() -> None:
     assert planned("grpo-llamagen", *large, "engine.strategy=fsdp", world=2).training > 2 * 256 * 2**20
 
 
+@pytest.mark.slow
 def test_teacher_forcing_reads_a_group_once_and_has_no_cache() -> None:
     found = planned("grpo-llamagen-tf", *LLAMAGEN, "rewards.mse.type=mse")
     assert found.cache == 0 == found.moved
@@ -77,11 +81,15 @@ def test_work_of_a_sequence_is_two_operations_a_weight_and_token() -> None:
     assert found.weights == 4 * 110_888_448
 
 
-def test_a_masked_generator_is_planned_by_its_steps_and_by_pairs() -> None:
+def test_sampling_of_a_masked_generator_is_planned_by_its_steps() -> None:
+    short, long = (planned("dpo-iter-showo", *SHOWO, f"process.steps={steps}") for steps in (9, 18))
+    assert long.sampling == pytest.approx(2 * short.sampling) and long.sampling > 0
+
+
+@pytest.mark.slow
+def test_pairs_of_a_masked_generator_are_planned_without_sampling() -> None:
     pairs = planned("dpo-showo", *SHOWO)
     assert pairs.sampling == 0 < pairs.learning
-    longer = planned("dpo-iter-showo", *SHOWO, "process.steps=36").sampling
-    assert longer == pytest.approx(2 * planned("dpo-iter-showo", *SHOWO).sampling)
     scored = planned("dpo-showo", *SHOWO, "model.scored=sequence")  # among 58498 ids instead of 8192
     assert scored.training > 2 * pairs.training
 
@@ -95,6 +103,7 @@ def test_learning_without_guidance_takes_one_row_where_sampling_takes_two() -> N
     assert (found.rollout, found.training) == (8, 4)
 
 
+@pytest.mark.slow
 def test_qwen_image_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {**QWEN_IMAGE, "transformer": qwen_image.SMALL["transformer"], "vae": qwen_image.SMALL["vae"]}
     monkeypatch.setitem(SIZES, QWEN, small)

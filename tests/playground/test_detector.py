@@ -51,7 +51,7 @@ def test_the_loss_is_least_at_the_truth() -> None:
     maps = [torch.zeros(1, channels, CELLS, CELLS) for channels in (48, 10, 2, 2)]
     leaves = [m.requires_grad_() for m in maps]
     optimizer = torch.optim.Adam(leaves, 0.1)
-    for _ in range(300):
+    for _ in range(150):
         optimizer.zero_grad()
         loss(Maps(*leaves), scenes).sum().backward()
         optimizer.step()
@@ -66,11 +66,11 @@ def test_a_small_detector_learns_the_scenes_it_is_shown() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = Detector((16, 32, 32))
-    captions = draw(rows(32))
-    scenes = arrange(captions, rows(32))
-    lesson = {"pixels": painted(scenes, rows(32)), "scenes": scenes}
-    optimizer = torch.optim.AdamW(net.parameters(), 3e-3, betas=(0.9, 0.98))
-    for _ in range(60):
+    captions = draw(rows(8))
+    scenes = arrange(captions, rows(8))
+    lesson = {"pixels": painted(scenes, rows(8)), "scenes": scenes}
+    optimizer = torch.optim.AdamW(net.parameters(), 5e-3, betas=(0.9, 0.98))
+    for _ in range(40):
         update(Detecting(net), lesson, optimizer, cuda=False)
     with torch.no_grad():
         told = examine_detector(net, lesson["pixels"], scenes, captions, ~doubtful(scenes, captions))
@@ -80,7 +80,7 @@ def test_a_small_detector_learns_the_scenes_it_is_shown() -> None:
 
 @pytest.mark.parametrize("name", list(COURSES))
 def test_every_judge_can_be_trained_written_and_read_back(name: str, tmp_path: Path) -> None:
-    arguments = [name, "--tiny", "--steps", "2", "--batch", "16", "--lesson", "16", "--exam", "32", "--device", "cpu"]
+    arguments = [name, "--tiny", "--steps", "2", "--batch", "8", "--lesson", "8", "--exam", "8", "--device", "cpu"]
     train_judges.main([*arguments, "--out", str(tmp_path)])
     (file,) = tmp_path.iterdir()
     net = load(COURSES[name][1], file)

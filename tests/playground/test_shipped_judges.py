@@ -30,12 +30,15 @@ def shipped(name: str, seed: int) -> Course[Any]:
     return make(load(kind, file_of(name, seed, WEIGHTS)))
 
 
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few scenes", "many scenes"])
 @pytest.mark.parametrize(("name", "seed"), EVERYONE)
-def test_a_shipped_judge_does_what_was_aimed_at(name: str, seed: int) -> None:
+def test_a_shipped_judge_meets_its_accuracy_targets_on_fresh_scenes(name: str, seed: int, few: bool) -> None:
+    """A broken judge fails on few scenes already; many scenes tell one that got worse by some percent."""
     course = shipped(name, seed)
-    count = 1024 if course.frames == 1 else 256
-    told = examine(course, "noto", count, torch.device("cpu"), at_once=count // 4)
-    assert {key for key, aim in AIMS[name].items() if told[key] < aim} == set(), told
+    count = (64 if few else 1024) // (1 if course.frames == 1 else 2 if few else 4)
+    allowed = 2 / count if few else 0.0  # two scenes
+    shares = examine(course, "noto", count, torch.device("cpu"), at_once=64)
+    assert {key for key, aim in AIMS[name].items() if shares[key] < aim - allowed} == set(), shares
 
 
 def test_the_shipped_judges_are_no_larger_than_agreed() -> None:

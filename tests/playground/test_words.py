@@ -111,11 +111,10 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("spec", "world"), [(SPECS[0], 2), *((spec, 3) for spec in SPECS)])
 def test_the_shares_of_all_ranks_are_the_batch_of_one(spec: DataSpec, world: int) -> None:
     data = spec.load(5)
-    for step in (0, 3):
+    for step in (0, 2):
         whole = data.batch(step, 7, 0, 1)
         assert isinstance(whole, spec.yields) and len(whole) == 7
         assert equal(concatenate([data.batch(step, 7, rank, world) for rank in range(world)]), whole)
@@ -133,7 +132,7 @@ def test_the_first_prompts_are_always_the_same(spec: DataSpec) -> None:
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_data_of_a_split_is_of_it(split: Split) -> None:
     for spec in (PlaygroundScenes(split=split, device="cpu"), PlaygroundPrompts(split=split)):
-        captions = parse(spec.load(0).batch(0, 400, 0, 1).prompts)
+        captions = parse(spec.load(0).batch(0, 150, 0, 1).prompts)
         assert (captions.held_out() == (split == "held_out"))[captions.task != 0].all()
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from tastemaker.observe import grids
 from tastemaker.observe.grids import Grids
 from tastemaker.observe.jsonl import JsonLines
 from tastemaker.train.events import Event, Finished, Guarded, Sampled, Started, Updated
@@ -49,15 +52,25 @@ def events(directory: Path, held: float, *, steps: int = 60, frames: int = 1, gu
     return [*told, Finished(steps, "done")]
 
 
+@cache
+def recorded(held: float, movies: str, settings: tuple[tuple[str, Any], ...]) -> dict[str, bytes]:
+    """The files that observers write of such a run, by their paths."""
+    with TemporaryDirectory() as folder:
+        observers = (JsonLines(), Grids())
+        for event in events(Path(folder), held, **dict(settings)):
+            for observer in observers:
+                observer.see(event)
+        for observer in observers:
+            observer.close()
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def fabricate(directory: Path, held: float, **settings: Any) -> Path:
     """The directory of such a run."""
-    directory.mkdir(parents=True)
-    observers = (JsonLines(), Grids())
-    for event in events(directory, held, **settings):
-        for observer in observers:
-            observer.see(event)
-    for observer in observers:
-        observer.close()
+    for name, content in recorded(held, grids.clip_suffix(), tuple(settings.items())).items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
     (directory / "config.yaml").write_text(CONFIG % directory.name, encoding="utf-8")
     (directory / "environment.json").write_text(json.dumps({"torch": "9.9.9", "device": "abacus"}), encoding="utf-8")
     return directory

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from talkers import MAKERS, made
+from talkers import FAMILIES
 
 from tastemaker.cli import FAILURE, MISTAKE, main
 from tastemaker.pictures import save_picture
@@ -25,12 +25,7 @@ QUESTIONS = ["What is this?", "Describe the picture in a few words.", "How many?
 SHORT = Manner(tokens=6)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return made(tmp_path_factory.mktemp)
-
-
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_answers_a_batch_as_it_answers_one_by_one(family: str, folders: dict[str, Path]) -> None:
     model = chat(str(folders[family]), Placement())
     for manner in (SHORT, Manner(temperature=0.7, top_p=0.9, tokens=6, seed=3)):
@@ -40,7 +35,7 @@ def test_a_family_answers_a_batch_as_it_answers_one_by_one(family: str, folders:
         assert len(set(together)) > 1  # pictures and questions are seen and heard
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_begins_with_the_likeliest_token(family: str, folders: dict[str, Path]) -> None:
     model = chat(str(folders[family]), Placement())
     first = model.ask(PICTURES, [(f"<image>\n{question}",) for question in QUESTIONS]).logits.argmax(-1)

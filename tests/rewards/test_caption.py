@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from talkers import paligemma
 from torch import Tensor
 
 from tastemaker.cli import MISTAKE, main
@@ -17,18 +16,14 @@ from tastemaker.commands.captioning import Wish, caption, present
 from tastemaker.data.gallery import Gallery
 from tastemaker.data.pictures import PictureFolder
 from tastemaker.pictures import save_picture
-from tastemaker.rewards.nets.hub import silence
 
 # PaliGemma's processor itself asks numpy for what it will no longer do.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("paligemma")
-    with silence():
-        paligemma(path)
-    return path
+@pytest.fixture
+def model(folders: dict[str, Path]) -> Path:
+    return folders["paligemma"]
 
 
 @pytest.fixture

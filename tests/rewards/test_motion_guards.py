@@ -39,8 +39,10 @@ def flicker(clips: Tensor) -> float:
     return Flicker().score(clips, [""] * len(clips), [{}] * len(clips)).item()
 
 
-@pytest.mark.parametrize("patch", [8, 16, 40])
-@pytest.mark.parametrize(("across", "down"), [(4, 3), (-8, 8), (12, 16), (0, -24)])
+@pytest.mark.parametrize(
+    ("across", "down", "patch"),
+    [(4, 3, 16), (-8, 8, 16), (0, -24, 16), (12, 16, 8), (12, 16, 40), (-8, 8, 8)],
+)
 def test_a_known_pan_is_measured_to_a_sixth_of_its_length(across: int, down: int, patch: int) -> None:
     true = 100 * math.hypot(across, down) / SIDE  # hundredths of the side
     assert dynamics(panned(across, down, patch)) == pytest.approx(true, rel=1 / 6)
@@ -53,7 +55,7 @@ def test_the_direction_of_a_pan_is_found_too() -> None:
 
 
 def test_more_motion_scores_more_and_a_frozen_clip_nothing() -> None:
-    scores = [dynamics(panned(step, 0)) for step in (0, 1, 3, 6, 12, 24)]
+    scores = [dynamics(panned(step, 0)) for step in (0, 1, 6, 24)]
     assert scores[0] == 0 and scores == sorted(scores)
 
 

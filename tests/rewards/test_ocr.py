@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tastemaker.ocr import Engine, edits, likeness
@@ -19,12 +18,10 @@ from tastemaker.reward import Graded, RewardError, Rubric
 from tastemaker.rewards.ocr import Ocr, asked
 from tastemaker.types import Facts, Placement
 
-SHORT = st.text("ABC", max_size=6)
-
 
 @pytest.fixture(scope="module")
 def signs() -> tuple[Tensor, list[str], tuple[Facts, ...]]:
-    rng = Randomness(4, 0, torch.arange(48))
+    rng = Randomness(4, 0, torch.arange(20))
     places = words.draw(rng, "held_out")
     return SignPainter().paint(places, rng), list(words.texts(places)), words.facts(places)
 
@@ -37,10 +34,11 @@ def test_real_signs_are_read_and_say_nothing_else(signs: tuple[Tensor, list[str]
     pixels, prompts, facts = signs
     right = rubric(Ocr(strict=True)).score(pixels, prompts, facts).total
     assert (right == 1).float().mean() >= 0.95 and right.mean() >= 0.98
-    wrong = rubric(Ocr(strict=True)).score(pixels, prompts[1:] + prompts[:1], facts[1:] + facts[:1]).total
+    wrong = rubric(Ocr(strict=True)).score(pixels[:5], prompts[1:6], facts[1:6]).total
     assert wrong.mean() < 0.3 and wrong.min() >= 0
 
 
+@pytest.mark.slow
 def test_signs_are_read_in_every_font() -> None:
     places = words.draw(Randomness(5, 0, torch.arange(6)), "train").repeat_interleave(20)
     painter, rng = SignPainter(), Randomness(5, 0, torch.arange(120))
@@ -51,14 +49,14 @@ def test_signs_are_read_in_every_font() -> None:
 
 
 def test_the_quoted_text_of_a_prompt_is_as_good_as_a_fact(signs: tuple[Tensor, list[str], tuple[Facts, ...]]) -> None:
-    pixels, prompts, facts = (part[:6] for part in signs)
+    pixels, prompts, facts = (part[:3] for part in signs)
     known, alone = (rubric(Ocr()).score(pixels, prompts, some).total for some in (facts, ()))
     assert torch.equal(known, alone)
     assert asked('A neon "Open  Late" sign', {}) == "openlate" and asked("a sign", {"text": "No Way"}) == "noway"
 
 
 def test_of_a_clip_every_frame_counts(signs: tuple[Tensor, list[str], tuple[Facts, ...]]) -> None:
-    pixels, prompts, facts = (part[:4] for part in signs)
+    pixels, prompts, facts = (part[:2] for part in signs)
     clip = torch.cat([pixels, torch.full_like(pixels, 0.5)], 1)
     still, moving = (rubric(Ocr()).score(frames, prompts, facts).total for frames in (pixels, clip))
     torch.testing.assert_close(moving, still / 2)
@@ -72,7 +70,7 @@ def test_what_else_is_written_is_forgiven_by_the_published_rule_only() -> None:
     assert lenient == 1 and strict == 0
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 90), (64, 64), (200, 40)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 90), (200, 40)])
 def test_nothing_is_read_where_nothing_is_written(shape: tuple[int, int]) -> None:
     pixels = torch.full((2, 1, 3, *shape), 0.5)
     assert rubric(Ocr()).score(pixels, ['"HOUSE"'] * 2).total.tolist() == [0, 0]
@@ -98,12 +96,14 @@ def test_the_small_one_tells_pictures_apart_that_say_nothing() -> None:
     assert 0.05 < score.mean() < 0.6 and score.std() > 0.1
 
 
-@given(SHORT, SHORT, SHORT)
-def test_edits_are_a_distance(one: str, two: str, three: str) -> None:
-    assert edits(one, two) == edits(two, one) <= max(len(one), len(two))
-    assert (edits(one, two) == 0) == (one == two)
-    assert edits(one, three) <= edits(one, two) + edits(two, three)
-    assert edits(one, one + "A") == 1 and edits("B" + one, one) == 1
+def test_edits_are_a_distance() -> None:
+    texts = ["".join(letters) for length in range(5) for letters in product("AB", repeat=length)] + ["ABC", "CAB", "CC"]
+    apart = torch.tensor([[edits(one, two) for two in texts] for one in texts])
+    lengths = torch.tensor([len(text) for text in texts])
+    assert torch.equal(apart, apart.T) and (apart <= torch.maximum(lengths[:, None], lengths)).all()
+    assert torch.equal(apart == 0, torch.eye(len(texts), dtype=torch.bool))
+    assert (apart[:, None] <= apart[:, :, None] + apart).all()  # from one text to another by way of any third
+    assert all(edits(text, text + "A") == 1 == edits("B" + text, text) for text in texts)
 
 
 def test_likeness_is_flow_grpos() -> None:

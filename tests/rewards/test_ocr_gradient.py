@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def signs() -> tuple[Tensor, list[str]]:
-    rng = Randomness(4, 0, torch.arange(8))
+    rng = Randomness(4, 0, torch.arange(5))
     places = words.draw(rng, "held_out")
     return SignPainter().paint(places, rng), [fact["text"] for fact in words.facts(places)]
 

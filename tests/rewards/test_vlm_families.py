@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from talkers import MAKERS, made
+from talkers import FAMILIES
 from torch import Tensor
 
 from tastemaker.registry import ConfigError
@@ -33,17 +33,12 @@ PICTURES = torch.rand(4, 3, 40, 56, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a cat", "two dogs on a long bench", "", "a red car"]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return made(tmp_path_factory.mktemp)
-
-
 def asked(judge: Chat, rows: list[int], keep: bool, *more: str) -> Tensor:
     turns = [(CLARITY.replace("{prompt}", PROMPTS[i]), *more) for i in rows]
     return judge.ask(PICTURES[rows], turns, keep).logits
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_answers_in_batches_as_one_by_one(family: str, folders: dict[str, Path]) -> None:
     judge = chat(str(folders[family]), Placement())
     together = asked(judge, [0, 1, 2, 3], False)
@@ -52,7 +47,7 @@ def test_a_family_answers_in_batches_as_one_by_one(family: str, folders: dict[st
     assert (together[0] - together[1]).abs().max() > 0.1  # prompts and pictures are heard and seen
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_asking_on_is_the_same_as_asking_anew(family: str, folders: dict[str, Path]) -> None:
     judge = chat(str(folders[family]), Placement())
     turns = [(CLARITY.replace("{prompt}", prompt),) for prompt in PROMPTS]
@@ -63,7 +58,7 @@ def test_asking_on_is_the_same_as_asking_anew(family: str, folders: dict[str, Pa
     torch.testing.assert_close(on, anew, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_a_reward_and_a_judge(family: str, folders: dict[str, Path]) -> None:
     judge = Vlm(weights=str(folders[family])).load(Placement())
     score = judge.score(PICTURES[:, None], PROMPTS, [{}] * 4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from talkers import MAKERS, TEXT, made
+from talkers import FAMILIES, TEXT
 from torch import Tensor
 
 from tastemaker.rewards.nets.chat import Chat, chat
@@ -22,11 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 PICTURES = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(0))
 QUESTIONS = ["What is this?", "Describe the picture in a few words, as many as you like.", "How many?"]
 TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return made(tmp_path_factory.mktemp)
 
 
 def asked(model: Chat, questions: list[str] = QUESTIONS) -> Asked:
@@ -44,7 +39,7 @@ def generated(model: Chat, tokens: int = TOKENS) -> Tensor:
     return ids[:, said.ids.shape[1] :]
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_are_those_of_generate(family: str, folders: dict[str, Path]) -> None:
     model = chat(str(folders[family]), Placement())
     desk = Desk(model.net, model.speech)
@@ -64,6 +59,7 @@ def test_a_room_is_used_again_and_holds_nothing_of_before(folders: dict[str, Pat
     assert all(room % STEP == 0 for _, room, _ in desk.scribes)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_writes_the_same(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model, compiled = chat(str(folders["paligemma"]), Placement()), torch.compile
     plain = Desk(model.net, model.speech, "steps").write(asked(model), TOKENS, 0)
@@ -111,7 +107,7 @@ def test_a_window_that_would_slide_is_left_to_generate(folders: dict[str, Path])
     assert desk.fits(said, 5) and not desk.fits(said, 6)
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_is_heard_as_it_is_written(family: str, folders: dict[str, Path]) -> None:
     model = chat(str(folders[family]), Placement())
     for manner in (Manner(tokens=TOKENS), Manner(temperature=1.0, tokens=TOKENS)):

@@ -111,6 +111,14 @@ def refused(folder: Path, strategy: str) -> None:
     learn(engine, weights, 0)
 
 
+def called_by_turns(folder: Path, strategy: str) -> None:
+    """A network whose parts are called by turns is not sharded: its ranks would wait for each other."""
+    weights = full_weights()
+    weights.net.partial = True
+    found = raises(TrainingError, lambda: ready(weights, strategy=strategy))
+    assert "ranks would wait for ever; set it to replicated" in found, found
+
+
 def team(folder: Path, strategy: str) -> None:
     """Ranks gather rows of unequal number, objects, booleans and means."""
     engine = ready(full_weights(), strategy=strategy)
@@ -185,6 +193,7 @@ CHECKS = {
         few_bits,
         reduced,
         refused,
+        called_by_turns,
         team,
         checkpoints,
         full_disk,

@@ -122,7 +122,8 @@ def refusal(name: str, world: int, words: int) -> str:
 
 def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    torch.testing.assert_close(found.pop("loss"), expected.pop("loss"), rtol=1e-4, atol=1e-5)
+    # GRPO's loss is a mean of advantages of size one that cancel, so that rounding is all that is left of it.
+    torch.testing.assert_close(found.pop("loss"), expected.pop("loss"), rtol=1e-4, atol=1e-4)
     largest = max(float(x.abs().max()) for x in expected.values())
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-4 * largest, msg=lambda m, n=name: f"{n}: {m}")
@@ -145,7 +146,7 @@ def main(folder: Path, rank: int, world: int) -> None:
         report[case] = traceback.format_exc()
         raise
     finally:
-        (folder / f"report-{rank}.json").write_text(json.dumps(report))
+        (folder / f"report-{world}-{rank}.json").write_text(json.dumps(report))
         if sys.exc_info()[0]:
             os._exit(1)  # the others would wait for this rank
     dist.destroy_process_group()

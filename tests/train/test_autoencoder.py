@@ -132,7 +132,7 @@ def test_a_resumed_command_goes_on(tmp_path: Path) -> None:
     assert len((tmp_path / "playground-vae" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize("recipe", ["playground-vae", "playground-vq"])
+@pytest.mark.parametrize("recipe", ["playground-vae", pytest.param("playground-vq", marks=pytest.mark.slow)])
 def test_weights_cast_all_at_once_learn_the_same_to_the_bit(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

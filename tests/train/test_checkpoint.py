@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_toys import environment, equal, full_weights, learn, network, ready, whole
+from fork_server import ForkedProcess
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -186,8 +186,7 @@ def test_a_kill_during_a_save_keeps_the_older_checkpoint(tmp_path: Path) -> None
         checkpoint.save(Path(sys.argv[1]), 2, engine, weights, {"step": 2}, CheckpointConfig(keep=1))
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with ForkedProcess(command, env=environment()) as process:
         assert [process.stdout.readline() for _ in range(2)] == ["writing\n"] * 2
         process.send_signal(signal.SIGKILL)
     assert names(tmp_path) == ["step-000001", "step-000002.partial"]

@@ -107,6 +107,7 @@ def test_without_a_compiler_it_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tm
     check(EngineConfig(device="cpu"), torch.device("cpu"), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of PyTorch, about itself
 def test_a_transformer_is_compiled_where_its_logits_are_too_many_to_be_made_too(
     monkeypatch: pytest.MonkeyPatch,

@@ -42,7 +42,7 @@ def state(run: AutoencoderRun) -> dict[str, torch.Tensor]:
     return {**kept, **run.weights.trainable(), **run.engine.optimizer.state()}
 
 
-@pytest.mark.parametrize("recipe", ["llamagen-vq", "playground-vae"])
+@pytest.mark.parametrize("recipe", [pytest.param("llamagen-vq", marks=pytest.mark.slow), "playground-vae"])
 def test_the_critic_learns_to_tell_copies_from_pictures(recipe: str, tmp_path: Path) -> None:
     run = prepared(
         tmp_path, *PLAYS, "steps=30", "critic.width=16", "critic.optim={lr: 2e-3}", "optim.lr=1e-5", recipe=recipe
@@ -65,15 +65,15 @@ def test_it_plays_no_part_before_its_start_which_is_counted_over_resumes(tmp_pat
     assert "critic/loss" in learn(other, other.start).metrics
 
 
-@pytest.mark.parametrize("adaptive", ["true", "false"])
+@pytest.mark.parametrize("adaptive", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_a_resumed_run_with_a_critic_goes_on_to_the_bit(adaptive: str, tmp_path: Path) -> None:
     changes = [*PLAYS, f"critic.adaptive={adaptive}", "critic.start=1", "steps=6"]
     run = prepared(tmp_path, *changes)
-    for step in range(3):
+    for step in range(2):
         learn(run, step)
     other = prepared(tmp_path / "other", *changes)
-    other.resume(run.save(3))
-    for step in (3, 4):
+    other.resume(run.save(2))
+    for step in (2, 3):
         assert learn(run, step).metrics == learn(other, step).metrics
     mine, theirs = state(run), state(other)
     assert mine.keys() == theirs.keys() and any("critic_optimizer" in key for key in mine)
@@ -168,6 +168,7 @@ class Ends(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of PyTorch, about itself
 def test_a_compiled_network_has_the_same_adaptive_weight() -> None:
     torch.manual_seed(0)

@@ -253,7 +253,7 @@ def test_snapshots_on_the_host_are_copies() -> None:
         ({"attention": "xformers"}, "xformers, which is not installed; run `pip install xformers` or set it to auto"),
         ({"attention": "flash", "precision": "bf16"}, "flash, which this PyTorch does not offer on cpu"),
         ({"attention": "cudnn", "precision": "bf16"}, "cudnn, which this PyTorch does not offer on cpu"),
-        ({"trainable": "bf16"}, "engine.trainable is bf16 but engine.precision is fp32"),
+        ({"trainable": "bf16", "precision": "fp32"}, "engine.trainable is bf16 but engine.precision is fp32"),
     ],
 )
 def test_what_this_machine_cannot_do_is_a_sentence(settings: dict[str, str], sentence: str) -> None:

@@ -22,6 +22,7 @@ GAMED = ["rewards.color.weight=0", "rewards.bright.type=brightness"]
 SMALL = ["sample.every=0", "steps=4", "batch.prompts=4", "guard.every=2", "guard.prompts=4", "guard.per_prompt=2"]
 
 
+@pytest.mark.slow
 def test_a_real_run_paid_for_its_pictures_alone_freezes_its_clips_and_is_suspected(tmp_path: Path) -> None:
     paid = [*GAMED, "rewards.still.weight=0", "steps=30", "optim.lr=5e-3"]
     told = warnings(watched("reward-gradient-toy-video", tmp_path, *QUICK, *paid))
@@ -66,17 +67,18 @@ def test_without_rewards_there_is_nothing_to_guard(tmp_path: Path) -> None:
     assert not any(isinstance(event, Guarded) for event in watched("likelihood-toy-flow", tmp_path, *SMALL))
 
 
-@pytest.mark.parametrize("recipe", ["draft-toy-flow", "grpo-toy-masked"])
+@pytest.mark.parametrize("recipe", ["draft-toy-flow", pytest.param("grpo-toy-masked", marks=pytest.mark.slow)])
 def test_a_real_run_whose_reward_is_gamed_is_suspected(recipe: str, tmp_path: Path) -> None:
     told = warnings(watched(recipe, tmp_path, *QUICK, *GAMED, "steps=40"))
     assert told and "held-out reward 'color' fell" in told[-1]
 
 
-@pytest.mark.parametrize("recipe", ["draft-toy-flow", "grpo-toy-causal"])
+@pytest.mark.parametrize("recipe", ["draft-toy-flow", pytest.param("grpo-toy-causal", marks=pytest.mark.slow)])
 def test_a_real_run_that_learns_what_was_meant_is_not(recipe: str, tmp_path: Path) -> None:
     assert not warnings(watched(recipe, tmp_path, *QUICK, "steps=60"))
 
 
+@pytest.mark.slow
 def test_a_run_that_narrows_because_it_was_taught_well_before_is_not_suspected(tmp_path: Path) -> None:
     watched("likelihood-toy-flow", tmp_path / "base", "sample.every=0", "steps=300")
     run = build(load("draft-toy-flow", [*QUICK, "steps=60"]), tmp_path / "more", init_from=tmp_path / "base")

@@ -33,6 +33,8 @@ SLOW = ["engine={precision: fp32, device: cpu, memory: keep}"]
 FULL = ["tuning={type: full}", f"optim={{lr: 5e-3, {OPTIM}}}", *SLOW]
 LORA = ["tuning={type: lora, rank: 8}", f"optim={{lr: 5e-3, {OPTIM}}}", *SLOW]
 TUNINGS = {"full": FULL, "lora": LORA}
+SLOW_FULL = [pytest.param("full", marks=pytest.mark.slow), "lora"]
+SLOW_LORA = ["full", pytest.param("lora", marks=pytest.mark.slow)]
 QUESTION = "<image> Is this {prompt}? Please answer yes or no without explanation."
 
 
@@ -63,7 +65,7 @@ def metrics(run: JudgeRun) -> list[dict[str, float]]:
     return [dict(event.metrics) for event in train(run) if isinstance(event, Updated)]
 
 
-@pytest.mark.parametrize("tuning", TUNINGS)
+@pytest.mark.parametrize("tuning", SLOW_FULL)
 def test_a_tiny_judge_learns_to_say_yes_and_no(tuning: str, reds: Path, tmp_path: Path) -> None:
     data = f"data={{type: answer_file, path: {reds}/train.jsonl}}"
     held = f"validation={{every: 60, rows: 8, data: {{type: answer_file, path: {reds}/held.jsonl}}}}"
@@ -155,7 +157,7 @@ def scored(weights: Path) -> torch.Tensor:
     return judge.score(pixels, ["red"] * 4, [{}] * 4)
 
 
-@pytest.mark.parametrize("tuning", TUNINGS)
+@pytest.mark.parametrize("tuning", SLOW_LORA)
 def test_what_is_exported_is_a_reward(tuning: str, reds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = f"data={{type: answer_file, path: {reds}/train.jsonl}}"
@@ -167,7 +169,7 @@ def test_what_is_exported_is_a_reward(tuning: str, reds: Path, tmp_path: Path, m
     assert run("export", "runs/orm-onevision", "--out", "orm") == MISTAKE  # it is there
 
 
-@pytest.mark.parametrize("tuning", TUNINGS)
+@pytest.mark.parametrize("tuning", SLOW_FULL)
 def test_paligemma_learns_answers_and_is_a_reward(
     tuning: str, folders: dict[str, Path], reds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ def test_training_does_not_notice_that_it_is_looked_at(tmp_path: Path) -> None:
     assert plain == seen and all(a.equal(b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_to_be_looked_at(tmp_path: Path) -> None:
     made, compiled = run("grpo-toy-flow", tmp_path, "objective.group=4"), []
 

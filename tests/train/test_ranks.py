@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from engine_toys import Recorder, data, environment, equal, full_weights, learn, ready, whole
+from launching import failures, report
 from safetensors.torch import save_file
 
 from tastemaker.config.run import CheckpointConfig, Optim
@@ -18,11 +19,11 @@ from tastemaker.train.engine import TrainingError
 from tastemaker.train.ranks import grid
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
-HERE = Path(__file__).parent
 EACH = ("gradient", "norm", "held_back", "repeated", "borrowed", "twins", "lora", "low_precision", "reduced", "refused")
 TWO = [
     *(f"{check}:{strategy}" for strategy in ("replicated", "sdp", "fsdp") for check in (*EACH, "checkpoints")),
     *("full_disk:fsdp", "team:replicated", "frozen_unused:replicated", "few_bits:fsdp", "few_bits:replicated"),
+    "called_by_turns:fsdp",
 ]
 FOUR = [f"{check}:hsdp" for check in ("gradient", "norm", "held_back", "borrowed", "lora", "refused", "checkpoints")]
 
@@ -67,50 +68,21 @@ def few_bits() -> dict[str, torch.Tensor]:
     return whole(weights.trainable()) | whole(engine.optimizer.state())
 
 
-def launch(folder: Path, world: int, checks: list[str]) -> list[dict[str, str]]:
-    command = [sys.executable, str(HERE / "engine_ranks.py"), str(folder)]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(world), *checks], env=environment(), stderr=subprocess.PIPE)
-        for rank in range(world)
-    ]
-    errors = [process.communicate(timeout=180)[1].decode() for process in processes]
-    reports = [folder / f"report-{world}-{rank}.json" for rank in range(world)]
-    assert all(report.exists() for report in reports), "\n".join(errors)
-    return [json.loads(report.read_text()) for report in reports]
-
-
-@pytest.fixture(scope="module")
-def two(folder: Path) -> list[dict[str, str]]:
-    return launch(folder, 2, TWO)
-
-
-@pytest.fixture(scope="module")
-def four(folder: Path) -> list[dict[str, str]]:
-    return launch(folder, 4, FOUR)
-
-
-@pytest.mark.parametrize("check", TWO)
-def test_two_ranks_agree_with_one(two: list[dict[str, str]], check: str) -> None:
-    for rank, report in enumerate(two):
-        assert report.get(check, "not reached") == "passed", f"rank {rank}: {report.get(check, 'not reached')}"
+def test_two_ranks_agree_with_one(folder: Path) -> None:
+    assert failures(report("engine_ranks.py", folder, 2, *TWO), TWO) == []
+    for strategy, form in product(("replicated", "fsdp"), ("consolidated", "sharded")):
+        one_process_reads(folder / f"{strategy}-{form}" / "checkpoints" / "step-000004")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", FOUR)
-def test_four_ranks_in_two_replicas_agree_with_one(four: list[dict[str, str]], check: str) -> None:
-    for rank, report in enumerate(four):
-        assert report.get(check, "not reached") == "passed", f"rank {rank}: {report.get(check, 'not reached')}"
+def test_four_ranks_in_two_replicas_agree_with_one(folder: Path) -> None:
+    assert failures(report("engine_ranks.py", folder, 4, *FOUR), FOUR) == []
 
 
-@pytest.mark.parametrize("form", ["consolidated", "sharded"])
-@pytest.mark.parametrize("strategy", ["replicated", "fsdp"])
-def test_one_process_reads_what_two_ranks_saved(
-    folder: Path, two: list[dict[str, str]], strategy: str, form: str
-) -> None:
-    assert two[0].get(f"checkpoints:{strategy}") == "passed"
+def one_process_reads(path: Path) -> None:
+    """What ranks saved, with its optimizer, or its weights alone."""
     weights = full_weights("old", seed=9)
     engine = ready(weights)
-    path = folder / f"{strategy}-{form}" / "checkpoints" / "step-000004"
     assert checkpoint.load(path, engine, weights) == {"step": 4}
     theirs = full_weights()
     checkpoint.initialise(path, theirs)
@@ -125,33 +97,16 @@ def test_replicas_must_divide_the_ranks() -> None:
         grid("hsdp", 3, 8)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_and_close_ends_them() -> None:
-    started("""
+    program = """
 from engine_toys import full_weights, learn, ready
 weights = full_weights()
 engine = ready(weights, strategy="fsdp")
 assert engine.comm.world == 2
 learn(engine, weights, 0)
 engine.close()
-""")
-
-
-def test_a_network_whose_parts_are_called_by_turns_is_not_sharded() -> None:
-    started("""
-from engine_toys import full_weights, ready
-from tastemaker.train.failures import TrainingError
-weights = full_weights()
-weights.net.partial = True
-try:
-    ready(weights, strategy="fsdp")
-except TrainingError as error:
-    assert "ranks would wait for ever; set it to replicated" in str(error)
-else:
-    raise AssertionError("it was sharded")
-""")
-
-
-def started(program: str) -> None:
+"""
     launcher = [
         "-m",
         "torch.distributed.run",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_server import ForkedProcess
 from launching import HERE, finish, launch, on_ranks
 from test_interruption import equal, final, kill_after
 
@@ -53,9 +54,10 @@ def tell(place: Path, *arguments: str) -> str:
     """A command of ours, run in a folder."""
     settings = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tastemaker", *arguments]
-    done = subprocess.run(command, cwd=place, env=settings, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    process = ForkedProcess(command, env=settings, cwd=place)
+    told = process.communicate(timeout=240)[1]
+    assert process.returncode == 0, told
+    return told
 
 
 def trained_vae(place: Path, *more: str) -> None:

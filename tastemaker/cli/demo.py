@@ -1,0 +1,39 @@
+"""The `demo` command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import INTERRUPTED, Overrides, Place, console, settings
+
+app = typer.Typer()
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs/demo"),
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the training run; default: the recipe's.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of PlayEval prompts.")] = 252,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; default: the recipe's.")] = None,
+    device: Place = None,
+) -> None:
+    """Train a small text-to-image model with a reward, evaluate it before and after, and write a report.
+
+    Needs no GPU and no downloads. Resumes if interrupted.
+    """
+    finished = False
+    try:
+        from ..commands.demo import run_demo
+
+        chosen = [f"{key}={value}" for key, value in (("seed", seed), ("steps", steps)) if value is not None]
+        finished = run_demo(out, [*settings(overrides, device), *chosen], prompts=prompts, console=console())
+    except KeyboardInterrupt:
+        pass  # finished stages and images are on disk
+    if not finished:
+        message = "Interrupted. Everything done so far is kept; run the same command again to continue."
+        console().print(f"\n{message}", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED)

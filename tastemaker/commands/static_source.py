@@ -1,0 +1,146 @@
+"""Read docstrings and default settings of components from their source, without importing them.
+
+`tastemaker list` describes every component. Importing all of them would import torch and take seconds; parsing their
+files takes milliseconds. What cannot be read this way raises NotStatic, and the caller imports the class instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Imported = tuple[str, str]  # a module, and a name in it
+Definition = ast.expr | ast.FunctionDef | ast.ClassDef | Imported
+
+
+class NotStatic(Exception):
+    """A value that is known only after its module is imported."""
+
+
+def definitions(body: list[ast.stmt]) -> dict[str, Definition]:
+    """The names that the statements of a module or class define: assignments, functions and classes."""
+    found: dict[str, Definition] = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            found[node.target.id] = node.value
+        elif isinstance(node, ast.Assign):
+            found |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+class StaticModule:
+    """A module's source, whose names are evaluated one by one when asked for."""
+
+    def __init__(self, name: str) -> None:
+        try:
+            spec = importlib.util.find_spec(name)
+            self.tree = ast.parse(Path((spec and spec.origin) or "").read_text(encoding="utf-8"))
+        except (ImportError, OSError, SyntaxError, ValueError) as error:
+            raise NotStatic(f"module '{name}' has no source that can be read") from error
+        self.name, self.package = name, (spec and spec.parent) or ""
+        self.definitions = definitions(self.tree.body)
+        for node in self.tree.body:
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.util.resolve_name("." * node.level + (node.module or ""), self.package)
+                self.definitions |= {alias.asname or alias.name: (module, alias.name) for alias in node.names}
+
+    def value(self, name: str) -> Any:
+        """The value of a name at the module's top level."""
+        found = self.definitions.get(name)
+        if isinstance(found, ast.expr):
+            return self.evaluate(found)
+        if isinstance(found, ast.FunctionDef):
+            return self.function(found)
+        if isinstance(found, tuple) and found[0].split(".")[0] == self.name.split(".")[0]:
+            return static_module(found[0]).value(found[1])
+        if isinstance(found, ast.ClassDef) and self._imports_only_stdlib():
+            return vars(importlib.import_module(self.name))[name]
+        raise NotStatic(f"{self.name}.{name} is known only after an import")
+
+    def evaluate(self, node: ast.expr) -> Any:
+        """The value of an expression."""
+        namespace = self._names_in(node)
+        try:
+            return eval(compile(ast.Expression(node), self.name, "eval"), namespace)
+        except Exception as error:  # code outside its module may lack anything
+            raise NotStatic(f"{ast.unparse(node)} in {self.name} is known only after an import") from error
+
+    def function(self, node: ast.FunctionDef) -> Callable[..., Any]:
+        """The function of a definition, without its decorators."""
+        namespace = self._names_in(*node.body)
+        bare = ast.copy_location(ast.FunctionDef(node.name, node.args, node.body, []), node)
+        exec(compile(ast.Module([bare], []), self.name, "exec"), namespace)
+        found: Callable[..., Any] = namespace[node.name]
+        return found
+
+    def _names_in(self, *nodes: ast.AST) -> dict[str, Any]:
+        """The values of all names of this module that some code mentions."""
+        names = {inner.id for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+        return {name: self.value(name) for name in names & self.definitions.keys()}
+
+    def _imports_only_stdlib(self) -> bool:
+        nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = [node.names[0].name if isinstance(node, ast.Import) else node.module or "" for node in nodes]
+        relative = any(isinstance(node, ast.ImportFrom) and node.level for node in nodes)
+        return not relative and all(name.split(".")[0] in sys.stdlib_module_names for name in names)
+
+
+@cache
+def static_module(name: str) -> StaticModule:
+    """A module's source, parsed once."""
+    return StaticModule(name)
+
+
+class StaticClass:
+    """A dataclass as its source defines it, at the place "module:Class"."""
+
+    def __init__(self, place: str) -> None:
+        module, _, name = place.partition(":")
+        self.module = static_module(module)
+        node = self.module.definitions.get(name)
+        if not isinstance(node, ast.ClassDef):
+            raise NotStatic(f"{place} is no class in its module's source")
+        self.node, self.definitions = node, definitions(node.body)
+
+    @property
+    def docstring(self) -> str:
+        """The docstring as written; a class without one raises NotStatic, since a dataclass writes its own then."""
+        found = ast.get_docstring(self.node, clean=False)
+        if found is None:
+            raise NotStatic(f"{self.node.name} has no docstring")
+        return found
+
+    @property
+    def has_required_fields(self) -> bool:
+        """Whether some field has no default, so that the class cannot be made without settings."""
+        return any(isinstance(node, ast.AnnAssign) and node.value is None for node in self.node.body)
+
+    def defaults(self) -> Any:
+        """An object with the attributes an instance without settings has; properties are computed from these."""
+        return StaticInstance(self)
+
+
+class StaticInstance:
+    """An instance of a class that was not imported; each attribute is evaluated when asked for."""
+
+    def __init__(self, cls: StaticClass) -> None:
+        self._class = cls
+
+    def __getattr__(self, name: str) -> Any:
+        found = self._class.definitions.get(name)
+        if isinstance(found, ast.expr):
+            return self._class.module.evaluate(found)
+        if isinstance(found, ast.FunctionDef):  # a property; nothing else is asked of a specification
+            try:
+                return self._class.module.function(found)(self)
+            except Exception as error:  # code outside its module may lack anything
+                raise NotStatic(f"{self._class.node.name}.{name} is known only after an import") from error
+        raise NotStatic(f"{self._class.node.name}.{name} is not in the source of its class")

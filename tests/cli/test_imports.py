@@ -1,0 +1,104 @@
+"""What the command line imports: torch only where a command computes, and large libraries only where they are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import typer
+
+from tastemaker.cli import app
+from tastemaker.commands import listing
+from tastemaker.commands.static_source import NotStatic, StaticClass
+from tastemaker.config import registries
+from tastemaker.registry import Registry
+
+ROOT = Path(__file__).parent.parent.parent
+LARGE = {"datasets", "diffusers", "pandas", "peft", "scipy", "sklearn", "sympy", "transformers", "torch._dynamo"}
+COMPUTING = {"torch", "numpy", "PIL", "safetensors"}
+KINDS = [registries.MODELS, registries.CODECS, registries.OBJECTIVES, registries.DATA, registries.SEARCHES]
+
+# Runs commands one after the other in one process, and reports for each its exit code and all modules imported so far.
+REPORT = """
+import contextlib, io, json, sys
+from tastemaker.cli import main
+for arguments in json.loads(sys.argv[1]):
+    output, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            code = ended.code
+    print(json.dumps([arguments, code, output.getvalue(), sorted(sys.modules)]))
+"""
+
+
+def imported(folder: Path, *commands: Sequence[str]) -> list[tuple[list[str], int, str, set[str]]]:
+    """For each command: its arguments, exit code, output, and the modules that are imported after it."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT, json.dumps(commands)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [(a, code, text, set(names)) for a, code, text, names in map(json.loads, done.stdout.splitlines())]
+
+
+def test_help_list_and_mistyped_commands_import_no_torch(tmp_path: Path) -> None:
+    kinds = ["models", "autoencoders", "rewards", "objectives", "recipes", "data", "searches", "prompts"]
+    lists = [["list", kind] for kind in kinds]
+    group = typer.main.get_command(app)
+    helps = [["--help"], *([name, "--help"] for name in group.list_commands(typer.Context(group)))]
+    assert ["train", "--help"] in helps
+    wrong = [["trian"], ["list", "nothing"], ["train"]]
+    for arguments, code, text, modules in imported(tmp_path, *helps, *lists, ["list", "rewards", "--json"], *wrong):
+        assert modules & (LARGE | COMPUTING) == set(), arguments
+        assert code == (2 if arguments in wrong else 0), (arguments, text)
+        assert text and "Traceback" not in text
+
+
+def test_check_imports_torch_but_no_large_library(tmp_path: Path) -> None:
+    wrong = ["check", "grpo-toy-flow", "optim.lr=high"]
+    for arguments, code, text, modules in imported(tmp_path, ["check", "grpo-toy-flow"], wrong):
+        assert "torch" in modules and modules & LARGE == set(), arguments
+        assert code == (2 if arguments == wrong else 0), text
+
+
+@pytest.mark.parametrize("name", list(registries.REWARDS))
+def test_reward_properties_in_the_source_are_those_of_the_class(name: str) -> None:
+    source = StaticClass(registries.REWARDS.place(name))
+    static = listing.properties(None if source.has_required_fields else source.defaults())
+    assert static == listing.properties(listing.usual(name))
+    assert source.docstring == registries.REWARDS.find(name).__doc__
+
+
+@pytest.mark.parametrize("registry", KINDS, ids=lambda registry: registry.kind)
+def test_docstrings_in_the_source_are_those_of_the_classes(registry: Registry) -> None:
+    for name in registry:
+        assert StaticClass(registry.place(name)).docstring == registry.find(name).__doc__, name
+
+
+@pytest.mark.parametrize("place", ["no_such_module:Class", "tastemaker.reward:Missing", "math:Class", "__main__:Class"])
+def test_a_class_without_source_is_not_static(place: str) -> None:
+    with pytest.raises(NotStatic):
+        StaticClass(place)
+
+
+def test_what_needs_an_import_is_not_static(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["import torch", "WIDTH = torch.tensor(3)", "class Own(Base):", "    width = WIDTH", "    height = 2 * 3"]
+    (tmp_path / "own_reward.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = StaticClass("own_reward:Own")
+    assert own.defaults().height == 6
+    for read in (lambda: own.docstring, lambda: own.defaults().width, lambda: own.defaults().inherited):
+        with pytest.raises(NotStatic):
+            read()
