@@ -148,7 +148,7 @@ def test_mistakes_are_sentences(tmp_path: Path) -> None:
         replace(Wan().tiny(), weights=str(tmp_path)).load(Placement())
 
 
-@pytest.mark.slow
+@pytest.mark.long  # tests/planning/test_plan_clips.py plans clips of other models and of Wan 2.2
 def test_wan_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, Wan.weights, {"transformer": wan.SMALL["transformer"], "vae": wan.SMALL["vae"]})
     asked = ["model.height=64", "model.width=64"]

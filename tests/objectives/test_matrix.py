@@ -131,7 +131,12 @@ def cells(marks: Callable[[Setting, str], list[pytest.MarkDecorator]]) -> list[A
 
 
 def learning(setting: Setting, family: str) -> list[pytest.MarkDecorator]:
-    return [] if (setting.title, family) in FAST else [pytest.mark.slow]
+    """An objective's further settings learn on their first family in the slow set, on others in the long one."""
+    if (setting.title, family) in FAST:
+        return []
+    own = next(each for each, _ in CELLS if each.title == setting.title)
+    broad = FIRST[type(setting.objective), family] is setting or (setting is own and family == own.families[0])
+    return [pytest.mark.slow if broad else pytest.mark.long]
 
 
 def control(setting: Setting, family: str) -> list[pytest.MarkDecorator]:
