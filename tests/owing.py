@@ -20,8 +20,11 @@ ROWS = 8
 LIKE_OTHERS = (*toys.LIKE_OTHERS, "sdxl", "videocrafter")  # which are built as sd15 and modelscope are
 
 
-def quick(name: str, guidance: Guidance | None) -> bool:
-    return name in toys.FAMILIES or (guidance is None and name not in LIKE_OTHERS)
+def tier(name: str, guidance: Guidance | None) -> list[pytest.MarkDecorator]:
+    like = name in LIKE_OTHERS
+    if name in toys.FAMILIES or (guidance is None and not like):
+        return []
+    return [pytest.mark.long if guidance and like else pytest.mark.slow]
 
 
 def kinds(*, gaussian: bool = False) -> list[Any]:
@@ -29,13 +32,13 @@ def kinds(*, gaussian: bool = False) -> list[Any]:
 
     The fast set has every toy family both ways and every kind of published network once, unguided. Guidance wraps any
     backbone alike, and networks like those of others differ in what tests/models holds against diffusers: both are
-    slow.
+    slow, and together long.
     """
     return [
         pytest.param(
             kind,
             id=kind[0] if kind[1] is None else f"{kind[0]}-guided",
-            marks=[] if quick(*kind) else [pytest.mark.slow],
+            marks=tier(*kind),
         )
         for kind in KINDS
         if not gaussian or toys.GENERATORS[kind[0]].gaussian

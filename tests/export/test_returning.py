@@ -179,6 +179,7 @@ def agree(pipeline: Any, net: Any) -> None:
             assert (theirs - ours[row : row + 1]).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_adapters_of_two_transformers_come_back_and_load_as_their_page_says(tmp_path: Path) -> None:
     wan_pipeline(tmp_path / "base")
     run = trained(based(small("vader-wan-hps", tmp_path, LORA % "[net]", WAN22), tmp_path / "base"))

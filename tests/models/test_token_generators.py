@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import toys
+from tiers import fast
 
 from tastemaker.models.gpt import Gpt
 from tastemaker.models.maskgit import Maskgit
@@ -154,7 +155,7 @@ def test_a_prompt_the_playground_does_not_know_is_refused() -> None:
             spec.load(Placement()).embed(["a photo of a unicorn"])
 
 
-@pytest.mark.parametrize("name", ["gpt", "maskgit"])
+@pytest.mark.parametrize("name", fast(["gpt", "maskgit"], "maskgit"))
 def test_a_tiny_generator_learns_which_colour_a_word_means(name: str) -> None:
     spec, process = SPECS[name]
     model = spec.load(Placement())

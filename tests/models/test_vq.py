@@ -107,7 +107,7 @@ def test_a_power_of_two_is_asked_of_signs() -> None:
         pytest.param(Vq(8, (1, 1, 1, 2), 1, 8, 64, groups=2, entropy=0.01), marks=pytest.mark.slow),
         pytest.param(
             Vq(8, (1, 1, 1, 2), 1, 8, 64, groups=2, entropy=0.1, commitment=0.05, quantizer="signs"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
     ids=["codebook", "signs"],

@@ -34,7 +34,8 @@ RECIPES: dict[str, tuple[tuple[str, ...], str, float]] = {
 
 
 # Teacher-forced GRPO is its own; all objectives learn in tests/objectives/test_matrix.py.
-LEARNING = [pytest.param(name, marks=[] if name == "grpo-llamagen-tf" else [pytest.mark.slow]) for name in RECIPES]
+TIERS = {"grpo-llamagen-tf": [], "grpo-llamagen": [pytest.mark.long], "dpo-llamagen": [pytest.mark.long]}  # like others
+LEARNING = [pytest.param(name, marks=TIERS.get(name, [pytest.mark.slow])) for name in RECIPES]
 
 
 @pytest.mark.parametrize("recipe", LEARNING)

@@ -115,8 +115,9 @@ SETTINGS = [
 ]
 # In the fast set each objective learns once and each family is taught once.
 FAST = {
-    ("likelihood", "causal"), ("rewardgradient-tail", "video"), ("srpo", "flow"), ("ddpo", "epsilon"), ("grpo", "flow"),
-    ("forcedgrpo", "causal"), ("cca", "causal"), ("dpo", "masked"), ("onlinedpo", "causal"), ("nft", "flow"),
+    ("likelihood", "causal"), ("rewardgradient-tail", "epsilon"), ("srpo", "video"), ("ddpo", "masked"),
+    ("grpo", "flow"), ("forcedgrpo", "causal"), ("cca", "causal"), ("dpo", "masked"), ("onlinedpo", "causal"),
+    ("nft", "flow"),
 }  # fmt: skip
 CELLS = [(setting, family) for setting in SETTINGS for family in setting.families]
 FIRST = {(type(setting.objective), family): setting for setting, family in reversed(CELLS)}  # of several settings
@@ -130,7 +131,12 @@ def cells(marks: Callable[[Setting, str], list[pytest.MarkDecorator]]) -> list[A
 
 
 def learning(setting: Setting, family: str) -> list[pytest.MarkDecorator]:
-    return [] if (setting.title, family) in FAST else [pytest.mark.slow]
+    """An objective's further settings learn on their first family in the slow set, on others in the long one."""
+    if (setting.title, family) in FAST:
+        return []
+    own = next(each for each, _ in CELLS if each.title == setting.title)
+    broad = FIRST[type(setting.objective), family] is setting or (setting is own and family == own.families[0])
+    return [pytest.mark.slow if broad else pytest.mark.long]
 
 
 def control(setting: Setting, family: str) -> list[pytest.MarkDecorator]:

@@ -46,7 +46,7 @@ SHORT = (RewardGradient(tail=2), GRPO(group=2))  # what models that are like oth
 MODELS = (*toys.PUBLISHED, *toys.CLIPS)
 # In the fast set every model is trained once and every objective at least once.
 QUICK = {(name, place % len(OBJECTIVES)) for place, name in enumerate(MODELS)}
-BROAD = ("flux", "sd15", "opensora", "wan")  # one network of each kind, which adapters and all settings are tried on
+BROAD = ("flux", "sd15", "wan")  # one network of each kind, which adapters and all settings are tried on
 FIRST = {type(objective): i for i, objective in reversed(list(enumerate(OBJECTIVES)))}
 
 
