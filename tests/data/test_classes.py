@@ -83,8 +83,10 @@ def hub(path: Path, columns: dict[str, list[Any]], features: Any = None, split: 
     return path
 
 
-@pytest.mark.parametrize("column", ["image", "image_path", "file", "filepath"])
-@pytest.mark.parametrize("label", ["label", "labels"])
+@pytest.mark.parametrize(
+    ("column", "label"),
+    [("image", "label"), ("image", "labels"), ("image_path", "label"), ("file", "labels"), ("filepath", "label")],
+)
 def test_data_sets_on_disk_are_read_by_their_usual_columns(column: str, label: str, tmp_path: Path) -> None:
     for i in range(2):
         picture(i).save(tmp_path / f"{i}.png")

@@ -62,6 +62,7 @@ def test_the_loss_is_least_at_the_truth() -> None:
     assert torch.allclose(found.centre[0, :2][place][:, 0], scenes.x[0, :2][scenes.kind[0, :2].argsort()], atol=0.5)
 
 
+@pytest.mark.slow
 def test_a_small_detector_learns_the_scenes_it_is_shown() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)

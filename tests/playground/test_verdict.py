@@ -63,7 +63,7 @@ def few(count: int, seed: int) -> Captions:
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_the_verdict_agrees_with_the_rules_picture_by_picture(strict: bool) -> None:
-    found, captions = scattered(3000, 1), few(3000, 1)
+    found, captions = scattered(1000, 1), few(1000, 1)
     all_at_once = verdict(found, captions, strict).bool().tolist()
     rules = replace(PLAYEVAL, strict=strict)
     one_by_one = [by_the_rules(d, fact, rules)[0] for d, fact in zip(listed(found), captions.facts(), strict=True)]

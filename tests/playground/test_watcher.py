@@ -26,6 +26,7 @@ def test_the_watcher_fits_into_a_megabyte() -> None:
     assert 2 * sum(weights.numel() for weights in Watcher().parameters()) < 0.95e6  # bytes of float16
 
 
+@pytest.mark.slow
 def test_a_small_watcher_learns_the_clips_it_is_shown() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -140,7 +140,7 @@ def test_several_questions_are_asked_in_one_go(
     assert told == "".join(f"{question}\n  {answer}\n" for question, answer in expected)
 
 
-@pytest.mark.parametrize("family", ["paligemma", "showo"])
+@pytest.mark.parametrize("family", ["paligemma", pytest.param("showo", marks=pytest.mark.slow)])
 def test_words_appear_as_they_are_written(
     family: str, folders: dict[str, Path], shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +213,7 @@ model: {type: showo, weights: null, codec: null, tokenizer: letters, pixels: 32,
 """
 
 
-@pytest.mark.parametrize("more", [[], ["--temperature", "1", "--top-p", "0.9"]])
+@pytest.mark.parametrize("more", [["--temperature", "1", "--top-p", "0.9"], pytest.param([], marks=pytest.mark.slow)])
 def test_a_generator_that_reads_is_asked_by_its_recipe(shelf: Path, tmp_path: Path, more: list[str]) -> None:
     (tmp_path / "showo.yaml").write_text(SHOWO)
     asked = ["ask", str(shelf), "What is this?", *settings(tmp_path / "showo.yaml"), *more]
