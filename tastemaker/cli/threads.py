@@ -23,7 +23,8 @@ def choose_wait_policy(environment: MutableMapping[str, str] = os.environ, runni
     if sys.platform != "linux" or "torch" in sys.modules or any(name in environment for name in SETTINGS):
         return
     running = count_running_threads() if running is None else running
-    if running >= len(os.sched_getaffinity(0)) / 2:
+    free = (os.cpu_count() or 1) - running
+    if free < len(os.sched_getaffinity(0)) - 0.5:
         environment["OMP_WAIT_POLICY"] = "passive"
 
 

@@ -28,6 +28,8 @@ GOLDEN = Path(__file__).parent.parent / "fixtures" / "video"
 TINY = {"width": 32, "depth": 2, "heads": 4, "caption": 24, "words": 6}
 TARGETS = ("qkv", "q_linear", "kv_linear")  # what VADER adapts
 SPEC = OpenSora().tiny()
+# CPUs add in different orders: up to 1e-5 was measured between them.
+ROUNDING = 2e-5
 
 
 def golden(name: str) -> dict[str, Tensor]:
@@ -91,18 +93,18 @@ def test_the_network_says_what_the_published_one_does(net: Stdit3, said: Mapping
     told: dict[str, Any] = {"fps": said["fps"], "size": (float(said["height"][0]), float(said["width"][0]))}
     x, words, seen = said["x"].clone().requires_grad_(), said["y"][:, 0], said["mask"].bool()
     out = net(x, said["timestep"], words, seen, said["x_mask"], **told)
-    torch.testing.assert_close(out, said["out"], rtol=0, atol=3e-6)
+    torch.testing.assert_close(out, said["out"], rtol=0, atol=ROUNDING)
     (out * said["grad_out"]).sum().backward()
     assert x.grad is not None
-    assert far(x.grad, said["grad_x"]) < 2e-6
+    assert far(x.grad, said["grad_x"]) < ROUNDING
     for key, p in net.named_parameters():
         if f"grad.{key}" in said:
             assert p.grad is not None
-            assert far(p.grad, said[f"grad.{key}"]) < 2e-6
+            assert far(p.grad, said[f"grad.{key}"]) < ROUNDING
     with torch.no_grad():
         plain = net(x, said["timestep"], words, seen, **told), net(x, said["timestep"], words, **told)
-    torch.testing.assert_close(plain[0], said["out_nomask"], rtol=0, atol=3e-6)
-    torch.testing.assert_close(plain[1], said["out_notextmask"], rtol=0, atol=3e-6)
+    torch.testing.assert_close(plain[0], said["out_nomask"], rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(plain[1], said["out_notextmask"], rtol=0, atol=ROUNDING)
 
 
 @torch.no_grad()
@@ -136,13 +138,13 @@ def test_words_that_are_not_there_do_not_count(net: Stdit3, said: Mapping[str, T
 def test_the_autoencoder_codes_as_the_published_one_does(vae: OpenSoraVae) -> None:
     told = golden("osora_vae12_tiny_io.safetensors")
     mean, spread = vae.temporal_vae.encode(told["tvae.x"]).chunk(2, 1)
-    assert far(mean, told["tvae.mean"]) < 2e-6
-    assert far(spread, told["tvae.logvar"]) < 2e-6
-    assert far(vae.temporal_vae.decode(told["tvae.z"], 17), told["tvae.dec17"]) < 2e-6
-    assert far(vae.temporal_vae.decode(told["tvae.z"][:, :, :1], 1), told["tvae.dec1"]) < 2e-6
-    assert far(vae.decode(told["pipe.z"], 18), told["pipe.dec18"]) < 2e-6
-    assert far(vae.decode(told["pipe.z"][:, :, ::2], 11), told["pipe.dec_alt"]) < 2e-6
-    assert far(vae.decode_alone(told["pipe.z"], [2]), told["pipe.dec_frame2_as_single"]) < 2e-6
+    assert far(mean, told["tvae.mean"]) < ROUNDING
+    assert far(spread, told["tvae.logvar"]) < ROUNDING
+    assert far(vae.temporal_vae.decode(told["tvae.z"], 17), told["tvae.dec17"]) < ROUNDING
+    assert far(vae.temporal_vae.decode(told["tvae.z"][:, :, :1], 1), told["tvae.dec1"]) < ROUNDING
+    assert far(vae.decode(told["pipe.z"], 18), told["pipe.dec18"]) < ROUNDING
+    assert far(vae.decode(told["pipe.z"][:, :, ::2], 11), told["pipe.dec_alt"]) < ROUNDING
+    assert far(vae.decode_alone(told["pipe.z"], [2]), told["pipe.dec_frame2_as_single"]) < ROUNDING
 
 
 def through(spec: OpenSora, vae: OpenSoraVae, together: int = 1) -> OpenSoraBackbone:
@@ -176,7 +178,7 @@ def test_a_frame_can_be_shown_by_its_latent_alone_as_vader_does(vae: OpenSoraVae
     wanted = (told["pipe.dec_frame2_as_single"] / 2 + 0.5).clamp(0, 1).transpose(1, 2)
     for frame in (5, 8):
         assert place(frame, 18) == 2
-        assert far(model.decode(x, [frame]), wanted) < 2e-6
+        assert far(model.decode(x, [frame]), wanted) < ROUNDING
 
 
 def test_recomputing_changes_no_gradient(vae: OpenSoraVae) -> None:
