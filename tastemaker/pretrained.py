@@ -154,7 +154,7 @@ N = TypeVar("N", bound=nn.Module)
 def with_fast_convolutions(net: N) -> N:
     """The frozen network itself, on a CPU with channels last: its convolutions then take 12 to 18 % less time."""
     on_cpu = all(p.device.type == "cpu" for p in net.parameters())
-    return net.to(memory_format=torch.channels_last) if on_cpu else net  # type: ignore[call-overload,no-any-return]
+    return net.to(memory_format=torch.channels_last) if on_cpu else net  # type: ignore[call-overload]
 
 
 def fill(net: nn.Module, tensors: Mapping[str, Tensor], name: str | Path, absent: Sequence[str] = ()) -> None:
