@@ -30,6 +30,7 @@ from ..rewards.geneval import Geneval
 from ..search.search import Outcome, Price, Search
 from ..search.single import Single
 from ..train import ranks
+from ..train.device_precision import resolve_locally
 from ..train.looking import viewed
 from ..train.run import Run
 from ..types import Placement, PromptBatch
@@ -136,6 +137,7 @@ def describe_model(config: RunConfig, found: Path | None, exam: Examination, jud
 
 def finished(config: RunConfig, found: Path | None, exam: Examination, out: Path) -> bool:
     """Whether a directory holds the complete result of an evaluation; answered without building the model."""
+    config = replace(config, engine=resolve_locally(config.engine)[0])
     return is_finished(exam.benchmark, out, describe_model(config, found, exam, tiny=False))
 
 

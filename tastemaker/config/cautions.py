@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 from ..objectives.forced_grpo import ForcedGRPO
 from ..policy import Paced
 from ..processes.gaussian import GaussianProcess
 from ..processes.paths import Straight
 from ..train.device_precision import describe_emulation
-from ..train.engine import Engine
 from .run import AnyConfig, RunConfig
+
+if TYPE_CHECKING:  # its import takes half a second, which `check` does without
+    from ..train.engine import Engine
 
 FAULTS = {
     "sampled_context": "what was drawn by reading the picture is scored by reading the sample",

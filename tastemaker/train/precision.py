@@ -13,7 +13,6 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ..config.run import EngineConfig
@@ -110,9 +109,6 @@ def mathematics(config: EngineConfig, device: torch.device) -> Iterator[None]:
             place.fp32_precision = value
 
 
-SAFE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
 def _attending(config: EngineConfig, device: torch.device) -> AbstractContextManager[Any]:
     """Attention takes the kernel asked for, or the next best where that one cannot (masks, odd sizes)."""
     return attending(config, gradient=torch.is_grad_enabled()) if device.type == "cuda" else nullcontext()
@@ -124,8 +120,11 @@ def attending(config: EngineConfig, *, gradient: bool) -> AbstractContextManager
     Its backward pass, PyTorch's own choice on recent cards, gives NaN or reads beyond its memory where the gradient is
     a slice of a wider tensor, as in FLUX's single blocks (seen with PyTorch 2.11, cuDNN 9 and an H200).
     """
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # which imports sympy, needed by no command without a GPU
+
+    safe = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     quick = [] if gradient or config.attention == "flash" else [SDPBackend.CUDNN_ATTENTION]
-    return sdpa_kernel([*quick, *SAFE], set_priority=True)
+    return sdpa_kernel([*quick, *safe], set_priority=True)
 
 
 @runtime_checkable

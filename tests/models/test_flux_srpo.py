@@ -96,7 +96,7 @@ def saved(place: Path) -> str:
     return str(place)
 
 
-def near(found: Tensor | None, expected: Tensor, share: float = 1e-5) -> None:
+def near(found: Tensor | None, expected: Tensor, share: float = 3e-5) -> None:
     """Alike but for a share of the largest number."""
     assert found is not None
     torch.testing.assert_close(found, expected, atol=share * float(expected.abs().max()), rtol=0)

@@ -121,7 +121,7 @@ def test_the_backbone_asks_it_as_published(net: Stdit3, said: Mapping[str, Tenso
         found = model.predict(x.transpose(1, 2), said["timestep"][row : row + 1] / 1000, Condition(("",), tensors))
         wanted = -said["out" if held else "out_nomask"][row : row + 1, :4].transpose(1, 2)
         wanted = torch.where(free[..., None, None, None], wanted, 0) if held else wanted
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=ROUNDING)
 
 
 @torch.no_grad()

@@ -43,8 +43,8 @@ def test_the_network_answers_as_the_engine_does() -> None:
         lines = torch.rand(2, 3, 48, width, generator=torch.Generator().manual_seed(0)) * 2 - 1
         (theirs,) = engine.run(None, {"x": lines.numpy()})
         ours = network(lines)
-        assert np.abs(theirs - ours.numpy()).max() < 1e-5, width
-        assert (known.net(lines).softmax(-1) - ours).abs().max() < 1e-5, width
+        assert np.abs(theirs - ours.numpy()).max() < 3e-5, width
+        assert (known.net(lines).softmax(-1) - ours).abs().max() < 3e-5, width
     assert known.letters["a"] == tuple(1 + "".join(engine_letters()).index(letter) for letter in "Aa")
 
 

@@ -209,7 +209,8 @@ def test_ranks_of_different_machines_agree() -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     shared = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    shared.pop("ONEDNN_MAX_CPU_ISA", None)
+    for limit in device_precision.LIMITS:
+        shared.pop(limit, None)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(i)],
