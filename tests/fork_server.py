@@ -100,6 +100,8 @@ def _run(arguments: list[str], env: dict[str, str], place: str, writer: Connecti
     torch.set_num_threads(1)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     kind, rest = arguments[0], arguments[1:]
+    if kind in ("-m", "-c"):
+        sys.path.insert(0, place)
     if kind == "-m":
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
