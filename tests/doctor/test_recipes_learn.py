@@ -16,12 +16,9 @@ from tastemaker.train.loop import train
 RECIPES = [name for name in runnable() if not name.startswith("vader-") or re.fullmatch(r"vader-\w+-hps", name)]
 # Examined every time: a policy gradient on each kind of process, and a gradient through the reward.
 EXAMINED_FIRST = {"grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "draft-toy-flow"}
-# One of each objective on each kind of process, at the size of toys and of the playground's networks ...
-EXAMINED_TOYS = {
-    "cca-toy-causal", "ddpo-toy-causal", "ddpo-toy-epsilon", "dpo-toy-flow", "dpo-toy-masked", "dpo-toy-causal",
-    "forced-grpo-toy-causal", "grpo-lora-toy-flow", "grpo-toy-video", "likelihood-toy-epsilon", "mixgrpo-toy-flow",
-    "nft-toy-flow", "refl-toy-epsilon", "srpo-toy-flow", "dpo-playground-masked", "grpo-playground-causal",
-    "nft-playground", "reward-gradient-playground-video",
+# All toys and one of the playground's networks of each kind, so that every objective meets every process ...
+EXAMINED_TOYS = {name for name in RECIPES if "toy" in name} | {
+    "dpo-playground-masked", "grpo-playground-causal", "nft-playground", "reward-gradient-playground-video",
 }  # fmt: skip
 # ... and one published network of each kind: transformers and U-Nets of pictures and of clips, and of tokens.
 EXAMINED_PUBLISHED = {
