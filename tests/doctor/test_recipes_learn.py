@@ -16,12 +16,9 @@ from tastemaker.train.loop import train
 RECIPES = [name for name in runnable() if not name.startswith("vader-") or re.fullmatch(r"vader-\w+-hps", name)]
 # Examined every time: a policy gradient on each kind of process, and a gradient through the reward.
 EXAMINED_FIRST = {"grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "draft-toy-flow"}
-# One of each objective on each kind of process, at the size of toys and of the playground's networks ...
-EXAMINED_TOYS = {
-    "cca-toy-causal", "ddpo-toy-causal", "ddpo-toy-epsilon", "dpo-toy-flow", "dpo-toy-masked", "dpo-toy-causal",
-    "forced-grpo-toy-causal", "grpo-lora-toy-flow", "grpo-toy-video", "likelihood-toy-epsilon", "mixgrpo-toy-flow",
-    "nft-toy-flow", "refl-toy-epsilon", "srpo-toy-flow", "dpo-playground-masked", "grpo-playground-causal",
-    "nft-playground", "reward-gradient-playground-video",
+# All toys and one of the playground's networks of each kind, so that every objective meets every process ...
+EXAMINED_TOYS = {name for name in RECIPES if "toy" in name} | {
+    "dpo-playground-masked", "grpo-playground-causal", "nft-playground", "reward-gradient-playground-video",
 }  # fmt: skip
 # ... and one published network of each kind: transformers and U-Nets of pictures and of clips, and of tokens.
 EXAMINED_PUBLISHED = {
@@ -32,17 +29,13 @@ EXAMINED = EXAMINED_FIRST | EXAMINED_TOYS | EXAMINED_PUBLISHED
 TRAINED_FIRST = {name for name in RECIPES if "toy" in name} - EXAMINED_FIRST - {"cca-toy-causal", "srpo-toy-flow"}
 
 
-def small(recipe: str, *more: str) -> RunConfig:
-    """A recipe with few samples a step; toys and the playground are small enough."""
+def small(recipe: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> RunConfig:
+    """A recipe, of a published network with few samples a step; toys and the playground are small enough."""
     config = load(recipe, list(more))
-    if getattr(config.objective, "group", 1) > 4 and "toy" not in recipe and "playground" not in recipe:
-        return load(recipe, [*more, "objective.group=4"])
-    return config
-
-
-@pytest.fixture
-def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "toy" in recipe or "playground" in recipe:
+        return config
     monkeypatch.setattr("tastemaker.config.build.ROWS", 8)
+    return load(recipe, [*more, "objective.group=4"]) if config.objective.group > 4 else config
 
 
 def tiers(first: set[str], slow: set[str]) -> list[object]:
@@ -53,18 +46,17 @@ def tiers(first: set[str], slow: set[str]) -> list[object]:
 
 
 @pytest.mark.parametrize("recipe", tiers(EXAMINED_FIRST, EXAMINED))
-def test_every_recipe_is_sound(recipe, request):
-    if recipe in EXAMINED_PUBLISHED:
-        request.getfixturevalue("few_rows")
-    findings = list(examine(small(recipe), tiny=True))
+def test_every_recipe_is_sound(recipe, monkeypatch):
+    config = small(recipe, monkeypatch) if recipe in EXAMINED_PUBLISHED else load(recipe)
+    findings = list(examine(config, tiny=True))
     assert len(findings) == 10
     assert [found for found in findings if found.verdict == "fail"] == []
 
 
 @pytest.mark.parametrize("recipe", tiers(TRAINED_FIRST, set(RECIPES) - EXAMINED))
-def test_every_recipe_trains(recipe, tmp_path, few_rows):
+def test_every_recipe_trains(recipe, tmp_path, monkeypatch):
     few = ["steps=2", "sample.every=2", "sample.count=2", "guard.every=0"]
-    run = build(small(recipe, *few), tmp_path / "run", tiny=True)
+    run = build(small(recipe, monkeypatch, *few), tmp_path / "run", tiny=True)
     before = {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
     updates = [event for event in train(run) if isinstance(event, Updated)]
     assert [event.step for event in updates] == [1, 2]
