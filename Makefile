@@ -40,13 +40,13 @@ playground: $(READY)
 	@$(call kept,PYTHON=$(BIN)/python tools/playground.sh)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not long"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not long"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not long"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not long"
 
 test-long: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -58,8 +58,8 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 schema: $(READY)
-	$(BIN)/python -c 'from tastemaker.config.schema import write_schema; write_schema()'
-	$(BIN)/python -c 'from tastemaker.commands.describing import write_page; write_page()'
+	$(BIN)/python -c 'from tastemaker.config.json_schema import write_schema; write_schema()'
+	$(BIN)/python -c 'from tastemaker.config.reward_table import write_page; write_page()'
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -24,13 +24,13 @@ from sections import Found, Keep, carry_out, deadline, keeper, say
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tastemaker.autoencoders import training
 from tastemaker.config.build import build, build_autoencoder
-from tastemaker.config.load import load, load_any
-from tastemaker.models.latent_dit import LatentDit
+from tastemaker.config.load import load, load_any_config
+from tastemaker.core.types import ImageBatch, LatentBatch, PromptBatch
+from tastemaker.models.latent_dit.model import LatentDit
 from tastemaker.models.nets.latent_dit import LatentDiT
-from tastemaker.train import autoencoder
-from tastemaker.train.loop import begin
-from tastemaker.types import Latents, Pictures, PromptBatch
+from tastemaker.training.loop import launch_train_step
 
 SECTIONS = {"latents": 65, "vae-diffusers": 25, "vae": 25, "pictures": 65, "limit": 20}  # seconds at most
 USUAL = "latents,vae-diffusers,vae,pictures"  # the first of which tells what products reach as well
@@ -152,16 +152,16 @@ def generator(options: Options, section: str, keep: Keep) -> None:
     prompts = tuple(str(i % 1000) for i in range(options.batch))
     if section == "latents":
         x = torch.randn(options.batch, *model.shape[1:])  # as data are made ahead, where a GPU can fetch them
-        rows: Any = Latents(prompts, x.pin_memory() if CUDA else x, model.fingerprint, 1.0)
+        rows: Any = LatentBatch(prompts, x.pin_memory() if CUDA else x, model.fingerprint, 1.0)
     else:
-        rows = Pictures(prompts, torch.rand(options.batch, *model.pixels, device=run.engine.device))
+        rows = ImageBatch(prompts, torch.rand(options.batch, *model.pixels, device=run.engine.device))
     run.data = Noise(rows)
     forward = operations(spec)
     say(
         section,
         f"{sum(p.numel() for p in model.net.parameters()) / 1e6:.1f} M weights, {forward / 1e9:.1f} GFLOP forward",
     )
-    seconds = median(lambda step: begin(run, step), options, section, 3 if options.tiny else 15)
+    seconds = median(lambda step: launch_train_step(run, step), options, section, 3 if options.tiny else 15)
     rate = options.batch / seconds
     reached = 3 * forward * rate / 1e12
     share = f", {reached / reach:.0%} of what products reach" if reach else ""
@@ -176,13 +176,13 @@ def vae(options: Options, section: str, keep: Keep) -> None:
     recipe = "vae-celebhq" if section == "vae" else "vae-diffusers"
     precision, rows = ("bf16" if CUDA else "fp32"), 2 if options.tiny else 16
     changes = [f"engine.precision={precision}", "loss.lpips=0", "critic.start=0", f"rows={rows}", "validation.every=0"]
-    config: Any = load_any(recipe, [*changes, "sample.every=0"])
+    config: Any = load_any_config(recipe, [*changes, "sample.every=0"])
     if options.tiny:
         config = replace(config, autoencoder=config.autoencoder.tiny(), critic=replace(config.critic, width=8))
     run = build_autoencoder(config, options.folder / "run")
     pixels = torch.rand(rows, 1, 3, options.pixels, options.pixels, device=run.engine.device)
-    run.data = Noise(Pictures(("",) * rows, pixels))
-    seconds = median(lambda step: autoencoder.begin(run, step), options, section, 3 if options.tiny else 7)
+    run.data = Noise(ImageBatch(("",) * rows, pixels))
+    seconds = median(lambda step: training.launch_train_step(run, step), options, section, 3 if options.tiny else 7)
     count = sum(p.numel() for p in run.net.parameters()) / 1e6
     say(section, f"{count:.1f} M weights: {seconds * 1e3:.1f} ms a step of {rows}, {rows / seconds:.1f} pictures/s")
     keep({"section": section, "pictures/s": rows / seconds, "ms": seconds * 1e3, "GiB": gib(), "batch": rows})

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from device import CUDA  # beside this file, in no package
 from flux_runs import Options, built, settings
+from reward_setup import PROMPTS
 from sections import carry_out, keeper, say
 from timeline import describe, gib, once, timed, watched
-from towers import PROMPTS
 
-from tastemaker.config.run import Batch
-from tastemaker.train.run import Run
+from tastemaker.config.schema import BatchConfig
+from tastemaker.training.run import Run
 
 SECTIONS = {"parts": 60, "full": 160, "lora": 130, "plain": 60, "grpo-sd35": 150, "grpo-flux": 150}  # seconds at most
 PFLOP = {"full": 1.23, "lora": 1.15}
@@ -37,15 +37,17 @@ PFLOP = {"full": 1.23, "lora": 1.15}
 
 def planned(found: list[dict[str, Any]], options: Options) -> None:
     """Write beside every measured peak what `tastemaker plan` says of it."""
-    from tastemaker.planning.memory import peak
+    from tastemaker.diagnostics.resource_plan import estimate_resources
 
     for line in found:
         if "geometry" in line:
             prompts, rollout, micro = line["geometry"]
-            batch = Batch(prompts, rollout=rollout, microbatch=micro)
+            batch = BatchConfig(prompts, rollout=rollout, microbatch=micro)
             (options.folder / str(len(list(options.folder.iterdir())))).mkdir()
             told = replace(options, folder=sorted(options.folder.iterdir())[-1])
-            line["planned GiB"] = peak(replace(settings(told, line["section"]), batch=batch)).total / 2**30
+            line["planned GiB"] = (
+                estimate_resources(replace(settings(told, line["section"]), batch=batch)).total / 2**30
+            )
 
 
 def train(options: Options, section: str, keep: Callable[[dict[str, Any]], None]) -> None:
@@ -61,7 +63,7 @@ def train(options: Options, section: str, keep: Callable[[dict[str, Any]], None]
         if number and time.monotonic() > options.deadline - 55:
             say(section, "no time is left for other batches")
             return
-        batch = Batch(prompts, rollout=rollout, microbatch=micro)
+        batch = BatchConfig(prompts, rollout=rollout, microbatch=micro)
         try:
             found = timed(run, line, section, batch, options.deadline)
             found["geometry"] = (prompts, rollout, micro)

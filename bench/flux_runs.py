@@ -6,23 +6,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from towers import PROMPTS, assembled
+from reward_setup import PROMPTS, assembled
 
-from tastemaker.config.run import EngineConfig, Optim, RewardConfig, RunConfig
+from tastemaker.config.schema import EngineConfig, OptimConfig, RewardConfig, RunConfig
+from tastemaker.core.lora import Lora
+from tastemaker.core.policy import Guidance
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.data.embedding_store import ShardedEmbeddingStore
 from tastemaker.data.prompts import InlinePrompts
-from tastemaker.embeddings import Shards
-from tastemaker.lora import Lora
 from tastemaker.models.flux import Flux
 from tastemaker.models.sd3 import Sd3
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.srpo import SRPO
-from tastemaker.policy import Guidance
-from tastemaker.processes.dynamics import FlowSde
+from tastemaker.processes.dynamics import FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight
+from tastemaker.processes.paths import RectifiedFlow
 from tastemaker.rewards.hps import Hps
-from tastemaker.train.run import Run
-from tastemaker.weights import Full
+from tastemaker.training.run import Run
 
 
 def shelf(folder: Path, words: tuple[int, int], pooled: int) -> Path:
@@ -33,7 +33,7 @@ def shelf(folder: Path, words: tuple[int, int], pooled: int) -> Path:
         "words": torch.randn(len(texts), *words, generator=draw).bfloat16(),
         "pooled": torch.randn(len(texts), pooled, generator=draw).bfloat16(),
     }
-    Shards(folder, {}).add(texts, tensors)
+    ShardedEmbeddingStore(folder, {}).add(texts, tensors)
     return folder
 
 
@@ -69,20 +69,20 @@ def settings(options: Options, section: str) -> RunConfig:
     steps = 4 if options.tiny else 25
     base = RunConfig(
         model=flux(options.folder, 720, options.tiny),
-        process=GaussianProcess(Straight(shift=3.0), steps=steps),
+        process=GaussianProcess(RectifiedFlow(shift=3.0), steps=steps),
         objective=SRPO(grid=50),
         data=InlinePrompts(PROMPTS),
-        tuning=Lora(rank=16) if section != "full" else Full(),
+        tuning=Lora(rank=16) if section != "full" else FullFinetuning(),
         rewards={"hps": RewardConfig(Hps())},
-        optim=Optim(lr=1e-6, clip=0.1, moments="int8" if section in ("full", "parts") else "fp32"),
+        optim=OptimConfig(lr=1e-6, clip=0.1, moments="int8" if section in ("full", "parts") else "fp32"),
         engine=engine,
         steps=1000,
     )
     if section in ("full", "lora"):
         return base
     if section == "parts":
-        return replace(base, tuning=Full())
-    process = GaussianProcess(Straight(shift=3.0), FlowSde(0.7), 4 if options.tiny else 10)
+        return replace(base, tuning=FullFinetuning())
+    process = GaussianProcess(RectifiedFlow(shift=3.0), FlowSDE(0.7), 4 if options.tiny else 10)
     chosen = replace(base, process=process, objective=GRPO(group=4 if options.tiny else 8, clip=1e-4))
     if section == "grpo-flux":
         told = flux(options.folder, 512, options.tiny)

@@ -26,17 +26,17 @@ import torch
 from sections import Found, deadline, keeper, say, spared  # beside this file, in no package
 from torch import Tensor, nn
 
-from tastemaker.eval.geneval import prompts
-from tastemaker.eval.reading import read_ahead
-from tastemaker.geneval import Detection
-from tastemaker.pictures import read_picture, save_picture
-from tastemaker.rewards.nets.hub import frozen, random
-from tastemaker.rewards.nets.instances import instances
-from tastemaker.rewards.nets.mask2former import Mask2Former, Network, opened
-from tastemaker.rewards.nets.sight import Sight, listed, ruling
-from tastemaker.rewards.nets.tints import Tints, tints
-from tastemaker.rewards.nets.words import Words, tiny_clip
-from tastemaker.types import Facts, Placement
+from tastemaker.core.types import Metadata, Placement
+from tastemaker.data.image_io import read_image, save_image
+from tastemaker.evaluation.geneval import published_prompts
+from tastemaker.evaluation.geneval_rules import DetectedObject
+from tastemaker.evaluation.image_prefetch import prefetch_images
+from tastemaker.rewards.backbones.color_classifier import ClipColorClassifier, load_color_classifier
+from tastemaker.rewards.backbones.geneval_checker import GenevalChecker, apply_rules, as_detections
+from tastemaker.rewards.backbones.instance_segmentation import select_instances
+from tastemaker.rewards.backbones.loading import freeze_network, random_network
+from tastemaker.rewards.backbones.mask2former import Mask2FormerDetector, Mask2FormerNetwork, load_mask2former
+from tastemaker.rewards.backbones.tokenizers import FixedLengthTokenizer, tiny_clip_tokenizer
 
 SIDE, WHOLE, FLOOR = 512, 2212, 0.3
 THINGS = 5  # about how many a picture holds
@@ -44,9 +44,9 @@ VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2
 TEXT = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 
 
-def detector(placement: Placement, tiny: bool) -> Mask2Former:
+def detector(placement: Placement, tiny: bool) -> Mask2FormerDetector:
     if tiny:
-        return opened("tiny", placement)
+        return load_mask2former("tiny", placement)
     from transformers import Mask2FormerConfig, Mask2FormerModel
 
     swin = {
@@ -55,15 +55,17 @@ def detector(placement: Placement, tiny: bool) -> Mask2Former:
     }  # fmt: skip
     config = Mask2FormerConfig.from_dict({"backbone_config": swin, "num_labels": 80})
     with torch.device(placement.device):
-        net: Network = frozen(Network(random(Mask2FormerModel, config, placement)), placement)
+        net: Mask2FormerNetwork = freeze_network(
+            Mask2FormerNetwork(random_network(Mask2FormerModel, config, placement)), placement
+        )
     queries = net.model.transformer_module
     for table in (queries.queries_features, queries.queries_embedder):
         table.weight.data *= 50  # of deviation 1: nearer to each other, all or none would find something
-    return Mask2Former(net, "random")
+    return Mask2FormerDetector(net, "random")
 
 
 @torch.no_grad()
-def sharpen(seer: Mask2Former, pixels: Tensor) -> float:
+def sharpen(seer: Mask2FormerDetector, pixels: Tensor) -> float:
     """Scale the classes until some things are surer than the floor; how many a picture holds then."""
     head, scale, found = seer.net.class_predictor, 1.0, 0.0
     plain = seer.net(seer.looks(pixels)[0].to(head.weight.dtype))[0].float() - head.bias
@@ -77,16 +79,18 @@ def sharpen(seer: Mask2Former, pixels: Tensor) -> float:
     return found
 
 
-def teller(placement: Placement, tiny: bool) -> Tints:
+def teller(placement: Placement, tiny: bool) -> ClipColorClassifier:
     if tiny:
-        return tints("tiny", placement)
+        return load_color_classifier("tiny", placement)
     from transformers import CLIPConfig, CLIPModel
 
     ends = {"vocab_size": 49408, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
     seen = VISION | {"image_size": 224, "patch_size": 14}
     config = CLIPConfig(text_config=TEXT | ends, vision_config=seen, projection_dim=768)
     with torch.device(placement.device):
-        return Tints(random(CLIPModel, config, placement), Words(tiny_clip(), 77), 224)
+        return ClipColorClassifier(
+            random_network(CLIPModel, config, placement), FixedLengthTokenizer(tiny_clip_tokenizer(), 77), 224
+        )
 
 
 class Clock:
@@ -108,12 +112,14 @@ class Clock:
             torch.cuda.synchronize()
 
 
-def walk(sight: Sight, files: list[Path], facts: list[Facts], rows: int, floor: float, device: torch.device) -> Clock:
+def walk(
+    sight: GenevalChecker, files: list[Path], facts: list[Metadata], rows: int, floor: float, device: torch.device
+) -> Clock:
     """Score pictures part by part; with a floor of nought every mask is drawn, as the published code does."""
     clock, seer = Clock(device), sight.detector
     shares = [files[first : first + rows] for first in range(0, len(files), rows)]
     # One at a time nothing is read ahead either: the published code has no threads.
-    read = read_ahead(shares) if rows > 1 else ([read_picture(file) for file in share] for share in shares)
+    read = prefetch_images(shares) if rows > 1 else ([read_image(file) for file in share] for share in shares)
     with torch.no_grad():
         for first in range(0, len(files), rows):
             some = facts[first : first + rows]
@@ -124,18 +130,20 @@ def walk(sight: Sight, files: list[Path], facts: list[Facts], rows: int, floor: 
             with clock.on("network"):
                 classes, masks = seer.net(inputs.to(seer.net.class_predictor.weight.dtype))
             with clock.on("masks"):
-                found = [instances(*row, frame, floor) for row in zip(classes.float(), masks.float(), strict=True)]
-                seen = [listed(row) for row in found]
+                found = [
+                    select_instances(*row, frame, floor) for row in zip(classes.float(), masks.float(), strict=True)
+                ]
+                seen = [as_detections(row) for row in found]
             some = [adapted(fact, row) for fact, row in zip(some, seen, strict=True)]
             with clock.on("colours"):
                 colored = sight.colored(pixels, found, seen, some)
             with clock.on("rules"):
                 for detections, fact in zip(colored, some, strict=True):
-                    ruling(detections, fact, sight.rules)
+                    apply_rules(detections, fact, sight.rules)
     return clock
 
 
-def adapted(fact: Facts, seen: list[Detection]) -> Facts:
+def adapted(fact: Metadata, seen: list[DetectedObject]) -> Metadata:
     """The same task of what a random network takes the picture for, else nobody would be asked for a colour."""
     names = [one.name for one in seen] or ["dog"]
     include = [{**one, "class": names[k % len(names)]} for k, one in enumerate(fact["include"])]
@@ -166,16 +174,16 @@ def ways(tiny: bool, cuda: bool, count: int) -> list[Way]:
 class Bench:
     """One set of weights for all ways of a precision, made on the device."""
 
-    def __init__(self, device: torch.device, tiny: bool, files: list[Path], facts: list[Facts]) -> None:
+    def __init__(self, device: torch.device, tiny: bool, files: list[Path], facts: list[Metadata]) -> None:
         self.device, self.tiny, self.files, self.facts = device, tiny, files, facts
-        self.sights: dict[torch.dtype, tuple[Sight, float]] = {}
+        self.sights: dict[torch.dtype, tuple[GenevalChecker, float]] = {}
 
-    def sight(self, dtype: torch.dtype) -> tuple[Sight, float]:
+    def sight(self, dtype: torch.dtype) -> tuple[GenevalChecker, float]:
         """And how many things it finds in a picture."""
         if dtype not in self.sights:
             placement = Placement(self.device, dtype)
-            sight = Sight(detector(placement, self.tiny), teller(placement, self.tiny))
-            some = torch.cat([read_picture(file) for file in self.files[:8]]).to(self.device)
+            sight = GenevalChecker(detector(placement, self.tiny), teller(placement, self.tiny))
+            some = torch.cat([read_image(file) for file in self.files[:8]]).to(self.device)
             self.sights[dtype] = sight, sharpen(sight.detector, some)
             say("geneval", f"networks in {dtype} are ready, {self.sights[dtype][1]:.1f} things a picture")
         return self.sights[dtype]
@@ -207,7 +215,7 @@ def pictures(folder: Path, count: int, side: int) -> list[Path]:
     def picture(k: int) -> Path:
         rough = torch.rand(1, 3, side // 8, side // 8, generator=torch.Generator().manual_seed(k))
         smooth = nn.functional.interpolate(rough, (side, side), mode="bicubic").clamp(0, 1)
-        save_picture(smooth, folder / f"{k:05d}.png")
+        save_image(smooth, folder / f"{k:05d}.png")
         return folder / f"{k:05d}.png"
 
     with ThreadPoolExecutor(8) as pool:
@@ -248,8 +256,8 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     device, side = torch.device("cuda" if cuda else "cpu"), 64 if chosen.tiny else SIDE
     count = chosen.count or (4 if chosen.tiny else 64)
-    asked = prompts()
-    facts: list[Facts] = [asked[k * len(asked) // count] for k in range(count)]  # tasks as often as in the benchmark
+    asked = published_prompts()
+    facts: list[Metadata] = [asked[k * len(asked) // count] for k in range(count)]  # tasks as often as in the benchmark
     with tempfile.TemporaryDirectory() as folder:
         files = pictures(Path(folder), count, side)
         say("geneval", f"{count} pictures of {side}x{side} drawn")

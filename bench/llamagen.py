@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 from device import CUDA, DEVICE, copied, forget, gib, seconds, settle  # beside this file, in no package
-from llamagen_learning import grpo
+from llamagen_grpo import grpo
+from llamagen_kernels import parts
 from llamagen_networks import Options, finish, moved, network, ordered, shaped
-from llamagen_parts import parts
 from sections import Keep, carry_out, keeper, say
 from torch import Tensor
 
-from tastemaker.distributions import Categorical
-from tastemaker.guidance import extrapolate
-from tastemaker.models.nets.decoding import Order
-from tastemaker.models.nets.desk import Desk
-from tastemaker.models.nets.gpt import GPT, GPTShape
-from tastemaker.policy import Guidance
+from tastemaker.core.distributions import Categorical
+from tastemaker.core.guidance import apply_guidance
+from tastemaker.core.policy import Guidance
+from tastemaker.models.nets.decoder_pool import DecoderPool
+from tastemaker.models.nets.gpt import GPT, GPTConfig
+from tastemaker.models.nets.token_decoder import DecodeRequest
 
 SECTIONS = {
     "parts": 60, "agreement": 60, "B": 50, "L": 45, "XL": 45, "XXL": 60, "3B": 60, "XXL-64": 50, "grpo": 110,
@@ -60,8 +60,8 @@ def written(section: str, options: Options, keep: Keep) -> None:
     keep({"section": section, "plain": plain["seconds"], "tokens measured": plain["tokens measured"]})
 
 
-def fast(section: str, shape: GPTShape, dtype: torch.dtype, images: int, keep: Keep) -> None:
-    net, desk, guidance = network(shape, dtype), Desk(), Guidance(4.0)
+def fast(section: str, shape: GPTConfig, dtype: torch.dtype, images: int, keep: Keep) -> None:
+    net, desk, guidance = network(shape, dtype), DecoderPool(), Guidance(4.0)
     length, peak = shape.side**2, copied()
     forget()
     began = time.perf_counter()
@@ -98,12 +98,12 @@ def agreement(section: str, options: Options, keep: Keep) -> None:
         shape = shaped("B", options.tiny)
         net, length = network(shape, dtype), shape.side**2
         order = ordered(shape, 2 if options.tiny else 4, Guidance(4.0))
-        scribe = Desk().scribe(net, order)
+        scribe = DecoderPool().scribe(net, order)
         assert scribe is not None
         ids = finish(scribe, length)
         with torch.no_grad():
             given, without = net(torch.cat([ids, ids])[:, :-1], order.cond)[0].float().chunk(2)
-            guided = extrapolate(Guidance(4.0), given, without, torch.ones((), device=DEVICE))
+            guided = apply_guidance(Guidance(4.0), given, without, torch.ones((), device=DEVICE))
         found = Categorical(guided)
         off = (found.log_prob(ids) - scribe.log_prob).abs()
         taken = order.choice.over(guided).quantile(order.uniform)
@@ -121,7 +121,7 @@ def agreement(section: str, options: Options, keep: Keep) -> None:
 
 
 @torch.no_grad()
-def spelled(net: GPT, order: Order) -> Tensor:
+def spelled(net: GPT, order: DecodeRequest) -> Tensor:
     count, length = order.uniform.shape
     ids, cache = torch.zeros(count, length, dtype=torch.long, device=DEVICE), ()
     for i in range(length):

@@ -9,12 +9,12 @@ import torch
 from device import DEVICE  # beside this file, in no package
 from torch import Tensor, nn
 
-from tastemaker.distributions import Choice
-from tastemaker.models.llamagen import Llamagen
-from tastemaker.models.nets.decoding import Order
-from tastemaker.models.nets.gpt import GPT, GPTShape
-from tastemaker.policy import Guidance
-from tastemaker.randomness import Randomness
+from tastemaker.core.distributions import TokenSampler
+from tastemaker.core.policy import Guidance
+from tastemaker.core.randomness import Randomness
+from tastemaker.models.llamagen.model import Llamagen
+from tastemaker.models.nets.gpt import GPT, GPTConfig
+from tastemaker.models.nets.token_decoder import DecodeRequest
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Options:
     deadline: float  # of time.monotonic()
 
 
-def shaped(size: str, tiny: bool) -> GPTShape:
+def shaped(size: str, tiny: bool) -> GPTConfig:
     if tiny:
         return replace(Llamagen(weights=None).tiny().sizes(), depth=2)
     return Llamagen(size=size, weights=None, pixels=384).sizes()  # type: ignore[arg-type]
 
 
-def network(shape: GPTShape, dtype: torch.dtype) -> GPT:
+def network(shape: GPTConfig, dtype: torch.dtype) -> GPT:
     before = torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
@@ -41,11 +41,11 @@ def network(shape: GPTShape, dtype: torch.dtype) -> GPT:
     return net.requires_grad_(False)
 
 
-def ordered(shape: GPTShape, images: int, guidance: Guidance | None, seed: int = 0) -> Order:
+def ordered(shape: GPTConfig, images: int, guidance: Guidance | None, seed: int = 0) -> DecodeRequest:
     labels = torch.arange(images, device=DEVICE) % shape.vocabulary
     cond = torch.cat([labels, torch.full_like(labels, shape.vocabulary)]) if guidance else labels
     uniform = Randomness(seed, 0, torch.arange(images, device=DEVICE)).uniform("token", shape.side**2)
-    return Order(cond, None, uniform, Choice(1.0, min(2000, shape.codes)), guidance)
+    return DecodeRequest(cond, None, uniform, TokenSampler(1.0, min(2000, shape.codes)), guidance)
 
 
 def moved(net: GPT, rows: int) -> float:

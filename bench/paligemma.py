@@ -24,12 +24,12 @@ from device import CUDA, DEVICE, gib, settle  # beside this file, in no package
 from sections import Found, Keep, carry_out, keeper, say, spared
 from torch import Tensor
 
-from tastemaker.rewards.nets.speech import Asked, Processed
-from tastemaker.rewards.nets.writing import Desk, Pace
+from tastemaker.vlm.chat_processors import AutoChatProcessor, ChatInputs
+from tastemaker.vlm.decoding import ChatDecoderPool, DecodingMode
 
 SECTIONS = {"answers": 65, "compiled": 45}  # seconds at most
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # that speed is measured in
-PACE: Pace = "recorded" if CUDA else "steps"  # as answers are written unless something else is asked for
+PACE: DecodingMode = "recorded" if CUDA else "steps"  # as answers are written unless something else is asked for
 QUESTION = 12  # tokens
 FILLER = 0
 
@@ -64,7 +64,7 @@ class Case:
         settings.eos_token_id, settings.pad_token_id = None, FILLER
         return net.eval().requires_grad_(False)
 
-    def asked(self, net: Any, rows: int) -> Asked:
+    def asked(self, net: Any, rows: int) -> ChatInputs:
         """Pictures of noise, and a question about each."""
         rng = torch.Generator().manual_seed(1)
         eyes, number = net.config.vision_config, net.config.image_token_id
@@ -73,7 +73,7 @@ class Case:
         ids = torch.cat([torch.full((rows, count), number), words], 1).to(DEVICE)
         pixels = torch.rand(rows, 3, eyes.image_size, eyes.image_size, generator=rng) * 2 - 1
         more = {"pixel_values": pixels.to(DEVICE, net.dtype), "token_type_ids": torch.zeros_like(ids)}
-        return Asked(ids, torch.ones_like(ids), more)
+        return ChatInputs(ids, torch.ones_like(ids), more)
 
 
 WHOLE = Case(
@@ -103,15 +103,15 @@ SMALL = Case(
 
 
 @torch.no_grad()
-def plainly(net: Any, asked: Asked, tokens: int) -> Tensor:
+def plainly(net: Any, asked: ChatInputs, tokens: int) -> Tensor:
     """As transformers writes."""
     told = {"attention_mask": asked.mask, **asked.more, "max_new_tokens": tokens, "do_sample": False}
     ids: Tensor = net.generate(asked.ids, **told)
     return ids[:, asked.ids.shape[1] :]
 
 
-def ours(net: Any, pace: Pace) -> Callable[[Asked, int], Tensor]:
-    desk = Desk(net, Processed(net, None), pace)
+def ours(net: Any, pace: DecodingMode) -> Callable[[ChatInputs, int], Tensor]:
+    desk = ChatDecoderPool(net, AutoChatProcessor(net, None), pace)
     return lambda asked, tokens: desk.write(asked, tokens, FILLER)
 
 
@@ -137,7 +137,7 @@ class Bench:
         say(self.section, f"{count:.2f} billion weights in {dtype} after {time.perf_counter() - began:.1f} s")
         return net
 
-    def timed(self, way: str, write: Callable[[Asked, int], Tensor], asked: Asked, times: int) -> Tensor:
+    def timed(self, way: str, write: Callable[[ChatInputs, int], Tensor], asked: ChatInputs, times: int) -> Tensor:
         """Tokens a second of all rows together, the fastest of several after a short or whole one that makes things."""
         rows, tokens = len(asked.ids), self.case.tokens
         warm = spent(lambda: write(asked, tokens if times > 1 else 4))[0]
@@ -172,9 +172,9 @@ class Bench:
         self.agree(net, asked, plainly(net, asked, self.case.tokens), ours(net, PACE)(asked, self.case.tokens))
 
     @torch.no_grad()
-    def agree(self, net: Any, asked: Asked, theirs: Tensor, mine: Tensor) -> None:
+    def agree(self, net: Any, asked: ChatInputs, theirs: Tensor, mine: Tensor) -> None:
         """The share of tokens that are the same: of answers as written, and of steps after the same tokens."""
-        desk = Desk(net, Processed(net, None), PACE)
+        desk = ChatDecoderPool(net, AutoChatProcessor(net, None), PACE)
         read = desk.read(asked)
         scribe, logits, steps = desk.scribe(read, self.case.tokens), read.logits, []
         for word in theirs.unbind(1):

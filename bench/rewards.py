@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tastemaker.preprocessing import Preprocessing
-from tastemaker.rewards.nets.chat import Chat
-from tastemaker.rewards.nets.hub import random
-from tastemaker.rewards.nets.panel import Panel
-from tastemaker.rewards.nets.speech import OneVision
-from tastemaker.rewards.nets.tiny_chat import tiny_chat, tiny_tokenizer
-from tastemaker.rewards.nets.towers import Ending, Stills, Towers
-from tastemaker.rewards.nets.words import Words, tiny_clip
-from tastemaker.types import Placement
+from tastemaker.core.types import Placement
+from tastemaker.rewards.backbones.dual_encoders import CosineHead, DualEncoderScorer, ImagePreprocessing
+from tastemaker.rewards.backbones.loading import random_network
+from tastemaker.rewards.backbones.preprocessing import Preprocessing
+from tastemaker.rewards.backbones.tokenizers import FixedLengthTokenizer, tiny_clip_tokenizer
+from tastemaker.vlm.chat_model import ChatModel
+from tastemaker.vlm.chat_processors import OneVisionProcessor
+from tastemaker.vlm.judge import VlmJudge
+from tastemaker.vlm.tiny_chat_model import tiny_chat, tiny_tokenizer
 
 ROWS, SIDE, REPEATS = 64, 512, 10
 VISION = {
@@ -53,23 +53,25 @@ class Measured:
     note: str = ""
 
 
-def towers(name: str, placement: Placement, tiny: bool) -> Towers:
+def towers(name: str, placement: Placement, tiny: bool) -> DualEncoderScorer:
     from transformers import CLIPConfig, CLIPModel
 
     ends = {"vocab_size": 514 if tiny else 49408, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
     eyes = (SMALL if tiny else VISION[name]) | {"image_size": 224, "patch_size": 14}
     config = CLIPConfig(text_config=(SMALL if tiny else TEXT[name]) | ends, vision_config=eyes, projection_dim=768)
-    net = random(CLIPModel, config, placement)
-    return Towers(net, Stills(Preprocessing(224)), Words(tiny_clip(), 77), Ending())
+    net = random_network(CLIPModel, config, placement)
+    return DualEncoderScorer(
+        net, ImagePreprocessing(Preprocessing(224)), FixedLengthTokenizer(tiny_clip_tokenizer(), 77), CosineHead()
+    )
 
 
-def judge(placement: Placement, tiny: bool) -> Panel:
+def judge(placement: Placement, tiny: bool) -> VlmJudge:
     """LLaVA-OneVision 7B: SigLIP so400m at 384 pixels, 730 tokens a picture, Qwen2 7B."""
     from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
     if tiny:
         net, tokenizer = tiny_chat(placement)
-        return Panel(Chat(net, tokenizer, OneVision(net, tokenizer)), "yes_no_logits", 0.5)
+        return VlmJudge(ChatModel(net, tokenizer, OneVisionProcessor(net, tokenizer)), "yes_no_logits", 0.5)
     tokenizer = tiny_tokenizer()
     text = {
         "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
@@ -89,7 +91,7 @@ def judge(placement: Placement, tiny: bool) -> Panel:
         finally:
             torch.set_default_dtype(before)
     net.eval().requires_grad_(False)
-    return Panel(Chat(net, tokenizer, OneVision(net, tokenizer)), "yes_no_logits", 0.5)
+    return VlmJudge(ChatModel(net, tokenizer, OneVisionProcessor(net, tokenizer)), "yes_no_logits", 0.5)
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> tuple[float, float]:

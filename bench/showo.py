@@ -24,17 +24,17 @@ from device import CUDA, DEVICE, gib, seconds, settle  # beside this file, in no
 from sections import Found, Keep, carry_out, keeper, say, spared
 from torch import Tensor
 
-from tastemaker.distributions import Categorical
-from tastemaker.models.checkpoints import at_random
-from tastemaker.models.nets.showo import phi
-from tastemaker.models.prompting import LETTERS
-from tastemaker.models.showo import Showo, ShowoBackbone
-from tastemaker.policy import Guidance, Policy
-from tastemaker.processes.masked import Masked, Rereading
-from tastemaker.randomness import Randomness
-from tastemaker.train.memory import compile_blocks
-from tastemaker.types import HIDDEN, Placement
-from tastemaker.weights import Full
+from tastemaker.core.distributions import Categorical
+from tastemaker.core.policy import Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import MASK_TOKEN_ID, Placement
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.models.loading import init_random
+from tastemaker.models.nets.showo import build_phi
+from tastemaker.models.showo.model import Showo, ShowoBackbone
+from tastemaker.models.showo.prompt_tokenizer import BYTE_TOKENIZER
+from tastemaker.processes.masked import MaskedProcess, UncachedMaskedPredictor
+from tastemaker.training.activation_memory import compile_blocks
 
 sys.path.insert(0, str(Path(__file__).parent / "baselines"))
 from plain_showo import painted  # beside this file, in no package
@@ -57,9 +57,9 @@ class Case:
         model.net.requires_grad_(False)
         return model
 
-    def policy(self, model: ShowoBackbone) -> Policy[Masked]:
-        process = Masked(self.steps, replay=False)
-        return Policy(process.guide(model, Guidance(1 + WEIGHT)), process, Full().apply(model, ()))
+    def policy(self, model: ShowoBackbone) -> Policy[MaskedProcess]:
+        process = MaskedProcess(self.steps, replay=False)
+        return Policy(process.guide(model, Guidance(1 + WEIGHT)), process, FullFinetuning().apply(model, ()))
 
     @torch.no_grad()
     def sample(self, model: ShowoBackbone) -> Tensor:
@@ -107,7 +107,7 @@ class Bench:
     def plain(self, model: ShowoBackbone) -> None:
         """Seconds of the candidates all together and one by one, by published code."""
         case = self.case
-        net = at_random(lambda: phi(case.spec.sizes()), 0, Placement(DEVICE, DTYPE)).requires_grad_(False)
+        net = init_random(lambda: build_phi(case.spec.sizes()), 0, Placement(DEVICE, DTYPE)).requires_grad_(False)
         words, tokens = model.vocabulary, case.spec.shape[0]
         own, none = torch.split(model.prompter([PROMPT, ""]).to(DEVICE), 1)
 
@@ -145,11 +145,11 @@ def alike(case: Case, model: ShowoBackbone) -> dict[str, float]:
     policy, rows = case.policy(model), Randomness(0, 0, torch.arange(case.candidates, device=DEVICE))
     cond = policy.embed([PROMPT]).repeat(case.candidates)
     rollout: Any = policy.rollout(cond, rows)
-    once, rollout.reading = rollout.reading, Rereading(policy.model, cond)
+    once, rollout.reading = rollout.reading, UncachedMaskedPredictor(policy.model, cond)
     same = []
     for step, segment in enumerate(rollout.finish().segments):
         drawn = Categorical(once.predict(segment.state, segment.t).float()).sample(rows, "token", step)
-        hidden = segment.state == HIDDEN
+        hidden = segment.state == MASK_TOKEN_ID
         same.append((drawn == segment.action)[hidden].float().mean())
     whole = (case.sample(model) == rollout.preview()).float().mean()
     return {"of pictures": float(whole), "of steps": float(torch.stack(same).mean())}
@@ -179,7 +179,7 @@ def main() -> None:
     if not chosen.section:
         table(carry_out(__file__, SECTIONS, chosen))
         return
-    spec = replace(Showo(), weights=None, codec=None, tokenizer=LETTERS)
+    spec = replace(Showo(), weights=None, codec=None, tokenizer=BYTE_TOKENIZER)
     case = Case(spec.tiny(), 4, 4) if chosen.tiny else Case(spec, 20, 18)
     bench = Bench(case, chosen.section, keeper(chosen.out))
     {"eager": bench.eager, "compiled": bench.compiled}[chosen.section]()

@@ -13,9 +13,9 @@ from device import CUDA, settle  # beside this file, in no package
 from sections import say
 from torch import Tensor
 
-from tastemaker.config.run import Batch
-from tastemaker.train.loop import learn
-from tastemaker.train.run import Run
+from tastemaker.config.schema import BatchConfig
+from tastemaker.training.loop import train_step
+from tastemaker.training.run import Run
 
 
 class Timeline:
@@ -101,12 +101,14 @@ def warm(run: Run) -> None:
     """Everything once, with few steps a sample: compiles, allocates and begins."""
     policy = run.policy
     run.policy = replace(policy, process=replace(policy.process, steps=4 if policy.process.chance else 2))
-    learn(run, 0)
+    train_step(run, 0)
     run.policy = policy
     settle()
 
 
-def timed(run: Run, line: Timeline, section: str, batch: Batch, deadline: float, times: int = 2) -> dict[str, Any]:
+def timed(
+    run: Run, line: Timeline, section: str, batch: BatchConfig, deadline: float, times: int = 2
+) -> dict[str, Any]:
     """Seconds a prompt and where they went, after a step to warm up."""
     run.batch = batch
     if CUDA:
@@ -121,7 +123,7 @@ def timed(run: Run, line: Timeline, section: str, batch: Batch, deadline: float,
             break
         settle()
         began = time.perf_counter()
-        update = learn(run, step)
+        update = train_step(run, step)
         settle()
         spent.append(time.perf_counter() - began)
         told = " ".join(f"{name} {value:.4g}" for name, value in update.metrics.items())
@@ -147,7 +149,7 @@ def timed(run: Run, line: Timeline, section: str, batch: Batch, deadline: float,
     return result
 
 
-def describe(batch: Batch) -> str:
+def describe(batch: BatchConfig) -> str:
     return f"{batch.prompts} prompts, {batch.rollout} sampled and {batch.microbatch} trained at once"
 
 

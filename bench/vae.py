@@ -20,16 +20,16 @@ import torch
 from device import CUDA, DEVICE, forget, gib, settle  # beside this file, in no package
 from sections import deadline, keeper, say, spared
 
-from tastemaker.codec import CodecSpec
-from tastemaker.config.run import CriticConfig, EngineConfig, Optim, Reconstruction
+from tastemaker.autoencoders.discriminator import DiscriminatorTrainer
+from tastemaker.autoencoders.lpips import TINY, LPIPSDistance, load_lpips
+from tastemaker.autoencoders.patchgan import PatchGANDiscriminator
+from tastemaker.autoencoders.training import AutoencoderRun, train_step
+from tastemaker.config.schema import DiscriminatorConfig, EngineConfig, OptimConfig, ReconstructionLossConfig
+from tastemaker.core.autoencoder import AutoencoderSpec
+from tastemaker.core.types import ImageBatch, Placement, PromptBatch
 from tastemaker.models.autoencoder_kl import AutoencoderKL
 from tastemaker.models.block_vae import BlockVae
-from tastemaker.patchgan import PatchGan
-from tastemaker.perceptual import TINY, Perceptual, perceptual
-from tastemaker.train.autoencoder import AutoencoderRun, learn
-from tastemaker.train.critic import Critic
-from tastemaker.train.engine import Engine
-from tastemaker.types import Pictures, Placement, PromptBatch
+from tastemaker.training.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Noise:
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
-        return Pictures(("",) * size, self.pixels[:size])
+    def batch(self, step: int, size: int, rank: int, world: int) -> ImageBatch:
+        return ImageBatch(("",) * size, self.pixels[:size])
 
     def first(self, count: int) -> PromptBatch:
         return PromptBatch(("",) * count, ({},) * count)
@@ -51,7 +51,7 @@ class Noise:
 @dataclass(frozen=True)
 class Case:
     name: str
-    spec: CodecSpec
+    spec: AutoencoderSpec
     size: int
     rows: int
     critic: bool = True
@@ -59,21 +59,23 @@ class Case:
 
 def run(case: Case, steps: int, *, tiny: bool, compiled: bool) -> AutoencoderRun:
     settings = EngineConfig(device="auto", precision="bf16" if CUDA else "fp32", compile=compiled)
-    spec, optim = case.spec.tiny() if tiny else case.spec, Optim(clip=0.0)
+    spec, optim = case.spec.tiny() if tiny else case.spec, OptimConfig(clip=0.0)
     engine = Engine(settings, optim, steps, 0)
-    told = CriticConfig(start=0, loss="least_squares", deceive="least_squares", width=8 if tiny else 64, tail=False)
+    told = DiscriminatorConfig(
+        start=0, loss="least_squares", deceive="least_squares", width=8 if tiny else 64, tail=False
+    )
     with torch.device(DEVICE):  # where weights are made
-        net, critic = spec.load(engine.placement()), PatchGan(told.width, told.layers, tail=told.tail)
-        lpips = perceptual(TINY, "", Placement(DEVICE)) if tiny else Perceptual().eval().requires_grad_(False)
+        net, critic = spec.load(engine.placement()), PatchGANDiscriminator(told.width, told.layers, tail=told.tail)
+        lpips = load_lpips(TINY, "", Placement(DEVICE)) if tiny else LPIPSDistance().eval().requires_grad_(False)
     return AutoencoderRun(
         net=net,
         data=Noise(torch.rand(case.rows, 1, 3, case.size, case.size, device=DEVICE)),
         engine=engine,
         directory=Path("unused"),
         steps=steps,
-        loss=Reconstruction(l1=0.0, mse=1.0, edge=0.0, lpips=1.0),
+        loss=ReconstructionLossConfig(l1=0.0, mse=1.0, edge=0.0, lpips=1.0),
         lpips=lpips,
-        critic=Critic(critic, told, settings, steps, optim) if case.critic else None,
+        critic=DiscriminatorTrainer(critic, told, settings, steps, optim) if case.critic else None,
         rows=case.rows,
         ema=0.999,
     )
@@ -85,7 +87,7 @@ def measured(case: Case, steps: int, *, tiny: bool, compiled: bool) -> dict[str,
     made, took = run(case, steps, tiny=tiny, compiled=compiled), list[float]()
     for step in range(steps):
         began = time.perf_counter()
-        learn(made, step)
+        train_step(made, step)
         settle()
         took.append(time.perf_counter() - began)
         if not step:

@@ -24,24 +24,24 @@ from typing import Any
 
 import torch
 from device import CUDA  # beside this file, in no package
+from reward_setup import PROMPTS, assembled
 from sections import Found, Keep, carry_out, deadline, keeper, say
 from timeline import timed, watched
-from towers import PROMPTS, assembled
 
-from tastemaker.config.run import Batch, EngineConfig, Optim, RewardConfig, RunConfig
+from tastemaker.config.schema import BatchConfig, EngineConfig, OptimConfig, RewardConfig, RunConfig
+from tastemaker.core.lora import Lora
+from tastemaker.core.policy import Guidance
+from tastemaker.data.embedding_store import ShardedEmbeddingStore
 from tastemaker.data.prompts import InlinePrompts
-from tastemaker.embeddings import Shards
-from tastemaker.lora import Lora
 from tastemaker.models.modelscope import Modelscope
 from tastemaker.models.videocrafter import Videocrafter
 from tastemaker.models.wan import Wan
 from tastemaker.objectives.reward_gradient import RewardGradient
-from tastemaker.policy import Guidance
-from tastemaker.processes.dynamics import Ddim, Ode
+from tastemaker.processes.dynamics import DDIM, ODE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight, VariancePreserving
+from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
 from tastemaker.rewards.hps import Hps
-from tastemaker.train.run import Run
+from tastemaker.training.run import Run
 
 SECTIONS = {  # seconds at most
     "modelscope": 65, "plain-modelscope": 50, "videocrafter": 70, "plain-videocrafter": 55, "wan": 90,
@@ -65,7 +65,9 @@ class Options:
 def shelf(folder: Path, words: int, width: int) -> Path:
     """Random embeddings of the prompts, as `tastemaker embed` would write them: no text encoder is loaded."""
     texts, draw = [*PROMPTS, ""], torch.Generator().manual_seed(0)
-    Shards(folder, {}).add(texts, {"words": torch.randn(len(texts), words, width, generator=draw).bfloat16()})
+    ShardedEmbeddingStore(folder, {}).add(
+        texts, {"words": torch.randn(len(texts), words, width, generator=draw).bfloat16()}
+    )
     return folder
 
 
@@ -76,14 +78,14 @@ def model(section: str, options: Options) -> tuple[Any, Any, Guidance, tuple[str
     if section.startswith("wan"):
         wan = Wan(weights="random", frames=33)
         told = wan.tiny() if options.tiny else replace(wan, embeddings=shelf(options.folder, 512, 4096))
-        return told, GaussianProcess(Straight(3.0), Ode(), steps), Guidance(5.0), (*attention, "to_out.0")
+        return told, GaussianProcess(RectifiedFlow(3.0), ODE(), steps), Guidance(5.0), (*attention, "to_out.0")
     path = VariancePreserving(**LATENT)  # type: ignore[arg-type]
     if section.startswith("modelscope"):
         spec: Any = Modelscope(weights="random")
-        process, guidance = GaussianProcess(path, Ddim(0.0), steps), Guidance(9.0)
+        process, guidance = GaussianProcess(path, DDIM(0.0), steps), Guidance(9.0)
     else:
         spec = Videocrafter(weights="random", frames=10, height=320, width=512, fps=24)
-        process, guidance = GaussianProcess(replace(path, shrinks=0.7), Ddim(1.0), steps), Guidance(12.0)
+        process, guidance = GaussianProcess(replace(path, shrinks=0.7), DDIM(1.0), steps), Guidance(12.0)
     told = spec.tiny() if options.tiny else replace(spec, embeddings=shelf(options.folder, 77, 1024))
     return told, process, guidance, attention
 
@@ -101,7 +103,7 @@ def built(options: Options, section: str) -> Run:
         data=InlinePrompts(PROMPTS),
         tuning=Lora(rank=16, alpha=8, targets=targets),
         rewards={"hps": RewardConfig(Hps(fit="stretch"))},
-        optim=Optim(lr=2e-4, weight_decay=0.01, clip=1.0),
+        optim=OptimConfig(lr=2e-4, weight_decay=0.01, clip=1.0),
         engine=EngineConfig(precision="bf16", memory="recompute", compile=options.compile, graphs=recorded),
         steps=1000,
     )
@@ -118,7 +120,7 @@ def train(options: Options, section: str, keep: Keep) -> None:
         run.objective, began = replace(run.objective, frames=frames), time.monotonic()
         say(section, name)
         # A clip of Wan's takes long enough to be measured by one alone.
-        batch = Batch(1, rollout=1, microbatch=1) if wan else Batch(2, rollout=rows, microbatch=rows)
+        batch = BatchConfig(1, rollout=1, microbatch=1) if wan else BatchConfig(2, rollout=rows, microbatch=rows)
         try:
             found = timed(run, line, section, batch, options.deadline, 1 if wan or frames == "all" else 2)
             keep({**found, "frames": name, "weights": sum(p.numel() for p in run.policy.weights.net.parameters())})

@@ -1,6 +1,6 @@
 """Teaches image and video generators what people want.
 
-`load` a recipe, `build` a run of it, and iterate over `tastemaker.train.loop.train`; everything else here is what a
+`load` a recipe, `build` a run of it, and iterate over `tastemaker.training.loop.train`; everything else here is what a
 model, a reward or an objective of your own is written with. Importing the package imports none of it; a name
 is imported when first used, and then needs torch, PyYAML and pydantic alone.
 """
@@ -11,44 +11,61 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .commands.scripting import VAETrainer, build_model, list_models, load_config, register_model
+    from .api import VAETrainer, build_model, list_models, load_config, register_model
     from .config.build import build
     from .config.load import load
-    from .config.run import RunConfig
-    from .distributions import Categorical, Distribution, Gaussian
-    from .objective import Alone, Comm, Context, Memory, Nothing, Objective, Rated, rate
-    from .policy import Backbone, CausalBackbone, Guidance, ModelSpec, Policy, Process, Rollout
-    from .processes.autoregressive import Autoregressive
-    from .processes.gaussian import GaussianProcess
-    from .processes.masked import Masked
-    from .randomness import Randomness
-    from .registry import ConfigError
-    from .reward import About, Graded, Reward, RewardError, RewardSpec, Rubric, Scores, Verdict, Verifier
-    from .train.run import Run
-    from .types import (
-        HIDDEN,
+    from .config.schema import RunConfig
+    from .core.distributions import Categorical, Distribution, Gaussian
+    from .core.objective import (
+        Comm,
+        Context,
+        NoState,
+        Objective,
+        ObjectiveState,
+        ScoredRollout,
+        SingleProcess,
+        rollout_and_score,
+    )
+    from .core.policy import Backbone, CausalBackbone, Guidance, ModelSpec, Policy, Process, Rollout
+    from .core.randomness import Randomness
+    from .core.registry import ConfigError
+    from .core.reward import (
+        Reward,
+        RewardCard,
+        RewardError,
+        RewardSpec,
+        Rubric,
+        Scores,
+        Verdict,
+        Verifier,
+        WeightedReward,
+    )
+    from .core.types import (
+        MASK_TOKEN_ID,
         Condition,
         Corrupted,
-        Facts,
+        ImageBatch,
         Loss,
-        Pairs,
-        Pictures,
+        Metadata,
         Placement,
+        PreferenceBatch,
         PromptBatch,
         Prompts,
         Segment,
         Trajectory,
-        index,
+        select_rows,
     )
-    from .weights import Full, Tuning, Twin, Weights
+    from .core.weights import FrozenCopyFinetuning, FullFinetuning, Tuning, Weights
+    from .processes.autoregressive import AutoregressiveProcess
+    from .processes.gaussian import GaussianProcess
+    from .processes.masked import MaskedProcess
+    from .training.run import Run
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "HIDDEN",
-    "About",
-    "Alone",
-    "Autoregressive",
+    "MASK_TOKEN_ID",
+    "AutoregressiveProcess",
     "Backbone",
     "Categorical",
     "CausalBackbone",
@@ -58,86 +75,107 @@ __all__ = [
     "Context",
     "Corrupted",
     "Distribution",
-    "Facts",
-    "Full",
+    "FrozenCopyFinetuning",
+    "FullFinetuning",
     "Gaussian",
     "GaussianProcess",
-    "Graded",
     "Guidance",
+    "ImageBatch",
     "Loss",
-    "Masked",
-    "Memory",
+    "MaskedProcess",
+    "Metadata",
     "ModelSpec",
-    "Nothing",
+    "NoState",
     "Objective",
-    "Pairs",
-    "Pictures",
+    "ObjectiveState",
     "Placement",
     "Policy",
+    "PreferenceBatch",
     "Process",
     "PromptBatch",
     "Prompts",
     "Randomness",
-    "Rated",
     "Reward",
+    "RewardCard",
     "RewardError",
     "RewardSpec",
     "Rollout",
     "Rubric",
     "Run",
     "RunConfig",
+    "ScoredRollout",
     "Scores",
     "Segment",
+    "SingleProcess",
     "Trajectory",
     "Tuning",
-    "Twin",
     "VAETrainer",
     "Verdict",
     "Verifier",
+    "WeightedReward",
     "Weights",
     "build",
     "build_model",
-    "index",
     "list_models",
     "load",
     "load_config",
-    "rate",
     "register_model",
+    "rollout_and_score",
+    "select_rows",
 ]
 
 # Imported when first asked for: most of them import torch, which `tastemaker --help` does without. `train` is not among
 # them: the name is taken by the package it lives in.
 _NAMES = {
-    ".commands.scripting": ("VAETrainer", "build_model", "list_models", "load_config", "register_model"),
+    ".api": ("VAETrainer", "build_model", "list_models", "load_config", "register_model"),
     ".config.build": ("build",),
     ".config.load": ("load",),
-    ".config.run": ("RunConfig",),
-    ".distributions": ("Categorical", "Distribution", "Gaussian"),
-    ".objective": ("Alone", "Comm", "Context", "Memory", "Nothing", "Objective", "Rated", "rate"),
-    ".policy": ("Backbone", "CausalBackbone", "Guidance", "ModelSpec", "Policy", "Process", "Rollout"),
-    ".processes.autoregressive": ("Autoregressive",),
+    ".config.schema": ("RunConfig",),
+    ".core.distributions": ("Categorical", "Distribution", "Gaussian"),
+    ".core.objective": (
+        "SingleProcess",
+        "Comm",
+        "Context",
+        "ObjectiveState",
+        "NoState",
+        "Objective",
+        "ScoredRollout",
+        "rollout_and_score",
+    ),
+    ".core.policy": ("Backbone", "CausalBackbone", "Guidance", "ModelSpec", "Policy", "Process", "Rollout"),
+    ".processes.autoregressive": ("AutoregressiveProcess",),
     ".processes.gaussian": ("GaussianProcess",),
-    ".processes.masked": ("Masked",),
-    ".randomness": ("Randomness",),
-    ".registry": ("ConfigError",),
-    ".reward": ("About", "Graded", "Reward", "RewardError", "RewardSpec", "Rubric", "Scores", "Verdict", "Verifier"),
-    ".train.run": ("Run",),
-    ".types": (
+    ".processes.masked": ("MaskedProcess",),
+    ".core.randomness": ("Randomness",),
+    ".core.registry": ("ConfigError",),
+    ".core.reward": (
+        "RewardCard",
+        "WeightedReward",
+        "Reward",
+        "RewardError",
+        "RewardSpec",
+        "Rubric",
+        "Scores",
+        "Verdict",
+        "Verifier",
+    ),
+    ".training.run": ("Run",),
+    ".core.types": (
         "Condition",
         "Corrupted",
-        "Facts",
-        "HIDDEN",
+        "Metadata",
+        "MASK_TOKEN_ID",
         "Loss",
-        "Pairs",
-        "Pictures",
+        "PreferenceBatch",
+        "ImageBatch",
         "Placement",
         "PromptBatch",
         "Prompts",
         "Segment",
         "Trajectory",
-        "index",
+        "select_rows",
     ),
-    ".weights": ("Full", "Tuning", "Twin", "Weights"),
+    ".core.weights": ("FullFinetuning", "Tuning", "FrozenCopyFinetuning", "Weights"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -12,6 +12,11 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")  # read by oneDN
 import torch
 
 torch.set_num_threads(1)
+if os.environ.get("ATEN_CPU_CAPABILITY", "").lower() == "avx2":
+    # torch.compile would go by what the CPU has and take vectors of 512 bits, beside headers for 256: wrong numbers.
+    import torch._inductor.config
+
+    torch._inductor.config.cpp.simdlen = 256
 # What is made while tests are collected stays to the end; looking through it for garbage takes a quarter of the time.
 gc.disable()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -22,9 +22,9 @@ PRELOADED = [
     "torch.distributed.tensor",
     "peft",
     "tastemaker.cli",
-    "tastemaker.commands.training",
+    "tastemaker.training.session",
     "tastemaker.config.build",
-    "tastemaker.doctor.ranks",
+    "tastemaker.diagnostics.two_rank_check",
 ]
 PACKAGE = str(Path(__file__).parents[1])
 

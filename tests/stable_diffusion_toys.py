@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tastemaker.core.randomness import Randomness
 from tastemaker.models.sd15 import Sd15
 from tastemaker.models.sdxl import Sdxl
-from tastemaker.randomness import Randomness
 
 PROMPTS = ("a photo of a dog", "two red cars, oil on canvas", "", "an owl")
 Spec = Sd15 | Sdxl

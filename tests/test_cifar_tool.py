@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from tastemaker.rewards.nets.small_photos import SmallPhotos
+from tastemaker.rewards.backbones.cifar10_classifier import Cifar10Classifier
 
 ROOT = Path(__file__).parent.parent
 VQ = (
@@ -32,7 +32,7 @@ def test_all_stages_run_at_small_size(tmp_path: Path) -> None:
     Image.fromarray(whole).save(data / "data_batch_1.png")
     (data / "train_lables.json").write_text(json.dumps([i % 10 for i in range(24)]))
     torch.manual_seed(0)
-    save_file(SmallPhotos().state_dict(), tmp_path / "classifier.safetensors")
+    save_file(Cifar10Classifier().state_dict(), tmp_path / "classifier.safetensors")
     told = {"LEARNED": "20", "STEPS": "2 2 1 1", "COUNT": "10", "ROWS": "10", "DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     told |= {"VQ_SETTINGS": VQ, "SETTINGS": OTHERS, "PYTHON": sys.executable}
     environment = {**os.environ, **told, "PYTHONPATH": str(ROOT), "CIFAR_HOME": str(tmp_path)}

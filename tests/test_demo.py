@@ -17,15 +17,15 @@ from unittest.mock import Mock
 import pytest
 
 from tastemaker import build, load
-from tastemaker.cli import INTERRUPTED, MISTAKE, main
-from tastemaker.commands import demo
-from tastemaker.commands.demo_time import DemoTimer, format_seconds
-from tastemaker.eval import evaluate
-from tastemaker.eval.evaluate import Done
-from tastemaker.report.read import read
-from tastemaker.train.events import Guarded, Started, Updated
-from tastemaker.train.evidence import compare
-from tastemaker.train.loop import train
+from tastemaker.cli import EXIT_INTERRUPTED, EXIT_USAGE, main
+from tastemaker.evaluation import evaluate
+from tastemaker.evaluation.evaluate import StageProgress
+from tastemaker.playground import demo
+from tastemaker.playground.demo_timer import DemoTimer, format_seconds
+from tastemaker.report.run_record import read_run
+from tastemaker.training.drift_statistics import compare_measurements
+from tastemaker.training.events import GuardChecked, StepCompleted, TrainingStarted
+from tastemaker.training.loop import train
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "reward-gradient-playground"
@@ -86,8 +86,8 @@ def test_demo_learns_resumes_and_skips_what_is_finished(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(evaluate, "_marks", Mock(side_effect=KeyboardInterrupt))  # Ctrl-C when images are scored
-        assert run_demo() == INTERRUPTED
+        patched.setattr(evaluate, "_score_images", Mock(side_effect=KeyboardInterrupt))  # Ctrl-C when images are scored
+        assert run_demo() == EXIT_INTERRUPTED
     assert capsys.readouterr().err.splitlines()[-1].startswith("Interrupted. Everything done so far is kept")
     images = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/demo/evaluations/before/samples/*/*.png")}
     assert run_demo() == 0
@@ -99,9 +99,9 @@ def test_demo_learns_resumes_and_skips_what_is_finished(
     run = tmp_path / "runs/demo"
     scores = {when: run / f"evaluations/{when}/scores.jsonl" for when in ("before", "after")}
     assert all(len(path.read_text().splitlines()) == 24 for path in scores.values())
-    record = read(run)
+    record = read_run(run)
     before, after = (record.looks[at : at + 1] for at in (0, 1))
-    reward, judged = (compare(name, before, after) for name in ("reward", "reward/second"))
+    reward, judged = (compare_measurements(name, before, after) for name in ("reward", "reward/second"))
     assert reward.rose, reward  # beyond noise, prompt by prompt
     assert judged.after - judged.before > 2 * judged.error, judged  # and another detector sees it too
     page = (run / "report.html").read_text(encoding="utf-8")
@@ -111,16 +111,16 @@ def test_demo_learns_resumes_and_skips_what_is_finished(
     assert len(headline) == 1 and str(run / "report.html") in shown
 
     with monkeypatch.context() as patched:
-        for name in ("examine", "run_training", "report"):
+        for name in ("evaluate_model", "run_training", "write_and_announce_report"):
             patched.setattr(demo, name, Mock(side_effect=AssertionError(name)))
         assert run_demo() == 0
     again = capsys.readouterr().err
     assert again.count("already done") == 4 and headline[0] in again
-    assert run_demo("--seed", "1") == MISTAKE and "seed: 0 -> 1" in capsys.readouterr().err
+    assert run_demo("--seed", "1") == EXIT_USAGE and "seed: 0 -> 1" in capsys.readouterr().err
 
 
 def test_demo_refuses_a_name_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo("name=other") == MISTAKE
+    assert run_demo("name=other") == EXIT_USAGE
     assert "`name`" in capsys.readouterr().err
 
 
@@ -133,7 +133,7 @@ def test_demo_estimate_is_right_at_the_start_of_training(slow: float) -> None:
     def sample_and_score() -> None:
         for count in range(64, 505, 64):
             now[0] += 64 * image + (3 * slow if count == 64 else 0)
-            timer.see_evaluation(Done("samples", count, 504))
+            timer.see_evaluation(StageProgress("samples", count, 504))
             assert (timer.remaining() is None) == (count == 64 and not timer.evaluation_seconds)
         now[0] += 5 * slow
 
@@ -143,13 +143,13 @@ def test_demo_estimate_is_right_at_the_start_of_training(slow: float) -> None:
     timer.start(2)
     checks = len(range(config.guard.every, config.steps, config.guard.every)) + 1
     left = config.steps * step + checks * guard + now[0]
-    for event in (Started(0, config.steps, Path(), 1), Guarded(0, {}, None)):
-        now[0] += guard if isinstance(event, Guarded) else 0
+    for event in (TrainingStarted(0, config.steps, Path(), 1), GuardChecked(0, {}, None)):
+        now[0] += guard if isinstance(event, GuardChecked) else 0
         timer.see(event)
     assert timer.remaining() == pytest.approx(left, rel=0.4) and "roughly" in timer.text()
     for done in (1, 2):
         now[0] += step * (3 if done == 1 else 1)  # the first step does one-time work
-        timer.see(Updated(done, {}, step, 64))
+        timer.see(StepCompleted(done, {}, step, 64))
     assert timer.remaining() == pytest.approx(left - 2 * step, rel=0.1)
     assert timer.text() == f"about {format_seconds(timer.remaining() or 0)} left in total (measured)"
 
@@ -190,7 +190,7 @@ def test_an_interrupted_training_goes_on_where_it_stopped(tmp_path: Path) -> Non
     process = start(command, tmp_path)
     told = interrupt(process, lambda: len(steps()) >= 2)
     done = steps()[-1]
-    assert process.returncode == INTERRUPTED and "Traceback" not in told and 2 <= done < 30
+    assert process.returncode == EXIT_INTERRUPTED and "Traceback" not in told and 2 <= done < 30
     assert f"asked to stop after step {done}; the same command goes on from there" in told
     again = finish(command, tmp_path)
     assert f"30 steps from step {done}" in again and "all 30 steps done" in again
@@ -206,7 +206,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> N
     command = tastemaker("evaluate", "playeval", *chosen)
     process = start(command, tmp_path)
     told = interrupt(process, lambda: any(out.glob(".prices/[0-9]*")))
-    assert process.returncode == INTERRUPTED and "Traceback" not in told
+    assert process.returncode == EXIT_INTERRUPTED and "Traceback" not in told
     assert not (out / "samples.jsonl").exists()
     kept = {path: path.stat().st_mtime_ns for path in out.glob("samples/000[01]*/*.png")}
     finish(command, tmp_path)
@@ -214,11 +214,11 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> N
     assert len(kept) == 40 and all(path.stat().st_mtime_ns == at for path, at in kept.items())  # not made again
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_copies_of_everything_are_noticed_and_honest_learning_is_not(tmp_path: Path) -> None:
-    def looks(recipe: str, *overrides: str) -> list[Guarded]:
+    def looks(recipe: str, *overrides: str) -> list[GuardChecked]:
         run = build(load(recipe, [*overrides, "sample.every=0", "engine.device=cpu"]), tmp_path / recipe)
-        return [event for event in train(run) if isinstance(event, Guarded)]
+        return [event for event in train(run) if isinstance(event, GuardChecked)]
 
     gamed = looks("reward-gradient-playground-lenient")
     assert gamed[-1].warning and "the held-out reward 'strict' fell" in gamed[-1].warning

@@ -16,12 +16,12 @@ from typer.main import get_command
 
 from tastemaker import build, load
 from tastemaker.cli import app
-from tastemaker.config.load import load_any, recipes, trainable
+from tastemaker.config.load import list_recipes, list_trainable_recipes, load_any_config
 from tastemaker.config.registries import OBJECTIVES
-from tastemaker.config.run import RunConfig
-from tastemaker.registry import ConfigError
-from tastemaker.train.events import Updated
-from tastemaker.train.loop import train
+from tastemaker.config.schema import RunConfig
+from tastemaker.core.registry import ConfigError
+from tastemaker.training.events import StepCompleted
+from tastemaker.training.loop import train
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,7 +54,7 @@ def commands(page: Path) -> Iterator[str]:
 
 def rewards(config: RunConfig, folder: Path) -> list[float]:
     run = build(config, folder)
-    earned = [event.metrics["reward"] for event in train(run) if isinstance(event, Updated)]
+    earned = [event.metrics["reward"] for event in train(run) if isinstance(event, StepCompleted)]
     run.engine.close()
     return earned
 
@@ -90,7 +90,7 @@ def test_the_model_of_the_guide_is_trained_by_other_objectives(
     monkeypatch.syspath_prepend(tmp_path)
     chosen = [f"objective={{type: {objective}}}", "steps=2", "sample.every=0", "engine.device=cpu"]
     run = build(load(recipe, [*chosen, "tuning={type: lora, targets: [first, last]}"]), tmp_path / "run")
-    assert sum(isinstance(event, Updated) for event in train(run)) == 2
+    assert sum(isinstance(event, StepCompleted) for event in train(run)) == 2
 
 
 def python(arguments: list[str], folder: Path) -> str:
@@ -161,7 +161,7 @@ def test_links_and_files_named_in_the_pages_exist() -> None:
 def mistakes(line: str, own: set[str]) -> Iterator[str]:
     """What is wrong with one command: an unknown recipe, option, target or setting."""
     if (match := re.search(r"\btastemaker (train|check|doctor) ([\w./-]+)", line)) and match[2] not in {
-        *recipes(),
+        *list_recipes(),
         *own,
     }:
         yield f"no recipe {match[2]}"
@@ -173,10 +173,10 @@ def mistakes(line: str, own: set[str]) -> Iterator[str]:
         yield from (f"no option {option}" for option in re.findall(r"--[\w-]+", match[2]) if option not in known)
     if (match := re.match(r"make ([\w-]+)", line)) and not re.search(rf"^{match[1]}:", MAKEFILE, re.MULTILINE):
         yield f"no target {match[1]}"
-    recipe = next((word for word in line.split() if word in trainable()), "grpo-toy-flow")
+    recipe = next((word for word in line.split() if word in list_trainable_recipes()), "grpo-toy-flow")
     for override in re.findall(r"\s([a-z]+(?:\.[a-z]+)*=[\w./-]+)", line):
         try:
-            load_any(recipe, [override])
+            load_any_config(recipe, [override])
         except ConfigError as error:
             yield str(error)
 

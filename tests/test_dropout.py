@@ -12,15 +12,15 @@ import toys
 from tiers import fast
 from torch import Tensor, nn
 
-from tastemaker.config.build import build, generator, shrunk
+from tastemaker.config.build import build, build_policy, make_tiny
 from tastemaker.config.load import load
-from tastemaker.dropout import PLACES, Chance, RowDropout
-from tastemaker.lora import Lora
-from tastemaker.policy import Policy
-from tastemaker.randomness import Randomness
-from tastemaker.train.loop import learn, look
-from tastemaker.train.memory import recompute
-from tastemaker.types import Placement, index
+from tastemaker.core.dropout import PLACES, DropoutMasks, RowDropout
+from tastemaker.core.lora import Lora
+from tastemaker.core.policy import Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Placement, select_rows
+from tastemaker.training.activation_memory import checkpoint_activations
+from tastemaker.training.loop import generate_samples, train_step
 
 CLIPS = ["modelscope", "videocrafter2", "opensora", "wan", "cogvideox", "ltx", "hunyuanvideo", "mochi", "svd"]
 SMALL = [
@@ -38,7 +38,7 @@ def adapted(name: str, folder: Path, adapt: str = "net") -> Policy[Any]:
     tuning = f"tuning={{type: lora, rank: 2, targets: all-layers, dropout: 0.3, adapt: [{adapt}]}}"
     told = ["objective={type: reward_gradient}", "rewards={a: {type: brightness}}", tuning]
     config = load(folder / "clips.yaml", [*told, *([f"model.image={toys.PICTURE}"] if name == "svd" else [])])
-    policy = generator(shrunk(config), Placement())
+    policy = build_policy(make_tiny(config), Placement())
     for i, p in enumerate(policy.weights.trainable().values()):
         nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(i))
     return policy
@@ -48,8 +48,8 @@ def predicted(policy: Policy[Any], rows: list[int], draw: int | None = 0) -> Ten
     rng = Randomness(3, 5, torch.arange(2))
     cond = policy.embed(["a cat", "two dogs and a long boat"], ({}, {}))
     x, t, chosen = rng.normal("x", *policy.model.shape), torch.full((2,), 0.6), torch.tensor(rows)
-    with torch.no_grad(), nullcontext() if draw is None else policy.weights.dropping(index(rng, chosen), draw):
-        out: Tensor = policy.model.predict(x[chosen], t[chosen], index(cond, chosen))
+    with torch.no_grad(), nullcontext() if draw is None else policy.weights.dropping(select_rows(rng, chosen), draw):
+        out: Tensor = policy.model.predict(x[chosen], t[chosen], select_rows(cond, chosen))
     return out
 
 
@@ -74,10 +74,10 @@ def test_microbatches_learn_what_one_batch_does(tmp_path: Path) -> None:
     found = []
     for rows in (1, 2):
         changes = [*SMALL, f"batch.microbatch={rows}", "tuning.adapt=[net,text]", "tuning.dropout=0.3", "optim.lr=1e-2"]
-        run = build(shrunk(load("vader-modelscope-aesthetic", changes)), tmp_path / str(rows))
+        run = build(make_tiny(load("vader-modelscope-aesthetic", changes)), tmp_path / str(rows))
         before = {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
-        learn(run, 0)
-        learn(run, 1)
+        train_step(run, 0)
+        train_step(run, 1)
         found.append({key: p.detach() - before[key] for key, p in run.policy.weights.trainable().items()})
     one, two = found
     assert any(x.abs().max() > 1e-3 for x in one.values())
@@ -86,11 +86,11 @@ def test_microbatches_learn_what_one_batch_does(tmp_path: Path) -> None:
 
 def test_nothing_is_left_out_of_what_is_looked_at(tmp_path: Path) -> None:
     changes = [*SMALL, "sample.count=1", "tuning.dropout=0.5"]
-    run = build(shrunk(load("vader-modelscope-aesthetic", changes)), tmp_path)
+    run = build(make_tiny(load("vader-modelscope-aesthetic", changes)), tmp_path)
     with torch.no_grad():
         for p in run.policy.weights.trainable().values():
             nn.init.normal_(p, std=0.1)
-    assert look(run, 0).pixels.equal(look(run, 0).pixels)
+    assert generate_samples(run, 0).pixels.equal(generate_samples(run, 0).pixels)
 
 
 class Held:
@@ -108,7 +108,7 @@ def test_the_repetition_in_a_backward_pass_leaves_out_the_same() -> None:
         for i, p in enumerate(weights.trainable().values()):
             nn.init.normal_(p, generator=torch.Generator().manual_seed(i))
         if again:
-            recompute(weights.net)
+            checkpoint_activations(weights.net)
         with weights.dropping(Randomness(0, 0, torch.arange(2))):
             held.net(held.net(x)).square().sum().backward()
         found.append([p.grad for p in weights.trainable().values()])
@@ -118,7 +118,7 @@ def test_the_repetition_in_a_backward_pass_leaves_out_the_same() -> None:
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
 def test_as_much_is_left_out_as_asked_for_and_by_chance(share: float) -> None:
     net = nn.Identity()
-    chance = Chance(net)
+    chance = DropoutMasks(net)
     layer = RowDropout(share, 320, chance, last=True)
     with chance.by(Randomness(0, 0, torch.arange(2)), 0):
         x = net(torch.ones(2, 2048, 320))
@@ -133,7 +133,7 @@ def test_as_much_is_left_out_as_asked_for_and_by_chance(share: float) -> None:
 
 def test_convolutions_leave_out_channels_at_places_and_places_begin_anew_at_their_end() -> None:
     net = nn.Identity()
-    chance = Chance(net)
+    chance = DropoutMasks(net)
     layer = RowDropout(0.5, 3, chance, last=False)
     with chance.by(Randomness(0, 0, torch.arange(1)), 0):
         gone = layer(net(torch.ones(1, 3, 2 * PLACES))) == 0
@@ -148,7 +148,7 @@ def test_without_dropout_layers_stay_as_peft_makes_them() -> None:
 
 def test_calls_with_other_rows_leave_out_the_same_for_all() -> None:
     net = nn.Identity()
-    chance = Chance(net)
+    chance = DropoutMasks(net)
     layer = RowDropout(0.5, 64, chance, last=True)
     with chance.by(Randomness(0, 0, torch.arange(2)), 0):
         gone = layer(net(torch.ones(3, 4, 64)))

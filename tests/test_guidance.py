@@ -12,11 +12,17 @@ import torch
 import toys
 from torch import Tensor, nn
 
-from tastemaker.guidance import GuidedCausal, both, extrapolate, split, within
-from tastemaker.policy import Guidance
-from tastemaker.processes.autoregressive import Autoregressive
-from tastemaker.randomness import Randomness
-from tastemaker.types import Condition, Facts, Prompts
+from tastemaker.core.guidance import (
+    GuidedCausalBackbone,
+    apply_guidance,
+    batch_conditions,
+    in_interval,
+    split_conditions,
+)
+from tastemaker.core.policy import Guidance
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Condition, Metadata, Prompts
+from tastemaker.processes.autoregressive import AutoregressiveProcess
 
 EVERYWHERE = torch.tensor(0.5)
 
@@ -52,26 +58,28 @@ def test_guidance_extrapolates_from_the_negative_prompt_within_its_interval(name
 
 def test_the_masked_form_of_guidance_is_a_scale_of_one_more() -> None:
     given, without = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
-    guided = extrapolate(Guidance(2.75), given, without, EVERYWHERE)
+    guided = apply_guidance(Guidance(2.75), given, without, EVERYWHERE)
     torch.testing.assert_close(guided, (1 + 1.75) * given - 1.75 * without)
 
 
 def test_rescaled_guidance_keeps_the_norm_of_the_conditional_prediction() -> None:
     given, without = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
-    kept = extrapolate(Guidance(4.0, rescale=True), given, without, EVERYWHERE)
+    kept = apply_guidance(Guidance(4.0, rescale=True), given, without, EVERYWHERE)
     torch.testing.assert_close(kept.flatten(1).norm(dim=1), given.flatten(1).norm(dim=1))
-    free = extrapolate(Guidance(4.0), given, without, EVERYWHERE)
+    free = apply_guidance(Guidance(4.0), given, without, EVERYWHERE)
     torch.testing.assert_close(kept / free, (kept / free)[:, :1, :1].expand_as(free))
 
 
 def test_both_conditions_travel_as_one() -> None:
     guided = toys.policy("flow", guidance=Guidance(2.0, negative="a black"))
     cond = guided.embed(toys.PROMPTS)
-    own, without = split(cond)
+    own, without = split_conditions(cond)
     plain = toys.policy("flow")
     assert torch.equal(own.tensors["word"], plain.embed(toys.PROMPTS).tensors["word"])
     assert torch.equal(without.tensors["word"], plain.embed(["a black"] * 4).tensors["word"])
-    assert torch.equal(both(cond).tensors["word"], torch.cat([own.tensors["word"], without.tensors["word"]]))
+    assert torch.equal(
+        batch_conditions(cond).tensors["word"], torch.cat([own.tensors["word"], without.tensors["word"]])
+    )
 
 
 @dataclass
@@ -87,7 +95,7 @@ class Ramp:
     def shape(self) -> tuple[int, ...]:
         return (self.length,)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         return Condition(
             tuple(prompts), {"on": torch.tensor([float(bool(prompt)) for prompt in prompts])}, tuple(facts)
         )
@@ -113,7 +121,7 @@ def test_the_published_interval_of_n_is_an_interval_of_time(length: int) -> None
     """The first token and n + 1 after it are guided: tokens 0 to n + 1, those at t >= 1 - (n + 1)/length."""
     for n in (0, 1, length // 3, length - 3):
         guidance = Guidance(3.0, interval=(1 - (n + 1) / length, 1.0))
-        model = GuidedCausal(Ramp(length, nn.Identity()), guidance)
+        model = GuidedCausalBackbone(Ramp(length, nn.Identity()), guidance)
         cond = model.embed(["a prompt"])
         whole = model.predict(torch.zeros(1, length), torch.ones(1), cond)[0, :, 0]
         assert (whole == 3).tolist() == [place <= n + 1 for place in range(length)]
@@ -128,7 +136,7 @@ def test_the_published_interval_of_n_is_an_interval_of_time(length: int) -> None
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.75])
 def test_the_published_power_cosine_is_guidance_that_rises(power: float) -> None:
     """s_i = 1 + (s - 1) / 2 * (1 - cos(pi * (i / N)^p)) of token i, by one call or token by token."""
-    model = GuidedCausal(Ramp(36, nn.Identity()), Guidance(4.0, rise=power))
+    model = GuidedCausalBackbone(Ramp(36, nn.Identity()), Guidance(4.0, rise=power))
     cond = model.embed(["a prompt"])
     whole = model.predict(torch.zeros(1, 36), torch.ones(1), cond)[0, :, 0]
     wanted = [1 + 1.5 * (1 - math.cos(math.pi * (i / 36) ** power)) for i in range(36)]
@@ -157,7 +165,7 @@ def test_an_interval_reaches_the_levels_that_bound_it() -> None:
     for steps in (8, 10, 25, 50):
         grid = toys.FAMILIES["flow"].process.path.grid(steps)
         for i in range(steps):
-            inside = within(grid[:-1], (1 - i / steps, 1.0))
+            inside = in_interval(grid[:-1], (1 - i / steps, 1.0))
             assert inside.sum() == i + 1
 
 
@@ -178,9 +186,9 @@ def test_past_the_last_guided_token_nothing_is_read_without_its_prompt() -> None
 
 def test_guided_samples_fit_the_prompt_better() -> None:
     """A network trained with dropped captions has something to extrapolate from."""
-    policy = toys.trained("flow")
+    policy = toys.pretrained_policy("flow")
     guided = type(policy)(policy.process.guide(policy.model, Guidance(3.0)), policy.process, policy.weights)
-    assert toys.rise(toys.earned(policy), toys.earned(guided)) > 3
+    assert toys.z_score(toys.true_rewards(policy), toys.true_rewards(guided)) > 3
 
 
 @pytest.mark.parametrize(
@@ -189,7 +197,7 @@ def test_guided_samples_fit_the_prompt_better() -> None:
 def test_the_guided_causal_sampler_is_the_guided_causal_call(guidance: Guidance) -> None:
     policy = toys.policy("causal", guidance=guidance)
     cond, rng = policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4))
-    cached = type(policy)(policy.model, Autoregressive(replay=False), policy.weights).sample(cond, rng)
+    cached = type(policy)(policy.model, AutoregressiveProcess(replay=False), policy.weights).sample(cond, rng)
     replayed = policy.sample(cond, rng)
     assert torch.equal(cached.final, replayed.final)
     torch.testing.assert_close(cached.segments[0].log_prob, replayed.segments[0].log_prob, rtol=1e-4, atol=1e-5)

@@ -47,7 +47,7 @@ IMPORTED = f"""
 import sys
 import tastemaker; print([name for name in {HEAVY!r} if name in sys.modules])
 import tastemaker.config.load; print([name for name in sys.modules if "tastemaker.rewards." in name])
-import tastemaker.commands.training; print([name for name in ("peft", "transformers") if name in sys.modules])
+import tastemaker.training.session; print([name for name in ("peft", "transformers") if name in sys.modules])
 """
 
 

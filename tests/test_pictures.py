@@ -13,17 +13,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-import tastemaker
-from tastemaker.pictures import (
-    PictureError,
-    as_bytes,
-    boxes,
-    clip_suffix,
-    grid,
-    read_picture,
-    save_picture,
-    sheet,
-    times,
+import tastemaker.data
+from tastemaker.data.image_io import (
+    ImageError,
+    grid_boxes,
+    grid_upscale,
+    make_contact_sheet,
+    make_grid,
+    read_image,
+    save_image,
+    to_uint8,
+    video_suffix,
 )
 
 
@@ -39,28 +39,28 @@ def smooth(frames: int, height: int, width: int) -> Tensor:
 
 def test_bytes_are_rounded_to_the_nearest_and_clamped() -> None:
     pixels = torch.tensor([-0.5, 0.0, 0.5, 1.0, 1.5, float("nan")]).expand(3, 1, 6)
-    assert as_bytes(pixels)[0, :, 0].tolist() == [0, 0, 128, 255, 255, 0]
+    assert to_uint8(pixels)[0, :, 0].tolist() == [0, 0, 128, 255, 255, 0]
 
 
 def test_a_still_survives_png_to_the_byte(tmp_path: Path) -> None:
     pixels = random(1, 3, 7, 9)
-    save_picture(pixels, tmp_path / "deep" / "a.png")
-    torch.testing.assert_close(read_picture(tmp_path / "deep" / "a.png"), (pixels * 255).round() / 255)
+    save_image(pixels, tmp_path / "deep" / "a.png")
+    torch.testing.assert_close(read_image(tmp_path / "deep" / "a.png"), (pixels * 255).round() / 255)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["a.png"]
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "webp", "gif", "mp4"])
 def test_a_still_can_be_written_in_every_form(tmp_path: Path, suffix: str) -> None:
     pixels = smooth(1, 16, 16)
-    save_picture(pixels, tmp_path / f"a.{suffix}")
-    assert (read_picture(tmp_path / f"a.{suffix}") - pixels).abs().mean() < 0.02
+    save_image(pixels, tmp_path / f"a.{suffix}")
+    assert (read_image(tmp_path / f"a.{suffix}") - pixels).abs().mean() < 0.02
 
 
 @pytest.mark.parametrize(("suffix", "height", "width"), [("mp4", 32, 48), ("mp4", 9, 7), ("gif", 9, 7)])
 def test_a_clip_survives_and_odd_sides_are_padded_in_mp4(tmp_path: Path, suffix: str, height: int, width: int) -> None:
     pixels = smooth(5, height, width)
-    save_picture(pixels, tmp_path / f"a.{suffix}")
-    back = read_picture(tmp_path / f"a.{suffix}")
+    save_image(pixels, tmp_path / f"a.{suffix}")
+    back = read_image(tmp_path / f"a.{suffix}")
     even = (height + height % 2, width + width % 2) if suffix == "mp4" else (height, width)
     assert back.shape == (5, 3, *even)
     assert (back[..., :height, :width] - pixels).abs().mean() < 0.03
@@ -68,18 +68,18 @@ def test_a_clip_survives_and_odd_sides_are_padded_in_mp4(tmp_path: Path, suffix:
 
 def test_a_clip_with_broken_bytes_is_no_clip_though_its_decoder_shows_something(tmp_path: Path) -> None:
     path = tmp_path / "a.mp4"
-    save_picture(random(4, 3, 64, 64), path)
+    save_image(random(4, 3, 64, 64), path)
     whole = bytearray(path.read_bytes())
     begin = whole.index(b"mdat") + 900  # within the first frame, after what the encoder says of itself
     whole[begin : begin + 500] = np.random.default_rng(0).bytes(500)
     path.write_bytes(whole)
-    with pytest.raises(PictureError, match=r"a.mp4 cannot be read as a clip \(.+\); make it again or remove it"):
-        read_picture(path)
+    with pytest.raises(ImageError, match=r"a.mp4 cannot be read as a clip \(.+\); make it again or remove it"):
+        read_image(path)
 
 
 def damaged(folder: Path, places: range) -> list[Path]:
     """Clips of one kind, each with a few hundred bytes of noise at another place."""
-    save_picture(random(6, 3, 64, 64), folder / "whole.mp4")
+    save_image(random(6, 3, 64, 64), folder / "whole.mp4")
     whole, chance = (folder / "whole.mp4").read_bytes(), np.random.default_rng(0)
     begin, files = whole.index(b"mdat"), []
     for place in places:
@@ -90,8 +90,8 @@ def damaged(folder: Path, places: range) -> list[Path]:
 
 def complaint(path: Path) -> str:
     try:
-        read_picture(path)
-    except PictureError as error:
+        read_image(path)
+    except ImageError as error:
         return str(error)
     return ""
 
@@ -101,7 +101,7 @@ def test_most_damage_in_the_middle_of_a_clip_is_one_sentence_and_a_whole_clip_ha
     told = [complaint(file) for file in files]
     assert sum(map(bool, told)) >= 5  # what happens to decode is not noticed
     assert all(re.fullmatch(r".*mp4 cannot be read as a clip \(.+\); make it again or remove it", x) for x in told if x)
-    assert read_picture(tmp_path / "whole.mp4").shape == (6, 3, 64, 64)
+    assert read_image(tmp_path / "whole.mp4").shape == (6, 3, 64, 64)
 
 
 def test_a_broken_clip_is_noticed_again_and_what_others_hear_of_ffmpeg_stays_as_it_was(tmp_path: Path) -> None:
@@ -127,46 +127,46 @@ def test_movies_of_other_programs_are_read_and_not_written(tmp_path: Path, suffi
     with av.open(path, "w", format="mp4" if suffix == "m4v" else None) as file:
         stream = file.add_stream("libvpx" if suffix == "webm" else "libx264", rate=8)
         stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
-        for frame in as_bytes(smooth(3, 16, 32)):
+        for frame in to_uint8(smooth(3, 16, 32)):
             file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, "rgb24")))
         file.mux(stream.encode(None))
-    assert (read_picture(path) - smooth(3, 16, 32)).abs().mean() < 0.05
-    with pytest.raises(PictureError, match=f"a.{suffix} cannot be written; expected a name that ends in one of"):
-        save_picture(smooth(3, 16, 32), path)
+    assert (read_image(path) - smooth(3, 16, 32)).abs().mean() < 0.05
+    with pytest.raises(ImageError, match=f"a.{suffix} cannot be written; expected a name that ends in one of"):
+        save_image(smooth(3, 16, 32), path)
 
 
 def test_colors_survive_mp4(tmp_path: Path) -> None:
     pixels = torch.tensor([0.9, 0.1, 0.4])[None, :, None, None].expand(3, 3, 16, 16)
-    save_picture(pixels, tmp_path / "a.mp4")
-    assert (read_picture(tmp_path / "a.mp4") - pixels).abs().max() < 0.03
+    save_image(pixels, tmp_path / "a.mp4")
+    assert (read_image(tmp_path / "a.mp4") - pixels).abs().max() < 0.03
 
 
 def test_frames_do_not_fit_a_still(tmp_path: Path) -> None:
-    with pytest.raises(PictureError, match=r"a.jpg is a still, but there are 2 frames; write them as .png, .mp4 or"):
-        save_picture(random(2, 3, 4, 4), tmp_path / "a.jpg")
+    with pytest.raises(ImageError, match=r"a.jpg is a still, but there are 2 frames; write them as .png, .mp4 or"):
+        save_image(random(2, 3, 4, 4), tmp_path / "a.jpg")
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 2]])
 def test_a_clip_survives_png_to_the_byte_even_where_it_stands_still(tmp_path: Path, order: list[int]) -> None:
     pixels = random(4, 3, 7, 9)[order]
-    save_picture(pixels, tmp_path / "a.png")
-    torch.testing.assert_close(read_picture(tmp_path / "a.png"), (pixels * 255).round() / 255)
+    save_image(pixels, tmp_path / "a.png")
+    torch.testing.assert_close(read_image(tmp_path / "a.png"), (pixels * 255).round() / 255)
     with Image.open(tmp_path / "a.png") as image:
         assert image.info["duration"] == 125 and image.info["loop"] == 0
 
 
 def test_clips_become_png_where_there_is_no_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert clip_suffix() == "mp4"
+    assert video_suffix() == "mp4"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert clip_suffix() == "png"
+    assert video_suffix() == "png"
 
 
 def test_unknown_suffixes_are_refused_both_ways(tmp_path: Path) -> None:
-    with pytest.raises(PictureError, match=r"expected a name that ends in one of \.png"):
-        save_picture(random(1, 3, 4, 4), tmp_path / "a.xyz")
+    with pytest.raises(ImageError, match=r"expected a name that ends in one of \.png"):
+        save_image(random(1, 3, 4, 4), tmp_path / "a.xyz")
     (tmp_path / "a.xyz").write_bytes(b"x")
-    with pytest.raises(PictureError, match=r"expected one of \.png"):
-        read_picture(tmp_path / "a.xyz")
+    with pytest.raises(ImageError, match=r"expected one of \.png"):
+        read_image(tmp_path / "a.xyz")
 
 
 def test_grey_transparent_palette_and_deep_pictures_are_read(tmp_path: Path) -> None:
@@ -176,8 +176,8 @@ def test_grey_transparent_palette_and_deep_pictures_are_read(tmp_path: Path) -> 
     Image.new("RGB", (2, 2), (51, 51, 51)).convert("P").save(tmp_path / "palette.png")
     Image.new("CMYK", (2, 2), (0, 0, 0, 204)).save(tmp_path / "ink.jpg")
     for name in ("grey.png", "deep.png", "palette.png", "ink.jpg"):
-        assert (read_picture(tmp_path / name) - 0.2).abs().max() < 0.01, name
-    assert read_picture(tmp_path / "clear.png")[0, :, 0, 0].tolist() == pytest.approx([1.0, 0.8, 0.8], abs=0.01)
+        assert (read_image(tmp_path / name) - 0.2).abs().max() < 0.01, name
+    assert read_image(tmp_path / "clear.png")[0, :, 0, 0].tolist() == pytest.approx([1.0, 0.8, 0.8], abs=0.01)
 
 
 def test_a_photo_is_turned_the_way_its_camera_says(tmp_path: Path) -> None:
@@ -185,51 +185,51 @@ def test_a_photo_is_turned_the_way_its_camera_says(tmp_path: Path) -> None:
     exif = image.getexif()
     exif[0x0112] = 6  # a quarter turn
     image.save(tmp_path / "a.jpg", exif=exif)
-    assert read_picture(tmp_path / "a.jpg").shape == (1, 3, 4, 2)
+    assert read_image(tmp_path / "a.jpg").shape == (1, 3, 4, 2)
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "gif", "mp4"])
 @pytest.mark.parametrize("keep", [0, 20, 60])
 def test_a_corrupt_file_is_a_sentence(tmp_path: Path, suffix: str, keep: int) -> None:
     path = tmp_path / f"a.{suffix}"
-    save_picture(random(1, 3, 64, 64), path)
+    save_image(random(1, 3, 64, 64), path)
     path.write_bytes(path.read_bytes()[:keep])
     kind = "clip" if suffix == "mp4" else "picture"
-    with pytest.raises(PictureError, match=rf"a\.\w+ cannot be read as a {kind} .*; make it again or remove it"):
-        read_picture(path)
+    with pytest.raises(ImageError, match=rf"a\.\w+ cannot be read as a {kind} .*; make it again or remove it"):
+        read_image(path)
 
 
 def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(PictureError, match=r"there is no picture at .*none\.png; check the path"):
-        read_picture(tmp_path / "none.png")
+    with pytest.raises(ImageError, match=r"there is no picture at .*none\.png; check the path"):
+        read_image(tmp_path / "none.png")
 
 
 def test_without_pyav_a_clip_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "tastemaker.movies", raising=False)
-    monkeypatch.delattr(tastemaker, "movies", raising=False)
+    monkeypatch.delitem(sys.modules, "tastemaker.data.video_io", raising=False)
+    monkeypatch.delattr(tastemaker.data, "video_io", raising=False)
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(PictureError, match=r"a.mp4 needs PyAV .*; install av, or use .gif"):
-        save_picture(random(2, 3, 4, 4), tmp_path / "a.mp4")
+    with pytest.raises(ImageError, match=r"a.mp4 needs PyAV .*; install av, or use .gif"):
+        save_image(random(2, 3, 4, 4), tmp_path / "a.mp4")
 
 
 def test_a_grid_enlarges_small_samples_and_leaves_large_ones() -> None:
     pixels = random(5, 1, 3, 8, 8)
-    whole = grid(pixels, columns=3)
+    whole = make_grid(pixels, columns=3)
     assert whole.shape == (1, 3, 2 * 164, 3 * 164)
     assert torch.equal(whole[0, :, 2:162:20, 2:162:20], pixels[0, 0])
     assert torch.equal(whole[0, :, 166 : 166 + 160 : 20, 166 : 166 + 160 : 20], pixels[4, 0])
     assert bool((whole[0, :, 164:, 2 * 164 :] == 1).all())
-    assert grid(random(4, 1, 3, 200, 100)).shape == (1, 3, 2 * 204, 2 * 104)
+    assert make_grid(random(4, 1, 3, 200, 100)).shape == (1, 3, 2 * 204, 2 * 104)
 
 
 def test_a_grid_of_clips_keeps_their_frames() -> None:
-    assert grid(random(4, 3, 3, 16, 16)).shape[0] == 3
-    assert sheet(random(4, 9, 3, 16, 16)).shape == (3, 4 * 164, 4 * 164)
+    assert make_grid(random(4, 3, 3, 16, 16)).shape[0] == 3
+    assert make_contact_sheet(random(4, 9, 3, 16, 16)).shape == (3, 4 * 164, 4 * 164)
 
 
 @pytest.mark.parametrize("caption", ["a cat", "", "word " * 60, "w" * 300, "ein Käfer\nund 一只猫"])
 def test_captions_of_any_length_fit_their_cell(caption: str) -> None:
-    plain, captioned = grid(random(2, 1, 3, 8, 8)), grid(random(2, 1, 3, 8, 8), captions=[caption, "b"])
+    plain, captioned = make_grid(random(2, 1, 3, 8, 8)), make_grid(random(2, 1, 3, 8, 8), captions=[caption, "b"])
     assert captioned.shape[3] == plain.shape[3]
     assert captioned.shape[2] > plain.shape[2]
 
@@ -237,24 +237,24 @@ def test_captions_of_any_length_fit_their_cell(caption: str) -> None:
 @pytest.mark.parametrize(("count", "height", "width"), [(1, 8, 8), (5, 16, 24), (8, 200, 100)])
 def test_boxes_say_where_the_samples_of_a_grid_lie(count: int, height: int, width: int) -> None:
     pixels = torch.rand(count, 2, 3, height, width, generator=torch.Generator().manual_seed(0))
-    whole, scale = grid(pixels, captions=["a"] * count), times(height, width)
-    for sample, (left, top, right, bottom) in zip(pixels, boxes(count, height, width), strict=True):
+    whole, scale = make_grid(pixels, captions=["a"] * count), grid_upscale(height, width)
+    for sample, (left, top, right, bottom) in zip(pixels, grid_boxes(count, height, width), strict=True):
         assert whole[..., top:bottom:scale, left:right:scale].equal(sample)
 
 
 def test_a_clip_survives_a_folder_of_frames_to_the_byte(tmp_path: Path) -> None:
     pixels = (random(12, 3, 7, 9) * 255).round() / 255
     for _ in range(2):  # a second time over the first
-        save_picture(pixels, tmp_path / "a.frames")
-    torch.testing.assert_close(read_picture(tmp_path / "a.frames"), pixels)
+        save_image(pixels, tmp_path / "a.frames")
+    torch.testing.assert_close(read_image(tmp_path / "a.frames"), pixels)
     assert sorted(path.name for path in (tmp_path / "a.frames").iterdir())[-1] == "00011.png"
     assert [path.name for path in tmp_path.iterdir()] == ["a.frames"]
 
 
 def test_frames_may_be_called_as_other_programs_call_them(tmp_path: Path) -> None:
     for number in (9, 10, 11):
-        save_picture(torch.full((1, 3, 4, 4), number / 15), tmp_path / f"frame_{number}.png")
-    assert (read_picture(tmp_path)[:, 0, 0, 0] * 15).round().tolist() == [9, 10, 11]
+        save_image(torch.full((1, 3, 4, 4), number / 15), tmp_path / f"frame_{number}.png")
+    assert (read_image(tmp_path)[:, 0, 0, 0] * 15).round().tolist() == [9, 10, 11]
 
 
 @pytest.mark.parametrize(
@@ -268,33 +268,33 @@ def test_frames_may_be_called_as_other_programs_call_them(tmp_path: Path) -> Non
 )
 def test_a_folder_that_is_no_whole_clip_is_a_sentence(tmp_path: Path, names: list[str], told: str) -> None:
     for name in names:
-        save_picture(random(1, 3, 4, 4), tmp_path / name)
-    with pytest.raises(PictureError, match=told):
-        read_picture(tmp_path)
+        save_image(random(1, 3, 4, 4), tmp_path / name)
+    with pytest.raises(ImageError, match=told):
+        read_image(tmp_path)
 
 
 def test_frames_of_two_sizes_and_one_that_is_broken_are_sentences(tmp_path: Path) -> None:
-    save_picture(random(1, 3, 4, 4), tmp_path / "0.png")
-    save_picture(random(1, 3, 4, 6), tmp_path / "1.png")
-    with pytest.raises(PictureError, match="has frames of 4x4 and 4x6; expected one size"):
-        read_picture(tmp_path)
+    save_image(random(1, 3, 4, 4), tmp_path / "0.png")
+    save_image(random(1, 3, 4, 6), tmp_path / "1.png")
+    with pytest.raises(ImageError, match="has frames of 4x4 and 4x6; expected one size"):
+        read_image(tmp_path)
     (tmp_path / "1.png").write_bytes(b"no picture")
-    with pytest.raises(PictureError, match=r"1\.png cannot be read as a picture"):
-        read_picture(tmp_path)
+    with pytest.raises(ImageError, match=r"1\.png cannot be read as a picture"):
+        read_image(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "gif", "png", "frames"])
 def test_no_frames_a_second_is_a_sentence(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(PictureError, match="would show 0 frames a second; expected 1 or more"):
-        save_picture(random(2, 3, 4, 4), tmp_path / f"a.{suffix}", 0)
+    with pytest.raises(ImageError, match="would show 0 frames a second; expected 1 or more"):
+        save_image(random(2, 3, 4, 4), tmp_path / f"a.{suffix}", 0)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("damage", ["cut", "words", "empty"])
 def test_a_corrupt_movie_is_a_sentence(tmp_path: Path, damage: str) -> None:
-    save_picture(smooth(5, 16, 16), tmp_path / "a.mp4")
+    save_image(smooth(5, 16, 16), tmp_path / "a.mp4")
     whole = (tmp_path / "a.mp4").read_bytes()
     broken = {"cut": whole[: len(whole) // 2], "words": b"not a movie" * 20, "empty": b""}[damage]
     (tmp_path / "a.mp4").write_bytes(broken)
-    with pytest.raises(PictureError, match=r"a\.mp4 cannot be read as a clip"):
-        read_picture(tmp_path / "a.mp4")
+    with pytest.raises(ImageError, match=r"a\.mp4 cannot be read as a clip"):
+        read_image(tmp_path / "a.mp4")

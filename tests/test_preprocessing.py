@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tastemaker.preprocessing import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from tastemaker.rewards.backbones.preprocessing import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 
 SIZES = [(64, 64), (224, 224), (300, 200), (201, 333), (512, 512), (37, 500), (1, 1)]
 

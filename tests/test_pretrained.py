@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tastemaker.pretrained import Source, fill, locate, read
-from tastemaker.registry import ConfigError
+from tastemaker.core.registry import ConfigError
+from tastemaker.models.pretrained import WeightsSource, find_weights, load_state_dict, load_weights_into
 
-SOURCE = Source("somebody/model", "model.pt", size="2 GB", licence="Apache-2.0", gated=True)
+SOURCE = WeightsSource("somebody/model", "model.pt", size="2 GB", licence="Apache-2.0", gated=True)
 
 
 class Trap:
@@ -23,13 +23,13 @@ class Trap:
 
 
 def test_a_local_path_is_taken_as_it_is(tmp_path: Path) -> None:
-    assert locate(str(tmp_path), SOURCE) == tmp_path
+    assert find_weights(str(tmp_path), SOURCE) == tmp_path
 
 
 @pytest.mark.parametrize("name", ["somebody/model", "/nowhere/model.pt", "no such name at all"])
 def test_missing_weights_are_a_sentence_with_their_source_size_and_licence(name: str) -> None:
     with pytest.raises(ConfigError) as told:
-        locate(name, SOURCE)
+        find_weights(name, SOURCE)
     for word in (
         "somebody/model/model.pt",
         "2 GB",
@@ -47,7 +47,7 @@ def test_what_the_hub_left_here_is_found_without_it(tmp_path: Path, monkeypatch:
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text("a" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert locate("somebody/model", SOURCE) == snapshot / "model.pt"
+    assert find_weights("somebody/model", SOURCE) == snapshot / "model.pt"
 
 
 @pytest.mark.parametrize("wrap", [(), ("state_dict",), ("module", "state_dict")])
@@ -56,7 +56,7 @@ def test_tensors_are_read_from_checkpoints_however_they_are_wrapped(wrap: tuple[
     for name in reversed(wrap):
         data = {name: data, "epoch": 3}
     torch.save(data, tmp_path / "x.pt")
-    assert read(tmp_path / "x.pt")["a"].equal(torch.ones(2))
+    assert load_state_dict(tmp_path / "x.pt")["a"].equal(torch.ones(2))
 
 
 def test_folders_are_read_whole_or_in_shards(tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_folders_are_read_whole_or_in_shards(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "pytorch_model-1.bin", "b": "pytorch_model-2.bin"}}
     (tmp_path / "pickles" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     for folder in ("whole", "shards", "pickles"):
-        found = read(tmp_path / folder)
+        found = load_state_dict(tmp_path / folder)
         assert found["a"].equal(torch.ones(2)) and found["b"].equal(torch.zeros(3))
 
 
 def test_code_in_a_checkpoint_does_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     torch.save({"a": torch.ones(2), "trap": Trap()}, tmp_path / "x.pt")
     with pytest.raises(ConfigError, match="could run code, so it was not read"):
-        read(tmp_path / "x.pt")
+        load_state_dict(tmp_path / "x.pt")
     assert "must not run" not in capfd.readouterr().out
 
 
@@ -92,25 +92,25 @@ def test_a_truncated_file_is_a_sentence(name: str, tmp_path: Path) -> None:
     for size in (0, 10, len(whole) // 2):
         (tmp_path / name).write_bytes(whole[:size])
         with pytest.raises(ConfigError, match="fetch it again"):
-            read(tmp_path / name)
+            load_state_dict(tmp_path / name)
 
 
 def test_what_is_no_state_dict_is_a_sentence(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "x.pt")
     with pytest.raises(ConfigError, match="holds a list; expected tensors by name"):
-        read(tmp_path / "x.pt")
+        load_state_dict(tmp_path / "x.pt")
     with pytest.raises(ConfigError, match="holds no weights"):
-        read(tmp_path)
+        load_state_dict(tmp_path)
 
 
 def test_a_network_is_filled_whole_or_not_at_all() -> None:
     net = nn.Linear(2, 3)
-    fill(net, {"weight": torch.ones(3, 2)}, "x", absent=("bias",))
+    load_weights_into(net, {"weight": torch.ones(3, 2)}, "x", absent=("bias",))
     assert net.weight.eq(1).all()
     for wrong in ({"weight": torch.ones(3, 2)}, {"weight": torch.ones(1, 2), "bias": torch.ones(3)}):
         with pytest.raises(
             ConfigError, match=r"of another network .*set the sizes they were trained with, or name other weights"
         ):
-            fill(net, wrong, "x")
+            load_weights_into(net, wrong, "x")
     with pytest.raises(ConfigError, match="'more'"):
-        fill(net, {"weight": torch.ones(3, 2), "bias": torch.ones(3), "more": torch.ones(1)}, "x")
+        load_weights_into(net, {"weight": torch.ones(3, 2), "bias": torch.ones(3), "more": torch.ones(1)}, "x")

@@ -9,12 +9,12 @@ import torch
 import toys
 from torch import Tensor
 
-from tastemaker.lora import Lora
-from tastemaker.policy import Guidance, Policy
-from tastemaker.randomness import Randomness
-from tastemaker.weights import Full, Tuning, Twin, warm
+from tastemaker.core.lora import Lora
+from tastemaker.core.policy import Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.weights import FrozenCopyFinetuning, FullFinetuning, Tuning, ema_decay_warmup
 
-TUNINGS = [Full(), Full(host=True), Twin(), Lora(rank=4)]
+TUNINGS = [FullFinetuning(), FullFinetuning(host=True), FrozenCopyFinetuning(), Lora(rank=4)]
 SNAPSHOTS = ("reference", "old", "ema")
 
 
@@ -134,12 +134,12 @@ def test_lora_targets_can_be_named() -> None:
 
 
 def test_the_average_warms_up() -> None:
-    assert [warm(0.9, n) for n in (0, 1, 10)] == pytest.approx([1 / 10, 2 / 11, 11 / 20])
-    assert warm(0.9, 10_000) == 0.9
+    assert [ema_decay_warmup(0.9, n) for n in (0, 1, 10)] == pytest.approx([1 / 10, 2 / 11, 11 / 20])
+    assert ema_decay_warmup(0.9, 10_000) == 0.9
 
 
 def test_guided_and_twin_switch_the_same_network() -> None:
-    policy = toys.policy("flow", Twin(), ("old",), Guidance(2.0))
+    policy = toys.policy("flow", FrozenCopyFinetuning(), ("old",), Guidance(2.0))
     base = said(policy)
     toys.move(policy, 0.1)
     with policy.weights.use("old"):

@@ -13,44 +13,44 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tastemaker.colors import COLORS
+from tastemaker.core.objective import Context, NoState, Objective, ObjectiveState, SingleProcess
+from tastemaker.core.policy import Guidance, ModelSpec, Policy, Process
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.reward import RewardSpec, Rubric, WeightedReward
+from tastemaker.core.toy_colors import TOY_COLORS
+from tastemaker.core.types import ImageBatch, Loss, Placement, PreferenceBatch, PromptBatch
+from tastemaker.core.weights import FrozenCopyFinetuning, FullFinetuning, Tuning
 from tastemaker.models.cogvideox import CogVideoX
 from tastemaker.models.flux import Flux
 from tastemaker.models.hunyuanvideo import HunyuanVideo
-from tastemaker.models.latent_dit import LatentDit
-from tastemaker.models.llamagen import Llamagen
+from tastemaker.models.latent_dit.model import LatentDit
+from tastemaker.models.llamagen.model import Llamagen
 from tastemaker.models.ltx import Ltx
 from tastemaker.models.mochi import Mochi
 from tastemaker.models.modelscope import Modelscope
-from tastemaker.models.opensora import OpenSora
+from tastemaker.models.opensora.model import OpenSora
 from tastemaker.models.qwen_image import QwenImage
 from tastemaker.models.sd3 import Sd3
 from tastemaker.models.sd15 import Sd15
 from tastemaker.models.sdxl import Sdxl
-from tastemaker.models.showo import Showo
+from tastemaker.models.showo.model import Showo
 from tastemaker.models.svd import Svd
 from tastemaker.models.toy import ToyCausal, ToyFlow, ToyMasked
 from tastemaker.models.videocrafter import Videocrafter
 from tastemaker.models.wan import Wan
-from tastemaker.objective import Alone, Context, Memory, Nothing, Objective
 from tastemaker.objectives.likelihood import Likelihood
-from tastemaker.policy import Guidance, ModelSpec, Policy, Process
-from tastemaker.processes.autoregressive import Autoregressive
-from tastemaker.processes.dynamics import Ddim, FlowSde
+from tastemaker.processes.autoregressive import AutoregressiveProcess
+from tastemaker.processes.dynamics import DDIM, FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.karras import Karras
-from tastemaker.processes.masked import Masked
-from tastemaker.processes.paths import Straight, VariancePreserving
-from tastemaker.randomness import Randomness
-from tastemaker.reward import Graded, RewardSpec, Rubric
+from tastemaker.processes.karras import KarrasPath
+from tastemaker.processes.masked import MaskedProcess
+from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
 from tastemaker.rewards.color import Color
-from tastemaker.types import Loss, Pairs, Pictures, Placement, PromptBatch
-from tastemaker.weights import Full, Tuning, Twin
 
 # Of these four colours every channel is high in two and low in two: what favours no prompt favours no colour.
 NAMES = ("red", "green", "blue", "white")
 PROMPTS = tuple(f"a {name}" for name in NAMES)
-PALETTE = torch.tensor(list(COLORS.values()))
+PALETTE = torch.tensor(list(TOY_COLORS.values()))
 # The mean of 64 pixels shows a colour through eight times their noise: a path must end this dark to start from none.
 DARK = VariancePreserving(betas="linear", first=0.001, last=0.2, levels=100, ends_clean=True, spacing="trailing")
 
@@ -69,11 +69,11 @@ class Family:
 
 
 FAMILIES = {
-    "flow": Family(ToyFlow(), GaussianProcess(Straight(), FlowSde(0.7), 8)),
-    "epsilon": Family(ToyFlow(), GaussianProcess(DARK, Ddim(1.0), 8), rate=1e-2, updates=600),
-    "video": Family(ToyFlow(frames=3), GaussianProcess(Straight(), FlowSde(0.7), 8)),
-    "causal": Family(ToyCausal(), Autoregressive(), wrong=0.85),
-    "masked": Family(ToyMasked(), Masked(steps=4), wrong=0.85),
+    "flow": Family(ToyFlow(), GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8)),
+    "epsilon": Family(ToyFlow(), GaussianProcess(DARK, DDIM(1.0), 8), rate=1e-2, updates=600),
+    "video": Family(ToyFlow(frames=3), GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8)),
+    "causal": Family(ToyCausal(), AutoregressiveProcess(), wrong=0.85),
+    "masked": Family(ToyMasked(), MaskedProcess(steps=4), wrong=0.85),
 }
 # Small random versions of published generators: they owe what all generators do, but nobody has taught them anything.
 LATENT = VariancePreserving(betas="scaled_linear", first=0.00085, last=0.012, spacing="leading", offset=1)
@@ -82,34 +82,34 @@ PICTURE = Path(__file__).parent / "fixtures" / "pictures" / "first.png"
 UNLIT = VariancePreserving(prediction="velocity", spacing="trailing", ends_clean=True, ends_dark=True, snr_shift=3.0)
 DIT = replace(LatentDit(told="caption", pixels=16).tiny(), codec="playground/vae")  # coarse pixels favour no colour
 PUBLISHED = {
-    "flux": Family(Flux().tiny(), GaussianProcess(Straight(3.0), FlowSde(0.7), 4)),
-    "sd3": Family(Sd3().tiny(), GaussianProcess(Straight(3.0), FlowSde(0.7), 4)),
-    "qwen_image": Family(QwenImage().tiny(), GaussianProcess(Straight(1.8, terminal=0.02), FlowSde(0.7), 4)),
-    "opensora": Family(OpenSora().tiny(), GaussianProcess(Straight(2.4), FlowSde(0.7), 4)),
-    "sd15": Family(Sd15().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
-    "sdxl": Family(Sdxl().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
-    "modelscope": Family(Modelscope().tiny(), GaussianProcess(LATENT, Ddim(1.0), 4)),
-    "videocrafter": Family(Videocrafter().tiny(), GaussianProcess(replace(LATENT, shrinks=0.7), Ddim(1.0), 4)),
-    "latent_dit": Family(DIT, GaussianProcess(Straight(), FlowSde(0.7), 4)),
+    "flux": Family(Flux().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
+    "sd3": Family(Sd3().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
+    "qwen_image": Family(QwenImage().tiny(), GaussianProcess(RectifiedFlow(1.8, terminal=0.02), FlowSDE(0.7), 4)),
+    "opensora": Family(OpenSora().tiny(), GaussianProcess(RectifiedFlow(2.4), FlowSDE(0.7), 4)),
+    "sd15": Family(Sd15().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
+    "sdxl": Family(Sdxl().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
+    "modelscope": Family(Modelscope().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
+    "videocrafter": Family(Videocrafter().tiny(), GaussianProcess(replace(LATENT, shrinks=0.7), DDIM(1.0), 4)),
+    "latent_dit": Family(DIT, GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 4)),
 }
 CLIPS = {
-    "wan": Family(Wan().tiny(), GaussianProcess(Straight(3.0), FlowSde(0.7), 4)),
-    "cogvideox": Family(CogVideoX().tiny(), GaussianProcess(UNLIT, Ddim(1.0), 4)),
-    "ltx": Family(Ltx().tiny(), GaussianProcess(Straight(2.0, terminal=0.1), FlowSde(0.7), 4)),
-    "hunyuanvideo": Family(HunyuanVideo().tiny(), GaussianProcess(Straight(7.0), FlowSde(0.7), 4)),
-    "mochi": Family(Mochi().tiny(), GaussianProcess(Straight(gentle=0.025), FlowSde(0.7), 4)),
-    "svd": Family(Svd(image=PICTURE, guidance=None).tiny(), GaussianProcess(Karras(), Ddim(1.0), 4)),
+    "wan": Family(Wan().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
+    "cogvideox": Family(CogVideoX().tiny(), GaussianProcess(UNLIT, DDIM(1.0), 4)),
+    "ltx": Family(Ltx().tiny(), GaussianProcess(RectifiedFlow(2.0, terminal=0.1), FlowSDE(0.7), 4)),
+    "hunyuanvideo": Family(HunyuanVideo().tiny(), GaussianProcess(RectifiedFlow(7.0), FlowSDE(0.7), 4)),
+    "mochi": Family(Mochi().tiny(), GaussianProcess(RectifiedFlow(gentle=0.025), FlowSDE(0.7), 4)),
+    "svd": Family(Svd(image=PICTURE, guidance=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
 }  # likewise, of clips, by diffusers' parts
 LIKE_OTHERS = ("ltx", "hunyuanvideo", "mochi", "svd")  # of them; what costs more is tried of the others alone
 WRITERS = {
-    "llamagen": Family(Llamagen(told="caption").tiny(), Autoregressive()),
-    "showo": Family(Showo().tiny(), Masked(steps=4)),
+    "llamagen": Family(Llamagen(told="caption").tiny(), AutoregressiveProcess()),
+    "showo": Family(Showo().tiny(), MaskedProcess(steps=4)),
 }  # likewise, of tokens
 GENERATORS = {**FAMILIES, **PUBLISHED, **CLIPS, **WRITERS}
 
 
 def policy(
-    name: str, tuning: Tuning = Full(), snapshots: Sequence[str] = (), guidance: Guidance | None = None
+    name: str, tuning: Tuning = FullFinetuning(), snapshots: Sequence[str] = (), guidance: Guidance | None = None
 ) -> Policy[Any]:
     """A generator of random weights."""
     family = GENERATORS[name]
@@ -119,7 +119,7 @@ def policy(
     return Policy(guided, family.process, weights)
 
 
-def trained(name: str, tuning: Tuning = Full(), snapshots: Sequence[str] = ()) -> Policy[Any]:
+def pretrained_policy(name: str, tuning: Tuning = FullFinetuning(), snapshots: Sequence[str] = ()) -> Policy[Any]:
     """A generator that has seen captioned pictures, many of them captioned wrongly."""
     family = FAMILIES[name]
     model = family.spec.load(Placement())
@@ -145,7 +145,7 @@ def pretrained(name: str) -> Policy[Any]:
 
 
 def rubric(spec: RewardSpec = Color()) -> Rubric:
-    return Rubric({"color": Graded(spec, spec.load(Placement()))})
+    return Rubric({"color": WeightedReward(spec, spec.load(Placement()))})
 
 
 def prompts(count: int) -> PromptBatch:
@@ -153,7 +153,7 @@ def prompts(count: int) -> PromptBatch:
     return PromptBatch(PROMPTS * (count // 4), ({},) * count)
 
 
-def paint(colours: Tensor, frames: int, chance: torch.Generator, side: int = 8) -> Tensor:
+def solid_images(colours: Tensor, frames: int, chance: torch.Generator, side: int = 8) -> Tensor:
     """Plain pictures with a little noise: [B, F, 3, side, side]."""
     plain = PALETTE[colours].view(-1, 1, 3, 1, 1).expand(-1, frames, 3, side, side)
     return (plain + 0.05 * torch.randn(plain.shape, generator=chance)).clamp(0, 1)
@@ -161,29 +161,31 @@ def paint(colours: Tensor, frames: int, chance: torch.Generator, side: int = 8) 
 
 def _asked(count: int, chance: torch.Generator) -> tuple[tuple[str, ...], Tensor]:
     words = torch.randint(0, 4, (count,), generator=chance).tolist()
-    return tuple(PROMPTS[i] for i in words), torch.tensor([list(COLORS).index(NAMES[i]) for i in words])
+    return tuple(PROMPTS[i] for i in words), torch.tensor([list(TOY_COLORS).index(NAMES[i]) for i in words])
 
 
-def pictures(count: int, frames: int, seed: int, wrong: float = 0.0, side: int = 8) -> Pictures:
+def pictures(count: int, frames: int, seed: int, wrong: float = 0.0, side: int = 8) -> ImageBatch:
     chance = torch.Generator().manual_seed(seed)
     captions, right = _asked(count, chance)
     strange = torch.rand(count, generator=chance) < wrong
-    colours = torch.where(strange, torch.randint(0, len(COLORS), (count,), generator=chance), right)
-    return Pictures(captions, paint(colours, frames, chance, side))
+    colours = torch.where(strange, torch.randint(0, len(TOY_COLORS), (count,), generator=chance), right)
+    return ImageBatch(captions, solid_images(colours, frames, chance, side))
 
 
-def pairs(count: int, frames: int, seed: int, side: int = 8) -> Pairs:
+def pairs(count: int, frames: int, seed: int, side: int = 8) -> PreferenceBatch:
     """The colour asked for is preferred to any other."""
     chance = torch.Generator().manual_seed(10**6 + seed)
     captions, right = _asked(count, chance)
-    other = (right + torch.randint(1, len(COLORS), (count,), generator=chance)) % len(COLORS)
-    return Pairs(captions, paint(right, frames, chance, side), paint(other, frames, chance, side))
+    other = (right + torch.randint(1, len(TOY_COLORS), (count,), generator=chance)) % len(TOY_COLORS)
+    return PreferenceBatch(
+        captions, solid_images(right, frames, chance, side), solid_images(other, frames, chance, side)
+    )
 
 
 def context(
-    policy: Policy[Any], rows: int, memory: Memory = Nothing(), *, step: int = 0, spec: RewardSpec = Color()
+    policy: Policy[Any], rows: int, memory: ObjectiveState = NoState(), *, step: int = 0, spec: RewardSpec = Color()
 ) -> Context[Any]:
-    return Context(policy, rubric(spec), Randomness(0, step, torch.arange(rows)), Alone(), memory)
+    return Context(policy, rubric(spec), Randomness(0, step, torch.arange(rows)), SingleProcess(), memory)
 
 
 def data(objective: Objective[Any, Any, Any, Any], rows: int, pixels: tuple[int, int, int, int]) -> Any:
@@ -191,10 +193,14 @@ def data(objective: Objective[Any, Any, Any, Any], rows: int, pixels: tuple[int,
     if objective.consumes is PromptBatch:
         return prompts(rows)
     frames, side = pixels[0], pixels[3]
-    return pairs(rows, frames, 0, side) if objective.consumes is Pairs else pictures(rows, frames, 0, side=side)
+    return (
+        pairs(rows, frames, 0, side) if objective.consumes is PreferenceBatch else pictures(rows, frames, 0, side=side)
+    )
 
 
-def ready(objective: Objective[Any, Any, Any, Any], name: str, tuning: Tuning = Twin()) -> tuple[Context[Any], Any]:
+def policy_with_experience(
+    objective: Objective[Any, Any, Any, Any], name: str, tuning: Tuning = FrozenCopyFinetuning()
+) -> tuple[Context[Any], Any]:
     """A policy that has moved away from its snapshots, and experience of it from before it moved.
 
     Its snapshots are networks of their own, so that graphs of several parts can be held at once.
@@ -248,7 +254,7 @@ def fit(
     optimizer = torch.optim.AdamW(trainable, rate, weight_decay=0.0)
     for step, batch in enumerate(batches):
         rng = Randomness(0, step, torch.arange(len(batch)))
-        ctx = Context(policy, rewards, rng, Alone(), memory)
+        ctx = Context(policy, rewards, rng, SingleProcess(), memory)
         backward(objective, ctx, objective.collect(ctx, batch))
         torch.nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.param_groups[0]["lr"] = rate * (1 - step / cool)
@@ -258,14 +264,14 @@ def fit(
 
 
 @torch.no_grad()
-def earned(policy: Policy[Any], count: int = 1024, seed: int = 7) -> Tensor:
+def true_rewards(policy: Policy[Any], count: int = 1024, seed: int = 7) -> Tensor:
     """The true reward of fresh samples of all prompts: [count]."""
     cond = policy.embed(PROMPTS).repeat(count // 4)
     made = policy.sample(cond, Randomness(seed, 0, torch.arange(count)))
     return rubric().score(policy.decode(made.final), cond.prompts).total
 
 
-def rise(before: Tensor, after: Tensor) -> float:
+def z_score(before: Tensor, after: Tensor) -> float:
     """The change of the mean, in standard errors of both together."""
     error = (before.var() / len(before) + after.var() / len(after)).sqrt()
     return float((after.mean() - before.mean()) / error)

@@ -28,10 +28,10 @@ from tastemaker.models.cogvideox import CogVideoX
 from tastemaker.models.hunyuanvideo import HunyuanVideo
 from tastemaker.models.ltx import Ltx
 from tastemaker.models.mochi import Mochi
-from tastemaker.models.published import shift, silence
+from tastemaker.models.pipeline_components import dynamic_shift, silence_libraries
 from tastemaker.models.wan import Wan
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight, VariancePreserving
+from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
 
 
 def t5_words() -> T5Tokenizer:
@@ -159,7 +159,7 @@ class Case:
     theirs: Callable[[Tensor], Tensor] = field(default=lambda x: x.transpose(1, 2))  # latents as the pipeline has them
 
 
-TWICE = Straight(shift=3.0, lowest=0.002994012)  # as diffusers' scheduler, which shifts twice
+TWICE = RectifiedFlow(shift=3.0, lowest=0.002994012)  # as diffusers' scheduler, which shifts twice
 DARK = VariancePreserving(prediction="velocity", spacing="trailing", ends_clean=True, ends_dark=True, snr_shift=3.0)
 CASES = {
     "wan": Case(lambda: wan_pipeline(two=False), Wan().tiny(), GaussianProcess(TWICE, steps=4), 5.0),
@@ -180,7 +180,7 @@ CASES = {
     "ltx": Case(
         ltx_pipeline,
         Ltx(rate=24.0).tiny(),
-        GaussianProcess(Straight(shift(2, 0.95, 2.05, 1024, 4096), terminal=0.1), steps=4),
+        GaussianProcess(RectifiedFlow(dynamic_shift(2, 0.95, 2.05, 1024, 4096), terminal=0.1), steps=4),
         3.0,
         {"frame_rate": 24.0},
         lambda x: x.movedim(2, -1).flatten(1, 3),
@@ -188,17 +188,17 @@ CASES = {
     "hunyuanvideo": Case(
         hunyuan_pipeline,
         replace(HunyuanVideo().tiny(), frames=29, words=512),
-        GaussianProcess(Straight(7.0), steps=3),
+        GaussianProcess(RectifiedFlow(7.0), steps=3),
         asked={"guidance_scale": 6.0},
     ),
-    "mochi": Case(mochi_pipeline, Mochi().tiny(), GaussianProcess(Straight(gentle=0.025), steps=4), 4.5),
+    "mochi": Case(mochi_pipeline, Mochi().tiny(), GaussianProcess(RectifiedFlow(gentle=0.025), steps=4), 4.5),
     "wan22": Case(lambda: wan_pipeline(two=True), Wan(boundary=0.875).tiny(), GaussianProcess(TWICE, steps=4), 4.0),
 }
 
 
 def pipeline(case: Case, folder: Path) -> Any:
     """Random weights that look at their prompts, in memory and in a folder."""
-    with silence(), torch.random.fork_rng():
+    with silence_libraries(), torch.random.fork_rng():
         torch.manual_seed(0)
         made = case.make()
         for part in ("transformer", "transformer_2", "unet"):

@@ -12,8 +12,8 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor
 
-from tastemaker.models import lvdm
-from tastemaker.models.nets.unet3d import ClipUnet
+from tastemaker.models import lvdm_checkpoint
+from tastemaker.models.nets.unet3d import VideoUnet
 
 VIDEO = Path(__file__).parent / "fixtures" / "video"
 UNET: dict[str, Any] = {
@@ -27,11 +27,11 @@ UNET: dict[str, Any] = {
 }
 
 
-def told(name: str) -> Any:
+def read_fixture(name: str) -> Any:
     return json.loads((VIDEO / name).read_text(encoding="utf-8"))
 
 
-def drawn(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
+def draw_weights(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
     """The weights the recordings were made with: drawn in order, rounded to fp16."""
     chance, found = torch.Generator().manual_seed(seed), {}
     for key, shape in shapes.items():
@@ -45,11 +45,13 @@ def drawn(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
 
 
 def unet_tensors() -> dict[str, Tensor]:
-    return drawn(told("lvdm_unet_tiny.json")["keys"], 0)
+    return draw_weights(read_fixture("lvdm_unet_tiny.json")["keys"], 0)
 
 
 def network() -> Any:
     with init_empty_weights():
-        net = ClipUnet(**UNET)
-    net.load_state_dict(lvdm.unet(unet_tensors(), list(net.state_dict()), net.config), assign=True)
+        net = VideoUnet(**UNET)
+    net.load_state_dict(
+        lvdm_checkpoint.unet_to_diffusers(unet_tensors(), list(net.state_dict()), net.config), assign=True
+    )
     return net.requires_grad_(True)

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 import typer
 
-from tastemaker.commands.generating import source
 from tastemaker.config.build import build
-from tastemaker.data.cifar10 import Cifar10, cifar10
-from tastemaker.models.vq import frozen, opened
-from tastemaker.pictures import grid, save_picture, sheet
-from tastemaker.randomness import Randomness
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Placement, PromptBatch
+from tastemaker.data.cifar10 import Cifar10, load_cifar10
+from tastemaker.data.image_io import make_contact_sheet, make_grid, save_image
+from tastemaker.models.vq import build_frozen_tokenizer, read_tokenizer
 from tastemaker.rewards.classifier import NAMES, Classifier
-from tastemaker.search.search import Outcome
-from tastemaker.search.single import Single
-from tastemaker.train.looking import viewed
-from tastemaker.types import Placement, PromptBatch
+from tastemaker.search.base import RubricVerifier
+from tastemaker.search.generation import resolve_source
+from tastemaker.search.single import SingleSample
+from tastemaker.training.sample_grid import sampling_policy
 
 app = typer.Typer()
 
@@ -48,7 +48,7 @@ def tokens(
 
 
 def sample(run: Path, out: Path, count: int, guidance: float, seed: int, rows: int, device: str) -> None:
-    config, found = source(str(run), [f"guidance={{scale: {guidance}}}", f"engine.device={device}"])
+    config, found = resolve_source(str(run), [f"guidance={{scale: {guidance}}}", f"engine.device={device}"])
     made = build(config)
     assert found is not None
     made.resume(found)
@@ -59,7 +59,7 @@ def sample(run: Path, out: Path, count: int, guidance: float, seed: int, rows: i
         rng = Randomness(seed, 0, chosen.to(made.engine.device))
         borrowed = made.policy.weights.use("ema") if made.ema else nullcontext()
         with torch.no_grad(), made.engine.computing(), borrowed:
-            x = Single().find(viewed(made.policy), Outcome(made.rubric), batch, rng).x
+            x = SingleSample().find(sampling_policy(made.policy), RubricVerifier(made.rubric), batch, rng).x
         kept.append(x.cpu().numpy().astype(np.uint16))
     out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(out, tokens=np.concatenate(kept), labels=labels.astype(np.uint8))
@@ -75,12 +75,12 @@ def likelihood(
     device: str = "auto",
 ) -> None:
     """Say how likely photographs that were learned are, and others; if both alike, nothing was learned by heart."""
-    config, found = source(str(run), [f"engine.device={device}"])
+    config, found = resolve_source(str(run), [f"engine.device={device}"])
     made = build(config)
     assert found is not None
     made.resume(found)
     told: dict[str, float] = {}
-    several = min(count, start, len(cifar10(data, "train")) - start)
+    several = min(count, start, len(load_cifar10(data, "train")) - start)
     if several < 1:
         raise typer.BadParameter(f"--start is {start}, and {data} has no photographs from there on; learn from fewer")
     for name, first in (("learned", 0), ("others", start)):
@@ -108,7 +108,7 @@ def pictures(
     with np.load(tokens) as file:
         many = count or len(file["labels"])
         ids, labels = torch.from_numpy(file["tokens"][:many].astype(np.int64)), file["labels"][:many].tolist()
-    net = frozen(*opened(tokenizer), tokenizer, Placement())
+    net = build_frozen_tokenizer(*read_tokenizer(tokenizer), tokenizer, Placement())
     with torch.no_grad():
         pixels = torch.cat([net.decode(piece) for piece in torch.split(ids, 250)])
     np.savez(out, arr_0=(pixels * 255).round().byte().movedim(1, -1).numpy())
@@ -120,21 +120,21 @@ def pictures(
         told["accuracy"] = right.mean().item()
         told["by class"] = {name: right[i :: len(NAMES)].mean().item() for i, name in enumerate(NAMES)}
     if shown is not None:
-        save_picture(sheet(pixels[:100, None], [NAMES[label] for label in labels[:100]])[None], shown)
+        save_image(make_contact_sheet(pixels[:100, None], [NAMES[label] for label in labels[:100]])[None], shown)
     typer.echo(json.dumps(told))
 
 
 @app.command()
 def beside(tokenizer: str, out: Path, tokens: list[Path], rows: int = 2) -> None:
     """Draw the first of several files below each other, a class a column, named by their files."""
-    net = frozen(*opened(tokenizer), tokenizer, Placement())
+    net = build_frozen_tokenizer(*read_tokenizer(tokenizer), tokenizer, Placement())
     pixels, told = [], []
     for path in tokens:
         with np.load(path) as file, torch.no_grad():
             many = rows * len(NAMES)
             pixels.append(net.decode(torch.from_numpy(file["tokens"][:many].astype(np.int64))))
             told += [f"{path.stem.removeprefix('tokens-')} {NAMES[label]}" for label in file["labels"][:many]]
-    save_picture(grid(torch.cat(pixels)[:, None], columns=len(NAMES), captions=told), out)
+    save_image(make_grid(torch.cat(pixels)[:, None], columns=len(NAMES), captions=told), out)
 
 
 if __name__ == "__main__":

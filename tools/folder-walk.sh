@@ -36,7 +36,7 @@ if wanted pictures && [ ! -f pictures/metadata.jsonl ]; then
 import json, sys
 from pathlib import Path
 from tastemaker.data.playground import PlaygroundScenes
-from tastemaker.pictures import save_picture, sheet
+from tastemaker.data.image_io import save_picture, sheet
 
 count, folder, lines = int(sys.argv[1]), Path("pictures"), []
 folder.mkdir(exist_ok=True)
@@ -63,7 +63,7 @@ if wanted vae; then
 """Pictures beside their copies, on one sheet."""
 from pathlib import Path
 import torch
-from tastemaker.pictures import read_picture, save_picture, sheet
+from tastemaker.data.image_io import read_picture, save_picture, sheet
 
 files = sorted(Path("copies").rglob("*.png"))[:16]
 save_picture(sheet(torch.stack([read_picture(file) for file in files]), [file.stem for file in files])[None], Path("sheets/copies.png"))

@@ -17,7 +17,7 @@ codec() { # NAME: train and ship a codec
 }
 
 judge() { # KIND SEED
-  "$python" -m tastemaker.playground.train_judges "$1" --seed "$2" --seconds "${SECONDS_EACH:-45}" --out "$weights"
+  "$python" -m tastemaker.playground.train_reward_models "$1" --seed "$2" --seconds "${SECONDS_EACH:-45}" --out "$weights"
 }
 
 start() { # NAME COMMAND...: in the background, with a log of its own

@@ -15,8 +15,8 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel
 
+from tastemaker.models.component_configs import FLUX_DEV
 from tastemaker.models.flux import SMALL
-from tastemaker.models.sizes import FLUX_DEV
 
 UPDATE = 8  # prompts an update
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

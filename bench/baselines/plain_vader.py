@@ -19,8 +19,8 @@ from plain_srpo import MEAN, STD, made, reward_network
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tastemaker.models.sizes import MODELSCOPE
-from tastemaker.models.unet3d import SMALL
+from tastemaker.models.component_configs import MODELSCOPE
+from tastemaker.models.video_unet import SMALL
 
 UPDATE = 8  # clips an update
 

@@ -1,4 +1,4 @@
-"""The command line: every mistake is one sentence, and the exit code tells whose it was."""
+"""The command line. Errors print as one message; exit code 2 is a user error, 1 a failure, 130 an interruption."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import typer
 from rich.markup import escape
 
-from ..errors import CheckpointError, ConfigError, FetchError, PictureError, RewardError, TrainingError
-from . import demo, hub, judges, runs, sets
-from .options import FAILURE, INTERRUPTED, MISTAKE, console
-from .threads import choose_wait_policy
+from ..core.errors import CheckpointError, ConfigError, DownloadError, ImageError, RewardError, TrainingError
+from . import demo, image_sets, rewards, runs, vlm
+from .options import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, stderr_console
+from .thread_policy import choose_wait_policy
 
 app = typer.Typer(
     name="tastemaker",
@@ -23,46 +23,48 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for part in (demo, runs, hub, judges, sets):
+for part in (demo, runs, rewards, vlm, image_sets):
     app.add_typer(part.app)
 
 
-def sentence(error: BaseException) -> tuple[str, int] | None:
+def explain_error(error: BaseException) -> tuple[str, int] | None:
     """What to tell the user of an error, and the exit code; None for an error that is ours."""
-    from ..train.failures import explain
+    from ..training.errors import explain_error
 
-    if isinstance(error, (ConfigError, PictureError)):
-        return str(error), MISTAKE
-    if isinstance(error, (RewardError, TrainingError, CheckpointError, FetchError)):
-        return str(error), FAILURE
-    known = explain(error)
-    return (known, FAILURE) if known else None
+    if isinstance(error, (ConfigError, ImageError)):
+        return str(error), EXIT_USAGE
+    if isinstance(error, (RewardError, TrainingError, CheckpointError, DownloadError)):
+        return str(error), EXIT_FAILURE
+    known = explain_error(error)
+    return (known, EXIT_FAILURE) if known else None
 
 
 PACKAGE = str(Path(__file__).parent.parent)
-usual = warnings.formatwarning
+default_formatwarning = warnings.formatwarning
 
 
-def warned(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """A warning of our own as the sentence it is, without the line of code it comes from."""
     if not filename.startswith(PACKAGE):
-        return usual(message, category, filename, lineno, line)
+        return default_formatwarning(message, category, filename, lineno, line)
     return f"warning: {message}\n" if os.environ.get("RANK", "0") == "0" else ""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; under torchrun only the first rank speaks."""
-    warnings.formatwarning = warned
+    """Run a command. Under torchrun only rank 0 prints."""
+    warnings.formatwarning = format_warning
     choose_wait_policy()
     sys.path.insert(0, os.getcwd())  # a component of the user's own may lie beside the recipe that names it
     try:
         app(arguments)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        told: Any = sentence(error)
+        told: Any = explain_error(error)
         if told is None:
             raise
         if os.environ.get("RANK", "0") == "0":
-            console().print(f"[red]error:[/] {escape(told[0])}", highlight=False, soft_wrap=True)
+            stderr_console().print(f"[red]error:[/] {escape(told[0])}", highlight=False, soft_wrap=True)
         sys.exit(told[1])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import INTERRUPTED, Overrides, Place, console, settings
+from .options import EXIT_INTERRUPTED, Overrides, RunDeviceOption, merge_overrides, stderr_console
 
 app = typer.Typer()
 
@@ -19,7 +19,7 @@ def demo(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the training run; default: the recipe's.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Number of PlayEval prompts.")] = 252,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps; default: the recipe's.")] = None,
-    device: Place = None,
+    device: RunDeviceOption = None,
 ) -> None:
     """Train a small text-to-image model with a reward, evaluate it before and after, and write a report.
 
@@ -27,13 +27,15 @@ def demo(
     """
     finished = False
     try:
-        from ..commands.demo import run_demo
+        from ..playground.demo import run_demo
 
         chosen = [f"{key}={value}" for key, value in (("seed", seed), ("steps", steps)) if value is not None]
-        finished = run_demo(out, [*settings(overrides, device), *chosen], prompts=prompts, console=console())
+        finished = run_demo(
+            out, [*merge_overrides(overrides, device), *chosen], prompts=prompts, console=stderr_console()
+        )
     except KeyboardInterrupt:
         pass  # finished stages and images are on disk
     if not finished:
         message = "Interrupted. Everything done so far is kept; run the same command again to continue."
-        console().print(f"\n{message}", soft_wrap=True)
-        raise typer.Exit(INTERRUPTED)
+        stderr_console().print(f"\n{message}", soft_wrap=True)
+        raise typer.Exit(EXIT_INTERRUPTED)

@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:  # what it is takes torch to say, which most commands do without
-    from ..config.run import AnyConfig
+    from ..config.schema import AnyConfig
 
-MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130
+EXIT_USAGE, EXIT_FAILURE, EXIT_INTERRUPTED = 2, 1, 130
 
 Recipe = Annotated[str, typer.Argument(help="A recipe's name (see `list recipes`) or the path of a YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as key=value: optim.lr=3e-4")]
@@ -31,34 +31,34 @@ class Precision(StrEnum):
     bf16 = "bf16"
 
 
-class Outward(StrEnum):
+class ExportLayout(StrEnum):
     diffusers = "diffusers"
     comfyui = "comfyui"
     authors = "authors"
     llamagen = "llamagen"
 
 
-class Clips(StrEnum):
+class VideoFormat(StrEnum):
     mp4 = "mp4"
     gif = "gif"
     png = "png"
     frames = "frames"
 
 
-class View(StrEnum):
+class CropViews(StrEnum):
     middle = "middle"
     flip = "flip"
     ten_crop = "ten-crop"
 
 
-class Saying(StrEnum):
+class CaptionSource(StrEnum):
     caption = "caption"
     name = "name"
     number = "number"
     nothing = "nothing"
 
 
-class Kind(StrEnum):
+class ComponentKind(StrEnum):
     models = "models"
     autoencoders = "autoencoders"
     rewards = "rewards"
@@ -69,26 +69,26 @@ class Kind(StrEnum):
     prompts = "prompts"
 
 
-Searching = Annotated[
+SearchOption = Annotated[
     str, typer.Option(help="single, best_of_n, parm, ..., or with settings: '{type: parm, n: 20, first: 0.5}'.")
 ]
-Asked = Annotated[str, typer.Option(help="Whom the search asks: a reward, or `run` for the run's own.")]
-Place = Annotated[Device | None, typer.Option(help="Where to run; the recipe says so otherwise.")]
-Where = Annotated[Device, typer.Option(help="Where the rewards run.")]
-Exactness = Annotated[Precision, typer.Option(help="Of the rewards' networks.")]
+VerifierOption = Annotated[str, typer.Option(help="Whom the search asks: a reward, or `run` for the run's own.")]
+RunDeviceOption = Annotated[Device | None, typer.Option(help="Where to run; the recipe says so otherwise.")]
+RewardDeviceOption = Annotated[Device, typer.Option(help="Where the rewards run.")]
+RewardPrecisionOption = Annotated[Precision, typer.Option(help="Of the rewards' networks.")]
 
 
-def console() -> Console:
+def stderr_console() -> Console:
     return Console(stderr=True)
 
 
-def settings(overrides: list[str] | None, device: Device | None = None) -> list[str]:
+def merge_overrides(overrides: list[str] | None, device: Device | None = None) -> list[str]:
     return [*(overrides or []), *([f"engine.device={device.value}"] if device else [])]
 
 
-def leave_aside(config: AnyConfig, overrides: list[str] | None, *, tiny: bool) -> None:
+def warn_unused_overrides(config: AnyConfig, overrides: list[str] | None, *, tiny: bool) -> None:
     """Say which of the settings small models leave aside, where such are asked for."""
     if tiny and overrides:
-        from ..config.unused import warn
+        from ..config.ignored_overrides import warn_ignored_overrides
 
-        warn(config, overrides)
+        warn_ignored_overrides(config, overrides)

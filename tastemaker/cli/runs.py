@@ -10,22 +10,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..registry import ConfigError
+from ..core.registry import ConfigError
 from .options import (
-    FAILURE,
-    INTERRUPTED,
-    Asked,
-    Clips,
-    Outward,
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    ExportLayout,
     Overrides,
-    Place,
     Precision,
     Recipe,
-    Searching,
+    RunDeviceOption,
+    SearchOption,
     Tiny,
-    console,
-    leave_aside,
-    settings,
+    VerifierOption,
+    VideoFormat,
+    merge_overrides,
+    stderr_console,
+    warn_unused_overrides,
 )
 
 app = typer.Typer()
@@ -41,18 +41,18 @@ def train(
     init_from: Annotated[Path | None, typer.Option(help="Start from the weights in this checkpoint or file.")] = None,
     allow_change: Annotated[list[str] | None, typer.Option(help="A key that may differ from the run's own.")] = None,
     tiny: Tiny = False,
-    device: Place = None,
+    device: RunDeviceOption = None,
 ) -> None:
-    """Train; on the directory of an earlier run, go on where it stopped."""
-    from ..commands.training import configuration, run_training
+    """Train a model from a recipe. Given the directory of an earlier run, resume it."""
+    from ..training.session import load_run_config, run_training
 
-    config = configuration(recipe, settings(overrides, device))
-    leave_aside(config, overrides, tiny=tiny)
+    config = load_run_config(recipe, merge_overrides(overrides, device))
+    warn_unused_overrides(config, overrides, tiny=tiny)
     done = run_training(
-        config, tiny=tiny, resume=resume, init_from=init_from, allowed=allow_change or (), console=console()
+        config, tiny=tiny, resume=resume, init_from=init_from, allowed=allow_change or (), console=stderr_console()
     )
     if not done:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command()
@@ -64,28 +64,30 @@ def generate(
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("generated"),
     count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    search: Searching = "single",
+    search: SearchOption = "single",
     n: Annotated[int, typer.Option("--n", "--candidates", min=1, help="That the search looks at.")] = 4,
     scheduler: Annotated[str, typer.Option(help="Of diffusers, in place of the process's own sampler.")] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="With --scheduler; as the process has them.")] = None,
-    judge: Asked = "run",
+    judge: VerifierOption = "run",
     weights: Annotated[str, typer.Option(help="live, or a snapshot such as ema or reference.")] = "live",
     lora: Annotated[Path | None, typer.Option(help="Adapters for the model: a file, or an id on the hub.")] = None,
     lora_scale: Annotated[float, typer.Option(help="How much adapters count; 0 is the base model.")] = 1.0,
-    clips: Annotated[Clips | None, typer.Option(help="What clips are written as; mp4 where PyAV is installed.")] = None,
+    clips: Annotated[
+        VideoFormat | None, typer.Option(help="What clips are written as; mp4 where PyAV is installed.")
+    ] = None,
     fps: Annotated[int, typer.Option(min=1, help="Frames a second of clips.")] = 8,
     tiny: Tiny = False,
-    device: Place = None,
+    device: RunDeviceOption = None,
 ) -> None:
-    """Make pictures of prompts, and say what they cost; run again, it goes on, on as many ranks as there are."""
-    from ..commands import generating, searching
+    """Generate images or videos from prompts. Resumes if interrupted; runs on several GPUs under torchrun."""
+    from ..search import generation, settings
 
-    config, found = generating.source(recipe, settings(overrides, device), lora)
-    leave_aside(config, overrides, tiny=tiny)
-    batch = generating.prompts(prompt or (), prompts, config)
-    chosen, ending = searching.sampled(search, n, scheduler, steps), clips.value if clips else ""
-    order = generating.Order(batch, count, seed, chosen, weights, out, lora_scale, judge, ending, fps)
-    generating.make(config, found, order, tiny=tiny, console=console())
+    config, found = generation.resolve_source(recipe, merge_overrides(overrides, device), lora)
+    warn_unused_overrides(config, overrides, tiny=tiny)
+    batch = generation.choose_prompts(prompt or (), prompts, config)
+    chosen, ending = settings.build_sampler(search, n, scheduler, steps), clips.value if clips else ""
+    order = generation.GenerationOptions(batch, count, seed, chosen, weights, out, lora_scale, judge, ending, fps)
+    generation.generate_samples(config, found, order, tiny=tiny, console=stderr_console())
 
 
 @app.command()
@@ -94,25 +96,26 @@ def export(
     out: Annotated[Path, typer.Option(help="The .safetensors file; a folder with --layout, or of Show-o.")],
     weights: Annotated[str, typer.Option(help="ema, live or another snapshot; ema if there is one.")] = "",
     bits: Annotated[int, typer.Option(help="16, 32 for all of it, 8 for half the size; not with --layout.")] = 16,
-    layout: Annotated[Outward | None, typer.Option(help="Of published models: who is to load it.")] = None,
+    layout: Annotated[ExportLayout | None, typer.Option(help="Of published models: who is to load it.")] = None,
     dtype: Annotated[Precision, typer.Option(help="With --layout: how numbers are kept.")] = Precision.bf16,
     merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the weights they adapt.")] = False,
     bare: Annotated[bool, typer.Option("--bare", help="For diffusers: the trained network alone.")] = False,
     ranks: Annotated[int, typer.Option(min=0, help="For llamagen: shards for so many; 0 writes one file.")] = 0,
 ) -> None:
-    """Write a run's weights: one file that `weights:` and `codec:` load, or what others load."""
-    from ..commands import exporting, handing, publishing, targets
+    """Export a run's weights: one file for `weights:` and `codec:`, or the layout of another library."""
+    from ..core import output_paths
+    from ..export import generator, llamagen, weights_file
 
-    targets.folder(out.parent)
+    output_paths.check_output_directory(out.parent)
     if layout is None:
-        return exporting.export(run, out, weights, bits, console())
-    kept = publishing.DTYPES[dtype.value]
-    if layout is Outward.llamagen:
-        return handing.hand_over(handing.Handover(run, out, weights, kept, ranks), console())
-    whose: Literal["diffusers", "comfyui", "authors"] = "diffusers" if layout is Outward.diffusers else "comfyui"
-    whose = "authors" if layout is Outward.authors else whose
-    order = publishing.Publication(run, out, whose, weights, kept, merge, bare)
-    return publishing.publish(order, console())
+        return weights_file.export_weights(run, out, weights, bits, stderr_console())
+    kept = generator.DTYPES[dtype.value]
+    if layout is ExportLayout.llamagen:
+        return llamagen.export_llamagen(llamagen.LlamagenExport(run, out, weights, kept, ranks), stderr_console())
+    whose: Literal["diffusers", "comfyui", "authors"] = "diffusers" if layout is ExportLayout.diffusers else "comfyui"
+    whose = "authors" if layout is ExportLayout.authors else whose
+    order = generator.GeneratorExport(run, out, whose, weights, kept, merge, bare)
+    return generator.export_generator(order, stderr_console())
 
 
 @app.command()
@@ -120,10 +123,10 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="The directories of one or several runs.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file to write; report.html in the first run's.")] = None,
 ) -> None:
-    """Write one page of pictures, curves, warnings and settings, to be opened in any browser."""
-    from ..commands.reporting import report as run_report
+    """Write an HTML report of one or several runs: samples, curves, warnings and settings."""
+    from ..report.output import write_and_announce_report as run_report
 
-    run_report(runs, out, console())
+    run_report(runs, out, stderr_console())
 
 
 @app.command()
@@ -139,37 +142,42 @@ def evaluate(
     metadata: Annotated[Path | None, typer.Option(help="GenEval: other prompts, in its own layout.")] = None,
     detector: Annotated[str, typer.Option(help="GenEval: another Mask2Former, or '{threshold: 0.4}'.")] = "",
     unchecked: Annotated[bool, typer.Option("--unchecked", help="GenEval: without a trial of the detector.")] = False,
-    search: Searching = "single",
+    search: SearchOption = "single",
     n: Annotated[
         str, typer.Option("--n", "--candidates", help="Several, as in 1,4,20, draw score against price.")
     ] = "4",
-    judge: Asked = "",
+    judge: VerifierOption = "",
     weights: Annotated[str, typer.Option(help="live, or a snapshot; the average if there is one.")] = "",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="The folder to write to, or to go on in.")] = None,
     tiny: Tiny = False,
-    device: Place = None,
+    device: RunDeviceOption = None,
 ) -> None:
-    """Make a benchmark's pictures, score them by one who is no reward, and report; run again, it goes on."""
-    from ..commands import evaluating, generating, placing, refereeing, searching
+    """Evaluate a model on a benchmark (PlayEval, GenEval, …) with detectors that were not used as rewards."""
+    from ..evaluation import benchmark_run, geneval_detector
+    from ..search import generation, settings
+    from ..training import placement
 
-    questions = evaluating.benchmark(benchmark, prompts, count, metadata)
-    eyes = refereeing.eyes(detector, unchecked=unchecked)
+    questions = benchmark_run.load_benchmark(benchmark, prompts, count, metadata)
+    eyes = geneval_detector.parse_detector(detector, unchecked=unchecked)
     if images is not None or not model:
-        spot = placing.placement(device.value if device else "auto", "fp32")
-        evaluating.score_folder(questions, images, eyes, out, spot, tiny=tiny, console=console())
+        spot = placement.choose_placement(device.value if device else "auto", "fp32")
+        benchmark_run.score_folder(questions, images, eyes, out, spot, tiny=tiny, console=stderr_console())
         return
-    (config, found), counts = generating.source(model, settings(overrides, device)), searching.numbers(n)
-    leave_aside(config, overrides, tiny=tiny)
-    place = out or evaluating.folder(benchmark, config, found, searching.named(search))
+    (config, found), counts = (
+        generation.resolve_source(model, merge_overrides(overrides, device)),
+        settings.parse_candidates(n),
+    )
+    warn_unused_overrides(config, overrides, tiny=tiny)
+    place = out or benchmark_run.evaluation_directory(benchmark, config, found, settings.search_name(search))
 
     def examine(candidates: int, folder: Path) -> dict[str, Any]:
-        chosen, whom = searching.chosen(search, candidates), judge or evaluating.usual_judge(benchmark)
-        exam = evaluating.Examination(questions, chosen, whom, weights, seed=seed, eyes=eyes)
-        return evaluating.examine(config, found, exam, folder, tiny=tiny, console=console())
+        chosen, whom = settings.build_search(search, candidates), judge or benchmark_run.default_verifier(benchmark)
+        exam = benchmark_run.EvaluationOptions(questions, chosen, whom, weights, seed=seed, eyes=eyes)
+        return benchmark_run.evaluate_model(config, found, exam, folder, tiny=tiny, console=stderr_console())
 
-    if searching.several(search, counts):
-        searching.curve(searching.named(search), counts, examine, place, console())
+    if settings.wants_curve(search, counts):
+        settings.evaluate_curve(settings.search_name(search), counts, examine, place, stderr_console())
     else:
         examine(counts[0], place)
 
@@ -190,21 +198,21 @@ def bench(
     summary: Annotated[Path | None, typer.Option(help="Run nothing: tell of this folder or results.json.")] = None,
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
     tiny: Tiny = False,
-    device: Place = None,
+    device: RunDeviceOption = None,
 ) -> None:
-    """Measure every objective on every family, before and after, with controls; run again, it goes on."""
-    from ..bench.cells import plan as planned
-    from ..commands import benching, telling
-    from ..commands.measuring import Bench
+    """Benchmark every objective on every model family, with shuffled-reward controls. Resumes if interrupted."""
+    from ..evaluation.scoreboard import page, runner
+    from ..evaluation.scoreboard.measurement import Bench
+    from ..evaluation.scoreboard.plan import load_plan as planned
 
     found = planned(plan)
     if summary is not None:
-        return telling.tell(found, summary, write, console())
-    place, changes = out or Path("runs") / f"bench-{found.name}", tuple(settings(overrides, device))
-    numbers = benching.numbers(seeds, "--seeds"), benching.numbers(control_seeds, "--control-seeds")
+        return page.write_scoreboard(found, summary, write, stderr_console())
+    place, changes = out or Path("runs") / f"bench-{found.name}", tuple(merge_overrides(overrides, device))
+    numbers = runner.parse_seeds(seeds, "--seeds"), runner.parse_seeds(control_seeds, "--control-seeds")
     shared = Bench(found, place, prompts, count, changes, tiny)
-    order = benching.Order(shared, plan, tuple(cells.split(",")) if cells else (), *numbers, jobs, minutes)
-    return benching.serve(order) if worker else benching.carry_out(order, write, console())
+    order = runner.BenchOptions(shared, plan, tuple(cells.split(",")) if cells else (), *numbers, jobs, minutes)
+    return runner.run_worker(order) if worker else runner.run_bench(order, write, stderr_console())
 
 
 @app.command()
@@ -213,26 +221,26 @@ def check(
     overrides: Overrides = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="As if started on so many.")] = None,
 ) -> None:
-    """Print the resolved configuration, the arithmetic of a step, and every complaint."""
-    from ..config.arithmetic import arithmetic
-    from ..config.cautions import cautions
-    from ..config.check import complaints, launched
-    from ..config.dump import dump
-    from ..config.load import load_any
-    from ..train.device_precision import describe_precision
+    """Print the resolved configuration, the batch arithmetic of a step, and every problem found."""
+    from ..config.check import find_problems, torchrun_world_size
+    from ..config.config_warnings import collect_warnings
+    from ..config.dump import config_to_yaml
+    from ..config.load import load_any_config
+    from ..config.step_counts import compute_step_counts
+    from ..training.device_precision import describe_precision
 
-    config, shown = load_any(recipe, settings(overrides)), Console()
-    shown.print(dump(config), markup=False, highlight=False, soft_wrap=True)
+    config, shown = load_any_config(recipe, merge_overrides(overrides)), Console()
+    shown.print(config_to_yaml(config), markup=False, highlight=False, soft_wrap=True)
     table = Table("a step", "", title="the arithmetic")
-    for name, number in arithmetic(config, ranks or launched()).items():
+    for name, number in compute_step_counts(config, ranks or torchrun_world_size()).items():
         table.add_row(name, f"{number:,}")
     shown.print(table)
     precision, emulated = describe_precision(config.engine)
     shown.print(f"precision: {precision}", markup=False, highlight=False, soft_wrap=True)
-    found = complaints(config, ranks)
+    found = find_problems(config, ranks)
     if found:
         raise ConfigError("\n".join(found))
-    for caution in [*cautions(config), *([emulated] if emulated else [])]:
+    for caution in [*collect_warnings(config), *([emulated] if emulated else [])]:
         shown.print(f"caution: {caution}", markup=False, highlight=False, soft_wrap=True)
     shown.print("no complaints")
 
@@ -246,30 +254,32 @@ def plan(
     tflops: Annotated[float, typer.Option(min=1, help="What it reaches: 540 on an H200, compiled, in bf16.")] = 540.0,
     tbps: Annotated[float, typer.Option(min=0.1, help="TB/s of its memory: 4.3 on an H200.")] = 4.3,
 ) -> None:
-    """Predict memory, time and batches of a run before anything is loaded, and what to change if it will not fit."""
-    from ..commands.planning import Gpu
-    from ..commands.planning import plan as run_plan
-    from ..config.load import load_any
+    """Predict GPU memory and step time of a run without loading it, and suggest settings if it does not fit."""
+    from ..config.load import load_any_config
+    from ..diagnostics.plan_report import GpuSpec
+    from ..diagnostics.plan_report import print_plan as run_plan
 
-    if not run_plan(load_any(recipe, settings(overrides)), ranks, Gpu(gpu_gib, tflops, tbps), Console()):
-        raise typer.Exit(FAILURE)
+    if not run_plan(
+        load_any_config(recipe, merge_overrides(overrides)), ranks, GpuSpec(gpu_gib, tflops, tbps), Console()
+    ):
+        raise typer.Exit(EXIT_FAILURE)
 
 
 @app.command()
-def doctor(recipe: Recipe, overrides: Overrides = None, tiny: Tiny = False, device: Place = None) -> None:
-    """Prove on the real configuration that it can learn: ratios, gradients, rewards, pixels, resume, ranks."""
+def doctor(recipe: Recipe, overrides: Overrides = None, tiny: Tiny = False, device: RunDeviceOption = None) -> None:
+    """Check on the real configuration that training can work: ratios, gradients, rewards, pixels, resume, ranks."""
     from ..config.load import load
-    from ..doctor.examine import examine
+    from ..diagnostics.doctor import run_doctor
 
-    config, shown, failures = load(recipe, settings(overrides, device)), Console(), 0
-    leave_aside(config, overrides, tiny=tiny)
+    config, shown, failures = load(recipe, merge_overrides(overrides, device)), Console(), 0
+    warn_unused_overrides(config, overrides, tiny=tiny)
     marks = {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]", "skip": "[yellow]skip[/]"}
-    for finding in examine(config, tiny=tiny):
+    for finding in run_doctor(config, tiny=tiny):
         failures += finding.verdict == "fail"
         shown.print(f"{marks[finding.verdict]}  {escape(finding.checked)}: {escape(finding.number)}", highlight=False)
         if finding.advice:
             shown.print(f"      {escape(finding.advice)}", highlight=False)
     if failures:
         shown.print(f"{failures} of the proofs failed: this run would not learn as it should")
-        raise typer.Exit(FAILURE)
+        raise typer.Exit(EXIT_FAILURE)
     shown.print("every proof that applies holds")

@@ -10,21 +10,21 @@ from typing import TypeVar
 
 import torch
 
+from ..core.policy import ModelSpec
+from ..core.randomness import Randomness
+from ..core.registry import ConfigError
+from ..core.types import PromptBatch
+from ..data.captioned_images import ToyPictures
 from ..data.pairs import ToyPairs
-from ..data.pictures import ToyPictures
-from ..objectives.forced_grpo import ForcedGRPO
-from ..objectives.frames import alone
+from ..objectives.forced_grpo import TeacherForcedGRPO
+from ..objectives.frame_selection import is_single_frame
 from ..objectives.reward_gradient import RewardGradient
-from ..policy import ModelSpec
-from ..processes.autoregressive import Autoregressive
+from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
-from ..randomness import Randomness
-from ..registry import ConfigError
-from ..types import PromptBatch
-from .beside import CODEC_RULES, CONTENTS, JUDGE_RULES, SOURCES, Continuing, name
-from .dump import named, plain
-from .run import AnyConfig, AutoencoderConfig, JudgeConfig, RunConfig
-from .validate import build
+from .check_autoencoder import AUTOENCODER_RULES, CONTENTS, JUDGE_RULES, SOURCES, HasInitialImage, component_name
+from .dump import registered_name, to_plain
+from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
+from .validate import build_component
 
 Rule = Callable[[RunConfig, int], str | None]
 Common = Callable[[AnyConfig, int], str | None]
@@ -35,19 +35,21 @@ def model_and_process(config: RunConfig, world: int) -> str | None:
     model, process = config.model, config.process
     if isinstance(process, model.suits):
         return None
-    wanted = named(model.suits)
-    return f"process: {name(process)} cannot drive the model {name(model)}; set process.type to {wanted}"
+    wanted = registered_name(model.suits)
+    found = f"process: {component_name(process)} cannot drive the model {component_name(model)}"
+    return f"{found}; set process.type to {wanted}"
 
 
 def objective_and_process(config: RunConfig, world: int) -> str | None:
     objective, process = config.objective, config.process
     if isinstance(process, objective.needs):
         return None
-    wanted = named(objective.needs)
-    return f"objective: {name(objective)} needs the process {wanted}, found {name(process)}; choose another objective"
+    wanted = registered_name(objective.needs)
+    found = f"objective: {component_name(objective)} needs the process {wanted}, found {component_name(process)}"
+    return f"{found}; choose another objective"
 
 
-def objective_and_chance(config: RunConfig, world: int) -> str | None:
+def objective_and_stochastic_sampler(config: RunConfig, world: int) -> str | None:
     if not config.objective.needs_chance or config.process.chance:
         return None
     advice = "set process.dynamics to one with noise, such as flow_sde, or ddim with eta above 0"
@@ -60,7 +62,8 @@ def objective_and_data(config: RunConfig, world: int) -> str | None:
         return None
     learns, holds = (CONTENTS.get(kind, kind.__name__) for kind in (wanted, found))
     advice = f"set data.type to {SOURCES.get(wanted, 'another')}"
-    return f"data: {name(config.objective)} learns from {learns}, but {name(config.data)} holds {holds}; {advice}"
+    names = component_name(config.objective), component_name(config.data)
+    return f"data: {names[0]} learns from {learns}, but {names[1]} holds {holds}; {advice}"
 
 
 def objective_and_gradient(config: RunConfig, world: int) -> str | None:
@@ -69,7 +72,7 @@ def objective_and_gradient(config: RunConfig, world: int) -> str | None:
     if not config.objective.needs_gradient or not blind:
         return None
     has, their = ("has", "its") if len(blind) == 1 else ("have", "their")
-    start = f"rewards: {name(config.objective)} back-propagates through rewards, but {quoted(blind)}"
+    start = f"rewards: {component_name(config.objective)} back-propagates through rewards, but {quoted(blind)}"
     return f"{start} {has} no gradient; set {their} weight to 0, or use grpo"
 
 
@@ -77,9 +80,8 @@ def objective_and_rewards(config: RunConfig, world: int) -> str | None:
     if not config.objective.samples() or any(reward.weight for reward in config.rewards.values()):
         return None
     found = "all of them have weight 0" if config.rewards else "there are none"
-    return (
-        f"rewards: {name(config.objective)} learns from rewards, but {found}; add one, as in rewards.color.type=color"
-    )
+    name = component_name(config.objective)
+    return f"rewards: {name} learns from rewards, but {found}; add one, as in rewards.color.type=color"
 
 
 def rewards_and_frames(config: RunConfig, world: int) -> str | None:
@@ -87,29 +89,30 @@ def rewards_and_frames(config: RunConfig, world: int) -> str | None:
     if config.model.frames > 1 or not moving:
         return None
     read, them = ("reads", "it") if len(moving) == 1 else ("read", "them")
-    return f"rewards: {quoted(moving)} {read} motion, but {name(config.model)} makes stills of one frame; remove {them}"
+    name = component_name(config.model)
+    return f"rewards: {quoted(moving)} {read} motion, but {name} makes stills of one frame; remove {them}"
 
 
 def data_and_frames(config: RunConfig, world: int) -> str | None:
     data, wanted = config.data, config.model.frames
     if not isinstance(data, ToyPictures | ToyPairs) or data.frames == wanted:
         return None
-    start = f"data.frames: {name(data)} has {data.frames}, but {name(config.model)} makes {wanted}"
+    start = f"data.frames: {component_name(data)} has {data.frames}, but {component_name(config.model)} makes {wanted}"
     return f"{start}; set data.frames={wanted}"
 
 
-def data_and_picture(config: RunConfig, world: int) -> str | None:
+def data_and_initial_image(config: RunConfig, world: int) -> str | None:
     model = config.model
-    if not isinstance(model, Continuing) or model.image is not None or files(config, world):
+    if not isinstance(model, HasInitialImage) or model.image is not None or files(config, world):
         return None
     first = config.data.load(config.seed).batch(0, 1, 0, 1)
     if isinstance(first, PromptBatch) and first.facts[0].get("image") is not None:
         return None
     advice = "set model.image, or give each prompt a fact `image`"
-    return f"model: {name(model)} goes on from a picture, but found none for the first prompt; {advice}"
+    return f"model: {component_name(model)} goes on from a picture, but found none for the first prompt; {advice}"
 
 
-def reach_and_steps(config: RunConfig, world: int) -> str | None:
+def gradient_steps_and_num_steps(config: RunConfig, world: int) -> str | None:
     objective, process = config.objective, config.process
     if not isinstance(objective, RewardGradient) or not isinstance(process, GaussianProcess):
         return None
@@ -128,7 +131,7 @@ def picked_frames(config: RunConfig, world: int) -> str | None:
     if not isinstance(objective, RewardGradient):
         return None
     try:
-        lone = alone(objective.frames, count)
+        lone = is_single_frame(objective.frames, count)
     except ValueError as error:
         return f"objective: {error}"
     moving = [key for key, reward in config.rewards.items() if reward.spec.reads == "clip"]
@@ -138,9 +141,9 @@ def picked_frames(config: RunConfig, world: int) -> str | None:
     return f"{found}; set objective.frames to all, alt or fml"
 
 
-def truncation_and_chance(config: RunConfig, world: int) -> str | None:
+def truncation_and_log_probs(config: RunConfig, world: int) -> str | None:
     process = config.process
-    if not isinstance(process, Autoregressive) or not config.objective.needs_chance:
+    if not isinstance(process, AutoregressiveProcess) or not config.objective.needs_chance:
         return None
     if process.top_k == 0 and process.top_p == 1:
         return None
@@ -153,7 +156,7 @@ def dropout_and_ratio(config: RunConfig, world: int) -> str | None:
     named = ((name, part, f.name) for name, part in parts.items() for f in fields(part))  # type: ignore[arg-type]
     shares = {name: getattr(part, field) for name, part, field in named if field == "dropout"}
     found = next((name for name, share in shares.items() if share), None)
-    meant = isinstance(objective, ForcedGRPO) and "dropout" in objective.faults
+    meant = isinstance(objective, TeacherForcedGRPO) and "dropout" in objective.faults
     if found is None or not objective.needs_chance or meant:
         return None
     why = "samples are drawn by the whole network, and would be scored by one with parts left out"
@@ -196,7 +199,7 @@ def graphs_and_engine(config: AnyConfig, world: int) -> str | None:
     return f"engine.graphs: calls cannot be recorded with engine.{found[0]} as it is; leave one of the two out"
 
 
-def samples_and_average(config: RunConfig | AutoencoderConfig, world: int) -> str | None:
+def sample_weights_and_ema(config: RunConfig | AutoencoderRunConfig, world: int) -> str | None:
     if config.sample.use == "ema" and config.ema == 0:
         return "sample.use: ema is asked for, but none is kept; set ema, as in ema=0.99, or sample.use=live"
     return None
@@ -206,9 +209,9 @@ def samples_and_model(config: RunConfig, world: int) -> str | None:
     sample, model = config.sample, config.model
     size = {key: side for key, side in (("height", sample.height), ("width", sample.width)) if side}
     if not {*size} <= {f.name for f in fields(model)}:  # type: ignore[arg-type]  # as above
-        return f"sample.{next(iter(size))}: {name(model)} makes pictures of one size alone; leave it out"
+        return f"sample.{next(iter(size))}: {component_name(model)} makes pictures of one size alone; leave it out"
     try:
-        build(ModelSpec, {**plain(model, None), **size}, "sample") if size else None
+        build_component(ModelSpec, {**to_plain(model, None), **size}, "sample") if size else None
     except ConfigError as error:
         return str(error)
     return None
@@ -234,32 +237,38 @@ COMMON: tuple[Common, ...] = (ranks_and_replicas, ranks_and_context, graphs_and_
 RULES: tuple[Rule, ...] = (
     model_and_process,
     objective_and_process,
-    objective_and_chance,
+    objective_and_stochastic_sampler,
     objective_and_data,
     objective_and_gradient,
     objective_and_rewards,
     rewards_and_frames,
     picked_frames,
     data_and_frames,
-    data_and_picture,
-    reach_and_steps,
-    truncation_and_chance,
+    data_and_initial_image,
+    gradient_steps_and_num_steps,
+    truncation_and_log_probs,
     dropout_and_ratio,
     prompts_and_ranks,
     samples_and_model,
     samples_and_process,
-    samples_and_average,
+    sample_weights_and_ema,
 )
 # What is sampled alone may break them.
-LEARNING = (data_and_picture, reach_and_steps, truncation_and_chance, dropout_and_ratio, prompts_and_ranks)
+LEARNING = (
+    data_and_initial_image,
+    gradient_steps_and_num_steps,
+    truncation_and_log_probs,
+    dropout_and_ratio,
+    prompts_and_ranks,
+)
 
 
-def complaints(config: AnyConfig, world: int | None = None, *, fed: bool = True) -> list[str]:
+def find_problems(config: AnyConfig, world: int | None = None, *, fed: bool = True) -> list[str]:
     """Every rule that is broken, on as many ranks as torchrun has if none are given; of learning only if it is fed."""
-    ranks = launched() if world is None else world
-    if isinstance(config, AutoencoderConfig):
-        found = [*(rule(config, ranks) for rule in CODEC_RULES), samples_and_average(config, ranks)]
-    elif isinstance(config, JudgeConfig):
+    ranks = torchrun_world_size() if world is None else world
+    if isinstance(config, AutoencoderRunConfig):
+        found = [*(rule(config, ranks) for rule in AUTOENCODER_RULES), sample_weights_and_ema(config, ranks)]
+    elif isinstance(config, JudgeRunConfig):
         found = [rule(config, ranks) for rule in JUDGE_RULES]
     else:
         found = [rule(config, ranks) for rule in RULES if fed or rule not in LEARNING]
@@ -267,15 +276,15 @@ def complaints(config: AnyConfig, world: int | None = None, *, fed: bool = True)
     return [sentence for sentence in found if sentence]
 
 
-def require(config: C, world: int | None = None, *, fed: bool = True) -> C:
+def require_valid(config: C, world: int | None = None, *, fed: bool = True) -> C:
     """The configuration, if nothing speaks against it."""
-    found = complaints(config, world, fed=fed)
+    found = find_problems(config, world, fed=fed)
     if found:
         raise ConfigError("\n".join(found))
     return config
 
 
-def launched() -> int:
+def torchrun_world_size() -> int:
     """How many ranks torchrun has started."""
     found = os.environ.get("WORLD_SIZE", "1")
     if not found.isdecimal() or int(found) < 1:

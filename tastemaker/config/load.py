@@ -10,33 +10,41 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..registry import ConfigError, suggest
-from .nanovla import staged, translated
+from ..compat.nanovla import convert_nanovla_config, is_two_stage_config
+from ..core.registry import ConfigError, suggest_name
 from .recipes import RECIPES as RECIPES
+from .recipes import list_recipes as list_recipes
+from .recipes import list_trainable_recipes as list_trainable_recipes
 from .recipes import recipe_names
-from .recipes import recipes as recipes
-from .recipes import trainable as trainable
-from .run import AnyConfig, JudgeConfig, RunConfig
-from .text import parse
-from .validate import validate
+from .schema import AnyConfig, JudgeRunConfig, RunConfig
+from .validate import validate_config
+from .yaml_io import parse_yaml
 
 SUFFIXES = (".yaml", ".yml")
 CONFIG = "config.yaml"  # in the folder of a run
-KINDS = {"objective", "autoencoder", "judge"}  # of which every whole run has one
-NEVER = {"sample": {"every": 0}, "guard": {"every": 0}, "validation": {"every": 0}}  # what these sections are as null
+RUN_KINDS = {"objective", "autoencoder", "judge"}  # of which every whole run has one
+DISABLED_SECTIONS = {
+    "sample": {"every": 0},
+    "guard": {"every": 0},
+    "validation": {"every": 0},
+}  # what these sections are as null
 
 
-def runnable() -> list[str]:
+def generator_recipes() -> list[str]:
     """Those of them that train a generator, and so can generate; the others train an autoencoder or a judge."""
-    return [name for name in trainable() if not {"autoencoder", "judge"} & content(RECIPES / f"{name}.yaml").keys()]
+    return [
+        name
+        for name in list_trainable_recipes()
+        if not {"autoencoder", "judge"} & read_yaml_mapping(RECIPES / f"{name}.yaml").keys()
+    ]
 
 
-def teaching() -> list[str]:
+def judge_recipes() -> list[str]:
     """Those of them that train a judge."""
-    return [name for name in trainable() if "judge" in content(RECIPES / f"{name}.yaml")]
+    return [name for name in list_trainable_recipes() if "judge" in read_yaml_mapping(RECIPES / f"{name}.yaml")]
 
 
-def locate(name: str, folder: Path, where: str = "") -> Path:
+def find_recipe(name: str, folder: Path, where: str = "") -> Path:
     """The file behind a recipe's name, or behind a path that ends in .yaml and begins at the folder."""
     start = f"{where}: " if where else ""
     if name.endswith(SUFFIXES):
@@ -46,11 +54,11 @@ def locate(name: str, folder: Path, where: str = "") -> Path:
         return path
     if name not in recipe_names():
         others = f"a file's path ends in .yaml, and a run's folder holds {CONFIG}"
-        raise ConfigError(f"{start}no recipe is called '{name:.60}'{suggest(name, recipes())}; {others}")
+        raise ConfigError(f"{start}no recipe is called '{name:.60}'{suggest_name(name, list_recipes())}; {others}")
     return RECIPES / f"{name}.yaml"
 
 
-def content(path: Path) -> dict[str, Any]:
+def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """The mapping in one file, by itself."""
     try:
         data = copy.deepcopy(_parsed(path.read_text(encoding="utf-8"), str(path)))
@@ -66,25 +74,25 @@ def content(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=512)
 def _parsed(text: str, where: str) -> Any:
     """What YAML says, parsed once per text: many recipes extend the same few. Callers copy it before they change it."""
-    return parse(text, where)
+    return parse_yaml(text, where)
 
 
-def gather(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+def merge_extends(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A file laid over those it extends, the later of them over the earlier."""
     path = path.resolve()
     if path in above:
         circle = " -> ".join(file.name for file in (*above[above.index(path) :], path))
         raise ConfigError(f"{path}: 'extends' goes in a circle: {circle}; remove one of them")
-    own = content(path)
+    own = read_yaml_mapping(path)
     parents = own.pop("extends", None) or []
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise ConfigError(f"{path}: 'extends' must be a recipe's name, a path or a list of them")
     merged: dict[str, Any] = {}
     for parent in parents:
-        merged = overlay(merged, gather(_extended(parent, path), (*above, path)))
+        merged = merge_mappings(merged, merge_extends(_extended(parent, path), (*above, path)))
     merged.pop("name", None)  # which is of one run, and this is another
-    return overlay(merged, switched(own))
+    return merge_mappings(merged, apply_disabled_sections(own))
 
 
 def _extended(name: str, path: Path) -> Path:
@@ -92,10 +100,10 @@ def _extended(name: str, path: Path) -> Path:
     beside, known = path.parent / f"{name}{SUFFIXES[0]}", name in recipe_names()
     runs = () if known else (path.parent / name / CONFIG, Path(name) / CONFIG)
     own = [each for each in (beside, *runs) if RECIPES not in path.parents and each != path and os.path.isfile(each)]
-    return own[0] if own else locate(name, path.parent, str(path))
+    return own[0] if own else find_recipe(name, path.parent, str(path))
 
 
-def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+def merge_mappings(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """Mappings merge, unless their `type` differs; nothing over a mapping removes it; all else is replaced."""
     merged = dict(base)
     for key, value in top.items():
@@ -106,19 +114,19 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
         elif (
             isinstance(old, dict) and isinstance(value, dict) and value.get("type", old.get("type")) == old.get("type")
         ):
-            merged[key] = overlay(old, value)
+            merged[key] = merge_mappings(old, value)
         else:
             merged[key] = value
     return merged
 
 
-def switched(sections: Mapping[str, Any]) -> dict[str, Any]:
+def apply_disabled_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
     """The same sections, off where there is nothing in place of one that happens every so many steps."""
     # Taken away, they would be what they are by default, which may be more than what was there.
-    return {key: NEVER.get(key) if value is None else value for key, value in sections.items()}
+    return {key: DISABLED_SECTIONS.get(key) if value is None else value for key, value in sections.items()}
 
 
-def override(data: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(data: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """Apply `section.key=value` in turn, each value read as YAML."""
     for assignment in assignments:
         place, equals, text = assignment.partition("=")
@@ -134,55 +142,55 @@ def override(data: dict[str, Any], assignments: Sequence[str]) -> dict[str, Any]
                     f"{place}: '{parent}' is {inside!r:.60}, which has no keys below it; set '{parent}' itself"
                 )
             inside = inside or {}
-        patch = parse(text, place)
+        patch = parse_yaml(text, place)
         for key in reversed(keys):
             patch = {key: patch}
-        data = overlay(data, switched(patch))
+        data = merge_mappings(data, apply_disabled_sections(patch))
     return data
 
 
-def read(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """A recipe as plain data: what it extends merged in, overrides applied, nothing validated."""
     try:
-        data = gather(locate(str(recipe), Path()))
+        data = merge_extends(find_recipe(str(recipe), Path()))
         # Of a file that says two stages, which one is meant decides what all other settings are laid over.
-        first = [each for each in overrides if each.startswith("stage=") and staged(data)]
-        found = translated(override(data, first))
+        first = [each for each in overrides if each.startswith("stage=") and is_two_stage_config(data)]
+        found = convert_nanovla_config(apply_overrides(data, first))
         if parent := found.pop("extends", None):
-            found = overlay(gather(locate(parent, Path())), found)
-        return override(found, [each for each in overrides if each not in first])
+            found = merge_mappings(merge_extends(find_recipe(parent, Path())), found)
+        return apply_overrides(found, [each for each in overrides if each not in first])
     except RecursionError as error:
         raise ConfigError(f"{recipe}: nested too deeply; expected sections of settings") from error
 
 
-def load_any(recipe: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
+def load_any_config(recipe: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """The configuration a recipe describes; a run without a name takes the recipe's."""
-    data = read(recipe, overrides)
-    if not KINDS & data.keys() and str(recipe) in recipe_names().keys() - {*trainable()}:
+    data = read_recipe(recipe, overrides)
+    if not RUN_KINDS & data.keys() and str(recipe) in recipe_names().keys() - {*list_trainable_recipes()}:
         raise ConfigError(f"{recipe} describes a part of a run alone; {_whole(str(recipe))}")
-    config = validate(data)
+    config = validate_config(data)
     return config if config.name else replace(config, name=Path(recipe).stem)
 
 
 def _whole(part: str) -> str:
     """Where to find a recipe that has that part and all others."""
-    found = next((name for name in trainable() if part in _above(name)), None)
+    found = next((name for name in list_trainable_recipes() if part in _above(name)), None)
     own = f"write a recipe of your own with `extends: [{part}]` and an objective"
     return own if found is None else f"name a recipe that extends it, for example {found}"
 
 
 def _above(name: str) -> list[str]:
     """All that a recipe of the package extends, at any remove."""
-    told = content(RECIPES / f"{name}{SUFFIXES[0]}").get("extends") or []
+    told = read_yaml_mapping(RECIPES / f"{name}{SUFFIXES[0]}").get("extends") or []
     parents: list[str] = [told] if isinstance(told, str) else told
     return [each for parent in parents for each in (parent, *_above(parent))]
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The same, of a recipe that trains a generator."""
-    config = load_any(recipe, overrides)
+    """Load the configuration of a recipe that trains a generator."""
+    config = load_any_config(recipe, overrides)
     if not isinstance(config, RunConfig):
-        what = "a judge" if isinstance(config, JudgeConfig) else "an autoencoder"
+        what = "a judge" if isinstance(config, JudgeRunConfig) else "an autoencoder"
         raise ConfigError(
             f"{recipe}: it trains {what}, which alone makes no pictures; use it with `tastemaker train`, "
             "or give the recipe of a generator"

@@ -14,11 +14,11 @@ def recipe_names() -> dict[str, None]:
     return dict.fromkeys(sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.yaml")))
 
 
-def recipes() -> list[str]:
+def list_recipes() -> list[str]:
     """The names of all recipes in the package, those that others extend included."""
     return list(recipe_names())
 
 
-def trainable() -> list[str]:
+def list_trainable_recipes() -> list[str]:
     """The names of those recipes that are whole runs."""
-    return [name for name in recipes() if "/" not in name and name != "base"]
+    return [name for name in list_recipes() if "/" not in name and name != "base"]

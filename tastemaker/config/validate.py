@@ -27,23 +27,31 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ValidationError, core_schema
 from typing_extensions import TypedDict, get_protocol_members, is_protocol
 
+from ..core.registry import ConfigError
+from ..core.reward import RewardSpec
 from ..data.spec import DataSpec
-from ..registry import ConfigError
-from ..reward import RewardSpec
-from .kinds import KINDS
-from .named import meant
-from .run import AnyConfig, AutoencoderConfig, JudgeConfig, RewardConfig, RunConfig
-from .sentences import described, dotted, near, problem, retold, shown, words
+from .component_types import COMPONENT_REGISTRIES
+from .messages import (
+    convert_validation_error,
+    describe_type,
+    format_location,
+    format_value,
+    literal_choices,
+    make_problem,
+    suggest_choice,
+)
+from .named_datasets import resolve_named_dataset
+from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RewardConfig, RunConfig
 
 
-def storable(value: int) -> int:
+def require_int64(value: int) -> int:
     """A whole number that fits a tensor."""
     if value.bit_length() > 63:
-        raise problem(f"expected a whole number of at most 63 bits, found one of {value.bit_length()}")
+        raise make_problem(f"expected a whole number of at most 63 bits, found one of {value.bit_length()}")
     return value
 
 
-def number(value: object) -> object:
+def parse_number(value: object) -> object:
     """Text that is a number, as a number."""
     if not isinstance(value, str):
         return value
@@ -55,14 +63,14 @@ def number(value: object) -> object:
 
 # What surrounds the bounds of a number or text: pydantic writes a bound into its schema only next to the type itself.
 STRICT: dict[Any, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
-    float: ((Strict(), Field(allow_inf_nan=False)), (BeforeValidator(number),)),
-    int: ((Strict(),), (AfterValidator(storable),)),
+    float: ((Strict(), Field(allow_inf_nan=False)), (BeforeValidator(parse_number),)),
+    int: ((Strict(),), (AfterValidator(require_int64),)),
     str: ((Strict(),), ()),
     bool: ((Strict(),), ()),
 }
 
 
-class Reader(ABC):
+class ConfigReader(ABC):
     """Metadata of an annotation: how pydantic is to read a mapping there."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -76,7 +84,7 @@ class Reader(ABC):
 
 
 @dataclass(frozen=True)
-class Section(Reader):
+class SectionReader(ConfigReader):
     """Reads a mapping as one known class."""
 
     cls: type
@@ -84,75 +92,77 @@ class Section(Reader):
 
     def read(self, data: object) -> Any:
         if not isinstance(data, Mapping):
-            raise problem(f"expected a mapping of settings, found {shown(data)}")
+            raise make_problem(f"expected a mapping of settings, found {format_value(data)}")
         try:
-            values = form(self.cls).validate_python(data)
+            values = type_adapter_for(self.cls).validate_python(data)
         except ValidationError as error:
-            raise retold(error, [f.name for f in fields(self.cls) if f.init] + list(self.beside)) from None
+            raise convert_validation_error(
+                error, [f.name for f in fields(self.cls) if f.init] + list(self.beside)
+            ) from None
         except ConfigError as error:
-            raise problem(str(error)) from error
+            raise make_problem(str(error)) from error
         try:
             return self.cls(**values)
         except (ValueError, ArithmeticError) as error:  # what the class itself demands of its values
-            raise problem(str(error)) from error
+            raise make_problem(str(error)) from error
 
 
 @dataclass(frozen=True)
-class Component(Reader):
+class ComponentReader(ConfigReader):
     """Reads a mapping as whichever class of a kind its `type` names."""
 
     kind: type
     beside: tuple[str, ...] = ()
 
     def read(self, data: object) -> Any:
-        registry = KINDS[self.kind]
+        registry = COMPONENT_REGISTRIES[self.kind]
         known = f"one of {', '.join(registry)}"
         if isinstance(data, str) and data in registry:
-            raise problem(f"expected a mapping of settings, found '{data}'; write {{type: {data}}}")
+            raise make_problem(f"expected a mapping of settings, found '{data}'; write {{type: {data}}}")
         if not isinstance(data, Mapping):
-            raise problem(f"expected a mapping of settings with a 'type', {known}; found {shown(data)}")
+            raise make_problem(f"expected a mapping of settings with a 'type', {known}; found {format_value(data)}")
         if "type" not in data:
-            raise problem(f"'type' is missing; expected {known}")
+            raise make_problem(f"'type' is missing; expected {known}")
         if not isinstance(data["type"], str):
-            raise problem(f"'type' is {shown(data['type'])}; expected {known}")
+            raise make_problem(f"'type' is {format_value(data['type'])}; expected {known}")
         try:
-            data = meant(data) if self.kind is DataSpec else data
-            cls = fitting(registry.find(data["type"]), self.kind, data["type"])
+            data = resolve_named_dataset(data) if self.kind is DataSpec else data
+            cls = check_component_class(registry.find(data["type"]), self.kind, data["type"])
         except ConfigError as error:
-            raise problem(str(error)) from error
+            raise make_problem(str(error)) from error
         settings = {key: value for key, value in registry.spelled(data).items() if key != "type"}
-        return Section(cls, ("type", *self.beside)).read(settings)
+        return SectionReader(cls, ("type", *self.beside)).read(settings)
 
 
-BESIDE = tuple(f.name for f in fields(RewardConfig) if f.name != "spec")  # keys that say how a reward counts
+REWARD_SETTINGS = tuple(f.name for f in fields(RewardConfig) if f.name != "spec")  # keys that say how a reward counts
 
 
 @dataclass(frozen=True)
-class Weighted(Reader):
+class RewardReader(ConfigReader):
     """Reads a reward's settings and, beside them, how it counts."""
 
     def read(self, data: object) -> Any:
         own, beside = data, {}
         if isinstance(data, Mapping):
-            own = {key: value for key, value in data.items() if key not in BESIDE}
-            beside = {key: value for key, value in data.items() if key in BESIDE}
+            own = {key: value for key, value in data.items() if key not in REWARD_SETTINGS}
+            beside = {key: value for key, value in data.items() if key in REWARD_SETTINGS}
         try:
-            return RewardConfig(**weighted().validate_python({"spec": own, **beside}))
+            return RewardConfig(**reward_adapter().validate_python({"spec": own, **beside}))
         except ValidationError as error:
-            raise retold(error, (), inside="spec") from None
+            raise convert_validation_error(error, (), inside="spec") from None
         except ValueError as error:
-            raise problem(str(error)) from error
+            raise make_problem(str(error)) from error
 
 
 @cache
-def weighted() -> TypeAdapter[Any]:
-    spec = Annotated[Any, Component(RewardSpec, BESIDE)]
-    return adapter("Reward", {**shape(RewardConfig), "spec": spec})
+def reward_adapter() -> TypeAdapter[Any]:
+    spec = Annotated[Any, ComponentReader(RewardSpec, REWARD_SETTINGS)]
+    return adapter("Reward", {**field_types(RewardConfig), "spec": spec})
 
 
-def fitting(cls: type, kind: type, name: str) -> type:
+def check_component_class(cls: type, kind: type, name: str) -> type:
     """The class, once it is sure that it is of the kind."""
-    word = KINDS[kind].kind
+    word = COMPONENT_REGISTRIES[kind].kind
     if not is_dataclass(cls):
         told = f"expected a frozen one whose fields are the settings of the {word}"
         own = f"; a network that makes itself is {{type: from_config, of: '{name:.60}', params: ...}}"
@@ -169,10 +179,10 @@ def fitting(cls: type, kind: type, name: str) -> type:
 
 
 @cache
-def form(cls: type) -> TypeAdapter[Any]:
+def type_adapter_for(cls: type) -> TypeAdapter[Any]:
     """What pydantic holds a mapping against before it becomes an object of the class."""
     try:
-        return adapter(cls.__name__, shape(cls))
+        return adapter(cls.__name__, field_types(cls))
     except (PydanticUserError, NameError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"the fields of {cls.__name__} cannot be read ({reason}); expected plain types") from error
@@ -186,31 +196,31 @@ def adapter(name: str, shape: dict[str, Any]) -> TypeAdapter[Any]:
     return TypeAdapter(mapping)
 
 
-def shape(cls: type) -> dict[str, Any]:
+def field_types(cls: type) -> dict[str, Any]:
     """The settings of a class with the types their values are checked against."""
     hints = get_type_hints(cls, include_extras=True)
     return {
-        f.name: (Required if f.default is f.default_factory is MISSING else NotRequired)[narrowed(hints[f.name])]
+        f.name: (Required if f.default is f.default_factory is MISSING else NotRequired)[strict_type(hints[f.name])]
         for f in fields(cls)
         if f.init
     }
 
 
-def narrowed(hint: Any) -> Any:
+def strict_type(hint: Any) -> Any:
     """The same type, strict where pydantic is lenient, with our own classes read by name."""
     origin, args = get_origin(hint), get_args(hint)
-    if (origin or hint) in KINDS:
-        return Annotated[Any, Component(origin or hint)]
+    if (origin or hint) in COMPONENT_REGISTRIES:
+        return Annotated[Any, ComponentReader(origin or hint)]
     if hint is RewardConfig:
-        return Annotated[Any, Weighted()]
+        return Annotated[Any, RewardReader()]
     if isinstance(hint, type) and is_dataclass(hint):
-        return Annotated[Any, Section(hint)]
+        return Annotated[Any, SectionReader(hint)]
     if origin is Annotated:
-        return scalar(args[0], args[1:]) if args[0] in STRICT else Annotated[(narrowed(args[0]), *args[1:])]
+        return scalar(args[0], args[1:]) if args[0] in STRICT else Annotated[(strict_type(args[0]), *args[1:])]
     if origin in (Union, UnionType):
         return union(hint)
     if origin in (tuple, dict, Mapping):
-        return (tuple if origin is tuple else dict)[tuple(arg if arg is ... else narrowed(arg) for arg in args)]
+        return (tuple if origin is tuple else dict)[tuple(arg if arg is ... else strict_type(arg) for arg in args)]
     return scalar(hint) if hint in STRICT else hint
 
 
@@ -222,7 +232,7 @@ def scalar(hint: Any, bounds: tuple[Any, ...] = ()) -> Any:
 
 def union(hint: Any) -> Any:
     """A choice of types; one complaint where none of them fits."""
-    members = tuple(narrowed(member) for member in get_args(hint))
+    members = tuple(strict_type(member) for member in get_args(hint))
     choice: Any = reduce(or_, members)
     if len(members) == 2 and NoneType in members:
         return choice
@@ -231,35 +241,38 @@ def union(hint: Any) -> Any:
         try:
             return handler(value)
         except ValidationError:
-            raise problem(f"expected {described(hint)}, found {shown(value)}{near(value, words(hint))}") from None
+            raise make_problem(
+                f"expected {describe_type(hint)}, found {format_value(value)}"
+                f"{suggest_choice(value, literal_choices(hint))}"
+            ) from None
 
     return Annotated[choice, WrapValidator(read)]
 
 
 @cache
-def entry(reader: Reader) -> TypeAdapter[Any]:
+def entry(reader: ConfigReader) -> TypeAdapter[Any]:
     return TypeAdapter(Annotated[Any, reader])
 
 
-def build(kind: type, data: object, where: str = "") -> Any:
+def build_component(kind: type, data: object, where: str = "") -> Any:
     """An object of a kind, or of a class, out of plain data; every problem at once, one sentence a line."""
-    reader = Component(kind) if kind in KINDS else Section(kind)
+    reader = ComponentReader(kind) if kind in COMPONENT_REGISTRIES else SectionReader(kind)
     try:
         return entry(reader).validate_python(data)
     except ValidationError as error:
         start = (where,) if where else ()
-        lines = [f"{dotted(start + line['loc'])}: {line['ctx']['sentence']}" for line in error.errors()]
+        lines = [f"{format_location(start + line['loc'])}: {line['ctx']['sentence']}" for line in error.errors()]
         raise ConfigError("\n".join(lines)) from None
     except RecursionError as error:
         raise ConfigError(f"{where or 'config'}: nested too deeply; expected sections of settings") from error
 
 
-def validate(data: object) -> AnyConfig:
+def validate_config(data: object) -> AnyConfig:
     """The configuration of a run: of an objective's, of an autoencoder's, or of a judge's."""
-    kinds = {"objective": RunConfig, "autoencoder": AutoencoderConfig, "judge": JudgeConfig}
+    kinds = {"objective": RunConfig, "autoencoder": AutoencoderRunConfig, "judge": JudgeRunConfig}
     found = [key for key in kinds if isinstance(data, Mapping) and key in data]
     if len(found) > 1:
         both = " and ".join(f"'{key}'" for key in found[:2])
         raise ConfigError(f"config: found both {both}; a recipe trains one of them, remove one")
-    config: AnyConfig = build(kinds[found[0]] if found else RunConfig, data)
+    config: AnyConfig = build_component(kinds[found[0]] if found else RunConfig, data)
     return config

@@ -14,11 +14,11 @@ from PIL import Image
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
-from ..randomness import Randomness
-from ..registry import ConfigError
-from ..types import Pictures, PromptBatch
-from .ahead import Ahead, Share, at_once
-from .order import rows, shuffled
+from ..core.randomness import Randomness
+from ..core.registry import ConfigError
+from ..core.types import ImageBatch, PromptBatch
+from .prefetch import BatchShard, Prefetcher, whole_batch_prefetcher
+from .sampler import batch_indices, epoch_permutation
 
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE, BATCH = 32, 10_000
@@ -32,7 +32,7 @@ def is_cifar10(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Photographs:
+class Cifar10Images:
     """Bytes in memory, and classes."""
 
     pixels: Tensor  # [N, 3, 32, 32] uint8
@@ -49,7 +49,7 @@ class Photographs:
 
 
 @lru_cache(maxsize=4)
-def cifar10(path: Path, split: str) -> Photographs:
+def load_cifar10(path: Path, split: str) -> Cifar10Images:
     """All pictures of a split whose files are there, five of train at most."""
     if split not in LABELS:
         raise ConfigError(f"CIFAR-10 has no split '{split:.60}'; expected train or test")
@@ -63,14 +63,14 @@ def cifar10(path: Path, split: str) -> Photographs:
     there = [i for i, name in enumerate(names) if (path / f"{name}.png").is_file()]
     if not there:
         raise ConfigError(f"{path} holds the labels of {split} but none of its pictures, such as {names[0]}.png")
-    pixels = torch.cat([photographs(path / f"{names[i]}.png") for i in there])
+    pixels = torch.cat([read_sprite_sheet(path / f"{names[i]}.png") for i in there])
     chosen = [int(label) for i in there for label in labels[i * BATCH : (i + 1) * BATCH]]
     if len(chosen) != len(pixels):
         raise ConfigError(f"{path} has {len(pixels)} pictures of {split} and {len(chosen)} labels; fetch it again")
-    return Photographs(pixels, tuple(chosen))
+    return Cifar10Images(pixels, tuple(chosen))
 
 
-def photographs(path: Path) -> Tensor:
+def read_sprite_sheet(path: Path) -> Tensor:
     """A picture of 1024 pixels a row, each row a photograph: [N, 3, 32, 32] uint8."""
     Image.MAX_IMAGE_PIXELS, before = None, Image.MAX_IMAGE_PIXELS
     try:
@@ -95,23 +95,23 @@ class Cifar10:
     start: NonNegativeInt = 0  # of the first
     mirror: bool = False  # every other picture the other way round, by chance
     shift: Annotated[int, Field(ge=0, le=8)] = 0  # pixels that pictures are moved at most, by chance: other tokens each
-    yields: ClassVar[type] = Pictures
+    yields: ClassVar[type] = ImageBatch
 
-    def load(self, seed: int) -> Cifar10Rows:
-        whole = cifar10(self.path, self.split)
+    def load(self, seed: int) -> Cifar10Dataset:
+        whole = load_cifar10(self.path, self.split)
         count = self.count or len(whole) - self.start
         if not 0 < count <= len(whole) - self.start:
             raise ConfigError(
                 f"data.count: {count} from {self.start} on are asked for, but {self.path} has {len(whole)} of "
                 f"{self.split}; lower data.count or data.start"
             )
-        chosen = shuffled(len(whole), 0, 0)[self.start : self.start + count]
-        return Cifar10Rows(whole, chosen, seed, self.mirror, self.shift)
+        chosen = epoch_permutation(len(whole), 0, 0)[self.start : self.start + count]
+        return Cifar10Dataset(whole, chosen, seed, self.mirror, self.shift)
 
 
 @dataclass(frozen=True)
-class Cifar10Rows:
-    whole: Photographs
+class Cifar10Dataset:
+    whole: Cifar10Images
     chosen: Tensor  # [N]
     seed: int
     mirror: bool
@@ -121,19 +121,19 @@ class Cifar10Rows:
         return len(self.chosen)
 
     @cached_property
-    def ahead(self) -> Ahead[Pictures, Pictures]:
-        return at_once(self._made)
+    def ahead(self) -> Prefetcher[ImageBatch, ImageBatch]:
+        return whole_batch_prefetcher(self._made)
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> Pictures:
-        return self.ahead.take(Share(step, size, rank, world))
+    def batch(self, step: int, size: int, rank: int, world: int) -> ImageBatch:
+        return self.ahead.take(BatchShard(step, size, rank, world))
 
-    def _made(self, share: Share) -> Pictures:
-        places = rows(len(self), self.seed, share.step, share.size, share.rank, share.world)
+    def _made(self, share: BatchShard) -> ImageBatch:
+        places = batch_indices(len(self), self.seed, share.step, share.size, share.rank, share.world)
         numbers = self.chosen[torch.tensor(places, dtype=torch.int64)]
         pixels = self.whole.pixels.index_select(0, numbers)  # a twentieth of the time that [numbers] takes
         place, turned = torch.arange(share.range.start, share.range.stop), torch.zeros(len(numbers), dtype=torch.bool)
         if self.mirror:
-            turned = shuffled(2 * BATCH, self.seed + FLIP, 0)[place % (2 * BATCH)] % 2 == 1
+            turned = epoch_permutation(2 * BATCH, self.seed + FLIP, 0)[place % (2 * BATCH)] % 2 == 1
             which = turned.nonzero()[:, 0]
             pixels.index_copy_(0, which, pixels.index_select(0, which).flip(-1))
         prompts = tuple(NAMES[self.whole.labels[i]] for i in numbers.tolist())
@@ -142,14 +142,14 @@ class Cifar10Rows:
             ways = 2 * self.shift + 1
             chance = Randomness(self.seed, 0, place).uniform("shift", 2)
             down, right = (chance * ways).long().clamp(max=ways - 1).unbind(1)
-            pixels, views = moved(pixels, down, right, self.shift), (views * ways + down) * ways + right
-        return Pictures(prompts, pixels[:, None].float().div_(255), views)
+            pixels, views = shift_images(pixels, down, right, self.shift), (views * ways + down) * ways + right
+        return ImageBatch(prompts, pixels[:, None].float().div_(255), views)
 
     def first(self, count: int) -> PromptBatch:
         return PromptBatch(tuple(NAMES[i % len(NAMES)] for i in range(count)), ({},) * count)
 
 
-def moved(pixels: Tensor, down: Tensor, right: Tensor, most: int) -> Tensor:
+def shift_images(pixels: Tensor, down: Tensor, right: Tensor, most: int) -> Tensor:
     """Squares of pictures [N, 3, H, W] whose edges are mirrored outwards by `most`, from those places [N] on."""
     side, ways = pixels.shape[-1], 2 * most + 1
     inside = torch.arange(-most, side + most).abs()

@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from ..classes import Classes, named
-from ..registry import ConfigError
-from ..types import PromptBatch
-from .prompts import PromptRows
+from ..core.registry import ConfigError
+from ..core.types import PromptBatch
+from .class_labels import ClassLabels, make_class_labels
+from .prompts import PromptDataset
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,20 @@ class ClassPrompts:
     yields: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        named(self.classes, self.names)
+        make_class_labels(self.classes, self.names)
         if "{" in self.template.replace("{name}", "") or "{name}" not in self.template:
             raise ValueError(f"'template' is {self.template!r:.60}; expected {{name}} and plain text")
 
-    def load(self, seed: int) -> PromptRows:
-        known = named(self.classes, self.names)
+    def load(self, seed: int) -> PromptDataset:
+        known = make_class_labels(self.classes, self.names)
         texts = {number: self.template.replace("{name}", known.name(number)) for number in range(self.classes)}
         told = {number: text for number, text in texts.items() if means(known, text, number)}
         if not told:
             raise ConfigError(f"data.template: no class is understood from {self.template!r:.60}; name it alone")
-        return PromptRows(tuple(told.values()), tuple({"label": number} for number in told), seed)
+        return PromptDataset(tuple(told.values()), tuple({"label": number} for number in told), seed)
 
 
-def means(known: Classes, text: str, number: int) -> bool:
+def means(known: ClassLabels, text: str, number: int) -> bool:
     """Whether a class, and no other, is understood from a text."""
     try:
         return known.number(text) == number

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 import yaml
 
-from ..registry import ConfigError
-from .text import Row, content, json_rows
+from ..core.registry import ConfigError
+from .text_files import Row, read_json_rows, read_text
 
 T = TypeVar("T")
 SHARE = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)$")
 
 
 @dataclass(frozen=True)
-class Line:
+class FileRow:
     """A row and where it is written."""
 
     file: Path
@@ -38,14 +38,14 @@ class Line:
         return str(self.row[name])
 
 
-def mixed(path: Path, seed: int) -> list[Line]:
+def read_mixture(path: Path, seed: int) -> list[FileRow]:
     """All rows a file names, in its order."""
     if path.suffix in (".yaml", ".yml"):
-        return [line for file, share in _listed(path) for line in taken(_rows(file), share, seed, str(path))]
+        return [line for file, share in _listed(path) for line in take_share(_rows(file), share, seed, str(path))]
     return _rows(path)
 
 
-def taken(rows: Sequence[T], share: str, seed: int, where: str) -> list[T]:
+def take_share(rows: Sequence[T], share: str, seed: int, where: str) -> list[T]:
     """`all` rows, or `first`, `end` or `random` so many of them, or so many percent, rounded up: `random:50%`."""
     if share == "all":
         return list(rows)
@@ -59,22 +59,22 @@ def taken(rows: Sequence[T], share: str, seed: int, where: str) -> list[T]:
     return list(rows[:count] if found[1] == "first" else rows[len(rows) - count :])
 
 
-def _rows(path: Path) -> list[Line]:
+def _rows(path: Path) -> list[FileRow]:
     if path.suffix != ".json":
-        return [Line(path, f"{path}, line {number}", row) for number, row in json_rows(path)]
+        return [FileRow(path, f"{path}, line {number}", row) for number, row in read_json_rows(path)]
     try:
-        rows = json.loads(content(path))
+        rows = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON ({error}); expected a list of objects in brackets") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path}: expected a list of objects, found {type(rows).__name__}; write rows in brackets")
-    return [Line(path, f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
+    return [FileRow(path, f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
 
 
 def _listed(path: Path) -> list[tuple[Path, str]]:
     """The files of a mixture, and how much of each is taken."""
     try:
-        told: Any = yaml.safe_load(content(path))
+        told: Any = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())}); expected `datasets:`") from error
     listed = told.get("datasets") if isinstance(told, dict) else None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..registry import suggest
-from ..types import PromptBatch
-from .prompt_templates import functions, made, sets
-from .prompts import PromptRows
+from ..core.registry import suggest_name
+from ..core.types import PromptBatch
+from .prompt_templates import set_prompts, sets, vader_names
+from .prompts import PromptDataset
 
 HELD = 5  # every fifth prompt of a set is held out
 
@@ -26,13 +26,13 @@ class PromptSet:
     yields: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        known = [*sets(), *functions()]
+        known = [*sets(), *vader_names()]
         if self.name not in known:
-            raise ValueError(f"there is no prompt set '{self.name:.60}'{suggest(self.name, known)}")
+            raise ValueError(f"there is no prompt set '{self.name:.60}'{suggest_name(self.name, known)}")
 
-    def load(self, seed: int) -> PromptRows:
-        every = made(functions().get(self.name, self.name))
+    def load(self, seed: int) -> PromptDataset:
+        every = set_prompts(vader_names().get(self.name, self.name))
         kept = [
             row for i, row in enumerate(every) if self.part == "all" or (i % HELD == 0) == (self.part == "held_out")
         ]
-        return PromptRows(tuple(prompt for prompt, _ in kept), tuple(facts for _, facts in kept), seed)
+        return PromptDataset(tuple(prompt for prompt, _ in kept), tuple(facts for _, facts in kept), seed)

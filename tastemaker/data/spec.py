@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ..types import PromptBatch
+from ..core.types import PromptBatch
 
 
 class Dataset(Protocol):

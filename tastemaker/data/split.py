@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from ..registry import ConfigError
-from ..types import PromptBatch, concatenate
-from .order import rows
+from ..core.registry import ConfigError
+from ..core.types import PromptBatch, concatenate
+from .sampler import batch_indices
 from .spec import Dataset
 
 ENDLESS = 2**28  # rows that no pictures on disk are as many as
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetSlice:
     """Some of the rows of another set, in an order of its own."""
 
     source: Dataset
@@ -26,7 +26,7 @@ class Part:
         return self.count
 
     def batch(self, step: int, size: int, rank: int, world: int) -> Any:
-        places = rows(self.count, self.seed, step, size, rank, world)
+        places = batch_indices(self.count, self.seed, step, size, rank, world)
         # A step of one row is the row at that place of the first pass, whatever the set is.
         return concatenate([self.source.batch(self.start + place, 1, 0, 1) for place in places])
 
@@ -35,14 +35,14 @@ class Part:
 
 
 @runtime_checkable
-class Divisible(Protocol):
+class Splittable(Protocol):
     """A set that knows better how to be divided than row by row."""
 
     def parts(self, held: int, seed: int) -> tuple[Dataset, Dataset]:
         """What to learn from, and so many rows that are held out: the first of the first pass."""
 
 
-def split(source: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
+def split_dataset(source: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
     """What to learn from, and the share that is held out."""
     if len(source) > ENDLESS:
         raise ConfigError("validation.share: the data never ends, so no part of it is a share; set validation.data")
@@ -52,6 +52,6 @@ def split(source: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
             f"validation.share: {share:g} of {len(source)} rows is {held}, which leaves none to learn from; set it "
             "lower, give more rows, or set validation.every=0"
         )
-    if isinstance(source, Divisible):
+    if isinstance(source, Splittable):
         return source.parts(held, seed)
-    return Part(source, held, len(source) - held, seed), Part(source, 0, held, seed)
+    return DatasetSlice(source, held, len(source) - held, seed), DatasetSlice(source, 0, held, seed)

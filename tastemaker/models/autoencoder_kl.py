@@ -13,20 +13,20 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
-from ..pretrained import Source, locate
-from ..registry import ConfigError
-from ..types import Placement
-from .nets.latents import divided, drawn, narrowed, pieces, shown
-from .nets.vae import bounded
-from .published import whole
-from .quiet import silence
+from ..core.registry import ConfigError
+from ..core.types import Placement
+from .library_logging import silence_libraries
+from .nets.vae import clamp_keep_gradient
+from .nets.vae_utils import check_divisible, sample_posterior, split_batch, to_network_range, to_pixels
+from .pipeline_components import load_pretrained
+from .pretrained import WeightsSource, find_weights
 
 Count = Annotated[int, Field(ge=1, le=64)]
 Width = Annotated[int, Field(ge=1, le=4096)]
-INNER = "inner."  # before diffusers' names
+INNER_PREFIX = "inner."  # before diffusers' names
 
 
-class KlNet(nn.Module):
+class DiffusersVae(nn.Module):
     """Pixels in [0, 1] to latents and back by a network of diffusers, whose latents are scaled by one number."""
 
     mean: Tensor
@@ -45,20 +45,20 @@ class KlNet(nn.Module):
 
     def moments(self, pixels: Tensor) -> Tensor:
         """What it believes of latents: means, then logarithms of variances, [N, 2C, h, w] of [N, 3, H, W]."""
-        seen = narrowed(divided(pixels, self.stride), self.colours).to(self.inner.dtype)
+        seen = to_network_range(check_divisible(pixels, self.stride), self.colours).to(self.inner.dtype)
         found: Tensor = self.inner.encode(seen).latent_dist.parameters
         return found.float()
 
     def render(self, latents: Tensor) -> Tensor:
         """As the network has it, which may leave [0, 1] a little."""
-        return shown(self.inner.decode(latents.to(self.inner.dtype), return_dict=False)[0])
+        return to_pixels(self.inner.decode(latents.to(self.inner.dtype), return_dict=False)[0])
 
     def forward(self, pixels: Tensor, chance: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The reconstruction and the price of the latents in each row; without chance, of their means once trained."""
         moments = self.moments(pixels)
         if chance is None:
             chance = torch.randn_like(moments[:, : self.channels]) * self.training
-        latents, price = drawn(moments, chance)
+        latents, price = sample_posterior(moments, chance)
         return self.render(latents), self.kl * price
 
     def chances(self, pixels: Tensor) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class KlNet(nn.Module):
 
     def decode(self, z: Tensor) -> Tensor:
         raw = z * self.std + self.mean
-        return bounded(torch.cat([self.render(part) for part in pieces(raw, self.stride)]))
+        return clamp_keep_gradient(torch.cat([self.render(part) for part in split_batch(raw, self.stride)]))
 
     def ending(self) -> nn.Conv2d:
         """The layer that makes pixels."""
@@ -81,7 +81,7 @@ class KlNet(nn.Module):
     def settle(self, pixels: Tensor) -> None:
         """Measure the scale; that of published weights stays, for generators rely on it."""
         if self.measured:
-            z = torch.cat([self.moments(part)[:, : self.channels] for part in pieces(pixels)])
+            z = torch.cat([self.moments(part)[:, : self.channels] for part in split_batch(pixels)])
             self.std.fill_(z.std().clamp(min=1e-6).item())
 
     def leave(self, out: Path, dtype: torch.dtype) -> None:
@@ -89,7 +89,7 @@ class KlNet(nn.Module):
         # In as many digits as published ones have, which come out as they were.
         scale, shift = (float(f"{x:.6g}") for x in (1 / float(self.std), float(self.mean)))
         self.inner.register_to_config(scaling_factor=scale, shift_factor=shift or None)
-        with silence():
+        with silence_libraries():
             self.inner.to(dtype).save_pretrained(out)
 
 
@@ -115,12 +115,12 @@ class AutoencoderKL:
             raise ValueError(f"{found}; expected widths that are multiples of 'norm_num_groups'")
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return (Source(self.weights),) if self.weights and not Path(self.weights).expanduser().exists() else ()
+    def sources(self) -> tuple[WeightsSource, ...]:
+        return (WeightsSource(self.weights),) if self.weights and not Path(self.weights).expanduser().exists() else ()
 
-    def load(self, placement: Placement) -> KlNet:
-        inner = published(self.weights) if self.weights else self._anew()
-        return KlNet(inner, self.kl, measured=self.weights is None).to(placement.device)
+    def load(self, placement: Placement) -> DiffusersVae:
+        inner = load_published_vae(self.weights) if self.weights else self._anew()
+        return DiffusersVae(inner, self.kl, measured=self.weights is None).to(placement.device)
 
     def _anew(self) -> Any:
         levels = len(self.block_out_channels)
@@ -144,7 +144,7 @@ class AutoencoderKL:
 
     def fitted(self, tensors: Mapping[str, Tensor]) -> Self:
         """With the sizes that tensors tell, for those of a folder are written down nowhere else."""
-        plain = {key.removeprefix(INNER): x for key, x in tensors.items()}
+        plain = {key.removeprefix(INNER_PREFIX): x for key, x in tensors.items()}
         levels = len({key.split(".")[2] for key in plain if key.startswith("encoder.down_blocks.")})
         widths = [plain[f"encoder.down_blocks.{i}.resnets.0.conv2.weight"].shape[0] for i in range(levels)]
         blocks = sum(bool(re.fullmatch(r"encoder\.down_blocks\.0\.resnets\.\d+\.conv2\.weight", key)) for key in plain)
@@ -164,13 +164,13 @@ class AutoencoderKL:
         return replace(self, weights=None, block_out_channels=widths, layers_per_block=1, norm_num_groups=4)
 
 
-def published(name: str) -> Any:
+def load_published_vae(name: str) -> Any:
     """The network of a folder, or of the folder `vae` in a pipeline's."""
-    path = locate(name, Source(name))
+    path = find_weights(name, WeightsSource(name))
     place = next((folder for folder in (path, path / "vae") if (folder / "config.json").is_file()), None)
     if place is None:
         raise ConfigError(
             f"autoencoder.weights: '{name:.200}' is no folder of diffusers'; expected a config.json in it, or in `vae`"
         )
-    with silence():
-        return whole(diffusers.AutoencoderKL, place, torch.float32).requires_grad_(True)
+    with silence_libraries():
+        return load_pretrained(diffusers.AutoencoderKL, place, torch.float32).requires_grad_(True)

@@ -12,15 +12,15 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from ..pretrained import fill
-from ..registry import ConfigError
-from ..types import Placement
-from . import checkpoints
-from .nets.block_vae import BESIDE, BlockShape, BlockVaeNet
+from ..core.registry import ConfigError
+from ..core.types import Placement
+from . import loading
+from .nets.block_vae import LATENT_STATS_KEYS, BlockVaeConfig, BlockVaeNet
+from .pretrained import load_weights_into
 
 Count = Annotated[int, Field(ge=1, le=64)]
 Width = Annotated[int, Field(ge=1, le=4096)]
-KNOWN = "encoder_conv_in.weight"  # a tensor by which its checkpoints are known
+IDENTIFYING_KEY = "encoder_conv_in.weight"  # a tensor by which its checkpoints are known
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,24 @@ class BlockVae:
     def __post_init__(self) -> None:
         self.shape()
 
-    def shape(self) -> BlockShape:
+    def shape(self) -> BlockVaeConfig:
         own = asdict(self)
-        return BlockShape(**{name: own[name] for name in BlockShape.__dataclass_fields__})
+        return BlockVaeConfig(**{name: own[name] for name in BlockVaeConfig.__dataclass_fields__})
 
     def load(self, placement: Placement) -> BlockVaeNet:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             net = BlockVaeNet(self.shape(), self.kl)
         if self.weights:
-            tensors = checkpoints.read(self.weights)
+            tensors = loading.read_checkpoint(self.weights)
             self._alike(tensors)
-            fill(net, tensors, self.weights, BESIDE)
+            load_weights_into(net, tensors, self.weights, LATENT_STATS_KEYS)
         return net.to(placement.device)
 
     def _alike(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse weights with more or fewer blocks between, which a number too many or too few is the cause of."""
-        found, own = middle(tensors), len(self.mid_channels) - 1
-        if KNOWN in tensors and found != own:
+        found, own = count_mid_blocks(tensors), len(self.mid_channels) - 1
+        if IDENTIFYING_KEY in tensors and found != own:
             right = [self.mid_channels[-1]] * (found + 1)
             raise ConfigError(
                 f"autoencoder.mid_channels: '{self.weights!s:.200}' has {found} blocks in the middle, and "
@@ -71,7 +71,7 @@ class BlockVae:
 
     def fitted(self, tensors: Mapping[str, Tensor]) -> Self:
         """With the sizes that tensors tell, and what they do not tell as it is."""
-        return replace(self, **sizes(tensors))
+        return replace(self, **infer_block_vae_settings(tensors))
 
     def tiny(self) -> BlockVae:
         groups = math.gcd(self.norm_channels, 4)
@@ -82,21 +82,23 @@ class BlockVae:
         )  # fmt: skip
 
 
-def middle(tensors: Mapping[str, Tensor]) -> int:
+def count_mid_blocks(tensors: Mapping[str, Tensor]) -> int:
     return len({key.split(".")[1] for key in tensors if key.startswith("encoder_mids.")})
 
 
-def sizes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def infer_block_vae_settings(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """What tensors tell of sizes, by the names of settings."""
 
     def layers(block: str) -> int:
         return sum(bool(re.fullmatch(rf"{block}\.residual_input_conv\.\d+\.weight", key)) for key in tensors)
 
-    first = tensors[KNOWN]
+    first = tensors[IDENTIFYING_KEY]
     ways = len({key.split(".")[1] for key in tensors if key.startswith("encoder_layers.")})
     after = [tensors[f"encoder_layers.{i}.residual_input_conv.0.weight"].shape[0] for i in range(ways)]
     widths = (first.shape[0], *after)
-    mids = [tensors[f"encoder_mids.{i}.residual_input_conv.0.weight"].shape[0] for i in range(middle(tensors))]
+    mids = [
+        tensors[f"encoder_mids.{i}.residual_input_conv.0.weight"].shape[0] for i in range(count_mid_blocks(tensors))
+    ]
     found: dict[str, Any] = {
         "im_channels": first.shape[1],
         "z_channels": tensors["post_quant_conv.weight"].shape[0],

@@ -9,31 +9,41 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..policy import Process
-from ..pretrained import Source
+from ..core.policy import Process
+from ..core.registry import ConfigError
+from ..core.types import Placement
 from ..processes.gaussian import GaussianProcess
-from ..registry import ConfigError
-from ..types import Placement
-from .clips import SMALL_T5, ClipBackbone, ClipCodec, Folding, Side, Told, Words, measured, words
-from .layouts import Layout, unknown
-from .published import TINY, Kit
-from .readers import Remembered
-from .releases import Release
-from .shown import cogvideox
-from .texts import remembered
-from .unet import level
+from .cached_text_encoder import build_cached_text_encoder
+from .pipeline_components import TINY, PipelineComponents
+from .pipeline_layout import PipelineLayout, reject_unknown_names
+from .pretrained import WeightsSource
+from .releases import PublishedModel
+from .text_encoders import CachedTextEncoder
+from .unet_common import unet_timestep
+from .video_backbone import (
+    SMALL_T5,
+    ConditioningTensors,
+    FrozenVideoVae,
+    TextTokenCount,
+    VideoBackbone,
+    VideoCompression,
+    VideoSide,
+    check_video_size,
+    encode_with_t5,
+)
+from .video_decoding import cogvideox_decoder
 
 SOURCES = (
-    Source("zai-org/CogVideoX-2b", size="14 GB", licence="Apache-2.0"),
-    Source("zai-org/CogVideoX-5b", size="22 GB", licence="CogVideoX licence"),
+    WeightsSource("zai-org/CogVideoX-2b", size="14 GB", licence="Apache-2.0"),
+    WeightsSource("zai-org/CogVideoX-5b", size="22 GB", licence="CogVideoX licence"),
 )
-FOLDING = Folding(channels=16, factor=8, every=4)
+COMPRESSION = VideoCompression(channels=16, factor=8, every=4)
 SMALL: dict[str, dict[str, Any]] = {
     "transformer": {
         "num_attention_heads": 2,
         "attention_head_dim": 16,
-        "in_channels": FOLDING.channels,
-        "out_channels": FOLDING.channels,
+        "in_channels": COMPRESSION.channels,
+        "out_channels": COMPRESSION.channels,
         "time_embed_dim": 8,
         "text_embed_dim": 32,
         "num_layers": 2,
@@ -47,41 +57,45 @@ SMALL: dict[str, dict[str, Any]] = {
         "down_block_types": ("CogVideoXDownBlock3D",) * 4,
         "up_block_types": ("CogVideoXUpBlock3D",) * 4,
         "block_out_channels": (4, 4, 4, 4),
-        "latent_channels": FOLDING.channels,
+        "latent_channels": COMPRESSION.channels,
         "layers_per_block": 1,
         "norm_num_groups": 2,
-        "temporal_compression_ratio": FOLDING.every,
+        "temporal_compression_ratio": COMPRESSION.every,
     },
     "text_encoder": SMALL_T5,
 }
-COGVIDEOX = Release(SOURCES, SMALL)
+COGVIDEOX = PublishedModel(SOURCES, SMALL)
 
 
-class CogTexts:
+class CogVideoXPromptEncoder:
     """What T5 says of every token of a prompt, filling included."""
 
-    def __init__(self, kit: Kit, length: int) -> None:
+    def __init__(self, kit: PipelineComponents, length: int) -> None:
         from transformers import T5EncoderModel
 
         self.t5 = kit.reader("text_encoder", T5EncoderModel, "tokenizer", length)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        return {"words": words(self.t5, prompts, masked=False)["words"]}
+        return {"words": encode_with_t5(self.t5, prompts, masked=False)["words"]}
 
 
-def ask(places: tuple[Tensor, Tensor] | None, net: nn.Module, x: Tensor, t: Tensor, told: Told) -> Tensor:
+def predict_velocity(
+    places: tuple[Tensor, Tensor] | None, net: nn.Module, x: Tensor, t: Tensor, told: ConditioningTensors
+) -> Tensor:
     """The velocity alpha noise - sigma clean."""
     out: Tensor = net(
         hidden_states=x,
         encoder_hidden_states=told["words"],
-        timestep=level(t),
+        timestep=unet_timestep(t),
         image_rotary_emb=places,
         return_dict=False,
     )[0]
     return out
 
 
-def rotary(config: Any, shape: tuple[int, int, int, int], placement: Placement) -> tuple[Tensor, Tensor] | None:
+def rotary_embedding(
+    config: Any, shape: tuple[int, int, int, int], placement: Placement
+) -> tuple[Tensor, Tensor] | None:
     """Where every token is, as 5B is told; 2B adds it to its latents."""
     if config.patch_size_t is not None:
         raise ConfigError("model.weights is CogVideoX 1.5, which takes frames by twos; expected 2B or 5B of 1.0")
@@ -103,40 +117,42 @@ class CogVideoX:
     """CogVideoX from text, which predicts the velocity on levels that end in the dark."""
 
     weights: str = SOURCES[0].hub  # a hub id, or a folder in diffusers' layout
-    height: Side = 480
-    width: Side = 720
+    height: VideoSide = 480
+    width: VideoSide = 720
     frames: int = 49  # one more than a multiple of 8, for latents are decoded by twos; 8 a second
-    words: Words = 226  # tokens a prompt is cut or filled up to
+    words: TextTokenCount = 226  # tokens a prompt is cut or filled up to
     recompute: bool = True  # the decoder in the backward pass
     embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
     seed: int = 0  # of random weights
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("CogVideoXPipeline", "transformer", "", unknown)
+    layout: ClassVar[PipelineLayout] = PipelineLayout("CogVideoXPipeline", "transformer", "", reject_unknown_names)
 
     def __post_init__(self) -> None:
-        measured(self.frames, self.height, self.width, 2 * FOLDING.every, 2 * FOLDING.factor)
+        check_video_size(self.frames, self.height, self.width, 2 * COMPRESSION.every, 2 * COMPRESSION.factor)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return FOLDING.shape(self.frames, self.height, self.width)
+        return COMPRESSION.shape(self.frames, self.height, self.width)
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[WeightsSource, ...]:
         return COGVIDEOX.sources(self.weights)
 
-    def texts(self, placement: Placement) -> Remembered:
+    def texts(self, placement: Placement) -> CachedTextEncoder:
         kit, settings = COGVIDEOX.kit(self.weights, placement, self.seed), {"model": "cogvideox", "words": self.words}
-        return remembered(kit, lambda: CogTexts(kit, self.words), ("text_encoder",), settings, self.embeddings)
+        return build_cached_text_encoder(
+            kit, lambda: CogVideoXPromptEncoder(kit, self.words), ("text_encoder",), settings, self.embeddings
+        )
 
-    def load(self, placement: Placement) -> ClipBackbone:
+    def load(self, placement: Placement) -> VideoBackbone:
         from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
 
         kit = COGVIDEOX.kit(self.weights, placement, self.seed)
         net: Any = kit.trained("transformer", CogVideoXTransformer3DModel)
         vae = kit.frozen("vae", AutoencoderKLCogVideoX, recompute=self.recompute)
-        codec = ClipCodec.of(vae, cogvideox(vae))
-        asked = partial(ask, rotary(net.config, self.shape, placement))
-        return ClipBackbone(net, asked, codec, self.texts(placement), self)
+        codec = FrozenVideoVae.of(vae, cogvideox_decoder(vae))
+        asked = partial(predict_velocity, rotary_embedding(net.config, self.shape, placement))
+        return VideoBackbone(net, asked, codec, self.texts(placement), self)
 
     def tiny(self) -> CogVideoX:
         words = min(self.words, 16)

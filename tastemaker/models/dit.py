@@ -10,33 +10,33 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from ..core.policy import Process
+from ..core.types import Condition, Metadata, Placement, Prompts
 from ..playground.captions import VOCABULARY
-from ..policy import Process
-from ..pretrained import fill
 from ..processes.gaussian import GaussianProcess
-from ..types import Condition, Facts, Placement, Prompts
-from . import files, words
+from . import playground_prompts, weight_files
 from .nets.dit import DiT
-from .vae import codec
+from .pretrained import load_weights_into
+from .vae import load_vae
 
 Count = Annotated[int, Field(ge=1, le=64)]
 
 
-def patches(x: Tensor, size: int) -> Tensor:
+def patchify(x: Tensor, size: int) -> Tensor:
     """[B, F, C, H, W] as [B, F, cells, C * size * size]."""
     b, f, c, h, w = x.shape
     cut = x.reshape(b, f, c, h // size, size, w // size, size)
     return cut.permute(0, 1, 3, 5, 2, 4, 6).reshape(b, f, (h // size) * (w // size), c * size * size)
 
 
-def joined(cut: Tensor, size: int, shape: Sequence[int]) -> Tensor:
+def unpatchify(cut: Tensor, size: int, shape: Sequence[int]) -> Tensor:
     """What `patches` cut, put together again."""
     f, c, h, w = shape
     whole = cut.view(len(cut), f, h // size, w // size, c, size, size)
     return whole.permute(0, 1, 4, 2, 5, 3, 6).reshape(len(cut), f, c, h, w)
 
 
-def widened(tensors: Mapping[str, Tensor], net: DiT) -> dict[str, Tensor]:
+def adapt_weights(tensors: Mapping[str, Tensor], net: DiT) -> dict[str, Tensor]:
     """Weights of a generator of stills for one of clips or longer prompts; what they lack stays as it was made."""
     own = net.state_dict()
     added = {key: own[key] for key in ("frame_place",) if key in own and key not in tensors}
@@ -54,22 +54,22 @@ class DitBackbone:
     def __init__(self, spec: Dit, placement: Placement) -> None:
         self.device, self.words, self.patch = placement.device, spec.words, spec.patch
         self.shape, self.pixels = spec.shape, (spec.frames, 3, spec.size, spec.size)
-        self.codec = codec(spec.codec, spec.channels, spec.factor, placement)
+        self.codec = load_vae(spec.codec, spec.channels, spec.factor, placement)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
             net = spec.net()
         if spec.weights:
-            fill(net, files.read(spec.weights)[0], spec.weights)
+            load_weights_into(net, weight_files.read_weights(spec.weights)[0], spec.weights)
         elif spec.start:
-            fill(net, widened(files.read(spec.start)[0], net), spec.start)
+            load_weights_into(net, adapt_weights(weight_files.read_weights(spec.start)[0], net), spec.start)
         self.net: nn.Module = net.to(placement.device)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
-        return words.read(prompts, facts, self.words, self.device)
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
+        return playground_prompts.embed_playground_prompts(prompts, facts, self.words, self.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        out: Tensor = self.net(patches(x, self.patch), t, cond.tensors["words"])
-        return joined(out, self.patch, self.shape)
+        out: Tensor = self.net(patchify(x, self.patch), t, cond.tensors["words"])
+        return unpatchify(out, self.patch, self.shape)
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.codec.encode(pixels.flatten(0, 1)).float().view(-1, *self.shape)

@@ -12,21 +12,24 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..policy import Process
-from ..pretrained import Source
+from ..core.policy import Process
+from ..core.types import Condition, Metadata, Placement, Prompts
 from ..processes.gaussian import GaussianProcess
-from ..types import Condition, Facts, Placement, Prompts
-from .layouts import Layout, flux, from_flux
-from .published import JOINT, TINY, Kit, sources
-from .readers import Remembered
-from .single import single
-from .texts import remembered
+from .cached_text_encoder import build_cached_text_encoder
+from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, PipelineComponents, weight_sources
+from .pipeline_layout import PipelineLayout, flux_from_original, flux_to_original
+from .pretrained import WeightsSource
+from .single_file import read_single_file
+from .text_encoders import CachedTextEncoder
 
-DEV = Source("black-forest-labs/FLUX.1-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True)
+DEV = WeightsSource("black-forest-labs/FLUX.1-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True)
 CHANNELS, FACTOR = 16, 8  # of its autoencoder
-CLIP_WORDS = 77
-FEED = ("net.0.proj", "net.2")
-USUAL = (*JOINT, *(f"{of}.{layer}" for of in ("ff", "ff_context") for layer in FEED))
+CLIP_MAX_TOKENS = 77
+FEED_FORWARD_LAYERS = ("net.0.proj", "net.2")
+DEFAULT_LORA_TARGETS = (
+    *JOINT_ATTENTION_LAYERS,
+    *(f"{of}.{layer}" for of in ("ff", "ff_context") for layer in FEED_FORWARD_LAYERS),
+)
 SMALL: dict[str, dict[str, Any]] = {
     "transformer": {
         "in_channels": 4 * CHANNELS,
@@ -63,32 +66,32 @@ SMALL: dict[str, dict[str, Any]] = {
 Side = Annotated[int, Field(ge=16, le=8192, multiple_of=16)]
 
 
-def pack(x: Tensor) -> Tensor:
+def pack_latents(x: Tensor) -> Tensor:
     """[B, C, h, w] as one token a square of four latents: [B, h/2 * w/2, 4 C]."""
     b, c, h, w = x.shape
     return x.reshape(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w // 4, 4 * c)
 
 
-def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
     """What `pack` packed."""
     b, c = len(tokens), tokens.shape[2] // 4
     whole = tokens.reshape(b, height // 2, width // 2, c, 2, 2)
     return whole.permute(0, 3, 1, 4, 2, 5).reshape(b, c, height, width)
 
 
-def places(height: int, width: int) -> Tensor:
+def latent_image_ids(height: int, width: int) -> Tensor:
     """Nought, row and column of every token: [h/2 * w/2, 3]."""
     rows, columns = torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij")
     return torch.stack([torch.zeros_like(rows), rows, columns], -1).reshape(-1, 3).float()
 
 
-class FluxTexts:
+class FluxPromptEncoder:
     """What T5 says of every word of a prompt, and CLIP of the whole."""
 
-    def __init__(self, kit: Kit, words: int) -> None:
+    def __init__(self, kit: PipelineComponents, words: int) -> None:
         from transformers import CLIPTextModel, T5EncoderModel
 
-        self.clip = kit.reader("text_encoder", CLIPTextModel, "tokenizer", CLIP_WORDS)
+        self.clip = kit.reader("text_encoder", CLIPTextModel, "tokenizer", CLIP_MAX_TOKENS)
         self.t5 = kit.reader("text_encoder_2", T5EncoderModel, "tokenizer_2", words)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
@@ -100,25 +103,27 @@ class FluxBackbone:
 
     passes = 1
 
-    def __init__(self, spec: Flux, placement: Placement, source: Source = DEV) -> None:
+    def __init__(self, spec: Flux, placement: Placement, source: WeightsSource = DEV) -> None:
         from diffusers import AutoencoderKL, FluxTransformer2DModel
 
-        kit = Kit(spec.weights, source, SMALL, placement, spec.seed)
-        tensors = None if spec.transformer is None else named(single(spec.transformer, source), kit)
-        self.net: nn.Module = kit.trained("transformer", FluxTransformer2DModel, tensors, USUAL)
+        kit = PipelineComponents(spec.weights, source, SMALL, placement, spec.seed)
+        tensors = (
+            None if spec.transformer is None else to_diffusers_keys(read_single_file(spec.transformer, source), kit)
+        )
+        self.net: nn.Module = kit.trained("transformer", FluxTransformer2DModel, tensors, DEFAULT_LORA_TARGETS)
         self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
         self.remembered = spec.texts(placement)
         self.spec, self.told = spec, bool(kit.config("transformer").get("guidance_embeds"))
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
-        self.places = places(*self.shape[2:]).to(placement.device)
+        self.places = latent_image_ids(*self.shape[2:]).to(placement.device)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         return Condition(tuple(prompts), self.remembered(prompts), tuple(facts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         size = x.shape[3:]
-        where = self.places if size == self.shape[2:] else places(*size).to(x.device)
-        return unpack(self.said(pack(x[:, 0]), where, t, cond), *size)[:, None]
+        where = self.places if size == self.shape[2:] else latent_image_ids(*size).to(x.device)
+        return unpack_latents(self.said(pack_latents(x[:, 0]), where, t, cond), *size)[:, None]
 
     def said(self, tokens: Tensor, places: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """The velocity of every token: [B, n, 64]."""
@@ -142,7 +147,7 @@ class FluxBackbone:
         other = copy(self)
         other.spec = replace(self.spec, height=height, width=width)
         other.shape, other.pixels = other.spec.shape, (1, 3, height, width)
-        other.places = places(*other.shape[2:]).to(self.places.device)
+        other.places = latent_image_ids(*other.shape[2:]).to(self.places.device)
         return other
 
     def steered(self, scale: float | None) -> FluxBackbone:
@@ -165,13 +170,13 @@ class FluxBackbone:
         return pixels.view(*shown.shape[:2], *pixels.shape[1:])
 
 
-def named(tensors: dict[str, Tensor], kit: Kit) -> dict[str, Tensor]:
+def to_diffusers_keys(tensors: dict[str, Tensor], kit: PipelineComponents) -> dict[str, Tensor]:
     """The transformer's tensors by diffusers' names, whoever wrote the file."""
     if not any(key.startswith("double_blocks.") for key in tensors):
         return tensors
     from diffusers import FluxTransformer2DModel
 
-    return from_flux(tensors, kit.shapes("transformer", FluxTransformer2DModel))
+    return flux_from_original(tensors, kit.shapes("transformer", FluxTransformer2DModel))
 
 
 @dataclass(frozen=True)
@@ -191,21 +196,25 @@ class Flux:
     seed: int = 0
     frames: ClassVar[int] = 1
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("FluxPipeline", "transformer", "lora_transformer", flux, "flux")
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "FluxPipeline", "transformer", "lora_transformer", flux_to_original, "flux"
+    )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, DEV)
+    def sources(self) -> tuple[WeightsSource, ...]:
+        return weight_sources(self.weights, DEV)
 
-    def texts(self, placement: Placement) -> Remembered:
-        kit = Kit(self.weights, DEV, SMALL, placement, self.seed)
+    def texts(self, placement: Placement) -> CachedTextEncoder:
+        kit = PipelineComponents(self.weights, DEV, SMALL, placement, self.seed)
         settings = {"model": "flux", "words": self.words}
         parts = ("text_encoder", "text_encoder_2")
-        return remembered(kit, lambda: FluxTexts(kit, self.words), parts, settings, self.embeddings)
+        return build_cached_text_encoder(
+            kit, lambda: FluxPromptEncoder(kit, self.words), parts, settings, self.embeddings
+        )
 
     def load(self, placement: Placement) -> FluxBackbone:
         return FluxBackbone(self, placement)

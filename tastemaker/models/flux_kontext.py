@@ -13,17 +13,19 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..pictures import read_picture
-from ..policy import Process
-from ..pretrained import Source
+from ..core.policy import Process
+from ..core.types import Condition, Metadata, Placement, Prompts
+from ..data.image_io import read_image
 from ..processes.gaussian import GaussianProcess
-from ..types import Condition, Facts, Placement, Prompts
-from .flux import CHANNELS, FACTOR, Flux, FluxBackbone, Side, pack, unpack
-from .layouts import Layout, flux
-from .published import TINY, sources
-from .readers import Remembered
+from .flux import CHANNELS, FACTOR, Flux, FluxBackbone, Side, pack_latents, unpack_latents
+from .pipeline_components import TINY, weight_sources
+from .pipeline_layout import PipelineLayout, flux_to_original
+from .pretrained import WeightsSource
+from .text_encoders import CachedTextEncoder
 
-KONTEXT = Source("black-forest-labs/FLUX.1-Kontext-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True)
+KONTEXT = WeightsSource(
+    "black-forest-labs/FLUX.1-Kontext-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True
+)
 
 
 class KontextBackbone:
@@ -60,7 +62,7 @@ class KontextBackbone:
     def net(self, net: nn.Module) -> None:
         self.flux.net = net
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         cond = self.flux.embed(prompts, facts)
         shown = [fact.get("image") for fact in facts]
         if all(image is None for image in shown):
@@ -73,23 +75,23 @@ class KontextBackbone:
         """A picture as tokens, each picture of a batch encoded once: [n, 64]."""
         key = str(image) if isinstance(image, (str, Path)) else id(image)
         if key not in known:
-            pixels = read_picture(Path(image)) if isinstance(image, (str, Path)) else image
+            pixels = read_image(Path(image)) if isinstance(image, (str, Path)) else image
             if not isinstance(pixels, Tensor):
                 raise ValueError(
                     f"'{prompt:.80}' has no fact 'image', but others have; give a path or pixels [F, 3, H, W] for each "
                     "prompt, or for none"
                 )
-            seen = covering(pixels[:1], *self.pixels[2:]).to(self.places.device)
-            known[key] = pack(self.flux.encode(seen[None])[:, 0])[0]
+            seen = resize_and_center_crop(pixels[:1], *self.pixels[2:]).to(self.places.device)
+            known[key] = pack_latents(self.flux.encode(seen[None])[:, 0])[0]
         return known[key]
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         given = cond.tensors.get("reference")
         if given is None:
             return self.flux.predict(x, t, cond)
-        own = pack(x[:, 0])
+        own = pack_latents(x[:, 0])
         out = self.flux.said(torch.cat([own, given.to(own.dtype)], 1), self.places, t, cond)
-        return unpack(out[:, : own.shape[1]], *self.shape[2:])[:, None]
+        return unpack_latents(out[:, : own.shape[1]], *self.shape[2:])[:, None]
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.flux.encode(pixels)
@@ -98,7 +100,7 @@ class KontextBackbone:
         return self.flux.decode(x, frames)
 
 
-def covering(pixels: Tensor, height: int, width: int) -> Tensor:
+def resize_and_center_crop(pixels: Tensor, height: int, width: int) -> Tensor:
     """The middle of pictures [N, 3, H, W] at a size, as much of them as fits."""
     scale = max(height / pixels.shape[2], width / pixels.shape[3])
     high, wide = max(height, round(pixels.shape[2] * scale)), max(width, round(pixels.shape[3] * scale))
@@ -125,15 +127,17 @@ class FluxKontext:
     seed: int = 0
     frames: ClassVar[int] = 1
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("FluxKontextPipeline", "transformer", "lora_transformer", flux)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "FluxKontextPipeline", "transformer", "lora_transformer", flux_to_original
+    )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, KONTEXT)
+    def sources(self) -> tuple[WeightsSource, ...]:
+        return weight_sources(self.weights, KONTEXT)
 
     def plain(self) -> Flux:
         """The FLUX that it is but for the picture."""
@@ -151,7 +155,7 @@ class FluxKontext:
             seed=self.seed,
         )
 
-    def texts(self, placement: Placement) -> Remembered:
+    def texts(self, placement: Placement) -> CachedTextEncoder:
         return self.plain().texts(placement)
 
     def load(self, placement: Placement) -> KontextBackbone:

@@ -10,18 +10,18 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..distributions import Choice
-from ..guidance import both
+from ..core.distributions import TokenSampler
+from ..core.guidance import batch_conditions
+from ..core.policy import Guidance, Process, TokenDecoder
+from ..core.types import Condition, Metadata, Placement, Prompts
 from ..playground.captions import VOCABULARY
-from ..policy import Guidance, Process, Scribe
-from ..pretrained import fill
-from ..processes.autoregressive import Autoregressive
-from ..types import Condition, Facts, Placement, Prompts
-from . import files, words
-from .nets.decoding import Order
-from .nets.desk import Desk, projected
-from .nets.gpt import GPT, Cache, GPTShape
-from .vq import Codes, Count, tokenizer
+from ..processes.autoregressive import AutoregressiveProcess
+from . import playground_prompts, weight_files
+from .nets.decoder_pool import DecoderPool, hidden_states_and_head
+from .nets.gpt import GPT, GPTConfig, KVCache
+from .nets.token_decoder import DecodeRequest
+from .pretrained import load_weights_into
+from .vq import Codes, Count, load_image_tokenizer
 
 
 class GptBackbone:
@@ -32,18 +32,18 @@ class GptBackbone:
     def __init__(self, spec: Gpt, placement: Placement) -> None:
         self.device, self.words, self.codes = placement.device, spec.words, spec.codes
         self.shape, self.pixels = spec.shape, (1, 3, spec.size, spec.size)
-        self.codec = tokenizer(spec.codec, spec.codes, spec.side, spec.size, placement)
+        self.codec = load_image_tokenizer(spec.codec, spec.codes, spec.side, spec.size, placement)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
             net = GPT(spec.sizes())
         if spec.weights:
-            fill(net, files.read(spec.weights)[0], spec.weights)
+            load_weights_into(net, weight_files.read_weights(spec.weights)[0], spec.weights)
         net.factors = net.factors.to(placement.device)
         self.net: nn.Module = net.to(placement.device)
-        self.desk = Desk()
+        self.desk = DecoderPool()
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
-        return words.read(prompts, facts, self.words, self.device)
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
+        return playground_prompts.embed_playground_prompts(prompts, facts, self.words, self.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         logits: Tensor
@@ -51,19 +51,21 @@ class GptBackbone:
         return logits
 
     def states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
-        return projected(self.net, x, cond.tensors["words"])
+        return hidden_states_and_head(self.net, x, cond.tensors["words"])
 
-    def begin(self, cond: Condition) -> Cache:
+    def begin(self, cond: Condition) -> KVCache:
         return ()
 
-    def extend(self, ids: Tensor | None, cache: Cache, cond: Condition) -> tuple[Tensor, Cache]:
+    def extend(self, ids: Tensor | None, cache: KVCache, cond: Condition) -> tuple[Tensor, KVCache]:
         fresh = None if ids is None else ids[:, None]
         logits, cache = self.net(fresh, cond.tensors["words"] if ids is None else None, cache)
         return logits[:, -1], cache
 
-    def scribe(self, cond: Condition, uniform: Tensor, choice: Choice, guidance: Guidance | None) -> Scribe | None:
-        words = both(cond).tensors["words"] if guidance else cond.tensors["words"]
-        return self.desk.scribe(self.net, Order(words, None, uniform, choice, guidance))
+    def scribe(
+        self, cond: Condition, uniform: Tensor, choice: TokenSampler, guidance: Guidance | None
+    ) -> TokenDecoder | None:
+        words = batch_conditions(cond).tensors["words"] if guidance else cond.tensors["words"]
+        return self.desk.scribe(self.net, DecodeRequest(words, None, uniform, choice, guidance))
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.codec.encode(pixels[:, 0])
@@ -95,15 +97,15 @@ class Gpt:
     words: Annotated[int, Field(ge=1, le=256)] = 16  # tokens a prompt is filled up to
     seed: int = 0
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = Autoregressive
+    suits: ClassVar[type[Process]] = AutoregressiveProcess
 
     def __post_init__(self) -> None:
         self.sizes()
         if self.size % self.side:
             raise ValueError(f"'size' is {self.size}; expected a multiple of 'side', which is {self.side}")
 
-    def sizes(self) -> GPTShape:
-        return GPTShape(
+    def sizes(self) -> GPTConfig:
+        return GPTConfig(
             self.width,
             self.depth,
             self.heads,

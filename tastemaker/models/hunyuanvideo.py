@@ -10,22 +10,33 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..policy import Process
-from ..pretrained import Source
+from ..core.policy import Process
+from ..core.types import Placement
 from ..processes.gaussian import GaussianProcess
-from ..types import Placement
-from .clips import ClipBackbone, ClipCodec, Folding, Side, Told, Words, measured
-from .layouts import Layout, unknown
-from .published import TINY, Kit
-from .readers import Remembered
-from .releases import Release
-from .shown import hunyuan
-from .texts import remembered
+from .cached_text_encoder import build_cached_text_encoder
+from .pipeline_components import TINY, PipelineComponents
+from .pipeline_layout import PipelineLayout, reject_unknown_names
+from .pretrained import WeightsSource
+from .releases import PublishedModel
+from .text_encoders import CachedTextEncoder
+from .video_backbone import (
+    ConditioningTensors,
+    FrozenVideoVae,
+    TextTokenCount,
+    VideoBackbone,
+    VideoCompression,
+    VideoSide,
+    check_video_size,
+)
+from .video_decoding import hunyuan_decoder
 
-SOURCE = Source("hunyuanvideo-community/HunyuanVideo", size="42 GB", licence="Tencent Hunyuan Community License")
-FOLDING = Folding(channels=16, factor=8, every=4)
-BEFORE, AFTER = 95, -3  # tokens of the template before the prompt, and the layer of Llama that is asked
-CLIP_WORDS = 77
+SOURCE = WeightsSource("hunyuanvideo-community/HunyuanVideo", size="42 GB", licence="Tencent Hunyuan Community License")
+COMPRESSION = VideoCompression(channels=16, factor=8, every=4)
+TEMPLATE_PREFIX_TOKENS, TEMPLATE_SUFFIX_TOKENS = (
+    95,
+    -3,
+)  # tokens of the template before the prompt, and the layer of Llama that is asked
+CLIP_MAX_TOKENS = 77
 TEMPLATE = (
     "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
     "1. The main content and theme of the video."
@@ -52,30 +63,32 @@ SMALL: dict[str, dict[str, Any]] = {
     "text_encoder": {**TEXT, "vocab_size": 99, "num_hidden_layers": 3, "num_key_value_heads": 2, "pad_token_id": 0},
     "text_encoder_2": {**TEXT, "vocab_size": 600, "num_hidden_layers": 1, "bos_token_id": 0, "eos_token_id": 2},
 }
-HUNYUAN = Release((SOURCE,), SMALL)
+HUNYUAN = PublishedModel((SOURCE,), SMALL)
 
 
-class HunyuanTexts:
+class HunyuanPromptEncoder:
     """What Llama says of every token of a prompt and which of them are no filling, and CLIP of the whole."""
 
-    def __init__(self, kit: Kit, length: int) -> None:
+    def __init__(self, kit: PipelineComponents, length: int) -> None:
         from transformers import CLIPTextModel, LlamaModel
 
         # Small random encoders spell, and of the template's many letters there would be no end.
-        self.template, self.before = ("{}", 0) if kit.path is None else (TEMPLATE, BEFORE)
+        self.template, self.before = ("{}", 0) if kit.path is None else (TEMPLATE, TEMPLATE_PREFIX_TOKENS)
         self.llama = kit.reader("text_encoder", LlamaModel, "tokenizer", length + self.before)
-        self.clip = kit.reader("text_encoder_2", CLIPTextModel, "tokenizer_2", CLIP_WORDS)
+        self.clip = kit.reader("text_encoder_2", CLIPTextModel, "tokenizer_2", CLIP_MAX_TOKENS)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         asked = [self.template.format(prompt) for prompt in prompts]
         return {
-            "words": self.llama(asked, masked=True, layers=True).hidden_states[AFTER][:, self.before :],
+            "words": self.llama(asked, masked=True, layers=True).hidden_states[TEMPLATE_SUFFIX_TOKENS][
+                :, self.before :
+            ],
             "seen": self.llama.tokens(asked)["attention_mask"].bool()[:, self.before :],
             "pooled": self.clip(prompts).pooler_output,
         }
 
 
-def ask(guidance: float | None, net: nn.Module, x: Tensor, t: Tensor, told: Told) -> Tensor:
+def predict_velocity(guidance: float | None, net: nn.Module, x: Tensor, t: Tensor, told: ConditioningTensors) -> Tensor:
     """The velocity noise - clean."""
     out: Tensor = net(
         hidden_states=x.transpose(1, 2),
@@ -94,42 +107,44 @@ class HunyuanVideo:
     """HunyuanVideo, from text: a flow whose levels are shifted by 7, with guidance told to the network."""
 
     weights: str = SOURCE.hub  # a hub id, or a folder in diffusers' layout
-    height: Side = 720
-    width: Side = 1280
+    height: VideoSide = 720
+    width: VideoSide = 1280
     frames: int = 129  # one more than a multiple of 4; 24 a second
     guidance: float = 6.0  # written into the network
-    words: Words = 256  # tokens a prompt is cut or filled up to
+    words: TextTokenCount = 256  # tokens a prompt is cut or filled up to
     recompute: bool = True  # the decoder in the backward pass
     embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
     seed: int = 0  # of random weights
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("HunyuanVideoPipeline", "transformer", "", unknown)
+    layout: ClassVar[PipelineLayout] = PipelineLayout("HunyuanVideoPipeline", "transformer", "", reject_unknown_names)
 
     def __post_init__(self) -> None:
-        measured(self.frames, self.height, self.width, FOLDING.every, 2 * FOLDING.factor)
+        check_video_size(self.frames, self.height, self.width, COMPRESSION.every, 2 * COMPRESSION.factor)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return FOLDING.shape(self.frames, self.height, self.width)
+        return COMPRESSION.shape(self.frames, self.height, self.width)
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[WeightsSource, ...]:
         return HUNYUAN.sources(self.weights)
 
-    def texts(self, placement: Placement) -> Remembered:
+    def texts(self, placement: Placement) -> CachedTextEncoder:
         kit = HUNYUAN.kit(self.weights, placement, self.seed)
         settings, parts = {"model": "hunyuanvideo", "words": self.words}, ("text_encoder", "text_encoder_2")
-        return remembered(kit, lambda: HunyuanTexts(kit, self.words), parts, settings, self.embeddings)
+        return build_cached_text_encoder(
+            kit, lambda: HunyuanPromptEncoder(kit, self.words), parts, settings, self.embeddings
+        )
 
-    def load(self, placement: Placement) -> ClipBackbone:
+    def load(self, placement: Placement) -> VideoBackbone:
         from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 
         kit = HUNYUAN.kit(self.weights, placement, self.seed)
         net: Any = kit.trained("transformer", HunyuanVideoTransformer3DModel)
         vae = kit.frozen("vae", AutoencoderKLHunyuanVideo, recompute=self.recompute)
-        codec = ClipCodec.of(vae, hunyuan(vae))
-        asked = partial(ask, self.guidance if net.config.guidance_embeds else None)
-        return ClipBackbone(net, asked, codec, self.texts(placement), self)
+        codec = FrozenVideoVae.of(vae, hunyuan_decoder(vae))
+        asked = partial(predict_velocity, self.guidance if net.config.guidance_embeds else None)
+        return VideoBackbone(net, asked, codec, self.texts(placement), self)
 
     def tiny(self) -> HunyuanVideo:
         words = min(self.words, 16)

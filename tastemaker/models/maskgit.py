@@ -10,14 +10,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from ..core.policy import Process
+from ..core.types import Condition, Metadata, Placement, Prompts
 from ..playground.captions import VOCABULARY
-from ..policy import Process
-from ..pretrained import fill
-from ..processes.masked import Masked
-from ..types import Condition, Facts, Placement, Prompts
-from . import files, words
-from .nets.maskgit import MaskGIT, MaskGITShape
-from .vq import Codes, Count, tokenizer
+from ..processes.masked import MaskedProcess
+from . import playground_prompts, weight_files
+from .nets.maskgit import MaskGIT, MaskGITConfig
+from .pretrained import load_weights_into
+from .vq import Codes, Count, load_image_tokenizer
 
 
 class MaskgitBackbone:
@@ -28,16 +28,16 @@ class MaskgitBackbone:
     def __init__(self, spec: Maskgit, placement: Placement) -> None:
         self.device, self.words = placement.device, spec.words
         self.shape, self.pixels = spec.shape, (1, 3, spec.size, spec.size)
-        self.codec = tokenizer(spec.codec, spec.codes, spec.side, spec.size, placement)
+        self.codec = load_image_tokenizer(spec.codec, spec.codes, spec.side, spec.size, placement)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
             net = MaskGIT(spec.sizes())
         if spec.weights:
-            fill(net, files.read(spec.weights)[0], spec.weights)
+            load_weights_into(net, weight_files.read_weights(spec.weights)[0], spec.weights)
         self.net: nn.Module = net.to(placement.device)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
-        return words.read(prompts, facts, self.words, self.device)
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
+        return playground_prompts.embed_playground_prompts(prompts, facts, self.words, self.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         logits: Tensor = self.net(x, cond.tensors["words"])
@@ -65,15 +65,15 @@ class Maskgit:
     words: Annotated[int, Field(ge=1, le=256)] = 16  # tokens a prompt is filled up to
     seed: int = 0
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = Masked
+    suits: ClassVar[type[Process]] = MaskedProcess
 
     def __post_init__(self) -> None:
         self.sizes()
         if self.size % self.side:
             raise ValueError(f"'size' is {self.size}; expected a multiple of 'side', which is {self.side}")
 
-    def sizes(self) -> MaskGITShape:
-        return MaskGITShape(
+    def sizes(self) -> MaskGITConfig:
+        return MaskGITConfig(
             self.width, self.depth, self.heads, self.codes, self.side, self.words, vocabulary=len(VOCABULARY)
         )
 

@@ -10,20 +10,30 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..policy import Process
-from ..pretrained import Source
+from ..core.policy import Process
+from ..core.types import Placement
 from ..processes.gaussian import GaussianProcess
-from ..types import Placement
-from .clips import SMALL_T5, ClipBackbone, ClipCodec, Folding, Side, T5Texts, Told, Words, measured
-from .layouts import Layout, unknown
-from .published import TINY
-from .readers import Remembered
-from .releases import Release
-from .shown import mochi
-from .texts import remembered
+from .cached_text_encoder import build_cached_text_encoder
+from .pipeline_components import TINY
+from .pipeline_layout import PipelineLayout, reject_unknown_names
+from .pretrained import WeightsSource
+from .releases import PublishedModel
+from .text_encoders import CachedTextEncoder
+from .video_backbone import (
+    SMALL_T5,
+    ConditioningTensors,
+    FrozenVideoVae,
+    T5PromptEncoder,
+    TextTokenCount,
+    VideoBackbone,
+    VideoCompression,
+    VideoSide,
+    check_video_size,
+)
+from .video_decoding import mochi_decoder
 
-SOURCE = Source("genmo/mochi-1-preview", size="60 GB", licence="Apache-2.0")
-FOLDING = Folding(channels=12, factor=8, every=6)
+SOURCE = WeightsSource("genmo/mochi-1-preview", size="60 GB", licence="Apache-2.0")
+COMPRESSION = VideoCompression(channels=12, factor=8, every=6)
 SMALL: dict[str, dict[str, Any]] = {
     "transformer": {
         "num_attention_heads": 2,
@@ -42,10 +52,10 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "text_encoder": SMALL_T5,
 }
-MOCHI = Release((SOURCE,), SMALL)
+MOCHI = PublishedModel((SOURCE,), SMALL)
 
 
-def ask(net: nn.Module, x: Tensor, t: Tensor, told: Told) -> Tensor:
+def predict_velocity(net: nn.Module, x: Tensor, t: Tensor, told: ConditioningTensors) -> Tensor:
     """The velocity noise - clean; its own goes from noise to the clean sample, as its time does."""
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # it asks for places to be exact by autocast
         out: Tensor = net(
@@ -63,33 +73,33 @@ class Mochi:
     """Mochi 1, from text: a flow whose first half of steps takes a fortieth of the noise away."""
 
     weights: str = SOURCE.hub  # a hub id, or a folder in diffusers' layout
-    height: Side = 480
-    width: Side = 848
+    height: VideoSide = 480
+    width: VideoSide = 848
     frames: int = 163  # one more than a multiple of 6; 30 a second
-    words: Words = 256  # tokens a prompt is cut or filled up to
+    words: TextTokenCount = 256  # tokens a prompt is cut or filled up to
     recompute: bool = True  # the decoder in the backward pass
     embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
     seed: int = 0  # of random weights
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("MochiPipeline", "transformer", "", unknown)
+    layout: ClassVar[PipelineLayout] = PipelineLayout("MochiPipeline", "transformer", "", reject_unknown_names)
 
     def __post_init__(self) -> None:
-        measured(self.frames, self.height, self.width, FOLDING.every, 2 * FOLDING.factor)
+        check_video_size(self.frames, self.height, self.width, COMPRESSION.every, 2 * COMPRESSION.factor)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return FOLDING.shape(self.frames, self.height, self.width)
+        return COMPRESSION.shape(self.frames, self.height, self.width)
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[WeightsSource, ...]:
         return MOCHI.sources(self.weights)
 
-    def texts(self, placement: Placement) -> Remembered:
+    def texts(self, placement: Placement) -> CachedTextEncoder:
         kit, settings = MOCHI.kit(self.weights, placement, self.seed), {"model": "mochi", "words": self.words}
-        made = partial(T5Texts, kit, self.words, masked=True)
-        return remembered(kit, made, ("text_encoder",), settings, self.embeddings)
+        made = partial(T5PromptEncoder, kit, self.words, masked=True)
+        return build_cached_text_encoder(kit, made, ("text_encoder",), settings, self.embeddings)
 
-    def load(self, placement: Placement) -> ClipBackbone:
+    def load(self, placement: Placement) -> VideoBackbone:
         from diffusers import AutoencoderKLMochi, MochiTransformer3DModel
 
         kit = MOCHI.kit(self.weights, placement, self.seed)
@@ -97,7 +107,9 @@ class Mochi:
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn1."
         net.idle = (f"{last}add_q_proj.", f"{last}norm_added_q.")  # what words ask for at the end is not used
         vae = kit.frozen("vae", AutoencoderKLMochi, recompute=self.recompute)
-        return ClipBackbone(net, ask, ClipCodec.of(vae, mochi(vae)), self.texts(placement), self)
+        return VideoBackbone(
+            net, predict_velocity, FrozenVideoVae.of(vae, mochi_decoder(vae)), self.texts(placement), self
+        )
 
     def tiny(self) -> Mochi:
         words = min(self.words, 16)

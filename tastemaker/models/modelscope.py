@@ -6,18 +6,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from ..policy import Process
-from ..pretrained import Source
+from ..core.policy import Process
+from ..core.types import Placement
 from ..processes.gaussian import GaussianProcess
-from ..types import Placement
-from .layouts import Layout
-from .lvdm import authors
-from .published import TINY, Kit, sources
-from .readers import Remembered
-from .texts import remembered
-from .unet3d import FEWEST, SMALL, ClipUnetBackbone, Size, fitting, network, reader
+from .cached_text_encoder import build_cached_text_encoder
+from .lvdm_checkpoint import unet_to_original
+from .pipeline_components import TINY, PipelineComponents, weight_sources
+from .pipeline_layout import PipelineLayout
+from .pretrained import WeightsSource
+from .text_encoders import CachedTextEncoder
+from .video_unet import (
+    MIN_FRAMES,
+    SMALL,
+    VideoSize,
+    VideoUnetBackbone,
+    build_prompt_encoder,
+    check_video_unet_config,
+    read_video_unet_checkpoint,
+)
 
-MODELSCOPE = Source("damo-vilab/text-to-video-ms-1.7b", size="7 GB", licence="CC-BY-NC-4.0")
+MODELSCOPE = WeightsSource("damo-vilab/text-to-video-ms-1.7b", size="7 GB", licence="CC-BY-NC-4.0")
 
 
 @dataclass(frozen=True)
@@ -33,35 +41,37 @@ class Modelscope:
     embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
     seed: int = 0  # of random weights
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("TextToVideoSDPipeline", "unet", "lora_unet", authors)
+    layout: ClassVar[PipelineLayout] = PipelineLayout("TextToVideoSDPipeline", "unet", "lora_unet", unet_to_original)
 
     def __post_init__(self) -> None:
-        Size(self.frames, self.height, self.width)
+        VideoSize(self.frames, self.height, self.width)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return Size(self.frames, self.height, self.width).shape
+        return VideoSize(self.frames, self.height, self.width).shape
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, MODELSCOPE)
+    def sources(self) -> tuple[WeightsSource, ...]:
+        return weight_sources(self.weights, MODELSCOPE)
 
-    def texts(self, placement: Placement) -> Remembered:
-        kit = Kit(self.weights, MODELSCOPE, SMALL, placement, self.seed)
-        return remembered(kit, lambda: reader(kit), ("text_encoder",), {"model": "modelscope"}, self.embeddings)
+    def texts(self, placement: Placement) -> CachedTextEncoder:
+        kit = PipelineComponents(self.weights, MODELSCOPE, SMALL, placement, self.seed)
+        return build_cached_text_encoder(
+            kit, lambda: build_prompt_encoder(kit), ("text_encoder",), {"model": "modelscope"}, self.embeddings
+        )
 
-    def load(self, placement: Placement) -> ClipUnetBackbone:
+    def load(self, placement: Placement) -> VideoUnetBackbone:
         from diffusers import AutoencoderKL
 
-        from .nets.unet3d import ClipUnet
+        from .nets.unet3d import VideoUnet
 
-        kit = Kit(self.weights, MODELSCOPE, SMALL, placement, self.seed)
+        kit = PipelineComponents(self.weights, MODELSCOPE, SMALL, placement, self.seed)
         config = kit.config("unet")
-        fitting(config, self.weights, fps=False)
-        embedded, size = self.texts(placement), Size(self.frames, self.height, self.width)
+        check_video_unet_config(config, self.weights, fps=False)
+        embedded, size = self.texts(placement), VideoSize(self.frames, self.height, self.width)
         codec = kit.autoencoder("vae", AutoencoderKL, recompute=self.recompute)
-        net = kit.trained("unet", ClipUnet, network(self.unet, config))
-        return ClipUnetBackbone(net, codec, embedded, size)
+        net = kit.trained("unet", VideoUnet, read_video_unet_checkpoint(self.unet, config))
+        return VideoUnetBackbone(net, codec, embedded, size)
 
     def tiny(self) -> Modelscope:
-        return replace(self, weights=TINY, unet=None, frames=FEWEST, height=32, width=32, embeddings=None)
+        return replace(self, weights=TINY, unet=None, frames=MIN_FRAMES, height=32, width=32, embeddings=None)

@@ -13,19 +13,19 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..distributions import like
-from ..policy import Process
-from ..pretrained import Source
+from ..core.distributions import broadcast_to_shape
+from ..core.policy import Process
+from ..core.types import Condition, Metadata, Placement, Prompts
 from ..processes.gaussian import GaussianProcess
-from ..types import Condition, Facts, Placement, Prompts
-from .flux import pack, unpack
-from .layouts import Layout, same
-from .published import JOINT, TINY, Codec, Kit, sources
-from .readers import Reader, Remembered
-from .single import single
-from .texts import remembered
+from .cached_text_encoder import build_cached_text_encoder
+from .flux import pack_latents, unpack_latents
+from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, FrozenVae, PipelineComponents, weight_sources
+from .pipeline_layout import PipelineLayout, keep_names
+from .pretrained import WeightsSource
+from .single_file import read_single_file
+from .text_encoders import CachedTextEncoder, TextEncoder
 
-QWEN = Source("Qwen/Qwen-Image", size="58 GB", licence="Apache-2.0")
+QWEN = WeightsSource("Qwen/Qwen-Image", size="58 GB", licence="Apache-2.0")
 CHANNELS, FACTOR = 16, 8  # of its autoencoder
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
 
@@ -33,7 +33,7 @@ TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-BEFORE = 34  # tokens of the template before the prompt, which the transformer does not see
+TEMPLATE_PREFIX_TOKENS = 34  # tokens of the template before the prompt, which the transformer does not see
 SMALL: dict[str, dict[str, Any]] = {
     "transformer": {
         "in_channels": 4 * CHANNELS,
@@ -70,7 +70,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-class Frame:
+class SingleFrameVae:
     """An autoencoder of clips that is given one frame at a time, so without memory of the frames before."""
 
     def __init__(self, net: Any, recompute: bool, stretch: bool) -> None:
@@ -90,22 +90,22 @@ class Frame:
         for stage in (decoder.mid_block, *decoder.up_blocks):
             x = checkpoint(stage, x, use_reentrant=False) if self.recompute else stage(x)
         shown = decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x)))
-        return (stretched(shown) if self.stretch and torch.is_grad_enabled() else shown,)
+        return (stretch_contrast(shown) if self.stretch and torch.is_grad_enabled() else shown,)
 
 
-def stretched(x: Tensor) -> Tensor:
+def stretch_contrast(x: Tensor) -> Tensor:
     """Each picture from its own darkest to its own brightest, -1 to 1."""
     low, high = x.flatten(1).amin(1), x.flatten(1).amax(1)
-    return 2 * (x - like(low, x)) / like((high - low).clamp(min=1e-6), x) - 1
+    return 2 * (x - broadcast_to_shape(low, x)) / broadcast_to_shape((high - low).clamp(min=1e-6), x) - 1
 
 
-class QwenTexts:
+class QwenPromptEncoder:
     """What the language model says of each token of the prompt and after it, and how many those are."""
 
-    def __init__(self, kit: Kit, spec: QwenImage) -> None:
+    def __init__(self, kit: PipelineComponents, spec: QwenImage) -> None:
         # Small random encoders spell, and of the template's many letters there would be no end.
-        self.template, self.before = ("{}", 0) if kit.path is None else (TEMPLATE, BEFORE)
-        self.reader = reader(kit, spec.words + self.before)
+        self.template, self.before = ("{}", 0) if kit.path is None else (TEMPLATE, TEMPLATE_PREFIX_TOKENS)
+        self.reader = build_text_encoder(kit, spec.words + self.before)
 
     def __call__(self, texts: list[str]) -> dict[str, Tensor]:
         asked = [self.template.format(text) for text in texts]
@@ -123,25 +123,25 @@ class QwenImageBackbone:
     def __init__(self, spec: QwenImage, placement: Placement) -> None:
         from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
-        kit = Kit(spec.weights, QWEN, SMALL, placement, spec.seed)
-        tensors = None if spec.transformer is None else single(spec.transformer, QWEN)
-        net: Any = kit.trained("transformer", QwenImageTransformer2DModel, tensors, JOINT)
+        kit = PipelineComponents(spec.weights, QWEN, SMALL, placement, spec.seed)
+        tensors = None if spec.transformer is None else read_single_file(spec.transformer, QWEN)
+        net: Any = kit.trained("transformer", QwenImageTransformer2DModel, tensors, JOINT_ATTENTION_LAYERS)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}."
         vain = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
         net.idle = tuple(last + name for name in vain)  # nobody reads the words that leave the last block
         self.net: nn.Module = net
         codec = kit.autoencoder("vae", AutoencoderKLQwenImage, recompute=False, clips=True)
-        self.codec: Codec = replace(codec, net=Frame(codec.net, spec.recompute, spec.stretch))
+        self.codec: FrozenVae = replace(codec, net=SingleFrameVae(codec.net, spec.recompute, spec.stretch))
         self.texts = spec.texts(placement)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         told = self.texts(prompts)
         # On the host, where cutting words to the longest prompt need not wait for the device.
         return Condition(tuple(prompts), {**told, "lengths": told["lengths"].cpu()}, tuple(facts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        words, seen = cut(cond.tensors["words"], cond.tensors.get("lengths"))
+        words, seen = trim_padding(cond.tensors["words"], cond.tensors.get("lengths"))
         dtype = next(self.net.parameters()).dtype  # without autocast, all of them must be alike
         velocity: Tensor = self.net(
             hidden_states=x.flatten(1, 2).to(dtype),
@@ -160,14 +160,14 @@ class QwenImageBackbone:
 
     def encode(self, pixels: Tensor) -> Tensor:
         latents = self.codec.encode(pixels[:, 0])
-        return pack(latents).view(len(latents), latents.shape[2] // 2, latents.shape[3] // 2, -1)
+        return pack_latents(latents).view(len(latents), latents.shape[2] // 2, latents.shape[3] // 2, -1)
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        shown = self.codec.decode(unpack(x.flatten(1, 2), 2 * x.shape[1], 2 * x.shape[2]))[:, None]
+        shown = self.codec.decode(unpack_latents(x.flatten(1, 2), 2 * x.shape[1], 2 * x.shape[2]))[:, None]
         return shown if frames is None else shown[:, list(frames)]
 
 
-def cut(words: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def trim_padding(words: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Words [B, n, D] up to the longest prompt, and which of them are no filling; none is faster, if all are."""
     if lengths is None:
         return words, None
@@ -176,7 +176,7 @@ def cut(words: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return words[:, :longest], None if bool(seen.all()) else seen
 
 
-def reader(kit: Kit, length: int) -> Reader:
+def build_text_encoder(kit: PipelineComponents, length: int) -> TextEncoder:
     """Qwen2.5-VL without its eyes and its last layer, which are not asked."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -201,20 +201,22 @@ class QwenImage:
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("QwenImagePipeline", "transformer", "lora_unet", same)
+    layout: ClassVar[PipelineLayout] = PipelineLayout("QwenImagePipeline", "transformer", "lora_unet", keep_names)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.height // (2 * FACTOR), self.width // (2 * FACTOR), 4 * CHANNELS
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, QWEN)
+    def sources(self) -> tuple[WeightsSource, ...]:
+        return weight_sources(self.weights, QWEN)
 
-    def texts(self, placement: Placement) -> Remembered:
-        kit = Kit(self.weights, QWEN, SMALL, placement, self.seed)
+    def texts(self, placement: Placement) -> CachedTextEncoder:
+        kit = PipelineComponents(self.weights, QWEN, SMALL, placement, self.seed)
         settings = {"model": "qwen_image", "words": self.words}
-        return remembered(kit, lambda: QwenTexts(kit, self), ("text_encoder",), settings, self.embeddings)
+        return build_cached_text_encoder(
+            kit, lambda: QwenPromptEncoder(kit, self), ("text_encoder",), settings, self.embeddings
+        )
 
     def load(self, placement: Placement) -> QwenImageBackbone:
         return QwenImageBackbone(self, placement)

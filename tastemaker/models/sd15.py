@@ -10,18 +10,27 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..policy import Process
-from ..pretrained import Source
+from ..core.policy import Process
+from ..core.types import Condition, Metadata, Placement, Prompts
 from ..processes.gaussian import GaussianProcess
-from ..types import Condition, Facts, Placement, Prompts
-from .layouts import Layout, blocks
-from .published import ATTENTION, TINY, Kit, sources
-from .readers import Remembered
-from .texts import remembered
-from .unet import CHANNELS, FACTOR, alike, fitting, level, same_size, sided, tensors
+from .cached_text_encoder import build_cached_text_encoder
+from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, weight_sources
+from .pipeline_layout import PipelineLayout, sd_unet_to_original
+from .pretrained import WeightsSource
+from .text_encoders import CachedTextEncoder
+from .unet_common import (
+    CHANNELS,
+    FACTOR,
+    cast_to_network_dtype,
+    check_image_shape,
+    check_image_size,
+    check_unet_config,
+    read_unet_checkpoint,
+    unet_timestep,
+)
 
-SD15 = Source("stable-diffusion-v1-5/stable-diffusion-v1-5", size="4.3 GB", licence="CreativeML OpenRAIL-M")
-LENGTH = 77  # tokens of a prompt that are read
+SD15 = WeightsSource("stable-diffusion-v1-5/stable-diffusion-v1-5", size="4.3 GB", licence="CreativeML OpenRAIL-M")
+CLIP_MAX_TOKENS = 77  # tokens of a prompt that are read
 SMALL: dict[str, dict[str, Any]] = {
     "unet": {
         "block_out_channels": (8, 16),
@@ -46,20 +55,20 @@ SMALL: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "max_position_embeddings": LENGTH,
+        "max_position_embeddings": CLIP_MAX_TOKENS,
         "bos_token_id": 0,
         "eos_token_id": 2,  # as in the published one, which means the highest
     },
 }
 
 
-class Sd15Texts:
+class Sd15PromptEncoder:
     """What CLIP says of every word of a prompt."""
 
-    def __init__(self, kit: Kit) -> None:
+    def __init__(self, kit: PipelineComponents) -> None:
         from transformers import CLIPTextModel
 
-        self.clip = kit.reader("text_encoder", CLIPTextModel, "tokenizer", LENGTH)
+        self.clip = kit.reader("text_encoder", CLIPTextModel, "tokenizer", CLIP_MAX_TOKENS)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         return {"words": self.clip(prompts).last_hidden_state}
@@ -73,20 +82,22 @@ class Sd15Backbone:
     def __init__(self, spec: Sd15, placement: Placement) -> None:
         from diffusers import AutoencoderKL, UNet2DConditionModel
 
-        kit = Kit(spec.weights, SD15, SMALL, placement, spec.seed)
+        kit = PipelineComponents(spec.weights, SD15, SMALL, placement, spec.seed)
         config = kit.config("unet")
-        fitting(config, spec.weights, None, "sdxl")
+        check_unet_config(config, spec.weights, None, "sdxl")
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
         self.embedded = spec.texts(placement)
         self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
-        self.net: nn.Module = kit.trained("unet", UNet2DConditionModel, tensors(spec.unet, SD15, config), ATTENTION)
+        self.net: nn.Module = kit.trained(
+            "unet", UNet2DConditionModel, read_unet_checkpoint(spec.unet, SD15, config), ATTENTION_LAYERS
+        )
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         return Condition(tuple(prompts), self.embedded(prompts), tuple(facts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        seen, words = alike(self.net, x[:, 0], cond.tensors["words"])
-        out: Tensor = self.net(seen, level(t), words, return_dict=False)[0]
+        seen, words = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["words"])
+        out: Tensor = self.net(seen, unet_timestep(t), words, return_dict=False)[0]
         return out[:, None]
 
     def sized(self, height: int, width: int) -> Sd15Backbone:
@@ -95,7 +106,7 @@ class Sd15Backbone:
         return other
 
     def encode(self, pixels: Tensor) -> Tensor:
-        same_size(pixels, self.pixels)
+        check_image_shape(pixels, self.pixels)
         return self.codec.encode(pixels[:, 0])[:, None]
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
@@ -116,22 +127,26 @@ class Sd15:
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("StableDiffusionPipeline", "unet", "lora_unet", blocks)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "StableDiffusionPipeline", "unet", "lora_unet", sd_unet_to_original
+    )
 
     def __post_init__(self) -> None:
-        sided(self.height, self.width)
+        check_image_size(self.height, self.width)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, SD15)
+    def sources(self) -> tuple[WeightsSource, ...]:
+        return weight_sources(self.weights, SD15)
 
-    def texts(self, placement: Placement) -> Remembered:
-        kit = Kit(self.weights, SD15, SMALL, placement, self.seed)
-        return remembered(kit, lambda: Sd15Texts(kit), ("text_encoder",), {"model": "sd15"}, self.embeddings)
+    def texts(self, placement: Placement) -> CachedTextEncoder:
+        kit = PipelineComponents(self.weights, SD15, SMALL, placement, self.seed)
+        return build_cached_text_encoder(
+            kit, lambda: Sd15PromptEncoder(kit), ("text_encoder",), {"model": "sd15"}, self.embeddings
+        )
 
     def load(self, placement: Placement) -> Sd15Backbone:
         return Sd15Backbone(self, placement)

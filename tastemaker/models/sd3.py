@@ -13,29 +13,29 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..policy import Process
-from ..pretrained import Source
+from ..core.policy import Process
+from ..core.registry import ConfigError
+from ..core.types import Condition, Metadata, Placement, Prompts
 from ..processes.gaussian import GaussianProcess
-from ..registry import ConfigError
-from ..types import Condition, Facts, Placement, Prompts
-from .layouts import Layout, from_sd3, sd3
-from .published import JOINT, TINY, Kit, sources
-from .readers import Remembered
-from .single import single
-from .texts import remembered
+from .cached_text_encoder import build_cached_text_encoder
+from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, PipelineComponents, weight_sources
+from .pipeline_layout import PipelineLayout, sd3_from_original, sd3_to_original
+from .pretrained import WeightsSource
+from .single_file import read_single_file
+from .text_encoders import CachedTextEncoder
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
 LICENCE = "under Stability AI's community licence"
 SOURCES = {
     source.hub: source
     for source in (
-        Source("stabilityai/stable-diffusion-3.5-medium", size="16 GB", licence=LICENCE, gated=True),
-        Source("stabilityai/stable-diffusion-3.5-large", size="28 GB", licence=LICENCE, gated=True),
-        Source("stabilityai/stable-diffusion-3-medium-diffusers", size="15 GB", licence=LICENCE, gated=True),
+        WeightsSource("stabilityai/stable-diffusion-3.5-medium", size="16 GB", licence=LICENCE, gated=True),
+        WeightsSource("stabilityai/stable-diffusion-3.5-large", size="28 GB", licence=LICENCE, gated=True),
+        WeightsSource("stabilityai/stable-diffusion-3-medium-diffusers", size="15 GB", licence=LICENCE, gated=True),
     )
 }
 CHANNELS, FACTOR, PATCH = 16, 8, 2  # of the autoencoder; a token stands for two latents a side
-CLIP_WORDS = 77
+CLIP_MAX_TOKENS = 77
 
 SMALL_CLIP = {
     "vocab_size": 99,
@@ -44,7 +44,7 @@ SMALL_CLIP = {
     "projection_dim": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "max_position_embeddings": CLIP_WORDS,
+    "max_position_embeddings": CLIP_MAX_TOKENS,
     "bos_token_id": 97,
     "eos_token_id": 98,
 }
@@ -79,15 +79,15 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-class Sd3Texts:
+class Sd3PromptEncoder:
     """Words of both CLIPs side by side, then those of T5: [B, 77 + words, width]; and CLIP's sum of them."""
 
-    def __init__(self, kit: Kit, spec: Sd3) -> None:
+    def __init__(self, kit: PipelineComponents, spec: Sd3) -> None:
         from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
         self.width, self.words = int(kit.config("transformer")["joint_attention_dim"]), spec.words
         self.clips = [
-            kit.reader(f"text_encoder{number}", CLIPTextModelWithProjection, f"tokenizer{number}", CLIP_WORDS)
+            kit.reader(f"text_encoder{number}", CLIPTextModelWithProjection, f"tokenizer{number}", CLIP_MAX_TOKENS)
             for number in ("", "_2")
         ]
         self.t5 = kit.reader("text_encoder_3", T5EncoderModel, "tokenizer_3", spec.words) if spec.t5 else None
@@ -111,18 +111,20 @@ class Sd3Backbone:
         from diffusers import AutoencoderKL, SD3Transformer2DModel
 
         source = SOURCES.get(spec.weights, SOURCES[Sd3.weights])
-        kit = Kit(spec.weights, source, SMALL, placement, spec.seed)
+        kit = PipelineComponents(spec.weights, source, SMALL, placement, spec.seed)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
-        fitting(kit, spec)
-        tensors = None if spec.transformer is None else named(single(spec.transformer, source), kit)
-        net: Any = kit.trained("transformer", SD3Transformer2DModel, tensors, JOINT)
+        check_position_table(kit, spec)
+        tensors = (
+            None if spec.transformer is None else to_diffusers_keys(read_single_file(spec.transformer, source), kit)
+        )
+        net: Any = kit.trained("transformer", SD3Transformer2DModel, tensors, JOINT_ATTENTION_LAYERS)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn."
         net.idle = (f"{last}add_q_proj.", f"{last}norm_added_q.")  # what words ask for at the end is not used
         self.net: nn.Module = net
         self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
         self.texts = spec.texts(placement)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         return Condition(tuple(prompts), self.texts(prompts), tuple(facts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
@@ -150,7 +152,7 @@ class Sd3Backbone:
         return pixels.view(*shown.shape[:2], *pixels.shape[1:])
 
 
-def fitting(kit: Kit, spec: Sd3) -> None:
+def check_position_table(kit: PipelineComponents, spec: Sd3) -> None:
     """Refuse pictures that the transformer's table of places is too small for."""
     places = int(kit.config("transformer")["pos_embed_max_size"])
     longest = max(spec.height, spec.width) // (FACTOR * PATCH)
@@ -159,13 +161,13 @@ def fitting(kit: Kit, spec: Sd3) -> None:
         raise ConfigError(f"model: pictures of {spec.height}x{spec.width} are too large for it; ask for {most} at most")
 
 
-def named(tensors: dict[str, Tensor], kit: Kit) -> dict[str, Tensor]:
+def to_diffusers_keys(tensors: dict[str, Tensor], kit: PipelineComponents) -> dict[str, Tensor]:
     """The transformer's tensors by diffusers' names, whoever wrote the file."""
     if not any(key.startswith("joint_blocks.") for key in tensors):
         return tensors
     from diffusers import SD3Transformer2DModel
 
-    return from_sd3(tensors, kit.shapes("transformer", SD3Transformer2DModel))
+    return sd3_from_original(tensors, kit.shapes("transformer", SD3Transformer2DModel))
 
 
 @dataclass(frozen=True)
@@ -183,21 +185,25 @@ class Sd3:
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("StableDiffusion3Pipeline", "transformer", "lora_transformer", sd3)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "StableDiffusion3Pipeline", "transformer", "lora_transformer", sd3_to_original
+    )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, *SOURCES.values())
+    def sources(self) -> tuple[WeightsSource, ...]:
+        return weight_sources(self.weights, *SOURCES.values())
 
-    def texts(self, placement: Placement) -> Remembered:
-        kit = Kit(self.weights, SOURCES.get(self.weights, SOURCES[Sd3.weights]), SMALL, placement, self.seed)
+    def texts(self, placement: Placement) -> CachedTextEncoder:
+        kit = PipelineComponents(
+            self.weights, SOURCES.get(self.weights, SOURCES[Sd3.weights]), SMALL, placement, self.seed
+        )
         settings = {"model": "sd3", "words": self.words, "t5": self.t5}
         parts = ("text_encoder", "text_encoder_2", "text_encoder_3")
-        return remembered(kit, lambda: Sd3Texts(kit, self), parts, settings, self.embeddings)
+        return build_cached_text_encoder(kit, lambda: Sd3PromptEncoder(kit, self), parts, settings, self.embeddings)
 
     def load(self, placement: Placement) -> Sd3Backbone:
         return Sd3Backbone(self, placement)

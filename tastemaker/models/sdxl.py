@@ -11,18 +11,27 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..policy import Process
-from ..pretrained import Source
+from ..core.policy import Process
+from ..core.types import Condition, Metadata, Placement, Prompts
 from ..processes.gaussian import GaussianProcess
-from ..types import Condition, Facts, Placement, Prompts
 from . import sd15
-from .layouts import Layout, blocks
-from .published import ATTENTION, TINY, Codec, Kit, sources
-from .readers import Remembered
-from .texts import remembered
-from .unet import CHANNELS, FACTOR, alike, fitting, level, same_size, sided, tensors
+from .cached_text_encoder import build_cached_text_encoder
+from .pipeline_components import ATTENTION_LAYERS, TINY, FrozenVae, PipelineComponents, weight_sources
+from .pipeline_layout import PipelineLayout, sd_unet_to_original
+from .pretrained import WeightsSource
+from .text_encoders import CachedTextEncoder
+from .unet_common import (
+    CHANNELS,
+    FACTOR,
+    cast_to_network_dtype,
+    check_image_shape,
+    check_image_size,
+    check_unet_config,
+    read_unet_checkpoint,
+    unet_timestep,
+)
 
-SDXL = Source("stabilityai/stable-diffusion-xl-base-1.0", size="14 GB", licence="CreativeML OpenRAIL++-M")
+SDXL = WeightsSource("stabilityai/stable-diffusion-xl-base-1.0", size="14 GB", licence="CreativeML OpenRAIL++-M")
 SMALL: dict[str, dict[str, Any]] = {
     "unet": {
         **sd15.SMALL["unet"],
@@ -37,24 +46,24 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def autoencoder(spec: Sdxl, kit: Kit, placement: Placement) -> Codec:
+def load_sdxl_vae(spec: Sdxl, kit: PipelineComponents, placement: Placement) -> FrozenVae:
     """The published one overflows in fp16 and says so; then it computes in float32, as diffusers has it."""
     from diffusers import AutoencoderKL
 
     if placement.dtype == torch.float16 and kit.config("vae").get("force_upcast", True):
-        kit = Kit(spec.weights, SDXL, SMALL, replace(placement, dtype=torch.float32), spec.seed)
+        kit = PipelineComponents(spec.weights, SDXL, SMALL, replace(placement, dtype=torch.float32), spec.seed)
     return kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
 
 
-class SdxlTexts:
+class SdxlPromptEncoder:
     """The last layer but one of both encoders, side by side, and the second's summary."""
 
-    def __init__(self, kit: Kit, empty: str) -> None:
+    def __init__(self, kit: PipelineComponents, empty: str) -> None:
         from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
         self.empty = empty
-        self.first = kit.reader("text_encoder", CLIPTextModel, "tokenizer", sd15.LENGTH)
-        self.second = kit.reader("text_encoder_2", CLIPTextModelWithProjection, "tokenizer_2", sd15.LENGTH)
+        self.first = kit.reader("text_encoder", CLIPTextModel, "tokenizer", sd15.CLIP_MAX_TOKENS)
+        self.second = kit.reader("text_encoder_2", CLIPTextModelWithProjection, "tokenizer_2", sd15.CLIP_MAX_TOKENS)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         first, second = self.first(prompts, layers=True), self.second(prompts, layers=True)
@@ -71,24 +80,26 @@ class SdxlBackbone:
     def __init__(self, spec: Sdxl, placement: Placement) -> None:
         from diffusers import UNet2DConditionModel
 
-        kit = Kit(spec.weights, SDXL, SMALL, placement, spec.seed)
+        kit = PipelineComponents(spec.weights, SDXL, SMALL, placement, spec.seed)
         config = kit.config("unet")
-        fitting(config, spec.weights, "text_time", "sd15")
+        check_unet_config(config, spec.weights, "text_time", "sd15")
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
         # The size it was before it was cut, where it was cut, and the size it is: all of a picture that was not cut.
         size = (spec.height, spec.width)
         self.told = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=placement.device)
         self.embedded = spec.texts(placement)
-        self.codec = autoencoder(spec, kit, placement)
-        self.net: nn.Module = kit.trained("unet", UNet2DConditionModel, tensors(spec.unet, SDXL, config), ATTENTION)
+        self.codec = load_sdxl_vae(spec, kit, placement)
+        self.net: nn.Module = kit.trained(
+            "unet", UNet2DConditionModel, read_unet_checkpoint(spec.unet, SDXL, config), ATTENTION_LAYERS
+        )
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         return Condition(tuple(prompts), self.embedded(prompts), tuple(facts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        seen, words, summary = alike(self.net, x[:, 0], cond.tensors["words"], cond.tensors["summary"])
+        seen, words, summary = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["words"], cond.tensors["summary"])
         added = {"text_embeds": summary, "time_ids": self.told.expand(len(x), -1)}
-        out: Tensor = self.net(seen, level(t), words, added_cond_kwargs=added, return_dict=False)[0]
+        out: Tensor = self.net(seen, unet_timestep(t), words, added_cond_kwargs=added, return_dict=False)[0]
         return out[:, None]
 
     def sized(self, height: int, width: int) -> SdxlBackbone:
@@ -99,7 +110,7 @@ class SdxlBackbone:
         return other
 
     def encode(self, pixels: Tensor) -> Tensor:
-        same_size(pixels, self.pixels)
+        check_image_shape(pixels, self.pixels)
         return self.codec.encode(pixels[:, 0])[:, None]
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
@@ -121,24 +132,28 @@ class Sdxl:
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("StableDiffusionXLPipeline", "unet", "lora_unet", blocks)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "StableDiffusionXLPipeline", "unet", "lora_unet", sd_unet_to_original
+    )
 
     def __post_init__(self) -> None:
-        sided(self.height, self.width)
+        check_image_size(self.height, self.width)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, SDXL)
+    def sources(self) -> tuple[WeightsSource, ...]:
+        return weight_sources(self.weights, SDXL)
 
-    def texts(self, placement: Placement) -> Remembered:
-        kit = Kit(self.weights, SDXL, SMALL, placement, self.seed)
+    def texts(self, placement: Placement) -> CachedTextEncoder:
+        kit = PipelineComponents(self.weights, SDXL, SMALL, placement, self.seed)
         settings = {"model": "sdxl", "empty": self.empty}
         parts = ("text_encoder", "text_encoder_2")
-        return remembered(kit, lambda: SdxlTexts(kit, self.empty), parts, settings, self.embeddings)
+        return build_cached_text_encoder(
+            kit, lambda: SdxlPromptEncoder(kit, self.empty), parts, settings, self.embeddings
+        )
 
     def load(self, placement: Placement) -> SdxlBackbone:
         return SdxlBackbone(self, placement)

@@ -11,24 +11,24 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..policy import Process
-from ..pretrained import Source
+from ..core.policy import Process
+from ..core.types import Condition, Metadata, Placement, Prompts
 from ..processes.gaussian import GaussianProcess
-from ..processes.karras import noise
-from ..types import Condition, Facts, Placement, Prompts
-from .clips import ClipCodec, Side, same_clip
-from .glance import LOOK, Glance, unasked
-from .layouts import Layout, unknown
-from .published import TINY, Kit, sources
-from .shown import svd
-from .unet import CHANNELS, FACTOR, alike, sided
+from ..processes.karras import noise_to_signal
+from .pipeline_components import TINY, PipelineComponents, weight_sources
+from .pipeline_layout import PipelineLayout, reject_unknown_names
+from .pretrained import WeightsSource
+from .svd_image_encoder import CLIP_IMAGE_SIZE, SvdImageEncoder, mark_unused_cross_attention
+from .unet_common import CHANNELS, FACTOR, cast_to_network_dtype, check_image_size
+from .video_backbone import FrozenVideoVae, VideoSide, check_clip_shape
+from .video_decoding import svd_decoder
 
 LICENCE = "Stability AI Community License"
 SOURCES = {
     source.hub: source
     for source in (
-        Source("stabilityai/stable-video-diffusion-img2vid-xt", size="9 GB", licence=LICENCE, gated=True),
-        Source("stabilityai/stable-video-diffusion-img2vid", size="9 GB", licence=LICENCE, gated=True),
+        WeightsSource("stabilityai/stable-video-diffusion-img2vid-xt", size="9 GB", licence=LICENCE, gated=True),
+        WeightsSource("stabilityai/stable-video-diffusion-img2vid", size="9 GB", licence=LICENCE, gated=True),
     )
 }
 SMALL: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "projection_dim": 16,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
-        "image_size": LOOK,
+        "image_size": CLIP_IMAGE_SIZE,
         "patch_size": 56,
     },
 }
@@ -72,16 +72,16 @@ class SvdBackbone:
         from transformers import CLIPVisionModelWithProjection
 
         source = SOURCES.get(spec.weights, SOURCES[Svd.weights])
-        kit = Kit(spec.weights, source, SMALL, placement, spec.seed)
-        self.net = unasked(kit.trained("unet", UNetSpatioTemporalConditionModel))
+        kit = PipelineComponents(spec.weights, source, SMALL, placement, spec.seed)
+        self.net = mark_unused_cross_attention(kit.trained("unet", UNetSpatioTemporalConditionModel))
         vae = kit.frozen("vae", AutoencoderKLTemporalDecoder, recompute=spec.recompute)
-        self.codec = ClipCodec.of(vae, svd(vae, spec.at_once), stills=True)
+        self.codec = FrozenVideoVae.of(vae, svd_decoder(vae, spec.at_once), stills=True)
         eyes = kit.encoder("image_encoder", CLIPVisionModelWithProjection)
-        self.glance = Glance(eyes, vae, (spec.height, spec.width), spec.grain, spec.seed, placement.device)
+        self.glance = SvdImageEncoder(eyes, vae, (spec.height, spec.width), spec.grain, spec.seed, placement.device)
         self.spec, self.shape, self.pixels = spec, spec.shape, (spec.frames, 3, spec.height, spec.width)
         self.passes = 1 if spec.guidance is None else 2
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         shown = [fact.get("image", self.spec.image) for fact in facts] or [self.spec.image] * len(prompts)
         return Condition(tuple(prompts), self.glance(shown), tuple(facts))
 
@@ -99,14 +99,14 @@ class SvdBackbone:
 
     def _ask(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         told = cond.tensors["reference"][:, None].expand(-1, x.shape[1], -1, -1, -1)
-        seen, look = alike(self.net, torch.cat([x, told.to(x.dtype)], 2), cond.tensors["look"])
+        seen, look = cast_to_network_dtype(self.net, torch.cat([x, told.to(x.dtype)], 2), cond.tensors["look"])
         also = torch.tensor([self.spec.rate - 1, self.spec.motion, self.spec.grain], device=x.device).to(seen.dtype)
-        level = noise(t).clamp(min=1e-10).log() / 4
+        level = noise_to_signal(t).clamp(min=1e-10).log() / 4
         out: Tensor = self.net(seen, level, look, also.expand(len(x), -1), return_dict=False)[0]
         return out
 
     def encode(self, pixels: Tensor) -> Tensor:
-        same_clip(pixels, self.pixels)
+        check_clip_shape(pixels, self.pixels)
         return self.codec.encode(pixels)
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
@@ -118,8 +118,8 @@ class Svd:
     """Stable Video Diffusion: goes on from the picture in the fact `image` (a path), whatever the prompt says."""
 
     weights: str = "stabilityai/stable-video-diffusion-img2vid-xt"  # a hub id, or a folder in diffusers' layout
-    height: Side = 576
-    width: Side = 1024
+    height: VideoSide = 576
+    width: VideoSide = 1024
     frames: Annotated[int, Field(ge=1, le=1024)] = 25  # 14 for img2vid without xt
     guidance: tuple[float, float] | None = (1.0, 3.0)  # of the first frame and of the last, and evenly between
     image: Path | None = None  # the picture to go on from where a prompt has none of its own
@@ -130,18 +130,18 @@ class Svd:
     recompute: bool = True  # the decoder in the backward pass
     seed: int = 0  # of random weights and of the grain
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("StableVideoDiffusionPipeline", "unet", "", unknown)
+    layout: ClassVar[PipelineLayout] = PipelineLayout("StableVideoDiffusionPipeline", "unet", "", reject_unknown_names)
 
     def __post_init__(self) -> None:
-        sided(self.height, self.width)
+        check_image_size(self.height, self.width)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return self.frames, CHANNELS, self.height // FACTOR, self.width // FACTOR
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return sources(self.weights, *SOURCES.values())
+    def sources(self) -> tuple[WeightsSource, ...]:
+        return weight_sources(self.weights, *SOURCES.values())
 
     def load(self, placement: Placement) -> SvdBackbone:
         return SvdBackbone(self, placement)

@@ -11,28 +11,28 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..colors import COLORS
-from ..policy import Process
-from ..processes.autoregressive import Autoregressive
+from ..core.policy import Process
+from ..core.toy_colors import TOY_COLORS
+from ..core.types import MASK_TOKEN_ID, Condition, Metadata, Placement, Prompts, to_device
+from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
-from ..processes.masked import Masked
-from ..types import HIDDEN, Condition, Facts, Placement, Prompts, moved
+from ..processes.masked import MaskedProcess
 
 Width = Annotated[int, Field(ge=2, le=4096, multiple_of=2)]
 Depth = Annotated[int, Field(ge=1, le=64)]
-WORDS = ("", *COLORS)  # the first is for any other word
+WORDS = ("", *TOY_COLORS)  # the first is for any other word
 SIDE = 8  # pixels
 CELLS = 4  # tokens a side, each a square of two pixels
-Cache = tuple[tuple[Tensor, Tensor], ...]
+ToyKVCache = tuple[tuple[Tensor, Tensor], ...]
 
 
-def embed(prompts: Prompts, facts: Sequence[Facts], device: torch.device) -> Condition:
+def embed(prompts: Prompts, facts: Sequence[Metadata], device: torch.device) -> Condition:
     last = [prompt.split()[-1] if prompt.split() else "" for prompt in prompts]
     words = [WORDS.index(word) if word in WORDS else 0 for word in last]
-    return Condition(tuple(prompts), {"word": moved(torch.tensor(words), device)}, tuple(facts))
+    return Condition(tuple(prompts), {"word": to_device(torch.tensor(words), device)}, tuple(facts))
 
 
-class Residual(nn.Module):
+class ToyResidualBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
@@ -47,7 +47,7 @@ class FlowNet(nn.Module):
         super().__init__()
         size = frames * 3 * SIDE * SIDE
         self.word, self.time, self.enter = nn.Embedding(len(WORDS), width), nn.Linear(8, width), nn.Linear(size, width)
-        self.blocks = nn.ModuleList(Residual(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(ToyResidualBlock(width) for _ in range(depth))
         self.norm, self.leave = nn.LayerNorm(width), nn.Linear(width, size)
         self.skip = nn.Linear(8, 1)  # noise has more dimensions than the blocks: it goes past them
 
@@ -73,7 +73,7 @@ class FlowBackbone:
             torch.manual_seed(spec.seed)
             self.net: nn.Module = FlowNet(spec.frames, spec.width, spec.depth).to(placement.device)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         return embed(prompts, facts, self.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
@@ -87,12 +87,12 @@ class FlowBackbone:
         return (x if frames is None else x[:, list(frames)]).sigmoid()
 
 
-class Attention(nn.Module):
+class ToyAttention(nn.Module):
     def __init__(self, width: int, causal: bool, heads: int = 2) -> None:
         super().__init__()
         self.causal, self.heads = causal, heads
         self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.after = Residual(width)
+        self.after = ToyResidualBlock(width)
 
     def forward(self, h: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         b, n, width = h.shape
@@ -109,19 +109,19 @@ class TokenNet(nn.Module):
 
     def __init__(self, causal: bool, width: int, depth: int) -> None:
         super().__init__()
-        self.token = nn.Embedding(len(COLORS) + 1, width)  # the last is the mask
+        self.token = nn.Embedding(len(TOY_COLORS) + 1, width)  # the last is the mask
         self.place, self.word = nn.Embedding(CELLS * CELLS + 1, width), nn.Embedding(len(WORDS), width)
-        self.blocks = nn.ModuleList(Attention(width, causal) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(COLORS))
+        self.blocks = nn.ModuleList(ToyAttention(width, causal) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(TOY_COLORS))
 
-    def forward(self, ids: Tensor | None, word: Tensor | None, cache: Cache = ()) -> tuple[Tensor, Cache]:
+    def forward(self, ids: Tensor | None, word: Tensor | None, cache: ToyKVCache = ()) -> tuple[Tensor, ToyKVCache]:
         parts = [self.word(word)[:, None]] if word is not None else []
         if ids is not None:
-            parts.append(self.token(ids.where(ids != HIDDEN, len(COLORS))))
+            parts.append(self.token(ids.where(ids != MASK_TOKEN_ID, len(TOY_COLORS))))
         h = torch.cat(parts, 1)
         read = cache[0][0].shape[2] if cache else 0
         h = h + self.place(torch.arange(read, read + h.shape[1], device=h.device))
-        now: Cache = ()
+        now: ToyKVCache = ()
         for i, block in enumerate(self.blocks):
             h, kept = block(h, cache[i] if cache else None)
             now += (kept,)
@@ -137,12 +137,12 @@ class TokenBackbone:
 
     def __init__(self, spec: ToyCausal | ToyMasked, placement: Placement) -> None:
         self.device, self.causal = placement.device, spec.causal
-        self.palette = torch.tensor(list(COLORS.values()), device=placement.device)
+        self.palette = torch.tensor(list(TOY_COLORS.values()), device=placement.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
             self.net: nn.Module = TokenNet(spec.causal, spec.width, spec.depth).to(placement.device)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         return embed(prompts, facts, self.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
@@ -153,10 +153,10 @@ class TokenBackbone:
         logits, _ = self.net(x, cond.tensors["word"])
         return logits[:, 1:]
 
-    def begin(self, cond: Condition) -> Cache:
+    def begin(self, cond: Condition) -> ToyKVCache:
         return ()
 
-    def extend(self, ids: Tensor | None, cache: Cache, cond: Condition) -> tuple[Tensor, Cache]:
+    def extend(self, ids: Tensor | None, cache: ToyKVCache, cond: Condition) -> tuple[Tensor, ToyKVCache]:
         fresh = None if ids is None else ids[:, None]
         logits, cache = self.net(fresh, cond.tensors["word"] if ids is None else None, cache)
         return logits[:, -1], cache
@@ -201,7 +201,7 @@ class ToyCausal:
     frames = 1
     causal = True
     shape = TokenBackbone.shape
-    suits: ClassVar[type[Process]] = Autoregressive
+    suits: ClassVar[type[Process]] = AutoregressiveProcess
 
     def load(self, placement: Placement) -> TokenBackbone:
         return TokenBackbone(self, placement)
@@ -220,7 +220,7 @@ class ToyMasked:
     frames = 1
     causal = False
     shape = TokenBackbone.shape
-    suits: ClassVar[type[Process]] = Masked
+    suits: ClassVar[type[Process]] = MaskedProcess
 
     def load(self, placement: Placement) -> TokenBackbone:
         return TokenBackbone(self, placement)

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, NonNegativeFloat
 
-from ..codec import Continuous
-from ..pretrained import fill, with_fast_convolutions
-from ..registry import ConfigError
-from ..types import Placement
-from . import files
-from .nets.vae import Autoencoder, Folding
-from .opening import opened
+from ..core.autoencoder import ContinuousAutoencoder
+from ..core.registry import ConfigError
+from ..core.types import Placement
+from . import weight_files
+from .autoencoder_loading import load_autoencoder
+from .nets.vae import Autoencoder, PixelShuffleAutoencoder
+from .pretrained import load_weights_into, with_fast_convolutions
 
 Channels = Annotated[int, Field(ge=1, le=256)]
 
@@ -36,22 +36,22 @@ class Vae:
             torch.manual_seed(self.seed)
             net = Autoencoder(self.channels, self.width, self.factor, self.noise, self.kl)
         if self.weights:
-            fill(net, files.read(self.weights)[0], self.weights)
+            load_weights_into(net, weight_files.read_weights(self.weights)[0], self.weights)
         return net.to(placement.device)
 
     def tiny(self) -> Vae:
         return Vae(self.channels, 8, self.factor, self.noise, self.kl, None, self.seed)
 
 
-def codec(name: str | None, channels: int, factor: int, placement: Placement) -> Continuous:
+def load_vae(name: str | None, channels: int, factor: int, placement: Placement) -> ContinuousAutoencoder:
     """The trained autoencoder of a name, of whichever kind, frozen; without a name, coarse pixels in its place."""
     if name is None:
-        return Folding(channels, factor)
+        return PixelShuffleAutoencoder(channels, factor)
     try:
-        net = with_fast_convolutions(opened(name, placement))
+        net = with_fast_convolutions(load_autoencoder(name, placement))
     except ConfigError as error:
         raise ConfigError(f"model.codec: {error}") from error
-    if not isinstance(net, Continuous):
+    if not isinstance(net, ContinuousAutoencoder):
         raise ConfigError(
             f"model.codec: '{name:.200}' holds no vae but a {type(net).__name__}; "
             "train one with `tastemaker train playground-vae`"

@@ -11,75 +11,106 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..embeddings import digest
-from ..policy import Process
-from ..pretrained import Source, locate
+from ..core.policy import Process
+from ..core.types import Placement
+from ..data.embedding_store import fingerprint_file
 from ..processes.gaussian import GaussianProcess
-from ..types import Placement
-from . import lvdm
-from .checkpoints import trained
-from .layouts import Layout
-from .published import RANDOM, TINY, Codec, Kit, filled, silence, sources
-from .readers import Reader, Remembered
-from .sizes import SIZES
-from .texts import remembered
-from .unet3d import FEWEST, LENGTH, SMALL, ClipUnetBackbone, Size, UnetTexts, empty, fitting, network, reader, speed
+from . import lvdm_checkpoint
+from .cached_text_encoder import build_cached_text_encoder
+from .component_configs import COMPONENT_CONFIGS
+from .loading import trainable_dtype
+from .pipeline_components import (
+    RANDOM,
+    TINY,
+    FrozenVae,
+    PipelineComponents,
+    load_tensors,
+    silence_libraries,
+    weight_sources,
+)
+from .pipeline_layout import PipelineLayout
+from .pretrained import WeightsSource, find_weights
+from .text_encoders import CachedTextEncoder, TextEncoder
+from .video_unet import (
+    CLIP_MAX_TOKENS,
+    MIN_FRAMES,
+    SMALL,
+    VideoSize,
+    VideoUnetBackbone,
+    VideoUnetPromptEncoder,
+    build_prompt_encoder,
+    check_fps,
+    check_video_unet_config,
+    init_empty,
+    read_video_unet_checkpoint,
+)
 
 FILE = "model.ckpt"
-VIDEOCRAFTER = Source("VideoCrafter/VideoCrafter2", FILE, licence="Apache-2.0, for research only")
-CLIP_WORDS = Source("openai/clip-vit-large-patch14", "tokenizer.json", "2.2 MB", "MIT")
-TOLD = {**SMALL, "unet": {**SMALL["unet"], "fps_cond": True}}
+VIDEOCRAFTER = WeightsSource("VideoCrafter/VideoCrafter2", FILE, licence="Apache-2.0, for research only")
+CLIP_TOKENIZER = WeightsSource("openai/clip-vit-large-patch14", "tokenizer.json", "2.2 MB", "MIT")
+SMALL_WITH_FPS = {**SMALL, "unet": {**SMALL["unet"], "fps_cond": True}}
 
 
-class Chest:
+class VideocrafterCheckpoint:
     """The parts of a model.ckpt, of the published sizes, called for as those of a folder are."""
 
     def __init__(self, path: Path, placement: Placement) -> None:
         self.path, self.placement = path, placement
-        self.sizes, self.tensors = SIZES[VIDEOCRAFTER.hub], lvdm.read(path)
+        self.sizes, self.tensors = COMPONENT_CONFIGS[VIDEOCRAFTER.hub], lvdm_checkpoint.read_lvdm_checkpoint(path)
 
     def config(self, part: str) -> dict[str, Any]:
         return dict(self.sizes[part])
 
     def trained(self, part: str, kind: Any) -> Any:
-        net = empty(lambda: kind(**self.sizes[part]))
-        found = lvdm.unet(lvdm.part(self.tensors, lvdm.UNET), list(net.state_dict()), net.config)
-        return _made(net, found, part, trained(self.placement)).to(self.placement.device)
+        net = init_empty(lambda: kind(**self.sizes[part]))
+        found = lvdm_checkpoint.unet_to_diffusers(
+            lvdm_checkpoint.select_component(self.tensors, lvdm_checkpoint.UNET_PREFIX),
+            list(net.state_dict()),
+            net.config,
+        )
+        return _made(net, found, part, trainable_dtype(self.placement)).to(self.placement.device)
 
-    def autoencoder(self, part: str, kind: Any, *, recompute: bool) -> Codec:
-        net = empty(lambda: kind(**self.sizes[part]))
-        found = lvdm.vae(lvdm.part(self.tensors, lvdm.VAE), net.config)
+    def autoencoder(self, part: str, kind: Any, *, recompute: bool) -> FrozenVae:
+        net = init_empty(lambda: kind(**self.sizes[part]))
+        found = lvdm_checkpoint.vae_to_diffusers(
+            lvdm_checkpoint.select_component(self.tensors, lvdm_checkpoint.VAE_PREFIX), net.config
+        )
         net = _made(net, found, part, self.placement.dtype).to(self.placement.device).eval().requires_grad_(False)
         if recompute:
             net.enable_gradient_checkpointing()
-        return Codec.of(net, net.config, clips=False)
+        return FrozenVae.of(net, net.config, clips=False)
 
-    def reader(self) -> UnetTexts:
+    def reader(self) -> VideoUnetPromptEncoder:
         from transformers import CLIPTextConfig, CLIPTextModel
 
         part = "text_encoder"
         settings = CLIPTextConfig(**self.sizes[part])
-        net = empty(lambda: CLIPTextModel(settings))
+        net = init_empty(lambda: CLIPTextModel(settings))
         nested = "text_model." if any(key.startswith("text_model.") for key in net.state_dict()) else ""
-        found = lvdm.text(lvdm.part(self.tensors, lvdm.TEXT), settings.num_hidden_layers)
+        found = lvdm_checkpoint.text_encoder_to_transformers(
+            lvdm_checkpoint.select_component(self.tensors, lvdm_checkpoint.TEXT_ENCODER_PREFIX),
+            settings.num_hidden_layers,
+        )
         net = _made(net, {nested + key: x for key, x in found.items()}, part, self.placement.dtype)
-        words = tokenizer(self.path.parent)
-        return UnetTexts(Reader(net.eval().requires_grad_(False), words, LENGTH, self.placement.device))
+        words = load_clip_tokenizer(self.path.parent)
+        return VideoUnetPromptEncoder(
+            TextEncoder(net.eval().requires_grad_(False), words, CLIP_MAX_TOKENS, self.placement.device)
+        )
 
 
 def _made(net: Any, tensors: Mapping[str, Tensor], part: str, dtype: torch.dtype) -> Any:
     # Copied, for they may still lie in the file.
-    return filled(net, {key: x.to(dtype, copy=True) for key, x in tensors.items()}, part)
+    return load_tensors(net, {key: x.to(dtype, copy=True) for key, x in tensors.items()}, part)
 
 
-def tokenizer(folder: Path) -> Any:
+def load_clip_tokenizer(folder: Path) -> Any:
     """CLIP's, of a folder where it lies or else what was fetched; filling up with zeros, as the encoder was trained."""
     from transformers import CLIPTokenizer
 
     beside = [place for place in (folder, folder / "tokenizer") if (place / "tokenizer.json").is_file()]
-    path = beside[0] if beside else locate(CLIP_WORDS.hub, CLIP_WORDS)
+    path = beside[0] if beside else find_weights(CLIP_TOKENIZER.hub, CLIP_TOKENIZER)
     loader: Any = CLIPTokenizer
-    with silence():
+    with silence_libraries():
         found = loader.from_pretrained(path if path.is_dir() else path.parent, local_files_only=True)
     found.pad_token = "!"  # the sign whose id is 0
     return found
@@ -99,54 +130,64 @@ class Videocrafter:
     embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
     seed: int = 0  # of random weights
     suits: ClassVar[type[Process]] = GaussianProcess
-    layout: ClassVar[Layout] = Layout("TextToVideoSDPipeline", "unet", "lora_unet", lvdm.authors, layers=lvdm.layers)
+    layout: ClassVar[PipelineLayout] = PipelineLayout(
+        "TextToVideoSDPipeline",
+        "unet",
+        "lora_unet",
+        lvdm_checkpoint.unet_to_original,
+        layers=lvdm_checkpoint.original_lora_layers,
+    )
 
     def __post_init__(self) -> None:
-        Size(self.frames, self.height, self.width)
-        speed(self.fps)
+        VideoSize(self.frames, self.height, self.width)
+        check_fps(self.fps)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return Size(self.frames, self.height, self.width).shape
+        return VideoSize(self.frames, self.height, self.width).shape
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        found = sources(self.weights, VIDEOCRAFTER)
-        words = (CLIP_WORDS,) if self.weights == VIDEOCRAFTER.hub or self.weights.endswith(".ckpt") else ()
-        return *found, *words, *(sources(self.unet) if self.unet else ())
+    def sources(self) -> tuple[WeightsSource, ...]:
+        found = weight_sources(self.weights, VIDEOCRAFTER)
+        words = (CLIP_TOKENIZER,) if self.weights == VIDEOCRAFTER.hub or self.weights.endswith(".ckpt") else ()
+        return *found, *words, *(weight_sources(self.unet) if self.unet else ())
 
-    def parts(self, placement: Placement) -> Chest | Kit:
+    def parts(self, placement: Placement) -> VideocrafterCheckpoint | PipelineComponents:
         if self.weights != TINY and self.weights.split(":")[0] != RANDOM:
-            path = locate(self.weights, VIDEOCRAFTER)
+            path = find_weights(self.weights, VIDEOCRAFTER)
             file = path / FILE if path.is_dir() else path
             if file.is_file():
-                return Chest(file, placement)
-        return Kit(self.weights, VIDEOCRAFTER, TOLD, placement, self.seed)
+                return VideocrafterCheckpoint(file, placement)
+        return PipelineComponents(self.weights, VIDEOCRAFTER, SMALL_WITH_FPS, placement, self.seed)
 
-    def texts(self, placement: Placement) -> Remembered:
+    def texts(self, placement: Placement) -> CachedTextEncoder:
         return self._texts(self.parts(placement))
 
-    def _texts(self, parts: Chest | Kit) -> Remembered:
+    def _texts(self, parts: VideocrafterCheckpoint | PipelineComponents) -> CachedTextEncoder:
         told = {"model": "videocrafter"}
-        if isinstance(parts, Kit):
-            return remembered(parts, partial(reader, parts), ("text_encoder",), told, self.embeddings)
-        return Remembered(parts.reader, parts.placement, {**told, FILE: digest(parts.path)}, self.embeddings)
+        if isinstance(parts, PipelineComponents):
+            return build_cached_text_encoder(
+                parts, partial(build_prompt_encoder, parts), ("text_encoder",), told, self.embeddings
+            )
+        return CachedTextEncoder(
+            parts.reader, parts.placement, {**told, FILE: fingerprint_file(parts.path)}, self.embeddings
+        )
 
-    def load(self, placement: Placement) -> ClipUnetBackbone:
+    def load(self, placement: Placement) -> VideoUnetBackbone:
         from diffusers import AutoencoderKL
 
-        from .nets.unet3d import ClipUnet
+        from .nets.unet3d import VideoUnet
 
         parts, part = self.parts(placement), "unet"
         config = parts.config(part) if self.unet is None else {**parts.config(part), "fps_cond": True}
-        fitting(config, self.weights, fps=True)
-        given = network(self.unet, config)
-        embedded, size = self._texts(parts), Size(self.frames, self.height, self.width)
+        check_video_unet_config(config, self.weights, fps=True)
+        given = read_video_unet_checkpoint(self.unet, config)
+        embedded, size = self._texts(parts), VideoSize(self.frames, self.height, self.width)
         codec = parts.autoencoder("vae", AutoencoderKL, recompute=self.recompute)
         if given is None:
-            return ClipUnetBackbone(parts.trained(part, ClipUnet), codec, embedded, size, self.fps)
-        net = _made(empty(lambda: ClipUnet.from_config(config)), given, part, trained(placement))
-        return ClipUnetBackbone(net.to(placement.device), codec, embedded, size, self.fps)
+            return VideoUnetBackbone(parts.trained(part, VideoUnet), codec, embedded, size, self.fps)
+        net = _made(init_empty(lambda: VideoUnet.from_config(config)), given, part, trainable_dtype(placement))
+        return VideoUnetBackbone(net.to(placement.device), codec, embedded, size, self.fps)
 
     def tiny(self) -> Videocrafter:
-        return replace(self, weights=TINY, unet=None, frames=FEWEST, height=32, width=32, embeddings=None)
+        return replace(self, weights=TINY, unet=None, frames=MIN_FRAMES, height=32, width=32, embeddings=None)

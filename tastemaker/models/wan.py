@@ -8,27 +8,38 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..policy import Process
-from ..pretrained import Source
+from ..core.policy import Process
+from ..core.registry import ConfigError
+from ..core.types import Placement
 from ..processes.gaussian import GaussianProcess
-from ..registry import ConfigError
-from ..types import Placement
-from .clips import SMALL_T5, ClipBackbone, ClipCodec, Folding, Side, Told, Words, measured, tidy, words
-from .layouts import Layout, unknown
-from .nets.experts import Experts
-from .published import TINY, Kit
-from .readers import Remembered
-from .releases import Release
-from .shown import wan
-from .texts import remembered
+from .cached_text_encoder import build_cached_text_encoder
+from .nets.noise_level_experts import NoiseLevelExperts
+from .pipeline_components import TINY, PipelineComponents
+from .pipeline_layout import PipelineLayout, reject_unknown_names
+from .pretrained import WeightsSource
+from .releases import PublishedModel
+from .text_encoders import CachedTextEncoder
+from .video_backbone import (
+    SMALL_T5,
+    ConditioningTensors,
+    FrozenVideoVae,
+    TextTokenCount,
+    VideoBackbone,
+    VideoCompression,
+    VideoSide,
+    check_video_size,
+    clean_prompt,
+    encode_with_t5,
+)
+from .video_decoding import wan_decoder
 
 SOURCES = (
-    Source("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", size="29 GB", licence="Apache-2.0"),
-    Source("Wan-AI/Wan2.1-T2V-14B-Diffusers", size="80 GB", licence="Apache-2.0"),
-    Source("Wan-AI/Wan2.2-TI2V-5B-Diffusers", size="34 GB", licence="Apache-2.0"),
-    Source("Wan-AI/Wan2.2-T2V-A14B-Diffusers", size="126 GB", licence="Apache-2.0"),
+    WeightsSource("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", size="29 GB", licence="Apache-2.0"),
+    WeightsSource("Wan-AI/Wan2.1-T2V-14B-Diffusers", size="80 GB", licence="Apache-2.0"),
+    WeightsSource("Wan-AI/Wan2.2-TI2V-5B-Diffusers", size="34 GB", licence="Apache-2.0"),
+    WeightsSource("Wan-AI/Wan2.2-T2V-A14B-Diffusers", size="126 GB", licence="Apache-2.0"),
 )
-EVERY = 4  # frames a latent, after the first
+TEMPORAL_COMPRESSION = 4  # frames a latent, after the first
 SMALL_NET = {
     "num_attention_heads": 2,
     "attention_head_dim": 12,
@@ -44,31 +55,31 @@ SMALL: dict[str, dict[str, Any]] = {
     "vae": {"base_dim": 4, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
     "text_encoder": SMALL_T5,
 }
-WAN = Release(SOURCES, SMALL)
-EXPERTS = (("transformer", "high."), ("transformer_2", "low."))  # of 2.2, as the pipeline and as we call them
+WAN = PublishedModel(SOURCES, SMALL)
+EXPERT_PREFIXES = (("transformer", "high."), ("transformer_2", "low."))  # of 2.2, as the pipeline and as we call them
 
 
-class WanTexts:
+class WanPromptEncoder:
     """What UMT5 says of every word of a prompt, and noughts after them."""
 
-    def __init__(self, kit: Kit, length: int) -> None:
+    def __init__(self, kit: PipelineComponents, length: int) -> None:
         from transformers import UMT5EncoderModel
 
         self.t5 = kit.reader("text_encoder", UMT5EncoderModel, "tokenizer", length)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        told = words(self.t5, [tidy(prompt) for prompt in prompts], masked=True)
+        told = encode_with_t5(self.t5, [clean_prompt(prompt) for prompt in prompts], masked=True)
         return {"words": told["words"] * told["seen"][..., None]}
 
 
-def ask(net: nn.Module, x: Tensor, t: Tensor, told: Told) -> Tensor:
+def predict_velocity(net: nn.Module, x: Tensor, t: Tensor, told: ConditioningTensors) -> Tensor:
     """The velocity noise - clean."""
     seen = x.transpose(1, 2)
     out: Tensor = net(hidden_states=seen, timestep=1000 * t, encoder_hidden_states=told["words"], return_dict=False)[0]
     return out.transpose(1, 2)
 
 
-def network(kit: Kit, boundary: float | None) -> nn.Module:
+def build_network(kit: PipelineComponents, boundary: float | None) -> nn.Module:
     """The transformer, or both where there is a level they meet at."""
     from diffusers import WanTransformer3DModel
 
@@ -81,7 +92,11 @@ def network(kit: Kit, boundary: float | None) -> nn.Module:
             f"{kit.path} holds two transformers, expected the level they meet at; set model.boundary (0.875 for "
             "Wan 2.2 T2V-A14B)"
         )
-    return first if boundary is None else Experts(first, kit.trained("transformer_2", WanTransformer3DModel), boundary)
+    return (
+        first
+        if boundary is None
+        else NoiseLevelExperts(first, kit.trained("transformer_2", WanTransformer3DModel), boundary)
+    )
 
 
 @dataclass(frozen=True)
@@ -89,45 +104,55 @@ class Wan:
     """Wan 2.1 or 2.2, from text: a flow whose levels are shifted by 3 at 480p and by 5 at 720p."""
 
     weights: str = SOURCES[0].hub  # a hub id, or a folder in diffusers' layout
-    height: Side = 480
-    width: Side = 832
+    height: VideoSide = 480
+    width: VideoSide = 832
     frames: int = 81  # one more than a multiple of 4; 16 a second
     boundary: float | None = None  # 2.2's level where its second transformer takes over: 0.875 for T2V-A14B
     channels: int = 16  # of latents; 48 for 2.2's TI2V-5B
     factor: int = 8  # pixels a side that one latent stands for; 16 for 2.2's TI2V-5B
-    words: Words = 512  # tokens a prompt is cut or filled up to
+    words: TextTokenCount = 512  # tokens a prompt is cut or filled up to
     recompute: bool = True  # the decoder in the backward pass, latent by latent
     embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
     seed: int = 0  # of random weights
     suits: ClassVar[type[Process]] = GaussianProcess
 
     def __post_init__(self) -> None:
-        measured(self.frames, self.height, self.width, EVERY, 2 * self.factor)
+        check_video_size(self.frames, self.height, self.width, TEMPORAL_COMPRESSION, 2 * self.factor)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return Folding(self.channels, self.factor, EVERY).shape(self.frames, self.height, self.width)
+        return VideoCompression(self.channels, self.factor, TEMPORAL_COMPRESSION).shape(
+            self.frames, self.height, self.width
+        )
 
     @property
-    def layout(self) -> Layout:
-        return Layout("WanPipeline", "transformer", "", unknown, shared=() if self.boundary is None else EXPERTS)
+    def layout(self) -> PipelineLayout:
+        return PipelineLayout(
+            "WanPipeline",
+            "transformer",
+            "",
+            reject_unknown_names,
+            shared=() if self.boundary is None else EXPERT_PREFIXES,
+        )
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[WeightsSource, ...]:
         return WAN.sources(self.weights)
 
-    def texts(self, placement: Placement) -> Remembered:
+    def texts(self, placement: Placement) -> CachedTextEncoder:
         kit, settings = WAN.kit(self.weights, placement, self.seed), {"model": "wan", "words": self.words}
-        return remembered(kit, lambda: WanTexts(kit, self.words), ("text_encoder",), settings, self.embeddings)
+        return build_cached_text_encoder(
+            kit, lambda: WanPromptEncoder(kit, self.words), ("text_encoder",), settings, self.embeddings
+        )
 
-    def load(self, placement: Placement) -> ClipBackbone:
+    def load(self, placement: Placement) -> VideoBackbone:
         from diffusers import AutoencoderKLWan
 
         kit = WAN.kit(self.weights, placement, self.seed)
         vae = kit.frozen("vae", AutoencoderKLWan)
         self._agrees(vae.config)
-        codec = ClipCodec.of(vae, wan(vae, self.recompute))
-        return ClipBackbone(network(kit, self.boundary), ask, codec, self.texts(placement), self)
+        codec = FrozenVideoVae.of(vae, wan_decoder(vae, self.recompute))
+        return VideoBackbone(build_network(kit, self.boundary), predict_velocity, codec, self.texts(placement), self)
 
     def _agrees(self, told: Any) -> None:
         """Refuse an autoencoder of another of its sizes, before its latents meet a network that cannot read them."""

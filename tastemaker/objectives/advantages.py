@@ -8,33 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reward import Rubric
+from ..core.reward import Rubric
 
 
-def apart(rows: Tensor) -> Tensor:
+def center_groups(rows: Tensor) -> Tensor:
     """Each sample's distance from its group's mean, exactly 0 in a group of equals: [groups, group]."""
     # The mean of equals may be off by rounding, which a small floor would blow up into an advantage.
     return (rows - rows.mean(1, keepdim=True)) * (rows.amax(1, keepdim=True) > rows.amin(1, keepdim=True))
 
 
-def by_group(reward: Tensor, group: int, unbiased: bool = False, floor: float = 1e-4) -> Tensor:
+def group_advantages(reward: Tensor, group: int, unbiased: bool = False, floor: float = 1e-4) -> Tensor:
     """Against the mean and spread of the samples of the same prompt: [B]."""
     rows = reward.view(-1, group)
     spread = rows.std(1, keepdim=True, correction=int(unbiased))
-    return (apart(rows) / (spread + floor)).flatten()
+    return (center_groups(rows) / (spread + floor)).flatten()
 
 
-def by_group_mean(reward: Tensor, group: int, everyone: Tensor, floor: float = 1e-4) -> Tensor:
+def group_mean_advantages(reward: Tensor, group: int, everyone: Tensor, floor: float = 1e-4) -> Tensor:
     """Against the mean of the same prompt, in units of the spread of all samples of all ranks: [B]."""
-    return apart(reward.view(-1, group)).flatten() / (everyone.std(correction=0) + floor)
+    return center_groups(reward.view(-1, group)).flatten() / (everyone.std(correction=0) + floor)
 
 
-def overall(reward: Tensor, everyone: Tensor, floor: float = 1e-4) -> Tensor:
+def global_advantages(reward: Tensor, everyone: Tensor, floor: float = 1e-4) -> Tensor:
     """Against all samples of all ranks: [B]."""
     return (reward - everyone.mean()) / (everyone.std(correction=0) + floor)
 
 
-def mixed(rubric: Rubric, parts: Mapping[str, Tensor], advantage: Callable[[Tensor], Tensor]) -> Tensor:
+def combine_advantages(rubric: Rubric, parts: Mapping[str, Tensor], advantage: Callable[[Tensor], Tensor]) -> Tensor:
     """Each reward's own advantage by its share of all weights, so that none counts more for its range: [B]."""
     counted = rubric.counted(parts)
     whole = sum(abs(rubric.rewards[name].weight) for name in counted)

@@ -6,15 +6,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..objective import Context, Memory, Objective, Rated, rate
-from ..policy import Process
-from ..types import Loss, PromptBatch
-from .advantages import PromptTracker, overall
-from .surrogate import clipped, decisions
+from ..core.objective import Context, Objective, ObjectiveState, ScoredRollout, rollout_and_score
+from ..core.policy import Process
+from ..core.types import Loss, PromptBatch
+from .advantages import PromptTracker, global_advantages
+from .ppo import clipped_surrogate, count_decisions
 
 
 @dataclass(frozen=True)
-class DDPO(Objective[Process, PromptBatch, Rated, int]):
+class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     """Policy gradients on single samples, each measured against what its prompt earned lately."""
 
     clip: float = 1e-4
@@ -32,26 +32,26 @@ class DDPO(Objective[Process, PromptBatch, Rated, int]):
     def gradients(self, decisions: int) -> int:
         return decisions
 
-    def memory(self) -> Memory:
+    def memory(self) -> ObjectiveState:
         return PromptTracker(self.track, self.track_from)
 
-    def collect(self, ctx: Context[Process], batch: PromptBatch) -> Rated:
-        trajectory, rng, scores = rate(ctx, batch, 1)
+    def collect(self, ctx: Context[Process], batch: PromptBatch) -> ScoredRollout:
+        trajectory, rng, scores = rollout_and_score(ctx, batch, 1)
         prompts, everyone = trajectory.cond.prompts, ctx.comm.gather(scores.total)
         if isinstance(ctx.memory, PromptTracker):
             advantage = ctx.memory.advantages(prompts, scores.total, ctx.comm.gather_objects(prompts), everyone)
         else:
-            advantage = overall(scores.total, everyone)
-        return Rated(trajectory, rng, scores.total, advantage.clamp(-self.limit, self.limit), scores.parts)
+            advantage = global_advantages(scores.total, everyone)
+        return ScoredRollout(trajectory, rng, scores.total, advantage.clamp(-self.limit, self.limit), scores.parts)
 
-    def watch(self, experience: Rated) -> dict[str, Tensor]:
+    def watch(self, experience: ScoredRollout) -> dict[str, Tensor]:
         return {name: x for name, x in experience.watched(1).items() if name != "flat_groups"}  # a group of one is flat
 
-    def parts(self, experience: Rated) -> Sequence[int]:
+    def parts(self, experience: ScoredRollout) -> Sequence[int]:
         return range(len(experience.trajectory.segments))
 
-    def loss(self, ctx: Context[Process], experience: Rated, part: int) -> Loss:
+    def loss(self, ctx: Context[Process], experience: ScoredRollout, part: int) -> Loss:
         cond, segments = experience.trajectory.cond, experience.trajectory.segments
         log_prob = ctx.policy.decide(cond, segments[part]).log_prob(segments[part].action)
-        gain, watched = clipped(log_prob, segments[part], experience.advantage, self.clip)
-        return Loss(-(gain * segments[part].mask).sum(1) / decisions(segments), watched)
+        gain, watched = clipped_surrogate(log_prob, segments[part], experience.advantage, self.clip)
+        return Loss(-(gain * segments[part].mask).sum(1) / count_decisions(segments), watched)

@@ -7,20 +7,20 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..objective import Context, Objective
-from ..pictures import fitted
-from ..processes.autoregressive import Autoregressive
-from ..randomness import Randomness
-from ..types import Loss, Pictures, concatenate, index
-from .advantages import by_group
-from .chances import UNTOLD, counted, disturbed, untold
-from .forcing import Forced, sampled, scores
-from .likeness import earned
-from .surrogate import clipped
+from ..core.objective import Context, Objective
+from ..core.randomness import Randomness
+from ..core.types import ImageBatch, Loss, concatenate, select_rows
+from ..data.image_io import resize_area
+from ..processes.autoregressive import AutoregressiveProcess
+from .advantages import group_advantages
+from .ppo import clipped_surrogate
+from .reconstruction_reward import reconstruction_rewards
+from .teacher_forcing import TeacherForcedSamples, compute_log_probs, sample_around
+from .token_noise import LLAMAGEN_PROMPT_DROPOUT, drop_prompts, replace_tokens_randomly, sample_token_mask
 
 
 @dataclass(frozen=True)
-class ForcedGRPO(Objective[Autoregressive, Pictures, Forced, None]):
+class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForcedSamples, None]):
     """GRPO with teacher forcing, as the trainer for LlamaGen has it; with noise and a prior, VA-pi.
 
     All samples of a picture read the same tokens, so one call of the network draws them all, and one scores them;
@@ -41,9 +41,9 @@ class ForcedGRPO(Objective[Autoregressive, Pictures, Forced, None]):
     unbiased: bool = True  # divide a group's spread by n - 1
     floor: float = 1e-8  # added to spreads
     faults: tuple[Literal["sampled_context", "dropout"], ...] = ()  # of the first trainer, to compare: both bend ratios
-    needs: ClassVar[type] = Autoregressive
+    needs: ClassVar[type] = AutoregressiveProcess
     needs_chance: ClassVar[bool] = True
-    consumes: ClassVar[type] = Pictures
+    consumes: ClassVar[type] = ImageBatch
 
     def __post_init__(self) -> None:
         if self.group < 2:
@@ -81,36 +81,38 @@ class ForcedGRPO(Objective[Autoregressive, Pictures, Forced, None]):
         return replace(self, kl=0.0) if self.kl else None
 
     @torch.no_grad()
-    def collect(self, ctx: Context[Autoregressive], batch: Pictures) -> Forced:
+    def collect(self, ctx: Context[AutoregressiveProcess], batch: ImageBatch) -> TeacherForcedSamples:
         few = max(1, (ctx.chunk or len(batch) * self.group) // self.group)
         chunks = torch.split(torch.arange(len(batch)), few)
-        return concatenate([self._rated(ctx, index(batch, rows), index(ctx.rng, rows)) for rows in chunks])
+        return concatenate([self._rated(ctx, select_rows(batch, rows), select_rows(ctx.rng, rows)) for rows in chunks])
 
-    def _rated(self, ctx: Context[Autoregressive], batch: Pictures, rng: Randomness) -> Forced:
+    def _rated(self, ctx: Context[AutoregressiveProcess], batch: ImageBatch, rng: Randomness) -> TeacherForcedSamples:
         policy, (_, _, height, width) = ctx.policy, ctx.policy.model.pixels
-        pixels = fitted(batch.pixels.to(rng.rows.device), height, width)
-        told = batch.prompts if "dropout" in self.faults else untold(batch.prompts, rng, self.drop or 0)
+        pixels = resize_area(batch.pixels.to(rng.rows.device), height, width)
+        told = batch.prompts if "dropout" in self.faults else drop_prompts(batch.prompts, rng, self.drop or 0)
         cond, clean = policy.embed(told), policy.encode(pixels)
-        given = disturbed(policy, cond, clean, rng, self.noise) if self.noise else clean
-        tokens, context, log_prob = sampled(policy, cond, given, rng, self.group, self.own)
-        reward, parts = earned(ctx, batch, tokens, pixels, self.latent)
-        better = by_group(reward.flatten(), self.group, self.unbiased, self.floor).clamp(-self.limit, self.limit)
-        return Forced(cond, clean, context, tokens, log_prob, rng, reward, better.view_as(reward), parts)
+        given = replace_tokens_randomly(policy, cond, clean, rng, self.noise) if self.noise else clean
+        tokens, context, log_prob = sample_around(policy, cond, given, rng, self.group, self.own)
+        reward, parts = reconstruction_rewards(ctx, batch, tokens, pixels, self.latent)
+        better = group_advantages(reward.flatten(), self.group, self.unbiased, self.floor).clamp(
+            -self.limit, self.limit
+        )
+        return TeacherForcedSamples(cond, clean, context, tokens, log_prob, rng, reward, better.view_as(reward), parts)
 
-    def watch(self, experience: Forced) -> dict[str, Tensor]:
+    def watch(self, experience: TeacherForcedSamples) -> dict[str, Tensor]:
         return experience.watched()
 
-    def parts(self, experience: Forced) -> Sequence[None]:
+    def parts(self, experience: TeacherForcedSamples) -> Sequence[None]:
         return (None,)
 
-    def loss(self, ctx: Context[Autoregressive], experience: Forced, part: None) -> Loss:
+    def loss(self, ctx: Context[AutoregressiveProcess], experience: TeacherForcedSamples, part: None) -> Loss:
         reference = None
         if self.kl:
             with ctx.policy.weights.use("reference"):
                 reference, _ = self._scores(ctx, experience)
         log_prob, likelihood = self._scores(ctx, experience)
-        segment = experience.segment(counted(experience.rng, experience.drawn, self.skip, ctx.epoch))
-        gain, watched = clipped(log_prob, segment, experience.advantage.flatten(), self.clip, self.rise)
+        segment = experience.segment(sample_token_mask(experience.rng, experience.drawn, self.skip, ctx.epoch))
+        gain, watched = clipped_surrogate(log_prob, segment, experience.advantage.flatten(), self.clip, self.rise)
         if reference is not None:
             change = reference - log_prob
             away = change.expm1() - change
@@ -120,12 +122,12 @@ class ForcedGRPO(Objective[Autoregressive, Pictures, Forced, None]):
         each = (gain * segment.mask).sum(1) / segment.mask.sum(1)
         return Loss(-each.view(-1, self.group).mean(1) - self.prior * likelihood, watched)
 
-    def _scores(self, ctx: Context[Autoregressive], seen: Forced) -> tuple[Tensor, Tensor]:
+    def _scores(self, ctx: Context[AutoregressiveProcess], seen: TeacherForcedSamples) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the drawn tokens [B * G, K], and of the picture's own in the mean [B]."""
         cond = seen.cond
         if "dropout" in self.faults and torch.is_grad_enabled():
-            share = UNTOLD if self.drop is None else self.drop
-            cond = ctx.policy.embed(untold(cond.prompts, seen.rng, share, ctx.epoch), cond.facts)
+            share = LLAMAGEN_PROMPT_DROPOUT if self.drop is None else self.drop
+            cond = ctx.policy.embed(drop_prompts(cond.prompts, seen.rng, share, ctx.epoch), cond.facts)
         context = seen.drawn if "sampled_context" in self.faults else seen.context
-        found, likelihood = scores(ctx.policy, cond, context, seen.drawn, seen.clean)
+        found, likelihood = compute_log_probs(ctx.policy, cond, context, seen.drawn, seen.clean)
         return found.flatten(0, 1), likelihood

@@ -6,15 +6,15 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from ..objective import Context, Memory, Nothing, Objective, Rated, rate
-from ..policy import Process
-from ..types import Loss, PromptBatch
+from ..core.objective import Context, NoState, Objective, ObjectiveState, ScoredRollout, rollout_and_score
+from ..core.policy import Process
+from ..core.types import Loss, PromptBatch
 from . import advantages
-from .surrogate import clipped, decisions
+from .ppo import clipped_surrogate, count_decisions
 
 
 @dataclass(frozen=True)
-class GRPO(Objective[Process, PromptBatch, Rated, int]):
+class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     """Group-relative policy optimisation under PPO's clipped ratio, with a penalty for leaving the reference.
 
     Flow-GRPO, DanceGRPO and MixGRPO are this on a Gaussian process with their dynamics and window.
@@ -57,37 +57,39 @@ class GRPO(Objective[Process, PromptBatch, Rated, int]):
     def gradients(self, decisions: int) -> int:
         return decisions
 
-    def memory(self) -> Memory:
+    def memory(self) -> ObjectiveState:
         tracked = self.advantage == "tracker"
-        return advantages.PromptTracker(self.track, self.track_from, self.floor) if tracked else Nothing()
+        return advantages.PromptTracker(self.track, self.track_from, self.floor) if tracked else NoState()
 
-    def collect(self, ctx: Context[Process], batch: PromptBatch) -> Rated:
-        trajectory, rng, scores = rate(ctx, batch, self.group)
+    def collect(self, ctx: Context[Process], batch: PromptBatch) -> ScoredRollout:
+        trajectory, rng, scores = rollout_and_score(ctx, batch, self.group)
 
         def measured(reward: Tensor) -> Tensor:
             return self._advantage(ctx, trajectory.cond.prompts, reward)
 
         split = self.mix == "advantages"
-        advantage = advantages.mixed(ctx.rubric, scores.parts, measured) if split else measured(scores.total)
-        return Rated(trajectory, rng, scores.total, advantage.clamp(-self.limit, self.limit), scores.parts)
+        advantage = (
+            advantages.combine_advantages(ctx.rubric, scores.parts, measured) if split else measured(scores.total)
+        )
+        return ScoredRollout(trajectory, rng, scores.total, advantage.clamp(-self.limit, self.limit), scores.parts)
 
     def _advantage(self, ctx: Context[Process], prompts: Sequence[str], reward: Tensor) -> Tensor:
         if self.advantage == "group":
-            return advantages.by_group(reward, self.group, self.unbiased, self.floor)
+            return advantages.group_advantages(reward, self.group, self.unbiased, self.floor)
         everyone = ctx.comm.gather(reward)
         if self.advantage == "group_mean":
-            return advantages.by_group_mean(reward, self.group, everyone, self.floor)
+            return advantages.group_mean_advantages(reward, self.group, everyone, self.floor)
         if isinstance(ctx.memory, advantages.PromptTracker):
             return ctx.memory.advantages(prompts, reward, ctx.comm.gather_objects(prompts), everyone)
-        return advantages.overall(reward, everyone, self.floor)
+        return advantages.global_advantages(reward, everyone, self.floor)
 
-    def watch(self, experience: Rated) -> dict[str, Tensor]:
+    def watch(self, experience: ScoredRollout) -> dict[str, Tensor]:
         return experience.watched(self.group)
 
-    def parts(self, experience: Rated) -> Sequence[int]:
+    def parts(self, experience: ScoredRollout) -> Sequence[int]:
         return range(len(experience.trajectory.segments))
 
-    def loss(self, ctx: Context[Process], experience: Rated, part: int) -> Loss:
+    def loss(self, ctx: Context[Process], experience: ScoredRollout, part: int) -> Loss:
         cond, segments = experience.trajectory.cond, experience.trajectory.segments
         segment, reference = segments[part], None
         if self.kl:
@@ -95,10 +97,10 @@ class GRPO(Objective[Process, PromptBatch, Rated, int]):
                 reference = ctx.policy.decide(cond, segment)
         now = ctx.policy.decide(cond, segment)
         log_prob = now.log_prob(segment.action)
-        gain, watched = clipped(log_prob, segment, experience.advantage, self.clip, self.rise)
+        gain, watched = clipped_surrogate(log_prob, segment, experience.advantage, self.clip, self.rise)
         if reference is not None:
             change = reference.log_prob(segment.action) - log_prob
             away = change.expm1() - change if self.divergence == "k3" else now.kl(reference)
             gain = gain - self.kl * away
             watched["kl"] = ((away * segment.mask).sum(1) / segment.mask.sum(1).clamp(min=1)).detach()
-        return Loss(-(gain * segment.mask).sum(1) / decisions(segments), watched)
+        return Loss(-(gain * segment.mask).sum(1) / count_decisions(segments), watched)

@@ -7,14 +7,14 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..objective import Context, Objective, Rated, rate
+from ..core.objective import Context, Objective, ScoredRollout, rollout_and_score
+from ..core.types import Loss, PromptBatch
 from ..processes.gaussian import GaussianProcess
-from ..types import Loss, PromptBatch
-from .advantages import by_group_mean, mixed
+from .advantages import combine_advantages, group_mean_advantages
 
 
 @dataclass(frozen=True)
-class NFT(Objective[GaussianProcess, PromptBatch, Rated, int]):
+class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
     """DiffusionNFT: on the forward process, go towards good samples and mirror away from bad ones.
 
     Relations are affine, so the original's mixtures of velocities are mixtures of clean samples here.
@@ -49,24 +49,24 @@ class NFT(Objective[GaussianProcess, PromptBatch, Rated, int]):
     def untied(self) -> Self | None:
         return replace(self, anchor=0.0) if self.anchor else None
 
-    def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> Rated:
+    def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> ScoredRollout:
         with ctx.policy.weights.use("old"):
-            trajectory, rng, scores = rate(ctx, batch, self.group)
+            trajectory, rng, scores = rollout_and_score(ctx, batch, self.group)
 
         def measured(reward: Tensor) -> Tensor:
-            return by_group_mean(reward, self.group, ctx.comm.gather(reward))
+            return group_mean_advantages(reward, self.group, ctx.comm.gather(reward))
 
         split = self.mix == "advantages"
-        advantage = mixed(ctx.rubric, scores.parts, measured) if split else measured(scores.total)
-        return Rated(trajectory, rng, scores.total, advantage, scores.parts)
+        advantage = combine_advantages(ctx.rubric, scores.parts, measured) if split else measured(scores.total)
+        return ScoredRollout(trajectory, rng, scores.total, advantage, scores.parts)
 
-    def watch(self, experience: Rated) -> dict[str, Tensor]:
+    def watch(self, experience: ScoredRollout) -> dict[str, Tensor]:
         return experience.watched(self.group)
 
-    def parts(self, experience: Rated) -> Sequence[int]:
+    def parts(self, experience: ScoredRollout) -> Sequence[int]:
         return range(self.levels)
 
-    def loss(self, ctx: Context[GaussianProcess], experience: Rated, part: int) -> Loss:
+    def loss(self, ctx: Context[GaussianProcess], experience: ScoredRollout, part: int) -> Loss:
         policy, cond, clean = ctx.policy, experience.trajectory.cond, experience.trajectory.final
         noisy = policy.corrupt(clean, experience.rng, draw=ctx.epoch * self.levels + part)
         with policy.weights.use("old"):
@@ -76,8 +76,8 @@ class NFT(Objective[GaussianProcess, PromptBatch, Rated, int]):
             with policy.weights.use("reference"):
                 reference = policy.restore(cond, noisy).mean
         now = policy.restore(cond, noisy).mean
-        towards = weighed(old + self.beta * (now - old), clean)
-        away = weighed(old - self.beta * (now - old), clean)
+        towards = normalized_squared_error(old + self.beta * (now - old), clean)
+        away = normalized_squared_error(old - self.beta * (now - old), clean)
         good = (experience.advantage / (2 * self.strength) + 0.5).clamp(0, 1)
         rows = self.strength * (good * towards + (1 - good) * away) / self.beta
         watched = {"good": good}
@@ -90,7 +90,7 @@ class NFT(Objective[GaussianProcess, PromptBatch, Rated, int]):
         ctx.policy.weights.blend("old", min(self.decay_rate * ctx.rng.step, self.decay_limit))
 
 
-def weighed(guess: Tensor, clean: Tensor) -> Tensor:
+def normalized_squared_error(guess: Tensor, clean: Tensor) -> Tensor:
     """Squared error in units of the absolute one, so that every noise level pulls alike: [B]."""
     with torch.no_grad():
         scale = (guess.double() - clean.double()).abs().flatten(1).mean(1).clamp(min=1e-5).float()

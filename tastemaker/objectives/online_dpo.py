@@ -8,18 +8,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..objective import Context, Objective, rate
-from ..policy import Policy, Process
-from ..types import Loss, PromptBatch, index
+from ..core.objective import Context, Objective, rollout_and_score
+from ..core.policy import Policy, Process
+from ..core.types import Loss, PromptBatch, select_rows
 from .dpo import DPO
-from .preference import Corruption, Preference, corrupt, preferred
-from .steering import guidance, steered
+from .preference_loss import Corruption, PreferenceExperience, corrupt_pair, dpo_loss
+from .reward_guidance import guidance_loss, make_guidance_batch
 
-BEGUN = "round"  # the weights a round began with
+ROUND_SNAPSHOT = "round"  # the weights a round began with
 
 
 @dataclass(frozen=True)
-class OnlineDPO(Objective[Process, PromptBatch, Preference, int]):
+class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
     """DPO on pairs made as it goes: of each prompt's samples, the best is preferred to the worst.
 
     With `round` it is iterative DPO: all samples of a round are of the weights it began with. They are made when their
@@ -60,45 +60,51 @@ class OnlineDPO(Objective[Process, PromptBatch, Preference, int]):
         return 2  # both of a pair
 
     def snapshots(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([self._reference, *([BEGUN] if self.round else [])]))
+        return tuple(dict.fromkeys([self._reference, *([ROUND_SNAPSHOT] if self.round else [])]))
 
     @property
     def _reference(self) -> str:
-        return BEGUN if self.round and self.renew else "reference"
+        return ROUND_SNAPSHOT if self.round and self.renew else "reference"
 
     def _sampling(self, policy: Policy[Process]) -> AbstractContextManager[None]:
-        return policy.weights.use(BEGUN) if self.round else nullcontext()
+        return policy.weights.use(ROUND_SNAPSHOT) if self.round else nullcontext()
 
     @torch.no_grad()
-    def collect(self, ctx: Context[Process], batch: PromptBatch) -> Preference:
+    def collect(self, ctx: Context[Process], batch: PromptBatch) -> PreferenceExperience:
         # Pairs need no log-probabilities, which some samplers would score once more.
         process = ctx.policy.process if self.replays() else ctx.policy.process.as_sampled()
         with self._sampling(ctx.policy):
-            trajectory, _, scores = rate(replace(ctx, policy=replace(ctx.policy, process=process)), batch, self.group)
+            trajectory, _, scores = rollout_and_score(
+                replace(ctx, policy=replace(ctx.policy, process=process)), batch, self.group
+            )
         groups = scores.total.view(-1, self.group)
         first = torch.arange(len(groups), device=groups.device) * self.group
         best, worst = first + groups.argmax(1), first + groups.argmin(1)
         said = (groups.amax(1) > groups.amin(1)).float()  # a group of equals prefers nothing
-        cond, final = index(trajectory.cond, best), trajectory.final
-        pairs = Preference(cond, final[best], final[worst], said, ctx.rng, groups.mean(1))
-        return replace(pairs, steering=steered(trajectory, scores, self.guide_by, self.group)) if self.guide else pairs
+        cond, final = select_rows(trajectory.cond, best), trajectory.final
+        pairs = PreferenceExperience(cond, final[best], final[worst], said, ctx.rng, groups.mean(1))
+        return (
+            replace(pairs, steering=make_guidance_batch(trajectory, scores, self.guide_by, self.group))
+            if self.guide
+            else pairs
+        )
 
-    def watch(self, experience: Preference) -> dict[str, Tensor]:
+    def watch(self, experience: PreferenceExperience) -> dict[str, Tensor]:
         return {"reward": experience.reward, "flat_groups": (1 - experience.weight).mean()}
 
-    def parts(self, experience: Preference) -> Sequence[int]:
+    def parts(self, experience: PreferenceExperience) -> Sequence[int]:
         steps = len(experience.steering.trajectory.segments) if experience.steering else 0
         return range(self.levels + steps)
 
-    def loss(self, ctx: Context[Process], experience: Preference, part: int) -> Loss:
+    def loss(self, ctx: Context[Process], experience: PreferenceExperience, part: int) -> Loss:
         if part >= self.levels:
             assert experience.steering is not None  # parts says so
-            steering = guidance(ctx.policy, experience.steering, part - self.levels)
+            steering = guidance_loss(ctx.policy, experience.steering, part - self.levels)
             return Loss(self.guide * steering.rows, steering.metrics)
-        noisy = corrupt(ctx.policy, experience, self.corruption, ctx.epoch * self.levels + part)
-        whole = preferred(ctx.policy, experience, noisy, self.beta, self.sft, self._reference)
+        noisy = corrupt_pair(ctx.policy, experience, self.corruption, ctx.epoch * self.levels + part)
+        whole = dpo_loss(ctx.policy, experience, noisy, self.beta, self.sft, self._reference)
         return Loss(whole.rows / self.levels, whole.metrics)
 
     def after_update(self, ctx: Context[Process]) -> None:
         if self.round and (ctx.rng.step + 1) % self.round == 0:
-            ctx.policy.weights.blend(BEGUN)
+            ctx.policy.weights.blend(ROUND_SNAPSHOT)

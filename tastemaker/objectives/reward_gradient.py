@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..objective import Context, Objective
+from ..core.objective import Context, Objective
+from ..core.randomness import Randomness
+from ..core.types import Condition, Loss, PromptBatch
 from ..processes.gaussian import GaussianProcess
-from ..randomness import Randomness
-from ..types import Condition, Loss, PromptBatch
-from .frames import Frames, decoded, refuse
+from .frame_selection import Frames, decode_frames, validate_frames
 
 
 @dataclass(frozen=True)
-class Asked:
+class RewardGradientBatch:
     cond: Condition
     rng: Randomness
     made: Tensor | None = None  # [B, ...] clean samples, where they are noised again
@@ -26,7 +26,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
+class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch, int]):
     """Climb the reward through part of the sampler.
 
     `tail` is DRaFT-K, and with one step VADER's `last`; `random` and `specific` are VADER's, `normal` AlignProp's: the
@@ -51,7 +51,7 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        refuse(self.frames)
+        validate_frames(self.frames)
         if self.through == "steps" and not self.steps:
             raise ValueError("'steps' is empty; expected the steps to train at, since 'through' is steps")
         if self.step < 0 or min(self.steps, default=0) < 0:
@@ -63,11 +63,13 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
     def gradients(self, decisions: int) -> int:
         return self.tail if self.through == "tail" else 1
 
-    def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> Asked:
+    def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> RewardGradientBatch:
         cond = ctx.policy.embed(batch.prompts, batch.facts)
-        return Asked(cond, ctx.rng, ctx.sample(cond, ctx.rng).final if self.through == "renoised" else None)
+        return RewardGradientBatch(
+            cond, ctx.rng, ctx.sample(cond, ctx.rng).final if self.through == "renoised" else None
+        )
 
-    def parts(self, experience: Asked) -> Sequence[int]:
+    def parts(self, experience: RewardGradientBatch) -> Sequence[int]:
         return range(self.copies if self.through == "renoised" else 1)
 
     def first(self, rng: Randomness, steps: int, draw: int = 0) -> int:
@@ -90,16 +92,16 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, Asked, int]):
             raise ValueError(f"{found}; ask for one below {steps}")
         return low + int(rng.number("first", draw) * (high - low + 1))
 
-    def loss(self, ctx: Context[GaussianProcess], experience: Asked, part: int) -> Loss:
+    def loss(self, ctx: Context[GaussianProcess], experience: RewardGradientBatch, part: int) -> Loss:
         x = self._sample(ctx, experience, part)
         cond, draw = experience.cond, ctx.epoch * len(self.parts(experience)) + part
-        pixels = decoded(ctx.policy, x, self.frames, experience.rng, draw)
+        pixels = decode_frames(ctx.policy, x, self.frames, experience.rng, draw)
         scores = ctx.rubric.score(pixels, cond.prompts, cond.facts)
         short = -scores.total if self.threshold is None else F.relu(self.threshold - scores.total)
         watched = {"reward": scores.total.detach(), **{f"reward/{k}": v.detach() for k, v in scores.parts.items()}}
         return Loss(self.scale * short / len(self.parts(experience)), watched)
 
-    def _sample(self, ctx: Context[GaussianProcess], seen: Asked, part: int) -> Tensor:
+    def _sample(self, ctx: Context[GaussianProcess], seen: RewardGradientBatch, part: int) -> Tensor:
         process, model = ctx.policy.process, ctx.policy.model
         rollout = process.start(model, seen.cond, seen.rng)
         if seen.made is not None:

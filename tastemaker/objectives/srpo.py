@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..distributions import like
-from ..objective import Context, Objective
+from ..core.distributions import broadcast_to_shape
+from ..core.objective import Context, Objective
+from ..core.registry import ConfigError
+from ..core.types import Condition, Loss, PromptBatch, concatenate, select_rows
 from ..processes.gaussian import GaussianProcess
-from ..registry import ConfigError
-from ..types import Condition, Loss, PromptBatch, concatenate, index
-from .contrasts import against_grain, against_words
-from .levels import Branch, Grid, Levels, discounted
+from .srpo_contrast import noise_contrast, prompt_contrast
+from .srpo_grid import Branch, BranchLevels, TrainingGrid, level_weights
 
 
 @dataclass(frozen=True)
-class Aligned:
+class DirectAlignBatch:
     cond: Condition
     clean: Tensor  # [B, ...] what the model makes now, or what the data shows
     noise: Tensor  # [B, ...] known, which is the idea
@@ -31,7 +31,7 @@ class Aligned:
 
 
 @dataclass(frozen=True)
-class SRPO(Objective[GaussianProcess, PromptBatch, Aligned, tuple[Branch, ...]]):
+class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branch, ...]]):
     """Direct-Align: one step from any noise level, then the clean sample in closed form, for the noise is known.
 
     The reward is relative: control words before the prompt are praised, others blamed. The inversion branch enters from
@@ -91,15 +91,15 @@ class SRPO(Objective[GaussianProcess, PromptBatch, Aligned, tuple[Branch, ...]])
         return len(self.branches) if self.merged else 1
 
     @torch.no_grad()
-    def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> Aligned:
+    def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> DirectAlignBatch:
         rng, copies = ctx.rng.repeat(self.draws), torch.arange(len(batch)).repeat_interleave(self.draws)
-        cond, clean, noise = index(self._samples(ctx, batch), copies)
+        cond, clean, noise = select_rows(self._samples(ctx, batch), copies)
         width = self.length - 2 * self.edge + 1
         place = self.edge + (rng.uniform("place", 1).flatten() * width).long()
         reach = self._grid(ctx.policy.process).reach(place)
         if self.carried:
             reach = reach.view(-1, self.draws).cummin(1).values.flatten()
-        return Aligned(cond, clean, noise, place, torch.full_like(place, rng.step + 1), reach)
+        return DirectAlignBatch(cond, clean, noise, place, torch.full_like(place, rng.step + 1), reach)
 
     def _samples(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> tuple[Condition, Tensor, Tensor]:
         """Clean samples and the noise to hide them in: made now, or shown by the data."""
@@ -115,30 +115,34 @@ class SRPO(Objective[GaussianProcess, PromptBatch, Aligned, tuple[Branch, ...]])
         clean = concatenate([ctx.policy.encode(pixels) for pixels in shown])
         return cond, clean, start.normal("start", *clean.shape[1:])
 
-    def parts(self, experience: Aligned) -> Sequence[tuple[Branch, ...]]:
+    def parts(self, experience: DirectAlignBatch) -> Sequence[tuple[Branch, ...]]:
         return (self.branches,) if self.merged else [(branch,) for branch in self.branches]
 
-    def _grid(self, process: GaussianProcess) -> Grid:
+    def _grid(self, process: GaussianProcess) -> TrainingGrid:
         noisiest, cleanest = (float(process.path.grid(self.grid)[i]) for i in self.span)
-        return Grid(noisiest, cleanest, self.length, int((1 - self.kept) * self.length) + 1)
+        return TrainingGrid(noisiest, cleanest, self.length, int((1 - self.kept) * self.length) + 1)
 
-    def levels(self, process: GaussianProcess, place: Tensor, branch: Branch, reach: Tensor | None = None) -> Levels:
+    def levels(
+        self, process: GaussianProcess, place: Tensor, branch: Branch, reach: Tensor | None = None
+    ) -> BranchLevels:
         """Where a branch enters and lands, if no stride is given with the longest that fits."""
         grid = self._grid(process)
         source, target, at = grid.between(place, grid.reach(place) if reach is None else reach, branch)
         ends = self.boost_denoise if branch == "denoise" else self.boost_inversion
         boost = torch.linspace(*ends, self.length).to(place.device)[at]
-        return Levels(source, target, boost, discounted(at / self.length, self.discount))
+        return BranchLevels(source, target, boost, level_weights(at / self.length, self.discount))
 
-    def recover(self, ctx: Context[GaussianProcess], seen: Aligned, levels: Levels) -> Tensor:
+    def recover(self, ctx: Context[GaussianProcess], seen: DirectAlignBatch, levels: BranchLevels) -> Tensor:
         """Noise the sample, let the network take one step, and take the known noise out again: [B, ...]."""
         process, path, target = ctx.policy.process, ctx.policy.process.path, levels.target
         noisy = process.corrupt(seen.clean, ctx.rng, levels.source, seen.noise)
         guess = ctx.policy.restore(seen.cond, noisy).mean
         moved = process.move(noisy.x, noisy.t, target, guess)
-        return (moved - like(path.sigma(target), moved) * seen.noise) / like(path.alpha(target), moved)
+        return (moved - broadcast_to_shape(path.sigma(target), moved) * seen.noise) / broadcast_to_shape(
+            path.alpha(target), moved
+        )
 
-    def loss(self, ctx: Context[GaussianProcess], experience: Aligned, part: tuple[Branch, ...]) -> Loss:
+    def loss(self, ctx: Context[GaussianProcess], experience: DirectAlignBatch, part: tuple[Branch, ...]) -> Loss:
         process, place, reach = ctx.policy.process, experience.place, experience.reach
         levels = concatenate([self.levels(process, place, branch, reach) for branch in part])
         pixels = ctx.policy.decode(self.recover(ctx, concatenate([experience] * len(part)), levels))
@@ -148,7 +152,12 @@ class SRPO(Objective[GaussianProcess, PromptBatch, Aligned, tuple[Branch, ...]])
         return Loss((levels.weight.view_as(short) * short).sum(0) / len(self.branches), watched)
 
     def _earned(
-        self, ctx: Context[GaussianProcess], seen: Aligned, part: tuple[Branch, ...], pixels: Tensor, boost: Tensor
+        self,
+        ctx: Context[GaussianProcess],
+        seen: DirectAlignBatch,
+        part: tuple[Branch, ...],
+        pixels: Tensor,
+        boost: Tensor,
     ) -> Tensor:
         """What the rows of each branch earned, one branch after the other: [branches * B]."""
         prompts, facts, step = seen.cond.prompts * len(part), seen.cond.facts * len(part), int(seen.step[0])
@@ -157,9 +166,9 @@ class SRPO(Objective[GaussianProcess, PromptBatch, Aligned, tuple[Branch, ...]])
             total = ctx.rubric.score(pixels, prompts, facts).total
             return torch.where(torch.tensor(turned, device=total.device), -total, total)
         if self.grain:
-            praised, blamed = against_grain(ctx, pixels, prompts, facts, self.grain, turned)
+            praised, blamed = noise_contrast(ctx, pixels, prompts, facts, self.grain, turned)
         else:
             words = (self.praise[step % len(self.praise)], self.blame[step % len(self.blame)])
             praise, blame = (self.template.replace("{word}", word) for word in words)
-            praised, blamed = against_words(ctx, pixels, prompts, facts, (praise, blame), turned)
+            praised, blamed = prompt_contrast(ctx, pixels, prompts, facts, (praise, blame), turned)
         return (1 + boost) * praised - blamed

@@ -10,7 +10,7 @@ from .scenes import SIDE
 GROUPS = 8
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.before, self.first = nn.GroupNorm(GROUPS, width), nn.Conv2d(width, width, 3, padding=1)
@@ -28,17 +28,17 @@ class Stem(nn.Module):
     def __init__(self, widths: tuple[int, int, int], channels: int = 3) -> None:
         super().__init__()
         fine, middle, coarse = widths
-        self.enter, self.seen = nn.Conv2d(channels, fine, 4, 2, 1), Residual(fine)
-        self.narrow, self.known = nn.Conv2d(fine, middle, 4, 2, 1), Residual(middle)
+        self.enter, self.seen = nn.Conv2d(channels, fine, 4, 2, 1), ResidualBlock(fine)
+        self.narrow, self.known = nn.Conv2d(fine, middle, 4, 2, 1), ResidualBlock(middle)
         self.narrower = nn.Conv2d(middle, coarse, 3, 2, 1)
-        self.whole = nn.Sequential(Residual(coarse), Residual(coarse))
+        self.whole = nn.Sequential(ResidualBlock(coarse), ResidualBlock(coarse))
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         h = self.known(self.narrow(self.seen(self.enter(2 * pixels - 1))))
         return h, self.whole(self.narrower(h))
 
 
-def still(pixels: Tensor) -> Tensor:
+def first_frame(pixels: Tensor) -> Tensor:
     """The first frames of pixels [N, F, 3, H, W], at the size networks here look at: [N, 3, 64, 64]."""
     frame = pixels[:, 0]
     if frame.shape[-2:] == (SIDE, SIDE):

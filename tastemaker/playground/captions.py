@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..randomness import Randomness, philox
-from ..types import Facts, concatenate, index
+from ..core.randomness import Randomness, philox
+from ..core.types import Metadata, concatenate, select_rows
 from .art import CLASSES, COLORS
 from .language import (
     ATTRIBUTION,
@@ -22,15 +22,15 @@ from .language import (
     RELATIONS,
     SINGLE,
     TWO,
-    Row,
-    metadata,
-    read,
-    sentence,
+    CaptionRow,
+    caption_metadata,
+    caption_text,
+    parse_sentence,
 )
 from .language import MOTIONS as MOTIONS
 from .language import TASKS as TASKS
 from .language import VOCABULARY as VOCABULARY
-from .language import tokens as tokens
+from .language import tokenize as tokenize
 
 Split = Literal["train", "held_out"]
 WEIGHTS = (0.10, 0.20, 0.20, 0.15, 0.20, 0.15)  # how often each task is drawn
@@ -39,7 +39,7 @@ CANDIDATES = 16  # drawn at once for each row, so that hardly ever a second roun
 
 
 @dataclass(frozen=True)
-class Captions:
+class SceneCaptions:
     """What a task does not speak of is the same in all its captions: no second thing, no colour, a count of 1."""
 
     task: Tensor  # [N] place in TASKS
@@ -61,16 +61,16 @@ class Captions:
         """How many things are asked for altogether: [N]."""
         return torch.where(self.paired(), 2, self.count)
 
-    def to(self, device: torch.device | str) -> Captions:
-        return Captions(*(column.to(device) for column in self._columns()))
+    def to(self, device: torch.device | str) -> SceneCaptions:
+        return SceneCaptions(*(column.to(device) for column in self._columns()))
 
     def texts(self) -> tuple[str, ...]:
         """GenEval's sentences."""
-        return tuple(map(sentence, self._rows()))
+        return tuple(map(caption_text, self._rows()))
 
-    def facts(self) -> tuple[Facts, ...]:
+    def facts(self) -> tuple[Metadata, ...]:
         """GenEval's metadata."""
-        return tuple(map(metadata, self._rows()))
+        return tuple(map(caption_metadata, self._rows()))
 
     def held_out(self) -> Tensor:
         """Whether a caption is kept from all training: a fifth of every task but the first, [N]."""
@@ -79,7 +79,7 @@ class Captions:
         colors = same.first_color + 16 * same.second_color
         return (philox((setting, same.first, same.second, colors), SPLIT)[0] % 5 == 0) & (self.task != SINGLE)
 
-    def _canonical(self) -> Captions:
+    def _canonical(self) -> SceneCaptions:
         """The same for 'a dog left of a cat' and 'a cat right of a dog'."""
         swap = self.first > self.second
         return replace(
@@ -94,39 +94,43 @@ class Captions:
     def _columns(self) -> list[Tensor]:
         return [getattr(self, f.name) for f in fields(self)]
 
-    def _rows(self) -> list[Row]:
-        return [Row(*row) for row in torch.stack(self._columns(), 1).tolist()]
+    def _rows(self) -> list[CaptionRow]:
+        return [CaptionRow(*row) for row in torch.stack(self._columns(), 1).tolist()]
 
 
-def parse(texts: Sequence[str]) -> Captions:
+def parse_captions(texts: Sequence[str]) -> SceneCaptions:
     """What `texts` wrote, read back."""
-    rows = torch.tensor([read(text) for text in texts], dtype=torch.int64).view(len(texts), len(Row._fields))
-    return Captions(*rows.unbind(1))
+    rows = torch.tensor([parse_sentence(text) for text in texts], dtype=torch.int64).view(
+        len(texts), len(CaptionRow._fields)
+    )
+    return SceneCaptions(*rows.unbind(1))
 
 
-def draw(rng: Randomness, weights: Sequence[float] = WEIGHTS, purpose: str = "caption") -> Captions:
+def sample_captions(rng: Randomness, weights: Sequence[float] = WEIGHTS, purpose: str = "caption") -> SceneCaptions:
     """One caption a row, of either split."""
     return _candidates(rng, _tasks(rng, weights, purpose), 1, purpose, 0)
 
 
-def drawn(rng: Randomness, split: Split, weights: Sequence[float] = WEIGHTS, purpose: str = "caption") -> Captions:
+def sample_split_captions(
+    rng: Randomness, split: Split, weights: Sequence[float] = WEIGHTS, purpose: str = "caption"
+) -> SceneCaptions:
     """One caption a row, of one split; captions of single things are in both, for none of them is held out."""
     return _settled(rng, _tasks(rng, weights, purpose), split, purpose, 0)
 
 
-def _settled(rng: Randomness, task: Tensor, split: Split, purpose: str, attempt: int) -> Captions:
+def _settled(rng: Randomness, task: Tensor, split: Split, purpose: str, attempt: int) -> SceneCaptions:
     """The first of each row's candidates that belongs to the split, and another attempt where none does."""
     captions = _candidates(rng, task, CANDIDATES, purpose, attempt)
     belongs = (captions.held_out() == (split == "held_out")) | (captions.task == SINGLE)
     right = belongs.view(len(rng), CANDIDATES)
     places = torch.arange(len(rng), device=task.device)
-    found = index(captions, places * CANDIDATES + right.byte().argmax(1))
+    found = select_rows(captions, places * CANDIDATES + right.byte().argmax(1))
     missing = places[~right.any(1)]
     if not len(missing):
         return found
-    again = _settled(index(rng, missing), task[missing], split, purpose, attempt + 1)
+    again = _settled(select_rows(rng, missing), task[missing], split, purpose, attempt + 1)
     places[missing] = len(rng) + torch.arange(len(missing), device=task.device)
-    return index(concatenate([found, again]), places)
+    return select_rows(concatenate([found, again]), places)
 
 
 def _tasks(rng: Randomness, weights: Sequence[float], purpose: str) -> Tensor:
@@ -134,16 +138,16 @@ def _tasks(rng: Randomness, weights: Sequence[float], purpose: str) -> Tensor:
     if len(weights) != len(TASKS) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
         expected = f"{len(TASKS)} numbers of at least 0, one of them above, for {', '.join(TASKS)}"
         raise ValueError(f"the weights of the tasks are {list(weights)}; expected {expected}")
-    return weighed(rng.uniform(f"{purpose} task", 1)[:, 0], weights)
+    return sample_weighted(rng.uniform(f"{purpose} task", 1)[:, 0], weights)
 
 
-def weighed(uniform: Tensor, weights: Sequence[float]) -> Tensor:
+def sample_weighted(uniform: Tensor, weights: Sequence[float]) -> Tensor:
     """Places among weights, each as often as its weight says, of uniform numbers [N] below 1: [N]."""
     shares = torch.tensor(weights, dtype=torch.float64).cumsum(0)
     return torch.bucketize(uniform, (shares / shares[-1]).float().to(uniform.device), right=True)
 
 
-def _candidates(rng: Randomness, task: Tensor, many: int, purpose: str, attempt: int) -> Captions:
+def _candidates(rng: Randomness, task: Tensor, many: int, purpose: str, attempt: int) -> SceneCaptions:
     """`many` captions of each row's task, side by side."""
     words = rng.words(purpose, 8 * many, draw=attempt).view(-1, 8).unbind(1)
     task = task.repeat_interleave(many)
@@ -152,7 +156,7 @@ def _candidates(rng: Randomness, task: Tensor, many: int, purpose: str, attempt:
     second = (first + 1 + words[1] % (len(CLASSES) - 1)) % len(CLASSES)
     other = (tint + 1 + words[3] % (len(COLORS) - 1)) % len(COLORS)
     pair = (task == TWO) | (task == POSITION) | (task == ATTRIBUTION)
-    return Captions(
+    return SceneCaptions(
         task=task,
         first=first,
         second=torch.where(pair, second, first),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .art import CLASSES, COLORS
-from .blocks import GROUPS, Residual, Stem
+from .blocks import GROUPS, ResidualBlock, Stem
 from .scenes import SIDE, SLOTS, Scenes
 
 CELLS = 16  # a side of the grid
@@ -20,7 +20,7 @@ USUAL = 3.0  # log of a usual size in pixels, so that the head starts near the t
 
 
 @dataclass(frozen=True)
-class Maps:
+class DetectorMaps:
     """What the detector says of every cell."""
 
     heat: Tensor  # [N, 48, 16, 16] logits of a thing's centre
@@ -43,14 +43,14 @@ class Detections:
         return len(self.kind)
 
 
-class Detector(nn.Module):
+class SceneDetector(nn.Module):
     widths: tuple[int, int, int] = (32, 80, 144)
     tiny: tuple[int, int, int] = (8, 16, 16)
 
     def __init__(self, widths: tuple[int, int, int] = widths) -> None:
         super().__init__()
         self.stem, self.up = Stem(widths), nn.Conv2d(widths[2], widths[1], 1)
-        self.merged, self.norm = Residual(widths[1]), nn.GroupNorm(GROUPS, widths[1])
+        self.merged, self.norm = ResidualBlock(widths[1]), nn.GroupNorm(GROUPS, widths[1])
         self.head = nn.Conv2d(widths[1], len(CLASSES) + len(COLORS) + 4, 3, padding=1)
         nn.init.normal_(self.head.weight, std=0.01)
         rare = torch.tensor([-5.0] * len(CLASSES) + [0.0] * (len(COLORS) + 4))  # hardly any cell is a centre
@@ -61,23 +61,23 @@ class Detector(nn.Module):
         coarse: Tensor = self.stem(pixels)[1]
         return coarse.mean((2, 3))
 
-    def forward(self, pixels: Tensor) -> Maps:
+    def forward(self, pixels: Tensor) -> DetectorMaps:
         fine, coarse = self.stem(pixels)
         h = self.merged(fine + F.interpolate(self.up(coarse), scale_factor=2.0))
-        return Maps(*self.head(F.silu(self.norm(h))).split([len(CLASSES), len(COLORS), 2, 2], 1))
+        return DetectorMaps(*self.head(F.silu(self.norm(h))).split([len(CLASSES), len(COLORS), 2, 2], 1))
 
 
-def summits(heat: Tensor) -> Tensor:
+def find_peaks(heat: Tensor) -> Tensor:
     """Cells hotter than their eight neighbours in whichever class: [N, 16, 16] bool of logits [N, 48, 16, 16]."""
     hottest = heat.amax(1)
     return hottest >= F.max_pool2d(hottest[:, None], 3, 1, 1)[:, 0]
 
 
-def detections(maps: Maps) -> Detections:
+def decode_detections(maps: DetectorMaps) -> Detections:
     """The summits, with what the maps say there."""
     heat = maps.heat.float()
     hottest, kind = heat.max(1)  # [N, 16, 16]
-    score = torch.where(summits(heat), hottest.sigmoid(), 0.0).flatten(1)
+    score = torch.where(find_peaks(heat), hottest.sigmoid(), 0.0).flatten(1)
     score, place = score.topk(MOST, 1)
     column, row = place % CELLS, place.div(CELLS, rounding_mode="floor")
     cell = torch.stack([column, row], 2) + 0.5
@@ -96,7 +96,7 @@ def _at(plane: Tensor, place: Tensor) -> Tensor:
     return flat.gather(2, place[:, None].expand(-1, flat.shape[1], -1)).transpose(1, 2)
 
 
-def loss(maps: Maps, scenes: Scenes) -> Tensor:
+def detector_loss(maps: DetectorMaps, scenes: Scenes) -> Tensor:
     """Focal heat, cross-entropy of colour, and distances of offset and size: one value a picture, [N]."""
     x, y = scenes.x / CELL, scenes.y / CELL  # [N, 4]
     column, row = (at.floor().clamp(0, CELLS - 1).long() for at in (x, y))

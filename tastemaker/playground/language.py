@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..registry import suggest
-from ..types import Facts
+from ..core.registry import suggest_name
+from ..core.types import Metadata
 from .art import CLASSES, COLORS
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")  # GenEval's tags
@@ -33,7 +33,7 @@ VOCABULARY: tuple[str, ...] = (
 )
 
 
-class Row(NamedTuple):
+class CaptionRow(NamedTuple):
     """One caption, in the order of the fields of `Captions`."""
 
     task: int
@@ -49,7 +49,7 @@ def article(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
-def sentence(row: Row) -> str:
+def caption_text(row: CaptionRow) -> str:
     """GenEval's sentence of a caption."""
     if row.task == COUNTING:
         return f"{OPENING} {NUMBERS[row.count - 2]} {PLURALS[row.first]}"
@@ -64,7 +64,7 @@ def _thing(kind: int, color: int) -> str:
     return article(f"{TINTS[color - 1]} {CLASSES[kind]}" if color else CLASSES[kind])
 
 
-def metadata(row: Row) -> Facts:
+def caption_metadata(row: CaptionRow) -> Metadata:
     """GenEval's metadata of a caption; of a position the thing seen from stands first."""
     include = [_wanted(row.first, row.count, row.first_color)]
     if row.task in (TWO, ATTRIBUTION):
@@ -73,7 +73,7 @@ def metadata(row: Row) -> Facts:
         placed = {**_wanted(row.first, 1, 0), "position": [RELATIONS[row.relation], 0]}
         include = [_wanted(row.second, 1, 0), placed]
     exclude = {"exclude": [{"class": CLASSES[row.first], "count": row.count + 1}]} if row.task == COUNTING else {}
-    return {"tag": TASKS[row.task], "include": include, **exclude, "prompt": sentence(row)}
+    return {"tag": TASKS[row.task], "include": include, **exclude, "prompt": caption_text(row)}
 
 
 def _wanted(kind: int, count: int, color: int) -> dict[str, Any]:
@@ -95,7 +95,7 @@ CAPTION = re.compile(
 )
 
 
-def read(text: str) -> Row:
+def parse_sentence(text: str) -> CaptionRow:
     """The caption a sentence is; a motion it ends with is left out."""
     found = CAPTION.fullmatch(text.strip().lower())
     row = _row(found) if found else None
@@ -105,20 +105,20 @@ def read(text: str) -> Row:
     return row
 
 
-def _row(found: re.Match[str]) -> Row | None:
+def _row(found: re.Match[str]) -> CaptionRow | None:
     """None where the words are known but say none of the six tasks."""
     if found["number"]:
         kind = PLURALS.index(found["many"])
-        return Row(COUNTING, kind, kind, count=2 + NUMBERS.index(found["number"]))
+        return CaptionRow(COUNTING, kind, kind, count=2 + NUMBERS.index(found["number"]))
     first, color = CLASSES.index(found["first"]), _tint(found["first_color"])
     if not found["link"]:
-        return Row(COLOR if color else SINGLE, first, first, color)
+        return CaptionRow(COLOR if color else SINGLE, first, first, color)
     second, other = CLASSES.index(found["second"]), _tint(found["second_color"])
     if first == second or bool(color) != bool(other):
         return None
     if found["link"] == "and":
-        return Row(ATTRIBUTION if color else TWO, first, second, color, other)
-    return None if color else Row(POSITION, first, second, relation=RELATIONS.index(found["link"]))
+        return CaptionRow(ATTRIBUTION if color else TWO, first, second, color, other)
+    return None if color else CaptionRow(POSITION, first, second, relation=RELATIONS.index(found["link"]))
 
 
 def _tint(name: str | None) -> int:
@@ -138,7 +138,7 @@ def _ids(text: str) -> tuple[int, ...]:
         if found["other"]:
             unknown = found["other"]
             raise ValueError(
-                f"'{text:.80}': the playground has no word '{unknown:.40}'{suggest(unknown, list(IDS)[2:])}"
+                f"'{text:.80}': the playground has no word '{unknown:.40}'{suggest_name(unknown, list(IDS)[2:])}"
             )
         ids += [IDS[found["known"]]] if found["known"] else _spelled(found["spelled"])
     return tuple(ids) or (IDS["<null>"],)
@@ -148,7 +148,7 @@ def _spelled(word: str) -> list[int]:
     return [len(VOCABULARY) - 26 + ascii_uppercase.index(letter) for letter in word.upper()]
 
 
-def tokens(texts: Sequence[str], length: int = 16) -> Tensor:
+def tokenize(texts: Sequence[str], length: int = 16) -> Tensor:
     """Places in VOCABULARY, 0 after the end; no text at all is one <null>: [N, length] int64."""
     rows = [_ids(text) for text in texts]
     for text, row in zip(texts, rows, strict=True):

@@ -1,4 +1,4 @@
-"""The same world moving: eight frames in which all things move, turn or grow as the caption says."""
+"""Playground clips: eight frames in which all objects move, turn or grow as the caption says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..randomness import Randomness
-from ..types import index
+from ..core.randomness import Randomness
+from ..core.types import select_rows
 from .captions import MOTIONS as MOTIONS
 from .scenes import SIDE, Painter, Scenes
 
@@ -22,24 +22,24 @@ SMALL = 0.45  # of the full size, in the first frame of what grows
 TURNING, GROWING = MOTIONS.index("turning"), MOTIONS.index("growing")
 
 
-def draw(rng: Randomness) -> Tensor:
+def sample_motion(rng: Randomness) -> Tensor:
     """A motion a row, each as often as any other, as a place in MOTIONS: [N]."""
     return rng.words("motion", 1)[:, 0] % len(MOTIONS)
 
 
-def spoil(motion: Tensor, probability: float, rng: Randomness) -> Tensor:
+def corrupt_motion(motion: Tensor, probability: float, rng: Randomness) -> Tensor:
     """Another motion with a probability: [N]."""
     bad = rng.uniform("spoiled motion", 1)[:, 0] < probability
     further = 1 + rng.words("another motion", 1)[:, 0] % (len(MOTIONS) - 1)
     return torch.where(bad, (motion + further) % len(MOTIONS), motion)
 
 
-def texts(captions: Sequence[str], motion: Tensor) -> tuple[str, ...]:
+def motion_captions(captions: Sequence[str], motion: Tensor) -> tuple[str, ...]:
     """Captions that say the motion too."""
     return tuple(f"{caption} {MOTIONS[place]}" for caption, place in zip(captions, motion.tolist(), strict=True))
 
 
-def parse(captions: Sequence[str]) -> Tensor:
+def parse_motion(captions: Sequence[str]) -> Tensor:
     """The motions captions end with: [N]."""
     places = [[place for place, motion in enumerate(MOTIONS) if text.endswith(motion)] for text in captions]
     for text, found in zip(captions, places, strict=True):
@@ -53,7 +53,7 @@ def animate(scenes: Scenes, motion: Tensor, clock: Tensor | None = None) -> tupl
 
     `motion` is one a clip [N] or one a thing [N, 4]; `clock` [N, 8] is how far it is in each frame, from 0 to 1.
     """
-    clips = index(scenes, torch.arange(len(scenes), device=motion.device).repeat_interleave(FRAMES))
+    clips = select_rows(scenes, torch.arange(len(scenes), device=motion.device).repeat_interleave(FRAMES))
     motion = motion.view(len(scenes), -1).repeat_interleave(FRAMES, 0)  # [N * 8, 1 or 4]
     steady = torch.linspace(0, 1, FRAMES, device=motion.device).repeat(len(scenes), 1)
     time = (steady if clock is None else clock).reshape(-1, 1)
@@ -66,12 +66,12 @@ def animate(scenes: Scenes, motion: Tensor, clock: Tensor | None = None) -> tupl
     return replace(clips, x=x, y=y, size=size), (turns * time * TURN).expand_as(x)
 
 
-def film(painter: Painter, scenes: Scenes, motion: Tensor, rng: Randomness) -> Tensor:
+def paint_clips(painter: Painter, scenes: Scenes, motion: Tensor, rng: Randomness) -> Tensor:
     """Clips of scenes before a background that stands still: [N, 8, 3, 64, 64] in [0, 1]."""
-    return painted(painter, *animate(scenes, motion), rng)
+    return paint_frames(painter, *animate(scenes, motion), rng)
 
 
-def painted(painter: Painter, frames: Scenes, angles: Tensor, rng: Randomness) -> Tensor:
+def paint_frames(painter: Painter, frames: Scenes, angles: Tensor, rng: Randomness) -> Tensor:
     """Clips of what `animate` made: [N, 8, 3, 64, 64] in [0, 1]."""
     background = painter.background(rng).repeat_interleave(FRAMES, 0)
     return painter.over(background, frames, angles).view(len(rng), FRAMES, 3, SIDE, SIDE)

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..randomness import Randomness
-from ..types import index
+from ..core.randomness import Randomness
+from ..core.types import select_rows
 from .art import CLASSES, COLORS, Style, atlas, extents
-from .captions import Captions
+from .captions import SceneCaptions
 from .language import ATTRIBUTION, COLOR, COUNTING, POSITION, SINGLE, TWO
 
 SIDE, SLOTS = 64, 4
@@ -45,7 +45,7 @@ class Scenes:
         return self.size[..., None] * extents(style).to(self.kind.device)[self.kind]
 
 
-def arrange(captions: Captions, rng: Randomness, snapped: float = 1.0) -> Scenes:
+def sample_scenes(captions: SceneCaptions, rng: Randomness, snapped: float = 1.0) -> Scenes:
     """A scene of each caption; a share of them snapped to few sizes and a grid, which makes them easier to learn."""
     total = captions.total()[:, None]  # [N, 1]
     slots = torch.arange(SLOTS, device=total.device)
@@ -91,7 +91,7 @@ def _cells(size: Tensor, rng: Randomness) -> Tensor:
     return quarter + (rng.uniform("jitter", SLOTS, 2) - 0.5) * (SIDE / 2 - size[..., None])
 
 
-def _best(captions: Captions, size: Tensor, snap: Tensor, rng: Randomness) -> Tensor:
+def _best(captions: SceneCaptions, size: Tensor, snap: Tensor, rng: Randomness) -> Tensor:
     """One or two things where they do not overlap and stand as asked, the best of many throws: centres [N, 4, 2]."""
     pair, relation = size[:, None, :2], captions.relation[:, None]  # [N, 1, 2], [N, 1]
     asked = captions.task[:, None] == POSITION
@@ -122,7 +122,7 @@ def _turned(offset: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
     return along, torch.where(level, offset[..., 1], offset[..., 0])
 
 
-def spoil(captions: Captions, probability: float, rng: Randomness) -> Captions:
+def corrupt_captions(captions: SceneCaptions, probability: float, rng: Randomness) -> SceneCaptions:
     """Captions of scenes that contradict the ones given: noise as web captions have it, the knob of a base's score."""
     words = rng.words("spoil", 8).unbind(1)
     bad = rng.uniform("spoiled", 1)[:, 0] < probability
@@ -148,7 +148,7 @@ def spoil(captions: Captions, probability: float, rng: Randomness) -> Captions:
     )
 
 
-def truth(scenes: Scenes, captions: Captions, strict: bool) -> Tensor:
+def shows_caption(scenes: Scenes, captions: SceneCaptions, strict: bool) -> Tensor:
     """Whether each scene shows its caption by GenEval's rules; strictly, it also shows nothing more: [N] bool."""
     first = _shown(scenes, captions.first, captions.first_color)
     second = _shown(scenes, captions.second, captions.second_color)
@@ -200,7 +200,7 @@ class Painter:
         """The things of scenes over pixels, turned clockwise by [N, 4] radians: [N, 3, 64, 64]."""
         parts = torch.split(torch.arange(len(scenes), device=self.device), CHUNK)
         turns = torch.zeros_like(scenes.x) if angle is None else angle
-        painted = [self._over(pixels[rows], index(scenes, rows), turns[rows.to(turns.device)]) for rows in parts]
+        painted = [self._over(pixels[rows], select_rows(scenes, rows), turns[rows.to(turns.device)]) for rows in parts]
         return torch.cat(painted) if painted else pixels
 
     def _over(self, pixels: Tensor, scenes: Scenes, angle: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .blocks import GROUPS, Stem
 
 
-class Taste(nn.Module):
+class QualityScorer(nn.Module):
     widths: tuple[int, int, int] = (24, 48, 64)
     tiny: tuple[int, int, int] = (8, 8, 16)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .captions import Captions
+from .captions import SceneCaptions
 from .detector import THRESHOLD, Detections
 from .language import ATTRIBUTION, COLOR, COUNTING, POSITION, SINGLE, TASKS, TWO
 
@@ -15,7 +15,7 @@ APART = 0.1  # of both sizes: how far beyond each other centres must be to stand
 
 
 @dataclass(frozen=True)
-class Sight:
+class CaptionChecks:
     """What a picture shows of what its caption asks for, [N] each."""
 
     first: Tensor  # bool, seen at all
@@ -27,7 +27,7 @@ class Sight:
     total: Tensor  # of all things
 
 
-def look(found: Detections, captions: Captions, threshold: float = THRESHOLD) -> Sight:
+def check_captions(found: Detections, captions: SceneCaptions, threshold: float = THRESHOLD) -> CaptionChecks:
     rows = torch.arange(len(found), device=found.kind.device)
     sure = found.score > threshold
     firsts = sure & (found.kind == captions.first[:, None])
@@ -35,7 +35,7 @@ def look(found: Detections, captions: Captions, threshold: float = THRESHOLD) ->
     a, b = firsts.byte().argmax(1), seconds.byte().argmax(1)  # the surest, for findings are sorted
     offset = found.centre[rows, a] - found.centre[rows, b]
     spans = found.span[rows, a] + found.span[rows, b]
-    return Sight(
+    return CaptionChecks(
         first=firsts.any(1),
         second=seconds.any(1),
         first_color=found.color[rows, a] == captions.first_color,
@@ -54,9 +54,9 @@ def related(offset: Tensor, spans: Tensor, relation: Tensor) -> Tensor:
     return torch.where(relation % 2 == 0, -along, along) > 0.5
 
 
-def verdict(found: Detections, captions: Captions, strict: bool = True, threshold: float = THRESHOLD) -> Tensor:
+def verdict(found: Detections, captions: SceneCaptions, strict: bool = True, threshold: float = THRESHOLD) -> Tensor:
     """Whether each picture shows its caption; strictly, it shows nothing else: [N] in {0, 1}."""
-    seen = look(found, captions, threshold)
+    seen = check_captions(found, captions, threshold)
     both = seen.first & seen.second
     by_task = {
         SINGLE: seen.first,
@@ -66,13 +66,15 @@ def verdict(found: Detections, captions: Captions, strict: bool = True, threshol
         POSITION: both & seen.related,
         ATTRIBUTION: both & seen.first_color & seen.second_color,
     }
-    right = of_task(by_task, captions.task)
+    right = select_task(by_task, captions.task)
     return (right & (seen.total == captions.total())).float() if strict else right.float()
 
 
-def graded(found: Detections, captions: Captions, strict: bool = True, threshold: float = THRESHOLD) -> Tensor:
+def partial_credit(
+    found: Detections, captions: SceneCaptions, strict: bool = True, threshold: float = THRESHOLD
+) -> Tensor:
     """Credit for every part that is right; strictly, half hangs on the number of things: [N] in [0, 1]."""
-    seen = look(found, captions, threshold)
+    seen = check_captions(found, captions, threshold)
     first, second, both = seen.first.float(), seen.second.float(), (seen.first & seen.second).float()
     first_color, second_color = first * seen.first_color, second * seen.second_color
     present, count = (first + second) / 2, captions.count.float()
@@ -84,14 +86,14 @@ def graded(found: Detections, captions: Captions, strict: bool = True, threshold
         POSITION: (present + both * seen.related) / 2,
         ATTRIBUTION: present / 2 + (first_color + second_color) / 4,
     }
-    credit = of_task(by_task, captions.task)
+    credit = select_task(by_task, captions.task)
     if not strict:
         return credit
     total = captions.total().float()
     return credit * (1 + (1 - (seen.total - total).abs() / total).clamp(min=0)) / 2
 
 
-def of_task(by_task: dict[int, Tensor], task: Tensor) -> Tensor:
+def select_task(by_task: dict[int, Tensor], task: Tensor) -> Tensor:
     """Of each row the value of its own task: [N]."""
     columns = torch.stack([by_task[place] for place in range(len(TASKS))], 1)
     return columns.gather(1, task[:, None])[:, 0]

@@ -8,17 +8,26 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..distributions import Categorical, Choice, Projected, Tokens, keep_top
-from ..guidance import GuidedCausal, alone, scoring, twice_read, unguided
-from ..policy import Backbone, CausalBackbone, Fluent, Guidance, Headed, Process, Rollout, Scribe
-from ..randomness import Randomness
-from ..types import Condition, Corrupted, Segment, index
+from ..core.distributions import Categorical, ChunkedCategorical, TokenDistribution, TokenSampler, top_k_top_p_filter
+from ..core.guidance import GuidedCausalBackbone, count_doubled_tokens, scoring_model, unwrap_guidance, without_guidance
+from ..core.policy import (
+    Backbone,
+    CausalBackbone,
+    Guidance,
+    Process,
+    Rollout,
+    SupportsHiddenStates,
+    SupportsTokenDecoder,
+    TokenDecoder,
+)
+from ..core.randomness import Randomness
+from ..core.types import Condition, Corrupted, Segment, select_rows
 
-__all__ = ["Autoregressive", "keep_top"]
+__all__ = ["AutoregressiveProcess", "top_k_top_p_filter"]
 
 
 @dataclass(frozen=True)
-class Autoregressive(Process):
+class AutoregressiveProcess(Process):
     """Next-token generation; a whole sequence is one segment, since one causal call scores it."""
 
     temperature: float = 1.0
@@ -46,14 +55,14 @@ class Autoregressive(Process):
         return noisy.noise.sum(1).float()
 
     def guide(self, model: Backbone, guidance: Guidance) -> Backbone:
-        return GuidedCausal(causal(model), guidance)
+        return GuidedCausalBackbone(require_causal(model), guidance)
 
-    def start(self, model: Backbone, cond: Condition, rng: Randomness) -> Writing:
-        return Writing(self, causal(model), cond, rng)
+    def start(self, model: Backbone, cond: Condition, rng: Randomness) -> AutoregressiveRollout:
+        return AutoregressiveRollout(self, require_causal(model), cond, rng)
 
     @property
-    def choice(self) -> Choice:
-        return Choice(self.temperature, self.top_k, self.top_p)
+    def choice(self) -> TokenSampler:
+        return TokenSampler(self.temperature, self.top_k, self.top_p)
 
     def over(self, logits: Tensor) -> Categorical:
         """The distribution tokens are drawn from: [B, K, V]."""
@@ -66,9 +75,9 @@ class Autoregressive(Process):
         """
         return Categorical(logits.float() / self.temperature)
 
-    def decide(self, model: Backbone, cond: Condition, segment: Segment) -> Tokens:
-        model, cond = scoring(model, cond)
-        return predicted(model, segment.state, segment.t, cond, self.temperature)
+    def decide(self, model: Backbone, cond: Condition, segment: Segment) -> TokenDistribution:
+        model, cond = scoring_model(model, cond)
+        return predict_tokens(model, segment.state, segment.t, cond, self.temperature)
 
     def corrupt(
         self, x: Tensor, rng: Randomness, t: Tensor | None = None, noise: Tensor | None = None, draw: int = 0
@@ -76,32 +85,34 @@ class Autoregressive(Process):
         everything = torch.ones_like(x, dtype=torch.bool)  # causality hides every token from itself
         return Corrupted(x, torch.ones(len(x), device=x.device), everything)
 
-    def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> Tokens:
-        model, cond = scoring(model, cond)
-        return predicted(model, noisy.x, noisy.t, cond)
+    def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> TokenDistribution:
+        model, cond = scoring_model(model, cond)
+        return predict_tokens(model, noisy.x, noisy.t, cond)
 
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
-        return self.restore(*alone(model, cond), noisy).log_prob(x).sum(1)
+        return self.restore(*without_guidance(model, cond), noisy).log_prob(x).sum(1)
 
 
-def predicted(model: Backbone, x: Tensor, t: Tensor, cond: Condition, temperature: float = 1.0) -> Tokens:
+def predict_tokens(
+    model: Backbone, x: Tensor, t: Tensor, cond: Condition, temperature: float = 1.0
+) -> TokenDistribution:
     """What comes at each place [B, K]; where logits are many, they are only made when asked for, a few at a time."""
-    parts = model.states(x, t, cond) if isinstance(model, Headed) else None
+    parts = model.states(x, t, cond) if isinstance(model, SupportsHiddenStates) else None
     if parts is None:
         return Categorical(model.predict(x, t, cond).float() / temperature)
-    return Projected(*parts, temperature)
+    return ChunkedCategorical(*parts, temperature)
 
 
-def causal(model: Backbone) -> CausalBackbone:
+def require_causal(model: Backbone) -> CausalBackbone:
     if isinstance(model, CausalBackbone):
         return model
     raise TypeError(f"the autoregressive process needs a model with a cache, found {type(model).__name__}")
 
 
-class Spelling:
+class EagerDecoder:
     """Writes by any causal backbone, one call of it a token."""
 
-    def __init__(self, model: CausalBackbone, cond: Condition, uniform: Tensor, choice: Choice) -> None:
+    def __init__(self, model: CausalBackbone, cond: Condition, uniform: Tensor, choice: TokenSampler) -> None:
         self.model, self.cond, self.uniform, self.choice = model, cond, uniform, choice
         self.cache: Any = model.begin(cond)
         self._ids = torch.zeros_like(uniform, dtype=torch.long)
@@ -126,29 +137,29 @@ class Spelling:
         self.last = ids
 
     def select(self, rows: Tensor) -> Self:
-        self._ids, self._log_prob, self.uniform, self.cache, self.cond, self.last = index(
+        self._ids, self._log_prob, self.uniform, self.cache, self.cond, self.last = select_rows(
             (self._ids, self._log_prob, self.uniform, self.cache, self.cond, self.last), rows
         )
         return self
 
 
-def scribe(model: CausalBackbone, cond: Condition, uniform: Tensor, choice: Choice) -> Scribe:
+def make_decoder(model: CausalBackbone, cond: Condition, uniform: Tensor, choice: TokenSampler) -> TokenDecoder:
     """The backbone's own, where it has one that can write now."""
-    inner, guidance = unguided(model)
-    own = inner.scribe(cond, uniform, choice, guidance) if isinstance(inner, Fluent) else None
-    return own or Spelling(model, cond, uniform, choice)
+    inner, guidance = unwrap_guidance(model)
+    own = inner.scribe(cond, uniform, choice, guidance) if isinstance(inner, SupportsTokenDecoder) else None
+    return own or EagerDecoder(model, cond, uniform, choice)
 
 
-class Writing(Rollout):
+class AutoregressiveRollout(Rollout):
     """A rollout from the first token to the last; unwritten tokens preview as the first of the codebook."""
 
-    def __init__(self, process: Autoregressive, model: CausalBackbone, cond: Condition, rng: Randomness) -> None:
+    def __init__(self, process: AutoregressiveProcess, model: CausalBackbone, cond: Condition, rng: Randomness) -> None:
         self.process, self.model, self.cond, self.rng = process, model, cond, rng
         uniform = rng.uniform("token", *model.shape)  # [B, L], drawn at once: one number decides each token
-        self.scribe = scribe(model, cond, uniform, process.choice)
+        self.scribe = make_decoder(model, cond, uniform, process.choice)
         self.start = torch.zeros_like(uniform, dtype=torch.long)
         self.segments: tuple[Segment, ...] = ()
-        self.twice = twice_read(model)
+        self.twice = count_doubled_tokens(model)
         self.written, self.price = 0, 0
 
     @property
@@ -157,7 +168,7 @@ class Writing(Rollout):
 
     def step(self) -> None:
         self.scribe.write()
-        reader = self.model if self.written < self.twice else unguided(self.model)[0]
+        reader = self.model if self.written < self.twice else unwrap_guidance(self.model)[0]
         self.written, self.price = self.written + 1, self.price + len(self.cond) * reader.passes
         if self.progress == 1:
             self._record()
@@ -178,4 +189,6 @@ class Writing(Rollout):
 
     def select(self, rows: Tensor) -> None:
         self.scribe = self.scribe.select(rows)
-        self.start, self.cond, self.segments, self.rng = index((self.start, self.cond, self.segments, self.rng), rows)
+        self.start, self.cond, self.segments, self.rng = select_rows(
+            (self.start, self.cond, self.segments, self.rng), rows
+        )

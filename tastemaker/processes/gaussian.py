@@ -9,18 +9,18 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from ..distributions import Distribution, Gaussian, like
-from ..guidance import Guided, alone, passes
-from ..policy import Backbone, Guidance, Process, Rollout
-from ..randomness import Randomness
-from ..types import Condition, Corrupted, Segment, index
-from .dynamics import Dynamics, Ode, Stride, move
-from .paths import Path, Straight
+from ..core.distributions import Distribution, Gaussian, broadcast_to_shape
+from ..core.guidance import GuidedBackbone, count_forward_passes, without_guidance
+from ..core.policy import Backbone, Guidance, Process, Rollout
+from ..core.randomness import Randomness
+from ..core.types import Condition, Corrupted, Segment, select_rows
+from .dynamics import ODE, DenoisingStep, SamplerDynamics, ddim_mean
+from .paths import NoisePath, RectifiedFlow
 
 
 @dataclass(frozen=True)
-class Window:
-    """The steps that take chances (MixGRPO, Flow-GRPO-Fast); the others follow the ODE and cost no training."""
+class SDEWindow:
+    """The sampling steps that use the SDE (MixGRPO, Flow-GRPO-Fast); the others follow the ODE and are not trained."""
 
     size: int = 2
     first: int = 0  # the earliest step it may begin at
@@ -48,10 +48,10 @@ class Window:
 
 @dataclass(frozen=True)
 class GaussianProcess(Process):
-    path: Path = Straight()
-    dynamics: Dynamics = Ode()
+    path: NoisePath = RectifiedFlow()
+    dynamics: SamplerDynamics = ODE()
     steps: int = 10
-    window: Window | None = None
+    window: SDEWindow | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= 10_000:
@@ -74,7 +74,7 @@ class GaussianProcess(Process):
 
     def in_steps(self, steps: int) -> Self:
         """A window is of steps of a certain length, so of others there is none: all are taken alike."""
-        return replace(self, steps=steps, window=None, dynamics=Ode() if self.window else self.dynamics)
+        return replace(self, steps=steps, window=None, dynamics=ODE() if self.window else self.dynamics)
 
     def calls(self, shape: tuple[int, ...]) -> int:
         return self.steps
@@ -86,7 +86,7 @@ class GaussianProcess(Process):
         return torch.ones_like(noisy.t)
 
     def guide(self, model: Backbone, guidance: Guidance) -> Backbone:
-        return Guided(model, guidance)
+        return GuidedBackbone(model, guidance)
 
     def guess(self, model: Backbone, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """The clean sample the network believes in; float32 whatever the network computes in."""
@@ -94,13 +94,13 @@ class GaussianProcess(Process):
 
     def move(self, x: Tensor, t: Tensor, s: Tensor, clean: Tensor) -> Tensor:
         """Go from level t to s along the ODE, as if `clean` were true; on a straight path this is Euler's step."""
-        return move(self.path, Stride(x, clean, t, s, 0.0), torch.zeros_like(s))
+        return ddim_mean(self.path, DenoisingStep(x, clean, t, s, 0.0), torch.zeros_like(s))
 
-    def stride(self, x: Tensor, t: Tensor, s: Tensor, clean: Tensor) -> Stride:
-        return Stride(x, clean, t, s, self.path.grid(self.steps)[1].item())
+    def stride(self, x: Tensor, t: Tensor, s: Tensor, clean: Tensor) -> DenoisingStep:
+        return DenoisingStep(x, clean, t, s, self.path.grid(self.steps)[1].item())
 
-    def start(self, model: Backbone, cond: Condition, rng: Randomness) -> Denoising:
-        return Denoising(self, model, cond, rng)
+    def start(self, model: Backbone, cond: Condition, rng: Randomness) -> GaussianRollout:
+        return GaussianRollout(self, model, cond, rng)
 
     def decide(self, model: Backbone, cond: Condition, segment: Segment) -> Distribution:
         clean = self.guess(model, segment.state, segment.t, cond)
@@ -111,18 +111,20 @@ class GaussianProcess(Process):
     ) -> Corrupted:
         t = self.path.draw(rng.uniform("level", 1, draw=draw).flatten()) if t is None else t
         noise = rng.normal("noise", *x.shape[1:], draw=draw) if noise is None else noise
-        return Corrupted(like(self.path.alpha(t), x) * x + like(self.path.sigma(t), x) * noise, t, noise)
+        return Corrupted(
+            broadcast_to_shape(self.path.alpha(t), x) * x + broadcast_to_shape(self.path.sigma(t), x) * noise, t, noise
+        )
 
     def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> Gaussian:
         return Gaussian(self.guess(model, noisy.x, noisy.t, cond), self.path.weight(noisy.t).rsqrt())
 
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
-        model, cond = alone(model, cond)
+        model, cond = without_guidance(model, cond)
         output = model.predict(noisy.x, noisy.t, cond).float()
         return -((output - self.path.target(x, noisy.noise, noisy.t)) ** 2).flatten(1).mean(1)
 
 
-class Denoising(Rollout):
+class GaussianRollout(Rollout):
     """A rollout from pure noise down the levels of the grid."""
 
     def __init__(self, process: GaussianProcess, model: Backbone, cond: Condition, rng: Randomness) -> None:
@@ -145,7 +147,7 @@ class Denoising(Rollout):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
             output = self.model.predict(seen, t, self.cond).float()
         self.clean = process.path.clean(self.x, t, output)
-        self.taken, self.price = i + 1, self.price + len(self.x) * passes(self.model, t)
+        self.taken, self.price = i + 1, self.price + len(self.x) * count_forward_passes(self.model, t)
         # The step onto the clean sample has no room for noise, so it decides nothing.
         if process.chance and i in self.chancy and float(self.levels[i + 1]) > 0:
             there = process.dynamics.step(process.path, process.stride(self.x, t, s, self.clean))
@@ -161,8 +163,8 @@ class Denoising(Rollout):
         return self.x if self.taken == self.process.steps else self.clean
 
     def select(self, rows: Tensor) -> None:
-        self.start, self.x, self.clean = index((self.start, self.x, self.clean), rows)
-        self.cond, self.segments, self.rng = index((self.cond, self.segments, self.rng), rows)
+        self.start, self.x, self.clean = select_rows((self.start, self.x, self.clean), rows)
+        self.cond, self.segments, self.rng = select_rows((self.cond, self.segments, self.rng), rows)
 
     def redraw(self, rng: Randomness) -> None:
         self.rng = rng

@@ -8,25 +8,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..distributions import like
-from .paths import Path
+from ..core.distributions import broadcast_to_shape
+from .paths import NoisePath
 
 LEAST, MOST = 0.002, 700.0  # noise over signal where times bend, and at t = 1
 BENT = math.log1p(MOST / LEAST)
 
 
-def noise(t: Tensor) -> Tensor:
+def noise_to_signal(t: Tensor) -> Tensor:
     """Noise over signal at a time: none at 0, nearly exponential above."""
     return LEAST * torch.expm1(BENT * t)
 
 
-def time(noise: Tensor) -> Tensor:
+def time_of_noise(noise: Tensor) -> Tensor:
     """When there is so much noise over signal."""
     return torch.log1p(noise / LEAST) / BENT
 
 
 @dataclass(frozen=True)
-class Karras(Path):
+class KarrasPath(NoisePath):
     """Continuous levels; samples are kept at unit variance, which is how such a network sees them."""
 
     smallest: float = LEAST  # noise over signal that a sampler's last step begins at
@@ -41,25 +41,25 @@ class Karras(Path):
             raise ValueError(f"found {found}; expected 0 < smallest < largest <= {MOST:.0f}, bend and spread above 0")
 
     def alpha(self, t: Tensor) -> Tensor:
-        return (1 + noise(t) ** 2).rsqrt()
+        return (1 + noise_to_signal(t) ** 2).rsqrt()
 
     def sigma(self, t: Tensor) -> Tensor:
-        return noise(t) * self.alpha(t)
+        return noise_to_signal(t) * self.alpha(t)
 
     def grid(self, steps: int) -> Tensor:
         first, last = (x ** (1 / self.bend) for x in (self.largest, self.smallest))
         levels = first + torch.linspace(0, 1, steps, dtype=torch.float64) * (last - first)
-        return torch.cat([time(levels**self.bend), torch.zeros(1)]).float()
+        return torch.cat([time_of_noise(levels**self.bend), torch.zeros(1)]).float()
 
     def draw(self, uniform: Tensor) -> Tensor:
         normal = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
-        return time((self.middle + self.spread * normal).exp()).clamp(max=1)
+        return time_of_noise((self.middle + self.spread * normal).exp()).clamp(max=1)
 
     def target(self, clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        return like(self.alpha(t), clean) * noise - like(self.sigma(t), clean) * clean
+        return broadcast_to_shape(self.alpha(t), clean) * noise - broadcast_to_shape(self.sigma(t), clean) * clean
 
     def clean(self, x: Tensor, t: Tensor, output: Tensor) -> Tensor:
-        return like(self.alpha(t), x) * x - like(self.sigma(t), x) * output
+        return broadcast_to_shape(self.alpha(t), x) * x - broadcast_to_shape(self.sigma(t), x) * output
 
     def weight(self, t: Tensor) -> Tensor:
         return self.sigma(t).clamp(min=1e-4) ** -2

@@ -9,32 +9,32 @@ from typing import ClassVar, Literal, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..distributions import Categorical
-from ..guidance import Guided, alone, passes, scoring, unguided
-from ..policy import Backbone, Guidance, Process, Rollout
-from ..randomness import Randomness
-from ..types import HIDDEN, Condition, Corrupted, Segment, index
+from ..core.distributions import Categorical
+from ..core.guidance import GuidedBackbone, count_forward_passes, scoring_model, unwrap_guidance, without_guidance
+from ..core.policy import Backbone, Guidance, Process, Rollout
+from ..core.randomness import Randomness
+from ..core.types import MASK_TOKEN_ID, Condition, Corrupted, Segment, select_rows
 
 
-class Reading(Protocol):
+class MaskedPredictor(Protocol):
     """Who predicts the pictures of some prompts, over and over."""
 
     def predict(self, x: Tensor, t: Tensor) -> Tensor:
         """Logits [B, N, V] of tokens [B, N], guided if so asked."""
 
-    def select(self, rows: Tensor) -> Reading:
+    def select(self, rows: Tensor) -> MaskedPredictor:
         """Who goes on with some of the rows."""
 
 
 @runtime_checkable
-class Attentive(Protocol):
+class SupportsPromptCache(Protocol):
     """A backbone that need not read a prompt again at every step, for no prompt sees its picture."""
 
-    def reading(self, cond: Condition, guidance: Guidance | None) -> Reading: ...
+    def reading(self, cond: Condition, guidance: Guidance | None) -> MaskedPredictor: ...
 
 
 @runtime_checkable
-class Sketched(Protocol):
+class SupportsKnownTokens(Protocol):
     """A backbone whose condition may tell some of the tokens."""
 
     def canvas(self, cond: Condition) -> Tensor | None:
@@ -42,7 +42,7 @@ class Sketched(Protocol):
 
 
 @runtime_checkable
-class Scored(Protocol):
+class HasOwnLikelihood(Protocol):
     """A backbone that has a likelihood of its own."""
 
     def likelihood(self, x: Tensor, noisy: Corrupted, cond: Condition) -> Tensor | None:
@@ -50,7 +50,7 @@ class Scored(Protocol):
 
 
 @dataclass(frozen=True)
-class Masked(Process):
+class MaskedProcess(Process):
     """Each step reveals the hidden tokens the network is surest of, with some chance.
 
     Which tokens are revealed is random too, but not part of the log-probability: the usual approximation.
@@ -105,10 +105,10 @@ class Masked(Process):
         return self.temperature * (math.prod(left) if self.annealing == "compounding" else left[-1])
 
     def guide(self, model: Backbone, guidance: Guidance) -> Backbone:
-        return Guided(model, guidance)
+        return GuidedBackbone(model, guidance)
 
-    def start(self, model: Backbone, cond: Condition, rng: Randomness) -> Revealing:
-        return Revealing(self, model, cond, rng)
+    def start(self, model: Backbone, cond: Condition, rng: Randomness) -> MaskedRollout:
+        return MaskedRollout(self, model, cond, rng)
 
     def remask(self, sureness: Tensor, hidden: Tensor, uniform: Tensor, step: int) -> Tensor:
         """Which tokens stay hidden after a step, the least sure of them: [B, N] bool."""
@@ -122,7 +122,7 @@ class Masked(Process):
         return (chosen < cut) & hidden
 
     def decide(self, model: Backbone, cond: Condition, segment: Segment) -> Categorical:
-        model, cond = scoring(model, cond)
+        model, cond = scoring_model(model, cond)
         return Categorical(model.predict(segment.state, segment.t, cond).float())
 
     def hide(self, x: Tensor, t: Tensor, uniform: Tensor) -> Tensor:
@@ -135,21 +135,21 @@ class Masked(Process):
     ) -> Corrupted:
         t = self.left(rng.uniform("level", 1, draw=draw).flatten()) if t is None else t
         hidden = self.hide(x, t, rng.uniform("mask", x.shape[1], draw=draw)) if noise is None else noise
-        return Corrupted(torch.where(hidden, HIDDEN, x), t, hidden)
+        return Corrupted(torch.where(hidden, MASK_TOKEN_ID, x), t, hidden)
 
     def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> Categorical:
-        model, cond = scoring(model, cond)
+        model, cond = scoring_model(model, cond)
         return Categorical(model.predict(noisy.x, noisy.t, cond).float())
 
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
-        model, cond = alone(model, cond)
-        total = model.likelihood(x, noisy, cond) if isinstance(model, Scored) else None
+        model, cond = without_guidance(model, cond)
+        total = model.likelihood(x, noisy, cond) if isinstance(model, HasOwnLikelihood) else None
         if total is None:
             total = (self.restore(model, cond, noisy).log_prob(x) * noisy.noise).sum(1)
         return total if self.weight == "sum" else total * self.hidden(noisy) / noisy.noise.sum(1)
 
 
-class Rereading:
+class UncachedMaskedPredictor:
     """Reads everything at every step."""
 
     def __init__(self, model: Backbone, cond: Condition) -> None:
@@ -159,32 +159,32 @@ class Rereading:
         return self.model.predict(x, t, self.cond)
 
     def select(self, rows: Tensor) -> Self:
-        self.cond = index(self.cond, rows)
+        self.cond = select_rows(self.cond, rows)
         return self
 
 
-def reading(model: Backbone, cond: Condition, *, replay: bool) -> Reading:
+def make_predictor(model: Backbone, cond: Condition, *, replay: bool) -> MaskedPredictor:
     """The backbone's own, where it has one that may round otherwise, and no gradient is wanted."""
-    inner, guidance = unguided(model)
-    if isinstance(inner, Attentive) and not replay and not torch.is_grad_enabled():
+    inner, guidance = unwrap_guidance(model)
+    if isinstance(inner, SupportsPromptCache) and not replay and not torch.is_grad_enabled():
         return inner.reading(cond, guidance)
-    return Rereading(model, cond)
+    return UncachedMaskedPredictor(model, cond)
 
 
-def canvas(model: Backbone, cond: Condition, device: torch.device) -> Tensor:
+def initial_tokens(model: Backbone, cond: Condition, device: torch.device) -> Tensor:
     """What is known beforehand, of most pictures nothing: [B, N]."""
-    inner = unguided(model)[0]
-    known = inner.canvas(cond) if isinstance(inner, Sketched) else None
-    return torch.full((len(cond), *model.shape), HIDDEN, device=device) if known is None else known
+    inner = unwrap_guidance(model)[0]
+    known = inner.canvas(cond) if isinstance(inner, SupportsKnownTokens) else None
+    return torch.full((len(cond), *model.shape), MASK_TOKEN_ID, device=device) if known is None else known
 
 
-class Revealing(Rollout):
+class MaskedRollout(Rollout):
     """A rollout from an empty canvas, or from one some of whose tokens are known."""
 
-    def __init__(self, process: Masked, model: Backbone, cond: Condition, rng: Randomness) -> None:
+    def __init__(self, process: MaskedProcess, model: Backbone, cond: Condition, rng: Randomness) -> None:
         self.process, self.model, self.cond, self.rng = process, model, cond, rng
-        self.start = self.ids = self.guess = canvas(model, cond, rng.rows.device)
-        self.reading = reading(model, cond, replay=process.replay)
+        self.start = self.ids = self.guess = initial_tokens(model, cond, rng.rows.device)
+        self.reading = make_predictor(model, cond, replay=process.replay)
         self.segments: tuple[Segment, ...] = ()
         self.taken, self.price = 0, 0
 
@@ -193,12 +193,12 @@ class Revealing(Rollout):
         return self.taken / self.process.steps
 
     def step(self) -> None:
-        i, hidden = self.taken, self.ids == HIDDEN
+        i, hidden = self.taken, self.ids == MASK_TOKEN_ID
         t = hidden.float().mean(1)
         there = Categorical(self.reading.predict(self.ids, t).float())
         self.guess = torch.where(hidden, there.sample(self.rng, "token", i), self.ids)
         log_prob = there.log_prob(self.guess)
-        self.taken, self.price = i + 1, self.price + len(self.ids) * passes(self.model, t)
+        self.taken, self.price = i + 1, self.price + len(self.ids) * count_forward_passes(self.model, t)
         if self.progress == 1:
             stay = torch.zeros_like(hidden)  # the last guess is the sample, whole
         else:
@@ -207,11 +207,11 @@ class Revealing(Rollout):
         revealed = hidden & ~stay
         segment = Segment(t, stay.float().mean(1), self.ids, self.guess, log_prob, revealed.float())
         self.segments += (self._scored(segment),)
-        self.ids = torch.where(stay, HIDDEN, self.guess)
+        self.ids = torch.where(stay, MASK_TOKEN_ID, self.guess)
 
     def _scored(self, segment: Segment) -> Segment:
         """With the log-probabilities of the model itself, where rollouts alone are guided."""
-        inner, guidance = unguided(self.model)
+        inner, guidance = unwrap_guidance(self.model)
         if not (self.process.replay and guidance and guidance.rollouts_only):
             return segment
         self.price += len(self.ids) * inner.passes
@@ -222,8 +222,8 @@ class Revealing(Rollout):
         return self.guess
 
     def select(self, rows: Tensor) -> None:
-        self.start, self.ids, self.guess = index((self.start, self.ids, self.guess), rows)
-        self.cond, self.segments, self.rng = index((self.cond, self.segments, self.rng), rows)
+        self.start, self.ids, self.guess = select_rows((self.start, self.ids, self.guess), rows)
+        self.cond, self.segments, self.rng = select_rows((self.cond, self.segments, self.rng), rows)
         self.reading = self.reading.select(rows)
 
     def redraw(self, rng: Randomness) -> None:

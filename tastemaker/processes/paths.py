@@ -11,12 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..distributions import like
+from ..core.distributions import broadcast_to_shape
 
 SHRINKING = 400  # levels in which the clean sample shrinks, if it does
 
 
-class Path(ABC):
+class NoisePath(ABC):
     @abstractmethod
     def alpha(self, t: Tensor) -> Tensor: ...
     @abstractmethod
@@ -47,7 +47,7 @@ class Path(ABC):
 
 
 @dataclass(frozen=True)
-class Straight(Path):
+class RectifiedFlow(NoisePath):
     """Rectified flow; the network predicts the velocity noise - clean."""
 
     shift: float = 1.0  # above 1 visits noisy levels more often
@@ -74,7 +74,7 @@ class Straight(Path):
         if self.lowest is not None:
             t = torch.cat([torch.linspace(1, self.lowest, steps), t[-1:]])
         if self.gentle is not None and steps > 1:
-            t = gently(steps, self.gentle)
+            t = linear_quadratic_levels(steps, self.gentle)
         levels = self.shift * t / (1 + (self.shift - 1) * t)
         if self.terminal is not None and steps > 1:
             levels[:-1] = 1 - (1 - levels[:-1]) * (1 - self.terminal) / (1 - levels[-2])
@@ -90,13 +90,13 @@ class Straight(Path):
         return noise - clean
 
     def clean(self, x: Tensor, t: Tensor, output: Tensor) -> Tensor:
-        return x - like(t, x) * output
+        return x - broadcast_to_shape(t, x) * output
 
     def weight(self, t: Tensor) -> Tensor:
         return t.clamp(min=1e-3) ** -2
 
 
-def gently(steps: int, gentle: float) -> Tensor:
+def linear_quadratic_levels(steps: int, gentle: float) -> Tensor:
     """Levels down a line for half of the steps, then down a parabola that goes on from it to 0: [steps + 1]."""
     half = steps // 2
     rest, slope = steps - half, gentle / half
@@ -111,7 +111,7 @@ DARKEST = -80.0  # log of the signal power that stands for none: all beside it i
 
 
 @lru_cache
-def log_kept(betas: str, first: float, last: float, levels: int) -> Tensor:
+def log_alphas_cumprod(betas: str, first: float, last: float, levels: int) -> Tensor:
     """log of the signal power kept at each level, none lost at the first: [levels + 1]."""
     if betas == "cosine":  # Nichol and Dhariwal 2021, equation 17
         steps = torch.arange(levels + 1, dtype=torch.float64) / levels
@@ -125,9 +125,9 @@ def log_kept(betas: str, first: float, last: float, levels: int) -> Tensor:
 
 
 @lru_cache
-def log_shifted(kept: tuple[str, float, float, int], shift: float, ends_dark: bool) -> Tensor:
+def log_alphas_cumprod_shifted(kept: tuple[str, float, float, int], shift: float, ends_dark: bool) -> Tensor:
     """The same with all but the clean level made noisier, and with nothing kept at the last: [levels + 1]."""
-    power = log_kept(*kept)[1:].exp()
+    power = log_alphas_cumprod(*kept)[1:].exp()
     root = (power / (shift + (1 - shift) * power)).sqrt()
     if ends_dark:  # Lin et al. 2023, algorithm 1
         root = (root - root[-1]) * root[0] / (root[0] - root[-1])
@@ -135,7 +135,7 @@ def log_shifted(kept: tuple[str, float, float, int], shift: float, ends_dark: bo
 
 
 @dataclass(frozen=True)
-class VariancePreserving(Path):
+class VariancePreserving(NoisePath):
     """Diffusion in discrete levels: level k of n, from 0, is t = (k + 1)/n, and t = 0 is the clean sample."""
 
     betas: Literal["linear", "scaled_linear", "cosine"] = "scaled_linear"
@@ -165,7 +165,7 @@ class VariancePreserving(Path):
     def _table(self) -> Tensor:
         kept = (self.betas, self.first, self.last, self.levels)
         plain = self.snr_shift == 1 and not self.ends_dark
-        return log_kept(*kept) if plain else log_shifted(kept, self.snr_shift, self.ends_dark)
+        return log_alphas_cumprod(*kept) if plain else log_alphas_cumprod_shifted(kept, self.snr_shift, self.ends_dark)
 
     def _log_kept(self, t: Tensor) -> Tensor:
         table = self._table().to(t.device, torch.float32)
@@ -208,10 +208,10 @@ class VariancePreserving(Path):
             return noise
         if self.prediction == "sample":
             return clean
-        return like(self.alpha(t), clean) * noise - like(self.sigma(t), clean) * clean
+        return broadcast_to_shape(self.alpha(t), clean) * noise - broadcast_to_shape(self.sigma(t), clean) * clean
 
     def clean(self, x: Tensor, t: Tensor, output: Tensor) -> Tensor:
-        alpha, sigma = like(self.alpha(t), x), like(self.sigma(t), x)
+        alpha, sigma = broadcast_to_shape(self.alpha(t), x), broadcast_to_shape(self.sigma(t), x)
         if self.prediction == "epsilon":
             return (x - sigma * output) / alpha
         return output if self.prediction == "sample" else alpha * x - sigma * output

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from statistics import fmean
 
-from .read import Curve
+from .run_record import Curve
 
 WIDTH, HEIGHT = 340, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24
@@ -39,7 +39,7 @@ class Axis:
         return f"{value:.0e}" if digits > 4 and value else f"{value:.{min(digits, 4)}f}"
 
 
-def axis(low: float, high: float, count: int = 4) -> Axis:
+def nice_axis(low: float, high: float, count: int = 4) -> Axis:
     """About so many ticks at multiples of 1, 2 or 5, the range a little wider than the values."""
     if high - low < 1e-9 * max(1.0, abs(high)):
         spread = abs(high) / 2 or 1.0
@@ -51,7 +51,7 @@ def axis(low: float, high: float, count: int = 4) -> Axis:
     return Axis(low - margin, high + margin, step)
 
 
-def thinned(curve: Curve) -> Curve:
+def downsample_curve(curve: Curve) -> Curve:
     """At most so many points, each the mean of its neighbourhood."""
     if len(curve) <= POINTS:
         return curve
@@ -60,7 +60,7 @@ def thinned(curve: Curve) -> Curve:
     return [(piece[-1][0], fmean(value for _, value in piece)) for piece in pieces]
 
 
-def smooth(curve: Curve) -> Curve:
+def smooth_curve(curve: Curve) -> Curve:
     """Running means over about a tenth of the curve; narrow at its start, where learning is fast."""
     reach = max(1, len(curve) // 20)
     values = [value for _, value in curve]
@@ -71,28 +71,28 @@ def smooth(curve: Curve) -> Curve:
     return [(step, mean) for (step, _), mean in zip(curve, means, strict=True)]
 
 
-def chart(title: str, curves: Sequence[tuple[str, Curve]], identity: str) -> str:
+def draw_chart(title: str, curves: Sequence[tuple[str, Curve]], identity: str) -> str:
     """One metric of several runs, by run; its title says in words what the lines show."""
-    curves = [(name, thinned(curve)) for name, curve in curves]
+    curves = [(name, downsample_curve(curve)) for name, curve in curves]
     points = [point for _, curve in curves for point in curve]
     steps, values = [step for step, _ in points], [value for _, value in points]
     first = 0 if min(steps) <= 0.1 * max(steps) else min(steps)
-    across, up = Axis(first, max(max(steps), first + 1), 1), axis(min(values), max(values))
+    across, up = Axis(first, max(max(steps), first + 1), 1), nice_axis(min(values), max(values))
     lines = "".join(_line(i, curve, across, up) for i, (_, curve) in enumerate(curves) if curve)
-    told = "; ".join(f"{name}: {movement(curve)}" for name, curve in curves if curve)
+    told = "; ".join(f"{name}: {describe_change(curve)}" for name, curve in curves if curve)
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{identity}">'
         f'<title id="{identity}">{escape(f"{title}, {told}")}</title>{_frame(across, up)}{lines}</svg>'
     )
 
 
-def short(value: float) -> str:
+def format_number(value: float) -> str:
     """Three digits, and fewer of what is small."""
     return f"{value:.3g}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
-def movement(curve: Curve) -> str:
-    (first, start), (last, end) = smooth(curve)[0], smooth(curve)[-1]
+def describe_change(curve: Curve) -> str:
+    (first, start), (last, end) = smooth_curve(curve)[0], smooth_curve(curve)[-1]
     return f"from {start:.3g} at step {first} to {end:.3g} at step {last}"
 
 
@@ -102,7 +102,7 @@ def _frame(across: Axis, up: Axis) -> str:
         y = up.place(value, HEIGHT - BOTTOM, TOP)
         parts.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{up.label(value)}</text>')
-    steps = axis(across.low, across.high)
+    steps = nice_axis(across.low, across.high)
     for value in Axis(across.low, across.high, max(1.0, steps.step)).ticks:
         x = across.place(value, LEFT, WIDTH - RIGHT)
         anchor = "end" if x > WIDTH - RIGHT - 14 else "middle"
@@ -118,7 +118,7 @@ def _line(run: int, curve: Curve, across: Axis, up: Axis) -> str:
         return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
     noisy = len(curve) >= SMOOTHED
     faint = f'<polyline class="faint {kind}" points="{_joined(curve, across, up)}"/>' if noisy else ""
-    shown = smooth(curve) if noisy else curve
+    shown = smooth_curve(curve) if noisy else curve
     dots = (
         ""
         if noisy

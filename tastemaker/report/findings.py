@@ -8,15 +8,15 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Literal
 
-from ..train.evidence import Change, compare
-from .read import Curve, Record
+from ..training.drift_statistics import MetricChange, compare_measurements
+from .run_record import Curve, RunRecord
 
 BEYOND_NOISE = 4.0  # standard errors
-LEAST = 10  # steps from which on a trend can be told
+MIN_TREND_STEPS = 10  # steps from which on a trend can be told
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReportFinding:
     kind: Literal["warning", "note", "good"]
     text: str
 
@@ -41,8 +41,8 @@ class Trend:
         return f"from {self.before:.3g} to {self.after:.3g}"
 
 
-def trend(curve: Curve) -> Trend | None:
-    if len(curve) < LEAST:
+def fit_trend(curve: Curve) -> Trend | None:
+    if len(curve) < MIN_TREND_STEPS:
         return None
     values = [value for _, value in curve]
     size = len(values) // 5
@@ -52,34 +52,38 @@ def trend(curve: Curve) -> Trend | None:
     return Trend(median(values[:size]), median(values[-size:]), noise * 1.25 * math.sqrt(2 / size))
 
 
-def rewarded(record: Record) -> Change | Trend | None:
+def reward_change(record: RunRecord) -> MetricChange | Trend | None:
     """What became of the training reward: on the guard's prompts, before and after, or else along the curve.
 
     The same prompts from the same noise tell more than steps, each of other prompts, of which the first have learned.
     """
-    curve = trend(record.curve("reward"))
+    curve = fit_trend(record.curve("reward"))
     if len(record.looks) < 2:
         return curve
-    paired = compare("reward", record.looks[:1], record.looks[-2:] if len(record.looks) > 2 else record.looks[-1:])
+    paired = compare_measurements(
+        "reward", record.looks[:1], record.looks[-2:] if len(record.looks) > 2 else record.looks[-1:]
+    )
     return curve if curve and curve.rose and not paired.rose else paired
 
 
-def findings(record: Record) -> list[Finding]:
+def collect_findings(record: RunRecord) -> list[ReportFinding]:
     """Warnings first, then what is worth knowing; never nothing."""
     looks = [row for row in record.rows if "guard/reward" in row]
-    found = [*_hacked(record, len(looks)), *_learned_nothing(record)]
+    found = [*_hacking_findings(record, len(looks)), *_learning_findings(record)]
     if not found and record.curve("reward"):
-        found.append(_healthy(record, len(looks)))
+        found.append(_healthy_finding(record, len(looks)))
     if looks and not record.held_out:
         text = "No reward is held out, so only diversity was watched. Give a second reward weight 0 to see more."
-        found.append(Finding("note", text))
-    found += _copied(record)
+        found.append(ReportFinding("note", text))
+    found += _reconstruction_findings(record)
     if record.best:
-        found.append(Finding("note", f"The best checkpoint by held-out score is {record.best} (checkpoints/best)."))
+        found.append(
+            ReportFinding("note", f"The best checkpoint by held-out score is {record.best} (checkpoints/best).")
+        )
     return found
 
 
-def _copied(record: Record) -> list[Finding]:
+def _reconstruction_findings(record: RunRecord) -> list[ReportFinding]:
     """How good an autoencoder's copies were in the end, and what nobody could measure."""
     if not record.copies:
         return []
@@ -87,29 +91,29 @@ def _copied(record: Record) -> list[Finding]:
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
     count, missing = record.copies.get("pictures", "Some"), record.copies.get("missing", ())
     text = f"{count} held-out pictures were copied with {numbers}."
-    return [Finding("note", text), *(Finding("note", f"{sentence}.") for sentence in missing)]
+    return [ReportFinding("note", text), *(ReportFinding("note", f"{sentence}.") for sentence in missing)]
 
 
-def _hacked(record: Record, looks: int) -> list[Finding]:
+def _hacking_findings(record: RunRecord, looks: int) -> list[ReportFinding]:
     told = [(row["step"], str(row["warning"])) for row in record.rows if row.get("warning")]
     if told:
         step, text = told[-1]
         now = step == max(row["step"] for row in record.rows if "guard/reward" in row)
         when = f"At step {step}" if now else f"At step {step}, though no longer at the last look"
         words = text.replace(" -> ", " \N{RIGHTWARDS ARROW} ")
-        return [Finding("warning" if now else "note", f"{when}, {words}.")]
-    reward = trend(record.curve("reward"))
+        return [ReportFinding("warning" if now else "note", f"{when}, {words}.")]
+    reward = fit_trend(record.curve("reward"))
     if looks or reward is None or not reward.rose:
         return []
-    falls = {name: trend(record.curve(f"reward/{name}")) for name in record.held_out}
+    falls = {name: fit_trend(record.curve(f"reward/{name}")) for name in record.held_out}
     lost = [f"the held-out reward '{name}' fell {each}" for name, each in falls.items() if each and each.fell]
     if not lost:
         return []
     text = f"Probable reward hacking: the training reward rose {reward}, while {' and '.join(lost)}."
-    return [Finding("warning", text)]
+    return [ReportFinding("warning", text)]
 
 
-def _learned_nothing(record: Record) -> list[Finding]:
+def _learning_findings(record: RunRecord) -> list[ReportFinding]:
     """The failure nobody sees: a run that looks healthy and learns nothing."""
     norms = [value for _, value in record.curve("grad_norm")]
     flat = [value for _, value in record.curve("flat_groups")]
@@ -117,19 +121,19 @@ def _learned_nothing(record: Record) -> list[Finding]:
     found = []
     if norms and still > len(norms) / 10:
         text = f"No gradient reached the weights in {still} of {len(norms)} steps. `tastemaker doctor` finds out why."
-        found.append(Finding("warning", text))
+        found.append(ReportFinding("warning", text))
     if flat and fmean(flat) > 0.8:
         text = f"In {fmean(flat):.0%} of the groups all samples earned the same, and such groups teach nothing."
-        found.append(Finding("warning", text))
-    reward = rewarded(record)
+        found.append(ReportFinding("warning", text))
+    reward = reward_change(record)
     if reward is not None and not reward.rose:
         text = "fell" if reward.fell else "did not rise beyond its noise"
-        found.append(Finding("note", f"The training reward {text} ({reward})."))
+        found.append(ReportFinding("note", f"The training reward {text} ({reward})."))
     return found
 
 
-def _healthy(record: Record, looks: int) -> Finding:
+def _healthy_finding(record: RunRecord, looks: int) -> ReportFinding:
     if not looks:
-        return Finding("note", "The guard was off, so nothing but the training reward was watched.")
+        return ReportFinding("note", "The guard was off, so nothing but the training reward was watched.")
     watched = " or ".join([*(f"the held-out reward '{name}'" for name in record.held_out), "diversity"])
-    return Finding("good", f"No sign of reward hacking in {looks} looks: no fall of {watched} beyond noise.")
+    return ReportFinding("good", f"No sign of reward hacking in {looks} looks: no fall of {watched} beyond noise.")

@@ -9,41 +9,41 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..registry import ConfigError
-from .bars import bars, evaluations
-from .charts import short
-from .curves import sections
-from .findings import findings
-from .read import Record, read
-from .samples import before_and_after, filmstrip
+from ..core.registry import ConfigError
+from .charts import format_number
+from .curves import render_curves
+from .evaluation_bars import collect_evaluations, render_bars
+from .findings import collect_findings
+from .run_record import RunRecord, read_run
+from .samples import render_before_and_after, render_filmstrip
 
 STYLE = Path(__file__).with_name("style.css")
-REWARD = "training reward"
-MARKS = {"warning": "Warning", "note": "Note", "good": "Good"}
+REWARD_LABEL = "training reward"
+FINDING_LABELS = {"warning": "Warning", "note": "Note", "good": "Good"}
 
 
-def write(directories: Sequence[Path], out: Path | None = None) -> Path:
+def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of some runs, beside the first if no place is given; it appears whole or not at all."""
     if not directories:
         raise ConfigError("a report needs at least one run; give the directory of one, as in runs/demo")
     path = out or directories[0] / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(page([read(directory) for directory in directories]), encoding="utf-8")
+    partial.write_text(render_page([read_run(directory) for directory in directories]), encoding="utf-8")
     os.replace(partial, path)
     return path
 
 
-def page(records: Sequence[Record]) -> str:
+def render_page(records: Sequence[RunRecord]) -> str:
     """The whole document."""
     *others, last = [record.name for record in records]
     title = f"{', '.join(others)} and {last}" if others else last
     parts = {
         "found": ("What was found", _findings(records)),
-        "samples": ("Before and after", _each(records, before_and_after)),
-        "film": ("Through training", _each(records, filmstrip)),
+        "samples": ("Before and after", _each(records, render_before_and_after)),
+        "film": ("Through training", _each(records, render_filmstrip)),
         "tasks": ("Task by task", _tasks(records)),
-        "curves": ("Curves", _legend(records) + sections(records)),
+        "curves": ("Curves", _legend(records) + render_curves(records)),
         "config": ("Configuration", _configuration(records)),
         "environment": ("Environment", _environment(records)),
     }
@@ -65,7 +65,7 @@ def page(records: Sequence[Record]) -> str:
     )
 
 
-def _subtitle(records: Sequence[Record]) -> str:
+def _subtitle(records: Sequence[RunRecord]) -> str:
     told = []
     for record in records:
         kinds = [record.config.get(key) for key in ("objective", "model")]
@@ -76,7 +76,7 @@ def _subtitle(records: Sequence[Record]) -> str:
     return escape("; ".join(dict.fromkeys(told)))
 
 
-def _each(records: Sequence[Record], render: Any) -> str:
+def _each(records: Sequence[RunRecord], render: Any) -> str:
     """The same of every run, under its name if there are several."""
     if len(records) == 1:
         return str(render(records[0]))
@@ -88,14 +88,14 @@ def _key(run: int) -> str:
     return f'<span class="key run-{run % 6 + 1}"></span>'
 
 
-def _numbers(records: Sequence[Record]) -> str:
+def _numbers(records: Sequence[RunRecord]) -> str:
     """The first and last of what matters most; for several runs, a table."""
     if len(records) == 1:
-        cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{v}</dd></div>" for k, v in _facts(records[0]).items())
+        cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{v}</dd></div>" for k, v in _key_numbers(records[0]).items())
         return f'<dl class="numbers">{cells}</dl>'
-    facts = [_facts(record) for record in records]
+    facts = [_key_numbers(record) for record in records]
     every = dict.fromkeys(name for fact in facts for name in fact)
-    names = sorted(every, key=lambda name: (name != REWARD, "held out" not in name))
+    names = sorted(every, key=lambda name: (name != REWARD_LABEL, "held out" not in name))
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     rows = "".join(
         f'<tr><th scope="row">{_key(i)}{escape(record.name)}</th>'
@@ -106,9 +106,9 @@ def _numbers(records: Sequence[Record]) -> str:
     return _scrolled(f'<thead><tr><th scope="col">run</th>{head}</tr></thead><tbody>{rows}</tbody>', "The runs")
 
 
-def _facts(record: Record) -> dict[str, str]:
+def _key_numbers(record: RunRecord) -> dict[str, str]:
     fixed = "guard/reward" if record.curve("guard/reward") else "reward"
-    wanted = {REWARD: fixed}
+    wanted = {REWARD_LABEL: fixed}
     wanted |= {f"{name}, held out": f"guard/reward/{name}" for name in record.held_out}
     wanted |= {"diversity": "guard/diversity", "loss": "loss"} if record.curve("guard/reward") else {"loss": "loss"}
     if record.curve("reward"):
@@ -116,7 +116,7 @@ def _facts(record: Record) -> dict[str, str]:
     facts = {}
     for label, metric in wanted.items():
         if curve := record.curve(metric):
-            facts[label] = f"<i>{short(curve[0][1])} &rarr;</i> {short(curve[-1][1])}"
+            facts[label] = f"<i>{format_number(curve[0][1])} &rarr;</i> {format_number(curve[-1][1])}"
     facts["steps"] = f"{record.steps:,}"
     if samples := record.total("samples"):
         facts["samples made"] = f"{samples:,.0f}"
@@ -125,29 +125,29 @@ def _facts(record: Record) -> dict[str, str]:
     return facts
 
 
-def _findings(records: Sequence[Record]) -> str:
-    def one(record: Record) -> str:
+def _findings(records: Sequence[RunRecord]) -> str:
+    def one(record: RunRecord) -> str:
         return "".join(
-            f'<div class="finding {each.kind}"><b>{MARKS[each.kind]}</b><p>{escape(each.text)}</p></div>'
-            for each in findings(record)
+            f'<div class="finding {each.kind}"><b>{FINDING_LABELS[each.kind]}</b><p>{escape(each.text)}</p></div>'
+            for each in collect_findings(record)
         )
 
     return _each(records, one)
 
 
-def _legend(records: Sequence[Record]) -> str:
+def _legend(records: Sequence[RunRecord]) -> str:
     if len(records) == 1:
         return ""
     items = "".join(f"<li>{_key(i)}{escape(record.name)}</li>" for i, record in enumerate(records))
     return f'<ul class="legend">{items}</ul>'
 
 
-def _tasks(records: Sequence[Record]) -> str:
-    found = evaluations(records)
-    return f'<div class="cards tasks">{bars(found)}</div>' if found else ""
+def _tasks(records: Sequence[RunRecord]) -> str:
+    found = collect_evaluations(records)
+    return f'<div class="cards tasks">{render_bars(found)}</div>' if found else ""
 
 
-def _configuration(records: Sequence[Record]) -> str:
+def _configuration(records: Sequence[RunRecord]) -> str:
     texts = [
         f"<details><summary>{escape(record.name)}</summary><pre tabindex='0'>{escape(record.text)}</pre></details>"
         for record in records
@@ -156,7 +156,7 @@ def _configuration(records: Sequence[Record]) -> str:
     return _differences(records) + "".join(texts)
 
 
-def _differences(records: Sequence[Record]) -> str:
+def _differences(records: Sequence[RunRecord]) -> str:
     flats = [_flat(record.config) for record in records]
     names = [n for n in dict.fromkeys(k for flat in flats for k in flat) if len({str(f.get(n)) for f in flats}) > 1]
     names = [name for name in names if name not in ("name", "output")]
@@ -181,8 +181,8 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-def _environment(records: Sequence[Record]) -> str:
-    def one(record: Record) -> str:
+def _environment(records: Sequence[RunRecord]) -> str:
+    def one(record: RunRecord) -> str:
         rows = [
             f'<tr><th scope="row">{escape(str(k).replace("_", " "))}</th><td>{escape(str(v))}</td></tr>'
             for k, v in {"directory": record.directory, **record.environment}.items()

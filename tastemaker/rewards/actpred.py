@@ -9,10 +9,10 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
-from .nets.hub import TINY
-from .nets.videomae import VIDEOMAE, Actions, actions
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from .backbones.loading import TINY
+from .backbones.videomae import VIDEOMAE, ActionClassifier, load_action_classifier
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Actpred:
 
     label: str | None = None  # of every clip, whatever its prompt
     logarithm: bool = True  # VADER's loss; its curves show the probability itself
-    every: Rows = 1  # of so many frames the first is looked at; 2 is VADER's `alt`
+    every: BatchSize = 1  # of so many frames the first is looked at; 2 is VADER's `alt`
     weights: str = VIDEOMAE.hub
-    batch_size: Rows = 4
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 4
+    about: ClassVar[RewardCard] = RewardCard(
         range="-6 (chance) to 0; as a probability 0 to 1",
         hacked_by="the thing the action is done with, held in view; textures the classifier likes",
         memory="0.35 GB",
@@ -39,7 +39,7 @@ class Actpred:
     runs_on: ClassVar[Literal["device"]] = "device"
 
     def load(self, placement: Placement) -> ActpredScorer:
-        return ActpredScorer(self, actions(self.weights, placement))
+        return ActpredScorer(self, load_action_classifier(self.weights, placement))
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY, label=self.label or "playing piano")
@@ -48,9 +48,9 @@ class Actpred:
 @dataclass(frozen=True)
 class ActpredScorer:
     spec: Actpred
-    net: Actions
+    net: ActionClassifier
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         told = [fact.get("action") for fact in facts] or [None] * len(prompts)
         places = [self.net.place(p, self.spec.label or fact) for p, fact in zip(prompts, told, strict=True)]
         likely = self.net.likely(pixels[:, :: self.spec.every])  # [B, actions]

@@ -8,14 +8,14 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from ..pretrained import Source
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
-from .nets.heads import LINEAR, Gaze, gaze
-from .nets.hub import TINY
-from .nets.image_tower import CLIP_L, Fit
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from ..models.pretrained import WeightsSource
+from .backbones.clip_heads import LINEAR, ClipHeadScorer, load_clip_head
+from .backbones.clip_image_encoder import CLIP_L, ClipFit
+from .backbones.loading import TINY
 
-HEAD = Source("trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth", "3.7 MB", "Apache-2.0 upstream")
+HEAD = WeightsSource("trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth", "3.7 MB", "Apache-2.0 upstream")
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Aesthetic:
 
     weights: str = CLIP_L.hub
     head: str = HEAD.hub
-    fit: Fit = "stretch"  # VADER's; `crop` is how the heads were trained
+    fit: ClipFit = "stretch"  # VADER's; `crop` is how the heads were trained
     target: float | None = None
-    batch_size: Rows = 64
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 64
+    about: ClassVar[RewardCard] = RewardCard(
         range="4 to 7",
         hacked_by="glow, saturated colours and smooth portraits; its gradient points one way for every picture, "
         "so textures with that embedding go far beyond 10",
@@ -40,7 +40,7 @@ class Aesthetic:
     runs_on: ClassVar[Literal["device"]] = "device"
 
     def load(self, placement: Placement) -> AestheticScorer:
-        return AestheticScorer(gaze(self.weights, self.head, HEAD, LINEAR, self.fit, placement), self.target)
+        return AestheticScorer(load_clip_head(self.weights, self.head, HEAD, LINEAR, self.fit, placement), self.target)
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY, head=TINY)
@@ -48,9 +48,9 @@ class Aesthetic:
 
 @dataclass(frozen=True)
 class AestheticScorer:
-    gaze: Gaze
+    gaze: ClipHeadScorer
     target: float | None
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         found = self.gaze(pixels)
         return found if self.target is None else -(found - self.target).abs()

@@ -12,10 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..reward import Reward, RewardSpec, shared
-from ..scorebook import Scorebook, identity, key
-from ..types import Facts, Placement, Prompts
-from .combine import Combinator
+from ..core.reward import Reward, RewardSpec, load_shared_reward
+from ..core.types import Metadata, Placement, Prompts
+from .combinators import Combinator
+from .score_cache import ScoreCache, reward_fingerprint, score_key
 
 
 @runtime_checkable
@@ -39,30 +39,30 @@ class Cached(Combinator):
         return self.of.reads
 
     def load(self, placement: Placement) -> Reward:
-        inner = shared(self.of, placement)
+        inner = load_shared_reward(self.of, placement)
         version = inner.version if isinstance(inner, Versioned) else ""
-        book = Scorebook(self.folder / "scores.sqlite" if self.folder else None, self.entries)
-        return Remembering(self, inner, book, f"{identity(self.of)} {placement.dtype} {version}")
+        book = ScoreCache(self.folder / "scores.sqlite" if self.folder else None, self.entries)
+        return CachedScorer(self, inner, book, f"{reward_fingerprint(self.of)} {placement.dtype} {version}")
 
     def tiny(self) -> Self:
         return replace(self, of=self.of.tiny(), folder=None)
 
-    def through(self, inner: Reward, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def through(self, inner: Reward, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         return inner.score(pixels, prompts, facts)
 
 
 @dataclass(frozen=True)
-class Remembering:
+class CachedScorer:
     spec: Cached
     inner: Reward
-    book: Scorebook
+    book: ScoreCache
     identity: str
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         if torch.is_grad_enabled() and pixels.requires_grad:
             return self.spec.through(self.inner, pixels, prompts, facts)
         rows = zip(pixels.detach().cpu(), prompts, facts, strict=True)
-        keys = [key(self.identity, *row) for row in rows]
+        keys = [score_key(self.identity, *row) for row in rows]
         known = self.book.get(keys)
         new = {each: place for place, each in enumerate(keys) if each not in known}  # of equal rows one
         if new:

@@ -9,11 +9,11 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..classes import Classes
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
-from .nets.hub import TINY
-from .nets.small_photos import SmallPhotos, small_photos
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from ..data.class_labels import ClassLabels
+from .backbones.cifar10_classifier import Cifar10Classifier, load_cifar10_classifier
+from .backbones.loading import TINY
 
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -24,8 +24,8 @@ class Classifier:
 
     weights: str = "cifar10.safetensors"
     says: Literal["probability", "log_probability", "correct"] = "probability"
-    batch_size: Rows = 1024
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 1024
+    about: ClassVar[RewardCard] = RewardCard(
         range="0 to 1",
         hacked_by="whatever texture the classifier takes for the class: it is wrong of one real photograph in five",
         memory="4 MB",
@@ -35,7 +35,7 @@ class Classifier:
     runs_on: ClassVar[Literal["device"]] = "device"
 
     def load(self, placement: Placement) -> ClassifierScorer:
-        return ClassifierScorer(small_photos(self.weights, placement), self.says)
+        return ClassifierScorer(load_cifar10_classifier(self.weights, placement), self.says)
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)
@@ -43,11 +43,11 @@ class Classifier:
 
 @dataclass(frozen=True)
 class ClassifierScorer:
-    net: SmallPhotos
+    net: Cifar10Classifier
     says: str
-    classes: Classes = Classes(len(NAMES), tuple((name,) for name in NAMES))
+    classes: ClassLabels = ClassLabels(len(NAMES), tuple((name,) for name in NAMES))
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         wanted = torch.tensor([self.classes.number(prompt) for prompt in prompts], device=pixels.device)
         with torch.autocast(pixels.device.type, enabled=False):
             logits: Tensor = self.net(pixels[:, 0].float())

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from ..colors import COLORS
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
+from ..core.reward import BatchSize, RewardCard
+from ..core.toy_colors import TOY_COLORS
+from ..core.types import Metadata, Placement, Prompts
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Brightness:
     """The mean of all pixels, or minus its distance to a target."""
 
     target: float | None = None  # in [0, 1]
-    batch_size: Rows = 64
-    about: ClassVar[About] = About(range="0 to 1", hacked_by="plain white")
+    batch_size: BatchSize = 64
+    about: ClassVar[RewardCard] = RewardCard(range="0 to 1", hacked_by="plain white")
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"
@@ -31,7 +31,7 @@ class Brightness:
     def tiny(self) -> Self:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         mean = pixels.mean((1, 2, 3, 4))
         return mean if self.target is None else -(mean - self.target).abs()
 
@@ -40,9 +40,9 @@ class Brightness:
 class Color:
     """One minus the mean distance of the picture's mean colour to the colour its prompt names last."""
 
-    names: Mapping[str, tuple[float, float, float]] = field(default_factory=lambda: dict(COLORS), hash=False)
-    batch_size: Rows = 64
-    about: ClassVar[About] = About(range="0 to 1", hacked_by="a plain field of the colour named")
+    names: Mapping[str, tuple[float, float, float]] = field(default_factory=lambda: dict(TOY_COLORS), hash=False)
+    batch_size: BatchSize = 64
+    about: ClassVar[RewardCard] = RewardCard(range="0 to 1", hacked_by="a plain field of the colour named")
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"
@@ -53,7 +53,7 @@ class Color:
     def tiny(self) -> Self:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         goals = pixels.new_tensor([self._named(prompt) for prompt in prompts])  # [B, 3]
         return 1 - (pixels.mean((1, 3, 4)) - goals).abs().mean(1)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
 
 # Quantisation steps of coefficients at quality 50 (ITU-T T.81, tables K.1 and K.2).
 LUMA = (
@@ -36,8 +36,10 @@ class Compression:
 
     sign: Literal["compressible", "incompressible"] = "compressible"
     quality: int = 95
-    batch_size: Rows = 64
-    about: ClassVar[About] = About(range="-7 to -1", hacked_by="plain fields, or noise if it is to be incompressible")
+    batch_size: BatchSize = 64
+    about: ClassVar[RewardCard] = RewardCard(
+        range="-7 to -1", hacked_by="plain fields, or noise if it is to be incompressible"
+    )
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"
@@ -52,7 +54,7 @@ class Compression:
     def tiny(self) -> Self:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         planes = torch.einsum("dc,bchw->bdhw", pixels.new_tensor(YCC), pixels[:, 0] * 255)
         halved = functional.avg_pool2d(planes[:, 1:], 2, ceil_mode=True)
         bits = self._bits(planes[:, :1], LUMA) + self._bits(halved, CHROMA)

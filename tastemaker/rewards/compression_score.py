@@ -8,11 +8,11 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
-from .nets.heads import RECTIFIED, VADER, Gaze, gaze
-from .nets.hub import TINY
-from .nets.image_tower import CLIP_L, Fit
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from .backbones.clip_heads import RECTIFIED, VADER, ClipHeadScorer, load_clip_head
+from .backbones.clip_image_encoder import CLIP_L, ClipFit
+from .backbones.loading import TINY
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class CompressionScore:
     sign: Literal["compressible", "incompressible"] = "compressible"
     weights: str = CLIP_L.hub
     head: str = "compression_reward.pt"  # a path
-    fit: Fit = "stretch"
-    batch_size: Rows = 64
-    about: ClassVar[About] = About(
+    fit: ClipFit = "stretch"
+    batch_size: BatchSize = 64
+    about: ClassVar[RewardCard] = RewardCard(
         range="-20 to 0 kilobytes",
         hacked_by="what looks plain to CLIP and is not; watch `jpeg` beside it",
         memory="1.2 GB, half of it in 16 bits",
@@ -37,7 +37,7 @@ class CompressionScore:
 
     def load(self, placement: Placement) -> CompressionScorer:
         source = f"assets/compression_reward.pt of {VADER}"
-        seeing = gaze(self.weights, self.head, source, RECTIFIED, self.fit, placement)
+        seeing = load_clip_head(self.weights, self.head, source, RECTIFIED, self.fit, placement)
         return CompressionScorer(seeing, -1 if self.sign == "compressible" else 1)
 
     def tiny(self) -> Self:
@@ -46,8 +46,8 @@ class CompressionScore:
 
 @dataclass(frozen=True)
 class CompressionScorer:
-    gaze: Gaze
+    gaze: ClipHeadScorer
     sign: int
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         return self.sign * self.gaze(pixels)

@@ -9,13 +9,13 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field
 from torch import Tensor
 
-from ..movement import dynamics
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from .backbones.optical_flow import motion_magnitude
 
 
 @dataclass(frozen=True)
-class Dynamics:
+class DynamicsReward:
     """The mean way from frame to frame, in hundredths of the shorter side, by optical flow (Lucas and Kanade).
 
     A cheap stand-in for the dynamic degree of VBench, which asks RAFT and takes the fastest twentieth of the places
@@ -23,8 +23,8 @@ class Dynamics:
     """
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the places, the fastest
-    batch_size: Rows = 16
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 16
+    about: ClassVar[RewardCard] = RewardCard(
         range="0 for a frozen clip, 1 to 5 for a lively one, to about 10",
         hacked_by="camera shake, drifting or boiling textures; motion of any kind, asked for or not",
     )
@@ -38,7 +38,7 @@ class Dynamics:
     def tiny(self) -> Self:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         if pixels.shape[1] < 2:
             raise ValueError("dynamics compares frames, but the clips have one; expected two or more")
-        return dynamics(pixels, self.share)
+        return motion_magnitude(pixels, self.share)

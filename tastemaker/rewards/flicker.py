@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from ..movement import flicker
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from .backbones.optical_flow import flicker_score
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Flicker:
     at 64 pixels a side, so grain finer than that is averaged away.
     """
 
-    batch_size: Rows = 16
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 16
+    about: ClassVar[RewardCard] = RewardCard(
         range="-0.5 to 0, above -0.02 for a steady clip that moves or not", hacked_by="frozen or blurred clips"
     )
     differentiable: ClassVar[bool] = True
@@ -35,7 +35,7 @@ class Flicker:
     def tiny(self) -> Self:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         if pixels.shape[1] < 3:
             raise ValueError(f"flicker needs three frames or more, but the clips have {pixels.shape[1]}")
-        return -flicker(pixels)
+        return -flicker_score(pixels)

@@ -9,15 +9,15 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field
 from torch import Tensor
 
-from ..geneval import Rules, sound
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
-from .nets.hub import TINY
-from .nets.mask2former import opened
-from .nets.published_files import DETECTOR
-from .nets.sight import Sight
-from .nets.tints import CLIP_L, tints
-from .nets.trial import passed
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from ..evaluation.geneval_rules import GenEvalRules, validate_metadata
+from .backbones.color_classifier import CLIP_L, load_color_classifier
+from .backbones.detector_selftest import require_selftest
+from .backbones.geneval_checker import GenevalChecker
+from .backbones.loading import TINY
+from .backbones.mask2former import load_mask2former
+from .backbones.published_files import DETECTOR
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -33,12 +33,12 @@ class Geneval:
     strict: bool = False
     threshold: Share = 0.3
     counting_threshold: Share = 0.9
-    most: Rows = 16  # objects of a class
+    most: BatchSize = 16  # objects of a class
     overlap: Share = 1.0  # from which two objects are one; 1 keeps them all
     offset: Annotated[float, Field(ge=0)] = 0.1  # of both sizes: how far apart centres must be to stand in a relation
     trial: bool = True  # whether the detector must know drawings of things before it judges
-    batch_size: Rows = 8
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 8
+    about: ClassVar[RewardCard] = RewardCard(
         range="0 to 1",
         hacked_by="many copies of what is asked for, unless strict; textures that only this detector takes for things",
         memory="0.3 GB (Mask2Former Swin-S of mmdet) and 1.7 GB (CLIP)",
@@ -49,13 +49,15 @@ class Geneval:
     runs_on: ClassVar[Literal["device"]] = "device"
 
     @property
-    def rules(self) -> Rules:
-        return Rules(self.threshold, self.counting_threshold, self.most, self.overlap, self.offset, self.strict)
+    def rules(self) -> GenEvalRules:
+        return GenEvalRules(self.threshold, self.counting_threshold, self.most, self.overlap, self.offset, self.strict)
 
     def load(self, placement: Placement) -> GenevalScorer:
-        sight = Sight(opened(self.weights, placement), tints(self.colors, placement), self.rules)
+        sight = GenevalChecker(
+            load_mask2former(self.weights, placement), load_color_classifier(self.colors, placement), self.rules
+        )
         if self.trial:
-            passed(sight, placement)
+            require_selftest(sight, placement)
         return GenevalScorer(self, sight)
 
     def tiny(self) -> Self:
@@ -65,10 +67,10 @@ class Geneval:
 @dataclass(frozen=True)
 class GenevalScorer:
     spec: Geneval
-    sight: Sight
+    sight: GenevalChecker
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         for prompt, fact in zip(prompts, facts, strict=True):
-            sound(fact, f"'{prompt:.80}'")
+            validate_metadata(fact, f"'{prompt:.80}'")
         told = self.sight.look(pixels[:, 0], facts)
         return pixels.new_tensor([r.share if self.spec.form == "graded" else float(r.correct) for r in told])

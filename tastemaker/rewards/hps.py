@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
-from ..preprocessing import Preprocessing
-from ..pretrained import Source
-from ..reward import About, Rows
-from ..types import Placement
-from .nets.hub import TINY
-from .nets.image_text import Fit, opened
-from .nets.towers import Ending, Stills, Towers
-from .nets.words import CLIP_WORDS
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Placement
+from ..models.pretrained import WeightsSource
+from .backbones.dual_encoders import CosineHead, DualEncoderScorer, ImagePreprocessing
+from .backbones.image_text_models import ImageTextFit, load_image_text_model
+from .backbones.loading import TINY
+from .backbones.preprocessing import Preprocessing
+from .backbones.tokenizers import CLIP_TOKENIZER
 
 FILES = {
-    "v2.0": Source("xswu/HPSv2", "HPS_v2_compressed.pt", "2 GB", "Apache-2.0"),
-    "v2.1": Source("xswu/HPSv2", "HPS_v2.1_compressed.pt", "2 GB", "Apache-2.0"),
+    "v2.0": WeightsSource("xswu/HPSv2", "HPS_v2_compressed.pt", "2 GB", "Apache-2.0"),
+    "v2.1": WeightsSource("xswu/HPSv2", "HPS_v2.1_compressed.pt", "2 GB", "Apache-2.0"),
 }
 
 
@@ -27,28 +27,30 @@ class Hps:
     version: Literal["v2.0", "v2.1"] = "v2.1"
     weights: str = "xswu/HPSv2"
     tokenizer: str | None = None  # folder or hub id; else what lies beside the weights, else CLIP's own
-    fit: Fit = "pad"  # the longer side is 224, as the authors have it; `crop` as SRPO, `stretch` as VADER
-    batch_size: Rows = 32
+    fit: ImageTextFit = "pad"  # the longer side is 224, as the authors have it; `crop` as SRPO, `stretch` as VADER
+    batch_size: BatchSize = 32
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"
 
     @property
-    def about(self) -> About:
-        return About(
+    def about(self) -> RewardCard:
+        return RewardCard(
             range="0.2 to 0.35",
             hacked_by="oversaturated, glossy and painted looks; followed by gradient, oily textures and patches of "
             "pattern",
             memory="3.9 GB, half of it in 16 bits",
-            sources=(FILES[self.version], CLIP_WORDS),
+            sources=(FILES[self.version], CLIP_TOKENIZER),
         )
 
-    def load(self, placement: Placement) -> Towers:
-        model = opened(self.weights, FILES[self.version], placement)
+    def load(self, placement: Placement) -> DualEncoderScorer:
+        model = load_image_text_model(self.weights, FILES[self.version], placement)
         # Published for tensors: what the filter overshoots stays, and an odd crop begins at the even pixel.
         by: Literal["bilinear", "bicubic"] = "bilinear" if self.fit == "stretch" else "bicubic"
         looks = Preprocessing(model.size, self.fit, by, overshoot="keep", corner="round")
-        return Towers(model.net, Stills(looks), model.words(self.tokenizer, mended=True), Ending())
+        return DualEncoderScorer(
+            model.net, ImagePreprocessing(looks), model.words(self.tokenizer, mended=True), CosineHead()
+        )
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)

@@ -8,15 +8,15 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from ..preprocessing import Preprocessing
-from ..pretrained import Source, locate, read
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
-from .nets.blip import MEAN, STD, Blip, read_blip, tiny_blip
-from .nets.hub import TINY
-from .nets.words import BERT_WORDS, Words, tiny_bert, tokenizer
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from ..models.pretrained import WeightsSource, find_weights, load_state_dict
+from .backbones.blip import MEAN, STD, Blip, read_blip, tiny_blip
+from .backbones.loading import TINY
+from .backbones.preprocessing import Preprocessing
+from .backbones.tokenizers import BERT_TOKENIZER, FixedLengthTokenizer, load_tokenizer, tiny_bert_tokenizer
 
-FILE = Source("THUDM/ImageReward", "ImageReward.pt", "1.8 GB", "Apache-2.0")
+FILE = WeightsSource("THUDM/ImageReward", "ImageReward.pt", "1.8 GB", "Apache-2.0")
 LENGTH = 35  # tokens of a prompt that are read
 
 
@@ -27,12 +27,12 @@ class ImageReward:
     weights: str = FILE.hub
     tokenizer: str | None = None  # folder or hub id of bert-base-uncased; else what lies beside the weights
     overshoot: Literal["clip", "keep"] = "clip"  # of the bicubic filter; ReFL keeps it
-    batch_size: Rows = 32
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 32
+    about: ClassVar[RewardCard] = RewardCard(
         range="-2 to 2",
         hacked_by="crowded, over-detailed pictures that repeat what the prompt names; grids of texture at other sizes",
         memory="1.8 GB, half of it in 16 bits",
-        sources=(FILE, BERT_WORDS),
+        sources=(FILE, BERT_TOKENIZER),
     )
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
@@ -40,14 +40,14 @@ class ImageReward:
 
     def load(self, placement: Placement) -> ImageRewardScorer:
         if self.weights == TINY:
-            net, reader = tiny_blip(), tiny_bert()
+            net, reader = tiny_blip(), tiny_bert_tokenizer()
         else:
-            path = locate(self.weights, FILE)
+            path = find_weights(self.weights, FILE)
             path = path / FILE.file if path.is_dir() else path
-            net = read_blip(read(path), self.weights)
-            reader = tokenizer(self.tokenizer, path, "bert", BERT_WORDS, net.text.config.vocab_size)
+            net = read_blip(load_state_dict(path), self.weights)
+            reader = load_tokenizer(self.tokenizer, path, "bert", BERT_TOKENIZER, net.text.config.vocab_size)
         looks = Preprocessing(net.size, overshoot=self.overshoot, corner="round")
-        return ImageRewardScorer(net.placed(placement), looks, Words(reader, LENGTH))
+        return ImageRewardScorer(net.placed(placement), looks, FixedLengthTokenizer(reader, LENGTH))
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)
@@ -57,9 +57,9 @@ class ImageReward:
 class ImageRewardScorer:
     net: Blip
     looks: Preprocessing
-    words: Words
+    words: FixedLengthTokenizer
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         return self.compare(self.see(pixels), prompts)
 
     def see(self, pixels: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..pictures import as_bytes
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from ..data.image_io import to_uint8
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Jpeg:
 
     sign: Literal["compressible", "incompressible"] = "compressible"
     quality: int = 95
-    batch_size: Rows = 64
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 64
+    about: ClassVar[RewardCard] = RewardCard(
         range="-300 to 300 kilobytes", hacked_by="plain fields for compressible, noise for incompressible"
     )
     differentiable: ClassVar[bool] = False
@@ -40,11 +40,11 @@ class Jpeg:
     def tiny(self) -> Self:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         sizes = torch.tensor([self._kilobytes(picture) for picture in pixels[:, 0]])
         return -sizes if self.sign == "compressible" else sizes
 
     def _kilobytes(self, picture: Tensor) -> float:
         file = BytesIO()
-        Image.fromarray(as_bytes(picture)).save(file, "JPEG", quality=self.quality)
+        Image.fromarray(to_uint8(picture)).save(file, "JPEG", quality=self.quality)
         return file.tell() / 1000

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from ..perceptual import TINY, VGG16, Perceptual, perceptual
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
-from .target import targets
+from ..autoencoders.lpips import TINY, VGG16, LPIPSDistance, load_lpips
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from .target_image import target_images
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Lpips:
 
     weights: str = VGG16.hub  # VGG16 of torchvision or timm, or an LPIPS whole
     heads: str = ""  # a path; those of the installed package lpips if empty
-    batch_size: Rows = 32
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 32
+    about: ClassVar[RewardCard] = RewardCard(
         range="-0.8 to 0",
         hacked_by="nothing but the target itself, though fine grain may differ",
         memory="59 MB",
@@ -32,7 +32,7 @@ class Lpips:
     runs_on: ClassVar[Literal["device"]] = "device"
 
     def load(self, placement: Placement) -> LpipsScorer:
-        return LpipsScorer(perceptual(self.weights, self.heads, placement))
+        return LpipsScorer(load_lpips(self.weights, self.heads, placement))
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)
@@ -40,9 +40,9 @@ class Lpips:
 
 @dataclass(frozen=True)
 class LpipsScorer:
-    net: Perceptual
+    net: LPIPSDistance
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
-        wanted = targets(pixels, prompts, facts)
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+        wanted = target_images(pixels, prompts, facts)
         out: Tensor = self.net(pixels[:, 0].to(self.net.scale.dtype), wanted.to(self.net.scale.dtype))
         return -out.to(pixels.dtype)

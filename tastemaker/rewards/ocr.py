@@ -11,9 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..ocr import Engine, Guess, likeness, plain
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from .backbones.ocr import OcrEngine, StubOcrEngine, normalize_text, text_similarity
 
 QUOTED = re.compile(r'"([^"]*\S[^"]*)"')
 
@@ -26,8 +26,8 @@ class Ocr:
     strict: bool = False  # what else is written counts as wrong; Flow-GRPO's own rule forgives it
     engine: Literal["rapidocr", "guess"] = "rapidocr"  # PP-OCRv6, or one that makes letters up, for tests
     enlarge: Annotated[int, Field(ge=0, le=2048)] = 160  # pixels a side that smaller pictures are brought to
-    batch_size: Rows = 64
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 64
+    about: ClassVar[RewardCard] = RewardCard(
         range="0 to 1",
         hacked_by="large plain letters; by the lenient rule also the word many times over",
         memory="15 MB",
@@ -37,7 +37,7 @@ class Ocr:
     runs_on: ClassVar[Literal["host"]] = "host"
 
     def load(self, placement: Placement) -> OcrScorer:
-        return OcrScorer(self, Engine() if self.engine == "rapidocr" else Guess())
+        return OcrScorer(self, OcrEngine() if self.engine == "rapidocr" else StubOcrEngine())
 
     def tiny(self) -> Self:
         return replace(self, engine="guess")
@@ -46,22 +46,22 @@ class Ocr:
 @dataclass(frozen=True)
 class OcrScorer:
     spec: Ocr
-    engine: Engine | Guess
+    engine: OcrEngine | StubOcrEngine
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
-        wanted = [asked(prompt, fact) for prompt, fact in zip(prompts, facts, strict=True)]
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+        wanted = [expected_text(prompt, fact) for prompt, fact in zip(prompts, facts, strict=True)]
         found = self.engine.read(pixels[:, 0], self.spec.enlarge)
         return torch.tensor([self._credit(*pair) for pair in zip(found, wanted, strict=True)])
 
     def _credit(self, found: str, wanted: str) -> float:
         forgiven = not self.spec.strict and wanted in found
-        return 1.0 if forgiven else likeness(found, wanted)
+        return 1.0 if forgiven else text_similarity(found, wanted)
 
 
-def asked(prompt: str, fact: Facts) -> str:
+def expected_text(prompt: str, fact: Metadata) -> str:
     """What a picture is to say."""
     quoted = QUOTED.search(prompt)
-    text = plain(str(fact.get("text") or (quoted[1] if quoted else "")))
+    text = normalize_text(str(fact.get("text") or (quoted[1] if quoted else "")))
     if not text:
         raise ValueError(f"'{prompt:.80}' asks for no text; expected some in quotes, or a fact 'text'")
     return text

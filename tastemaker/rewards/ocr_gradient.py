@@ -10,11 +10,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..ocr import Engine, recogniser
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
-from .nets.spelling import Speller, cropped, line, scrawler, speller
-from .ocr import asked
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from .backbones.ocr import OcrEngine, recognizer_file
+from .backbones.text_recognition import (
+    TextRecognizer,
+    crop_quad,
+    load_text_recognizer,
+    prepare_line,
+    random_text_recognizer,
+)
+from .ocr import expected_text
 
 MOST = 8  # lines of text looked at in a picture
 
@@ -27,8 +33,8 @@ class OcrGradient:
     engine: Literal["rapidocr", "guess"] = "rapidocr"  # PP-OCRv6, or a random network, for tests
     find: bool = True  # lines of text, on the host; without it the picture is one line, as of a word that fills it
     enlarge: Annotated[int, Field(ge=0, le=2048)] = 160  # pixels a side that smaller pictures are brought to for that
-    batch_size: Rows = 16
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 16
+    about: ClassVar[RewardCard] = RewardCard(
         range="-20 to 0",
         hacked_by="large plain letters; grain that only the network reads",
         memory="0.2 GB",
@@ -39,8 +45,10 @@ class OcrGradient:
 
     def load(self, placement: Placement) -> OcrGradientScorer:
         if self.engine == "guess":
-            return OcrGradientScorer(self, scrawler(placement.device), None)
-        return OcrGradientScorer(self, speller(recogniser(), placement.device), Engine() if self.find else None)
+            return OcrGradientScorer(self, random_text_recognizer(placement.device), None)
+        return OcrGradientScorer(
+            self, load_text_recognizer(recognizer_file(), placement.device), OcrEngine() if self.find else None
+        )
 
     def tiny(self) -> Self:
         return replace(self, engine="guess")
@@ -49,12 +57,12 @@ class OcrGradient:
 @dataclass(frozen=True)
 class OcrGradientScorer:
     spec: OcrGradient
-    speller: Speller
-    finder: Engine | None
+    speller: TextRecognizer
+    finder: OcrEngine | None
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         pictures = pixels[:, 0].float()
-        wanted = [self.speller.known(asked(*row)) for row in zip(prompts, facts, strict=True)]
+        wanted = [self.speller.known(expected_text(*row)) for row in zip(prompts, facts, strict=True)]
         with torch.autocast(pixels.device.type, enabled=False):
             parts = [self._lines(*row) for row in zip(pictures, wanted, strict=True)]
             said = iter(self.speller.read([each for lines in parts for each in lines]))
@@ -64,7 +72,7 @@ class OcrGradientScorer:
     def _lines(self, picture: Tensor, word: str) -> list[Tensor]:
         """The whole picture, then the lines of text found in it, in the order they are read in."""
         found = [] if self.finder is None else self.finder.lines(picture, self.spec.enlarge)[:MOST]
-        return [line(part, word) for part in (picture, *(cropped(picture, corners) for corners in found))]
+        return [prepare_line(part, word) for part in (picture, *(crop_quad(picture, corners) for corners in found))]
 
     def _best(self, said: list[Tensor], word: str) -> Tensor:
         together = [torch.cat(said[1:])] if len(said) > 2 else []

@@ -7,16 +7,16 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import PositiveFloat
 
-from ..pretrained import Source
-from ..reward import About, Rows
-from ..types import Placement
-from .nets.hub import TINY
-from .nets.image_text import opened
-from .nets.towers import Ending, Towers
-from .nets.words import CLIP_WORDS
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Placement
+from ..models.pretrained import WeightsSource
+from .backbones.dual_encoders import CosineHead, DualEncoderScorer
+from .backbones.image_text_models import load_image_text_model
+from .backbones.loading import TINY
+from .backbones.tokenizers import CLIP_TOKENIZER
 
-PICKSCORE = Source("yuvalkirstain/PickScore_v1", "model.safetensors", "3.9 GB")
-CONFIG = Source("yuvalkirstain/PickScore_v1", "config.json", "5 kB")
+PICKSCORE = WeightsSource("yuvalkirstain/PickScore_v1", "model.safetensors", "3.9 GB")
+CONFIG = WeightsSource("yuvalkirstain/PickScore_v1", "config.json", "5 kB")
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class PickScore:
     tokenizer: str | None = None  # folder or hub id; else what lies beside the weights, else CLIP's own
     divide: PositiveFloat = 1.0  # 26 in Flow-GRPO and DiffusionNFT, 20 in SRPO, 100 for the cosine as in DanceGRPO
     overshoot: Literal["clip", "keep"] = "clip"  # of the bicubic filter; SRPO and VADER keep it
-    batch_size: Rows = 32
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 32
+    about: ClassVar[RewardCard] = RewardCard(
         range="18 to 24",
         hacked_by="bright, smooth and centred looks; followed by gradient, high-frequency patterns",
         memory="3.9 GB, half of it in 16 bits",
-        sources=(PICKSCORE, CONFIG, CLIP_WORDS),
+        sources=(PICKSCORE, CONFIG, CLIP_TOKENIZER),
     )
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"
 
-    def load(self, placement: Placement) -> Towers:
-        model = opened(self.weights, PICKSCORE, placement)
+    def load(self, placement: Placement) -> DualEncoderScorer:
+        model = load_image_text_model(self.weights, PICKSCORE, placement)
         looks = model.looks(None, None, self.overshoot)
-        return Towers(model.net, looks, model.words(self.tokenizer), Ending(model.scale / self.divide))
+        return DualEncoderScorer(model.net, looks, model.words(self.tokenizer), CosineHead(model.scale / self.divide))
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)

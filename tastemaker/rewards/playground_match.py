@@ -9,12 +9,12 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..playground.blocks import still
-from ..playground.captions import parse
-from ..playground.scorer import Scorer, split_quality
-from ..playground.trained import TINY, load
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from ..playground.blocks import first_frame
+from ..playground.captions import parse_captions
+from ..playground.image_text_scorer import ImageTextScorer, split_quality
+from ..playground.network_files import TINY, load_network
 
 
 @dataclass(frozen=True)
@@ -22,27 +22,27 @@ class PlaygroundMatch:
     """The cosine of picture and caption; `crisp. a photo of a dog` adds that of the word, so `relative` can compare."""
 
     weights: str = "playground/scorer"
-    batch_size: Rows = 256
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 256
+    about: ClassVar[RewardCard] = RewardCard(
         range="-1 to 1", hacked_by="textures; the verdict sees what it misses", memory="3.5 MB"
     )
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["frames"]] = "frames"
     runs_on: ClassVar[Literal["device"]] = "device"
 
-    def load(self, placement: Placement) -> MatchScorer:
-        return MatchScorer(load(Scorer, self.weights, placement.device))
+    def load(self, placement: Placement) -> PlaygroundMatchScorer:
+        return PlaygroundMatchScorer(load_network(ImageTextScorer, self.weights, placement.device))
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)
 
 
 @dataclass(frozen=True)
-class MatchScorer:
-    net: Scorer
+class PlaygroundMatchScorer:
+    net: ImageTextScorer
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         texts, quality = split_quality(prompts)
-        captions = parse(texts).to(pixels.device)
-        out: Tensor = self.net(still(pixels), captions, torch.tensor(quality, device=pixels.device))
+        captions = parse_captions(texts).to(pixels.device)
+        out: Tensor = self.net(first_frame(pixels), captions, torch.tensor(quality, device=pixels.device))
         return out

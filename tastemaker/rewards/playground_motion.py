@@ -9,11 +9,11 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..playground.trained import TINY, load
-from ..playground.watcher import Watcher, asked_motion, sized, telling
-from ..reward import About, Reward, RewardSpec, Rows
-from ..types import Facts, Placement, Prompts
-from .combine import Combinator
+from ..core.reward import BatchSize, Reward, RewardCard, RewardSpec
+from ..core.types import Metadata, Placement, Prompts
+from ..playground.motion_classifier import MotionClassifier, representative_frame, requested_motion, resize_clips
+from ..playground.network_files import TINY, load_network
+from .combinators import Combinator
 
 
 @dataclass(frozen=True)
@@ -22,29 +22,31 @@ class PlaygroundMotion:
 
     form: Literal["log", "probability"] = "log"  # gradients follow the logarithm better, groups compare the other
     weights: str = "playground/motion0"
-    batch_size: Rows = 128
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 128
+    about: ClassVar[RewardCard] = RewardCard(
         range="-10 to 0", hacked_by="blotches that move as asked, whatever they are", memory="0.9 MB"
     )
     differentiable: ClassVar[bool] = True
     reads: ClassVar[Literal["clip"]] = "clip"
     runs_on: ClassVar[Literal["device"]] = "device"
 
-    def load(self, placement: Placement) -> MotionScorer:
-        return MotionScorer(self, load(Watcher, self.weights, placement.device))
+    def load(self, placement: Placement) -> PlaygroundMotionScorer:
+        return PlaygroundMotionScorer(self, load_network(MotionClassifier, self.weights, placement.device))
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)
 
 
 @dataclass(frozen=True)
-class MotionScorer:
+class PlaygroundMotionScorer:
     spec: PlaygroundMotion
-    net: Watcher
+    net: MotionClassifier
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
-        asked = asked_motion(prompts, facts, pixels.device)
-        sure: Tensor = self.net(sized(pixels)).log_softmax(1)[torch.arange(len(asked), device=asked.device), asked]
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+        asked = requested_motion(prompts, facts, pixels.device)
+        sure: Tensor = self.net(resize_clips(pixels)).log_softmax(1)[
+            torch.arange(len(asked), device=asked.device), asked
+        ]
         return sure if self.spec.form == "log" else sure.exp()
 
 
@@ -65,5 +67,7 @@ class PlaygroundContent(Combinator):
     def reads(self) -> Literal["clip"]:
         return "clip"
 
-    def through(self, inner: Reward, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
-        return inner.score(telling(pixels, asked_motion(prompts, facts, pixels.device)), prompts, facts)
+    def through(self, inner: Reward, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+        return inner.score(
+            representative_frame(pixels, requested_motion(prompts, facts, pixels.device)), prompts, facts
+        )

@@ -13,11 +13,11 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
-from ..registry import ConfigError
-from ..reward import About, Reward, Rows
-from ..serving.client import Client, ServiceError
-from ..serving.wire import Question, pack
-from ..types import Facts, Placement, Prompts
+from ..core.registry import ConfigError
+from ..core.reward import BatchSize, Reward, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from ..serving.client import RewardClient, RewardServiceError
+from ..serving.protocol import ScoreRequest, encode_request
 from .color import Brightness
 
 TINY = "http://tiny"  # answered here
@@ -34,8 +34,8 @@ class Remote:
     timeout: PositiveFloat = 600.0  # seconds for an answer
     retries: NonNegativeInt = 5  # after connection errors, and no others
     pause: NonNegativeFloat = 0.5  # seconds before the first of them, doubled each time
-    batch_size: Rows = 16
-    about: ClassVar[About] = About(range="the served reward's", hacked_by="what hacks the served reward")
+    batch_size: BatchSize = 16
+    about: ClassVar[RewardCard] = RewardCard(range="the served reward's", hacked_by="what hacks the served reward")
     differentiable: ClassVar[bool] = False
     runs_on: ClassVar[Literal["remote"]] = "remote"
 
@@ -48,7 +48,7 @@ class Remote:
             return Brightness()
         if self.token and not os.environ.get(self.token):
             raise ConfigError(f"the environment variable {self.token}, which 'token' names, is empty; set it")
-        client = Client(self.url, os.environ.get(self.token, ""), self.timeout, self.retries, self.pause)
+        client = RewardClient(self.url, os.environ.get(self.token, ""), self.timeout, self.retries, self.pause)
         told = client.ask("/version")
         if told.get("reads") != self.reads:
             found = f"{told.get('reads')}, but 'reads' is {self.reads}"
@@ -62,17 +62,21 @@ class Remote:
 @dataclass(frozen=True)
 class RemoteScorer:
     spec: Remote
-    client: Client
+    client: RewardClient
     version: str
     limit: int  # bytes of a request
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
-        kind, body = pack(Question(pixels, tuple(prompts), tuple(facts)), self.spec.form)
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+        kind, body = encode_request(ScoreRequest(pixels, tuple(prompts), tuple(facts)), self.spec.form)
         if len(body) > self.limit:
-            raise ServiceError(f"{len(pixels)} rows have {len(body)} bytes, above the server's limit; lower batch_size")
+            raise RewardServiceError(
+                f"{len(pixels)} rows have {len(body)} bytes, above the server's limit; lower batch_size"
+            )
         found = self.client.ask("/score", kind, body).get("scores")
         if not isinstance(found, list) or len(found) != len(pixels) or not all(map(_number, found)):
-            raise ServiceError(f"{self.spec.url} answered {found!s:.80} for {len(pixels)} rows; expected a number each")
+            raise RewardServiceError(
+                f"{self.spec.url} answered {found!s:.80} for {len(pixels)} rows; expected a number each"
+            )
         return torch.tensor(found, device=pixels.device)
 
 

@@ -8,8 +8,8 @@ from typing import Literal, Self
 
 from torch import Tensor
 
-from ..reward import About, Graded, RewardSpec, Rubric, shared
-from ..types import Facts, Placement, Prompts
+from ..core.reward import RewardCard, RewardSpec, Rubric, WeightedReward, load_shared_reward
+from ..core.types import Metadata, Placement, Prompts
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,21 @@ class Sum:
         return max(spec.batch_size for spec in self.of)  # each is cut further to what it can bear
 
     @property
-    def about(self) -> About:
+    def about(self) -> RewardCard:
         told = [spec.about for spec in self.of]
         sources = tuple(dict.fromkeys(source for about in told for source in about.sources))
         hacked, memory = ("; ".join(dict.fromkeys(texts)) for texts in _columns(told))
-        return About("the sum of its rewards'", hacked, memory, sources)
+        return RewardCard("the sum of its rewards'", hacked, memory, sources)
 
     def load(self, placement: Placement) -> SumScorer:
         parts = {f"{type(spec).__name__} {i}": (spec, weight) for i, (spec, weight) in enumerate(self._parts())}
         return SumScorer(
-            Rubric({name: Graded(spec, shared(spec, placement), weight) for name, (spec, weight) in parts.items()})
+            Rubric(
+                {
+                    name: WeightedReward(spec, load_shared_reward(spec, placement), weight)
+                    for name, (spec, weight) in parts.items()
+                }
+            )
         )
 
     def tiny(self) -> Self:
@@ -65,9 +70,9 @@ class Sum:
 class SumScorer:
     rubric: Rubric
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         return self.rubric.score(pixels, prompts, facts).total
 
 
-def _columns(told: Sequence[About]) -> tuple[list[str], list[str]]:
+def _columns(told: Sequence[RewardCard]) -> tuple[list[str], list[str]]:
     return [about.hacked_by for about in told], [about.memory for about in told]

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
-from .nets.hub import TINY
-from .nets.vjepa import VJEPA, Foresight, foresight
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from .backbones.loading import TINY
+from .backbones.vjepa import VJEPA, VjepaPredictor, load_vjepa
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Vjepa:
     frame is left out; gradients flow through what is seen and through what is to be foreseen.
     """
 
-    masks: Rows = 1  # draws, each of small and of large blocks
+    masks: BatchSize = 1  # draws, each of small and of large blocks
     seed: int = 0
     weights: str = VJEPA.hub
-    batch_size: Rows = 2
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 2
+    about: ClassVar[RewardCard] = RewardCard(
         range="about -1 to 0, on a scale of its own for each size of the network; compare clips, not numbers",
         hacked_by="frozen, blurred or empty clips, which are foreseen without fail: watch `dynamics` beside it",
         memory="1.5 GB",
@@ -38,7 +38,7 @@ class Vjepa:
     runs_on: ClassVar[Literal["device"]] = "device"
 
     def load(self, placement: Placement) -> VjepaScorer:
-        return VjepaScorer(foresight(self.weights, self.masks, self.seed, placement))
+        return VjepaScorer(load_vjepa(self.weights, self.masks, self.seed, placement))
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)
@@ -46,7 +46,7 @@ class Vjepa:
 
 @dataclass(frozen=True)
 class VjepaScorer:
-    net: Foresight
+    net: VjepaPredictor
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         return -self.net.surprise(pixels)

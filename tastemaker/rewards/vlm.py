@@ -9,12 +9,12 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..reward import About, Rows, Verdict
-from ..types import Facts, Placement, Prompts, concatenate
-from .nets.answers import QUESTIONS, Mode
-from .nets.chat import ONE_VISION, chat
-from .nets.hub import TINY
-from .nets.panel import Panel
+from ..core.reward import BatchSize, RewardCard, Verdict
+from ..core.types import Metadata, Placement, Prompts, concatenate
+from ..vlm.chat_model import ONE_VISION, load_chat_model
+from ..vlm.judge import VlmJudge
+from ..vlm.yes_no import QUESTIONS, AnswerMode
+from .backbones.loading import TINY
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Vlm:
     """
 
     question: str = "orm"  # or prm, guidance, or one of your own with {prompt} in it
-    mode: Mode = "yes_no_logits"
+    mode: AnswerMode = "yes_no_logits"
     sure: float = 0.5  # probability of yes from which a preview is clear, or a clear one promising
     weights: str = ONE_VISION.hub  # or a folder as transformers or LLaVA-NeXT write it, such as ORM's and PARM's
     gradient: bool = False  # to the pixels, from LLaVA-OneVision alone: others prepare pictures outside PyTorch
-    batch_size: Rows = 8
-    about: ClassVar[About] = About(
+    batch_size: BatchSize = 8
+    about: ClassVar[RewardCard] = RewardCard(
         range="0 to 1", hacked_by="words written into the picture, collages of what the prompt names",
         memory="16 GB (7B)", sources=(ONE_VISION,),
     )  # fmt: skip
@@ -51,7 +51,9 @@ class Vlm:
 
     def load(self, placement: Placement) -> VlmScorer:
         name = "" if self.weights == TINY else self.weights
-        return VlmScorer(self, Panel(chat(self.weights, placement, gradient=self.gradient), self.mode, self.sure, name))
+        return VlmScorer(
+            self, VlmJudge(load_chat_model(self.weights, placement, gradient=self.gradient), self.mode, self.sure, name)
+        )
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY)
@@ -62,12 +64,12 @@ class VlmScorer:
     """A reward and a verifier."""
 
     spec: Vlm
-    panel: Panel
+    panel: VlmJudge
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         return self.panel.outcome(pixels[:, 0], prompts, self.spec.question).score
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
         """Of a clip the middle frame is judged."""
         pixels, size = pixels[:, pixels.shape[1] // 2].float(), self.spec.batch_size
         with torch.autocast(pixels.device.type, enabled=False):  # a search runs in the model's precision
@@ -75,5 +77,5 @@ class VlmScorer:
             judged = [self.panel.verdict(pixels[p], prompts[p], self.spec.question, progress) for p in parts]
         return concatenate(judged)
 
-    def reasons(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> list[str]:
+    def reasons(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> list[str]:
         return self.panel.reasons(pixels[:, pixels.shape[1] // 2].float(), prompts, self.spec.batch_size)

@@ -8,11 +8,11 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from ..reward import About, Rows
-from ..types import Facts, Placement, Prompts
-from .nets.heads import LINEAR, VADER, Gaze, gaze
-from .nets.hub import TINY
-from .nets.image_tower import CLIP_L, Fit
+from ..core.reward import BatchSize, RewardCard
+from ..core.types import Metadata, Placement, Prompts
+from .backbones.clip_heads import LINEAR, VADER, ClipHeadScorer, load_clip_head
+from .backbones.clip_image_encoder import CLIP_L, ClipFit
+from .backbones.loading import TINY
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Weather:
     kind: Literal["rainy", "snowy"] = "rainy"
     weights: str = CLIP_L.hub
     head: str = ""  # a path; `rainy_reward.pt` or `snowy_reward.pt` here if empty
-    fit: Fit = "stretch"
-    batch_size: Rows = 64
-    about: ClassVar[About] = About(
+    fit: ClipFit = "stretch"
+    batch_size: BatchSize = 64
+    about: ClassVar[RewardCard] = RewardCard(
         range="0 to 1",
         hacked_by="grey haze and streaks for rain, white noise for snow",
         memory="1.2 GB, half of it in 16 bits",
@@ -38,7 +38,7 @@ class Weather:
     def load(self, placement: Placement) -> WeatherScorer:
         file = f"{self.kind}_reward.pt"
         source = f"assets/{file} of {VADER}"
-        return WeatherScorer(gaze(self.weights, self.head or file, source, LINEAR, self.fit, placement))
+        return WeatherScorer(load_clip_head(self.weights, self.head or file, source, LINEAR, self.fit, placement))
 
     def tiny(self) -> Self:
         return replace(self, weights=TINY, head=TINY)
@@ -46,7 +46,7 @@ class Weather:
 
 @dataclass(frozen=True)
 class WeatherScorer:
-    gaze: Gaze
+    gaze: ClipHeadScorer
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         return self.gaze(pixels).sigmoid()

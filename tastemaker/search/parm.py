@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..policy import Policy, Rollout
-from ..randomness import Randomness
-from ..reward import Verdict, Verifier
-from ..types import PromptBatch
-from .search import Found, Price, Search, candidates
+from ..core.policy import Policy, Rollout
+from ..core.randomness import Randomness
+from ..core.reward import Verdict, Verifier
+from ..core.types import PromptBatch
+from .base import Search, SearchCost, SearchResult, start_candidates
 
 
 @dataclass(frozen=True)
-class Parm(Search):
+class PARMSearch(Search):
     """Step-wise assessment: whoever is clear yet unpromising goes early, never the last of a prompt; then best-of-N'.
 
     Each candidate is judged once, at the first step at which it is clear. With `drop` off everyone finishes and
@@ -37,9 +37,9 @@ class Parm(Search):
             raise ValueError(f"found {found}; expected at least one that is kept, and 'drop' on")
 
     @torch.no_grad()
-    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
+    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
         cond = policy.embed(batch.prompts, batch.facts).repeat(self.n)
-        rollout = candidates(policy, cond, rng.repeat(self.n))
+        rollout = start_candidates(policy, cond, rng.repeat(self.n))
         owner = torch.arange(len(batch), device=rng.rows.device).repeat_interleave(self.n)
         known = Verdict(
             torch.zeros_like(owner, dtype=torch.bool),
@@ -52,7 +52,7 @@ class Parm(Search):
             if self.first <= rollout.progress < 1 and not bool(known.clear.all()):
                 judged += int((~known.clear).sum())
                 known = self._judge(policy, verifier, rollout, known)
-                keep = keepers(known, owner, self.keep) if self.drop else torch.ones_like(known.clear)
+                keep = select_candidates(known, owner, self.keep) if self.drop else torch.ones_like(known.clear)
                 rows = keep.nonzero().flatten()
                 rollout.select(rows)
                 owner = owner[rows]
@@ -62,7 +62,7 @@ class Parm(Search):
         # Any promising candidate comes before all others; within them, or those kept, the final score decides.
         ranked = torch.where(known.promising, score, score - 1e6) if self.keep is None else score
         best = torch.stack([torch.where(owner == i, ranked, -torch.inf).argmax() for i in range(len(batch))])
-        return Found(final[best], score[best], Price(rollout.price, judged + len(final)))
+        return SearchResult(final[best], score[best], SearchCost(rollout.price, judged + len(final)))
 
     def _judge(self, policy: Policy[Any], verifier: Verifier, rollout: Rollout, known: Verdict) -> Verdict:
         cond, fresh = rollout.cond, (~known.clear).nonzero().flatten()
@@ -75,7 +75,7 @@ class Parm(Search):
         return Verdict(clear, promising, score)
 
 
-def keepers(known: Verdict, owner: Tensor, most: int | None = None) -> Tensor:
+def select_candidates(known: Verdict, owner: Tensor, most: int | None = None) -> Tensor:
     """Who goes on: the unclear; of a prompt's clear ones so many of the best, or those that promise, at least one."""
     keep = ~known.clear | (known.promising if most is None else torch.zeros_like(known.clear))
     for prompt in set(owner.tolist()):

@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
-from ..policy import Policy
-from ..randomness import Randomness
-from ..registry import ConfigError
-from ..reward import Verifier
-from ..types import PromptBatch
-from .search import Found, Price, Search, candidates
+from ..core.policy import Policy
+from ..core.randomness import Randomness
+from ..core.registry import ConfigError
+from ..core.reward import Verifier
+from ..core.types import PromptBatch
+from .base import Search, SearchCost, SearchResult, start_candidates
 
 
 @dataclass(frozen=True)
-class Prm(Search):
+class PRMSearch(Search):
     """Step-wise selection: of n unfinished samples a prompt all go on from the one the judge scores best.
 
     Ask a judge whose question is prm, or any reward.
@@ -32,14 +32,14 @@ class Prm(Search):
             )
 
     @torch.no_grad()
-    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
+    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
         if not policy.process.chance:
             raise ConfigError(
                 "--search: prm goes on from copies of one sample, which must have draws of their own at every step; "
                 "the sampler has none, so choose parm, or one that takes chances"
             )
         cond, draws = policy.embed(batch.prompts, batch.facts).repeat(self.n), rng.repeat(self.n)
-        rollout = candidates(policy, cond, draws)
+        rollout = start_candidates(policy, cond, draws)
         rollout.redraw(draws)  # whoever cannot says so before anything is made
         owner = torch.arange(len(batch), device=rng.rows.device) * self.n
         looks, taken = 0, 0
@@ -53,6 +53,8 @@ class Prm(Search):
             score, looks = verdict.score.view(-1, self.n), looks + 1
             best = owner + score.argmax(1)
             if rollout.progress == 1:
-                return Found(rollout.preview()[best], score.amax(1), Price(rollout.price, looks * len(cond)))
+                return SearchResult(
+                    rollout.preview()[best], score.amax(1), SearchCost(rollout.price, looks * len(cond))
+                )
             rollout.select(best.repeat_interleave(self.n))
             rollout.redraw(draws)  # copies part again

@@ -5,19 +5,19 @@ from typing import Any
 
 import torch
 
-from ..policy import Policy
-from ..randomness import Randomness
-from ..reward import Verifier
-from ..types import PromptBatch
-from .search import Found, Price, Search, candidates
+from ..core.policy import Policy
+from ..core.randomness import Randomness
+from ..core.reward import Verifier
+from ..core.types import PromptBatch
+from .base import Search, SearchCost, SearchResult, start_candidates
 
 
 @dataclass(frozen=True)
-class Single(Search):
+class SingleSample(Search):
     """One sample a prompt, unjudged."""
 
     @torch.no_grad()
-    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> Found:
-        rollout = candidates(policy, policy.embed(batch.prompts, batch.facts), rng)
+    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
+        rollout = start_candidates(policy, policy.embed(batch.prompts, batch.facts), rng)
         final = rollout.finish().final
-        return Found(final, torch.full((len(batch),), torch.nan, device=final.device), Price(rollout.price))
+        return SearchResult(final, torch.full((len(batch),), torch.nan, device=final.device), SearchCost(rollout.price))

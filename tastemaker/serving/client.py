@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..reward import RewardError
+from ..core.reward import RewardError
 
-LONGEST = 30.0  # seconds between two tries
-GREETING = 10.0  # seconds for a connection
+MAX_RETRY_DELAY = 30.0  # seconds between two tries
+CONNECT_TIMEOUT = 10.0  # seconds for a connection
 
 
-class ServiceError(RewardError):
+class RewardServiceError(RewardError):
     """A served reward that does not answer, or answers what cannot be used."""
 
 
 @dataclass(frozen=True)
-class Client:
+class RewardClient:
     """One server, asked over a connection of its own each time, without proxies or redirections."""
 
     url: str
@@ -36,14 +36,14 @@ class Client:
         while True:
             try:
                 return self._once(path, kind, body)
-            except (ConnectionError, http.client.IncompleteRead, Unreachable) as error:
+            except (ConnectionError, http.client.IncompleteRead, ServerUnreachableError) as error:
                 tried += 1
                 if tried > self.retries:
-                    raise ServiceError(
+                    raise RewardServiceError(
                         f"no reward answers at {self.url}, asked {tried} times ({error}); "
                         "start it with `tastemaker serve-reward`, or correct the url"
                     ) from error
-            time.sleep(min(LONGEST, self.pause * 2 ** (tried - 1)))
+            time.sleep(min(MAX_RETRY_DELAY, self.pause * 2 ** (tried - 1)))
 
     def _once(self, path: str, kind: str, body: bytes) -> dict[str, Any]:
         connection = self._connected()
@@ -54,7 +54,7 @@ class Client:
             response = connection.getresponse()
             return self._read(response.status, response.read())
         except TimeoutError as error:
-            raise ServiceError(
+            raise RewardServiceError(
                 f"{self.url} gave no answer within {self.timeout:g} seconds; raise 'timeout', or lower batch_size"
             ) from error
         finally:
@@ -63,14 +63,14 @@ class Client:
     def _connected(self) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=min(GREETING, self.timeout))
+        connection = kind(parts.hostname or "", parts.port, timeout=min(CONNECT_TIMEOUT, self.timeout))
         try:
             connection.connect()
             connection.sock.settimeout(self.timeout)
         except ssl.SSLError as error:
-            raise ServiceError(f"{self.url} is not trusted ({error}); check its certificate") from error
+            raise RewardServiceError(f"{self.url} is not trusted ({error}); check its certificate") from error
         except OSError as error:
-            raise Unreachable(str(error)) from error
+            raise ServerUnreachableError(str(error)) from error
         return connection
 
     def _read(self, status: int, body: bytes) -> dict[str, Any]:
@@ -82,9 +82,9 @@ class Client:
             return told
         said = told.get("error") if isinstance(told, dict) else body[:200].decode("utf-8", "replace")
         if status == 200:
-            raise ServiceError(f"{self.url} answered what is no JSON object ({said}); is it a served reward?")
-        raise ServiceError(f"{self.url} refused ({status}): {said}")
+            raise RewardServiceError(f"{self.url} answered what is no JSON object ({said}); is it a served reward?")
+        raise RewardServiceError(f"{self.url} refused ({status}): {said}")
 
 
-class Unreachable(Exception):
+class ServerUnreachableError(Exception):
     """A server that could not be connected to."""

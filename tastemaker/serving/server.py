@@ -1,4 +1,4 @@
-"""HTTP around a desk: bounded in bytes and in requests at a time, and closed to those without the token."""
+"""HTTP server for a reward: limits bytes and concurrent requests, and checks the token."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from ..reward import RewardError
-from .desk import Desk
-from .wire import WireError, unpack
+from ..core.reward import RewardError
+from .batch_queue import BatchQueue
+from .protocol import ProtocolError, decode_request
 
-CHUNK = 2**20
-PATIENCE = 60.0  # seconds for the next bytes of a request
-Answered = tuple[int, Mapping[str, Any]]
+READ_CHUNK = 2**20
+READ_TIMEOUT = 60.0  # seconds for the next bytes of a request
+HttpReply = tuple[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Service:
+class RewardService:
     """A reward to be asked over HTTP, and on what terms."""
 
-    desk: Desk
+    desk: BatchQueue
     about: Mapping[str, Any]  # what /version tells
     token: str = ""  # nobody is asked for one if empty
     limit: int = 256 * 2**20  # bytes of a request, and numbers its pictures may unfold to
@@ -38,19 +38,19 @@ class Service:
 
     def server(self, host: str, port: int) -> ThreadingHTTPServer:
         """Bound to its port, but not answering before `serve_forever`."""
-        server = ThreadingHTTPServer((host, port), partial(Exchange, self))
+        server = ThreadingHTTPServer((host, port), partial(RewardRequestHandler, self))
         server.daemon_threads = True
         return server
 
 
-class Exchange(BaseHTTPRequestHandler):
+class RewardRequestHandler(BaseHTTPRequestHandler):
     """One request and its answer, in a thread of its own."""
 
-    timeout = PATIENCE
+    timeout = READ_TIMEOUT
     error_content_type = "application/json"
     error_message_format = '{"error": "%(message)s"}'
 
-    def __init__(self, service: Service, *connection: Any) -> None:
+    def __init__(self, service: RewardService, *connection: Any) -> None:
         self.service = service
         super().__init__(*connection)  # which answers the request
 
@@ -82,14 +82,14 @@ class Exchange(BaseHTTPRequestHandler):
                 self.service.places.release()  # before the answer, for who has it may ask again at once
             self._answer(*answered)
 
-    def _scored(self) -> Answered:
+    def _scored(self) -> HttpReply:
         body = self.rfile.read(self._length())
         if len(body) < self._length():
             return 400, {"error": f"the request ended after {len(body)} of {self._length()} bytes"}
         try:
-            question = unpack(self.headers.get_content_type(), body, self.service.limit)
+            question = decode_request(self.headers.get_content_type(), body, self.service.limit)
             return 200, {"scores": self.service.desk.ask(question).result()}
-        except WireError as error:
+        except ProtocolError as error:
             return 400, {"error": str(error)}
         except RewardError as error:
             self.service.failed(str(error))
@@ -112,7 +112,7 @@ class Exchange(BaseHTTPRequestHandler):
     def _refuse(self, status: int, sentence: str) -> None:
         """Read what is being sent and drop it: who is cut off while sending sees a broken connection, not why."""
         left = min(self._length(), self.service.limit)
-        while left > 0 and (got := len(self.rfile.read(min(left, CHUNK)))):
+        while left > 0 and (got := len(self.rfile.read(min(left, READ_CHUNK)))):
             left -= got
         self._answer(status, {"error": sentence})
 

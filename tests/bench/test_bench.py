@@ -15,15 +15,21 @@ from typing import Any
 
 import pytest
 
-from tastemaker.bench.cells import Job, Plan, jobs, plan, shuffled
-from tastemaker.bench.results import gathered
-from tastemaker.bench.table import BEGIN, END
 from tastemaker.cli import main
-from tastemaker.commands.benching import Order, finished, planned
-from tastemaker.commands.measuring import Bench
-from tastemaker.commands.queueing import Queue
-from tastemaker.config.check import complaints
-from tastemaker.registry import ConfigError
+from tastemaker.config.check import find_problems
+from tastemaker.core.registry import ConfigError
+from tastemaker.evaluation.scoreboard.job_queue import JobQueue
+from tastemaker.evaluation.scoreboard.markdown_tables import BEGIN_MARK, END_MARK
+from tastemaker.evaluation.scoreboard.measurement import Bench
+from tastemaker.evaluation.scoreboard.plan import (
+    ScoreboardJob,
+    ScoreboardPlan,
+    list_jobs,
+    load_plan,
+    with_shuffled_rewards,
+)
+from tastemaker.evaluation.scoreboard.results import load_results
+from tastemaker.evaluation.scoreboard.runner import BenchOptions, is_finished, plan_jobs
 from tastemaker.rewards.shuffled import Shuffled
 
 ROOT = Path(__file__).parent.parent.parent
@@ -71,24 +77,24 @@ def result(toys: Path, key: str) -> dict[str, Any]:
 
 
 def test_every_cell_of_the_playground_can_be_run() -> None:
-    found, wrong = plan("playground"), {}
+    found, wrong = load_plan("playground"), {}
     for cell in found.cells:
         config = found.config(cell)
-        told = complaints(shuffled(config), 1)
+        told = find_problems(with_shuffled_rewards(config), 1)
         if told or not isinstance(found.process(found.cells[cell].family), config.model.suits):
             wrong[cell] = told
     assert not wrong
 
 
 def test_the_playground_asks_of_every_learning_cell_what_it_does_without_its_reward() -> None:
-    cells = plan("playground").cells.values()
+    cells = load_plan("playground").cells.values()
     learning = [cell for cell in cells if cell.search is None or cell.search.trained]
     assert all(cell.control for cell in learning if cell.aim and not cell.aim.warns)
 
 
 def test_the_first_seed_of_every_cell_comes_first_and_what_it_is_compared_with_before_it(toys: Path) -> None:
-    found = plan(str(toys))
-    listed = planned(Order(Bench(found, toys.parent), str(toys), ("grpo", "gradient", "best"), (0, 1), (0,)))
+    found = load_plan(str(toys))
+    listed = plan_jobs(BenchOptions(Bench(found, toys.parent), str(toys), ("grpo", "gradient", "best"), (0, 1), (0,)))
     keys = [job.key for job in listed]
     assert keys[0].startswith("before-flow") and listed[1].base == keys[0]
     assert keys[1:] == [
@@ -98,15 +104,15 @@ def test_the_first_seed_of_every_cell_comes_first_and_what_it_is_compared_with_b
 
 
 def test_cells_share_what_is_before_them_only_if_their_weights_are_the_same(toys: Path) -> None:
-    found = plan(str(toys))
+    found = load_plan(str(toys))
     bench = Bench(found, toys.parent)
-    grpo, gradient, other = (bench.based(Job(cell, "after")).base for cell in ("grpo", "gradient", "other"))
+    grpo, gradient, other = (bench.based(ScoreboardJob(cell, "after")).base for cell in ("grpo", "gradient", "other"))
     assert grpo == gradient != other
-    assert replace(bench, prompts=6).based(Job("grpo", "after")).base != grpo
+    assert replace(bench, prompts=6).based(ScoreboardJob("grpo", "after")).base != grpo
 
 
 def test_a_control_shuffles_what_is_learned_from_and_leaves_what_is_watched() -> None:
-    config = shuffled(plan("playground").config("grpo-flow"))
+    config = with_shuffled_rewards(load_plan("playground").config("grpo-flow"))
     kinds = {name: isinstance(reward.spec, Shuffled) for name, reward in config.rewards.items()}
     assert kinds == {"verdict": True, "taste": False}
 
@@ -125,7 +131,7 @@ def test_mistakes_in_cells_are_sentences(text: str, sentence: str, tmp_path: Pat
     path = tmp_path / "plan.yaml"
     path.write_text(f"families: {{f: {{process: models/toy-flow}}}}\n{text}\n")
     with pytest.raises(ConfigError, match=sentence):
-        plan(str(path)).config("a")
+        load_plan(str(path)).config("a")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ def test_a_bench_measures_everything_and_a_failing_cell_stops_nobody(
     toys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = toys.parent / "page.md"
-    page.write_text(f"{BEGIN}\n{END}\n")
+    page.write_text(f"{BEGIN_MARK}\n{END_MARK}\n")
     asked = [*QUICK, "--seeds", "0", "--cells", "grpo,gradient,best,broken"]
     assert bench(toys, *asked, "--write", str(page)) == 1
     said = capsys.readouterr().err
@@ -163,7 +169,7 @@ def test_a_bench_measures_everything_and_a_failing_cell_stops_nobody(
     before = (toys.parent / "out" / "cells" / "grpo-0.json").stat().st_mtime_ns
     assert bench(toys, *asked) == 1
     assert (toys.parent / "out" / "cells" / "grpo-0.json").stat().st_mtime_ns == before
-    assert len(gathered(toys.parent / "out" / "results.json")) == 6
+    assert len(load_results(toys.parent / "out" / "results.json")) == 6
 
 
 def test_a_bench_goes_on_from_the_one_file_of_its_results(
@@ -180,7 +186,7 @@ def trained_base(toys: Path) -> str:
 
 
 def test_calls_of_training_are_those_of_sampling_and_of_every_part_learned_from(measured: Path) -> None:
-    told, config = result(measured, "grpo-0")["training"], plan(str(measured)).config("grpo")
+    told, config = result(measured, "grpo-0")["training"], load_plan(str(measured)).config("grpo")
     steps = config.process.calls(config.model.shape)
     # All steps but the last take chances, and each of these is looked at again by the live weights and the reference.
     assert told["calls"] == 128 * (steps + 2 * (steps - 1))
@@ -192,8 +198,10 @@ def test_a_changed_recipe_is_measured_anew_and_other_questions_are_refused(
     asked = ["--seeds", "0", "--cells", "best"]
     assert bench(toys, *QUICK, *asked) == 0
     toys.write_text(TOYS.replace("search: {type: best_of_n, n: [2]}", "search: {type: best_of_n, n: [2], judge: run}"))
-    found = Bench(plan(str(toys)), toys.parent / "out", 6, 2, ("steps=2", "guard.every=1", "engine.device=cpu"), True)
-    assert not finished(found, found.based(Job("best", "after", 0, 2)))
+    found = Bench(
+        load_plan(str(toys)), toys.parent / "out", 6, 2, ("steps=2", "guard.every=1", "engine.device=cpu"), True
+    )
+    assert not is_finished(found, found.based(ScoreboardJob("best", "after", 0, 2)))
     assert len(list((toys.parent / "out" / "stale").iterdir())) == 1
     assert bench(toys, *QUICK, *asked, "--count", "3") == 2
     assert "choose another --out" in capsys.readouterr().err
@@ -205,8 +213,8 @@ def test_time_that_is_up_begins_nothing_and_says_what_is_left(toys: Path, capsys
 
 
 def test_nothing_is_taken_before_what_it_is_compared_with() -> None:
-    first, second = Job("a", "before", base="before-x"), Job("a", "after", base="before-x")
-    queue = Queue([second, first], set())
+    first, second = ScoreboardJob("a", "before", base="before-x"), ScoreboardJob("a", "after", base="before-x")
+    queue = JobQueue([second, first], set())
     assert queue.take() is first
     queue.finish(first, "it broke")
     assert queue.take() is None and queue.failed == {"before-x": "it broke", "a-0": "before-x failed"}
@@ -242,14 +250,14 @@ def test_the_whole_playground_is_measured_at_small_size(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as left:
         main(["bench", "playground", *asked])
     assert left.value.code == 0
-    found = plan("playground")
-    assert {result["cell"] for result in gathered(tmp_path)} == set(found.cells)
+    found = load_plan("playground")
+    assert {result["cell"] for result in load_results(tmp_path)} == set(found.cells)
     assert {path.name for path in (tmp_path / "scoreboard").iterdir()} == {"overview.svg", "curves.svg", "prices.svg"}
 
 
 def test_every_job_of_a_plan_has_a_name_of_its_own() -> None:
-    found: Plan = plan("playground")
-    listed = jobs(found, list(found.cells), (0, 1, 2), (0, 1, 2))
+    found: ScoreboardPlan = load_plan("playground")
+    listed = list_jobs(found, list(found.cells), (0, 1, 2), (0, 1, 2))
     assert len({job.key for job in listed}) == len(listed)
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tastemaker.cli import FAILURE, MISTAKE, main
-from tastemaker.commands.asking import answered
+from tastemaker.cli import EXIT_FAILURE, EXIT_USAGE, main
+from tastemaker.core.registry import ConfigError
 from tastemaker.data.prompt_sets import PromptSet
-from tastemaker.doctor.finding import passed
-from tastemaker.registry import ConfigError
+from tastemaker.diagnostics.check_result import pass_result
+from tastemaker.vlm.question_answering import read_answers
 
 QUICK = ["steps=4", "sample.every=2", "checkpoint.every=2", "batch.prompts=4", "objective.group=4"]
 
@@ -22,7 +22,7 @@ QUICK = ["steps=4", "sample.every=2", "checkpoint.every=2", "batch.prompts=4", "
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "doctor"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "diagnostics"))
 
 
 def run(*arguments: str) -> int:
@@ -76,7 +76,7 @@ def test_the_directory_of_a_run_goes_on_where_it_stopped_even_if_it_was_moved(ca
     whole, moved = weights("whole", 4), load_file("elsewhere/moved/checkpoints/step-000004/weights.safetensors")
     assert all(whole[key].equal(moved[key]) for key in whole)
     code, told = refused(capsys, "train", "elsewhere/moved/", "steps=5")
-    assert code == MISTAKE and "steps: 4 -> 5" in told and "--allow-change steps" in told
+    assert code == EXIT_USAGE and "steps: 4 -> 5" in told and "--allow-change steps" in told
     assert run("train", "elsewhere/moved/", "steps=5", "--allow-change", "steps") == 0
     assert run("train", "elsewhere/moved", "name=again", "steps=1") == 0
     assert Path("elsewhere/again/checkpoints/step-000001").is_dir()
@@ -85,7 +85,7 @@ def test_the_directory_of_a_run_goes_on_where_it_stopped_even_if_it_was_moved(ca
 def test_another_configuration_is_refused_with_the_difference(capsys):
     assert run("train", "grpo-toy-flow", *QUICK) == 0
     code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "optim.lr=5e-4")
-    assert code == MISTAKE
+    assert code == EXIT_USAGE
     assert "optim.lr: 0.001 -> 0.0005" in told and "--allow-change optim.lr" in told
     many = f"data={{type: prompts, prompts: [{', '.join(f'a red number {i}' for i in range(200))}]}}"
     assert len(refused(capsys, "train", "grpo-toy-flow", *QUICK, many)[1]) < 1000
@@ -157,7 +157,7 @@ def test_check_prints_the_configuration_and_the_arithmetic(capsys):
 def test_check_tells_every_complaint_at_once(capsys):
     arguments = ["objective={type: reward_gradient}", "rewards.jpeg={type: jpeg}", "rewards.still={type: stillness}"]
     code, told = refused(capsys, "check", "draft-toy-flow", *arguments, "--ranks", "3")
-    assert code == MISTAKE
+    assert code == EXIT_USAGE
     assert "jpeg" in told and "'still'" in told and "3 ranks" in told
 
 
@@ -184,7 +184,7 @@ def test_check_tells_every_complaint_at_once(capsys):
 )
 def test_a_mistake_is_one_sentence(arguments, told, capsys):
     code, said = refused(capsys, *arguments)
-    assert code in (MISTAKE, FAILURE) and told in said
+    assert code in (EXIT_USAGE, EXIT_FAILURE) and told in said
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_file_in_the_way_of_a_folder_is_told_before_anything_is_loaded(argumen
     Path("file").write_text("kept")
     Path("said.txt").write_text("a red")
     code, told = refused(capsys, *arguments, "--out", out)
-    assert code == MISTAKE and "error: --out: file is a file; expected a folder to write to" in told
+    assert code == EXIT_USAGE and "error: --out: file is a file; expected a folder to write to" in told
     assert Path("file").read_text() == "kept"
 
 
@@ -224,33 +224,33 @@ def test_a_file_in_the_way_of_a_folder_is_told_before_anything_is_loaded(argumen
 def test_a_file_in_the_way_of_a_file_is_told(arguments, capsys):
     Path("file").write_text("kept")
     code, told = refused(capsys, *arguments)
-    assert code == MISTAKE and "error: --out: file is a file; expected a folder to write to" in told
+    assert code == EXIT_USAGE and "error: --out: file is a file; expected a folder to write to" in told
 
 
 def test_answers_are_not_added_to_a_picture(tmp_path):
     (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n")
     with pytest.raises(ConfigError, match=r"a\.png holds no text; name another file with --out"):
-        answered(tmp_path / "a.png")
+        read_answers(tmp_path / "a.png")
 
 
 def test_a_run_is_not_begun_where_a_file_lies(capsys):
     Path("file").write_text("kept")
     code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "output=file")
-    assert code == MISTAKE and "error: output: file is a file; expected a folder to write to" in told
+    assert code == EXIT_USAGE and "error: output: file is a file; expected a folder to write to" in told
 
 
 @pytest.mark.parametrize("command", [["generate", "grpo-toy-flow"], ["rank", "grpo-toy-flow"], ["embed", "flux"]])
 def test_a_picture_is_no_file_of_prompts(command, capsys):
     Path("a.png").write_bytes(b"")
     code, told = refused(capsys, *command, "--tiny", "--prompts", "a.png")
-    assert code == MISTAKE and "--prompts: found 'a.png'; expected a file that ends in .txt, .jsonl or .csv" in told
+    assert code == EXIT_USAGE and "--prompts: found 'a.png'; expected a file that ends in .txt, .jsonl or .csv" in told
 
 
 def test_a_reward_that_breaks_stops_the_run_and_keeps_the_last_checkpoint(capsys):
     assert run("train", "grpo-toy-flow", *QUICK) == 0
     broken = ["rewards.color={type: 'faults:Constant', broken: true}", "--allow-change", "rewards"]
     code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "steps=6", "--allow-change", "steps", *broken)
-    assert code == FAILURE and "reward 'color' returned NaN or infinity" in told
+    assert code == EXIT_FAILURE and "reward 'color' returned NaN or infinity" in told
     assert Path("runs/grpo-toy-flow/checkpoints/step-000004/weights.safetensors").is_file()
 
 
@@ -259,13 +259,13 @@ def test_a_truncated_checkpoint_names_the_file_and_the_older_one(capsys):
     file = Path("runs/grpo-toy-flow/checkpoints/step-000004/weights.safetensors")
     file.write_bytes(file.read_bytes()[:-100])
     code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "steps=6", "--allow-change", "steps")
-    assert code == FAILURE and "weights.safetensors" in told and "step-000002" in told
+    assert code == EXIT_FAILURE and "weights.safetensors" in told and "step-000002" in told
 
 
 def test_a_pickle_that_is_not_plain_tensors_is_refused(capsys, tmp_path):
     torch.save({"weights": Path("x")}, tmp_path / "odd.pt")
     code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "--init-from", "odd.pt")
-    assert code == FAILURE and "odd.pt" in told
+    assert code == EXIT_FAILURE and "odd.pt" in told
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "score", "check", "doctor", "list"])
@@ -278,7 +278,9 @@ def test_help_explains_every_command(command, capsys):
 @pytest.fixture
 def one_process(monkeypatch):
     """The doctor without its proof on two ranks, which starts two programs; tests/doctor runs that one."""
-    monkeypatch.setattr("tastemaker.doctor.ranks.two_ranks", lambda *_: passed("ranks", "left out"))
+    monkeypatch.setattr(
+        "tastemaker.diagnostics.two_rank_check.check_two_ranks", lambda *_: pass_result("ranks", "left out")
+    )
 
 
 def test_the_doctor_prints_a_line_for_every_proof(one_process, capsys):
@@ -288,6 +290,6 @@ def test_the_doctor_prints_a_line_for_every_proof(one_process, capsys):
 
 
 def test_the_doctor_fails_with_what_to_do(one_process, capsys):
-    assert run("doctor", "grpo-toy-flow", "model={type: 'faults:WrongRange'}") == FAILURE
+    assert run("doctor", "grpo-toy-flow", "model={type: 'faults:WrongRange'}") == EXIT_FAILURE
     told = capsys.readouterr().out
     assert "FAIL" in told and "must take and give [0, 1]" in told

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from huggingface_hub.hf_api import RepoFile
 
-from tastemaker.commands.downloading import files, needed, published, sources
-from tastemaker.pretrained import Source, lean
-from tastemaker.registry import ConfigError
-from tastemaker.rewards.clip import CLIP_L, Clip
+from tastemaker.core.registry import ConfigError
+from tastemaker.models.downloads import published_sources, required_files, required_sources, spec_sources
+from tastemaker.models.pretrained import WeightsSource, select_needed_files
+from tastemaker.rewards.backbones.detectors import DINO
+from tastemaker.rewards.clip import CLIP_L, ClipReward
 from tastemaker.rewards.color import Brightness
-from tastemaker.rewards.combine import Clipped
-from tastemaker.rewards.nets.detectors import DINO
+from tastemaker.rewards.combinators import Clipped
 
 ROOT = Path(__file__).parent.parent.parent
 COMMIT = "c" * 40
@@ -189,43 +189,45 @@ def test_without_a_network_there_is_one_sentence(tmp_path: Path, offline: str) -
 
 def test_a_name_that_is_nothing_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="'hpss' is no recipe, reward, model or id such as owner/name; did you mean"):
-        needed("hpss")
+        required_sources("hpss")
 
 
 def test_what_is_needed_follows_the_settings(tmp_path: Path) -> None:
-    assert sources(Clip()) == [CLIP_L]
-    assert sources(Clip(weights="somebody/model")) == [Source("somebody/model")]
-    assert sources(Clip(weights=str(tmp_path))) == []
-    assert sources(Brightness()) == []
-    assert sources(Clipped(Clip(), low=0.0)) == [CLIP_L]
+    assert spec_sources(ClipReward()) == [CLIP_L]
+    assert spec_sources(ClipReward(weights="somebody/model")) == [WeightsSource("somebody/model")]
+    assert spec_sources(ClipReward(weights=str(tmp_path))) == []
+    assert spec_sources(Brightness()) == []
+    assert spec_sources(Clipped(ClipReward(), low=0.0)) == [CLIP_L]
 
 
 def test_the_version_and_the_kind_of_a_network_name_what_is_fetched() -> None:
     def files(name: str) -> set[str]:
-        return {str(source) for source in needed(name)}
+        return {str(source) for source in required_sources(name)}
 
     for recipe in ("alignprop-sd15", "draft-sd15", "{type: clipped, low: 0, of: {type: hps, version: v2.0}}"):
         assert "xswu/HPSv2/HPS_v2_compressed.pt" in files(recipe)
         assert "xswu/HPSv2/HPS_v2.1_compressed.pt" not in files(recipe)
     assert files("detection") == {"hustvl/yolos-base"}
     assert files("{type: detection, weights: IDEA-Research/grounding-dino-base}") == {DINO.hub}
-    assert needed("{type: detection, weights: IDEA-Research/grounding-dino-base}") == [DINO]
+    assert required_sources("{type: detection, weights: IDEA-Research/grounding-dino-base}") == [DINO]
 
 
 def test_recipes_models_and_ids_of_the_hub_are_known() -> None:
-    assert needed("grpo-toy-flow") == [] and needed("toy_flow") == [] and needed("vae") == []
-    assert needed("aesthetic_hps") == [*needed("aesthetic"), *needed("hps")]
-    assert needed("xswu/HPSv2") == [source for source in published() if source.hub == "xswu/HPSv2"]
-    assert needed("a/b/c/d.pt") == [Source("a/b", "c/d.pt")]
-    assert needed("huggingface-pickscore") == needed("zheyangqin/VADER_VideoCrafter_PickScore")
-    assert needed("huggingface-pickscore")[0].file == "vader_videocrafter_pickscore.pt"
+    assert (
+        required_sources("grpo-toy-flow") == [] and required_sources("toy_flow") == [] and required_sources("vae") == []
+    )
+    assert required_sources("aesthetic_hps") == [*required_sources("aesthetic"), *required_sources("hps")]
+    assert required_sources("xswu/HPSv2") == [source for source in published_sources() if source.hub == "xswu/HPSv2"]
+    assert required_sources("a/b/c/d.pt") == [WeightsSource("a/b", "c/d.pt")]
+    assert required_sources("huggingface-pickscore") == required_sources("zheyangqin/VADER_VideoCrafter_PickScore")
+    assert required_sources("huggingface-pickscore")[0].file == "vader_videocrafter_pickscore.pt"
 
 
 def test_of_a_repository_without_safetensors_the_pickles_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["a.bin", "config.json", ".gitattributes", "onnx/model.onnx", "sub/b.pt", "sub/b.safetensors"]
     told = [RepoFile(path=name, size=2, oid="") for name in names]
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", lambda self, hub, recursive: told)
-    assert files("somebody/model") == {"sub/b.safetensors": 2, "a.bin": 2, "config.json": 2}
+    assert required_files("somebody/model") == {"sub/b.safetensors": 2, "a.bin": 2, "config.json": 2}
 
 
 def test_of_a_pipeline_the_parts_that_are_loaded_are_fetched_once() -> None:
@@ -245,4 +247,4 @@ def test_of_a_pipeline_the_parts_that_are_loaded_are_fetched_once() -> None:
         "vae_1_0/diffusion_pytorch_model.safetensors", "vae_decoder/model.onnx", "vae_encoder/config.json",
         "safety_checker/model.safetensors",
     ]  # fmt: skip
-    assert sorted(lean([*needless, *needed])) == sorted(needed)
+    assert sorted(select_needed_files([*needless, *needed])) == sorted(needed)

@@ -15,14 +15,14 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from tastemaker.cli import app, main
-from tastemaker.commands.encoding import Order, encode
-from tastemaker.data.codes import CodeFolder
-from tastemaker.data.crops import ten
-from tastemaker.models.nets.vq import VQ, VQShape
-from tastemaker.models.vq import frozen, opened
-from tastemaker.pictures import read_picture, save_picture
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.data.crops import ten_crop
+from tastemaker.data.image_io import read_image, save_image
+from tastemaker.data.token_encoding import TokenEncodingOptions, encode_tokens
+from tastemaker.data.tokens import CodeFolder
+from tastemaker.models.nets.vq import VQ, VQConfig
+from tastemaker.models.vq import build_frozen_tokenizer, read_tokenizer
 
 QUIET = Console(quiet=True)
 
@@ -35,37 +35,39 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(4):
         picture = folder / "pictures" / ("dog", "cat")[i % 2] / f"{i}.png"
         picture.parent.mkdir(parents=True, exist_ok=True)
-        save_picture(torch.rand(1, 3, 20, 24), picture)
-    save_file(VQ(VQShape(32, (1, 2), 1, 16, 128, 8)).state_dict(), folder / "vq.safetensors")
+        save_image(torch.rand(1, 3, 20, 24), picture)
+    save_file(VQ(VQConfig(32, (1, 2), 1, 16, 128, 8)).state_dict(), folder / "vq.safetensors")
     return folder
 
 
-def order(place: Path, out: Path, views: str = "flip", size: int = 16) -> Order:
-    return Order(place / "pictures", str(place / "vq.safetensors"), out, size, views)  # type: ignore[arg-type]
+def order(place: Path, out: Path, views: str = "flip", size: int = 16) -> TokenEncodingOptions:
+    return TokenEncodingOptions(place / "pictures", str(place / "vq.safetensors"), out, size, views)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("views", "count"), [("middle", 1), ("flip", 2), ("ten-crop", 10)])
 def test_codes_and_labels_are_in_llamagens_layout(views: str, count: int, place: Path, tmp_path: Path) -> None:
     asked = order(place, tmp_path, views)
-    encode(asked, Placement(), QUIET)
+    encode_tokens(asked, Placement(), QUIET)
     codes = [np.load(tmp_path / f"imagenet16_codes/{i}.npy") for i in range(4)]
     assert all(x.shape == (1, count, 64) and x.dtype == np.int64 for x in codes)
     labels = [np.load(tmp_path / f"imagenet16_labels/{i}.npy").tolist() for i in range(4)]
     assert labels == [[0], [0], [1], [1]]  # cat before dog
     if views == "ten-crop":
-        crops = ten(read_picture(place / "pictures/cat/1.png")[0], 16, 1.1)
-        shape, tensors = opened(asked.tokenizer)
-        assert np.array_equal(frozen(shape, tensors, "", Placement()).encode(crops).numpy(), codes[0][0])
+        crops = ten_crop(read_image(place / "pictures/cat/1.png")[0], 16, 1.1)
+        shape, tensors = read_tokenizer(asked.tokenizer)
+        assert np.array_equal(
+            build_frozen_tokenizer(shape, tensors, "", Placement()).encode(crops).numpy(), codes[0][0]
+        )
 
 
 def test_it_goes_on_where_it_stopped_and_ranks_share(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode(order(place, tmp_path / "whole"), Placement(), QUIET)
+    encode_tokens(order(place, tmp_path / "whole"), Placement(), QUIET)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        encode(order(place, tmp_path / "shared"), Placement(), QUIET)
+        encode_tokens(order(place, tmp_path / "shared"), Placement(), QUIET)
         if rank == "0":
             assert len(list((tmp_path / "shared/imagenet16_labels").iterdir())) == 2
     for i in range(4):
@@ -75,7 +77,7 @@ def test_it_goes_on_where_it_stopped_and_ranks_share(
     monkeypatch.setenv("RANK", "0")
     (tmp_path / "whole/imagenet16_labels/2.npy").unlink()
     kept = (tmp_path / "whole/imagenet16_codes/0.npy").stat().st_mtime_ns
-    encode(order(place, tmp_path / "whole"), Placement(), QUIET)
+    encode_tokens(order(place, tmp_path / "whole"), Placement(), QUIET)
     assert (tmp_path / "whole/imagenet16_labels/2.npy").is_file()
     assert (tmp_path / "whole/imagenet16_codes/0.npy").stat().st_mtime_ns == kept
 
@@ -86,8 +88,8 @@ def test_broken_pictures_are_named_counted_and_left_out(place: Path, tmp_path: P
     (pictures / "cat/1.png").write_bytes(b"none")
     asked = replace(order(place, tmp_path / "out"), pictures=pictures)
     with pytest.raises(ConfigError, match=r"1\.png cannot be read .*or bear more of them with --skip 2"):
-        encode(replace(asked, skip=0), Placement(), QUIET)
-    encode(asked, Placement(), Console(file=said, width=200))
+        encode_tokens(replace(asked, skip=0), Placement(), QUIET)
+    encode_tokens(asked, Placement(), Console(file=said, width=200))
     assert "skipped: " in said.getvalue() and "1 could not be read" in said.getvalue()
     assert sorted(file.stem for file in asked.labels.glob("*.npy")) == ["1", "2", "3"]
     data = CodeFolder(tmp_path / "out", classes=2, names=("cat", "dog")).load(0)
@@ -95,12 +97,12 @@ def test_broken_pictures_are_named_counted_and_left_out(place: Path, tmp_path: P
 
 
 def test_what_was_begun_otherwise_is_not_gone_on_with(place: Path, tmp_path: Path) -> None:
-    encode(order(place, tmp_path), Placement(), QUIET)
+    encode_tokens(order(place, tmp_path), Placement(), QUIET)
     assert json.loads((tmp_path / "imagenet16_codes/codes.json").read_text())["views"] == "flip"
     with pytest.raises(ConfigError, match="begun with another 'views'"):
-        encode(order(place, tmp_path, "middle"), Placement(), QUIET)
+        encode_tokens(order(place, tmp_path, "middle"), Placement(), QUIET)
     with pytest.raises(ConfigError, match="no multiple of 2"):
-        encode(order(place, tmp_path, size=17), Placement(), QUIET)
+        encode_tokens(order(place, tmp_path, size=17), Placement(), QUIET)
 
 
 def test_the_command_says_what_is_wrong(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from tastemaker.cli import MISTAKE, main
-from tastemaker.commands.generating import attached, prompts, slug
+from tastemaker.cli import EXIT_USAGE, main
 from tastemaker.config.load import load
-from tastemaker.export.adapters import FILE
-from tastemaker.pictures import read_picture, save_picture
-from tastemaker.registry import ConfigError
-from tastemaker.types import PromptBatch
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import PromptBatch
+from tastemaker.data.image_io import read_image, save_image
+from tastemaker.export.lora import DIFFUSERS_LORA_FILE
+from tastemaker.search.generation import choose_prompts, find_adapters, slugify
 
 ROOT = Path(__file__).parent.parent.parent
 QUICK = ["steps=2", "sample.every=0", "guard.every=0", "batch.prompts=4", "objective.group=4"]
@@ -43,7 +43,7 @@ def rows(folder: str) -> list[dict[str, Any]]:
 
 
 def pixels(folder: str) -> torch.Tensor:
-    return torch.stack([read_picture(Path(folder, row["file"])) for row in rows(folder)])
+    return torch.stack([read_image(Path(folder, row["file"])) for row in rows(folder)])
 
 
 def on_ranks(count: int, *arguments: str) -> None:
@@ -143,48 +143,50 @@ def test_a_lora_run_exported_to_one_file_is_what_the_run_paints() -> None:
 
 
 def test_mistakes_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora-scale", "0.5") == MISTAKE
+    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora-scale", "0.5") == EXIT_USAGE
     assert "these weights have no adapters" in " ".join(capsys.readouterr().err.split())
-    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "gone.pt") == MISTAKE
+    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "gone.pt") == EXIT_USAGE
     assert "--lora: there is no file gone.pt; give a file of adapters" in " ".join(capsys.readouterr().err.split())
     Path("a.png").write_bytes(b"")
-    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "a.png") == MISTAKE
+    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "a.png") == EXIT_USAGE
     assert "a.png ends in '.png'; expected a directory, .safetensors" in " ".join(capsys.readouterr().err.split())
     assert run("train", "grpo-toy-flow", *QUICK) == 0
     capsys.readouterr()
-    assert run("generate", "runs/grpo-toy-flow", "--lora", "x.safetensors") == MISTAKE
+    assert run("generate", "runs/grpo-toy-flow", "--lora", "x.safetensors") == EXIT_USAGE
     assert "is a run, which has weights of its own" in " ".join(capsys.readouterr().err.split())
 
 
 def test_adapters_alone_in_a_folder_are_found_there(tmp_path: Path) -> None:
-    for name in ("README.md", "recipe.yaml", FILE):
+    for name in ("README.md", "recipe.yaml", DIFFUSERS_LORA_FILE):
         (tmp_path / name).write_bytes(b"")
-    assert attached(tmp_path, None).path == tmp_path / FILE
+    assert find_adapters(tmp_path, None).path == tmp_path / DIFFUSERS_LORA_FILE
     (tmp_path / "others.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match=f"holds others.pt, {FILE}; expected one file of adapters, so give its path"):
-        attached(tmp_path, None)
+    with pytest.raises(
+        ConfigError, match=f"holds others.pt, {DIFFUSERS_LORA_FILE}; expected one file of adapters, so give its path"
+    ):
+        find_adapters(tmp_path, None)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty holds no file of adapters; expected one"):
-        attached(tmp_path / "empty", None)
+        find_adapters(tmp_path / "empty", None)
 
 
 def test_of_data_that_say_nothing_as_many_are_made_as_asked_for(tmp_path: Path) -> None:
     for i in range(3):
-        save_picture(torch.rand(1, 3, 8, 8), tmp_path / "pictures" / f"{i}.png")
+        save_image(torch.rand(1, 3, 8, 8), tmp_path / "pictures" / f"{i}.png")
     silent = load("dit-folder", [f"data={{type: gallery, path: {tmp_path / 'pictures'}, size: 64}}"])
-    assert prompts((), None, silent) == PromptBatch(("",), ({},))
-    assert len(prompts((), None, load("grpo-toy-flow"))) == 8
+    assert choose_prompts((), None, silent) == PromptBatch(("",), ({},))
+    assert len(choose_prompts((), None, load("grpo-toy-flow"))) == 8
     (tmp_path / "pictures").rename(tmp_path / "others")
     with pytest.raises(ConfigError, match=r"there is no such folder; .*; or say what to make with -p"):
-        prompts((), None, silent)
-    assert prompts(("",), None, silent) == PromptBatch(("",), ({},))
+        choose_prompts((), None, silent)
+    assert choose_prompts(("",), None, silent) == PromptBatch(("",), ({},))
 
 
 @pytest.mark.parametrize(
     ("prompt", "name"), [("A red cat, twice!", "a-red-cat-twice"), ("一只红色的猫!", "一只红色的猫"), ("...", "empty")]
 )
 def test_files_are_named_by_their_prompts_in_any_script(prompt: str, name: str) -> None:
-    assert slug(prompt) == name
+    assert slugify(prompt) == name
 
 
 @pytest.mark.slow

@@ -13,15 +13,14 @@ import pytest
 import typer
 
 from tastemaker.cli import app
-from tastemaker.commands import listing
-from tastemaker.commands.static_source import NotStatic, StaticClass
-from tastemaker.config import registries
-from tastemaker.registry import Registry
+from tastemaker.config import catalog, registries
+from tastemaker.config.static_source import NotStatic, StaticClass
+from tastemaker.core.registry import Registry
 
 ROOT = Path(__file__).parent.parent.parent
 LARGE = {"datasets", "diffusers", "pandas", "peft", "scipy", "sklearn", "sympy", "transformers", "torch._dynamo"}
 COMPUTING = {"torch", "numpy", "PIL", "safetensors"}
-KINDS = [registries.MODELS, registries.CODECS, registries.OBJECTIVES, registries.DATA, registries.SEARCHES]
+KINDS = [registries.MODELS, registries.AUTOENCODERS, registries.OBJECTIVES, registries.DATA, registries.SEARCHES]
 
 # Runs commands one after the other in one process, and reports for each its exit code and all modules imported so far.
 REPORT = """
@@ -76,8 +75,8 @@ def test_check_imports_torch_but_no_large_library(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(registries.REWARDS))
 def test_reward_properties_in_the_source_are_those_of_the_class(name: str) -> None:
     source = StaticClass(registries.REWARDS.place(name))
-    static = listing.properties(None if source.has_required_fields else source.defaults())
-    assert static == listing.properties(listing.usual(name))
+    static = catalog.reward_properties(None if source.has_required_fields else source.defaults())
+    assert static == catalog.reward_properties(catalog.default_spec(name))
     assert source.docstring == registries.REWARDS.find(name).__doc__
 
 
@@ -87,7 +86,9 @@ def test_docstrings_in_the_source_are_those_of_the_classes(registry: Registry) -
         assert StaticClass(registry.place(name)).docstring == registry.find(name).__doc__, name
 
 
-@pytest.mark.parametrize("place", ["no_such_module:Class", "tastemaker.reward:Missing", "math:Class", "__main__:Class"])
+@pytest.mark.parametrize(
+    "place", ["no_such_module:Class", "tastemaker.core.reward:Missing", "math:Class", "__main__:Class"]
+)
 def test_a_class_without_source_is_not_static(place: str) -> None:
     with pytest.raises(NotStatic):
         StaticClass(place)

@@ -14,21 +14,21 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from tastemaker.cli import main
-from tastemaker.commands import latents
-from tastemaker.commands.latents import Order, encode
 from tastemaker.config.build import build
 from tastemaker.config.load import load
-from tastemaker.data.crops import centre
-from tastemaker.data.decoding import square
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.data import latent_encoding
+from tastemaker.data.crops import center_crop
+from tastemaker.data.image_decoding import decode_square
+from tastemaker.data.image_io import read_image, save_image
+from tastemaker.data.latent_encoding import LatentEncodingOptions, encode_latents
 from tastemaker.data.latents import LatentFolder
-from tastemaker.models import files
-from tastemaker.models.opening import opened
+from tastemaker.models import weight_files
+from tastemaker.models.autoencoder_loading import load_autoencoder
 from tastemaker.models.vae import Vae
-from tastemaker.pictures import read_picture, save_picture
-from tastemaker.registry import ConfigError
-from tastemaker.train.events import Updated
-from tastemaker.train.loop import train
-from tastemaker.types import Placement
+from tastemaker.training.events import StepCompleted
+from tastemaker.training.loop import train
 
 QUIET = Console(quiet=True)
 SMALL = {"type": "vae", "channels": 4, "width": 8, "factor": 4}
@@ -43,27 +43,31 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         picture = torch.rand(1, 3, 20, 24)
         for place in (folder / "classes" / ("cat", "dog")[i % 2] / f"{i}.png", folder / "told" / f"{i}.png"):
             place.parent.mkdir(parents=True, exist_ok=True)
-            save_picture(picture, place)
+            save_image(picture, place)
         (folder / "told" / f"{i}.txt").write_text(f"picture number {i}\n")
     for name, seed in (("vae", 0), ("other", 1)):
         net = Vae(4, 8, 4, seed=seed).load(Placement())
         net.settle(torch.rand(8, 3, 16, 16))
-        files.write(folder / f"{name}.safetensors", net.state_dict(), {"autoencoder": SMALL}, torch.float32)
+        weight_files.write_weights(
+            folder / f"{name}.safetensors", net.state_dict(), {"autoencoder": SMALL}, torch.float32
+        )
     return folder
 
 
-def order(place: Path, out: Path, pictures: str = "classes", vae: str = "vae", size: int = 16, **more: object) -> Order:
+def order(
+    place: Path, out: Path, pictures: str = "classes", vae: str = "vae", size: int = 16, **more: object
+) -> LatentEncodingOptions:
     settings = {"rows": 3, **more}
-    return Order(place / pictures, str(place / f"{vae}.safetensors"), out, size, **settings)  # type: ignore[arg-type]
+    return LatentEncodingOptions(place / pictures, str(place / f"{vae}.safetensors"), out, size, **settings)  # type: ignore[arg-type]
 
 
 def test_a_latent_is_what_the_autoencoder_says_of_the_middle_square(place: Path, tmp_path: Path) -> None:
-    encode(order(place, tmp_path, mirrored=True), Placement(), QUIET)
+    encode_latents(order(place, tmp_path, mirrored=True), Placement(), QUIET)
     found = LatentFolder(tmp_path).load(0)
     assert len(found) == 7 and found.note.shape == (4, 4, 4) and found.note.views == 2
     assert [len(shard.prompts) for shard in found.shards] == [3, 3, 1]
-    net = opened(str(place / "vae.safetensors"), Placement())
-    small = centre(read_picture(place / "classes/cat/0.png")[0], 16)[None]
+    net = load_autoencoder(str(place / "vae.safetensors"), Placement())
+    small = center_crop(read_image(place / "classes/cat/0.png")[0], 16)[None]
     with torch.no_grad():
         wanted = net.encode(torch.cat([small, small.flip(-1)]))  # type: ignore[operator]
     assert (found.kept[0].float() - wanted).abs().max() < 0.1  # other roundings of the same pixels
@@ -73,14 +77,14 @@ def test_a_latent_is_what_the_autoencoder_says_of_the_middle_square(place: Path,
 
 
 def test_captions_come_along(place: Path, tmp_path: Path) -> None:
-    encode(order(place, tmp_path, "told"), Placement(), QUIET)
+    encode_latents(order(place, tmp_path, "told"), Placement(), QUIET)
     assert LatentFolder(tmp_path).load(0).prompts[:2] == ("picture number 0", "picture number 1")
     with pytest.raises(ConfigError, match="knows no number"):
         LatentFolder(tmp_path, say="number").load(0)
 
 
 def test_the_deviation_is_measured_over_all_shards(place: Path, tmp_path: Path) -> None:
-    encode(order(place, tmp_path), Placement(), QUIET)
+    encode_latents(order(place, tmp_path), Placement(), QUIET)
     found = LatentFolder(tmp_path).load(0)
     every = torch.cat([x.double().flatten() for x in found.kept])
     assert found.deviation == pytest.approx(float(every.std(correction=0)), rel=1e-6)
@@ -89,11 +93,11 @@ def test_the_deviation_is_measured_over_all_shards(place: Path, tmp_path: Path) 
 def test_ranks_write_the_same_shards_and_a_second_run_goes_on(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode(order(place, tmp_path / "whole"), Placement(), QUIET)
+    encode_latents(order(place, tmp_path / "whole"), Placement(), QUIET)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, there in (("1", 1), ("0", 3)):
         monkeypatch.setenv("RANK", rank)
-        encode(order(place, tmp_path / "shared"), Placement(), QUIET)
+        encode_latents(order(place, tmp_path / "shared"), Placement(), QUIET)
         assert len(list((tmp_path / "shared").glob("*.safetensors"))) == there
         if rank == "1":
             with pytest.raises(ConfigError, match="holds 1 of 3 shards"):
@@ -106,7 +110,7 @@ def test_ranks_write_the_same_shards_and_a_second_run_goes_on(
     (tmp_path / "whole" / names[1]).unlink()
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    encode(order(place, tmp_path / "whole"), Placement(), QUIET)
+    encode_latents(order(place, tmp_path / "whole"), Placement(), QUIET)
     assert (tmp_path / "whole" / names[1]).read_bytes() == (tmp_path / "shared" / names[1]).read_bytes()
     assert (tmp_path / "whole" / names[0]).stat().st_mtime_ns == kept
 
@@ -125,7 +129,7 @@ def broken(place: Path, tmp_path: Path) -> Path:
 def test_broken_pictures_are_named_counted_and_left_out(place: Path, broken: Path, tmp_path: Path) -> None:
     said = StringIO()
     asked = replace(order(place, tmp_path / "out"), pictures=broken, say="caption")
-    encode(asked, Placement(), Console(file=said, width=200))
+    encode_latents(asked, Placement(), Console(file=said, width=200))
     told = said.getvalue()
     assert all(f"{name}.png cannot be " in told for name in "045") and told.count("skipped: ") == 3
     assert "latents of 4 pictures" in told and "3 could not be read" in told
@@ -133,7 +137,7 @@ def test_broken_pictures_are_named_counted_and_left_out(place: Path, broken: Pat
     assert [len(shard.labels) for shard in found.shards] == [2, 1, 1] and len(found) == 4
     assert found.prompts == tuple(f"picture number {i}" for i in (1, 2, 3, 6))
     whole = tmp_path / "whole"
-    encode(replace(asked, out=whole, pictures=place / "told"), Placement(), QUIET)
+    encode_latents(replace(asked, out=whole, pictures=place / "told"), Placement(), QUIET)
     every = LatentFolder(whole).load(0).kept
     assert all(found._row(row, 0).equal(every[i, 0]) for row, i in enumerate((1, 2, 3, 6)))
     assert len(found.batch(0, 4, 0, 1).x) == 4
@@ -142,11 +146,11 @@ def test_broken_pictures_are_named_counted_and_left_out(place: Path, broken: Pat
 def test_one_more_than_are_borne_ends_it_and_what_was_done_stays(place: Path, broken: Path, tmp_path: Path) -> None:
     asked = replace(order(place, tmp_path / "out"), pictures=broken, say="caption", skip=1)
     with pytest.raises(ConfigError, match=r"4\.png cannot be read .*, and 1 before it; or bear more .* --skip 4"):
-        encode(asked, Placement(), QUIET)
+        encode_latents(asked, Placement(), QUIET)
     assert [file.name for file in (tmp_path / "out").glob("latents-*")] == ["latents-00000-of-00003.safetensors"]
     with pytest.raises(ConfigError, match=r"5\.png cannot be used .*, and 2 before it"):  # one was there before
-        encode(replace(asked, skip=2), Placement(), QUIET)
-    encode(replace(asked, skip=3), Placement(), QUIET)
+        encode_latents(replace(asked, skip=2), Placement(), QUIET)
+    encode_latents(replace(asked, skip=3), Placement(), QUIET)
     assert len(LatentFolder(tmp_path / "out").load(0)) == 4
 
 
@@ -154,16 +158,16 @@ def test_a_folder_of_nothing_usable_is_refused(place: Path, tmp_path: Path) -> N
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures/a.png").write_bytes(b"none")
     with pytest.raises(ConfigError, match="of 1 pictures none could be used"):
-        encode(replace(order(place, tmp_path / "out"), pictures=tmp_path / "pictures"), Placement(), QUIET)
+        encode_latents(replace(order(place, tmp_path / "out"), pictures=tmp_path / "pictures"), Placement(), QUIET)
 
 
 def test_an_interruption_within_a_shard_costs_one_piece(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latents, "BATCH", 2)
+    monkeypatch.setattr(latent_encoding, "BATCH", 2)
     asked, seen = order(place, tmp_path / "cut", rows=7), []
-    encode(replace(asked, out=tmp_path / "whole"), Placement(), QUIET)
-    plain = square
+    encode_latents(replace(asked, out=tmp_path / "whole"), Placement(), QUIET)
+    plain = decode_square
 
     def interrupted(encoded: object, name: str, size: int) -> torch.Tensor:
         seen.append(name)
@@ -171,11 +175,11 @@ def test_an_interruption_within_a_shard_costs_one_piece(
             raise KeyboardInterrupt
         return plain(encoded, name, size)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(latents, "square", interrupted)
+    monkeypatch.setattr(latent_encoding, "decode_square", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        encode(asked, Placement(), QUIET)
+        encode_latents(asked, Placement(), QUIET)
     assert len(list((tmp_path / "cut").glob(".*.piece"))) == 2
-    encode(asked, Placement(), QUIET)
+    encode_latents(asked, Placement(), QUIET)
     assert len(seen) == 6 + 3  # four of seven were kept
     names = sorted(file.name for file in (tmp_path / "cut").iterdir())
     assert names == ["latents-00000-of-00001.safetensors", "latents.json"]
@@ -183,7 +187,7 @@ def test_an_interruption_within_a_shard_costs_one_piece(
 
 
 def test_rows_are_a_function_of_seed_and_step_on_any_number_of_ranks(place: Path, tmp_path: Path) -> None:
-    encode(order(place, tmp_path, mirrored=True), Placement(), QUIET)
+    encode_latents(order(place, tmp_path, mirrored=True), Placement(), QUIET)
     data = LatentFolder(tmp_path).load(3)
     whole = data.batch(5, 4, 0, 1)
     parts = [data.batch(5, 4, rank, 2) for rank in (0, 1)]
@@ -197,7 +201,7 @@ def test_rows_are_a_function_of_seed_and_step_on_any_number_of_ranks(place: Path
 def test_rows_too_many_for_memory_are_read_one_by_one(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode(order(place, tmp_path), Placement(), QUIET)
+    encode_latents(order(place, tmp_path), Placement(), QUIET)
     held = LatentFolder(tmp_path).load(0).batch(0, 7, 0, 1).x
     monkeypatch.setattr("tastemaker.data.latents.HELD", 0)
     assert LatentFolder(tmp_path).load(0).batch(0, 7, 0, 1).x.equal(held)
@@ -215,27 +219,27 @@ def test_rows_too_many_for_memory_are_read_one_by_one(
 def test_what_was_begun_otherwise_is_not_gone_on_with(
     more: dict[str, object], what: str, place: Path, tmp_path: Path
 ) -> None:
-    encode(order(place, tmp_path), Placement(), QUIET)
+    encode_latents(order(place, tmp_path), Placement(), QUIET)
     with pytest.raises(ConfigError, match=what):
-        encode(order(place, tmp_path, **more), Placement(), QUIET)  # type: ignore[arg-type]
+        encode_latents(order(place, tmp_path, **more), Placement(), QUIET)  # type: ignore[arg-type]
 
 
 def test_latents_of_pictures_that_changed_are_refused(place: Path, tmp_path: Path) -> None:
     pictures = tmp_path / "pictures"
     pictures.mkdir()
-    save_picture(torch.rand(1, 3, 16, 16), pictures / "a.png")
-    inside = Order(pictures, str(place / "vae.safetensors"), pictures / "latents", 16)
-    encode(inside, Placement(), QUIET)
+    save_image(torch.rand(1, 3, 16, 16), pictures / "a.png")
+    inside = LatentEncodingOptions(pictures, str(place / "vae.safetensors"), pictures / "latents", 16)
+    encode_latents(inside, Placement(), QUIET)
     assert len(LatentFolder(pictures / "latents").load(0)) == 1  # which are no pictures themselves
     shutil.rmtree(pictures / "latents")
     asked = replace(inside, out=tmp_path / "latents")
-    encode(asked, Placement(), QUIET)
+    encode_latents(asked, Placement(), QUIET)
     LatentFolder(tmp_path / "latents").load(0)
-    save_picture(torch.rand(1, 3, 16, 16), pictures / "b.png")
+    save_image(torch.rand(1, 3, 16, 16), pictures / "b.png")
     with pytest.raises(ConfigError, match="as it no longer is"):
         LatentFolder(tmp_path / "latents").load(0)
     with pytest.raises(ConfigError, match="begun with another 'pictures'"):
-        encode(asked, Placement(), QUIET)
+        encode_latents(asked, Placement(), QUIET)
     shutil.rmtree(pictures)
     assert len(LatentFolder(tmp_path / "latents").load(0)) == 1  # what is gone cannot have changed
 
@@ -250,10 +254,10 @@ def small(place: Path, latents: Path, *more: str) -> list[str]:
 
 
 def test_a_generator_trains_from_them_as_from_pictures(place: Path, tmp_path: Path) -> None:
-    encode(order(place, tmp_path / "latents", "told"), Placement(), QUIET)
+    encode_latents(order(place, tmp_path / "latents", "told"), Placement(), QUIET)
     config = load("dit-folder-text", small(place, tmp_path / "latents", "objective.drop=0"))
     run = build(config, tmp_path / "run")
-    events = [event for event in train(run) if isinstance(event, Updated)]
+    events = [event for event in train(run) if isinstance(event, StepCompleted)]
     assert len(events) == 2
     gallery = f"data={{type: gallery, path: {place / 'told'}, size: 16}}"
     other = build(load("dit-folder-text", [*small(place, tmp_path / "latents", "objective.drop=0"), gallery]))
@@ -263,7 +267,7 @@ def test_a_generator_trains_from_them_as_from_pictures(place: Path, tmp_path: Pa
 
 
 def test_a_run_with_another_autoencoder_refuses_them(place: Path, tmp_path: Path) -> None:
-    encode(order(place, tmp_path / "latents"), Placement(), QUIET)
+    encode_latents(order(place, tmp_path / "latents"), Placement(), QUIET)
     other = f"model.codec={place / 'other.safetensors'}"
     run = build(load("dit-folder", small(place, tmp_path / "latents", other)), tmp_path / "run")
     with pytest.raises(ConfigError, match="encode the pictures again"):

@@ -11,15 +11,15 @@ import pytest
 import torch
 from rich.console import Console
 
+from tastemaker.autoencoders.lpips import TINY
 from tastemaker.cli import main
-from tastemaker.commands.reconstructing import Order, reconstruct
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.data.image_io import read_image, save_image
+from tastemaker.evaluation.reconstruction import ReconstructionOptions, reconstruct_images
 from tastemaker.models.block_vae import BlockVae
-from tastemaker.models.files import write
-from tastemaker.models.nets.vq import VQ, VQShape
-from tastemaker.perceptual import TINY
-from tastemaker.pictures import read_picture, save_picture
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.models.nets.vq import VQ, VQConfig
+from tastemaker.models.weight_files import write_weights
 
 SPEC = BlockVae(
     down_channels=(8, 8), mid_channels=(8,), down_sample=(True,), attn_down=(False,), norm_channels=4, num_heads=2,
@@ -33,16 +33,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reconstruct")
     torch.manual_seed(0)
     for name, size in {"a.png": (18, 20), "in/b.png": (18, 20), "in/deep/c.png": (32, 16)}.items():
-        save_picture(torch.rand(1, 3, *size), folder / "pictures" / name)
-    save_picture(torch.rand(1, 1, 18, 20).expand(1, 3, -1, -1), folder / "pictures" / "grey.png")
+        save_image(torch.rand(1, 3, *size), folder / "pictures" / name)
+    save_image(torch.rand(1, 1, 18, 20).expand(1, 3, -1, -1), folder / "pictures" / "grey.png")
     (folder / "pictures" / "broken.jpg").write_bytes(b"none")
     settings = {"type": "block_vae", **vars(SPEC)}
-    write(folder / "vae.safetensors", SPEC.load(Placement()).state_dict(), {"autoencoder": settings}, torch.float32)
+    write_weights(
+        folder / "vae.safetensors", SPEC.load(Placement()).state_dict(), {"autoencoder": settings}, torch.float32
+    )
     return folder
 
 
-def order(place: Path, out: Path) -> Order:
-    return Order(place / "pictures", str(place / "vae.safetensors"), out, vgg=TINY)
+def order(place: Path, out: Path) -> ReconstructionOptions:
+    return ReconstructionOptions(place / "pictures", str(place / "vae.safetensors"), out, vgg=TINY)
 
 
 def lines(out: Path) -> list[dict[str, object]]:
@@ -52,28 +54,33 @@ def lines(out: Path) -> list[dict[str, object]]:
 def test_of_celeba_hq_the_faces_are_copied_and_what_is_too_small_is_named(tmp_path: Path) -> None:
     spec = replace(SPEC, norm_channels=8)  # a channel each, whose norm of a single latent there is none of
     settings = {"type": "block_vae", **vars(spec)}
-    write(tmp_path / "vae.safetensors", spec.load(Placement()).state_dict(), {"autoencoder": settings}, torch.float32)
+    write_weights(
+        tmp_path / "vae.safetensors", spec.load(Placement()).state_dict(), {"autoencoder": settings}, torch.float32
+    )
     faces = tmp_path / "faces"
     for name, side in {
         "CelebA-HQ-img/0.png": 16,
         "CelebA-HQ-img/1.png": 3,
         "CelebAMask-HQ-mask-anno/0/hair.png": 16,
     }.items():
-        save_picture(torch.rand(1, 3, side, side), faces / name)
-    said, asked = StringIO(), Order(faces, str(tmp_path / "vae.safetensors"), tmp_path / "out", vgg=TINY)
-    rows = reconstruct(asked, Placement(), Console(file=said, width=400))
+        save_image(torch.rand(1, 3, side, side), faces / name)
+    said, asked = (
+        StringIO(),
+        ReconstructionOptions(faces, str(tmp_path / "vae.safetensors"), tmp_path / "out", vgg=TINY),
+    )
+    rows = reconstruct_images(asked, Placement(), Console(file=said, width=400))
     assert [row["file"] for row in rows] == ["CelebA-HQ-img/0.png"]
     assert "1.png cannot be copied at this size" in said.getvalue() and "1 could not be read" in said.getvalue()
 
 
 def test_each_picture_lies_beside_its_copy_with_its_scores(place: Path, tmp_path: Path) -> None:
     said = StringIO()
-    rows = reconstruct(order(place, tmp_path), Placement(), Console(file=said, width=200))
+    rows = reconstruct_images(order(place, tmp_path), Placement(), Console(file=said, width=200))
     assert [row["file"] for row in rows] == ["a.png", "grey.png", "in/b.png", "in/deep/c.png"]
     assert lines(tmp_path) == rows and all(set(row) >= {"psnr", "ssim", "lpips"} for row in rows)
-    both = read_picture(tmp_path / "pictures" / "in/deep/c.png.png")[0]
+    both = read_image(tmp_path / "pictures" / "in/deep/c.png.png")[0]
     original, made = both[..., :16], both[..., 16:]
-    assert original.equal(read_picture(place / "pictures/in/deep/c.png")[0])
+    assert original.equal(read_image(place / "pictures/in/deep/c.png")[0])
     found = -10 * (original - made).square().mean().log10()
     assert float(found) == pytest.approx(rows[3]["psnr"], abs=1e-3)
     assert "broken.jpg cannot be read" in said.getvalue() and "1 could not be read" in said.getvalue()
@@ -81,34 +88,36 @@ def test_each_picture_lies_beside_its_copy_with_its_scores(place: Path, tmp_path
 
 
 def test_it_goes_on_where_it_was_cut_off(place: Path, tmp_path: Path) -> None:
-    whole = reconstruct(order(place, tmp_path), Placement(), Console(quiet=True))
+    whole = reconstruct_images(order(place, tmp_path), Placement(), Console(quiet=True))
     text = (tmp_path / "scores.jsonl").read_text().splitlines()
     marked = json.dumps({**whole[0], "psnr": 99.0})  # to see that it is not computed again
     (tmp_path / "scores.jsonl").write_text(f"{marked}\n{text[1]}\n{text[2][:20]}")
     (tmp_path / "pictures" / "grey.png.png").unlink()
-    again = reconstruct(order(place, tmp_path), Placement(), Console(quiet=True))
+    again = reconstruct_images(order(place, tmp_path), Placement(), Console(quiet=True))
     assert again == [{**whole[0], "psnr": 99.0}, *whole[1:]] == lines(tmp_path)
     with pytest.raises(ConfigError, match="was begun with other size"):
-        reconstruct(replace(order(place, tmp_path), size=16), Placement(), Console(quiet=True))
+        reconstruct_images(replace(order(place, tmp_path), size=16), Placement(), Console(quiet=True))
 
 
 def test_squares_and_what_cannot_be_measured(place: Path, tmp_path: Path) -> None:
     said = StringIO()
     asked = replace(order(place, tmp_path), size=16, vgg="nobody/vgg", rows=2)
-    rows = reconstruct(asked, Placement(), Console(file=said, width=400))
+    rows = reconstruct_images(asked, Placement(), Console(file=said, width=400))
     assert {(row["width"], row["height"]) for row in rows} == {(16, 16)} and "lpips" not in rows[0]
     assert "LPIPS was not measured" in said.getvalue()
 
 
 def test_broken_files_are_borne_up_to_a_limit(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"broken\.jpg cannot be read .*or bear more of them with --skip 2"):
-        reconstruct(replace(order(place, tmp_path), skip=0), Placement(), Console(quiet=True))
+        reconstruct_images(replace(order(place, tmp_path), skip=0), Placement(), Console(quiet=True))
     with pytest.raises(ConfigError, match="there is no such folder"):
-        reconstruct(replace(order(place, tmp_path), pictures=tmp_path / "none"), Placement(), Console(quiet=True))
+        reconstruct_images(
+            replace(order(place, tmp_path), pictures=tmp_path / "none"), Placement(), Console(quiet=True)
+        )
 
 
 def test_the_command_takes_other_autoencoders_and_a_configuration(place: Path, tmp_path: Path) -> None:
-    torch.save({"model": VQ(VQShape(32, (1, 2), 1, 16, 128, 8)).state_dict()}, tmp_path / "vq.pt")
+    torch.save({"model": VQ(VQConfig(32, (1, 2), 1, 16, 128, 8)).state_dict()}, tmp_path / "vq.pt")
     torch.save(SPEC.load(Placement()).state_dict(), tmp_path / "vae_autoencoder_ckpt.pth")
     settings = {**vars(SPEC), "type": "block_vae", "weights": str(tmp_path / "vae_autoencoder_ckpt.pth")}
     text = json.dumps({"autoencoder": settings, "data": {"type": "toy_pictures"}}, default=list)

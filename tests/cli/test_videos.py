@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tastemaker.cli import FAILURE, main
-from tastemaker.pictures import read_picture, save_picture
+from tastemaker.cli import EXIT_FAILURE, main
+from tastemaker.data.image_io import read_image, save_image
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_clips_are_written_as_asked_found_again_and_scored(asked: str, suffix: s
         assert run("generate", "grpo-toy-video", "-p", "a red", "-p", "a blue", "--out", "made", *chosen) == 0
     told = rows("made/metadata.jsonl")
     assert [str(row["file"]) for row in told] == [f"00000-a-red.{suffix}", f"00001-a-blue.{suffix}"]
-    assert read_picture(Path("made", str(told[0]["file"]))).shape[0] == 4
+    assert read_image(Path("made", str(told[0]["file"]))).shape[0] == 4
     assert Path("made/sheet.png").is_file()
     Path("made/sheet.png").unlink()
     assert run("score", "made", "--reward", "stillness", "--reward", "color") == 0
@@ -47,13 +47,13 @@ def test_clips_are_written_as_asked_found_again_and_scored(asked: str, suffix: s
 def test_a_folder_of_clips_of_every_kind_is_scored_and_broken_ones_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     clip = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8)
     for name in ("a.mp4", "b.gif", "c.frames"):
-        save_picture(clip, Path("all", name))
+        save_image(clip, Path("all", name))
     for number in range(4):
-        save_picture(clip[number][None], Path(f"all/d/{number}.png"))
+        save_image(clip[number][None], Path(f"all/d/{number}.png"))
         if number != 2:
-            save_picture(clip[number][None], Path(f"all/e/{number}.png"))
+            save_image(clip[number][None], Path(f"all/e/{number}.png"))
     Path("all/f.mp4").write_bytes(b"nothing")
-    assert run("score", "all", "--reward", "stillness", "--frames", "--out", "found.jsonl") == FAILURE
+    assert run("score", "all", "--reward", "stillness", "--frames", "--out", "found.jsonl") == EXIT_FAILURE
     found = {Path(str(row["file"])).name: row for row in rows("found.jsonl")}
     assert list(found) == ["a.mp4", "b.gif", "c.frames", "d", "e", "f.mp4"]
     assert all(abs(float(str(found[name]["stillness"])) - 2 / 3) < 0.02 for name in ("a.mp4", "b.gif", "c.frames", "d"))
@@ -78,7 +78,7 @@ def test_clips_are_called_clips_and_one_of_them_a_clip(capsys: pytest.CaptureFix
 
 def test_of_a_single_file_that_is_broken_its_own_sentence_is_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.mp4").write_bytes(b"nothing")
-    assert run("score", "a.mp4", "--reward", "stillness") == FAILURE
+    assert run("score", "a.mp4", "--reward", "stillness") == EXIT_FAILURE
     told = capsys.readouterr().err
     assert "error: a.mp4 cannot be read as a clip (" in told and told.count("cannot be read") == 1
     assert "scored" not in told and "cannot be read" in str(rows("scores.jsonl")[0]["error"])
@@ -87,7 +87,7 @@ def test_of_a_single_file_that_is_broken_its_own_sentence_is_the_end(capsys: pyt
 def test_movies_of_other_programs_are_scored_with_the_rest() -> None:
     clip = torch.linspace(0, 1, 4).view(4, 1, 1, 1).expand(4, 3, 8, 8)
     for name in ("a.mp4", "b.mp4"):
-        save_picture(clip, Path("all", name))
+        save_image(clip, Path("all", name))
     Path("all/b.mp4").rename("all/b.mov")  # which is the same container
     assert run("score", "all", "--reward", "stillness") == 0
     assert [Path(str(row["file"])).name for row in rows("all/scores.jsonl")] == ["a.mp4", "b.mov"]

@@ -2,11 +2,11 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from tastemaker.config.arithmetic import arithmetic
-from tastemaker.config.check import complaints, launched, require
+from tastemaker.config.check import find_problems, require_valid, torchrun_world_size
 from tastemaker.config.load import load
+from tastemaker.config.step_counts import compute_step_counts
+from tastemaker.core.registry import ConfigError
 from tastemaker.objectives.reward_gradient import RewardGradient
-from tastemaker.registry import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -113,72 +113,72 @@ from tastemaker.registry import ConfigError
     ],
 )
 def test_a_broken_rule_is_one_sentence(recipe: str, changes: list[str], sentence: str) -> None:
-    assert complaints(load(recipe, changes), world=1) == [sentence]
+    assert find_problems(load(recipe, changes), world=1) == [sentence]
 
 
 @pytest.mark.parametrize("through", get_args(get_type_hints(RewardGradient)["through"]))
 def test_a_gradient_may_go_through_any_part_of_the_sampler(through: str) -> None:
     changes = [f"objective.through={through}", "objective.steps=[3, 24]", "objective.span=[5, 9]"]
-    assert complaints(load("vader-wan-hps", changes), world=1) == []
+    assert find_problems(load("vader-wan-hps", changes), world=1) == []
 
 
 def test_a_tail_is_no_longer_than_the_sampler() -> None:
     sentence = "objective: reward_gradient reaches for a tail of 26 steps of a sampler of 25; ask for at most 25"
-    assert complaints(load("vader-wan-hps", ["objective.tail=26"]), world=1) == [sentence]
-    assert complaints(load("vader-wan-hps", ["objective.tail=25"]), world=1) == []
-    assert complaints(load("vader-wan-hps", ["objective.tail=26", "objective.through=random"]), world=1) == []
+    assert find_problems(load("vader-wan-hps", ["objective.tail=26"]), world=1) == [sentence]
+    assert find_problems(load("vader-wan-hps", ["objective.tail=25"]), world=1) == []
+    assert find_problems(load("vader-wan-hps", ["objective.tail=26", "objective.through=random"]), world=1) == []
 
 
 def test_fewer_steps_than_the_tail_will_do_to_sample() -> None:
-    assert complaints(load("vader-wan-hps", ["objective.tail=5", "process.steps=4"]), world=1, fed=False) == []
+    assert find_problems(load("vader-wan-hps", ["objective.tail=5", "process.steps=4"]), world=1, fed=False) == []
 
 
 def test_toy_pictures_have_the_models_frames() -> None:
     sentence = "data.frames: toy_pictures has 1, but toy_flow makes 4; set data.frames=4"
-    assert complaints(load("likelihood-toy-video", ["data.frames=1"]), world=1) == [sentence]
+    assert find_problems(load("likelihood-toy-video", ["data.frames=1"]), world=1) == [sentence]
 
 
 def test_a_reward_of_whole_clips_needs_several_frames() -> None:
     told = "objective.frames: random is one frame a clip, but 'still' needs several"
     sentence = f"{told}; set objective.frames to all, alt or fml"
-    assert complaints(load("reward-gradient-toy-video", ["objective.frames=random"]), world=1) == [sentence]
-    assert complaints(load("reward-gradient-toy-video", ["objective.frames=fml"]), world=1) == []
-    assert complaints(load("reward-gradient-toy-video", ["objective.frames=[0, 4]"]), world=1) == [
+    assert find_problems(load("reward-gradient-toy-video", ["objective.frames=random"]), world=1) == [sentence]
+    assert find_problems(load("reward-gradient-toy-video", ["objective.frames=fml"]), world=1) == []
+    assert find_problems(load("reward-gradient-toy-video", ["objective.frames=[0, 4]"]), world=1) == [
         "objective: 'frames' asks for frame 4 of a clip of 4; ask for one below 4"
     ]
 
 
 def test_a_watched_reward_needs_no_gradient() -> None:
-    assert complaints(load("draft-toy-flow", ["rewards.small={type: jpeg, weight: 0}"]), world=1) == []
+    assert find_problems(load("draft-toy-flow", ["rewards.small={type: jpeg, weight: 0}"]), world=1) == []
 
 
 def test_likelihood_may_truncate_its_sampler() -> None:
-    assert complaints(load("likelihood-toy-causal", ["process.top_k=5"]), world=1) == []
+    assert find_problems(load("likelihood-toy-causal", ["process.top_k=5"]), world=1) == []
 
 
 def test_dropout_of_adapters_cannot_leak_into_a_ratio() -> None:
     changes = ["objective={type: ddpo}", "process.dynamics.eta=1"]
-    (found,) = complaints(load("vader-modelscope-hps", changes))
+    (found,) = find_problems(load("vader-modelscope-hps", changes))
     assert found.startswith("tuning.dropout: 0.1 while log-probs are trained") and found.endswith("tuning.dropout=0")
-    assert complaints(load("vader-modelscope-hps", [*changes, "tuning.dropout=0"])) == []
+    assert find_problems(load("vader-modelscope-hps", [*changes, "tuning.dropout=0"])) == []
 
 
 def test_prompts_are_shared_out_evenly() -> None:
     config = load("grpo-toy-flow", ["batch.prompts=9"])
     sentence = "batch.prompts: 9 prompts do not divide among 2 ranks; choose a multiple of 2"
-    assert complaints(config, world=3) == []
-    assert complaints(config, world=2) == [sentence]
+    assert find_problems(config, world=3) == []
+    assert find_problems(config, world=2) == [sentence]
 
 
 def test_hybrid_sharding_wants_whole_replicas() -> None:
     config = load("grpo-toy-flow", ["engine.strategy=hsdp"])
-    assert complaints(config, world=4) == []
+    assert find_problems(config, world=4) == []
 
 
 def test_all_complaints_come_at_once() -> None:
     changes = ["process.dynamics={type: ode}", "rewards=null", "batch.prompts=7", "sample.use=ema"]
     with pytest.raises(ConfigError) as error:
-        require(load("grpo-toy-flow", changes), world=2)
+        require_valid(load("grpo-toy-flow", changes), world=2)
     assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
         "process",
         "rewards",
@@ -189,18 +189,18 @@ def test_all_complaints_come_at_once() -> None:
 
 def test_the_number_of_ranks_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert launched() == 3
-    assert complaints(load("grpo-toy-flow")) == [
+    assert torchrun_world_size() == 3
+    assert find_problems(load("grpo-toy-flow")) == [
         "batch.prompts: 8 prompts do not divide among 3 ranks; choose a multiple of 3"
     ]
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'many'"):
-        launched()
+        torchrun_world_size()
 
 
 def test_the_arithmetic_of_a_step() -> None:
     changes = ["batch={prompts: 8, updates: 2, epochs: 3, microbatch: 5}", "guidance.scale=2", "steps=10"]
-    assert arithmetic(load("grpo-toy-flow", changes), world=2) == {
+    assert compute_step_counts(load("grpo-toy-flow", changes), world=2) == {
         "rows of data a step": 8,
         "samples a step": 64,
         "network calls a sample": 20,
@@ -213,27 +213,27 @@ def test_the_arithmetic_of_a_step() -> None:
 
 
 def test_learning_from_pictures_makes_no_samples() -> None:
-    found = arithmetic(load("likelihood-toy-causal"))
+    found = compute_step_counts(load("likelihood-toy-causal"))
     assert (found["samples a step"], found["network calls a step to sample"], found["rows an update"]) == (0, 0, 64)
 
 
 def test_ranks_that_share_tokens_have_the_same_rows() -> None:
     config = load("srpo-flux-hps", ["engine.context=2", "batch.prompts=6"])
-    assert complaints(config, world=4) == [] and complaints(config, world=1) == []
+    assert find_problems(config, world=4) == [] and find_problems(config, world=1) == []
     advice = "start a multiple of 2 with torchrun, or change it"
     sentence = f"engine.context: 3 ranks do not divide into groups of 2; {advice}"
-    assert complaints(config, world=3) == [sentence]
+    assert find_problems(config, world=3) == [sentence]
 
 
 @pytest.mark.parametrize("other", ["compile=true", "strategy=fsdp", "context=2"])
 def test_recorded_calls_are_whole_and_not_compiled(other: str) -> None:
-    assert complaints(load("grpo-toy-flow", ["engine.graphs=true"])) == []
-    (told,) = complaints(load("grpo-toy-flow", ["engine.graphs=true", f"engine.{other}"]))
+    assert find_problems(load("grpo-toy-flow", ["engine.graphs=true"])) == []
+    (told,) = find_problems(load("grpo-toy-flow", ["engine.graphs=true", f"engine.{other}"]))
     assert told.startswith(f"engine.graphs: calls cannot be recorded with engine.{other.partition('=')[0]}")
 
 
 def test_what_is_only_sampled_need_not_be_fit_to_learn() -> None:
     config = load("grpo-llamagen", ["process.top_k=2000", "process.top_p=0.9", "model.dropout=0.1"])
-    told = complaints(config, 3)
+    told = find_problems(config, 3)
     assert [found.split(":")[0] for found in told] == ["process", "model.dropout", "batch.prompts"]
-    assert complaints(config, 3, fed=False) == []
+    assert find_problems(config, 3, fed=False) == []

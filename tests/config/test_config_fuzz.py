@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tastemaker.config.arithmetic import arithmetic
-from tastemaker.config.check import complaints
-from tastemaker.config.dump import resolve
-from tastemaker.config.load import RECIPES, override, read, runnable
-from tastemaker.config.text import parse, render
-from tastemaker.config.validate import validate
-from tastemaker.registry import ConfigError
+from tastemaker.config.check import find_problems
+from tastemaker.config.dump import config_to_dict
+from tastemaker.config.load import RECIPES, apply_overrides, generator_recipes, read_recipe
+from tastemaker.config.step_counts import compute_step_counts
+from tastemaker.config.validate import validate_config
+from tastemaker.config.yaml_io import parse_yaml, render_yaml
+from tastemaker.core.registry import ConfigError
 
 NUMBERS = (0, -1, 1, 2, 3, 10**12, -(10**12), 2**63, 10**400, 0.0, -0.5, 0.5, 1e-300, 1e308, float("nan"), float("inf"))
 WORDS = (
@@ -127,21 +127,23 @@ def spoil(rng: random.Random, data: dict[str, Any], other: dict[str, Any]) -> No
 def outcome(data: object) -> str:
     """Whether a configuration is valid, or refused in sentences; anything else raises."""
     try:
-        config = validate(data)
+        config = validate_config(data)
     except ConfigError as error:
         lines = str(error).splitlines()
         assert lines and all(": " in line and len(line) < 2000 for line in lines), lines
         return "refused"
-    assert all(": " in line for line in complaints(config, world=2))
-    arithmetic(config)
-    assert validate(resolve(config)) == config
+    assert all(": " in line for line in find_problems(config, world=2))
+    compute_step_counts(config)
+    assert validate_config(config_to_dict(config)) == config
     return "valid"
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_spoiled_configurations_give_sentences_or_are_valid(count: int) -> None:
-    brief = [read(name) for name in runnable()]
-    recipes = brief + [resolve(validate(data)) for data in brief]  # the latter have every setting written out
+    brief = [read_recipe(name) for name in generator_recipes()]
+    recipes = brief + [
+        config_to_dict(validate_config(data)) for data in brief
+    ]  # the latter have every setting written out
     rng, counts, start = random.Random(20), {"valid": 0, "refused": 0}, time.process_time()
     for i in range(count):
         data, other = copy.deepcopy(rng.choice(recipes)), rng.choice(recipes)
@@ -166,14 +168,14 @@ def test_spoiled_text_gives_sentences_or_is_read() -> None:
                 ("", ":", "{", "[", "\t", "\n", "&a ", "*a", "!!set ", "\0", "'", "- ")
             )
         try:
-            parse("".join(text), "recipe")
+            parse_yaml("".join(text), "recipe")
         except ConfigError as error:
             assert str(error).startswith("recipe")
 
 
 def test_spoiled_overrides_give_sentences_or_are_applied() -> None:
     rng = random.Random(7)
-    data = read("grpo-toy-flow")
+    data = read_recipe("grpo-toy-flow")
     keys = ("optim", "lr", "objective", "type", "rewards", "color", "", "steps", "x", "0", "\0")
     values = (
         "3",
@@ -193,7 +195,7 @@ def test_spoiled_overrides_give_sentences_or_are_applied() -> None:
             ("=", "=", "=", "", "==")
         )
         try:
-            outcome(override(data, [assignment + rng.choice(values)]))
+            outcome(apply_overrides(data, [assignment + rng.choice(values)]))
         except ConfigError:
             continue
 
@@ -213,4 +215,4 @@ def test_what_is_written_is_read_back() -> None:
         " padded ",
         "multi\nline",
     ):
-        assert parse(render({"text": text, "number": 1e-5}), "x") == {"text": text, "number": 1e-5}
+        assert parse_yaml(render_yaml({"text": text, "number": 1e-5}), "x") == {"text": text, "number": 1e-5}

@@ -8,31 +8,31 @@ from typing import Any
 import pytest
 import torch
 
-from tastemaker.config.build import judges
-from tastemaker.config.dump import dump, resolve
-from tastemaker.config.load import load, override, read
-from tastemaker.config.run import RewardConfig
-from tastemaker.config.schema import schema
-from tastemaker.config.text import parse
-from tastemaker.config.validate import validate
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Scale
+from tastemaker.config.build import build_rubric
+from tastemaker.config.dump import config_to_dict, config_to_yaml
+from tastemaker.config.json_schema import schema
+from tastemaker.config.load import apply_overrides, load, read_recipe
+from tastemaker.config.schema import RewardConfig
+from tastemaker.config.validate import validate_config
+from tastemaker.config.yaml_io import parse_yaml
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import RewardNormalization
+from tastemaker.core.types import Placement
 from tastemaker.rewards.color import Brightness
-from tastemaker.types import Placement
 
 BRIGHT = "rewards.bright={type: brightness, weight: 2, normalize: {mean: 0.5, std: 0.25}, clip: [-1, 1]}"
 
 
 def test_normalising_and_clipping_stand_beside_a_rewards_settings() -> None:
     config = load("grpo-toy-flow", [BRIGHT])
-    assert config.rewards["bright"] == RewardConfig(Brightness(), 2.0, Scale(0.5, 0.25), (-1.0, 1.0))
+    assert config.rewards["bright"] == RewardConfig(Brightness(), 2.0, RewardNormalization(0.5, 0.25), (-1.0, 1.0))
     assert config.rewards["color"] == RewardConfig(config.rewards["color"].spec)
 
 
 def test_they_are_written_out_where_they_are_set_and_come_back_alike() -> None:
     config = load("grpo-toy-flow", [BRIGHT])
-    assert validate(parse(dump(config), "")) == config
-    said = resolve(config)["rewards"]
+    assert validate_config(parse_yaml(config_to_yaml(config), "")) == config
+    said = config_to_dict(config)["rewards"]
     assert said["bright"]["normalize"] == {"mean": 0.5, "std": 0.25} and said["bright"]["clip"] == [-1.0, 1.0]
     assert "normalize" not in said["color"] and "clip" not in said["color"]
 
@@ -41,7 +41,7 @@ def test_the_sum_counts_what_is_normalised_and_clipped_while_the_parts_stay_as_t
     rewards = {name: load("grpo-toy-flow", [BRIGHT]).rewards[name] for name in ("bright",)}
     pixels = torch.tensor([0.0, 0.375, 0.5, 1.0])[:, None, None, None, None].expand(4, 1, 3, 2, 2)
     pixels = pixels.clone().requires_grad_()
-    scores = judges(rewards, Placement()).score(pixels, ["", "", "", ""])
+    scores = build_rubric(rewards, Placement()).score(pixels, ["", "", "", ""])
     assert scores.parts["bright"].tolist() == pytest.approx([0.0, 0.375, 0.5, 1.0])
     assert scores.total.tolist() == pytest.approx([2 * -1.0, 2 * -0.5, 0.0, 2 * 1.0])
     slope = torch.autograd.grad(scores.total.sum(), pixels)[0].sum((1, 2, 3, 4))
@@ -61,7 +61,7 @@ def test_the_sum_counts_what_is_normalised_and_clipped_while_the_parts_stay_as_t
 )
 def test_a_mistake_there_is_a_sentence(settings: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as told:
-        validate(override(read("grpo-toy-flow"), [f"rewards.b={{type: brightness, {settings}}}"]))
+        validate_config(apply_overrides(read_recipe("grpo-toy-flow"), [f"rewards.b={{type: brightness, {settings}}}"]))
     assert str(told.value) == sentence
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from tastemaker.config.cautions import cautions
-from tastemaker.config.check import complaints
+from tastemaker.config.check import find_problems
+from tastemaker.config.config_warnings import collect_warnings
 from tastemaker.config.load import load
-from tastemaker.config.run import RunConfig
-from tastemaker.guidance import within
-from tastemaker.objectives.forced_grpo import ForcedGRPO
+from tastemaker.config.schema import RunConfig
+from tastemaker.core.guidance import in_interval
+from tastemaker.objectives.forced_grpo import TeacherForcedGRPO
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrate-llamagen-grpo.md").read_text(encoding="utf-8")
 FIRST = """
@@ -63,17 +63,17 @@ def test_every_flag_has_a_line() -> None:
 
 def test_an_interval_of_guidance_is_the_published_one() -> None:
     tokens, interval = 576, 100
-    inside = within(1 - torch.arange(tokens) / tokens, (round(1 - (interval + 1.5) / tokens, 4), 1.0))
+    inside = in_interval(1 - torch.arange(tokens) / tokens, (round(1 - (interval + 1.5) / tokens, 4), 1.0))
     published = [place == 0 or place - 1 <= interval for place in range(tokens)]  # the first is read with the prompt
     assert inside.tolist() == published
 
 
 def test_what_the_lines_name_can_be_set() -> None:
     config = load("grpo-llamagen-tf", SETTINGS)
-    assert config.objective == ForcedGRPO(
+    assert config.objective == TeacherForcedGRPO(
         rise=0.3, kl=0.01, prior=0.1, noise=0.5, own=0.3, skip=0.5, drop=0.1, latent=1.0, faults=("dropout",)
     )
-    assert [found for found in complaints(config, 4) if found.startswith(("objective", "rewards"))] == []
+    assert [found for found in find_problems(config, 4) if found.startswith(("objective", "rewards"))] == []
 
 
 def test_every_setting_that_the_lines_name_was_tried() -> None:
@@ -88,9 +88,9 @@ def test_every_setting_that_the_lines_name_was_tried() -> None:
 
 
 def test_samples_that_are_scored_otherwise_than_drawn_are_told_of() -> None:
-    told = [found for found in cautions(load("ar-grpo")) if "scored without it" in found]
+    told = [found for found in collect_warnings(load("ar-grpo")) if "scored without it" in found]
     assert len(told) == 1 and told[0].startswith("guidance.rollouts_only: ")
     for settings in (["guidance.rollouts_only=false"], ["guidance.scale=1"]):
-        assert cautions(load("ar-grpo", settings)) == []
+        assert collect_warnings(load("ar-grpo", settings)) == []
     forced = ["guidance={scale: 2.0, rollouts_only: true}"]  # draws by what it scores by
-    assert cautions(load("grpo-llamagen-tf", forced)) == []
+    assert collect_warnings(load("grpo-llamagen-tf", forced)) == []

@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from tastemaker.config.dump import dump, resolve
-from tastemaker.config.load import RECIPES, content, load, override, read, recipes
-from tastemaker.config.text import parse
-from tastemaker.config.validate import validate
+from tastemaker.config.dump import config_to_dict, config_to_yaml
+from tastemaker.config.load import RECIPES, apply_overrides, list_recipes, load, read_recipe, read_yaml_mapping
+from tastemaker.config.validate import validate_config
+from tastemaker.config.yaml_io import parse_yaml
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import RewardCard
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.grpo import GRPO
-from tastemaker.processes.dynamics import Ddim
-from tastemaker.registry import ConfigError
-from tastemaker.reward import About
+from tastemaker.processes.dynamics import DDIM
 
 OTHERS = "a file's path ends in .yaml, and a run's folder holds config.yaml"
 
@@ -45,7 +45,7 @@ def test_a_file_extends_recipes_and_files_beside_it(tmp_path: Path) -> None:
 def test_a_file_extends_a_run_and_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = tmp_path / "runs" / "first"
     ran.mkdir(parents=True)
-    (ran / "config.yaml").write_text(dump(load("grpo-toy-flow", ["steps=7", "name=first"])))
+    (ran / "config.yaml").write_text(config_to_yaml(load("grpo-toy-flow", ["steps=7", "name=first"])))
     config = load(write(tmp_path, own="extends: [runs/first]\nobjective: {type: grpo, group: 3}"))
     assert (config.steps, config.name, config.objective.group) == (7, "own", 3)
     ran.rename(tmp_path / "grpo-toy-flow")
@@ -58,19 +58,19 @@ def test_a_file_extends_a_run_and_is_another(tmp_path: Path, monkeypatch: pytest
 
 def test_later_parents_lie_over_earlier_ones(tmp_path: Path) -> None:
     path = write(tmp_path, own="extends: [one.yaml, two.yaml]", one="a: {x: 1, y: 1}", two="a: {y: 2}")
-    assert read(path) == {"a": {"x": 1, "y": 2}}
+    assert read_recipe(path) == {"a": {"x": 1, "y": 2}}
 
 
 def test_a_single_parent_needs_no_list(tmp_path: Path) -> None:
-    assert read(write(tmp_path, own="extends: one.yaml\nb: 2", one="a: 1")) == {"a": 1, "b": 2}
+    assert read_recipe(write(tmp_path, own="extends: one.yaml\nb: 2", one="a: 1")) == {"a": 1, "b": 2}
 
 
 def test_another_type_replaces_the_mapping_and_the_same_type_merges_with_it(tmp_path: Path) -> None:
     base = "objective: {type: grpo, group: 16, clip: 0.1}"
-    assert read(write(tmp_path, own="extends: base.yaml\nobjective: {type: dpo}", base=base)) == {
+    assert read_recipe(write(tmp_path, own="extends: base.yaml\nobjective: {type: dpo}", base=base)) == {
         "objective": {"type": "dpo"}
     }
-    same = read(write(tmp_path, own="extends: base.yaml\nobjective: {type: grpo, clip: 0.2}", base=base))
+    same = read_recipe(write(tmp_path, own="extends: base.yaml\nobjective: {type: grpo, clip: 0.2}", base=base))
     assert same == {"objective": {"type": "grpo", "group": 16, "clip": 0.2}}
 
 
@@ -90,7 +90,7 @@ def test_nothing_in_place_of_what_happens_every_so_many_steps_is_never(section: 
 
 def test_nothing_in_place_of_a_section_a_recipe_does_not_have_is_never_too(tmp_path: Path) -> None:
     path = write(tmp_path, own="guard: null\nvalidation: null\nrewards: {guard: null}")
-    assert read(path) == {"guard": {"every": 0}, "validation": {"every": 0}, "rewards": {"guard": None}}
+    assert read_recipe(path) == {"guard": {"every": 0}, "validation": {"every": 0}, "rewards": {"guard": None}}
 
 
 def test_a_circle_is_refused_by_name(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_circle_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_diamond_is_no_circle(tmp_path: Path) -> None:
     path = write(tmp_path, a="extends: [b.yaml, c.yaml]", b="extends: d.yaml", c="extends: d.yaml", d="x: 1")
-    assert read(path) == {"x": 1}
+    assert read_recipe(path) == {"x": 1}
 
 
 def test_overrides_are_yaml_and_come_last() -> None:
@@ -115,8 +115,11 @@ def test_overrides_are_yaml_and_come_last() -> None:
 
 def test_an_override_of_the_type_drops_the_settings_of_the_old_one() -> None:
     config = load("grpo-toy-flow", ["process.dynamics.type=ddim", "process.dynamics.eta=0.5"])
-    assert config.process == validate(read("grpo-toy-flow", ["process.dynamics={type: ddim, eta: 0.5}"])).process
-    assert Ddim(0.5) in vars(config.process).values()
+    assert (
+        config.process
+        == validate_config(read_recipe("grpo-toy-flow", ["process.dynamics={type: ddim, eta: 0.5}"])).process
+    )
+    assert DDIM(0.5) in vars(config.process).values()
     assert load("dpo-toy-flow", ["objective={type: dpo}"]).objective == DPO()
 
 
@@ -128,7 +131,7 @@ def test_numbers_may_be_written_as_people_do(text: str) -> None:
 @pytest.mark.parametrize("shape", ["9:16", "3:4", "1:1", "50:27"])
 def test_the_shape_of_a_picture_is_no_time_of_day(shape: str) -> None:
     model: Any = load("vader-opensora-hps", [f"model.aspect={shape}", "model.resolution=360p"]).model
-    assert model.aspect == shape and parse(f"[{shape}, 12, 1_000, 1.5]", "here") == [shape, 12, 1000, 1.5]
+    assert model.aspect == shape and parse_yaml(f"[{shape}, 12, 1_000, 1.5]", "here") == [shape, 12, 1000, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -198,21 +201,21 @@ def test_a_part_of_a_run_says_which_recipes_are_whole() -> None:
 
 def test_what_a_caller_changes_in_a_recipe_is_not_seen_by_the_next() -> None:
     before = load("grpo-toy-flow")
-    data = read("grpo-toy-flow")
+    data = read_recipe("grpo-toy-flow")
     data["optim"]["lr"], data["rewards"]["color"]["weight"] = 9.0, 9.0
-    content(RECIPES / "grpo-toy-flow.yaml").clear()
-    recipes().clear()
+    read_yaml_mapping(RECIPES / "grpo-toy-flow.yaml").clear()
+    list_recipes().clear()
     assert load("grpo-toy-flow") == before
 
 
 def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
-    assert read(write(tmp_path, own="extends: one.yaml", one="a: 1")) == {"a": 1}
-    assert read(write(tmp_path, own="extends: one.yaml", one="a: 2")) == {"a": 2}
+    assert read_recipe(write(tmp_path, own="extends: one.yaml", one="a: 1")) == {"a": 1}
+    assert read_recipe(write(tmp_path, own="extends: one.yaml", one="a: 2")) == {"a": 2}
 
 
 def test_strings_that_look_like_numbers_survive_the_round_trip() -> None:
     config = load("grpo-toy-flow", ["sample.prompts=['1e5', 'on', 'null', 'a: b']"])
-    assert validate(parse(dump(config), "dump")) == config
+    assert validate_config(parse_yaml(config_to_yaml(config), "dump")) == config
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ class Sharpness:
 
     radius: int = 1
     batch_size: int = 4
-    about = About("0 to 1", "noise")
+    about = RewardCard("0 to 1", "noise")
     differentiable = False
     reads = "frames"
     runs_on = "host"
@@ -246,12 +249,14 @@ def own(name: str) -> str:
 
 
 def test_a_users_own_component_is_named_by_its_module() -> None:
-    data = override(read("grpo-toy-flow"), [f"rewards.sharp.type={own('Sharpness')}", "rewards.sharp.radius=3"])
-    config = validate(data)
+    data = apply_overrides(
+        read_recipe("grpo-toy-flow"), [f"rewards.sharp.type={own('Sharpness')}", "rewards.sharp.radius=3"]
+    )
+    config = validate_config(data)
     spec: object = config.rewards["sharp"].spec
     assert spec == Sharpness(3)
-    assert resolve(config)["rewards"]["sharp"]["type"] == own("Sharpness")
-    assert validate(resolve(config)) == config
+    assert config_to_dict(config)["rewards"]["sharp"]["type"] == own("Sharpness")
+    assert validate_config(config_to_dict(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -271,20 +276,22 @@ def test_a_users_own_component_is_named_by_its_module() -> None:
 )
 def test_a_users_own_component_is_held_to_the_same_strictness(name: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
-        validate(override(read("grpo-toy-flow"), [f"rewards.sharp={{type: '{name}', raduis: 3}}"]))
+        validate_config(apply_overrides(read_recipe("grpo-toy-flow"), [f"rewards.sharp={{type: '{name}', raduis: 3}}"]))
     assert str(error.value).startswith("rewards.sharp: ")
     assert str(error.value).endswith(sentence)
 
 
 def test_a_component_of_the_wrong_kind_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        validate(override(read("grpo-toy-flow"), ["process={type: 'tastemaker.objectives.dpo:DPO'}"]))
+        validate_config(
+            apply_overrides(read_recipe("grpo-toy-flow"), ["process={type: 'tastemaker.objectives.dpo:DPO'}"])
+        )
     expected = "process: 'tastemaker.objectives.dpo:DPO' is not derived from Process, as every process is; name another"
     assert str(error.value) == expected
 
 
 def test_the_content_of_an_empty_file_is_nothing(tmp_path: Path) -> None:
-    assert content(write(tmp_path, empty="# only a comment")) == {}
+    assert read_yaml_mapping(write(tmp_path, empty="# only a comment")) == {}
 
 
 def test_names_of_any_length_make_short_sentences() -> None:

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tastemaker.config.dump import resolve
-from tastemaker.config.load import load_any
-from tastemaker.config.nanovla_vae import ELSEWHERE, OLDER, RENAMED, TRAIN
-from tastemaker.config.run import AutoencoderConfig
-from tastemaker.config.validate import build, validate
-from tastemaker.data.gallery import Gallery
-from tastemaker.data.pictures import ToyPictures
+from tastemaker.compat.nanovla_vae import ELSEWHERE, OLDER, RENAMED, TRAIN
+from tastemaker.config.dump import config_to_dict
+from tastemaker.config.load import load_any_config
+from tastemaker.config.schema import AutoencoderRunConfig
+from tastemaker.config.validate import build_component, validate_config
+from tastemaker.core.registry import ConfigError
+from tastemaker.data.captioned_images import ToyPictures
+from tastemaker.data.images import Gallery
 from tastemaker.data.spec import DataSpec
 from tastemaker.models.block_vae import BlockVae
-from tastemaker.models.from_config import FromConfig
-from tastemaker.registry import ConfigError
+from tastemaker.models.custom_autoencoder import CustomAutoencoder
 
 DATASETS = """
 faces: {type: gallery, path: pictures, size: 64, skip: 3}
@@ -71,7 +71,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def data(**settings: Any) -> Any:
-    return build(DataSpec, {"type": "named", **settings}, "data")
+    return build_component(DataSpec, {"type": "named", **settings}, "data")
 
 
 def test_a_name_is_what_its_entry_says_and_what_is_said_beside_it_counts_more() -> None:
@@ -110,14 +110,14 @@ def test_mistakes_in_the_file_are_sentences(here: Path, text: str, said: str) ->
 
 
 def test_a_run_keeps_what_the_name_stood_for() -> None:
-    config = validate({"autoencoder": {"type": "vae"}, "data": {"type": "named", "name": "toys"}})
-    told = resolve(config)
-    assert told["data"]["type"] == "toy_pictures" and validate(told) == config
+    config = validate_config({"autoencoder": {"type": "vae"}, "data": {"type": "named", "name": "toys"}})
+    told = config_to_dict(config)
+    assert told["data"]["type"] == "toy_pictures" and validate_config(told) == config
 
 
 def test_a_newer_configuration_of_nanovla_is_a_run_here(here: Path) -> None:
-    config = load_any("configs/vae.yaml")
-    assert isinstance(config, AutoencoderConfig)
+    config = load_any_config("configs/vae.yaml")
+    assert isinstance(config, AutoencoderRunConfig)
     assert config.autoencoder == BlockVae(
         1, 4, (32, 64), (64,), (True,), (False,), 32, 4, 2, 2, 2, kl=5e-6
     ) and config.data == Gallery(Path("pictures"), 128, grey=True)
@@ -129,13 +129,13 @@ def test_a_newer_configuration_of_nanovla_is_a_run_here(here: Path) -> None:
     assert config.critic is not None and config.critic.optim is not None
     assert (config.critic.weight, config.critic.loss) == (0.5, "least_squares")
     assert config.critic.optim.betas == (0.5, 0.999) and config.loss.lpips == 1 and config.loss.mse == 1
-    assert validate(resolve(config)) == config
-    assert load_any("configs/vae.yaml", ["steps=3", "optim.lr=3e-4"]).steps == 3
+    assert validate_config(config_to_dict(config)) == config
+    assert load_any_config("configs/vae.yaml", ["steps=3", "optim.lr=3e-4"]).steps == 3
 
 
 def test_an_older_configuration_of_nanovla_is_its_first_stage() -> None:
-    config = load_any("configs/celebhq.yaml")
-    assert isinstance(config, AutoencoderConfig) and isinstance(config.autoencoder, BlockVae)
+    config = load_any_config("configs/celebhq.yaml")
+    assert isinstance(config, AutoencoderRunConfig) and isinstance(config.autoencoder, BlockVae)
     assert (config.rows, config.microbatch, config.steps, config.seed) == (4, None, 6, 5)
     assert (config.optim.lr, config.optim.betas, config.optim.weight_decay) == (2e-5, (0.5, 0.999), 0)
     assert (config.output, config.name) == (Path(), "celebhq") and config.autoencoder.im_channels == 3
@@ -144,20 +144,20 @@ def test_an_older_configuration_of_nanovla_is_its_first_stage() -> None:
 def test_what_is_counted_in_batches_is_told_in_updates(here: Path) -> None:
     text = OLD.replace("autoencoder_acc_steps: 1", "autoencoder_acc_steps: 4").replace("steps: 64", "steps: 66")
     (here / "configs" / "celebhq.yaml").write_text(text)
-    config = load_any("configs/celebhq.yaml")
-    assert isinstance(config, AutoencoderConfig) and config.critic is not None
+    config = load_any_config("configs/celebhq.yaml")
+    assert isinstance(config, AutoencoderRunConfig) and config.critic is not None
     assert (config.rows, config.microbatch, config.critic.start, config.sample.every) == (16, 4, 1875, 17)
     for wrong in ("0", "four", "2.5", "true"):
         (here / "configs" / "celebhq.yaml").write_text(text.replace("acc_steps: 4", f"acc_steps: {wrong}"))
         with pytest.raises(ConfigError, match=r"autoencoder_acc_steps is .*; expected a whole number from 1 on"):
-            load_any("configs/celebhq.yaml")
+            load_any_config("configs/celebhq.yaml")
 
 
 def test_checkpoints_where_the_trainer_looks_for_them_are_begun_with(here: Path) -> None:
     (here / "celebhq").mkdir()
     (here / "celebhq" / "vae_autoencoder_ckpt.pth").write_bytes(b"")
-    config = load_any("configs/celebhq.yaml")
-    assert isinstance(config, AutoencoderConfig) and isinstance(config.autoencoder, BlockVae)
+    config = load_any_config("configs/celebhq.yaml")
+    assert isinstance(config, AutoencoderRunConfig) and isinstance(config.autoencoder, BlockVae)
     assert (
         config.autoencoder.weights == "celebhq/vae_autoencoder_ckpt.pth" and config.critic and not config.critic.weights
     )
@@ -167,12 +167,12 @@ def test_a_network_of_ones_own_and_mistakes_in_such_configurations(here: Path) -
     (here / "configs" / "own.yaml").write_text("extends: vae\nmodel: {name: 'my_package:Net', params: {width: 3}}")
     (here / "configs" / "bad.yaml").write_text("extends: vae\ntrain: {bach_size: 3}")
     with pytest.raises(ConfigError, match=r"nanoVLA-RL has no key 'bach_size'; did you mean 'batch_size'"):
-        load_any("configs/bad.yaml")
+        load_any_config("configs/bad.yaml")
     (here / "configs" / "dit.yaml").write_text("extends: base\ndataset: celebhq\nmodel: {name: dit}")
     with pytest.raises(ConfigError, match=r"autoencoder\.weights is None; expected where the first stage lies"):
-        load_any("configs/dit.yaml")
-    config = load_any("configs/own.yaml")
-    assert isinstance(config, AutoencoderConfig) and isinstance(config.autoencoder, FromConfig)
+        load_any_config("configs/dit.yaml")
+    config = load_any_config("configs/own.yaml")
+    assert isinstance(config, AutoencoderRunConfig) and isinstance(config.autoencoder, CustomAutoencoder)
     assert config.autoencoder.of == "my_package:Net" and config.autoencoder.params["width"] == 3
 
 
@@ -196,6 +196,6 @@ def test_the_page_for_those_who_come_from_there_names_every_key() -> None:
 
 def test_what_lies_beside_a_file_is_extended_before_what_the_package_has(here: Path) -> None:
     (here / "grpo-toy-flow.yaml").write_text("extends: grpo-toy-flow\nsteps: 3")
-    assert load_any("grpo-toy-flow.yaml").steps == 3
+    assert load_any_config("grpo-toy-flow.yaml").steps == 3
     (here / "mine.yaml").write_text("extends: grpo-toy-flow")
-    assert load_any("mine.yaml").steps == 3
+    assert load_any_config("mine.yaml").steps == 3

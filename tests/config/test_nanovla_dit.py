@@ -6,20 +6,20 @@ import re
 from pathlib import Path
 
 import pytest
-from calling import run
+from cli_runner import run
 from PIL import Image
 
-from tastemaker.config.dump import resolve
-from tastemaker.config.load import load, load_any
-from tastemaker.config.run import AutoencoderConfig
-from tastemaker.config.validate import validate
-from tastemaker.data.gallery import Gallery
+from tastemaker.config.dump import config_to_dict
+from tastemaker.config.load import load, load_any_config
+from tastemaker.config.schema import AutoencoderRunConfig
+from tastemaker.config.validate import validate_config
+from tastemaker.core.registry import ConfigError
+from tastemaker.data.image_io import read_image
+from tastemaker.data.images import Gallery
 from tastemaker.data.latents import LatentFolder
-from tastemaker.models.latent_dit import LatentDit
-from tastemaker.pictures import read_picture
+from tastemaker.models.latent_dit.model import LatentDit
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
-from tastemaker.registry import ConfigError
 
 OLD = """
 dataset_params: {im_path: pictures, im_size : 32, im_channels : 3}
@@ -66,8 +66,8 @@ def test_the_second_stage_of_an_older_file_is_asked_for_by_name() -> None:
     assert (config.batch.prompts, config.batch.microbatch, config.steps) == (4, 2, 6)  # five pictures in fours
     assert (config.optim.lr, config.optim.weight_decay, config.seed) == (3e-5, 0, 5)
     assert (config.output, config.name, config.checkpoint.every) == (Path("tasks"), "faces-dit", 2)
-    assert validate(resolve(config)) == config
-    assert isinstance(load_any("both.yaml", ["stage=vae"]), AutoencoderConfig)
+    assert validate_config(config_to_dict(config)) == config
+    assert isinstance(load_any_config("both.yaml", ["stage=vae"]), AutoencoderRunConfig)
     assert load("both.yaml", ["optim.lr=1e-4", "stage=dit"]).optim.lr == 1e-4
 
 
@@ -114,7 +114,7 @@ def test_both_stages_of_one_file_are_trained_one_after_the_other(
     assert run("train", "both.yaml", *small, "loss.lpips=0", "critic=null") == 0
     assert run("train", "both.yaml", "stage=dit", *small) == 0
     assert run("generate", "tasks/faces-dit", "process.steps=2", "--count", "2", "--out", "made") == 0
-    assert read_picture(here / "made" / "sheet.png").shape[-1] >= 64
+    assert read_image(here / "made" / "sheet.png").shape[-1] >= 64
 
 
 @pytest.mark.parametrize(

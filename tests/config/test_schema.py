@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from tastemaker.config.dump import resolve
-from tastemaker.config.load import RECIPES, content, load, recipes, runnable
-from tastemaker.config.schema import schema
+from tastemaker.config.dump import config_to_dict
+from tastemaker.config.json_schema import schema
+from tastemaker.config.load import RECIPES, generator_recipes, list_recipes, load, read_yaml_mapping
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +17,13 @@ def validator() -> Any:
 
 
 def test_the_written_schema_is_up_to_date(validator: Any) -> None:
-    advice = "run: python -c 'from tastemaker.config.schema import write_schema; write_schema()'"
+    advice = "run: python -c 'from tastemaker.config.json_schema import write_schema; write_schema()'"
     assert validator.schema == json.loads(json.dumps(schema())), advice
 
 
 def test_every_recipe_fits_the_schema_as_written_and_as_resolved(validator: Any) -> None:
-    read = {name: content(RECIPES / f"{name}.yaml") for name in recipes()}
-    resolved = {f"{name}, resolved": resolve(load(name)) for name in runnable()}
+    read = {name: read_yaml_mapping(RECIPES / f"{name}.yaml") for name in list_recipes()}
+    resolved = {f"{name}, resolved": config_to_dict(load(name)) for name in generator_recipes()}
     errors = {name: list(validator.iter_errors(data)) for name, data in {**read, **resolved}.items()}
     assert {name: [error.message for error in found] for name, found in errors.items() if found} == {}
 

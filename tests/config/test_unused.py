@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tastemaker.cli import main
-from tastemaker.config.load import load, load_any
-from tastemaker.config.unused import unused, warn
+from tastemaker.config.ignored_overrides import find_ignored_overrides, warn_ignored_overrides
+from tastemaker.config.load import load, load_any_config
 
 
 def lost(recipe: str, *overrides: str) -> list[str]:
-    return unused(load_any(recipe, overrides), overrides)
+    return find_ignored_overrides(load_any_config(recipe, overrides), overrides)
 
 
 def test_settings_that_small_models_have_a_value_of_their_own_for_are_named() -> None:
@@ -59,14 +59,14 @@ def test_a_recipes_own_settings_are_not_the_command_lines(tmp_path: Path) -> Non
 )
 def test_it_is_one_sentence(changes: list[str], told: str) -> None:
     with pytest.warns(UserWarning, match="^--tiny: ") as found:
-        warn(load("vader-wan-hps", changes), changes)
+        warn_ignored_overrides(load("vader-wan-hps", changes), changes)
     assert [str(each.message) for each in found] == [f"--tiny: {told}; small models have settings of their own"]
 
 
 def test_where_everything_is_used_nothing_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn(load("grpo-toy-flow", ["steps=3"]), ["steps=3"])
+        warn_ignored_overrides(load("grpo-toy-flow", ["steps=3"]), ["steps=3"])
 
 
 def test_a_command_says_it_before_anything_is_built(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,18 +2,18 @@ from typing import Any
 
 import pytest
 
-from tastemaker.config.load import override, read
+from tastemaker.config.load import apply_overrides, read_recipe
 from tastemaker.config.registries import REWARDS
-from tastemaker.config.validate import build, validate
-from tastemaker.registry import ConfigError
-from tastemaker.reward import RewardSpec
+from tastemaker.config.validate import build_component, validate_config
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import RewardSpec
 from tastemaker.rewards.color import Brightness
-from tastemaker.rewards.combine import Clipped
+from tastemaker.rewards.combinators import Clipped
 
 
 def sentences(*overrides: str, recipe: str = "grpo-toy-flow") -> list[str]:
     with pytest.raises(ConfigError) as error:
-        validate(override(read(recipe), overrides))
+        validate_config(apply_overrides(read_recipe(recipe), overrides))
     return str(error.value).splitlines()
 
 
@@ -83,9 +83,9 @@ def sentences(*overrides: str, recipe: str = "grpo-toy-flow") -> list[str]:
 )
 def test_a_mistake_is_one_sentence(change: str, sentence: str) -> None:
     if change == "tuning={}" or change == "tuning={host: true}":
-        data: Any = {**read("grpo-toy-flow"), "tuning": {"host": True} if "host" in change else {}}
+        data: Any = {**read_recipe("grpo-toy-flow"), "tuning": {"host": True} if "host" in change else {}}
         with pytest.raises(ConfigError) as error:
-            validate(data)
+            validate_config(data)
         assert str(error.value) == sentence
     else:
         assert sentences(change) == [sentence]
@@ -130,20 +130,20 @@ def test_mistakes_inside_a_reward_of_rewards_have_their_place() -> None:
 
 
 def test_a_reward_of_rewards_is_read_whole() -> None:
-    spec = build(RewardSpec, {"type": "clipped", "low": 0, "of": {"type": "brightness", "target": 0.5}})
+    spec = build_component(RewardSpec, {"type": "clipped", "low": 0, "of": {"type": "brightness", "target": 0.5}})
     assert spec == Clipped(Brightness(0.5), low=0.0)
 
 
 def test_a_component_can_be_built_by_itself_and_says_where_it_was_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"^--reward\.quality: expected a whole number, found 'x'$"):
-        build(RewardSpec, {"type": "jpeg", "quality": "x"}, "--reward")
+        build_component(RewardSpec, {"type": "jpeg", "quality": "x"}, "--reward")
 
 
 def test_a_configuration_that_is_no_mapping_is_refused() -> None:
     junk: tuple[object, ...] = (None, [], 3, "words")
     for data in junk:
         with pytest.raises(ConfigError, match=r"^config: expected a mapping of settings, found "):
-            validate(data)
+            validate_config(data)
 
 
 def test_values_and_keys_of_any_length_make_short_sentences() -> None:
@@ -163,4 +163,4 @@ def test_a_reward_of_very_many_rewards_is_read_or_refused(depth: int) -> None:
     for _ in range(depth):
         spec = {"type": "clipped", "low": 0, "of": spec}
     with pytest.raises(ConfigError, match=r"quality is 900|nested too deeply"):
-        build(RewardSpec, spec)
+        build_component(RewardSpec, spec)

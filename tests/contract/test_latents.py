@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 import toys
-from owing import ROWS, built, kinds, made, recorded, replayed, rows
+from contract_cases import ROWS, built, kinds, recorded, rescore, rows, sample_rollout
 
-from tastemaker.policy import Guidance
-from tastemaker.processes.dynamics import Cps, DanceSde, Ddim
-from tastemaker.processes.gaussian import GaussianProcess, Window
-from tastemaker.processes.paths import Straight
+from tastemaker.core.policy import Guidance
+from tastemaker.processes.dynamics import CPS, DDIM, DanceSDE
+from tastemaker.processes.gaussian import GaussianProcess, SDEWindow
+from tastemaker.processes.paths import RectifiedFlow
 
 LATENTS = kinds(gaussian=True)
 
@@ -20,20 +20,20 @@ LATENTS = kinds(gaussian=True)
 @pytest.mark.parametrize(
     "process",
     [
-        GaussianProcess(Straight(3.0), DanceSde(0.3), 6),
-        GaussianProcess(Straight(), Cps(0.8), 6),
-        GaussianProcess(Straight(), Ddim(0.5), 6),
-        GaussianProcess(Straight(), DanceSde(0.3), 6, Window(2)),
-        GaussianProcess(toys.DARK, Ddim(0.5), 6),
-        GaussianProcess(replace(toys.DARK, ends_clean=False, spacing="leading"), Ddim(1.0), 6),
+        GaussianProcess(RectifiedFlow(3.0), DanceSDE(0.3), 6),
+        GaussianProcess(RectifiedFlow(), CPS(0.8), 6),
+        GaussianProcess(RectifiedFlow(), DDIM(0.5), 6),
+        GaussianProcess(RectifiedFlow(), DanceSDE(0.3), 6, SDEWindow(2)),
+        GaussianProcess(toys.DARK, DDIM(0.5), 6),
+        GaussianProcess(replace(toys.DARK, ends_clean=False, spacing="leading"), DDIM(1.0), 6),
     ],
 )
 def test_replay_agrees_with_the_record_under_every_dynamics(process: GaussianProcess) -> None:
     policy = replace(toys.policy("flow"), process=process)
-    seen = made(policy)
+    seen = sample_rollout(policy)
     steps = process.steps if process.path.grid(process.steps)[-1] > 0 else process.steps - 1
     assert len(seen.segments) == (process.window.size if process.window else steps)
-    for now, then in replayed(policy, seen):
+    for now, then in rescore(policy, seen):
         assert torch.equal(now, then)
 
 

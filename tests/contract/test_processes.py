@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import toys
-from owing import ROWS, asked, built, kinds, made, recorded, replayed, rows
+from contract_cases import ROWS, built, kinds, prompts_for, recorded, rescore, rows, sample_rollout
 
-from tastemaker.guidance import unguided
-from tastemaker.policy import Backbone, Fluent, Guidance, Policy
-from tastemaker.processes.autoregressive import Autoregressive
+from tastemaker.core.guidance import unwrap_guidance
+from tastemaker.core.policy import Backbone, Guidance, Policy, SupportsTokenDecoder
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import PromptBatch, Trajectory, select_rows
+from tastemaker.core.weights import HasUnusedParameters
+from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.randomness import Randomness
-from tastemaker.types import PromptBatch, Trajectory, index
-from tastemaker.weights import Idle
 
 
 @pytest.fixture(params=kinds())
@@ -38,14 +38,14 @@ def seen(kind: tuple[str, Guidance | None]) -> Trajectory:
 
 def test_replay_agrees_with_the_record(policy: Policy[Any], seen: Trajectory) -> None:
     assert seen.segments
-    for now, then in replayed(policy, seen):
+    for now, then in rescore(policy, seen):
         assert torch.equal(now, then)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of FLUX's norms, which stay exact
 def test_replay_agrees_with_the_record_in_bfloat16(policy: Policy[Any]) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        for now, then in replayed(policy, made(policy)):
+        for now, then in rescore(policy, sample_rollout(policy)):
             assert now.dtype == then.dtype == torch.float32
             assert torch.equal(now, then)
 
@@ -71,7 +71,7 @@ def test_samples_decode_to_pixels_of_the_size_promised(policy: Policy[Any], seen
 
 def test_single_frames_can_be_asked_for() -> None:
     policy = toys.policy("video")
-    final = made(policy).final
+    final = sample_rollout(policy).final
     assert torch.equal(policy.decode(final, [2, 0]), policy.decode(final)[:, [2, 0]])
 
 
@@ -84,7 +84,7 @@ def test_corruption_is_what_was_asked_for(policy: Policy[Any], seen: Trajectory)
     assert free.t.shape == (ROWS,)
     assert torch.equal(free.x, again.x)
     assert torch.equal(free.x, policy.corrupt(x, rows()).x)
-    if not isinstance(policy.process, Autoregressive):
+    if not isinstance(policy.process, AutoregressiveProcess):
         assert not torch.equal(free.x, other.x)
 
 
@@ -96,7 +96,7 @@ def test_likelihoods_are_one_a_row_and_do_not_depend_on_other_rows(policy: Polic
     some = torch.tensor([5, 2])
     assert whole.shape == (ROWS,)
     assert (policy.process.hidden(noisy) > 0).all()
-    part = policy.likelihood(index(cond, some), x[some], index(noisy, some))
+    part = policy.likelihood(select_rows(cond, some), x[some], select_rows(noisy, some))
     torch.testing.assert_close(part, whole[some], rtol=1e-4, atol=1e-5)
 
 
@@ -104,7 +104,7 @@ def test_likelihoods_are_one_a_row_and_do_not_depend_on_other_rows(policy: Polic
 def test_guidance_is_for_sampling_and_leaves_the_likelihood_alone(name: str) -> None:
     """Or a network that is taught with a recipe for sampling would learn what its guided self should have said."""
     guided = toys.policy(name, guidance=Guidance(3.0))
-    plain = Policy(unguided(guided.model)[0], guided.process, guided.weights)
+    plain = Policy(unwrap_guidance(guided.model)[0], guided.process, guided.weights)
     prompts = ["red circle", "blue square"]
     x = guided.sample(guided.embed(prompts), Randomness(0, 0, torch.arange(2))).final
     noisy = guided.corrupt(x, Randomness(0, 1, torch.arange(2)))
@@ -113,33 +113,33 @@ def test_guidance_is_for_sampling_and_leaves_the_likelihood_alone(name: str) -> 
 
 
 def test_gradients_reach_pixels_exactly_when_samples_are_latents(policy: Policy[Any]) -> None:
-    rollout = policy.rollout(asked(policy), rows())
+    rollout = policy.rollout(prompts_for(policy), rows())
     pixels = policy.decode(rollout.finish().final)
     assert pixels.requires_grad == isinstance(policy.process, GaussianProcess)
     if pixels.requires_grad:
         net = policy.model.net
-        vain = net.idle if isinstance(net, Idle) else ()
+        vain = net.idle if isinstance(net, HasUnusedParameters) else ()
         learning = {key: p for key, p in net.named_parameters() if not key.startswith(vain)}
         found = torch.autograd.grad(pixels.mean(), list(learning.values()), allow_unused=True)
         assert learning and [key for key, g in zip(learning, found, strict=True) if g is None] == []
 
 
 def test_a_pruned_rollout_draws_the_same_numbers(policy: Policy[Any], seen: Trajectory) -> None:
-    pruned = policy.rollout(asked(policy), rows())
+    pruned = policy.rollout(prompts_for(policy), rows())
     kept = torch.tensor([6, 1, 3])
     with torch.no_grad():
         pruned.step()
         pruned.step()
         pruned.select(kept)
         few = pruned.finish()
-    same(few, index(seen, kept))
+    same(few, select_rows(seen, kept))
 
 
 @torch.no_grad()
 def test_rows_sampled_alone_equal_rows_sampled_together(policy: Policy[Any], seen: Trajectory) -> None:
     for row in (0, 5):
-        alone = policy.sample(index(asked(policy), torch.tensor([row])), rows(row))
-        same(alone, index(seen, torch.tensor([row])))
+        alone = policy.sample(select_rows(prompts_for(policy), torch.tensor([row])), rows(row))
+        same(alone, select_rows(seen, torch.tensor([row])))
 
 
 def same(one: Trajectory, other: Trajectory) -> None:
@@ -159,14 +159,14 @@ def test_samples_are_repeatable_and_differ_from_row_to_row_and_step_to_step(
     policy: Policy[Any], seen: Trajectory
 ) -> None:
     first = seen.final
-    later = policy.sample(asked(policy), Randomness(0, 1, torch.arange(ROWS))).final
-    assert torch.equal(first, made(policy).final)
+    later = policy.sample(prompts_for(policy), Randomness(0, 1, torch.arange(ROWS))).final
+    assert torch.equal(first, sample_rollout(policy).final)
     assert not torch.equal(first, later)
     assert len(first.flatten(1).unique(dim=0)) == ROWS
 
 
 def test_a_rollout_can_be_watched_from_none_to_all(policy: Policy[Any]) -> None:
-    rollout = policy.rollout(asked(policy), rows())
+    rollout = policy.rollout(prompts_for(policy), rows())
     seen = [rollout.progress]
     with torch.no_grad():
         while rollout.progress < 1:
@@ -192,23 +192,25 @@ class Counting:
 
 
 def test_the_price_is_rows_times_network_calls(policy: Policy[Any]) -> None:
-    if isinstance(policy.process, Autoregressive):
-        policy = replace(policy, process=Autoregressive(replay=False))  # the record is not part of the sampler's price
+    if isinstance(policy.process, AutoregressiveProcess):
+        policy = replace(
+            policy, process=AutoregressiveProcess(replay=False)
+        )  # the record is not part of the sampler's price
     counted = Counting(policy.model.net)
-    rollout = policy.rollout(asked(policy), rows())
+    rollout = policy.rollout(prompts_for(policy), rows())
     with torch.no_grad():
         rollout.step()
         rollout.select(torch.arange(3))
         rollout.finish()
     counted.hook.remove()
-    (inner, guidance), calls = unguided(policy.model), policy.process.calls(policy.model.shape)
+    (inner, guidance), calls = unwrap_guidance(policy.model), policy.process.calls(policy.model.shape)
     read = ROWS + 3 * (calls - 1)
     price = read * inner.passes
     if guidance is not None:  # some levels lie outside its interval, of tokens those after the last it reaches
         assert price < rollout.price < read * policy.model.passes
-        price = price + ROWS + 3 * int(0.8 * calls) if isinstance(inner, Fluent) else counted.rows
+        price = price + ROWS + 3 * int(0.8 * calls) if isinstance(inner, SupportsTokenDecoder) else counted.rows
     assert rollout.price == price
-    if not isinstance(inner, Fluent):  # whose scribes call no network
+    if not isinstance(inner, SupportsTokenDecoder):  # whose scribes call no network
         assert counted.rows == price
 
 
@@ -224,7 +226,7 @@ def test_condition_tensors_all_have_a_row_a_prompt(seen: Trajectory) -> None:
 
 def test_rows_of_every_tree_are_selected_together(policy: Policy[Any], seen: Trajectory) -> None:
     some = torch.tensor([7, 0])
-    few = index(seen, some)
+    few = select_rows(seen, some)
     assert len(few) == 2
     assert few.cond.prompts == (seen.cond.prompts[7], seen.cond.prompts[0])
     assert few.cond.facts == ({"number": 7}, {"number": 0})
@@ -233,14 +235,14 @@ def test_rows_of_every_tree_are_selected_together(policy: Policy[Any], seen: Tra
         for name in ("t", "s", "state", "action", "log_prob", "mask"):
             assert torch.equal(vars(here)[name], vars(there)[name][some])
     noisy = policy.corrupt(seen.final, rows())
-    assert torch.equal(index(noisy, some).x, noisy.x[some])
+    assert torch.equal(select_rows(noisy, some).x, noisy.x[some])
 
 
 def test_rows_of_prompts_and_masks_are_selected_too() -> None:
     batch = PromptBatch(("a", "b", "c"), ({"n": 0}, {"n": 1}, {"n": 2}))
-    assert index(batch, torch.tensor([True, False, True])) == PromptBatch(("a", "c"), ({"n": 0}, {"n": 2}))
+    assert select_rows(batch, torch.tensor([True, False, True])) == PromptBatch(("a", "c"), ({"n": 0}, {"n": 2}))
     with pytest.raises(TypeError, match="cannot select rows of set"):
-        index({1, 2}, torch.tensor([0]))
+        select_rows({1, 2}, torch.tensor([0]))
 
 
 def test_models_keep_the_contract(policy: Policy[Any]) -> None:

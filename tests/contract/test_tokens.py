@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 import toys
 
-from tastemaker.policy import Guidance
-from tastemaker.processes.autoregressive import Autoregressive
-from tastemaker.processes.masked import Masked
-from tastemaker.randomness import Randomness
+from tastemaker.core.policy import Guidance
+from tastemaker.core.randomness import Randomness
+from tastemaker.processes.autoregressive import AutoregressiveProcess
+from tastemaker.processes.masked import MaskedProcess
 
 ROWS = 8
 RNG = Randomness(0, 0, torch.arange(ROWS))
@@ -19,7 +19,7 @@ ASKED = toys.PROMPTS * 2
 
 def test_a_cached_record_is_within_a_hundredth_of_its_replay_in_bfloat16() -> None:
     """Without replay the record comes of the cached calls, which round otherwise."""
-    policy = replace(toys.policy("causal"), process=Autoregressive(replay=False))
+    policy = replace(toys.policy("causal"), process=AutoregressiveProcess(replay=False))
     cond = policy.embed(ASKED)
     with torch.autocast("cpu", torch.bfloat16):
         (segment,) = policy.sample(cond, RNG).segments
@@ -65,7 +65,7 @@ def test_a_masked_call_does_not_see_what_is_hidden() -> None:
 
 
 def test_without_chance_a_masked_model_reveals_what_it_is_surest_of() -> None:
-    policy = replace(toys.policy("masked"), process=Masked(steps=4, temperature=0.0))
+    policy = replace(toys.policy("masked"), process=MaskedProcess(steps=4, temperature=0.0))
     for segment in policy.sample(policy.embed(ASKED), RNG).segments[:-1]:
         hidden, revealed = segment.state < 0, segment.mask > 0
         assert not (revealed & ~hidden).any()
@@ -84,7 +84,7 @@ def test_every_token_is_decided_once() -> None:
 
 
 def test_guesses_are_drawn_anew_at_every_step() -> None:
-    policy = replace(toys.policy("masked"), process=Masked(steps=16))
+    policy = replace(toys.policy("masked"), process=MaskedProcess(steps=16))
     with torch.no_grad():
         for p in policy.model.net.parameters():
             p.zero_()  # all tokens are equally likely, so that only the draws count

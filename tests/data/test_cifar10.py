@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from tastemaker.data.cifar10 import NAMES, Cifar10, cifar10, is_cifar10
-from tastemaker.data.crops import centre, flipped, ten
-from tastemaker.data.order import rows
-from tastemaker.registry import ConfigError
+from tastemaker.core.registry import ConfigError
+from tastemaker.data.cifar10 import NAMES, Cifar10, is_cifar10, load_cifar10
+from tastemaker.data.crops import center_and_flip, center_crop, ten_crop
+from tastemaker.data.sampler import batch_indices
 
 
 def written(folder: Path, count: int = 20, split: str = "train") -> Path:
@@ -26,7 +26,7 @@ def written(folder: Path, count: int = 20, split: str = "train") -> Path:
 
 def test_a_row_of_the_picture_is_a_photograph(tmp_path: Path) -> None:
     path = written(tmp_path / "cifar")
-    whole = cifar10(path, "train")
+    whole = load_cifar10(path, "train")
     raw = np.array(Image.open(path / "data_batch_1.png")).reshape(-1, 32, 32, 3)
     assert np.array_equal(whole.pixels[7].permute(1, 2, 0).numpy(), raw[7])
     assert whole.label(7) == 7 and len(whole) == 20 and is_cifar10(path)
@@ -39,7 +39,7 @@ def test_batches_are_captioned_and_shared_among_ranks(tmp_path: Path) -> None:
     assert batch.pixels.shape == (8, 1, 3, 32, 32) and set(batch.prompts) <= set(NAMES)
     halves = [data.batch(2, 8, rank, 2) for rank in (0, 1)]
     assert torch.cat([half.pixels for half in halves]).equal(batch.pixels)
-    assert (batch.numbers // 2).tolist() == data.chosen[rows(12, 1, 2, 8, 0, 1)].tolist()  # type: ignore[operator]
+    assert (batch.numbers // 2).tolist() == data.chosen[batch_indices(12, 1, 2, 8, 0, 1)].tolist()  # type: ignore[operator]
     straight = Cifar10(tmp_path / "cifar", count=12).load(1).batch(2, 8, 0, 1).pixels
     turned = [not a.equal(b) for a, b in zip(batch.pixels, straight, strict=True)]
     assert 0 < sum(turned) < 8
@@ -69,27 +69,27 @@ def test_parts_do_not_overlap(tmp_path: Path) -> None:
 def test_what_is_missing_or_broken_is_a_sentence(tmp_path: Path) -> None:
     path = written(tmp_path / "cifar")
     with pytest.raises(ConfigError, match="holds no CIFAR-10: there is no test_lables"):
-        cifar10(path, "test")
+        load_cifar10(path, "test")
     with pytest.raises(ConfigError, match="20 of train; lower"):
         Cifar10(path, count=21).load(0)
     other = written(tmp_path / "other")
     (other / "train_lables.json").write_text("[1, 2]")
     with pytest.raises(ConfigError, match="has 20 pictures of train and 2 labels"):
-        cifar10(other, "train")
+        load_cifar10(other, "train")
     (other / "data_batch_1.png").write_bytes(b"no picture")
     with pytest.raises(ConfigError, match="cannot be read as a picture"):
-        cifar10(other, "train")
+        load_cifar10(other, "train")
 
 
 def test_squares_are_cut_as_published() -> None:
     wide = torch.rand(3, 40, 64)
-    assert torch.equal(centre(wide, 40), torch.round(wide[:, :, 12:52] * 255) / 255)  # nothing to shrink
-    assert centre(wide, 8).shape == (3, 8, 8)
-    pair = flipped(wide, 16)
+    assert torch.equal(center_crop(wide, 40), torch.round(wide[:, :, 12:52] * 255) / 255)  # nothing to shrink
+    assert center_crop(wide, 8).shape == (3, 8, 8)
+    pair = center_and_flip(wide, 16)
     assert torch.equal(pair[0], pair[1].flip(-1))
-    crops = ten(wide, 20, 1.1)
+    crops = ten_crop(wide, 20, 1.1)
     assert crops.shape == (10, 3, 20, 20)
-    whole = centre(wide, 22)
+    whole = center_crop(wide, 22)
     assert torch.equal(crops[0], whole[:, :20, :20]) and torch.equal(crops[3], whole[:, 2:, 2:])
     assert torch.equal(crops[4], whole[:, 1:21, 1:21]) and torch.equal(crops[5], whole.flip(-1)[:, :20, :20])
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tastemaker.classes import imagenet
+from tastemaker.data.captioned_images import PictureFolder
+from tastemaker.data.class_labels import imagenet_labels
 from tastemaker.data.class_prompts import ClassPrompts
-from tastemaker.data.pictures import PictureFolder
 
 
 def test_every_prompt_means_its_class() -> None:
     rows = ClassPrompts().load(0)
     assert len(rows) > 990
     told = rows.first(len(rows))
-    assert [imagenet().number(prompt) for prompt in told.prompts] == [fact["label"] for fact in told.facts]
+    assert [imagenet_labels().number(prompt) for prompt in told.prompts] == [fact["label"] for fact in told.facts]
     assert told.prompts[1] == "a photo of a goldfish"
 
 
@@ -32,4 +32,4 @@ def test_the_pictures_to_try_recipes_with_are_of_classes_that_imagenet_has() -> 
     batch = rows.batch(0, 3, 0, 1)
     assert sorted(batch.prompts) == ["airliner", "mountain bike", "pizza"]
     assert batch.pixels.shape == (3, 1, 3, 32, 32)
-    assert all(imagenet().number(prompt) for prompt in batch.prompts)
+    assert all(imagenet_labels().number(prompt) for prompt in batch.prompts)

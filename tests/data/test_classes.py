@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from tastemaker.data.class_pictures import ClassPictures
-from tastemaker.data.codes import CodeFolder
-from tastemaker.models.llamagen import Llamagen
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import ImageBatch, Placement, TokenBatch
+from tastemaker.data.class_images import ClassPictures
+from tastemaker.data.tokens import CodeFolder
+from tastemaker.models.llamagen.model import Llamagen
 from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.likelihood import Likelihood
-from tastemaker.registry import ConfigError
-from tastemaker.types import Pictures, Placement, Tokens
 
 SHADES = [(250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0)]
 
@@ -40,7 +40,7 @@ def by_folders(path: Path, names: tuple[str, ...] = ("n01440764", "n02099601"), 
     return path
 
 
-def seen(batch: Pictures) -> set[tuple[str, int]]:
+def seen(batch: ImageBatch) -> set[tuple[str, int]]:
     """What is said of each picture, and its strongest colour."""
     colours = batch.pixels[:, 0].mean((2, 3)).argmax(1).tolist()
     return set(zip(batch.prompts, colours, strict=True))
@@ -172,7 +172,7 @@ def test_tokens_are_read_with_one_of_their_views(tmp_path: Path) -> None:
     views = set()
     for step in range(20):
         batch = data.batch(step, 4, 0, 1)
-        assert isinstance(batch, Tokens) and batch.ids.shape == (4, 16) and batch.ids.dtype == torch.int64
+        assert isinstance(batch, TokenBatch) and batch.ids.shape == (4, 16) and batch.ids.dtype == torch.int64
         assert [str(int(row[0]) % 10) for row in batch.ids] == list(batch.prompts)
         views |= {int(row[0]) // 10 for row in batch.ids}
         halves = [data.batch(step, 4, rank, 2) for rank in range(2)]
@@ -205,12 +205,12 @@ def test_a_folder_without_codes_is_a_sentence(tmp_path: Path) -> None:
 def test_a_generator_learns_from_tokens_alone(tmp_path: Path) -> None:
     import toys
 
-    from tastemaker.policy import Policy
-    from tastemaker.processes.autoregressive import Autoregressive
-    from tastemaker.weights import Full
+    from tastemaker.core.policy import Policy
+    from tastemaker.core.weights import FullFinetuning
+    from tastemaker.processes.autoregressive import AutoregressiveProcess
 
     model = Llamagen().tiny().load(Placement())
-    generator: Policy[Any] = Policy(model, Autoregressive(), Full().apply(model, ()))
+    generator: Policy[Any] = Policy(model, AutoregressiveProcess(), FullFinetuning().apply(model, ()))
     data = CodeFolder(codes(tmp_path / "a", views=1)).load(0)
     batches: list[Any] = [data.batch(step, 8, 0, 1) for step in range(40)]
     toys.fit(generator, Likelihood(drop=0.0), batches, 1e-2)
@@ -223,16 +223,16 @@ def test_a_generator_learns_from_tokens_alone(tmp_path: Path) -> None:
 def test_tokens_of_another_length_or_codebook_are_refused(tmp_path: Path) -> None:
     import toys
 
-    from tastemaker.policy import Policy
-    from tastemaker.processes.autoregressive import Autoregressive
-    from tastemaker.weights import Full
+    from tastemaker.core.policy import Policy
+    from tastemaker.core.weights import FullFinetuning
+    from tastemaker.processes.autoregressive import AutoregressiveProcess
 
     model = Llamagen().tiny().load(Placement())
-    generator: Policy[Any] = Policy(model, Autoregressive(), Full().apply(model, ()))
-    wrong: list[Any] = [Tokens(("1", "2"), torch.zeros(2, 9, dtype=torch.long))]
+    generator: Policy[Any] = Policy(model, AutoregressiveProcess(), FullFinetuning().apply(model, ()))
+    wrong: list[Any] = [TokenBatch(("1", "2"), torch.zeros(2, 9, dtype=torch.long))]
     with pytest.raises(ConfigError, match="a picture has 9 tokens, the model writes 16"):
         toys.fit(generator, Likelihood(), wrong, 1e-2)
-    others: list[Any] = [Tokens(("1", "2"), torch.full((2, 16), 64))]
+    others: list[Any] = [TokenBatch(("1", "2"), torch.full((2, 16), 64))]
     for objective in (Likelihood(), CCA()):
         with pytest.raises(ConfigError, match="has the token 64, the model 64 codes, from 0 on; encode by the model's"):
             toys.fit(generator, objective, others, 1e-2)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from PIL import Image
 
-from tastemaker.colors import COLORS
-from tastemaker.data.order import rows
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.toy_colors import TOY_COLORS
+from tastemaker.data.captioned_images import PictureFolder, ToyPictures
+from tastemaker.data.image_io import ImageError
 from tastemaker.data.pairs import PairFile, ToyPairs
-from tastemaker.data.pictures import PictureFolder, ToyPictures
 from tastemaker.data.prompts import InlinePrompts, PromptFile
-from tastemaker.pictures import PictureError
-from tastemaker.registry import ConfigError
+from tastemaker.data.sampler import batch_indices
 
 SEED = 3
 
@@ -21,32 +21,32 @@ SEED = 3
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_shares_of_all_ranks_are_the_batch_of_one(size: int, world: int) -> None:
     for step in range(5):
-        whole = rows(10, SEED, step, size, 0, 1)
-        shares = [rows(10, SEED, step, size, rank, world) for rank in range(world)]
+        whole = batch_indices(10, SEED, step, size, 0, 1)
+        shares = [batch_indices(10, SEED, step, size, rank, world) for rank in range(world)]
         assert [row for share in shares for row in share] == whole
         assert len(whole) == size
 
 
 def test_an_epoch_takes_every_row_once_and_the_next_takes_them_in_another_order() -> None:
     first, second = (
-        [row for step in steps for row in rows(12, SEED, step, 4, 0, 1)] for steps in (range(3), range(3, 6))
+        [row for step in steps for row in batch_indices(12, SEED, step, 4, 0, 1)] for steps in (range(3), range(3, 6))
     )
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second
 
 
 def test_a_batch_larger_than_the_data_goes_round() -> None:
-    batch = rows(3, SEED, 0, 7, 0, 1)
+    batch = batch_indices(3, SEED, 0, 7, 0, 1)
     assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
 
 
 def test_the_order_is_the_seeds_alone() -> None:
-    assert rows(50, 1, 0, 50, 0, 1) == rows(50, 1, 0, 50, 0, 1)
-    assert rows(50, 1, 0, 50, 0, 1) != rows(50, 2, 0, 50, 0, 1)
+    assert batch_indices(50, 1, 0, 50, 0, 1) == batch_indices(50, 1, 0, 50, 0, 1)
+    assert batch_indices(50, 1, 0, 50, 0, 1) != batch_indices(50, 2, 0, 50, 0, 1)
 
 
 def test_a_step_far_away_is_as_quick_as_the_first() -> None:
-    assert len(rows(1000, SEED, 10**9, 4, 0, 1)) == 4
+    assert len(batch_indices(1000, SEED, 10**9, 4, 0, 1)) == 4
 
 
 def test_inline_prompts_come_with_empty_facts() -> None:
@@ -105,7 +105,7 @@ def test_toy_pictures_show_the_colour_they_are_captioned_with() -> None:
     batch = ToyPictures(frames=3, spread=0.0).load(SEED).batch(0, 8, 0, 1)
     assert batch.pixels.shape == (8, 3, 3, 8, 8)
     for prompt, pixels in zip(batch.prompts, batch.pixels, strict=True):
-        expected = torch.tensor(COLORS[prompt.split()[-1]])
+        expected = torch.tensor(TOY_COLORS[prompt.split()[-1]])
         assert torch.equal(pixels, expected[None, :, None, None].expand_as(pixels))
 
 
@@ -118,7 +118,7 @@ def test_toy_pictures_vary_and_those_held_out_differ() -> None:
 
 def test_toy_pairs_prefer_the_right_colour_and_reject_every_other() -> None:
     batch = ToyPairs(spread=0.0).load(SEED).batch(0, 256, 0, 1)
-    names = {tuple(torch.tensor(rgb).tolist()): name for name, rgb in COLORS.items()}
+    names = {tuple(torch.tensor(rgb).tolist()): name for name, rgb in TOY_COLORS.items()}
     chosen, rejected = (
         [names[tuple(p[0, :, 0, 0].tolist())] for p in pixels] for pixels in (batch.chosen, batch.rejected)
     )
@@ -192,5 +192,5 @@ def test_bad_pairs_are_sentences_that_name_the_row(tmp_path: Path) -> None:
     ):
         uneven.batch(0, 1, 0, 1)
     broken = PairFile(pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "broken.png"})).load(SEED)
-    with pytest.raises(PictureError, match=r"broken\.png cannot be read as a picture"):
+    with pytest.raises(ImageError, match=r"broken\.png cannot be read as a picture"):
         broken.batch(0, 1, 0, 1)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tastemaker.data.mixture import mixed, taken
+from tastemaker.core.registry import ConfigError
+from tastemaker.data.image_io import save_image
+from tastemaker.data.mixture import read_mixture, take_share
 from tastemaker.data.pairs import PairFile, PairFolder
-from tastemaker.pictures import save_picture
-from tastemaker.registry import ConfigError
 
 
 def picture(path: Path, shade: float, size: int = 8) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_picture(torch.full((1, 3, size, size), shade), path)
+    save_image(torch.full((1, 3, size, size), shade), path)
 
 
 @pytest.fixture
@@ -50,18 +50,18 @@ def test_a_mixture_takes_what_it_says_of_each_list(published: Path) -> None:
     (published / "mix.yaml").write_text(
         "datasets:\n" + "".join(f"  - {{json_path: dpo.json, sampling_strategy: '{share}'}}\n" for share, _ in listed)
     )
-    found = mixed(published / "mix.yaml", 0)
+    found = read_mixture(published / "mix.yaml", 0)
     assert len(found) == sum(count for _, count in listed)
     assert [line.text("prompt") for line in found[:4]] == ["photo 0", "photo 1", "photo 2", "photo 3"]
-    assert found == mixed(published / "mix.yaml", 0) and len(PairFile(published / "mix.yaml").load(0)) == 10
+    assert found == read_mixture(published / "mix.yaml", 0) and len(PairFile(published / "mix.yaml").load(0)) == 10
 
 
 def test_shares_are_rounded_up_and_end_with_what_there_is() -> None:
-    assert taken(range(10), "first:25%", 0, "") == [0, 1, 2]
-    assert taken(range(3), "end:5", 0, "") == [0, 1, 2]
-    assert sorted(taken(range(3), "random:100%", 0, "")) == [0, 1, 2]
+    assert take_share(range(10), "first:25%", 0, "") == [0, 1, 2]
+    assert take_share(range(3), "end:5", 0, "") == [0, 1, 2]
+    assert sorted(take_share(range(3), "random:100%", 0, "")) == [0, 1, 2]
     with pytest.raises(ConfigError, match="sampling_strategy is 'half'"):
-        taken(range(3), "half", 0, "mix.yaml")
+        take_share(range(3), "half", 0, "mix.yaml")
 
 
 def test_a_folder_holds_pairs_by_name(tmp_path: Path) -> None:

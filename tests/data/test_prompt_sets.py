@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tastemaker.config.load import load
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
 from tastemaker.data.prompt_sets import PromptSet
-from tastemaker.data.prompt_templates import article, functions, made, sets, shares, words
+from tastemaker.data.prompt_templates import article, set_prompts, sets, split_count, vader_names, word_list
 from tastemaker.data.prompts import PromptFile
-from tastemaker.registry import ConfigError
 from tastemaker.rewards.actpred import Actpred
-from tastemaker.types import Placement
 
 
 def test_there_are_as_many_sets_as_the_original_has() -> None:
@@ -23,7 +23,7 @@ def test_there_are_as_many_sets_as_the_original_has() -> None:
 
 @pytest.mark.parametrize("name", list(sets()))
 def test_every_set_has_as_many_different_prompts_as_it_says_and_knows_what_they_are_made_of(name: str) -> None:
-    rows = made(name)
+    rows = set_prompts(name)
     assert len({prompt for prompt, _ in rows}) == len(rows) == (sets()[name].count or len(rows))
     for prompt, facts in rows:
         assert facts["set"] == name and len(facts) > 1
@@ -32,14 +32,14 @@ def test_every_set_has_as_many_different_prompts_as_it_says_and_knows_what_they_
 
 
 def test_actions_are_known_by_the_names_kinetics_gives_them() -> None:
-    assert {facts["action"] for _, facts in made("actions")} == {
+    assert {facts["action"] for _, facts in set_prompts("actions")} == {
         "playing piano",
         "playing guitar",
         "chopping wood",
         "jogging",
     }
-    assert all(facts["action"] == prompt for prompt, facts in made("kinetics_50"))
-    piano = next(prompt for prompt, facts in made("actions") if facts["action"] == "playing piano")
+    assert all(facts["action"] == prompt for prompt, facts in set_prompts("kinetics_50"))
+    piano = next(prompt for prompt, facts in set_prompts("actions") if facts["action"] == "playing piano")
     assert "playing the piano" in piano
 
 
@@ -67,7 +67,7 @@ def test_a_set_is_named_in_a_recipe_and_a_wrong_name_is_a_sentence() -> None:
 
 
 def test_what_vader_calls_its_prompts_names_sets_of_the_same_kind() -> None:
-    assert set(functions().values()) <= sets().keys() and not functions().keys() & sets().keys()
+    assert set(vader_names().values()) <= sets().keys() and not vader_names().keys() & sets().keys()
     theirs, ours = (PromptSet(name).load(0).first(5) for name in ("chatgpt_custom_animal", "animal_scenes"))
     assert theirs == ours
     for name in ("hps_custom", "chatgpt_custom_instruments", "nouns_activities", "kinetics_4rand"):
@@ -75,7 +75,9 @@ def test_what_vader_calls_its_prompts_names_sets_of_the_same_kind() -> None:
 
 
 def test_templates_share_alike_as_far_as_they_reach() -> None:
-    assert shares(50, [440, 16]) == [34, 16] and shares(69, [60, 48]) == [35, 34] and shares(4, [4]) == [4]
+    assert (
+        split_count(50, [440, 16]) == [34, 16] and split_count(69, [60, 48]) == [35, 34] and split_count(4, [4]) == [4]
+    )
 
 
 def test_articles_follow_the_sound() -> None:
@@ -86,7 +88,7 @@ def test_articles_follow_the_sound() -> None:
         "a ",
         "an ",
     ]
-    assert ("playing the piano", "playing piano") in words("act")
+    assert ("playing the piano", "playing piano") in word_list("act")
 
 
 def test_prompts_are_read_from_what_datasets_saved(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tastemaker.export.card import Subject, card
-from tastemaker.report.read import Record
+from tastemaker.export.model_card import ModelCardData, render_model_card
+from tastemaker.report.run_record import RunRecord
 
 
 def head(frames: int, model: dict[str, Any]) -> Any:
-    record = Record("run", Path("runs/run"), (), (), {}, {"model": model}, "", {})
-    subject = Subject(record, "a/b", None, "A method.", {}, "step-000001", "live", "Use it.", True, frames)
-    return yaml.safe_load(card(subject).split("---")[1])
+    record = RunRecord("run", Path("runs/run"), (), (), {}, {"model": model}, "", {})
+    subject = ModelCardData(record, "a/b", None, "A method.", {}, "step-000001", "live", "Use it.", True, frames)
+    return yaml.safe_load(render_model_card(subject).split("---")[1])
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from tastemaker.commands.directory import record
-from tastemaker.commands.generating import source
-from tastemaker.commands.publishing import Publication, publish
 from tastemaker.config.build import build
 from tastemaker.config.load import load
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.export.generator import GeneratorExport, export_generator
 from tastemaker.models.autoencoder_kl import AutoencoderKL
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.search.generation import resolve_source
+from tastemaker.training.resume import write_run_config
 
 QUIET = Console(quiet=True)
 NOISE = "process={type: gaussian, path: {type: variance_preserving, betas: linear, first: 1e-4, last: 0.02, offset: 0}}"
@@ -52,7 +52,7 @@ def trained(folder: Path, codec: Path, *more: str) -> tuple[Path, Any]:
         for p in run.policy.weights.trainable().values():
             p.add_(0.1 * torch.randn(p.shape, generator=chance))
     run.save(1)
-    record(config, run.directory)
+    write_run_config(config, run.directory)
     return run.directory, run.policy.model
 
 
@@ -65,13 +65,13 @@ def predicted(model: Any, prompts: tuple[str, ...] = ("cat", "cow", "")) -> Tens
 
 def again(folder: Path) -> Any:
     """What the folder is read back as, by its name alone."""
-    config, step = source(str(folder), [])
+    config, step = resolve_source(str(folder), [])
     assert step is None
     return config.model.load(Placement())
 
 
 def out(directory: Path, place: Path, console: Console = QUIET, **more: Any) -> Path:
-    publish(Publication(directory, place, "diffusers", dtype=torch.float32, **more), console)
+    export_generator(GeneratorExport(directory, place, "diffusers", dtype=torch.float32, **more), console)
     return place
 
 
@@ -163,4 +163,4 @@ def test_what_the_layout_cannot_hold_is_refused(
 def test_others_than_diffusers_do_not_know_it(codec: Path, tmp_path: Path) -> None:
     directory, _ = trained(tmp_path, codec)
     with pytest.raises(ConfigError, match="comfyui does not know this model; give diffusers"):
-        publish(Publication(directory, tmp_path / "out", "comfyui"), QUIET)
+        export_generator(GeneratorExport(directory, tmp_path / "out", "comfyui"), QUIET)

@@ -12,23 +12,23 @@ import diffusers
 import pytest
 import torch
 import transformers
-from pipelines import CLIP_ENDS, T5_WORDS, clip_words, random, t5_words
 from rich.console import Console
 from tiers import fast
+from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tastemaker.commands.directory import record
-from tastemaker.commands.publishing import Publication, publish
 from tastemaker.config.build import build
 from tastemaker.config.load import load
-from tastemaker.export.adapters import FILE, Attached
-from tastemaker.guidance import unguided
+from tastemaker.core.guidance import unwrap_guidance
+from tastemaker.core.policy import Backbone
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.export.generator import GeneratorExport, export_generator
+from tastemaker.export.lora import DIFFUSERS_LORA_FILE, LoraFromFile
 from tastemaker.models import qwen_image, sd3, sd15, sdxl
-from tastemaker.policy import Backbone
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.training.resume import write_run_config
 
 QUIET = Console(quiet=True)
 PROMPTS = ["a red cat", "two dogs"]
@@ -50,14 +50,14 @@ def sd3_pipeline() -> Any:
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=random(diffusers.AutoencoderKL, small["vae"], 2),
         text_encoder=clip(projecting, small["text_encoder"], 3),
-        tokenizer=clip_words(),
+        tokenizer=byte_clip_tokenizer(),
         text_encoder_2=clip(projecting, small["text_encoder_2"], 4),
-        tokenizer_2=clip_words(),
+        tokenizer_2=byte_clip_tokenizer(),
         text_encoder_3=random(
             transformers.T5EncoderModel,
             transformers.T5Config(**{**small["text_encoder_3"], "vocab_size": T5_WORDS}), 5,
         ),
-        tokenizer_3=t5_words(),
+        tokenizer_3=byte_t5_tokenizer(),
     )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def sd15_pipeline() -> Any:
     return diffusers.StableDiffusionPipeline(
         random(diffusers.AutoencoderKL, sd15.SMALL["vae"], 1),
         clip(transformers.CLIPTextModel, sd15.SMALL["text_encoder"], 2),
-        clip_words(),
+        byte_clip_tokenizer(),
         random(diffusers.UNet2DConditionModel, sd15.SMALL["unet"], 3),
         diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
         None, None, requires_safety_checker=False,
@@ -92,8 +92,8 @@ def sdxl_pipeline() -> Any:
         random(diffusers.AutoencoderKL, sdxl.SMALL["vae"], 1),
         clip(transformers.CLIPTextModel, sdxl.SMALL["text_encoder"], 2),
         clip(transformers.CLIPTextModelWithProjection, sdxl.SMALL["text_encoder_2"], 3),
-        clip_words(),
-        clip_words(),
+        byte_clip_tokenizer(),
+        byte_clip_tokenizer(),
         random(diffusers.UNet2DConditionModel, sdxl.SMALL["unet"], 4),
         diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
     )
@@ -126,9 +126,9 @@ def trained(family: Family, kind: str, tuning: str, folder: Path) -> tuple[Path,
         for p in run.policy.weights.trainable().values():
             p.add_(0.05 * torch.randn(p.shape, generator=chance))
     run.save(1)
-    record(config, run.directory)
+    write_run_config(config, run.directory)
     (run.directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}))
-    return run.directory, unguided(run.policy.model)[0]
+    return run.directory, unwrap_guidance(run.policy.model)[0]
 
 
 @torch.no_grad()
@@ -149,14 +149,14 @@ def borrowed(family: Family, kind: str, folder: Path, net: Any) -> Backbone:
 @pytest.mark.parametrize("kind", fast(FAMILIES, "sd15"))
 def test_a_whole_model_is_the_pipelines(kind: str, tmp_path: Path) -> None:
     directory, model = trained(FAMILIES[kind], kind, "{type: full}", tmp_path)
-    publish(Publication(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
+    export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
     pipeline = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out")
     part = "unet" if "unet" in pipeline.components else "transformer"
     net = pipeline.components[part]
     assert type(pipeline).__name__ == type(FAMILIES[kind].pipeline()).__name__
     assert all(x.equal(model.net.state_dict()[key]) for key, x in net.state_dict().items())
     assert predicted(borrowed(FAMILIES[kind], kind, tmp_path, net)).equal(predicted(model))
-    publish(Publication(directory, tmp_path / "single", "comfyui", "live", torch.float32), QUIET)
+    export_generator(GeneratorExport(directory, tmp_path / "single", "comfyui", "live", torch.float32), QUIET)
     one = f"type: {kind}, weights: {tmp_path / 'base'}, {part}: {tmp_path / 'single/single.safetensors'}"
     chosen = ["model=null", f"model={{{one}, height: 32, width: 32}}"]
     spec = load(FAMILIES[kind].recipe, [*SETTINGS, *chosen]).model
@@ -167,8 +167,8 @@ def test_a_whole_model_is_the_pipelines(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", fast(FAMILIES, "sd3"))
 def test_adapters_in_the_pipeline_compute_what_they_were_trained_to(kind: str, tmp_path: Path) -> None:
     directory, model = trained(FAMILIES[kind], kind, "{type: lora, rank: 4, alpha: 12}", tmp_path)
-    publish(Publication(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
-    assert (tmp_path / "out" / FILE).is_file() and not (tmp_path / "out/model_index.json").exists()
+    export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
+    assert (tmp_path / "out" / DIFFUSERS_LORA_FILE).is_file() and not (tmp_path / "out/model_index.json").exists()
     pipeline = FAMILIES[kind].pipeline()
     net = pipeline.unet if "unet" in pipeline.components else pipeline.transformer
     before = predicted(borrowed(FAMILIES[kind], kind, tmp_path, net))
@@ -183,10 +183,10 @@ def test_adapters_in_the_pipeline_compute_what_they_were_trained_to(kind: str, t
 def test_adapters_of_text_encoders_are_in_the_pipeline_what_they_are_here(kind: str, tmp_path: Path) -> None:
     tuning = "{type: lora, rank: 4, alpha: 12, adapt: [net, text]}"
     directory, _ = trained(FAMILIES[kind], kind, tuning, tmp_path)
-    publish(Publication(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
+    export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
     pipeline, ids = FAMILIES[kind].pipeline(), torch.tensor([[5, 6, 7, 0]])
     model = borrowed(FAMILIES[kind], kind, tmp_path, pipeline.unet)
-    weights: Any = Attached(tmp_path / "out" / FILE).apply(model, ())
+    weights: Any = LoraFromFile(tmp_path / "out" / DIFFUSERS_LORA_FILE).apply(model, ())
     assert set(weights.texts) == {name for name in pipeline.components if name.startswith("text_encoder")}
     pipeline = FAMILIES[kind].pipeline()
     with torch.no_grad():
@@ -204,6 +204,6 @@ def test_small_random_weights_have_no_pipeline(tmp_path: Path) -> None:
     )
     run = build(config)
     run.save(1)
-    record(config, run.directory)
+    write_run_config(config, run.directory)
     with pytest.raises(ConfigError, match="of which there is no pipeline; add --bare"):
-        publish(Publication(run.directory, tmp_path / "out", "diffusers"), QUIET)
+        export_generator(GeneratorExport(run.directory, tmp_path / "out", "diffusers"), QUIET)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tastemaker.export.published import PUBLISHED, fetched
-from tastemaker.registry import ConfigError
+from tastemaker.core.registry import ConfigError
+from tastemaker.export.published_loras import PUBLISHED_LORAS, resolve_lora_path
 
 COMMIT = "c" * 40
 
@@ -28,25 +28,27 @@ def put(cache: Path, hub: str, *files: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED_LORAS)
 def test_the_names_vader_has_for_its_adapters_are_known(name: str, cache: Path) -> None:
-    source = PUBLISHED[name]
+    source = PUBLISHED_LORAS[name]
     with pytest.raises(ConfigError, match=f"`tastemaker download {source}` fetches"):
-        fetched(Path(name))
+        resolve_lora_path(Path(name))
     folder = put(cache, source.hub, source.file)
-    assert fetched(Path(name)) == fetched(Path(source.hub)) == folder / source.file
+    assert resolve_lora_path(Path(name)) == resolve_lora_path(Path(source.hub)) == folder / source.file
 
 
 def test_an_id_on_the_hub_is_its_one_file(cache: Path) -> None:
-    assert fetched(Path("someone/theirs")) == Path("someone/theirs")  # which is told to be missing as any path is
+    assert resolve_lora_path(Path("someone/theirs")) == Path(
+        "someone/theirs"
+    )  # which is told to be missing as any path is
     folder = put(cache, "someone/theirs", "adapters.safetensors", "README.md")
-    assert fetched(Path("someone/theirs")) == folder / "adapters.safetensors"
+    assert resolve_lora_path(Path("someone/theirs")) == folder / "adapters.safetensors"
     put(cache, "someone/theirs", "more.safetensors")
     with pytest.raises(ConfigError, match=r"holds adapters.safetensors, more.safetensors; give its path"):
-        fetched(Path("someone/theirs"))
+        resolve_lora_path(Path("someone/theirs"))
 
 
 def test_a_path_stays_as_it_is(cache: Path) -> None:
     file = cache / "mine.pt"
     file.write_text("")
-    assert fetched(file) == file and fetched(Path("runs/gone.pt")) == Path("runs/gone.pt")
+    assert resolve_lora_path(file) == file and resolve_lora_path(Path("runs/gone.pt")) == Path("runs/gone.pt")

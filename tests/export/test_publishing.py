@@ -9,22 +9,22 @@ from typing import Any, Literal
 import pytest
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from made_runs import PLAIN, PROMPTS, Made, made
-from pipelines import CLIP_ENDS, T5_WORDS, clip_words, random, sampled, t5_words
 from rich.console import Console
 from safetensors.torch import load_file
+from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random, sample_latents
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+from untrained_runs import PLAIN, PROMPTS, UntrainedRun, make_untrained_run
 
-from tastemaker.commands import generating
-from tastemaker.commands.generating import Order
-from tastemaker.commands.publishing import Publication, publish
-from tastemaker.export.adapters import FILE, Attached
-from tastemaker.models.flux import SMALL, Flux, pack
-from tastemaker.pictures import read_picture
-from tastemaker.registry import ConfigError
-from tastemaker.search.single import Single
-from tastemaker.types import Placement, PromptBatch
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement, PromptBatch
+from tastemaker.data.image_io import read_image
+from tastemaker.export.generator import GeneratorExport, export_generator
+from tastemaker.export.lora import DIFFUSERS_LORA_FILE, LoraFromFile
+from tastemaker.models.flux import SMALL, Flux, pack_latents
+from tastemaker.search import generation
+from tastemaker.search.generation import GenerationOptions
+from tastemaker.search.single import SingleSample
 
 QUIET = Console(quiet=True)
 LAYOUTS: tuple[Literal["diffusers", "comfyui"], ...] = ("diffusers", "comfyui")
@@ -36,9 +36,9 @@ def flux() -> FluxPipeline:
         FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
         random(AutoencoderKL, SMALL["vae"], 1),
         random(CLIPTextModel, CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS}), 2),
-        clip_words(),
+        byte_clip_tokenizer(),
         random(T5EncoderModel, T5Config(**{**SMALL["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
-        t5_words(),
+        byte_t5_tokenizer(),
         random(FluxTransformer2DModel, SMALL["transformer"], 4),
     )
 
@@ -51,29 +51,29 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def full(base: str, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def full(base: str, tmp_path_factory: pytest.TempPathFactory) -> UntrainedRun:
     model = f"model={{type: flux, weights: {base}, height: 32, width: 32, words: 24}}"
-    return made(tmp_path_factory.mktemp("full"), "srpo-flux-hps", model, *PIPELINE, "ema=0.9")
+    return make_untrained_run(tmp_path_factory.mktemp("full"), "srpo-flux-hps", model, *PIPELINE, "ema=0.9")
 
 
 @pytest.fixture(scope="module")
-def lora(base: str, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def lora(base: str, tmp_path_factory: pytest.TempPathFactory) -> UntrainedRun:
     model = f"model={{type: flux, weights: {base}, height: 32, width: 32, words: 24}}"
     tuning = "tuning={type: lora, rank: 4, alpha: 12}"
-    return made(tmp_path_factory.mktemp("lora"), "srpo-flux-hps", model, *PIPELINE, tuning)
+    return make_untrained_run(tmp_path_factory.mktemp("lora"), "srpo-flux-hps", model, *PIPELINE, tuning)
 
 
-def painted(pipeline: Any, trained: Made) -> Tensor:
+def painted(pipeline: Any, trained: UntrainedRun) -> Tensor:
     pipeline.set_progress_bar_config(disable=True)
-    start = pack(trained.noise()[:, 0])
+    start = pack_latents(trained.noise()[:, 0])
     asked = {"prompt": PROMPTS, "height": 32, "width": 32, "num_inference_steps": 3, "max_sequence_length": 24}
     pixels: Tensor = pipeline(**asked, latents=start, output_type="pt").images
     return pixels
 
 
-def test_a_folder_gives_the_same_pictures_in_diffusers(full: Made, tmp_path: Path) -> None:
-    order = Publication(full.run.directory, tmp_path / "out", "diffusers", "live", torch.float32, shard="50KB")
-    publish(order, QUIET)
+def test_a_folder_gives_the_same_pictures_in_diffusers(full: UntrainedRun, tmp_path: Path) -> None:
+    order = GeneratorExport(full.run.directory, tmp_path / "out", "diffusers", "live", torch.float32, shard="50KB")
+    export_generator(order, QUIET)
     assert len(list((tmp_path / "out/transformer").glob("*.safetensors"))) > 1  # with an index, for it is large
     assert (tmp_path / "out/transformer/diffusion_pytorch_model.safetensors.index.json").is_file()
     told = json.loads((tmp_path / "out/transformer/config.json").read_text())
@@ -85,16 +85,18 @@ def test_a_folder_gives_the_same_pictures_in_diffusers(full: Made, tmp_path: Pat
     assert all(x.equal(again.net.state_dict()[key]) for key, x in full.run.policy.model.net.state_dict().items())
 
 
-def test_the_average_is_exported_if_there_is_one_in_the_dtype_asked_for(full: Made, tmp_path: Path) -> None:
-    publish(Publication(full.run.directory, tmp_path / "out", "diffusers", bare=True), QUIET)
+def test_the_average_is_exported_if_there_is_one_in_the_dtype_asked_for(full: UntrainedRun, tmp_path: Path) -> None:
+    export_generator(GeneratorExport(full.run.directory, tmp_path / "out", "diffusers", bare=True), QUIET)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "recipe.yaml", "transformer"]
     tensors = load_file(next((tmp_path / "out/transformer").glob("*.safetensors")))
     kept = full.run.policy.weights.stored()["ema"]
     assert all(x.dtype == torch.bfloat16 and x.equal(kept[key].bfloat16()) for key, x in tensors.items())
 
 
-def test_comfyui_gets_one_file_in_the_authors_names_and_a_workflow(full: Made, tmp_path: Path) -> None:
-    publish(Publication(full.run.directory, tmp_path / "flux-mine", "comfyui", "live", torch.float32), QUIET)
+def test_comfyui_gets_one_file_in_the_authors_names_and_a_workflow(full: UntrainedRun, tmp_path: Path) -> None:
+    export_generator(
+        GeneratorExport(full.run.directory, tmp_path / "flux-mine", "comfyui", "live", torch.float32), QUIET
+    )
     tensors = load_file(tmp_path / "flux-mine/flux-mine.safetensors")
     own = full.run.policy.model.net.state_dict()
     wanted = torch.cat([own[f"transformer_blocks.0.attn.to_{x}.weight"] for x in "qkv"])
@@ -107,8 +109,8 @@ def test_comfyui_gets_one_file_in_the_authors_names_and_a_workflow(full: Made, t
     assert len(wires) >= 10 and all(wire[0] in nodes for wire in wires)
 
 
-def test_adapters_give_the_same_pictures_in_diffusers(base: str, lora: Made, tmp_path: Path) -> None:
-    publish(Publication(lora.run.directory, tmp_path / "out", "diffusers", dtype=torch.float32), QUIET)
+def test_adapters_give_the_same_pictures_in_diffusers(base: str, lora: UntrainedRun, tmp_path: Path) -> None:
+    export_generator(GeneratorExport(lora.run.directory, tmp_path / "out", "diffusers", dtype=torch.float32), QUIET)
     pipeline = FluxPipeline.from_pretrained(base)
     before = painted(pipeline, lora)
     pipeline.load_lora_weights(tmp_path / "out")
@@ -120,17 +122,17 @@ def test_adapters_give_the_same_pictures_in_diffusers(base: str, lora: Made, tmp
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_adapters_of_either_layout_are_read_back(layout: Any, base: str, lora: Made, tmp_path: Path) -> None:
-    publish(Publication(lora.run.directory, tmp_path / "mine", layout, dtype=torch.float32), QUIET)
+def test_adapters_of_either_layout_are_read_back(layout: Any, base: str, lora: UntrainedRun, tmp_path: Path) -> None:
+    export_generator(GeneratorExport(lora.run.directory, tmp_path / "mine", layout, dtype=torch.float32), QUIET)
     file = next((tmp_path / "mine").glob("*.safetensors"))
     model = Flux(base, height=32, width=32, words=24).load(Placement())
-    Attached(file).apply(model, ())
-    pixels = model.decode(sampled(model, PLAIN, PROMPTS, lora.noise()))[:, 0]
+    LoraFromFile(file).apply(model, ())
+    pixels = model.decode(sample_latents(model, PLAIN, PROMPTS, lora.noise()))[:, 0]
     torch.testing.assert_close(pixels, lora.pixels(), atol=1e-5, rtol=0)
 
 
-def test_adapters_in_comfyui_are_down_up_and_alpha_of_layers_it_knows(lora: Made, tmp_path: Path) -> None:
-    publish(Publication(lora.run.directory, tmp_path / "mine", "comfyui"), QUIET)
+def test_adapters_in_comfyui_are_down_up_and_alpha_of_layers_it_knows(lora: UntrainedRun, tmp_path: Path) -> None:
+    export_generator(GeneratorExport(lora.run.directory, tmp_path / "mine", "comfyui"), QUIET)
     tensors = load_file(tmp_path / "mine/mine.safetensors")
     stem = "lora_transformer_transformer_blocks_0_attn_to_q"
     own = lora.run.policy.weights.trainable()
@@ -141,9 +143,9 @@ def test_adapters_in_comfyui_are_down_up_and_alpha_of_layers_it_knows(lora: Made
     assert nodes["levels"]["inputs"]["model"] == ["adapters", 0]
 
 
-def test_adapters_are_scaled_before_they_are_rounded(lora: Made, tmp_path: Path) -> None:
-    publish(Publication(lora.run.directory, tmp_path / "out", "diffusers"), QUIET)
-    tensors, own = load_file(tmp_path / "out" / FILE), lora.run.policy.weights.trainable()
+def test_adapters_are_scaled_before_they_are_rounded(lora: UntrainedRun, tmp_path: Path) -> None:
+    export_generator(GeneratorExport(lora.run.directory, tmp_path / "out", "diffusers"), QUIET)
+    tensors, own = load_file(tmp_path / "out" / DIFFUSERS_LORA_FILE), lora.run.policy.weights.trainable()
     assert {key.removeprefix("transformer.") for key in tensors} == set(own)
     for key, x in own.items():
         scaled = x.detach() * (3 if key.endswith("lora_B.weight") else 1)  # alpha 12 over rank 4
@@ -151,35 +153,39 @@ def test_adapters_are_scaled_before_they_are_rounded(lora: Made, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_adapters_can_be_merged(lora: Made, tmp_path: Path) -> None:
-    publish(Publication(lora.run.directory, tmp_path / "out", "diffusers", dtype=torch.float32, merge=True), QUIET)
+def test_adapters_can_be_merged(lora: UntrainedRun, tmp_path: Path) -> None:
+    export_generator(
+        GeneratorExport(lora.run.directory, tmp_path / "out", "diffusers", dtype=torch.float32, merge=True), QUIET
+    )
     pixels = painted(FluxPipeline.from_pretrained(tmp_path / "out"), lora)
     torch.testing.assert_close(pixels, lora.pixels(), atol=1e-5, rtol=0)
 
 
 def generated(recipe: str, out: Path, *, adapters: Path | None = None, scale: float = 1.0) -> Tensor:
-    config, found = generating.source(recipe, ["process.steps=2", "engine.device=cpu"], adapters)
+    config, found = generation.resolve_source(recipe, ["process.steps=2", "engine.device=cpu"], adapters)
     batch = PromptBatch(tuple(PROMPTS), ({}, {}))
-    generating.make(config, found, Order(batch, 1, 0, Single(), "live", out, scale), tiny=False, console=QUIET)
-    return torch.stack([read_picture(path) for path in sorted(out.glob("0*.png"))])
+    generation.generate_samples(
+        config, found, GenerationOptions(batch, 1, 0, SingleSample(), "live", out, scale), tiny=False, console=QUIET
+    )
+    return torch.stack([read_image(path) for path in sorted(out.glob("0*.png"))])
 
 
 @pytest.mark.slow
-def test_pictures_are_generated_from_what_was_exported(full: Made, tmp_path: Path) -> None:
+def test_pictures_are_generated_from_what_was_exported(full: UntrainedRun, tmp_path: Path) -> None:
     directory = full.run.directory
-    publish(Publication(directory, tmp_path / "whole", "diffusers", "live", torch.float32), QUIET)
+    export_generator(GeneratorExport(directory, tmp_path / "whole", "diffusers", "live", torch.float32), QUIET)
     made = generated(str(tmp_path / "whole"), tmp_path / "a")
     assert (made - generated(str(directory), tmp_path / "b")).abs().max() <= 1 / 255 + 1e-6
-    publish(Publication(directory, tmp_path / "part", "diffusers", bare=True), QUIET)
+    export_generator(GeneratorExport(directory, tmp_path / "part", "diffusers", bare=True), QUIET)
     with pytest.raises(ConfigError, match="holds no whole pipeline; export it without --bare"):
         generated(str(tmp_path / "part"), tmp_path / "c")
 
 
 @pytest.mark.slow
-def test_pictures_are_generated_with_adapters_of_a_file(lora: Made, tmp_path: Path) -> None:
+def test_pictures_are_generated_with_adapters_of_a_file(lora: UntrainedRun, tmp_path: Path) -> None:
     directory = lora.run.directory
     for layout in LAYOUTS:
-        publish(Publication(directory, tmp_path / layout, layout, dtype=torch.float32), QUIET)
+        export_generator(GeneratorExport(directory, tmp_path / layout, layout, dtype=torch.float32), QUIET)
     wanted = generated(str(directory), tmp_path / "run")
     file, recipe = tmp_path / "comfyui" / "comfyui.safetensors", str(directory / "config.yaml")
     found = {
@@ -192,11 +198,11 @@ def test_pictures_are_generated_with_adapters_of_a_file(lora: Made, tmp_path: Pa
     assert not torch.allclose(base, wanted, atol=2 / 255)
 
 
-def test_the_card_tells_recipe_scores_and_credits(full: Made, tmp_path: Path) -> None:
+def test_the_card_tells_recipe_scores_and_credits(full: UntrainedRun, tmp_path: Path) -> None:
     report = full.run.directory / "eval/geneval/report.json"
     report.parent.mkdir(parents=True)
     report.write_text(json.dumps({"scores": {"right": {"overall": {"mean": 0.7, "low": 0.65, "high": 0.75}}}}))
-    publish(Publication(full.run.directory, tmp_path / "out", "diffusers", bare=True), QUIET)
+    export_generator(GeneratorExport(full.run.directory, tmp_path / "out", "diffusers", bare=True), QUIET)
     page = (tmp_path / "out/README.md").read_text()
     assert "- geneval: right 0.7 (0.65 to 0.75)" in page
     assert "| reward | 0.25 | 0.5 |" in page and "Direct-Align: one step from any noise level" in page
@@ -204,22 +210,22 @@ def test_the_card_tells_recipe_scores_and_credits(full: Made, tmp_path: Path) ->
     assert str(tmp_path) not in page.split("## Recipe")[0]
 
 
-def test_mistakes_are_sentences(full: Made, tmp_path: Path) -> None:
+def test_mistakes_are_sentences(full: UntrainedRun, tmp_path: Path) -> None:
     directory = full.run.directory
     with pytest.raises(ConfigError, match="is named as a file; give a folder"):
-        publish(Publication(directory, tmp_path / "x.safetensors", "comfyui"), QUIET)
+        export_generator(GeneratorExport(directory, tmp_path / "x.safetensors", "comfyui"), QUIET)
     with pytest.raises(ConfigError, match="is there already; name a new folder"):
-        publish(Publication(directory, tmp_path, "comfyui"), QUIET)
+        export_generator(GeneratorExport(directory, tmp_path, "comfyui"), QUIET)
     with pytest.raises(ConfigError, match="trained no adapters"):
-        publish(Publication(directory, tmp_path / "x", "comfyui", merge=True), QUIET)
+        export_generator(GeneratorExport(directory, tmp_path / "x", "comfyui", merge=True), QUIET)
     with pytest.raises(ConfigError, match=r"keeps no 'old' \(there are: live, ema\)"):
-        publish(Publication(directory, tmp_path / "x", "comfyui", "old"), QUIET)
+        export_generator(GeneratorExport(directory, tmp_path / "x", "comfyui", "old"), QUIET)
     with pytest.raises(ConfigError, match="has no checkpoint to export"):
-        publish(Publication(tmp_path, tmp_path / "x", "comfyui"), QUIET)
+        export_generator(GeneratorExport(tmp_path, tmp_path / "x", "comfyui"), QUIET)
     assert not (tmp_path / "x").exists()
 
 
 def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
-    toy = made(tmp_path, "grpo-toy-flow", "batch={prompts: 4}", "objective.group=4")
+    toy = make_untrained_run(tmp_path, "grpo-toy-flow", "batch={prompts: 4}", "objective.group=4")
     with pytest.raises(ConfigError, match=r"only published models .*flux.*qwen_image, sd15, sd3, sdxl"):
-        publish(Publication(toy.run.directory, tmp_path / "x", "diffusers"), QUIET)
+        export_generator(GeneratorExport(toy.run.directory, tmp_path / "x", "diffusers"), QUIET)

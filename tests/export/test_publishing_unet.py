@@ -10,29 +10,29 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from diffusers.loaders import single_file_utils
-from made_runs import PROMPTS, Made, made
-from pipelines import CLIP_ENDS, clip_words, random, sampled
 from rich.console import Console
 from safetensors.torch import load_file
+from tiny_pipelines import CLIP_ENDS, byte_clip_tokenizer, random, sample_latents
 from transformers import CLIPTextConfig, CLIPTextModel
+from untrained_runs import PROMPTS, UntrainedRun, make_untrained_run
 
-from tastemaker.commands.publishing import Publication, publish
+from tastemaker.core.types import Placement
+from tastemaker.export.generator import GeneratorExport, export_generator
 from tastemaker.models import sd15
 from tastemaker.models.sd15 import Sd15
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
-from tastemaker.types import Placement
 
 QUIET = Console(quiet=True)
 LAYOUTS: tuple[Literal["diffusers", "comfyui"], ...] = ("diffusers", "comfyui")
 
 
 @pytest.fixture(scope="module")
-def sd15_run(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def sd15_run(tmp_path_factory: pytest.TempPathFactory) -> UntrainedRun:
     pipeline = diffusers.StableDiffusionPipeline(
         random(AutoencoderKL, sd15.SMALL["vae"], 1),
         random(CLIPTextModel, CLIPTextConfig(**{**sd15.SMALL["text_encoder"], **CLIP_ENDS}), 2),
-        clip_words(),
+        byte_clip_tokenizer(),
         random(diffusers.UNet2DConditionModel, sd15.SMALL["unet"], 3),
         diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
         None, None, requires_safety_checker=False,
@@ -40,15 +40,17 @@ def sd15_run(tmp_path_factory: pytest.TempPathFactory) -> Made:
     place = tmp_path_factory.mktemp("sd15")
     pipeline.save_pretrained(place)
     model = f"model={{type: sd15, weights: {place}, height: 32, width: 32}}"
-    return made(tmp_path_factory.mktemp("run"), "draft-sd15", model, "guidance.scale=1")
+    return make_untrained_run(tmp_path_factory.mktemp("run"), "draft-sd15", model, "guidance.scale=1")
 
 
 @pytest.mark.slow
-def test_a_unet_goes_to_diffusers_and_comfyui(sd15_run: Made, tmp_path: Path) -> None:
+def test_a_unet_goes_to_diffusers_and_comfyui(sd15_run: UntrainedRun, tmp_path: Path) -> None:
     adapted = "lora" in type(sd15_run.run.policy.weights).__name__.lower()
     for layout in LAYOUTS:
         directory = sd15_run.run.directory
-        publish(Publication(directory, tmp_path / layout, layout, "live", torch.float32, merge=adapted), QUIET)
+        export_generator(
+            GeneratorExport(directory, tmp_path / layout, layout, "live", torch.float32, merge=adapted), QUIET
+        )
     pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "diffusers")
     own = pipeline.unet.state_dict()
     tensors = {f"model.diffusion_model.{k}": x for k, x in load_file(tmp_path / "comfyui/comfyui.safetensors").items()}
@@ -58,5 +60,5 @@ def test_a_unet_goes_to_diffusers_and_comfyui(sd15_run: Made, tmp_path: Path) ->
     assert not (tmp_path / "comfyui/workflow.json").exists()
     model = Sd15(str(tmp_path / "diffusers"), height=32, width=32).load(Placement())
     process = GaussianProcess(VariancePreserving(), steps=3)
-    ours = sampled(model, process, PROMPTS, sd15_run.noise())
+    ours = sample_latents(model, process, PROMPTS, sd15_run.noise())
     torch.testing.assert_close(model.decode(ours)[:, 0], sd15_run.pixels(process), atol=1e-4, rtol=0)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tastemaker.cli import MISTAKE, main
+from tastemaker.cli import EXIT_USAGE, main
 from tastemaker.config.load import load
-from tastemaker.models.showo import Showo
-from tastemaker.types import Placement
+from tastemaker.core.types import Placement
+from tastemaker.models.showo.model import Showo
 
 
 def run(*arguments: str) -> int:
@@ -41,5 +41,5 @@ def test_a_painter_is_exported_as_published_and_paints_on(
     assert any(not torch.equal(read[key], fresh[key]) for key in trained)
     assert all(torch.allclose(read[key], x, atol=1e-2) for key, x in trained.items())  # in half precision
     capsys.readouterr()
-    assert run("export", "runs/mine", "--out", "told") == MISTAKE
+    assert run("export", "runs/mine", "--out", "told") == EXIT_USAGE
     assert "must be a new folder" in capsys.readouterr().err

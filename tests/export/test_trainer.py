@@ -17,16 +17,17 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tastemaker import build, load
-from tastemaker.commands.handing import Handover, hand_over, take_over
-from tastemaker.commands.training import run_training
-from tastemaker.config.run import RunConfig
-from tastemaker.export.shards import spans, write
-from tastemaker.models import checkpoints, moments
-from tastemaker.models.nets.gpt import GPT, GPTShape
-from tastemaker.registry import ConfigError
-from tastemaker.train import checkpoint
-from tastemaker.train.run import Run
-from tastemaker.train.tensors import CheckpointError
+from tastemaker.config.schema import RunConfig
+from tastemaker.core.registry import ConfigError
+from tastemaker.export.fsdp_shards import shard_row_ranges, write_rank_shard
+from tastemaker.export.llamagen import LlamagenExport, export_llamagen, resume_from_llamagen
+from tastemaker.models import loading
+from tastemaker.models.llamagen import optimizer_state
+from tastemaker.models.nets.gpt import GPT, GPTConfig
+from tastemaker.training import checkpoint
+from tastemaker.training.run import Run
+from tastemaker.training.safetensors_io import CheckpointError
+from tastemaker.training.session import run_training
 
 RECIPE = """
 extends: [base, models/llamagen]
@@ -79,7 +80,7 @@ def own(trained: Path, folder: Path) -> Run:
 @pytest.mark.parametrize("ranks", fast([0, 1, 3], 3))
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_written_is_read_and_gone_on_from(ranks: int, trained: Path, tmp_path: Path) -> None:
-    hand_over(Handover(trained, tmp_path / "theirs", ranks=ranks), quiet())
+    export_llamagen(LlamagenExport(trained, tmp_path / "theirs", ranks=ranks), quiet())
     folder = tmp_path / "theirs" / "0000003"
     assert (folder / "state_type.txt").read_text() == ("sharded" if ranks else "full")
     assert (folder / "resume_step.txt").read_text() == "3"
@@ -87,7 +88,7 @@ def test_what_is_written_is_read_and_gone_on_from(ranks: int, trained: Path, tmp
     files |= {f"optimizer.{r:05d}-of-{ranks or 1:05d}.pth" for r in range(ranks or 1)}
     assert {path.name for path in folder.iterdir()} == files | {"state_type.txt", "resume_step.txt"}
     before, after = own(trained, tmp_path), gone_on(trained, tmp_path)
-    take_over(after, folder)
+    resume_from_llamagen(after, folder)
     assert after.start == before.start == 3
     for key, p in before.policy.weights.trainable().items():
         assert torch.equal(p, after.policy.weights.trainable()[key]), key
@@ -99,7 +100,7 @@ def test_what_is_written_is_read_and_gone_on_from(ranks: int, trained: Path, tmp
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_goes_on_from_a_folder_by_its_name(trained: Path, tmp_path: Path) -> None:
-    hand_over(Handover(trained, tmp_path / "theirs", ranks=2), quiet())
+    export_llamagen(LlamagenExport(trained, tmp_path / "theirs", ranks=2), quiet())
     run_training(recipe(tmp_path, "name=more", "steps=5"), resume=tmp_path / "theirs" / "0000003", console=quiet())
     run_training(recipe(tmp_path, "name=whole", "steps=5"), console=quiet())
     more, whole = (rewards(tmp_path / "runs" / name) for name in ("more", "whole"))
@@ -113,7 +114,7 @@ def rewards(run: Path) -> dict[int, float]:
 
 
 def test_weights_alone_are_named_as_weights(trained: Path, tmp_path: Path) -> None:
-    hand_over(Handover(trained, tmp_path), quiet())
+    export_llamagen(LlamagenExport(trained, tmp_path), quiet())
     config = recipe(tmp_path, f"model.weights={tmp_path / '0000003'}")
     run = build(config, tmp_path / "run")
     before = own(trained, tmp_path).policy.weights.trainable()
@@ -121,7 +122,7 @@ def test_weights_alone_are_named_as_weights(trained: Path, tmp_path: Path) -> No
 
 
 def test_the_file_is_what_the_original_writes(trained: Path, tmp_path: Path) -> None:
-    hand_over(Handover(trained, tmp_path, dtype=torch.bfloat16), quiet())
+    export_llamagen(LlamagenExport(trained, tmp_path, dtype=torch.bfloat16), quiet())
     bare = torch.load(tmp_path / "0000003" / "consolidated.pth", weights_only=True)
     net = GPT(recipe(tmp_path).model.sizes())  # type: ignore[attr-defined]
     assert [*bare] == [*net.state_dict()] and {x.dtype for x in bare.values()} == {torch.bfloat16}
@@ -136,9 +137,9 @@ def test_the_file_is_what_the_original_writes(trained: Path, tmp_path: Path) -> 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("world", [2, 3])
 def test_optimizers_are_cut_as_fsdp_cuts_parameters(world: int) -> None:
-    shape = GPTShape(12, 2, 3, None, 25, 3, "class", 1, 7, multiple=7)
+    shape = GPTConfig(12, 2, 3, None, 25, 3, "class", 1, 7, multiple=7)
     shapes = {name: tuple(p.shape) for name, p in GPT(shape).named_parameters()}
-    for rank, held in enumerate(moments.slices(shapes, world)):
+    for rank, held in enumerate(optimizer_state.fsdp_flat_ranges(shapes, world)):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         net = GPT(shape)
         blocks = set(net.layers)
@@ -155,40 +156,40 @@ def test_optimizers_are_cut_as_fsdp_cuts_parameters(world: int) -> None:
 def test_shards_are_those_of_torch(tmp_path: Path) -> None:
     whole = {"a": torch.arange(30.0).view(5, 6), "b": torch.ones(1)}
     for rank in range(3):
-        write(whole, tmp_path / "x.pth", rank, 3)
+        write_rank_shard(whole, tmp_path / "x.pth", rank, 3)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
         found = torch.load(tmp_path / "x.pth", weights_only=False)
         dist.destroy_process_group()
-        first, rows = spans(5, 3)[rank]
+        first, rows = shard_row_ranges(5, 3)[rank]
         assert torch.equal(found["a"].local_shards()[0].tensor, whole["a"][first : first + rows])
         assert found["a"].size() == (5, 6) and len(found["b"].local_shards()) == (rank == 0)
 
 
 def test_what_does_not_fit_is_a_sentence(trained: Path, tmp_path: Path) -> None:
-    hand_over(Handover(trained, tmp_path), quiet())
+    export_llamagen(LlamagenExport(trained, tmp_path), quiet())
     with pytest.raises(ConfigError, match="is there already"):
-        hand_over(Handover(trained, tmp_path), quiet())
+        export_llamagen(LlamagenExport(trained, tmp_path), quiet())
     folder = tmp_path / "0000003"
     with pytest.raises((CheckpointError, ConfigError), match="0000003"):
-        take_over(gone_on(trained, tmp_path, "tuning={type: lora, targets: [wqkv]}"), folder)
+        resume_from_llamagen(gone_on(trained, tmp_path, "tuning={type: lora, targets: [wqkv]}"), folder)
     (folder / "resume_step.txt").write_text("three")
     with pytest.raises(ConfigError, match="'three' is no step"):
-        take_over(gone_on(trained, tmp_path), folder)
+        resume_from_llamagen(gone_on(trained, tmp_path), folder)
     (folder / "optimizer.00000-of-00001.pth").unlink()
     with pytest.raises(ConfigError, match="start from its weights alone, as"):
-        take_over(gone_on(trained, tmp_path), folder)
+        resume_from_llamagen(gone_on(trained, tmp_path), folder)
 
 
 def test_a_released_folder_says_its_step_by_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "GPT-XXL-lr1e-6-0000100"
     folder.mkdir()
-    torch.save({}, folder / checkpoints.WHOLE)
-    assert moments.recognised(folder) and moments.step(folder) == 100
-    assert not moments.recognised(tmp_path)
+    torch.save({}, folder / loading.CONSOLIDATED_FILE)
+    assert optimizer_state.is_llamagen_checkpoint(folder) and optimizer_state.read_step(folder) == 100
+    assert not optimizer_state.is_llamagen_checkpoint(tmp_path)
 
 
 def test_runs_of_other_models_are_refused(tmp_path: Path) -> None:
     config = load("grpo-toy-causal", [f"output={tmp_path}", "name=toy", "steps=1", "sample.every=0", "guard.every=0"])
     run_training(config, console=quiet())
     with pytest.raises(ConfigError, match="the run trained another model"):
-        hand_over(Handover(tmp_path / "toy", tmp_path / "out"), quiet())
+        export_llamagen(LlamagenExport(tmp_path / "toy", tmp_path / "out"), quiet())

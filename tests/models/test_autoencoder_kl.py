@@ -12,17 +12,23 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from tastemaker.codec import Continuous, Drawing, Ending, Leaving, Settling
-from tastemaker.commands.exporting import export
-from tastemaker.commands.publishing import Publication, publish
-from tastemaker.commands.training import run_training
-from tastemaker.config.build import shrunk_any
-from tastemaker.config.load import load_any
-from tastemaker.config.run import AutoencoderConfig
+from tastemaker.config.build import make_tiny_any
+from tastemaker.config.load import load_any_config
+from tastemaker.config.schema import AutoencoderRunConfig
+from tastemaker.core.autoencoder import (
+    ContinuousAutoencoder,
+    HasLastLayer,
+    SupportsExport,
+    SupportsLatentNoise,
+    SupportsLatentStatistics,
+)
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.export.generator import GeneratorExport, export_generator
+from tastemaker.export.weights_file import export_weights
 from tastemaker.models.autoencoder_kl import AutoencoderKL
-from tastemaker.models.opening import opened
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.models.autoencoder_loading import load_autoencoder
+from tastemaker.training.session import run_training
 
 SMALL = AutoencoderKL(block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4)
 QUIET = Console(quiet=True)
@@ -40,7 +46,10 @@ def test_it_computes_what_diffusers_does_and_keeps_published_scales(tmp_path: Pa
     net = folder(tmp_path / "vae", scaling_factor=0.5, shift_factor=0.25)
     pixels = torch.rand(2, 3, 16, 8)
     found = AutoencoderKL(weights=str(tmp_path)).load(Placement()).eval()  # a pipeline's folder, with `vae` in it
-    assert all(isinstance(found, kind) for kind in (Continuous, Drawing, Ending, Leaving, Settling))
+    assert all(
+        isinstance(found, kind)
+        for kind in (ContinuousAutoencoder, SupportsLatentNoise, HasLastLayer, SupportsExport, SupportsLatentStatistics)
+    )
     with torch.no_grad():
         whole = net(2 * pixels - 1).sample
         mode = net.encode(2 * pixels - 1).latent_dist.mode()
@@ -68,12 +77,12 @@ def test_it_is_read_in_every_form_it_was_published_in(file: str, tmp_path: Path)
     pixels = torch.rand(1, 3, 8, 8)
     with torch.no_grad():
         wanted = net.encode(2 * pixels - 1).latent_dist.mode() * 0.5
-    opened_again: Any = opened(str(tmp_path), Placement())
+    opened_again: Any = load_autoencoder(str(tmp_path), Placement())
     torch.testing.assert_close(opened_again.encode(pixels), wanted, atol=2e-3 if "fp16" in file else 1e-5, rtol=1e-3)
     if path.suffix == ".bin":
         torch.save({**tensors, "code": print}, path)
         with pytest.raises(ConfigError, match="cannot be read"):
-            opened(str(tmp_path), Placement())
+            load_autoencoder(str(tmp_path), Placement())
 
 
 @pytest.mark.parametrize("spec", [SMALL, replace(SMALL, in_channels=1, use_quant_conv=False, latent_channels=2)])
@@ -86,14 +95,14 @@ def test_its_sizes_are_told_by_tensors(spec: AutoencoderKL) -> None:
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Latents are settled on few pictures."""
-    monkeypatch.setattr("tastemaker.train.autoencoder.SETTLED", 8)
+    monkeypatch.setattr("tastemaker.autoencoders.training.LATENT_STATISTICS_IMAGES", 8)
 
 
-def config(tmp_path: Path, *changes: str) -> AutoencoderConfig:
+def config(tmp_path: Path, *changes: str) -> AutoencoderRunConfig:
     small = ["engine.device=cpu", "rows=4", "data.device=cpu", "sample.every=0", "validation.every=0", "critic=null"]
-    recipe = load_any("vae-diffusers", [*small, "loss.lpips=0", "steps=2", f"output={tmp_path}", *changes])
-    found = shrunk_any(recipe)
-    assert isinstance(found, AutoencoderConfig)
+    recipe = load_any_config("vae-diffusers", [*small, "loss.lpips=0", "steps=2", f"output={tmp_path}", *changes])
+    found = make_tiny_any(recipe)
+    assert isinstance(found, AutoencoderRunConfig)
     return found
 
 
@@ -101,21 +110,21 @@ def config(tmp_path: Path, *changes: str) -> AutoencoderConfig:
 def test_a_run_is_exported_to_a_folder_that_diffusers_loads(tmp_path: Path) -> None:
     assert run_training(config(tmp_path, "optim.lr=1e-3"), console=QUIET)
     run, out = tmp_path / "vae-diffusers", tmp_path / "folder"
-    publish(Publication(run, out, "diffusers", dtype=torch.float32), QUIET)
-    theirs, ours = diffusers.AutoencoderKL.from_pretrained(out), opened(str(run), Placement())
+    export_generator(GeneratorExport(run, out, "diffusers", dtype=torch.float32), QUIET)
+    theirs, ours = diffusers.AutoencoderKL.from_pretrained(out), load_autoencoder(str(run), Placement())
     pixels = torch.rand(2, 3, 16, 16)
     with torch.no_grad():
         torch.testing.assert_close(2 * ours(pixels)[0] - 1, theirs(2 * pixels - 1).sample, atol=1e-5, rtol=1e-5)
         scaled = theirs.encode(2 * pixels - 1).latent_dist.mode() * theirs.config.scaling_factor
         torch.testing.assert_close(ours.encode(pixels), scaled, atol=1e-5, rtol=1e-4)  # type: ignore[operator]
-    again = opened(str(out), Placement())
+    again = load_autoencoder(str(out), Placement())
     torch.testing.assert_close(again.encode(pixels), ours.encode(pixels), atol=1e-5, rtol=1e-4)  # type: ignore[operator]
-    export(run, tmp_path / "vae.safetensors", "", 32, QUIET)
-    assert opened(str(tmp_path / "vae.safetensors"), Placement())(pixels)[0].equal(ours(pixels)[0])
+    export_weights(run, tmp_path / "vae.safetensors", "", 32, QUIET)
+    assert load_autoencoder(str(tmp_path / "vae.safetensors"), Placement())(pixels)[0].equal(ours(pixels)[0])
     with pytest.raises(ConfigError, match="comfyui does not know AutoencoderKL; give diffusers"):
-        publish(Publication(run, tmp_path / "other", "comfyui"), QUIET)
+        export_generator(GeneratorExport(run, tmp_path / "other", "comfyui"), QUIET)
     with pytest.raises(ConfigError, match="is there already"):
-        publish(Publication(run, out, "diffusers"), QUIET)
+        export_generator(GeneratorExport(run, out, "diffusers"), QUIET)
 
 
 def test_published_weights_are_trained_on_and_reopened_without_their_folder(tmp_path: Path) -> None:
@@ -123,9 +132,9 @@ def test_published_weights_are_trained_on_and_reopened_without_their_folder(tmp_
     whole = replace(config(tmp_path), autoencoder=AutoencoderKL(weights=str(tmp_path / "published"), norm_num_groups=4))
     assert run_training(whole, console=QUIET)
     (tmp_path / "published").rename(tmp_path / "gone")
-    found = opened(str(tmp_path / "vae-diffusers"), Placement())
+    found = load_autoencoder(str(tmp_path / "vae-diffusers"), Placement())
     assert float(found.std) == 2.0  # type: ignore[arg-type]  # as published, for generators rely on it
-    publish(Publication(tmp_path / "vae-diffusers", tmp_path / "again", "diffusers"), QUIET)
+    export_generator(GeneratorExport(tmp_path / "vae-diffusers", tmp_path / "again", "diffusers"), QUIET)
     told = diffusers.AutoencoderKL.from_pretrained(tmp_path / "again").config
     assert (told.scaling_factor, told.shift_factor, told.norm_num_groups) == (0.5, None, 4)
 

@@ -13,16 +13,21 @@ from safetensors.torch import load_file
 from tiers import fast
 from torch import Tensor
 
-from tastemaker.codec import Continuous, Drawing, Leaving, Settling
+from tastemaker.autoencoders.patchgan import PatchGANDiscriminator, load_discriminator
+from tastemaker.core.autoencoder import (
+    ContinuousAutoencoder,
+    SupportsExport,
+    SupportsLatentNoise,
+    SupportsLatentStatistics,
+)
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.models.autoencoder_loading import load_autoencoder
 from tastemaker.models.block_vae import BlockVae
-from tastemaker.models.nets.block_vae import BESIDE, BlockShape, BlockVaeNet
-from tastemaker.models.nets.latents import drawn
-from tastemaker.models.opening import opened
-from tastemaker.models.vae import codec
-from tastemaker.patchgan import PatchGan, published
-from tastemaker.pretrained import fill
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.models.nets.block_vae import LATENT_STATS_KEYS, BlockVaeConfig, BlockVaeNet
+from tastemaker.models.nets.vae_utils import sample_posterior
+from tastemaker.models.pretrained import load_weights_into
+from tastemaker.models.vae import load_vae
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "base" / "explainingai_vae_tiny.safetensors"
 SMALL: dict[str, Any] = {
@@ -48,11 +53,11 @@ def weights(golden: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_it_computes_what_the_published_network_does(golden: dict[str, Tensor]) -> None:
     net = BlockVae(**params(), kl=1.0).load(Placement())  # its settings as they are written
-    fill(net, weights(golden), "golden", BESIDE)
+    load_weights_into(net, weights(golden), "golden", LATENT_STATS_KEYS)
     pixels = (golden["in.image"] + 1) / 2
     moments = net.moments(pixels)
     torch.testing.assert_close(moments, golden["out.encoder_output"], atol=2e-5, rtol=1e-4)
-    latents, price = drawn(moments, golden["in.noise"])
+    latents, price = sample_posterior(moments, golden["in.noise"])
     torch.testing.assert_close(latents, golden["out.sample"], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(price.mean()[None], golden["out.kl_loss"], atol=1e-4, rtol=1e-5)
     made, extra = net(pixels, golden["in.noise"])
@@ -64,7 +69,7 @@ def test_it_computes_what_the_published_network_does(golden: dict[str, Tensor]) 
 
 def test_the_default_has_as_many_weights_as_published_and_no_attention() -> None:
     with torch.device("meta"):
-        plain, attending = (BlockVaeNet(BlockShape(mid_channels=mids), 0.0) for mids in ((384,), (384, 384)))
+        plain, attending = (BlockVaeNet(BlockVaeConfig(mid_channels=mids), 0.0) for mids in ((384,), (384, 384)))
     assert sum(p.numel() for p in plain.parameters()) == 17_760_359
     assert not any("attention" in key for key in plain.state_dict())
     assert len(attending.encoder_mids) == len(attending.decoder_mids) == 1
@@ -78,14 +83,14 @@ def test_a_published_checkpoint_is_opened_by_its_tensors_alone(
 ) -> None:
     spec = BlockVae(**{**SMALL, "mid_channels": mids})
     net, file = spec.load(Placement()).eval(), tmp_path / "vae_autoencoder_ckpt.pth"
-    tensors = {key: x for key, x in net.state_dict().items() if key not in BESIDE}
+    tensors = {key: x for key, x in net.state_dict().items() if key not in LATENT_STATS_KEYS}
     torch.save({"step": 3, "model": tensors, "config": {"a": [1]}} if wrapped else tensors, file)
-    found = opened(str(file), Placement())
+    found = load_autoencoder(str(file), Placement())
     assert isinstance(found, BlockVaeNet) and found.shape == spec.shape()
     pixels = torch.rand(2, 3, 8, 12)
     torch.testing.assert_close(found(pixels)[0], net(pixels)[0], atol=1e-5, rtol=1e-5)  # attention has a quick way
     assert spec.fitted(tensors) == spec
-    assert codec(str(file), 4, 2, Placement()).encode(pixels[..., :8]).shape == (2, 4, 4, 4)
+    assert load_vae(str(file), 4, 2, Placement()).encode(pixels[..., :8]).shape == (2, 4, 4, 4)
 
 
 def test_weights_with_another_middle_are_refused_by_the_number_at_fault(tmp_path: Path) -> None:
@@ -100,13 +105,13 @@ def test_what_tensors_do_not_tell_is_asked_for(golden: dict[str, Tensor], tmp_pa
     file = tmp_path / "vae_autoencoder_ckpt.pth"
     torch.save(weights(golden), file)
     with pytest.raises(ConfigError, match=r"'norm_channels' is 32; .*name a YAML file"):
-        opened(str(file), Placement())
+        load_autoencoder(str(file), Placement())
     torch.save({"model": weights(golden), "code": print}, file)
     with pytest.raises(ConfigError, match="could run code"):
-        opened(str(file), Placement())
+        load_autoencoder(str(file), Placement())
     torch.save({"layer.weight": torch.zeros(1)}, file)
     with pytest.raises(ConfigError, match="cannot be opened as block_vae"):
-        opened(str(file), Placement())
+        load_autoencoder(str(file), Placement())
 
 
 def test_a_yaml_file_says_what_tensors_do_not(golden: dict[str, Tensor], tmp_path: Path) -> None:
@@ -116,7 +121,7 @@ def test_a_yaml_file_says_what_tensors_do_not(golden: dict[str, Tensor], tmp_pat
     for settings in (untold, params()):
         written = {"type": "block_vae", "weights": str(file), **settings}
         told.write_text(json.dumps({"autoencoder": written}))  # which is YAML too
-        found = opened(str(told), Placement())
+        found = load_autoencoder(str(told), Placement())
         assert isinstance(found, BlockVaeNet) and found.shape == BlockVae(**params()).shape()
         assert all(found.state_dict()[key].equal(x) for key, x in weights(golden).items())
     for text, said in (
@@ -126,7 +131,7 @@ def test_a_yaml_file_says_what_tensors_do_not(golden: dict[str, Tensor], tmp_pat
     ):
         told.write_text(text)
         with pytest.raises(ConfigError, match=said):
-            opened(str(told), Placement())
+            load_autoencoder(str(told), Placement())
 
 
 @pytest.mark.parametrize(
@@ -155,7 +160,7 @@ def test_one_channel_sees_and_makes_grey() -> None:
 
 
 def test_a_critic_of_grey_pictures_is_read_for_three_channels(tmp_path: Path) -> None:
-    net = PatchGan(8, 2, tail=False)
+    net = PatchGANDiscriminator(8, 2, tail=False)
     tensors = {f"layers.{key}": x for key, x in {
         "0.0.weight": torch.randn(8, 1, 4, 4), "0.0.bias": torch.randn(8), "1.0.weight": torch.randn(16, 8, 4, 4),
         "1.1.weight": torch.ones(16), "1.1.bias": torch.zeros(16), "1.1.running_mean": torch.zeros(16),
@@ -163,7 +168,7 @@ def test_a_critic_of_grey_pictures_is_read_for_three_channels(tmp_path: Path) ->
         "2.0.weight": torch.randn(1, 16, 4, 4),
     }.items()}  # fmt: skip
     torch.save(tensors, tmp_path / "vae_discriminator_ckpt.pth")
-    published(net, tmp_path / "vae_discriminator_ckpt.pth")
+    load_discriminator(net, tmp_path / "vae_discriminator_ckpt.pth")
     grey = torch.rand(1, 1, 16, 16)
     first = torch.nn.functional.conv2d(2 * grey - 1, tensors["layers.0.0.weight"], tensors["layers.0.0.bias"], 2, 1)
     torch.testing.assert_close(net.main[0](2 * grey.repeat(1, 3, 1, 1) - 1), first, atol=1e-5, rtol=1e-4)
@@ -171,7 +176,10 @@ def test_a_critic_of_grey_pictures_is_read_for_three_channels(tmp_path: Path) ->
 
 def test_latents_are_settled_given_their_chance_and_left_as_published(tmp_path: Path) -> None:
     net = BlockVae(**SMALL).load(Placement())
-    assert all(isinstance(net, kind) for kind in (Continuous, Drawing, Leaving, Settling))
+    assert all(
+        isinstance(net, kind)
+        for kind in (ContinuousAutoencoder, SupportsLatentNoise, SupportsExport, SupportsLatentStatistics)
+    )
     pixels = torch.rand(32, 3, 8, 8)
     assert not net(pixels)[0].equal(net(pixels)[0])
     chance = torch.randn(32, *net.chances(pixels))
@@ -181,7 +189,7 @@ def test_latents_are_settled_given_their_chance_and_left_as_published(tmp_path: 
     assert torch.allclose(z.std((0, 2, 3)), torch.ones(4), atol=1e-3)
     torch.testing.assert_close(net.decode(z), net.eval()(pixels)[0].clamp(0, 1), atol=1e-4, rtol=1e-4)
     net.leave(tmp_path / "vae_autoencoder_ckpt.pth", torch.float32)
-    again = opened(str(tmp_path / "vae_autoencoder_ckpt.pth"), Placement())
+    again = load_autoencoder(str(tmp_path / "vae_autoencoder_ckpt.pth"), Placement())
     torch.testing.assert_close(again(pixels)[0], net(pixels)[0], atol=1e-5, rtol=1e-5)
     with pytest.raises(ConfigError, match=r"set data\.size to a multiple of 2"):
         net(torch.rand(1, 3, 9, 8))

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tastemaker.models import checkpoints, files
-from tastemaker.models.llamagen import Llamagen
-from tastemaker.models.nets.vq import VQ, VQShape
-from tastemaker.models.vq import Vq, tokenizer
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.models import loading, weight_files
+from tastemaker.models.llamagen.model import Llamagen
+from tastemaker.models.nets.vq import VQ, VQConfig
+from tastemaker.models.vq import Vq, load_image_tokenizer
 
 SPEC = replace(Llamagen().tiny(), kv_heads=1, classes=7)
 ARGS = Namespace(gpt_model="GPT-B", lr=1e-4, cloud_save_path=None, betas=[0.9, 0.95])
@@ -150,7 +150,7 @@ def test_weights_are_cast_to_what_is_asked_for(weights: Tensors, tmp_path: Path)
 
 
 def test_our_own_files_are_read_alike(weights: Tensors, tmp_path: Path) -> None:
-    files.write(tmp_path / "x.safetensors", weights, {"model": {"type": "llamagen"}}, torch.float32)
+    weight_files.write_weights(tmp_path / "x.safetensors", weights, {"model": {"type": "llamagen"}}, torch.float32)
     found = replace(SPEC, weights=str(tmp_path / "x.safetensors")).load(Placement()).net.state_dict()
     assert all(torch.equal(found[key], x) for key, x in weights.items())
 
@@ -231,7 +231,7 @@ def test_a_file_that_is_cut_off_is_a_sentence(weights: Tensors, tmp_path: Path) 
         replace(SPEC, weights=str(path)).load(Placement())
 
 
-VQ_SHAPE = VQShape(32, (1, 2), 1, 16, 128, 8)
+VQ_SHAPE = VQConfig(32, (1, 2), 1, 16, 128, 8)
 
 
 @pytest.mark.parametrize("layout", ["model", "ema", "state_dict", "bare", "safetensors"])
@@ -246,7 +246,7 @@ def test_published_tokenizers_say_their_sizes_by_their_tensors(layout: str, tmp_
         path = pickled({"ema": state, **others, "args": ARGS, "steps": 4}, tmp_path / "vq.pt")
     else:
         path = pickled(state if layout == "bare" else {layout: state, "args": ARGS}, tmp_path / "vq.pt")
-    found = tokenizer(str(path), 128, 8, 16, Placement(dtype=torch.bfloat16))
+    found = load_image_tokenizer(str(path), 128, 8, 16, Placement(dtype=torch.bfloat16))
     pixels = torch.rand(2, 3, 16, 16)
     assert isinstance(found, VQ) and found.shape == VQ_SHAPE
     assert torch.equal(found.encode(pixels), net.encode(pixels))  # in float32, whatever else computes in
@@ -261,13 +261,13 @@ def test_a_tokenizer_can_be_trained_on_from_a_published_one(tmp_path: Path) -> N
 
 def test_something_else_is_no_tokenizer(weights: Tensors, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no tokenizer of LlamaGen"):
-        tokenizer(str(pickled(weights, tmp_path / "gpt.pt")), 128, 8, 16, Placement())
+        load_image_tokenizer(str(pickled(weights, tmp_path / "gpt.pt")), 128, 8, 16, Placement())
 
 
 def test_names_of_wrappers_are_tried_in_their_order() -> None:
     state, other = {"a": torch.ones(1)}, {"a": torch.zeros(1)}
-    assert checkpoints.unwrapped({"model": state, "ema": other}, Path("x"))["a"] == 1
-    assert checkpoints.unwrapped({"model": state, "ema": other}, Path("x"), ("ema", "model"))["a"] == 0
+    assert loading.unwrap_state_dict({"model": state, "ema": other}, Path("x"))["a"] == 1
+    assert loading.unwrap_state_dict({"model": state, "ema": other}, Path("x"), ("ema", "model"))["a"] == 0
 
 
 def test_weights_of_a_run_of_another_size_come_with_the_way_to_its_sizes(tmp_path: Path) -> None:
@@ -275,6 +275,6 @@ def test_weights_of_a_run_of_another_size_come_with_the_way_to_its_sizes(tmp_pat
     told = "'weight' is [4, 2], expected [3, 2]; set the sizes they were trained with"
     for way in ("", f", or begin a recipe with `extends: [{tmp_path}]`, which brings its sizes"):
         with pytest.raises(ConfigError) as refused:
-            checkpoints.assign(net, other, torch.float32, str(tmp_path))
+            loading.assign_state_dict(net, other, torch.float32, str(tmp_path))
         assert str(refused.value) == f"the weights '{tmp_path}' are of another network: {told}{way}"
         (tmp_path / "config.yaml").touch()

@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 import torch
 
+from tastemaker.core.objective import Context, SingleProcess
+from tastemaker.core.policy import Backbone, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import Rubric
+from tastemaker.core.types import Placement
+from tastemaker.core.weights import FullFinetuning
 from tastemaker.data.playground import PlaygroundScenes
-from tastemaker.models import files
-from tastemaker.models.dit import Dit, joined, patches
-from tastemaker.objective import Alone, Context
+from tastemaker.models import weight_files
+from tastemaker.models.dit import Dit, patchify, unpatchify
 from tastemaker.objectives.likelihood import Likelihood
-from tastemaker.policy import Backbone, Policy
-from tastemaker.processes.dynamics import Ddim, FlowSde
+from tastemaker.processes.dynamics import DDIM, FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight, VariancePreserving
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Rubric
-from tastemaker.types import Placement
-from tastemaker.weights import Full
+from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
 
 PROMPTS = ("a photo of a dog", "a photo of a red car and a blue cup", "a photo of three cats", "")
-FLOW = GaussianProcess(Straight(), FlowSde(0.7), 4)
-NOISE = GaussianProcess(VariancePreserving(ends_clean=True), Ddim(1.0), 4)
+FLOW = GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 4)
+NOISE = GaussianProcess(VariancePreserving(ends_clean=True), DDIM(1.0), 4)
 KINDS = {"flow": (Dit(), FLOW), "epsilon": (Dit(), NOISE), "video": (Dit(frames=3), FLOW)}
 
 
@@ -38,7 +38,7 @@ def policy(request: pytest.FixtureRequest) -> Policy[Any]:
     with torch.no_grad():  # a fresh one leaves its blocks out, and would look right whatever they did
         for number, p in enumerate(model.net.parameters()):
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number)))
-    return Policy(model, process, Full().apply(model, ()))
+    return Policy(model, process, FullFinetuning().apply(model, ()))
 
 
 def rows(count: int = 4) -> Randomness:
@@ -84,8 +84,8 @@ def test_some_frames_decode_as_they_do_among_all(policy: Policy[Any]) -> None:
 def test_what_patches_cut_is_put_together_again() -> None:
     x = torch.rand(2, 3, 4, 8, 8)
     for size in (1, 2, 4):
-        assert joined(patches(x, size), size, x.shape[1:]).equal(x)
-    assert patches(x, 2)[0, 0, 1].equal(x[0, 0, :, 0:2, 2:4].flatten())
+        assert unpatchify(patchify(x, size), size, x.shape[1:]).equal(x)
+    assert patchify(x, 2)[0, 0, 1].equal(x[0, 0, :, 0:2, 2:4].flatten())
 
 
 def test_sizes_that_do_not_fit_are_sentences() -> None:
@@ -99,13 +99,13 @@ def test_sizes_that_do_not_fit_are_sentences() -> None:
 
 def test_a_tiny_one_learns() -> None:
     model = replace(Dit().tiny(), width=48, heads=3).load(Placement())
-    policy = Policy(model, FLOW, Full().apply(model, ()))
+    policy = Policy(model, FLOW, FullFinetuning().apply(model, ()))
     objective, data = Likelihood(), PlaygroundScenes(device="cpu").load(0)
     trainable = list(policy.weights.trainable().values())
     optimizer, losses = torch.optim.AdamW(trainable, 3e-3), []
     batch = data.batch(0, 32, 0, 1)
     for step in range(40):
-        ctx = Context(policy, Rubric({}), Randomness(0, step, torch.arange(32)), Alone(), objective.memory())
+        ctx = Context(policy, Rubric({}), Randomness(0, step, torch.arange(32)), SingleProcess(), objective.memory())
         loss = objective.loss(ctx, objective.collect(ctx, batch), None).rows.mean()
         loss.backward()
         optimizer.step()
@@ -117,7 +117,7 @@ def test_a_tiny_one_learns() -> None:
 def test_a_generator_of_clips_begins_with_the_weights_of_one_of_stills(tmp_path: Path) -> None:
     still = replace(Dit(words=8).tiny(), seed=3)
     own = still.load(Placement()).net.state_dict()
-    files.write(tmp_path / "still.safetensors", own, {}, torch.float32)
+    weight_files.write_weights(tmp_path / "still.safetensors", own, {}, torch.float32)
     moving = replace(still, frames=2, words=10, seed=4, start=str(tmp_path / "still.safetensors"))
     begun, fresh = (spec.load(Placement()).net.state_dict() for spec in (moving, replace(moving, start=None)))
     assert begun["word_place"][:, :8].equal(own["word_place"])
@@ -129,13 +129,13 @@ def test_a_generator_of_clips_begins_with_the_weights_of_one_of_stills(tmp_path:
 def test_a_generator_of_clips_that_begins_with_one_of_clips_begins_with_all_of_it(tmp_path: Path) -> None:
     known = replace(Dit(words=8).tiny(), frames=2, seed=3)
     own = known.load(Placement()).net.state_dict()
-    files.write(tmp_path / "clips.safetensors", own, {}, torch.float32)
+    weight_files.write_weights(tmp_path / "clips.safetensors", own, {}, torch.float32)
     begun = replace(known, seed=4, start=str(tmp_path / "clips.safetensors")).load(Placement()).net.state_dict()
     assert all(begun[key].equal(x) for key, x in own.items())
 
 
 def test_a_start_of_another_size_is_a_sentence(tmp_path: Path) -> None:
     wide = replace(Dit().tiny(), width=64).load(Placement()).net.state_dict()
-    files.write(tmp_path / "wide.safetensors", wide, {})
+    weight_files.write_weights(tmp_path / "wide.safetensors", wide, {})
     with pytest.raises(ConfigError, match="are of another network"):
         replace(Dit().tiny(), frames=2, start=str(tmp_path / "wide.safetensors")).load(Placement())

@@ -12,19 +12,25 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
-from pipelines import CLIP_ENDS, T5_WORDS, clip_words, random, t5_words
+from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from tastemaker.cli import main
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.data.embedding_store import (
+    CAPTIONS,
+    INDEX,
+    ShardedEmbeddingStore,
+    fill_embedding_store,
+    fingerprint_file,
+)
 from tastemaker.data.prompts import PromptFile
-from tastemaker.embeddings import CAPTIONS, INDEX, Shards, digest, fill
 from tastemaker.models.flux import SMALL, Flux
 from tastemaker.models.qwen_image import QwenImage
 from tastemaker.models.sd3 import Sd3
 from tastemaker.models.sd15 import Sd15
 from tastemaker.models.sdxl import Sdxl
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
 
 PROMPTS = ["a red cat", "Two dogs, on a boat", "ein großer Hund", ""]
 SPECS = [Flux(), QwenImage(), Sd3(), Sd15(), Sdxl()]
@@ -46,7 +52,7 @@ def listed(tmp_path: Path) -> Path:
 
 def written(spec: Any, folder: Path, prompts: list[str] = PROMPTS, size: int = 10**9) -> list[int]:
     texts = spec.texts(HERE)
-    return list(fill(Shards(folder, texts.made_by), texts, prompts, size, 2))
+    return list(fill_embedding_store(ShardedEmbeddingStore(folder, texts.made_by), texts, prompts, size, 2))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
@@ -94,7 +100,7 @@ def test_an_interrupted_file_does_not_count(tmp_path: Path) -> None:
     written(spec, tmp_path, PROMPTS[:2])
     (tmp_path / "embeddings-00001.safetensors").write_bytes(b"half of it")
     assert written(spec, tmp_path) == [2]
-    assert len(Shards(tmp_path, {}).take(PROMPTS)) == 4
+    assert len(ShardedEmbeddingStore(tmp_path, {}).take(PROMPTS)) == 4
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,7 @@ def test_files_are_told_apart_by_bytes_all_over_them(tmp_path: Path) -> None:
     first.write_bytes(content)
     content[2**21 : 2**21 + 2**20] = b"x" * 2**20
     second.write_bytes(content)
-    assert digest(first) == digest(first) != digest(second)
+    assert fingerprint_file(first) == fingerprint_file(first) != fingerprint_file(second)
 
 
 def test_srpo_layout_is_written_as_published_and_read_again(listed: Path, tmp_path: Path) -> None:
@@ -262,8 +268,8 @@ def published(tmp_path: Path) -> Path:
     )
     t5 = T5Config(**{**SMALL["text_encoder_2"], "vocab_size": T5_WORDS})
     random(T5EncoderModel, t5).save_pretrained(place / "text_encoder_2")
-    clip_words().save_pretrained(place / "tokenizer")
-    t5_words().save_pretrained(place / "tokenizer_2")
+    byte_clip_tokenizer().save_pretrained(place / "tokenizer")
+    byte_t5_tokenizer().save_pretrained(place / "tokenizer_2")
     return place
 
 

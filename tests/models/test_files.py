@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tastemaker.models import files
-from tastemaker.registry import ConfigError
+from tastemaker.core.registry import ConfigError
+from tastemaker.models import weight_files
 
 
 def test_what_is_written_is_read_as_float32_with_its_configuration(tmp_path: Path) -> None:
     tensors = {"a": torch.tensor([0.1, 2.0]), "b": torch.tensor([3, 4])}
-    files.write(tmp_path / "x.safetensors", tensors, {"model": {"type": "dit"}})
-    found, config = files.read(tmp_path / "x.safetensors")
+    weight_files.write_weights(tmp_path / "x.safetensors", tensors, {"model": {"type": "dit"}})
+    found, config = weight_files.read_weights(tmp_path / "x.safetensors")
     assert config == {"model": {"type": "dit"}}
     assert found["a"].dtype == torch.float32 and torch.allclose(found["a"], tensors["a"], atol=1e-3)
     assert found["b"].equal(tensors["b"])
@@ -22,22 +22,22 @@ def test_what_is_written_is_read_as_float32_with_its_configuration(tmp_path: Pat
 
 
 def test_float32_survives_exactly_where_asked_for(tmp_path: Path) -> None:
-    files.write(tmp_path / "x.safetensors", {"a": torch.tensor([0.1])}, {}, torch.float32)
-    assert files.read(str(tmp_path / "x.safetensors"))[0]["a"].equal(torch.tensor([0.1]))
+    weight_files.write_weights(tmp_path / "x.safetensors", {"a": torch.tensor([0.1])}, {}, torch.float32)
+    assert weight_files.read_weights(str(tmp_path / "x.safetensors"))[0]["a"].equal(torch.tensor([0.1]))
 
 
 @pytest.mark.parametrize("name", ["nothing", "playground/nothing", "missing.safetensors", "../x"])
 def test_weights_that_are_nowhere_are_a_sentence(name: str) -> None:
     with pytest.raises(ConfigError, match="there are no weights"):
-        files.read(name)
+        weight_files.read_weights(name)
 
 
 def test_a_file_of_another_kind_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ConfigError, match="is not a readable safetensors file"):
-        files.read(tmp_path / "x.safetensors")
+        weight_files.read_weights(tmp_path / "x.safetensors")
 
 
 def test_a_directory_without_a_checkpoint_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no checkpoint yet"):
-        files.read(tmp_path)
+        weight_files.read_weights(tmp_path)

@@ -11,30 +11,30 @@ import pytest
 import torch
 import toys
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from pipelines import CLIP_ENDS, T5_WORDS, clip_words, random, sampled, t5_words
 from safetensors.torch import save_file
 from tiers import fast
+from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random, sample_latents
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-from tastemaker.lora import Lora
-from tastemaker.models import layouts
-from tastemaker.models.flux import SMALL, Flux, pack, places, unpack
-from tastemaker.models.published import shift
+from tastemaker.core.lora import Lora
+from tastemaker.core.policy import Backbone, Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.models import pipeline_layout
+from tastemaker.models.flux import SMALL, Flux, latent_image_ids, pack_latents, unpack_latents
+from tastemaker.models.pipeline_components import dynamic_shift
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
-from tastemaker.policy import Backbone, Guidance, Policy
-from tastemaker.processes.dynamics import FlowSde
+from tastemaker.processes.dynamics import FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
-from tastemaker.weights import Full
+from tastemaker.processes.paths import RectifiedFlow
 
 PROMPTS = ["a red cat", "Two dogs, on a boat", ""]
-SDE = GaussianProcess(Straight(), FlowSde(0.7), 4)
+SDE = GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 4)
 
 
 def published(*, distilled: bool) -> FluxPipeline:
@@ -43,9 +43,9 @@ def published(*, distilled: bool) -> FluxPipeline:
         FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=distilled, shift=3.0 if distilled else 1.0),
         random(AutoencoderKL, SMALL["vae"], 1),
         random(CLIPTextModel, CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS}), 2),
-        clip_words(),
+        byte_clip_tokenizer(),
         random(T5EncoderModel, T5Config(**{**SMALL["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
-        t5_words(),
+        byte_t5_tokenizer(),
         random(FluxTransformer2DModel, settings, 4),
     )
 
@@ -63,12 +63,12 @@ def test_samples_are_those_of_the_pipeline(saved: tuple[Any, str, bool]) -> None
     pipeline.set_progress_bar_config(disable=True)
     model = Flux(place, height=96, width=64, words=24).load(Placement())
     noise = torch.randn(3, 1, *model.shape[1:], generator=torch.Generator().manual_seed(0))
-    moved = shift(tokens=24) if distilled else 1.0
-    ours = sampled(model, GaussianProcess(Straight(moved), steps=5), PROMPTS, noise)
+    moved = dynamic_shift(tokens=24) if distilled else 1.0
+    ours = sample_latents(model, GaussianProcess(RectifiedFlow(moved), steps=5), PROMPTS, noise)
     asked = {"prompt": PROMPTS, "height": 96, "width": 64, "num_inference_steps": 5, "max_sequence_length": 24}
-    start = pack(noise[:, 0])
+    start = pack_latents(noise[:, 0])
     latents = pipeline(**asked, latents=start, output_type="latent").images
-    torch.testing.assert_close(pack(ours[:, 0]), latents, atol=1e-5, rtol=0)
+    torch.testing.assert_close(pack_latents(ours[:, 0]), latents, atol=1e-5, rtol=0)
     pixels = pipeline(**asked, latents=start, output_type="pt").images
     torch.testing.assert_close(model.decode(ours)[:, 0], pixels, atol=1e-5, rtol=0)
     assert not torch.allclose(latents[0], latents[1], atol=1e-2)
@@ -78,7 +78,7 @@ def test_samples_are_those_of_the_pipeline(saved: tuple[Any, str, bool]) -> None
 def policy() -> Policy[Any]:
     model = Flux().tiny().load(Placement())
     assert isinstance(model, Backbone)
-    return Policy(model, SDE, Full().apply(model, ()))
+    return Policy(model, SDE, FullFinetuning().apply(model, ()))
 
 
 def rows(count: int = 3) -> Randomness:
@@ -152,9 +152,9 @@ def test_guidance_without_the_prompt_works_beside_it(policy: Policy[Any]) -> Non
 
 def test_what_is_packed_is_unpacked_and_tokens_know_their_places() -> None:
     x = torch.rand(2, 16, 6, 4)
-    assert unpack(pack(x), 6, 4).equal(x)
-    assert pack(x)[0, 3].equal(x[0, :, 2:4, 2:4].flatten())
-    assert places(6, 4)[3].tolist() == [0, 1, 1]
+    assert unpack_latents(pack_latents(x), 6, 4).equal(x)
+    assert pack_latents(x)[0, 3].equal(x[0, :, 2:4, 2:4].flatten())
+    assert latent_image_ids(6, 4)[3].tolist() == [0, 1, 1]
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_one_file_may_be_in_the_authors_layout(saved: tuple[Any, str, bool], bes
     """Of any width, and with an autoencoder and encoders in the file, as ComfyUI's checkpoints are."""
     pipeline, place, _ = saved
     other = {key: x + 1 for key, x in pipeline.transformer.state_dict().items()}
-    made = {key: x.clone() for key, x in layouts.flux(other, pipeline.transformer.config).items()}
+    made = {key: x.clone() for key, x in pipeline_layout.flux_to_original(other, pipeline.transformer.config).items()}
     if beside:
         made = {f"model.diffusion_model.{key}": x for key, x in made.items()} | {"vae.scale": torch.ones(1)}
     save_file(made, tmp_path / "one.safetensors")
@@ -206,7 +206,7 @@ def test_mistakes_are_sentences(saved: tuple[Any, str, bool], tmp_path: Path) ->
 
 
 @pytest.mark.slow  # one of each is in objectives/test_published.py
-@pytest.mark.parametrize("tuning", [Full(), Lora(4)], ids=["full", "lora"])
+@pytest.mark.parametrize("tuning", [FullFinetuning(), Lora(4)], ids=["full", "lora"])
 @pytest.mark.parametrize(
     "objective", [GRPO(group=4), NFT(group=4), RewardGradient(), SRPO(relative=False, margin=None)]
 )

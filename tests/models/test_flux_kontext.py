@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, FluxTransformer2DModel
-from pipelines import CLIP_ENDS, T5_WORDS, Given, clip_words, random, t5_words
+from tiny_pipelines import CLIP_ENDS, T5_WORDS, FixedNoise, byte_clip_tokenizer, byte_t5_tokenizer, random
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
+from tastemaker.core.policy import Backbone, Guidance
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement, select_rows
 from tastemaker.data.edits import EditFile
-from tastemaker.models.flux import SMALL, pack
-from tastemaker.models.flux_kontext import FluxKontext, covering
-from tastemaker.models.published import shift
-from tastemaker.pictures import read_picture, save_picture
-from tastemaker.policy import Backbone, Guidance
+from tastemaker.data.image_io import read_image, save_image
+from tastemaker.models.flux import SMALL, pack_latents
+from tastemaker.models.flux_kontext import FluxKontext, resize_and_center_crop
+from tastemaker.models.pipeline_components import dynamic_shift
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement, index
+from tastemaker.processes.paths import RectifiedFlow
 
 PROMPTS = ["a red cat", "Two dogs, on a boat"]
 
@@ -34,9 +34,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
         FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
         random(AutoencoderKL, SMALL["vae"], 1),
         random(CLIPTextModel, CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS}), 2),
-        clip_words(),
+        byte_clip_tokenizer(),
         random(T5EncoderModel, T5Config(**{**SMALL["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
-        t5_words(),
+        byte_t5_tokenizer(),
         random(FluxTransformer2DModel, SMALL["transformer"], 4),
     )
     pipeline.set_progress_bar_config(disable=True)
@@ -55,14 +55,14 @@ def test_samples_are_those_of_the_pipeline(saved: tuple[Any, str], seen: bool) -
     pipeline, place = saved
     model = FluxKontext(place, height=96, width=64, words=24).load(Placement())
     noise, shown = torch.randn(2, *model.shape, generator=torch.Generator().manual_seed(0)), pictures(96, 64)
-    given: Any = Given(noise)
+    given: Any = FixedNoise(noise)
     cond = model.embed(PROMPTS, [{"image": picture} for picture in shown] if seen else [])
-    ours = GaussianProcess(Straight(shift(tokens=24)), steps=5).start(model, cond, given).finish().final
+    ours = GaussianProcess(RectifiedFlow(dynamic_shift(tokens=24)), steps=5).start(model, cond, given).finish().final
     asked = {"prompt": PROMPTS, "height": 96, "width": 64, "num_inference_steps": 5, "max_sequence_length": 24}
-    asked |= {"max_area": 96 * 64, "_auto_resize": False, "guidance_scale": 2.5, "latents": pack(noise[:, 0])}
+    asked |= {"max_area": 96 * 64, "_auto_resize": False, "guidance_scale": 2.5, "latents": pack_latents(noise[:, 0])}
     image = shown[:, 0] if seen else None
     latents = pipeline(**asked, image=image, output_type="latent").images
-    torch.testing.assert_close(pack(ours[:, 0]), latents, atol=1e-5, rtol=0)
+    torch.testing.assert_close(pack_latents(ours[:, 0]), latents, atol=1e-5, rtol=0)
     pixels = pipeline(**asked, image=image, output_type="pt").images
     torch.testing.assert_close(model.decode(ours)[:, 0], pixels, atol=1e-5, rtol=0)
 
@@ -71,12 +71,12 @@ def test_the_picture_counts_and_each_row_has_its_own(tmp_path: Path) -> None:
     model = FluxKontext().tiny().load(Placement())
     assert isinstance(model, Backbone)
     shown = pictures(48, 40)
-    save_picture(shown[0], tmp_path / "a.png")
+    save_image(shown[0], tmp_path / "a.png")
     cond = model.embed(["a", "a"], [{"image": str(tmp_path / "a.png")}, {"image": shown[1]}])
     x, t = Randomness(0, 0, torch.arange(1)).normal("x", *model.shape).expand(2, -1, -1, -1, -1), torch.full((2,), 0.5)
     out, plain = model.predict(x, t, cond), model.predict(x, t, model.embed(["a", "a"]))
     assert not torch.allclose(out[0], out[1], atol=1e-5) and not torch.allclose(out, plain, atol=1e-5)
-    alone = model.predict(x[1:], t[1:], index(cond, torch.tensor([1])))
+    alone = model.predict(x[1:], t[1:], select_rows(cond, torch.tensor([1])))
     torch.testing.assert_close(alone, out[1:], atol=1e-5, rtol=0)
 
 
@@ -91,8 +91,11 @@ def test_guidance_without_the_prompt_keeps_the_picture() -> None:
 def test_pictures_of_other_sizes_are_cut_from_the_middle() -> None:
     wide = torch.zeros(1, 3, 20, 80)
     wide[..., 30:50] = 1
-    assert covering(wide, 40, 40).shape == (1, 3, 40, 40) and covering(wide, 40, 40)[..., 4:-4].mean() > 0.99
-    assert covering(wide, 20, 80) is wide or covering(wide, 20, 80).equal(wide)
+    assert (
+        resize_and_center_crop(wide, 40, 40).shape == (1, 3, 40, 40)
+        and resize_and_center_crop(wide, 40, 40)[..., 4:-4].mean() > 0.99
+    )
+    assert resize_and_center_crop(wide, 20, 80) is wide or resize_and_center_crop(wide, 20, 80).equal(wide)
 
 
 def test_a_row_without_a_picture_among_others_is_a_sentence() -> None:
@@ -104,7 +107,7 @@ def test_a_row_without_a_picture_among_others_is_a_sentence() -> None:
 
 
 def test_edits_are_read_from_files(tmp_path: Path) -> None:
-    save_picture(pictures(8, 8)[0], tmp_path / "a.png")
+    save_image(pictures(8, 8)[0], tmp_path / "a.png")
     (tmp_path / "edits.jsonl").write_text(json.dumps({"prompt": "redder", "image": "a.png", "text": "x"}))
     rows = EditFile(tmp_path / "edits.jsonl").load(0)
     assert rows.first(1).facts == ({"image": str(tmp_path / "a.png"), "text": "x"},)
@@ -120,4 +123,4 @@ def test_edits_are_read_from_files(tmp_path: Path) -> None:
 
 def test_there_are_pictures_to_try_a_recipe_with() -> None:
     shown = EditFile().load(0).first(4).facts
-    assert [read_picture(Path(fact["image"])).shape for fact in shown] == [(1, 3, 64, 64)] * 4
+    assert [read_image(Path(fact["image"])).shape for fact in shown] == [(1, 3, 64, 64)] * 4

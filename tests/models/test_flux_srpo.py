@@ -10,30 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import CLIP_ENDS, Given, clip_words, random, t5_words
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_pipelines import CLIP_ENDS, FixedNoise, byte_clip_tokenizer, byte_t5_tokenizer, random
 from torch import Tensor
 from transformers import CLIPModel, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-from tastemaker.models.flux import SMALL, Flux, pack
-from tastemaker.objective import Alone, Context, Nothing
-from tastemaker.objectives.srpo import SRPO, Aligned
-from tastemaker.policy import Policy
-from tastemaker.preprocessing import Preprocessing
+from tastemaker.core.objective import Context, NoState, SingleProcess
+from tastemaker.core.policy import Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.reward import Rubric, WeightedReward
+from tastemaker.core.types import Placement
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.models.flux import SMALL, Flux, pack_latents
+from tastemaker.objectives.srpo import SRPO, DirectAlignBatch
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight
-from tastemaker.randomness import Randomness
-from tastemaker.reward import Graded, Rubric
+from tastemaker.processes.paths import RectifiedFlow
+from tastemaker.rewards.backbones import open_clip
+from tastemaker.rewards.backbones.dual_encoders import CosineHead, DualEncoderScorer, ImagePreprocessing
+from tastemaker.rewards.backbones.loading import load_network
+from tastemaker.rewards.backbones.preprocessing import Preprocessing
 from tastemaker.rewards.hps import Hps
-from tastemaker.rewards.nets import open_clip
-from tastemaker.rewards.nets.hub import assembled
-from tastemaker.rewards.nets.towers import Ending, Stills, Towers
-from tastemaker.types import Placement
-from tastemaker.weights import Full
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "srpo"
-FLUX = GaussianProcess(Straight(shift=3.0), steps=25)
+FLUX = GaussianProcess(RectifiedFlow(shift=3.0), steps=25)
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Case:
         """The recorded reward network, with the recorded ids of its two prompts."""
         tensors = load_file(FIXTURES / f"reward_{self.kind}.safetensors")
         scale = 1.0 if self.kind == "hps" else float(tensors["logit_scale"].exp()) / 20
-        tensors = open_clip.converted(tensors, self.kind) if self.kind == "hps" else tensors
-        config = open_clip.configuration(tensors, self.kind, heads=(2, 2))
-        net = assembled(CLIPModel, config, FIXTURES, Placement(), tensors)
-        looks, words = Stills(Preprocessing(224, "crop", overshoot="keep", corner="round")), self.ids
-        return Rubric({"it": Graded(Hps().tiny(), Towers(net, looks, words, Ending(scale)))})
+        tensors = open_clip.convert_keys(tensors, self.kind) if self.kind == "hps" else tensors
+        config = open_clip.clip_config(tensors, self.kind, heads=(2, 2))
+        net = load_network(CLIPModel, config, FIXTURES, Placement(), tensors)
+        looks, words = ImagePreprocessing(Preprocessing(224, "crop", overshoot="keep", corner="round")), self.ids
+        return Rubric({"it": WeightedReward(Hps().tiny(), DualEncoderScorer(net, looks, words, CosineHead(scale)))})
 
 
 def saved(place: Path) -> str:
@@ -91,8 +91,8 @@ def saved(place: Path) -> str:
     clip = CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS})
     random(CLIPTextModel, clip).save_pretrained(place / "text_encoder")
     random(T5EncoderModel, T5Config(**SMALL["text_encoder_2"])).save_pretrained(place / "text_encoder_2")
-    clip_words().save_pretrained(place / "tokenizer")
-    t5_words().save_pretrained(place / "tokenizer_2")
+    byte_clip_tokenizer().save_pretrained(place / "tokenizer")
+    byte_t5_tokenizer().save_pretrained(place / "tokenizer_2")
     return str(place)
 
 
@@ -112,18 +112,18 @@ def test_a_training_step_is_the_published_one(kind: str, tmp_path: Path) -> None
     )
     embeddings = {"words": tensors["in.prompt_embeds"], "pooled": tensors["in.pooled"]}
     model.remembered = lambda prompts: embeddings  # type: ignore[assignment]
-    policy = Policy(model, FLUX, Full().apply(model, ()))
-    ctx = Context(policy, case.rubric(), Randomness(0, told["step"], torch.arange(1)), Alone(), Nothing())
-    given: Any = Given(tensors["in.noise"][:, None])
+    policy = Policy(model, FLUX, FullFinetuning().apply(model, ()))
+    ctx = Context(policy, case.rubric(), Randomness(0, told["step"], torch.arange(1)), SingleProcess(), NoState())
+    given: Any = FixedNoise(tensors["in.noise"][:, None])
     made = policy.sample(policy.embed([told["caption"]], [{}]), given)
     place = torch.tensor([told["s"]])
-    seen = Aligned(made.cond, made.final, made.start, place, torch.tensor([told["step"]]))
+    seen = DirectAlignBatch(made.cond, made.final, made.start, place, torch.tensor([told["step"]]))
 
     for number, branch in enumerate(objective.branches):
         levels = objective.levels(FLUX, place, branch)
         noisy = FLUX.corrupt(seen.clean, ctx.rng, levels.source, seen.noise)
-        near(pack(noisy.x[:, 0]), tensors[f"out.branch_input.{branch}"])
-        near(pack(model.predict(noisy.x, noisy.t, made.cond)[:, 0]), tensors[f"out.velocity.{branch}"])
+        near(pack_latents(noisy.x[:, 0]), tensors[f"out.branch_input.{branch}"])
+        near(pack_latents(model.predict(noisy.x, noisy.t, made.cond)[:, 0]), tensors[f"out.velocity.{branch}"])
         near(policy.decode(objective.recover(ctx, seen, levels))[:, 0], tensors[f"out.image.{branch}"])
         loss = objective.loss(ctx, seen, (branch,))
         near(loss.metrics[f"relative/{branch}"], tensors["out.reward"][number : number + 1])

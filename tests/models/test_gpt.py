@@ -12,7 +12,15 @@ from safetensors.torch import load_file
 from tiers import fast
 from torch import Tensor
 
-from tastemaker.models.nets.gpt import GPT, Cache, GPTShape, rotate, rotations, signed, visible
+from tastemaker.models.nets.gpt import (
+    GPT,
+    GPTConfig,
+    KVCache,
+    apply_rotary_emb,
+    padded_causal_mask,
+    rope_2d,
+    rope_factors,
+)
 
 LLAMAGEN = Path(__file__).parent.parent / "fixtures" / "llamagen"
 KEYS = json.loads((LLAMAGEN / "keys_shapes.json").read_text("utf-8"))
@@ -25,14 +33,14 @@ def golden() -> dict[str, Tensor]:
 
 
 def published(golden: dict[str, Tensor]) -> GPT:
-    net = GPT(GPTShape(64, 2, 4, None, 96, 4, "class", 1, 10))
+    net = GPT(GPTConfig(64, 2, 4, None, 96, 4, "class", 1, 10))
     net.load_state_dict({key[2:]: x for key, x in golden.items() if key.startswith("w.")})
     return net
 
 
 def cached(net: GPT, ids: Tensor, cond: Tensor, shown: Tensor | None = None) -> Tensor:
     """Logits one token after the other."""
-    cache: Cache = ()
+    cache: KVCache = ()
     found = []
     for i in range(ids.shape[1]):
         fresh = ids[:, i - 1 : i] if i else None
@@ -41,7 +49,7 @@ def cached(net: GPT, ids: Tensor, cond: Tensor, shown: Tensor | None = None) -> 
     return torch.cat(found, 1)
 
 
-def stirred(shape: GPTShape) -> GPT:
+def stirred(shape: GPTConfig) -> GPT:
     """A network whose output is not zero, as it starts."""
     torch.manual_seed(0)
     net = GPT(shape)
@@ -78,12 +86,12 @@ def test_gradients_are_the_published_ones(golden: dict[str, Tensor]) -> None:
 
 def test_rotations_are_the_published_ones(golden: dict[str, Tensor]) -> None:
     wanted = load_file(LLAMAGEN / "rope2d.safetensors")
-    large = rotations(24, 64, 1, still=False).permute(1, 2, 0)
+    large = rope_2d(24, 64, 1, still=False).permute(1, 2, 0)
     torch.testing.assert_close(large[[0, 1, 2, 24, 25, 576]], wanted["freqs.g24_d64_c1"])
     for name, sizes in (("g4_d100_c1", (4, 100, 1)), ("g4_d20_c3", (4, 20, 3))):
-        torch.testing.assert_close(rotations(*sizes, still=False).permute(1, 2, 0), wanted[f"freqs.{name}"])
-    torch.testing.assert_close(rotations(4, 16, 1, still=False).permute(1, 2, 0), golden["out.freqs_cis"])
-    turned = rotate(wanted["in.x_d100"], signed(rotations(4, 100, 1, still=False)))
+        torch.testing.assert_close(rope_2d(*sizes, still=False).permute(1, 2, 0), wanted[f"freqs.{name}"])
+    torch.testing.assert_close(rope_2d(4, 16, 1, still=False).permute(1, 2, 0), golden["out.freqs_cis"])
+    turned = apply_rotary_emb(wanted["in.x_d100"], rope_factors(rope_2d(4, 100, 1, still=False)))
     torch.testing.assert_close(turned, wanted["out.rot_d100"])
 
 
@@ -92,7 +100,7 @@ def test_every_size_has_the_published_keys_without_a_device(name: str) -> None:
     size, told = KEYS[name], "caption" if name.endswith("t2i") else "class"
     prefix, features = (120, 2048) if told == "caption" else (1, 1000)
     with torch.device("meta"):
-        net = GPT(GPTShape(size["dim"], size["layers"], size["heads"], told=told, prefix=prefix, vocabulary=features))
+        net = GPT(GPTConfig(size["dim"], size["layers"], size["heads"], told=told, prefix=prefix, vocabulary=features))
     found = {key: list(x.shape) for key, x in net.state_dict().items()}
     assert len(found) == size["n_tensors"]
     assert {key: found[key] for key in size["keys"]} == size["keys"]
@@ -104,7 +112,7 @@ def test_every_size_has_the_published_keys_without_a_device(name: str) -> None:
 @torch.no_grad()
 def test_cached_calls_equal_the_whole_call(told: str, kv_heads: int | None) -> None:
     prefix = 1 if told == "class" else 5
-    net = stirred(GPTShape(32, 2, 4, kv_heads, 16, 3, told, prefix, 12))  # type: ignore[arg-type]
+    net = stirred(GPTConfig(32, 2, 4, kv_heads, 16, 3, told, prefix, 12))  # type: ignore[arg-type]
     chance = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 16, (3, 9), generator=chance)
     cond = {
@@ -119,7 +127,7 @@ def test_cached_calls_equal_the_whole_call(told: str, kv_heads: int | None) -> N
 
 @torch.no_grad()
 def test_padding_is_not_read() -> None:
-    net = stirred(GPTShape(32, 2, 4, None, 16, 3, "caption", 4, 12))
+    net = stirred(GPTConfig(32, 2, 4, None, 16, 3, "caption", 4, 12))
     chance = torch.Generator().manual_seed(0)
     ids, features = torch.randint(0, 16, (2, 9), generator=chance), torch.randn(2, 4, 12, generator=chance)
     shown = torch.tensor([[False, False, True, True], [True] * 4])
@@ -134,13 +142,13 @@ def test_padding_is_not_read() -> None:
 
 def test_each_place_sees_itself_and_what_came_before() -> None:
     shown = torch.tensor([[False, True]])
-    assert visible(shown, 0, 3)[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
-    assert visible(shown, 3, 1)[0, 0].int().tolist() == [[0, 1, 1, 1]]
+    assert padded_causal_mask(shown, 0, 3)[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    assert padded_causal_mask(shown, 3, 1)[0, 0].int().tolist() == [[0, 1, 1, 1]]
 
 
 @torch.no_grad()
 def test_the_order_of_words_matters() -> None:
-    net = stirred(GPTShape(32, 2, 4, None, 16, 3, "words", 4, 12))
+    net = stirred(GPTConfig(32, 2, 4, None, 16, 3, "words", 4, 12))
     words = torch.tensor([[1, 2, 3, 0], [3, 2, 1, 0]])
     logits, _ = net(None, words)
     assert not torch.allclose(logits[0], logits[1], atol=1e-3)
@@ -148,4 +156,4 @@ def test_the_order_of_words_matters() -> None:
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="heads must divide width into multiples of 4"):
-        GPTShape(width=100, heads=3)
+        GPTConfig(width=100, heads=3)

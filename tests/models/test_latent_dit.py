@@ -13,19 +13,19 @@ import torch
 import toys
 from torch import nn
 
-from tastemaker.models import dit_layouts
-from tastemaker.models.latent_dit import SIZES, LatentDit, network, word_ids
-from tastemaker.models.nets.latent_dit import DiTShape, LatentDiT
+from tastemaker.core.policy import Backbone, Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import LatentBatch, Placement
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.models.latent_dit import checkpoint_formats
+from tastemaker.models.latent_dit.model import SIZES, LatentDit, build_network, hash_words
+from tastemaker.models.nets.latent_dit import LatentDiT, LatentDiTConfig
 from tastemaker.objectives.likelihood import Likelihood
-from tastemaker.policy import Backbone, Guidance, Policy
-from tastemaker.processes.dynamics import Ddim, FlowSde
+from tastemaker.processes.dynamics import DDIM, FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Path as NoisePath
-from tastemaker.processes.paths import Straight, VariancePreserving
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import Latents, Placement
-from tastemaker.weights import Full
+from tastemaker.processes.paths import NoisePath as NoisePath
+from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
 
 LINEAR = VariancePreserving(betas="linear", first=1e-4, last=0.02, offset=0, ends_clean=True)
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 4, "num_embeds_ada_norm": 5}
@@ -55,7 +55,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 def test_a_dit_of_diffusers_says_the_same_here(theirs: tuple[Any, Path]) -> None:
     net, folder = theirs
-    ours = network(replace(OURS, weights=str(folder)), Placement())
+    ours = build_network(replace(OURS, weights=str(folder)), Placement())
     x, steps, classes = torch.randn(4, 4, 4, 4), torch.tensor([0, 17, 500, 999]), torch.tensor([0, 4, 5, 2])
     with torch.no_grad():
         wanted, found = net(x, steps, classes).sample, ours(x, steps, classes)
@@ -66,15 +66,15 @@ def test_a_dit_of_diffusers_says_the_same_here(theirs: tuple[Any, Path]) -> None
 def test_blocks_that_diffusers_trained_apart_are_refused(tmp_path: Path) -> None:
     diffusers.DiTTransformer2DModel(in_channels=4, out_channels=8, **SMALL).save_pretrained(tmp_path / "transformer")
     with pytest.raises(ConfigError, match="reads them once"):
-        network(replace(OURS, weights=str(tmp_path)), Placement())
+        build_network(replace(OURS, weights=str(tmp_path)), Placement())
 
 
 def test_facebooks_own_files_load_too(tmp_path: Path) -> None:
     spec = replace(OURS, habit="facebook")
-    net = network(spec, Placement())
+    net = build_network(spec, Placement())
     theirs = {"pos_embed": torch.zeros(1, 4, 16)}
     for key, x in net.state_dict().items():
-        for pattern, ours in dit_layouts.FACEBOOK:
+        for pattern, ours in checkpoint_formats.FACEBOOK:
             prefix = ours.replace(r"\1", r"(\d+)")
             if re.match(prefix, key):
                 number = re.findall(r"^blocks\.(\d+)", key)
@@ -82,7 +82,7 @@ def test_facebooks_own_files_load_too(tmp_path: Path) -> None:
                 theirs[name + key.rsplit(".", 1)[1]] = x + 0.01
     torch.save({"ema": theirs, "model": {}}, tmp_path / "DiT.pt")
     assert "blocks.1.attn.qkv.weight" in theirs and "y_embedder.embedding_table.weight" in theirs
-    found = network(replace(spec, weights=str(tmp_path / "DiT.pt")), Placement()).state_dict()
+    found = build_network(replace(spec, weights=str(tmp_path / "DiT.pt")), Placement()).state_dict()
     assert all(found[key].equal(x + 0.01) for key, x in net.state_dict().items())
 
 
@@ -91,7 +91,7 @@ def test_facebooks_dit_has_exactly_our_tensors() -> None:
     with torch.device("meta"):
         net = diffusers.DiTTransformer2DModel(in_channels=4, out_channels=8)
         ours = LatentDiT(spec.net()).state_dict()
-    found = dit_layouts.renamed(net.state_dict(), "diffusers", 2, "")
+    found = checkpoint_formats.to_native_keys(net.state_dict(), "diffusers", 2, "")
     assert {key: x.shape for key, x in found.items()} == {key: x.shape for key, x in ours.items()}
     assert sum(x.numel() for x in ours.values()) == 674_834_720  # with the null class, as published: 675 M
 
@@ -107,11 +107,11 @@ def test_the_sizes_are_the_published_ones(size: Any, millions: int, patch: int) 
 
 
 KINDS: dict[str, tuple[LatentDit, NoisePath]] = {
-    "nothing-flow": (LatentDit(), Straight()),
+    "nothing-flow": (LatentDit(), RectifiedFlow()),
     "class-epsilon": (LatentDit(told="class", classes=3, sigma=True), LINEAR),
     "class-velocity": (LatentDit(told="class", classes=3), replace(LINEAR, prediction="velocity")),
-    "words-flow": (LatentDit(told="words"), Straight()),
-    "caption-flow": (LatentDit(told="caption"), Straight()),
+    "words-flow": (LatentDit(told="words"), RectifiedFlow()),
+    "caption-flow": (LatentDit(told="caption"), RectifiedFlow()),
 }
 PROMPTS = {"class": ("0", "2", "1", ""), "nothing": ("", "a", "b", "")}
 TEXTS = ("a dog left of a cat", "a cat left of a dog", "three cats", "")
@@ -122,8 +122,8 @@ def policy(request: pytest.FixtureRequest) -> Policy[Any]:
     spec, path = KINDS[request.param]
     model = spec.tiny().load(Placement())
     assert isinstance(model, Backbone)
-    dynamics = FlowSde(0.7) if isinstance(path, Straight) else Ddim(1.0)
-    return Policy(model, GaussianProcess(path, dynamics, 4), Full().apply(model, ()))
+    dynamics = FlowSDE(0.7) if isinstance(path, RectifiedFlow) else DDIM(1.0)
+    return Policy(model, GaussianProcess(path, dynamics, 4), FullFinetuning().apply(model, ()))
 
 
 def prompts(policy: Policy[Any]) -> tuple[str, ...]:
@@ -164,11 +164,11 @@ def test_every_tensor_learns_but_for_the_variance(policy: Policy[Any]) -> None:
 def test_it_learns_to_paint_the_class_it_is_told() -> None:
     spec = replace(LatentDit(told="class", classes=4, names=toys.NAMES, pixels=16).tiny(), weights=None)
     model = spec.load(Placement())
-    policy = Policy(model, GaussianProcess(Straight(), FlowSde(0.7), 8), Full().apply(model, ()))
-    before = toys.earned(policy, 64)
+    policy = Policy(model, GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8), FullFinetuning().apply(model, ()))
+    before = toys.true_rewards(policy, 64)
     toys.fit(policy, Likelihood(), (toys.pictures(32, 1, seed, side=16) for seed in range(150)), 5e-3, cool=150)
-    after = toys.earned(policy, 64)
-    assert float(after.mean()) > float(before.mean()) + 0.1 and toys.rise(before, after) > 5
+    after = toys.true_rewards(policy, 64)
+    assert float(after.mean()) > float(before.mean()) + 0.1 and toys.z_score(before, after) > 5
 
 
 def test_a_network_held_in_bfloat16_needs_no_autocast() -> None:
@@ -179,7 +179,7 @@ def test_a_network_held_in_bfloat16_needs_no_autocast() -> None:
 
 
 def test_a_fresh_network_says_nothing_yet() -> None:
-    net = LatentDiT(DiTShape(4, 8, 2, 16, 2, 2, 64))
+    net = LatentDiT(LatentDiTConfig(4, 8, 2, 16, 2, 2, 64))
     assert not net(torch.randn(2, 4, 8, 8), torch.tensor([3.0, 500.0])).any()
 
 
@@ -192,7 +192,7 @@ def test_guidance_contrasts_with_the_class_after_the_last() -> None:
 
 
 def test_words_are_numbers_of_their_own_in_any_case() -> None:
-    ids = word_ids(["Ein Hund", "ein hund und mehr", ""], 3)
+    ids = hash_words(["Ein Hund", "ein hund und mehr", ""], 3)
     assert ids.shape == (3, 3) and ids[0, :2].equal(ids[1, :2]) and ids[0, 0] != ids[0, 1]
     assert ids[0, 2] == 0 and not ids[2].any() and bool(ids[1].all())
 
@@ -200,16 +200,16 @@ def test_words_are_numbers_of_their_own_in_any_case() -> None:
 def test_latents_of_another_autoencoder_size_or_scale_are_refused() -> None:
     model = LatentDit().tiny().load(Placement())
     x = torch.randn(2, *model.shape[1:])
-    assert model.taken(Latents(("", ""), x, model.fingerprint, 1.0)).shape == (2, *model.shape)
+    assert model.taken(LatentBatch(("", ""), x, model.fingerprint, 1.0)).shape == (2, *model.shape)
     with pytest.raises(ConfigError, match="made by the autoencoder other"):
-        model.taken(Latents(("", ""), x, "other", 1.0))
+        model.taken(LatentBatch(("", ""), x, "other", 1.0))
     with pytest.raises(ConfigError, match=r"set model\.pixels"):
-        model.taken(Latents(("", ""), x[..., :4], model.fingerprint, 1.0))
+        model.taken(LatentBatch(("", ""), x[..., :4], model.fingerprint, 1.0))
     with pytest.raises(ConfigError, match=r"set model\.scale=0\.1818"):
-        model.taken(Latents(("", ""), x, model.fingerprint, 5.5))
+        model.taken(LatentBatch(("", ""), x, model.fingerprint, 5.5))
     model.spec = replace(model.spec, weights="dit_ckpt.pth")  # explainingai never scales latents, and so was it trained
     with pytest.warns(UserWarning, match=r"it is far from 1; right only if 'dit_ckpt.pth' were trained on such"):
-        assert model.taken(Latents(("", ""), x, model.fingerprint, 5.5)).equal(x.view(2, *model.shape))
+        assert model.taken(LatentBatch(("", ""), x, model.fingerprint, 5.5)).equal(x.view(2, *model.shape))
 
 
 @pytest.mark.parametrize(

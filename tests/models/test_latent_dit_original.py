@@ -12,14 +12,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tastemaker.models.latent_dit import LatentDit, network
-from tastemaker.models.nets.latent_dit import HABITS, Attention, LatentDiT, places, waves
-from tastemaker.processes.dynamics import Ddim
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.models.latent_dit.model import LatentDit, build_network
+from tastemaker.models.nets.latent_dit import (
+    EMBEDDING_CONVENTIONS,
+    LatentDiT,
+    LatentDiTAttention,
+    position_embedding_2d,
+    sinusoidal_embedding,
+)
+from tastemaker.processes.dynamics import DDIM
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
 
 FIXTURE = Path(__file__).parent.parent / "fixtures/base/explainingai_dit_ddpm_tiny.safetensors"
 LINEAR = VariancePreserving(betas="linear", first=1e-4, last=0.02, offset=0, ends_clean=True)
@@ -50,9 +56,11 @@ def test_the_originals_checkpoint_gives_its_recorded_outputs(golden: dict[str, T
     with safe_open(FIXTURE, "pt") as file:
         settings = json.loads(file.metadata()["config"])["params"]
     assert (settings["hidden_size"], settings["ff_hidden_dim"], settings["num_heads"]) == (32, 64, 2)
-    net, habit = network(original, Placement()), HABITS["explainingai"]
-    torch.testing.assert_close(places(4, 32, habit), golden["out.pos_embed"], rtol=0, atol=1e-6)
-    torch.testing.assert_close(waves(golden["in.t"], 32, habit), golden["out.time_embedding"], rtol=0, atol=2e-4)
+    net, habit = build_network(original, Placement()), EMBEDDING_CONVENTIONS["explainingai"]
+    torch.testing.assert_close(position_embedding_2d(4, 32, habit), golden["out.pos_embed"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        sinusoidal_embedding(golden["in.t"], 32, habit), golden["out.time_embedding"], rtol=0, atol=2e-4
+    )
     with torch.no_grad():
         found = net(golden["in.x"], golden["in.t"])
     torch.testing.assert_close(found, golden["out.pred"], rtol=0, atol=2e-5)
@@ -60,7 +68,7 @@ def test_the_originals_checkpoint_gives_its_recorded_outputs(golden: dict[str, T
 
 def test_heads_of_any_width_attend_as_the_original_does() -> None:
     spec = LatentDit(codec=None, pixels=32, channels=4, width=32, depth=1, heads=3, head=8, habit="explainingai")
-    attention = Attention(32, 3, spec.net().mixed)
+    attention = LatentDiTAttention(32, 3, spec.net().mixed)
     tensors = {key: torch.randn(x.shape) for key, x in attention.state_dict().items()}
     assert tensors["qkv.weight"].shape == (72, 32) and tensors["out.weight"].shape == (32, 24)
     attention.load_state_dict(tensors)
@@ -79,7 +87,7 @@ def test_heads_of_any_width_attend_as_the_original_does() -> None:
 def test_the_originals_scheduler_is_our_path(golden: dict[str, Tensor]) -> None:
     levels = torch.arange(1, 1001) / 1000
     torch.testing.assert_close(LINEAR.alpha(levels) ** 2, golden["sched.alpha_cum_prod"], rtol=2e-5, atol=1e-7)
-    process, rng = GaussianProcess(LINEAR, Ddim(1.0), 1000), Randomness(0, 0, torch.arange(2))
+    process, rng = GaussianProcess(LINEAR, DDIM(1.0), 1000), Randomness(0, 0, torch.arange(2))
     x, noise = golden["in.x"], golden["in.noise"]
     noisy = process.corrupt(x, rng, (golden["in.t"] + 1) / 1000, noise)
     torch.testing.assert_close(noisy.x, golden["out.add_noise"], rtol=0, atol=5e-6)
@@ -87,7 +95,7 @@ def test_the_originals_scheduler_is_our_path(golden: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("k", [0, 500, 999])
 def test_a_step_of_the_originals_sampler_is_our_ancestral_one(k: int, golden: dict[str, Tensor]) -> None:
-    process = GaussianProcess(LINEAR, Ddim(1.0), 1000)
+    process = GaussianProcess(LINEAR, DDIM(1.0), 1000)
     x, output, fresh = golden["in.x"], golden["in.noise"], golden["in.step_noise"]
     t, s = torch.full((2,), (k + 1) / 1000), torch.full((2,), k / 1000)
     clean = LINEAR.clean(x, t, output)
@@ -99,4 +107,4 @@ def test_a_step_of_the_originals_sampler_is_our_ancestral_one(k: int, golden: di
 
 def test_weights_in_another_layout_name_the_habit_they_need(original: LatentDit) -> None:
     with pytest.raises(ConfigError, match=r"set model\.habit=explainingai"):
-        network(replace(original, habit="facebook"), Placement())
+        build_network(replace(original, habit="facebook"), Placement())

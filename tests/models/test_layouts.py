@@ -11,8 +11,8 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DCondi
 from diffusers.loaders import single_file_utils
 from torch import Tensor
 
-from tastemaker.models import layouts, sd3, sd15, sdxl
-from tastemaker.models.layouts import Tensors
+from tastemaker.models import pipeline_layout, sd3, sd15, sdxl
+from tastemaker.models.pipeline_layout import Tensors
 
 theirs: Any = single_file_utils
 
@@ -33,7 +33,7 @@ def equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
 def test_flux_in_its_authors_names_comes_back_to_the_bit(distilled: bool) -> None:
     config = {"num_layers": 2, "num_single_layers": 3, "guidance_embeds": distilled}  # of full width
     tensors = narrow(FluxTransformer2DModel, config)
-    made = layouts.flux(tensors, config)
+    made = pipeline_layout.flux_to_original(tensors, config)
     assert made["double_blocks.1.img_attn.qkv.weight"].shape[0] == 3 * 3072
     assert made["single_blocks.2.linear1.bias"].shape[0] == 7 * 3072
     assert equal(theirs.convert_flux_transformer_checkpoint_to_diffusers(dict(made)), tensors)
@@ -46,7 +46,10 @@ def test_sd3_in_its_authors_names_comes_back_to_the_bit(more: dict[str, Any]) ->
         own = SD3Transformer2DModel(**config).state_dict()
     chance = torch.Generator().manual_seed(0)
     tensors = {key: torch.randn(x.shape, generator=chance) for key, x in own.items()}  # widths are read off some
-    assert equal(theirs.convert_sd3_transformer_checkpoint_to_diffusers(layouts.sd3(tensors, config)), tensors)
+    assert equal(
+        theirs.convert_sd3_transformer_checkpoint_to_diffusers(pipeline_layout.sd3_to_original(tensors, config)),
+        tensors,
+    )
 
 
 STAGES = {"block_out_channels": (32, 64, 64), "layers_per_block": 2, "norm_num_groups": 8}
@@ -75,10 +78,10 @@ LIKE_SDXL = {
 def test_unets_in_their_authors_names_come_back_to_the_bit(config: dict[str, Any]) -> None:
     tensors = narrow(UNet2DConditionModel, config)
     full = dict(UNet2DConditionModel(**config).config)
-    made = {f"model.diffusion_model.{key}": x for key, x in layouts.blocks(tensors, full).items()}
+    made = {f"model.diffusion_model.{key}": x for key, x in pipeline_layout.sd_unet_to_original(tensors, full).items()}
     assert equal(theirs.convert_ldm_unet_checkpoint(made, full), tensors)
 
 
 def test_a_tensor_without_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match="have no name for 'strange'; export it in diffusers' layout"):
-        layouts.flux({"strange": torch.zeros(1)}, {})
+        pipeline_layout.flux_to_original({"strange": torch.zeros(1)}, {})

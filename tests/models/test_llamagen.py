@@ -11,19 +11,19 @@ import pytest
 import torch
 from tiers import fast
 
-from tastemaker.embeddings import Shards
-from tastemaker.guidance import NEGATIVE
-from tastemaker.lora import Lora
-from tastemaker.models.llamagen import Llamagen, LlamagenBackbone
-from tastemaker.models.llamagen_sizes import SIZES
+from tastemaker.core.guidance import NEGATIVE
+from tastemaker.core.lora import Lora
+from tastemaker.core.policy import CausalBackbone, Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Condition, Placement
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.data.embedding_store import ShardedEmbeddingStore
+from tastemaker.models.llamagen.model import Llamagen, LlamagenBackbone
+from tastemaker.models.llamagen.sizes import SIZES
 from tastemaker.models.nets.gpt import GPT
-from tastemaker.models.nets.vq import VQ, VQShape
-from tastemaker.policy import CausalBackbone, Guidance, Policy
-from tastemaker.processes.autoregressive import Autoregressive
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import Condition, Placement
-from tastemaker.weights import Full
+from tastemaker.models.nets.vq import VQ, VQConfig
+from tastemaker.processes.autoregressive import AutoregressiveProcess
 
 KEYS = json.loads((Path(__file__).parent.parent / "fixtures/llamagen/keys_shapes.json").read_text("utf-8"))
 COUNTS = {
@@ -69,7 +69,7 @@ def test_all_sizes_are_counted_here() -> None:
 def test_the_contract_is_kept(told: str) -> None:
     model = small(told)
     assert isinstance(model, CausalBackbone)
-    policy: Policy[Any] = Policy(model, Autoregressive(), Full().apply(model, ()))
+    policy: Policy[Any] = Policy(model, AutoregressiveProcess(), FullFinetuning().apply(model, ()))
     cond = policy.embed(PROMPTS[told])
     made = policy.sample(cond, Randomness(0, 0, torch.arange(3)))
     assert made.final.shape == (3, 16) and policy.decode(made.final).shape == (3, 1, 3, 32, 32)
@@ -116,7 +116,7 @@ def test_captions_are_filled_up_on_the_left() -> None:
 
 def test_without_a_caption_the_network_is_told_what_it_learned_for_that() -> None:
     model = small("caption")
-    guided = Autoregressive().guide(model, Guidance(3.0))
+    guided = AutoregressiveProcess().guide(model, Guidance(3.0))
     cond = guided.embed(["ab", "a much longer caption"])
     net: Any = model.net
     assert torch.equal(cond.tensors[NEGATIVE + "features"][1], net.cls_embedding.uncond_embedding)
@@ -126,7 +126,7 @@ def test_without_a_caption_the_network_is_told_what_it_learned_for_that() -> Non
 
 def test_captions_embedded_beforehand_need_no_encoder(tmp_path: Path) -> None:
     rows = {"features": torch.randn(1, 8, 2048), "shown": torch.ones(1, 8, dtype=torch.bool)}
-    Shards(tmp_path, {"model": "llamagen", "words": "8"}).add(["a cat"], rows)
+    ShardedEmbeddingStore(tmp_path, {"model": "llamagen", "words": "8"}).add(["a cat"], rows)
     spec = replace(Llamagen().tiny(), told="caption", t5="google/flan-t5-xl", embeddings=tmp_path)
     model = spec.load(Placement())
     assert torch.equal(model.embed(["a cat"]).tensors["features"], rows["features"])
@@ -201,7 +201,7 @@ def test_weights_that_are_not_here_are_one_sentence() -> None:
 
 
 def test_pictures_of_another_size_than_the_models_are_refused(tmp_path: Path) -> None:
-    torch.save(VQ(VQShape(32, (1, 2), 1, 16, 128, 8)).state_dict(), tmp_path / "vq.pt")
+    torch.save(VQ(VQConfig(32, (1, 2), 1, 16, 128, 8)).state_dict(), tmp_path / "vq.pt")
     spec = replace(Llamagen().tiny(), codec=str(tmp_path / "vq.pt"), codes=128, pixels=16, downsample=2)
     model = spec.load(Placement())
     assert model.encode(torch.rand(2, 1, 3, 16, 16)).shape == (2, 64)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pipelines
 import pytest
+import tiny_pipelines
 import torch
 from accelerate import init_empty_weights
 from diffusers import AutoencoderKL, DDIMScheduler, TextToVideoSDPipeline, UNet3DConditionModel
@@ -17,42 +17,42 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from tastemaker.config.load import load
-from tastemaker.models import lvdm, unet3d
+from tastemaker.core.policy import Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Condition, Placement, Segment
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.models import lvdm_checkpoint, video_unet
+from tastemaker.models.component_configs import COMPONENT_CONFIGS
 from tastemaker.models.modelscope import MODELSCOPE, Modelscope
-from tastemaker.models.nets.unet3d import ClipUnet
-from tastemaker.models.sizes import SIZES
-from tastemaker.models.unet3d import ClipUnetBackbone
+from tastemaker.models.nets.unet3d import VideoUnet
+from tastemaker.models.video_unet import VideoUnetBackbone
 from tastemaker.models.videocrafter import Videocrafter
-from tastemaker.policy import Guidance, Policy
-from tastemaker.processes.dynamics import Ddim, Ode
+from tastemaker.processes.dynamics import DDIM, ODE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import Condition, Placement, Segment
-from tastemaker.weights import Full
 
 VIDEO = Path(__file__).parent.parent / "fixtures" / "video"
 PROMPTS = ("a photo of a dog", "two red cars, oil on canvas", "")
 PATH = VariancePreserving("scaled_linear", 0.00085, 0.012, 1000, spacing="leading", offset=1)
 SIDE = 24  # pixels, so that the lower of two levels is not half as large
 UNET: dict[str, Any] = {
-    **unet3d.SMALL["unet"],
+    **video_unet.SMALL["unet"],
     "block_out_channels": (8, 16),
     "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
     "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
 }
-TEXT = {**unet3d.SMALL["text_encoder"], **pipelines.CLIP_ENDS}
+TEXT = {**video_unet.SMALL["text_encoder"], **tiny_pipelines.CLIP_ENDS}
 
 
 def pipeline() -> Any:
     """Diffusers' own, of random weights."""
     kind: Any = TextToVideoSDPipeline
     made = kind(
-        unet=pipelines.random(UNet3DConditionModel, UNET),
-        vae=pipelines.random(AutoencoderKL, unet3d.SMALL["vae"]),
-        text_encoder=pipelines.random(CLIPTextModel, CLIPTextConfig(**TEXT)),
-        tokenizer=pipelines.clip_words(),
+        unet=tiny_pipelines.random(UNet3DConditionModel, UNET),
+        vae=tiny_pipelines.random(AutoencoderKL, video_unet.SMALL["vae"]),
+        text_encoder=tiny_pipelines.random(CLIPTextModel, CLIPTextConfig(**TEXT)),
+        tokenizer=tiny_pipelines.byte_clip_tokenizer(),
         scheduler=DDIMScheduler(  # type: ignore[no-untyped-call]
             beta_start=0.00085,
             beta_end=0.012,
@@ -79,9 +79,9 @@ def spec(folder: Path) -> Modelscope:
 
 @pytest.mark.parametrize("scale", fast([1.0, 9.0], 9.0))
 def test_clips_are_those_of_the_pipeline(scale: float, folder: Path) -> None:
-    model, process = spec(folder).load(Placement()), GaussianProcess(PATH, Ode(), 4)
+    model, process = spec(folder).load(Placement()), GaussianProcess(PATH, ODE(), 4)
     guided = model if scale == 1 else process.guide(model, Guidance(scale))
-    policy: Policy[Any] = Policy(guided, process, Full().apply(model, ()))
+    policy: Policy[Any] = Policy(guided, process, FullFinetuning().apply(model, ()))
     made = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(len(PROMPTS))))
     asked = {"prompt": list(PROMPTS), "latents": made.start.transpose(1, 2), "num_frames": 3}
     asked |= {"height": SIDE, "width": SIDE, "num_inference_steps": 4, "guidance_scale": scale}
@@ -111,7 +111,7 @@ def test_a_policy_scores_steps_as_ddpo_does() -> None:
     golden = load_file(VIDEO / "ddpo_ddim_logprob.safetensors")
     model = Modelscope().tiny().load(Placement())
     model.net = Recorded(golden["eps"])
-    policy: Policy[Any] = Policy(model, GaussianProcess(PATH, Ddim(1.0), 25), Full().apply(model, ()))
+    policy: Policy[Any] = Policy(model, GaussianProcess(PATH, DDIM(1.0), 25), FullFinetuning().apply(model, ()))
     t, nothing = (golden["t"] + 1) / 1000, torch.zeros(2, 1)
     segment = Segment(t, t - 0.04, golden["x"], golden["next"], nothing, nothing + 1)
     found = policy.decide(Condition(("", ""), {"words": torch.zeros(2, 1, 1)}), segment).log_prob(segment.action)
@@ -121,7 +121,7 @@ def test_a_policy_scores_steps_as_ddpo_does() -> None:
 
 def test_the_published_size_is_known() -> None:
     with init_empty_weights():
-        net: Any = ClipUnet(**SIZES[MODELSCOPE.hub]["unet"])
+        net: Any = VideoUnet(**COMPONENT_CONFIGS[MODELSCOPE.hub]["unet"])
         stock: Any = UNet3DConditionModel()  # type: ignore[no-untyped-call]
     assert sum(p.numel() for p in net.parameters()) == 1_411_233_860
     assert {key: x.shape for key, x in net.state_dict().items()} == {k: x.shape for k, x in stock.state_dict().items()}
@@ -129,9 +129,9 @@ def test_the_published_size_is_known() -> None:
 
 @pytest.mark.slow
 def test_one_file_may_hold_another_network(folder: Path, tmp_path: Path) -> None:
-    net = pipelines.random(UNet3DConditionModel, UNET, seed=1)
+    net = tiny_pipelines.random(UNet3DConditionModel, UNET, seed=1)
     save_file(net.state_dict(), tmp_path / "other.safetensors")
-    save_file(lvdm.authors(net.state_dict(), net.config), tmp_path / "theirs.safetensors")
+    save_file(lvdm_checkpoint.unet_to_original(net.state_dict(), net.config), tmp_path / "theirs.safetensors")
     for name in ("other", "theirs"):
         model = replace(spec(folder), unet=str(tmp_path / f"{name}.safetensors")).load(Placement())
         assert all(x.equal(model.net.state_dict()[key]) for key, x in net.state_dict().items())
@@ -139,11 +139,11 @@ def test_one_file_may_hold_another_network(folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_the_network_of_videocrafter_goes_with_its_other_parts(folder: Path, tmp_path: Path) -> None:
-    net = pipelines.random(ClipUnet, {**UNET, "fps_cond": True})
+    net = tiny_pipelines.random(VideoUnet, {**UNET, "fps_cond": True})
     net.save_pretrained(tmp_path)
     crafter = Videocrafter(str(folder), str(tmp_path), frames=2, height=SIDE, width=SIDE)
     model = crafter.load(Placement())
-    assert isinstance(model, ClipUnetBackbone) and model.embed(("a",)).tensors["fps"].tolist() == [28]
+    assert isinstance(model, VideoUnetBackbone) and model.embed(("a",)).tensors["fps"].tolist() == [28]
     assert all(x.equal(model.net.state_dict()[key]) for key, x in net.state_dict().items())
     with pytest.raises(ConfigError, match=r"is not told frames per second; set model.type to modelscope"):
         replace(crafter, unet=None).load(Placement())
@@ -174,6 +174,6 @@ def test_recipes_have_the_published_settings(
     config = load(str(recipe), [])
     process = config.process
     assert isinstance(process, GaussianProcess) and config.guidance is not None
-    assert (process.steps, process.dynamics, config.guidance.scale) == (steps, Ddim(eta), scale)
+    assert (process.steps, process.dynamics, config.guidance.scale) == (steps, DDIM(eta), scale)
     assert config.model.shape == shape
     assert process.path == replace(PATH, shrinks=0.7 if name == "videocrafter2" else 1.0)

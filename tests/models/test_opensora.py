@@ -14,15 +14,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tastemaker.export.adapters import Attached, write_authors, write_diffusers
-from tastemaker.lora import Lora, LoraWeights
-from tastemaker.models.nets.opensora_vae import OpenSoraVae, Temporal, latents, place
-from tastemaker.models.nets.stdit3 import Stdit3
-from tastemaker.models.opensora import OpenSora, OpenSoraBackbone
-from tastemaker.models.opensora_parts import SMALL, network, sizes
-from tastemaker.models.sizes import OLD_VAE
-from tastemaker.registry import ConfigError
-from tastemaker.types import Condition, Placement
+from tastemaker.core.lora import Lora, LoraWeights
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Condition, Placement
+from tastemaker.export.lora import LoraFromFile, write_diffusers_lora, write_original_lora
+from tastemaker.models.component_configs import SD_VAE
+from tastemaker.models.nets.opensora_vae import OpenSoraVae, TemporalVae, latent_index, num_latents
+from tastemaker.models.nets.stdit3 import STDiT3
+from tastemaker.models.opensora.components import SMALL, build_network, infer_stdit3_config
+from tastemaker.models.opensora.model import OpenSora, OpenSoraBackbone
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "video"
 TINY = {"width": 32, "depth": 2, "heads": 4, "caption": 24, "words": 6}
@@ -47,8 +47,8 @@ def said() -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def net() -> Stdit3:
-    made = Stdit3(**TINY)
+def net() -> STDiT3:
+    made = STDiT3(**TINY)
     made.load_state_dict(golden("stdit3_tiny_state.safetensors"))
     return made
 
@@ -60,7 +60,7 @@ def vae() -> OpenSoraVae:
     with safe_open(GOLDEN / "osora_vae12_tiny_state.safetensors", framework="pt") as file:
         settings = json.loads(file.metadata()["spatial"])
     kind: Any = AutoencoderKL
-    made = OpenSoraVae(kind(**settings), Temporal(filters=8, blocks=1, groups=4), together=18).eval()
+    made = OpenSoraVae(kind(**settings), TemporalVae(filters=8, blocks=1, groups=4), together=18).eval()
     told = made.load_state_dict(golden("osora_vae12_tiny_state.safetensors"), strict=False)
     assert not told.unexpected_keys
     assert all(".module.encoder." in key or ".module.quant_conv" in key for key in told.missing_keys)
@@ -69,7 +69,7 @@ def vae() -> OpenSoraVae:
 
 def test_both_networks_have_the_published_names_and_shapes() -> None:
     with torch.device("meta"):
-        nets = {"stdit3_xl2": Stdit3(), "osora_vae12_temporal": torch.nn.ModuleDict({"temporal_vae": Temporal()})}
+        nets = {"stdit3_xl2": STDiT3(), "osora_vae12_temporal": torch.nn.ModuleDict({"temporal_vae": TemporalVae()})}
     for name, made in nets.items():
         told = json.loads((GOLDEN / f"{name}_full_keys.json").read_text(encoding="utf-8"))
         published = {key.replace("*", str(i)): shape for key, shape in told.items() for i in range(28)}
@@ -85,11 +85,11 @@ def test_the_autoencoder_is_as_large_as_the_published_file() -> None:
 
     kind: Any = AutoencoderKL
     with torch.device("meta"):
-        whole = OpenSoraVae(kind(**OLD_VAE), Temporal()).state_dict()
+        whole = OpenSoraVae(kind(**SD_VAE), TemporalVae()).state_dict()
     assert 0 < 1_573_430_548 - 4 * sum(x.numel() for x in whole.values()) < 100_000  # which names and shapes take
 
 
-def test_the_network_says_what_the_published_one_does(net: Stdit3, said: Mapping[str, Tensor]) -> None:
+def test_the_network_says_what_the_published_one_does(net: STDiT3, said: Mapping[str, Tensor]) -> None:
     told: dict[str, Any] = {"fps": said["fps"], "size": (float(said["height"][0]), float(said["width"][0]))}
     x, words, seen = said["x"].clone().requires_grad_(), said["y"][:, 0], said["mask"].bool()
     out = net(x, said["timestep"], words, seen, said["x_mask"], **told)
@@ -109,7 +109,7 @@ def test_the_network_says_what_the_published_one_does(net: Stdit3, said: Mapping
 
 @torch.no_grad()
 @pytest.mark.parametrize("held", [False, True])
-def test_the_backbone_asks_it_as_published(net: Stdit3, said: Mapping[str, Tensor], held: bool) -> None:
+def test_the_backbone_asks_it_as_published(net: STDiT3, said: Mapping[str, Tensor], held: bool) -> None:
     model = SPEC.load(Placement())
     model.net, model.size = net, (float(said["height"][0]), float(said["width"][0]))
     for row in (0, 1):
@@ -125,7 +125,7 @@ def test_the_backbone_asks_it_as_published(net: Stdit3, said: Mapping[str, Tenso
 
 
 @torch.no_grad()
-def test_words_that_are_not_there_do_not_count(net: Stdit3, said: Mapping[str, Tensor]) -> None:
+def test_words_that_are_not_there_do_not_count(net: STDiT3, said: Mapping[str, Tensor]) -> None:
     told: dict[str, Any] = {"fps": said["fps"], "size": (40.0, 64.0)}
     seen = torch.tensor([[True] * 3 + [False] * 3] * 2)
     words = said["y"][:, 0]
@@ -177,7 +177,7 @@ def test_a_frame_can_be_shown_by_its_latent_alone_as_vader_does(vae: OpenSoraVae
     x = told["pipe.z"].transpose(1, 2)
     wanted = (told["pipe.dec_frame2_as_single"] / 2 + 0.5).clamp(0, 1).transpose(1, 2)
     for frame in (5, 8):
-        assert place(frame, 18) == 2
+        assert latent_index(frame, 18) == 2
         assert far(model.decode(x, [frame]), wanted) < ROUNDING
 
 
@@ -198,37 +198,37 @@ def test_recomputing_changes_no_gradient(vae: OpenSoraVae) -> None:
 
 
 def test_frames_and_latents_are_counted_in_chunks() -> None:
-    assert [latents(frames) for frames in (1, 4, 5, 17, 18, 51, 102, 204, 408)] == [1, 1, 2, 5, 6, 15, 30, 60, 120]
-    assert [place(frame, 17) for frame in (0, 1, 4, 5, 16)] == [0, 1, 1, 2, 4]
-    assert [place(frame, 51) for frame in (17, 18, 50)] == [5, 6, 14]
-    assert [place(frame, 6) for frame in range(6)] == [0, 0, 1, 1, 1, 1]
+    assert [num_latents(frames) for frames in (1, 4, 5, 17, 18, 51, 102, 204, 408)] == [1, 1, 2, 5, 6, 15, 30, 60, 120]
+    assert [latent_index(frame, 17) for frame in (0, 1, 4, 5, 16)] == [0, 1, 1, 2, 4]
+    assert [latent_index(frame, 51) for frame in (17, 18, 50)] == [5, 6, 14]
+    assert [latent_index(frame, 6) for frame in range(6)] == [0, 0, 1, 1, 1, 1]
 
 
 def test_published_files_are_read_and_others_are_not(tmp_path: Path, said: Mapping[str, Tensor]) -> None:
     tensors = golden("stdit3_tiny_state.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
-    made = network(str(tmp_path), 0, Placement())
+    made = build_network(str(tmp_path), 0, Placement())
     own = made.state_dict()
-    assert sizes(tensors) == {**TINY, "channels": 4}
+    assert infer_stdit3_config(tensors) == {**TINY, "channels": 4}
     assert all(torch.equal(own[key], x) for key, x in tensors.items())
-    half = network(str(tmp_path), 0, Placement(dtype=torch.bfloat16)).state_dict()
+    half = build_network(str(tmp_path), 0, Placement(dtype=torch.bfloat16)).state_dict()
     assert half["t_block.1.weight"].dtype == torch.bfloat16
     assert half["rope.freqs"].dtype == torch.float32
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="are not of this network"):
-        network(str(tmp_path), 0, Placement())
+        build_network(str(tmp_path), 0, Placement())
     with pytest.raises(ConfigError, match="tastemaker download hpcai-tech/OpenSora-VAE"):
         replace(SPEC, vae=str(tmp_path / "none")).load(Placement())
 
 
 def test_the_published_layout_of_the_autoencoder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tastemaker.models import opensora_parts
+    from tastemaker.models.opensora import components
 
     own = SPEC.load(Placement()).codec.state_dict()
     assert {key.split(".")[0] for key in own} == {"spatial_vae", "temporal_vae", "scale", "shift"}
     save_file({key: x.contiguous() for key, x in own.items()}, tmp_path / "model.safetensors")
-    monkeypatch.setattr(opensora_parts, "OLD_VAE", SMALL["still"])
-    monkeypatch.setattr(opensora_parts, "Temporal", lambda: Temporal(**SMALL["temporal"]))
+    monkeypatch.setattr(components, "SD_VAE", SMALL["still"])
+    monkeypatch.setattr(components, "TemporalVae", lambda: TemporalVae(**SMALL["temporal"]))
     read = replace(SPEC, vae=str(tmp_path), seed=5).load(Placement()).codec.state_dict()
     assert all(torch.equal(read[key], x) for key, x in own.items())
 
@@ -244,13 +244,13 @@ def test_adapters_of_vader_are_read_at_its_scale_and_written_as_it_does(tmp_path
             found[f"base_model.model.{key}.lora_B.weight"] = torch.randn(outputs, 4, generator=chance)
     torch.save(found, tmp_path / "peft_model_800.pt")
     before = {key: x.clone() for key, x in model.net.state_dict().items()}
-    weights = Attached(tmp_path / "peft_model_800.pt", OpenSora.layout).apply(model, ())
+    weights = LoraFromFile(tmp_path / "peft_model_800.pt", OpenSora.layout).apply(model, ())
     assert isinstance(weights, LoraWeights)
     assert len(weights.trainable()) == len(found) == 12
     layer = "temporal_blocks.0.cross_attn.kv_linear"
     down, up = (found[f"base_model.model.{layer}.lora_{factor}.weight"] for factor in "AB")
     torch.testing.assert_close(weights.merged()[f"{layer}.weight"], before[f"{layer}.weight"] + 8 / 4 * up @ down)
-    write_authors(weights, OpenSora.layout, tmp_path / "again.pt")
+    write_original_lora(weights, OpenSora.layout, tmp_path / "again.pt")
     again = torch.load(tmp_path / "again.pt", weights_only=True)
     assert again.keys() == found.keys()
     assert all(torch.equal(again[key], x) for key, x in found.items())
@@ -263,10 +263,10 @@ def test_adapters_in_our_own_layout_keep_their_scale(tmp_path: Path) -> None:
     with torch.no_grad():
         for p in weights.trainable().values():
             p.normal_(generator=torch.Generator().manual_seed(0))
-    write_diffusers(weights, OpenSora.layout, tmp_path / "adapters.safetensors", torch.float32)
-    write_authors(weights, OpenSora.layout, tmp_path / "adapters.pt")
+    write_diffusers_lora(weights, OpenSora.layout, tmp_path / "adapters.safetensors", torch.float32)
+    write_original_lora(weights, OpenSora.layout, tmp_path / "adapters.pt")
     for name in ("adapters.safetensors", "adapters.pt"):
-        read = Attached(tmp_path / name, OpenSora.layout).apply(SPEC.load(Placement()), ())
+        read = LoraFromFile(tmp_path / name, OpenSora.layout).apply(SPEC.load(Placement()), ())
         assert isinstance(read, LoraWeights)
         for key, x in weights.merged().items():
             torch.testing.assert_close(read.merged()[key], x)

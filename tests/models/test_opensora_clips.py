@@ -10,21 +10,29 @@ from typing import Any
 import pytest
 import torch
 
-from tastemaker.config.build import shrunk
-from tastemaker.config.cautions import cautions
+from tastemaker.config.build import make_tiny
+from tastemaker.config.config_warnings import collect_warnings
 from tastemaker.config.load import load
-from tastemaker.guidance import Guided
-from tastemaker.models.opensora import OpenSora
-from tastemaker.models.opensora_references import nearest, rules
-from tastemaker.models.opensora_tables import SHAPES, SIZES, cleaned, length, shift, size, worded
-from tastemaker.policy import Guidance, Policy
-from tastemaker.processes.dynamics import Ode
+from tastemaker.core.guidance import GuidedBackbone
+from tastemaker.core.policy import Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.models.opensora.model import OpenSora
+from tastemaker.models.opensora.reference_frames import nearest_chunk_start, parse_mask_strategy
+from tastemaker.models.opensora.resolutions import (
+    ASPECT_RATIOS,
+    RESOLUTIONS,
+    add_score_tags,
+    clean_opensora_prompt,
+    resolve_num_frames,
+    resolve_size,
+    timestep_shift,
+)
+from tastemaker.processes.dynamics import ODE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
-from tastemaker.weights import Full
+from tastemaker.processes.paths import RectifiedFlow
 
 SPEC = OpenSora().tiny()
 
@@ -34,12 +42,12 @@ def test_the_published_size_and_length() -> None:
     assert spec.size == (276, 368)
     assert spec.shape == (15, 4, 34, 46)
     assert spec.pixels == (51, 3, 272, 368)
-    assert {len(sizes.split()) for sizes in SIZES.values()} == {len(SHAPES)}
-    for resolution in SIZES:
-        for shape in SHAPES[:-1]:  # the last is published as 50:27, and is 25:12
-            (high, wide), (height, width) = map(int, shape.split(":")), size(resolution, shape)
+    assert {len(sizes.split()) for sizes in RESOLUTIONS.values()} == {len(ASPECT_RATIOS)}
+    for resolution in RESOLUTIONS:
+        for shape in ASPECT_RATIOS[:-1]:  # the last is published as 50:27, and is 25:12
+            (high, wide), (height, width) = map(int, shape.split(":")), resolve_size(resolution, shape)
             assert height / width == pytest.approx(high / wide, rel=0.02)
-    assert (size("720p", "9:16"), length("16s"), length(17)) == ((720, 1280), 408, 17)
+    assert (resolve_size("720p", "9:16"), resolve_num_frames("16s"), resolve_num_frames(17)) == ((720, 1280), 408, 17)
     assert OpenSora(duration=1).shape[0] == 1
 
 
@@ -61,26 +69,28 @@ def test_sizes_that_are_none_are_refused(wrong: dict[str, Any], match: str) -> N
 def test_levels_are_those_of_the_published_transform() -> None:
     height, width, frames, steps = 276, 368, 51, 30
     ratio = math.sqrt(height * width / 512**2) * math.sqrt(frames // 17 * 5)
-    assert shift(height, width, frames) == pytest.approx(ratio)
-    assert shift(512, 512, 1) == shift(512, 512, 16) == 1
+    assert timestep_shift(height, width, frames) == pytest.approx(ratio)
+    assert timestep_shift(512, 512, 1) == timestep_shift(512, 512, 16) == 1
     t = torch.tensor([1 - i / steps for i in range(steps)])
     published = ratio * t / (1 + (ratio - 1) * t)
-    torch.testing.assert_close(Straight(shift(height, width, frames)).grid(steps)[:-1], published)
+    torch.testing.assert_close(RectifiedFlow(timestep_shift(height, width, frames)).grid(steps)[:-1], published)
 
 
 def test_levels_of_clips_of_another_size_are_said_to_be_so() -> None:
-    assert cautions(load("vader-opensora-hps")) == []
+    assert collect_warnings(load("vader-opensora-hps")) == []
     larger = load("vader-opensora-hps", ["model.resolution=360p", "model.aspect=9:16"])
-    assert cautions(larger) == [
+    assert collect_warnings(larger) == [
         "process.path.shift: 2.4108 is for clips of another size or length than the model's; "
         "set process.path.shift=3.6309, unless another is meant"
     ]
-    assert cautions(load("vader-opensora-hps", ["model.duration=1"])) and not cautions(shrunk(larger))
+    assert collect_warnings(load("vader-opensora-hps", ["model.duration=1"])) and not collect_warnings(
+        make_tiny(larger)
+    )
 
 
 def test_sampling_is_the_published_rectified_flow_with_guidance() -> None:
-    model, process = SPEC.load(Placement()), GaussianProcess(Straight(2.4), Ode(), 4)
-    policy = Policy(Guided(model, Guidance(7.0)), process, Full().apply(model, ()))
+    model, process = SPEC.load(Placement()), GaussianProcess(RectifiedFlow(2.4), ODE(), 4)
+    policy = Policy(GuidedBackbone(model, Guidance(7.0)), process, FullFinetuning().apply(model, ()))
     cond = policy.embed(["a cat on a mat", "a dog"])
     made = policy.sample(cond, Randomness(0, 0, torch.arange(2)))
     net: Any = model.net
@@ -111,13 +121,14 @@ def test_other_sizes_and_stills_are_made_by_the_same_network() -> None:
 
 
 def test_prompts_say_how_good_the_clip_should_be() -> None:
-    assert worded("A cat", 6.5, None, None) == "A cat aesthetic score: 6.5."
+    assert add_score_tags("A cat", 6.5, None, None) == "A cat aesthetic score: 6.5."
     assert (
-        worded("A cat", 6.5, 4, "pan left") == "A cat aesthetic score: 6.5. motion score: 4.0. camera motion: pan left."
+        add_score_tags("A cat", 6.5, 4, "pan left")
+        == "A cat aesthetic score: 6.5. motion score: 4.0. camera motion: pan left."
     )
-    assert worded("A cat. aesthetic score: 5.0.", 6.5, None, None) == "A cat. aesthetic score: 5.0."
-    assert cleaned(" A  <b>Big</b> cat\n#1 \u201cruns\u201d &amp; sleeps ") == 'a big cat "runs" sleeps'
-    assert cleaned(worded("A cat", 6.5, None, None)) == "a cat aesthetic score: 6.5."
+    assert add_score_tags("A cat. aesthetic score: 5.0.", 6.5, None, None) == "A cat. aesthetic score: 5.0."
+    assert clean_opensora_prompt(" A  <b>Big</b> cat\n#1 \u201cruns\u201d &amp; sleeps ") == 'a big cat "runs" sleeps'
+    assert clean_opensora_prompt(add_score_tags("A cat", 6.5, None, None)) == "a cat aesthetic score: 6.5."
     told = [replace(SPEC, aesthetic=score).load(Placement()).embed(["a cat"]).tensors["seen"] for score in (None, 6.5)]
     assert told[0].sum() < told[1].sum()
 
@@ -136,12 +147,12 @@ def test_prompts_say_how_good_the_clip_should_be() -> None:
     ],
 )
 def test_prompts_are_cleaned_as_captions_were(prompt: str, told: str) -> None:
-    assert cleaned(prompt) == told
+    assert clean_opensora_prompt(prompt) == told
 
 
 def test_held_frames_end_as_they_were_given_and_the_others_do_not(tmp_path: Path) -> None:
     model = replace(SPEC, duration=34).load(Placement())
-    policy = Policy(model, GaussianProcess(Straight(2.0), Ode(), 3), Full().apply(model, ()))
+    policy = Policy(model, GaussianProcess(RectifiedFlow(2.0), ODE(), 3), FullFinetuning().apply(model, ()))
     picture = torch.rand(1, 3, 20, 24, generator=torch.Generator().manual_seed(0))
     facts: list[dict[str, Any]] = [{"image": picture, "mask_strategy": "0,0,0,0,1;0,0,0,-5,1,0.5"}, {}]
     cond = policy.embed(["a cat", "a dog"], facts)
@@ -161,10 +172,10 @@ def test_held_frames_end_as_they_were_given_and_the_others_do_not(tmp_path: Path
 
 
 def test_rules_of_what_is_held_are_read_as_published() -> None:
-    first, second = rules("0;0,1,-5,-5,5,0.4")
+    first, second = parse_mask_strategy("0;0,1,-5,-5,5,0.4")
     assert (first.reference, first.first, first.place, first.length, first.level) == (0, 0, 0, 1, 0.0)
     assert (second.reference, second.first, second.place, second.length, second.level) == (1, -5, -5, 5, 0.4)
-    assert [nearest(at, 15) for at in (0, 2, 3, 10, 13)] == [0, 0, 5, 10, 10]
+    assert [nearest_chunk_start(at, 15) for at in (0, 2, 3, 10, 13)] == [0, 0, 5, 10, 10]
     for wrong in ("a", "1", "0,0,0,0,1,2", "0,0,0,0,1,0,9", "0,-1"):
         with pytest.raises(ValueError, match="mask_strategy"):
-            rules(wrong)
+            parse_mask_strategy(wrong)

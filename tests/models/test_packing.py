@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from tastemaker.models import files
-from tastemaker.models.packing import pack, unpack
+from tastemaker.models import weight_files
+from tastemaker.models.int8_quantization import dequantize_int8, quantize_int8
 
 
 def matrix() -> torch.Tensor:
@@ -18,7 +18,7 @@ def matrix() -> torch.Tensor:
 
 def test_every_row_comes_back_to_within_half_a_step_of_its_own_scale() -> None:
     x = matrix()
-    found = unpack(pack({"x": x}))["x"]
+    found = dequantize_int8(quantize_int8({"x": x}))["x"]
     step = x.abs().amax(1, keepdim=True).clamp(min=127 * 2.0**-14) / 127
     assert ((found - x).abs() <= 0.502 * step).all()  # scales are rounded to half precision
     assert found[-1].eq(0).all()
@@ -26,20 +26,20 @@ def test_every_row_comes_back_to_within_half_a_step_of_its_own_scale() -> None:
 
 def test_vectors_integers_and_small_matrices_stay_as_they_are() -> None:
     tensors = {"bias": torch.randn(9000), "ids": torch.arange(9000).view(2, -1), "table": torch.randn(6, 32)}
-    assert pack(tensors) == tensors
+    assert quantize_int8(tensors) == tensors
 
 
 def test_a_parameter_that_is_called_scale_is_not_taken_for_one_of_ours() -> None:
     tensors = {"norm.scale": torch.randn(8), "net.weight": torch.randn(64, 64), "net.scale": torch.randn(8)}
-    found = unpack(pack(tensors))
+    found = dequantize_int8(quantize_int8(tensors))
     assert set(found) == set(tensors) and found["net.scale"].equal(tensors["net.scale"])
 
 
 def test_a_packed_file_is_half_the_size_and_is_read_like_any_other(tmp_path: Path) -> None:
     tensors = {"x": torch.randn(512, 512), "b": torch.randn(512)}
-    files.write(tmp_path / "half.safetensors", tensors, {})
-    files.write(tmp_path / "packed.safetensors", pack(tensors), {"model": {"type": "dit"}})
+    weight_files.write_weights(tmp_path / "half.safetensors", tensors, {})
+    weight_files.write_weights(tmp_path / "packed.safetensors", quantize_int8(tensors), {"model": {"type": "dit"}})
     sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in ("half", "packed")]
-    found, config = files.read(tmp_path / "packed.safetensors")
+    found, config = weight_files.read_weights(tmp_path / "packed.safetensors")
     assert sizes[1] < 0.52 * sizes[0] and config == {"model": {"type": "dit"}}
     assert (found["x"] - tensors["x"]).norm() < 0.01 * tensors["x"].norm() and found["x"].dtype == torch.float32

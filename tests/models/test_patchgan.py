@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tastemaker.patchgan import PatchGan, published, renamed
-from tastemaker.registry import ConfigError
-from tastemaker.train.critic import ERRORS, PRICES
+from tastemaker.autoencoders.discriminator import DISCRIMINATOR_LOSSES, GENERATOR_LOSSES
+from tastemaker.autoencoders.patchgan import PatchGANDiscriminator, convert_explainingai_keys, load_discriminator
+from tastemaker.core.registry import ConfigError
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "llamagen" / "patchgan_and_gan_losses.safetensors"
 
@@ -28,7 +28,7 @@ def weights(golden: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_patches_are_judged_as_by_the_published_network(golden: dict[str, Tensor]) -> None:
-    net = PatchGan(8)
+    net = PatchGANDiscriminator(8)
     net.load_state_dict(weights(golden))
     for module in net.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
@@ -42,8 +42,8 @@ def test_patches_are_judged_as_by_the_published_network(golden: dict[str, Tensor
 def test_losses_are_the_published_ones(golden: dict[str, Tensor]) -> None:
     real, fake = golden["in.real"], golden["in.fake"]
     for name in ("hinge", "vanilla"):
-        torch.testing.assert_close(ERRORS[name](real, fake).mean()[None], golden[f"out.{name}_d_loss"])
-    torch.testing.assert_close(PRICES["mean"](fake).mean()[None], golden["out.hinge_gen_loss"])
+        torch.testing.assert_close(DISCRIMINATOR_LOSSES[name](real, fake).mean()[None], golden[f"out.{name}_d_loss"])
+    torch.testing.assert_close(GENERATOR_LOSSES["mean"](fake).mean()[None], golden["out.hinge_gen_loss"])
 
 
 def test_the_non_saturating_loss_is_not_the_published_one_with_its_arguments_swapped(golden: dict[str, Tensor]) -> None:
@@ -51,30 +51,30 @@ def test_the_non_saturating_loss_is_not_the_published_one_with_its_arguments_swa
     swapped = F.binary_cross_entropy_with_logits(torch.ones_like(fake), fake)
     torch.testing.assert_close(swapped[None], golden["out.non_saturating_gen_loss"])
     right = F.binary_cross_entropy_with_logits(fake, torch.ones_like(fake))
-    torch.testing.assert_close(PRICES["non_saturating"](fake).mean(), right)
-    assert PRICES["non_saturating"](fake + 5).mean() < right  # a copy that deceives more pays less
+    torch.testing.assert_close(GENERATOR_LOSSES["non_saturating"](fake).mean(), right)
+    assert GENERATOR_LOSSES["non_saturating"](fake + 5).mean() < right  # a copy that deceives more pays less
 
 
 def test_the_sizes_are_the_published_ones() -> None:
-    assert sum(p.numel() for p in PatchGan(64, 3, tail=False).parameters()) == 663_360  # explainingai's
-    assert sum(p.numel() for p in PatchGan(64, 3).parameters()) == 2_765_633  # LlamaGen's
+    assert sum(p.numel() for p in PatchGANDiscriminator(64, 3, tail=False).parameters()) == 663_360  # explainingai's
+    assert sum(p.numel() for p in PatchGANDiscriminator(64, 3).parameters()) == 2_765_633  # LlamaGen's
 
 
 def test_checkpoints_of_both_layouts_are_read(golden: dict[str, Tensor], tmp_path: Path) -> None:
     llamagen = {"model": {"conv": torch.zeros(1)}, "discriminator": weights(golden), "steps": 3}
     torch.save(llamagen, tmp_path / "vq.pt")
-    net = PatchGan(8)
-    published(net, tmp_path / "vq.pt")
+    net = PatchGANDiscriminator(8)
+    load_discriminator(net, tmp_path / "vq.pt")
     assert net.main[11].weight.equal(golden["w.main.11.weight"])
-    made = PatchGan(8, 3, tail=False).state_dict()
+    made = PatchGANDiscriminator(8, 3, tail=False).state_dict()
     theirs = {f"layers.{layer(key)}": x for key, x in made.items()}
-    assert renamed(theirs).keys() == made.keys()
+    assert convert_explainingai_keys(theirs).keys() == made.keys()
     torch.save(theirs, tmp_path / "vae_discriminator_ckpt.pth")
-    other = PatchGan(8, 3, tail=False)
-    published(other, tmp_path / "vae_discriminator_ckpt.pth")
+    other = PatchGANDiscriminator(8, 3, tail=False)
+    load_discriminator(other, tmp_path / "vae_discriminator_ckpt.pth")
     assert all(x.equal(made[key]) for key, x in other.state_dict().items())
     save_file(made, tmp_path / "own.safetensors")
-    published(other, tmp_path / "own.safetensors")
+    load_discriminator(other, tmp_path / "own.safetensors")
 
 
 def layer(key: str) -> str:
@@ -86,13 +86,13 @@ def layer(key: str) -> str:
 
 def test_what_does_not_fit_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs 24 a side"):
-        PatchGan(8)(torch.rand(1, 3, 16, 16))
-    assert PatchGan(8)(torch.rand(2, 3, 24, 24)).shape == (2, 1, 1, 1)
+        PatchGANDiscriminator(8)(torch.rand(1, 3, 16, 16))
+    assert PatchGANDiscriminator(8)(torch.rand(2, 3, 24, 24)).shape == (2, 1, 1, 1)
     with pytest.raises(ConfigError, match="there is nothing at"):
-        published(PatchGan(8), tmp_path / "none.pth")
+        load_discriminator(PatchGANDiscriminator(8), tmp_path / "none.pth")
     torch.save({"discriminator": {"main.0.weight": torch.zeros(1)}}, tmp_path / "other.pt")
     with pytest.raises(ConfigError, match="are of another network"):
-        published(PatchGan(8), tmp_path / "other.pt")
+        load_discriminator(PatchGANDiscriminator(8), tmp_path / "other.pt")
     torch.save({"args": Namespace(a=1)}, tmp_path / "pickled.pt")
     with pytest.raises(ConfigError, match="could run code"):
-        published(PatchGan(8), tmp_path / "pickled.pt")
+        load_discriminator(PatchGANDiscriminator(8), tmp_path / "pickled.pt")

@@ -9,30 +9,30 @@ from typing import Any
 import pytest
 import torch
 
-from tastemaker.embeddings import Shards
-from tastemaker.models import published
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.data.embedding_store import ShardedEmbeddingStore
+from tastemaker.models import pipeline_components
 from tastemaker.models.flux import Flux
 from tastemaker.models.flux_kontext import FluxKontext
+from tastemaker.models.pretrained import WeightsSource
 from tastemaker.models.qwen_image import QwenImage
-from tastemaker.models.readers import lent
 from tastemaker.models.sd3 import Sd3
 from tastemaker.models.sd15 import Sd15
 from tastemaker.models.sdxl import Sdxl
-from tastemaker.pretrained import Source
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.models.text_encoders import temporarily_on_device
 
 
 @pytest.mark.parametrize("spec", [Flux, FluxKontext, QwenImage, Sd3, Sd15, Sdxl])
 def test_only_what_is_not_here_is_fetched_and_nothing_else_in_its_place(spec: type[Flux], tmp_path: Path) -> None:
     (usual,) = spec().sources
-    assert usual.hub == spec().weights and usual.size != Source("x").size
-    assert spec(weights="somebody/else").sources == (Source("somebody/else"),)
+    assert usual.hub == spec().weights and usual.size != WeightsSource("x").size
+    assert spec(weights="somebody/else").sources == (WeightsSource("somebody/else"),)
     assert spec(weights=str(tmp_path)).sources == () and spec().tiny().sources == ()
 
 
 def test_random_weights_have_the_published_size(tmp_path: Path) -> None:
-    Shards(tmp_path, {}).add([""], {"words": torch.zeros(1, 1)})
+    ShardedEmbeddingStore(tmp_path, {}).add([""], {"words": torch.zeros(1, 1)})
     meta = Placement(torch.device("meta"), torch.bfloat16, trained=torch.bfloat16)
     for spec, count in (
         (Flux("random"), 11_901_408_320),
@@ -50,7 +50,7 @@ def test_random_weights_have_the_published_size(tmp_path: Path) -> None:
 def test_text_encoders_wait_on_the_host_and_are_unchanged_by_being_lent() -> None:
     net, host = torch.nn.Linear(3, 3), torch.device("cpu")
     before = {key: x.clone() for key, x in net.state_dict().items()}
-    with lent(net, host):
+    with temporarily_on_device(net, host):
         assert net(torch.ones(1, 3)).shape == (1, 3)
     assert all(net.state_dict()[key].equal(x) for key, x in before.items())
     readers: Any = Flux().tiny().load(Placement()).remembered.read
@@ -61,5 +61,5 @@ def test_pictures_decoded_one_by_one_are_those_of_one_call(monkeypatch: pytest.M
     model = Flux().tiny().load(Placement())
     x = torch.randn(3, *model.shape, generator=torch.Generator().manual_seed(0))
     together = model.decode(x)
-    monkeypatch.setattr(published, "AT_ONCE", 1)
+    monkeypatch.setattr(pipeline_components, "DECODE_BATCH_LATENTS", 1)
     torch.testing.assert_close(model.decode(x), together, atol=1e-5, rtol=0)

@@ -22,24 +22,24 @@ from tiers import fast
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tastemaker.guidance import Guided
-from tastemaker.models.published import silence
+from tastemaker.core.guidance import GuidedBackbone
+from tastemaker.core.objective import Context, SingleProcess
+from tastemaker.core.policy import Backbone, Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import Rubric, WeightedReward
+from tastemaker.core.types import Placement, PromptBatch
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.models.pipeline_components import silence_libraries
 from tastemaker.models.qwen_image import SMALL, QwenImage
-from tastemaker.objective import Alone, Context
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
-from tastemaker.policy import Backbone, Guidance, Policy
-from tastemaker.processes.dynamics import FlowSde
+from tastemaker.processes.dynamics import FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Graded, Rubric
+from tastemaker.processes.paths import RectifiedFlow
 from tastemaker.rewards.color import Brightness
-from tastemaker.types import Placement, PromptBatch
-from tastemaker.weights import Full
 
 PROMPTS = ["a red cat on a mat", "two blue dogs"]
 SPEC = QwenImage(height=64, width=32, words=280)
@@ -55,9 +55,9 @@ SCHEDULER = {
 }
 
 
-def published(tokens: int) -> Straight:
+def published(tokens: int) -> RectifiedFlow:
     """The levels of a picture of so many tokens."""
-    return Straight(shift=math.exp(0.5 + 0.4 * (tokens - 256) / (8192 - 256)), terminal=0.02)
+    return RectifiedFlow(shift=math.exp(0.5 + 0.4 * (tokens - 256) / (8192 - 256)), terminal=0.02)
 
 
 def rows(count: int) -> Randomness:
@@ -82,7 +82,7 @@ def pipeline_of(seed: int) -> QwenImagePipeline:
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     folder = tmp_path_factory.mktemp("qwen")
-    with silence(), torch.random.fork_rng():
+    with silence_libraries(), torch.random.fork_rng():
         made = pipeline_of(0)
         for number, p in enumerate(made.transformer.parameters()):  # a fresh one looks away from its prompt
             p.data.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number)))
@@ -99,13 +99,13 @@ def test_samples_are_those_of_the_published_pipeline(
     theirs, folder = pipeline
     model: Backbone = replace(SPEC, weights=str(folder), words=words).load(Placement())
     if guidance:
-        model = Guided(model, guidance)
-    policy = Policy(model, GaussianProcess(published(8), steps=4), Full().apply(model, ()))
+        model = GuidedBackbone(model, guidance)
+    policy = Policy(model, GaussianProcess(published(8), steps=4), FullFinetuning().apply(model, ()))
     made = policy.sample(policy.embed(PROMPTS), rows(2))
     negative = [" "] * 2 if guidance else None
     asked = {"height": 64, "width": 32, "num_inference_steps": 4, "max_sequence_length": words}
     asked |= {"negative_prompt": negative, "true_cfg_scale": 4.0 if guidance else 1.0}
-    with silence():
+    with silence_libraries():
         start = made.start.flatten(1, 2)
         latents = theirs(PROMPTS, latents=start, output_type="latent", **asked).images
         pixels = theirs(PROMPTS, latents=start, output_type="pt", **asked).images
@@ -128,7 +128,7 @@ def test_levels_are_those_of_the_published_scheduler(height: int, width: int, sh
 def policy() -> Policy[Any]:
     model = QwenImage().tiny().load(Placement())
     assert isinstance(model, Backbone)
-    return Policy(model, GaussianProcess(published(4), FlowSde(0.7), 4), Full().apply(model, ()))
+    return Policy(model, GaussianProcess(published(4), FlowSDE(0.7), 4), FullFinetuning().apply(model, ()))
 
 
 def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
@@ -187,11 +187,11 @@ OBJECTIVES = [
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: type(o).__name__)
 def test_a_step_of_every_kind_moves_it(objective: Any) -> None:
     model = QwenImage().tiny().load(Placement())
-    weights = Full().apply(model, objective.snapshots())
-    guided = Guided(model, Guidance(4.0, " ", rescale="token"))
-    policy = Policy(guided, GaussianProcess(published(4), FlowSde(0.7), 3), weights)
-    rubric = Rubric({"light": Graded(Brightness(), Brightness().load(Placement()))})
-    ctx = Context(policy, rubric, rows(2), Alone(), objective.memory())
+    weights = FullFinetuning().apply(model, objective.snapshots())
+    guided = GuidedBackbone(model, Guidance(4.0, " ", rescale="token"))
+    policy = Policy(guided, GaussianProcess(published(4), FlowSDE(0.7), 3), weights)
+    rubric = Rubric({"light": WeightedReward(Brightness(), Brightness().load(Placement()))})
+    ctx = Context(policy, rubric, rows(2), SingleProcess(), objective.memory())
     experience = objective.collect(ctx, PromptBatch(tuple(PROMPTS), ({}, {})))
     for part in objective.parts(experience):
         objective.loss(ctx, experience, part).rows.sum().backward()

@@ -22,27 +22,27 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tastemaker.guidance import Guided
-from tastemaker.models import layouts
-from tastemaker.models.published import silence
+from tastemaker.core.guidance import GuidedBackbone
+from tastemaker.core.objective import Context, SingleProcess
+from tastemaker.core.policy import Backbone, Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import Rubric, WeightedReward
+from tastemaker.core.types import Placement, PromptBatch
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.models import pipeline_layout
+from tastemaker.models.pipeline_components import silence_libraries
 from tastemaker.models.sd3 import SMALL, Sd3
-from tastemaker.objective import Alone, Context
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.reward_gradient import RewardGradient
-from tastemaker.policy import Backbone, Guidance, Policy
-from tastemaker.processes.dynamics import FlowSde
+from tastemaker.processes.dynamics import FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Graded, Rubric
+from tastemaker.processes.paths import RectifiedFlow
 from tastemaker.rewards.color import Brightness
-from tastemaker.types import Placement, PromptBatch
-from tastemaker.weights import Full
 
 PROMPTS = ["a red cat on a mat", "two blue dogs and a very long walk along the river until evening"]
-PUBLISHED = Straight(shift=3.0, lowest=0.002994012)
+PUBLISHED = RectifiedFlow(shift=3.0, lowest=0.002994012)
 SPEC = Sd3(height=64, width=32, words=24)
 
 
@@ -81,7 +81,7 @@ def published(seed: int) -> StableDiffusion3Pipeline:
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     folder = tmp_path_factory.mktemp("sd3")
-    with silence(), torch.random.fork_rng():
+    with silence_libraries(), torch.random.fork_rng():
         made = published(0)
         for number, p in enumerate(made.transformer.parameters()):  # a fresh one looks away from its prompt
             p.data.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number)))
@@ -97,12 +97,12 @@ def test_samples_are_those_of_the_published_pipeline(pipeline: tuple[Any, Path],
     theirs, folder = pipeline
     model: Backbone = replace(SPEC, weights=str(folder), t5=t5).load(Placement())
     if guidance > 1:
-        model = Guided(model, Guidance(guidance))
-    policy = Policy(model, GaussianProcess(PUBLISHED, steps=4), Full().apply(model, ()))
+        model = GuidedBackbone(model, Guidance(guidance))
+    policy = Policy(model, GaussianProcess(PUBLISHED, steps=4), FullFinetuning().apply(model, ()))
     made = policy.sample(policy.embed(PROMPTS), rows(2))
     asked = {"height": 64, "width": 32, "num_inference_steps": 4, "guidance_scale": guidance, "max_sequence_length": 24}
     kept, theirs.text_encoder_3 = theirs.text_encoder_3, theirs.text_encoder_3 if t5 else None
-    with silence():
+    with silence_libraries():
         latents = theirs(PROMPTS, latents=made.start[:, 0], output_type="latent", **asked).images
         pixels = theirs(PROMPTS, latents=made.start[:, 0], output_type="pt", **asked).images
     theirs.text_encoder_3 = kept
@@ -119,16 +119,16 @@ def test_levels_are_those_of_the_published_scheduler() -> None:
 
 def test_levels_outside_the_path_are_sentences() -> None:
     with pytest.raises(ValueError, match=r"'lowest' is 1\.5; expected a level between 0 and 1, or none"):
-        Straight(lowest=1.5)
+        RectifiedFlow(lowest=1.5)
     with pytest.raises(ValueError, match=r"'terminal' is 0\.0; expected a level between 0 and 1, or none"):
-        Straight(terminal=0.0)
+        RectifiedFlow(terminal=0.0)
 
 
 @pytest.fixture
 def policy() -> Policy[Any]:
     model = Sd3().tiny().load(Placement())
     assert isinstance(model, Backbone)
-    return Policy(model, GaussianProcess(PUBLISHED, FlowSde(0.7), 4), Full().apply(model, ()))
+    return Policy(model, GaussianProcess(PUBLISHED, FlowSDE(0.7), 4), FullFinetuning().apply(model, ()))
 
 
 def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
@@ -177,10 +177,10 @@ def test_the_picture_sends_its_gradient_back_with_and_without_recomputation() ->
 @pytest.mark.parametrize("objective", [RewardGradient(), GRPO(group=2), NFT(group=2)], ids=lambda o: type(o).__name__)
 def test_a_step_of_every_kind_moves_it(objective: Any) -> None:
     model = Sd3().tiny().load(Placement())
-    weights = Full().apply(model, objective.snapshots())
-    policy = Policy(model, GaussianProcess(PUBLISHED, FlowSde(0.7), 3), weights)
-    rubric = Rubric({"light": Graded(Brightness(), Brightness().load(Placement()))})
-    ctx = Context(policy, rubric, rows(2), Alone(), objective.memory())
+    weights = FullFinetuning().apply(model, objective.snapshots())
+    policy = Policy(model, GaussianProcess(PUBLISHED, FlowSDE(0.7), 3), weights)
+    rubric = Rubric({"light": WeightedReward(Brightness(), Brightness().load(Placement()))})
+    ctx = Context(policy, rubric, rows(2), SingleProcess(), objective.memory())
     experience = objective.collect(ctx, PromptBatch(tuple(PROMPTS), ({}, {})))
     for part in objective.parts(experience):
         objective.loss(ctx, experience, part).rows.sum().backward()
@@ -201,7 +201,7 @@ def test_one_file_may_hold_the_transformer(pipeline: tuple[Any, Path], tmp_path:
 def test_one_file_may_be_in_the_authors_layout(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
     _, folder = pipeline
     other = SD3Transformer2DModel(**SMALL["transformer"])
-    made = {key: x.clone() for key, x in layouts.sd3(other.state_dict(), other.config).items()}
+    made = {key: x.clone() for key, x in pipeline_layout.sd3_to_original(other.state_dict(), other.config).items()}
     whole = {f"model.diffusion_model.{key}": x for key, x in made.items()} | {"first_stage_model.x": torch.ones(1)}
     for tensors in (made, whole):
         save_file(tensors, tmp_path / "other.safetensors")

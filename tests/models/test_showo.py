@@ -12,28 +12,28 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tastemaker.guidance import NEGATIVE
-from tastemaker.models.nets.magvit import Magvit, MagvitShape
-from tastemaker.models.nets.prefix import trimmed
-from tastemaker.models.nets.showo import Showo as Network
-from tastemaker.models.nets.showo import ShowoShape, Vocabulary, visible
-from tastemaker.models.prompting import LETTERS, Prompter
-from tastemaker.models.showo import Showo, ShowoBackbone
-from tastemaker.policy import Guidance, Policy
-from tastemaker.processes.masked import Masked, Rereading
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import HIDDEN, Condition, Corrupted, Placement
-from tastemaker.weights import Full
+from tastemaker.core.guidance import NEGATIVE
+from tastemaker.core.policy import Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import MASK_TOKEN_ID, Condition, Corrupted, Placement
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.models.nets.magvit import Magvit, MagvitConfig
+from tastemaker.models.nets.showo import ShowoConfig, ShowoVocabulary, omni_attention_mask
+from tastemaker.models.nets.showo import ShowoTransformer as Network
+from tastemaker.models.nets.showo_prefix_cache import trim_left_padding
+from tastemaker.models.showo.model import Showo, ShowoBackbone
+from tastemaker.models.showo.prompt_tokenizer import BYTE_TOKENIZER, ShowoPromptTokenizer
+from tastemaker.processes.masked import MaskedProcess, UncachedMaskedPredictor
 
 SHOWO = Path(__file__).parent.parent / "fixtures" / "showo"
 TEXTS = ("3 4 5", "", "1 2 3 4 5 6 7 8 9 10 11", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16", "49 7 8")
-WORDS = Vocabulary(50, 49, 32)  # of the recorded model
+WORDS = ShowoVocabulary(50, 49, 32)  # of the recorded model
 TEXT, PICTURE = 13, slice(14, 30)  # places of words, and of codes
 RECORDED = Showo(
     weights=str(SHOWO / "showo_tiny_state.safetensors"),
     codec=str(SHOWO / "magvit_tiny_state.safetensors"),
-    tokenizer=LETTERS,
+    tokenizer=BYTE_TOKENIZER,
     pixels=16,
     downsample=4,
     words=12,
@@ -61,14 +61,14 @@ def recorded() -> ShowoBackbone:
 
 def test_prompts_are_laid_out_as_published() -> None:
     seen = golden("prompt_mask_logits")
-    prompter = Prompter(WORDS, lambda text: [int(word) for word in text.split()], TEXT)
+    prompter = ShowoPromptTokenizer(WORDS, lambda text: [int(word) for word in text.split()], TEXT)
     assert torch.equal(prompter(TEXTS), seen["cond_ids"][:, :TEXT])
     assert torch.equal(prompter([""] * 5), seen["uncond_ids"][:, :TEXT])
-    assert torch.equal(WORDS.framed(torch.full((5, 16), HIDDEN)), seen["cond_ids"][:, TEXT:])
+    assert torch.equal(WORDS.framed(torch.full((5, 16), MASK_TOKEN_ID)), seen["cond_ids"][:, TEXT:])
 
 
 def test_marks_and_codes_have_their_published_ids() -> None:
-    words = Vocabulary()
+    words = ShowoVocabulary()
     assert (words.filling, words.opens, words.closes, words.painting, words.telling) == (
         50295, 50296, 50297, 50300, 50301,
     )  # fmt: skip
@@ -78,7 +78,7 @@ def test_marks_and_codes_have_their_published_ids() -> None:
 def test_places_see_each_other_as_published() -> None:
     seen = golden("prompt_mask_logits")
     ids = torch.cat([seen["cond_ids"], seen["uncond_ids"]])
-    assert torch.equal(visible((ids == WORDS.filling).sum(1), TEXT, 31), seen["mask_bool"])
+    assert torch.equal(omni_attention_mask((ids == WORDS.filling).sum(1), TEXT, 31), seen["mask_bool"])
 
 
 def test_logits_are_the_published_ones_at_every_place(recorded: ShowoBackbone) -> None:
@@ -92,10 +92,10 @@ def test_logits_are_the_published_ones_at_every_place(recorded: ShowoBackbone) -
 def test_filling_that_all_rows_begin_with_need_not_be_read(recorded: ShowoBackbone) -> None:
     text = golden("prompt_mask_logits")["cond_ids"][:2, :TEXT]
     longer = torch.nn.functional.pad(text, (40 - TEXT, 0), value=WORDS.filling)
-    x = torch.full((2, 16), HIDDEN)
-    assert trimmed(longer, WORDS.filling)[2] == 32
+    x = torch.full((2, 16), MASK_TOKEN_ID)
+    assert trim_left_padding(longer, WORDS.filling)[2] == 32
     ids = torch.cat([longer, WORDS.framed(x)], 1)
-    allowed = visible((longer == WORDS.filling).sum(1), 40, ids.shape[1])
+    allowed = omni_attention_mask((longer == WORDS.filling).sum(1), 40, ids.shape[1])
     with torch.no_grad():
         logits = recorded.predict(x, torch.ones(2), Condition(("", ""), {"text": longer}))
         whole, _ = recorded.net(ids, allowed, places=slice(41, 57), tokens=WORDS.pictures)
@@ -106,7 +106,7 @@ def test_the_model_says_of_codes_what_the_network_does(recorded: ShowoBackbone) 
     seen = golden("prompt_mask_logits")
     with torch.no_grad():
         cond = Condition(TEXTS, {"text": seen["cond_ids"][:, :TEXT]})
-        logits = recorded.predict(torch.full((5, 16), HIDDEN), torch.ones(5), cond)
+        logits = recorded.predict(torch.full((5, 16), MASK_TOKEN_ID), torch.ones(5), cond)
     torch.testing.assert_close(logits, seen["logits"][:5, PICTURE, WORDS.pictures], rtol=1e-5, atol=1e-5)
 
 
@@ -130,10 +130,10 @@ def recorded_run(model: ShowoBackbone, name: str, weight: float, steps: int) -> 
     tensors = {"text": seen["in_ids"][:, :TEXT]}
     if weight:
         tensors[NEGATIVE + "text"] = seen["step_ids"][0, 2:, :TEXT]
-    process = Masked(steps, replay=False)
+    process = MaskedProcess(steps, replay=False)
     guided = process.guide(model, Guidance(1 + weight)) if weight else model
     drawn = Replayed(0, 0, torch.arange(2), seen)
-    return Policy(guided, process, Full().apply(model, ())), Condition(("", ""), tensors), drawn
+    return Policy(guided, process, FullFinetuning().apply(model, ())), Condition(("", ""), tensors), drawn
 
 
 @pytest.mark.parametrize(("name", "weight", "steps"), [("gen_cfg175_T6", 1.75, 6), ("gen_nocfg_T4", 0.0, 4)])
@@ -146,7 +146,7 @@ def test_a_recorded_generation_is_repeated_token_by_token(
     with torch.no_grad():
         rollout: Any = learner.rollout(cond, drawn)
         if not cached:
-            rollout.reading = Rereading(learner.model, cond)
+            rollout.reading = UncachedMaskedPredictor(learner.model, cond)
         for step in range(steps):
             logits = rollout.reading.predict(rollout.ids, torch.ones(2))
             chances = logits.softmax(-1).flatten(0, 1)
@@ -154,7 +154,7 @@ def test_a_recorded_generation_is_repeated_token_by_token(
             assert torch.equal(WORDS.framed(rollout.ids), seen["step_ids"][step, :2, TEXT:])
             rollout.step()
             if step < steps - 1:  # the last guess is the picture; what would be hidden of it nobody sees
-                assert torch.equal(rollout.ids == HIDDEN, seen["masking"][step])
+                assert torch.equal(rollout.ids == MASK_TOKEN_ID, seen["masking"][step])
     assert torch.equal(rollout.preview(), seen["out"])
 
 
@@ -163,7 +163,7 @@ def preference(side: str) -> tuple[Tensor, Corrupted, Condition]:
     ids, labels = seen[f"{side}_ids"], seen[f"{side}_labels"]
     hidden = labels[:, PICTURE] != -100
     x = seen[f"raw_{side}_codes"] % WORDS.pictures.start  # recorded with or without their place in the vocabulary
-    noisy = Corrupted(torch.where(hidden, HIDDEN, x), hidden.float().mean(1), hidden)
+    noisy = Corrupted(torch.where(hidden, MASK_TOKEN_ID, x), hidden.float().mean(1), hidden)
     assert torch.equal(WORDS.framed(noisy.x), ids[:, TEXT:])
     return x, noisy, Condition(("",) * len(ids), {"text": ids[:, :TEXT]})
 
@@ -171,7 +171,7 @@ def preference(side: str) -> tuple[Tensor, Corrupted, Condition]:
 def test_a_step_of_preference_has_every_published_gradient() -> None:
     seen = golden("dpo_step")
     model = replace(RECORDED, scored="sequence").load(Placement())
-    learner: Policy[Any] = Policy(model, Masked(), Full().apply(model, ("reference",)))
+    learner: Policy[Any] = Policy(model, MaskedProcess(), FullFinetuning().apply(model, ("reference",)))
     model.net.load_state_dict(golden("dpo_policy_state"))
     sides = {side: preference(side) for side in ("chosen", "rejected")}
     with learner.weights.use("reference"):  # before the graph is built
@@ -193,14 +193,14 @@ def test_a_step_of_preference_has_every_published_gradient() -> None:
 
 
 def seen(cond: Condition) -> Tensor:
-    return visible((cond.tensors["text"] == WORDS.filling).sum(1), TEXT, TEXT + 18)
+    return omni_attention_mask((cond.tensors["text"] == WORDS.filling).sum(1), TEXT, TEXT + 18)
 
 
 def test_codes_alone_are_scored_among_themselves() -> None:
     model = RECORDED.load(Placement())
     x, noisy, cond = preference("chosen")
     with torch.no_grad():
-        own = Masked().likelihood(model, cond, x, noisy)
+        own = MaskedProcess().likelihood(model, cond, x, noisy)
         published = replace(RECORDED, scored="sequence").load(Placement()).likelihood(x, noisy, cond)
         chances = model.predict(noisy.x, noisy.t, cond).log_softmax(-1).gather(-1, x[..., None])[..., 0]
         whole = replace(RECORDED, scored="vocabulary").load(Placement()).likelihood(x, noisy, cond)
@@ -239,7 +239,7 @@ def listed(name: str) -> dict[str, tuple[int, ...]]:
 
 def test_networks_of_published_size_have_the_published_names_and_shapes() -> None:
     with torch.device("meta"):
-        nets = {"showo_full_keys.txt": Network(ShowoShape()), "magvit_keys.txt": Magvit(MagvitShape())}
+        nets = {"showo_full_keys.txt": Network(ShowoConfig()), "magvit_keys.txt": Magvit(MagvitConfig())}
     for name, net in nets.items():
         assert {key: tuple(x.shape) for key, x in net.state_dict().items()} == listed(name)
 
@@ -266,13 +266,13 @@ def test_a_picture_is_painted_over_where_its_mask_is_white(recorded: ShowoBackbo
     pixels = golden("magvit_io")["pixels"][:1] / 2 + 0.5
     mask = torch.zeros(1, 3, 16, 16)
     mask[..., 8:] = 1
-    process = Masked(4)
-    learner: Policy[Any] = Policy(process.guide(recorded, Guidance(2.0)), process, Full().apply(recorded, ()))
+    process = MaskedProcess(4)
+    learner: Policy[Any] = Policy(process.guide(recorded, Guidance(2.0)), process, FullFinetuning().apply(recorded, ()))
     cond = learner.embed(["1 2", "3"], [{"image": pixels, "mask": mask}, {}])
     made = learner.sample(cond, Randomness(0, 0, torch.arange(2)))
     there = recorded.encode(pixels[:, None])[0].view(4, 4)
     assert torch.equal(made.start[0].view(4, 4)[:, :2], there[:, :2])
-    assert (made.start[0].view(4, 4)[:, 2:] == HIDDEN).all() and (made.start[1] == HIDDEN).all()
+    assert (made.start[0].view(4, 4)[:, 2:] == MASK_TOKEN_ID).all() and (made.start[1] == MASK_TOKEN_ID).all()
     assert torch.equal(made.final[0].view(4, 4)[:, :2], there[:, :2])
     assert (made.final >= 0).all()
     assert not made.segments[0].mask[0].view(4, 4)[:, :2].any()  # what was known was nobody's decision

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tastemaker.models.showo import Showo
-from tastemaker.policy import Guidance, Policy
-from tastemaker.processes.masked import Masked
-from tastemaker.randomness import Randomness
-from tastemaker.train.memory import compile_blocks
-from tastemaker.types import Placement
-from tastemaker.weights import Full
+from tastemaker.core.policy import Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Placement
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.models.showo.model import Showo
+from tastemaker.processes.masked import MaskedProcess
+from tastemaker.training.activation_memory import compile_blocks
 
 
 @pytest.mark.slow
@@ -22,8 +22,8 @@ def test_the_compiled_step_paints_the_same_tokens_in_float32() -> None:
 
     model = Showo().tiny().load(Placement())
     model.net.requires_grad_(False)
-    process = Masked(6, replay=False)
-    policy = Policy(process.guide(model, Guidance(2.75)), process, Full().apply(model, ()))
+    process = MaskedProcess(6, replay=False)
+    policy = Policy(process.guide(model, Guidance(2.75)), process, FullFinetuning().apply(model, ()))
     cond, rng = policy.embed(["a dog"]).repeat(3), Randomness(0, 0, torch.arange(3))
     plain = policy.sample(cond, rng).final
     counters.clear()

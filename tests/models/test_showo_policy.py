@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from tastemaker.lora import Lora
-from tastemaker.models.canvas import continued
-from tastemaker.models.showo import PUBLISHED, Showo
-from tastemaker.models.telling import spec
-from tastemaker.policy import Guidance, Policy
-from tastemaker.processes.masked import Masked, Rereading
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
-from tastemaker.weights import Full, Tuning
+from tastemaker.core.lora import Lora
+from tastemaker.core.policy import Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.core.weights import FullFinetuning, Tuning
+from tastemaker.models.showo.inpainting import outpaint
+from tastemaker.models.showo.model import PUBLISHED, Showo
+from tastemaker.models.showo.vqa import infer_showo_spec
+from tastemaker.processes.masked import MaskedProcess, UncachedMaskedPredictor
 
 TINY = Showo().tiny()
 ROWS = Randomness(0, 0, torch.arange(4))
 ASKED = ("a red", "a green cup", "a red", "")
 
 
-def policy(tuning: Tuning = Full(), guidance: Guidance | None = None) -> Policy[Any]:
-    model, process = TINY.load(Placement()), Masked(4, replay=False)
+def policy(tuning: Tuning = FullFinetuning(), guidance: Guidance | None = None) -> Policy[Any]:
+    model, process = TINY.load(Placement()), MaskedProcess(4, replay=False)
     weights = tuning.apply(model, ())
     return Policy(process.guide(model, guidance) if guidance else model, process, weights)
 
@@ -46,7 +46,7 @@ def test_prompts_read_once_give_the_same_pictures(guidance: Guidance | None) -> 
     cond = learner.embed(ASKED)
     with torch.no_grad():
         once, again = (learner.rollout(cond, ROWS) for _ in range(2))
-        again.reading = Rereading(learner.model, cond)  # type: ignore[attr-defined]
+        again.reading = UncachedMaskedPredictor(learner.model, cond)  # type: ignore[attr-defined]
         first, second = once.finish(), again.finish()
     assert torch.equal(first.final, second.final)
     for one, two in zip(first.segments, second.segments, strict=True):
@@ -78,7 +78,7 @@ def test_the_files_that_settings_ask_for_are_named() -> None:
     ("name", "pixels", "sees"), [("512x512-wo-llava-tuning", 512, False), ("w-clip-vit-512x512", 512, True)]
 )
 def test_every_published_painter_and_seer_is_known_by_name(name: str, pixels: int, sees: bool) -> None:
-    known = spec(f"showlab/show-o-{name}")
+    known = infer_showo_spec(f"showlab/show-o-{name}")
     assert known is not None and known.pixels == pixels and (known.vision is not None) == sees
     assert known.sources[0].hub == f"showlab/show-o-{name}"
 
@@ -102,17 +102,17 @@ def test_tokens_that_cannot_be_known_are_a_sentence(tokens: list[float], sentenc
 def test_a_picture_is_continued_beyond_an_edge(edge: Any, size: tuple[int, int]) -> None:
     learner = policy()
     tokens = torch.arange(16).view(4, 4)
-    more = continued(learner, tokens, "a red", edge, 2, Randomness(0, 0, torch.arange(1)))
+    more = outpaint(learner, tokens, "a red", edge, 2, Randomness(0, 0, torch.arange(1)))
     assert more.shape == size and (more >= 0).all()
     inside = {"right": more[:, :4], "left": more[:, 2:], "up": more[2:], "down": more[:4]}[edge]
     assert torch.equal(inside, tokens)
 
 
 def test_a_wide_picture_is_continued_piece_by_piece() -> None:
-    more = continued(policy(), torch.zeros(4, 7, dtype=torch.long), "", "down", 1, Randomness(0, 0, torch.arange(1)))
+    more = outpaint(policy(), torch.zeros(4, 7, dtype=torch.long), "", "down", 1, Randomness(0, 0, torch.arange(1)))
     assert more.shape == (5, 7) and (more >= 0).all()
     with pytest.raises(ValueError, match="1 to 3 to add at a time"):
-        continued(policy(), torch.zeros(4, 4, dtype=torch.long), "", "down", 4, Randomness(0, 0, torch.arange(1)))
+        outpaint(policy(), torch.zeros(4, 4, dtype=torch.long), "", "down", 4, Randomness(0, 0, torch.arange(1)))
 
 
 def test_adapters_train_it_too() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pipelines
 import pytest
+import tiny_pipelines
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -23,18 +23,18 @@ from tiers import fast
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
+from tastemaker.core.policy import Guidance, Policy
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.core.weights import FullFinetuning
 from tastemaker.models import sd15, sdxl
+from tastemaker.models.pretrained import WeightsSource
 from tastemaker.models.sd15 import Sd15
 from tastemaker.models.sdxl import Sdxl
-from tastemaker.models.unet import level
-from tastemaker.policy import Guidance, Policy
-from tastemaker.pretrained import Source
-from tastemaker.processes.dynamics import Ddim, Ode
+from tastemaker.models.unet_common import unet_timestep
+from tastemaker.processes.dynamics import DDIM, ODE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
-from tastemaker.weights import Full
 
 SIDE = 24  # pixels
 SCHEDULE: dict[str, Any] = {
@@ -53,10 +53,10 @@ def pipeline(name: str, **settings: Any) -> Any:
     """Diffusers' pipeline of random weights."""
     small = {"sd15": sd15.SMALL, "sdxl": sdxl.SMALL}[name]
     parts: dict[str, Any] = {
-        "unet": pipelines.random(UNet2DConditionModel, small["unet"]),
-        "vae": pipelines.random(AutoencoderKL, small["vae"]),
-        "text_encoder": pipelines.random(CLIPTextModel, CLIPTextConfig(**small["text_encoder"])),
-        "tokenizer": pipelines.clip_words(),
+        "unet": tiny_pipelines.random(UNet2DConditionModel, small["unet"]),
+        "vae": tiny_pipelines.random(AutoencoderKL, small["vae"]),
+        "text_encoder": tiny_pipelines.random(CLIPTextModel, CLIPTextConfig(**small["text_encoder"])),
+        "tokenizer": tiny_pipelines.byte_clip_tokenizer(),
         "scheduler": scheduler(**settings),
     }
     if name == "sd15":
@@ -67,8 +67,8 @@ def pipeline(name: str, **settings: Any) -> Any:
         second = CLIPTextConfig(**small["text_encoder_2"])
         made = StableDiffusionXLPipeline(
             **parts,
-            text_encoder_2=pipelines.random(CLIPTextModelWithProjection, second),
-            tokenizer_2=pipelines.clip_words(),
+            text_encoder_2=tiny_pipelines.random(CLIPTextModelWithProjection, second),
+            tokenizer_2=tiny_pipelines.byte_clip_tokenizer(),
         )
     made.set_progress_bar_config(disable=True)
     return made
@@ -84,7 +84,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def opened(name: str, folders: dict[str, Path], process: GaussianProcess, scale: float = 1.0) -> Policy[Any]:
     model = replace(SPECS[name], weights=str(folders[name]), height=SIDE, width=SIDE).load(Placement())
-    weights = Full().apply(model, ())
+    weights = FullFinetuning().apply(model, ())
     return Policy(model if scale == 1 else process.guide(model, Guidance(scale)), process, weights)
 
 
@@ -102,7 +102,7 @@ def test_sampling_is_that_of_the_pipeline(
     name: str, prediction: Any, scale: float, steps: int, folders: dict[str, Path]
 ) -> None:
     prompts = PROMPTS if name == "sd15" else tuple(prompt for prompt in PROMPTS if prompt)  # "" is its own test
-    process = GaussianProcess(VariancePreserving(prediction=prediction), Ode(), steps)
+    process = GaussianProcess(VariancePreserving(prediction=prediction), ODE(), steps)
     policy = opened(name, folders, process, scale)
     made = policy.sample(policy.embed(prompts), rows(len(prompts)))
     pipe = pipeline(name, prediction_type="epsilon" if prediction == "epsilon" else "v_prediction")
@@ -113,7 +113,7 @@ def test_sampling_is_that_of_the_pipeline(
 
 @pytest.mark.parametrize("name", SPECS)
 def test_chance_is_that_of_the_pipelines_scheduler(name: str, folders: dict[str, Path]) -> None:
-    process = GaussianProcess(VariancePreserving(), Ddim(1.0), 5)
+    process = GaussianProcess(VariancePreserving(), DDIM(1.0), 5)
     policy = opened(name, folders, process, 5.0)
     made = policy.sample(policy.embed(PROMPTS), rows())
     known = scheduler()
@@ -121,7 +121,7 @@ def test_chance_is_that_of_the_pipelines_scheduler(name: str, folders: dict[str,
     assert len(made.segments) == 5
     for segment, timestep in zip(made.segments, known.timesteps, strict=True):
         told = policy.process.decide(policy.model, made.cond, segment)
-        assert level(segment.t).eq(timestep).all()
+        assert unet_timestep(segment.t).eq(timestep).all()
         noise = (segment.action - told.mean) / told.std.view(-1, 1, 1, 1, 1)
         with torch.no_grad():
             output = policy.model.predict(segment.state, segment.t, made.cond)
@@ -132,7 +132,7 @@ def test_chance_is_that_of_the_pipelines_scheduler(name: str, folders: dict[str,
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
 def test_a_path_that_ends_clean_is_sdxls_own_sampler(folders: dict[str, Path]) -> None:
-    policy = opened("sdxl", folders, GaussianProcess(VariancePreserving(ends_clean=True), Ode(), 6), 5.0)
+    policy = opened("sdxl", folders, GaussianProcess(VariancePreserving(ends_clean=True), ODE(), 6), 5.0)
     made = policy.sample(policy.embed(PROMPTS[:2]), rows(2))
     pipe = pipeline("sdxl")
     pipe.scheduler = EulerDiscreteScheduler(**SCHEDULE, timestep_spacing="leading")
@@ -216,7 +216,7 @@ def test_the_network_may_come_in_one_file(name: str, layout: str, folders: dict[
     ("t", "expected"), [(1.0, 999), (0.982, 981), (0.002, 1), (0.001, 0), (0.0, 0), (0.5005, 499.5)]
 )
 def test_levels_are_counted_as_the_network_was_trained(t: float, expected: float) -> None:
-    assert level(torch.tensor([t])).item() == pytest.approx(expected, abs=1e-3)
+    assert unet_timestep(torch.tensor([t])).item() == pytest.approx(expected, abs=1e-3)
 
 
 def test_mistakes_are_sentences(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_mistakes_are_sentences(folders: dict[str, Path], tmp_path: Path) -> Non
         Sdxl(str(folders["sd15"])).load(Placement())
     with pytest.raises(ConfigError, match="expected a folder in diffusers' layout"):
         Sd15(str(tmp_path)).load(Placement())
-    assert Sd15("no/such").sources == (Source("no/such"),) and Sd15().tiny().sources == ()
+    assert Sd15("no/such").sources == (WeightsSource("no/such"),) and Sd15().tiny().sources == ()
     with pytest.raises(ConfigError, match="`tastemaker download no/such` fetches"):
         Sd15("no/such").load(Placement())
     with pytest.raises(ConfigError, match=r"the pictures are 32x24 and the model makes 32x32; set data\.size"):

@@ -14,8 +14,12 @@ from tiers import fast
 
 from tastemaker.config.build import build
 from tastemaker.config.load import load
+from tastemaker.core.objective import Objective
+from tastemaker.core.policy import Backbone, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import ImageBatch, Placement, PreferenceBatch, PromptBatch
+from tastemaker.core.weights import FullFinetuning
 from tastemaker.models.sdxl import Sdxl
-from tastemaker.objective import Objective
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.grpo import GRPO
@@ -23,24 +27,22 @@ from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
-from tastemaker.policy import Backbone, Policy
-from tastemaker.processes.dynamics import Ddim
+from tastemaker.processes.dynamics import DDIM
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
-from tastemaker.randomness import Randomness
 from tastemaker.rewards.color import Brightness
-from tastemaker.train import memory
-from tastemaker.train.events import Updated
-from tastemaker.train.loop import train
-from tastemaker.types import Pairs, Pictures, Placement, PromptBatch
-from tastemaker.weights import Full
+from tastemaker.training import activation_memory
+from tastemaker.training.events import StepCompleted
+from tastemaker.training.loop import train
 
 
 @pytest.fixture(params=SPECS)
 def policy(request: pytest.FixtureRequest) -> Policy[Any]:
     model = SPECS[request.param].tiny().load(Placement())
     assert isinstance(model, Backbone)
-    return Policy(model, GaussianProcess(VariancePreserving(), Ddim(1.0), 4), Full().apply(model, ("reference", "old")))
+    return Policy(
+        model, GaussianProcess(VariancePreserving(), DDIM(1.0), 4), FullFinetuning().apply(model, ("reference", "old"))
+    )
 
 
 def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
@@ -70,7 +72,7 @@ def test_every_tensor_learns_and_recomputing_changes_no_gradient(policy: Policy[
         policy.likelihood(policy.embed(PROMPTS), x, policy.corrupt(x, rows())).sum().backward()
         found.append({key: p.grad.clone() for key, p in policy.weights.trainable().items() if p.grad is not None})
         policy.model.net.zero_grad()
-        memory.recompute(policy.model.net)
+        activation_memory.checkpoint_activations(policy.model.net)
     assert [key for key in policy.weights.trainable() if not bool(found[0][key].any())] == []
     assert all(torch.allclose(g, found[1][key], atol=1e-5) for key, g in found[0].items())
 
@@ -105,8 +107,8 @@ def test_every_objective_reaches_the_network(objective: str, policy: Policy[Any]
     pixels = torch.rand(4, *policy.model.pixels)
     batch = {
         PromptBatch: PromptBatch(PROMPTS, ({},) * 4),
-        Pairs: Pairs(PROMPTS, pixels, 1 - pixels),
-        Pictures: Pictures(PROMPTS, pixels),
+        PreferenceBatch: PreferenceBatch(PROMPTS, pixels, 1 - pixels),
+        ImageBatch: ImageBatch(PROMPTS, pixels),
     }[chosen.consumes]
     ctx = toys.context(policy, len(batch), chosen.memory(), spec=Brightness())
     losses = toys.backward(chosen, ctx, chosen.collect(ctx, batch))
@@ -144,4 +146,4 @@ def test_the_recipe_for_pairs_takes_them_from_a_file_too(tmp_path: Path) -> None
         *("batch={prompts: 4}", "steps=1", "sample.every=0", "guard.every=0", "engine.precision=fp32"),
     ]
     run = build(load("dpo-sdxl", changes), tmp_path / "run", tiny=True)
-    assert [event.step for event in train(run) if isinstance(event, Updated)] == [1]
+    assert [event.step for event in train(run) if isinstance(event, StepCompleted)] == [1]

@@ -14,16 +14,16 @@ from PIL import Image
 from tiers import fast
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
+from tastemaker.core.policy import Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Placement
+from tastemaker.core.weights import FullFinetuning
 from tastemaker.models import svd
-from tastemaker.models.published import silence
+from tastemaker.models.pipeline_components import silence_libraries
 from tastemaker.models.svd import Svd
-from tastemaker.policy import Policy
-from tastemaker.preprocessing import CLIP_MEAN, CLIP_STD
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.karras import Karras, noise
-from tastemaker.randomness import Randomness
-from tastemaker.types import Placement
-from tastemaker.weights import Full
+from tastemaker.processes.karras import KarrasPath, noise_to_signal
+from tastemaker.rewards.backbones.preprocessing import CLIP_MEAN, CLIP_STD
 
 
 class Normalised:
@@ -42,7 +42,7 @@ def svd_pipeline(folder: Path) -> Any:
         UNetSpatioTemporalConditionModel,
     )
 
-    with silence(), torch.random.fork_rng():
+    with silence_libraries(), torch.random.fork_rng():
         torch.manual_seed(0)
         parts = {
             "unet": UNetSpatioTemporalConditionModel(**svd.SMALL["unet"]),
@@ -79,12 +79,12 @@ def test_clips_go_on_from_a_picture_as_those_of_the_published_pipeline(
     picture.save(tmp_path / "first.png")
     spec = replace(Svd().tiny(), weights=str(tmp_path), width=48, guidance=guidance)
     model = spec.load(Placement())
-    policy = Policy(model, GaussianProcess(Karras(), steps=4), Full().apply(model, ()))
+    policy = Policy(model, GaussianProcess(KarrasPath(), steps=4), FullFinetuning().apply(model, ()))
     made = policy.sample(policy.embed([""], [{"image": tmp_path / "first.png"}]), Randomness(0, 0, torch.arange(1)))
     low, high = guidance or (1.0, 1.0)
     asked = {"height": 32, "width": 48, "num_frames": 3, "num_inference_steps": 4}
     asked |= {"min_guidance_scale": low, "max_guidance_scale": high}
-    with silence(), torch.no_grad():
+    with silence_libraries(), torch.no_grad():
         latents, pixels = (
             theirs(
                 picture, latents=made.start, output_type=kind, generator=torch.Generator().manual_seed(0), **asked
@@ -100,6 +100,6 @@ def test_levels_are_those_of_the_published_scheduler(tmp_path: Path) -> None:
     theirs = svd_pipeline(tmp_path).scheduler
     for steps in (1, 10, 25):
         theirs.set_timesteps(steps)
-        torch.testing.assert_close(noise(Karras().grid(steps)), theirs.sigmas, rtol=2e-6, atol=0)
-    drawn = Karras().draw(torch.linspace(0, 1, 9))
+        torch.testing.assert_close(noise_to_signal(KarrasPath().grid(steps)), theirs.sigmas, rtol=2e-6, atol=0)
+    drawn = KarrasPath().draw(torch.linspace(0, 1, 9))
     assert drawn.min() > 0 and drawn.max() <= 1 and drawn.equal(drawn.sort().values)

@@ -12,33 +12,33 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
-from tastemaker.models.answering import QUESTION, SYSTEM, laid_out, opened
-from tastemaker.models.eyes import Eyes
-from tastemaker.models.nets.showo import Vocabulary
-from tastemaker.models.prompting import LETTERS, speller, tokenizer
-from tastemaker.models.showo import Showo
-from tastemaker.models.telling import Teller, spec
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.models.nets.showo import ShowoVocabulary
+from tastemaker.models.showo.answer_scoring import QUESTION, SYSTEM_PROMPT, image_token_prefix, pack_image_text
+from tastemaker.models.showo.model import Showo
+from tastemaker.models.showo.prompt_tokenizer import BYTE_TOKENIZER, load_detokenizer, load_text_tokenizer
+from tastemaker.models.showo.vision_encoder import ClipVisionEncoder
+from tastemaker.models.showo.vqa import ShowoVqa, infer_showo_spec
 
-WORDS = Vocabulary(50, 49, 32)
+WORDS = ShowoVocabulary(50, 49, 32)
 PICTURES = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(0))
 QUESTIONS = ["What is this?", "Describe the picture in a few words.", "How many?"]
 
 
 @pytest.fixture(scope="module", params=["codes", "features"])
-def teller(request: pytest.FixtureRequest) -> Teller:
+def teller(request: pytest.FixtureRequest) -> ShowoVqa:
     model = Showo(vision="clip" if request.param == "features" else None).tiny().load(Placement())
     chance = torch.Generator().manual_seed(0)
     for name, p in model.net.named_parameters():
         if p.dim() == 2 and "embed" not in name:  # or the last word alone would count
             torch.nn.init.normal_(p, std=0.5, generator=chance)
-    return Teller(model, speller(LETTERS, model.vocabulary))
+    return ShowoVqa(model, load_detokenizer(BYTE_TOKENIZER, model.vocabulary))
 
 
 def test_a_picture_comes_first_and_everybody_sees_it() -> None:
     """As published: <|mmu|> <|soi|> codes <|eoi|> <|endoftext|> text; what is up to <|eoi|> all see, else the past."""
-    ids, allowed = laid_out(WORDS, opened(WORDS, torch.arange(4)[None]), [[7, 8]])
+    ids, allowed = pack_image_text(WORDS, image_token_prefix(WORDS, torch.arange(4)[None]), [[7, 8]])
     assert ids.tolist() == [[56, 51, 60, 61, 62, 63, 52, 49, 7, 8]]
     published = torch.ones(10, 10, dtype=torch.bool).tril()
     published[:, :7] = True
@@ -46,28 +46,28 @@ def test_a_picture_comes_first_and_everybody_sees_it() -> None:
 
 
 def test_short_questions_are_filled_on_the_left_and_the_filling_is_not_seen() -> None:
-    ids, allowed = laid_out(WORDS, opened(WORDS, torch.arange(8).view(2, 4)), [[7], [1, 2, 3]])
+    ids, allowed = pack_image_text(WORDS, image_token_prefix(WORDS, torch.arange(8).view(2, 4)), [[7], [1, 2, 3]])
     assert ids[0, :3].tolist() == [50, 50, 56]
     assert not allowed[0, 0, 2:, :2].any()
     assert allowed[0, 0].any(-1).all()
-    alone = laid_out(WORDS, opened(WORDS, torch.arange(4)[None]), [[7]])[1]
+    alone = pack_image_text(WORDS, image_token_prefix(WORDS, torch.arange(4)[None]), [[7]])[1]
     assert torch.equal(allowed[0, 0, 2:, 2:], alone[0, 0])
 
 
-def test_a_batch_is_answered_as_each_alone(teller: Teller) -> None:
+def test_a_batch_is_answered_as_each_alone(teller: ShowoVqa) -> None:
     together = teller.answer(PICTURES, QUESTIONS, 6)
     alone = [teller.answer(PICTURES[i : i + 1], QUESTIONS[i : i + 1], 6)[0] for i in range(3)]
     assert together == alone
     assert len(set(together)) > 1
 
 
-def written(teller: Teller, row: int, count: int) -> list[int]:
+def written(teller: ShowoVqa, row: int, count: int) -> list[int]:
     """The likeliest answer, everything read again for every word."""
     text: list[int] = list(teller.asked(QUESTIONS)[row])
     before = len(text)
     for _ in range(count):
         opening, seen = teller.shown(PICTURES[row : row + 1])
-        ids, allowed = laid_out(teller.vocabulary, opening, [text])
+        ids, allowed = pack_image_text(teller.vocabulary, opening, [text])
         with torch.no_grad():
             logits, _ = teller.model.net(ids, allowed, seen=seen)
         text.append(int(logits[0, -1, : teller.vocabulary.words].argmax()))
@@ -76,20 +76,20 @@ def written(teller: Teller, row: int, count: int) -> list[int]:
     return teller.until_end(text[before:])
 
 
-def test_kept_keys_and_values_write_what_reading_anew_does(teller: Teller) -> None:
+def test_kept_keys_and_values_write_what_reading_anew_does(teller: ShowoVqa) -> None:
     for row in range(3):
         said = teller.answer(PICTURES[row : row + 1], QUESTIONS[row : row + 1], 5)
         assert said == [teller.spelled(written(teller, row, 5))]
 
 
-def test_somebody_else_may_choose_the_words(teller: Teller) -> None:
+def test_somebody_else_may_choose_the_words(teller: ShowoVqa) -> None:
     def last(ids: Tensor, logits: Tensor) -> Tensor:
         return -logits
 
     assert teller.answer(PICTURES, QUESTIONS, 4, last) != teller.answer(PICTURES, QUESTIONS, 4)
 
 
-def test_answers_have_a_likelihood_that_learns(teller: Teller) -> None:
+def test_answers_have_a_likelihood_that_learns(teller: ShowoVqa) -> None:
     answers = ["red", "a cup", ""]
     whole = teller.likelihood(PICTURES, QUESTIONS, answers)
     alone = [teller.likelihood(PICTURES[i : i + 1], QUESTIONS[i : i + 1], answers[i : i + 1]) for i in range(3)]
@@ -99,12 +99,12 @@ def test_answers_have_a_likelihood_that_learns(teller: Teller) -> None:
     teller.model.net.zero_grad()
 
 
-def test_the_likelihood_of_a_word_is_the_networks(teller: Teller) -> None:
+def test_the_likelihood_of_a_word_is_the_networks(teller: ShowoVqa) -> None:
     with torch.no_grad():
         found = teller.likelihood(PICTURES[:1], QUESTIONS[:1], [""])
         spoken = [*teller.asked(QUESTIONS[:1])[0], *teller.model.prompter.tokenizer(" ")]
         opening, seen = teller.shown(PICTURES[:1])
-        ids, allowed = laid_out(teller.vocabulary, opening, [spoken])
+        ids, allowed = pack_image_text(teller.vocabulary, opening, [spoken])
         chances = teller.model.net(ids, allowed, seen=seen)[0].log_softmax(-1)[0]
     expected = chances[-2, ids[0, -1]] + chances[-1, teller.vocabulary.end]
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
@@ -116,48 +116,48 @@ def test_questions_are_put_as_published() -> None:
 
 def test_a_folder_without_a_tokenizer_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no tokenizer; name a folder with Phi's"):
-        tokenizer(str(tmp_path), WORDS)
+        load_text_tokenizer(str(tmp_path), WORDS)
 
 
 def test_a_show_o_is_known_by_its_name_or_by_what_its_folder_says(tmp_path: Path) -> None:
-    assert spec("showlab/show-o") == Showo()
-    assert spec("showlab/show-o-512x512") == Showo("showlab/show-o-512x512", pixels=512)
-    assert spec("llava-hf/llava-onevision-qwen2-7b-ov-hf") is None
-    assert spec(str(tmp_path)) is None
+    assert infer_showo_spec("showlab/show-o") == Showo()
+    assert infer_showo_spec("showlab/show-o-512x512") == Showo("showlab/show-o-512x512", pixels=512)
+    assert infer_showo_spec("llava-hf/llava-onevision-qwen2-7b-ov-hf") is None
+    assert infer_showo_spec(str(tmp_path)) is None
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "Showo", "num_vq_tokens": 1024}))
-    assert spec(str(tmp_path)) == Showo(str(tmp_path), pixels=512)
+    assert infer_showo_spec(str(tmp_path)) == Showo(str(tmp_path), pixels=512)
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "Showo", "w_clip_vit": True}))
-    assert spec(str(tmp_path)) == Showo(str(tmp_path), vision="openai/clip-vit-large-patch14-336")
+    assert infer_showo_spec(str(tmp_path)) == Showo(str(tmp_path), vision="openai/clip-vit-large-patch14-336")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
-    assert spec(str(tmp_path)) is None
+    assert infer_showo_spec(str(tmp_path)) is None
 
 
 def test_features_stand_after_the_system_prompt_and_everybody_sees_them() -> None:
     """As published: <|mmu|> system <|soi|> features <|eoi|> text; all see what is before <|eoi|>, else the past."""
     model = Showo(vision="clip").tiny().load(Placement())
-    teller, words = Teller(model, speller(LETTERS, model.vocabulary)), model.vocabulary
+    teller, words = ShowoVqa(model, load_detokenizer(BYTE_TOKENIZER, model.vocabulary)), model.vocabulary
     opening, seen = teller.shown(PICTURES[:1])
     assert seen is not None and seen.shape == (1, 4, 24)
-    before = [words.telling, *model.prompter.tokenizer(SYSTEM), words.opens]
+    before = [words.telling, *model.prompter.tokenizer(SYSTEM_PROMPT), words.opens]
     assert opening[0].tolist() == [*before, *[words.hidden] * 4, words.closes]
-    _, allowed = laid_out(words, opening, [[1, 2]])
+    _, allowed = pack_image_text(words, opening, [[1, 2]])
     published = torch.ones(allowed.shape[-2:], dtype=torch.bool).tril()
     published[:, : len(before) + 4] = True
     assert torch.equal(allowed[0, 0], published)
 
 
 def test_published_eyes_are_read_of_a_folder_with_the_whole_of_clip(tmp_path: Path) -> None:
-    small = Eyes("tiny", Placement(), seed=3)
+    small = ClipVisionEncoder("tiny", Placement(), seed=3)
     small.net.save_pretrained(tmp_path)
     tensors = {f"vision_model.{key.removeprefix('vision_model.')}": x for key, x in small.net.state_dict().items()}
     (tmp_path / "model.safetensors").unlink()
     torch.save(
         {**tensors, "text_model.embeddings.token_embedding.weight": torch.zeros(2, 2)}, tmp_path / "pytorch_model.bin"
     )
-    assert torch.equal(Eyes(str(tmp_path), Placement())(PICTURES), small(PICTURES))
+    assert torch.equal(ClipVisionEncoder(str(tmp_path), Placement())(PICTURES), small(PICTURES))
     torch.save({"text_model.weight": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"lacks .* more tensors; fetch it again"):
-        Eyes(str(tmp_path), Placement())
+        ClipVisionEncoder(str(tmp_path), Placement())
 
 
 def test_a_tokenizer_is_read_of_its_file_or_folder(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_tokenizer_is_read_of_its_file_or_folder(tmp_path: Path) -> None:
     words.pre_tokenizer = Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     for name in (tmp_path, tmp_path / "tokenizer.json"):
-        assert tokenizer(str(name), Vocabulary(4, 0, 8))("a red cup") == [0, 1, 2]
-        assert speller(str(name), Vocabulary(4, 0, 8))([1, 2]) == "red cup"
+        assert load_text_tokenizer(str(name), ShowoVocabulary(4, 0, 8))("a red cup") == [0, 1, 2]
+        assert load_detokenizer(str(name), ShowoVocabulary(4, 0, 8))([1, 2]) == "red cup"
     with pytest.raises(ConfigError, match="has 4 words, the model 50; name a folder with Phi's"):
-        tokenizer(str(tmp_path), WORDS)
+        load_text_tokenizer(str(tmp_path), WORDS)

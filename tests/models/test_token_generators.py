@@ -10,16 +10,16 @@ import torch
 import toys
 from tiers import fast
 
+from tastemaker.core.policy import Backbone, CausalBackbone, Guidance, Policy, Process
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import MASK_TOKEN_ID, Condition, ImageBatch, Placement, Trajectory, select_rows
+from tastemaker.core.weights import FullFinetuning
 from tastemaker.models.gpt import Gpt
 from tastemaker.models.maskgit import Maskgit
 from tastemaker.objectives.likelihood import Likelihood
-from tastemaker.policy import Backbone, CausalBackbone, Guidance, Policy, Process
-from tastemaker.processes.autoregressive import Autoregressive
-from tastemaker.processes.masked import Masked
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import HIDDEN, Condition, Pictures, Placement, Trajectory, index
-from tastemaker.weights import Full
+from tastemaker.processes.autoregressive import AutoregressiveProcess
+from tastemaker.processes.masked import MaskedProcess
 
 PROMPTS = (
     "a photo of a cat",
@@ -30,9 +30,9 @@ PROMPTS = (
 )
 ROWS = len(PROMPTS)
 SPECS: dict[str, tuple[Gpt | Maskgit, Process]] = {
-    "gpt": (Gpt().tiny(), Autoregressive()),
-    "gpt-grouped": (replace(Gpt().tiny(), kv_heads=1), Autoregressive()),
-    "maskgit": (Maskgit().tiny(), Masked(steps=4)),
+    "gpt": (Gpt().tiny(), AutoregressiveProcess()),
+    "gpt-grouped": (replace(Gpt().tiny(), kv_heads=1), AutoregressiveProcess()),
+    "maskgit": (Maskgit().tiny(), MaskedProcess(steps=4)),
 }
 
 
@@ -44,7 +44,7 @@ def policy(name: str, guidance: Guidance | None = None) -> Policy[Any]:
     with torch.no_grad():
         for p in model.net.parameters():
             p.add_(0.3 * torch.randn_like(p))
-    weights = Full().apply(model, ())
+    weights = FullFinetuning().apply(model, ())
     return Policy(process.guide(model, guidance) if guidance else model, process, weights)
 
 
@@ -131,7 +131,7 @@ def test_a_causal_call_does_not_see_what_comes_later() -> None:
 def test_a_masked_call_sees_all_but_what_is_hidden() -> None:
     model = policy("maskgit").model
     ids, cond = torch.arange(16).expand(ROWS, 16).clone(), model.embed(PROMPTS)
-    ids[:, 5] = HIDDEN
+    ids[:, 5] = MASK_TOKEN_ID
     other = ids.clone()
     other[:, 15] = 3
     before, after = (model.predict(x, torch.ones(ROWS), cond) for x in (ids, other))
@@ -146,7 +146,7 @@ def test_words_and_their_order_matter(generator: Policy[Any]) -> None:
         logits = generator.model.predict(ids, torch.ones(ROWS), cond)
     one, other = PROMPTS.index("a photo of a dog above a cat"), PROMPTS.index("a photo of a cat above a dog")
     assert not torch.allclose(logits[one], logits[other], atol=1e-3)
-    assert isinstance(index(cond, torch.tensor([0])), Condition)
+    assert isinstance(select_rows(cond, torch.tensor([0])), Condition)
 
 
 def test_a_prompt_the_playground_does_not_know_is_refused() -> None:
@@ -159,10 +159,10 @@ def test_a_prompt_the_playground_does_not_know_is_refused() -> None:
 def test_a_tiny_generator_learns_which_colour_a_word_means(name: str) -> None:
     spec, process = SPECS[name]
     model = spec.load(Placement())
-    generator = Policy(model, process, Full().apply(model, ()))
+    generator = Policy(model, process, FullFinetuning().apply(model, ()))
     captions = ("a photo of a cat", "a photo of a dog") * 8
     colors = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]).repeat(8, 1).view(16, 1, 3, 1, 1)
-    batch = Pictures(captions, colors.expand(16, 1, 3, 64, 64))
+    batch = ImageBatch(captions, colors.expand(16, 1, 3, 64, 64))
     toys.fit(generator, Likelihood(drop=0.0), [batch] * 60, 1e-2)
     asked = generator.embed(captions)
     shown = generator.decode(generator.sample(asked, Randomness(0, 0, torch.arange(16))).final)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tastemaker.lora import Lora
+from tastemaker.core.lora import Lora
+from tastemaker.core.policy import ModelSpec
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
 from tastemaker.models.flux import Flux
 from tastemaker.models.qwen_image import QwenImage
 from tastemaker.models.sd3 import Sd3
 from tastemaker.models.sd15 import Sd15
 from tastemaker.models.sdxl import Sdxl
 from tastemaker.models.wan import Wan
-from tastemaker.policy import ModelSpec
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
 
 ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}
 JOINT = ATTENTION | {"add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}

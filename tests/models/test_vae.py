@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tastemaker.models.nets.vae import Autoencoder, Folding, bounded
-from tastemaker.models.vae import Vae, codec
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.models.nets.vae import Autoencoder, PixelShuffleAutoencoder, clamp_keep_gradient
+from tastemaker.models.vae import Vae, load_vae
 
 
 @pytest.mark.parametrize("kl", [0.0, 1e-6])
@@ -47,26 +47,26 @@ def test_noise_on_latents_is_for_training_only() -> None:
 
 def test_pixels_are_bounded_and_their_gradient_is_not() -> None:
     raw = torch.tensor([-1.0, 0.5, 2.0], requires_grad=True)
-    shown = bounded(raw)
+    shown = clamp_keep_gradient(raw)
     assert shown.tolist() == [0.0, 0.5, 1.0]
     (shown * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert raw.grad is not None and raw.grad.tolist() == [1.0, 2.0, 3.0]
 
 
 def test_coarse_pixels_come_back_as_they_were() -> None:
-    folding = Folding(16, 8)
+    folding = PixelShuffleAutoencoder(16, 8)
     coarse = torch.rand(2, 3, 4, 4).repeat_interleave(4, -1).repeat_interleave(4, -2)
     z = folding.encode(coarse)
     assert z.shape == (2, 16, 2, 2)
     assert torch.allclose(folding.decode(z), coarse, atol=1e-6)
-    assert isinstance(codec(None, 16, 8, Placement()), Folding)
+    assert isinstance(load_vae(None, 16, 8, Placement()), PixelShuffleAutoencoder)
     with pytest.raises(ValueError, match="expected at least 12 without a codec"):
-        Folding(4, 8)
+        PixelShuffleAutoencoder(4, 8)
 
 
 def test_an_absent_codec_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="there are no weights 'playground/nothing'"):
-        codec("playground/nothing", 16, 8, Placement())
+        load_vae("playground/nothing", 16, 8, Placement())
 
 
 def test_tiny_is_small_and_of_the_same_shape() -> None:

@@ -12,21 +12,21 @@ from tiers import fast
 from video_pipelines import CASES, pipeline
 
 from tastemaker.config.load import load
-from tastemaker.lora import Lora
-from tastemaker.models import shown, wan
+from tastemaker.core.lora import Lora
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement, select_rows
+from tastemaker.diagnostics.resource_plan import estimate_resources
+from tastemaker.models import video_decoding, wan
 from tastemaker.models.cogvideox import CogVideoX
+from tastemaker.models.component_configs import COMPONENT_CONFIGS
 from tastemaker.models.hunyuanvideo import HunyuanVideo
 from tastemaker.models.ltx import Ltx
 from tastemaker.models.mochi import Mochi
-from tastemaker.models.sizes import SIZES
 from tastemaker.models.svd import Svd
 from tastemaker.models.wan import Wan
-from tastemaker.planning.memory import peak
-from tastemaker.processes.karras import Karras
+from tastemaker.processes.karras import KarrasPath
 from tastemaker.processes.paths import VariancePreserving
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement, index
 
 LONG: dict[str, tuple[Any, dict[tuple[int, ...], int]]] = {
     # A spec, and by frames how many latents its decoder sees.
@@ -80,8 +80,8 @@ def test_an_autoencoder_that_folds_squares_into_channels_shows_frames_as_publish
     x = Randomness(0, 0, torch.arange(1)).normal("x", 4, 3, 2, 2)
     with torch.no_grad():
         whole = vae.decode(x, return_dict=False)[0]
-        assert torch.equal(shown.wan(vae, recompute=False)(x, range(9)), whole)
-        some = shown.wan(vae, recompute=True)(x, [4, 1])
+        assert torch.equal(video_decoding.wan_decoder(vae, recompute=False)(x, range(9)), whole)
+        some = video_decoding.wan_decoder(vae, recompute=True)(x, [4, 1])
         torch.testing.assert_close(some, whole[:, :, [4, 1]], rtol=0, atol=2e-6)
 
 
@@ -95,7 +95,7 @@ def test_each_expert_sees_the_rows_of_its_own_levels() -> None:
     together = model.predict(x, t, cond)
     for expert, rows in ((experts.high, [0, 2]), (experts.low, [1, 3])):
         model.net = expert
-        alone = model.predict(x[rows], t[rows], index(cond, torch.tensor(rows)))
+        alone = model.predict(x[rows], t[rows], select_rows(cond, torch.tensor(rows)))
         torch.testing.assert_close(together[rows], alone, rtol=1e-4, atol=1e-5)
 
 
@@ -140,7 +140,7 @@ def test_mistakes_are_sentences(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'ends_dark' with prediction 'epsilon' leaves nothing to predict"):
         VariancePreserving(ends_dark=True)
     with pytest.raises(ValueError, match="expected 0 < smallest < largest <= 700"):
-        Karras(largest=1e4)
+        KarrasPath(largest=1e4)
     pipeline(CASES["wan22"], tmp_path)
     with pytest.raises(
         ConfigError, match=r"holds two transformers, expected the level they meet at; set model\.boundary"
@@ -148,11 +148,13 @@ def test_mistakes_are_sentences(tmp_path: Path) -> None:
         replace(Wan().tiny(), weights=str(tmp_path)).load(Placement())
 
 
-@pytest.mark.long  # tests/planning/test_plan_clips.py plans clips of other models and of Wan 2.2
+@pytest.mark.long  # tests/diagnostics/test_plan_video.py plans clips of other models and of Wan 2.2
 def test_wan_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIZES, Wan.weights, {"transformer": wan.SMALL["transformer"], "vae": wan.SMALL["vae"]})
+    monkeypatch.setitem(
+        COMPONENT_CONFIGS, Wan.weights, {"transformer": wan.SMALL["transformer"], "vae": wan.SMALL["vae"]}
+    )
     asked = ["model.height=64", "model.width=64"]
-    short, long = (peak(load("vader-wan-hps", [*asked, f"model.frames={frames}"])) for frames in (5, 17))
+    short, long = (estimate_resources(load("vader-wan-hps", [*asked, f"model.frames={frames}"])) for frames in (5, 17))
     assert 0 < short.training < long.training
     assert short.weights == long.weights
 

@@ -10,15 +10,15 @@ import torch
 from tiers import fast
 from video_pipelines import CASES, DARK, cog_pipeline, pipeline
 
-from tastemaker.export import adapters
-from tastemaker.guidance import Guided
-from tastemaker.lora import Lora, LoraWeights
-from tastemaker.models.published import silence
-from tastemaker.policy import Backbone, Guidance, Policy
-from tastemaker.processes.paths import Straight
-from tastemaker.randomness import Randomness
-from tastemaker.types import Placement
-from tastemaker.weights import Full
+from tastemaker.core.guidance import GuidedBackbone
+from tastemaker.core.lora import Lora, LoraWeights
+from tastemaker.core.policy import Backbone, Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Placement
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.export import lora
+from tastemaker.models.pipeline_components import silence_libraries
+from tastemaker.processes.paths import RectifiedFlow
 
 PROMPTS = ["a red cat on a mat", "two blue dogs"]
 ADAPTED = ("wan", "cogvideox-5b", "ltx", "hunyuanvideo", "mochi")
@@ -32,12 +32,12 @@ def test_samples_are_those_of_the_published_pipeline(name: str, tmp_path: Path) 
     model: Backbone = replace(case.spec, weights=str(tmp_path)).load(Placement())
     frames, _, height, width = model.pixels
     if case.guidance > 1:
-        model = Guided(model, Guidance(case.guidance))
-    policy = Policy(model, case.process, Full().apply(model, ()))
+        model = GuidedBackbone(model, Guidance(case.guidance))
+    policy = Policy(model, case.process, FullFinetuning().apply(model, ()))
     made = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
     asked = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.steps}
     asked |= {"guidance_scale": case.guidance, "max_sequence_length": case.spec.words, **(case.asked or {})}
-    with silence(), torch.no_grad():
+    with silence_libraries(), torch.no_grad():
         start = case.theirs(made.start)
         latents = theirs(PROMPTS, latents=start, output_type="latent", **asked).frames
         pixels = theirs(PROMPTS, latents=start, output_type="pt", **asked).frames
@@ -49,7 +49,7 @@ def test_levels_are_those_of_the_published_schedulers() -> None:
     dark = cog_pipeline(rotary=False).scheduler
     kept = DARK.alpha(torch.arange(1, 1001) / 1000) ** 2
     torch.testing.assert_close(kept, dark.alphas_cumprod.float(), rtol=1e-5, atol=1e-9)
-    assert all(Straight(gentle=0.025).grid(steps)[-1] == 0 for steps in (1, 10, 25))
+    assert all(RectifiedFlow(gentle=0.025).grid(steps)[-1] == 0 for steps in (1, 10, 25))
 
 
 @pytest.mark.parametrize(
@@ -65,16 +65,16 @@ def test_adapters_are_read_by_the_published_pipeline(name: str, tmp_path: Path) 
     assert isinstance(weights, LoraWeights)
     for number, p in enumerate(weights.trainable().values()):
         p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
-    adapters.write_diffusers(weights, spec.layout, tmp_path / adapters.FILE, torch.float32)
+    lora.write_diffusers_lora(weights, spec.layout, tmp_path / lora.DIFFUSERS_LORA_FILE, torch.float32)
     policy = Policy(model, case.process, weights)
     made = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
     frames, _, height, width = model.pixels
     asked = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.steps}
     asked |= {"guidance_scale": 1.0, "max_sequence_length": case.spec.words, **(case.asked or {})}
-    with silence(), torch.no_grad():
+    with silence_libraries(), torch.no_grad():
         start, kind = case.theirs(made.start), {"output_type": "latent"}
         before = theirs(PROMPTS, latents=start, **kind, **asked).frames
-        theirs.load_lora_weights(tmp_path, weight_name=adapters.FILE)
+        theirs.load_lora_weights(tmp_path, weight_name=lora.DIFFUSERS_LORA_FILE)
         after = theirs(PROMPTS, latents=start, **kind, **asked).frames
     assert (case.theirs(made.final) - after).abs().max() <= 1e-4
     assert (before - after).abs().max() > 1e-2

@@ -14,31 +14,31 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
-from videocrafter_toys import VIDEO, network, told
+from videocrafter_toys import VIDEO, network, read_fixture
 
-from tastemaker.export.adapters import Attached, write_authors
-from tastemaker.guidance import unguided
-from tastemaker.lora import LoraWeights
-from tastemaker.models import lvdm
-from tastemaker.models.nets.unet3d import ClipUnet
-from tastemaker.models.published import Codec
-from tastemaker.models.sizes import MODELSCOPE, SIZES
-from tastemaker.models.unet3d import ClipUnetBackbone, Size
+from tastemaker.core.guidance import unwrap_guidance
+from tastemaker.core.lora import LoraWeights
+from tastemaker.core.objective import Context, NoState, SingleProcess
+from tastemaker.core.policy import Guidance, Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import Rubric, WeightedReward
+from tastemaker.core.types import Condition, Metadata, Placement, PromptBatch, Prompts
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.export.lora import LoraFromFile, write_original_lora
+from tastemaker.models import lvdm_checkpoint
+from tastemaker.models.component_configs import COMPONENT_CONFIGS, MODELSCOPE
+from tastemaker.models.nets.unet3d import VideoUnet
+from tastemaker.models.pipeline_components import FrozenVae
+from tastemaker.models.video_unet import VideoSize, VideoUnetBackbone
 from tastemaker.models.videocrafter import VIDEOCRAFTER, Videocrafter
-from tastemaker.objective import Alone, Context, Nothing
 from tastemaker.objectives.reward_gradient import RewardGradient
-from tastemaker.policy import Guidance, Policy
-from tastemaker.processes.dynamics import Ddim, Stride
+from tastemaker.processes.dynamics import DDIM, DenoisingStep
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Graded, Rubric
-from tastemaker.types import Condition, Facts, Placement, PromptBatch, Prompts
-from tastemaker.weights import Full
 
 SHRINKING = VariancePreserving("scaled_linear", 0.00085, 0.012, 1000, spacing="leading", offset=1, shrinks=0.7)
-FRAMES = Size(4, 64, 64)
+FRAMES = VideoSize(4, 64, 64)
 
 
 @dataclass
@@ -63,10 +63,10 @@ class Shown:
         return shown(latents)
 
 
-def backbone(words: dict[str, Tensor], fps: int) -> ClipUnetBackbone:
+def backbone(words: dict[str, Tensor], fps: int) -> VideoUnetBackbone:
     codec: Any = Shown()
     said: Any = Said(words)
-    model = ClipUnetBackbone(network(), codec, said, FRAMES, fps)
+    model = VideoUnetBackbone(network(), codec, said, FRAMES, fps)
     model.pixels = (4, 3, 16, 8)  # as it is decoded here
     return model
 
@@ -99,7 +99,7 @@ class Weighed:
     def tiny(self) -> Weighed:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         return (pixels * shown(self.by)).flatten(1).sum(1) / self.by.numel()
 
 
@@ -112,19 +112,21 @@ def close(found: Tensor, wanted: Tensor, share: float) -> None:
 @pytest.mark.slow
 def test_every_published_tensor_has_its_place() -> None:
     with init_empty_weights():
-        net: Any = ClipUnet(**SIZES[VIDEOCRAFTER.hub]["unet"])
+        net: Any = VideoUnet(**COMPONENT_CONFIGS[VIDEOCRAFTER.hub]["unet"])
         codec: Any = AutoencoderKL(**MODELSCOPE["vae"])
         text: Any = CLIPTextModel(CLIPTextConfig(**MODELSCOPE["text_encoder"]))
-    theirs = lvdm.authors(net.state_dict(), net.config)
-    assert {key: list(x.shape) for key, x in theirs.items()} == told("lvdm_unet_full_keys.json")
+    theirs = lvdm_checkpoint.unet_to_original(net.state_dict(), net.config)
+    assert {key: list(x.shape) for key, x in theirs.items()} == read_fixture("lvdm_unet_full_keys.json")
     assert sum(x.numel() for x in theirs.values()) == 1_413_284_420
-    ours = {mine: name for name, mine in lvdm.names(list(net.state_dict()), net.config).items()}
-    assert {key: ours[key] for key in ours if not key.startswith("fps_")} == told(
+    ours = {mine: name for name, mine in lvdm_checkpoint.original_names(list(net.state_dict()), net.config).items()}
+    assert {key: ours[key] for key in ours if not key.startswith("fps_")} == read_fixture(
         "lvdm_to_diffusers_unet3d_keymap.json"
     )
-    shapes = told("lvdm_vae_full_keys.json")
-    empty = {key.removeprefix(lvdm.VAE): torch.empty(shape, device="meta") for key, shape in shapes.items()}
-    found = {key: x.shape for key, x in lvdm.vae(empty, codec.config).items()}
+    shapes = read_fixture("lvdm_vae_full_keys.json")
+    empty = {
+        key.removeprefix(lvdm_checkpoint.VAE_PREFIX): torch.empty(shape, device="meta") for key, shape in shapes.items()
+    }
+    found = {key: x.shape for key, x in lvdm_checkpoint.vae_to_diffusers(empty, codec.config).items()}
     assert found == {key: x.shape for key, x in codec.state_dict().items()}
     assert sum(p.numel() for p in text.parameters()) == 340_387_840  # open_clip's but its last layer and projection
 
@@ -132,7 +134,7 @@ def test_every_published_tensor_has_its_place() -> None:
 def test_the_network_says_what_its_authors_does() -> None:
     golden = load_file(VIDEO / "lvdm_unet_tiny_io.safetensors")
     model = backbone({f"row {i}": golden["context"][i : i + 1] for i in range(2)}, fps=24)
-    policy = Policy(model, GaussianProcess(SHRINKING, Ddim(1.0), 25), Full().apply(model, ()))
+    policy = Policy(model, GaussianProcess(SHRINKING, DDIM(1.0), 25), FullFinetuning().apply(model, ()))
     cond = policy.embed(("row 0", "row 1"), [{"fps": int(fps)} for fps in golden["fps"]])
     x = golden["x"].transpose(1, 2).clone().requires_grad_(True)
     said = policy.model.predict(x, (golden["timesteps"] + 1) / 1000, cond)
@@ -141,7 +143,7 @@ def test_the_network_says_what_its_authors_does() -> None:
     said.backward(golden["grad_y"].transpose(1, 2))
     assert x.grad is not None
     close(x.grad.transpose(1, 2), golden["grad_x"], 1e-5)
-    theirs = lvdm.names(list(model.net.state_dict()), model.net.config)
+    theirs = lvdm_checkpoint.original_names(list(model.net.state_dict()), model.net.config)
     weights = dict(model.net.named_parameters())
     recorded = {key.removeprefix("grad."): x for key, x in golden.items() if key.startswith("grad.")}
     assert len(recorded) == 7
@@ -170,8 +172,8 @@ def adapted(tmp_path: Path) -> tuple[Policy[GaussianProcess], dict[str, Tensor],
     file = tmp_path / "vader.pt"
     torch.save({key.removeprefix("lora."): x for key, x in golden.items() if key.startswith("lora.")}, file)
     model = backbone({"asked": golden["context"], "": golden["uncond_context"]}, fps=int(golden["fps"]))
-    weights = Attached(file, Videocrafter.layout).apply(model, ())
-    process = GaussianProcess(SHRINKING, Ddim(1.0), 5)
+    weights = LoraFromFile(file, Videocrafter.layout).apply(model, ())
+    process = GaussianProcess(SHRINKING, DDIM(1.0), 5)
     return Policy(process.guide(model, Guidance(12.0)), process, weights), golden, file
 
 
@@ -200,7 +202,7 @@ def test_the_tables_of_the_sampler_are_vaders() -> None:
     before = (golden["ddim_alphas_prev"].sqrt() * golden["ddim_scale_arr_prev"]).float()
     torch.testing.assert_close(SHRINKING.alpha(s), before, rtol=1e-6, atol=0)
     nothing = torch.zeros(5, 1)
-    step = Ddim(1.0).step(SHRINKING, Stride(nothing, nothing, t, s, 0.0))
+    step = DDIM(1.0).step(SHRINKING, DenoisingStep(nothing, nothing, t, s, 0.0))
     torch.testing.assert_close(step.std, golden["ddim_sigmas"].float(), rtol=1e-5, atol=0)
     for wrong in ({"shrinks": 0.0}, {"shrinks": 1.1}, {"shrinks": 0.7, "prediction": "velocity"}):
         with pytest.raises(ValueError, match="expected shrinks above 0 and up to 1"):
@@ -218,7 +220,9 @@ def test_the_tables_of_the_sampler_are_vaders() -> None:
 def test_adapters_get_the_gradients_vader_gives_them(objective: RewardGradient, name: str, tmp_path: Path) -> None:
     policy, golden, _ = adapted(tmp_path)
     reward: Any = Weighed(golden["reward_w"].transpose(1, 2))
-    ctx: Context[Any] = Context(policy, Rubric({"weighed": Graded(reward, reward)}), noise(golden), Alone(), Nothing())
+    ctx: Context[Any] = Context(
+        policy, Rubric({"weighed": WeightedReward(reward, reward)}), noise(golden), SingleProcess(), NoState()
+    )
     experience = objective.collect(ctx, PromptBatch(("asked",), ({},)))
     loss = objective.loss(ctx, experience, 0)
     torch.testing.assert_close(loss.metrics["reward"][0], golden["reward"], rtol=1e-5, atol=1e-8)
@@ -229,7 +233,7 @@ def test_adapters_get_the_gradients_vader_gives_them(objective: RewardGradient, 
     torch.testing.assert_close(norm, golden[f"gradnorm.{name}"], rtol=5e-5, atol=0)
     recorded = {key: x for key, x in golden.items() if key.startswith(f"grad.{name}.")}
     assert len(recorded) == 6
-    ours = lvdm.layers([key.partition(".lora_")[0] for key in grads], policy.model.net)
+    ours = lvdm_checkpoint.original_lora_layers([key.partition(".lora_")[0] for key in grads], policy.model.net)
     for key, wanted in recorded.items():
         layer, _, factor = key.removeprefix(f"grad.{name}.base_model.model.").partition(".lora_")
         close(grads[f"{ours[layer]}.lora_{factor.replace('default.', '')}"], wanted, 5e-5)
@@ -240,7 +244,7 @@ def test_adapters_are_written_as_they_were_read(tmp_path: Path) -> None:
     policy, _, file = adapted(tmp_path)
     weights = policy.weights
     assert isinstance(weights, LoraWeights) and (weights.config.r, weights.config.lora_alpha) == (4, 8)
-    write_authors(weights, Videocrafter.layout, tmp_path / "again.pt")
+    write_original_lora(weights, Videocrafter.layout, tmp_path / "again.pt")
     before, after = (torch.load(path, weights_only=True) for path in (file, tmp_path / "again.pt"))
     assert before.keys() == after.keys() and all(x.equal(after[key]) for key, x in before.items())
 
@@ -251,7 +255,7 @@ def test_adapters_of_another_alpha_are_scaled_to_the_published_one(tmp_path: Pat
     weights = policy.weights
     assert isinstance(weights, LoraWeights)
     weights.config.lora_alpha = 16
-    write_authors(weights, Videocrafter.layout, tmp_path / "again.pt")
+    write_original_lora(weights, Videocrafter.layout, tmp_path / "again.pt")
     before, after = (torch.load(path, weights_only=True) for path in (file, tmp_path / "again.pt"))
     for key, x in before.items():
         assert (2 * x if "lora_B" in key else x).equal(after[key])
@@ -259,13 +263,13 @@ def test_adapters_of_another_alpha_are_scaled_to_the_published_one(tmp_path: Pat
 
 def test_vader_adapts_as_many_layers_as_published() -> None:
     with init_empty_weights():
-        net: Any = ClipUnet(**SIZES[VIDEOCRAFTER.hub]["unet"])
+        net: Any = VideoUnet(**COMPONENT_CONFIGS[VIDEOCRAFTER.hub]["unet"])
     names = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
     asked = [name for name in names if name.endswith(("to_q", "to_k", "to_v"))]
     assert len(asked) == 198
     modules = dict(net.named_modules())
     assert sum(modules[name].in_features + modules[name].out_features for name in asked) == 313_472
-    theirs = lvdm.layers(asked, net)
+    theirs = lvdm_checkpoint.original_lora_layers(asked, net)
     layer = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q"
     assert theirs[layer] == "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 
@@ -280,7 +284,9 @@ def test_only_frames_asked_for_are_decoded_and_few_at_a_time(monkeypatch: pytest
         return inner(latents, return_dict=return_dict)
 
     monkeypatch.setattr(model.codec.net, "decode", counted)
-    monkeypatch.setattr("tastemaker.models.published.AT_ONCE", 2 * model.shape[2] * model.shape[3])
+    monkeypatch.setattr(
+        "tastemaker.models.pipeline_components.DECODE_BATCH_LATENTS", 2 * model.shape[2] * model.shape[3]
+    )
     x = torch.randn(3, *model.shape)
     whole = model.decode(x)
     assert seen == [2, 2, 2, 2, 1]
@@ -292,5 +298,5 @@ def test_nothing_is_dropped_while_it_trains() -> None:
     model = Videocrafter().tiny().load(Placement())
     cond, x, t = model.embed(("a fox",)), torch.randn(1, *model.shape), torch.tensor([0.5])
     assert model.predict(x, t, cond).equal(model.predict(x, t, cond))
-    assert isinstance(unguided(model)[0].embed(("", "b")), Condition)
-    assert isinstance(model.codec, Codec)
+    assert isinstance(unwrap_guidance(model)[0].embed(("", "b")), Condition)
+    assert isinstance(model.codec, FrozenVae)

@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pipelines
 import pytest
+import tiny_pipelines
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from videocrafter_toys import UNET, VIDEO, drawn, network, told, unet_tensors
+from videocrafter_toys import UNET, VIDEO, draw_weights, network, read_fixture, unet_tensors
 
-from tastemaker.models import lvdm
-from tastemaker.models.sizes import SIZES
-from tastemaker.models.videocrafter import CLIP_WORDS, VIDEOCRAFTER, Videocrafter
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.models import lvdm_checkpoint
+from tastemaker.models.component_configs import COMPONENT_CONFIGS
+from tastemaker.models.videocrafter import CLIP_TOKENIZER, VIDEOCRAFTER, Videocrafter
 
 VAE: dict[str, Any] = {
     "block_out_channels": (32, 32, 64, 64),
@@ -30,7 +30,7 @@ VAE: dict[str, Any] = {
     "scaling_factor": 0.18215,
 }
 TEXT: dict[str, Any] = {
-    **pipelines.CLIP_ENDS,
+    **tiny_pipelines.CLIP_ENDS,
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
@@ -40,7 +40,7 @@ TEXT: dict[str, Any] = {
 
 
 def vae_tensors() -> dict[str, Tensor]:
-    return drawn(told("lvdm_vae_tiny.json"), 31)
+    return draw_weights(read_fixture("lvdm_vae_tiny.json"), 31)
 
 
 def text_tensors() -> dict[str, Tensor]:
@@ -54,23 +54,27 @@ def text_tensors() -> dict[str, Tensor]:
         for name, shape in {**linear, "ln_1": (side,), "ln_2": (side,)}.items():
             block |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
         shapes |= {f"transformer.resblocks.{layer}.{name}": shape for name, shape in block.items()}
-    return {**drawn(shapes, 5), "logit_scale": torch.tensor(4.6)}
+    return {**draw_weights(shapes, 5), "logit_scale": torch.tensor(4.6)}
 
 
 def checkpoint(path: Path, prefix: str = "", wrapper: str = "state_dict") -> Path:
     """A small model.ckpt as published, with the tables of its sampler and what Lightning adds."""
-    parts = {lvdm.UNET: unet_tensors(), lvdm.VAE: vae_tensors(), lvdm.TEXT: text_tensors()}
+    parts = {
+        lvdm_checkpoint.UNET_PREFIX: unet_tensors(),
+        lvdm_checkpoint.VAE_PREFIX: vae_tensors(),
+        lvdm_checkpoint.TEXT_ENCODER_PREFIX: text_tensors(),
+    }
     tensors = {prefix + part + key: x for part, found in parts.items() for key, x in found.items()}
     tables = {f"{prefix}betas": torch.zeros(1000), f"{prefix}scale_arr": torch.ones(1400)}
     torch.save({wrapper: {**tensors, **tables}, "epoch": 3, "pytorch-lightning_version": "1.8.3"}, path)
-    pipelines.clip_words().save_pretrained(path.parent)
+    tiny_pipelines.byte_clip_tokenizer().save_pretrained(path.parent)
     return path
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Published checkpoints are as small as the recordings' networks."""
-    monkeypatch.setitem(SIZES, VIDEOCRAFTER.hub, {"unet": UNET, "vae": VAE, "text_encoder": TEXT})
+    monkeypatch.setitem(COMPONENT_CONFIGS, VIDEOCRAFTER.hub, {"unet": UNET, "vae": VAE, "text_encoder": TEXT})
 
 
 @pytest.mark.usefixtures("small")
@@ -117,7 +121,7 @@ def open_clip(weights: Mapping[str, Tensor], ids: Tensor) -> Tensor:
     mask = nn.Transformer.generate_square_subsequent_mask(77)
     for i in range(TEXT["num_hidden_layers"]):
         layer = nn.TransformerEncoderLayer(side, 2, wide, 0.0, "gelu", batch_first=True, norm_first=True)
-        own = lvdm.part(weights, f"transformer.resblocks.{i}.")
+        own = lvdm_checkpoint.select_component(weights, f"transformer.resblocks.{i}.")
         pairs = (("attn.", "self_attn."), ("mlp.c_fc", "linear1"), ("mlp.c_proj", "linear2"), ("ln_", "norm"))
         for theirs, ours in pairs:
             own = {key.replace(theirs, ours): y for key, y in own.items()}
@@ -137,7 +141,7 @@ def test_its_network_in_diffusers_layout_replaces_another(tmp_path: Path) -> Non
     net.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert written["fps_cond"] is True
-    save_file(lvdm.authors(net.state_dict(), net.config), tmp_path / "theirs.safetensors")
+    save_file(lvdm_checkpoint.unet_to_original(net.state_dict(), net.config), tmp_path / "theirs.safetensors")
     files = (folder, folder / "diffusion_pytorch_model.safetensors", tmp_path / "theirs.safetensors")
     for unet in files:
         spec = Videocrafter(str(path), str(unet), frames=2, height=32, width=32)
@@ -159,4 +163,4 @@ def test_what_is_no_checkpoint_of_it_is_refused_in_a_sentence(tmp_path: Path) ->
         Videocrafter().load(Placement())
     with pytest.raises(ConfigError, match=r"holds no diffusion_pytorch_model.safetensors"):
         Videocrafter(str(checkpoint(tmp_path / "model.ckpt")), str(tmp_path)).load(Placement())
-    assert Videocrafter().sources == (VIDEOCRAFTER, CLIP_WORDS)
+    assert Videocrafter().sources == (VIDEOCRAFTER, CLIP_TOKENIZER)

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
 from tastemaker.data.playground import PlaygroundScenes
-from tastemaker.models import files
-from tastemaker.models.nets.palette import Palette
-from tastemaker.models.nets.quantize import Codebook, Signs
-from tastemaker.models.nets.vq import VQ, VQShape, tolerated
-from tastemaker.models.vq import Vq, tokenizer
-from tastemaker.registry import ConfigError
-from tastemaker.types import Placement
+from tastemaker.models import weight_files
+from tastemaker.models.nets.color_tokenizer import ColorTokenizer
+from tastemaker.models.nets.quantizers import LookupFreeQuantizer, VectorQuantizer
+from tastemaker.models.nets.vq import VQ, VQConfig, drop_usage_buffer
+from tastemaker.models.vq import Vq, load_image_tokenizer
 
 LLAMAGEN = Path(__file__).parent.parent / "fixtures" / "llamagen"
 KEYS = json.loads((LLAMAGEN / "keys_shapes.json").read_text("utf-8"))
@@ -30,7 +30,7 @@ def golden() -> dict[str, Tensor]:
 
 
 def published(golden: dict[str, Tensor]) -> VQ:
-    net = VQ(VQShape(32, (1, 2), 1, 16, 128, 8, entropy=0.1, idle=0.0))
+    net = VQ(VQConfig(32, (1, 2), 1, 16, 128, 8, entropy=0.1, idle=0.0))
     net.load_state_dict({key[2:]: x for key, x in golden.items() if key.startswith("w.")})
     return net
 
@@ -81,16 +81,16 @@ def test_gradients_pass_straight_through_the_choice_as_published(golden: dict[st
 @pytest.mark.parametrize(("name", "multipliers"), [("VQ-16", (1, 1, 2, 2, 4)), ("VQ-8", (1, 2, 2, 4))])
 def test_published_sizes_have_the_published_keys(name: str, multipliers: tuple[int, ...]) -> None:
     with torch.device("meta"):
-        net = VQ(VQShape(multipliers=multipliers))
+        net = VQ(VQConfig(multipliers=multipliers))
     found = {key: list(x.shape) for key, x in net.state_dict().items()}
     wanted = {key: torch.empty(shape, device="meta") for key, shape in KEYS[name]["keys"].items()}
-    assert found == {key: list(x.shape) for key, x in tolerated(wanted).items()}
+    assert found == {key: list(x.shape) for key, x in drop_usage_buffer(wanted).items()}
     assert "quantize.codebook_used" in wanted
 
 
 def test_signs_count_the_first_channel_most() -> None:
     z = torch.tensor([1.0, -1.0, 0.5, -0.5]).view(1, 4, 1, 1)
-    signs = Signs(16)
+    signs = LookupFreeQuantizer(16)
     assert signs.choose(z).tolist() == [[0b1010]]
     assert signs.look_up(torch.tensor([[0b1010]])).tolist() == [[[1.0, -1.0, 1.0, -1.0]]]
     assert torch.equal(signs.choose(signs.look_up(torch.arange(16)).T.view(1, 4, 4, 4)), torch.arange(16)[None])
@@ -132,7 +132,7 @@ def test_codes_that_nothing_chose_come_into_use() -> None:
     for help in (0.0, 1.0):
         chance = torch.Generator().manual_seed(0)
         torch.manual_seed(0)
-        codebook = Codebook(256, 8)
+        codebook = VectorQuantizer(256, 8)
         optimizer = torch.optim.Adam(codebook.parameters(), 1e-3)
         for _ in range(60):
             found = codebook(latents(chance))
@@ -164,24 +164,24 @@ def test_a_written_tokenizer_is_read_back(tmp_path: Path) -> None:
     settings = {"type": "vq", "channels": 8, "multipliers": [1, 2, 2, 4], "blocks": 1, "latent": 8, "codes": 64} | {
         "groups": 2
     }
-    files.write(tmp_path / "vq.safetensors", net.state_dict(), {"autoencoder": settings}, torch.float32)
+    weight_files.write_weights(tmp_path / "vq.safetensors", net.state_dict(), {"autoencoder": settings}, torch.float32)
     pixels = PlaygroundScenes(device="cpu").load(0).batch(0, 4, 0, 1).pixels[:, 0]
-    found = tokenizer(str(tmp_path / "vq.safetensors"), 64, 8, 64, Placement())
+    found = load_image_tokenizer(str(tmp_path / "vq.safetensors"), 64, 8, 64, Placement())
     assert torch.equal(found.encode(pixels), net.encode(pixels))
     assert not any(p.requires_grad for p in found.parameters())
     told = r"has 64 codes of 8 pixels a side, the model expects 128 of 8; set model\.codes=64 and 8 tokens a side"
     with pytest.raises(ConfigError, match=told):
-        tokenizer(str(tmp_path / "vq.safetensors"), 128, 8, 64, Placement())
+        load_image_tokenizer(str(tmp_path / "vq.safetensors"), 128, 8, 64, Placement())
 
 
 def test_weights_of_something_else_are_refused(tmp_path: Path) -> None:
-    files.write(tmp_path / "other.safetensors", {"x": torch.zeros(1)}, {"autoencoder": {"type": "vae"}})
+    weight_files.write_weights(tmp_path / "other.safetensors", {"x": torch.zeros(1)}, {"autoencoder": {"type": "vae"}})
     with pytest.raises(ConfigError, match="holds no vq"):
-        tokenizer(str(tmp_path / "other.safetensors"), 64, 8, 64, Placement())
+        load_image_tokenizer(str(tmp_path / "other.safetensors"), 64, 8, 64, Placement())
 
 
 def test_colours_of_cells_stand_in_for_a_tokenizer() -> None:
-    palette = Palette(64, 4, 16)
+    palette = ColorTokenizer(64, 4, 16)
     pixels = torch.rand(8, 3, 4, 4, generator=torch.Generator().manual_seed(0)).repeat_interleave(4, 2)
     pixels = pixels.repeat_interleave(4, 3)
     ids = palette.encode(pixels)

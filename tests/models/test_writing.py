@@ -13,23 +13,23 @@ import torch
 from tiers import fast
 from torch import Tensor
 
-from tastemaker.distributions import Choice
-from tastemaker.guidance import guided_places
-from tastemaker.models.nets import steps
-from tastemaker.models.nets.decoding import Ledger, Order, begun
-from tastemaker.models.nets.desk import Desk, Typist
-from tastemaker.models.nets.gpt import GPT, GPTShape
-from tastemaker.policy import Guidance
-from tastemaker.randomness import Randomness
+from tastemaker.core.distributions import TokenSampler
+from tastemaker.core.guidance import count_guided_tokens
+from tastemaker.core.policy import Guidance
+from tastemaker.core.randomness import Randomness
+from tastemaker.models.nets import decode_kernels_torch
+from tastemaker.models.nets.decoder_pool import CudaGraphDecoder, DecoderPool
+from tastemaker.models.nets.gpt import GPT, GPTConfig
+from tastemaker.models.nets.token_decoder import DecodeRequest, StaticKVCacheDecoder, prefill
 
 # Kernels are carried out on the host where Triton is there and told so, at half a minute a test.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 SHAPES = {
-    "class": GPTShape(32, 2, 4, None, 60, 4, "class", 1, 10),
-    "grouped": GPTShape(32, 2, 4, 2, 60, 4, "class", 1, 10),
-    "head of 100": GPTShape(200, 1, 2, None, 60, 3, "class", 1, 10),
-    "caption": GPTShape(32, 2, 4, None, 60, 4, "caption", 5, 12),
-    "words": GPTShape(32, 2, 4, 1, 60, 3, "words", 5, 12),
+    "class": GPTConfig(32, 2, 4, None, 60, 4, "class", 1, 10),
+    "grouped": GPTConfig(32, 2, 4, 2, 60, 4, "class", 1, 10),
+    "head of 100": GPTConfig(200, 1, 2, None, 60, 3, "class", 1, 10),
+    "caption": GPTConfig(32, 2, 4, None, 60, 4, "caption", 5, 12),
+    "words": GPTConfig(32, 2, 4, 1, 60, 3, "words", 5, 12),
 }
 GUIDANCE = {
     "none": None,
@@ -42,7 +42,7 @@ GUIDANCE = {
 ROWS = 6
 
 
-def stirred(shape: GPTShape) -> GPT:
+def stirred(shape: GPTConfig) -> GPT:
     torch.manual_seed(0)
     net = GPT(shape)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def stirred(shape: GPTShape) -> GPT:
     return net
 
 
-def ordered(shape: GPTShape, choice: Choice, guidance: Guidance | None, seed: int = 0) -> Order:
+def ordered(shape: GPTConfig, choice: TokenSampler, guidance: Guidance | None, seed: int = 0) -> DecodeRequest:
     """Two groups of three samples, and as many without a prompt."""
     chance = torch.Generator().manual_seed(seed)
     made: dict[str, Callable[[], Tensor]] = {
@@ -67,11 +67,11 @@ def ordered(shape: GPTShape, choice: Choice, guidance: Guidance | None, seed: in
         shown = torch.arange(shape.prefix)[None] >= torch.arange(ROWS)[:, None] % 3
         shown = torch.cat([shown, shown]) if guidance else shown
     uniform = Randomness(seed, 0, torch.arange(ROWS)).uniform("token", shape.side**2)
-    return Order(cond, shown, uniform, choice, guidance)
+    return DecodeRequest(cond, shown, uniform, choice, guidance)
 
 
 @torch.no_grad()
-def spelled(net: GPT, order: Order, instead: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def spelled(net: GPT, order: DecodeRequest, instead: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """By one call of the network a token, each half by itself; what is read may be other than what is written."""
     count, length = order.uniform.shape
     ids, log_prob = torch.zeros(count, length, dtype=torch.long), torch.zeros(count, length)
@@ -88,42 +88,46 @@ def spelled(net: GPT, order: Order, instead: Tensor | None = None) -> tuple[Tens
     return ids, log_prob
 
 
-def written(scribe: Ledger | Typist, length: int) -> tuple[Tensor, Tensor]:
+def written(scribe: StaticKVCacheDecoder | CudaGraphDecoder, length: int) -> tuple[Tensor, Tensor]:
     for _ in range(length):
         scribe.write()
     return scribe.ids, scribe.log_prob
 
 
 def kernels() -> Iterator[ModuleType]:
-    yield steps
+    yield decode_kernels_torch
     if INTERPRETED:
-        from tastemaker.models.nets import kernels as own
+        from tastemaker.models.nets import decode_kernels_triton as own
 
         yield own
 
 
 @pytest.fixture(params=["by hand", *(module.__name__.rsplit(".")[-1] for module in kernels())])
-def writer(request: pytest.FixtureRequest) -> Callable[[GPT, Order], Ledger | Typist]:
+def writer(request: pytest.FixtureRequest) -> Callable[[GPT, DecodeRequest], StaticKVCacheDecoder | CudaGraphDecoder]:
     if request.param == "by hand":
-        return Ledger
+        return StaticKVCacheDecoder
     module = next(module for module in kernels() if module.__name__.endswith(request.param))
-    desk = Desk(module)
-    return lambda net, order: Typist(desk, net, order)
+    desk = DecoderPool(module)
+    return lambda net, order: CudaGraphDecoder(desk, net, order)
 
 
 @pytest.mark.parametrize("guidance", fast(GUIDANCE, "none", "middle", "rising"))
 @pytest.mark.parametrize("shape", fast(SHAPES, "grouped", "caption"))
-def test_tokens_are_those_of_the_plain_way(shape: str, guidance: str, writer: Callable[..., Ledger | Typist]) -> None:
+def test_tokens_are_those_of_the_plain_way(
+    shape: str, guidance: str, writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
+) -> None:
     sizes = SHAPES[shape]
-    net, order = stirred(sizes), ordered(sizes, Choice(0.9, 20), GUIDANCE[guidance])
+    net, order = stirred(sizes), ordered(sizes, TokenSampler(0.9, 20), GUIDANCE[guidance])
     ids, log_prob = spelled(net, order)
     found = written(writer(net, order), sizes.side**2)
     assert torch.equal(found[0], ids)
     torch.testing.assert_close(found[1], log_prob, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("choice", [Choice(), Choice(0.7, 0, 0.8), Choice(1.3, 10, 0.5)], ids=str)
-def test_tokens_are_chosen_as_the_process_says(choice: Choice, writer: Callable[..., Ledger | Typist]) -> None:
+@pytest.mark.parametrize("choice", [TokenSampler(), TokenSampler(0.7, 0, 0.8), TokenSampler(1.3, 10, 0.5)], ids=str)
+def test_tokens_are_chosen_as_the_process_says(
+    choice: TokenSampler, writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
+) -> None:
     net, order = stirred(SHAPES["class"]), ordered(SHAPES["class"], choice, Guidance(2.0, interval=(0.5, 1.0)))
     assert torch.equal(written(writer(net, order), 16)[0], spelled(net, order)[0])
 
@@ -131,9 +135,9 @@ def test_tokens_are_chosen_as_the_process_says(choice: Choice, writer: Callable[
 @pytest.mark.parametrize("guidance", ["none", "first"])
 @pytest.mark.parametrize("after", [0, 3])
 def test_what_is_read_may_be_other_than_what_is_written(
-    after: int, guidance: str, writer: Callable[..., Ledger | Typist]
+    after: int, guidance: str, writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
 ) -> None:
-    net, order = stirred(SHAPES["grouped"]), ordered(SHAPES["grouped"], Choice(), GUIDANCE[guidance])
+    net, order = stirred(SHAPES["grouped"]), ordered(SHAPES["grouped"], TokenSampler(), GUIDANCE[guidance])
     instead = torch.randint(0, 60, (ROWS, 16), generator=torch.Generator().manual_seed(0))
     scribe, kept = writer(net, order), torch.tensor([4, 1])
     for i in range(16):
@@ -147,16 +151,20 @@ def test_what_is_read_may_be_other_than_what_is_written(
     assert not torch.equal(ids, spelled(net, order)[0])
 
 
-def test_a_second_batch_is_written_as_if_it_were_the_first(writer: Callable[..., Ledger | Typist]) -> None:
+def test_a_second_batch_is_written_as_if_it_were_the_first(
+    writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder],
+) -> None:
     net, shape = stirred(SHAPES["caption"]), SHAPES["caption"]
-    orders = [ordered(shape, Choice(), Guidance(2.0), seed) for seed in (0, 1)]
+    orders = [ordered(shape, TokenSampler(), Guidance(2.0), seed) for seed in (0, 1)]
     for order in orders:
         assert torch.equal(written(writer(net, order), 16)[0], spelled(net, order)[0])
 
 
 @pytest.mark.parametrize("after", [0, 3])
-def test_pruned_rows_go_on_as_they_would_have(after: int, writer: Callable[..., Ledger | Typist]) -> None:
-    net, order = stirred(SHAPES["caption"]), ordered(SHAPES["caption"], Choice(), Guidance(2.0))
+def test_pruned_rows_go_on_as_they_would_have(
+    after: int, writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
+) -> None:
+    net, order = stirred(SHAPES["caption"]), ordered(SHAPES["caption"], TokenSampler(), Guidance(2.0))
     kept = torch.tensor([4, 1])
     scribe = writer(net, order)
     for _ in range(after):
@@ -168,9 +176,11 @@ def test_pruned_rows_go_on_as_they_would_have(after: int, writer: Callable[..., 
     torch.testing.assert_close(found[1], log_prob[kept], rtol=1e-4, atol=1e-4)
 
 
-def test_two_batches_at_once_do_not_disturb_each_other(writer: Callable[..., Ledger | Typist]) -> None:
+def test_two_batches_at_once_do_not_disturb_each_other(
+    writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder],
+) -> None:
     net, shape = stirred(SHAPES["class"]), SHAPES["class"]
-    orders = [ordered(shape, Choice(), None, seed) for seed in (0, 1)]
+    orders = [ordered(shape, TokenSampler(), None, seed) for seed in (0, 1)]
     scribes = [writer(net, order) for order in orders]
     for _ in range(16):
         for scribe in scribes:
@@ -180,20 +190,20 @@ def test_two_batches_at_once_do_not_disturb_each_other(writer: Callable[..., Led
 
 
 def test_samples_of_a_group_and_rows_without_a_prompt_are_read_once() -> None:
-    net, order = stirred(SHAPES["class"]), ordered(SHAPES["class"], Choice(), Guidance(2.0))
+    net, order = stirred(SHAPES["class"]), ordered(SHAPES["class"], TokenSampler(), Guidance(2.0))
     with torch.no_grad():
-        logits, past, number = begun(net, order)
+        logits, past, number = prefill(net, order)
     assert len(past[0][0]) == 3 and number.tolist() == [0] * 3 + [1] * 3 + [2] * 6
     assert logits.shape == (2 * ROWS, 60)
 
 
 def test_half_of_the_work_is_dropped_after_the_last_guided_token() -> None:
-    assert guided_places(Guidance(3.0, interval=(0.5, 1.0)), 16) == 9
-    assert guided_places(Guidance(3.0), 16) == 16
-    assert guided_places(Guidance(3.0, interval=(0.97, 0.98)), 16) == 0
+    assert count_guided_tokens(Guidance(3.0, interval=(0.5, 1.0)), 16) == 9
+    assert count_guided_tokens(Guidance(3.0), 16) == 16
+    assert count_guided_tokens(Guidance(3.0, interval=(0.97, 0.98)), 16) == 0
     net, seen = stirred(SHAPES["class"]), list[int]()
     net.tok_embeddings.register_forward_hook(lambda _, given, out: seen.append(len(out)))
-    written(Ledger(net, ordered(SHAPES["class"], Choice(), Guidance(3.0, interval=(0.5, 1.0)))), 16)
+    written(StaticKVCacheDecoder(net, ordered(SHAPES["class"], TokenSampler(), Guidance(3.0, interval=(0.5, 1.0)))), 16)
     assert seen == [2 * ROWS] * 8 + [ROWS] * 7
 
 
@@ -201,7 +211,7 @@ def test_weights_are_joined_without_a_copy_and_train_on() -> None:
     net = stirred(SHAPES["class"])
     before = {key: x.clone() for key, x in net.state_dict().items()}
     plain = copy.deepcopy(net)
-    Typist(Desk(steps), net, ordered(SHAPES["class"], Choice(), None))
+    CudaGraphDecoder(DecoderPool(decode_kernels_torch), net, ordered(SHAPES["class"], TokenSampler(), None))
     forward = net.layers[0].feed_forward
     assert forward.w1.weight.untyped_storage().data_ptr() == forward.w3.weight.untyped_storage().data_ptr()
     assert all(torch.equal(x, before[key]) for key, x in net.state_dict().items())

@@ -10,17 +10,17 @@ import torch
 from tiers import fast
 from torch import nn
 
-from tastemaker.guidance import both
-from tastemaker.lora import Lora
+from tastemaker.core.guidance import batch_conditions
+from tastemaker.core.lora import Lora
+from tastemaker.core.policy import Guidance, Policy, SupportsTokenDecoder
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Placement
+from tastemaker.core.weights import FrozenCopyFinetuning, FullFinetuning, FullWeights
 from tastemaker.models.gpt import Gpt, GptBackbone
-from tastemaker.models.nets import steps
-from tastemaker.models.nets.decoding import Ledger
-from tastemaker.models.nets.desk import Desk
-from tastemaker.policy import Fluent, Guidance, Policy
-from tastemaker.processes.autoregressive import Autoregressive, Spelling, Writing
-from tastemaker.randomness import Randomness
-from tastemaker.types import Placement
-from tastemaker.weights import Full, FullWeights, Twin
+from tastemaker.models.nets import decode_kernels_torch
+from tastemaker.models.nets.decoder_pool import DecoderPool
+from tastemaker.models.nets.token_decoder import StaticKVCacheDecoder
+from tastemaker.processes.autoregressive import AutoregressiveProcess, AutoregressiveRollout, EagerDecoder
 
 
 def backbone(kernels: ModuleType | None) -> GptBackbone:
@@ -29,7 +29,7 @@ def backbone(kernels: ModuleType | None) -> GptBackbone:
     with torch.no_grad():
         for p in model.net.parameters():
             p.add_(0.3 * torch.randn_like(p))
-    model.desk = Desk(kernels)
+    model.desk = DecoderPool(kernels)
     return model
 
 
@@ -37,10 +37,10 @@ RNG = Randomness(0, 0, torch.arange(4))
 ASKED = ("a photo of a cat", "a photo of a cat", "a photo of a dog", "")
 
 
-def same(policy: Policy[Autoregressive]) -> None:
+def same(policy: Policy[AutoregressiveProcess]) -> None:
     """That sampling, whoever writes, and one call a token agree."""
     cond = policy.embed(ASKED)
-    slow = Spelling(policy.model, cond, RNG.uniform("token", *policy.model.shape), policy.process.choice)  # type: ignore[arg-type]
+    slow = EagerDecoder(policy.model, cond, RNG.uniform("token", *policy.model.shape), policy.process.choice)  # type: ignore[arg-type]
     with torch.no_grad():
         for _ in range(policy.model.shape[0]):
             slow.write()
@@ -54,17 +54,19 @@ def shaken(net: nn.Module) -> None:
                 p.add_(0.3 * torch.randn_like(p))
 
 
-@pytest.mark.parametrize("kernels", fast([None, steps], steps))
-@pytest.mark.parametrize("tuning", [Full(), Twin(), Lora(rank=2)], ids=["full", "twin", "lora"])
+@pytest.mark.parametrize("kernels", fast([None, decode_kernels_torch], decode_kernels_torch))
+@pytest.mark.parametrize(
+    "tuning", [FullFinetuning(), FrozenCopyFinetuning(), Lora(rank=2)], ids=["full", "twin", "lora"]
+)
 @pytest.mark.parametrize("scale", fast([1.0, 2.0], 2.0))
 def test_updated_and_borrowed_weights_are_seen(
-    tuning: Full | Twin | Lora, kernels: ModuleType | None, scale: float
+    tuning: FullFinetuning | FrozenCopyFinetuning | Lora, kernels: ModuleType | None, scale: float
 ) -> None:
     model = backbone(kernels)
     weights = tuning.apply(model, ("reference",))
-    guided = Autoregressive().guide(model, Guidance(scale)) if scale > 1 else model
-    policy = Policy(guided, Autoregressive(top_k=40), weights)
-    assert isinstance(model, Fluent)
+    guided = AutoregressiveProcess().guide(model, Guidance(scale)) if scale > 1 else model
+    policy = Policy(guided, AutoregressiveProcess(top_k=40), weights)
+    assert isinstance(model, SupportsTokenDecoder)
     before = policy.sample(policy.embed(ASKED), RNG).final
     same(policy)
     for _ in range(2):
@@ -78,8 +80,8 @@ def test_updated_and_borrowed_weights_are_seen(
 
 
 def test_a_typewriter_is_used_again_until_weights_move() -> None:
-    model = backbone(steps)
-    policy = Policy(model, Autoregressive(), FullWeights(model.net))
+    model = backbone(decode_kernels_torch)
+    policy = Policy(model, AutoregressiveProcess(), FullWeights(model.net))
     policy.sample(policy.embed(ASKED), RNG)
     (first,) = model.desk.kept.values()
     shaken(model.net)
@@ -91,10 +93,10 @@ def test_a_typewriter_is_used_again_until_weights_move() -> None:
     assert list(model.desk.kept.values()) != [first]
 
 
-@pytest.mark.parametrize("kernels", [None, steps])
+@pytest.mark.parametrize("kernels", [None, decode_kernels_torch])
 def test_a_network_computing_in_half_precision_is_written_by_in_it(kernels: ModuleType | None) -> None:
     model = backbone(kernels)
-    policy = Policy(model, Autoregressive(replay=False), FullWeights(model.net))
+    policy = Policy(model, AutoregressiveProcess(replay=False), FullWeights(model.net))
     cond = policy.embed(ASKED)
     with torch.autocast("cpu", torch.bfloat16):
         (segment,) = policy.sample(cond, RNG).segments
@@ -104,8 +106,8 @@ def test_a_network_computing_in_half_precision_is_written_by_in_it(kernels: Modu
 
 def test_a_rollout_has_a_scribe_of_the_models_own() -> None:
     model = backbone(None)
-    rollout = Autoregressive().start(model, model.embed(ASKED), RNG)
-    assert isinstance(rollout, Writing) and isinstance(rollout.scribe, Ledger)
-    guided = Autoregressive().guide(model, Guidance(2.0))
-    assert isinstance(Autoregressive().start(guided, guided.embed(ASKED), RNG).scribe, Ledger)
-    assert len(both(guided.embed(ASKED)).tensors["words"]) == 2 * len(ASKED)
+    rollout = AutoregressiveProcess().start(model, model.embed(ASKED), RNG)
+    assert isinstance(rollout, AutoregressiveRollout) and isinstance(rollout.scribe, StaticKVCacheDecoder)
+    guided = AutoregressiveProcess().guide(model, Guidance(2.0))
+    assert isinstance(AutoregressiveProcess().start(guided, guided.embed(ASKED), RNG).scribe, StaticKVCacheDecoder)
+    assert len(batch_conditions(guided.embed(ASKED)).tensors["words"]) == 2 * len(ASKED)

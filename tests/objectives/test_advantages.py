@@ -14,16 +14,22 @@ import toys
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tastemaker.objective import Context
-from tastemaker.objectives.advantages import PromptTracker, by_group, by_group_mean, mixed, overall
+from tastemaker.core.objective import Context
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.reward import RewardNormalization, Rubric, WeightedReward
+from tastemaker.core.types import PromptBatch, Segment
+from tastemaker.objectives.advantages import (
+    PromptTracker,
+    combine_advantages,
+    global_advantages,
+    group_advantages,
+    group_mean_advantages,
+)
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
-from tastemaker.objectives.surrogate import clipped
-from tastemaker.randomness import Randomness
-from tastemaker.reward import Graded, Rubric, Scale
+from tastemaker.objectives.ppo import clipped_surrogate
 from tastemaker.rewards.color import Brightness, Color
-from tastemaker.types import PromptBatch, Segment
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 LOSSES = json.loads((FIXTURES / "video" / "ddpo_dpo_losses.json").read_text())
@@ -41,11 +47,11 @@ def groups(advantage: Any) -> list[float]:
 
 
 def test_group_advantages_are_flow_grpos() -> None:
-    assert groups(by_group) == pytest.approx([-1.135495, -0.999933, -0.162214, 0, 0.999933, 1.297708], abs=2e-6)
+    assert groups(group_advantages) == pytest.approx([-1.135495, -0.999933, -0.162214, 0, 0.999933, 1.297708], abs=2e-6)
 
 
 def test_group_means_under_a_common_spread_are_flow_grpos() -> None:
-    found = groups(lambda reward, group: by_group_mean(reward, group, REWARDS))
+    found = groups(lambda reward, group: group_mean_advantages(reward, group, REWARDS))
     assert found == pytest.approx([-1.366180, -0.878259, -0.195169, 0, 0.878259, 1.561349], abs=2e-6)
 
 
@@ -83,7 +89,7 @@ def test_the_clipped_loss_is_ddpos() -> None:
     case = LOSSES["ppo"]
     new, old, advantage = (torch.tensor(case[name]) for name in ("logp_new", "logp_old", "adv"))
     limited = advantage.clamp(-case["adv_clip"], case["adv_clip"])
-    gain, watched = clipped(new[:, None], segment(old[:, None]), limited, case["clip_range"])
+    gain, watched = clipped_surrogate(new[:, None], segment(old[:, None]), limited, case["clip_range"])
     assert float(-gain.mean()) == pytest.approx(case["loss"], rel=1e-6)
     assert float(watched["clipped"].mean()) == case["clipfrac"]
     assert float(0.5 * ((new - old) ** 2).mean()) == pytest.approx(case["approx_kl"], rel=1e-5)
@@ -91,7 +97,7 @@ def test_the_clipped_loss_is_ddpos() -> None:
 
 def test_token_advantages_are_those_of_the_published_trainer() -> None:
     golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
-    found = by_group(golden["in.rewards"], 4, unbiased=True, floor=1e-8)
+    found = group_advantages(golden["in.rewards"], 4, unbiased=True, floor=1e-8)
     torch.testing.assert_close(found.clamp(-5, 5), golden["out.advantages"], rtol=1e-5, atol=1e-6)
 
 
@@ -107,7 +113,7 @@ def test_token_advantages_are_those_of_the_published_trainer() -> None:
 def test_token_losses_are_those_of_the_published_trainer(name: str, clip: float, off: float) -> None:
     golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
     now, old = golden[f"out.{name}.new_logps"], golden["in.old_logps"]
-    gain, watched = clipped(now, segment(old), golden["out.advantages"], clip)
+    gain, watched = clipped_surrogate(now, segment(old), golden["out.advantages"], clip)
     torch.testing.assert_close(-gain, golden[f"out.{name}.per_token_loss"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(watched["ratio"], golden[f"out.{name}.ratio"].mean(1), rtol=1e-5, atol=0)
     assert float(watched["clipped"].mean()) == pytest.approx(off, abs=1e-6)
@@ -117,13 +123,17 @@ def test_token_losses_are_those_of_the_published_trainer(name: str, clip: float,
 def test_the_mean_token_loss_is_that_of_the_published_trainer(name: str) -> None:
     golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
     clip = 1e-4 if "1e-4" in name else 0.2
-    gain, _ = clipped(golden[f"out.{name}.new_logps"], segment(golden["in.old_logps"]), golden["out.advantages"], clip)
+    gain, _ = clipped_surrogate(
+        golden[f"out.{name}.new_logps"], segment(golden["in.old_logps"]), golden["out.advantages"], clip
+    )
     torch.testing.assert_close(-gain.mean(), golden[f"out.{name}.loss"][0], rtol=1e-5, atol=1e-6)
 
 
 def test_only_decisions_that_were_taken_are_watched() -> None:
     mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
-    _, watched = clipped(torch.tensor([[0.0, 9.0], [0.0, 0.1]]), segment(torch.zeros(2, 2), mask), torch.ones(2), 0.01)
+    _, watched = clipped_surrogate(
+        torch.tensor([[0.0, 9.0], [0.0, 0.1]]), segment(torch.zeros(2, 2), mask), torch.ones(2), 0.01
+    )
     assert watched["clipped"].tolist() == [0, 0.5]
     assert watched["ratio"][0] == 1
 
@@ -185,35 +195,35 @@ def test_two_ranks_find_the_advantages_that_one_finds(objective: Any) -> None:
 
 def test_the_global_advantage_is_against_everyone() -> None:
     everyone = torch.cat([REWARDS, REWARDS + 10])
-    found = overall(REWARDS, everyone, 0.0)
+    found = global_advantages(REWARDS, everyone, 0.0)
     torch.testing.assert_close(found, (REWARDS - everyone.mean()) / everyone.std(correction=0))
 
 
 def two_rewards(weights: tuple[float, float], **settings: Any) -> Rubric:
-    graded = [Graded(Brightness(), Brightness(), weight) for weight in weights]
+    graded = [WeightedReward(Brightness(), Brightness(), weight) for weight in weights]
     return Rubric({"near": graded[0], "far": replace(graded[1], **settings)})
 
 
 def test_advantages_of_several_rewards_are_mixed_by_their_shares() -> None:
     # Groups of two: (0, 2) spreads by 1 about 1, (30, 10) by 10 about 20; equals earn nothing.
     parts = {"near": torch.tensor([0.0, 2.0, 5.0, 5.0]), "far": torch.tensor([30.0, 10.0, 0.0, 4.0])}
-    found = mixed(two_rewards((3.0, 1.0)), parts, lambda reward: by_group(reward, 2, floor=0.0))
+    found = combine_advantages(two_rewards((3.0, 1.0)), parts, lambda reward: group_advantages(reward, 2, floor=0.0))
     assert found[:2].tolist() == pytest.approx([0.75 * -1 + 0.25 * 1, 0.75 * 1 + 0.25 * -1])
-    found = mixed(two_rewards((3.0, 1.0)), parts, lambda reward: by_group(reward, 2, floor=1e-9))
+    found = combine_advantages(two_rewards((3.0, 1.0)), parts, lambda reward: group_advantages(reward, 2, floor=1e-9))
     assert found[2:].tolist() == pytest.approx([0.25 * -1, 0.25 * 1])
     # Summed as rewards, the larger range would have decided: 3 * (0, 2) + (30, 10) prefers the first.
     total = 3 * parts["near"] + parts["far"]
-    assert by_group(total, 2)[:2].tolist() == pytest.approx([1.0, -1.0], abs=1e-3)
+    assert group_advantages(total, 2)[:2].tolist() == pytest.approx([1.0, -1.0], abs=1e-3)
 
 
 def test_a_negative_weight_turns_its_advantage_round_and_a_watched_reward_has_none() -> None:
     parts = {"near": torch.tensor([0.0, 2.0]), "far": torch.tensor([30.0, 10.0])}
-    found = mixed(two_rewards((-1.0, 0.0)), parts, lambda reward: by_group(reward, 2, floor=0.0))
+    found = combine_advantages(two_rewards((-1.0, 0.0)), parts, lambda reward: group_advantages(reward, 2, floor=0.0))
     assert found.tolist() == pytest.approx([1.0, -1.0])
 
 
 def test_scores_are_normalised_and_clipped_before_they_are_mixed() -> None:
-    rubric = two_rewards((1.0, 1.0), normalize=Scale(10.0, 2.0), clip=(-1.0, 3.0))
+    rubric = two_rewards((1.0, 1.0), normalize=RewardNormalization(10.0, 2.0), clip=(-1.0, 3.0))
     parts = {"near": torch.tensor([0.0, 2.0, 0.0]), "far": torch.tensor([6.0, 12.0, 20.0])}
     assert rubric.counted(parts)["far"].tolist() == [-1.0, 1.0, 3.0]
     assert rubric.counted(parts)["near"].tolist() == [0.0, 2.0, 0.0]
@@ -222,7 +232,9 @@ def test_scores_are_normalised_and_clipped_before_they_are_mixed() -> None:
 @pytest.mark.parametrize("kind", [GRPO, NFT])
 def test_objectives_mix_where_they_are_told_to(kind: Any) -> None:
     policy = toys.policy("flow", snapshots=kind(group=4).snapshots())
-    rubric = Rubric({"color": Graded(Color(), Color(), 1.0), "dark": Graded(Brightness(), Brightness(), -20.0)})
+    rubric = Rubric(
+        {"color": WeightedReward(Color(), Color(), 1.0), "dark": WeightedReward(Brightness(), Brightness(), -20.0)}
+    )
     found = {}
     for mix in ("rewards", "advantages"):
         ctx = replace(toys.context(policy, 4), rubric=rubric)
@@ -230,7 +242,7 @@ def test_objectives_mix_where_they_are_told_to(kind: Any) -> None:
     each = found["advantages"].parts
 
     def advantage(reward: Tensor) -> Tensor:
-        return by_group(reward, 4) if kind is GRPO else by_group_mean(reward, 4, reward)
+        return group_advantages(reward, 4) if kind is GRPO else group_mean_advantages(reward, 4, reward)
 
     expected = advantage(each["color"]) / 21 - 20 * advantage(each["dark"]) / 21
     torch.testing.assert_close(found["advantages"].advantage, expected)
@@ -251,6 +263,6 @@ def test_the_tracker_does_not_mix_advantages() -> None:
 
 def test_ratios_may_rise_further_than_they_fall() -> None:
     ratio, advantage = torch.tensor([[0.5, 0.95, 1.2, 1.5]] * 2), torch.tensor([1.0, -1.0])
-    gain, watched = clipped(ratio.log(), segment(torch.zeros(2, 4)), advantage, 0.1, rise=0.3)
+    gain, watched = clipped_surrogate(ratio.log(), segment(torch.zeros(2, 4)), advantage, 0.1, rise=0.3)
     torch.testing.assert_close(gain, torch.tensor([[0.5, 0.95, 1.2, 1.3], [-0.9, -0.95, -1.2, -1.5]]))
     assert watched["clipped"].tolist() == [0.5, 0.5]

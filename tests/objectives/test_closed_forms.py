@@ -12,34 +12,26 @@ import pytest
 import torch
 import toys
 from safetensors.torch import load_file
-from told import teller
+from scripted_policy import scripted_policy
 from torch import Tensor
 
-from tastemaker.lora import Lora
-from tastemaker.objective import Alone, Context, Nothing, Objective, Rated
-from tastemaker.objectives.advantages import by_group
+from tastemaker.core.lora import Lora
+from tastemaker.core.objective import Context, NoState, Objective, ScoredRollout, SingleProcess
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Condition, Metadata, Placement, Prompts, Segment, Trajectory, select_rows
+from tastemaker.core.weights import FrozenCopyFinetuning
+from tastemaker.objectives.advantages import group_advantages
 from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
-from tastemaker.objectives.forced_grpo import ForcedGRPO
+from tastemaker.objectives.forced_grpo import TeacherForcedGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
-from tastemaker.processes.autoregressive import Autoregressive
-from tastemaker.randomness import Randomness
-from tastemaker.types import (
-    Condition,
-    Facts,
-    Placement,
-    Prompts,
-    Segment,
-    Trajectory,
-    index,
-)
-from tastemaker.weights import Twin
+from tastemaker.processes.autoregressive import AutoregressiveProcess
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMED = SRPO(grid=8, span=(1, 6), length=100, praise=(" ",), blame=("grey",), template="{prompt} {word}", margin=None)
@@ -56,9 +48,9 @@ OBJECTIVES: list[Objective[Any, Any, Any, Any]] = [
     DPO(corruption="independent", sft=0.5),
     OnlineDPO(levels=2),
     NFT(group=4),
-    ForcedGRPO(group=4),
-    ForcedGRPO(group=4, clip=0.2, kl=0.1, prior=0.1, noise=0.5),
-    ForcedGRPO(group=4, clip=0.2, prior=0.1, own=0.5, skip=0.5, drop=0.1),
+    TeacherForcedGRPO(group=4),
+    TeacherForcedGRPO(group=4, clip=0.2, kl=0.1, prior=0.1, noise=0.5),
+    TeacherForcedGRPO(group=4, clip=0.2, prior=0.1, own=0.5, skip=0.5, drop=0.1),
     CCA(),
     CCA(form="dpo"),
 ]
@@ -75,7 +67,7 @@ CELLS = [
 @cache
 def ready(place: int, name: str) -> tuple[Context[Any], Any]:
     """Experience of an objective, shared by tests that take gradients and keep none."""
-    return toys.ready(OBJECTIVES[place], name)
+    return toys.policy_with_experience(OBJECTIVES[place], name)
 
 
 @pytest.mark.parametrize(("place", "name"), CELLS)
@@ -83,7 +75,7 @@ def test_a_rows_loss_does_not_depend_on_other_rows(place: int, name: str) -> Non
     objective, (ctx, experience) = OBJECTIVES[place], ready(place, name)
     rows = torch.tensor([5, 0, 2])
     with torch.no_grad():
-        whole, part = toys.total(objective, ctx, experience), toys.total(objective, ctx, index(experience, rows))
+        whole, part = toys.total(objective, ctx, experience), toys.total(objective, ctx, select_rows(experience, rows))
     assert whole.shape == (len(experience),)
     torch.testing.assert_close(part, whole[rows], rtol=1e-3, atol=1e-5)
 
@@ -94,7 +86,7 @@ def test_parts_and_microbatches_add_up_to_the_gradient(place: int, name: str) ->
     whole = toys.gradient(ctx.policy, toys.total(objective, ctx, experience).sum())
     halves = torch.arange(len(experience)).chunk(2)
     added = torch.zeros_like(whole)
-    for mini in (index(experience, rows) for rows in halves):
+    for mini in (select_rows(experience, rows) for rows in halves):
         for part in objective.parts(mini):
             added += toys.gradient(ctx.policy, objective.loss(ctx, mini, part).rows.sum())
     assert whole.abs().max() > 0
@@ -105,7 +97,7 @@ def test_parts_and_microbatches_add_up_to_the_gradient(place: int, name: str) ->
 @pytest.mark.parametrize(("place", "name"), CELLS)
 def test_every_trainable_tensor_learns(place: int, name: str) -> None:
     objective = OBJECTIVES[place]
-    ctx, experience = toys.ready(objective, name, Lora(rank=2))
+    ctx, experience = toys.policy_with_experience(objective, name, Lora(rank=2))
     toys.backward(objective, ctx, experience)
     silent = [key for key, p in ctx.policy.weights.trainable().items() if p.grad is None or not p.grad.any()]
     assert silent == []
@@ -147,7 +139,7 @@ def test_segments_weigh_by_their_decisions() -> None:
 @pytest.mark.parametrize("divergence", ["k3", "exact"])
 def test_the_divergence_pulls_back_once_the_policy_has_left(divergence: Any, name: str) -> None:
     tied, free = (GRPO(group=4, kl=kl, divergence=divergence) for kl in (1.0, 1e-9))
-    ctx, experience = toys.ready(tied, name)
+    ctx, experience = toys.policy_with_experience(tied, name)
     pull = [toys.total(o, ctx, experience) for o in (tied, free)]
     assert (pull[0] - pull[1] > 0).all()
     assert toys.gradient(ctx.policy, (pull[0] - pull[1]).sum()).abs().max() > 0
@@ -181,7 +173,7 @@ class Partly:
     def tiny(self) -> Partly:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         seen = pixels.mean((1, 2, 3, 4))
         return torch.where(torch.tensor(["red" in prompt for prompt in prompts]), 0.7, seen)
 
@@ -195,31 +187,31 @@ def test_groups_of_equals_are_counted_and_teach_nothing(objective: Any) -> None:
     experience = objective.collect(ctx, toys.prompts(4))
     assert objective.watch(experience)["flat_groups"] == 0.25
     red = torch.arange(len(experience) // 4)  # the first prompt is red
-    flat, others = index(experience, red), index(experience, torch.arange(len(red), len(experience)))
+    flat, others = select_rows(experience, red), select_rows(experience, torch.arange(len(red), len(experience)))
     assert not toys.gradient(policy, toys.total(objective, ctx, flat).sum()).any()
     assert toys.gradient(policy, toys.total(objective, ctx, others).sum()).any()
 
 
 def test_equal_rewards_have_no_advantage_however_their_mean_rounds() -> None:
     for value in torch.rand(200, generator=torch.Generator().manual_seed(0)).tolist():
-        assert not by_group(torch.full((24,), value), 24, floor=1e-8).any()
+        assert not group_advantages(torch.full((24,), value), 24, floor=1e-8).any()
 
 
-def rated(now: Tensor, reference: Tensor, old: Tensor, advantage: Tensor) -> Rated:
+def rated(now: Tensor, reference: Tensor, old: Tensor, advantage: Tensor) -> ScoredRollout:
     """Experience in the language of `told`: one segment whose log-probabilities are known."""
     rows = len(now)
     lines, ends = torch.stack([now, reference], -1), torch.ones(rows)
     segment = Segment(ends, 0 * ends, lines, lines, old, torch.ones_like(old))
     cond = Condition(("",) * rows, {}, ())
     rng = Randomness(0, 0, torch.arange(rows))
-    return Rated(Trajectory(cond, lines, lines, (segment,)), rng, advantage, advantage, {})
+    return ScoredRollout(Trajectory(cond, lines, lines, (segment,)), rng, advantage, advantage, {})
 
 
 def test_the_token_loss_with_its_penalty_is_the_published_one() -> None:
     golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
     now, k3 = golden["out.gtctx_clip0.2.new_logps"], golden["out.gtctx_clip0.2.k3"]
-    policy = teller()
-    ctx = Context(policy, toys.rubric(), Randomness(0, 0, torch.arange(8)), Alone(), Nothing())
+    policy = scripted_policy()
+    ctx = Context(policy, toys.rubric(), Randomness(0, 0, torch.arange(8)), SingleProcess(), NoState())
     experience = rated(now, golden["in.ref_logps"], golden["in.old_logps"], golden["out.advantages"])
     loss = GRPO(group=4, clip=0.2, kl=0.01).loss(ctx, experience, 0)
     torch.testing.assert_close(loss.metrics["kl"], k3.mean(1), rtol=1e-4, atol=1e-6)
@@ -235,14 +227,14 @@ def test_advantages_are_limited() -> None:
     assert float(limited.advantage.abs().max()) == 0.5
 
 
-@pytest.mark.parametrize("process", [Autoregressive(top_k=2), Autoregressive(top_p=0.5, replay=False)])
+@pytest.mark.parametrize("process", [AutoregressiveProcess(top_k=2), AutoregressiveProcess(top_p=0.5, replay=False)])
 @pytest.mark.parametrize("divergence", ["k3", "exact"])
 def test_tokens_that_would_no_longer_be_drawn_still_have_finite_losses(
-    divergence: Any, process: Autoregressive
+    divergence: Any, process: AutoregressiveProcess
 ) -> None:
     """Truncation is for drawing: scored with it, a token outside of the reference's few likeliest is infinitely far."""
     objective = GRPO(group=16, kl=0.1, divergence=divergence)
-    policy = replace(toys.policy("causal", Twin(), objective.snapshots()), process=process)
+    policy = replace(toys.policy("causal", FrozenCopyFinetuning(), objective.snapshots()), process=process)
     toys.move(policy, 0.3)
     ctx = toys.context(policy, 8)
     experience = objective.collect(ctx, toys.prompts(8))

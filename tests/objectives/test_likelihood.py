@@ -8,13 +8,13 @@ import pytest
 import torch
 import toys
 
-from tastemaker.objectives.likelihood import Encoded, Likelihood
+from tastemaker.objectives.likelihood import LatentCache, Likelihood
 
 
 def test_the_likelihood_of_latents_is_the_error_of_what_the_network_says() -> None:
     objective = Likelihood(drop=0.0)
     for name in ("flow", "epsilon", "video"):
-        ctx, experience = toys.ready(objective, name)
+        ctx, experience = toys.policy_with_experience(objective, name)
         policy, noisy = ctx.policy, ctx.policy.corrupt(experience.x, experience.rng)
         target = noisy.noise if name == "epsilon" else noisy.noise - experience.x
         error = (policy.model.predict(noisy.x, noisy.t, experience.cond) - target).pow(2).flatten(1).mean(1)
@@ -30,7 +30,7 @@ def test_dropped_captions_are_as_many_as_asked_for() -> None:
 
 
 def test_pictures_that_come_again_are_neither_moved_nor_encoded() -> None:
-    memory, asked = Encoded(), []
+    memory, asked = LatentCache(), []
 
     def encode(pixels: torch.Tensor) -> torch.Tensor:
         asked.append(pixels)

@@ -9,14 +9,14 @@ import pytest
 import toys
 
 from tastemaker.config.build import build
-from tastemaker.config.check import complaints
+from tastemaker.config.check import find_problems
 from tastemaker.config.load import load
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import TokenBatch
 from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.likelihood import Likelihood
-from tastemaker.registry import ConfigError
-from tastemaker.train.events import Updated
-from tastemaker.train.loop import learn, train
-from tastemaker.types import Tokens
+from tastemaker.training.events import StepCompleted
+from tastemaker.training.loop import train, train_step
 
 QUIET = ("sample.every=0", "guard.every=0", "engine.precision=fp32", "engine.reduce=fp32", "batch.microbatch=null")
 BRIGHT = ("rewards={bright: {type: brightness}}", "batch.prompts=4", "data.template='a {name}'", "objective.group=16")
@@ -42,7 +42,7 @@ LEARNING = [pytest.param(name, marks=TIERS.get(name, [pytest.mark.slow])) for na
 def test_every_kind_of_recipe_learns(recipe: str, tmp_path: Path) -> None:
     settings, name, by = RECIPES[recipe]
     run = build(load(recipe, [*QUIET, *settings]), tmp_path, tiny=True)
-    told = [event.metrics[name] for event in train(run) if isinstance(event, Updated)]
+    told = [event.metrics[name] for event in train(run) if isinstance(event, StepCompleted)]
     print(recipe, mean(told[:3]), mean(told[-5:]))
     assert mean(told[-5:]) > mean(told[:3]) + by
 
@@ -62,8 +62,10 @@ def test_the_first_ratios_are_exactly_one(recipe: str, precision: str, tmp_path:
     settings = [*QUIET, *bright, f"engine.precision={precision}", "batch.updates=1", "batch.microbatch=4"]
     run = build(load(recipe, settings), tmp_path, tiny=True)
     toys.move(run.policy, 0.05)
-    metrics = learn(run, 0).metrics
-    assert (metrics["ratio"], metrics["ratio_off"], metrics["clipped"]) == (1, 0, 0)
+    metrics = train_step(run, 0).metrics
+    # Where MKL finds a matrix in memory decides the order of its sums, so that float32 may differ in its last bit.
+    off = pytest.approx(0, abs=1e-7 if precision == "fp32" else 0)
+    assert (metrics["ratio"], metrics["ratio_off"], metrics["clipped"]) == (pytest.approx(1, abs=1e-7), off, 0)
 
 
 def test_dropout_is_the_same_after_a_stop(tmp_path: Path) -> None:
@@ -71,27 +73,27 @@ def test_dropout_is_the_same_after_a_stop(tmp_path: Path) -> None:
     settings = [*QUIET, *small, "model.dropout=0.3", "batch.prompts=4", "optim.lr=1e-2"]
     run, again = (build(load("llamagen-pretrain", settings), tmp_path / name) for name in ("one", "two"))
     for step in range(2):
-        learn(run, step)
+        train_step(run, step)
     path = run.save(2)
-    straight = learn(run, 2).metrics
+    straight = train_step(run, 2).metrics
     again.resume(path)
-    assert learn(again, 2).metrics == straight
+    assert train_step(again, 2).metrics == straight
 
 
 def test_tokens_encoded_beforehand_teach_what_their_pictures_do() -> None:
     learner, batch = toys.policy("causal", snapshots=("reference",)), toys.pictures(8, 1, 0)
-    tokens = Tokens(batch.prompts, learner.encode(batch.pixels))
+    tokens = TokenBatch(batch.prompts, learner.encode(batch.pixels))
     for objective in (Likelihood(), CCA()):
         ctx = toys.context(learner, 8)
         one, other = (objective.collect(ctx, seen) for seen in (batch, tokens))  # type: ignore[attr-defined]
         assert one.x.equal(other.x)
         assert toys.total(objective, ctx, one).equal(toys.total(objective, ctx, other))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="a picture has 4 tokens, the model writes 16"):
-        Likelihood().collect(toys.context(learner, 8), Tokens(batch.prompts, tokens.ids[:, :4]))
+        Likelihood().collect(toys.context(learner, 8), TokenBatch(batch.prompts, tokens.ids[:, :4]))
 
 
 def test_tokens_encoded_beforehand_suit_what_reads_them(tmp_path: Path) -> None:
     data = f"data={{type: code_folder, path: {tmp_path}}}"
-    assert complaints(load("llamagen-pretrain", [data])) == []
-    (found,) = complaints(load("grpo-llamagen-tf", [data]))
+    assert find_problems(load("llamagen-pretrain", [data])) == []
+    (found,) = find_problems(load("grpo-llamagen-tf", [data]))
     assert found.startswith("data: forced_grpo learns from captioned pictures, but code_folder holds")

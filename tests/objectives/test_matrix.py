@@ -18,21 +18,21 @@ from torch import Tensor
 
 import tastemaker.objectives
 from tastemaker.config.registries import OBJECTIVES
-from tastemaker.objective import Objective
+from tastemaker.core.objective import Objective
+from tastemaker.core.policy import Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Metadata, Placement, PreferenceBatch, PromptBatch, Prompts
 from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
-from tastemaker.objectives.forced_grpo import ForcedGRPO
+from tastemaker.objectives.forced_grpo import TeacherForcedGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
-from tastemaker.policy import Policy
-from tastemaker.randomness import Randomness
 from tastemaker.rewards.color import Color
-from tastemaker.types import Facts, Pairs, Placement, PromptBatch, Prompts
 
 FLOWS, NOISE, TOKENS = ("flow", "video"), ("epsilon",), ("causal", "masked")
 LATENTS = (*FLOWS, *NOISE)
@@ -97,9 +97,18 @@ SETTINGS = [
     Setting(GRPO(group=16, clip=0.2), TOKENS, rate=1e-4, steps=50, batch=4),
     Setting(GRPO(group=16, clip=1e-3, kl=0.02), ("flow",), steps=40, batch=4, name="kl"),
     Setting(GRPO(group=16, clip=0.2, kl=0.02), ("causal",), rate=1.5e-4, steps=30, batch=4, name="kl"),
-    Setting(ForcedGRPO(group=16, clip=0.2), ("causal",), rate=1e-4, steps=50, batch=4),
-    Setting(ForcedGRPO(group=16, clip=0.2, prior=0.1, noise=0.5), ("causal",), rate=1e-4, steps=80, batch=4, name="va"),
-    Setting(ForcedGRPO(group=16, clip=0.2, own=0.3, skip=0.5), ("causal",), rate=1e-4, steps=50, batch=4, name="own"),
+    Setting(TeacherForcedGRPO(group=16, clip=0.2), ("causal",), rate=1e-4, steps=50, batch=4),
+    Setting(
+        TeacherForcedGRPO(group=16, clip=0.2, prior=0.1, noise=0.5),
+        ("causal",),
+        rate=1e-4,
+        steps=80,
+        batch=4,
+        name="va",
+    ),
+    Setting(
+        TeacherForcedGRPO(group=16, clip=0.2, own=0.3, skip=0.5), ("causal",), rate=1e-4, steps=50, batch=4, name="own"
+    ),
     Setting(CCA(beta=0.1, against=1.0), ("causal",), rate=3e-4, steps=20, batch=32),
     Setting(CCA(beta=0.3, form="dpo"), ("causal",), rate=3e-4, steps=20, batch=32, name="dpo"),
     Setting(DPO(beta=200.0), FLOWS, batch=32),
@@ -116,7 +125,7 @@ SETTINGS = [
 # In the fast set each objective learns once and each family is taught once.
 FAST = {
     ("likelihood", "causal"), ("rewardgradient-tail", "epsilon"), ("srpo", "video"), ("ddpo", "masked"),
-    ("grpo", "flow"), ("forcedgrpo", "causal"), ("cca", "causal"), ("dpo", "masked"), ("onlinedpo", "causal"),
+    ("grpo", "flow"), ("teacherforcedgrpo", "causal"), ("cca", "causal"), ("dpo", "masked"), ("onlinedpo", "causal"),
     ("nft", "flow"),
 }  # fmt: skip
 CELLS = [(setting, family) for setting in SETTINGS for family in setting.families]
@@ -161,7 +170,7 @@ class Shuffled:
     def tiny(self) -> Shuffled:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         clips = 1 + max((fact.get("frame", 0) for fact in facts), default=0)  # frames of one clip go together
         rows = torch.randperm(len(pixels) // clips, generator=self.chance)
         return self.color.score(pixels, prompts, facts).view(-1, clips)[rows].flatten()
@@ -184,7 +193,7 @@ class Misread:
     def tiny(self) -> Misread:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         rows = torch.randperm(len(pixels), generator=self.chance).tolist()
         return self.color.score(pixels, [prompts[i] for i in rows], facts)
 
@@ -194,7 +203,7 @@ def batches(setting: Setting, frames: int, shuffled: bool) -> Iterator[Any]:
     for step in range(setting.steps):
         if setting.objective.consumes is PromptBatch:
             yield toys.prompts(setting.batch)
-        elif setting.objective.consumes is Pairs:
+        elif setting.objective.consumes is PreferenceBatch:
             pairs = toys.pairs(setting.batch, frames, step)
             yield flipped(pairs, chance) if shuffled else pairs
         else:
@@ -202,17 +211,17 @@ def batches(setting: Setting, frames: int, shuffled: bool) -> Iterator[Any]:
             yield toys.pictures(setting.batch, frames, 10_000 + step, wrong=float(shuffled))
 
 
-def flipped(pairs: Pairs, chance: torch.Generator) -> Pairs:
+def flipped(pairs: PreferenceBatch, chance: torch.Generator) -> PreferenceBatch:
     heads = (torch.rand(len(pairs), generator=chance) < 0.5).view(-1, 1, 1, 1, 1)
     chosen, rejected = pairs.chosen.where(heads, pairs.rejected), pairs.rejected.where(heads, pairs.chosen)
-    return Pairs(pairs.prompts, chosen, rejected)
+    return PreferenceBatch(pairs.prompts, chosen, rejected)
 
 
 @torch.no_grad()
 def measured(policy: Policy[Any], likelihood: bool) -> Tensor:
     """What the objective is about: the likelihood of pictures not trained on, or the reward of fresh samples."""
     if not likelihood:
-        return toys.earned(policy)
+        return toys.true_rewards(policy)
     seen = toys.pictures(512, policy.model.pixels[0], 999_999)
     cond, x, rng = policy.embed(seen.prompts), policy.encode(seen.pixels), Randomness(3, 0, torch.arange(512))
     noisy = [policy.corrupt(x, rng, draw=draw) for draw in range(16)]
@@ -221,12 +230,12 @@ def measured(policy: Policy[Any], likelihood: bool) -> Tensor:
 
 @cache
 def untaught(family: str, likelihood: bool) -> Tensor:
-    return measured(toys.trained(family), likelihood)
+    return measured(toys.pretrained_policy(family), likelihood)
 
 
 def train(setting: Setting, family: str, shuffled: bool) -> tuple[float, str]:
     objective = setting.objective
-    policy = toys.trained(family, snapshots=objective.snapshots())
+    policy = toys.pretrained_policy(family, snapshots=objective.snapshots())
     before = untaught(family, isinstance(objective, Likelihood))
     false = Misread() if objective.needs_gradient else Shuffled()
     data = batches(setting, policy.model.pixels[0], shuffled)
@@ -234,7 +243,7 @@ def train(setting: Setting, family: str, shuffled: bool) -> tuple[float, str]:
     toys.fit(policy, objective, data, setting.rate, false if shuffled else Color(), cool)
     after = measured(policy, isinstance(objective, Likelihood))
     # Likelihoods are of the same pictures under the same noise, so only how they differ is chance.
-    rise = toys.rise(*((0 * before, after - before) if isinstance(objective, Likelihood) else (before, after)))
+    rise = toys.z_score(*((0 * before, after - before) if isinstance(objective, Likelihood) else (before, after)))
     kind = "shuffled" if shuffled else "true"
     return rise, f"{setting.title:24s} {family:8s} {kind:8s} {before.mean():.3f} -> {after.mean():.3f}  z = {rise:5.1f}"
 
@@ -275,8 +284,10 @@ PRETRAINING = [
 
 @pytest.mark.parametrize("family", PRETRAINING)
 def test_pretraining_from_random_weights_teaches_as_much_as_the_stored_weights_know(family: str) -> None:
-    random, fresh, stored = (toys.earned(make(family)) for make in (toys.policy, toys.pretrained, toys.trained))
-    assert toys.rise(random, fresh) > 3 and abs(toys.rise(stored, fresh)) < 5
+    random, fresh, stored = (
+        toys.true_rewards(make(family)) for make in (toys.policy, toys.pretrained, toys.pretrained_policy)
+    )
+    assert toys.z_score(random, fresh) > 3 and abs(toys.z_score(stored, fresh)) < 5
 
 
 def test_every_registered_objective_lives_where_the_matrix_looks() -> None:

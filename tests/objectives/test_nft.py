@@ -6,10 +6,8 @@ import pytest
 import torch
 import toys
 
+from tastemaker.core.types import select_rows
 from tastemaker.objectives.nft import NFT
-from tastemaker.types import (
-    index,
-)
 
 
 @pytest.mark.parametrize("name", ["flow", "epsilon", "video"])
@@ -22,8 +20,8 @@ def test_nft_begins_by_going_towards_good_samples_and_away_from_bad_ones(name: s
     clean, good = experience.trajectory.final, experience.advantage / (2 * objective.strength) + 0.5
     noisy = policy.corrupt(clean, experience.rng)
     for row in (int(good.argmax()), int(good.argmin())):
-        one = index(experience, torch.tensor([row]))
-        guess = policy.restore(one.trajectory.cond, index(noisy, torch.tensor([row]))).mean
+        one = select_rows(experience, torch.tensor([row]))
+        guess = policy.restore(one.trajectory.cond, select_rows(noisy, torch.tensor([row]))).mean
         error, scale = (guess - clean[row]).pow(2).mean(), (guess - clean[row]).abs().mean().detach()
         wanted = objective.strength * (2 * good[row] - 1) / scale * toys.gradient(policy, error)
         found = toys.gradient(policy, objective.loss(ctx, one, 0).rows.sum())
@@ -46,7 +44,7 @@ def test_nfts_old_weights_trail_as_published() -> None:
 def test_nfts_anchor_is_the_squared_distance_of_what_the_networks_say() -> None:
     tied, free = NFT(group=4, levels=1, anchor=0.5), NFT(group=4, levels=1, anchor=0.0)
     for name in ("flow", "epsilon"):
-        ctx, experience = toys.ready(tied, name)
+        ctx, experience = toys.policy_with_experience(tied, name)
         policy, cond = ctx.policy, experience.trajectory.cond
         noisy = policy.corrupt(experience.trajectory.final, experience.rng)
         with policy.weights.use("reference"):

@@ -11,18 +11,15 @@ from typing import Any
 import pytest
 import torch
 import toys
-from told import teller
+from scripted_policy import scripted_policy
 
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Condition, Corrupted
+from tastemaker.core.weights import FrozenCopyFinetuning
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.online_dpo import OnlineDPO
-from tastemaker.objectives.preference import Preference, corrupt, preferred
-from tastemaker.randomness import Randomness
-from tastemaker.types import (
-    Condition,
-    Corrupted,
-)
-from tastemaker.weights import Twin
+from tastemaker.objectives.preference_loss import PreferenceExperience, corrupt_pair, dpo_loss
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
@@ -33,11 +30,11 @@ def test_the_preference_loss_is_the_published_one() -> None:
         -torch.stack([torch.tensor(case[f"model_mse_{which}"]), torch.tensor(case[f"ref_mse_{which}"])], -1)
         for which in ("w", "l")
     )
-    rows, policy = len(chosen), teller()
+    rows, policy = len(chosen), scripted_policy()
     rng, ones = Randomness(0, 0, torch.arange(rows)), torch.ones(rows)
-    seen = Preference(Condition(("",) * rows), chosen, rejected, ones, rng, ones)
+    seen = PreferenceExperience(Condition(("",) * rows), chosen, rejected, ones, rng, ones)
     noisy = Corrupted(chosen, ones, chosen), Corrupted(rejected, ones, rejected)
-    loss = preferred(policy, seen, noisy, case["beta"] / 2, 0.0)  # Diffusion-DPO has beta/2 where we have beta
+    loss = dpo_loss(policy, seen, noisy, case["beta"] / 2, 0.0)  # Diffusion-DPO has beta/2 where we have beta
     assert float(loss.rows.mean().detach()) == pytest.approx(case["loss"], rel=1e-6)
     assert float(loss.metrics["accuracy"].mean()) == case["implicit_acc"]
 
@@ -46,7 +43,7 @@ def test_the_preference_loss_is_the_published_one() -> None:
 @pytest.mark.parametrize("corruption", ["shared", "level", "independent"])
 def test_the_preference_loss_is_log_two_before_anything_is_learned(corruption: Any, name: str) -> None:
     objective = DPO(corruption=corruption, levels=2)
-    policy = toys.policy(name, Twin(), objective.snapshots())
+    policy = toys.policy(name, FrozenCopyFinetuning(), objective.snapshots())
     ctx = toys.context(policy, 8)
     experience = objective.collect(ctx, toys.data(objective, 8, policy.model.pixels))
     losses = toys.total(objective, ctx, experience)
@@ -58,7 +55,7 @@ def test_shared_corruption_hides_both_alike_and_the_others_less_so() -> None:
     objective = DPO()
     policy = toys.policy("flow", snapshots=("reference",))
     seen = objective.collect(toys.context(policy, 8), toys.pairs(8, 1, 0))
-    shared, level, independent = (corrupt(policy, seen, how, 0) for how in ("shared", "level", "independent"))
+    shared, level, independent = (corrupt_pair(policy, seen, how, 0) for how in ("shared", "level", "independent"))
     assert torch.equal(shared[0].t, shared[1].t) and torch.equal(shared[0].noise, shared[1].noise)
     assert torch.equal(level[0].t, level[1].t) and not torch.equal(level[0].noise, level[1].noise)
     assert not torch.equal(independent[0].t, independent[1].t)
@@ -66,7 +63,7 @@ def test_shared_corruption_hides_both_alike_and_the_others_less_so() -> None:
 
 def test_supervised_tuning_of_the_chosen_is_the_likelihood_loss() -> None:
     plain, both = DPO(), DPO(sft=0.25)
-    ctx, experience = toys.ready(plain, "causal")
+    ctx, experience = toys.policy_with_experience(plain, "causal")
     extra = toys.total(both, ctx, experience) - toys.total(plain, ctx, experience)
     noisy = ctx.policy.corrupt(experience.chosen, experience.rng)
     likelihood = ctx.policy.likelihood(experience.cond, experience.chosen, noisy) / 16
@@ -88,7 +85,7 @@ def test_online_pairs_are_the_best_and_the_worst_of_each_prompt() -> None:
 @pytest.mark.parametrize("name", toys.FAMILIES)
 def test_another_epoch_draws_other_corruptions(name: str) -> None:
     objective = DPO()
-    ctx, experience = toys.ready(objective, name)
+    ctx, experience = toys.policy_with_experience(objective, name)
     again = objective.loss(ctx, experience, 0).rows
     later = objective.loss(replace(ctx, epoch=1), experience, 0).rows
     assert torch.equal(again, objective.loss(ctx, experience, 0).rows)
@@ -96,11 +93,11 @@ def test_another_epoch_draws_other_corruptions(name: str) -> None:
 
 
 def test_several_masks_of_a_pair_leave_less_to_chance() -> None:
-    policy = toys.policy("masked", Twin(), ("reference",))
+    policy = toys.policy("masked", FrozenCopyFinetuning(), ("reference",))
     seen = DPO().collect(toys.context(policy, 8), toys.pairs(8, 1, 0))
     toys.move(policy, 0.05)
     with torch.no_grad():
-        each = [preferred(policy, seen, corrupt(policy, seen, "shared", draw), 1.0, 0.0) for draw in range(64)]
+        each = [dpo_loss(policy, seen, corrupt_pair(policy, seen, "shared", draw), 1.0, 0.0) for draw in range(64)]
     margins = torch.stack([loss.metrics["margin"] for loss in each])
     assert margins.view(16, 4, 8).mean(1).var(0).mean() < 0.5 * margins.var(0).mean()
 

@@ -10,8 +10,10 @@ import toys
 from torch import Tensor, nn
 
 from tastemaker.config.registries import OBJECTIVES as REGISTERED
-from tastemaker.lora import Lora
-from tastemaker.objective import Objective
+from tastemaker.core.lora import Lora
+from tastemaker.core.objective import Objective
+from tastemaker.core.policy import Policy
+from tastemaker.core.weights import FullFinetuning, HasUnusedParameters, Tuning
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.grpo import GRPO
@@ -20,9 +22,7 @@ from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
-from tastemaker.policy import Policy
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.weights import Full, Idle, Tuning
 
 # Colours the toy reward knows stand for the control words.
 RELATIVE = SRPO(praise=("white",), blame=("grey",), template="{prompt} {word}", margin=None)
@@ -40,7 +40,7 @@ OBJECTIVES = [
     OnlineDPO(group=2),
     NFT(group=2),
 ]
-TUNINGS = {"full": Full(), "lora": Lora(rank=2)}
+TUNINGS = {"full": FullFinetuning(), "lora": Lora(rank=2)}
 ADAPTED = (GRPO, NFT, SRPO)  # what adapters are usually trained by
 SHORT = (RewardGradient(tail=2), GRPO(group=2))  # what models that are like others are tried with
 MODELS = (*toys.PUBLISHED, *toys.CLIPS)
@@ -113,7 +113,7 @@ def test_a_step_moves_what_trains_and_nothing_else(
     assert losses and all(loss.rows.isfinite().all() for loss in losses)
     step(policy)
     after, kept = tensors(policy)
-    vain = policy.model.net.idle if isinstance(policy.model.net, Idle) else ()
+    vain = policy.model.net.idle if isinstance(policy.model.net, HasUnusedParameters) else ()
     assert all(x.isfinite().all() for x in after.values())
     assert [key for key, x in after.items() if x.equal(live[key]) and not key.startswith(vain)] == []
     assert still and [key for key, x in kept.items() if not x.equal(still[key])] == []

@@ -10,16 +10,16 @@ import torch
 import toys
 
 from tastemaker.config.load import load
+from tastemaker.core.policy import Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Placement, select_rows
+from tastemaker.core.weights import FullFinetuning
 from tastemaker.models.toy import ToyFlow
-from tastemaker.objectives.frames import decoded, pick
+from tastemaker.objectives.frame_selection import decode_frames, select_frames
 from tastemaker.objectives.reward_gradient import RewardGradient
-from tastemaker.policy import Policy
-from tastemaker.processes.dynamics import Ode
+from tastemaker.processes.dynamics import ODE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight
-from tastemaker.randomness import Randomness
-from tastemaker.types import Placement, index
-from tastemaker.weights import Full
+from tastemaker.processes.paths import RectifiedFlow
 
 
 def graphs(objective: RewardGradient, step: int = 0) -> list[bool]:
@@ -103,7 +103,7 @@ def test_a_step_the_sampler_does_not_have_is_a_sentence(objective: RewardGradien
 @pytest.mark.parametrize("stop_input", [True, False])
 def test_stopping_the_input_keeps_the_straight_way(stop_input: bool) -> None:
     """On a straight path the next level is x plus a multiple of the velocity: with that held, d next / d x is one."""
-    policy = replace(toys.policy("flow"), process=GaussianProcess(Straight(), Ode(), 8))
+    policy = replace(toys.policy("flow"), process=GaussianProcess(RectifiedFlow(), ODE(), 8))
     rollout = policy.rollout(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
     rollout.x = x = rollout.x.clone().requires_grad_()
     rollout.step(stop_input=stop_input)
@@ -113,7 +113,7 @@ def test_stopping_the_input_keeps_the_straight_way(stop_input: bool) -> None:
 
 
 def test_a_frozen_call_is_a_constant_but_the_sample_goes_on() -> None:
-    policy = replace(toys.policy("flow"), process=GaussianProcess(Straight(), Ode(), 8))
+    policy = replace(toys.policy("flow"), process=GaussianProcess(RectifiedFlow(), ODE(), 8))
     rollout = policy.rollout(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
     rollout.step(frozen=True)
     assert not rollout.x.requires_grad
@@ -124,7 +124,7 @@ def test_a_frozen_call_is_a_constant_but_the_sample_goes_on() -> None:
 
 def small() -> Policy[Any]:
     model = ToyFlow().tiny().load(Placement())
-    return Policy(model, GaussianProcess(Straight(), Ode(), 3), Full().apply(model, ()))
+    return Policy(model, GaussianProcess(RectifiedFlow(), ODE(), 3), FullFinetuning().apply(model, ()))
 
 
 @pytest.mark.parametrize("objective", [RewardGradient(tail=3), RewardGradient(tail=3, threshold=0.9, scale=2.0)])
@@ -187,10 +187,10 @@ def test_steps_before_the_first_are_refused() -> None:
 
 
 def test_first_middle_last_and_every_second_frame_of_a_longer_clip() -> None:
-    assert pick("fml", 16) == [0, 8, 15]
-    assert pick("fml", 1) == [0]
-    assert pick("alt", 7) == [0, 2, 4, 6]
-    assert pick("all", 7) is None
+    assert select_frames("fml", 16) == [0, 8, 15]
+    assert select_frames("fml", 1) == [0]
+    assert select_frames("alt", 7) == [0, 2, 4, 6]
+    assert select_frames("all", 7) is None
 
 
 def test_a_random_frame_is_each_clips_own_however_clips_are_cut_into_batches() -> None:
@@ -199,8 +199,10 @@ def test_a_random_frame_is_each_clips_own_however_clips_are_cut_into_batches() -
     for step in range(12):
         rng = Randomness(0, step, torch.arange(8))
         x = torch.randn(8, *policy.model.shape, generator=torch.Generator().manual_seed(step))
-        together = decoded(policy, x, "random", rng, 0)
-        parts = [decoded(policy, x[rows], "random", index(rng, rows), 0) for rows in torch.arange(8).split(3)]
+        together = decode_frames(policy, x, "random", rng, 0)
+        parts = [
+            decode_frames(policy, x[rows], "random", select_rows(rng, rows), 0) for rows in torch.arange(8).split(3)
+        ]
         torch.testing.assert_close(together, torch.cat(parts))
         every = policy.decode(x)
         shown += [(every[row] == together[row]).flatten(1).all(1).nonzero().item() for row in range(8)]
@@ -212,7 +214,7 @@ def test_frames_no_clip_has_are_a_sentence() -> None:
         with pytest.raises(ValueError, match="expected frames from 0, or the word random"):
             RewardGradient(frames=wrong)
     with pytest.raises(ValueError, match="asks for frame 7 of a clip of 3; ask for one below 3"):
-        pick((1, 7), 3)
+        select_frames((1, 7), 3)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from tastemaker.config.build import build
 from tastemaker.config.load import load
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.core.weights import FrozenCopyFinetuning
 from tastemaker.objectives.online_dpo import OnlineDPO
-from tastemaker.objectives.steering import FLOOR, guidance
-from tastemaker.registry import ConfigError
+from tastemaker.objectives.reward_guidance import FLOOR, guidance_loss
 from tastemaker.rewards.playground_judge import PlaygroundJudge
-from tastemaker.train.events import Updated
-from tastemaker.train.loop import train
-from tastemaker.types import Placement
-from tastemaker.weights import Twin
+from tastemaker.training.events import StepCompleted
+from tastemaker.training.loop import train
 
 FAMILIES = [*toys.FAMILIES]
 
@@ -33,7 +33,7 @@ def collected(objective: OnlineDPO, policy: Any, step: int = 0) -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_samples_of_a_round_are_of_the_weights_it_began_with(name: str) -> None:
     objective = OnlineDPO(round=2)
-    policy = toys.policy(name, Twin(), objective.snapshots())
+    policy = toys.policy(name, FrozenCopyFinetuning(), objective.snapshots())
     assert objective.snapshots() == ("round",)
     before = collected(objective, policy)
     toys.move(policy, 0.1)
@@ -47,7 +47,7 @@ def test_all_samples_of_a_round_are_of_the_weights_it_began_with(name: str) -> N
 @pytest.mark.parametrize("renew", [True, False])
 def test_the_reference_begins_anew_with_each_round_or_stays(renew: bool) -> None:
     objective = OnlineDPO(round=1, renew=renew)
-    policy = toys.policy("masked", Twin(), objective.snapshots())
+    policy = toys.policy("masked", FrozenCopyFinetuning(), objective.snapshots())
     toys.move(policy, 0.1)
     objective.after_update(toys.context(policy, 8))
     losses = toys.total(objective, toys.context(policy, 8, step=1), collected(objective, policy, 1))
@@ -78,23 +78,23 @@ RESUMED = [(family, tuning) for family in ("masked", "causal", "flow") for tunin
 )
 def test_a_run_stopped_within_a_round_goes_on_bit_for_bit(family: str, tuning: str, tmp_path: Path) -> None:
     straight = options(tmp_path / "run", family, tuning)
-    told = [event.metrics for event in train(straight) if isinstance(event, Updated)]
+    told = [event.metrics for event in train(straight) if isinstance(event, StepCompleted)]
     again = options(tmp_path / "other", family, tuning)
     again.resume(tmp_path / "run/checkpoints/step-000003")
-    resumed = [event.metrics for event in train(again) if isinstance(event, Updated)]
+    resumed = [event.metrics for event in train(again) if isinstance(event, StepCompleted)]
     assert resumed == told[3:]
     assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(again), strict=True))
 
 
 def test_the_guidance_has_the_gradient_of_the_expected_minus_log_reward() -> None:
     objective = OnlineDPO(group=4, guide=0.5)
-    policy = toys.policy("masked", Twin(), objective.snapshots())
+    policy = toys.policy("masked", FrozenCopyFinetuning(), objective.snapshots())
     ctx = toys.context(policy, 8)
     seen = objective.collect(ctx, toys.prompts(8))
     steering = seen.steering
     assert steering is not None and steering.advantage.abs().max() > 0
     segments = range(len(steering.trajectory.segments))
-    found = toys.gradient(policy, torch.stack([guidance(policy, steering, i).rows for i in segments]).sum())
+    found = toys.gradient(policy, torch.stack([guidance_loss(policy, steering, i).rows for i in segments]).sum())
     likely = [
         (policy.decide(steering.trajectory.cond, s).log_prob(s.action) * s.mask).sum(1)
         for s in steering.trajectory.segments
@@ -110,7 +110,7 @@ def test_the_guidance_has_the_gradient_of_the_expected_minus_log_reward() -> Non
 @pytest.mark.parametrize("name", ["masked", "causal", "flow"])
 def test_guidance_adds_to_the_gradient_of_preferences(name: str) -> None:
     objective = OnlineDPO(group=4, guide=0.5)
-    policy = toys.policy(name, Twin(), objective.snapshots())
+    policy = toys.policy(name, FrozenCopyFinetuning(), objective.snapshots())
     ctx = toys.context(policy, 8)
     seen = objective.collect(ctx, toys.prompts(8))
     plain = replace(objective, guide=0.0)
@@ -134,7 +134,7 @@ def test_a_judge_that_is_only_watched_can_guide_by_its_name() -> None:
     judged = "rewards={verdict: {type: playground_verdict}, judge: {type: playground_judge, weight: 0}}"
     guided = ["objective.guide=0.2", "objective.guide_by=judge", "steps=1", "batch.prompts=4", "sample.every=0"]
     run = build(load("dpo-playground-masked", [judged, *guided, "guard.every=0", "engine.device=cpu"]), tiny=True)
-    (told,) = [event.metrics for event in train(run) if isinstance(event, Updated)]
+    (told,) = [event.metrics for event in train(run) if isinstance(event, StepCompleted)]
     assert told["guide_ratio"] == pytest.approx(1, abs=1e-3)
     assert PlaygroundJudge().tiny().load(Placement()) is not None
 

@@ -11,19 +11,19 @@ import torch
 import toys
 from torch import Tensor, nn
 
-from tastemaker.objectives.srpo import SRPO, Aligned, Branch
-from tastemaker.policy import Policy
-from tastemaker.processes.dynamics import Ddim, Ode
+from tastemaker.core.policy import Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Condition, Metadata, Placement, Prompts
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.objectives.srpo import SRPO, Branch, DirectAlignBatch
+from tastemaker.processes.dynamics import DDIM, ODE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight, VariancePreserving
-from tastemaker.randomness import Randomness
+from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
 from tastemaker.rewards.color import Color
-from tastemaker.types import Condition, Facts, Placement, Prompts
-from tastemaker.weights import Full
 
 HPS = SRPO()
 PICKSCORE = SRPO(span=(5, 30), boost_denoise=(0.1, 0.5), boost_inversion=(0.6, 0.01))
-FLUX = GaussianProcess(Straight(shift=3.0), Ode(), 25)
+FLUX = GaussianProcess(RectifiedFlow(shift=3.0), ODE(), 25)
 TOY = SRPO(grid=8, span=(1, 6), length=100, praise=(" ",), blame=("grey",), template="{prompt} {word}", margin=None)
 
 
@@ -89,7 +89,7 @@ class Oracle:
 
     pixels = (1, 3, 8, 8)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         return Condition(tuple(prompts), {}, tuple(facts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
@@ -106,18 +106,18 @@ PLACES = torch.tensor([5, 20, 100, 499, 500, 700, 899, 950, 995])
 SIGNAL = VariancePreserving(prediction="epsilon", ends_clean=True)
 
 
-def aligned(process: GaussianProcess, says: Tensor | None = None) -> tuple[Any, Aligned, Tensor]:
+def aligned(process: GaussianProcess, says: Tensor | None = None) -> tuple[Any, DirectAlignBatch, Tensor]:
     """Samples and noise at all sorts of places, and a model that says the truth if nothing else."""
     rng = Randomness(0, 0, torch.arange(len(PLACES)))
     clean, noise = rng.normal("clean", 1, 3, 8, 8), rng.normal("noise", 1, 3, 8, 8)
     truth = process.path.target(clean, noise, torch.ones(len(PLACES)))
     model = Oracle(truth if says is None else says)
-    policy = Policy(model, process, Full().apply(model, ()))
-    seen = Aligned(Condition(("",) * len(PLACES)), clean, noise, PLACES, torch.zeros(len(PLACES)))
+    policy = Policy(model, process, FullFinetuning().apply(model, ()))
+    seen = DirectAlignBatch(Condition(("",) * len(PLACES)), clean, noise, PLACES, torch.zeros(len(PLACES)))
     return toys.context(policy, len(PLACES)), seen, clean
 
 
-@pytest.mark.parametrize("process", [FLUX, GaussianProcess(SIGNAL, Ddim(1.0), 25)])
+@pytest.mark.parametrize("process", [FLUX, GaussianProcess(SIGNAL, DDIM(1.0), 25)])
 @pytest.mark.parametrize("branch", ["denoise", "inversion"])
 def test_a_perfect_model_gives_back_the_sample_wherever_it_enters(branch: Branch, process: GaussianProcess) -> None:
     ctx, seen, clean = aligned(process)
@@ -193,7 +193,7 @@ class Overheard:
     def tiny(self) -> Overheard:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         self.heard.append(tuple(prompts))
         return Color().score(pixels, ["a red"] * len(prompts), facts)
 

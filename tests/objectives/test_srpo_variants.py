@@ -12,21 +12,21 @@ import toys
 from tiers import fast
 
 from tastemaker.config.load import load
+from tastemaker.core.policy import Guidance, Policy
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement, PromptBatch
+from tastemaker.core.weights import FullFinetuning
 from tastemaker.models.flux import Flux
-from tastemaker.models.qwen_image import QwenImage, stretched
+from tastemaker.models.qwen_image import QwenImage, stretch_contrast
 from tastemaker.models.sd3 import Sd3
 from tastemaker.objectives.srpo import SRPO
-from tastemaker.policy import Guidance, Policy
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Straight
-from tastemaker.registry import ConfigError
+from tastemaker.processes.paths import RectifiedFlow
 from tastemaker.rewards.color import Brightness
-from tastemaker.types import Placement, PromptBatch
-from tastemaker.weights import Full
 
 TOY = SRPO(grid=8, span=(1, 6), length=100, praise=(" ",), blame=("grey",), template="{prompt} {word}", margin=None)
 QWEN: Any = load("srpo-qwen-image").objective
-EVEN = GaussianProcess(Straight(), steps=26)
+EVEN = GaussianProcess(RectifiedFlow(), steps=26)
 
 
 def illustrated(side: tuple[int, int] = (8, 8)) -> PromptBatch:
@@ -75,7 +75,7 @@ def test_pictures_that_are_asked_for_and_not_there_are_missed() -> None:
 @pytest.mark.parametrize("spec", fast([Flux(), Sd3(), QwenImage()], Sd3()), ids=lambda spec: type(spec).__name__)
 def test_pictures_of_other_sizes_than_the_models_own_are_learned_from(spec: Any) -> None:
     model = spec.tiny().load(Placement())
-    policy = Policy(model, EVEN, Full().apply(model, ()))
+    policy = Policy(model, EVEN, FullFinetuning().apply(model, ()))
     objective = SRPO(relative=False, margin=None)
     for size in ((32, 64), (64, 32), (48, 48)):
         ctx, batch = toys.context(policy, 4, spec=Brightness()), illustrated(size)
@@ -170,8 +170,8 @@ def test_guidance_of_rollouts_alone_costs_nothing_where_a_gradient_is_wanted() -
 
 def test_stretched_pictures_reach_from_black_to_white_where_a_gradient_is_wanted() -> None:
     x = torch.tensor([[[[[0.5, -3.0], [2.0, 1.0]]]], [[[[0.1, 0.2], [0.3, 0.5]]]]])
-    assert stretched(x).flatten(1).amin(1).tolist() == pytest.approx([-1, -1])
-    assert stretched(x).flatten(1).amax(1).tolist() == pytest.approx([1, 1])
+    assert stretch_contrast(x).flatten(1).amin(1).tolist() == pytest.approx([-1, -1])
+    assert stretch_contrast(x).flatten(1).amax(1).tolist() == pytest.approx([1, 1])
     model = replace(QwenImage().tiny(), stretch=True).load(Placement())
     latents = toys.context(toys.policy("flow"), 2).rng.normal("x", *model.shape)
     shown = model.decode(latents.requires_grad_())
@@ -204,18 +204,18 @@ def test_a_run_learns_from_pictures_and_then_from_samples(tmp_path: Path) -> Non
     import json
 
     from tastemaker import build
-    from tastemaker.pictures import save_picture
-    from tastemaker.train.events import Updated
-    from tastemaker.train.loop import train
+    from tastemaker.data.image_io import save_image
+    from tastemaker.training.events import StepCompleted
+    from tastemaker.training.loop import train
 
     for name, size in (("a", (40, 70)), ("b", (70, 40)), ("c", (40, 60))):
-        save_picture(torch.rand(1, 3, *size), tmp_path / f"{name}.png")
+        save_image(torch.rand(1, 3, *size), tmp_path / f"{name}.png")
     rows = [{"prompt": f"picture {name}", "image": f"{name}.png"} for name in "abc"]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = f"data={{type: illustrated_prompts, path: {tmp_path}/rows.jsonl, buckets: [[32, 64], [64, 32]]}}"
     changes = ["objective.offline=2", "steps=3", "batch.prompts=2", "sample.every=0", "engine.device=cpu", data]
     for recipe in ("srpo-flux-hps", "srpo-qwen-image"):
         run = build(load(recipe, [*changes, "process.steps=3"]), tmp_path / recipe, tiny=True)
-        losses = [event.metrics["loss"] for event in train(run) if isinstance(event, Updated)]
+        losses = [event.metrics["loss"] for event in train(run) if isinstance(event, StepCompleted)]
         run.engine.close()
         assert len(losses) == 3 and all(loss == loss for loss in losses)

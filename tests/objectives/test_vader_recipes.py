@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tastemaker.config.build import build, shrunk
-from tastemaker.config.check import complaints
-from tastemaker.config.load import load, runnable
-from tastemaker.config.run import RunConfig
+from tastemaker.config.build import build, make_tiny
+from tastemaker.config.check import find_problems
+from tastemaker.config.load import generator_recipes, load
+from tastemaker.config.schema import RunConfig
+from tastemaker.core.lora import Lora
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
 from tastemaker.data.prompt_sets import PromptSet
-from tastemaker.lora import Lora
 from tastemaker.objectives.reward_gradient import RewardGradient
-from tastemaker.registry import ConfigError
-from tastemaker.train.loop import learn
-from tastemaker.types import Placement
+from tastemaker.training.loop import train_step
 
 REWARDS = (
     "aesthetic", "hps", "pickscore", "actpred", "detection", "detection-dino", "weather", "compression",
@@ -36,18 +36,18 @@ TODAY = ("wan", "wan22", "cogvideox", "hunyuanvideo", "mochi", "ltx", "svd")
 
 
 def test_there_is_a_recipe_for_every_reward_of_every_published_model() -> None:
-    assert PUBLISHED | {f"vader-{model}-hps" for model in TODAY} <= set(runnable())
+    assert PUBLISHED | {f"vader-{model}-hps" for model in TODAY} <= set(generator_recipes())
 
 
 @pytest.mark.slow
 def test_no_recipe_of_a_published_model_has_a_complaint() -> None:
-    assert {name: found for name in sorted(PUBLISHED) if (found := complaints(vader(name), 1))} == {}
+    assert {name: found for name in sorted(PUBLISHED) if (found := find_problems(vader(name), 1))} == {}
 
 
 @pytest.mark.parametrize("model", [TODAY[0], *(pytest.param(model, marks=pytest.mark.slow) for model in TODAY[1:])])
 def test_todays_models_are_trained_likewise(model: str) -> None:
     config = vader(f"vader-{model}-hps")
-    assert complaints(config, 1) == [] and config.model.frames > 1 and config.objective.needs_gradient
+    assert find_problems(config, 1) == [] and config.model.frames > 1 and config.objective.needs_gradient
 
 
 def test_the_numbers_are_the_published_ones() -> None:
@@ -83,10 +83,10 @@ def test_the_numbers_are_the_published_ones() -> None:
     ],
 )
 def test_a_step_moves_what_is_adapted(name: str, changes: tuple[str, ...], tmp_path: Path) -> None:
-    config = shrunk(vader(name, *SMALL, *changes))
+    config = make_tiny(vader(name, *SMALL, *changes))
     run = build(replace(config, process=config.process.in_steps(2)), tmp_path)
     before = {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
-    learn(run, 0)
+    train_step(run, 0)
     moved = {key for key, p in run.policy.weights.trainable().items() if not p.detach().equal(before[key])}
     assert isinstance(config.tuning, Lora)
     for part in config.tuning.adapt:
@@ -94,7 +94,7 @@ def test_a_step_moves_what_is_adapted(name: str, changes: tuple[str, ...], tmp_p
 
 
 def test_all_layers_are_the_linear_ones_and_the_convolutions() -> None:
-    model = shrunk(vader("vader-modelscope-hps")).model
+    model = make_tiny(vader("vader-modelscope-hps")).model
     backbone = model.load(Placement())
     kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
     count = sum(isinstance(module, kinds) for module in backbone.net.modules())

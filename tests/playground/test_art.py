@@ -71,5 +71,5 @@ def test_no_two_things_are_one_picture() -> None:
 
 
 def test_the_tool_lists_the_same_things() -> None:
-    source = (Path(__file__).parents[2] / "tools/make_art.py").read_text(encoding="utf-8")
+    source = (Path(__file__).parents[2] / "tools/make_sprites.py").read_text(encoding="utf-8")
     assert all(f'    "{name}": "' in source for name in CLASSES)

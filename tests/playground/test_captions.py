@@ -3,6 +3,8 @@ from dataclasses import fields
 import pytest
 import torch
 
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import concatenate, select_rows
 from tastemaker.playground import captions as world
 from tastemaker.playground.art import CLASSES
 from tastemaker.playground.captions import (
@@ -10,24 +12,22 @@ from tastemaker.playground.captions import (
     TASKS,
     VOCABULARY,
     WEIGHTS,
-    Captions,
+    SceneCaptions,
     Split,
-    draw,
-    drawn,
-    parse,
-    tokens,
+    parse_captions,
+    sample_captions,
+    sample_split_captions,
+    tokenize,
 )
 from tastemaker.playground.language import POSITION
-from tastemaker.randomness import Randomness
-from tastemaker.types import concatenate, index
 
 
 def rng(count: int, seed: int = 0, start: int = 0) -> Randomness:
     return Randomness(seed, 0, torch.arange(start, start + count))
 
 
-def same(one: Captions, other: Captions) -> bool:
-    return all(torch.equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(Captions))
+def same(one: SceneCaptions, other: SceneCaptions) -> bool:
+    return all(torch.equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(SceneCaptions))
 
 
 def test_the_sentences_are_genevals() -> None:
@@ -40,8 +40,8 @@ def test_the_sentences_are_genevals() -> None:
         "a photo of a red cake and a blue book",
         "a photo of a wine glass above a teddy bear",
     ]
-    assert parse(said).texts() == tuple(said)
-    assert parse(said).task.tolist() == [0, 1, 2, 3, 4, 5, 4]
+    assert parse_captions(said).texts() == tuple(said)
+    assert parse_captions(said).task.tolist() == [0, 1, 2, 3, 4, 5, 4]
 
 
 @pytest.mark.parametrize(
@@ -52,19 +52,19 @@ def test_the_sentences_are_genevals() -> None:
     ],
 )
 def test_plurals_are_right(one: str, many: str) -> None:
-    caption = parse([f"a photo of two {many}"])
+    caption = parse_captions([f"a photo of two {many}"])
     assert CLASSES[int(caption.first)] == one and caption.texts() == (f"a photo of two {many}",)
 
 
 def test_ten_thousand_captions_are_read_back_as_they_were() -> None:
-    captions = draw(rng(10_000))
-    assert same(parse(captions.texts()), captions)
+    captions = sample_captions(rng(10_000))
+    assert same(parse_captions(captions.texts()), captions)
 
 
 def test_the_motion_a_caption_ends_with_is_left_out() -> None:
-    captions = draw(rng(60))
+    captions = sample_captions(rng(60))
     moving = [f"{text} {MOTIONS[i % len(MOTIONS)]}" for i, text in enumerate(captions.texts())]
-    assert same(parse(moving), captions)
+    assert same(parse_captions(moving), captions)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_motion_a_caption_ends_with_is_left_out() -> None:
 )
 def test_what_is_no_caption_is_a_sentence(text: str) -> None:
     with pytest.raises(ValueError) as error:
-        parse([text])
+        parse_captions([text])
     assert str(error.value).startswith(f"'{text}' is no caption of the playground; expected one such as 'a photo of ")
 
 
@@ -103,26 +103,26 @@ def test_facts_are_genevals_metadata() -> None:
             "include": [{"class": "cake", "count": 1, "color": "red"}, {"class": "book", "count": 1, "color": "blue"}],
         },
     }
-    assert parse(list(asked)).facts() == tuple({**row, "prompt": text} for text, row in asked.items())
+    assert parse_captions(list(asked)).facts() == tuple({**row, "prompt": text} for text, row in asked.items())
 
 
 def test_tasks_come_as_often_as_their_weights_say() -> None:
-    drawn_tasks = torch.bincount(draw(rng(20_000)).task, minlength=6) / 20_000
+    drawn_tasks = torch.bincount(sample_captions(rng(20_000)).task, minlength=6) / 20_000
     # Four standard errors of a share of a fifth among 20,000.
     assert (drawn_tasks - torch.tensor(WEIGHTS)).abs().max() < 4 * (0.2 * 0.8 / 20_000) ** 0.5
     for task in range(6):
-        only = draw(rng(500), [float(task == k) for k in range(6)])
+        only = sample_captions(rng(500), [float(task == k) for k in range(6)])
         assert (only.task == task).all()
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (0,) * 6, (1, 1, 1, 1, 1, -1)])
 def test_weights_that_cannot_be_are_a_sentence(weights: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"the weights of the tasks are .*; expected 6 numbers of at least 0"):
-        draw(rng(1), weights)
+        sample_captions(rng(1), weights)
 
 
 def test_two_things_and_two_colours_always_differ() -> None:
-    captions = draw(rng(20_000))
+    captions = sample_captions(rng(20_000))
     pair = captions.paired()
     assert (captions.first != captions.second)[pair].all() and (captions.first == captions.second)[~pair].all()
     assert (captions.first_color != captions.second_color)[captions.task == 5].all()
@@ -130,73 +130,75 @@ def test_two_things_and_two_colours_always_differ() -> None:
 
 def test_a_fifth_of_every_task_but_the_first_is_held_out() -> None:
     for task in range(6):
-        held = draw(rng(20_000), [float(task == k) for k in range(6)]).held_out().float().mean()
+        held = sample_captions(rng(20_000), [float(task == k) for k in range(6)]).held_out().float().mean()
         assert held == 0 if task == 0 else 0.18 < held < 0.22
 
 
-def swapped(captions: Captions) -> Captions:
+def swapped(captions: SceneCaptions) -> SceneCaptions:
     """The same said the other way round, where two things are asked for."""
     relation = torch.where(captions.task == POSITION, captions.relation ^ 1, captions.relation)
     things = (captions.second, captions.first, captions.second_color, captions.first_color)
-    other = Captions(captions.task, *things, captions.count, relation)
+    other = SceneCaptions(captions.task, *things, captions.count, relation)
     pick = torch.arange(len(captions)) + len(captions) * captions.paired()
-    return index(concatenate([captions, other]), pick)
+    return select_rows(concatenate([captions, other]), pick)
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_captions_of_a_split_are_of_it_either_way_round(split: Split) -> None:
-    captions = drawn(rng(8_000), split)
+    captions = sample_split_captions(rng(8_000), split)
     several = captions.task != 0
     for said in (captions, swapped(captions)):
         assert (said.held_out() == (split == "held_out"))[several].all()
-    assert torch.equal(captions.task, draw(rng(8_000)).task)  # the split changes no task
+    assert torch.equal(captions.task, sample_captions(rng(8_000)).task)  # the split changes no task
 
 
 def test_the_splits_share_no_sentence() -> None:
     several = (0, *WEIGHTS[1:])
-    train, held = (drawn(rng(8_000), split, several) for split in ("train", "held_out"))
+    train, held = (sample_split_captions(rng(8_000), split, several) for split in ("train", "held_out"))
     assert not {*train.texts(), *swapped(train).texts()} & {*held.texts(), *swapped(held).texts()}
 
 
 def test_a_row_is_the_same_in_every_batch() -> None:
-    whole = drawn(rng(64), "held_out")
-    alone = concatenate([drawn(rng(1, start=row), "held_out") for row in range(64)])
-    assert same(whole, alone) and same(whole, drawn(rng(64), "held_out"))
-    assert not same(whole, drawn(rng(64, seed=1), "held_out"))
-    assert same(drawn(rng(10), "train"), index(drawn(rng(64), "train"), torch.arange(10)))
-    assert len(drawn(rng(0), "train")) == 0
+    whole = sample_split_captions(rng(64), "held_out")
+    alone = concatenate([sample_split_captions(rng(1, start=row), "held_out") for row in range(64)])
+    assert same(whole, alone) and same(whole, sample_split_captions(rng(64), "held_out"))
+    assert not same(whole, sample_split_captions(rng(64, seed=1), "held_out"))
+    assert same(
+        sample_split_captions(rng(10), "train"), select_rows(sample_split_captions(rng(64), "train"), torch.arange(10))
+    )
+    assert len(sample_split_captions(rng(0), "train")) == 0
 
 
 def test_every_caption_is_made_of_known_tokens() -> None:
-    captions = draw(rng(10_000))
+    captions = sample_captions(rng(10_000))
     moving = [f"{text} {MOTIONS[i % len(MOTIONS)]}" for i, text in enumerate(captions.texts())]
-    ids = tokens(moving)
+    ids = tokenize(moving)
     assert ids.shape == (10_000, 16) and ids.max() < len(VOCABULARY) and not (ids == 1).any()
     assert len(set(map(tuple, ids.tolist()))) == len(set(moving))  # tokens lose nothing
 
 
 def test_tokens_are_phrases() -> None:
     text = "a photo of an orange teddy bear and a blue wine glass turning"
-    said = [VOCABULARY[place] for place in tokens([text])[0].tolist() if place]
+    said = [VOCABULARY[place] for place in tokenize([text])[0].tolist() if place]
     assert said == ["a photo of", "a", "orange", "teddy bear", "and", "a", "blue", "wine glass", "turning"]
-    assert torch.equal(tokens(["a photo of two buses"])[0, 2], tokens(["a photo of a bus"])[0, 2])
+    assert torch.equal(tokenize(["a photo of two buses"])[0, 2], tokenize(["a photo of a bus"])[0, 2])
 
 
 def test_a_word_in_quotes_is_spelled() -> None:
-    said = [VOCABULARY[place] for place in tokens(['a sign that says "HELLO"'])[0].tolist() if place]
+    said = [VOCABULARY[place] for place in tokenize(['a sign that says "HELLO"'])[0].tolist() if place]
     assert said == ["a sign that says", "H", "E", "L", "L", "O"]
 
 
 def test_no_prompt_at_all_is_one_null_token() -> None:
-    assert tokens([""], 4).tolist() == [[1, 0, 0, 0]] and VOCABULARY[:2] == ("<pad>", "<null>")
-    assert tokens([], 4).shape == (0, 4)
+    assert tokenize([""], 4).tolist() == [[1, 0, 0, 0]] and VOCABULARY[:2] == ("<pad>", "<null>")
+    assert tokenize([], 4).shape == (0, 4)
 
 
 def test_unknown_words_and_long_texts_are_sentences() -> None:
     with pytest.raises(ValueError, match="the playground has no word 'giraff'; did you mean 'giraffe'"):
-        tokens(["a photo of a giraff"])
+        tokenize(["a photo of a giraff"])
     with pytest.raises(ValueError, match="has 4 tokens, at most 3 are taken; make it shorter"):
-        tokens(["a photo of a red car"], 3)
+        tokenize(["a photo of a red car"], 3)
 
 
 def test_the_vocabulary_holds_nothing_twice() -> None:

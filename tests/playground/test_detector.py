@@ -7,19 +7,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from tastemaker.models.files import read
-from tastemaker.playground import damage, train_judges
-from tastemaker.playground.blocks import still
-from tastemaker.playground.captions import draw, parse
-from tastemaker.playground.courses import Detecting, doubtful, painted
-from tastemaker.playground.detector import CELL, CELLS, Detector, Maps, detections, loss
-from tastemaker.playground.exam import examine_detector
-from tastemaker.playground.judge import Judge
-from tastemaker.playground.reading import words
-from tastemaker.playground.scenes import arrange
-from tastemaker.playground.train_judges import COURSES, EVERYONE, Effort, file_of, fit, update
-from tastemaker.playground.trained import learned_sight, load, random
-from tastemaker.randomness import Randomness
+from tastemaker.core.randomness import Randomness
+from tastemaker.models.weight_files import read_weights
+from tastemaker.playground import corruptions, train_reward_models
+from tastemaker.playground.blocks import first_frame
+from tastemaker.playground.caption_encoder import caption_words
+from tastemaker.playground.captions import parse_captions, sample_captions
+from tastemaker.playground.detector import CELL, CELLS, DetectorMaps, SceneDetector, decode_detections, detector_loss
+from tastemaker.playground.detector_evaluation import evaluate_detector
+from tastemaker.playground.judge import YesNoJudge
+from tastemaker.playground.network_files import copy_detector_stem, load_network, random_network
+from tastemaker.playground.scenes import sample_scenes
+from tastemaker.playground.train_reward_models import (
+    ALL_NETWORKS,
+    TASKS_BY_NAME,
+    TrainingBudget,
+    fit,
+    network_file,
+    update,
+)
+from tastemaker.playground.training_tasks import DetectorTask, ambiguous_color, paint_scenes
 
 
 def rows(count: int, seed: int = 0) -> Randomness:
@@ -27,11 +34,13 @@ def rows(count: int, seed: int = 0) -> Randomness:
 
 
 def test_the_detector_has_as_many_weights_as_it_was_meant_to() -> None:
-    assert sum(p.numel() for p in Detector().parameters()) == pytest.approx(1.2e6, rel=0.01)
+    assert sum(p.numel() for p in SceneDetector().parameters()) == pytest.approx(1.2e6, rel=0.01)
 
 
 def test_all_that_judge_fit_into_their_share_of_the_package() -> None:
-    sizes = [sum(p.numel() for p in random(COURSES[name][1], seed).parameters()) for name, seed in EVERYONE]
+    sizes = [
+        sum(p.numel() for p in random_network(TASKS_BY_NAME[name][1], seed).parameters()) for name, seed in ALL_NETWORKS
+    ]
     assert 2 * sum(sizes) <= 15e6  # bytes of float16
 
 
@@ -40,22 +49,22 @@ def test_a_hot_cell_is_a_detection_where_its_maps_say() -> None:
     heat[0, 7, 3, 5], heat[0, 8, 3, 6] = 3.0, 2.0  # the cooler neighbour is the same thing
     color, offset, size = torch.zeros(1, 10, CELLS, CELLS), torch.zeros(1, 2, CELLS, CELLS), torch.zeros(1, 2, 16, 16)
     color[0, 4, 3, 5], offset[0, 0, 3, 5] = 1.0, 0.25
-    found = detections(Maps(heat, color, offset, size))
+    found = decode_detections(DetectorMaps(heat, color, offset, size))
     assert (found.score[0] > 0.3).sum() == 1
     assert found.kind[0, 0] == 7 and found.color[0, 0] == 5
     assert found.centre[0, 0].tolist() == [CELL * 5.75, CELL * 3.5]
 
 
 def test_the_loss_is_least_at_the_truth() -> None:
-    scenes = arrange(parse(["a photo of a red cake and a blue book"]), rows(1))
+    scenes = sample_scenes(parse_captions(["a photo of a red cake and a blue book"]), rows(1))
     maps = [torch.zeros(1, channels, CELLS, CELLS) for channels in (48, 10, 2, 2)]
     leaves = [m.requires_grad_() for m in maps]
     optimizer = torch.optim.Adam(leaves, 0.1)
     for _ in range(150):
         optimizer.zero_grad()
-        loss(Maps(*leaves), scenes).sum().backward()
+        detector_loss(DetectorMaps(*leaves), scenes).sum().backward()
         optimizer.step()
-    found = detections(Maps(*(m.detach() for m in leaves)))
+    found = decode_detections(DetectorMaps(*(m.detach() for m in leaves)))
     assert sorted(found.kind[0, :2].tolist()) == sorted(scenes.kind[0, :2].tolist())
     assert (found.score[0] > 0.3).sum() == 2
     place = found.kind[0, :2].argsort()
@@ -66,56 +75,59 @@ def test_the_loss_is_least_at_the_truth() -> None:
 def test_a_small_detector_learns_the_scenes_it_is_shown() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        net = Detector((16, 32, 32))
-    captions = draw(rows(8))
-    scenes = arrange(captions, rows(8))
-    lesson = {"pixels": painted(scenes, rows(8)), "scenes": scenes}
+        net = SceneDetector((16, 32, 32))
+    captions = sample_captions(rows(8))
+    scenes = sample_scenes(captions, rows(8))
+    lesson = {"pixels": paint_scenes(scenes, rows(8)), "scenes": scenes}
     optimizer = torch.optim.AdamW(net.parameters(), 5e-3, betas=(0.9, 0.98))
     for _ in range(40):
-        update(Detecting(net), lesson, optimizer, cuda=False)
+        update(DetectorTask(net), lesson, optimizer, cuda=False)
     with torch.no_grad():
-        told = examine_detector(net, lesson["pixels"], scenes, captions, ~doubtful(scenes, captions))
+        told = evaluate_detector(net, lesson["pixels"], scenes, captions, ~ambiguous_color(scenes, captions))
     assert told["class"] > 0.95 and told["number of things"] > 0.9 and told["verdict"] > 0.9
     assert told["box overlap"] > 0.7
 
 
-@pytest.mark.parametrize("name", list(COURSES))
+@pytest.mark.parametrize("name", list(TASKS_BY_NAME))
 def test_every_judge_can_be_trained_written_and_read_back(name: str, tmp_path: Path) -> None:
     arguments = [name, "--tiny", "--steps", "2", "--batch", "8", "--lesson", "8", "--exam", "8", "--device", "cpu"]
-    train_judges.main([*arguments, "--out", str(tmp_path)])
+    train_reward_models.main([*arguments, "--out", str(tmp_path)])
     (file,) = tmp_path.iterdir()
-    net = load(COURSES[name][1], file)
+    net = load_network(TASKS_BY_NAME[name][1], file)
     assert not any(p.requires_grad for p in net.parameters())
-    assert set(read(file)[1]) == {"network", "widths", "exam"}
+    assert set(read_weights(file)[1]) == {"network", "widths", "exam"}
 
 
 def test_the_judge_begins_with_the_eyes_of_the_first_detector(tmp_path: Path) -> None:
     settings = ["--tiny", "--steps", "1", "--batch", "8", "--lesson", "8", "--exam", "8", "--device", "cpu"]
-    train_judges.main(["detector", *settings, "--out", str(tmp_path)])
-    judge, detector = random(Judge, 0, tiny=True), load(Detector, tmp_path / "detector0.safetensors")
-    assert learned_sight(judge, Judge.tiny, tmp_path / "detector0.safetensors")
+    train_reward_models.main(["detector", *settings, "--out", str(tmp_path)])
+    judge, detector = (
+        random_network(YesNoJudge, 0, tiny=True),
+        load_network(SceneDetector, tmp_path / "detector0.safetensors"),
+    )
+    assert copy_detector_stem(judge, YesNoJudge.tiny, tmp_path / "detector0.safetensors")
     assert torch.equal(judge.stem.enter.weight, detector.stem.enter.weight)
-    assert not learned_sight(random(Judge, 0), Judge.widths, tmp_path / "detector0.safetensors")
+    assert not copy_detector_stem(random_network(YesNoJudge, 0), YesNoJudge.widths, tmp_path / "detector0.safetensors")
 
 
 def test_training_everyone_leaves_those_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, seed in EVERYONE:
-        file_of(name, seed, tmp_path).touch()
-    train_judges.main(["all", "--out", str(tmp_path)])
-    assert capsys.readouterr().out.count("is there already") == len(EVERYONE) == 7
+    for name, seed in ALL_NETWORKS:
+        network_file(name, seed, tmp_path).touch()
+    train_reward_models.main(["all", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.count("is there already") == len(ALL_NETWORKS) == 7
 
 
 def test_the_same_seed_trains_the_same_network() -> None:
-    courses = [Detecting(random(Detector, 3, tiny=True)) for _ in range(2)]
-    first, second = (fit(course, Effort(steps=2, batch=8, lesson=8), 3) for course in courses)
+    courses = [DetectorTask(random_network(SceneDetector, 3, tiny=True)) for _ in range(2)]
+    first, second = (fit(course, TrainingBudget(steps=2, batch=8, lesson=8), 3) for course in courses)
     assert first == second
 
 
 def test_damage_grows_with_its_strength() -> None:
-    pixels = painted(arrange(draw(rows(10)), rows(10)), rows(10))
+    pixels = paint_scenes(sample_scenes(sample_captions(rows(10)), rows(10)), rows(10))
     for kind in range(5):
         flaws = [
-            damage.damaged(pixels, torch.full((10,), kind), torch.full((10,), strength), rows(10))
+            corruptions.corrupt(pixels, torch.full((10,), kind), torch.full((10,), strength), rows(10))
             for strength in (0.0, 0.3, 0.9)
         ]
         assert torch.allclose(flaws[0], pixels, atol=1e-6)
@@ -124,8 +136,8 @@ def test_damage_grows_with_its_strength() -> None:
 
 
 def test_a_preview_without_noise_is_the_picture() -> None:
-    pixels = painted(arrange(draw(rows(10)), rows(10)), rows(10))
-    assert torch.allclose(damage.preview(pixels, torch.zeros(10), rows(10)), pixels, atol=1e-6)
+    pixels = paint_scenes(sample_scenes(sample_captions(rows(10)), rows(10)), rows(10))
+    assert torch.allclose(corruptions.simulate_preview(pixels, torch.zeros(10), rows(10)), pixels, atol=1e-6)
 
 
 def test_captions_that_differ_have_words_that_differ() -> None:
@@ -139,8 +151,8 @@ def test_captions_that_differ_have_words_that_differ() -> None:
         "a photo of a red dog and a blue cat",
         "a photo of a blue dog and a red cat",
     ]
-    assert len({tuple(row) for row in words(parse(texts)).tolist()}) == len(texts)
+    assert len({tuple(row) for row in caption_words(parse_captions(texts)).tolist()}) == len(texts)
 
 
 def test_pictures_of_another_size_are_brought_to_the_one_networks_look_at() -> None:
-    assert still(torch.rand(2, 3, 3, 16, 16)).shape == (2, 3, 64, 64)
+    assert first_frame(torch.rand(2, 3, 3, 16, 16)).shape == (2, 3, 64, 64)

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import select_rows
 from tastemaker.playground import motion
-from tastemaker.playground.captions import draw
-from tastemaker.playground.motion import FRAMES, MOTIONS, animate, film
-from tastemaker.playground.scenes import Painter, arrange, truth
-from tastemaker.randomness import Randomness
-from tastemaker.types import index
+from tastemaker.playground.captions import sample_captions
+from tastemaker.playground.motion import FRAMES, MOTIONS, animate, paint_clips
+from tastemaker.playground.scenes import Painter, sample_scenes, shows_caption
 
 
 def rng(count: int, start: int = 0) -> Randomness:
@@ -14,24 +14,24 @@ def rng(count: int, start: int = 0) -> Randomness:
 
 
 def test_motions_are_drawn_said_and_read_back() -> None:
-    places = motion.draw(rng(600))
+    places = motion.sample_motion(rng(600))
     assert torch.bincount(places).min() > 60
-    assert torch.equal(motion.parse(motion.texts(draw(rng(600)).texts(), places)), places)
+    assert torch.equal(motion.parse_motion(motion.motion_captions(sample_captions(rng(600)).texts(), places)), places)
     with pytest.raises(ValueError, match="'a photo of a car' says no motion; expected it to end in one of moving left"):
-        motion.parse(["a photo of a car"])
+        motion.parse_motion(["a photo of a car"])
 
 
 def test_a_spoiled_motion_is_another() -> None:
-    places = motion.draw(rng(600))
-    assert (motion.spoil(places, 1.0, rng(600)) != places).all()
-    assert torch.equal(motion.spoil(places, 0.0, rng(600)), places)
+    places = motion.sample_motion(rng(600))
+    assert (motion.corrupt_motion(places, 1.0, rng(600)) != places).all()
+    assert torch.equal(motion.corrupt_motion(places, 0.0, rng(600)), places)
 
 
 def test_every_frame_shows_the_caption_inside_the_picture() -> None:
-    captions, places = draw(rng(1200)), torch.arange(1200) % len(MOTIONS)
-    frames, angles = animate(arrange(captions, rng(1200), 0.5), places)
+    captions, places = sample_captions(rng(1200)), torch.arange(1200) % len(MOTIONS)
+    frames, angles = animate(sample_scenes(captions, rng(1200), 0.5), places)
     assert len(frames) == 1200 * FRAMES and angles.shape == frames.x.shape
-    assert truth(frames, index(captions, torch.arange(1200).repeat_interleave(FRAMES)), strict=True).all()
+    assert shows_caption(frames, select_rows(captions, torch.arange(1200).repeat_interleave(FRAMES)), strict=True).all()
     half = frames.size / 2
     for place in (frames.x, frames.y):
         assert ((place - half > -1e-3) & (place + half < 64 + 1e-3))[frames.present].all()
@@ -40,7 +40,7 @@ def test_every_frame_shows_the_caption_inside_the_picture() -> None:
 @pytest.mark.parametrize(("said", "axis", "sign"), [("left", 0, -1), ("right", 0, 1), ("up", 1, -1), ("down", 1, 1)])
 def test_what_moves_moves_evenly_in_the_direction_said(said: str, axis: int, sign: int) -> None:
     places = torch.full((32,), MOTIONS.index(f"moving {said}"))
-    frames, _ = animate(arrange(draw(rng(32)), rng(32)), places)
+    frames, _ = animate(sample_scenes(sample_captions(rng(32)), rng(32)), places)
     centres = torch.stack([frames.x, frames.y]).view(2, 32, FRAMES, 4)
     steps = centres.diff(dim=2)
     assert torch.allclose(steps[axis], torch.tensor(sign * 12.8 / 7), atol=1e-4)  # a fifth of the picture altogether
@@ -48,7 +48,7 @@ def test_what_moves_moves_evenly_in_the_direction_said(said: str, axis: int, sig
 
 
 def test_what_turns_stays_and_what_grows_grows() -> None:
-    scenes = arrange(draw(rng(32)), rng(32))
+    scenes = sample_scenes(sample_captions(rng(32)), rng(32))
     turning, angles = animate(scenes, torch.full((32,), MOTIONS.index("turning")))
     assert (angles.view(32, FRAMES, 4).diff(dim=1) > 0.4).all() and (
         turning.x.view(32, FRAMES, 4).diff(dim=1) == 0
@@ -59,11 +59,11 @@ def test_what_turns_stays_and_what_grows_grows() -> None:
 
 
 def test_a_clip_alone_is_the_clip_of_a_batch_before_a_background_that_stands_still() -> None:
-    captions, places = draw(rng(12)), torch.arange(12) % len(MOTIONS)
-    clips = film(Painter(), arrange(captions, rng(12)), places, rng(12))
+    captions, places = sample_captions(rng(12)), torch.arange(12) % len(MOTIONS)
+    clips = paint_clips(Painter(), sample_scenes(captions, rng(12)), places, rng(12))
     assert clips.shape == (12, FRAMES, 3, 64, 64) and clips.min() >= 0 and clips.max() <= 1
     for row in range(12):
-        scenes = arrange(draw(rng(1, row)), rng(1, row))
-        assert torch.equal(clips[row : row + 1], film(Painter(), scenes, places[row : row + 1], rng(1, row)))
+        scenes = sample_scenes(sample_captions(rng(1, row)), rng(1, row))
+        assert torch.equal(clips[row : row + 1], paint_clips(Painter(), scenes, places[row : row + 1], rng(1, row)))
     moved = (clips.diff(dim=1).abs().amax(2) > 0.02).flatten(2).float()  # [N, 7, pixels]
     assert (moved.mean(2) > 0.001).all() and (moved.mean(2) < 0.5).all()

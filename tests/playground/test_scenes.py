@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import concatenate, select_rows
 from tastemaker.playground.art import Style
-from tastemaker.playground.captions import Captions, draw, drawn, parse
+from tastemaker.playground.captions import SceneCaptions, parse_captions, sample_captions, sample_split_captions
 from tastemaker.playground.language import COLOR
-from tastemaker.playground.scenes import Painter, Scenes, arrange, spoil, truth
-from tastemaker.randomness import Randomness
-from tastemaker.types import concatenate, index
+from tastemaker.playground.scenes import Painter, Scenes, corrupt_captions, sample_scenes, shows_caption
 
 
 def rng(count: int, seed: int = 0, start: int = 0) -> Randomness:
@@ -23,30 +23,31 @@ def equal(one: Scenes, other: Scenes) -> bool:
 @pytest.mark.parametrize("snapped", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("strict", [False, True])
 def test_every_scene_shows_its_caption(snapped: float, strict: bool) -> None:
-    captions = draw(rng(2048, seed=7))
-    assert truth(arrange(captions, rng(2048, seed=7), snapped), captions, strict).all()
+    captions = sample_captions(rng(2048, seed=7))
+    assert shows_caption(sample_scenes(captions, rng(2048, seed=7), snapped), captions, strict).all()
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_spoiled_scenes_hardly_ever_show_their_caption(strict: bool) -> None:
-    captions, draws = draw(rng(4096)), rng(4096)
-    shown = truth(arrange(spoil(captions, 1.0, draws), draws, 0.5), captions, strict)
+    captions, draws = sample_captions(rng(4096)), rng(4096)
+    shown = shows_caption(sample_scenes(corrupt_captions(captions, 1.0, draws), draws, 0.5), captions, strict)
     for task in range(6):
         assert shown[captions.task == task].float().mean() < 0.01  # two relations hold on a few diagonals
 
 
 def test_as_many_scenes_are_spoiled_as_asked() -> None:
-    captions, draws = draw(rng(8192)), rng(8192)
+    captions, draws = sample_captions(rng(8192)), rng(8192)
     assert all(
-        torch.equal(getattr(spoil(captions, 0.0, draws), f.name), getattr(captions, f.name)) for f in fields(captions)
+        torch.equal(getattr(corrupt_captions(captions, 0.0, draws), f.name), getattr(captions, f.name))
+        for f in fields(captions)
     )
-    shown = truth(arrange(spoil(captions, 0.3, draws), draws), captions, True).float().mean()
+    shown = shows_caption(sample_scenes(corrupt_captions(captions, 0.3, draws), draws), captions, True).float().mean()
     assert abs(float(shown) - 0.7) < 4 * (0.3 * 0.7 / 8192) ** 0.5
 
 
 @pytest.mark.parametrize("snapped", [0.0, 1.0])
 def test_things_stay_in_the_picture_and_hardly_touch(snapped: float) -> None:
-    scenes = arrange(draw(rng(2048)), rng(2048), snapped)
+    scenes = sample_scenes(sample_captions(rng(2048)), rng(2048), snapped)
     centres, half = torch.stack([scenes.x, scenes.y], 2), scenes.size[..., None] / 2
     inside = scenes.present[..., None]
     assert ((centres - half >= -1e-4) | ~inside).all() and ((centres + half <= 64 + 1e-4) | ~inside).all()
@@ -57,8 +58,8 @@ def test_things_stay_in_the_picture_and_hardly_touch(snapped: float) -> None:
 
 
 def test_snapped_scenes_keep_to_few_sizes_and_a_grid() -> None:
-    captions = draw(rng(2048))
-    scenes = arrange(captions, rng(2048))
+    captions = sample_captions(rng(2048))
+    scenes = sample_scenes(captions, rng(2048))
     corners = torch.stack([scenes.x - scenes.size / 2, scenes.y - scenes.size / 2])[:, scenes.present]
     assert (corners % 4 == 0).all()
     for total, sizes in ((1, {28.0, 34.0}), (2, {22.0, 26.0}), (3, {22.0}), (4, {22.0})):
@@ -68,7 +69,7 @@ def test_snapped_scenes_keep_to_few_sizes_and_a_grid() -> None:
 
 def scene(*things: tuple[str, float, float], colors: tuple[int, ...] = (0, 0, 0, 0)) -> Scenes:
     """Things of 22 pixels, by name and centre."""
-    kinds = [int(parse([f"a photo of a {name}"]).first) for name, _, _ in things]
+    kinds = [int(parse_captions([f"a photo of a {name}"]).first) for name, _, _ in things]
     empty = 4 - len(things)
 
     def filled(values: list[float]) -> Tensor:
@@ -85,7 +86,7 @@ def scene(*things: tuple[str, float, float], colors: tuple[int, ...] = (0, 0, 0,
 
 
 def shows(one: Scenes, text: str, strict: bool) -> bool:
-    return bool(truth(one, parse([f"a photo of {text}"]), strict))
+    return bool(shows_caption(one, parse_captions([f"a photo of {text}"]), strict))
 
 
 def test_only_the_strict_rule_minds_what_was_not_asked_for() -> None:
@@ -116,7 +117,7 @@ def test_a_things_own_colour_is_no_colour() -> None:
 @pytest.mark.parametrize("style", ["noto", "twemoji"])
 def test_a_row_alone_is_the_row_of_a_batch(style: Style) -> None:
     def made(draws: Randomness) -> tuple[Scenes, Tensor]:
-        scenes = arrange(spoil(drawn(draws, "train"), 0.3, draws), draws, 0.5)
+        scenes = sample_scenes(corrupt_captions(sample_split_captions(draws, "train"), 0.3, draws), draws, 0.5)
         return scenes, Painter(style).paint(scenes, draws)
 
     scenes, pixels = made(rng(10))
@@ -127,17 +128,17 @@ def test_a_row_alone_is_the_row_of_a_batch(style: Style) -> None:
 
 
 def test_large_batches_are_painted_in_parts_that_change_nothing() -> None:
-    captions = draw(rng(600))
-    scenes = arrange(captions, rng(600))
+    captions = sample_captions(rng(600))
+    scenes = sample_scenes(captions, rng(600))
     pixels = Painter().paint(scenes, rng(600))
     last = torch.arange(590, 600)
-    assert torch.equal(pixels[last], Painter().paint(index(scenes, last), rng(10, start=590)))
-    assert Painter().paint(index(scenes, last[:0]), rng(0)).shape == (0, 1, 3, 64, 64)
+    assert torch.equal(pixels[last], Painter().paint(select_rows(scenes, last), rng(10, start=590)))
+    assert Painter().paint(select_rows(scenes, last[:0]), rng(0)).shape == (0, 1, 3, 64, 64)
 
 
 def test_a_picture_shows_its_things_where_the_scene_says() -> None:
-    captions = draw(rng(64))
-    scenes = arrange(captions, rng(64))
+    captions = sample_captions(rng(64))
+    scenes = sample_scenes(captions, rng(64))
     pixels, empty = (
         Painter().paint(one, rng(64))[:, 0] for one in (scenes, replace(scenes, present=scenes.present & False))
     )
@@ -153,25 +154,25 @@ def test_a_picture_shows_its_things_where_the_scene_says() -> None:
 
 
 def test_a_dyed_thing_is_painted_in_its_colour() -> None:
-    captions = draw(rng(48), [float(task == COLOR) for task in range(6)])
+    captions = sample_captions(rng(48), [float(task == COLOR) for task in range(6)])
     red = replace(captions, first_color=torch.ones_like(captions.first_color))
     blue = replace(captions, first_color=torch.full_like(captions.first_color, 5))
-    (a, b), draws = (arrange(one, rng(48)) for one in (red, blue)), rng(48)
+    (a, b), draws = (sample_scenes(one, rng(48)) for one in (red, blue)), rng(48)
     difference = (Painter().paint(a, draws) - Painter().paint(b, draws)).sum((1, 3, 4))  # [N, 3]
     assert (difference[:, 0] > 0).all() and (difference[:, 2] < 0).all()
 
 
 def test_captions_move_between_devices_whole() -> None:
-    captions = draw(rng(8))
-    assert isinstance(captions.to("cpu"), Captions) and len(captions.to("cpu")) == 8
+    captions = sample_captions(rng(8))
+    assert isinstance(captions.to("cpu"), SceneCaptions) and len(captions.to("cpu")) == 8
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; the same draws are made on every device")
 def test_a_gpu_makes_the_same_scenes() -> None:
     there = Randomness(0, 0, torch.arange(2048, device="cuda"))
-    far = arrange(drawn(there, "train"), there)
-    near = arrange(drawn(rng(2048), "train"), rng(2048))
-    assert equal(index(far, torch.arange(2048, device="cuda")), far)
+    far = sample_scenes(sample_split_captions(there, "train"), there)
+    near = sample_scenes(sample_split_captions(rng(2048), "train"), rng(2048))
+    assert equal(select_rows(far, torch.arange(2048, device="cuda")), far)
     assert all(torch.equal(getattr(far, f.name).cpu(), getattr(near, f.name)) for f in fields(Scenes))
     painted = Painter(device="cuda").paint(far, there).cpu()
     assert torch.allclose(painted, Painter().paint(near, rng(2048)), atol=1e-4)

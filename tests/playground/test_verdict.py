@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tastemaker.eval.examiner import listed
-from tastemaker.geneval import PLAYEVAL
-from tastemaker.geneval import verdict as by_the_rules
-from tastemaker.playground.captions import CLASSES, Captions, draw, parse
-from tastemaker.playground.detector import CELL, CELLS, USUAL, Detections, Maps, detections
-from tastemaker.playground.scenes import Scenes, arrange, spoil, truth
-from tastemaker.playground.soft import soft_score
-from tastemaker.playground.verdict import graded, verdict
-from tastemaker.randomness import Randomness
+from tastemaker.core.randomness import Randomness
+from tastemaker.evaluation.detector_metrics import list_detections
+from tastemaker.evaluation.geneval_rules import PLAYEVAL
+from tastemaker.evaluation.geneval_rules import evaluate_detections as by_the_rules
+from tastemaker.playground.captions import CLASSES, SceneCaptions, parse_captions, sample_captions
+from tastemaker.playground.detector import CELL, CELLS, USUAL, Detections, DetectorMaps, decode_detections
+from tastemaker.playground.scenes import Scenes, corrupt_captions, sample_scenes, shows_caption
+from tastemaker.playground.soft_verdict import soft_score
+from tastemaker.playground.verdict import partial_credit, verdict
 
 
 def rows(count: int, seed: int = 0) -> Randomness:
     return Randomness(seed, 0, torch.arange(count))
 
 
-def perfect(scenes: Scenes) -> Maps:
+def perfect(scenes: Scenes) -> DetectorMaps:
     """The maps of a detector that knows the scenes."""
     count = len(scenes)
     heat, color = torch.full((count, len(CLASSES), CELLS, CELLS), -8.0), torch.zeros(count, 10, CELLS, CELLS)
@@ -35,7 +35,7 @@ def perfect(scenes: Scenes) -> Maps:
         color[n, scenes.color[n, slot] - 1, row, column] = 5.0
         offset[n, :, row, column] = torch.stack([x - column, y - row]) - 0.5
         size[n, :, row, column] = scenes.spans()[n, slot].log() - USUAL
-    return Maps(heat, color, offset, size)
+    return DetectorMaps(heat, color, offset, size)
 
 
 def scattered(count: int, seed: int) -> Detections:
@@ -48,9 +48,9 @@ def scattered(count: int, seed: int) -> Detections:
     return Detections(kind, color, score, centre, span)
 
 
-def few(count: int, seed: int) -> Captions:
+def few(count: int, seed: int) -> SceneCaptions:
     """Captions of the two classes and colours that `scattered` has."""
-    captions = draw(rows(count, seed))
+    captions = sample_captions(rows(count, seed))
     paired = captions.paired()
     return replace(
         captions,
@@ -66,7 +66,9 @@ def test_the_verdict_agrees_with_the_rules_picture_by_picture(strict: bool) -> N
     found, captions = scattered(1000, 1), few(1000, 1)
     all_at_once = verdict(found, captions, strict).bool().tolist()
     rules = replace(PLAYEVAL, strict=strict)
-    one_by_one = [by_the_rules(d, fact, rules)[0] for d, fact in zip(listed(found), captions.facts(), strict=True)]
+    one_by_one = [
+        by_the_rules(d, fact, rules)[0] for d, fact in zip(list_detections(found), captions.facts(), strict=True)
+    ]
     assert all_at_once == one_by_one
     for task in range(6):
         verdicts = verdict(found, captions, strict)[captions.task == task]
@@ -75,51 +77,55 @@ def test_the_verdict_agrees_with_the_rules_picture_by_picture(strict: bool) -> N
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_perfect_detector_finds_the_truth(strict: bool) -> None:
-    captions = draw(rows(400))
-    scenes = arrange(spoil(captions, 0.5, rows(400)), rows(400))
+    captions = sample_captions(rows(400))
+    scenes = sample_scenes(corrupt_captions(captions, 0.5, rows(400)), rows(400))
     colored = (captions.task == 3) | (captions.task == 5)
     settled = ~(colored & (scenes.present & (scenes.color == 0)).any(1))
-    agree = verdict(detections(perfect(scenes)), captions, strict).bool() == truth(scenes, captions, strict)
+    agree = verdict(decode_detections(perfect(scenes)), captions, strict).bool() == shows_caption(
+        scenes, captions, strict
+    )
     assert agree[settled].all()
 
 
 def test_four_copies_pass_the_lenient_verdict_and_fail_the_strict_one() -> None:
-    asked, drawn = parse(["a photo of a book"]), parse(["a photo of four books"])
-    found = detections(perfect(arrange(drawn, rows(1))))
+    asked, drawn = parse_captions(["a photo of a book"]), parse_captions(["a photo of four books"])
+    found = decode_detections(perfect(sample_scenes(drawn, rows(1))))
     assert verdict(found, asked, strict=False).item() == 1
     assert verdict(found, asked, strict=True).item() == 0
-    assert graded(found, asked, strict=True).item() == 0.5
+    assert partial_credit(found, asked, strict=True).item() == 0.5
     assert verdict(found, drawn, strict=True).item() == 1
 
 
 def test_partial_credit_is_full_exactly_where_the_verdict_is_yes() -> None:
     found, captions = scattered(3000, 2), few(3000, 2)
     for strict in (True, False):
-        yes, credit = verdict(found, captions, strict).bool(), graded(found, captions, strict)
+        yes, credit = verdict(found, captions, strict).bool(), partial_credit(found, captions, strict)
         assert ((credit >= 0) & (credit <= 1)).all()
         assert torch.equal(credit == 1, yes)
 
 
 def test_partial_credit_counts_what_is_right() -> None:
-    shown = detections(perfect(arrange(parse(["a photo of a red cake and a green book"]), rows(1))))
-    asked = parse(["a photo of a red cake and a blue book"])
-    assert graded(shown, asked).item() == pytest.approx(0.75)
-    assert graded(shown, parse(["a photo of a red cake and a blue dog"])).item() == pytest.approx(0.5)
+    shown = decode_detections(
+        perfect(sample_scenes(parse_captions(["a photo of a red cake and a green book"]), rows(1)))
+    )
+    asked = parse_captions(["a photo of a red cake and a blue book"])
+    assert partial_credit(shown, asked).item() == pytest.approx(0.75)
+    assert partial_credit(shown, parse_captions(["a photo of a red cake and a blue dog"])).item() == pytest.approx(0.5)
 
 
 def test_the_soft_score_prefers_scenes_that_show_the_caption() -> None:
-    captions = draw(rows(300))
-    wrong = spoil(captions, 1.0, rows(300))
-    right, spoiled = arrange(captions, rows(300)), arrange(wrong, rows(300))
+    captions = sample_captions(rows(300))
+    wrong = corrupt_captions(captions, 1.0, rows(300))
+    right, spoiled = sample_scenes(captions, rows(300)), sample_scenes(wrong, rows(300))
     good, bad = soft_score(perfect(right), captions), soft_score(perfect(spoiled), captions)
-    false = ~truth(spoiled, captions, strict=True)
+    false = ~shows_caption(spoiled, captions, strict=True)
     assert (good[false] > bad[false]).float().mean() > 0.97  # an undyed thing's colour is a guess
     assert (good <= 0).all()
 
 
 def test_the_soft_score_of_copies_is_lower_only_where_it_is_strict() -> None:
-    asked, drawn = parse(["a photo of a book"]), parse(["a photo of four books"])
-    one, four = perfect(arrange(asked, rows(1))), perfect(arrange(drawn, rows(1)))
+    asked, drawn = parse_captions(["a photo of a book"]), parse_captions(["a photo of four books"])
+    one, four = perfect(sample_scenes(asked, rows(1))), perfect(sample_scenes(drawn, rows(1)))
     assert soft_score(four, asked, strict=True).item() < soft_score(one, asked, strict=True).item() - 1
     assert soft_score(four, asked, strict=False).item() == pytest.approx(
         soft_score(one, asked, strict=False).item(), abs=0.02
@@ -137,11 +143,11 @@ def test_the_soft_scores_gradient_is_that_of_finite_differences() -> None:
     ]
     for part in (0, 1):
         values = [m.clone().requires_grad_(place == part) for place, m in enumerate(maps)]
-        soft_score(Maps(*values), captions).sum().backward()
+        soft_score(DetectorMaps(*values), captions).sum().backward()
         direction = rng.normal(f"direction {part}", *maps[part].shape[1:]).double()
         slope = (values[part].grad * direction).sum()
         high, low = (
-            soft_score(Maps(*maps[:part], maps[part] + step * direction, *maps[part + 1 :]), captions).sum()
+            soft_score(DetectorMaps(*maps[:part], maps[part] + step * direction, *maps[part + 1 :]), captions).sum()
             for step in (1e-6, -1e-6)
         )
         assert slope.item() == pytest.approx(((high - low) / 2e-6).item(), rel=1e-4)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tastemaker.distributions import Distribution, like
-from tastemaker.processes.dynamics import Cps, DanceSde, Ddim, Dynamics, FlowSde, Ode, Stride
-from tastemaker.processes.gaussian import GaussianProcess, Window
-from tastemaker.processes.paths import Path, Straight, VariancePreserving
-from tastemaker.randomness import Randomness
-from tastemaker.types import Condition, Facts, Prompts
+from tastemaker.core.distributions import Distribution, broadcast_to_shape
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Condition, Metadata, Prompts
+from tastemaker.processes.dynamics import CPS, DDIM, ODE, DanceSDE, DenoisingStep, FlowSDE, SamplerDynamics
+from tastemaker.processes.gaussian import GaussianProcess, SDEWindow
+from tastemaker.processes.paths import NoisePath, RectifiedFlow, VariancePreserving
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
@@ -26,9 +26,9 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
     return x, velocity, there
 
 
-def taken(dynamics: Dynamics, steps: int, i: int) -> tuple[Distribution, Tensor]:
+def taken(dynamics: SamplerDynamics, steps: int, i: int) -> tuple[Distribution, Tensor]:
     """The i-th step of a sampler whose grid is shifted by 3, and where it went."""
-    path, (x, velocity, there) = Straight(shift=3.0), drawn()
+    path, (x, velocity, there) = RectifiedFlow(shift=3.0), drawn()
     process = GaussianProcess(path, dynamics, steps)
     t, s = path.grid(steps)[i : i + 2, None].expand(2, 2)
     clean = path.clean(x, t, velocity)
@@ -38,12 +38,12 @@ def taken(dynamics: Dynamics, steps: int, i: int) -> tuple[Distribution, Tensor]
 @pytest.mark.parametrize(
     ("dynamics", "steps", "i", "std", "log_prob"),
     [
-        (DanceSde(0.3), 16, 0, 0.0442326, [-539.5667, -530.3885]),
-        (DanceSde(0.3), 16, 5, 0.0561952, [-333.6713, -327.4746]),
-        (DanceSde(0.3), 16, 14, 0.1095445, [-86.5147, -83.8526]),
-        (FlowSde(0.7), 25, 0, 0.7, [-2.245804, -2.247998]),
-        (FlowSde(0.7), 25, 3, 0.418194, [-5.568437, -5.506597]),
-        (FlowSde(0.7), 25, 24, 0.0824958, [-151.3678, -146.9629]),
+        (DanceSDE(0.3), 16, 0, 0.0442326, [-539.5667, -530.3885]),
+        (DanceSDE(0.3), 16, 5, 0.0561952, [-333.6713, -327.4746]),
+        (DanceSDE(0.3), 16, 14, 0.1095445, [-86.5147, -83.8526]),
+        (FlowSDE(0.7), 25, 0, 0.7, [-2.245804, -2.247998]),
+        (FlowSDE(0.7), 25, 3, 0.418194, [-5.568437, -5.506597]),
+        (FlowSDE(0.7), 25, 24, 0.0824958, [-151.3678, -146.9629]),
     ],
 )
 def test_the_sde_steps_have_the_published_spread_and_log_probability(dynamics, steps, i, std, log_prob) -> None:
@@ -54,15 +54,15 @@ def test_the_sde_steps_have_the_published_spread_and_log_probability(dynamics, s
 
 @pytest.mark.parametrize(("i", "g"), [(0, 5.980788), (3, 3.283289), (24, 0.247487)])
 def test_the_flow_sde_diffuses_as_published(i: int, g: float) -> None:
-    here, _ = taken(FlowSde(0.7), 25, i)
-    t, s = Straight(shift=3.0).grid(25)[i : i + 2]
+    here, _ = taken(FlowSDE(0.7), 25, i)
+    t, s = RectifiedFlow(shift=3.0).grid(25)[i : i + 2]
     assert float(here.std[0] / (t - s).sqrt()) == pytest.approx(g, rel=2e-6)
 
 
 def test_coefficient_preserving_steps_follow_their_formula() -> None:
     x, velocity, there = drawn()
-    here, _ = taken(Cps(0.8), 25, 3)
-    t, s = Straight(shift=3.0).grid(25)[3:5]
+    here, _ = taken(CPS(0.8), 25, 3)
+    t, s = RectifiedFlow(shift=3.0).grid(25)[3:5]
     std = s * math.sin(0.8 * math.pi / 2)
     mean = (1 - s) * (x - t * velocity) + (s**2 - std**2).sqrt() * (x + (1 - t) * velocity)
     torch.testing.assert_close(here.mean, mean, rtol=1e-5, atol=1e-5)
@@ -70,24 +70,24 @@ def test_coefficient_preserving_steps_follow_their_formula() -> None:
     torch.testing.assert_close(here.log_prob(there), -((there - mean) ** 2).flatten(1).mean(1, keepdim=True))
 
 
-@pytest.mark.parametrize("dynamics", [Ode(), Ddim(0.0), FlowSde(0.0), DanceSde(0.0), Cps(0.0)])
-def test_without_noise_every_step_is_eulers_on_a_straight_path(dynamics: Dynamics) -> None:
+@pytest.mark.parametrize("dynamics", [ODE(), DDIM(0.0), FlowSDE(0.0), DanceSDE(0.0), CPS(0.0)])
+def test_without_noise_every_step_is_eulers_on_a_straight_path(dynamics: SamplerDynamics) -> None:
     x, velocity, _ = drawn()
     here, _ = taken(dynamics, 25, 3)
-    t, s = Straight(shift=3.0).grid(25)[3:5]
+    t, s = RectifiedFlow(shift=3.0).grid(25)[3:5]
     torch.testing.assert_close(here.mean, x + (s - t) * velocity, rtol=1e-5, atol=1e-5)
     assert not here.std.any()
     assert not dynamics.chance
 
 
-@pytest.mark.parametrize("path", [Straight(), VariancePreserving(), VariancePreserving(betas="cosine")])
+@pytest.mark.parametrize("path", [RectifiedFlow(), VariancePreserving(), VariancePreserving(betas="cosine")])
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
-def test_ddim_leaves_the_noise_level_it_promises(path: Path, eta: float) -> None:
+def test_ddim_leaves_the_noise_level_it_promises(path: NoisePath, eta: float) -> None:
     """A step from x_t with the true clean sample has the marginal of x_s, whatever eta."""
     clean, noise = torch.zeros(1, 4096), Randomness(0, 0, torch.arange(1)).normal("noise", 4096)
     t, s = torch.tensor([0.8]), torch.tensor([0.4])
     x = path.alpha(t) * clean + path.sigma(t) * noise
-    here = Ddim(eta).step(path, Stride(x, clean, t, s, 0.0))
+    here = DDIM(eta).step(path, DenoisingStep(x, clean, t, s, 0.0))
     kept = (path.sigma(s) ** 2 - here.std**2).sqrt()
     torch.testing.assert_close(here.mean, kept * noise, rtol=1e-5, atol=1e-6)
 
@@ -102,11 +102,11 @@ class Exact:
     pixels: tuple[int, int, int, int] = (1, 3, 1, 1)
     passes: int = 1
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         return Condition(tuple(prompts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        alpha, sigma = (like(f(t), x) for f in (self.process.path.alpha, self.process.path.sigma))
+        alpha, sigma = (broadcast_to_shape(f(t), x) for f in (self.process.path.alpha, self.process.path.sigma))
         clean = 4 * alpha / (4 * alpha**2 + sigma**2) * x
         return self.process.path.target(clean, (x - alpha * clean) / sigma, t)
 
@@ -120,15 +120,15 @@ class Exact:
 @pytest.mark.parametrize(
     "process",
     [
-        GaussianProcess(Straight(), Ode(), 100),
-        GaussianProcess(Straight(shift=3.0), Ode(), 100),
-        GaussianProcess(Straight(), Ddim(1.0), 100),
-        GaussianProcess(Straight(), FlowSde(0.7), 100),
-        GaussianProcess(Straight(), FlowSde(0.7), 100, Window(20)),
-        GaussianProcess(Straight(), DanceSde(0.3), 100),
-        GaussianProcess(VariancePreserving(ends_clean=True), Ode(), 100),
-        GaussianProcess(VariancePreserving(prediction="velocity", ends_clean=True), Ddim(1.0), 100),
-        GaussianProcess(VariancePreserving(betas="cosine", spacing="trailing"), Ddim(0.5), 100),
+        GaussianProcess(RectifiedFlow(), ODE(), 100),
+        GaussianProcess(RectifiedFlow(shift=3.0), ODE(), 100),
+        GaussianProcess(RectifiedFlow(), DDIM(1.0), 100),
+        GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 100),
+        GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 100, SDEWindow(20)),
+        GaussianProcess(RectifiedFlow(), DanceSDE(0.3), 100),
+        GaussianProcess(VariancePreserving(ends_clean=True), ODE(), 100),
+        GaussianProcess(VariancePreserving(prediction="velocity", ends_clean=True), DDIM(1.0), 100),
+        GaussianProcess(VariancePreserving(betas="cosine", spacing="trailing"), DDIM(0.5), 100),
     ],
 )
 def test_the_best_denoiser_samples_what_it_was_made_for(process: GaussianProcess) -> None:
@@ -144,28 +144,28 @@ def test_the_best_denoiser_samples_what_it_was_made_for(process: GaussianProcess
 
 
 def test_an_sde_is_refused_on_a_path_it_is_not_defined_on() -> None:
-    with pytest.raises(ValueError, match="FlowSde is defined on the Straight path, found VariancePreserving"):
-        GaussianProcess(VariancePreserving(), FlowSde())
+    with pytest.raises(ValueError, match="FlowSDE is defined on the RectifiedFlow path, found VariancePreserving"):
+        GaussianProcess(VariancePreserving(), FlowSDE())
 
 
-def starts(window: Window, steps: int, training: int) -> list[int]:
+def starts(window: SDEWindow, steps: int, training: int) -> list[int]:
     rows = torch.arange(2)
     return [window.at(Randomness(0, step, rows), steps).start for step in range(training)]
 
 
 def test_a_fixed_window_stays() -> None:
-    assert set(starts(Window(4, first=3, schedule="fixed"), 25, 60)) == {3}
+    assert set(starts(SDEWindow(4, first=3, schedule="fixed"), 25, 60)) == {3}
 
 
 def test_a_progressive_window_moves_and_begins_again() -> None:
-    window = Window(4, first=1, last=3, schedule="progressive", every=2)
+    window = SDEWindow(4, first=1, last=3, schedule="progressive", every=2)
     assert starts(window, 25, 10) == [1, 1, 2, 2, 3, 3, 1, 1, 2, 2]
-    strides = Window(2, first=0, last=4, schedule="progressive", every=1, stride=2)
+    strides = SDEWindow(2, first=0, last=4, schedule="progressive", every=1, stride=2)
     assert starts(strides, 10, 6) == [0, 2, 4, 1, 3, 0]
 
 
 def test_a_random_window_is_alike_on_all_ranks_and_never_holds_the_last_step() -> None:
-    window = Window(3, first=2)
+    window = SDEWindow(3, first=2)
     seen = set()
     for step in range(200):
         ranges = {window.at(Randomness(0, step, torch.arange(4) + 4 * rank), 10) for rank in range(3)}
@@ -177,4 +177,4 @@ def test_a_random_window_is_alike_on_all_ranks_and_never_holds_the_last_step() -
 
 def test_a_window_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit before the last of 8 steps"):
-        GaussianProcess(Straight(), FlowSde(), 8, Window(4, first=4))
+        GaussianProcess(RectifiedFlow(), FlowSDE(), 8, SDEWindow(4, first=4))

@@ -10,12 +10,12 @@ import toys
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tastemaker.distributions import Categorical
-from tastemaker.guidance import extrapolate
-from tastemaker.policy import Guidance
-from tastemaker.processes.masked import Masked
-from tastemaker.randomness import Randomness
-from tastemaker.types import HIDDEN
+from tastemaker.core.distributions import Categorical
+from tastemaker.core.guidance import apply_guidance
+from tastemaker.core.policy import Guidance
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import MASK_TOKEN_ID
+from tastemaker.processes.masked import MaskedProcess
 
 SHOWO = Path(__file__).parent.parent / "fixtures" / "showo"
 CODES = slice(60, 92)  # image tokens of the recorded model; 92 is its mask
@@ -26,14 +26,14 @@ MASK = 92
 @pytest.mark.parametrize(
     ("name", "process"),
     [
-        ("cosine", Masked(schedule="cosine")),
-        ("linear", Masked(schedule="linear")),
-        ("pow0.5", Masked(schedule="power", exponent=0.5)),
-        ("pow2", Masked(schedule="power", exponent=2.0)),
-        ("sigmoid", Masked(schedule="sigmoid")),
+        ("cosine", MaskedProcess(schedule="cosine")),
+        ("linear", MaskedProcess(schedule="linear")),
+        ("pow0.5", MaskedProcess(schedule="power", exponent=0.5)),
+        ("pow2", MaskedProcess(schedule="power", exponent=2.0)),
+        ("sigmoid", MaskedProcess(schedule="sigmoid")),
     ],
 )
-def test_schedules_hide_the_published_fractions(name: str, process: Masked) -> None:
+def test_schedules_hide_the_published_fractions(name: str, process: MaskedProcess) -> None:
     golden = load_file(SHOWO / "schedules.safetensors")
     torch.testing.assert_close(process.left(golden["t"]), golden[name], rtol=1e-6, atol=1e-7)
 
@@ -42,7 +42,7 @@ def test_schedules_hide_the_published_fractions(name: str, process: Masked) -> N
 def test_as_many_tokens_stay_hidden_as_published(steps: int, tokens: int) -> None:
     """In float32, where cos 60 degrees is below one half: of 256 tokens 127 stay hidden at two thirds, not 128."""
     golden = load_file(SHOWO / "schedules.safetensors")[f"floor_masklen_T{steps}_N{tokens}"]
-    process = Masked(steps)
+    process = MaskedProcess(steps)
     everything = torch.ones(1, tokens, dtype=torch.bool)
     sureness = torch.linspace(0.1, 0.9, tokens)[None]
     for step, wanted in enumerate(golden.tolist()):
@@ -53,12 +53,12 @@ def test_as_many_tokens_stay_hidden_as_published(steps: int, tokens: int) -> Non
 @pytest.mark.parametrize("steps", [12, 18, 50])
 def test_the_temperature_of_the_choice_compounds_as_published(steps: int) -> None:
     golden = load_file(SHOWO / "schedules.safetensors")[f"temperature_T{steps}"]
-    process = Masked(steps)
+    process = MaskedProcess(steps)
     assert [process.heat(step) for step in range(steps)] == pytest.approx(golden.tolist(), rel=1e-6, abs=1e-12)
 
 
 def test_the_temperature_may_fall_linearly_instead() -> None:
-    assert [Masked(4, temperature=2.0, annealing="linear").heat(i) for i in range(4)] == [1.5, 1.0, 0.5, 0.0]
+    assert [MaskedProcess(4, temperature=2.0, annealing="linear").heat(i) for i in range(4)] == [1.5, 1.0, 0.5, 0.0]
 
 
 def of_picture(logits: Tensor, weight: float) -> Tensor:
@@ -67,17 +67,17 @@ def of_picture(logits: Tensor, weight: float) -> Tensor:
     if not weight:
         return logits
     given, without = logits.chunk(2)
-    return extrapolate(Guidance(1 + weight), given, without, torch.tensor(1.0))
+    return apply_guidance(Guidance(1 + weight), given, without, torch.tensor(1.0))
 
 
 @pytest.mark.parametrize(("name", "weight", "steps"), [("gen_cfg175_T6", 1.75, 6), ("gen_nocfg_T4", 0.0, 4)])
 def test_a_recorded_generation_is_repeated_step_by_step(name: str, weight: float, steps: int) -> None:
-    golden, process = load_file(SHOWO / f"{name}.safetensors"), Masked(steps)
+    golden, process = load_file(SHOWO / f"{name}.safetensors"), MaskedProcess(steps)
     rows = len(golden["out"])
     hidden = torch.ones(rows, 16, dtype=torch.bool)
-    written = torch.full((rows, 16), HIDDEN)
+    written = torch.full((rows, 16), MASK_TOKEN_ID)
     for step in range(steps):
-        shown = torch.where(written == HIDDEN, MASK, written + CODES.start)
+        shown = torch.where(written == MASK_TOKEN_ID, MASK, written + CODES.start)
         assert torch.equal(shown, golden["step_ids"][step, :rows, PICTURE])
         here = Categorical(of_picture(golden["logits"][step], weight))
         torch.testing.assert_close(here.mean.flatten(0, 1), golden["mn_probs"][step], rtol=1e-5, atol=1e-7)
@@ -90,12 +90,12 @@ def test_a_recorded_generation_is_repeated_step_by_step(name: str, weight: float
         stay = process.remask(sureness, hidden, uniform, step)
         assert stay.sum(1).tolist() == golden["mask_len"][step].tolist()
         assert torch.equal(stay, golden["masking"][step])
-        written, hidden = torch.where(stay, HIDDEN, guess), stay
+        written, hidden = torch.where(stay, MASK_TOKEN_ID, guess), stay
     assert torch.equal(guess, golden["out"])
 
 
 def test_known_tokens_are_never_hidden_again() -> None:
-    process, hidden = Masked(8), torch.arange(64)[None].expand(3, 64) % 2 == 0
+    process, hidden = MaskedProcess(8), torch.arange(64)[None].expand(3, 64) % 2 == 0
     uniform = Randomness(0, 0, torch.arange(3)).uniform("reveal", 64)
     for step in range(7):
         stay = process.remask(torch.full((3, 64), 0.5), hidden, uniform, step)
@@ -105,7 +105,7 @@ def test_known_tokens_are_never_hidden_again() -> None:
 
 
 def test_training_masks_are_the_published_ones() -> None:
-    golden, process = load_file(SHOWO / "train_masking.safetensors"), Masked()
+    golden, process = load_file(SHOWO / "train_masking.safetensors"), MaskedProcess()
     level = process.left(golden["u_timestep"])
     torch.testing.assert_close(level, golden["mask_prob"])
     hidden = process.hide(golden["tokens"], level, golden["u_perm"])
@@ -114,17 +114,17 @@ def test_training_masks_are_the_published_ones() -> None:
 
 
 def test_corruption_hides_the_share_it_says_and_at_least_one() -> None:
-    process, x = Masked(), torch.arange(16).expand(5, 16)
+    process, x = MaskedProcess(), torch.arange(16).expand(5, 16)
     noisy = process.corrupt(x, Randomness(0, 0, torch.arange(5)), torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]))
     assert process.hidden(noisy).tolist() == [1, 4, 8, 12, 16]
-    assert torch.equal(noisy.x == HIDDEN, noisy.noise)
+    assert torch.equal(noisy.x == MASK_TOKEN_ID, noisy.noise)
     assert torch.equal(noisy.x[~noisy.noise], x[~noisy.noise])
 
 
 def test_impossible_settings_are_refused() -> None:
     for process in ({"steps": 0}, {"temperature": -1.0}, {"exponent": 0.0}):
         with pytest.raises(ValueError, match="expected 1 to 10000 steps"):
-            Masked(**process)
+            MaskedProcess(**process)
 
 
 @pytest.mark.parametrize("rollouts_only", [False, True])
@@ -140,7 +140,7 @@ def test_a_likelihood_is_of_all_hidden_tokens_of_one_or_a_bound_of_all_tokens() 
     cond, hidden = policy.embed(["a red"] * 3), torch.tensor([[1, 0, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]]).bool()
     found = {}
     for weight in ("sum", "mean", "bound"):
-        process = Masked(weight=weight)
+        process = MaskedProcess(weight=weight)
         noisy = process.corrupt(x, Randomness(0, 0, torch.arange(3)), torch.ones(3), hidden)
         found[weight] = process.likelihood(policy.model, cond, x, noisy)
         # What is learned by likelihood alone is a mean over hidden tokens, however they are weighed.

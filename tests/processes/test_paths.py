@@ -8,12 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tastemaker.processes.dynamics import Ddim, Stride
+from tastemaker.processes.dynamics import DDIM, DenoisingStep
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import Path, Straight, VariancePreserving
+from tastemaker.processes.paths import NoisePath, RectifiedFlow, VariancePreserving
 
 VIDEO = File(__file__).parent.parent / "fixtures" / "video"
-PATHS = [Straight(), Straight(shift=3.0), *(VariancePreserving(betas=b) for b in ("linear", "scaled_linear", "cosine"))]
+PATHS = [
+    RectifiedFlow(),
+    RectifiedFlow(shift=3.0),
+    *(VariancePreserving(betas=b) for b in ("linear", "scaled_linear", "cosine")),
+]
 MODELSCOPE = VariancePreserving("scaled_linear", 0.00085, 0.012, 1000, spacing="leading", offset=1, ends_clean=False)
 
 
@@ -27,7 +31,7 @@ def test_the_leading_levels_are_the_published_ones() -> None:
 def test_ddim_scores_a_clip_as_ddpo_does() -> None:
     """The published code averages over each frame and then over frames: all elements, as here."""
     golden = load_file(VIDEO / "ddpo_ddim_logprob.safetensors")
-    process = GaussianProcess(MODELSCOPE, Ddim(1.0), 25)
+    process = GaussianProcess(MODELSCOPE, DDIM(1.0), 25)
     t, s = (golden["t"] + 1) / 1000, (golden["t"] + 1 - 40) / 1000
     clean = MODELSCOPE.clean(golden["x"], t, golden["eps"])
     here = process.dynamics.step(MODELSCOPE, process.stride(golden["x"], t, s, clean))
@@ -40,14 +44,14 @@ def test_ddim_samples_a_clip_as_ddpo_does() -> None:
     """The recorded call takes frames for rows, and its noise from a generator seeded with 5."""
     golden = load_file(VIDEO / "ddpo_ddim_logprob.safetensors")
     x, eps, t = golden["x"][0], golden["eps"][0], ((golden["t"][:1] + 1) / 1000).expand(3)
-    here = Ddim(1.0).step(MODELSCOPE, Stride(x, MODELSCOPE.clean(x, t, eps), t, t - 0.04, 0.0))
+    here = DDIM(1.0).step(MODELSCOPE, DenoisingStep(x, MODELSCOPE.clean(x, t, eps), t, t - 0.04, 0.0))
     drawn = here.mean + here.std.view(3, 1, 1, 1) * torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close(drawn, golden["sampled_prev_gen5"], rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(here.log_prob(drawn).flatten(), golden["sampled_prev_logp"], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_levels_fall_from_all_noise_to_the_end(path: Path) -> None:
+def test_levels_fall_from_all_noise_to_the_end(path: NoisePath) -> None:
     for steps in (1, 2, 7, 50):
         grid = path.grid(steps)
         assert len(grid) == steps + 1
@@ -56,14 +60,14 @@ def test_levels_fall_from_all_noise_to_the_end(path: Path) -> None:
 
 
 def test_the_shifted_grid_has_the_published_levels() -> None:
-    sampling, training = Straight(shift=3.0).grid(25), Straight(shift=3.0).grid(50)
+    sampling, training = RectifiedFlow(shift=3.0).grid(25), RectifiedFlow(shift=3.0).grid(50)
     t = torch.linspace(1, 0, 26)
     torch.testing.assert_close(sampling, 3 * t / (1 + 2 * t))
     assert [float(training[i]) for i in (5, 25, 30)] == pytest.approx([0.964286, 0.75, 0.666667], abs=1e-6)
 
 
 @pytest.mark.parametrize("path", PATHS[2:])
-def test_a_variance_preserving_path_preserves_variance(path: Path) -> None:
+def test_a_variance_preserving_path_preserves_variance(path: NoisePath) -> None:
     t = torch.linspace(0, 1, 101)
     torch.testing.assert_close(path.alpha(t) ** 2 + path.sigma(t) ** 2, torch.ones(101))
 
@@ -81,7 +85,7 @@ def test_trailing_levels_begin_at_the_darkest() -> None:
 
 
 @pytest.mark.parametrize("path", [*PATHS, *(VariancePreserving(prediction=p) for p in ("velocity", "sample"))])
-def test_the_right_output_gives_back_the_clean_sample_and_weighs_errors_as_its_own(path: Path) -> None:
+def test_the_right_output_gives_back_the_clean_sample_and_weighs_errors_as_its_own(path: NoisePath) -> None:
     chance = torch.Generator().manual_seed(0)
     clean, noise = (torch.randn(5, 3, 4, generator=chance) for _ in range(2))
     t = torch.tensor([0.02, 0.2, 0.5, 0.9, 1.0])
@@ -95,7 +99,7 @@ def test_the_right_output_gives_back_the_clean_sample_and_weighs_errors_as_its_o
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_training_levels_lie_within_the_path(path: Path) -> None:
+def test_training_levels_lie_within_the_path(path: NoisePath) -> None:
     t = path.draw(torch.linspace(0, 1 - 2**-24, 1001))
     assert t.min() > 0
     assert t.max() <= 1
@@ -104,4 +108,4 @@ def test_training_levels_lie_within_the_path(path: Path) -> None:
 
 def test_more_steps_than_levels_are_refused() -> None:
     with pytest.raises(ValueError, match="11 sampling steps on a path of 10 levels"):
-        GaussianProcess(VariancePreserving(levels=10), Ddim(), 11)
+        GaussianProcess(VariancePreserving(levels=10), DDIM(), 11)

@@ -9,10 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fabricated import evaluate, fabricate
+from fake_runs import evaluate, fabricate
 from PIL import Image
 
-from tastemaker.report.page import write
+from tastemaker.report.page import write_report
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -56,7 +56,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     evaluate(runs[0], "before", 0.4)
     evaluate(runs[0], "after", 0.8)
-    return write(runs, place / "report.html")
+    return write_report(runs, place / "report.html")
 
 
 def browse(path: Path, *options: str) -> str:

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from fabricated import evaluate, events, fabricate, remember
+from fake_runs import evaluate, events, fabricate, remember
 from PIL import Image
 from rich.console import Console
 
-from tastemaker.cli import MISTAKE, main
-from tastemaker.observe.grids import Grids
-from tastemaker.observe.jsonl import JsonLines
-from tastemaker.observe.pages import Pages
-from tastemaker.observe.watch import Watchers
-from tastemaker.report.bars import Score, evaluations
-from tastemaker.report.charts import axis, smooth
-from tastemaker.report.findings import findings
-from tastemaker.report.images import pictures
-from tastemaker.report.page import write
-from tastemaker.report.read import read
+from tastemaker.cli import EXIT_USAGE, main
+from tastemaker.report.charts import nice_axis, smooth_curve
+from tastemaker.report.embedded_images import embed_samples
+from tastemaker.report.evaluation_bars import ScoreInterval, collect_evaluations
+from tastemaker.report.findings import collect_findings
+from tastemaker.report.page import write_report
+from tastemaker.report.run_record import read_run
+from tastemaker.training.loggers.html_report import HtmlReportLogger
+from tastemaker.training.loggers.jsonl import JsonlLogger
+from tastemaker.training.loggers.logger import LoggerCollection
+from tastemaker.training.loggers.sample_grids import SampleGridLogger
 
 VOID = {"meta", "img", "br", "line", "circle", "polyline", "hr", "input", "link"}
 
@@ -73,7 +73,7 @@ def checked(path: Path) -> tuple[str, Checker]:
 def test_a_page_is_balanced_and_asks_the_network_for_nothing(tmp_path: Path, frames: int) -> None:
     runs = [fabricate(tmp_path / name, held, frames=frames) for name, held in (("one", -0.3), ("two", 0.3))]
     evaluate(runs[0], "before", 0.4)
-    text, checker = checked(write(runs, tmp_path / "both.html"))
+    text, checker = checked(write_report(runs, tmp_path / "both.html"))
     assert checker.fetched and all(source.startswith("data:") for source in checker.fetched)
     assert not {"script", "link", "iframe", "object"} & set(checker.tags)
     assert not re.search(r"https?://|url\(|@import", re.sub(r'src="data:[^"]*"', "", text))
@@ -82,7 +82,7 @@ def test_a_page_is_balanced_and_asks_the_network_for_nothing(tmp_path: Path, fra
 
 
 def test_every_picture_has_words_and_every_prompt_a_before_and_an_after(tmp_path: Path) -> None:
-    text, checker = checked(write([fabricate(tmp_path / "run", 0.1)]))
+    text, checker = checked(write_report([fabricate(tmp_path / "run", 0.1)]))
     kinds = [str(image["class"]).split()[0] for image in checker.images]
     assert kinds.count("before") == kinds.count("after") == 4
     assert all(image["alt"] for image in checker.images)
@@ -90,9 +90,9 @@ def test_every_picture_has_words_and_every_prompt_a_before_and_an_after(tmp_path
 
 
 def test_a_sample_in_the_page_is_the_sample(tmp_path: Path) -> None:
-    record = read(fabricate(tmp_path / "run", 0.1))
-    drawn = next(e for e in events(tmp_path, 0.1) if type(e).__name__ == "Sampled")
-    source = pictures(record.sheets[0], 2)[1].source
+    record = read_run(fabricate(tmp_path / "run", 0.1))
+    drawn = next(e for e in events(tmp_path, 0.1) if type(e).__name__ == "SamplesGenerated")
+    source = embed_samples(record.sheets[0], 2)[1].source
     image = Image.open(BytesIO(base64.b64decode(source.partition(",")[2])))
     assert image.size == (16, 16)
     wanted = (drawn.pixels[1, 0] * 255).round().permute(1, 2, 0).flatten()
@@ -100,29 +100,31 @@ def test_a_sample_in_the_page_is_the_sample(tmp_path: Path) -> None:
 
 
 def test_clips_are_strips_of_frames_and_move(tmp_path: Path) -> None:
-    text, _ = checked(write([fabricate(tmp_path / "run", 0.1, frames=5)]))
+    text, _ = checked(write_report([fabricate(tmp_path / "run", 0.1, frames=5)]))
     assert text.count("<video ") == 2 and "loop" in text and "data:video/mp4" in text
-    assert pictures(read(tmp_path / "run").sheets[0], 1)[0].width == 4 * 16 + 3  # four of five frames, and gaps
+    assert (
+        embed_samples(read_run(tmp_path / "run").sheets[0], 1)[0].width == 4 * 16 + 3
+    )  # four of five frames, and gaps
 
 
 def test_clips_without_a_movie_move_as_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tastemaker.observe.grids.clip_suffix", lambda: "png")
-    text, _ = checked(write([fabricate(tmp_path / "run", 0.1, frames=5)]))
+    monkeypatch.setattr("tastemaker.training.loggers.sample_grids.video_suffix", lambda: "png")
+    text, _ = checked(write_report([fabricate(tmp_path / "run", 0.1, frames=5)]))
     sources = re.findall(r'<figure class="card"><img src="data:image/png;base64,([^"]+)"', text)
     assert [Image.open(BytesIO(base64.b64decode(source))).n_frames for source in sources] == [5, 5]
     assert "<video " not in text
 
 
 def test_a_hacked_run_is_called_so_and_a_healthy_one_is_not(tmp_path: Path) -> None:
-    hacked, _ = checked(write([fabricate(tmp_path / "hacked", -0.3)]))
-    healthy, _ = checked(write([fabricate(tmp_path / "healthy", 0.3)]))
+    hacked, _ = checked(write_report([fabricate(tmp_path / "hacked", -0.3)]))
+    healthy, _ = checked(write_report([fabricate(tmp_path / "healthy", 0.3)]))
     assert 'class="finding warning"' in hacked and "probable reward hacking: fell from 0.5 to 0.2" in hacked
     assert 'class="finding warning"' not in healthy and "No sign of reward hacking in 4 looks" in healthy
 
 
 def test_without_a_guard_the_steps_themselves_tell(tmp_path: Path) -> None:
-    hacked = findings(read(fabricate(tmp_path / "hacked", -0.3, guard=False)))
-    healthy = findings(read(fabricate(tmp_path / "healthy", 0.0, guard=False)))
+    hacked = collect_findings(read_run(fabricate(tmp_path / "hacked", -0.3, guard=False)))
+    healthy = collect_findings(read_run(fabricate(tmp_path / "healthy", 0.0, guard=False)))
     assert [each.kind for each in hacked] == ["warning"] and "held-out reward 'color' fell" in hacked[0].text
     assert [each.kind for each in healthy] == ["note"] and "guard was off" in healthy[0].text
 
@@ -150,14 +152,14 @@ def test_a_rise_is_told_by_the_same_prompts_before_and_after(
     flatten_rewards(place)
     if changes:
         remember(place, 60, changes)
-    told = " ".join(each.text for each in findings(read(place)))
+    told = " ".join(each.text for each in collect_findings(read_run(place)))
     assert (said in told) if said else ("The training reward" not in told and "No sign of reward hacking" in told)
 
 
 def test_a_rise_of_the_steps_alone_counts_too(tmp_path: Path) -> None:
     place = fabricate(tmp_path / "run", 0.3)
     remember(place, 60, [-0.1, 0.2, -0.15, 0.1])  # too few prompts to tell
-    assert "The training reward" not in " ".join(each.text for each in findings(read(place)))
+    assert "The training reward" not in " ".join(each.text for each in collect_findings(read_run(place)))
 
 
 def test_a_run_that_learns_nothing_is_told_so(tmp_path: Path) -> None:
@@ -165,14 +167,14 @@ def test_a_run_that_learns_nothing_is_told_so(tmp_path: Path) -> None:
     rows = (place / "metrics.jsonl").read_text()
     rows = re.sub(r'"flat_groups": [\d.]+', '"flat_groups": 0.99', rows)
     (place / "metrics.jsonl").write_text(re.sub(r'"grad_norm": [\d.]+', '"grad_norm": 0.0', rows))
-    told = " ".join(each.text for each in findings(read(place)) if each.kind == "warning")
+    told = " ".join(each.text for each in collect_findings(read_run(place)) if each.kind == "warning")
     assert "No gradient reached the weights in 60 of 60 steps" in told and "99% of the groups" in told
 
 
 def test_the_page_holds_the_configuration_the_environment_and_the_tasks(tmp_path: Path) -> None:
     place = fabricate(tmp_path / "run", 0.1)
     evaluate(place, "held-out prompts", 0.625)
-    text, _ = checked(write([place]))
+    text, _ = checked(write_report([place]))
     assert "type: brightness" in text and "abacus" in text and "9.9.9" in text
     assert "counting" in text and "0.625" in text and "0.57 to 0.68" in text and "held-out prompts" in text
 
@@ -183,13 +185,14 @@ def test_reports_by_score_are_read_as_well_as_reports_by_task(tmp_path: Path) ->
     told = {"benchmark": "playeval", "scores": {"strict": {"counting": task, "overall": whole}}, "frechet": 1.75}
     (place / "evaluations/last").mkdir(parents=True)
     (place / "evaluations/last/report.json").write_text(json.dumps(told))
-    (found,) = evaluations([read(place)])
+    (found,) = collect_evaluations([read_run(place)])
     assert {metric: list(scores) for metric, scores in found.scores.items()} == {
         "strict": ["overall", "counting"],
         "frechet": ["overall"],
     }
     assert (
-        found.scores["strict"]["counting"] == Score(0.25, 0.2, 0.3) and found.scores["frechet"]["overall"].mean == 1.75
+        found.scores["strict"]["counting"] == ScoreInterval(0.25, 0.2, 0.3)
+        and found.scores["frechet"]["overall"].mean == 1.75
     )
 
 
@@ -197,7 +200,7 @@ def test_runs_are_told_apart_and_their_settings_compared(tmp_path: Path) -> None
     runs = [fabricate(tmp_path / name, 0.1) for name in ("one", "two")]
     settings = (runs[1] / "config.yaml").read_text()
     (runs[1] / "config.yaml").write_text(settings.replace("group: 8", "group: 16"))
-    text, _ = checked(write(runs, tmp_path / "both.html"))
+    text, _ = checked(write_report(runs, tmp_path / "both.html"))
     assert '<th scope="row">objective.group</th><td>8</td><td>16</td>' in text
     assert 'class="run-1" points' in text and 'class="run-2" points' in text
 
@@ -206,7 +209,7 @@ def test_what_is_missing_or_torn_is_left_out(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "lo')
-    checked(write([bare]))
+    checked(write_report([bare]))
     torn = fabricate(tmp_path / "torn", 0.1)
     (torn / "samples/step-000000.json").write_text("{")
     (torn / "samples/step-000060.png").write_bytes(b"no picture")
@@ -216,20 +219,20 @@ def test_what_is_missing_or_torn_is_left_out(tmp_path: Path) -> None:
     (torn / "checkpoints/step-000060/state.json").write_text('{"format": 1, "step": 60')
     (torn / "eval/x").mkdir(parents=True)
     (torn / "eval/x/report.json").write_text('{"means": 3, "by_tag": {"a": 1, "b": {"c": {"low": 0}}}}')
-    checked(write([torn]))
+    checked(write_report([torn]))
 
 
 def test_samples_of_an_earlier_longer_run_are_not_shown(tmp_path: Path) -> None:
     place = fabricate(tmp_path / "run", 0.1)
     rows = (place / "metrics.jsonl").read_text().splitlines(keepends=True)
     (place / "metrics.jsonl").write_text("".join(row for row in rows if int(re.findall(r'"step": (\d+)', row)[0]) < 45))
-    assert [sheet.step for sheet in read(place).sheets] == [0, 20, 40]
+    assert [sheet.step for sheet in read_run(place).sheets] == [0, 20, 40]
 
 
 def test_a_place_without_a_run_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["report", str(tmp_path)])
-    assert ended.value.code == MISTAKE and "is no run" in capsys.readouterr().err
+    assert ended.value.code == EXIT_USAGE and "is no run" in capsys.readouterr().err
 
 
 def test_training_ends_with_a_report(
@@ -247,21 +250,21 @@ def test_training_ends_with_a_report(
 def test_a_report_that_cannot_be_written_hurts_nobody(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()  # in the way
     out = StringIO()
-    watchers = Watchers([JsonLines(), Grids(), Pages()], Console(file=out, width=300))
+    watchers = LoggerCollection([JsonlLogger(), SampleGridLogger(), HtmlReportLogger()], Console(file=out, width=300))
     for event in events(tmp_path, 0.1):
         watchers.see(event)
     watchers.close()
-    assert "Pages watches no longer" in out.getvalue() and (tmp_path / "metrics.jsonl").is_file()
+    assert "HtmlReportLogger watches no longer" in out.getvalue() and (tmp_path / "metrics.jsonl").is_file()
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-0.5, 0.5), (3e-7, 9e-7), (5, 5), (0, 0), (-1e6, 2e6), (0.9, 0.91)])
 def test_axes_have_a_few_round_ticks_around_the_values(low: float, high: float) -> None:
-    found = axis(low, high)
+    found = nice_axis(low, high)
     assert 2 <= len(found.ticks) <= 8 and found.low <= low and found.high >= high
     assert len({found.label(tick) for tick in found.ticks}) == len(found.ticks)
 
 
 def test_smoothing_leaves_a_line_a_line_and_the_start_where_it_is() -> None:
     line = [(i, float(i)) for i in range(100)]
-    assert smooth(line)[:90] == line[:90]
-    assert smooth([(i, float(i == 0)) for i in range(100)])[0] == (0, 1.0)
+    assert smooth_curve(line)[:90] == line[:90]
+    assert smooth_curve([(i, float(i == 0)) for i in range(100)])[0] == (0, 1.0)

@@ -8,45 +8,49 @@ from pathlib import Path
 
 import pytest
 import torch
-from talkers import FAMILIES
+from vlm_stubs import FAMILIES
 
-from tastemaker.cli import FAILURE, MISTAKE, main
-from tastemaker.pictures import save_picture
-from tastemaker.registry import ConfigError
-from tastemaker.rewards.nets.chat import chat
-from tastemaker.rewards.nets.replies import Drawn, Manner, replies
-from tastemaker.types import Placement
+from tastemaker.cli import EXIT_FAILURE, EXIT_USAGE, main
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.data.image_io import save_image
+from tastemaker.vlm.answer_generation import GenerationSettings, GumbelSampling, generate_answers
+from tastemaker.vlm.chat_model import load_chat_model
 
 # PaliGemma's processor itself asks numpy for what it will no longer do.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 PICTURES = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(0))
 QUESTIONS = ["What is this?", "Describe the picture in a few words.", "How many?"]
-SHORT = Manner(tokens=6)
+SHORT = GenerationSettings(tokens=6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_answers_a_batch_as_it_answers_one_by_one(family: str, folders: dict[str, Path]) -> None:
-    model = chat(str(folders[family]), Placement())
-    for manner in (SHORT, Manner(temperature=0.7, top_p=0.9, tokens=6, seed=3)):
-        together = replies(model, PICTURES, QUESTIONS, [4, 5, 6], manner)
-        alone = [replies(model, PICTURES[i : i + 1], [QUESTIONS[i]], [4 + i], manner)[0] for i in range(3)]
+    model = load_chat_model(str(folders[family]), Placement())
+    for manner in (SHORT, GenerationSettings(temperature=0.7, top_p=0.9, tokens=6, seed=3)):
+        together = generate_answers(model, PICTURES, QUESTIONS, [4, 5, 6], manner)
+        alone = [generate_answers(model, PICTURES[i : i + 1], [QUESTIONS[i]], [4 + i], manner)[0] for i in range(3)]
         assert together == alone
         assert len(set(together)) > 1  # pictures and questions are seen and heard
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_begins_with_the_likeliest_token(family: str, folders: dict[str, Path]) -> None:
-    model = chat(str(folders[family]), Placement())
+    model = load_chat_model(str(folders[family]), Placement())
     first = model.ask(PICTURES, [(f"<image>\n{question}",) for question in QUESTIONS]).logits.argmax(-1)
     told = model.tokenizer.batch_decode(first[:, None], skip_special_tokens=True)
-    assert replies(model, PICTURES, QUESTIONS, [0, 1, 2], Manner(tokens=1)) == [text.strip() for text in told]
+    assert generate_answers(model, PICTURES, QUESTIONS, [0, 1, 2], GenerationSettings(tokens=1)) == [
+        text.strip() for text in told
+    ]
 
 
 def test_draws_follow_the_temperature_and_the_likeliest_tokens_alone() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -4.0]).expand(40_000, -1)
-    manner = Manner(temperature=0.5, top_p=0.95)
-    drawn = Drawn(manner, torch.arange(40_000), 3)(torch.zeros(40_000, 3, dtype=torch.int64), logits).argmax(-1)
+    manner = GenerationSettings(temperature=0.5, top_p=0.95)
+    drawn = GumbelSampling(manner, torch.arange(40_000), 3)(torch.zeros(40_000, 3, dtype=torch.int64), logits).argmax(
+        -1
+    )
     shares = torch.bincount(drawn, minlength=5) / 40_000
     expected = (torch.tensor([2.0, 1.0]) / 0.5).softmax(0)
     torch.testing.assert_close(shares[:2], expected, atol=0.01, rtol=0)
@@ -54,9 +58,9 @@ def test_draws_follow_the_temperature_and_the_likeliest_tokens_alone() -> None:
 
 
 def test_the_narrowest_draw_is_the_likeliest_answer(folders: dict[str, Path]) -> None:
-    model = chat(str(folders["llava_onevision"]), Placement())
-    narrow = Manner(temperature=1.0, top_p=1e-6, tokens=6)
-    assert replies(model, PICTURES, QUESTIONS, [0, 1, 2], narrow) == replies(
+    model = load_chat_model(str(folders["llava_onevision"]), Placement())
+    narrow = GenerationSettings(temperature=1.0, top_p=1e-6, tokens=6)
+    assert generate_answers(model, PICTURES, QUESTIONS, [0, 1, 2], narrow) == generate_answers(
         model, PICTURES, QUESTIONS, [0, 1, 2], SHORT
     )
 
@@ -64,7 +68,7 @@ def test_the_narrowest_draw_is_the_likeliest_answer(folders: dict[str, Path]) ->
 def test_settings_that_cannot_be_are_refused() -> None:
     for settings in ({"temperature": -1.0}, {"top_p": 0.0}, {"tokens": 0}):
         with pytest.raises(ConfigError, match="expected at least 0, above 0 up to 1, and at least one token"):
-            Manner(**settings)
+            GenerationSettings(**settings)
 
 
 def run(*arguments: str) -> int:
@@ -78,7 +82,7 @@ def shelf(tmp_path: Path) -> Path:
     """Five pictures of two sizes."""
     for i in range(5):
         pixels = torch.rand(1, 3, 20, 20 + 10 * (i % 2), generator=torch.Generator().manual_seed(i))
-        save_picture(pixels, tmp_path / "shelf" / f"a_{i}.png")
+        save_image(pixels, tmp_path / "shelf" / f"a_{i}.png")
     return tmp_path / "shelf"
 
 
@@ -184,7 +188,7 @@ def test_a_broken_picture_is_named_and_the_others_are_answered(
     folders: dict[str, Path], shelf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (shelf / "a_9.png").write_bytes(b"no picture")
-    assert run("ask", str(shelf), "What?", *settings(folders["llava_onevision"])) == MISTAKE
+    assert run("ask", str(shelf), "What?", *settings(folders["llava_onevision"])) == EXIT_USAGE
     assert len(rows(shelf / "answers.jsonl")) == 5
     assert "1 of 6 pictures could not be read" in " ".join(capsys.readouterr().err.split())
 
@@ -195,7 +199,7 @@ def test_mistakes_are_told_in_a_sentence(
     model = settings(folders["llava_onevision"])
 
     def complaint(*arguments: str) -> str:
-        assert run("ask", *arguments) in (MISTAKE, FAILURE)
+        assert run("ask", *arguments) in (EXIT_USAGE, EXIT_FAILURE)
         return " ".join(capsys.readouterr().err.split())
 
     assert "there is no picture at" in complaint(str(tmp_path / "none.png"), "What?", *model)
@@ -224,7 +228,7 @@ def test_a_generator_that_reads_is_asked_by_its_recipe(shelf: Path, tmp_path: Pa
 
 
 def test_a_generator_that_only_paints_is_told_apart(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("ask", str(shelf), "What?", "--model", "grpo-toy-flow") == MISTAKE
+    assert run("ask", str(shelf), "What?", "--model", "grpo-toy-flow") == EXIT_USAGE
     assert "paints pictures but reads none" in " ".join(capsys.readouterr().err.split())
 
 
@@ -240,7 +244,7 @@ def test_runs_that_cannot_be_asked_say_what_can(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(text)
-    assert run("ask", str(shelf / "a_0.png"), "What is this?", *settings(tmp_path / "run")) == MISTAKE
+    assert run("ask", str(shelf / "a_0.png"), "What is this?", *settings(tmp_path / "run")) == EXIT_USAGE
     assert re.search(said, " ".join(capsys.readouterr().err.split()))
-    assert run("ask", str(shelf / "a_0.png"), "What is this?", *settings(Path("paligemma-finetune"))) == MISTAKE
+    assert run("ask", str(shelf / "a_0.png"), "What is this?", *settings(Path("paligemma-finetune"))) == EXIT_USAGE
     assert "name the chat model itself, such as google/paligemma2" in " ".join(capsys.readouterr().err.split())

@@ -14,12 +14,12 @@ from PIL import Image
 from torch import Tensor
 
 from tastemaker.config.registries import REWARDS
-from tastemaker.config.validate import build
-from tastemaker.pictures import PictureError, read_picture, save_picture
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Graded, RewardError, RewardSpec, Rubric
+from tastemaker.config.validate import build_component
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import RewardError, RewardSpec, Rubric, WeightedReward
+from tastemaker.core.types import Metadata, Placement
+from tastemaker.data.image_io import ImageError, read_image, save_image
 from tastemaker.rewards.color import Brightness
-from tastemaker.types import Facts, Placement
 
 INSIDE = {"type": "brightness"}
 NEEDED: dict[str, dict[str, Any]] = {
@@ -37,13 +37,13 @@ def random(*shape: int) -> Tensor:
 def tiny(name: str) -> Rubric:
     """A reward at small size, with as few settings as it needs."""
     try:
-        spec = build(RewardSpec, {"type": name, **NEEDED.get(name, {})}).tiny()
+        spec = build_component(RewardSpec, {"type": name, **NEEDED.get(name, {})}).tiny()
     except ConfigError:
-        spec = build(RewardSpec, {"type": name, "of": INSIDE}).tiny()
-    return Rubric({name: Graded(spec, spec.load(Placement()), 0.0)})
+        spec = build_component(RewardSpec, {"type": name, "of": INSIDE}).tiny()
+    return Rubric({name: WeightedReward(spec, spec.load(Placement()), 0.0)})
 
 
-def facts(frames: int, height: int, width: int) -> Facts:
+def facts(frames: int, height: int, width: int) -> Metadata:
     """What some rewards must be told."""
     picture = random(frames, 3, height, width)
     return {"target": picture, "text": "exit", "include": [{"class": "dog", "count": 1}], "tag": "single_object"}
@@ -94,7 +94,7 @@ def test_pixels_that_are_no_numbers_name_their_rows_before_a_reward_sees_them(ba
 
     pixels = random(5, 2, 3, 4, 4)
     pixels[1, 0, 0, 0, 0] = pixels[4, 1, 2, 3, 3] = bad
-    rubric = Rubric({"it": Graded(Brightness(), Watchful())})
+    rubric = Rubric({"it": WeightedReward(Brightness(), Watchful())})
     with pytest.raises(RewardError, match=r"pixels of row 1, 4 hold NaN or infinity \(of \['b', 'e'\]\)"):
         rubric.score(pixels, list("abcde"))
     assert not seen
@@ -104,13 +104,13 @@ def test_pixels_that_are_no_numbers_name_their_rows_before_a_reward_sees_them(ba
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_pixels_of_any_precision_are_scored(dtype: torch.dtype) -> None:
-    rubric = Rubric({"it": Graded(Brightness(), Brightness())})
+    rubric = Rubric({"it": WeightedReward(Brightness(), Brightness())})
     assert rubric.score(torch.ones(2, 1, 3, 512, 512, dtype=dtype), ["a", "b"]).total.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 1, 4, 8, 8), (2, 1, 1, 8, 8), (2, 0, 3, 8, 8), (2, 1, 3, 0, 8)])
 def test_pixels_of_another_shape_are_a_sentence(shape: tuple[int, ...]) -> None:
-    rubric = Rubric({"it": Graded(Brightness(), Brightness())})
+    rubric = Rubric({"it": WeightedReward(Brightness(), Brightness())})
     with pytest.raises(ValueError, match=r"a rubric was given pixels \[.*; expected \[B, F, 3, H, W\]"):
         rubric.score(torch.zeros(shape), ["a", "b"])
 
@@ -127,34 +127,34 @@ def test_pictures_of_every_mode_say_the_same_grey(tmp_path: Path) -> None:
     Image.fromarray(grey).save(tmp_path / "grey.jpg")
     files = sorted(tmp_path.iterdir())
     assert len(files) == 8
-    rubric = Rubric({"it": Graded(Brightness(), Brightness())})
+    rubric = Rubric({"it": WeightedReward(Brightness(), Brightness())})
     for file in files:
-        pixels = read_picture(file)
+        pixels = read_image(file)
         assert pixels.shape == (1, 3, 3, 5) and pixels.dtype == torch.float32, file
         assert rubric.score(pixels[None], [""]).total.item() == pytest.approx(0.2, abs=0.01), file
 
 
 def test_one_bit_and_one_pixel_are_read(tmp_path: Path) -> None:
     Image.new("1", (1, 1), 1).save(tmp_path / "a.png")
-    assert read_picture(tmp_path / "a.png").flatten().tolist() == [1.0, 1.0, 1.0]
+    assert read_image(tmp_path / "a.png").flatten().tolist() == [1.0, 1.0, 1.0]
 
 
 def test_transparency_of_a_palette_is_over_white(tmp_path: Path) -> None:
     image = Image.new("P", (2, 2), 0)
     image.putpalette([0, 0, 0, 255, 0, 0])
     image.save(tmp_path / "a.png", transparency=0)
-    assert read_picture(tmp_path / "a.png").unique().tolist() == [1.0]
+    assert read_image(tmp_path / "a.png").unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "gif", "mp4"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_a_file_that_ends_early_is_a_sentence_or_what_there_is(tmp_path: Path, suffix: str, share: float) -> None:
     path = tmp_path / f"a.{suffix}"
-    save_picture(random(1, 3, 64, 64), path)
+    save_image(random(1, 3, 64, 64), path)
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     try:
-        pixels = read_picture(path)
-    except PictureError as error:
+        pixels = read_image(path)
+    except ImageError as error:
         assert str(error).count("\n") == 0 and f"read as a {'clip' if suffix == 'mp4' else 'picture'}" in str(error)
     else:
         # Only GIF, whose frames end where they end, may come back without a complaint.

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Graded, RewardError, Rubric
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import RewardError, Rubric, WeightedReward
+from tastemaker.core.types import Metadata, Placement, Prompts
 from tastemaker.rewards.cached import Cached
 from tastemaker.rewards.color import Brightness
-from tastemaker.rewards.combine import Clipped
-from tastemaker.scorebook import Scorebook, identity, key
-from tastemaker.types import Facts, Placement, Prompts
+from tastemaker.rewards.combinators import Clipped
+from tastemaker.rewards.score_cache import ScoreCache, reward_fingerprint, score_key
 
 PIXELS = torch.rand(4, 1, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 PROMPTS = ("a", "b", "c", "")
@@ -42,19 +42,19 @@ class Slow:
     def tiny(self) -> Slow:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         self.asked.extend(prompts)
         return pixels.mean((1, 2, 3, 4))
 
 
-def scored(spec: Any, pixels: Tensor = PIXELS, prompts: Prompts = PROMPTS, facts: Sequence[Facts] = ()) -> Tensor:
-    return Rubric({"it": Graded(spec, spec.load(Placement()))}).score(pixels, prompts, facts).total
+def scored(spec: Any, pixels: Tensor = PIXELS, prompts: Prompts = PROMPTS, facts: Sequence[Metadata] = ()) -> Tensor:
+    return Rubric({"it": WeightedReward(spec, spec.load(Placement()))}).score(pixels, prompts, facts).total
 
 
 def test_the_same_row_is_asked_about_once_and_scores_alike() -> None:
     slow = Slow()
     reward = Cached(slow).load(Placement())
-    rubric = Rubric({"it": Graded(Cached(slow), reward)})
+    rubric = Rubric({"it": WeightedReward(Cached(slow), reward)})
     first, again = (rubric.score(PIXELS, PROMPTS).total for _ in range(2))
     assert slow.asked == list(PROMPTS)
     assert first.equal(again) and first.equal(PIXELS.mean((1, 2, 3, 4)))
@@ -72,32 +72,32 @@ def test_pixels_prompt_facts_and_settings_tell_scores_apart() -> None:
     changed = row.clone()
     changed[0, 0, 0, 0] += 1e-7
     keys = [
-        key("one", row, "a", {}),
-        key("two", row, "a", {}),
-        key("one", changed, "a", {}),
-        key("one", row.view(1, 3, 2, 8), "a", {}),
-        key("one", row, "b", {}),
-        key("one", row, "a", {"frame": 1}),
-        key("one", row, "a", {"target": row}),
-        key("one", row, "a", {"target": changed}),
+        score_key("one", row, "a", {}),
+        score_key("two", row, "a", {}),
+        score_key("one", changed, "a", {}),
+        score_key("one", row.view(1, 3, 2, 8), "a", {}),
+        score_key("one", row, "b", {}),
+        score_key("one", row, "a", {"frame": 1}),
+        score_key("one", row, "a", {"target": row}),
+        score_key("one", row, "a", {"target": changed}),
     ]
     assert len(set(keys)) == len(keys)
-    assert key("one", row, "a", {"x": 1, "y": 2}) == key("one", row.clone(), "a", {"y": 2, "x": 1})
-    assert identity(Brightness()) != identity(Brightness(0.5))
-    assert identity(Clipped(Brightness(), 0.0)) != identity(Clipped(Brightness(0.5), 0.0))
+    assert score_key("one", row, "a", {"x": 1, "y": 2}) == score_key("one", row.clone(), "a", {"y": 2, "x": 1})
+    assert reward_fingerprint(Brightness()) != reward_fingerprint(Brightness(0.5))
+    assert reward_fingerprint(Clipped(Brightness(), 0.0)) != reward_fingerprint(Clipped(Brightness(0.5), 0.0))
 
 
 def test_weights_that_were_written_anew_are_another_reward(tmp_path: Path) -> None:
     (tmp_path / "head.pt").write_bytes(b"one")
     spec = Slow(weights=str(tmp_path / "head.pt"))
-    before = identity(spec)
-    assert identity(spec) == before
+    before = reward_fingerprint(spec)
+    assert reward_fingerprint(spec) == before
     (tmp_path / "head.pt").write_bytes(b"other")
-    assert identity(spec) != before
+    assert reward_fingerprint(spec) != before
     folder = Slow(weights=str(tmp_path))
-    before = identity(folder)
+    before = reward_fingerprint(folder)
     os.utime(tmp_path / "head.pt", (1, 1))
-    assert identity(folder) != before
+    assert reward_fingerprint(folder) != before
 
 
 def test_facts_no_key_can_be_made_of_are_a_sentence() -> None:
@@ -115,7 +115,7 @@ def test_scores_on_disk_serve_the_next_run(tmp_path: Path) -> None:
 def test_where_gradients_flow_the_reward_itself_is_asked(tmp_path: Path) -> None:
     slow = Slow()
     reward = Cached(slow).load(Placement())
-    rubric, pixels = Rubric({"it": Graded(Cached(slow), reward)}), PIXELS.clone().requires_grad_()
+    rubric, pixels = Rubric({"it": WeightedReward(Cached(slow), reward)}), PIXELS.clone().requires_grad_()
     rubric.score(PIXELS, PROMPTS)
     (gradient,) = torch.autograd.grad(rubric.score(pixels, PROMPTS).total.sum(), pixels)
     torch.testing.assert_close(gradient, torch.full_like(PIXELS, 1 / PIXELS[0].numel()))
@@ -123,23 +123,23 @@ def test_where_gradients_flow_the_reward_itself_is_asked(tmp_path: Path) -> None
 
 
 def test_the_oldest_are_forgotten_beyond_the_bound(tmp_path: Path) -> None:
-    book = Scorebook(tmp_path / "scores.sqlite", 10)
+    book = ScoreCache(tmp_path / "scores.sqlite", 10)
     keys = [bytes([i]) for i in range(25)]
     for each in keys:
         book.put({each: float(each[0])})
     assert book.get(keys) == {each: float(each[0]) for each in keys[15:]}
-    assert len(Scorebook(None, 3).get(keys)) == 0
+    assert len(ScoreCache(None, 3).get(keys)) == 0
 
 
 def test_more_keys_than_a_query_takes_are_found() -> None:
-    book = Scorebook(None, 10_000)
+    book = ScoreCache(None, 10_000)
     scores = {i.to_bytes(4, "big"): i / 7 for i in range(3000)}
     book.put(scores)
     assert book.get(list(scores)) == scores
 
 
 def fill(path: Path, start: int) -> None:
-    book = Scorebook(path, 10_000)
+    book = ScoreCache(path, 10_000)
     for i in range(start, start + 50):
         book.put({i.to_bytes(4, "big"): float(i), (10**6).to_bytes(4, "big"): 1.0})
 
@@ -153,7 +153,7 @@ def test_several_processes_write_at_once(tmp_path: Path) -> None:
         other.join(60)
         assert other.exitcode == 0
     wanted = {i.to_bytes(4, "big"): float(i) for k in range(3) for i in range(100 * k, 100 * k + 50)}
-    assert Scorebook(path, 10_000).get(list(wanted)) == wanted
+    assert ScoreCache(path, 10_000).get(list(wanted)) == wanted
 
 
 def test_a_broken_file_is_a_sentence(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_broken_file_is_a_sentence(tmp_path: Path) -> None:
 def test_a_score_that_is_not_finite_is_told_and_not_remembered(tmp_path: Path) -> None:
     @dataclass(frozen=True, eq=False)
     class Odd(Slow):
-        def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+        def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
             return torch.full((len(pixels),), float("nan"))
 
     with pytest.raises(RewardError, match="returned NaN or infinity"):

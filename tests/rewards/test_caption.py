@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from tastemaker.cli import MISTAKE, main
-from tastemaker.commands.captioning import Wish, caption, present
-from tastemaker.data.gallery import Gallery
-from tastemaker.data.pictures import PictureFolder
-from tastemaker.pictures import save_picture
+from tastemaker.cli import EXIT_USAGE, main
+from tastemaker.data.captioned_images import PictureFolder
+from tastemaker.data.image_io import save_image
+from tastemaker.data.images import Gallery
+from tastemaker.vlm.captioning import CaptionOptions, caption_folder, find_images
 
 # PaliGemma's processor itself asks numpy for what it will no longer do.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -30,7 +30,7 @@ def model(folders: dict[str, Path]) -> Path:
 def shelf(tmp_path: Path) -> Path:
     for i in range(4):
         pixels = torch.rand(1, 3, 20, 20, generator=torch.Generator().manual_seed(i))
-        save_picture(pixels, tmp_path / "shelf" / f"a_{i}.png")
+        save_image(pixels, tmp_path / "shelf" / f"a_{i}.png")
     return tmp_path / "shelf"
 
 
@@ -100,7 +100,7 @@ def test_another_prompt_is_asked_as_given(model: Path, shelf: Path, tmp_path: Pa
 
 def test_a_broken_picture_costs_the_others_nothing(model: Path, shelf: Path) -> None:
     (shelf / "a_9.png").write_bytes(b"no picture")
-    assert run("caption", str(shelf), *settings(model)) == MISTAKE
+    assert run("caption", str(shelf), *settings(model)) == EXIT_USAGE
     assert len(captions(shelf)) == 4
 
 
@@ -117,17 +117,17 @@ def test_an_interruption_leaves_the_captions_so_far_and_the_rest_is_asked_later(
             self.asked += len(questions)
             return ["a grey square"] * len(questions)
 
-    model, wish = Tired(), Wish(shelf, "somebody", batch=3)
+    model, wish = Tired(), CaptionOptions(shelf, "somebody", batch=3)
     with pytest.raises(KeyboardInterrupt):
-        caption(model, wish, present(wish), Console(quiet=True))
+        caption_folder(model, wish, find_images(wish), Console(quiet=True))
     assert captions(shelf) == {f"a_{i}.txt": "a grey square\n" for i in range(3)}
-    assert caption(model, wish, present(wish), Console(quiet=True)) == 1
+    assert caption_folder(model, wish, find_images(wish), Console(quiet=True)) == 1
     assert model.asked == 1 and len(captions(shelf)) == 4
 
 
 def test_mistakes_are_told_in_a_sentence(model: Path, shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def complaint(*arguments: str) -> str:
-        assert run("caption", *arguments) == MISTAKE
+        assert run("caption", *arguments) == EXIT_USAGE
         return " ".join(capsys.readouterr().err.split())
 
     assert "is no folder" in complaint(str(shelf / "a_0.png"), *settings(model))
@@ -141,7 +141,7 @@ def test_mistakes_are_told_in_a_sentence(model: Path, shelf: Path, capsys: pytes
 
 @pytest.mark.parametrize("form", ["txt", "jsonl"])
 def test_captions_of_folders_within_the_folder_are_learned_from_too(form: str, model: Path, shelf: Path) -> None:
-    save_picture(torch.rand(1, 3, 20, 20), shelf / "more" / "b.png")
+    save_image(torch.rand(1, 3, 20, 20), shelf / "more" / "b.png")
     assert run("caption", str(shelf), *settings(model), "--form", form) == 0
     record = [json.loads(line) for line in (shelf / "captions.jsonl").read_text().splitlines()]
     batch = Gallery(shelf, size=8, workers=0).load(0).batch(0, 5, 0, 1)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tastemaker.registry import ConfigError
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.rewards.backbones.loading import TINY
 from tastemaker.rewards.classifier import NAMES, Classifier
-from tastemaker.rewards.nets.hub import TINY
-from tastemaker.types import Placement
 
 
 def test_probabilities_of_all_classes_add_up_to_one() -> None:

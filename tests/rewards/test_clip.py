@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from clips import ENDS, HALF, clip, opinionated, save_folder
 from PIL import Image
+from tiny_clip import ENDS, HALF, clip, random_clip, save_folder
 from torch import Tensor
 from transformers import (
     AltCLIPConfig,
@@ -24,12 +24,12 @@ from transformers import (
     SiglipModel,
 )
 
-from tastemaker.registry import ConfigError
-from tastemaker.rewards.clip import Clip
-from tastemaker.rewards.nets.naflex import Naflex
-from tastemaker.rewards.nets.words import tiny_clip
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.rewards.backbones.naflex import NaflexPreprocessing
+from tastemaker.rewards.backbones.tokenizers import tiny_clip_tokenizer
+from tastemaker.rewards.clip import ClipReward
 from tastemaker.rewards.pickscore import PickScore
-from tastemaker.types import Placement
 
 PROMPTS = ["a red cat", "", "Two dogs & a boat, it's late", "word " * 2000]
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, **HALF}
@@ -58,17 +58,17 @@ def clip_case() -> tuple[Any, Any]:
 def altclip_case() -> tuple[Any, Any]:
     text = {**SMALL, **ENDS, "vocab_size": 520, "project_dim": 48, "max_position_embeddings": 700}
     config = AltCLIPConfig(text_config=text, vision_config=SEEN, projection_dim=32)
-    return opinionated(AltCLIPModel, config), clip_case()[1]
+    return random_clip(AltCLIPModel, config), clip_case()[1]
 
 
 def siglip_case() -> tuple[Any, Any]:
     config = SiglipConfig(text_config=READ, vision_config=SEEN)
-    return opinionated(SiglipModel, config), SiglipImageProcessorPil(size={"height": 28, "width": 28})
+    return random_clip(SiglipModel, config), SiglipImageProcessorPil(size={"height": 28, "width": 28})
 
 
 def siglip2_case() -> tuple[Any, Any]:
     config = Siglip2Config(text_config=READ, vision_config={**SMALL, "patch_size": 14, "num_patches": 16})
-    return opinionated(Siglip2Model, config), Siglip2ImageProcessorPil(patch_size=14, max_num_patches=16)
+    return random_clip(Siglip2Model, config), Siglip2ImageProcessorPil(patch_size=14, max_num_patches=16)
 
 
 CASES = {"clip": clip_case, "altclip": altclip_case, "siglip": siglip_case, "siglip2": siglip2_case}
@@ -91,7 +91,7 @@ def test_logits_are_those_of_transformers(case: tuple[Any, Any, str], shape: tup
     if kind.startswith("siglip"):
         texts.pop("attention_mask")  # it was trained to read its padding
     expected = net(**texts, **processor(pictures, return_tensors="pt")).logits_per_image.diagonal()
-    found = Clip(weights=folder, form="logit").load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
+    found = ClipReward(weights=folder, form="logit").load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
     assert expected.std() > 0.05 * float(net.logit_scale.exp())
     # Where pictures are resized, processors round to 8 bits, which moves the features of so small a network.
     close = 1e-5 if shape == (28, 28) and kind != "siglip2" else 0.02
@@ -108,10 +108,10 @@ def test_a_cosine_a_logit_and_a_probability_are_forms_of_one(tmp_path: Path) -> 
     cosine, logit, probability, divided = (
         spec.load(Placement()).score(seen, PROMPTS, NO_FACTS)
         for spec in (
-            Clip(weights=folder),
-            Clip(weights=folder, form="logit"),
-            Clip(weights=folder, form="probability"),
-            Clip(weights=folder, form="logit", divide=100),
+            ClipReward(weights=folder),
+            ClipReward(weights=folder, form="logit"),
+            ClipReward(weights=folder, form="probability"),
+            ClipReward(weights=folder, form="logit", divide=100),
         )
     )
     torch.testing.assert_close(logit, cosine * torch.tensor(2.0).exp() - 1.5)
@@ -121,7 +121,7 @@ def test_a_cosine_a_logit_and_a_probability_are_forms_of_one(tmp_path: Path) -> 
 
 def test_a_probability_is_not_divided() -> None:
     with pytest.raises(ValueError, match="a probability is not divided"):
-        Clip(form="probability", divide=2)
+        ClipReward(form="probability", divide=2)
 
 
 @torch.no_grad()
@@ -130,9 +130,9 @@ def test_larger_pictures_are_seen_with_places_between_those_learned(tmp_path: Pa
     folder = save_folder(net, tmp_path)
     pictures = photographs(56, 56)
     processor = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=56)
-    ids = tiny_clip()(PROMPTS, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
+    ids = tiny_clip_tokenizer()(PROMPTS, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
     out = net(**ids, **processor(pictures, return_tensors="pt"), interpolate_pos_encoding=True)
-    found = Clip(weights=folder, size=56).load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
+    found = ClipReward(weights=folder, size=56).load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
     torch.testing.assert_close(found, (out.image_embeds * out.text_embeds).sum(1), atol=1e-5, rtol=0)
 
 
@@ -141,7 +141,7 @@ def test_pickscore_is_the_cosine_times_the_scale_of_the_file_whatever_the_precis
     net = clip(logit_scale_init_value=4.6052)
     folder = save_folder(net, tmp_path)
     seen = pixels(photographs(61, 97))
-    cosine = Clip(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
+    cosine = ClipReward(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
     whole = PickScore(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
     torch.testing.assert_close(whole, cosine * torch.tensor(4.6052).exp())
     torch.testing.assert_close(
@@ -172,7 +172,7 @@ def test_the_published_altclip_names_its_layers_otherwise_and_is_read(tmp_path: 
     folder = save_folder(altclip_case()[0], tmp_path)
     with safe_open(Path(folder, "model.safetensors"), "pt") as file:
         assert "text_model.roberta.encoder.layer.0.output.dense.weight" in file.keys()  # noqa: SIM118
-    Clip(weights=folder).load(Placement())
+    ClipReward(weights=folder).load(Placement())
 
 
 def test_folders_that_cannot_be_used_are_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -180,30 +180,30 @@ def test_folders_that_cannot_be_used_are_refused_with_a_sentence(tmp_path: Path)
     for path in folder.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(ConfigError, match="holds no tokenizer"):  # another network's would do harm unseen
-        Clip(weights=str(folder)).load(Placement())
+        ClipReward(weights=str(folder)).load(Placement())
     other = Path(save_folder(clip(), tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     with pytest.raises(ConfigError, match="holds a 'bert'; expected the folder of one of clip, altclip"):
-        Clip(weights=str(other)).load(Placement())
+        ClipReward(weights=str(other)).load(Placement())
     (other / "config.json").write_text(json.dumps(config))
     (other / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 32}, "crop_size": 28}))
     with pytest.raises(ConfigError, match=r"sizes \[32, 28\]"):
-        Clip(weights=str(other)).load(Placement())
+        ClipReward(weights=str(other)).load(Placement())
     (other / "preprocessor_config.json").write_text("{")
     with pytest.raises(ConfigError, match="not readable JSON"):
-        Clip(weights=str(other)).load(Placement())
+        ClipReward(weights=str(other)).load(Placement())
     weights = (other / "model.safetensors").read_bytes()
     (other / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
-        Clip(weights=str(other)).load(Placement())
+        ClipReward(weights=str(other)).load(Placement())
 
 
 def test_patches_of_any_picture_are_those_of_transformers() -> None:
     for shape in [(16, 16), (100, 37), (512, 512), (33, 700), (1, 1)]:
         pictures = photographs(*shape)
         theirs = Siglip2ImageProcessorPil()(pictures, return_tensors="pt")
-        ours = Naflex()(pixels(pictures)[:, 0])
+        ours = NaflexPreprocessing()(pixels(pictures)[:, 0])
         assert ours["spatial_shapes"].tolist() == theirs["spatial_shapes"].tolist()
         assert ours["pixel_attention_mask"].tolist() == theirs["pixel_attention_mask"].tolist()
         # PIL rounds to 8 bits after either direction, so by one level at most, and by a third of one on average.
@@ -215,5 +215,5 @@ def test_patches_of_any_picture_are_those_of_transformers() -> None:
 def test_gradients_pass_through_patches() -> None:
     torch.manual_seed(0)
     picture = torch.rand(1, 3, 10, 17, dtype=torch.float64, requires_grad=True)
-    looks = Naflex(patch=8, most=6)
+    looks = NaflexPreprocessing(patch=8, most=6)
     assert torch.autograd.gradcheck(lambda x: looks(x)["pixel_values"], picture)

@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tastemaker.reward import Graded, RewardSpec, Rubric, shared
+from tastemaker.core.reward import RewardSpec, Rubric, WeightedReward, load_shared_reward
+from tastemaker.core.types import Placement
 from tastemaker.rewards.color import Brightness, Color
-from tastemaker.rewards.combine import Clipped, PerFrame, Relative
+from tastemaker.rewards.combinators import Clipped, PerFrame, Relative
 from tastemaker.rewards.jpeg import Jpeg
-from tastemaker.rewards.motion import Stillness
-from tastemaker.rewards.target import Mse
-from tastemaker.types import Placement
+from tastemaker.rewards.stillness import Stillness
+from tastemaker.rewards.target_image import Mse
 
 PIXELS = torch.rand(4, 5, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 PROMPTS = ("a cat", "a dog", "a red dog", "a bird")
 
 
 def total(spec: RewardSpec) -> torch.Tensor:
-    return Rubric({"it": Graded(spec, shared(spec, Placement()))}).score(PIXELS, PROMPTS).total
+    return Rubric({"it": WeightedReward(spec, load_shared_reward(spec, Placement()))}).score(PIXELS, PROMPTS).total
 
 
 def color(name: str) -> torch.Tensor:
     """Colour, were every prompt to end in this word."""
-    return Rubric({"it": Graded(Color(), Color())}).score(PIXELS, [name] * 4).total
+    return Rubric({"it": WeightedReward(Color(), Color())}).score(PIXELS, [name] * 4).total
 
 
 def test_relative_weighs_praise_against_blame() -> None:
@@ -37,7 +37,7 @@ def test_relative_weighs_praise_against_blame() -> None:
 def test_clipped_keeps_to_its_bounds_and_passes_gradients_between_them() -> None:
     spec = Clipped(Brightness(), 0.25, 0.75)
     pixels = torch.tensor([0.1, 0.5, 0.9])[:, None, None, None, None].expand(3, 1, 3, 2, 2).clone().requires_grad_()
-    scores = Rubric({"it": Graded(spec, spec.load(Placement()))}).score(pixels, ["", "", ""]).total
+    scores = Rubric({"it": WeightedReward(spec, spec.load(Placement()))}).score(pixels, ["", "", ""]).total
     assert scores.tolist() == pytest.approx([0.25, 0.5, 0.75])
     slope = torch.autograd.grad(scores.sum(), pixels)[0].sum((1, 2, 3, 4))
     assert slope.tolist() == pytest.approx([0, 1, 0])
@@ -59,7 +59,7 @@ def test_per_frame_of_all_is_the_mean_over_frames() -> None:
 
 def test_per_frame_tells_a_target_which_frame_it_is() -> None:
     spec = PerFrame(Mse(), "last")
-    rubric = Rubric({"it": Graded(spec, spec.load(Placement()))})
+    rubric = Rubric({"it": WeightedReward(spec, spec.load(Placement()))})
     facts = [{"target": clip} for clip in PIXELS]
     assert rubric.score(PIXELS, PROMPTS, facts).total.tolist() == [0.0] * 4
 
@@ -95,4 +95,4 @@ def test_combinators_nest_compare_and_shrink() -> None:
     assert one == two
     assert hash(one) == hash(two)
     assert one.tiny() == one
-    assert shared(one, Placement()) is shared(two, Placement())
+    assert load_shared_reward(one, Placement()) is load_shared_reward(two, Placement())

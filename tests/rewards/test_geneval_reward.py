@@ -11,16 +11,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tastemaker.geneval import CLASSES, Detection, Rules
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.evaluation.geneval_rules import CLASSES, DetectedObject, GenEvalRules
 from tastemaker.playground.art import COLORS
-from tastemaker.registry import ConfigError
+from tastemaker.rewards.backbones.color_classifier import crop_object, load_color_classifier
+from tastemaker.rewards.backbones.detector_selftest import (
+    ACROSS,
+    CELL,
+    DOWN,
+    require_selftest,
+    run_selftest,
+    selftest_image,
+)
+from tastemaker.rewards.backbones.geneval_checker import GenevalChecker, apply_rules, color_candidates
+from tastemaker.rewards.backbones.instance_segmentation import Instances
+from tastemaker.rewards.backbones.mask2former import load_mask2former
 from tastemaker.rewards.geneval import Geneval, GenevalScorer
-from tastemaker.rewards.nets.instances import Instances
-from tastemaker.rewards.nets.mask2former import opened
-from tastemaker.rewards.nets.sight import Sight, in_question, ruling
-from tastemaker.rewards.nets.tints import cut, tints
-from tastemaker.rewards.nets.trial import ACROSS, CELL, DOWN, passed, sheet, trial
-from tastemaker.types import Placement
 
 
 def fact(tag: str, *include: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -63,10 +70,10 @@ class Painter:
         return [min(plain, key=lambda color: float((plain[color] - x).norm())) for x in seen]
 
 
-def sight(*names: str, score: float = 0.95, rules: Rules = Rules()) -> Sight:
+def sight(*names: str, score: float = 0.95, rules: GenEvalRules = GenEvalRules()) -> GenevalChecker:
     seer: Any = Seer(names, (score,) * len(names))
     painter: Any = Painter()
-    return Sight(seer, painter, rules)
+    return GenevalChecker(seer, painter, rules)
 
 
 def halves(left: str, right: str) -> Tensor:
@@ -91,22 +98,22 @@ def test_what_is_cut_out_is_what_pil_would_cut_out() -> None:
     left = round((image.width - 24) / 2)
     theirs = torch.from_numpy(np.array(image.crop((left, 0, left + 24, 24)))).movedim(-1, 0) / 255
     mean, std = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-    ours = cut(picture, mask, (5.0, 3.0, 45.0, 30.0), 24)
+    ours = crop_object(picture, mask, (5.0, 3.0, 45.0, 30.0), 24)
     torch.testing.assert_close(ours * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None], theirs)
-    assert cut(picture, mask, (0.0, 0.0, 0.0, 0.0), 24).shape == (3, 24, 24), "a mask of nothing"
+    assert crop_object(picture, mask, (0.0, 0.0, 0.0, 0.0), 24).shape == (3, 24, 24), "a mask of nothing"
 
 
 def test_only_the_surest_that_are_asked_for_are_looked_at_closely() -> None:
-    seen = [Detection("car", (0, 0, 9, 9), score) for score in (0.5, 0.9, 0.7, 0.2)] + [
-        Detection("dog", (0, 0, 9, 9), 1)
+    seen = [DetectedObject("car", (0, 0, 9, 9), score) for score in (0.5, 0.9, 0.7, 0.2)] + [
+        DetectedObject("dog", (0, 0, 9, 9), 1)
     ]
     asked = fact("colors", thing("car", 2, color="red"), thing("dog"))
-    assert in_question(seen, asked, Rules()) == [1, 2]
-    assert in_question(seen, fact("two_object", thing("car"), thing("dog")), Rules()) == []
+    assert color_candidates(seen, asked, GenEvalRules()) == [1, 2]
+    assert color_candidates(seen, fact("two_object", thing("car"), thing("dog")), GenEvalRules()) == []
 
 
 def test_colours_of_a_class_are_directions_of_three_sentences() -> None:
-    teller = tints("tiny", Placement())
+    teller = load_color_classifier("tiny", Placement())
     known = teller.classifier("hot dog")
     assert known.shape[0] == 10 and teller.classifier("hot dog") is known
     torch.testing.assert_close(known.norm(dim=1), torch.ones(10))
@@ -143,8 +150,11 @@ def test_counted_are_only_things_that_are_surer() -> None:
 
 def test_all_conditions_are_counted_in_the_share() -> None:
     asked = fact("counting", thing("car", 2), exclude=[thing("car", 3)])
-    three = [Detection("car", (20 * k, 0, 20 * k + 9, 9), 0.95) for k in range(3)]
-    assert ruling(three, asked, Rules()).share == 0.5 and ruling(three[:2], asked, Rules()).share == 1
+    three = [DetectedObject("car", (20 * k, 0, 20 * k + 9, 9), 0.95) for k in range(3)]
+    assert (
+        apply_rules(three, asked, GenEvalRules()).share == 0.5
+        and apply_rules(three[:2], asked, GenEvalRules()).share == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +199,10 @@ def test_a_random_detector_fails_its_trial_loudly() -> None:
     with pytest.raises(
         ConfigError, match=r"the detector 'random' fails its trial: \d of 48 drawings .*name other weights"
     ):
-        passed(Sight(opened("tiny", Placement()), tints("tiny", Placement())), Placement())
+        require_selftest(
+            GenevalChecker(load_mask2former("tiny", Placement()), load_color_classifier("tiny", Placement())),
+            Placement(),
+        )
     with pytest.raises(ConfigError, match="fails its trial"):
         replace(Geneval().tiny(), trial=True).load(Placement())
 
@@ -206,7 +219,7 @@ class Reader:
 
         first = 6 * len(self.sheets)
         self.sheets.append(first)
-        assert torch.equal(pixels[0], sheet(first)) and pixels.shape[-2:] == (DOWN * CELL, ACROSS * CELL)
+        assert torch.equal(pixels[0], selftest_image(first)) and pixels.shape[-2:] == (DOWN * CELL, ACROSS * CELL)
         corners = [(CELL * (k % ACROSS), CELL * (k // ACROSS)) for k in range(6)]
         boxes = torch.tensor([[x + 20.0, y + 20.0, x + 100.0, y + 100.0] for x, y in corners])
         labels = torch.tensor([CLASSES.index(name) for name in DRAWN[first : first + 6]])
@@ -216,6 +229,6 @@ class Reader:
 def test_who_knows_the_drawings_and_the_colours_passes() -> None:
     reader: Any = Reader([])
     painter: Any = Painter()
-    outcome = trial(Sight(reader, painter), Placement())
+    outcome = run_selftest(GenevalChecker(reader, painter), Placement())
     assert (outcome.found, outcome.colors) == (48, 10)
     assert str(outcome) == "48 of 48 drawings and 10 of 10 colours were known"

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from registries import held
+from published_files import require_file
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tastemaker.pictures import as_bytes
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Graded, Rubric
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import Rubric, WeightedReward
+from tastemaker.core.types import Placement
+from tastemaker.data.image_io import to_uint8
 from tastemaker.rewards.aesthetic import Aesthetic
+from tastemaker.rewards.backbones.clip_heads import LINEAR, RECTIFIED, HeadLayout, read_head
 from tastemaker.rewards.compression_score import CompressionScore
-from tastemaker.rewards.nets.heads import LINEAR, RECTIFIED, Layout, read_head
 from tastemaker.rewards.weather import Weather
-from tastemaker.types import Placement
 
 GOLDEN = Path(__file__).parents[1] / "fixtures/video/vader_reward_heads_io.safetensors"
 Spec = Aesthetic | Weather | CompressionScore
@@ -70,7 +70,7 @@ def written(net: nn.Module, path: Path) -> Path:
     ],
 )
 def test_a_published_head_says_what_its_makers_class_says(
-    make: Callable[[], Published], layout: Layout, tmp_path: Path
+    make: Callable[[], Published], layout: HeadLayout, tmp_path: Path
 ) -> None:
     net = make().eval()
     head = read_head(written(net, tmp_path / "head.pth"), layout)
@@ -102,8 +102,8 @@ VADER = "copy it from the assets of github.com/mihirp1998/VADER"
         ("compression_reward.pt", "", RECTIFIED, "compression_as_shipped_ckpt"),
     ],
 )
-def test_the_real_heads_say_what_they_said_in_vader(file: str, sha256: str, layout: Layout, column: str) -> None:
-    head, golden = read_head(held(file, sha256, VADER), layout), load_file(GOLDEN)
+def test_the_real_heads_say_what_they_said_in_vader(file: str, sha256: str, layout: HeadLayout, column: str) -> None:
+    head, golden = read_head(require_file(file, sha256, VADER), layout), load_file(GOLDEN)
     found = head(golden["embed"])
     found = found.sigmoid() if column in ("rainy", "snowy") else found
     torch.testing.assert_close(found, golden[column], rtol=1e-5, atol=1e-5)
@@ -138,7 +138,7 @@ def test_scores_are_those_of_transformers_clip_behind_its_own_processor(clip: Pa
     from transformers import CLIPImageProcessorPil, CLIPModel
 
     pixels = nn.functional.interpolate(random(3, 3, 12, 16), (120, 160), mode="bicubic").clamp(0, 1)
-    images = [Image.fromarray(as_bytes(picture)) for picture in pixels]
+    images = [Image.fromarray(to_uint8(picture)) for picture in pixels]
     sizes: dict[str, Any] = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
     if fit == "stretch":
         sizes = {"size": {"height": 56, "width": 56}, "do_center_crop": False, "resample": 2}
@@ -205,7 +205,7 @@ def test_pictures_of_any_size_are_scored(size: tuple[int, int], fit: Any) -> Non
 def test_pixels_that_are_no_numbers_are_a_sentence() -> None:
     spec = Aesthetic().tiny()
     with pytest.raises(RuntimeError, match="NaN or infinity"):
-        Rubric({"aesthetic": Graded(spec, spec.load(Placement()))}).score(
+        Rubric({"aesthetic": WeightedReward(spec, spec.load(Placement()))}).score(
             torch.full((1, 1, 3, 8, 8), float("nan")), [""]
         )
 

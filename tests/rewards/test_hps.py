@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from clips import ENDS, clip, open_clip_state, opinionated, save_folder, save_published
 from safetensors.torch import save_file
+from tiny_clip import ENDS, clip, open_clip_state, random_clip, save_folder, save_published
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
-from tastemaker.preprocessing import Preprocessing
-from tastemaker.registry import ConfigError
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.rewards.backbones import open_clip
+from tastemaker.rewards.backbones.preprocessing import Preprocessing
+from tastemaker.rewards.backbones.tokenizers import tiny_clip_tokenizer
 from tastemaker.rewards.hps import Hps
-from tastemaker.rewards.nets import open_clip
-from tastemaker.rewards.nets.words import tiny_clip
 from tastemaker.rewards.pickscore import PickScore
-from tastemaker.types import Placement
 
 PROMPTS = ["a red cat", "", "Two dogs & a boat, it's late", "word " * 2000]
 PIXELS = torch.rand(4, 1, 3, 40, 56, generator=torch.Generator().manual_seed(0))
@@ -44,7 +44,7 @@ def published(net: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 
 def cosines(net: Any, prepared: Tensor) -> Tensor:
     """What transformers itself makes of prepared pictures and the prompts."""
-    ids = tiny_clip()(PROMPTS, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
+    ids = tiny_clip_tokenizer()(PROMPTS, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
     out = net(pixel_values=prepared, **ids)
     return (out.image_embeds * out.text_embeds).sum(1)
 
@@ -89,7 +89,7 @@ def test_the_sizes_of_the_published_network_follow_from_its_tensors() -> None:
         read = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, **sizes}
         config = CLIPConfig(text_config=read, vision_config={**seen, **sizes}, projection_dim=1024)
         state = CLIPModel(config).state_dict()
-    found = open_clip.configuration(state, "HPS")
+    found = open_clip.clip_config(state, "HPS")
     for half, expected in (("text_config", read), ("vision_config", {**seen, **sizes, "image_size": 224})):
         told = getattr(found, half).to_dict()
         assert {key: told[key] for key in expected} == expected
@@ -103,7 +103,7 @@ def narrow(net_heads: tuple[int, int], place: Path) -> tuple[Any, str, str]:
     small = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "hidden_act": "gelu"}
     seen = {**small, "num_attention_heads": looking, "image_size": 28, "patch_size": 14}
     read = {**small, "num_attention_heads": reading, **ENDS}
-    net = opinionated(CLIPModel, CLIPConfig(text_config=read, vision_config=seen, projection_dim=16))
+    net = random_clip(CLIPModel, CLIPConfig(text_config=read, vision_config=seen, projection_dim=16))
     return net, save_published(net, place / "files")[1], save_folder(net, place / "clip")
 
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tastemaker.registry import ConfigError
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.rewards.backbones.blip import MEAN, STD, UNUSED, Blip, _renamed, read_blip
+from tastemaker.rewards.backbones.tokenizers import tiny_bert_tokenizer
 from tastemaker.rewards.imagereward import ImageReward
-from tastemaker.rewards.nets.blip import MEAN, STD, UNUSED, Blip, _renamed, read_blip
-from tastemaker.rewards.nets.words import tiny_bert
-from tastemaker.types import Placement
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "imagereward"
 PROMPTS = ["a red cat", "", "Two dogs & a boat, it's late", "word " * 2000]
@@ -76,7 +76,7 @@ def published(folder: Path) -> str:
     )
     back = {new: old for old, new in names().items()}
     torch.save({back[key]: x for key, x in net.state_dict().items()}, folder / "ImageReward.pt")
-    tiny_bert().save_pretrained(folder)
+    tiny_bert_tokenizer().save_pretrained(folder)
     return str(folder)
 
 

@@ -13,11 +13,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tastemaker.registry import ConfigError
-from tastemaker.rewards.nets.instances import Frame, Looks, instances, resized
-from tastemaker.rewards.nets.mask2former import Network, of_mmdet, opened
-from tastemaker.rewards.nets.mask2former_keys import configuration, converted, merged
-from tastemaker.types import Placement
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.rewards.backbones.instance_segmentation import (
+    DetectorPreprocessing,
+    ResizedFrame,
+    resize_bilinear,
+    select_instances,
+)
+from tastemaker.rewards.backbones.mask2former import Mask2FormerNetwork, load_mask2former, load_mmdet
+from tastemaker.rewards.backbones.mask2former_keys import convert_keys, mask2former_config, reorder_patch_merging
 
 HOME = Path(__file__).parent.parent / "fixtures/mask2former"
 GOLDEN = load_file(HOME / "tiny_golden.safetensors")
@@ -30,28 +35,30 @@ def told(name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def net() -> Network:
-    return of_mmdet(STATE, Path("tiny.pth"), Placement())
+def net() -> Mask2FormerNetwork:
+    return load_mmdet(STATE, Path("tiny.pth"), Placement())
 
 
 def test_pictures_are_resized_as_by_opencv_to_the_bit() -> None:
     golden = load_file(HOME / "cv2_linear_golden.safetensors")
     for case in range(3):
         before, after = (golden[f"{case}.{name}"].movedim(-1, 0).int() for name in ("input", "output"))
-        assert torch.equal(resized(before, (after.shape[1], after.shape[2])), after)
+        assert torch.equal(resize_bilinear(before, (after.shape[1], after.shape[2])), after)
 
 
 def test_pictures_are_padded_with_grey_to_multiples_of_32() -> None:
-    seen, frame = Looks()(torch.ones(1, 3, 300, 200))
-    assert frame == Frame((300, 200), (1200, 800), (1216, 800)) and seen.shape == (1, 3, 1216, 800)
+    seen, frame = DetectorPreprocessing()(torch.ones(1, 3, 300, 200))
+    assert frame == ResizedFrame((300, 200), (1200, 800), (1216, 800)) and seen.shape == (1, 3, 1216, 800)
     assert seen[0, 0, -1, 0].item() == pytest.approx((128 - 123.675) / 58.395)
     assert seen[0, 0, 0, 0].item() == pytest.approx((255 - 123.675) / 58.395)
-    assert Looks()(torch.ones(1, 3, 512, 512))[1].inner == (800, 800)
-    assert Looks()(torch.ones(1, 3, 100, 1000))[1].inner == (133, 1333), "the longer side has a limit of its own"
+    assert DetectorPreprocessing()(torch.ones(1, 3, 512, 512))[1].inner == (800, 800)
+    assert DetectorPreprocessing()(torch.ones(1, 3, 100, 1000))[1].inner == (133, 1333), (
+        "the longer side has a limit of its own"
+    )
 
 
 @pytest.mark.parametrize("case", ["a", "b"])
-def test_the_network_says_what_mmdets_says(case: str, net: Network) -> None:
+def test_the_network_says_what_mmdets_says(case: str, net: Mask2FormerNetwork) -> None:
     with torch.no_grad():
         classes, masks = net(GOLDEN[f"{case}.input.pixel_values"])
     torch.testing.assert_close(classes, GOLDEN[f"{case}.output.class_logits"], atol=1e-4, rtol=0)
@@ -62,9 +69,9 @@ def test_the_network_says_what_mmdets_says(case: str, net: Network) -> None:
 def test_things_are_those_that_mmdet_finds(case: str, row: int) -> None:
     shapes, most = told("cases")[f"{case}.meta"], told("max_per_image")
     padded = tuple(GOLDEN[f"{case}.input.pixel_values"].shape[-2:])
-    frame = Frame(tuple(shapes["ori_shape"]), tuple(shapes["img_shape"]), (padded[0], padded[1]))
+    frame = ResizedFrame(tuple(shapes["ori_shape"]), tuple(shapes["img_shape"]), (padded[0], padded[1]))
     classes, masks = (GOLDEN[f"{case}.output.{name}_logits"][row] for name in ("class", "mask"))
-    found = instances(classes, masks, frame, most=most)
+    found = select_instances(classes, masks, frame, most=most)
     theirs = {name: GOLDEN[f"{case}.post.{row}.{name}"] for name in ("bboxes", "labels", "masks")}
     # mmdet tells them in no order, so both are put in one.
     order, other = _order(found.label, found.boxes, found.score), _order(theirs["labels"], *_split(theirs["bboxes"]))
@@ -85,9 +92,9 @@ def _order(label: Tensor, boxes: Tensor, score: Tensor) -> list[int]:
 
 
 def test_a_floor_drops_only_what_is_below_it() -> None:
-    frame = Frame((45, 40), (90, 80), (96, 80))
+    frame = ResizedFrame((45, 40), (90, 80), (96, 80))
     logits = GOLDEN["a.output.class_logits"][0], GOLDEN["a.output.mask_logits"][0]
-    everything, some = instances(*logits, frame), instances(*logits, frame, floor=0.1)
+    everything, some = select_instances(*logits, frame), select_instances(*logits, frame, floor=0.1)
     surer = everything.score[everything.score > 0.1].sort().values
     assert 0 < len(surer) < len(everything.score)
     torch.testing.assert_close(some.score[some.score > 0.1].sort().values, surer)
@@ -96,7 +103,7 @@ def test_a_floor_drops_only_what_is_below_it() -> None:
 def test_a_picture_without_things_has_none() -> None:
     classes = torch.zeros(5, 81)
     classes[:, -1] = 20
-    found = instances(classes, torch.zeros(5, 4, 4), Frame((9, 7), (16, 12), (32, 32)), floor=0.3)
+    found = select_instances(classes, torch.zeros(5, 4, 4), ResizedFrame((9, 7), (16, 12), (32, 32)), floor=0.3)
     assert len(found.label) == 0 and found.boxes.shape == (0, 4) and found.masks.shape == (0, 9, 7)
 
 
@@ -105,15 +112,15 @@ def test_every_tensor_of_the_published_file_has_its_place_and_the_sizes_are_the_
     shapes = json.loads((HOME / "state_dict_keys_mmdet.json").read_text("utf-8"))
     state = {key: torch.empty(entry["shape"], device="meta") for key, entry in shapes.items()}
     targets = {target for entry in known["map"].values() for target in entry["to"] or ()}
-    assert set(converted(state, "it")) == targets and len(targets) == 757
-    sizes = configuration(state)
+    assert set(convert_keys(state, "it")) == targets and len(targets) == 757
+    sizes = mask2former_config(state)
     for name, value in sizes.pop("backbone_config").items():
         assert value == known["config"]["backbone_config"][name], name
     for name, value in sizes.items():
         assert value == known["config"][name], name
 
 
-def test_names_of_mmdet_3_are_read_too(net: Network) -> None:
+def test_names_of_mmdet_3_are_read_too(net: Mask2FormerNetwork) -> None:
     renames = (
         (r"(transformer_decoder\.layers\.\d+)\.attentions\.0\.", r"\1.cross_attn."),
         (r"(transformer_decoder\.layers\.\d+)\.attentions\.1\.", r"\1.self_attn."),
@@ -125,14 +132,14 @@ def test_names_of_mmdet_3_are_read_too(net: Network) -> None:
         newer = {re.sub(pattern, to, key): x for key, x in newer.items()}
     assert set(newer) != set(STATE)
     newer["data_preprocessor.mean"] = torch.zeros(3, 1, 1)
-    theirs = of_mmdet(newer, Path("newer.pth"), Placement()).state_dict()
+    theirs = load_mmdet(newer, Path("newer.pth"), Placement()).state_dict()
     assert all(torch.equal(x, theirs[key]) for key, x in net.state_dict().items())
 
 
 def test_patches_are_merged_in_swins_order() -> None:
     """mmdet unfolds channel by channel, Swin takes corners (0, 0), (1, 0), (0, 1), (1, 1) with all channels each."""
     theirs = torch.tensor([10 * c + corner for c in range(3) for corner in range(4)])  # corner = 2 row + column
-    assert merged(theirs).tolist() == [10 * c + corner for corner in (0, 2, 1, 3) for c in range(3)]
+    assert reorder_patch_merging(theirs).tolist() == [10 * c + corner for corner in (0, 2, 1, 3) for c in range(3)]
 
 
 def folder(net: Any, path: Path) -> Path:
@@ -143,8 +150,11 @@ def folder(net: Any, path: Path) -> Path:
 
 
 def test_a_folder_of_the_hubs_layout_finds_the_same(tmp_path: Path) -> None:
-    tiny, pixels = opened("tiny", Placement()), torch.rand(2, 3, 50, 70, generator=torch.Generator().manual_seed(0))
-    loaded = opened(str(folder(tiny.net, tmp_path / "hub")), Placement())
+    tiny, pixels = (
+        load_mask2former("tiny", Placement()),
+        torch.rand(2, 3, 50, 70, generator=torch.Generator().manual_seed(0)),
+    )
+    loaded = load_mask2former(str(folder(tiny.net, tmp_path / "hub")), Placement())
     assert loaded.variant == "transformers: hub" and not any(p.requires_grad for p in loaded.net.parameters())
     with torch.no_grad():
         inputs = tiny.looks(pixels)[0]
@@ -153,7 +163,7 @@ def test_a_folder_of_the_hubs_layout_finds_the_same(tmp_path: Path) -> None:
 
 
 def test_swins_older_names_on_the_hub_are_read_and_the_loss_is_left_out(tmp_path: Path) -> None:
-    tiny = opened("tiny", Placement())
+    tiny = load_mask2former("tiny", Placement())
     place = folder(tiny.net, tmp_path / "hub")
     renames = (
         (r"encoder\.swin\.(encoder|embeddings)", r"encoder.\1"),
@@ -171,32 +181,32 @@ def test_swins_older_names_on_the_hub_are_read_and_the_loss_is_left_out(tmp_path
         "criterion.empty_weight": torch.ones(81)
     }
     save_file(older, place / "model.safetensors")
-    loaded = opened(str(place), Placement()).net.state_dict()
+    loaded = load_mask2former(str(place), Placement()).net.state_dict()
     assert all(torch.equal(x, loaded[key]) for key, x in state.items())
 
 
 def test_mmdets_file_is_named_as_such_and_must_know_cocos_classes(tmp_path: Path) -> None:
     torch.save({"state_dict": STATE, "meta": {"CLASSES": ("a",)}}, tmp_path / "five.pth")
     with pytest.raises(ConfigError, match=r"five.pth knows 5 classes; GenEval needs a detector of COCO's 80"):
-        opened(str(tmp_path / "five.pth"), Placement())
+        load_mask2former(str(tmp_path / "five.pth"), Placement())
     wide = dict(STATE)
     for end in ("weight", "bias"):
         known = STATE[f"panoptic_head.cls_embed.{end}"]
         wide[f"panoptic_head.cls_embed.{end}"] = torch.zeros(81, *known.shape[1:])
     torch.save({"state_dict": wide}, tmp_path / "all.pth")
-    assert opened(str(tmp_path / "all.pth"), Placement()).variant == "mmdet: all.pth"
+    assert load_mask2former(str(tmp_path / "all.pth"), Placement()).variant == "mmdet: all.pth"
 
 
 def test_other_files_are_sentences(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"not here; expected a local path, or https://download.openmmlab.com/.*c9d0c4f2"
     ):
-        opened("mmdet/mask2former-swin-s", Placement())
+        load_mask2former("mmdet/mask2former-swin-s", Placement())
     strange = {**STATE, "roi_head.weight": torch.zeros(1)}
     torch.save({"state_dict": strange}, tmp_path / "strange.pth")
     with pytest.raises(ConfigError, match=r"holds 'roi_head.weight', which is no part of mmdet's Mask2Former"):
-        opened(str(tmp_path / "strange.pth"), Placement())
+        load_mask2former(str(tmp_path / "strange.pth"), Placement())
     (tmp_path / "config.json").write_text('{"model_type": "yolos"}', encoding="utf-8")
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="is of the type yolos; expected mmdet's Mask2Former file"):
-        opened(str(tmp_path), Placement())
+        load_mask2former(str(tmp_path), Placement())

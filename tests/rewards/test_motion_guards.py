@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tastemaker.movement import flow, working
-from tastemaker.reward import Graded, Rubric
-from tastemaker.rewards.dynamics import Dynamics
+from tastemaker.core.reward import Rubric, WeightedReward
+from tastemaker.rewards.backbones.optical_flow import estimate_flow, resize_for_flow
+from tastemaker.rewards.dynamics import DynamicsReward
 from tastemaker.rewards.flicker import Flicker
 
 SIDE = 256
@@ -32,7 +32,7 @@ def panned(across: int, down: int, patch: int = 16) -> Tensor:
 
 
 def dynamics(clips: Tensor, share: float = 1.0) -> float:
-    return Dynamics(share).score(clips, [""] * len(clips), [{}] * len(clips)).item()
+    return DynamicsReward(share).score(clips, [""] * len(clips), [{}] * len(clips)).item()
 
 
 def flicker(clips: Tensor) -> float:
@@ -50,7 +50,14 @@ def test_a_known_pan_is_measured_to_a_sixth_of_its_length(across: int, down: int
 
 def test_the_direction_of_a_pan_is_found_too() -> None:
     clip = panned(8, -4)[0]
-    moved = flow(working(clip[:1]), working(clip[1:2]))[0, :, 8:-8, 8:-8].flatten(1).median(1).values * SIDE / 64
+    moved = (
+        estimate_flow(resize_for_flow(clip[:1]), resize_for_flow(clip[1:2]))[0, :, 8:-8, 8:-8]
+        .flatten(1)
+        .median(1)
+        .values
+        * SIDE
+        / 64
+    )
     assert moved.tolist() == pytest.approx([-8, 4], abs=0.25)  # what is seen moves against the camera
 
 
@@ -81,8 +88,8 @@ def test_flicker_is_told_from_motion_and_from_a_fade() -> None:
     assert flicker(faded) > -0.002 and flicker(panned(0, 0)) == 0
 
 
-@pytest.mark.parametrize("reward", [Dynamics(), Dynamics(share=0.1), Flicker()])
-def test_gradients_agree_with_finite_differences(reward: Dynamics | Flicker) -> None:
+@pytest.mark.parametrize("reward", [DynamicsReward(), DynamicsReward(share=0.1), Flicker()])
+def test_gradients_agree_with_finite_differences(reward: DynamicsReward | Flicker) -> None:
     rng = torch.Generator().manual_seed(1)
     pixels = panned(2, 1)[:, :3, :, :48, :40].double().requires_grad_()
     # Short enough that few of its kinks, at whole pixels and where signs change, are crossed.
@@ -92,13 +99,13 @@ def test_gradients_agree_with_finite_differences(reward: Dynamics | Flicker) -> 
     assert (slope * step).sum().item() == pytest.approx((up - down) / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("reward", [Dynamics(), Flicker()])
+@pytest.mark.parametrize("reward", [DynamicsReward(), Flicker()])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 90), (8, 8), (70, 50)])
 def test_clips_of_any_size_have_a_score_and_a_finite_gradient(
-    reward: Dynamics | Flicker, shape: tuple[int, int]
+    reward: DynamicsReward | Flicker, shape: tuple[int, int]
 ) -> None:
     pixels = torch.rand(2, 4, 3, *shape, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    scores = Rubric({"it": Graded(reward, reward)}).score(pixels, ["", ""]).total
+    scores = Rubric({"it": WeightedReward(reward, reward)}).score(pixels, ["", ""]).total
     assert torch.autograd.grad(scores.sum(), pixels)[0].isfinite().all()
     still = torch.full((1, 3, 3, *shape), 0.5, requires_grad=True)
     assert torch.autograd.grad(reward.score(still, [""], [{}]).sum(), still)[0].abs().max() == 0
@@ -106,7 +113,7 @@ def test_clips_of_any_size_have_a_score_and_a_finite_gradient(
 
 def test_rows_do_not_depend_on_each_other() -> None:
     clips = torch.cat([panned(4, 0), panned(0, 8)])
-    for reward in (Dynamics(), Flicker()):
+    for reward in (DynamicsReward(), Flicker()):
         together = reward.score(clips, ["", ""], [{}, {}])
         alone = torch.cat([reward.score(clip[None], [""], [{}]) for clip in clips])
         torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)

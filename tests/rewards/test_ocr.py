@@ -9,28 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from tastemaker.ocr import Engine, edits, likeness
-from tastemaker.playground import words
-from tastemaker.playground.words import FONTS, SignPainter
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Graded, RewardError, Rubric
-from tastemaker.rewards.ocr import Ocr, asked
-from tastemaker.types import Facts, Placement
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import RewardError, Rubric, WeightedReward
+from tastemaker.core.types import Metadata, Placement
+from tastemaker.playground import signs as words
+from tastemaker.playground.signs import FONTS, SignPainter
+from tastemaker.rewards.backbones.ocr import OcrEngine, edit_distance, text_similarity
+from tastemaker.rewards.ocr import Ocr, expected_text
 
 
 @pytest.fixture(scope="module")
-def signs() -> tuple[Tensor, list[str], tuple[Facts, ...]]:
+def signs() -> tuple[Tensor, list[str], tuple[Metadata, ...]]:
     rng = Randomness(4, 0, torch.arange(20))
-    places = words.draw(rng, "held_out")
-    return SignPainter().paint(places, rng), list(words.texts(places)), words.facts(places)
+    places = words.sample_words(rng, "held_out")
+    return SignPainter().paint(places, rng), list(words.sign_captions(places)), words.sign_metadata(places)
 
 
 def rubric(spec: Ocr) -> Rubric:
-    return Rubric({"ocr": Graded(spec, spec.load(Placement()))})
+    return Rubric({"ocr": WeightedReward(spec, spec.load(Placement()))})
 
 
-def test_real_signs_are_read_and_say_nothing_else(signs: tuple[Tensor, list[str], tuple[Facts, ...]]) -> None:
+def test_real_signs_are_read_and_say_nothing_else(signs: tuple[Tensor, list[str], tuple[Metadata, ...]]) -> None:
     pixels, prompts, facts = signs
     right = rubric(Ocr(strict=True)).score(pixels, prompts, facts).total
     assert (right == 1).float().mean() >= 0.95 and right.mean() >= 0.98
@@ -40,22 +40,29 @@ def test_real_signs_are_read_and_say_nothing_else(signs: tuple[Tensor, list[str]
 
 @pytest.mark.slow
 def test_signs_are_read_in_every_font() -> None:
-    places = words.draw(Randomness(5, 0, torch.arange(6)), "train").repeat_interleave(20)
+    places = words.sample_words(Randomness(5, 0, torch.arange(6)), "train").repeat_interleave(20)
     painter, rng = SignPainter(), Randomness(5, 0, torch.arange(120))
     fonts = painter.arrange(places, rng).ink % len(FONTS)
-    found = Engine().read(painter.paint(places, rng)[:, 0], 160)
-    right = torch.tensor([text == fact["text"].lower() for text, fact in zip(found, words.facts(places), strict=True)])
+    found = OcrEngine().read(painter.paint(places, rng)[:, 0], 160)
+    right = torch.tensor(
+        [text == fact["text"].lower() for text, fact in zip(found, words.sign_metadata(places), strict=True)]
+    )
     assert all(right[fonts == font].float().mean() >= 0.9 for font in range(len(FONTS)))
 
 
-def test_the_quoted_text_of_a_prompt_is_as_good_as_a_fact(signs: tuple[Tensor, list[str], tuple[Facts, ...]]) -> None:
+def test_the_quoted_text_of_a_prompt_is_as_good_as_a_fact(
+    signs: tuple[Tensor, list[str], tuple[Metadata, ...]],
+) -> None:
     pixels, prompts, facts = (part[:3] for part in signs)
     known, alone = (rubric(Ocr()).score(pixels, prompts, some).total for some in (facts, ()))
     assert torch.equal(known, alone)
-    assert asked('A neon "Open  Late" sign', {}) == "openlate" and asked("a sign", {"text": "No Way"}) == "noway"
+    assert (
+        expected_text('A neon "Open  Late" sign', {}) == "openlate"
+        and expected_text("a sign", {"text": "No Way"}) == "noway"
+    )
 
 
-def test_of_a_clip_every_frame_counts(signs: tuple[Tensor, list[str], tuple[Facts, ...]]) -> None:
+def test_of_a_clip_every_frame_counts(signs: tuple[Tensor, list[str], tuple[Metadata, ...]]) -> None:
     pixels, prompts, facts = (part[:2] for part in signs)
     clip = torch.cat([pixels, torch.full_like(pixels, 0.5)], 1)
     still, moving = (rubric(Ocr()).score(frames, prompts, facts).total for frames in (pixels, clip))
@@ -98,14 +105,17 @@ def test_the_small_one_tells_pictures_apart_that_say_nothing() -> None:
 
 def test_edits_are_a_distance() -> None:
     texts = ["".join(letters) for length in range(5) for letters in product("AB", repeat=length)] + ["ABC", "CAB", "CC"]
-    apart = torch.tensor([[edits(one, two) for two in texts] for one in texts])
+    apart = torch.tensor([[edit_distance(one, two) for two in texts] for one in texts])
     lengths = torch.tensor([len(text) for text in texts])
     assert torch.equal(apart, apart.T) and (apart <= torch.maximum(lengths[:, None], lengths)).all()
     assert torch.equal(apart == 0, torch.eye(len(texts), dtype=torch.bool))
     assert (apart[:, None] <= apart[:, :, None] + apart).all()  # from one text to another by way of any third
-    assert all(edits(text, text + "A") == 1 == edits("B" + text, text) for text in texts)
+    assert all(edit_distance(text, text + "A") == 1 == edit_distance("B" + text, text) for text in texts)
 
 
 def test_likeness_is_flow_grpos() -> None:
-    assert likeness("kitten", "sitting") == pytest.approx(1 - 3 / 7)
-    assert likeness("", "river") == 0 == likeness("somethingelse", "cat") and likeness("cat", "cat") == 1
+    assert text_similarity("kitten", "sitting") == pytest.approx(1 - 3 / 7)
+    assert (
+        text_similarity("", "river") == 0 == text_similarity("somethingelse", "cat")
+        and text_similarity("cat", "cat") == 1
+    )

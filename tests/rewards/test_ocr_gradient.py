@@ -9,16 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tastemaker.ocr import Engine, recogniser
-from tastemaker.playground import words
-from tastemaker.playground.words import SignPainter
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.rewards.nets.onnx_files import read_onnx
-from tastemaker.rewards.nets.onnx_torch import OnnxNetwork
-from tastemaker.rewards.nets.spelling import Speller, cases, cropped, line, speller
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.playground import signs as words
+from tastemaker.playground.signs import SignPainter
+from tastemaker.rewards.backbones.ocr import OcrEngine, recognizer_file
+from tastemaker.rewards.backbones.onnx_files import read_onnx
+from tastemaker.rewards.backbones.onnx_torch import OnnxNetwork
+from tastemaker.rewards.backbones.text_recognition import (
+    TextRecognizer,
+    case_insensitive_ids,
+    crop_quad,
+    load_text_recognizer,
+    prepare_line,
+)
 from tastemaker.rewards.ocr_gradient import OcrGradient
-from tastemaker.types import Placement
 
 CPU = torch.device("cpu")
 
@@ -26,8 +32,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def signs() -> tuple[Tensor, list[str]]:
     rng = Randomness(4, 0, torch.arange(5))
-    places = words.draw(rng, "held_out")
-    return SignPainter().paint(places, rng), [fact["text"] for fact in words.facts(places)]
+    places = words.sample_words(rng, "held_out")
+    return SignPainter().paint(places, rng), [fact["text"] for fact in words.sign_metadata(places)]
 
 
 def asking(texts: list[str]) -> tuple[list[str], list[dict[str, str]]]:
@@ -37,8 +43,8 @@ def asking(texts: list[str]) -> tuple[list[str], list[dict[str, str]]]:
 def test_the_network_answers_as_the_engine_does() -> None:
     import onnxruntime
 
-    engine, network = onnxruntime.InferenceSession(str(recogniser())), OnnxNetwork(read_onnx(recogniser()))
-    known = speller(recogniser(), CPU)
+    engine, network = onnxruntime.InferenceSession(str(recognizer_file())), OnnxNetwork(read_onnx(recognizer_file()))
+    known = load_text_recognizer(recognizer_file(), CPU)
     for width in (48, 131, 320):
         lines = torch.rand(2, 3, 48, width, generator=torch.Generator().manual_seed(0)) * 2 - 1
         (theirs,) = engine.run(None, {"x": lines.numpy()})
@@ -49,7 +55,7 @@ def test_the_network_answers_as_the_engine_does() -> None:
 
 
 def engine_letters() -> list[str]:
-    return read_onnx(recogniser()).notes["character"].split("\n")
+    return read_onnx(recognizer_file()).notes["character"].split("\n")
 
 
 def test_the_right_word_is_far_likelier_than_others(signs: tuple[Tensor, list[str]]) -> None:
@@ -83,12 +89,12 @@ def test_slopes_are_those_of_finite_differences(signs: tuple[Tensor, list[str]])
     chance = torch.Generator().manual_seed(0)
     pixels, text = signs[0][:1].double(), signs[1][0].lower()
     pixels = pixels + 0.05 * torch.randn(pixels.shape, generator=chance, dtype=torch.float64)
-    known = speller(recogniser(), CPU)
+    known = load_text_recognizer(recognizer_file(), CPU)
     net: torch.nn.Module = known.net  # type: ignore[assignment]
     net.double()
 
     def value(x: Tensor) -> Tensor:
-        return known.likelihood(known.read([line(x[0, 0], text)])[0], text)
+        return known.likelihood(known.read([prepare_line(x[0, 0], text)])[0], text)
 
     pixels.requires_grad_()
     (slope,) = torch.autograd.grad(value(pixels), pixels)
@@ -100,7 +106,7 @@ def test_slopes_are_those_of_finite_differences(signs: tuple[Tensor, list[str]])
 
 def test_likelihoods_of_all_words_add_up() -> None:
     """With letters a and b and three places, every outcome is one of the words; in other cases and with spaces too."""
-    known = Speller(lambda x: x, cases(["a", "b", "A"], first=1), (0, 4))
+    known = TextRecognizer(lambda x: x, case_insensitive_ids(["a", "b", "A"], first=1), (0, 4))
     said = torch.randn(3, 5, dtype=torch.float64).log_softmax(-1)
     texts = ["a", "b", "ab", "ba", "aa", "bb", "aba", "bab", "abb", "baa", "aab", "bba", "aaa", "bbb"]
     total = sum(float((known.likelihood(said, text) * len(text)).exp()) for text in texts)
@@ -110,11 +116,11 @@ def test_likelihoods_of_all_words_add_up() -> None:
 
 def test_lines_are_found_and_cut_out_of_small_pictures_too(signs: tuple[Tensor, list[str]]) -> None:
     picture = signs[0][0, 0]
-    (corners, *_) = Engine().lines(picture, 160)
-    part = cropped(picture, corners)
+    (corners, *_) = OcrEngine().lines(picture, 160)
+    part = crop_quad(picture, corners)
     assert corners.min() >= -1 and corners.max() <= 65 and part.shape[1] < part.shape[2]
     square = torch.tensor([[8.0, 4.0], [24.0, 4.0], [24.0, 12.0], [8.0, 12.0]])
-    torch.testing.assert_close(cropped(picture, square), picture[:, 4:12, 8:24])
+    torch.testing.assert_close(crop_quad(picture, square), picture[:, 4:12, 8:24])
 
 
 def test_a_guessing_one_has_slopes_and_needs_no_engine() -> None:

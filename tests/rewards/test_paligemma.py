@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tastemaker.registry import ConfigError
-from tastemaker.rewards.nets.hub import assembled
-from tastemaker.rewards.nets.pupil import taught
-from tastemaker.rewards.nets.speech import Asked, Processed
-from tastemaker.rewards.nets.writing import Desk
-from tastemaker.types import Placement
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.rewards.backbones.loading import load_network
+from tastemaker.vlm.chat_processors import AutoChatProcessor, ChatInputs
+from tastemaker.vlm.decoding import ChatDecoderPool
+from tastemaker.vlm.judge_finetuning import answer_loss
 
 FIXTURE = Path(__file__).parent.parent / "fixtures/paligemma"
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -26,7 +26,7 @@ def loaded(tensors: Mapping[str, Tensor] | None = None) -> Any:
     from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
     config = PaliGemmaConfig.from_pretrained(FIXTURE)
-    return assembled(PaliGemmaForConditionalGeneration, config, FIXTURE, Placement(), tensors)
+    return load_network(PaliGemmaForConditionalGeneration, config, FIXTURE, Placement(), tensors)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,12 @@ def told() -> dict[str, Tensor]:
     return load_file(FIXTURE / "expected.safetensors")
 
 
-def question(told: Mapping[str, Tensor], *, kinds: bool = True) -> Asked:
+def question(told: Mapping[str, Tensor], *, kinds: bool = True) -> ChatInputs:
     ids = told["in.input_ids"]
     more = {"pixel_values": told["in.pixel_values"]}
-    return Asked(ids, told["in.attention_mask"], more | ({"token_type_ids": torch.zeros_like(ids)} if kinds else {}))
+    return ChatInputs(
+        ids, told["in.attention_mask"], more | ({"token_type_ids": torch.zeros_like(ids)} if kinds else {})
+    )
 
 
 @torch.no_grad()
@@ -65,7 +67,7 @@ def test_logits_are_those_recorded(net: Any, told: dict[str, Tensor]) -> None:
 
 
 def test_the_likeliest_answer_is_the_one_recorded(net: Any, told: dict[str, Tensor]) -> None:
-    written = Desk(net, Processed(net, None)).write(question(told), 8, 0)
+    written = ChatDecoderPool(net, AutoChatProcessor(net, None)).write(question(told), 8, 0)
     assert written.tolist() == [told["out.hkproj_greedy"].tolist()]
     assert written.tolist() == told["out.greedy_ids"][:, 9:].tolist()
 
@@ -77,8 +79,8 @@ def test_the_loss_of_an_answer_is_the_one_recorded(net: Any, told: dict[str, Ten
     assert (labels[:, :asked] == -100).all() and (labels[:, asked:] == ids[:, asked:]).all()
     before = ids[:, :asked]
     more = {"pixel_values": told["in.pixel_values"], "token_type_ids": torch.zeros_like(before)}
-    said, answer = Asked(before, torch.ones_like(before), more), ids[:, asked:]
-    loss = taught(net, Processed(net, None), said, answer, torch.ones_like(answer))
+    said, answer = ChatInputs(before, torch.ones_like(before), more), ids[:, asked:]
+    loss = answer_loss(net, AutoChatProcessor(net, None), said, answer, torch.ones_like(answer))
     torch.testing.assert_close(loss.rows, told["out.train_loss"], **CLOSE)
 
 
@@ -116,7 +118,7 @@ def test_positions_stay_exact_in_a_low_precision(net: Any) -> None:
     from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
     config = PaliGemmaConfig.from_pretrained(FIXTURE)
-    low = assembled(PaliGemmaForConditionalGeneration, config, FIXTURE, Placement(dtype=torch.bfloat16))
+    low = load_network(PaliGemmaForConditionalGeneration, config, FIXTURE, Placement(dtype=torch.bfloat16))
     exact = dict(net.named_buffers())
     frequencies = {name: x for name, x in low.named_buffers() if name.endswith("inv_freq")}
     assert frequencies and all(p.dtype == torch.bfloat16 for p in low.parameters())

@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.reward import RewardError, RewardSpec, Rubric, WeightedReward
+from tastemaker.core.types import Placement
 from tastemaker.playground import motion
-from tastemaker.playground.captions import draw
-from tastemaker.playground.watcher import telling
-from tastemaker.randomness import Randomness
-from tastemaker.reward import Graded, RewardError, RewardSpec, Rubric
-from tastemaker.rewards.motion import Stillness
+from tastemaker.playground.captions import sample_captions
+from tastemaker.playground.motion_classifier import representative_frame
 from tastemaker.rewards.playground_motion import PlaygroundContent, PlaygroundMotion
 from tastemaker.rewards.playground_soft import PlaygroundSoft
 from tastemaker.rewards.playground_verdict import PlaygroundVerdict
-from tastemaker.types import Placement
+from tastemaker.rewards.stillness import Stillness
 
 ROWS = Randomness(0, 0, torch.arange(6))
 SAID = torch.arange(6) % 6
-TEXTS = motion.texts(draw(ROWS).texts(), SAID)
+TEXTS = motion.motion_captions(sample_captions(ROWS).texts(), SAID)
 
 
 def clips(frames: int = 8, size: int = 64) -> Tensor:
@@ -28,7 +28,7 @@ def clips(frames: int = 8, size: int = 64) -> Tensor:
 
 def rubric(spec: RewardSpec) -> Rubric:
     small = spec.tiny()
-    return Rubric({"it": Graded(small, small.load(Placement()))})
+    return Rubric({"it": WeightedReward(small, small.load(Placement()))})
 
 
 @pytest.mark.parametrize("spec", [PlaygroundMotion(), PlaygroundContent(PlaygroundSoft())])
@@ -58,7 +58,9 @@ def test_clips_of_other_sizes_are_scored(frames: int, size: int) -> None:
 
 def test_content_is_what_the_reward_of_stills_says_of_the_frame_that_tells() -> None:
     whole = rubric(PlaygroundContent(PlaygroundVerdict("graded"))).score(clips(), TEXTS).total
-    assert torch.equal(whole, rubric(PlaygroundVerdict("graded")).score(telling(clips(), SAID), TEXTS).total)
+    assert torch.equal(
+        whole, rubric(PlaygroundVerdict("graded")).score(representative_frame(clips(), SAID), TEXTS).total
+    )
 
 
 def test_a_caption_without_motion_is_refused_in_a_sentence() -> None:

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tastemaker.playground.captions import draw
-from tastemaker.randomness import Randomness
-from tastemaker.reward import Graded, RewardError, RewardSpec, Rubric, Verifier
-from tastemaker.rewards.combine import Relative
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.reward import RewardError, RewardSpec, Rubric, Verifier, WeightedReward
+from tastemaker.core.types import Placement
+from tastemaker.playground.captions import sample_captions
+from tastemaker.rewards.combinators import Relative
 from tastemaker.rewards.playground_judge import PlaygroundJudge
 from tastemaker.rewards.playground_match import PlaygroundMatch
 from tastemaker.rewards.playground_soft import PlaygroundSoft
 from tastemaker.rewards.playground_taste import PlaygroundTaste
 from tastemaker.rewards.playground_verdict import PlaygroundVerdict
-from tastemaker.types import Placement
 
 SPECS: list[RewardSpec] = [
     PlaygroundVerdict(),
@@ -26,7 +26,7 @@ SPECS: list[RewardSpec] = [
     PlaygroundJudge(),
     PlaygroundTaste(),
 ]
-CAPTIONS = draw(Randomness(0, 0, torch.arange(6)))
+CAPTIONS = sample_captions(Randomness(0, 0, torch.arange(6)))
 
 
 def pictures(count: int = 6, frames: int = 1, size: int = 64) -> Tensor:
@@ -35,7 +35,7 @@ def pictures(count: int = 6, frames: int = 1, size: int = 64) -> Tensor:
 
 def rubric(spec: RewardSpec) -> Rubric:
     small = spec.tiny()
-    return Rubric({"it": Graded(small, small.load(Placement()))})
+    return Rubric({"it": WeightedReward(small, small.load(Placement()))})
 
 
 @pytest.mark.parametrize("spec", SPECS)

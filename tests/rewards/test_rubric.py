@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tastemaker.reward import Graded, RewardError, RewardSpec, Rubric, shared
+from tastemaker.core.reward import RewardError, RewardSpec, Rubric, WeightedReward, load_shared_reward
+from tastemaker.core.types import Metadata, Placement, Prompts
 from tastemaker.rewards.color import Brightness, Color
 from tastemaker.rewards.jpeg import Jpeg
-from tastemaker.rewards.motion import Stillness
-from tastemaker.types import Facts, Placement, Prompts
+from tastemaker.rewards.stillness import Stillness
 
-Scorer = Callable[[Tensor, Prompts, Sequence[Facts]], Tensor]
+Scorer = Callable[[Tensor, Prompts, Sequence[Metadata]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,18 @@ class Own:
     def tiny(self) -> Own:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         self.seen.append(len(pixels))
         return self.function(pixels, prompts, facts)
 
 
 def rubric(weight: float = 1.0, **specs: RewardSpec) -> Rubric:
-    return Rubric({name: Graded(spec, shared(spec, Placement()), weight) for name, spec in specs.items()})
+    return Rubric(
+        {name: WeightedReward(spec, load_shared_reward(spec, Placement()), weight) for name, spec in specs.items()}
+    )
 
 
-def mean(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+def mean(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
     return pixels.mean((1, 2, 3, 4))
 
 
@@ -55,7 +57,7 @@ PROMPTS = ("red", "green", "blue", "grey", "a yellow bird")
 
 
 def test_the_total_is_the_weighted_sum_and_the_breakdown_is_unweighted() -> None:
-    graded = {"dark": Graded(Brightness(), Brightness(), -2.0), "color": Graded(Color(), Color(), 0.5)}
+    graded = {"dark": WeightedReward(Brightness(), Brightness(), -2.0), "color": WeightedReward(Color(), Color(), 0.5)}
     scores = Rubric(graded).score(PIXELS, PROMPTS)
     torch.testing.assert_close(scores.parts["dark"], PIXELS.mean((1, 2, 3, 4)))
     torch.testing.assert_close(scores.total, -2 * scores.parts["dark"] + 0.5 * scores.parts["color"])
@@ -68,8 +70,8 @@ def test_parts_keep_the_order_of_the_rubric_whichever_is_done_first() -> None:
 
 def test_a_reward_of_weight_zero_is_watched_without_a_graph() -> None:
     pixels = PIXELS.clone().requires_grad_()
-    watched = Graded(Brightness(), Brightness(), 0.0)
-    scores = Rubric({"watched": watched, "counts": Graded(Color(), Color())}).score(pixels, PROMPTS)
+    watched = WeightedReward(Brightness(), Brightness(), 0.0)
+    scores = Rubric({"watched": watched, "counts": WeightedReward(Color(), Color())}).score(pixels, PROMPTS)
     assert not scores.parts["watched"].requires_grad
     torch.testing.assert_close(scores.total, scores.parts["counts"])
     torch.testing.assert_close(scores.parts["watched"], PIXELS.mean((1, 2, 3, 4)))
@@ -98,7 +100,7 @@ def test_a_reward_of_frames_is_the_mean_over_frames() -> None:
 
 
 def test_a_lifted_row_knows_its_frame_and_keeps_its_facts() -> None:
-    def which(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def which(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         return torch.tensor([100.0 * fact["row"] + fact["frame"] for fact in facts])
 
     facts = [{"row": i} for i in range(5)]
@@ -127,7 +129,7 @@ def test_a_differentiable_reward_on_the_host_keeps_its_gradient() -> None:
 def test_host_rewards_run_beside_device_rewards() -> None:
     met = threading.Barrier(2, timeout=20)
 
-    def meet(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def meet(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         met.wait()  # passes only if the other reward runs at the same time
         return pixels.mean((1, 2, 3, 4))
 
@@ -148,7 +150,7 @@ def test_a_reward_that_raises_names_itself_the_prompt_and_the_cause() -> None:
 
 
 def test_a_reward_that_raises_on_the_host_does_so_too() -> None:
-    def broken(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def broken(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         raise OSError("no server")
 
     with pytest.raises(RewardError, match=r"reward 'far' failed on \['red'.*OSError: no server"):
@@ -182,7 +184,7 @@ def test_a_reward_that_loses_the_gradient_it_promises_is_caught() -> None:
 
 
 def test_out_of_memory_is_not_disguised() -> None:
-    def large(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def large(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         raise torch.OutOfMemoryError("no room")
 
     with pytest.raises(torch.OutOfMemoryError):
@@ -196,7 +198,7 @@ def test_prompts_that_do_not_match_the_pictures_are_refused() -> None:
 
 def test_no_pictures_have_no_scores() -> None:
     specs: dict[str, RewardSpec] = {"one": Brightness(), "other": Jpeg()}
-    rubric = Rubric({name: Graded(spec, spec.load(Placement())) for name, spec in specs.items()})
+    rubric = Rubric({name: WeightedReward(spec, spec.load(Placement())) for name, spec in specs.items()})
     found = rubric.score(torch.zeros(0, 1, 3, 8, 8), [])
     assert found.total.shape == (0,) and [part.shape for part in found.parts.values()] == [(0,), (0,)]
 
@@ -210,7 +212,7 @@ def test_equal_specs_hash_equal_and_share_one_scorer() -> None:
     assert Color() == Color()
     assert hash(Color()) == hash(Color())
     assert hash(Jpeg(quality=50)) == hash(Jpeg(quality=50))
-    assert shared(Jpeg(quality=50), Placement()) is shared(Jpeg(quality=50), Placement())
+    assert load_shared_reward(Jpeg(quality=50), Placement()) is load_shared_reward(Jpeg(quality=50), Placement())
     assert Jpeg(quality=50) != Jpeg()
 
 
@@ -230,4 +232,4 @@ def test_a_spec_that_cannot_be_hashed_gets_a_sentence() -> None:
             return self
 
     with pytest.raises(ValueError, match="Listed cannot be hashed"):
-        shared(Listed(["a"]), Placement())
+        load_shared_reward(Listed(["a"]), Placement())

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tastemaker.config.dump import resolve
+from tastemaker.config.dump import config_to_dict
 from tastemaker.config.load import load
-from tastemaker.config.validate import validate
-from tastemaker.reward import Graded, RewardError, RewardSpec, Rubric
+from tastemaker.config.validate import validate_config
+from tastemaker.core.reward import RewardError, RewardSpec, Rubric, WeightedReward
+from tastemaker.core.types import Metadata, Placement, Prompts
 from tastemaker.rewards.color import Brightness, Color
-from tastemaker.rewards.shuffled import Shuffled, others_of
-from tastemaker.types import Facts, Placement, Prompts
+from tastemaker.rewards.shuffled import Shuffled, derangement
 
 PIXELS = torch.rand(40, 1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 CLIPS = torch.rand(12, 5, 3, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -24,7 +24,7 @@ COLORS = [("red", "green", "blue", "yellow")[i % 4] for i in range(40)]
 
 
 def scores(spec: RewardSpec, pixels: Tensor, prompts: Prompts) -> Tensor:
-    return Rubric({"it": Graded(spec, spec.load(Placement()))}).score(pixels, prompts).total
+    return Rubric({"it": WeightedReward(spec, spec.load(Placement()))}).score(pixels, prompts).total
 
 
 def test_everybody_gets_what_another_one_earned() -> None:
@@ -34,12 +34,12 @@ def test_everybody_gets_what_another_one_earned() -> None:
 
 
 def test_the_order_is_the_same_for_the_same_pictures_and_another_for_others() -> None:
-    assert others_of(PIXELS) == others_of(PIXELS.clone())
-    assert others_of(PIXELS) != others_of(PIXELS * 0.9)
+    assert derangement(PIXELS) == derangement(PIXELS.clone())
+    assert derangement(PIXELS) != derangement(PIXELS * 0.9)
 
 
 def test_everybody_is_in_one_circle() -> None:
-    others, place, seen = others_of(PIXELS), 0, set()
+    others, place, seen = derangement(PIXELS), 0, set()
     while place not in seen:
         seen.add(place)
         place = others[place]
@@ -49,7 +49,7 @@ def test_everybody_is_in_one_circle() -> None:
 def test_where_gradients_flow_pictures_are_held_against_other_prompts() -> None:
     pixels = PIXELS.clone().requires_grad_()
     paid = scores(Shuffled(Color()), pixels, COLORS)
-    others = others_of(PIXELS)
+    others = derangement(PIXELS)
     torch.testing.assert_close(paid.detach(), scores(Color(), PIXELS, [COLORS[i] for i in others]))
     assert torch.autograd.grad(paid.sum(), pixels)[0].abs().sum() > 0
 
@@ -75,7 +75,7 @@ class Short:
     def tiny(self) -> Short:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         assert len(pixels) <= 3
         return pixels.mean((1, 2, 3, 4))
 
@@ -93,5 +93,5 @@ def test_one_picture_alone_cannot_be_exchanged() -> None:
 
 def test_a_recipe_can_ask_for_it_and_says_so_when_resolved() -> None:
     config = load("grpo-toy-flow", ["rewards.color={type: shuffled, of: {type: color}}"])
-    assert resolve(config)["rewards"]["color"]["type"] == "shuffled"
-    assert validate(resolve(config)) == config
+    assert config_to_dict(config)["rewards"]["color"]["type"] == "shuffled"
+    assert validate_config(config_to_dict(config)) == config

@@ -11,15 +11,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tastemaker.colors import COLORS
-from tastemaker.pictures import as_bytes, save_picture
-from tastemaker.reward import Graded, Rubric
+from tastemaker.core.reward import Rubric, WeightedReward
+from tastemaker.core.toy_colors import TOY_COLORS
+from tastemaker.core.types import Placement
+from tastemaker.data.image_io import save_image, to_uint8
 from tastemaker.rewards.color import Brightness, Color
 from tastemaker.rewards.compression import Compression
 from tastemaker.rewards.jpeg import Jpeg
-from tastemaker.rewards.motion import Stillness
-from tastemaker.rewards.target import L1, Mse
-from tastemaker.types import Placement
+from tastemaker.rewards.stillness import Stillness
+from tastemaker.rewards.target_image import L1, Mse
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -33,7 +33,7 @@ def flat(color: tuple[float, float, float], size: int = 8) -> Tensor:
 def test_jpeg_counts_the_kilobytes_of_the_file() -> None:
     pixels = random(1, 1, 3, 32, 32)
     file = BytesIO()
-    Image.fromarray(as_bytes(pixels[0, 0])).save(file, "JPEG", quality=80)
+    Image.fromarray(to_uint8(pixels[0, 0])).save(file, "JPEG", quality=80)
     size = len(file.getvalue()) / 1000
     assert Jpeg("compressible", 80).score(pixels, [""], [{}]).item() == pytest.approx(-size)
     assert Jpeg("incompressible", 80).score(pixels, [""], [{}]).item() == pytest.approx(size)
@@ -59,24 +59,24 @@ def test_brightness_is_the_mean_or_the_distance_to_a_target() -> None:
     assert Brightness(0.75).score(pixels, [""], [{}]).item() == pytest.approx(-0.25)
 
 
-@pytest.mark.parametrize("name", COLORS)
+@pytest.mark.parametrize("name", TOY_COLORS)
 def test_the_color_named_scores_one(name: str) -> None:
-    assert Color().score(flat(COLORS[name]), [f"a {name.upper()}, thing"], [{}]).item() == pytest.approx(1)
+    assert Color().score(flat(TOY_COLORS[name]), [f"a {name.upper()}, thing"], [{}]).item() == pytest.approx(1)
 
 
 def test_a_wrong_color_loses_its_mean_distance() -> None:
-    assert Color().score(flat(COLORS["red"]), ["blue"], [{}]).item() == pytest.approx(1 - 1.6 / 3)
+    assert Color().score(flat(TOY_COLORS["red"]), ["blue"], [{}]).item() == pytest.approx(1 - 1.6 / 3)
 
 
 def test_the_last_color_of_the_prompt_counts() -> None:
-    assert Color().score(flat(COLORS["red"]), ["a bluebird on blue and red"], [{}]).item() == pytest.approx(1)
+    assert Color().score(flat(TOY_COLORS["red"]), ["a bluebird on blue and red"], [{}]).item() == pytest.approx(1)
 
 
 def test_colors_of_ones_own_replace_the_known_ones() -> None:
     own = Color({"teal": (0.0, 0.5, 0.5)})
     assert own.score(flat((0.0, 0.5, 0.5)), ["teal"], [{}]).item() == pytest.approx(1)
     with pytest.raises(ValueError, match="'red' names no colour; expected one of teal"):
-        own.score(flat(COLORS["red"]), ["red"], [{}])
+        own.score(flat(TOY_COLORS["red"]), ["red"], [{}])
 
 
 def test_mse_and_l1_measure_the_distance_to_the_target() -> None:
@@ -89,14 +89,14 @@ def test_mse_and_l1_measure_the_distance_to_the_target() -> None:
 
 def test_a_target_can_be_a_file(tmp_path: Path) -> None:
     pixels = random(1, 3, 4, 4).mul(255).round() / 255
-    save_picture(pixels, tmp_path / "target.png")
+    save_image(pixels, tmp_path / "target.png")
     for path in (tmp_path / "target.png", str(tmp_path / "target.png")):
         assert Mse().score(pixels[None], [""], [{"target": path}]).item() == pytest.approx(0, abs=1e-12)
 
 
 def test_a_clip_is_compared_frame_by_frame_with_a_clip_and_every_frame_with_a_still() -> None:
     clip = random(1, 3, 3, 4, 4)
-    rubric = Rubric({"mse": Graded(Mse(), Mse())})
+    rubric = Rubric({"mse": WeightedReward(Mse(), Mse())})
     assert rubric.score(clip, [""], [{"target": clip[0]}]).total.item() == 0
     expected = -(clip - clip[:, :1]).square().mean()
     torch.testing.assert_close(rubric.score(clip, [""], [{"target": clip[0, :1]}]).total[0], expected)

@@ -8,27 +8,27 @@ import pytest
 import torch
 
 from tastemaker.config.registries import REWARDS
-from tastemaker.config.run import RewardConfig
-from tastemaker.config.validate import build
-from tastemaker.registry import Registry
-from tastemaker.reward import Graded, RewardSpec, Rubric, shared
+from tastemaker.config.schema import RewardConfig
+from tastemaker.config.validate import build_component
+from tastemaker.core.registry import Registry
+from tastemaker.core.reward import RewardSpec, Rubric, WeightedReward, load_shared_reward
+from tastemaker.core.types import Placement
 from tastemaker.rewards.aesthetic import Aesthetic
 from tastemaker.rewards.color import Brightness, Color
-from tastemaker.rewards.detection import Detection
+from tastemaker.rewards.detection import DetectionReward
 from tastemaker.rewards.hps import Hps
 from tastemaker.rewards.jpeg import Jpeg
-from tastemaker.rewards.motion import Stillness
 from tastemaker.rewards.pickscore import PickScore
+from tastemaker.rewards.stillness import Stillness
 from tastemaker.rewards.sum import Sum
 from tastemaker.rewards.weather import Weather
-from tastemaker.types import Placement
 
 PIXELS = torch.rand(4, 3, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 PROMPTS = ("red", "green", "blue", "grey")
 
 
 def total(spec: RewardSpec, pixels: torch.Tensor = PIXELS) -> torch.Tensor:
-    return Rubric({"it": Graded(spec, shared(spec, Placement()))}).score(pixels, PROMPTS).total
+    return Rubric({"it": WeightedReward(spec, load_shared_reward(spec, Placement()))}).score(pixels, PROMPTS).total
 
 
 def test_a_sum_is_what_a_rubric_of_the_same_weights_says() -> None:
@@ -60,12 +60,15 @@ def test_weights_that_do_not_fit_are_refused(weights: tuple[float, ...]) -> None
 
 
 def test_the_originals_names_are_accepted() -> None:
-    assert build(RewardSpec, {"type": "pick_score", "batch_size": 3}) == PickScore(batch_size=3)
-    assert isinstance(build(RewardSpec, {"type": "objectDetection"}), Detection)
-    assert [build(RewardSpec, {"type": name}) for name in ("rainy", "snowy")] == [Weather("rainy"), Weather("snowy")]
-    both = build(RewardSpec, {"type": "aesthetic_hps"})
+    assert build_component(RewardSpec, {"type": "pick_score", "batch_size": 3}) == PickScore(batch_size=3)
+    assert isinstance(build_component(RewardSpec, {"type": "objectDetection"}), DetectionReward)
+    assert [build_component(RewardSpec, {"type": name}) for name in ("rainy", "snowy")] == [
+        Weather("rainy"),
+        Weather("snowy"),
+    ]
+    both = build_component(RewardSpec, {"type": "aesthetic_hps"})
     assert both == Sum((Aesthetic(), Hps(fit="stretch")), (0.5, 7.5))  # (aesthetic + 15 hps) / 2
-    assert build(RewardSpec, {"type": "aesthetic_hps", "weights": [1, 2]}).weights == (1.0, 2.0)
+    assert build_component(RewardSpec, {"type": "aesthetic_hps", "weights": [1, 2]}).weights == (1.0, 2.0)
 
 
 def test_an_alias_is_found_but_not_listed_and_written_by_its_name() -> None:

@@ -12,13 +12,13 @@ from PIL import Image
 from safetensors import safe_open
 from torch import Tensor
 
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Graded, RewardError, RewardSpec, Rubric
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import RewardError, RewardSpec, Rubric, WeightedReward
+from tastemaker.core.types import Placement
 from tastemaker.rewards.actpred import Actpred
-from tastemaker.rewards.nets.videomae import MEANT, sines
-from tastemaker.rewards.nets.vjepa import BLOCKS, hidden
+from tastemaker.rewards.backbones.videomae import ACTION_ALIASES, sinusoidal_positions
+from tastemaker.rewards.backbones.vjepa import BLOCKS, sample_block_mask
 from tastemaker.rewards.vjepa import Vjepa
-from tastemaker.types import Placement
 
 NAMES = ["abseiling", "jogging", "playing piano", "chopping wood", "playing violin"]
 EXACT = Placement(dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_clips_of_any_length_score_as_by_a_network_made_for_them(kinetics: Path,
 def test_positions_are_those_of_transformers() -> None:
     from transformers.models.videomae.modeling_videomae import get_sinusoid_encoding_table
 
-    assert torch.equal(sines(50, 24), get_sinusoid_encoding_table(50, 24))
+    assert torch.equal(sinusoidal_positions(50, 24), get_sinusoid_encoding_table(50, 24))
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (50, 70), (20, 16)])
@@ -113,12 +113,12 @@ def test_a_prompt_means_the_first_action_it_names(kinetics: Path) -> None:
     assert net.place("a violin on a piano", None) == NAMES.index("playing piano")  # VADER's order, not the prompt's
     assert net.place("a man is chopping wood", None) == NAMES.index("chopping wood")
     assert net.place("a cat", "abseiling") == 0
-    assert [*MEANT][:3] == ["piano", "guitar", "doughnuts"] and len(MEANT) == 13
+    assert [*ACTION_ALIASES][:3] == ["piano", "guitar", "doughnuts"] and len(ACTION_ALIASES) == 13
 
 
 def test_prompts_and_labels_that_name_no_action_are_refused(kinetics: Path) -> None:
     spec = Actpred(weights=str(kinetics))
-    rubric = Rubric({"actpred": Graded(spec, spec.load(Placement()))})
+    rubric = Rubric({"actpred": WeightedReward(spec, spec.load(Placement()))})
     with pytest.raises(RewardError, match="the prompt 'a cat' names no action the classifier knows"):
         rubric.score(clips(1, 4), ["a cat"])
     with pytest.raises(ValueError, match=r"the label 'juggling' is no action .* such as 'jogging'"):
@@ -164,7 +164,7 @@ def test_the_score_is_minus_the_training_loss(jepa_folder: Path) -> None:
         target = torch.nn.functional.layer_norm(own(seen, skip_predictor=True).last_hidden_state, [36])
         for seed in (5, 6):
             for blocks, share in BLOCKS:
-                shown, missing = (x.expand(2, -1) for x in hidden(2, 4, blocks, share, seed))
+                shown, missing = (x.expand(2, -1) for x in sample_block_mask(2, 4, blocks, share, seed))
                 # The context's encoder is given the visible patches alone, with their places.
                 context = own.encoder.embeddings(seen).gather(1, shown[..., None].expand(-1, -1, 36))
                 for layer in own.encoder.layer:
@@ -179,7 +179,7 @@ def test_the_score_is_minus_the_training_loss(jepa_folder: Path) -> None:
 
 def test_what_is_hidden_stays_hidden_from_the_context(jepa_folder: Path) -> None:
     net = Vjepa(weights=str(jepa_folder)).load(Placement()).net
-    shown, missing = hidden(2, 4, *BLOCKS[0], 0)
+    shown, missing = sample_block_mask(2, 4, *BLOCKS[0], 0)
     places = torch.rand(1, 32, 36, generator=torch.Generator().manual_seed(0))
     other = places.index_fill(1, missing, 0.0)
     assert torch.equal(net._encoded(places, shown), net._encoded(other, shown))
@@ -187,14 +187,14 @@ def test_what_is_hidden_stays_hidden_from_the_context(jepa_folder: Path) -> None
 
 def test_masks_are_blocks_through_all_frames_and_the_same_each_time() -> None:
     for blocks, share in BLOCKS:
-        shown, missing = hidden(3, 16, blocks, share, 7)
+        shown, missing = sample_block_mask(3, 16, blocks, share, 7)
         assert torch.equal(torch.cat([shown, missing]).sort().values, torch.arange(3 * 256))
         first, *others = [missing[(missing >= k * 256) & (missing < (k + 1) * 256)] - k * 256 for k in range(3)]
         assert all(torch.equal(first, other) for other in others)
         assert share * 0.9 <= len(first) / 256 < 1
-        assert torch.equal(hidden(3, 16, blocks, share, 7)[0], shown)
-        assert not torch.equal(hidden(3, 16, blocks, share, 8)[0], shown)
-    assert all(len(part) for part in hidden(1, 1, 2, 0.7, 0)[:1])  # of a single place something is seen
+        assert torch.equal(sample_block_mask(3, 16, blocks, share, 7)[0], shown)
+        assert not torch.equal(sample_block_mask(3, 16, blocks, share, 8)[0], shown)
+    assert all(len(part) for part in sample_block_mask(1, 1, 2, 0.7, 0)[:1])  # of a single place something is seen
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (50, 70)])
@@ -221,7 +221,8 @@ def test_gradients_agree_with_finite_differences(spec: Actpred | Vjepa, kinetics
 def test_small_ones_score_any_clip_alike_each_time(spec: Actpred | Vjepa, shape: tuple[int, int]) -> None:
     pixels = clips(2, 5, *shape).requires_grad_()
     one, two = (
-        Rubric({"it": Graded(spec, spec.load(Placement()))}).score(pixels, ["", "x" * 10_000]).total for _ in range(2)
+        Rubric({"it": WeightedReward(spec, spec.load(Placement()))}).score(pixels, ["", "x" * 10_000]).total
+        for _ in range(2)
     )
     assert torch.equal(one, two) and one.dtype == torch.float32
     assert torch.autograd.grad(one.sum(), pixels)[0].abs().max() > 0

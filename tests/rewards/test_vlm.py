@@ -17,24 +17,32 @@ import toys
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from tastemaker.randomness import Randomness
-from tastemaker.reward import Verifier
-from tastemaker.rewards.nets.answers import CLARITY, POTENTIAL, QUESTIONS, Mode, Words, understood, vocabulary
-from tastemaker.rewards.nets.chat import Heard
-from tastemaker.rewards.nets.panel import Panel
-from tastemaker.rewards.nets.speech import OneVision, Turns
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.reward import Verifier
+from tastemaker.core.types import Placement, PromptBatch
 from tastemaker.rewards.vlm import Vlm, VlmScorer
+from tastemaker.search.base import Search, start_candidates
 from tastemaker.search.best_of_n import BestOfN
-from tastemaker.search.parm import Parm
-from tastemaker.search.refine import Critic
-from tastemaker.search.search import Search, candidates
-from tastemaker.types import Placement, PromptBatch
+from tastemaker.search.parm import PARMSearch
+from tastemaker.search.refine import ExplainingVerifier
+from tastemaker.vlm.chat_model import ChatOutput
+from tastemaker.vlm.chat_processors import Conversation, OneVisionProcessor
+from tastemaker.vlm.judge import VlmJudge
+from tastemaker.vlm.yes_no import (
+    CLARITY,
+    POTENTIAL,
+    QUESTIONS,
+    AnswerMode,
+    AnswerTokens,
+    find_answer_tokens,
+    parse_answer,
+)
 
 FLOW = json.loads((Path(__file__).parents[1] / "fixtures/showo/reward_flow.json").read_text(encoding="utf-8"))
 CASES = FLOW["score_cases"]
 VOCABULARY = ["yes", "Yes", "no", "No", "maybe", *(f"word {k}" for k in range(40))]
-WORDS = Words(yes=(0, 1), no=(2, 3))
-MODES: list[Mode] = ["yes_no_logits", "full_softmax", "upstream_generate"]
+WORDS = AnswerTokens(yes=(0, 1), no=(2, 3))
+MODES: list[AnswerMode] = ["yes_no_logits", "full_softmax", "upstream_generate"]
 PICTURES = torch.rand(5, 1, 3, 40, 56, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a cat", "two dogs on a very long bench " * 8, "", "a {prompt} <image><|im_end|>\n", "a red car"]
 
@@ -52,18 +60,18 @@ class Scripted:
     """A judge that gives the answers it is told to, in order, and counts the questions."""
 
     queue: list[Tensor]
-    words: Words = WORDS
+    words: AnswerTokens = WORDS
     asked: list[str] = field(default_factory=list)
 
     def plain(self, prompt: str) -> str:
         return prompt
 
-    def ask(self, pixels: Tensor, conversations: Sequence[Turns], keep: bool = False) -> Heard:
+    def ask(self, pixels: Tensor, conversations: Sequence[Conversation], keep: bool = False) -> ChatOutput:
         self.asked += [turns[-1] for turns in conversations]
         rows = torch.cat([self.queue.pop(0) for _ in conversations])
-        return Heard(rows, pixels, tuple(conversations), torch.ones(len(rows), 1))
+        return ChatOutput(rows, pixels, tuple(conversations), torch.ones(len(rows), 1))
 
-    def follow(self, heard: Heard, rows: Tensor, answer: str, question: str) -> Tensor:
+    def follow(self, heard: ChatOutput, rows: Tensor, answer: str, question: str) -> Tensor:
         assert answer == "yes"
         return self.ask(heard.pixels[rows], [(question,)] * len(rows)).logits
 
@@ -75,7 +83,7 @@ def said(token: str, told: dict[str, float]) -> Tensor:
 
 
 def test_conversations_are_worded_as_recorded() -> None:
-    speech, prompt = OneVision(None, None), "a photo of a red dog"
+    speech, prompt = OneVisionProcessor(None, None), "a photo of a red dog"
     clarity = CLARITY.replace("{prompt}", prompt)
     assert speech.written((QUESTIONS["orm"].replace("{prompt}", prompt),)) == FLOW["orm_prompt"]
     assert speech.written((clarity,)) == FLOW["clarity_prompt"]
@@ -85,7 +93,7 @@ def test_conversations_are_worded_as_recorded() -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case["fn"] == "orm"], ids=str)
 def test_outcomes_score_as_recorded(case: dict[str, Any]) -> None:
     token = torch.tensor([VOCABULARY.index(case["token"])])
-    answer = understood(logits(case["logits"]), WORDS, "upstream_generate", 0.5, token)
+    answer = parse_answer(logits(case["logits"]), WORDS, "upstream_generate", 0.5, token)
     assert answer.agrees.item() is case["ret"][0]
     assert answer.score.item() == pytest.approx(case["ret"][1], abs=1e-5)
 
@@ -93,7 +101,7 @@ def test_outcomes_score_as_recorded(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c["fn"] == "parm" and not c["clear_in"]], ids=str)
 def test_previews_are_judged_as_recorded(case: dict[str, Any]) -> None:
     judge = Scripted([said(token, told) for token, told in case["queue"]])
-    verdict = Panel(judge, "upstream_generate", 0.5).preview(PICTURES[:1, 0], ["a cat"])
+    verdict = VlmJudge(judge, "upstream_generate", 0.5).preview(PICTURES[:1, 0], ["a cat"])
     promising, cost, clear = case["ret"]
     assert (verdict.promising.item(), verdict.clear.item()) == (promising, clear)
     assert 1 - verdict.score.item() == pytest.approx(cost, abs=1e-5)
@@ -102,7 +110,7 @@ def test_previews_are_judged_as_recorded(case: dict[str, Any]) -> None:
 
 def test_a_judge_that_says_yes_in_capitals_is_understood_but_not_by_the_published_rule() -> None:
     told = logits({"yes": -3.0, "Yes": 4.0, "no": 0.0, "maybe": 3.0})
-    share, whole, published = (understood(told, WORDS, mode, 0.5).score.item() for mode in MODES)
+    share, whole, published = (parse_answer(told, WORDS, mode, 0.5).score.item() for mode in MODES)
     yes, no, other = math.exp(-3) + math.exp(4), 1.0, math.exp(3)
     assert share == pytest.approx(yes / (yes + no), abs=1e-6)
     assert whole == pytest.approx(yes / (yes + no + other), abs=1e-6)
@@ -117,9 +125,9 @@ def test_sampling_settings_change_the_published_score_alone() -> None:
     theirs = TopPLogitsWarper(0.8)(None, TopKLogitsWarper(7)(None, told))
     torch.testing.assert_close(few.warped(told).softmax(-1), theirs.softmax(-1))
     for mode in MODES[:2]:
-        assert torch.equal(understood(told, few, mode, 0.5).score, understood(told, WORDS, mode, 0.5).score)
+        assert torch.equal(parse_answer(told, few, mode, 0.5).score, parse_answer(told, WORDS, mode, 0.5).score)
     sure = logits({"yes": 3.0, "no": 1.0})
-    assert understood(sure, few, "upstream_generate", 0.5).score.item() == 1.0  # top-p leaves one word
+    assert parse_answer(sure, few, "upstream_generate", 0.5).score.item() == 1.0  # top-p leaves one word
 
 
 def flow(name: str) -> Any:
@@ -137,7 +145,7 @@ class Reader(Scripted):
     previews: dict[int, list[tuple[bool, float, bool]]] = field(default_factory=dict)
     unclear: list[int] = field(default_factory=list)
 
-    def ask(self, pixels: Tensor, conversations: Sequence[Turns], keep: bool = False) -> Heard:
+    def ask(self, pixels: Tensor, conversations: Sequence[Conversation], keep: bool = False) -> ChatOutput:
         if not keep:
             return Scripted.ask(self, pixels, conversations)
         assert len(conversations) == len(self.unclear)
@@ -145,9 +153,9 @@ class Reader(Scripted):
         self.unclear = [each for each, look in zip(self.unclear, looks, strict=True) if not look[2]]
         self.later = [answer(1 - cost) for _, cost, clear in looks if clear]
         rows = torch.cat([answer(0.9 if clear else 0.1) for _, _, clear in looks])
-        return Heard(rows, pixels, tuple(conversations), torch.ones(len(rows), 1))
+        return ChatOutput(rows, pixels, tuple(conversations), torch.ones(len(rows), 1))
 
-    def follow(self, heard: Heard, rows: Tensor, answer: str, question: str) -> Tensor:
+    def follow(self, heard: ChatOutput, rows: Tensor, answer: str, question: str) -> Tensor:
         return torch.cat(self.later)
 
 
@@ -168,12 +176,12 @@ def pick(search: Search, judge: Verifier, count: int) -> int:
     policy, batch, rng = toys.policy("masked"), PromptBatch(("a red",), ({},)), Randomness(3, 0, torch.arange(1))
     found = search.find(policy, judge, batch, rng)
     cond = policy.embed(batch.prompts, batch.facts).repeat(count)
-    finals = candidates(policy, cond, rng.repeat(count)).finish().final
+    finals = start_candidates(policy, cond, rng.repeat(count)).finish().final
     return next(k for k in range(count) if torch.equal(finals[k], found.x[0]))
 
 
 def scorer(talker: Scripted) -> VlmScorer:
-    return VlmScorer(Vlm(mode="upstream_generate"), Panel(talker, "upstream_generate", 0.5))
+    return VlmScorer(Vlm(mode="upstream_generate"), VlmJudge(talker, "upstream_generate", 0.5))
 
 
 def test_the_best_of_several_is_the_recorded_one() -> None:
@@ -188,12 +196,12 @@ def test_a_search_with_previews_takes_the_recorded_one(name: str, finals: tuple[
     told = flow(name)
     count = told["search"]
     judge = Reader([answer(score) for score in finals], previews=split(name), unclear=list(range(count)))
-    assert [pick(Parm(count), scorer(judge), count)] == told["picked"]
+    assert [pick(PARMSearch(count), scorer(judge), count)] == told["picked"]
 
 
 def test_it_says_what_is_wrong_for_a_search_that_reflects() -> None:
     judge = Vlm(batch_size=2).tiny().load(Placement())
-    assert isinstance(judge, Critic)
+    assert isinstance(judge, ExplainingVerifier)
     told = judge.reasons(PICTURES, PROMPTS, [{}] * 5)
     assert len(told) == 5 and all(isinstance(reason, str) for reason in told)
     assert told == judge.reasons(PICTURES, PROMPTS, [{}] * 5)
@@ -202,15 +210,15 @@ def test_it_says_what_is_wrong_for_a_search_that_reflects() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_judge_that_answers_neither_yes_nor_no_is_a_sentence(mode: Mode) -> None:
-    panel = Panel(Scripted([logits({"maybe": 3.0}), logits({"yes": 3.0})]), mode, 0.5, "my/judge")
+def test_a_judge_that_answers_neither_yes_nor_no_is_a_sentence(mode: AnswerMode) -> None:
+    panel = VlmJudge(Scripted([logits({"maybe": 3.0}), logits({"yes": 3.0})]), mode, 0.5, "my/judge")
     with pytest.warns(UserWarning, match="the judge 'my/judge' answers neither yes nor no to some pictures"):
         said = panel.outcome(PICTURES[:2, 0], ["a cat", "a dog"], "orm")
     assert said.score.isfinite().all() and said.score[0] < said.score[1]
 
 
 def test_a_judge_that_answers_is_not_complained_of() -> None:
-    panel = Panel(Scripted([logits({"No": 3.0})]), "yes_no_logits", 0.5, "my/judge")
+    panel = VlmJudge(Scripted([logits({"No": 3.0})]), "yes_no_logits", 0.5, "my/judge")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         panel.outcome(PICTURES[:1, 0], ["a cat"], "orm")
@@ -219,7 +227,7 @@ def test_a_judge_that_answers_is_not_complained_of() -> None:
 def test_a_top_k_of_nought_keeps_every_word() -> None:
     told = logits({"yes": 2.0, "no": 1.0, "maybe": 0.5})
     every = told.softmax(-1)[0, 0]
-    said = understood(told, replace(WORDS, top_k=0), "upstream_generate", 0.5)
+    said = parse_answer(told, replace(WORDS, top_k=0), "upstream_generate", 0.5)
     torch.testing.assert_close(said.yes[0], every)
 
 
@@ -230,14 +238,14 @@ def test_words_in_capitals_are_yes_and_no_too() -> None:
         def __call__(self, text: str, add_special_tokens: bool) -> Any:
             return SimpleNamespace(input_ids=[known[text]] if text in known else [8, 9])
 
-    words = vocabulary(Spelled())
+    words = find_answer_tokens(Spelled())
     assert (words.yes, words.no) == ((1, 2, 3, 4), (5, 6))
 
 
 def test_a_prm_is_asked_its_own_question_at_every_step() -> None:
     judge = Scripted([logits({"yes": 1.0, "no": 0.0}), logits({"yes": 0.0, "no": 1.0})])
     for progress, likely in ((0.3, 1.0), (1.0, -1.0)):
-        said = Panel(judge, "yes_no_logits", 0.5).verdict(PICTURES[:1, 0], ["a cat"], "prm", progress)
+        said = VlmJudge(judge, "yes_no_logits", 0.5).verdict(PICTURES[:1, 0], ["a cat"], "prm", progress)
         assert said.clear.all() and said.score.item() == pytest.approx(1 / (1 + math.exp(-likely)), rel=1e-5)
     assert judge.asked == [QUESTIONS["prm"].replace("{prompt}", "a cat")] * 2
 
@@ -247,4 +255,4 @@ def test_what_sampling_leaves_is_what_transformers_leaves(top_k: int, top_p: flo
     told = torch.randn(64, 90, generator=torch.Generator().manual_seed(0)).mul(3).round()  # with many equals
     theirs = TopKLogitsWarper(top_k)(torch.zeros(0), told) if top_k else told
     theirs = TopPLogitsWarper(top_p)(torch.zeros(0), theirs) if top_p < 1 else theirs
-    assert torch.equal(Words((0,), (1,), top_k, top_p).warped(told), theirs)
+    assert torch.equal(AnswerTokens((0,), (1,), top_k, top_p).warped(told), theirs)

@@ -12,18 +12,18 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from talkers import FAMILIES
 from torch import Tensor
+from vlm_stubs import FAMILIES
 
-from tastemaker.registry import ConfigError
-from tastemaker.rewards.nets.answers import CLARITY, POTENTIAL, QUESTIONS
-from tastemaker.rewards.nets.chat import Chat, chat
-from tastemaker.rewards.nets.hub import assembled, silence
-from tastemaker.rewards.nets.llava import converted
-from tastemaker.rewards.nets.speech import OneVision
-from tastemaker.rewards.nets.tiny_chat import tiny_chat, tiny_tokenizer
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.rewards.backbones.loading import load_network, quiet_transformers
 from tastemaker.rewards.vlm import Vlm
-from tastemaker.types import Placement
+from tastemaker.vlm.chat_model import ChatModel, load_chat_model
+from tastemaker.vlm.chat_processors import OneVisionProcessor
+from tastemaker.vlm.llava_keys import convert_keys
+from tastemaker.vlm.tiny_chat_model import tiny_chat, tiny_tokenizer
+from tastemaker.vlm.yes_no import CLARITY, POTENTIAL, QUESTIONS
 
 # PaliGemma's processor itself asks numpy for what it will no longer do.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -33,14 +33,14 @@ PICTURES = torch.rand(4, 3, 40, 56, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a cat", "two dogs on a long bench", "", "a red car"]
 
 
-def asked(judge: Chat, rows: list[int], keep: bool, *more: str) -> Tensor:
+def asked(judge: ChatModel, rows: list[int], keep: bool, *more: str) -> Tensor:
     turns = [(CLARITY.replace("{prompt}", PROMPTS[i]), *more) for i in rows]
     return judge.ask(PICTURES[rows], turns, keep).logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_answers_in_batches_as_one_by_one(family: str, folders: dict[str, Path]) -> None:
-    judge = chat(str(folders[family]), Placement())
+    judge = load_chat_model(str(folders[family]), Placement())
     together = asked(judge, [0, 1, 2, 3], False)
     alone = torch.cat([asked(judge, [i], False) for i in range(4)])
     torch.testing.assert_close(together, alone, atol=2e-4, rtol=1e-4)
@@ -49,7 +49,7 @@ def test_a_family_answers_in_batches_as_one_by_one(family: str, folders: dict[st
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_asking_on_is_the_same_as_asking_anew(family: str, folders: dict[str, Path]) -> None:
-    judge = chat(str(folders[family]), Placement())
+    judge = load_chat_model(str(folders[family]), Placement())
     turns = [(CLARITY.replace("{prompt}", prompt),) for prompt in PROMPTS]
     heard = judge.ask(PICTURES, turns, keep=True)
     assert (heard.cache is not None) == (family not in ("llava", "paligemma"))
@@ -73,7 +73,7 @@ def test_only_who_prepares_pictures_in_torch_gives_gradients(folders: dict[str, 
 
 
 def test_one_forward_pass_is_the_first_step_of_greedy_generation(folders: dict[str, Path]) -> None:
-    judge = chat(str(folders["qwen2_5_vl"]), Placement())
+    judge = load_chat_model(str(folders["qwen2_5_vl"]), Placement())
     texts = [judge.speech.written((CLARITY.replace("{prompt}", prompt),)) for prompt in PROMPTS]
     inputs = judge.speech.asked(PICTURES, texts)
     out = judge.net.generate(
@@ -84,8 +84,8 @@ def test_one_forward_pass_is_the_first_step_of_greedy_generation(folders: dict[s
 
 
 def test_a_padded_picture_passes_as_one_tile(folders: dict[str, Path]) -> None:
-    judge = chat(str(folders["llava_onevision"]), Placement())
-    assert isinstance(judge.speech, OneVision)
+    judge = load_chat_model(str(folders["llava_onevision"]), Placement())
+    assert isinstance(judge.speech, OneVisionProcessor)
     inputs = judge.speech.asked(PICTURES, [judge.speech.written((CLARITY,))] * 4)
     sizes, count = torch.tensor([[56, 56]] * 4), torch.tensor([4])  # several pictures are not cut into tiles
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_pictures_are_padded_and_resized_as_the_published_judges_do(height: int,
     theirs = SiglipImageProcessorPil(size={"height": 30, "width": 30}, resample=3)(square, return_tensors="pt")
     net, tokenizer = tiny_chat(Placement())
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
-    difference = (OneVision(net, tokenizer).squared(pixels) - theirs["pixel_values"]).abs().mean() / 2
+    difference = (OneVisionProcessor(net, tokenizer).squared(pixels) - theirs["pixel_values"]).abs().mean() / 2
     assert difference <= 1e-3
 
 
@@ -117,7 +117,7 @@ def test_the_published_names_are_mapped_one_and_all() -> None:
     empty = torch.zeros(0)
     assert len(told) == 765
     for old, new in told.items():
-        found = converted({old: empty}, Path("parm"))
+        found = convert_keys({old: empty}, Path("parm"))
         found.pop("lm_head.weight" if new != "lm_head.weight" else "", None)
         assert [*found] == [new]
 
@@ -130,8 +130,8 @@ def published(folder: Path, path: Path, config: dict[str, Any]) -> None:
         (r"model\.multi_modal_projector\.linear_2\.(.+)", r"model.mm_projector.2.\1"),
         (r"model\.language_model\.(.+)", r"model.\1"),
     ]
-    with silence():
-        state = {k: v.clone() for k, v in chat(str(folder), Placement()).net.state_dict().items()}
+    with quiet_transformers():
+        state = {k: v.clone() for k, v in load_chat_model(str(folder), Placement()).net.state_dict().items()}
     renamed = {}
     for key, value in state.items():
         old = next((re.sub(ours, theirs, key) for ours, theirs in back if re.fullmatch(ours, key)), key)
@@ -182,7 +182,7 @@ def test_a_published_judge_scores_as_its_twin_in_transformers(mode: Any, parm: P
 
 
 def test_the_eyes_of_a_published_judge_are_those_of_its_name(parm: Path) -> None:
-    eyes = chat(str(parm), Placement()).net.config.vision_config
+    eyes = load_chat_model(str(parm), Placement()).net.config.vision_config
     assert (eyes.image_size, eyes.patch_size, eyes.num_hidden_layers, eyes.num_attention_heads) == (30, 14, 2, 1)
 
 
@@ -191,7 +191,7 @@ def test_paligemma_answers_as_recorded() -> None:
 
     path = FIXTURES / "paligemma"
     config = PaliGemmaConfig.from_pretrained(path)
-    net = assembled(PaliGemmaForConditionalGeneration, config, path, Placement())
+    net = load_network(PaliGemmaForConditionalGeneration, config, path, Placement())
     told = load_file(path / "expected.safetensors")
     with torch.no_grad():
         out = net(
@@ -203,7 +203,7 @@ def test_paligemma_answers_as_recorded() -> None:
 
 
 def test_paligemma_is_asked_with_its_picture_first_and_a_line_end(folders: dict[str, Path]) -> None:
-    judge = chat(str(folders["paligemma"]), Placement())
+    judge = load_chat_model(str(folders["paligemma"]), Placement())
     text = judge.speech.written((QUESTIONS["orm"].replace("{prompt}", "a cat"),))
     ids = judge.speech.asked(PICTURES[:1], [text]).ids[0]
     assert judge.tokenizer.decode(ids) == "<image>" * 4 + "<bos>" + text.removeprefix("<image>") + "\n"
@@ -223,7 +223,7 @@ def test_folders_that_will_not_do_are_told_in_a_sentence(parm: Path, folders: di
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
         Vlm(weights=str(tmp_path)).load(Placement())
     with pytest.raises(ConfigError, match=r"'model\.other\.weight', which no LLaVA-OneVision has"):
-        converted({"model.other.weight": torch.zeros(1)}, parm)
+        convert_keys({"model.other.weight": torch.zeros(1)}, parm)
 
 
 def test_a_published_judge_without_its_tokenizer_or_a_tensor_is_refused(parm: Path, tmp_path: Path) -> None:

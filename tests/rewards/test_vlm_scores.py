@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tastemaker.reward import Graded, Rubric, Verifier
-from tastemaker.rewards.nets.answers import Mode
+from tastemaker.core.reward import Rubric, Verifier, WeightedReward
+from tastemaker.core.types import Placement
 from tastemaker.rewards.vlm import Vlm
-from tastemaker.types import Placement
+from tastemaker.vlm.yes_no import AnswerMode
 
-MODES: list[Mode] = ["yes_no_logits", "full_softmax", "upstream_generate"]
+MODES: list[AnswerMode] = ["yes_no_logits", "full_softmax", "upstream_generate"]
 PICTURES = torch.rand(5, 1, 3, 40, 56, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a cat", "two dogs on a very long bench " * 8, "", "a {prompt} <image><|im_end|>\n", "a red car"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_scores_as_its_rows_do_alone(mode: Mode) -> None:
+def test_a_batch_scores_as_its_rows_do_alone(mode: AnswerMode) -> None:
     judge = Vlm(mode=mode).tiny().load(Placement())
     together = judge.score(PICTURES, PROMPTS, [{}] * 5)
     alone = torch.cat([judge.score(PICTURES[i : i + 1], PROMPTS[i : i + 1], [{}]) for i in range(5)])
@@ -30,7 +30,7 @@ def test_it_is_a_reward_and_a_verifier() -> None:
     judge = spec.load(Placement())
     assert isinstance(judge, Verifier)
     final = judge.judge(PICTURES, PROMPTS, (), 1.0)
-    score = Rubric({"vlm": Graded(spec, judge)}).score(PICTURES, PROMPTS).total
+    score = Rubric({"vlm": WeightedReward(spec, judge)}).score(PICTURES, PROMPTS).total
     torch.testing.assert_close(final.score, score)
     assert final.clear.all() and torch.equal(final.promising, score >= 0.5)
     preview = judge.judge(PICTURES, PROMPTS, (), 0.5)
@@ -41,7 +41,7 @@ def test_its_gradient_is_the_slope_of_its_score() -> None:
     spec = Vlm(gradient=True).tiny()
     judge, direction = spec.load(Placement()), PICTURES - 0.5
     pixels = PICTURES.clone().requires_grad_()
-    score = Rubric({"vlm": Graded(spec, judge)}).score(pixels, PROMPTS).total
+    score = Rubric({"vlm": WeightedReward(spec, judge)}).score(pixels, PROMPTS).total
     (slope,) = torch.autograd.grad(score.sum(), pixels)
     ahead, behind = (judge.score(PICTURES + h * direction, PROMPTS, [{}] * 5).double() for h in (0.02, -0.02))
     expected = (ahead - behind) / 0.04
@@ -51,7 +51,9 @@ def test_its_gradient_is_the_slope_of_its_score() -> None:
 
 def test_without_a_gradient_asked_for_there_is_none() -> None:
     spec = Vlm().tiny()
-    score = Rubric({"vlm": Graded(spec, spec.load(Placement()))}).score(PICTURES.clone().requires_grad_(), PROMPTS)
+    score = Rubric({"vlm": WeightedReward(spec, spec.load(Placement()))}).score(
+        PICTURES.clone().requires_grad_(), PROMPTS
+    )
     assert not score.total.requires_grad
 
 

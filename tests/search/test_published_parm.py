@@ -13,13 +13,13 @@ import torch
 import toys
 from torch import Tensor
 
-from tastemaker.randomness import Randomness
-from tastemaker.reward import Verdict
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.reward import Verdict
+from tastemaker.core.types import Metadata, PromptBatch, Prompts
+from tastemaker.search.base import RubricVerifier, SearchCost, start_candidates
 from tastemaker.search.best_of_n import BestOfN
-from tastemaker.search.published_parm import PublishedParm
+from tastemaker.search.published_parm import PublishedPARMSearch
 from tastemaker.search.refine import Refine
-from tastemaker.search.search import Outcome, Price, candidates
-from tastemaker.types import Facts, PromptBatch, Prompts
 
 FLOWS = json.loads((Path(__file__).parents[1] / "fixtures/showo/reward_flow.json").read_text())["flows"]
 ONE = PromptBatch(("a red",), ({},))
@@ -34,7 +34,7 @@ class Recorded:
     asked: list[str] = field(default_factory=list)
     left: list[int] = field(default_factory=list)  # candidates that are not clear yet
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
         if progress == 1:
             self.asked.extend(["orm"] * len(pixels))
             score = torch.tensor(self.finals[: len(pixels)])
@@ -61,15 +61,15 @@ def test_a_published_search_takes_the_recorded_one_and_asks_as_often(flow: dict[
     policy, judge, count = toys.policy("masked"), recorded(flow), flow["search"]
     policy = type(policy)(policy.model, policy.process.in_steps(3), policy.weights)
     rng = Randomness(3, 0, torch.arange(1))
-    found = PublishedParm(count, reset=True).find(policy, judge, ONE, rng)
+    found = PublishedPARMSearch(count, reset=True).find(policy, judge, ONE, rng)
     cond = policy.embed(ONE.prompts).repeat(count)
-    finals = candidates(policy, cond, rng.repeat(count)).finish().final
+    finals = start_candidates(policy, cond, rng.repeat(count)).finish().final
     assert [next(k for k in range(count) if torch.equal(finals[k], found.x[0]))] == flow["picked"]
     assert judge.asked == [call.partition(":")[0] for call in flow["calls"]]
-    assert found.price == Price(3 * count, len(flow["calls"]))
+    assert found.price == SearchCost(3 * count, len(flow["calls"]))
 
 
-@pytest.mark.parametrize("search", [BestOfN, PublishedParm])
+@pytest.mark.parametrize("search", [BestOfN, PublishedPARMSearch])
 def test_without_a_reset_all_candidates_but_the_first_are_made_without_chance(search: Any) -> None:
     policy, rng = toys.policy("masked"), Randomness(3, 0, torch.arange(2))
     batch = PromptBatch(("a red", "a blue"), ({}, {}))
@@ -78,16 +78,16 @@ def test_without_a_reset_all_candidates_but_the_first_are_made_without_chance(se
     class Nth:
         place: int
 
-        def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+        def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
             yes = torch.ones(len(pixels), dtype=torch.bool)
             if progress < 1:
                 return Verdict(yes, yes, torch.ones(len(pixels)))
             return Verdict(yes, yes, (torch.arange(len(pixels)) % 3 == self.place).float())
 
     cond, draws = policy.embed(batch.prompts).repeat(3), rng.repeat(3)
-    warm = candidates(policy, cond, draws).finish().final
-    cold_policy = type(policy)(policy.model, toys.Masked(steps=4, temperature=0.0), policy.weights)
-    cold = candidates(cold_policy, cond, draws).finish().final
+    warm = start_candidates(policy, cond, draws).finish().final
+    cold_policy = type(policy)(policy.model, toys.MaskedProcess(steps=4, temperature=0.0), policy.weights)
+    cold = start_candidates(cold_policy, cond, draws).finish().final
     for place in range(3):
         found = search(3, reset=False).find(policy, Nth(place), batch, rng)
         assert torch.equal(found.x, (cold if place else warm)[place::3])
@@ -99,7 +99,7 @@ def test_without_a_reset_all_candidates_but_the_first_are_made_without_chance(se
 def test_only_masked_generators_have_a_temperature_to_keep() -> None:
     with pytest.raises(ValueError, match="only masked generators have a temperature"):
         BestOfN(2, reset=False).find(
-            toys.policy("flow"), Outcome(toys.rubric()), ONE, Randomness(0, 0, torch.arange(1))
+            toys.policy("flow"), RubricVerifier(toys.rubric()), ONE, Randomness(0, 0, torch.arange(1))
         )
 
 
@@ -110,24 +110,24 @@ class Complaining:
     least: float
     heard: list[tuple[str, str]] = field(default_factory=list)
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
         self.heard.extend((prompt, str(fact.get("reason"))) for prompt, fact in zip(prompts, facts, strict=True))
         score = toys.rubric().score(pixels, prompts).total
         return Verdict(score >= -9, score >= self.least, score)
 
-    def reasons(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> list[str]:
+    def reasons(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> list[str]:
         return [f"this is not {prompt}" for prompt in prompts]
 
 
 @pytest.mark.parametrize("name", ["flow", "causal", "masked"])
 def test_reflection_makes_again_what_is_not_right_and_says_why(name: str) -> None:
-    policy, batch, rng = toys.trained(name), toys.prompts(64), Randomness(5, 0, torch.arange(64))
+    policy, batch, rng = toys.pretrained_policy(name), toys.prompts(64), Randomness(5, 0, torch.arange(64))
     judge = Complaining(0.8)
     once, found = (
-        BestOfN(1).find(policy, Outcome(toys.rubric()), batch, rng),
+        BestOfN(1).find(policy, RubricVerifier(toys.rubric()), batch, rng),
         Refine(rounds=3).find(policy, judge, batch, rng),
     )
-    assert toys.rise(once.score, found.score) > 3
+    assert toys.z_score(once.score, found.score) > 3
     kept = once.score >= 0.8
     assert torch.equal(found.x[kept], once.x[kept])
     assert ("a red", "this is not a red") in judge.heard
@@ -138,7 +138,7 @@ def test_reflection_makes_again_what_is_not_right_and_says_why(name: str) -> Non
 
 def test_whoever_is_content_pays_once() -> None:
     policy, batch, rng = toys.policy("flow"), toys.prompts(8), Randomness(5, 0, torch.arange(8))
-    found = Refine(BestOfN(2)).find(policy, Outcome(toys.rubric(), promising_at=-9), batch, rng)
-    assert found.price == Price(2 * 8 * 8, 2 * 8 + 8)
+    found = Refine(BestOfN(2)).find(policy, RubricVerifier(toys.rubric(), promising_at=-9), batch, rng)
+    assert found.price == SearchCost(2 * 8 * 8, 2 * 8 + 8)
     with pytest.raises(ValueError, match="expected at least one"):
         Refine(rounds=0)

@@ -14,36 +14,38 @@ import toys
 from tiers import fast
 from torch import Tensor
 
-from tastemaker.config.build import generator, shrunk
+from tastemaker.config.build import build_policy, make_tiny
 from tastemaker.config.load import load
-from tastemaker.distributions import like
-from tastemaker.processes.dynamics import Ddim, Ode
+from tastemaker.core.distributions import broadcast_to_shape
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Condition, Metadata, Placement, PromptBatch, Prompts
+from tastemaker.processes.dynamics import DDIM, ODE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.karras import Karras
-from tastemaker.processes.paths import Path, Straight, VariancePreserving
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.search.scheduled import Scheduled
-from tastemaker.search.search import Outcome
-from tastemaker.search.single import Single
-from tastemaker.types import Condition, Facts, Placement, PromptBatch, Prompts
+from tastemaker.processes.karras import KarrasPath
+from tastemaker.processes.paths import NoisePath, RectifiedFlow, VariancePreserving
+from tastemaker.search.base import RubricVerifier
+from tastemaker.search.diffusers_scheduler import DiffusersSchedulerSearch
+from tastemaker.search.single import SingleSample
 
 LATENT = VariancePreserving(ends_clean=True)
 BATCH = PromptBatch(toys.PROMPTS, ({},) * 4)
 
 
-def made(path: Path, search: Any, rows: tuple[int, ...] = (0, 1, 2, 3), steps: int = 5) -> Tensor:
-    policy = replace(toys.policy("flow"), process=GaussianProcess(path, Ode(), steps))
+def made(path: NoisePath, search: Any, rows: tuple[int, ...] = (0, 1, 2, 3), steps: int = 5) -> Tensor:
+    policy = replace(toys.policy("flow"), process=GaussianProcess(path, ODE(), steps))
     batch = PromptBatch(tuple(BATCH.prompts[i] for i in rows), ({},) * len(rows))
-    found = search.find(policy, Outcome(toys.rubric()), batch, Randomness(0, 0, torch.tensor(rows)))
+    found = search.find(policy, RubricVerifier(toys.rubric()), batch, Randomness(0, 0, torch.tensor(rows)))
     assert found.x.isfinite().all() and found.score.isnan().all()
     x: Tensor = found.x
     return x
 
 
-@pytest.mark.parametrize("path", [Straight(), Straight(3.0), Straight(2.0, lowest=0.01)])
-def test_their_euler_is_ours_on_a_straight_path(path: Straight) -> None:
-    ours, theirs = (made(path, search) for search in (Single(), Scheduled("FlowMatchEulerDiscreteScheduler")))
+@pytest.mark.parametrize("path", [RectifiedFlow(), RectifiedFlow(3.0), RectifiedFlow(2.0, lowest=0.01)])
+def test_their_euler_is_ours_on_a_straight_path(path: RectifiedFlow) -> None:
+    ours, theirs = (
+        made(path, search) for search in (SingleSample(), DiffusersSchedulerSearch("FlowMatchEulerDiscreteScheduler"))
+    )
     torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-5)
 
 
@@ -62,13 +64,15 @@ def test_their_euler_is_ours_on_a_straight_path(path: Straight) -> None:
 )
 def test_their_ddim_is_ours(path: VariancePreserving, prediction: Any) -> None:
     path = replace(path, prediction="epsilon" if path.shrinks < 1 and prediction == "velocity" else prediction)
-    ours, theirs = (made(path, search) for search in (Single(), Scheduled("DDIMScheduler")))
+    ours, theirs = (made(path, search) for search in (SingleSample(), DiffusersSchedulerSearch("DDIMScheduler")))
     error = float((theirs - ours).norm() / ours.norm())
     assert error < 1e-4
 
 
 def test_their_euler_is_ours_on_levels_of_any_noise() -> None:
-    ours, theirs = (made(Karras(), search) for search in (Single(), Scheduled("EulerDiscreteScheduler")))
+    ours, theirs = (
+        made(KarrasPath(), search) for search in (SingleSample(), DiffusersSchedulerSearch("EulerDiscreteScheduler"))
+    )
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
 
 
@@ -80,33 +84,33 @@ def test_their_euler_is_ours_on_levels_of_any_noise() -> None:
             (name, LATENT)
             for name in ("HeunDiscreteScheduler", "UniPCMultistepScheduler", "PNDMScheduler", "DDPMScheduler")
         ),
-        *((name, Straight(2.0)) for name in ("DPMSolverMultistepScheduler", "FlowMatchHeunDiscreteScheduler")),
+        *((name, RectifiedFlow(2.0)) for name in ("DPMSolverMultistepScheduler", "FlowMatchHeunDiscreteScheduler")),
     ],
 )
-def test_any_scheduler_samples_and_a_row_is_the_same_whatever_is_beside_it(name: str, path: Path) -> None:
-    together, alone = made(path, Scheduled(name, 8)), made(path, Scheduled(name, 8), (2,))
+def test_any_scheduler_samples_and_a_row_is_the_same_whatever_is_beside_it(name: str, path: NoisePath) -> None:
+    together, alone = made(path, DiffusersSchedulerSearch(name, 8)), made(path, DiffusersSchedulerSearch(name, 8), (2,))
     torch.testing.assert_close(together[2:3], alone, rtol=1e-3, atol=1e-3)
-    assert together.equal(made(path, Scheduled(name, 8)))
+    assert together.equal(made(path, DiffusersSchedulerSearch(name, 8)))
 
 
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        (Straight(), "UniPCMultistepScheduler"),
+        (RectifiedFlow(), "UniPCMultistepScheduler"),
         pytest.param(replace(LATENT, spacing="trailing"), "DPMSolverMultistepScheduler", marks=pytest.mark.slow),
         (replace(LATENT, spacing="trailing", shrinks=0.7), "DPMSolverMultistepScheduler"),  # VideoCrafter2's
     ],
 )
-def test_a_better_solver_is_nearer_to_many_steps_than_as_many_of_eulers(path: Path, name: str) -> None:
+def test_a_better_solver_is_nearer_to_many_steps_than_as_many_of_eulers(path: NoisePath, name: str) -> None:
     policy = toys.policy("flow")
 
     def found(search: Any, steps: int) -> Tensor:
-        own = replace(policy, process=GaussianProcess(path, Ode(), steps))
-        x: Tensor = search.find(own, Outcome(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4))).x
+        own = replace(policy, process=GaussianProcess(path, ODE(), steps))
+        x: Tensor = search.find(own, RubricVerifier(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4))).x
         return x
 
-    exact = found(Single(), 200)
-    errors = [float((found(search, 20) - exact).norm()) for search in (Single(), Scheduled(name))]
+    exact = found(SingleSample(), 200)
+    errors = [float((found(search, 20) - exact).norm()) for search in (SingleSample(), DiffusersSchedulerSearch(name))]
     assert errors[1] < errors[0]
 
 
@@ -128,16 +132,16 @@ def test_generators_of_clips_are_sampled_by_the_schedulers_people_use(name: str,
     (tmp_path / "clips.yaml").write_text(f"extends: [base, models/{name}]\ndata: {{type: prompts, prompts: [a cat]}}")
     told = ["objective={type: reward_gradient}", "rewards={bright: {type: brightness}}", "engine.precision=fp32"]
     told += [f"model.image={toys.PICTURE}"] if name == "svd" else []
-    config = shrunk(load(tmp_path / "clips.yaml", [*told, "process.steps=4", "process.dynamics={type: ode}"]))
-    policy = replace(generator(config, Placement()), process=replace(config.process, steps=4))
+    config = make_tiny(load(tmp_path / "clips.yaml", [*told, "process.steps=4", "process.dynamics={type: ode}"]))
+    policy = replace(build_policy(config, Placement()), process=replace(config.process, steps=4))
 
     def found(search: Any) -> Tensor:
         batch = PromptBatch(("a cat",), ({},))
-        x: Tensor = search.find(policy, Outcome(toys.rubric()), batch, Randomness(0, 0, torch.arange(1))).x
+        x: Tensor = search.find(policy, RubricVerifier(toys.rubric()), batch, Randomness(0, 0, torch.arange(1))).x
         return x
 
-    same, *others = (found(Scheduled(scheduler)) for scheduler in CLIPS[name])
-    torch.testing.assert_close(same, found(Single()), rtol=1e-3, atol=1e-3)
+    same, *others = (found(DiffusersSchedulerSearch(scheduler)) for scheduler in CLIPS[name])
+    torch.testing.assert_close(same, found(SingleSample()), rtol=1e-3, atol=1e-3)
     assert all(x.isfinite().all() and not x.allclose(same, atol=1e-3) for x in others)
 
 
@@ -146,14 +150,14 @@ class Spread:
 
     passes, shape = 1, (1, 4, 16, 16)
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: NoisePath) -> None:
         self.path = path
 
-    def embed(self, prompts: Prompts, facts: Sequence[Facts] = ()) -> Condition:
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         return Condition(tuple(prompts), {}, tuple(facts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        alpha, sigma = (like(each(t), x) for each in (self.path.alpha, self.path.sigma))
+        alpha, sigma = (broadcast_to_shape(each(t), x) for each in (self.path.alpha, self.path.sigma))
         clean = alpha * x / (alpha**2 + 4 * sigma**2)
         return self.path.target(clean, (x - alpha * clean) / sigma, t)
 
@@ -165,62 +169,70 @@ class Spread:
 @pytest.mark.parametrize("prediction", ["epsilon", "velocity"])
 def test_samples_are_as_far_apart_as_the_model_means_them_to_be(name: str, prediction: Any) -> None:
     path, model = replace(LATENT, prediction=prediction), cast(Any, Spread)
-    known = replace(toys.policy("flow"), model=model(path), process=GaussianProcess(path, Ode(), 50))
-    found = Scheduled(f"{name}Scheduler").find(known, Outcome(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4)))
+    known = replace(toys.policy("flow"), model=model(path), process=GaussianProcess(path, ODE(), 50))
+    found = DiffusersSchedulerSearch(f"{name}Scheduler").find(
+        known, RubricVerifier(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4))
+    )
     assert 0.46 < float(found.x.std()) < 0.54
 
 
 def test_one_whose_packages_are_not_here_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diffusers.LMSDiscreteScheduler, "_backends", ["torch", "no_such"], raising=False)
     with pytest.raises(ConfigError, match=r"LMSDiscreteScheduler needs no_such, which is not here; run `pip install"):
-        made(LATENT, Scheduled("LMSDiscreteScheduler"))
+        made(LATENT, DiffusersSchedulerSearch("LMSDiscreteScheduler"))
 
 
 @pytest.mark.parametrize(
     ("search", "path", "sentence"),
     [
-        (Scheduled("DPMSolverMultistep"), LATENT, "did you mean 'DPMSolverMultistepScheduler'"),
-        (Scheduled("DDIMScheduler"), Straight(), "not for flows"),
-        (Scheduled("FlowMatchEulerDiscreteScheduler"), LATENT, "not for noise in levels"),
-        (Scheduled("DDIMScheduler"), Karras(), "choose EulerDiscreteScheduler"),
-        (Scheduled("DDIMScheduler", settings={"karras": True}), LATENT, "has no setting 'karras'"),
-        (Scheduled("DDIMInverseScheduler"), LATENT, "or goes the other way; choose another"),
-        (Scheduled("RePaintScheduler"), LATENT, "makes no samples of predictions alone"),
-        (Scheduled("CogVideoXDPMScheduler"), LATENT, "makes no samples of predictions alone"),
-        (Scheduled("IPNDMScheduler"), LATENT, "not for noise in levels"),
+        (DiffusersSchedulerSearch("DPMSolverMultistep"), LATENT, "did you mean 'DPMSolverMultistepScheduler'"),
+        (DiffusersSchedulerSearch("DDIMScheduler"), RectifiedFlow(), "not for flows"),
+        (DiffusersSchedulerSearch("FlowMatchEulerDiscreteScheduler"), LATENT, "not for noise in levels"),
+        (DiffusersSchedulerSearch("DDIMScheduler"), KarrasPath(), "choose EulerDiscreteScheduler"),
+        (DiffusersSchedulerSearch("DDIMScheduler", settings={"karras": True}), LATENT, "has no setting 'karras'"),
+        (DiffusersSchedulerSearch("DDIMInverseScheduler"), LATENT, "or goes the other way; choose another"),
+        (DiffusersSchedulerSearch("RePaintScheduler"), LATENT, "makes no samples of predictions alone"),
+        (DiffusersSchedulerSearch("CogVideoXDPMScheduler"), LATENT, "makes no samples of predictions alone"),
+        (DiffusersSchedulerSearch("IPNDMScheduler"), LATENT, "not for noise in levels"),
         (
-            Scheduled("DPMSolverMultistepScheduler", settings={"solver_type": "x"}),
+            DiffusersSchedulerSearch("DPMSolverMultistepScheduler", settings={"solver_type": "x"}),
             LATENT,
             r"cannot be used so \(x is not",
         ),
         (
-            Scheduled("PNDMScheduler"),
+            DiffusersSchedulerSearch("PNDMScheduler"),
             replace(LATENT, prediction="sample"),
             r"cannot be used so \(prediction_type given",
         ),
     ],
 )
-def test_what_does_not_go_together_is_a_sentence(search: Scheduled, path: Path, sentence: str) -> None:
+def test_what_does_not_go_together_is_a_sentence(
+    search: DiffusersSchedulerSearch, path: NoisePath, sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         made(path, search)
 
 
 def test_tokens_are_not_denoised() -> None:
     with pytest.raises(ConfigError, match="writes tokens"):
-        Scheduled().find(toys.policy("causal"), Outcome(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4)))
+        DiffusersSchedulerSearch().find(
+            toys.policy("causal"), RubricVerifier(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4))
+        )
 
 
 def test_settings_reach_the_scheduler() -> None:
     plain, karras = (
-        made(LATENT, Scheduled("DPMSolverMultistepScheduler", settings=settings))
+        made(LATENT, DiffusersSchedulerSearch("DPMSolverMultistepScheduler", settings=settings))
         for settings in ({}, {"use_karras_sigmas": True})
     )
     assert not torch.allclose(plain, karras)
 
 
 def test_recorded_rollouts_stay_ours() -> None:
-    policy = replace(toys.policy("flow"), process=GaussianProcess(LATENT, Ddim(1.0), 4))
+    policy = replace(toys.policy("flow"), process=GaussianProcess(LATENT, DDIM(1.0), 4))
     before = policy.sample(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
-    Scheduled("DDIMScheduler").find(policy, Outcome(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4)))
+    DiffusersSchedulerSearch("DDIMScheduler").find(
+        policy, RubricVerifier(toys.rubric()), BATCH, Randomness(0, 0, torch.arange(4))
+    )
     after = policy.sample(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
     assert before.final.equal(after.final) and len(after.segments) == 3

@@ -11,17 +11,17 @@ import torch
 import toys
 from torch import Tensor
 
-from tastemaker.policy import Policy
-from tastemaker.processes.dynamics import Ode
-from tastemaker.randomness import Randomness
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Verdict, Verifier
+from tastemaker.core.policy import Policy
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import Verdict, Verifier
+from tastemaker.core.types import Metadata, PromptBatch, Prompts
+from tastemaker.processes.dynamics import ODE
+from tastemaker.search.base import RubricVerifier, Search, SearchResult
 from tastemaker.search.best_of_n import BestOfN
-from tastemaker.search.parm import Parm, keepers
-from tastemaker.search.prm import Prm
-from tastemaker.search.search import Found, Outcome, Search
-from tastemaker.search.single import Single
-from tastemaker.types import Facts, PromptBatch, Prompts
+from tastemaker.search.parm import PARMSearch, select_candidates
+from tastemaker.search.prm import PRMSearch
+from tastemaker.search.single import SingleSample
 
 FAMILIES = ["flow", "causal", "masked"]
 ROWS = 64
@@ -35,32 +35,32 @@ class Listening:
     inner: Verifier
     seen: list[tuple[float, int]] = field(default_factory=list)
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
         assert len(pixels) == len(prompts)
         assert len(facts) in (0, len(prompts))
         self.seen.append((progress, len(pixels)))
         return self.inner.judge(pixels, prompts, facts, progress)
 
 
-def found(search: Search, name: str, **settings: float) -> tuple[Found, Listening]:
-    policy = toys.trained(name)
-    verifier = Listening(Outcome(toys.rubric(), promising_at=GOOD, **settings))
+def found(search: Search, name: str, **settings: float) -> tuple[SearchResult, Listening]:
+    policy = toys.pretrained_policy(name)
+    verifier = Listening(RubricVerifier(toys.rubric(), promising_at=GOOD, **settings))
     return search.find(policy, verifier, toys.prompts(ROWS), Randomness(11, 0, torch.arange(ROWS))), verifier
 
 
 def true(name: str, x: Tensor) -> Tensor:
-    return toys.rubric().score(toys.trained(name).decode(x), toys.prompts(ROWS).prompts).total
+    return toys.rubric().score(toys.pretrained_policy(name).decode(x), toys.prompts(ROWS).prompts).total
 
 
 def calls(name: str) -> int:
-    policy = toys.trained(name)
+    policy = toys.pretrained_policy(name)
     return policy.process.calls(policy.model.shape)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_single_sample_is_what_the_policy_makes_and_nobody_judges_it(name: str) -> None:
-    result, verifier = found(Single(), name)
-    policy = toys.trained(name)
+    result, verifier = found(SingleSample(), name)
+    policy = toys.pretrained_policy(name)
     made = policy.sample(policy.embed(toys.prompts(ROWS).prompts), Randomness(11, 0, torch.arange(ROWS)))
     assert torch.equal(result.x, made.final)
     assert result.score.isnan().all()
@@ -70,8 +70,8 @@ def test_a_single_sample_is_what_the_policy_makes_and_nobody_judges_it(name: str
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_best_of_several_beats_a_single_one(name: str) -> None:
-    (single, _), (best, verifier) = found(Single(), name), found(BestOfN(4), name)
-    assert toys.rise(true(name, single.x), true(name, best.x)) > 3
+    (single, _), (best, verifier) = found(SingleSample(), name), found(BestOfN(4), name)
+    assert toys.z_score(true(name, single.x), true(name, best.x)) > 3
     torch.testing.assert_close(best.score, true(name, best.x))
     assert (best.price.calls, best.price.judged) == (4 * ROWS * calls(name), 4 * ROWS)
     assert verifier.seen == [(1.0, 4 * ROWS)]
@@ -81,17 +81,17 @@ def test_the_best_of_several_beats_a_single_one(name: str) -> None:
 def test_pruning_costs_less_and_finds_nearly_as_much(name: str) -> None:
     # The first guesses of a masked model at its tokens know nothing of each other.
     clear = 0.5 if name == "masked" else 0.25
-    (best, _), (pruned, verifier) = found(BestOfN(8), name), found(Parm(8, first=clear), name, clear_from=clear)
+    (best, _), (pruned, verifier) = found(BestOfN(8), name), found(PARMSearch(8, first=clear), name, clear_from=clear)
     assert pruned.price.calls < 0.9 * best.price.calls
     assert pruned.price.judged == sum(count for _, count in verifier.seen)
-    single, _ = found(Single(), name)
+    single, _ = found(SingleSample(), name)
     lost, won = best.score.mean() - pruned.score.mean(), best.score.mean() - true(name, single.x).mean()
     assert lost < 0.2 * won
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_everyone_finishes_where_nobody_is_dropped(name: str) -> None:
-    kept, verifier = found(Parm(4, drop=False), name)
+    kept, verifier = found(PARMSearch(4, drop=False), name)
     assert kept.price.calls == 4 * ROWS * calls(name)
     assert kept.price.judged == sum(count for _, count in verifier.seen)
     assert verifier.seen[-1] == (1.0, 4 * ROWS)
@@ -100,7 +100,7 @@ def test_everyone_finishes_where_nobody_is_dropped(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("first", [0.0, 0.6])
 def test_each_candidate_is_judged_once_it_is_clear_and_never_before_the_first_progress(name: str, first: float) -> None:
-    _, verifier = found(Parm(4, first=first), name, clear_from=0.5)
+    _, verifier = found(PARMSearch(4, first=first), name, clear_from=0.5)
     during = [progress for progress, _ in verifier.seen[:-1]]
     assert all(first <= progress < 1 for progress in during)
     assert sum(progress >= 0.5 for progress in during) == 1  # all are clear at the first such step
@@ -108,9 +108,9 @@ def test_each_candidate_is_judged_once_it_is_clear_and_never_before_the_first_pr
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_last_candidate_of_a_prompt_stays_however_bad(name: str) -> None:
-    policy = toys.trained(name)
-    nothing_will_do = Outcome(toys.rubric(), clear_from=0.0, promising_at=2.0)
-    result = Parm(4).find(policy, nothing_will_do, toys.prompts(ROWS), Randomness(11, 0, torch.arange(ROWS)))
+    policy = toys.pretrained_policy(name)
+    nothing_will_do = RubricVerifier(toys.rubric(), clear_from=0.0, promising_at=2.0)
+    result = PARMSearch(4).find(policy, nothing_will_do, toys.prompts(ROWS), Randomness(11, 0, torch.arange(ROWS)))
     assert len(result.x) == ROWS
     assert result.price.calls == (4 + calls(name) - 1) * ROWS  # one of four goes on after the first step
     assert torch.isfinite(result.score).all()
@@ -121,26 +121,34 @@ def test_who_goes_on() -> None:
     clear = torch.tensor([True, True, False, True, True, True, True])
     promising = torch.tensor([True, False, False, False, False, False, False])
     score = torch.tensor([0.1, 0.9, 0.0, 0.3, 0.4, 0.5, 0.5])
-    keep = keepers(Verdict(clear, promising, score), owner)
+    keep = select_candidates(Verdict(clear, promising, score), owner)
     # The promising and the unclear; the best of a prompt that would lose everyone; of equals the first.
     assert keep.tolist() == [True, False, True, False, True, True, False]
     # The best of the clear and the unclear, whoever promises.
-    assert keepers(Verdict(clear, promising, score), owner, 1).tolist() == [False, True, True, False, True, True, False]
+    assert select_candidates(Verdict(clear, promising, score), owner, 1).tolist() == [
+        False,
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 @dataclass(frozen=True)
 class Indifferent:
     """A verifier to whom all pictures are alike."""
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
         same = torch.full((len(pixels),), 0.5)
         return Verdict(same > 0, same > 0, same)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("search", [BestOfN(4), Parm(4), Parm(4, drop=False)])
+@pytest.mark.parametrize("search", [BestOfN(4), PARMSearch(4), PARMSearch(4, drop=False)])
 def test_of_equals_the_first_is_taken(search: Search, name: str) -> None:
-    policy = toys.trained(name)
+    policy = toys.pretrained_policy(name)
     rng = Randomness(11, 0, torch.arange(8))
     result = search.find(policy, Indifferent(), toys.prompts(8), rng)
     everyone = policy.sample(policy.embed(toys.prompts(8).prompts).repeat(4), rng.repeat(4)).final
@@ -151,14 +159,14 @@ def test_of_equals_the_first_is_taken(search: Search, name: str) -> None:
 class Contrary:
     """Promises nothing of the best pictures and much of the others, then scores them truly."""
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
         score = toys.rubric().score(pixels, prompts).total
         return Verdict(torch.ones_like(score, dtype=torch.bool), score < 0.8, score)
 
 
 def test_the_promising_come_before_all_others_even_if_everyone_finishes() -> None:
-    policy, batch, rng = toys.trained("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
-    kept = Parm(8, first=0.5, drop=False).find(policy, Contrary(), batch, rng)
+    policy, batch, rng = toys.pretrained_policy("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
+    kept = PARMSearch(8, first=0.5, drop=False).find(policy, Contrary(), batch, rng)
     best = BestOfN(8).find(policy, Contrary(), batch, rng)
     assert kept.score.mean() < best.score.mean()
 
@@ -167,22 +175,22 @@ def test_the_promising_come_before_all_others_even_if_everyone_finishes() -> Non
 class Shortsighted:
     """Makes out only bad pictures, and finds them promising."""
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
         score = toys.rubric().score(pixels, prompts).total
         return Verdict(score < GOOD, score < GOOD, score)
 
 
 def test_a_candidate_that_never_was_clear_competes_with_the_promising() -> None:
-    policy, batch, rng = toys.trained("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
-    kept = Parm(8, first=0.5).find(policy, Shortsighted(), batch, rng)
+    policy, batch, rng = toys.pretrained_policy("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
+    kept = PARMSearch(8, first=0.5).find(policy, Shortsighted(), batch, rng)
     best = BestOfN(8).find(policy, Shortsighted(), batch, rng)
     assert torch.equal(kept.score, best.score)
 
 
 def test_only_the_likeliest_of_the_clear_go_on_where_few_are_kept() -> None:
-    policy, batch, rng = toys.trained("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
-    judge = Outcome(toys.rubric(), 0.5, -1.0)  # everyone is promising
-    every, few = (Parm(8, first=0.5, keep=keep).find(policy, judge, batch, rng) for keep in (None, 2))
+    policy, batch, rng = toys.pretrained_policy("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
+    judge = RubricVerifier(toys.rubric(), 0.5, -1.0)  # everyone is promising
+    every, few = (PARMSearch(8, first=0.5, keep=keep).find(policy, judge, batch, rng) for keep in (None, 2))
     steps = policy.process.steps  # type: ignore[attr-defined]
     assert every.price.calls == 64 * steps
     assert few.price.calls == 64 * (steps // 2) + 16 * (steps - steps // 2)
@@ -191,9 +199,9 @@ def test_only_the_likeliest_of_the_clear_go_on_where_few_are_kept() -> None:
 
 
 def test_those_that_are_kept_need_not_be_promising() -> None:
-    policy, batch, rng = toys.trained("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
-    strict = Outcome(toys.rubric(), 0.5, 2.0)  # nobody is promising
-    one, few = (Parm(8, first=0.5, keep=keep).find(policy, strict, batch, rng) for keep in (None, 4))
+    policy, batch, rng = toys.pretrained_policy("flow"), toys.prompts(8), Randomness(11, 0, torch.arange(8))
+    strict = RubricVerifier(toys.rubric(), 0.5, 2.0)  # nobody is promising
+    one, few = (PARMSearch(8, first=0.5, keep=keep).find(policy, strict, batch, rng) for keep in (None, 4))
     steps = policy.process.steps  # type: ignore[attr-defined]
     assert one.price.calls == 64 * (steps // 2) + 8 * (steps - steps // 2)
     assert few.price.calls == 64 * (steps // 2) + 32 * (steps - steps // 2)
@@ -201,17 +209,17 @@ def test_those_that_are_kept_need_not_be_promising() -> None:
 
 
 def test_facts_go_with_their_prompts() -> None:
-    policy: Policy[Any] = toys.trained("flow")
+    policy: Policy[Any] = toys.pretrained_policy("flow")
     heard: list[tuple[str, int]] = []
 
     @dataclass(frozen=True)
     class Noting:
-        def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+        def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
             heard.extend((prompt, fact["number"]) for prompt, fact in zip(prompts, facts, strict=True))
-            return Outcome(toys.rubric(), 0.2, GOOD).judge(pixels, prompts, facts, progress)
+            return RubricVerifier(toys.rubric(), 0.2, GOOD).judge(pixels, prompts, facts, progress)
 
     batch = PromptBatch(toys.PROMPTS, tuple({"number": i} for i in range(4)))
-    Parm(4).find(policy, Noting(), batch, Randomness(11, 0, torch.arange(4)))
+    PARMSearch(4).find(policy, Noting(), batch, Randomness(11, 0, torch.arange(4)))
     assert set(heard) == {(prompt, i) for i, prompt in enumerate(toys.PROMPTS)}
 
 
@@ -219,20 +227,20 @@ def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="expected at least one sample a prompt"):
         BestOfN(0)
     with pytest.raises(ValueError, match="expected at least one sample and progress from 0 to 1"):
-        Parm(4, first=1.5)
+        PARMSearch(4, first=1.5)
     with pytest.raises(ValueError, match="found keep 2, drop false; expected at least one that is kept"):
-        Parm(4, drop=False, keep=2)
+        PARMSearch(4, drop=False, keep=2)
 
 
 def test_all_go_on_from_the_best_of_each_step() -> None:
-    best, verifier = found(Prm(4), "masked")
+    best, verifier = found(PRMSearch(4), "masked")
     steps = calls("masked")
     torch.testing.assert_close(best.score, true("masked", best.x))
     assert (best.price.calls, best.price.judged) == (4 * ROWS * steps, 4 * ROWS * steps)
     assert verifier.seen == [((k + 1) / steps, 4 * ROWS) for k in range(steps)]
-    (single, _), (late, few) = found(Single(), "masked"), found(Prm(8, first=0.5, every=2), "masked")
+    (single, _), (late, few) = found(SingleSample(), "masked"), found(PRMSearch(8, first=0.5, every=2), "masked")
     assert [progress for progress, _ in few.seen] == [0.5, 1.0]
-    assert toys.rise(true("masked", single.x), true("masked", late.x)) > 3  # first guesses mislead
+    assert toys.z_score(true("masked", single.x), true("masked", late.x)) > 3  # first guesses mislead
 
 
 def test_copies_of_one_sample_part_again() -> None:
@@ -242,12 +250,12 @@ def test_copies_of_one_sample_part_again() -> None:
     class First:
         """Prefers the first, and remembers what all looked like."""
 
-        def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Facts], progress: float) -> Verdict:
+        def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
             seen.append(pixels)
             score = -torch.arange(len(pixels)).float()
             return Verdict(score <= 0, score <= 0, score)
 
-    result = Prm(6).find(policy, First(), PromptBatch(("a red",), ({},)), rng)
+    result = PRMSearch(6).find(policy, First(), PromptBatch(("a red",), ({},)), rng)
     assert torch.equal(result.x, policy.sample(cond, rng.repeat(1)).final)  # its own draws all the way
     assert any(not torch.equal(pixels, pixels[:1].expand_as(pixels)) for pixels in seen[1:])
 
@@ -256,8 +264,8 @@ def test_copies_of_one_sample_part_again() -> None:
 def test_going_on_from_copies_needs_draws_at_every_step(name: str) -> None:
     policy = toys.policy(name)
     if name == "flow":
-        policy = replace(policy, process=replace(policy.process, dynamics=Ode()))
+        policy = replace(policy, process=replace(policy.process, dynamics=ODE()))
     with pytest.raises(ConfigError, match="choose parm"):
-        Prm(2).find(policy, Outcome(toys.rubric()), toys.prompts(2), Randomness(0, 0, torch.arange(2)))
+        PRMSearch(2).find(policy, RubricVerifier(toys.rubric()), toys.prompts(2), Randomness(0, 0, torch.arange(2)))
     with pytest.raises(ValueError, match="at least one step"):
-        Prm(every=0)
+        PRMSearch(every=0)

@@ -7,15 +7,15 @@ import threading
 from collections.abc import Sequence
 
 import pytest
-from serving_toys import PIXELS, Own, local, served
+from reward_server import PIXELS, FunctionReward, score_locally, serve_on_free_port
 from torch import Tensor
 
-from tastemaker.registry import ConfigError
-from tastemaker.reward import RewardError
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import RewardError
+from tastemaker.core.types import Metadata, Placement, Prompts
 from tastemaker.rewards.color import Color
-from tastemaker.rewards.motion import Stillness
 from tastemaker.rewards.remote import Remote
-from tastemaker.types import Facts, Placement, Prompts
+from tastemaker.rewards.stillness import Stillness
 
 
 def free_port() -> int:
@@ -33,7 +33,7 @@ def test_a_server_that_comes_late_is_waited_for() -> None:
     url = f"http://127.0.0.1:{port}"
     waiting = threading.Thread(target=lambda: reward.append(Remote(url, retries=50, pause=0.01).load(Placement())))
     waiting.start()
-    with served(Color(), port=port):
+    with serve_on_free_port(Color(), port=port):
         waiting.join(20)
         assert len(reward) == 1
 
@@ -63,37 +63,40 @@ def test_a_connection_that_breaks_is_tried_again_with_a_longer_pause_each_time()
 def test_refusals_and_slow_answers_are_not_tried_again() -> None:
     calls: list[int] = []
 
-    def broken(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def broken(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         calls.append(len(pixels))
         raise ValueError("a bad day")
 
     with (
-        served(Own(broken)) as url,
+        serve_on_free_port(FunctionReward(broken)) as url,
         pytest.raises(RewardError, match=r"reward 'it' failed.*refused \(422\).*a bad day"),
     ):
-        local(Remote(url, pause=0.01), PIXELS[:, :1])
+        score_locally(Remote(url, pause=0.01), PIXELS[:, :1])
     assert calls == [5]
     go = threading.Event()
 
-    def slow(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def slow(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         calls.append(len(pixels))
         assert go.wait(20)
         return pixels.mean((1, 2, 3, 4))
 
-    with served(Own(slow)) as url:
+    with serve_on_free_port(FunctionReward(slow)) as url:
         with pytest.raises(RewardError, match=r"gave no answer within 0.2 seconds; raise 'timeout'"):
-            local(Remote(url, timeout=0.2, pause=0.01), PIXELS[:, :1])
+            score_locally(Remote(url, timeout=0.2, pause=0.01), PIXELS[:, :1])
         go.set()
     assert calls == [5, 5]
 
 
 def test_a_request_above_the_servers_limit_is_not_sent() -> None:
-    with served(Color(), limit=2000) as url, pytest.raises(RewardError, match=r"above the server's limit; lower batch"):
-        local(Remote(url))
+    with (
+        serve_on_free_port(Color(), limit=2000) as url,
+        pytest.raises(RewardError, match=r"above the server's limit; lower batch"),
+    ):
+        score_locally(Remote(url))
 
 
 def test_reading_otherwise_than_the_served_reward_is_refused() -> None:
-    with served(Stillness()) as url, pytest.raises(ConfigError, match="reads clip, but 'reads' is frames"):
+    with serve_on_free_port(Stillness()) as url, pytest.raises(ConfigError, match="reads clip, but 'reads' is frames"):
         Remote(url).load(Placement())
 
 
@@ -115,7 +118,7 @@ def test_an_answer_that_is_no_scores_is_refused(answer: bytes) -> None:
         thread = threading.Thread(target=reply)
         thread.start()
         with pytest.raises(RewardError, match=r"expected a number each|no JSON object"):
-            local(Remote(f"http://127.0.0.1:{server.getsockname()[1]}"), PIXELS[:2, :1])
+            score_locally(Remote(f"http://127.0.0.1:{server.getsockname()[1]}"), PIXELS[:2, :1])
         thread.join(20)
 
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from serving_toys import CPU, PIXELS, PROMPTS, Own, local, served
+from reward_server import CPU, PIXELS, PROMPTS, FunctionReward, score_locally, serve_on_free_port
 from torch import Tensor
 
-from tastemaker.commands.serving import about
-from tastemaker.registry import ConfigError
-from tastemaker.reward import Graded, RewardError, RewardSpec, Rubric
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.reward import RewardError, RewardSpec, Rubric, WeightedReward
+from tastemaker.core.types import Metadata, Placement, Prompts
 from tastemaker.rewards.color import Brightness, Color
 from tastemaker.rewards.jpeg import Jpeg
-from tastemaker.rewards.motion import Stillness
 from tastemaker.rewards.remote import Remote
-from tastemaker.serving.desk import Desk
-from tastemaker.serving.wire import JSON, NPZ, Question, pack
-from tastemaker.types import Facts, Placement, Prompts
+from tastemaker.rewards.stillness import Stillness
+from tastemaker.serving.batch_queue import BatchQueue
+from tastemaker.serving.launcher import describe_reward
+from tastemaker.serving.protocol import JSON, NPZ, ScoreRequest, encode_request
 
 
 def ask(url: str, path: str, kind: str = "", body: bytes = b"", **headers: str) -> tuple[int, Any]:
@@ -40,65 +40,70 @@ def ask(url: str, path: str, kind: str = "", body: bytes = b"", **headers: str) 
     "spec", [Color(), Jpeg(), Brightness(0.3), Stillness()], ids=["color", "jpeg", "target", "clip"]
 )
 def test_a_remote_reward_gives_the_very_numbers_of_a_local_one(spec: RewardSpec) -> None:
-    with served(spec) as url:
+    with serve_on_free_port(spec) as url:
         remote = Remote(url, reads=spec.reads, batch_size=2)
-        assert local(remote).equal(local(spec))
+        assert score_locally(remote).equal(score_locally(spec))
 
 
 def test_png_bodies_give_the_numbers_of_pictures_in_files() -> None:
-    with served(Color()) as url:
+    with serve_on_free_port(Color()) as url:
         rounded = (PIXELS * 255).round() / 255
-        torch.testing.assert_close(local(Remote(url, form="png")), local(Color(), rounded))
+        torch.testing.assert_close(score_locally(Remote(url, form="png")), score_locally(Color(), rounded))
 
 
 def test_clips_travel_as_animated_png() -> None:
-    with served(Stillness()) as url:
+    with serve_on_free_port(Stillness()) as url:
         rounded = (PIXELS * 255).round() / 255
-        torch.testing.assert_close(local(Remote(url, form="png", reads="clip")), local(Stillness(), rounded))
+        torch.testing.assert_close(
+            score_locally(Remote(url, form="png", reads="clip")), score_locally(Stillness(), rounded)
+        )
 
 
 def test_facts_travel_and_say_which_frame_a_row_was() -> None:
-    seen: list[Facts] = []
+    seen: list[Metadata] = []
 
-    def which(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def which(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         seen.extend(facts)
         return torch.tensor([float(fact["row"] * 10 + fact["frame"]) for fact in facts])
 
-    with served(Own(which)) as url:
+    with serve_on_free_port(FunctionReward(which)) as url:
         facts = [{"row": i, "objects": [{"class": "dog", "count": 2}], "text": "Grüße"} for i in range(5)]
-        assert local(Remote(url), facts=facts).tolist() == [10.0 * i + 1 for i in range(5)]
+        assert score_locally(Remote(url), facts=facts).tolist() == [10.0 * i + 1 for i in range(5)]
         assert seen[4] == {**facts[1], "frame": 1}
 
 
 def test_facts_that_cannot_travel_are_a_sentence() -> None:
-    with served(Brightness()) as url, pytest.raises(RewardError, match=r"facts cannot travel as JSON \(found a Tensor"):
-        local(Remote(url), facts=[{"target": PIXELS[0]}] * 5)
+    with (
+        serve_on_free_port(Brightness()) as url,
+        pytest.raises(RewardError, match=r"facts cannot travel as JSON \(found a Tensor"),
+    ):
+        score_locally(Remote(url), facts=[{"target": PIXELS[0]}] * 5)
 
 
 def test_health_and_version_tell_of_the_reward() -> None:
-    with served(Jpeg(quality=80)) as url:
+    with serve_on_free_port(Jpeg(quality=80)) as url:
         assert ask(url, "/health") == (200, {"status": "ok", "waiting": 0})
         status, told = ask(url, "/version")
         assert status == 200 and told["reads"] == "frames" and told["limit"] == 256 * 2**20
         assert told["reward"]["type"] == "jpeg" and told["reward"]["quality"] == 80
-        assert told["version"] != about("it", Jpeg())["version"]
+        assert told["version"] != describe_reward("it", Jpeg())["version"]
 
 
 def test_what_waits_is_scored_together_and_sizes_are_kept_apart() -> None:
     begun, go = threading.Event(), threading.Event()
     sizes: list[tuple[int, int]] = []
 
-    def slow(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def slow(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         sizes.append((len(pixels), pixels.shape[-1]))
         begun.set()
         assert go.wait(20)
         return pixels.mean((1, 2, 3, 4))
 
-    def question(rows: int, side: int) -> Question:
-        return Question(torch.rand(rows, 1, 3, side, side), ("",) * rows, ({},) * rows)
+    def question(rows: int, side: int) -> ScoreRequest:
+        return ScoreRequest(torch.rand(rows, 1, 3, side, side), ("",) * rows, ({},) * rows)
 
-    spec = Own(slow, batch_size=4)
-    desk = Desk(Rubric({"it": Graded(spec, spec)}), CPU)
+    spec = FunctionReward(slow, batch_size=4)
+    desk = BatchQueue(Rubric({"it": WeightedReward(spec, spec)}), CPU)
     first = desk.ask(question(1, 4))
     assert begun.wait(20)
     asked = [question(*sizes) for sizes in [(2, 4), (1, 8), (2, 4), (1, 4)]]
@@ -115,19 +120,19 @@ def test_what_waits_is_scored_together_and_sizes_are_kept_apart() -> None:
 def test_a_bad_request_does_not_fail_those_it_is_scored_with() -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def picky(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def picky(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         begun.set()
         assert go.wait(20)
         if "bad" in prompts:
             raise ValueError("this prompt cannot be judged")
         return pixels.mean((1, 2, 3, 4))
 
-    spec = Own(picky)
-    desk = Desk(Rubric({"it": Graded(spec, spec)}), CPU)
-    first = desk.ask(Question(PIXELS[:1, :1], ("good",), ({},)))
+    spec = FunctionReward(picky)
+    desk = BatchQueue(Rubric({"it": WeightedReward(spec, spec)}), CPU)
+    first = desk.ask(ScoreRequest(PIXELS[:1, :1], ("good",), ({},)))
     assert begun.wait(20)
-    bad = desk.ask(Question(PIXELS[:1, :1], ("bad",), ({},)))
-    good = desk.ask(Question(PIXELS[1:2, :1], ("good",), ({},)))
+    bad = desk.ask(ScoreRequest(PIXELS[:1, :1], ("bad",), ({},)))
+    good = desk.ask(ScoreRequest(PIXELS[1:2, :1], ("good",), ({},)))
     go.set()
     assert len(first.result(20)) == len(good.result(20)) == 1
     assert "cannot be judged" in str(bad.exception(20))
@@ -137,13 +142,13 @@ def test_a_bad_request_does_not_fail_those_it_is_scored_with() -> None:
 def test_a_full_queue_refuses_in_a_sentence_and_health_still_answers() -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def slow(pixels: Tensor, prompts: Prompts, facts: Sequence[Facts]) -> Tensor:
+    def slow(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         begun.set()
         assert go.wait(20)
         return pixels.mean((1, 2, 3, 4))
 
-    kind, body = pack(Question(PIXELS[:, :1], PROMPTS, ({},) * 5), "npz")
-    with served(Own(slow), queue=1) as url:
+    kind, body = encode_request(ScoreRequest(PIXELS[:, :1], PROMPTS, ({},) * 5), "npz")
+    with serve_on_free_port(FunctionReward(slow), queue=1) as url:
         found: list[Any] = []
         asking = threading.Thread(target=lambda: found.append(ask(url, "/score", kind, body)))
         asking.start()
@@ -152,7 +157,7 @@ def test_a_full_queue_refuses_in_a_sentence_and_health_still_answers() -> None:
         assert status == 503 and "1 requests wait already; ask again later" in told["error"]
         assert ask(url, "/health")[0] == 200
         with pytest.raises(RewardError, match=r"refused \(503\): 1 requests wait already"):
-            local(Remote(url))
+            score_locally(Remote(url))
         go.set()
         asking.join(20)
         assert found[0][0] == 200
@@ -161,18 +166,18 @@ def test_a_full_queue_refuses_in_a_sentence_and_health_still_answers() -> None:
 
 
 def test_a_token_is_asked_for_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, body = pack(Question(PIXELS[:1, :1], ("red",), ({},)), "npz")
-    with served(Color(), token="hush") as url:
+    kind, body = encode_request(ScoreRequest(PIXELS[:1, :1], ("red",), ({},)), "npz")
+    with serve_on_free_port(Color(), token="hush") as url:
         assert ask(url, "/health")[0] == 200
         for given in ({}, {"Authorization": "Bearer husk"}, {"Authorization": "Bearer h\xfcsh"}):
             assert ask(url, "/version", **given)[0] == 401
             assert ask(url, "/score", kind, body, **given)[0] == 401
         assert ask(url, "/score", kind, body, Authorization="Bearer hush")[0] == 200
         monkeypatch.setenv("REWARD_TOKEN", "hush")
-        assert local(Remote(url, token="REWARD_TOKEN")).equal(local(Color()))
+        assert score_locally(Remote(url, token="REWARD_TOKEN")).equal(score_locally(Color()))
         monkeypatch.setenv("REWARD_TOKEN", "wrong")
         with pytest.raises(RewardError, match=r"refused \(401\): the token is missing or wrong"):
-            local(Remote(url, token="REWARD_TOKEN", retries=1))
+            score_locally(Remote(url, token="REWARD_TOKEN", retries=1))
         monkeypatch.delenv("REWARD_TOKEN")
         with pytest.raises(ConfigError, match="environment variable REWARD_TOKEN"):
             Remote(url, token="REWARD_TOKEN").load(Placement())
@@ -197,17 +202,23 @@ def test_a_token_is_asked_for_and_compared(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_request_that_cannot_be_read_is_a_sentence(
     path: str, kind: str, body: bytes, status: int, sentence: str
 ) -> None:
-    with served(Color(), limit=2000) as url:
+    with serve_on_free_port(Color(), limit=2000) as url:
         found, told = ask(url, path, kind, body)
         assert found == status and sentence in told["error"]
         assert ask(url, "/nothing")[0] == 404
 
 
 def test_a_request_without_a_length_or_cut_short_is_refused() -> None:
-    with served(Color()) as url, socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 20) as line:
+    with (
+        serve_on_free_port(Color()) as url,
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 20) as line,
+    ):
         line.sendall(b"POST /score HTTP/1.0\r\nContent-Type: application/json\r\n\r\n")
         assert b"411" in line.recv(100)
-    with served(Color()) as url, socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 20) as line:
+    with (
+        serve_on_free_port(Color()) as url,
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 20) as line,
+    ):
         line.sendall(b"POST /score HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
         line.shutdown(socket.SHUT_WR)
         assert b"400" in line.recv(100)

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .latents import divided, drawn, narrowed, pieces, shown
-from .vae import bounded
+from .vae import clamp_keep_gradient
+from .vae_utils import check_divisible, sample_posterior, split_batch, to_network_range, to_pixels
 
-BESIDE = ("mean", "std")  # buffers of ours that its files do not have
+LATENT_STATS_KEYS = ("mean", "std")  # buffers of ours that its files do not have
 
 
 @dataclass(frozen=True)
-class BlockShape:
+class BlockVaeConfig:
     """Sizes by the names its configurations give them."""
 
     im_channels: int = 3
@@ -61,19 +61,19 @@ class BlockShape:
         return int(2 ** sum(self.down_sample))
 
 
-def half(before: int, after: int, groups: int) -> nn.Sequential:
+def norm_act_conv(before: int, after: int, groups: int) -> nn.Sequential:
     return nn.Sequential(nn.GroupNorm(groups, before), nn.SiLU(), nn.Conv2d(before, after, 3, padding=1))
 
 
-class Block(nn.Module):
+class BlockVaeBlock(nn.Module):
     """Residual layers, the first so many of them followed by attention, between a way up and a way down."""
 
-    def __init__(self, before: int, after: int, layers: int, attentions: int, shape: BlockShape) -> None:
+    def __init__(self, before: int, after: int, layers: int, attentions: int, shape: BlockVaeConfig) -> None:
         super().__init__()
         widths = [before, *[after] * (layers - 1)]
         groups = shape.norm_channels
-        self.resnet_conv_first = nn.ModuleList(half(width, after, groups) for width in widths)
-        self.resnet_conv_second = nn.ModuleList(half(after, after, groups) for _ in widths)
+        self.resnet_conv_first = nn.ModuleList(norm_act_conv(width, after, groups) for width in widths)
+        self.resnet_conv_second = nn.ModuleList(norm_act_conv(after, after, groups) for _ in widths)
         self.residual_input_conv = nn.ModuleList(nn.Conv2d(width, after, 1) for width in widths)
         self.attention_norms = nn.ModuleList(nn.GroupNorm(groups, after) for _ in range(attentions))
         self.attentions = nn.ModuleList(
@@ -97,27 +97,27 @@ class Block(nn.Module):
         return x + found.transpose(1, 2).reshape(x.shape)
 
 
-def downwards(shape: BlockShape) -> nn.ModuleList:
+def down_block(shape: BlockVaeConfig) -> nn.ModuleList:
     blocks = nn.ModuleList()
     for i, (before, after) in enumerate(pairwise(shape.down_channels)):
         attentions = shape.num_down_layers * shape.attn_down[i]
-        block = Block(before, after, shape.num_down_layers, attentions, shape)
+        block = BlockVaeBlock(before, after, shape.num_down_layers, attentions, shape)
         if shape.down_sample[i]:
             block.down_sample_conv = nn.Conv2d(after, after, 4, 2, 1)
         blocks.append(block)
     return blocks
 
 
-def between(widths: tuple[int, ...], shape: BlockShape) -> nn.ModuleList:
+def mid_block(widths: tuple[int, ...], shape: BlockVaeConfig) -> nn.ModuleList:
     layers = shape.num_mid_layers
-    return nn.ModuleList(Block(before, after, layers + 1, layers, shape) for before, after in pairwise(widths))
+    return nn.ModuleList(BlockVaeBlock(before, after, layers + 1, layers, shape) for before, after in pairwise(widths))
 
 
-def upwards(shape: BlockShape) -> nn.ModuleList:
+def up_block(shape: BlockVaeConfig) -> nn.ModuleList:
     blocks = nn.ModuleList()
     for i, (after, before) in reversed([*enumerate(pairwise(shape.down_channels))]):
         attentions = shape.num_up_layers * shape.attn_down[i]
-        block = Block(before, after, shape.num_up_layers, attentions, shape)
+        block = BlockVaeBlock(before, after, shape.num_up_layers, attentions, shape)
         if shape.down_sample[i]:
             block.up_sample_conv = nn.ConvTranspose2d(before, before, 4, 2, 1)
         blocks.append(block)
@@ -131,19 +131,19 @@ class BlockVaeNet(nn.Module):
     std: Tensor
     layout = "authors"
 
-    def __init__(self, shape: BlockShape, kl: float) -> None:
+    def __init__(self, shape: BlockVaeConfig, kl: float) -> None:
         super().__init__()
         self.shape, self.kl, self.channels, self.stride = shape, kl, shape.z_channels, shape.stride
         z, first, last, groups = shape.z_channels, shape.down_channels[0], shape.mid_channels[-1], shape.norm_channels
         self.encoder_conv_in = nn.Conv2d(shape.im_channels, first, 3, padding=1)
-        self.encoder_layers = downwards(shape)
-        self.encoder_mids = between(shape.mid_channels, shape)
+        self.encoder_layers = down_block(shape)
+        self.encoder_mids = mid_block(shape.mid_channels, shape)
         self.encoder_norm_out = nn.GroupNorm(groups, last)
         self.encoder_conv_out = nn.Conv2d(last, 2 * z, 3, padding=1)
         self.pre_quant_conv, self.post_quant_conv = nn.Conv2d(2 * z, 2 * z, 1), nn.Conv2d(z, z, 1)
         self.decoder_conv_in = nn.Conv2d(z, last, 3, padding=1)
-        self.decoder_mids = between(shape.mid_channels[::-1], shape)
-        self.decoder_layers = upwards(shape)
+        self.decoder_mids = mid_block(shape.mid_channels[::-1], shape)
+        self.decoder_layers = up_block(shape)
         self.decoder_norm_out = nn.GroupNorm(groups, first)
         self.decoder_conv_out = nn.Conv2d(first, shape.im_channels, 3, padding=1)
         self.register_buffer("mean", torch.zeros(1, z, 1, 1))
@@ -151,7 +151,7 @@ class BlockVaeNet(nn.Module):
 
     def moments(self, pixels: Tensor) -> Tensor:
         """What it believes of latents: means, then logarithms of variances, [N, 2C, h, w] of [N, 3, H, W]."""
-        x = self.encoder_conv_in(narrowed(divided(pixels, self.stride), self.shape.im_channels))
+        x = self.encoder_conv_in(to_network_range(check_divisible(pixels, self.stride), self.shape.im_channels))
         for block in (*self.encoder_layers, *self.encoder_mids):
             x = block(x)
         out: Tensor = self.pre_quant_conv(self.encoder_conv_out(F.silu(self.encoder_norm_out(x))))
@@ -162,14 +162,14 @@ class BlockVaeNet(nn.Module):
         x = self.decoder_conv_in(self.post_quant_conv(latents))
         for block in (*self.decoder_mids, *self.decoder_layers):
             x = block(x)
-        return shown(self.decoder_conv_out(F.silu(self.decoder_norm_out(x))))
+        return to_pixels(self.decoder_conv_out(F.silu(self.decoder_norm_out(x))))
 
     def forward(self, pixels: Tensor, chance: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The reconstruction and the price of the latents in each row; without chance, of their means once trained."""
         moments = self.moments(pixels)
         if chance is None:
             chance = torch.randn_like(moments[:, : self.channels]) * self.training
-        latents, price = drawn(moments, chance)
+        latents, price = sample_posterior(moments, chance)
         return self.render(latents), self.kl * price
 
     def chances(self, pixels: Tensor) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class BlockVaeNet(nn.Module):
 
     def decode(self, z: Tensor) -> Tensor:
         raw = z * self.std + self.mean
-        return bounded(torch.cat([self.render(part) for part in pieces(raw, self.stride)]))
+        return clamp_keep_gradient(torch.cat([self.render(part) for part in split_batch(raw, self.stride)]))
 
     def ending(self) -> nn.Conv2d:
         """The layer that makes pixels."""
@@ -189,12 +189,14 @@ class BlockVaeNet(nn.Module):
 
     @torch.no_grad()
     def settle(self, pixels: Tensor) -> None:
-        z = torch.cat([self.moments(part)[:, : self.channels] for part in pieces(pixels)])
+        z = torch.cat([self.moments(part)[:, : self.channels] for part in split_batch(pixels)])
         self.mean.copy_(z.mean((0, 2, 3), keepdim=True))
         self.std.copy_(z.std((0, 2, 3), keepdim=True).clamp(min=1e-6))
 
     def leave(self, out: Path, dtype: torch.dtype) -> None:
         """Write a `.pth` as its own trainer does, whose latents are as they are."""
         tensors = cast("dict[str, Tensor]", self.state_dict())
-        kept = {key: x.detach().to(dtype, copy=True).cpu() for key, x in tensors.items() if key not in BESIDE}
+        kept = {
+            key: x.detach().to(dtype, copy=True).cpu() for key, x in tensors.items() if key not in LATENT_STATS_KEYS
+        }
         torch.save(kept, out)

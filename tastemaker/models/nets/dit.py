@@ -11,7 +11,7 @@ from torch import Tensor, nn
 FREQUENCIES = 64
 
 
-class Attention(nn.Module):
+class SingleStreamAttention(nn.Module):
     """With normalised queries and keys, so that scores stay small however training goes."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -31,13 +31,13 @@ class Attention(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class SingleStreamBlock(nn.Module):
     """Attention and a perceptron, both shifted, scaled and weighted by the time."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.width = width
-        self.attention = Attention(width, heads)
+        self.attention = SingleStreamAttention(width, heads)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.table = nn.Parameter(torch.zeros(6, width))
         nn.init.zeros_(self.down.weight)
@@ -70,7 +70,7 @@ class DiT(nn.Module):
             self.frame_place = nn.Parameter(torch.randn(1, frames, 1, width) * 0.02)
         self.time, self.pooled = nn.Linear(2 * FREQUENCIES, width), nn.Linear(width, width)
         self.modulation = nn.Linear(width, 6 * width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(SingleStreamBlock(width, heads) for _ in range(depth))
         self.last, self.leave = nn.Linear(width, 2 * width), nn.Linear(width, inputs)
         for layer in (self.modulation, self.last):
             nn.init.zeros_(layer.weight)

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Cache = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer: [B, kv heads, places read, head]
+KVCache = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer: [B, kv heads, places read, head]
 
 
 @dataclass(frozen=True)
-class GPTShape:
+class GPTConfig:
     """Sizes of the network; as given, GPT-B told by a class."""
 
     width: int = 768
@@ -43,7 +43,7 @@ class GPTShape:
         return math.ceil(int(2 * 4 * self.width / 3) / self.multiple) * self.multiple
 
 
-def rotations(side: int, head: int, prefix: int, still: bool, base: float = 10000.0) -> Tensor:
+def rope_2d(side: int, head: int, prefix: int, still: bool, base: float = 10000.0) -> Tensor:
     """Cosines and sines [2, prefix + side * side, head / 2] of 2-D rotary positions: rows first, then columns.
 
     Both are 0 for condition tokens, which makes their queries and keys vanish, as published; where they are to stand
@@ -57,20 +57,20 @@ def rotations(side: int, head: int, prefix: int, still: bool, base: float = 1000
     return torch.stack([cosines, torch.cat([torch.zeros(prefix, half, device="cpu"), grid.sin()])])
 
 
-def signed(rotations: Tensor) -> Tensor:
+def rope_factors(rotations: Tensor) -> Tensor:
     """Factors [2, n, 1, head] for each channel and for its neighbour, of cosines and sines."""
     cosines, sines = rotations
     return torch.stack([cosines.repeat_interleave(2, 1), torch.stack([-sines, sines], 2).flatten(1)])[:, :, None]
 
 
-def rotate(x: Tensor, factors: Tensor) -> Tensor:
+def apply_rotary_emb(x: Tensor, factors: Tensor) -> Tensor:
     """Turn pairs of neighbouring channels of [B, n, heads, head], in float32."""
     exact = x.float()
     swapped = exact.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
     return torch.addcmul(exact * factors[0], swapped, factors[1]).to(x.dtype)
 
 
-def dropped(x: Tensor, share: float) -> Tensor:
+def training_dropout(x: Tensor, share: float) -> Tensor:
     """Some numbers left out where a gradient is wanted, and only there: what is sampled or scored is left whole."""
     return F.dropout(x, share) if share and torch.is_grad_enabled() else x
 
@@ -84,8 +84,8 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
 
 
-class Attention(nn.Module):
-    def __init__(self, shape: GPTShape) -> None:
+class GPTAttention(nn.Module):
+    def __init__(self, shape: GPTConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head = shape.heads, shape.kv_heads or shape.heads, shape.head
         self.wqkv = nn.Linear(shape.width, (self.heads + 2 * self.kv_heads) * self.head, bias=False)
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         b, n, _ = x.shape
         both = self.heads + self.kv_heads
         qkv = self.wqkv(x).view(b, n, both + self.kv_heads, self.head)
-        turned = rotate(qkv[:, :, :both], factors)
+        turned = apply_rotary_emb(qkv[:, :, :both], factors)
         q, k, v = (part.transpose(1, 2) for part in (*turned.tensor_split([self.heads], 2), qkv[:, :, both:]))
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
@@ -106,11 +106,11 @@ class Attention(nn.Module):
             q, k, v, mask, is_causal=mask is None and n > 1, enable_gqa=self.heads != self.kv_heads
         )
         out: Tensor = self.wo(mixed.transpose(1, 2).reshape(b, n, -1))
-        return dropped(out, self.dropout), (k, v)
+        return training_dropout(out, self.dropout), (k, v)
 
 
 class FeedForward(nn.Module):
-    def __init__(self, shape: GPTShape) -> None:
+    def __init__(self, shape: GPTConfig) -> None:
         super().__init__()
         self.w1, self.w3 = (nn.Linear(shape.width, shape.hidden, bias=False) for _ in range(2))
         self.w2 = nn.Linear(shape.hidden, shape.width, bias=False)
@@ -118,13 +118,13 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return dropped(out, self.dropout)
+        return training_dropout(out, self.dropout)
 
 
-class Block(nn.Module):
-    def __init__(self, shape: GPTShape) -> None:
+class GPTBlock(nn.Module):
+    def __init__(self, shape: GPTConfig) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
+        self.attention, self.feed_forward = GPTAttention(shape), FeedForward(shape)
         self.attention_norm, self.ffn_norm = RMSNorm(shape.width), RMSNorm(shape.width)
 
     def forward(
@@ -135,10 +135,10 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x)), now
 
 
-class Label(nn.Module):
+class ClassEmbedder(nn.Module):
     """A class [B] as one token; the class after the last stands for none."""
 
-    def __init__(self, shape: GPTShape) -> None:
+    def __init__(self, shape: GPTConfig) -> None:
         super().__init__()
         self.embedding_table = nn.Embedding(shape.vocabulary + 1, shape.width)
 
@@ -147,10 +147,10 @@ class Label(nn.Module):
         return out
 
 
-class Caption(nn.Module):
+class CaptionFeatureEmbedder(nn.Module):
     """A text encoder's features [B, prefix, features]; `uncond_embedding`, which is never trained, stands for none."""
 
-    def __init__(self, shape: GPTShape) -> None:
+    def __init__(self, shape: GPTConfig) -> None:
         super().__init__()
         self.cap_proj = nn.ModuleDict(
             {
@@ -166,10 +166,10 @@ class Caption(nn.Module):
         return out
 
 
-class Words(nn.Module):
+class WordEmbedder(nn.Module):
     """A caption's words [B, prefix], each with its place, for their order matters."""
 
-    def __init__(self, shape: GPTShape) -> None:
+    def __init__(self, shape: GPTConfig) -> None:
         super().__init__()
         self.embedding_table = nn.Embedding(shape.vocabulary, shape.width)
         self.places = nn.Embedding(shape.prefix, shape.width)
@@ -179,7 +179,11 @@ class Words(nn.Module):
         return out
 
 
-TOLD: dict[str, type[Label | Caption | Words]] = {"class": Label, "caption": Caption, "words": Words}
+CONDITION_EMBEDDERS: dict[str, type[ClassEmbedder | CaptionFeatureEmbedder | WordEmbedder]] = {
+    "class": ClassEmbedder,
+    "caption": CaptionFeatureEmbedder,
+    "words": WordEmbedder,
+}
 
 
 class GPT(nn.Module):
@@ -187,21 +191,21 @@ class GPT(nn.Module):
 
     entries = ("states",)
 
-    def __init__(self, shape: GPTShape) -> None:
+    def __init__(self, shape: GPTConfig) -> None:
         super().__init__()
         self.shape = shape
-        self.cls_embedding = TOLD[shape.told](shape)
+        self.cls_embedding = CONDITION_EMBEDDERS[shape.told](shape)
         self.tok_embeddings = nn.Embedding(shape.codes, shape.width)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.depth))
+        self.layers = nn.ModuleList(GPTBlock(shape) for _ in range(shape.depth))
         self.norm, self.output = RMSNorm(shape.width), nn.Linear(shape.width, shape.codes, bias=False)
         # No buffer: casting the network must not round it, nor making the network on no device lose it.
-        self.factors = signed(rotations(shape.side, shape.head, shape.prefix, still=shape.told == "words"))
-        self.apply(_initialise)
+        self.factors = rope_factors(rope_2d(shape.side, shape.head, shape.prefix, still=shape.told == "words"))
+        self.apply(_initialize)
         nn.init.zeros_(self.output.weight)
 
     def forward(
-        self, ids: Tensor | None, cond: Tensor | None, cache: Cache | None = None, shown: Tensor | None = None
-    ) -> tuple[Tensor, Cache]:
+        self, ids: Tensor | None, cond: Tensor | None, cache: KVCache | None = None, shown: Tensor | None = None
+    ) -> tuple[Tensor, KVCache]:
         """Logits [B, n, codes] after the last condition token and after each of `ids` [B, n - 1], and the cache.
 
         An empty cache is filled, none is left empty; `shown` [B, prefix] says which condition tokens are no padding.
@@ -210,18 +214,18 @@ class GPT(nn.Module):
         return self.output(h).float(), now
 
     def states(
-        self, ids: Tensor | None, cond: Tensor | None, cache: Cache | None = None, shown: Tensor | None = None
-    ) -> tuple[Tensor, Cache]:
+        self, ids: Tensor | None, cond: Tensor | None, cache: KVCache | None = None, shown: Tensor | None = None
+    ) -> tuple[Tensor, KVCache]:
         """What the logits are made of: [B, n, width]."""
         parts = [self.cls_embedding(cond)] if cond is not None else []
         parts += [self.tok_embeddings(ids)] if ids is not None else []
-        h = dropped(torch.cat(parts, 1) if len(parts) > 1 else parts[0], self.shape.dropout)
+        h = training_dropout(torch.cat(parts, 1) if len(parts) > 1 else parts[0], self.shape.dropout)
         read = cache[0][0].shape[2] if cache else 0
         if self.factors.device != h.device:
             self.factors = self.factors.to(h.device)
         factors = self.factors[:, read : read + h.shape[1]]
-        mask = None if shown is None else visible(shown, read, h.shape[1])
-        now: Cache = ()
+        mask = None if shown is None else padded_causal_mask(shown, read, h.shape[1])
+        now: KVCache = ()
         for i, layer in enumerate(self.layers):
             h, kept = layer(h, factors, mask, cache[i] if cache else None)
             now += () if cache is None else (kept,)
@@ -230,7 +234,7 @@ class GPT(nn.Module):
         return self.norm(h), now
 
 
-def visible(shown: Tensor, read: int, new: int) -> Tensor:
+def padded_causal_mask(shown: Tensor, read: int, new: int) -> Tensor:
     """What each new place attends to: itself and all before it that is not padding: [B, 1, new, read + new] bool."""
     causal = torch.ones(new, read + new, dtype=torch.bool, device=shown.device).tril(read)
     itself = torch.eye(new, read + new, dtype=torch.bool, device=shown.device).roll(read, 1)
@@ -238,6 +242,6 @@ def visible(shown: Tensor, read: int, new: int) -> Tensor:
     return (causal & padded) | itself
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)

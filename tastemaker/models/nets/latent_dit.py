@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Habit:
+class EmbeddingConvention:
     """In what trainers of the same network differ."""
 
     sine_first: bool = False  # of the waves that tell the time
@@ -20,15 +20,15 @@ class Habit:
     eps: float = 1e-6  # of the norm before the perceptron
 
 
-HABITS = {
-    "facebook": Habit(),
-    "diffusers": Habit(gap=1, eps=1e-5),  # which is how facebook's weights are used there
-    "explainingai": Habit(sine_first=True, rows_first=True),
+EMBEDDING_CONVENTIONS = {
+    "facebook": EmbeddingConvention(),
+    "diffusers": EmbeddingConvention(gap=1, eps=1e-5),  # which is how facebook's weights are used there
+    "explainingai": EmbeddingConvention(sine_first=True, rows_first=True),
 }
 
 
 @dataclass(frozen=True)
-class DiTShape:
+class LatentDiTConfig:
     channels: int  # of the latents
     side: int  # likewise
     patch: int
@@ -42,7 +42,7 @@ class DiTShape:
     features: int = 0  # of a word that an encoder has read
     words: int = 0  # that stand before the patches
     waves: int = 256  # that tell the time, sines and cosines together
-    habit: Habit = Habit()
+    habit: EmbeddingConvention = EmbeddingConvention()
     head: int = 0  # width of one; together they are as wide as the network if 0
 
     @property
@@ -54,7 +54,7 @@ class DiTShape:
         return self.outputs or self.channels
 
 
-def waves(values: Tensor, count: int, habit: Habit, longest: float = 10_000.0) -> Tensor:
+def sinusoidal_embedding(values: Tensor, count: int, habit: EmbeddingConvention, longest: float = 10_000.0) -> Tensor:
     """Sines and cosines of numbers [N]: [N, count]."""
     half = count // 2
     place = torch.arange(half, device=values.device, dtype=torch.float32)
@@ -63,7 +63,7 @@ def waves(values: Tensor, count: int, habit: Habit, longest: float = 10_000.0) -
     return torch.cat(both if habit.sine_first else both[::-1], 1)
 
 
-def places(side: int, width: int, habit: Habit) -> Tensor:
+def position_embedding_2d(side: int, width: int, habit: EmbeddingConvention) -> Tensor:
     """Where each patch lies, as sines and cosines of its column and its row: [side * side, width]."""
     quarter = width // 4
     steps = torch.arange(side, dtype=torch.float64)
@@ -75,7 +75,7 @@ def places(side: int, width: int, habit: Habit) -> Tensor:
     return torch.cat(both, -1).flatten(0, 1)
 
 
-class Attention(nn.Module):
+class LatentDiTAttention(nn.Module):
     def __init__(self, width: int, heads: int, mixed: int) -> None:
         super().__init__()
         self.heads = heads
@@ -89,26 +89,26 @@ class Attention(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class LatentDiTBlock(nn.Module):
     """Attention and a perceptron, shifted, scaled and gated by what is told."""
 
-    def __init__(self, shape: DiTShape) -> None:
+    def __init__(self, shape: LatentDiTConfig) -> None:
         super().__init__()
         self.width, self.eps = shape.width, shape.habit.eps
         self.modulation = nn.Linear(shape.width, 6 * shape.width)
-        self.attention = Attention(shape.width, shape.heads, shape.mixed)
+        self.attention = LatentDiTAttention(shape.width, shape.heads, shape.mixed)
         self.up, self.down = nn.Linear(shape.width, shape.inner), nn.Linear(shape.inner, shape.width)
 
     def forward(self, h: Tensor, told: Tensor) -> Tensor:
         """Tokens [B, N, D] under a condition [B, D]."""
         shift, scale, gate, later_shift, later_scale, later_gate = self.modulation(told)[:, None].chunk(6, -1)
-        h = h + gate * self.attention(modulated(h, shift, scale, 1e-6))
-        seen = modulated(h, later_shift, later_scale, self.eps)
+        h = h + gate * self.attention(modulate(h, shift, scale, 1e-6))
+        seen = modulate(h, later_shift, later_scale, self.eps)
         out: Tensor = h + later_gate * self.down(F.gelu(self.up(seen), approximate="tanh"))
         return out
 
 
-def modulated(h: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+def modulate(h: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     return F.layer_norm(h, h.shape[-1:], eps=eps) * (1 + scale) + shift
 
 
@@ -118,11 +118,13 @@ class LatentDiT(nn.Module):
     place: Tensor
     unsliced = True  # what attention says goes through one product, whose gradient is a tensor of its own
 
-    def __init__(self, shape: DiTShape, *, closed: bool = True) -> None:
+    def __init__(self, shape: LatentDiTConfig, *, closed: bool = True) -> None:
         super().__init__()
         self.shape, width = shape, shape.width
         self.enter = nn.Conv2d(shape.channels, width, shape.patch, shape.patch)
-        self.register_buffer("place", places(shape.side // shape.patch, width, shape.habit)[None], persistent=False)
+        self.register_buffer(
+            "place", position_embedding_2d(shape.side // shape.patch, width, shape.habit)[None], persistent=False
+        )
         self.time_in, self.time_out = nn.Linear(shape.waves, width), nn.Linear(width, width)
         if shape.classes:
             self.kind = nn.Embedding(shape.classes + 1, width)
@@ -132,7 +134,7 @@ class LatentDiT(nn.Module):
             )
             self.word_place = nn.Parameter(torch.randn(1, shape.words, width) * 0.02)
             self.pooled = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
+        self.blocks = nn.ModuleList(LatentDiTBlock(shape) for _ in range(shape.depth))
         self.last = nn.Linear(width, 2 * width)
         self.leave = nn.Linear(width, shape.patch**2 * shape.leaving)
         self._begin(closed=closed)
@@ -147,7 +149,7 @@ class LatentDiT(nn.Module):
                 nn.init.normal_(layer.weight, std=0.02)
         for layer in (self.time_in, self.time_out):
             nn.init.normal_(layer.weight, std=0.02)
-        gates = [block.modulation for block in self.blocks if isinstance(block, Block)]
+        gates = [block.modulation for block in self.blocks if isinstance(block, LatentDiTBlock)]
         for layer in (*gates, self.last, self.leave) if closed else ():
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
@@ -155,7 +157,9 @@ class LatentDiT(nn.Module):
     def forward(self, x: Tensor, time: Tensor, said: Tensor | None = None) -> Tensor:
         """[B, C, h, w] at times [B], for classes [B], word ids [B, W] or features [B, W, F]: [B, outputs, h, w]."""
         h = self.enter(x).flatten(2).transpose(1, 2) + self.place.to(self.enter.weight.dtype)
-        told = self.time_out(F.silu(self.time_in(waves(time, self.shape.waves, self.shape.habit).to(h.dtype))))
+        told = self.time_out(
+            F.silu(self.time_in(sinusoidal_embedding(time, self.shape.waves, self.shape.habit).to(h.dtype)))
+        )
         if self.shape.classes and said is not None:
             told = told + self.kind(said)
         if self.shape.words and said is not None:
@@ -166,7 +170,7 @@ class LatentDiT(nn.Module):
         for block in self.blocks:
             h = block(h, told)
         shift, scale = self.last(told)[:, None].chunk(2, -1)
-        out: Tensor = self.leave(modulated(h[:, self.shape.words :], shift, scale, 1e-6))
+        out: Tensor = self.leave(modulate(h[:, self.shape.words :], shift, scale, 1e-6))
         return self._joined(out).float()
 
     def _joined(self, cut: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .quantize import Signs
-from .vq import AT_ONCE, AttnBlock, Downsample, ResnetBlock, Upsample, norm
+from .quantizers import LookupFreeQuantizer
+from .vq import BATCH_PIXELS, AttnBlock, Downsample, ResnetBlock, Upsample, group_norm
 
 
 @dataclass(frozen=True)
-class Side:
+class MagvitStages:
     """Sizes of one half: multipliers of the channels and blocks of each level, the finest first."""
 
     multipliers: tuple[int, ...]
@@ -26,13 +26,13 @@ class Side:
 
 
 @dataclass(frozen=True)
-class MagvitShape:
+class MagvitConfig:
     """Sizes of a tokenizer; as given, those published."""
 
     channels: int = 128
     bits: int = 13
-    encoder: Side = Side((1, 2, 2, 4, 4), (4, 3, 4, 3, 4))
-    decoder: Side = Side((1, 1, 2, 2, 4), (4, 4, 3, 4, 3))
+    encoder: MagvitStages = MagvitStages((1, 2, 2, 4, 4), (4, 3, 4, 3, 4))
+    decoder: MagvitStages = MagvitStages((1, 1, 2, 2, 4), (4, 4, 3, 4, 3))
     groups: int = 32  # of channels that are normalised together
 
     @property
@@ -45,7 +45,7 @@ class MagvitShape:
         return int(2 ** (len(self.encoder.blocks) - 1))
 
 
-class Level(nn.Module):
+class MagvitLevel(nn.Module):
     """Blocks at one resolution and the way to the next."""
 
     def __init__(self, before: int, after: int, blocks: int, groups: int) -> None:
@@ -61,7 +61,7 @@ class Level(nn.Module):
         return out
 
 
-class Middle(nn.Module):
+class MagvitMiddle(nn.Module):
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
         self.block_1, self.block_2 = (ResnetBlock(channels, channels, groups) for _ in range(2))
@@ -72,18 +72,21 @@ class Middle(nn.Module):
         return out
 
 
-class Encoder(nn.Module):
-    def __init__(self, shape: MagvitShape) -> None:
+class MagvitEncoder(nn.Module):
+    def __init__(self, shape: MagvitConfig) -> None:
         super().__init__()
         widths = [shape.channels * multiplier for multiplier in shape.encoder.multipliers]
         self.conv_in = nn.Conv2d(3, shape.channels, 3, padding=1)
         self.down = nn.ModuleList()
         for i, width in enumerate(widths):
-            level = Level(widths[i - 1] if i else shape.channels, width, shape.encoder.blocks[i], shape.groups)
+            level = MagvitLevel(widths[i - 1] if i else shape.channels, width, shape.encoder.blocks[i], shape.groups)
             level.downsample = nn.Identity() if i == len(widths) - 1 else Downsample(width)
             self.down.append(level)
-        self.mid = Middle(widths[-1], shape.groups)
-        self.norm_out, self.conv_out = norm(widths[-1], shape.groups), nn.Conv2d(widths[-1], shape.bits, 3, padding=1)
+        self.mid = MagvitMiddle(widths[-1], shape.groups)
+        self.norm_out, self.conv_out = (
+            group_norm(widths[-1], shape.groups),
+            nn.Conv2d(widths[-1], shape.bits, 3, padding=1),
+        )
         self.quant_conv = nn.Conv2d(shape.bits, shape.bits, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,20 +97,20 @@ class Encoder(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
-    def __init__(self, shape: MagvitShape) -> None:
+class MagvitDecoder(nn.Module):
+    def __init__(self, shape: MagvitConfig) -> None:
         super().__init__()
         widths = [shape.channels * multiplier for multiplier in shape.decoder.multipliers]
         self.post_quant_conv = nn.Conv2d(shape.bits, shape.bits, 1)
         self.conv_in = nn.Conv2d(shape.bits, widths[-1], 3, padding=1)
-        self.mid = Middle(widths[-1], shape.groups)
+        self.mid = MagvitMiddle(widths[-1], shape.groups)
         self.up = nn.ModuleList()
         for i, width in enumerate(widths):
             before = widths[min(i + 1, len(widths) - 1)]
-            level = Level(before, width, shape.decoder.blocks[i], shape.groups)
+            level = MagvitLevel(before, width, shape.decoder.blocks[i], shape.groups)
             level.upsample = Upsample(width) if i else nn.Identity()
             self.up.append(level)
-        self.norm_out, self.conv_out = norm(widths[0], shape.groups), nn.Conv2d(widths[0], 3, 3, padding=1)
+        self.norm_out, self.conv_out = group_norm(widths[0], shape.groups), nn.Conv2d(widths[0], 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.mid(self.conv_in(self.post_quant_conv(z)))
@@ -117,7 +120,7 @@ class Decoder(nn.Module):
         return out
 
 
-class Bits(nn.Module):
+class LFQTables(nn.Module):
     """The signs of channels, with the tables that published files hold of them."""
 
     embedding: Tensor
@@ -125,7 +128,7 @@ class Bits(nn.Module):
 
     def __init__(self, codes: int) -> None:
         super().__init__()
-        self.signs = Signs(codes)
+        self.signs = LookupFreeQuantizer(codes)
         self.register_buffer("embedding", self.signs.look_up(torch.arange(codes)))  # [codes, bits]
         self.register_buffer("power_vals", 2 ** torch.arange(self.signs.bits - 1, -1, -1))
 
@@ -133,10 +136,10 @@ class Bits(nn.Module):
 class Magvit(nn.Module):
     """Pixels to tokens and back; both sides in [0, 1], the network itself in [-1, 1]."""
 
-    def __init__(self, shape: MagvitShape) -> None:
+    def __init__(self, shape: MagvitConfig) -> None:
         super().__init__()
         self.shape = shape
-        self.encoder, self.decoder, self.quantize = Encoder(shape), Decoder(shape), Bits(shape.codes)
+        self.encoder, self.decoder, self.quantize = MagvitEncoder(shape), MagvitDecoder(shape), LFQTables(shape.codes)
 
     def latents(self, pixels: Tensor) -> Tensor:
         """What is quantised: [N, bits, h, w] of [N, 3, H, W]."""
@@ -150,7 +153,9 @@ class Magvit(nn.Module):
     def decode(self, ids: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         """Pixels [N, 3, H, W] of pictures of so many tokens down and across, of square ones if not said."""
         height, width = size or (math.isqrt(ids.shape[1]),) * 2
-        rows = max(1, AT_ONCE // (ids.shape[1] * self.shape.stride**2))  # what lies between is many times their size
+        rows = max(
+            1, BATCH_PIXELS // (ids.shape[1] * self.shape.stride**2)
+        )  # what lies between is many times their size
         return torch.cat([self._decode(part, height, width) for part in torch.split(ids, rows)])
 
     def _decode(self, ids: Tensor, height: int, width: int) -> Tensor:

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...types import HIDDEN
+from ...core.types import MASK_TOKEN_ID
 
 
 @dataclass(frozen=True)
-class MaskGITShape:
+class MaskGITConfig:
     """Sizes of the network."""
 
     width: int = 192
@@ -28,7 +28,7 @@ class MaskGITShape:
             raise ValueError(f"found width {self.width}, heads {self.heads}; heads must divide the width")
 
 
-class Block(nn.Module):
+class MaskGITBlock(nn.Module):
     """Attention among all places with normalised queries and keys, then two layers at each place alone."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -49,26 +49,26 @@ class Block(nn.Module):
 
 
 class MaskGIT(nn.Module):
-    def __init__(self, shape: MaskGITShape) -> None:
+    def __init__(self, shape: MaskGITConfig) -> None:
         super().__init__()
         self.shape = shape
         self.words = nn.Embedding(shape.vocabulary, shape.width)
         self.tokens = nn.Embedding(shape.codes + 1, shape.width)  # the last is the mask
         self.places = nn.Embedding(shape.prefix + shape.side * shape.side, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.depth))
+        self.blocks = nn.ModuleList(MaskGITBlock(shape.width, shape.heads) for _ in range(shape.depth))
         self.norm, self.head = nn.LayerNorm(shape.width), nn.Linear(shape.width, shape.codes)
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(self, ids: Tensor, words: Tensor) -> Tensor:
         """Logits [B, side * side, codes] of tokens [B, side * side], -1 where hidden, and words [B, prefix]."""
-        shown = torch.where(ids == HIDDEN, self.shape.codes, ids)
+        shown = torch.where(ids == MASK_TOKEN_ID, self.shape.codes, ids)
         h = torch.cat([self.words(words), self.tokens(shown)], 1) + self.places.weight
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h[:, words.shape[1] :])).float()  # type: ignore[no-any-return]  # modules are untyped
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

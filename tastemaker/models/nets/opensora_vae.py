@@ -14,25 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK, PART = 17, 5  # frames that are coded together, and the latents they make
-STRIDE = 4  # frames of one latent
-STILL = 0.18215  # what latents of single frames are multiplied by
-SCALE, SHIFT = (3.85, 2.32, 2.33, 3.06), (-0.10, 0.34, 0.27, 0.98)  # of latents of the whole, by channel
+CHUNK_FRAMES, CHUNK_LATENTS = 17, 5  # frames that are coded together, and the latents they make
+TEMPORAL_STRIDE = 4  # frames of one latent
+IMAGE_SCALE = 0.18215  # what latents of single frames are multiplied by
+LATENT_SCALE, LATENT_SHIFT = (3.85, 2.32, 2.33, 3.06), (-0.10, 0.34, 0.27, 0.98)  # of latents of the whole, by channel
 
 
-def latents(frames: int) -> int:
+def num_latents(frames: int) -> int:
     """How many latents so many frames make."""
-    return frames // CHUNK * PART + -(-(frames % CHUNK) // STRIDE)
+    return frames // CHUNK_FRAMES * CHUNK_LATENTS + -(-(frames % CHUNK_FRAMES) // TEMPORAL_STRIDE)
 
 
-def place(frame: int, count: int) -> int:
+def latent_index(frame: int, count: int) -> int:
     """The latent that a frame of so many is of; the first of a chunk may have fewer than the others."""
-    chunk, within = divmod(frame, CHUNK)
-    filling = -min(CHUNK, count - chunk * CHUNK) % STRIDE
-    return chunk * PART + (within + filling) // STRIDE
+    chunk, within = divmod(frame, CHUNK_FRAMES)
+    filling = -min(CHUNK_FRAMES, count - chunk * CHUNK_FRAMES) % TEMPORAL_STRIDE
+    return chunk * CHUNK_LATENTS + (within + filling) // TEMPORAL_STRIDE
 
 
-class Causal(nn.Module):
+class CausalConv3d(nn.Module):
     """A convolution that sees what was before, and nothing before the first."""
 
     def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1, *, bias: bool = True) -> None:
@@ -46,12 +46,12 @@ class Causal(nn.Module):
         return out
 
 
-class Residual(nn.Module):
+class TemporalResBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(groups, inputs), Causal(inputs, outputs, 3, bias=False)
-        self.norm2, self.conv2 = nn.GroupNorm(groups, outputs), Causal(outputs, outputs, 3, bias=False)
-        self.conv3 = Causal(inputs, outputs, 1, bias=False) if inputs != outputs else nn.Identity()
+        self.norm1, self.conv1 = nn.GroupNorm(groups, inputs), CausalConv3d(inputs, outputs, 3, bias=False)
+        self.norm2, self.conv2 = nn.GroupNorm(groups, outputs), CausalConv3d(outputs, outputs, 3, bias=False)
+        self.conv3 = CausalConv3d(inputs, outputs, 1, bias=False) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.conv1(F.silu(self.norm1(x)))
@@ -59,57 +59,59 @@ class Residual(nn.Module):
         return out
 
 
-def residuals(inputs: int, outputs: int, count: int, groups: int) -> nn.ModuleList:
+def residual_blocks(inputs: int, outputs: int, count: int, groups: int) -> nn.ModuleList:
     widths = [inputs] + [outputs] * count
-    return nn.ModuleList(Residual(a, b, groups) for a, b in pairwise(widths))
+    return nn.ModuleList(TemporalResBlock(a, b, groups) for a, b in pairwise(widths))
 
 
-def through(blocks: nn.Module, x: Tensor) -> Tensor:
+def run_blocks(blocks: nn.Module, x: Tensor) -> Tensor:
     for block in blocks.children():
         x = block(x)
     return x
 
 
-class Encoder(nn.Module):
+class TemporalEncoder(nn.Module):
     def __init__(self, channels: int, widths: Sequence[int], halved: Sequence[bool], count: int, groups: int) -> None:
         super().__init__()
-        self.conv_in = Causal(channels, widths[0], 3, bias=False)
-        self.block_res_blocks = nn.ModuleList(residuals(a, b, count, groups) for a, b in pairwise([widths[0], *widths]))
+        self.conv_in = CausalConv3d(channels, widths[0], 3, bias=False)
+        self.block_res_blocks = nn.ModuleList(
+            residual_blocks(a, b, count, groups) for a, b in pairwise([widths[0], *widths])
+        )
         self.conv_blocks = nn.ModuleList(
-            Causal(width, width, 3, 2) if half else nn.Identity()
+            CausalConv3d(width, width, 3, 2) if half else nn.Identity()
             for width, half in zip(widths[:-1], halved, strict=True)
         )
-        self.res_blocks = residuals(widths[-1], widths[-1], count, groups)
-        self.norm1, self.conv2 = nn.GroupNorm(groups, widths[-1]), Causal(widths[-1], 2 * channels, 1)
+        self.res_blocks = residual_blocks(widths[-1], widths[-1], count, groups)
+        self.norm1, self.conv2 = nn.GroupNorm(groups, widths[-1]), CausalConv3d(widths[-1], 2 * channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
         for blocks, shorten in zip(self.block_res_blocks, [*self.conv_blocks, nn.Identity()], strict=True):
-            x = shorten(through(blocks, x))
-        out: Tensor = self.conv2(F.silu(self.norm1(through(self.res_blocks, x))))
+            x = shorten(run_blocks(blocks, x))
+        out: Tensor = self.conv2(F.silu(self.norm1(run_blocks(self.res_blocks, x))))
         return out
 
 
-class Decoder(nn.Module):
+class TemporalDecoder(nn.Module):
     def __init__(self, channels: int, widths: Sequence[int], halved: Sequence[bool], count: int, groups: int) -> None:
         super().__init__()
-        self.conv1 = Causal(channels, widths[-1], 3)
-        self.res_blocks = residuals(widths[-1], widths[-1], count, groups)
+        self.conv1 = CausalConv3d(channels, widths[-1], 3)
+        self.res_blocks = residual_blocks(widths[-1], widths[-1], count, groups)
         self.block_res_blocks = nn.ModuleList(
-            residuals(b, a, count, groups) for a, b in pairwise([*widths, widths[-1]])
+            residual_blocks(b, a, count, groups) for a, b in pairwise([*widths, widths[-1]])
         )
         self.conv_blocks = nn.ModuleList(
-            Causal(width, 2 * width, 3) if half else nn.Identity()
+            CausalConv3d(width, 2 * width, 3) if half else nn.Identity()
             for width, half in zip(widths[1:], halved, strict=True)
         )
-        self.norm1, self.conv_out = nn.GroupNorm(groups, widths[0]), Causal(widths[0], channels, 3)
+        self.norm1, self.conv_out = nn.GroupNorm(groups, widths[0]), CausalConv3d(widths[0], channels, 3)
 
     def forward(self, z: Tensor) -> Tensor:
-        x = through(self.res_blocks, self.conv1(z))
+        x = run_blocks(self.res_blocks, self.conv1(z))
         for blocks, lengthen in zip(
             reversed(self.block_res_blocks), [*reversed(self.conv_blocks), nn.Identity()], strict=True
         ):
-            x = through(blocks, x)
+            x = run_blocks(blocks, x)
             twice = lengthen(x)
             if twice.shape[1] != x.shape[1]:  # every other channel is the later of two frames
                 twice = twice.unflatten(1, (-1, 2)).permute(0, 1, 3, 2, 4, 5).flatten(2, 3)
@@ -118,7 +120,7 @@ class Decoder(nn.Module):
         return out
 
 
-class Temporal(nn.Module):
+class TemporalVae(nn.Module):
     """Latents of single frames [B, 4, n, h, w] to latents of four frames each, the first padded; and back."""
 
     def __init__(
@@ -133,21 +135,24 @@ class Temporal(nn.Module):
     ) -> None:
         super().__init__()
         widths = [filters * times for times in multipliers]
-        self.encoder = Encoder(channels, widths, halved, blocks, groups)
-        self.quant_conv, self.post_quant_conv = Causal(2 * channels, 2 * channels, 1), Causal(channels, channels, 1)
-        self.decoder = Decoder(channels, widths, halved, blocks, groups)
+        self.encoder = TemporalEncoder(channels, widths, halved, blocks, groups)
+        self.quant_conv, self.post_quant_conv = (
+            CausalConv3d(2 * channels, 2 * channels, 1),
+            CausalConv3d(channels, channels, 1),
+        )
+        self.decoder = TemporalDecoder(channels, widths, halved, blocks, groups)
 
     def encode(self, x: Tensor) -> Tensor:
         """Means and logarithms of variances: [B, 8, m, h, w]."""
-        out: Tensor = self.quant_conv(self.encoder(F.pad(x, (0, 0, 0, 0, -x.shape[2] % STRIDE, 0))))
+        out: Tensor = self.quant_conv(self.encoder(F.pad(x, (0, 0, 0, 0, -x.shape[2] % TEMPORAL_STRIDE, 0))))
         return out
 
     def decode(self, z: Tensor, frames: int) -> Tensor:
         out: Tensor = self.decoder(self.post_quant_conv(z))
-        return out[:, :, -frames % STRIDE :]
+        return out[:, :, -frames % TEMPORAL_STRIDE :]
 
 
-class Spatial(nn.Module):
+class SpatialVae(nn.Module):
     """Where the published file keeps the autoencoder of single frames."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -161,26 +166,26 @@ class OpenSoraVae(nn.Module):
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, still: nn.Module, temporal: Temporal, together: int = 4) -> None:
+    def __init__(self, still: nn.Module, temporal: TemporalVae, together: int = 4) -> None:
         super().__init__()
-        self.spatial_vae, self.temporal_vae, self.together = Spatial(still), temporal, together
+        self.spatial_vae, self.temporal_vae, self.together = SpatialVae(still), temporal, together
         self.recompute = False
-        self.register_buffer("scale", torch.tensor(SCALE).view(1, -1, 1, 1, 1))
-        self.register_buffer("shift", torch.tensor(SHIFT).view(1, -1, 1, 1, 1))
+        self.register_buffer("scale", torch.tensor(LATENT_SCALE).view(1, -1, 1, 1, 1))
+        self.register_buffer("shift", torch.tensor(LATENT_SHIFT).view(1, -1, 1, 1, 1))
 
     def encode(self, pixels: Tensor) -> Tensor:
         """The middle of what both encoders believe."""
-        x = torch.cat([self._still(part) for part in torch.split(frames_of(pixels), self.together)])
+        x = torch.cat([self._still(part) for part in torch.split(flatten_frames(pixels), self.together)])
         x = torch.unflatten(x, 0, (len(pixels), -1)).transpose(1, 2)
-        z = torch.cat([self.temporal_vae.encode(part).chunk(2, 1)[0] for part in torch.split(x, CHUNK, 2)], 2)
+        z = torch.cat([self.temporal_vae.encode(part).chunk(2, 1)[0] for part in torch.split(x, CHUNK_FRAMES, 2)], 2)
         return (z - self.shift) / self.scale
 
     def decode(self, z: Tensor, count: int, frames: Sequence[int] | None = None) -> Tensor:
         """All of `count` frames, or those asked for, of which only the chunks are decoded."""
         wanted = range(count) if frames is None else [range(count)[k] for k in frames]
-        chunks = {k // CHUNK for k in wanted}
+        chunks = {k // CHUNK_FRAMES for k in wanted}
         made = {number: self._chunk(z, number, count) for number in sorted(chunks)}
-        return self._shown(torch.stack([made[k // CHUNK][:, :, k % CHUNK] for k in wanted], 2))
+        return self._shown(torch.stack([made[k // CHUNK_FRAMES][:, :, k % CHUNK_FRAMES] for k in wanted], 2))
 
     def decode_alone(self, z: Tensor, places: Sequence[int]) -> Tensor:
         """The frames that single latents show by themselves, as VADER decodes them: not those of the whole clip."""
@@ -188,8 +193,8 @@ class OpenSoraVae(nn.Module):
         return self._shown(torch.cat([self._along(raw[:, :, k : k + 1], 1) for k in places], 2))
 
     def _chunk(self, z: Tensor, number: int, count: int) -> Tensor:
-        raw = z[:, :, number * PART : (number + 1) * PART] * self.scale + self.shift
-        return self._along(raw, min(CHUNK, count - number * CHUNK))
+        raw = z[:, :, number * CHUNK_LATENTS : (number + 1) * CHUNK_LATENTS] * self.scale + self.shift
+        return self._along(raw, min(CHUNK_FRAMES, count - number * CHUNK_FRAMES))
 
     def _along(self, raw: Tensor, frames: int) -> Tensor:
         decode = self.temporal_vae.decode
@@ -201,15 +206,18 @@ class OpenSoraVae(nn.Module):
     def _shown(self, x: Tensor) -> Tensor:
         """Few at a time: each keeps little for its gradient, but the one being computed takes gigabytes."""
         net: Any = self.spatial_vae.module
-        parts = [net.decode(part / STILL, return_dict=False)[0] for part in torch.split(frames_of(x), self.together)]
+        parts = [
+            net.decode(part / IMAGE_SCALE, return_dict=False)[0]
+            for part in torch.split(flatten_frames(x), self.together)
+        ]
         return torch.unflatten(torch.cat(parts), 0, (len(x), -1)).transpose(1, 2)
 
     def _still(self, pixels: Tensor) -> Tensor:
         net: Any = self.spatial_vae.module
         mean: Tensor = net.encode(pixels).latent_dist.mode()
-        return mean * STILL
+        return mean * IMAGE_SCALE
 
 
-def frames_of(clips: Tensor) -> Tensor:
+def flatten_frames(clips: Tensor) -> Tensor:
     """Every frame of every clip by itself: [B * n, C, H, W]."""
     return clips.transpose(1, 2).flatten(0, 1)

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...types import HIDDEN
+from ...core.types import MASK_TOKEN_ID
 
-Cache = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer, [rows, heads, places, head]
-MARKS = 10  # ids between words and codes
+ShowoKVCache = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer, [rows, heads, places, head]
+NUM_SPECIAL_TOKENS = 10  # ids between words and codes
 ALL = slice(None)
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class ShowoVocabulary:
     """Which ids mean what: words, ten marks, the codes of pictures, and one for a hidden code."""
 
     words: int = 50295  # of the tokenizer
@@ -52,11 +52,11 @@ class Vocabulary:
     @property
     def pictures(self) -> slice:
         """The codes."""
-        return slice(self.words + MARKS, self.words + MARKS + self.codes)
+        return slice(self.words + NUM_SPECIAL_TOKENS, self.words + NUM_SPECIAL_TOKENS + self.codes)
 
     @property
     def hidden(self) -> int:
-        return self.words + MARKS + self.codes
+        return self.words + NUM_SPECIAL_TOKENS + self.codes
 
     @property
     def size(self) -> int:
@@ -64,19 +64,19 @@ class Vocabulary:
 
     def framed(self, x: Tensor) -> Tensor:
         """Ids [B, N + 2] of codes [B, N], -1 where hidden, between the marks of a picture."""
-        inside = torch.where(x == HIDDEN, self.hidden, x + self.pictures.start)
+        inside = torch.where(x == MASK_TOKEN_ID, self.hidden, x + self.pictures.start)
         return F.pad(F.pad(inside, (1, 0), value=self.opens), (0, 1), value=self.closes)
 
 
 @dataclass(frozen=True)
-class ShowoShape:
+class ShowoConfig:
     """Sizes of the network; as given, those of Phi-1.5."""
 
     width: int = 2048
     depth: int = 24
     heads: int = 32
     inner: int = 8192
-    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    vocabulary: ShowoVocabulary = field(default_factory=ShowoVocabulary)
     vision: int = 0  # features of an encoder of pictures, where one is read instead of codes
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class ShowoShape:
             raise ValueError(f"found {found}; heads must divide the width into multiples of 4")
 
 
-def visible(padding: Tensor, text: int, total: int) -> Tensor:
+def omni_attention_mask(padding: Tensor, text: int, total: int) -> Tensor:
     """Who sees whom: [B, 1, total, total] bool, of rows with so much filling [B] before a text of `text` places.
 
     The picture behind it sees all of itself and the text; the text sees what came before in it; nobody sees filling but
@@ -98,8 +98,8 @@ def visible(padding: Tensor, text: int, total: int) -> Tensor:
     return torch.where(asks >= text, seen >= filled, written)[:, None]
 
 
-class Memory:
-    """What one layer's attention adds to its keys and values, asked as the caches of transformers are."""
+class LayerKVCache:
+    """KV cache of one layer with the interface of transformers' caches."""
 
     def __init__(self, past: tuple[Tensor, Tensor] | None, rows: Tensor | None) -> None:
         self.past, self.rows = past, rows
@@ -113,13 +113,13 @@ class Memory:
         return torch.cat([before.to(keys.dtype), keys], 2), torch.cat([held.to(values.dtype), values], 2)
 
 
-class Showo(nn.Module):
+class ShowoTransformer(nn.Module):
     """A Phi with normalised queries and keys, under the name `showo` as published."""
 
-    def __init__(self, shape: ShowoShape) -> None:
+    def __init__(self, shape: ShowoConfig) -> None:
         super().__init__()
         self.shape = shape
-        self.showo: Any = phi(shape)
+        self.showo: Any = build_phi(shape)
         self.showo.model.rotary_emb = nn.Identity()  # of a table that is in no file; turns are computed here
         for layer in self.showo.model.layers:
             layer.self_attn.layer_idx = 0  # has a memory of its own; told apart, no two would share a compiled graph
@@ -134,12 +134,12 @@ class Showo(nn.Module):
         *,
         places: slice = ALL,
         tokens: slice = ALL,
-        past: Cache = (),
+        past: ShowoKVCache = (),
         rows: Tensor | None = None,
         first: int = 0,
         keep: bool = False,
         seen: Tensor | None = None,
-    ) -> tuple[Tensor, Cache]:
+    ) -> tuple[Tensor, ShowoKVCache]:
         """Logits of some `tokens` at some `places` of ids [B, L], float32; and keys and values, if to be kept.
 
         `allowed` [B, 1, L, places before and now] is True where a place (dimension 2) sees another. The first id stands
@@ -152,7 +152,7 @@ class Showo(nn.Module):
             h = h.masked_scatter(inside, self.mm_projector(seen.to(h.dtype)).to(h.dtype))
         turns, fresh = self.turns(h, first), []
         for i, layer in enumerate(self.showo.model.layers):
-            memory = Memory(past[i] if past else None, rows) if past or keep else None
+            memory = LayerKVCache(past[i] if past else None, rows) if past or keep else None
             h = layer(h, attention_mask=allowed, past_key_values=memory, position_embeddings=turns)
             if keep and memory is not None and memory.fresh is not None:
                 fresh.append(memory.fresh)
@@ -175,7 +175,7 @@ class Showo(nn.Module):
         return out
 
 
-def phi(shape: ShowoShape) -> Any:
+def build_phi(shape: ShowoConfig) -> Any:
     """Transformers' network, as it is."""
     from transformers import PhiConfig, PhiForCausalLM
 

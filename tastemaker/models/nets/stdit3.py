@@ -16,7 +16,7 @@ FREQUENCIES = 256
 EPSILON = 1e-6
 
 
-def waves(numbers: Tensor, count: int = FREQUENCIES) -> Tensor:
+def sinusoidal_embedding(numbers: Tensor, count: int = FREQUENCIES) -> Tensor:
     """Cosines and sines of numbers [B], from fast to slow: [B, count]."""
     half = count // 2
     speeds = torch.exp(-math.log(10_000) * torch.arange(half, device=numbers.device) / half)
@@ -24,7 +24,7 @@ def waves(numbers: Tensor, count: int = FREQUENCIES) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], 1)
 
 
-def places(height: int, width: int, dim: int, scale: float, device: torch.device) -> Tensor:
+def position_embedding_2d(height: int, width: int, dim: int, scale: float, device: torch.device) -> Tensor:
     """Columns and rows of a grid as waves; `scale` is the picture's side over the one that was trained first."""
     side = round(math.sqrt(height * width))
     speeds = 10_000 ** -(torch.arange(0, dim // 2, 2, device=device) / (dim // 2))
@@ -36,7 +36,7 @@ def places(height: int, width: int, dim: int, scale: float, device: torch.device
     return torch.cat(both, -1).reshape(height * width, dim)
 
 
-def turned(x: Tensor, speeds: Tensor) -> Tensor:
+def apply_rotary_emb(x: Tensor, speeds: Tensor) -> Tensor:
     """Neighbouring numbers of [B, heads, n, d] as pairs, each turned by its place times its speed."""
     angles = torch.outer(torch.arange(x.shape[2], device=x.device, dtype=torch.float32), speeds.float())
     first, second = torch.unflatten(x.float(), -1, (-1, 2)).unbind(-1)
@@ -44,7 +44,7 @@ def turned(x: Tensor, speeds: Tensor) -> Tensor:
     return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2).to(x.dtype)
 
 
-class Norm(nn.Module):
+class HeadRMSNorm(nn.Module):
     """Root mean square of each head to one, whatever the precision."""
 
     def __init__(self, size: int) -> None:
@@ -55,7 +55,7 @@ class Norm(nn.Module):
         return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), EPSILON).to(x.dtype)
 
 
-class Perceptron(nn.Module):
+class Mlp(nn.Module):
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
@@ -65,7 +65,7 @@ class Perceptron(nn.Module):
         return out
 
 
-class Told(nn.Module):
+class ScalarEmbedder(nn.Module):
     """A number, the level or the frame rate, as a vector."""
 
     def __init__(self, width: int) -> None:
@@ -73,18 +73,18 @@ class Told(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        out: Tensor = self.mlp(waves(numbers).to(dtype))
+        out: Tensor = self.mlp(sinusoidal_embedding(numbers).to(dtype))
         return out
 
 
-class Captions(nn.Module):
+class CaptionEmbedder(nn.Module):
     """Words as tokens, and the words that stand for none."""
 
     y_embedding: Tensor
 
     def __init__(self, inputs: int, width: int, words: int) -> None:
         super().__init__()
-        self.y_proj = Perceptron(inputs, width, width)
+        self.y_proj = Mlp(inputs, width, width)
         self.register_buffer("y_embedding", torch.randn(words, inputs) / inputs**0.5)
 
 
@@ -93,13 +93,13 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.q_norm, self.k_norm = Norm(width // heads), Norm(width // heads)
+        self.q_norm, self.k_norm = HeadRMSNorm(width // heads), HeadRMSNorm(width // heads)
 
     def forward(self, x: Tensor, speeds: Tensor | None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = self.q_norm(q), self.k_norm(k)
         if speeds is not None:
-            q, k = turned(q, speeds), turned(k, speeds)
+            q, k = apply_rotary_emb(q, speeds), apply_rotary_emb(k, speeds)
         out: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return out
 
@@ -119,13 +119,13 @@ class CrossAttention(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class STDiT3Block(nn.Module):
     """Attention among the tokens of a frame, or with `speeds` among those of a place in all frames."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.attn, self.cross_attn = SelfAttention(width, heads), CrossAttention(width, heads)
-        self.mlp = Perceptron(width, 4 * width, width)
+        self.mlp = Mlp(width, 4 * width, width)
         self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
 
     def forward(
@@ -151,13 +151,13 @@ class Block(nn.Module):
         return out.view(rows.shape).transpose(1, 2)
 
 
-class Patches(nn.Module):
+class PatchEmbed3D(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.proj = nn.Conv3d(channels, width, (1, PATCH, PATCH), (1, PATCH, PATCH))
 
 
-class Last(nn.Module):
+class T2IFinalLayer(nn.Module):
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, outputs)
@@ -176,7 +176,7 @@ class Last(nn.Module):
         return F.layer_norm(x, x.shape[-1:], eps=EPSILON) * (1 + scale) + shift
 
 
-class Speeds(nn.Module):
+class RotaryFrequencies(nn.Module):
     """Of the turning that tells frames apart; kept in the authors' files, never trained."""
 
     freqs: Tensor
@@ -186,7 +186,7 @@ class Speeds(nn.Module):
         self.register_buffer("freqs", 10_000 ** -(torch.arange(0, size, 2)[: size // 2].float() / size))
 
 
-class Stdit3(nn.Module):
+class STDiT3(nn.Module):
     """Latents [B, C, T, H, W] at levels [B] to [B, 2 C, T, H, W], of which the first half is clean minus noise."""
 
     def __init__(
@@ -203,13 +203,13 @@ class Stdit3(nn.Module):
         super().__init__()
         self.channels, self.width, self.side = channels, width, side
         self.config = {"hidden_size": width, "depth": depth, "num_heads": heads}
-        self.rope, self.x_embedder = Speeds(width // heads), Patches(channels, width)
-        self.t_embedder, self.fps_embedder = Told(width), Told(width)
+        self.rope, self.x_embedder = RotaryFrequencies(width // heads), PatchEmbed3D(channels, width)
+        self.t_embedder, self.fps_embedder = ScalarEmbedder(width), ScalarEmbedder(width)
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
-        self.y_embedder = Captions(caption, width, words)
-        self.spatial_blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.temporal_blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.final_layer = Last(width, 2 * channels * PATCH**2)
+        self.y_embedder = CaptionEmbedder(caption, width, words)
+        self.spatial_blocks = nn.ModuleList(STDiT3Block(width, heads) for _ in range(depth))
+        self.temporal_blocks = nn.ModuleList(STDiT3Block(width, heads) for _ in range(depth))
+        self.final_layer = T2IFinalLayer(width, 2 * channels * PATCH**2)
 
     def forward(
         self,
@@ -246,5 +246,5 @@ class Stdit3(nn.Module):
         x = F.pad(x, (0, -x.shape[4] % PATCH, 0, -x.shape[3] % PATCH))
         tokens = self.x_embedder.proj(x)
         grid = tokens.shape[3], tokens.shape[4]
-        where = places(*grid, self.width, scale, x.device).to(tokens.dtype)
+        where = position_embedding_2d(*grid, self.width, scale, x.device).to(tokens.dtype)
         return tokens.flatten(3).permute(0, 2, 3, 1) + where, grid

@@ -12,12 +12,12 @@ from diffusers.models.embeddings import TimestepEmbedding
 from diffusers.models.resnet import TemporalConvLayer
 from torch import Tensor, nn
 
-Stock: Any = UNet3DConditionModel
-DOWN = ("CrossAttnDownBlock3D",) * 3 + ("DownBlock3D",)
-UP = ("UpBlock3D",) + ("CrossAttnUpBlock3D",) * 3
+BaseUnet: Any = UNet3DConditionModel
+DOWN_BLOCKS = ("CrossAttnDownBlock3D",) * 3 + ("DownBlock3D",)
+UP_BLOCKS = ("UpBlock3D",) + ("CrossAttnUpBlock3D",) * 3
 
 
-class Clock(nn.Module):
+class TimeAndFpsEmbedding(nn.Module):
     """What is said of the level, and what was said of the speed besides; tensors named as diffusers names them."""
 
     def __init__(self, level: Any) -> None:
@@ -29,7 +29,7 @@ class Clock(nn.Module):
         return said + speed
 
 
-class ClipUnet(Stock):  # type: ignore[misc]
+class VideoUnet(BaseUnet):  # type: ignore[misc]
     """Takes and gives [B, F, C, h, w]; with `fps_cond` it is told [B] frames per second."""
 
     turnable = True  # in whatever order numbers lie
@@ -40,8 +40,8 @@ class ClipUnet(Stock):  # type: ignore[misc]
         sample_size: int | None = None,
         in_channels: int = 4,
         out_channels: int = 4,
-        down_block_types: Sequence[str] = DOWN,
-        up_block_types: Sequence[str] = UP,
+        down_block_types: Sequence[str] = DOWN_BLOCKS,
+        up_block_types: Sequence[str] = UP_BLOCKS,
         block_out_channels: Sequence[int] = (320, 640, 1280, 1280),
         layers_per_block: int = 2,
         downsample_padding: int = 1,
@@ -75,7 +75,7 @@ class ClipUnet(Stock):  # type: ignore[misc]
         if fps_cond:
             width = block_out_channels[0]
             self.fps_embedding = TimestepEmbedding(width, 4 * width, act_fn=act_fn)
-            self.add_module("time_embedding", Clock(self.get_submodule("time_embedding")))
+            self.add_module("time_embedding", TimeAndFpsEmbedding(self.get_submodule("time_embedding")))
 
     def forward(self, x: Tensor, level: Tensor, words: Tensor, fps: Tensor | None = None) -> Tensor:
         """Its own dropout stays off: what was sampled is scored by the same network."""

@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SMALL = 1e-4  # what the size of latents costs, so that they do not drift
+INITIAL_SCALE = 1e-4  # what the size of latents costs, so that they do not drift
 
 
-def bounded(pixels: Tensor) -> Tensor:
+def clamp_keep_gradient(pixels: Tensor) -> Tensor:
     """Within [0, 1], with the gradient of what was outside."""
     return pixels + (pixels.clamp(0, 1) - pixels).detach()
 
 
-class Residual(nn.Module):
+class VaeResidualBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.first_norm, self.first = nn.GroupNorm(8, width), nn.Conv2d(width, width, 3, padding=1)
@@ -28,19 +28,19 @@ class Residual(nn.Module):
         return out
 
 
-def encoder(widths: tuple[int, ...], outputs: int) -> nn.Sequential:
+def build_encoder(widths: tuple[int, ...], outputs: int) -> nn.Sequential:
     layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 3, padding=1)]
     for narrow, wide in pairwise(widths):
-        layers += [nn.Conv2d(narrow, wide, 4, 2, 1), Residual(wide)]
+        layers += [nn.Conv2d(narrow, wide, 4, 2, 1), VaeResidualBlock(wide)]
     return nn.Sequential(*layers, nn.GroupNorm(8, widths[-1]), nn.SiLU(), nn.Conv2d(widths[-1], outputs, 1))
 
 
-def decoder(widths: tuple[int, ...], inputs: int, last: int) -> nn.Sequential:
+def build_decoder(widths: tuple[int, ...], inputs: int, last: int) -> nn.Sequential:
     """At full size, where pixels are most, it is narrow and has no residual."""
-    layers: list[nn.Module] = [nn.Conv2d(inputs, widths[-1], 3, padding=1), Residual(widths[-1])]
+    layers: list[nn.Module] = [nn.Conv2d(inputs, widths[-1], 3, padding=1), VaeResidualBlock(widths[-1])]
     downwards = widths[::-1]
     for wide, narrow in pairwise(downwards[:-1]):
-        layers += [nn.Conv2d(wide, narrow * 4, 1), nn.PixelShuffle(2), Residual(narrow)]
+        layers += [nn.Conv2d(wide, narrow * 4, 1), nn.PixelShuffle(2), VaeResidualBlock(narrow)]
     layers += [nn.Conv2d(downwards[-2], last * 4, 1), nn.PixelShuffle(2), nn.Conv2d(last, last, 3, padding=1)]
     return nn.Sequential(*layers, nn.SiLU(), nn.Conv2d(last, 3, 3, padding=1))
 
@@ -55,8 +55,8 @@ class Autoencoder(nn.Module):
         super().__init__()
         self.channels, self.stride, self.noise, self.kl = channels, factor, noise, kl
         widths = (width, width * 2, width * 2, width * 3)[: factor.bit_length()]
-        self.encoder = encoder(widths, channels * (2 if kl else 1))
-        self.decoder = decoder(widths, channels, max(8, width * 4 // 5))
+        self.encoder = build_encoder(widths, channels * (2 if kl else 1))
+        self.decoder = build_decoder(widths, channels, max(8, width * 4 // 5))
         self.register_buffer("mean", torch.zeros(1, channels, 1, 1))
         self.register_buffer("std", torch.ones(1, channels, 1, 1))
 
@@ -65,7 +65,7 @@ class Autoencoder(nn.Module):
         return (self._latents(pixels)[:, : self.channels] - self.mean) / self.std
 
     def decode(self, z: Tensor) -> Tensor:
-        return bounded(self._pixels(z * self.std + self.mean))
+        return clamp_keep_gradient(self._pixels(z * self.std + self.mean))
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """The reconstruction from noisy latents, unbounded, and the price of the latents in each row."""
@@ -74,7 +74,7 @@ class Autoencoder(nn.Module):
         if not self.kl:
             # Noise keeps neighbouring latents alike, which is what a denoiser needs of them.
             noisy = z + self.noise * z.detach().std() * chance
-            return self._pixels(noisy), SMALL * z.square().flatten(1).mean(1)
+            return self._pixels(noisy), INITIAL_SCALE * z.square().flatten(1).mean(1)
         mean, log_variance = z.chunk(2, 1)
         log_variance = log_variance.clamp(-30, 20)
         price = (mean**2 + log_variance.exp() - 1 - log_variance).flatten(1).mean(1) / 2
@@ -101,7 +101,7 @@ class Autoencoder(nn.Module):
         self.std.copy_(z.std((0, 2, 3), keepdim=True).clamp(min=1e-6))
 
 
-class Folding(nn.Module):
+class PixelShuffleAutoencoder(nn.Module):
     """Coarse pixels as latents: nothing to learn, little to see; it stands in where no codec is trained yet."""
 
     CELLS = 2  # a side, in each latent
@@ -121,4 +121,4 @@ class Folding(nn.Module):
     def decode(self, z: Tensor) -> Tensor:
         folded = (z[:, : z.shape[1] - self.spare] + 2) / 4
         coarse = F.pixel_shuffle(folded, self.CELLS)
-        return bounded(F.interpolate(coarse, scale_factor=self.factor // self.CELLS))
+        return clamp_keep_gradient(F.interpolate(coarse, scale_factor=self.factor // self.CELLS))

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .quantize import Codebook, Signs
+from .quantizers import LookupFreeQuantizer, VectorQuantizer
 
-AT_ONCE = 2**20  # pixels decoded together: 16 pictures of 256 a side
+BATCH_PIXELS = 2**20  # pixels decoded together: 16 pictures of 256 a side
 
 
 @dataclass(frozen=True)
-class VQShape:
+class VQConfig:
     """Sizes of a tokenizer, and what its training weighs; as given, VQ-16, and VQ-8 with multipliers 1, 2, 2, 4."""
 
     channels: int = 128
@@ -44,15 +44,15 @@ class VQShape:
         return int(2 ** (len(self.multipliers) - 1))
 
 
-def norm(channels: int, groups: int) -> nn.GroupNorm:
+def group_norm(channels: int, groups: int) -> nn.GroupNorm:
     return nn.GroupNorm(groups, channels, eps=1e-6)
 
 
 class ResnetBlock(nn.Module):
     def __init__(self, before: int, after: int, groups: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = norm(before, groups), nn.Conv2d(before, after, 3, padding=1)
-        self.norm2, self.conv2 = norm(after, groups), nn.Conv2d(after, after, 3, padding=1)
+        self.norm1, self.conv1 = group_norm(before, groups), nn.Conv2d(before, after, 3, padding=1)
+        self.norm2, self.conv2 = group_norm(after, groups), nn.Conv2d(after, after, 3, padding=1)
         self.nin_shortcut = nn.Conv2d(before, after, 1) if before != after else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class AttnBlock(nn.Module):
 
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
-        self.norm = norm(channels, groups)
+        self.norm = group_norm(channels, groups)
         self.q, self.k, self.v = (nn.Conv2d(channels, channels, 1) for _ in range(3))
         self.proj_out = nn.Conv2d(channels, channels, 1)
 
@@ -98,7 +98,7 @@ class Upsample(nn.Module):
         return out
 
 
-class Level(nn.Module):
+class VQLevel(nn.Module):
     """Blocks at one resolution, each followed by attention if asked for, and the way to the next."""
 
     def __init__(self, before: int, after: int, blocks: int, groups: int, *, attention: bool) -> None:
@@ -117,13 +117,13 @@ class Level(nn.Module):
         return out
 
 
-def middle(channels: int, groups: int) -> nn.ModuleList:
+def mid_blocks(channels: int, groups: int) -> nn.ModuleList:
     first, last = (ResnetBlock(channels, channels, groups) for _ in range(2))
     return nn.ModuleList([first, AttnBlock(channels, groups), last])
 
 
-class Encoder(nn.Module):
-    def __init__(self, shape: VQShape) -> None:
+class VQEncoder(nn.Module):
+    def __init__(self, shape: VQConfig) -> None:
         super().__init__()
         widths = [shape.channels * multiplier for multiplier in shape.multipliers]
         self.conv_in = nn.Conv2d(3, shape.channels, 3, padding=1)
@@ -131,11 +131,14 @@ class Encoder(nn.Module):
         for i, width in enumerate(widths):
             last = i == len(widths) - 1
             before = widths[i - 1] if i else shape.channels
-            level = Level(before, width, shape.blocks, shape.groups, attention=last)
+            level = VQLevel(before, width, shape.blocks, shape.groups, attention=last)
             level.downsample = nn.Identity() if last else Downsample(width)
             self.conv_blocks.append(level)
-        self.mid = middle(widths[-1], shape.groups)
-        self.norm_out, self.conv_out = norm(widths[-1], shape.groups), nn.Conv2d(widths[-1], shape.latent, 3, padding=1)
+        self.mid = mid_blocks(widths[-1], shape.groups)
+        self.norm_out, self.conv_out = (
+            group_norm(widths[-1], shape.groups),
+            nn.Conv2d(widths[-1], shape.latent, 3, padding=1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
@@ -145,18 +148,18 @@ class Encoder(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
-    def __init__(self, shape: VQShape) -> None:
+class VQDecoder(nn.Module):
+    def __init__(self, shape: VQConfig) -> None:
         super().__init__()
         widths = [shape.channels * multiplier for multiplier in reversed(shape.multipliers)]
         self.conv_in = nn.Conv2d(shape.latent, widths[0], 3, padding=1)
-        self.mid = middle(widths[0], shape.groups)
+        self.mid = mid_blocks(widths[0], shape.groups)
         self.conv_blocks = nn.ModuleList()
         for i, width in enumerate(widths):
-            level = Level(widths[max(i - 1, 0)], width, shape.blocks + 1, shape.groups, attention=i == 0)
+            level = VQLevel(widths[max(i - 1, 0)], width, shape.blocks + 1, shape.groups, attention=i == 0)
             level.upsample = nn.Identity() if i == len(widths) - 1 else Upsample(width)
             self.conv_blocks.append(level)
-        self.norm_out, self.conv_out = norm(widths[-1], shape.groups), nn.Conv2d(widths[-1], 3, 3, padding=1)
+        self.norm_out, self.conv_out = group_norm(widths[-1], shape.groups), nn.Conv2d(widths[-1], 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.conv_in(z)
@@ -169,13 +172,15 @@ class Decoder(nn.Module):
 class VQ(nn.Module):
     """Pixels to tokens and back; both sides in [0, 1], the network itself in [-1, 1]."""
 
-    def __init__(self, shape: VQShape) -> None:
+    def __init__(self, shape: VQConfig) -> None:
         super().__init__()
         self.shape = shape
         signs = shape.quantizer == "signs"
         width = int(math.log2(shape.codes)) if signs else shape.width
-        self.encoder, self.decoder = Encoder(shape), Decoder(shape)
-        self.quantize: Codebook | Signs = Signs(shape.codes) if signs else Codebook(shape.codes, width)
+        self.encoder, self.decoder = VQEncoder(shape), VQDecoder(shape)
+        self.quantize: VectorQuantizer | LookupFreeQuantizer = (
+            LookupFreeQuantizer(shape.codes) if signs else VectorQuantizer(shape.codes, width)
+        )
         self.quant_conv, self.post_quant_conv = nn.Conv2d(shape.latent, width, 1), nn.Conv2d(width, shape.latent, 1)
 
     @property
@@ -198,7 +203,7 @@ class VQ(nn.Module):
     def decode(self, ids: Tensor) -> Tensor:
         """Pixels [N, 3, H, W] of square pictures; few at a time, for what lies between takes many times their size."""
         side = math.isqrt(ids.shape[1])
-        rows = max(1, AT_ONCE // (side * self.shape.stride) ** 2)
+        rows = max(1, BATCH_PIXELS // (side * self.shape.stride) ** 2)
         return torch.cat([self._decode(part, side) for part in torch.split(ids, rows)])
 
     def _decode(self, ids: Tensor, side: int) -> Tensor:
@@ -227,6 +232,6 @@ class VQ(nn.Module):
         return (counts > 0).float().mean().item()
 
 
-def tolerated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def drop_usage_buffer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Published weights without the ring buffer of used codes that came with them."""
     return {key: value for key, value in tensors.items() if key != "quantize.codebook_used"}

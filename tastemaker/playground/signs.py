@@ -1,0 +1,213 @@
+"""Short words on signs, in several fonts, shapes and colours: the small form of the field's text rendering task."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from string import ascii_uppercase
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from ..core.randomness import Randomness
+from ..core.types import Metadata, select_rows
+from .art import ART
+from .captions import Split
+from .language import SIGN
+from .scenes import CHUNK, SIDE, Painter
+
+WORDS: tuple[str, ...] = tuple((ART / "words.txt").read_text(encoding="utf-8").split())
+INVENTED = 3000  # strings of letters that are no words, from which a generator learns to spell words it never saw
+FONTS: tuple[str, ...] = (
+    *("DejaVuSans-Bold", "DejaVuSansMono-Bold", "DejaVuSerif-Bold"),
+    *("OpenSans-Bold", "OpenSans-CondBold", "Quicksand-Bold"),
+)
+BOARDS = (  # the colour of a sign and of what is written on it
+    ((0.10, 0.45, 0.25), (1.00, 1.00, 1.00)),
+    ((0.10, 0.30, 0.70), (1.00, 1.00, 1.00)),
+    ((0.75, 0.10, 0.12), (1.00, 1.00, 1.00)),
+    ((0.98, 0.82, 0.15), (0.08, 0.08, 0.08)),
+    ((0.98, 0.98, 0.96), (0.08, 0.08, 0.10)),
+    ((0.13, 0.13, 0.15), (0.98, 0.95, 0.85)),
+    ((0.42, 0.26, 0.14), (1.00, 0.95, 0.80)),
+    ((0.98, 0.98, 0.96), (0.75, 0.10, 0.12)),
+)
+ROUNDING = (1.5, 4.0, 8.0)  # pixels, of the corners of a sign
+POST = (0.36, 0.30, 0.26)
+WIDE, HIGH = 52, 24  # pixels a word may take
+SQUEEZE = 1.3  # how much wider a word may be before it is pressed together; else long words were too low to read
+TEXT = re.compile(rf'{SIGN} "(?P<word>[^"]+)"')
+
+
+def held_out() -> Tensor:
+    """Which words are kept from all training, about a fifth: [len(WORDS)] bool."""
+    return torch.tensor([zlib.crc32(word.encode()) % 5 == 0 for word in WORDS])
+
+
+@lru_cache(maxsize=1)
+def lexicon() -> tuple[str, ...]:
+    """WORDS, and after them the invented ones."""
+    rng = Randomness(0, 0, torch.arange(INVENTED + 100))  # some are drawn twice, or are words
+    lengths, letters = 3 + rng.words("length", 1)[:, 0] % 4, rng.words("letters", 6) % 26
+    spelled = ["".join(ascii_uppercase[k] for k in row) for row in letters.tolist()]
+    cut = [word[:length] for word, length in zip(spelled, lengths.tolist(), strict=True)]
+    return tuple(dict.fromkeys([*WORDS, *cut]))[: len(WORDS) + INVENTED]
+
+
+def sample_words(rng: Randomness, split: Split, purpose: str = "word", invented: float = 0.0) -> Tensor:
+    """A word a row, as a place in the lexicon, a share of them invented: [N]."""
+    places = (held_out() == (split == "held_out")).nonzero()[:, 0].to(rng.rows.device)
+    drawn = rng.words(purpose, 1)[:, 0]
+    if not invented:
+        return places[drawn % len(places)]
+    strange = rng.uniform(f"{purpose} invented", 1)[:, 0] < invented
+    return torch.where(strange, len(WORDS) + drawn % INVENTED, places[drawn % len(places)])
+
+
+def corrupt_words(words: Tensor, probability: float, rng: Randomness, split: Split, invented: float = 0.0) -> Tensor:
+    """Drawn anew with a probability, which is mostly another word: [N]."""
+    bad = rng.uniform("spoiled word", 1)[:, 0] < probability
+    return torch.where(bad, sample_words(rng, split, "another word", invented), words)
+
+
+def sign_captions(words: Tensor) -> tuple[str, ...]:
+    known = lexicon()
+    return tuple(f'{SIGN} "{known[place]}"' for place in words.tolist())
+
+
+def sign_metadata(words: Tensor) -> tuple[Metadata, ...]:
+    """What a reader should find on each sign."""
+    known = lexicon()
+    return tuple({"text": known[place]} for place in words.tolist())
+
+
+def requested_words(prompts: Sequence[str]) -> tuple[str, ...]:
+    """The word each prompt asks for."""
+    found = [TEXT.fullmatch(prompt) for prompt in prompts]
+    for prompt, match in zip(prompts, found, strict=True):
+        if match is None:
+            raise ValueError(f"'{prompt:.80}' asks for no sign; expected '{SIGN} \"HELLO\"'")
+    return tuple(match["word"] for match in found if match)
+
+
+@lru_cache(maxsize=2)
+def render_words(invented: bool = False) -> tuple[Tensor, Tensor]:
+    """Every word in every font, and each invented one in one of them, as large as fits: ink [.., 1, 24, 52] as bytes
+    and its size [.., 2]."""
+    if invented:
+        known, strange = render_words(), lexicon()[len(WORDS) :]
+        more = _drawn([_ink(word, FONTS[k % len(FONTS)]) for k, word in enumerate(strange)])
+        return torch.cat([known[0], more[0]]), torch.cat([known[1], more[1]])
+    return _drawn([_ink(word, font) for word in WORDS for font in FONTS])
+
+
+def _drawn(images: list[tuple[Image.Image, tuple[int, int]]]) -> tuple[Tensor, Tensor]:
+    ink = torch.stack([torch.from_numpy(np.array(image)) for image, _ in images])
+    return ink[:, None], torch.tensor([size for _, size in images], dtype=torch.float32)
+
+
+def _ink(word: str, font: str) -> tuple[Image.Image, tuple[int, int]]:
+    largest = _font(font, 30).getbbox(word)
+    room = min(WIDE * SQUEEZE / (largest[2] - largest[0]), HIGH / (largest[3] - largest[1]))
+    for size in range(min(30, int(30 * room) + 3), 5, -1):  # larger ones do not fit, however they are hinted
+        left, top, right, bottom = map(round, _font(font, size).getbbox(word))
+        if right - left <= WIDE * SQUEEZE and bottom - top <= HIGH:
+            break
+    tight = Image.new("L", (right - left, bottom - top))
+    ImageDraw.Draw(tight).text((-left, -top), word, 255, _font(font, size))
+    width, height = min(tight.width, WIDE), tight.height
+    whole = Image.new("L", (WIDE, HIGH))
+    whole.paste(tight.resize((width, height), Image.Resampling.BOX), ((WIDE - width) // 2, (HIGH - height) // 2))
+    return whole, (width, height)
+
+
+@lru_cache(maxsize=256)
+def _font(name: str, size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(ART / "fonts" / f"{name}.ttf", size, layout_engine=ImageFont.Layout.BASIC)
+
+
+@dataclass(frozen=True)
+class SignLayouts:
+    """Where and how each word is written."""
+
+    ink: Tensor  # [N] place among the words in their fonts
+    board: Tensor  # [N] place in BOARDS
+    rounding: Tensor  # [N] pixels
+    scale: Tensor  # [N] of the letters
+    x: Tensor  # [N] the middle of the sign, pixels from the left
+    y: Tensor  # [N] and from the top
+    half: Tensor  # [N, 2] half its width and height in pixels
+
+
+class SignPainter:
+    """Paints words on signs, invented ones too if asked to, which takes longer to prepare for."""
+
+    def __init__(self, device: torch.device | str = "cpu", invented: bool = False) -> None:
+        self.device = torch.device(device)
+        self.ink, self.spans = (part.to(self.device) for part in render_words(invented))
+        self.boards = torch.tensor(BOARDS, device=self.device)  # [8, 2, 3]
+        self.painter = Painter(device=self.device)
+
+    def arrange(self, words: Tensor, rng: Randomness) -> SignLayouts:
+        """A sign of each word."""
+        draws = rng.uniform("sign", 7).to(self.device)
+        words, fonts = words.to(self.device), (draws[:, 0] * len(FONTS)).long()
+        after = (len(FONTS) - 1) * len(WORDS)  # invented words stand after all others in all fonts
+        ink = torch.where(words < len(WORDS), words * len(FONTS) + fonts, words + after)
+        scale = 0.85 + 0.15 * draws[:, 1]
+        rounding = torch.tensor(ROUNDING, device=self.device)[(draws[:, 3] * len(ROUNDING)).long()]
+        margin = 3 + draws[:, 2:3] + 0.1 * rounding[:, None] * torch.tensor([1, 0], device=self.device)
+        half = scale[:, None] * self.spans[ink] / 2 + margin
+        room = (SIDE / 2 - 1 - half).clamp(min=0)  # [N, 2] pixels the middle can move either way
+        return SignLayouts(
+            ink=ink,
+            board=(draws[:, 4] * len(BOARDS)).long(),
+            rounding=torch.minimum(rounding, half[:, 1]),
+            scale=scale,
+            x=SIDE / 2 + (2 * draws[:, 5] - 1) * room[:, 0],
+            y=SIDE / 2 - draws[:, 6] * room[:, 1],  # in the upper half, for there is a post below
+            half=half,
+        )
+
+    def paint(self, words: Tensor, rng: Randomness) -> Tensor:
+        """A picture of each word: [N, 1, 3, 64, 64] in [0, 1]."""
+        signs, background = self.arrange(words, rng), self.painter.background(rng)
+        parts = torch.split(torch.arange(len(words), device=self.device), CHUNK)
+        return torch.cat([background[:0], *(self._over(background[rows], select_rows(signs, rows)) for rows in parts)])[
+            :, None
+        ]
+
+    def _over(self, pixels: Tensor, signs: SignLayouts) -> Tensor:
+        line = torch.arange(SIDE, device=self.device) + 0.5
+        across = (line - signs.x[:, None])[:, None, :].expand(-1, SIDE, -1)  # [N, 64, 64] pixels from the middle
+        down = (line - signs.y[:, None])[:, :, None].expand(-1, -1, SIDE)
+        post = (2 - across.abs()).clamp(0, 1) * (down > 0)
+        board, frame = (_inside(across, down, signs, edge) for edge in (0.0, 1.5))
+        where = torch.stack([across / (WIDE / 2), down / (HIGH / 2)], 3) / signs.scale[:, None, None, None]
+        shapes = self.ink[signs.ink].float() / 255
+        ink = F.grid_sample(shapes, where, padding_mode="zeros", align_corners=False)[:, 0]
+        plain, written = self.boards[signs.board].unbind(1)  # [N, 3] each
+        for cover, color in (
+            (post, torch.tensor([POST], device=self.device)),
+            *((board, written), (frame, plain), (ink, written)),
+        ):
+            pixels = pixels + cover[:, None] * (color[..., None, None] - pixels)
+        return pixels.clamp(0, 1)
+
+
+def _inside(across: Tensor, down: Tensor, signs: SignLayouts, edge: float) -> Tensor:
+    """How much of each pixel lies in a rounded board, `edge` pixels from its rim: [N, 64, 64]."""
+    rounding = signs.rounding[:, None, None]
+    beyond = [
+        (distance.abs() - half[:, None, None] + rounding)
+        for distance, half in zip((across, down), signs.half.unbind(1), strict=True)
+    ]
+    outer = torch.hypot(beyond[0].clamp(min=0), beyond[1].clamp(min=0))
+    distance = outer + torch.maximum(*beyond).clamp(max=0) - rounding
+    return (0.5 - edge - distance).clamp(0, 1)

@@ -1,0 +1,162 @@
+"""Mask2Former as mmdet publishes it, under the names of transformers; the names of mmdet 2 and of mmdet 3 are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.registry import ConfigError
+
+MARK = "panoptic_head.cls_embed.weight"  # only mmdet's files have it
+SWIN = r"model.pixel_level_module.encoder.swin."
+PIXELS = r"model.pixel_level_module.decoder."
+QUERIES = r"model.transformer_module."
+PIXEL_LAYER = r"panoptic_head\.pixel_decoder\.encoder\.layers\.(\d+)\."
+QUERY_LAYER = r"panoptic_head\.transformer_decoder\.layers\.(\d+)\."
+BLOCK = r"backbone\.stages\.(\d+)\.blocks\.(\d+)\."
+STAGE = r"backbone\.stages\.(\d+)\."
+FEED = r"(?:ffns\.0|ffn)\.layers"  # mmdet 2, mmdet 3
+END = r"(weight|bias)"
+
+# A target with {} takes three tensors out of one: those of queries, keys and values.
+RULES: tuple[tuple[str, str], ...] = (
+    (rf"backbone\.patch_embed\.projection\.{END}", rf"{SWIN}embeddings.patch_embeddings.projection.\1"),
+    (rf"backbone\.patch_embed\.norm\.{END}", rf"{SWIN}embeddings.norm.\1"),
+    (rf"{BLOCK}norm1\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.layernorm_before.\3"),
+    (rf"{BLOCK}norm2\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.layernorm_after.\3"),
+    (
+        rf"{BLOCK}attn\.w_msa\.(relative_position_bias_table)",
+        rf"{SWIN}encoder.layers.\1.blocks.\2.attention.relative_position_bias.\3",
+    ),
+    (rf"{BLOCK}attn\.w_msa\.qkv\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.attention.{{}}_proj.\3"),
+    (rf"{BLOCK}attn\.w_msa\.proj\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.attention.o_proj.\3"),
+    (rf"{BLOCK}ffn\.layers\.0\.0\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.mlp.fc1.\3"),
+    (rf"{BLOCK}ffn\.layers\.1\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.mlp.fc2.\3"),
+    (rf"{STAGE}downsample\.reduction\.{END}", rf"{SWIN}encoder.layers.\1.downsample.reduction.\2"),
+    (rf"{STAGE}downsample\.norm\.{END}", rf"{SWIN}encoder.layers.\1.downsample.norm.\2"),
+    *(
+        (rf"backbone\.norm{k}\.{END}", rf"model.pixel_level_module.encoder.hidden_states_norms.stage{k + 1}.\1")
+        for k in range(4)
+    ),
+    (rf"panoptic_head\.pixel_decoder\.input_convs\.(\d+)\.conv\.{END}", rf"{PIXELS}input_projections.\1.0.\2"),
+    (rf"panoptic_head\.pixel_decoder\.input_convs\.(\d+)\.gn\.{END}", rf"{PIXELS}input_projections.\1.1.\2"),
+    (
+        rf"{PIXEL_LAYER}(?:attentions\.0|self_attn)\.(sampling_offsets|attention_weights|value_proj|output_proj)\.{END}",
+        rf"{PIXELS}encoder.layers.\1.self_attn.\2.\3",
+    ),
+    (rf"{PIXEL_LAYER}{FEED}\.0\.0\.{END}", rf"{PIXELS}encoder.layers.\1.fc1.\2"),
+    (rf"{PIXEL_LAYER}{FEED}\.1\.{END}", rf"{PIXELS}encoder.layers.\1.fc2.\2"),
+    (rf"{PIXEL_LAYER}norms\.0\.{END}", rf"{PIXELS}encoder.layers.\1.self_attn_layer_norm.\2"),
+    (rf"{PIXEL_LAYER}norms\.1\.{END}", rf"{PIXELS}encoder.layers.\1.final_layer_norm.\2"),
+    (r"panoptic_head\.pixel_decoder\.level_encoding\.weight", rf"{PIXELS}level_embed"),
+    (rf"panoptic_head\.pixel_decoder\.lateral_convs\.0\.conv\.{END}", rf"{PIXELS}adapter_1.0.\1"),
+    (rf"panoptic_head\.pixel_decoder\.lateral_convs\.0\.gn\.{END}", rf"{PIXELS}adapter_1.1.\1"),
+    (rf"panoptic_head\.pixel_decoder\.output_convs\.0\.conv\.{END}", rf"{PIXELS}layer_1.0.\1"),
+    (rf"panoptic_head\.pixel_decoder\.output_convs\.0\.gn\.{END}", rf"{PIXELS}layer_1.1.\1"),
+    (rf"panoptic_head\.pixel_decoder\.mask_feature\.{END}", rf"{PIXELS}mask_projection.\1"),
+    (
+        rf"{QUERY_LAYER}(?:attentions\.0|cross_attn)\.attn\.(in_proj_\w+|out_proj\.\w+)",
+        rf"{QUERIES}decoder.layers.\1.cross_attn.\2",
+    ),
+    (
+        rf"{QUERY_LAYER}(?:attentions\.1|self_attn)\.attn\.in_proj_{END}",
+        rf"{QUERIES}decoder.layers.\1.self_attn.{{}}_proj.\2",
+    ),
+    (
+        rf"{QUERY_LAYER}(?:attentions\.1|self_attn)\.attn\.out_proj\.{END}",
+        rf"{QUERIES}decoder.layers.\1.self_attn.out_proj.\2",
+    ),
+    (rf"{QUERY_LAYER}{FEED}\.0\.0\.{END}", rf"{QUERIES}decoder.layers.\1.fc1.\2"),
+    (rf"{QUERY_LAYER}{FEED}\.1\.{END}", rf"{QUERIES}decoder.layers.\1.fc2.\2"),
+    (rf"{QUERY_LAYER}norms\.0\.{END}", rf"{QUERIES}decoder.layers.\1.cross_attn_layer_norm.\2"),
+    (rf"{QUERY_LAYER}norms\.1\.{END}", rf"{QUERIES}decoder.layers.\1.self_attn_layer_norm.\2"),
+    (rf"{QUERY_LAYER}norms\.2\.{END}", rf"{QUERIES}decoder.layers.\1.final_layer_norm.\2"),
+    (rf"panoptic_head\.transformer_decoder\.post_norm\.{END}", rf"{QUERIES}decoder.layernorm.\1"),
+    (r"panoptic_head\.query_embed\.weight", rf"{QUERIES}queries_embedder.weight"),
+    (r"panoptic_head\.query_feat\.weight", rf"{QUERIES}queries_features.weight"),
+    (r"panoptic_head\.level_embed\.weight", rf"{QUERIES}level_embed.weight"),
+    (rf"panoptic_head\.cls_embed\.{END}", r"class_predictor.\1"),
+    *(
+        (
+            rf"panoptic_head\.mask_embed\.{2 * k}\.{END}",
+            rf"{QUERIES}decoder.mask_predictor.mask_embedder.{k}.0.\1",
+        )
+        for k in range(3)
+    ),
+)
+
+
+def convert_keys(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Every tensor of mmdet's under its name in transformers."""
+    found: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        if key.endswith("relative_position_index") or key.startswith("data_preprocessor."):
+            continue  # made anew, and the same
+        target = next((rule.expand(to) for rule, to in _matches(key)), None)
+        if target is None:
+            raise ConfigError(f"{name} holds '{key:.100}', which is no part of mmdet's Mask2Former; name another file")
+        if "{}" in target:
+            found |= {target.format(part): x for part, x in zip("qkv", tensor.chunk(3), strict=True)}
+        else:
+            found[target] = reorder_patch_merging(tensor) if ".downsample." in key else tensor
+    return found
+
+
+def _matches(key: str) -> list[tuple[re.Match[str], str]]:
+    return [(match, to) for pattern, to in RULES if (match := re.fullmatch(pattern, key))]
+
+
+def reorder_patch_merging(tensor: Tensor) -> Tensor:
+    """Inputs of patch merging [..., 4 C] from mmdet's order, channel by channel, to Swin's, corner by corner."""
+    corners = tensor.view(*tensor.shape[:-1], -1, 4)[..., [0, 2, 1, 3]]  # Swin goes down before it goes right
+    return corners.transpose(-1, -2).flatten(-2)
+
+
+def mask2former_config(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The sizes of a network of mmdet's, read from its tensors."""
+    table = tensors["backbone.stages.0.blocks.0.attn.w_msa.relative_position_bias_table"]
+    stages = _count(tensors, r"backbone\.stages\.(\d+)\.")
+    depths = [_count(tensors, rf"backbone\.stages\.{k}\.blocks\.(\d+)\.") for k in range(stages)]
+    tables = [f"backbone.stages.{k}.blocks.0.attn.w_msa.relative_position_bias_table" for k in range(stages)]
+    patches, queries = tensors["backbone.patch_embed.projection.weight"], tensors["panoptic_head.query_feat.weight"]
+    sizes = {_target(key): x.shape for key, x in tensors.items() if not key.endswith("relative_position_index")}
+    swin = {
+        "model_type": "swin",
+        "embed_dim": patches.shape[0],
+        "patch_size": patches.shape[-1],
+        "depths": depths,
+        "num_heads": [tensors[name].shape[1] for name in tables],
+        "window_size": (round(table.shape[0] ** 0.5) + 1) // 2,
+        "out_features": [f"stage{k + 1}" for k in range(stages)],
+    }
+    return {
+        "backbone_config": swin,
+        "num_labels": tensors[MARK].shape[0] - 1,
+        "num_queries": queries.shape[0],
+        "hidden_dim": queries.shape[1],
+        "feature_size": queries.shape[1],
+        "mask_feature_size": sizes[f"{PIXELS}mask_projection.weight"][0],
+        "encoder_feedforward_dim": sizes[f"{PIXELS}encoder.layers.0.fc1.weight"][0],
+        "encoder_layers": _count(tensors, PIXEL_LAYER),
+        "decoder_layers": _count(tensors, QUERY_LAYER) + 1,  # transformers counts the look before the first
+        "num_attention_heads": sizes[f"{PIXELS}encoder.layers.0.self_attn.attention_weights.weight"][0] // 12,
+        "dim_feedforward": sizes[f"{QUERIES}decoder.layers.0.fc1.weight"][0],
+    }
+
+
+def _target(key: str) -> str:
+    return next((rule.expand(to) for rule, to in _matches(key)), key)
+
+
+def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
+    return len({match[1] for key in tensors if (match := re.match(pattern, key))})
+
+
+def unused_norm(width: int) -> dict[str, Tensor]:
+    """A norm that transformers makes and never uses, which some files lack."""
+    key = f"{SWIN}layernorm."
+    return {f"{key}weight": torch.ones(width), f"{key}bias": torch.zeros(width)}

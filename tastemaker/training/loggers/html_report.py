@@ -1,0 +1,28 @@
+"""report.html, written when a run ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from ...report.page import write_report
+from ..events import Event, TrainingFinished, TrainingStarted
+
+
+class HtmlReportLogger:
+    """Writes the report of the run and says where it is; the last to see an event, for it reads what others wrote."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._directory = Path()
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, TrainingStarted):
+            self._directory = event.directory
+        elif isinstance(event, TrainingFinished):
+            path = write_report([self._directory])
+            self._console.print(f"the report is {path}", markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,69 @@
+"""metrics.jsonl: one JSON object a step, and one for each look of the guard."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from ..events import Event, GuardChecked, StepCompleted, TrainingStarted
+
+
+class JsonlLogger:
+    """Appends step, seconds, samples and every metric of a step; a value that is not finite becomes null.
+
+    What the guard saw is a row of its own, as guard/<metric>, with its warning if it has one.
+    """
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, TrainingStarted):
+            self.close()
+            path = event.directory / "metrics.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            truncate_after(path, event.step or -1)  # a run that begins anew looks at step 0 anew
+            self._file = path.open("a", encoding="utf-8")
+        elif isinstance(event, StepCompleted):
+            self._write({**event.metrics, "step": event.step, "seconds": event.seconds, "samples": event.samples})
+        elif isinstance(event, GuardChecked):
+            warning = {"warning": event.warning} if event.warning else {}
+            self._write({"step": event.step, **{f"guard/{k}": x for k, x in event.metrics.items()}, **warning})
+
+    def _write(self, row: Mapping[str, float | str]) -> None:
+        if self._file:
+            self._file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+        self._file = None
+
+
+def truncate_after(path: Path, step: int) -> None:
+    """Drop rows after `step` and those a kill left half written, so that no step is written twice."""
+    if not path.exists():
+        return
+    partial = path.with_name(f".{path.name}.partial")
+    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
+        new.writelines(line for line in old if _step(line) <= step)
+    os.replace(partial, path)
+
+
+def _step(line: str) -> float:
+    """The step of a whole row; of a broken one, later than any."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return math.inf
+    whole = line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int)
+    return int(row["step"]) if whole else math.inf
+
+
+def _finite(value: float | str) -> float | str | None:
+    return value if isinstance(value, str) or math.isfinite(value) else None

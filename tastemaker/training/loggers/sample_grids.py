@@ -1,0 +1,48 @@
+"""samples/step-000050.png, or .mp4 for clips if PyAV is there, and what is in it as step-000050.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from ...data.image_io import grid_boxes, grid_upscale, make_grid, save_image, video_suffix
+from ..events import Event, SamplesGenerated, TrainingStarted
+
+
+class SampleGridLogger:
+    """Writes the samples of a step side by side, each above its prompt."""
+
+    def __init__(self, clips: Literal["mp4", "gif", "png"] | None = None) -> None:
+        self._clips = clips or video_suffix()
+        self._directory = Path()
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, TrainingStarted):
+            self._directory = event.directory / "samples"
+        elif isinstance(event, SamplesGenerated):
+            suffix = "png" if event.pixels.shape[1] == 1 else self._clips
+            path = self._directory / f"step-{event.step:06d}.{suffix}"
+            save_image(make_grid(event.pixels, captions=event.prompts), path)
+            path.with_suffix(".json").write_text(
+                json.dumps(_grid_metadata(event, path.name), indent=1), encoding="utf-8"
+            )
+
+    def close(self) -> None:
+        return None
+
+
+def _grid_metadata(event: SamplesGenerated, file: str) -> dict[str, Any]:
+    """The prompts and scores of a grid, and where in it each sample lies."""
+    count, frames, _, height, width = event.pixels.shape
+    return {
+        "step": event.step,
+        "file": file,
+        "prompts": event.prompts,
+        "scores": {name: score if math.isfinite(score) else None for name, score in event.scores.items()},
+        "frames": frames,
+        "size": [width, height],
+        "enlarged": grid_upscale(height, width),
+        "boxes": grid_boxes(count, height, width),
+    }

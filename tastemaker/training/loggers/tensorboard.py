@@ -1,0 +1,47 @@
+"""TensorBoard: curves of every metric, and the samples."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ...core.registry import ConfigError
+from ...data.image_io import make_contact_sheet
+from ..events import Event, GuardChecked, SamplesGenerated, StepCompleted, TrainingStarted
+
+
+class TensorBoardLogger:
+    """Writes into the run's directory; steps that a resumed run takes again replace the old ones."""
+
+    def __init__(self) -> None:
+        try:
+            self._open = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        except ImportError as error:
+            sentence = "install it with 'pip install tensorboard', or set watch.tensorboard to false"
+            raise ConfigError(f"watch.tensorboard: the package tensorboard is missing ({error}); {sentence}") from error
+        self._writer: Any = None
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, TrainingStarted):
+            self.close()
+            self._writer = self._open(str(event.directory / "tensorboard"), purge_step=event.step + 1)
+        elif isinstance(event, StepCompleted):
+            for name, value in {
+                **event.metrics,
+                "samples_per_second": event.samples / max(event.seconds, 1e-9),
+            }.items():
+                self._writer.add_scalar(name, value, event.step)
+        elif isinstance(event, SamplesGenerated):
+            self._writer.add_image("samples", make_contact_sheet(event.pixels, event.prompts).numpy(), event.step)
+            for name, value in event.scores.items():
+                self._writer.add_scalar(f"samples/{name}", value, event.step)
+        elif isinstance(event, GuardChecked):
+            for name, value in event.metrics.items():
+                self._writer.add_scalar(f"guard/{name}", value, event.step)
+            if event.warning:
+                self._writer.add_text("guard", event.warning, event.step)
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+        self._writer = None

@@ -1,0 +1,68 @@
+"""Weights & Biases, offline unless WANDB_MODE says otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.registry import ConfigError
+from ...data.image_io import make_contact_sheet, to_uint8
+from ..events import Event, GuardChecked, SamplesGenerated, StepCompleted, TrainingStarted
+
+
+class WandbLogger:
+    """Logs metrics and samples to a project; a resumed run goes on under the same id."""
+
+    def __init__(self, project: str, config: Mapping[str, Any] | None = None) -> None:
+        try:
+            self._wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            sentence = "install it with 'pip install wandb', or remove watch.wandb"
+            raise ConfigError(f"watch.wandb: the package wandb is missing ({error}); {sentence}") from error
+        self._project, self._config = project, dict(config or {})
+        self._run: Any = None
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, TrainingStarted):
+            self._start(event.directory)
+        elif isinstance(event, StepCompleted):
+            speed = {"samples_per_second": event.samples / max(event.seconds, 1e-9)}
+            self._run.log({**event.metrics, **speed, "step": event.step})
+        elif isinstance(event, SamplesGenerated):
+            image = self._wandb.Image(to_uint8(make_contact_sheet(event.pixels, event.prompts)))
+            scores = {f"samples/{name}": value for name, value in event.scores.items()}
+            self._run.log({"samples": image, **scores, "step": event.step})
+        elif isinstance(event, GuardChecked):
+            words = {"guard/warning": event.warning} if event.warning else {}
+            seen = {f"guard/{name}": value for name, value in event.metrics.items()}
+            self._run.log({**seen, **words, "step": event.step})
+
+    def close(self) -> None:
+        if self._run:
+            self._run.finish()
+        self._run = None
+
+    def _start(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._run = self._wandb.init(
+            project=self._project,
+            name=directory.name,
+            id=_identity(directory / "wandb-id"),
+            resume="allow",
+            dir=str(directory),
+            config=self._config,
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            settings=self._wandb.Settings(console="off"),  # it would record every frame of the progress display
+        )
+        # Plotted over our own step, for wandb's refuses the steps that a resumed run takes again.
+        self._run.define_metric("*", step_metric="step")
+
+
+def _identity(path: Path) -> str:
+    if not path.exists() or not path.read_text():  # a kill can leave it empty
+        path.write_text(uuid.uuid4().hex[:12])
+    return path.read_text()

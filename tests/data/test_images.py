@@ -1,0 +1,281 @@
+"""Pictures from folders at any depth, from CelebA-HQ's, from tar shards and from data sets on disk, by threads."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import ImageBatch
+from tastemaker.data.crops import center_crop, random_crop
+from tastemaker.data.image_decoding import decode_square
+from tastemaker.data.image_io import ImageError, read_image
+from tastemaker.data.images import Gallery, GalleryDataset
+from tastemaker.data.split import split_dataset
+
+SHADES = [(250, 0, 0), (0, 250, 0), (0, 0, 250)]
+
+
+def saved(path: Path, number: int, size: tuple[int, int] = (20, 12)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, SHADES[number % 3]).save(path)
+    return path
+
+
+def encoded(number: int, form: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (20, 12), SHADES[number % 3]).save(file, form)
+    return file.getvalue()
+
+
+def textured(side: int, other: int) -> Image.Image:
+    """Smooth enough that ways to scale it differ little."""
+    y, x = np.mgrid[0:other, 0:side] / 40
+    planes = [np.sin(x * (k + 1)) * np.cos(y * (3 - k)) for k in range(3)]
+    return Image.fromarray(((np.stack(planes, -1) + 1) * 127).astype(np.uint8))
+
+
+def seen(batch: ImageBatch) -> Counter[tuple[str, int]]:
+    colours = batch.pixels[:, 0].mean((2, 3)).argmax(1).tolist()
+    return Counter(zip(batch.prompts, colours, strict=True))
+
+
+def of_depths(path: Path) -> Path:
+    for number, name in enumerate(["a.png", "cats/b.jpg", "cats/old/deep/c.webp", "dogs/d.jpeg", "dogs/.hidden.png"]):
+        saved(path / name, number)
+    (path / "dogs" / "notes.md").write_text("no picture")
+    return path
+
+
+def test_folders_are_read_at_any_depth_and_hidden_files_are_not(tmp_path: Path) -> None:
+    data = Gallery(of_depths(tmp_path), 8).load(0)
+    batch = data.batch(0, 4, 0, 1)
+    assert len(data) == 4 and batch.pixels.shape == (4, 1, 3, 8, 8) and batch.pixels.dtype == torch.float32
+    assert seen(batch) == {("", 0): 2, ("", 1): 1, ("", 2): 1}
+    assert len(Gallery(tmp_path, 8, match="*.jp*g").load(0)) == 2
+    with pytest.raises(ConfigError, match=r"there are no pictures that match x\*"):
+        Gallery(tmp_path, 8, match="x*").load(0)
+
+
+def test_the_first_folder_is_the_class_and_a_picture_without_one_is_named(tmp_path: Path) -> None:
+    path = of_depths(tmp_path)
+    data = Gallery(path, 8, say="name", skip=1).load(0)
+    with pytest.warns(UserWarning, match=r"a.png is skipped \(it lies in .* itself.*1 of 1"):
+        found = {prompt for step in range(4) for prompt in data.batch(step, 1, 0, 1).prompts}
+    assert found == {"cats", "dogs"} and data.first(3).prompts == ("cats", "dogs", "cats")
+    (path / "a.png").unlink()
+    assert {*Gallery(path, 8, say="number").load(0).batch(0, 3, 0, 1).prompts} == {"0", "1"}
+
+
+def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
+    saved(tmp_path / "there" / "a.png", 0)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "there" / "back").symlink_to(tmp_path / "there")
+    assert len(Gallery(tmp_path / "here", 8).load(0)) == 1
+
+
+def test_of_celeba_hq_only_the_faces_are_taken(tmp_path: Path) -> None:
+    for number in range(3):
+        saved(tmp_path / "CelebA-HQ-img" / f"{number}.jpg", number)
+        saved(tmp_path / "CelebAMask-HQ-mask-anno" / "0" / f"0000{number}_hair.png", number)
+    assert len(Gallery(tmp_path, 8).load(0)) == 3
+
+
+def test_captions_lie_beside_pictures_or_in_one_file_of_rows(tmp_path: Path) -> None:
+    for number, name in enumerate(["x/a.png", "x/y/b.png"]):
+        saved(tmp_path / name, number).with_suffix(".txt").write_text(f" picture\n{number} \n")
+    assert seen(Gallery(tmp_path, 8).load(0).batch(0, 2, 0, 1)) == {("picture 0", 0): 1, ("picture 1", 1): 1}
+    rows = [{"file_name": "x/a.png", "text": "red"}, {"file_name": "x/y/b.png", "text": "green"}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = Gallery(tmp_path, 8).load(0)
+    assert seen(data.batch(0, 2, 0, 1)) == {("red", 0): 1, ("green", 1): 1} and data.first(2).prompts == (
+        "red",
+        "green",
+    )
+    assert Gallery(tmp_path, 8, say="nothing").load(0).batch(0, 2, 0, 1).prompts == ("", "")
+    (tmp_path / "metadata.jsonl").write_text(json.dumps(rows[0]))
+    with pytest.raises(ConfigError, match=r"b.png cannot be used \(it has no caption, expected b.txt beside it\)"):
+        Gallery(tmp_path, 8).load(0).batch(0, 2, 0, 1)
+
+
+def tar(path: Path, files: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_a_sample_of_a_shard_is_all_files_of_one_name_up_to_the_first_dot(tmp_path: Path) -> None:
+    told = b'{"caption": "green", "label": 7}'
+    first = {"d/0.png": encoded(0), "d/0.txt": b"red", "d/0.cls": b"4\n", "d/1.jpg": encoded(1, "JPEG")}
+    tar(tmp_path / "train-0.tar", {**first, "d/1.json": told, "readme": b"-"})
+    tar(tmp_path / "train-1.tar", {"2.WEBP": encoded(2, "WEBP"), "2.txt": b"blue", "2.cls": b"5", "3.txt": b"alone"})
+    tar(tmp_path / "test-0.tar", {"9.png": encoded(0)})
+    data = Gallery(tmp_path, 8, match="train-*").load(0)
+    assert seen(data.batch(0, 3, 0, 1)) == {("red", 0): 1, ("green", 1): 1, ("blue", 2): 1}
+    numbered = Gallery(tmp_path, 8, match="train-*", say="number").load(0)
+    assert seen(numbered.batch(0, 3, 0, 1)) == {("4", 0): 1, ("7", 1): 1, ("5", 2): 1}
+    assert len(Gallery(tmp_path / "test-0.tar", 8).load(0)) == 1 and len(Gallery(tmp_path, 8).load(0)) == 4
+
+
+def test_what_is_wrong_with_a_shard_is_a_sentence_that_names_it(tmp_path: Path) -> None:
+    whole = tar(tmp_path / "a.tar", {"0.png": encoded(0), "1.png": encoded(1)}).read_bytes()
+    for name, content, why in (
+        ("cut.tar", whole[:700], "cut.tar cannot be read as a tar"),
+        ("text.tar", b"no tar at all" * 99, "text.tar cannot be read as a tar"),
+        ("packed.tar.gz", b"", "packed.tar.gz is compressed"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=why):
+            Gallery(tmp_path / name, 8).load(0)
+    tar(tmp_path / "words.tar", {"0.txt": b"a"})
+    with pytest.raises(ConfigError, match="its shards hold no pictures"):
+        Gallery(tmp_path / "words.tar", 8).load(0)
+    tar(tmp_path / "b.tar", {"0.png": encoded(0), "0.cls": b"cat"})
+    with pytest.raises(ConfigError, match=r"0 in .*b.tar cannot be used \(its class is 'cat', expected a number"):
+        Gallery(tmp_path / "b.tar", 8, say="number").load(0).batch(0, 1, 0, 1)
+
+
+def test_data_sets_on_disk_need_no_classes(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    table: dict[str, Any] = {"image": [{"bytes": encoded(i), "path": None} for i in range(3)], "text": ["r", "g", "b"]}
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    datasets.Dataset.from_dict(table, features=features).save_to_disk(str(tmp_path / "set"))
+    assert seen(Gallery(tmp_path / "set", 8).load(0).batch(0, 3, 0, 1)) == {("r", 0): 1, ("g", 1): 1, ("b", 2): 1}
+    with pytest.raises(ConfigError, match="has no class, expected one of the columns label"):
+        Gallery(tmp_path / "set", 8, say="name").load(0).batch(0, 1, 0, 1)
+
+
+def many(path: Path, count: int = 12) -> Path:
+    for number in range(count):
+        textured(24 + number, 20).save(saved(path / f"{number:02d}.png", 0))
+    return path
+
+
+def loaded(path: Path, **settings: Any) -> GalleryDataset:
+    return Gallery(path, 8, **settings).load(3)
+
+
+@pytest.mark.parametrize("crop", ["middle", "random"])
+def test_threads_ranks_and_resuming_change_nothing(tmp_path: Path, crop: Any) -> None:
+    many(tmp_path)
+    plain = loaded(tmp_path, workers=0, crop=crop, mirror=True)
+    batches = [plain.batch(step, 4, 0, 1).pixels for step in range(6)]
+    threaded = loaded(tmp_path, workers=3, crop=crop, mirror=True)
+    assert all(torch.equal(threaded.batch(step, 4, 0, 1).pixels, batches[step]) for step in range(6))
+    later = loaded(tmp_path, workers=3, crop=crop, mirror=True)
+    assert all(torch.equal(later.batch(step, 4, 0, 1).pixels, batches[step]) for step in (4, 5, 2))
+    shares = [loaded(tmp_path, crop=crop, mirror=True).batch(5, 4, rank, 2).pixels for rank in (0, 1)]
+    assert torch.equal(torch.cat(shares), batches[5])
+
+
+def test_every_picture_comes_once_a_pass_and_one_number_is_one_picture(tmp_path: Path) -> None:
+    data = loaded(many(tmp_path), mirror=True)
+    numbers = [data.batch(step, 4, 0, 1).numbers for step in range(6)]
+    first, second = (torch.cat([n for n in part if n is not None]) // 2 for part in (numbers[:3], numbers[3:]))
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(12)) and first.tolist() != second.tolist()
+    known: dict[int, Tensor] = {}
+    for step in range(12):
+        batch = data.batch(step, 4, 0, 1)
+        assert batch.numbers is not None
+        for number, pixels in zip(batch.numbers.tolist(), batch.pixels, strict=True):
+            assert torch.equal(known.setdefault(number, pixels), pixels)
+    assert len(known) > 12
+    assert loaded(tmp_path, crop="random").batch(0, 2, 0, 1).numbers is None
+
+
+def test_broken_pictures_are_named_and_passed_over_up_to_a_limit(tmp_path: Path) -> None:
+    many(tmp_path)
+    whole = (tmp_path / "03.png").read_bytes()
+    (tmp_path / "03.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "07.png").write_bytes(b"no picture")
+    data = loaded(tmp_path, skip=2, workers=4)
+    with pytest.warns(UserWarning, match=r"0[37].png is skipped \(.*cannot be read as a picture") as told:
+        batch = data.batch(0, 12, 0, 1)
+    assert len(told) == 2 and batch.numbers is not None and {*batch.numbers.tolist()} == {*range(12)} - {3, 7}
+    with pytest.raises(ConfigError, match=r"0[37].png cannot be used .* set data.skip above 0"):
+        loaded(tmp_path, skip=0, workers=4).batch(0, 12, 0, 1)
+
+
+def test_what_is_held_out_is_never_learned_from_and_is_cut_from_the_middle(tmp_path: Path) -> None:
+    learned, held = split_dataset(loaded(many(tmp_path), crop="random", mirror=True), 0.25, 5)
+    assert len(learned) == 9 and len(held) == 3
+    kept = held.batch(0, 3, 0, 1)
+    plain = loaded(tmp_path)
+    numbers = {*kept.numbers.tolist()}
+    cuts = torch.stack([decode_square(plain.source.encoded(n), "", 8) for n in kept.numbers.tolist()])
+    assert torch.equal(cuts.movedim(-1, 1) / 255, kept.pixels[:, 0])
+    assert isinstance(learned, GalleryDataset) and not numbers & {*learned.chosen.tolist()}
+    assert numbers | {*learned.chosen.tolist()} == {*range(12)}
+
+
+@pytest.mark.parametrize("shape", [(64, 40), (40, 64), (37, 23), (17, 50)])
+def test_squares_are_those_that_whole_pictures_are_cut_to(tmp_path: Path, shape: tuple[int, int]) -> None:
+    textured(*shape).save(tmp_path / "a.png")
+    pixels, chance = read_image(tmp_path / "a.png")[0], [0.3, 0.9, 0.6]
+    for found, wanted in (
+        (decode_square(tmp_path / "a.png", "a", 16), center_crop(pixels, 16)),
+        (decode_square(tmp_path / "a.png", "a", 16, chance), random_crop(pixels, 16, torch.tensor(chance))),
+    ):
+        assert torch.equal(found.movedim(-1, 0) / 255, wanted)
+
+
+def test_a_jpeg_decoded_small_is_nearly_the_whole_one_made_small(tmp_path: Path) -> None:
+    textured(512, 400).save(tmp_path / "a.jpg", quality=95)
+    found = decode_square(tmp_path / "a.jpg", "a", 64).movedim(-1, 0) / 255
+    wanted = center_crop(read_image(tmp_path / "a.jpg")[0], 64)
+    assert float((found - wanted).abs().mean()) < 2 / 255  # blocks are averaged there, and cut off in frequency here
+
+
+def test_one_channel_sixteen_bits_transparency_and_turned_cameras(tmp_path: Path) -> None:
+    grey = Image.fromarray(np.full((9, 9), 128, np.uint8))
+    grey.save(tmp_path / "grey.jpg")
+    Image.fromarray(np.full((9, 9), 128 * 257, np.uint16)).save(tmp_path / "deep.png")
+    for name in ("grey.jpg", "deep.png"):
+        assert (decode_square(tmp_path / name, name, 8) == 128).all()
+    Image.new("RGBA", (9, 9), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert (decode_square(tmp_path / "clear.png", "clear", 8) == 255).all()
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    flat = textured(16, 16)
+    flat.save(tmp_path / "turned.png", exif=turned)
+    assert torch.equal(decode_square(tmp_path / "turned.png", "", 16), torch.from_numpy(np.array(flat)).rot90(-1))
+    coloured = decode_square(tmp_path / "turned.png", "", 16, grey=True)
+    assert (coloured == coloured[..., :1]).all()
+    with pytest.raises(ImageError, match="that cannot be read as a picture"):
+        decode_square(b"GIF89a", "that", 8)
+
+
+def test_squares_from_the_middle_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(12):
+        textured(20, 24 + i).save(tmp_path / f"{i:02}.png")
+    plain, mirrored, random = (
+        Gallery(tmp_path, 16, **more).load(1)  # type: ignore[arg-type]
+        for more in ({}, {"mirror": True}, {"crop": "random"})
+    )
+    before = [(rows, [rows.batch(step, 6, 0, 1) for step in range(4)]) for rows in (plain, mirrored)]
+    random.batch(0, 12, 0, 1)
+    assert (len(plain.kept), len(mirrored.kept), len(random.kept)) == (12, 12, 0)
+    for rows, batches in before:
+        fresh = Gallery(tmp_path, 16, mirror=rows.spec.mirror, workers=0).load(1)
+        monkeypatch.setattr("tastemaker.data.images.HELD", 0)
+        for step, batch in enumerate(batches):
+            assert fresh.batch(step, 6, 0, 1).pixels.equal(batch.pixels)
+        assert not fresh.kept
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert plain.batch(7, 6, 0, 1).pixels.shape == (6, 1, 3, 16, 16)

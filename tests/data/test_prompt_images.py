@@ -1,0 +1,126 @@
+"""Prompts with pictures: every layout is read, and a step's pictures have one size, that of the best bucket."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from tastemaker.core.registry import ConfigError
+from tastemaker.data.aspect_buckets import LONGEST, STEP, default_buckets, nearest_bucket, schedule_bucket
+from tastemaker.data.image_io import image_size, resize_lanczos, save_image
+from tastemaker.data.prompt_images import IllustratedPrompts
+
+SIZES = {"wide": (90, 160), "tall": (160, 90), "square": (100, 100), "third": (104, 96)}
+SMALL = ((64, 112), (112, 64), (96, 96))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number, (name, size) in enumerate(SIZES.items()):
+        save_image(torch.full((1, 3, *size), number / 4), tmp_path / f"{name}.png")
+    rows = [{"prompt": f"a {name}", "image": f"{name}.png", "label": name} for name in SIZES]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def test_buckets_lie_on_a_grid_and_have_the_published_proportions() -> None:
+    found = default_buckets()
+    assert len(set(found)) == len(found)
+    assert all(side % STEP == 0 and STEP <= side <= LONGEST for size in found for side in size)
+    assert {(1024, 1024), (576, 1024), (1024, 576), (768, 1024), (1024, 768)} <= set(found)
+    assert {(high, wide) for wide, high in found} == set(found)
+
+
+@pytest.mark.parametrize(
+    ("size", "bucket"),
+    [((1080, 1920), (576, 1024)), ((1920, 1080), (1024, 576)), ((512, 512), (512, 512)), ((700, 1050), (704, 1024))],
+)
+def test_the_nearest_bucket_keeps_proportions_then_area(size: tuple[int, int], bucket: tuple[int, int]) -> None:
+    assert nearest_bucket(*size, default_buckets()) == bucket
+
+
+def test_a_bucket_of_quite_another_area_is_taken_only_if_all_are() -> None:
+    assert nearest_bucket(100, 100, ((1024, 1024), (128, 192))) == (128, 192)
+    assert nearest_bucket(100, 100, ((1024, 1024),)) == (1024, 1024)
+
+
+def test_each_step_has_one_bucket_and_an_epoch_has_every_row() -> None:
+    counts, size = (5, 8, 1), 4
+    steps = [schedule_bucket(counts, 7, step, size) for step in range(10)]
+    first, second = steps[:5], steps[5:]
+    for epoch in (first, second):
+        seen = {(bucket, row) for bucket, rows in epoch for row in rows}
+        assert seen == {(bucket, row) for bucket, count in enumerate(counts) for row in range(count)}
+        assert all(len(rows) == size for _, rows in epoch)
+    assert first != second
+
+
+def test_a_step_shows_pictures_of_one_size_and_ranks_share_them(folder: Path) -> None:
+    data = IllustratedPrompts(folder / "rows.jsonl", SMALL).load(0)
+    seen: set[str] = set()
+    for step in range(3):
+        whole = data.batch(step, 2, 0, 1)
+        assert whole.pictures is not None and tuple(whole.pictures.shape[3:]) in SMALL
+        seen |= set(whole.prompts)
+        halves = [data.batch(step, 2, rank, 2) for rank in (0, 1)]
+        assert whole.prompts == halves[0].prompts + halves[1].prompts
+        assert whole.pictures.equal(torch.cat([half.pictures for half in halves if half.pictures is not None]))
+        for prompt, picture, facts in zip(whole.prompts, whole.pictures, whole.facts, strict=True):
+            name = prompt.removeprefix("a ")
+            assert facts == {"label": name}
+            assert picture.mean().item() == pytest.approx(list(SIZES).index(name) / 4, abs=3e-3)
+    assert seen == {f"a {name}" for name in SIZES}
+    assert data.first(2).pictures is None and data.first(5).prompts[4] == "a wide"
+
+
+def test_every_layout_says_the_same(folder: Path) -> None:
+    captions = {f"a {name}": f"{name}.png" for name in SIZES}
+    (folder / "dict.json").write_text(json.dumps(captions))
+    (folder / "dict.pkl").write_bytes(pickle.dumps(captions))
+    rows = [{"caption": caption, "file_name": file} for caption, file in captions.items()]
+    (folder / "other.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    wanted = IllustratedPrompts(folder / "rows.jsonl").load(0)
+    for name in ("dict.json", "dict.pkl", "other.jsonl"):
+        found = IllustratedPrompts(folder / name).load(0)
+        assert (found.prompts, found.files) == (wanted.prompts, wanted.files)
+
+
+class Trap:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("sprung",)
+
+
+def test_files_that_run_code_or_say_nothing_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "trap.pkl").write_bytes(pickle.dumps({"a": Trap()}))
+    with pytest.raises(ConfigError, match="which could run code"):
+        IllustratedPrompts(folder / "trap.pkl").load(0)
+    assert capsys.readouterr().out == ""
+    for name, content in (("a.json", "[]"), ("b.json", '{"a": 1}'), ("c.json", "{"), ("d.pkl", "x")):
+        (folder / name).write_text(content)
+        with pytest.raises(ConfigError, match=name):
+            IllustratedPrompts(folder / name).load(0)
+    (folder / "gone.json").write_text('{"a": "gone.png"}')
+    with pytest.raises(ConfigError, match=r"there is no file .*gone\.png"):
+        IllustratedPrompts(folder / "gone.json").load(0)
+    (folder / "rows.jsonl").write_text('{"prompt": "a"}')
+    with pytest.raises(ConfigError, match="line 1: 'image' is missing"):
+        IllustratedPrompts(folder / "rows.jsonl").load(0)
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected a file that ends in \.jsonl, \.json, \.pkl"):
+        IllustratedPrompts(Path("x.txt"))
+    with pytest.raises(ValueError, match="expected multiples of 16"):
+        IllustratedPrompts(Path("x.json"), ((100, 64),))
+
+
+def test_a_size_is_told_without_decoding_and_pictures_are_brought_to_another(folder: Path) -> None:
+    assert image_size(folder / "wide.png") == SIZES["wide"]
+    x = torch.rand(1, 3, 32, 48)
+    assert resize_lanczos(x, 32, 48) is x
+    assert resize_lanczos(x, 16, 64).shape == (1, 3, 16, 64)
+    assert resize_lanczos(torch.full((1, 3, 8, 8), 0.2), 16, 4).sub(0.2).abs().max() < 1e-2

@@ -1,0 +1,24 @@
+"""The doctor's two ranks are forked here, for the imports of two interpreters take longer than the examination."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from fork_server import PRELOADED, ForkedProcess
+
+from tastemaker.diagnostics import two_rank_check
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where many published networks will be examined, what they are made of is imported once."""
+    if sum("test_every_recipe_is_sound" in item.name for item in session.items) > 8:
+        PRELOADED.extend(["diffusers.models.autoencoders", "diffusers.models.transformers", "diffusers.models.unets"])
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("fresh_interpreters") is None:
+        names = {"Popen": ForkedProcess, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
+        monkeypatch.setattr(two_rank_check, "subprocess", SimpleNamespace(**names))

@@ -1,0 +1,201 @@
+"""Ways in which runs fail in silence, each planted in one component that a recipe can name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tastemaker.core.objective import Objective, ScoredRollout
+from tastemaker.core.reward import RewardCard
+from tastemaker.core.types import Condition, Loss, Placement, PromptBatch
+from tastemaker.data.prompts import InlinePrompts
+from tastemaker.models.toy import FlowBackbone, TokenBackbone, ToyCausal, ToyFlow
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.processes.autoregressive import AutoregressiveProcess
+from tastemaker.processes.gaussian import GaussianProcess
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A flow toy whose backbone is `broken`."""
+
+    frames: int = 1
+    shape = (1, 3, 8, 8)
+    suits: ClassVar[type] = GaussianProcess
+
+    def tiny(self):
+        return self
+
+
+@dataclass(frozen=True)
+class Restless(Fault):
+    """Its network makes noise of its own, as dropout left on does."""
+
+    def load(self, placement: Placement):
+        model = ToyFlow().load(placement)
+        quiet = model.predict
+        model.predict = lambda x, t, cond: quiet(x, t, cond) + 0.1 * torch.randn_like(x)
+        return model
+
+
+@dataclass(frozen=True)
+class Forgetful:
+    """A causal toy whose cache loses what was written."""
+
+    frames = 1
+    shape = TokenBackbone.shape
+    suits: ClassVar[type] = AutoregressiveProcess
+
+    def load(self, placement: Placement):
+        model = ToyCausal().load(placement)
+        whole = model.extend
+
+        def extend(ids: Tensor | None, cache, cond: Condition):
+            logits, cache = whole(ids, cache, cond)
+            return logits, tuple((k, 0 * v) for k, v in cache)
+
+        model.extend = extend
+        return model
+
+    def tiny(self):
+        return self
+
+
+@dataclass(frozen=True)
+class Unused(Fault):
+    """It has a layer that nothing calls."""
+
+    def load(self, placement: Placement):
+        model = ToyFlow().load(placement)
+        model.net.spare = nn.Linear(4, 4)
+        return model
+
+
+@dataclass(frozen=True)
+class Stale(Fault):
+    """It samples with a copy of the network made before training, as a compiled or served one may be."""
+
+    def load(self, placement: Placement):
+        model = ToyFlow().load(placement)
+        kept, live = copy.deepcopy(model.net), model.predict
+
+        def predict(x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+            return live(x, t, cond) if torch.is_grad_enabled() else kept(x, t, cond.tensors["word"]).view_as(x)
+
+        model.predict = predict
+        return model
+
+
+@dataclass(frozen=True)
+class WrongRange(Fault):
+    """Its pixels come out in [-1, 1]."""
+
+    def load(self, placement: Placement):
+        class Codec(FlowBackbone):
+            def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+                return 2 * super().decode(x, frames) - 1
+
+        return Codec(ToyFlow(), placement)
+
+
+@dataclass(frozen=True)
+class BlindTie(Objective):
+    """Its KL is computed without a graph, so it moves the loss and nothing else."""
+
+    group: int = 4
+    needs_chance: ClassVar[bool] = True
+    consumes: ClassVar[type] = PromptBatch
+
+    def inner(self) -> GRPO:
+        return GRPO(group=self.group, clip=1e-3, kl=0.1)
+
+    def snapshots(self):
+        return ("reference",)
+
+    def untied(self):
+        return Untied(self.group)
+
+    def collect(self, ctx, batch) -> ScoredRollout:
+        return self.inner().collect(ctx, batch)
+
+    def parts(self, experience):
+        return self.inner().parts(experience)
+
+    def loss(self, ctx, experience, part) -> Loss:
+        with torch.no_grad():
+            tied = self.inner().loss(ctx, experience, part)
+        free = replace(self.inner(), kl=0.0).loss(ctx, experience, part)
+        return Loss(free.rows + (tied.rows - free.rows).detach(), free.metrics)
+
+
+@dataclass(frozen=True)
+class Untied(BlindTie):
+    def loss(self, ctx, experience, part) -> Loss:
+        return replace(self.inner(), kl=0.0).loss(ctx, experience, part)
+
+
+COUNTED = [0]
+
+
+@dataclass(frozen=True)
+class HiddenMemory(BlindTie):
+    """It remembers outside the checkpoint."""
+
+    def untied(self):
+        return None
+
+    def collect(self, ctx, batch) -> ScoredRollout:
+        COUNTED[0] += 1
+        experience = super().collect(ctx, batch)
+        return replace(experience, advantage=experience.advantage / COUNTED[0])
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Everybody earns the same."""
+
+    broken: bool = False  # nobody earns a number
+    batch_size: int = 64
+    about: ClassVar[RewardCard] = RewardCard(range="always 1", hacked_by="everything")
+    differentiable: ClassVar[bool] = False
+    reads: ClassVar[str] = "frames"
+    runs_on: ClassVar[str] = "device"
+
+    def load(self, placement: Placement):
+        return self
+
+    def tiny(self):
+        return self
+
+    def score(self, pixels, prompts, facts) -> Tensor:
+        return torch.full((len(pixels),), torch.nan if self.broken else 1.0)
+
+
+class SameRows:
+    """Every rank reads the rows of the first."""
+
+    def __init__(self, rows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, step: int, size: int, rank: int, world: int):
+        return self.rows.batch(step, size, 0, world)
+
+    def first(self, count: int):
+        return self.rows.first(count)
+
+
+@dataclass(frozen=True)
+class EveryoneFirst:
+    prompts: tuple[str, ...] = ("a red", "a green", "a blue", "a yellow")
+    yields: ClassVar[type] = PromptBatch
+
+    def load(self, seed: int):
+        return SameRows(InlinePrompts(self.prompts).load(seed))

@@ -1,0 +1,65 @@
+"""A tokenizer's critic as a reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tastemaker.autoencoders.training import train
+from tastemaker.config.build import build_autoencoder, make_tiny_any
+from tastemaker.config.load import load_any_config
+from tastemaker.config.schema import AutoencoderRunConfig
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.rewards.discriminator import DiscriminatorReward
+
+GOLDEN = Path(__file__).parent.parent / "fixtures" / "llamagen" / "patchgan_and_gan_losses.safetensors"
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Tensor]:
+    return load_file(GOLDEN)
+
+
+@pytest.fixture
+def weights(golden: dict[str, Tensor], tmp_path: Path) -> Path:
+    """As published, before its norms had seen anything."""
+    found = {key[2:]: x.clone() for key, x in golden.items() if key.startswith("w.")}
+    for key, x in found.items():
+        if key.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            x.fill_(key.endswith("running_var"))
+    save_file(found, tmp_path / "critic.safetensors")
+    return tmp_path / "critic.safetensors"
+
+
+def test_it_is_the_mean_of_the_published_logits(golden: dict[str, Tensor], weights: Path) -> None:
+    pixels = ((golden["in.image"] + 1) / 2)[:, None].requires_grad_()
+    for path in (weights, weights.parent):  # a file, or the folder of a checkpoint
+        found = DiscriminatorReward(str(path), width=8).load(Placement()).score(pixels, ["", ""], [{}, {}])
+        torch.testing.assert_close(found, golden["out.logits_eval"].mean((1, 2, 3)), rtol=1e-4, atol=1e-5)
+    assert torch.autograd.grad(found.sum(), pixels)[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("form", ["consolidated", "sharded"])
+def test_it_is_read_from_the_run_of_a_tokenizer(form: str, tmp_path: Path) -> None:
+    small = ["engine.device=cpu", "engine.precision=fp32", "rows=4", "data.device=cpu", "sample.every=0", "steps=1"]
+    rest = ["validation.every=0", f"checkpoint.form={form}"]
+    config = make_tiny_any(load_any_config("llamagen-vq", [*small, "critic={start: 0, layers: 2}", *rest]))
+    assert isinstance(config, AutoencoderRunConfig) and config.critic is not None
+    run = build_autoencoder(config, tmp_path / "run")
+    list(train(run))
+    assert run.critic is not None
+    scorer = DiscriminatorReward(str(tmp_path / "run"), width=config.critic.width, layers=2).load(Placement())
+    learned = run.critic.net.state_dict()
+    assert all(x.equal(learned[key]) for key, x in scorer.net.state_dict().items())
+
+
+def test_weights_that_are_not_there_or_of_another_size_are_a_sentence(weights: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is nothing at 'nowhere.pt'; expected a file of a discriminator"):
+        DiscriminatorReward("nowhere.pt").load(Placement())
+    with pytest.raises(ConfigError, match="set the sizes they were trained with"):
+        DiscriminatorReward(str(weights), width=16).load(Placement())

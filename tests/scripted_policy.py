@@ -1,0 +1,103 @@
+"""A process with scripted log-probabilities, to compare objectives with recorded values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tastemaker.core.distributions import Distribution
+from tastemaker.core.policy import Backbone, Guidance, Policy, Process, Rollout
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Condition, Corrupted, Metadata, Prompts, Segment
+from tastemaker.core.weights import FullWeights
+
+
+@dataclass(frozen=True)
+class FixedLogProb:
+    """Whatever the value, its log-probability is known."""
+
+    mean: Tensor  # [B, K]
+
+    def sample(self, rng: Randomness, purpose: str, draw: int = 0) -> Tensor:
+        raise NotImplementedError
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self.mean
+
+    def kl(self, other: Distribution) -> Tensor:
+        raise NotImplementedError
+
+
+class ScriptedNetwork(nn.Module):
+    """Reads [..., 2]: what to say now, and what the reference says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading = nn.Parameter(torch.tensor([0.0, 1.0]))
+
+    def forward(self, lines: Tensor) -> Tensor:
+        return (lines * self.reading).sum(-1)
+
+
+class ScriptedModel:
+    shape, pixels, passes = (1,), (1, 3, 1, 1), 1
+
+    def __init__(self) -> None:
+        self.net: nn.Module = ScriptedNetwork()
+
+    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
+        return Condition(tuple(prompts), {}, tuple(facts))
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        said: Tensor = self.net(x)
+        return said
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return pixels
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True)
+class ScriptedProcess(Process):
+    chance: ClassVar[bool] = True
+
+    def calls(self, shape: tuple[int, ...]) -> int:
+        return 1
+
+    def hidden(self, noisy: Corrupted) -> Tensor:
+        return torch.ones_like(noisy.t)
+
+    def guide(self, model: Backbone, guidance: Guidance) -> Backbone:
+        return model
+
+    def start(self, model: Backbone, cond: Condition, rng: Randomness) -> Rollout:
+        raise NotImplementedError
+
+    def decide(self, model: Backbone, cond: Condition, segment: Segment) -> FixedLogProb:
+        return FixedLogProb(model.predict(segment.state, segment.t, cond))
+
+    def corrupt(
+        self, x: Tensor, rng: Randomness, t: Tensor | None = None, noise: Tensor | None = None, draw: int = 0
+    ) -> Corrupted:
+        return Corrupted(x, torch.ones(len(x)), x)
+
+    def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> FixedLogProb:
+        raise NotImplementedError
+
+    def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
+        return model.predict(noisy.x, noisy.t, cond)
+
+
+def scripted_policy() -> Policy[Any]:
+    """A policy that says the first line now and the second as the reference."""
+    model = ScriptedModel()
+    weights = FullWeights(model.net, ("reference",))
+    with torch.no_grad():
+        model.net.reading.copy_(torch.tensor([1.0, 0.0]))
+    return Policy(model, ScriptedProcess(), weights)

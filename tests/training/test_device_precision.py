@@ -1,0 +1,255 @@
+"""`engine.precision: auto`: what each device is given, that a run records and keeps it, and what users are told."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from cli_runner import run as call
+from engine_toys import environment
+from rich.console import Console
+
+from tastemaker.config.build import build
+from tastemaker.config.load import load
+from tastemaker.config.schema import EngineConfig
+from tastemaker.report.page import write_report
+from tastemaker.training import device_precision
+from tastemaker.training.device_precision import (
+    choose_for_cpu,
+    choose_for_cuda,
+    choose_for_mps,
+    choose_precision,
+    describe_emulation,
+    measure_slowdown,
+    resolve_for_planning,
+    resolve_precision,
+)
+from tastemaker.training.session import run_training
+
+CPU = torch.device("cpu")
+SAPPHIRE_RAPIDS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
+ZEN_4 = ("avx2", "avx512f", "avx512_bf16")
+ICE_LAKE = ("avx2", "avx512f", "avx512_vnni")
+TOY = ["sample.every=0", "guard.every=0", "checkpoint.every=1", "batch.prompts=2", "engine.device=cpu"]
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let this machine pass for one with AMX-BF16 units that are twice as fast as fp32."""
+    for name in device_precision.LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(device_precision, "read_cpu", lambda: ("a fast CPU", frozenset(SAPPHIRE_RAPIDS)))
+    monkeypatch.setattr(device_precision, "measure_slowdown", lambda device: 0.5)
+    return monkeypatch
+
+
+def emulate(patch: pytest.MonkeyPatch, factor: float = 6.25) -> None:
+    """Let this machine pass for one without bf16 units."""
+    patch.setattr(device_precision, "read_cpu", lambda: ("a slow CPU", frozenset(ICE_LAKE)))
+    patch.setattr(device_precision, "measure_slowdown", lambda device: factor)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "bf16", "compiled", "expected"),
+    [
+        ((9, 0), "NVIDIA H200", True, False, "bf16"),
+        ((8, 0), "NVIDIA A100", True, True, "bf16"),
+        ((8, 0), "NVIDIA A100", False, False, "tf32"),
+        ((8, 0), "NVIDIA A100", False, True, "fp32"),  # torch.compile refuses tf32
+        ((7, 5), "Tesla T4", True, False, "fp16"),
+        ((7, 0), "Tesla V100", False, True, "fp16"),
+        ((7, 5), "NVIDIA GeForce GTX 1660", True, False, "fp32"),  # no tensor cores
+        ((6, 1), "NVIDIA GeForce GTX 1080", True, False, "fp32"),
+    ],
+)
+def test_gpu_precision(capability: tuple[int, int], name: str, bf16: bool, compiled: bool, expected: str) -> None:
+    choice = choose_for_cuda(capability, name, bf16=bf16, compiled=compiled)
+    assert choice.precision == expected
+    assert name in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "factor", "expected", "reason"),
+    [
+        (SAPPHIRE_RAPIDS, {}, 0.4, "bf16", "AMX-BF16.*2.5x"),
+        (SAPPHIRE_RAPIDS, {}, 0.95, "fp32", "AMX-BF16 units, but"),
+        (SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": "ALL"}, 0.4, "bf16", "AMX-BF16"),
+        (SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": "DEFAULT"}, 0.4, "bf16", "AMX-BF16"),
+        (SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": ""}, 0.4, "bf16", "AMX-BF16"),
+        (SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, 0.4, "bf16", "AMX-BF16"),
+        (SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, 0.4, "bf16", "AVX512-BF16"),
+        (SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": "avx512_core"}, 0.4, "fp32", "ONEDNN_MAX_CPU_ISA=avx512_core"),
+        (SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, 0.4, "fp32", "ONEDNN_MAX_CPU_ISA=AVX2"),
+        (SAPPHIRE_RAPIDS, {"DNNL_MAX_CPU_ISA": "AVX2"}, 0.4, "fp32", "DNNL_MAX_CPU_ISA=AVX2"),
+        (SAPPHIRE_RAPIDS, {"ATEN_CPU_CAPABILITY": "avx512"}, 0.4, "bf16", "AMX-BF16"),
+        (SAPPHIRE_RAPIDS, {"ATEN_CPU_CAPABILITY": "avx2"}, 0.4, "fp32", "ATEN_CPU_CAPABILITY=avx2"),
+        (SAPPHIRE_RAPIDS, {"ATEN_CPU_CAPABILITY": "default"}, 0.4, "fp32", "ATEN_CPU_CAPABILITY=default"),
+        (ZEN_4, {}, 0.6, "bf16", "AVX512-BF16"),
+        (ZEN_4, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, 0.6, "fp32", "AVX512_CORE_VNNI"),
+        (ICE_LAKE, {}, 0.4, "fp32", "no bf16 units"),
+        (ICE_LAKE, {"ATEN_CPU_CAPABILITY": "avx2"}, 0.4, "fp32", "no bf16 units"),
+        (("neon", "bf16"), {}, 0.5, "bf16", "Arm"),
+        ((), {}, 0.4, "fp32", "no bf16 units"),
+    ],
+)
+def test_cpu_precision(
+    flags: tuple[str, ...], environ: dict[str, str], factor: float, expected: str, reason: str
+) -> None:
+    choice = choose_for_cpu(flags, environ, lambda: factor)
+    assert choice.precision == expected
+    assert re.search(reason, choice.reason)
+
+
+def test_cpu_without_units_is_not_measured() -> None:
+    assert choose_for_cpu(ICE_LAKE, {}, lambda: pytest.fail("measured")).precision == "fp32"
+
+
+def test_mps_precision() -> None:
+    assert choose_for_mps().precision == "fp32"
+    assert choose_precision(EngineConfig(), torch.device("mps")).precision == "fp32"
+
+
+def test_explicit_precision_and_bf16_weights_come_first(amx: pytest.MonkeyPatch) -> None:
+    assert choose_precision(EngineConfig(precision="fp32"), CPU).precision == "fp32"
+    assert choose_precision(EngineConfig(), CPU).precision == "bf16"
+    emulate(amx)
+    assert choose_precision(EngineConfig(), CPU).precision == "fp32"
+    assert choose_precision(EngineConfig(trainable="bf16"), CPU).precision == "bf16"
+
+
+def test_measurement_is_cached_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    state = torch.random.get_rng_state()
+    try:
+        measure_slowdown.cache_clear()
+        factor = measure_slowdown(CPU)
+        assert factor > 0
+        assert torch.equal(torch.random.get_rng_state(), state)
+        monkeypatch.setattr(device_precision, "_time_step", lambda *_: pytest.fail("measured again"))
+        measure_slowdown.cache_clear()
+        assert measure_slowdown(CPU) == factor
+        file = tmp_path / "tastemaker/bf16_slowdown.json"
+        assert torch.__version__ in file.read_text() and device_precision.read_cpu()[0] in file.read_text()
+        file.write_text("torn {")
+        monkeypatch.setattr(device_precision, "_time_step", lambda device, dtype: 3.0 if dtype.itemsize == 2 else 2.0)
+        measure_slowdown.cache_clear()
+        assert measure_slowdown(CPU) == 1.5
+    finally:
+        measure_slowdown.cache_clear()
+
+
+def test_run_records_its_precision_and_keeps_it_when_resumed(tmp_path: Path, amx: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "run"
+    settings = [*TOY, f"output={tmp_path}", "name=run", "engine.precision=auto"]
+    assert run_training(load("grpo-toy-flow", [*settings, "steps=1"]), console=QUIET)
+    assert yaml.safe_load((place / "config.yaml").read_text())["engine"]["precision"] == "bf16"
+    found = json.loads((place / "environment.json").read_text())
+    assert found["precision"] == "bf16"
+    assert found["precision_reason"].startswith("auto: the CPU has AMX-BF16")
+    assert {"torch", "device", "cpu", "cpu_capability"} <= found.keys()
+
+    emulate(amx)
+    more = load("grpo-toy-flow", [*settings, "steps=2"])
+    with pytest.warns(UserWarning, match=r"bf16 is emulated on this CPU and measured 6\.2x slower .*=auto"):
+        assert run_training(more, allowed=["steps"], console=QUIET)
+    assert yaml.safe_load((place / "config.yaml").read_text())["engine"]["precision"] == "bf16"
+    found = json.loads((place / "environment.json").read_text())
+    assert found["precision_reason"].startswith("auto: the CPU has AMX-BF16")
+
+    page = write_report([place]).read_text()
+    assert '<th scope="row">precision</th><td>bf16</td>' in page
+    assert "auto: the CPU has AMX-BF16" in page
+
+    branch = load("grpo-toy-flow", [*settings, "name=branch", "steps=3"])
+    with pytest.warns(UserWarning, match="emulated"):
+        assert run_training(branch, resume=place / "checkpoints/step-000002", console=QUIET)
+    assert yaml.safe_load((tmp_path / "branch/config.yaml").read_text())["engine"]["precision"] == "bf16"
+
+
+class SecondRank:
+    """A rank that is sent what rank 0 chose."""
+
+    rank, world = 1, 2
+
+    def gather_objects(self, items: list[object]) -> list[object]:
+        assert not items
+        return [device_precision.PrecisionChoice("fp16", "auto: rank 0 has a T4")]
+
+
+def test_other_ranks_take_what_rank_0_chose() -> None:
+    config, choice = resolve_precision(EngineConfig(), CPU, SecondRank())  # type: ignore[arg-type]
+    assert config.precision == choice.precision == "fp16"
+
+
+RANK = """
+import sys
+from tastemaker.config.schema import EngineConfig, OptimConfig
+from tastemaker.training import device_precision
+from tastemaker.training.engine import Engine
+flags = {"0": "amx_bf16", "1": ""}[sys.argv[1]]
+device_precision.read_cpu = lambda: ("CPU", frozenset([flags]))
+device_precision.measure_slowdown = lambda device: 0.5
+engine = Engine(EngineConfig(device="cpu"), OptimConfig(), 1, 0)
+print(engine.config.precision, engine.precision_choice.reason)
+engine.close()
+"""
+
+
+@pytest.mark.ranks
+def test_ranks_of_different_machines_agree() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    for limit in device_precision.LIMITS:
+        shared.pop(limit, None)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(i)],
+            env=shared | {"RANK": str(i), "LOCAL_RANK": str(i)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert printed[0].startswith("bf16 auto: the CPU has AMX-BF16")
+    assert printed[0] == printed[1]
+
+
+def test_explicit_bf16_on_a_cpu_without_units_warns(amx: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = [*TOY, "engine.precision=bf16"]
+    assert describe_emulation(EngineConfig(precision="bf16"), CPU) is None
+    emulate(amx)
+    with pytest.warns(UserWarning, match=r"6\.2x slower than fp32; set engine\.precision=auto.* fp32 here"):
+        build(load("grpo-toy-flow", settings), tmp_path)
+    both = describe_emulation(EngineConfig(precision="bf16", trainable="bf16"), CPU)
+    assert both and "engine.trainable=fp32" in both
+    emulate(amx, factor=1.0)
+    assert describe_emulation(EngineConfig(precision="bf16"), CPU) is None  # not slower
+
+
+def test_check_says_which_precision_and_why(amx: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    emulate(amx)
+    call("check", "grpo-playground-flow", "engine.device=cpu")
+    assert "precision: fp32 (auto: the CPU has no bf16 units" in capsys.readouterr().out
+    call("check", "grpo-toy-flow", "engine.device=cpu", "engine.precision=bf16")
+    printed = capsys.readouterr().out
+    assert "precision: bf16 (set by engine.precision)" in printed
+    assert "caution: engine.precision: bf16 is emulated on this CPU and measured 6.2x slower" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is here decides")
+def test_plan_assumes_a_gpu_with_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    assert resolve_for_planning(EngineConfig())[0].precision == "bf16"
+    assert resolve_for_planning(EngineConfig(device="cpu"))[0].precision == "fp32"
+    call("plan", "vae-playground")
+    assert "precision: bf16 (auto: a GPU of compute capability 8.0 or later is assumed)" in capsys.readouterr().out

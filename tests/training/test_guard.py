@@ -1,0 +1,148 @@
+"""The guard of real runs speaks where a reward is gamed, is silent where it is earned, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from launch_ranks import finish, launch
+
+from tastemaker.config.build import build
+from tastemaker.config.load import load
+from tastemaker.training import checkpoint, run_directory
+from tastemaker.training.drift_statistics import GuardMeasurement
+from tastemaker.training.events import CheckpointSaved, Event, GuardChecked, TrainingFinished
+from tastemaker.training.guard import run_guard
+from tastemaker.training.loop import train
+
+QUICK = ["sample.every=0", "guard.every=10"]
+GAMED = ["rewards.color.weight=0", "rewards.bright.type=brightness"]
+SMALL = ["sample.every=0", "steps=4", "batch.prompts=4", "guard.every=2", "guard.prompts=4", "guard.per_prompt=2"]
+
+
+@pytest.mark.slow
+def test_a_real_run_paid_for_its_pictures_alone_freezes_its_clips_and_is_suspected(tmp_path: Path) -> None:
+    paid = [*GAMED, "rewards.still.weight=0", "steps=30", "optim.lr=5e-3"]
+    told = warnings(watched("reward-gradient-toy-video", tmp_path, *QUICK, *paid))
+    assert told and "the clips came to rest: their motion fell from" in told[-1]
+
+
+def watched(recipe: str, place: Path, *overrides: str) -> list[Event]:
+    run = build(load(recipe, list(overrides)), place)
+    return list(train(run))
+
+
+def warnings(events: list[Event]) -> list[str]:
+    return [event.warning for event in events if isinstance(event, GuardChecked) and event.warning]
+
+
+@pytest.mark.parametrize("recipe", ["grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "reward-gradient-toy-video"])
+def test_every_family_is_guarded(recipe: str, tmp_path: Path) -> None:
+    looks = [event for event in watched(recipe, tmp_path, *SMALL) if isinstance(event, GuardChecked)]
+    assert [look.step for look in looks] == [0, 2, 4]
+    wanted = {"reward", "diversity", "variety", "entropy", "edges", "saturation", "dark"}
+    assert wanted <= set(looks[0].metrics) and all(math.isfinite(x) for look in looks for x in look.metrics.values())
+
+
+@pytest.mark.parametrize("recipe", ["grpo-toy-flow", "grpo-toy-causal", "ddpo-toy-causal", "nft-toy-flow"])
+def test_the_guard_changes_no_bit_of_the_weights(recipe: str, tmp_path: Path) -> None:
+    found = []
+    for every in (0, 1):
+        run = build(load(recipe, [*SMALL, "ema=0.9", "sample.use=ema", f"guard.every={every}"]), tmp_path / str(every))
+        list(train(run))
+        found.append({key: p.detach().clone() for key, p in run.policy.weights.trainable().items()})
+    assert all(found[0][key].equal(found[1][key]) for key in found[0])
+
+
+def test_the_same_weights_are_judged_alike_in_any_chunks(tmp_path: Path) -> None:
+    looks = []
+    for rows in ("null", "3"):
+        looks.append(run_guard(build(load("grpo-toy-causal", [*SMALL, f"batch.rollout={rows}"]), tmp_path), 0).metrics)
+    assert looks[0] == pytest.approx(looks[1], abs=1e-5)
+
+
+def test_without_rewards_there_is_nothing_to_guard(tmp_path: Path) -> None:
+    assert not any(isinstance(event, GuardChecked) for event in watched("likelihood-toy-flow", tmp_path, *SMALL))
+
+
+@pytest.mark.parametrize("recipe", ["draft-toy-flow", pytest.param("grpo-toy-masked", marks=pytest.mark.slow)])
+def test_a_real_run_whose_reward_is_gamed_is_suspected(recipe: str, tmp_path: Path) -> None:
+    told = warnings(watched(recipe, tmp_path, *QUICK, *GAMED, "steps=40"))
+    assert told and "held-out reward 'color' fell" in told[-1]
+
+
+@pytest.mark.parametrize("recipe", ["draft-toy-flow", pytest.param("grpo-toy-causal", marks=pytest.mark.slow)])
+def test_a_real_run_that_learns_what_was_meant_is_not(recipe: str, tmp_path: Path) -> None:
+    assert not warnings(watched(recipe, tmp_path, *QUICK, "steps=60"))
+
+
+@pytest.mark.slow
+def test_a_run_that_narrows_because_it_was_taught_well_before_is_not_suspected(tmp_path: Path) -> None:
+    watched("likelihood-toy-flow", tmp_path / "base", "sample.every=0", "steps=300")
+    run = build(load("draft-toy-flow", [*QUICK, "steps=60"]), tmp_path / "more", init_from=tmp_path / "base")
+    assert not warnings(list(train(run)))
+
+
+def test_the_guard_stops_a_run_if_asked(tmp_path: Path) -> None:
+    events = watched("draft-toy-flow", tmp_path, *QUICK, *GAMED, "steps=100", "guard.stop=true")
+    end, saved = events[-1], events[-2]
+    assert (
+        isinstance(end, TrainingFinished)
+        and end.step < 100
+        and isinstance(saved, CheckpointSaved)
+        and saved.step == end.step
+    )
+    assert end.reason.startswith(f"stopped by the guard after step {end.step}: probable reward hacking")
+
+
+def test_a_better_held_out_score_is_saved_and_named(tmp_path: Path) -> None:
+    twin = "rewards={color: {type: color}, twin: {type: color, weight: 0}}"
+    events = watched("draft-toy-flow", tmp_path, *QUICK, twin, "steps=30", "checkpoint.every=100")
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [10, 20, 30]
+    assert (tmp_path / "checkpoints/best").resolve() == run_directory.checkpoint_path(tmp_path, 30).resolve()
+    again = build(load("draft-toy-flow", [*QUICK, twin]), tmp_path / "b", init_from=tmp_path / "checkpoints/best")
+    assert again.policy.weights.trainable()
+
+
+def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
+    run = build(load("draft-toy-flow", [*QUICK, *GAMED, "checkpoint.keep=1"]), tmp_path)
+    kept = []
+    for step, score in ((0, 0.5), (2, 0.9), (4, 0.6), (6, 0.4), (8, 1.0), (10, 0.3)):
+        run.history.add(GuardMeasurement(step, {"reward": [score] * 4, "reward/color": [score] * 4}, {}))
+        if step:
+            run.save(step)
+            kept.append(sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")))
+    two, four, six, eight, ten = (f"step-{step:06d}" for step in (2, 4, 6, 8, 10))
+    assert kept == [[two], [two, four], [two, six], [eight], [eight, ten]]
+    assert (tmp_path / "checkpoints/best").resolve().name == eight
+    assert checkpoint.latest(tmp_path) == run_directory.checkpoint_path(tmp_path, 10)
+
+
+def test_a_resumed_run_remembers_what_it_saw(tmp_path: Path) -> None:
+    whole = build(load("grpo-toy-flow", [*SMALL, "steps=6"]), tmp_path / "whole")
+    list(train(whole))
+    list(train(build(load("grpo-toy-flow", [*SMALL, "steps=4"]), tmp_path / "parts")))
+    later = build(load("grpo-toy-flow", [*SMALL, "steps=6"]), tmp_path / "parts")
+    found = checkpoint.latest(tmp_path / "parts")
+    assert found is not None
+    later.resume(found)
+    assert [look.step for look in later.history.looks] == [0, 2, 4]
+    list(train(later))
+    assert later.history.state() == whole.history.state()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_several_ranks_see_what_one_sees(tmp_path: Path) -> None:
+    # Fifteen samples do not divide among two ranks: one is made twice, and counted once.
+    settings = ("steps=2", "guard.every=1", "guard.prompts=5", "guard.per_prompt=3", "engine.strategy=fsdp")
+    looks = []
+    for ranks in (1, 2):
+        place = tmp_path / str(ranks)
+        finish(launch("grpo-toy-causal", place, *(settings if ranks > 1 else settings[:-1]), ranks=ranks))
+        looks.append(json.loads((place / "checkpoints/step-000002/state.json").read_text())["extra"]["guard"])
+    assert len(looks[0]) == 3
+    for one, two in zip(*looks, strict=True):
+        assert {n: pytest.approx(rows, abs=1e-4) for n, rows in one["rows"].items()} == two["rows"]

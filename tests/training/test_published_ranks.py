@@ -1,0 +1,20 @@
+"""Two ranks that share a published generator, its weights or its tokens, learn what one learns; all in one launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from launch_ranks import failures, report
+from published_ranks import CASES, plan, trained
+from safetensors.torch import save_file
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks_learn_what_one_learns(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    for case in CASES:
+        save_file(trained(case, {}), tmp_path / f"{case}.safetensors")
+    assert failures(report("published_ranks.py", tmp_path, 2), [*plan(2), "refusals"]) == []

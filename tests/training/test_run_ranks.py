@@ -1,0 +1,58 @@
+"""A whole run on several ranks is the run on one, however the network is spread, and may change ranks on the way."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from launch_ranks import finish, launch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.ranks
+RECIPE = "grpo-toy-causal"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, torch.Tensor]:
+    place = tmp_path_factory.mktemp("alone")
+    finish(launch(RECIPE, place, "steps=4", "ema=0.9"))
+    return final(place)
+
+
+def final(place: Path) -> dict[str, torch.Tensor]:
+    folder = place / "checkpoints/step-000004"
+    return {f"{name}/{key}": x for name in ("weights", "snapshots/ema") for key, x in read(folder, name).items()}
+
+
+def read(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    if (folder / f"{name}.safetensors").is_file():
+        return load_file(folder / f"{name}.safetensors")
+    shards = [load_file(file) for file in sorted((folder / name).glob("*.safetensors"))]
+    return {key: torch.cat([shard[key] for shard in shards if key in shard]) for key in shards[0]}
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for key, x in one.items():
+        torch.testing.assert_close(x, other[key], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "form"),
+    [
+        ("replicated", 2, "consolidated"),
+        ("fsdp", 2, "sharded"),
+        pytest.param("sdp", 2, "consolidated", marks=pytest.mark.slow),
+        pytest.param("hsdp", 4, "sharded", marks=pytest.mark.slow),
+    ],
+)
+def test_several_ranks_train_as_one(strategy, ranks, form, alone, tmp_path):
+    settings = ("steps=4", "ema=0.9", f"engine.strategy={strategy}", f"checkpoint.form={form}")
+    finish(launch(RECIPE, tmp_path, *settings, ranks=ranks))
+    close(alone, final(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_run_may_go_on_with_other_ranks(alone, tmp_path):
+    finish(launch(RECIPE, tmp_path, "steps=2", "ema=0.9", "engine.strategy=fsdp", "checkpoint.form=sharded", ranks=2))
+    finish(launch(RECIPE, tmp_path, "steps=4", "ema=0.9"))
+    close(alone, final(tmp_path))
