@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tastemaker.core.reward import RewardError, RewardSpec, Rubric, WeightedReward, load_shared_reward
+from tastemaker.core.reward import (
+    RewardError,
+    RewardNormalization,
+    RewardSpec,
+    Rubric,
+    WeightedReward,
+    load_shared_reward,
+)
 from tastemaker.core.types import Metadata, Placement, Prompts
 from tastemaker.rewards.color import Brightness, Color
 from tastemaker.rewards.jpeg import Jpeg
@@ -54,6 +61,22 @@ def mean(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
 
 PIXELS = torch.rand(5, 3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 PROMPTS = ("red", "green", "blue", "grey", "a yellow bird")
+
+
+def test_metadata_stay_with_their_samples_in_chunks() -> None:
+    def read(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return torch.tensor([each["number"] for each in metadata])
+
+    numbers = [float(i) for i in range(5)]
+    spec = Own(read, differentiable=False, reads="clip", batch_size=2)
+    scores = rubric(it=spec).score(PIXELS, PROMPTS, [{"number": number} for number in numbers])
+    assert scores.total.tolist() == numbers and spec.seen == [2, 2, 1]
+
+
+def test_normalized_score_subtracts_the_mean_first() -> None:
+    weighted = WeightedReward(Brightness(), Brightness(), 2.0, RewardNormalization(0.5, 0.25))
+    total = Rubric({"bright": weighted}).score(PIXELS, PROMPTS).total
+    torch.testing.assert_close(total, 2 * (PIXELS.mean((1, 2, 3, 4)) - 0.5) / 0.25)
 
 
 def test_the_total_is_the_weighted_sum_and_the_breakdown_is_unweighted() -> None:
