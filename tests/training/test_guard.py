@@ -146,3 +146,8 @@ def test_several_ranks_see_what_one_sees(tmp_path: Path) -> None:
     assert len(looks[0]) == 3
     for one, two in zip(*looks, strict=True):
         assert {n: pytest.approx(rows, abs=1e-4) for n, rows in one["rows"].items()} == two["rows"]
+
+
+def test_guard_draws_the_same_noise_at_every_check(tmp_path: Path) -> None:
+    run = build(load("grpo-toy-flow", ["guard.prompts=4", "guard.per_prompt=2"]), tmp_path)
+    assert run_guard(run, 0).metrics == run_guard(run, 10).metrics
