@@ -7,7 +7,7 @@ import torch
 
 from tastemaker.core.randomness import Randomness
 from tastemaker.evaluation.confidence_intervals import bootstrap_interval, bootstrap_overall, summarize_scores
-from tastemaker.evaluation.metrics import diversity, frechet_distance
+from tastemaker.evaluation.metrics import diversity, frechet_distance, precision_recall
 
 
 def normal(count: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -57,3 +57,10 @@ def test_pictures_of_one_prompt_count_as_one() -> None:
     rows = [{"tag": "a", "index": 0, "strict": 1.0}] * 3 + [{"tag": "a", "index": 1, "strict": 0.0}]
     told = summarize_scores(rows, ["strict"])["strict"]["a"]
     assert told["mean"] == 0.5 and told["prompts"] == 2
+
+
+def test_precision_reaches_to_the_kth_neighbor_that_is_another_image() -> None:
+    real = torch.tensor([[0.0], [1.0], [3.0], [7.0]])  # third neighbors at 7, 6, 4 and 7
+    made = torch.tensor([[13.5], [14.5], [-6.5], [-7.5]])
+    precision, _ = precision_recall(real, made, neighbours=3)
+    assert precision == 0.5

@@ -7,6 +7,7 @@ import torch
 
 from tastemaker.config.build import build
 from tastemaker.config.load import load
+from tastemaker.core.randomness import Randomness
 from tastemaker.training.events import (
     CheckpointSaved,
     GuardChecked,
@@ -15,7 +16,7 @@ from tastemaker.training.events import (
     TrainingFinished,
     TrainingStarted,
 )
-from tastemaker.training.loop import train, train_step
+from tastemaker.training.loop import split_minibatches, train, train_step
 
 QUIET = ["sample.every=0", "steps=2", "batch.prompts=8"]
 
@@ -85,3 +86,10 @@ def test_samples_to_look_at_come_from_the_same_noise(tmp_path):
     run = build(load("grpo-toy-flow", ["steps=1", "sample.every=1", "optim.lr=0", "batch.prompts=4"]), tmp_path)
     first, last = (event.pixels for event in train(run) if isinstance(event, SamplesGenerated))
     assert first.equal(last)
+
+
+def test_minibatches_are_shuffled_anew_every_epoch():
+    rng = Randomness(0, 0, torch.arange(16))
+    first, second = (torch.cat(list(split_minibatches(16, 2, rng, epoch))) for epoch in (0, 1))
+    assert first.sort().values.equal(torch.arange(16)) and second.sort().values.equal(torch.arange(16))
+    assert not first.equal(second)
