@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ..core.registry import ConfigError
 from ..core.types import Placement
-from .library_logging import silence_libraries
 from .nets.vae import clamp_keep_gradient
 from .nets.vae_utils import check_divisible, sample_posterior, split_batch, to_network_range, to_pixels
 from .pipeline_components import load_pretrained
 from .pretrained import WeightsSource, find_weights
+from .third_party_logging import silence_libraries
 
 Count = Annotated[int, Field(ge=1, le=64)]
 Width = Annotated[int, Field(ge=1, le=4096)]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from .component_configs import COMPONENT_CONFIGS, ComponentConfigs
-from .library_logging import silence_libraries as silence_libraries  # for those who use parts by themselves
 from .pretrained import WeightsSource, find_weights
 from .text_encoders import ByteTokenizer, TextEncoder, disable_autocast
+from .third_party_logging import silence_libraries as silence_libraries  # for those who use parts by themselves
 from .weight_format import detect_weight_format
 
 TINY = "tiny"  # weights that are in no file
