@@ -59,7 +59,7 @@ format: $(READY)
 
 schema: $(READY)
 	$(BIN)/python -c 'from tastemaker.config.json_schema import write_schema; write_schema()'
-	$(BIN)/python -c 'from tastemaker.config.reward_table import write_page; write_page()'
+	$(BIN)/python -c 'from tastemaker.config.catalog import write_reward_page; write_reward_page()'
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,212 +1,285 @@
-"""How fast SRPO and Flow-GRPO train full-size generators at random weights, and what memory they take.
+"""Training speed and memory of SRPO and Flow-GRPO on full-size FLUX.1-dev and SD3.5 medium with random weights.
 
-    python bench/flux.py --out flux.json            # on a GPU of at least 100 GiB: FLUX.1-dev and SD3.5 medium
-    python bench/flux.py --tiny --out tiny.json     # the same lines at small size, on any machine
+    python bench/flux.py --out flux.json            # on a GPU of at least 100 GiB
+    python bench/flux.py --tiny --out tiny.json     # small networks, on any machine
+    python bench/flux.py --plan flux.json           # compare measured peaks with `tastemaker plan`
 
-Floor of SRPO at 720x720, 25 steps: a forward pass of FLUX is 37 TFLOP (2537 tokens), so 25 of them and two recomputed
-backward passes are 1.23 PFLOP a prompt, 1.6 s at 790 TFLOP/s. LoRA spares the gradient of the weights: 1.15 PFLOP.
-Every section is a process of its own with a time limit, which tells each number once it is known.
+Lower bound of SRPO at 720x720 with 25 steps: a forward pass of FLUX is 37 TFLOP (2537 tokens), so 25 of them and two
+backward passes with checkpointing are 1.23 PFLOP per prompt, 1.6 s at 790 TFLOP/s. LoRA needs no gradient of the
+weights: 1.15 PFLOP. Each section is a process with a time limit, and results are written at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from device import CUDA  # beside this file, in no package
-from flux_runs import Options, built, settings
-from reward_setup import PROMPTS
-from sections import carry_out, keeper, say
-from timeline import describe, gib, once, timed, watched
+from device import DEVICE, device_name, median_seconds, peak_gib  # beside this file, in no package
+from sections import Record, Results, log, result_writer, run_sections, section_parser
+from training_run import (
+    PROMPTS,
+    build_run,
+    describe_batch,
+    free_gradients,
+    time_steps,
+    trace_phases,
+    write_random_embeddings,
+)
 
-from tastemaker.config.schema import BatchConfig
+from tastemaker.config.schema import BatchConfig, EngineConfig, OptimConfig, RewardConfig, RunConfig
+from tastemaker.core.lora import Lora
+from tastemaker.core.policy import Guidance
+from tastemaker.core.weights import FullFinetuning
+from tastemaker.data.prompts import InlinePrompts
+from tastemaker.models.flux import FluxSpec
+from tastemaker.models.sd3 import Sd3Spec
+from tastemaker.objectives.grpo import GRPO
+from tastemaker.objectives.srpo import SRPO
+from tastemaker.processes.dynamics import FlowSDE
+from tastemaker.processes.gaussian import GaussianProcess
+from tastemaker.processes.paths import RectifiedFlow
+from tastemaker.rewards.hps import HpsReward
 from tastemaker.training.run import Run
 
-SECTIONS = {"parts": 60, "full": 160, "lora": 130, "plain": 60, "grpo-sd35": 150, "grpo-flux": 150}  # seconds at most
-PFLOP = {"full": 1.23, "lora": 1.15}
+SECTIONS = {"parts": 60, "full": 160, "lora": 130, "plain": 60, "grpo-sd35": 150, "grpo-flux": 150}  # seconds
+BATCHES = {  # prompts, rollout batch size, micro-batch size; the first that fits is measured
+    "full": [(8, 8, 4), (4, 4, 2), (2, 2, 1)],
+    "lora": [(8, 8, 4), (8, 8, 2), (2, 2, 1)],
+    "grpo-sd35": [(1, 8, 8), (1, 4, 4)],
+    "grpo-flux": [(1, 8, 8), (1, 4, 4)],
+}
+PFLOP_PER_PROMPT = {"full": 1.23, "lora": 1.15}
+NoteFn = Callable[[str, float, int], None]  # name, milliseconds, batch size
 
 
-def planned(found: list[dict[str, Any]], options: Options) -> None:
-    """Write beside every measured peak what `tastemaker plan` says of it."""
-    from tastemaker.diagnostics.resource_plan import estimate_resources
-
-    for line in found:
-        if "geometry" in line:
-            prompts, rollout, micro = line["geometry"]
-            batch = BatchConfig(prompts, rollout=rollout, microbatch=micro)
-            (options.folder / str(len(list(options.folder.iterdir())))).mkdir()
-            told = replace(options, folder=sorted(options.folder.iterdir())[-1])
-            line["planned GiB"] = (
-                estimate_resources(replace(settings(told, line["section"]), batch=batch)).total / 2**30
-            )
+@dataclass(frozen=True)
+class Options:
+    tiny: bool
+    attention: str
+    compile: bool
+    all_batches: bool  # not only the first that fits
+    deadline: float  # by time.monotonic()
+    folder: Path
 
 
-def train(options: Options, section: str, keep: Callable[[dict[str, Any]], None]) -> None:
-    sizes = {
-        "full": [(8, 8, 4), (4, 4, 2), (2, 2, 1)],
-        "lora": [(8, 8, 4), (8, 8, 2), (2, 2, 1)],
-        "grpo-sd35": [(1, 8, 8), (1, 4, 4)],
-        "grpo-flux": [(1, 8, 8), (1, 4, 4)],
-    }[section]
-    run = built(options, section)
-    line = watched(run)
-    for number, (prompts, rollout, micro) in enumerate(sizes):
+def flux_spec(folder: Path, side: int, tiny: bool) -> FluxSpec:
+    spec = FluxSpec(
+        weights="random",
+        height=side,
+        width=side,
+        guidance_scale=3.5,
+        rollout_guidance_scale=1.0,
+        truncate_timesteps=True,
+    )
+    if tiny:
+        return spec.tiny()
+    return replace(spec, embeddings=write_random_embeddings(folder, words=(512, 4096), pooled=(768,)))
+
+
+def sd35_spec(folder: Path, side: int, tiny: bool) -> Sd3Spec:
+    spec = Sd3Spec(weights="random", height=side, width=side)
+    if tiny:
+        return spec.tiny()
+    return replace(spec, embeddings=write_random_embeddings(folder, words=(333, 4096), pooled=(2048,)))
+
+
+def run_config(options: Options, section: str) -> RunConfig:
+    """Return the configuration of a section."""
+    trains_all_weights = section in ("full", "parts")
+    srpo = RunConfig(
+        model=flux_spec(options.folder, 720, options.tiny),
+        process=GaussianProcess(RectifiedFlow(shift=3.0), num_steps=4 if options.tiny else 25),
+        objective=SRPO(num_grid_steps=50),
+        data=InlinePrompts(PROMPTS),
+        tuning=FullFinetuning() if trains_all_weights else Lora(rank=16),
+        rewards={"hps": RewardConfig(HpsReward())},
+        optim=OptimConfig(lr=1e-6, max_grad_norm=0.1, state_dtype="int8" if trains_all_weights else "fp32"),
+        engine=EngineConfig(
+            precision="bf16",
+            param_dtype="bf16" if trains_all_weights else "fp32",
+            activation_memory="checkpoint",
+            attention_backend=options.attention,  # type: ignore[arg-type]
+            compile=options.compile,
+        ),
+        steps=1000,
+    )
+    if not section.startswith("grpo"):
+        return srpo
+    process = GaussianProcess(RectifiedFlow(shift=3.0), FlowSDE(0.7), 4 if options.tiny else 10)
+    grpo = replace(srpo, process=process, objective=GRPO(group_size=4 if options.tiny else 8, clip_range=1e-4))
+    if section == "grpo-flux":
+        spec = flux_spec(options.folder, 512, options.tiny)
+        return replace(grpo, model=replace(spec, rollout_guidance_scale=None, truncate_timesteps=False))
+    return replace(grpo, model=sd35_spec(options.folder, 512, options.tiny), guidance=Guidance(4.5))
+
+
+def measure_training(options: Options, section: str, record: Record) -> None:
+    run = build_run(run_config(options, section), section, options.folder, options.tiny)
+    timeline = trace_phases(run)
+    for number, sizes in enumerate(BATCHES[section]):
         if number and time.monotonic() > options.deadline - 55:
-            say(section, "no time is left for other batches")
+            log(section, "no time is left for other batches")
             return
-        batch = BatchConfig(prompts, rollout=rollout, microbatch=micro)
+        batch = batch_config(sizes)
         try:
-            found = timed(run, line, section, batch, options.deadline)
-            found["geometry"] = (prompts, rollout, micro)
-            if section in PFLOP:
-                found["TFLOP/s"] = 1000 * PFLOP[section] / found["seconds a prompt"]
-            found["weights"] = sum(p.numel() for p in run.policy.weights.net.parameters())
-            keep(found)
-            if not options.every:
-                return
+            result = time_steps(run, timeline, section, batch, options.deadline)
         except torch.OutOfMemoryError as error:
-            say(section, f"{describe(batch)}: {str(error).splitlines()[0]:.150}")
-            for p in run.engine.parameters.values():
-                p.grad = None
-            if CUDA:
-                torch.cuda.empty_cache()
+            log(section, f"{describe_batch(batch)}: {str(error).splitlines()[0]:.150}")
+            free_gradients(run)
+            continue
+        result["geometry"] = sizes
+        if section in PFLOP_PER_PROMPT:
+            result["TFLOP/s"] = 1000 * PFLOP_PER_PROMPT[section] / result["seconds per prompt"]
+        result["weights"] = sum(p.numel() for p in run.policy.weights.net.parameters())
+        record(result)
+        if not options.all_batches:
+            return
 
 
-def parts(options: Options, section: str, keep: Callable[[dict[str, Any]], None]) -> None:
-    """The decoder, the reward, an update, and the network alone."""
-    run = built(options, section)
+def batch_config(sizes: tuple[int, int, int]) -> BatchConfig:
+    prompts, rollout_batch_size, micro_batch_size = sizes
+    return BatchConfig(prompts, rollout_batch_size=rollout_batch_size, micro_batch_size=micro_batch_size)
+
+
+def measure_parts(options: Options, section: str, record: Record) -> None:
+    """Time decoder, reward, optimizer and network by themselves."""
+    run = build_run(run_config(options, section), section, options.folder, options.tiny)
     model: Any = run.policy.model
-    sizes = (1, 2) if options.tiny else (1, 8)
 
-    def note(name: str, milliseconds: float, rows: int) -> None:
-        each = f"{milliseconds / rows:.1f} ms a row"
-        say(section, f"{name}, {rows} rows: {milliseconds:.1f} ms, {each}, {gib(peak=True):.1f} GiB at most so far")
-        keep({"section": section, "name": name, "rows": rows, "ms": milliseconds, "ms a row": milliseconds / rows})
+    def note(name: str, milliseconds: float, batch_size: int) -> None:
+        per_sample = milliseconds / batch_size
+        text = f"{milliseconds:.1f} ms, {per_sample:.1f} ms per sample, peak so far {peak_gib():.1f} GiB"
+        log(section, f"{name}, batch of {batch_size}: {text}")
+        record({"section": section, "name": name, "rows": batch_size, "ms": milliseconds, "ms per sample": per_sample})
 
-    def forward(rows: int) -> Callable[[], None]:
-        cond = run.policy.embed(PROMPTS[:rows])
-        x = torch.randn(rows, *model.shape, device=run.engine.device)
-        t = torch.full((rows,), 0.8, device=run.engine.device)
+    def forward(batch_size: int) -> Callable[[], None]:
+        cond = run.policy.embed(PROMPTS[:batch_size])
+        x = torch.randn(batch_size, *model.shape, device=run.engine.device)
+        t = torch.full((batch_size,), 0.8, device=run.engine.device)
 
         def work() -> None:
-            with torch.no_grad(), run.engine.computing():
+            with torch.no_grad(), run.engine.autocast():
                 model.predict(x, t, cond)
 
         return work
 
-    looks(run, note, sizes[-1])
-    update(run, note)
-    for rows in sizes[::-1]:
-        note("network, compiled", once(forward(rows), 3), rows)
+    sizes = (2, 1) if options.tiny else (8, 1)
+    measure_decoder_and_reward(run, note, sizes[0])
+    measure_optimizer(run, note)
+    for batch_size in sizes:
+        note("network, compiled", milliseconds_per_call(forward(batch_size)), batch_size)
 
 
-def looks(run: Run, note: Callable[[str, float, int], None], rows: int) -> None:
-    """The decoder and the reward with their gradients, the decoder in both layouts of memory."""
+def milliseconds_per_call(work: Callable[[], Any]) -> float:
+    return 1000 * median_seconds(work, 3, warmup=2)
+
+
+def measure_decoder_and_reward(run: Run, note: NoteFn, batch_size: int) -> None:
+    """Time decoder and reward with their gradients, the decoder in both memory formats."""
     model: Any = run.policy.model
-    x = torch.randn(rows, *model.shape, device=run.engine.device, requires_grad=True)
+    x = torch.randn(batch_size, *model.shape, device=run.engine.device, requires_grad=True)
 
     def decode() -> None:
         torch.autograd.grad(model.decode(x).square().mean(), x)
 
     def score() -> None:
         leaf = pixels.detach().requires_grad_()
-        torch.autograd.grad(run.rubric.score(leaf, PROMPTS[:rows]).total.sum(), leaf)
+        torch.autograd.grad(run.rubric.score(leaf, PROMPTS[:batch_size]).total.sum(), leaf)
 
-    note("decoder with gradient", once(decode, 3), rows)
+    note("decoder with gradient", milliseconds_per_call(decode), batch_size)
     with torch.no_grad():
         pixels = model.decode(x)
-    note("reward with gradient", once(score, 3), rows)
-    model.codec.net.to(memory_format=torch.channels_last)
-    note("decoder with gradient, channels last", once(decode, 3), rows)
-    model.codec.net.to(memory_format=torch.contiguous_format)
+    note("reward with gradient", milliseconds_per_call(score), batch_size)
+    model.autoencoder.net.to(memory_format=torch.channels_last)
+    note("decoder with gradient, channels last", milliseconds_per_call(decode), batch_size)
+    model.autoencoder.net.to(memory_format=torch.contiguous_format)
 
 
-def update(run: Run, note: Callable[[str, float, int], None]) -> None:
-    """One update of every weight."""
+def measure_optimizer(run: Run, note: NoteFn) -> None:
+    """Time one update of all weights."""
     for p in run.engine.parameters.values():
         p.grad = torch.full_like(p, 1e-4)
-    note("update", once(lambda: run.engine.optimizer.update(1e-6), 3), 1)
-    for p in run.engine.parameters.values():
-        p.grad = None
+    note("update", milliseconds_per_call(lambda: run.engine.optimizer.update(1e-6)), 1)
+    free_gradients(run)
 
 
-def plain(options: Options, section: str, keep: Callable[[dict[str, Any]], None]) -> None:
+def measure_baseline(options: Options, section: str, record: Record) -> None:
     sys.path.insert(0, str(Path(__file__).parent / "baselines"))
     from plain_srpo import measure
 
-    device = torch.device("cuda" if CUDA else "cpu")
-    keep({"section": section, **measure(device, options.tiny, lambda text: say(section, text))})
+    record({"section": section, **measure(DEVICE, options.tiny, lambda text: log(section, text))})
 
 
-def work(section: str, options: Options, out: Path) -> None:
-    {"parts": parts, "plain": plain}.get(section, train)(options, section, keeper(out))
+def add_planned_memory(results: Results, options: Options) -> None:
+    """Add the estimate of `tastemaker plan` to every measured peak."""
+    from tastemaker.diagnostics.plan import estimate_resources
+
+    for number, result in enumerate(results):
+        if "geometry" in result:
+            folder = options.folder / str(number)
+            folder.mkdir()
+            config = run_config(replace(options, folder=folder), result["section"])
+            resources = estimate_resources(replace(config, batch=batch_config(result["geometry"])))
+            result["planned GiB"] = resources.total / 2**30
 
 
-def table(found: list[dict[str, Any]]) -> None:
-    plain_time = next((line["seconds a prompt"] for line in found if line["section"] == "plain"), None)
-    counted = Counter(line["section"] for line in found)
-    print(f"\n{torch.cuda.get_device_name() if CUDA else 'cpu'}, PyTorch {torch.__version__}, {dict(counted)}")
-    print("| what | batch | s a prompt | of plain | peak GiB | planned | graphs, later | shares |")
+def print_table(results: Results) -> None:
+    baseline = next((result["seconds per prompt"] for result in results if result["section"] == "plain"), None)
+    counts = Counter(result["section"] for result in results)
+    print(f"\n{device_name()}, PyTorch {torch.__version__}, {dict(counts)}")
+    print("| section | batch | s per prompt | vs plain | peak GiB | planned GiB | graphs, recompiled | shares |")
     print("|---|---|---|---|---|---|---|---|")
-    for line in found:
-        if "seconds a prompt" not in line:
+    for result in results:
+        if "seconds per prompt" not in result:
             continue
-        each = line["seconds a prompt"]
-        gain = f"{plain_time / each:.2f}x" if plain_time and line["section"] in ("full", "lora", "plain") else ""
-        planned = f"{line['planned GiB']:.1f}" if line.get("planned GiB") else ""
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in line.get("shares", {}).items())
-        made = f"{line.get('graphs', 0)}, {line.get('recompiled', 0)}"
-        first = f"| {line['section']} | {line.get('batch', '')} | {each:.3f} | {gain} | {line['peak GiB']:.1f}"
-        print(f"{first} | {planned} | {made} | {shares} |")
-    print("| part | rows | ms | ms a row |\n|---|---|---|---|")
-    for line in found:
-        if "ms" in line:
-            print(f"| {line['name']} | {line['rows']} | {line['ms']:.1f} | {line['ms a row']:.1f} |")
+        seconds = result["seconds per prompt"]
+        comparable = baseline and result["section"] in ("full", "lora", "plain")
+        speedup = f"{baseline / seconds:.2f}x" if comparable else ""
+        planned = f"{result['planned GiB']:.1f}" if result.get("planned GiB") else ""
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in result.get("shares", {}).items())
+        graphs = f"{result.get('graphs', 0)}, {result.get('recompiled', 0)}"
+        cells = [result["section"], result.get("batch", ""), f"{seconds:.3f}", speedup]
+        cells += [f"{result['peak GiB']:.1f}", planned, graphs, shares]
+        print(f"| {' | '.join(cells)} |")
+    print("| part | batch size | ms | ms per sample |\n|---|---|---|---|")
+    for result in results:
+        if "ms" in result:
+            print(f"| {result['name']} | {result['rows']} | {result['ms']:.1f} | {result['ms per sample']:.1f} |")
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("--tiny", action="store_true")
-    options.add_argument("--out", default="")
-    options.add_argument("--sections", default=",".join(SECTIONS))
-    options.add_argument("--seconds", type=float, default=720.0, help="of all sections together")
-    options.add_argument("--slack", type=float, default=1.0, help="factor on each section's own limit")
-    options.add_argument("--attention", default="auto")
-    options.add_argument("--plain", action="store_true", help="compile nothing")
-    options.add_argument("--every", action="store_true", help="batch, not only the first that fits")
-    options.add_argument("--section", default="")
-    options.add_argument(
-        "--plan", default="", help="a file of results: show it beside what was planned, measure nothing"
-    )
-    chosen = options.parse_args()
+    parser = section_parser(",".join(SECTIONS), 720.0)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--all-batches", action="store_true", help="not only the first that fits")
+    parser.add_argument("--plan", default="", help="results file: add the planned memory, measure nothing")
+    chosen = parser.parse_args()
     if not chosen.section and not chosen.plan:
-        limits = {name: most * chosen.slack for name, most in SECTIONS.items()}
-        more = ["--attention", chosen.attention]
-        more += [f"--{name}" for name in ("plain", "every") if getattr(chosen, name)]
-        # One cache of PyTorch's takes graphs with different kernels of attention for the same.
-        table(carry_out(__file__, limits, chosen, more, TORCHINDUCTOR_AUTOGRAD_CACHE="0"))
+        arguments = ["--attention", chosen.attention, *(["--eager"] if chosen.eager else [])]
+        arguments += ["--all-batches"] if chosen.all_batches else []
+        # PyTorch's autograd cache confuses graphs that differ in their attention kernels.
+        print_table(run_sections(__file__, SECTIONS, chosen, arguments, TORCHINDUCTOR_AUTOGRAD_CACHE="0"))
         return
     torch.manual_seed(0)
     torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())
     with tempfile.TemporaryDirectory() as folder:
-        compiled = not chosen.plain and not chosen.tiny
-        deadline = time.monotonic() + chosen.seconds
-        told = Options(chosen.tiny, chosen.attention, compiled, chosen.every, deadline, Path(folder))
+        compiled, deadline = not chosen.eager and not chosen.tiny, time.monotonic() + chosen.seconds
+        options = Options(chosen.tiny, chosen.attention, compiled, chosen.all_batches, deadline, Path(folder))
         if chosen.plan:
-            found = json.loads(Path(chosen.plan).read_text(encoding="utf-8"))
-            planned(found, told)
-            table(found)
+            results = json.loads(Path(chosen.plan).read_text(encoding="utf-8"))
+            add_planned_memory(results, options)
+            print_table(results)
             return
-        work(chosen.section, told, Path(chosen.out))
+        measures = {"parts": measure_parts, "plain": measure_baseline}
+        measures.get(chosen.section, measure_training)(options, chosen.section, result_writer(chosen.out))
 
 
 if __name__ == "__main__":

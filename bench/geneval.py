@@ -1,12 +1,12 @@
-"""How fast GenEval's 553 x 4 pictures are scored and where the time goes, with a random Mask2Former and CLIP.
+"""Speed of GenEval's scoring of 553 x 4 images and where the time goes, with a random Mask2Former and CLIP.
 
     python bench/geneval.py --out geneval.json      # on a GPU: Swin-S at 800 pixels, ViT-L/14
-    python bench/geneval.py --tiny                  # the same lines at small size, on any machine
+    python bench/geneval.py --tiny                  # small networks, on any machine
 
-Random weights find nothing, so classes are sharpened until a picture holds some things, as real ones do: masks, boxes
-and colours of these are paid for too. The published way is one picture at a time with all hundred masks drawn.
-Floor of the network: Swin-S with its heads is about 310 GFLOP at 800x800, so 2,212 pictures are 0.69 PFLOP.
-Some pictures stand for all of them; each number is told and written once it is known.
+Random weights detect nothing, so the class logits are scaled until an image has about as many objects as real ones, to
+include the cost of masks, boxes and colors. The published code scores one image at a time and draws all hundred masks.
+The network is about 310 GFLOP at 800x800, so 2,212 images are 0.69 PFLOP. A sample of the images is measured, and
+results are written at once.
 """
 
 from __future__ import annotations
@@ -14,37 +14,44 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from sections import Found, deadline, keeper, say, spared  # beside this file, in no package
+from device import CUDA, DEVICE, PhaseTimer, device_name, peak_gib, reset_memory  # beside this file, in no package
+from sections import Results, log, log_errors, result_writer, section_deadline
 from torch import Tensor, nn
 
 from tastemaker.core.types import Metadata, Placement
 from tastemaker.data.image_io import read_image, save_image
+from tastemaker.evaluation.evaluate import prefetch_images
 from tastemaker.evaluation.geneval import published_prompts
 from tastemaker.evaluation.geneval_rules import DetectedObject
-from tastemaker.evaluation.image_prefetch import prefetch_images
-from tastemaker.rewards.backbones.color_classifier import ClipColorClassifier, load_color_classifier
-from tastemaker.rewards.backbones.geneval_checker import GenevalChecker, apply_rules, as_detections
-from tastemaker.rewards.backbones.instance_segmentation import select_instances
-from tastemaker.rewards.backbones.loading import freeze_network, random_network
-from tastemaker.rewards.backbones.mask2former import Mask2FormerDetector, Mask2FormerNetwork, load_mask2former
+from tastemaker.rewards.backbones.frozen_models import freeze_network, random_network
+from tastemaker.rewards.backbones.mask2former import (
+    Mask2FormerDetector,
+    Mask2FormerNetwork,
+    load_mask2former,
+    select_instances,
+)
 from tastemaker.rewards.backbones.tokenizers import FixedLengthTokenizer, tiny_clip_tokenizer
+from tastemaker.rewards.geneval import (
+    ClipColorClassifier,
+    GenevalChecker,
+    apply_rules,
+    load_color_classifier,
+    to_detections,
+)
 
-SIDE, WHOLE, FLOOR = 512, 2212, 0.3
-THINGS = 5  # about how many a picture holds
+IMAGE_SIZE, NUM_IMAGES, THRESHOLD = 512, 2212, 0.3
+OBJECTS_PER_IMAGE = 5
 VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
 TEXT = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 
 
-def detector(placement: Placement, tiny: bool) -> Mask2FormerDetector:
+def build_detector(placement: Placement, tiny: bool) -> Mask2FormerDetector:
     if tiny:
         return load_mask2former("tiny", placement)
     from transformers import Mask2FormerConfig, Mask2FormerModel
@@ -58,213 +65,195 @@ def detector(placement: Placement, tiny: bool) -> Mask2FormerDetector:
         net: Mask2FormerNetwork = freeze_network(
             Mask2FormerNetwork(random_network(Mask2FormerModel, config, placement)), placement
         )
-    queries = net.model.transformer_module
-    for table in (queries.queries_features, queries.queries_embedder):
-        table.weight.data *= 50  # of deviation 1: nearer to each other, all or none would find something
+    transformer = net.model.transformer_module
+    for embedding in (transformer.queries_features, transformer.queries_embedder):
+        embedding.weight.data *= 50  # to a deviation of 1, because equal queries would all detect the same
     return Mask2FormerDetector(net, "random")
 
 
 @torch.no_grad()
-def sharpen(seer: Mask2FormerDetector, pixels: Tensor) -> float:
-    """Scale the classes until some things are surer than the floor; how many a picture holds then."""
-    head, scale, found = seer.net.class_predictor, 1.0, 0.0
-    plain = seer.net(seer.looks(pixels)[0].to(head.weight.dtype))[0].float() - head.bias
+def scale_class_logits(detector: Mask2FormerDetector, pixels: Tensor) -> float:
+    """Scale the class logits until enough objects exceed the threshold. Returns the objects per image."""
+    head, scale, num_objects = detector.net.class_predictor, 1.0, 0.0
+    logits = detector.net(detector.preprocessing(pixels)[0].to(head.weight.dtype))[0].float() - head.bias
     for _ in range(400):
-        sure = (scale * plain + head.bias).softmax(-1)[..., :-1]
-        found = float((sure > FLOOR).sum() / len(pixels))
-        if found >= THINGS:
+        probabilities = (scale * logits + head.bias).softmax(-1)[..., :-1]
+        num_objects = float((probabilities > THRESHOLD).sum() / len(pixels))
+        if num_objects >= OBJECTS_PER_IMAGE:
             break
         scale *= 1.02
     head.weight.mul_(scale)
-    return found
+    return num_objects
 
 
-def teller(placement: Placement, tiny: bool) -> ClipColorClassifier:
+def build_color_classifier(placement: Placement, tiny: bool) -> ClipColorClassifier:
     if tiny:
         return load_color_classifier("tiny", placement)
     from transformers import CLIPConfig, CLIPModel
 
-    ends = {"vocab_size": 49408, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
-    seen = VISION | {"image_size": 224, "patch_size": 14}
-    config = CLIPConfig(text_config=TEXT | ends, vision_config=seen, projection_dim=768)
+    text = TEXT | {"vocab_size": 49408, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
+    vision = VISION | {"image_size": 224, "patch_size": 14}
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=768)
     with torch.device(placement.device):
-        return ClipColorClassifier(
-            random_network(CLIPModel, config, placement), FixedLengthTokenizer(tiny_clip_tokenizer(), 77), 224
-        )
+        net = random_network(CLIPModel, config, placement)
+        return ClipColorClassifier(net, FixedLengthTokenizer(tiny_clip_tokenizer(), 77), 224)
 
 
-class Clock:
-    """Seconds by what they went into."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.spent = device, defaultdict[str, float](float)
-
-    @contextmanager
-    def on(self, name: str) -> Iterator[None]:
-        self._settle()
-        began = time.perf_counter()
-        yield
-        self._settle()
-        self.spent[name] += time.perf_counter() - began
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def walk(
-    sight: GenevalChecker, files: list[Path], facts: list[Metadata], rows: int, floor: float, device: torch.device
-) -> Clock:
-    """Score pictures part by part; with a floor of nought every mask is drawn, as the published code does."""
-    clock, seer = Clock(device), sight.detector
-    shares = [files[first : first + rows] for first in range(0, len(files), rows)]
-    # One at a time nothing is read ahead either: the published code has no threads.
-    read = prefetch_images(shares) if rows > 1 else ([read_image(file) for file in share] for share in shares)
+def score_files(
+    checker: GenevalChecker, files: list[Path], metadata: list[Metadata], batch_size: int, threshold: float
+) -> PhaseTimer:
+    """Score images phase by phase. A threshold of 0 draws every mask, as the published code does."""
+    timer, detector = PhaseTimer(), checker.detector
+    batches = [files[first : first + batch_size] for first in range(0, len(files), batch_size)]
+    # The published code, which scores one image at a time, does not read ahead either.
+    images = prefetch_images(batches) if batch_size > 1 else ([read_image(file) for file in batch] for batch in batches)
     with torch.no_grad():
-        for first in range(0, len(files), rows):
-            some = facts[first : first + rows]
-            with clock.on("reading"):
-                pixels = torch.cat(next(read)).to(device)
-            with clock.on("resizing"):
-                inputs, frame = seer.looks(pixels)
-            with clock.on("network"):
-                classes, masks = seer.net(inputs.to(seer.net.class_predictor.weight.dtype))
-            with clock.on("masks"):
-                found = [
-                    select_instances(*row, frame, floor) for row in zip(classes.float(), masks.float(), strict=True)
+        for first in range(0, len(files), batch_size):
+            with timer.phase("reading"):
+                pixels = torch.cat(next(images)).to(DEVICE)
+            with timer.phase("resizing"):
+                inputs, frame = detector.preprocessing(pixels)
+            with timer.phase("network"):
+                classes, masks = detector.net(inputs.to(detector.net.class_predictor.weight.dtype))
+            with timer.phase("masks"):
+                instances = [
+                    select_instances(*sample, frame, threshold)
+                    for sample in zip(classes.float(), masks.float(), strict=True)
                 ]
-                seen = [as_detections(row) for row in found]
-            some = [adapted(fact, row) for fact, row in zip(some, seen, strict=True)]
-            with clock.on("colours"):
-                colored = sight.colored(pixels, found, seen, some)
-            with clock.on("rules"):
-                for detections, fact in zip(colored, some, strict=True):
-                    apply_rules(detections, fact, sight.rules)
-    return clock
+                objects = [to_detections(sample) for sample in instances]
+            requested = [
+                request_detected(each, detected)
+                for each, detected in zip(metadata[first : first + batch_size], objects, strict=True)
+            ]
+            with timer.phase("colors"):
+                colored = checker.add_colors(pixels, instances, objects, requested)
+            with timer.phase("rules"):
+                for detections, each in zip(colored, requested, strict=True):
+                    apply_rules(detections, each, checker.rules)
+    return timer
 
 
-def adapted(fact: Metadata, seen: list[DetectedObject]) -> Metadata:
-    """The same task of what a random network takes the picture for, else nobody would be asked for a colour."""
-    names = [one.name for one in seen] or ["dog"]
-    include = [{**one, "class": names[k % len(names)]} for k, one in enumerate(fact["include"])]
-    return {**fact, "include": include}
+def request_detected(metadata: Metadata, objects: list[DetectedObject]) -> Metadata:
+    """Return the same task for classes that the random network detects, so that colors are classified."""
+    names = [detected.name for detected in objects] or ["dog"]
+    include = [{**entry, "class": names[k % len(names)]} for k, entry in enumerate(metadata["include"])]
+    return {**metadata, "include": include}
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     name: str
     dtype: torch.dtype
-    tf32: bool  # may matrix products be
-    rows: int  # pictures at a time
-    floor: float
-    most: int  # pictures that are enough
+    tf32: bool
+    batch_size: int
+    threshold: float
+    num_images: int
 
 
-def ways(tiny: bool, cuda: bool, count: int) -> list[Way]:
-    half = [Way("bf16, 16 at a time", torch.bfloat16, True, 16, FLOOR, count)] if cuda else []
-    rows = 2 if tiny else 8
+def build_variants(tiny: bool, num_images: int) -> list[Variant]:
+    bf16 = [Variant("bf16, batch of 16", torch.bfloat16, True, 16, THRESHOLD, num_images)] if CUDA else []
+    size = 2 if tiny else 8
     return [
-        Way(f"TF32, {rows} at a time", torch.float32, True, rows, FLOOR, count),
-        *half,
-        Way("the published way: one at a time, all masks", torch.float32, False, 1, 0.0, max(2, count // 4)),
-        Way(f"fp32, {rows} at a time", torch.float32, False, rows, FLOOR, max(rows, count // 2)),
+        Variant(f"TF32, batch of {size}", torch.float32, True, size, THRESHOLD, num_images),
+        *bf16,
+        Variant("as published: one image at a time, all masks", torch.float32, False, 1, 0.0, max(2, num_images // 4)),
+        Variant(f"fp32, batch of {size}", torch.float32, False, size, THRESHOLD, max(size, num_images // 2)),
     ]
 
 
 class Bench:
-    """One set of weights for all ways of a precision, made on the device."""
+    """Measures variants. Those of one dtype share their networks."""
 
-    def __init__(self, device: torch.device, tiny: bool, files: list[Path], facts: list[Metadata]) -> None:
-        self.device, self.tiny, self.files, self.facts = device, tiny, files, facts
-        self.sights: dict[torch.dtype, tuple[GenevalChecker, float]] = {}
+    def __init__(self, tiny: bool, files: list[Path], metadata: list[Metadata]) -> None:
+        self.tiny, self.files, self.metadata = tiny, files, metadata
+        self.checkers: dict[torch.dtype, tuple[GenevalChecker, float]] = {}
 
-    def sight(self, dtype: torch.dtype) -> tuple[GenevalChecker, float]:
-        """And how many things it finds in a picture."""
-        if dtype not in self.sights:
-            placement = Placement(self.device, dtype)
-            sight = GenevalChecker(detector(placement, self.tiny), teller(placement, self.tiny))
-            some = torch.cat([read_image(file) for file in self.files[:8]]).to(self.device)
-            self.sights[dtype] = sight, sharpen(sight.detector, some)
-            say("geneval", f"networks in {dtype} are ready, {self.sights[dtype][1]:.1f} things a picture")
-        return self.sights[dtype]
+    def checker(self, dtype: torch.dtype) -> tuple[GenevalChecker, float]:
+        """Return the checker of a dtype and how many objects it detects per image."""
+        if dtype not in self.checkers:
+            placement = Placement(DEVICE, dtype)
+            detector = build_detector(placement, self.tiny)
+            checker = GenevalChecker(detector, build_color_classifier(placement, self.tiny))
+            pixels = torch.cat([read_image(file) for file in self.files[:8]]).to(DEVICE)
+            self.checkers[dtype] = checker, scale_class_logits(detector, pixels)
+            log("geneval", f"networks in {dtype} are ready, {self.checkers[dtype][1]:.1f} objects per image")
+        return self.checkers[dtype]
 
-    def line(self, way: Way) -> dict[str, Any]:
-        (sight, things), rows = self.sight(way.dtype), way.rows
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = way.tf32
-        walk(sight, self.files[:rows], self.facts[:rows], rows, way.floor, self.device)  # warm
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        every = max(1, len(self.files) // way.most)  # so that all tasks are there
-        files = self.files[::every]
-        clock = walk(sight, files, self.facts[::every], rows, way.floor, self.device)
-        total = sum(clock.spent.values())
+    def measure(self, variant: Variant) -> dict[str, Any]:
+        (checker, num_objects), size = self.checker(variant.dtype), variant.batch_size
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = variant.tf32
+        score_files(checker, self.files[:size], self.metadata[:size], size, variant.threshold)  # warm-up
+        reset_memory()
+        stride = max(1, len(self.files) // variant.num_images)  # keeps all tasks
+        files = self.files[::stride]
+        timer = score_files(checker, files, self.metadata[::stride], size, variant.threshold)
+        total = sum(timer.seconds.values())
         return {
-            "name": way.name,
+            "name": variant.name,
             "rate": len(files) / total,
-            "whole": WHOLE * total / len(files),
-            "peak": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0,
-            "shares": {part: seconds / total for part, seconds in clock.spent.items()},
-            "pictures": len(files),
-            "things": things,
+            "all images": NUM_IMAGES * total / len(files),
+            "peak": peak_gib(),
+            "shares": {phase: seconds / total for phase, seconds in timer.seconds.items()},
+            "images": len(files),
+            "objects": num_objects,
         }
 
 
-def pictures(folder: Path, count: int, side: int) -> list[Path]:
-    """Smooth noise, which PNG neither packs to nothing nor not at all."""
+def write_images(folder: Path, count: int, side: int) -> list[Path]:
+    """Write smooth noise, which compresses about as well as photographs."""
 
-    def picture(k: int) -> Path:
-        rough = torch.rand(1, 3, side // 8, side // 8, generator=torch.Generator().manual_seed(k))
-        smooth = nn.functional.interpolate(rough, (side, side), mode="bicubic").clamp(0, 1)
+    def write_image(k: int) -> Path:
+        coarse = torch.rand(1, 3, side // 8, side // 8, generator=torch.Generator().manual_seed(k))
+        smooth = nn.functional.interpolate(coarse, (side, side), mode="bicubic").clamp(0, 1)
         save_image(smooth, folder / f"{k:05d}.png")
         return folder / f"{k:05d}.png"
 
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(picture, range(count)))
+        return list(pool.map(write_image, range(count)))
 
 
-def measured(bench: Bench, chosen: argparse.Namespace, count: int) -> Found:
-    found, keep = Found(), keeper(chosen.out)
-    for way in ways(chosen.tiny, bench.device.type == "cuda", count):
-        if time.monotonic() > deadline(chosen) - 10:
-            say(way.name, "left out: no time")
+def measure_variants(bench: Bench, options: argparse.Namespace, num_images: int) -> Results:
+    results, record = Results(), result_writer(options.out)
+    for variant in build_variants(options.tiny, num_images):
+        if time.monotonic() > section_deadline(options) - 10:
+            log(variant.name, "skipped: no time is left")
             continue
-        with spared(way.name, "it"):
-            line = bench.line(way)
-            found.append(line)
-            keep(line)
-            shares = ", ".join(f"{part} {share:.0%}" for part, share in line["shares"].items())
-            say(way.name, f"{line['rate']:.1f} pictures/s by {line['pictures']}, {line['peak']:.1f} GiB; {shares}")
-    return found
+        with log_errors(variant.name, "the variant"):
+            result = bench.measure(variant)
+            results.append(result)
+            record(result)
+            shares = ", ".join(f"{phase} {share:.0%}" for phase, share in result["shares"].items())
+            text = f"{result['rate']:.1f} images/s of {result['images']}, {result['peak']:.1f} GiB; {shares}"
+            log(variant.name, text)
+    return results
 
 
-def table(found: Found) -> None:
-    parts = list(found[0]["shares"]) if found else []
-    print("| way | pictures/s | seconds for 2,212 | peak GiB | " + " | ".join(parts) + " |")
-    print("|---" * (4 + len(parts)) + "|")
-    for one in found:
-        shares = " | ".join(f"{one['shares'][part]:.0%}" for part in parts)
-        print(f"| {one['name']} | {one['rate']:.1f} | {one['whole']:.0f} | {one['peak']:.1f} | {shares} |")
+def print_table(results: Results) -> None:
+    phases = list(results[0]["shares"]) if results else []
+    print(f"| variant | images/s | s for 2,212 | peak GiB | {' | '.join(phases)} |")
+    print("|---" * (4 + len(phases)) + "|")
+    for result in results:
+        cells = [result["name"], f"{result['rate']:.1f}", f"{result['all images']:.0f}", f"{result['peak']:.1f}"]
+        cells += [f"{result['shares'][phase]:.0%}" for phase in phases]
+        print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("--tiny", action="store_true")
-    options.add_argument("--count", type=int, default=0, help="pictures to score; 64, or 4 if tiny")
-    options.add_argument("--out", default="")
-    options.add_argument("--seconds", type=float, default=70.0, help="after which nothing new is begun")
-    chosen = options.parse_args()
-    cuda = torch.cuda.is_available()
-    device, side = torch.device("cuda" if cuda else "cpu"), 64 if chosen.tiny else SIDE
-    count = chosen.count or (4 if chosen.tiny else 64)
-    asked = published_prompts()
-    facts: list[Metadata] = [asked[k * len(asked) // count] for k in range(count)]  # tasks as often as in the benchmark
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--count", type=int, default=0, help="images to score; 64, or 4 if tiny")
+    parser.add_argument("--out", default="")
+    parser.add_argument("--seconds", type=float, default=70.0, help="no variant starts after this time")
+    options = parser.parse_args()
+    side, count = 64 if options.tiny else IMAGE_SIZE, options.count or (4 if options.tiny else 64)
+    prompts = published_prompts()
+    metadata: list[Metadata] = [prompts[k * len(prompts) // count] for k in range(count)]  # tasks as often as there
     with tempfile.TemporaryDirectory() as folder:
-        files = pictures(Path(folder), count, side)
-        say("geneval", f"{count} pictures of {side}x{side} drawn")
-        bench = Bench(device, chosen.tiny, files, facts)
-        found = measured(bench, chosen, count)
-    print(f"{count} pictures of {side}x{side} on {torch.cuda.get_device_name() if cuda else 'cpu'}")
-    table(found)
+        files = write_images(Path(folder), count, side)
+        log("geneval", f"{count} images of {side}x{side} written")
+        results = measure_variants(Bench(options.tiny, files, metadata), options, count)
+    print(f"{count} images of {side}x{side} on {device_name()}")
+    print_table(results)
 
 
 if __name__ == "__main__":

@@ -1,181 +1,272 @@
-"""How fast LlamaGen writes pictures and learns by GRPO at random weights, beside code written straight down.
+"""Speed of LlamaGen's sampling and of its GRPO steps with random weights, against a plain implementation.
 
     python bench/llamagen.py --out llamagen.json         # on a GPU of at least 100 GiB
-    python bench/llamagen.py --tiny --out tiny.json      # the same lines at small size, on any machine
+    python bench/llamagen.py --tiny --out tiny.json      # small networks, on any machine
+    python bench/llamagen.py --sections compile-B,compile-XL,compile-3B  # against torch.compile
 
-A step must move every weight but the embeddings, and the keys and values of what was read. For 8 guided pictures of 576
-tokens in bfloat16 that is on average 0.36 (B), 1.1 (L), 2.4 (XL), 4.1 (XXL) and 7.5 GB (3B), so that a batch takes at
-least 0.05, 0.15, 0.31, 0.55 and 1.0 s at 4.3 TB/s; 64 guided pictures by XXL move 13.6 GB a step: 1.8 s a batch.
-Every section is a process of its own with a time limit, which tells each number once it is known.
+A step reads all weights but the embeddings, and the cached keys and values. For 8 guided images of 576 tokens in
+bfloat16 that is on average 0.36 (B), 1.1 (L), 2.4 (XL), 4.1 (XXL) and 7.5 GB (3B), so that a batch takes at least 0.05,
+0.15, 0.31, 0.55 and 1.0 s at 4.3 TB/s; 64 guided images of XXL read 13.6 GB per step: 1.8 s per batch.
+Each section is a process with a time limit, and results are written at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from device import CUDA, DEVICE, copied, forget, gib, seconds, settle  # beside this file, in no package
-from llamagen_grpo import grpo
-from llamagen_kernels import parts
-from llamagen_networks import Options, finish, moved, network, ordered, shaped
-from sections import Keep, carry_out, keeper, say
+from device import (  # beside this file, in no package
+    CUDA,
+    DEVICE,
+    copy_bandwidth,
+    median_seconds,
+    peak_gib,
+    print_header,
+    reset_memory,
+    synchronize,
+)
+from llamagen_compile import compare_with_compile
+from llamagen_grpo import measure_grpo
+from llamagen_networks import Options, build_gpt, bytes_per_batch, decode_all, gpt_config, make_request
+from sections import Record, Results, log, result_writer, run_sections, section_parser
 from torch import Tensor
 
 from tastemaker.core.distributions import Categorical
 from tastemaker.core.guidance import apply_guidance
 from tastemaker.core.policy import Guidance
-from tastemaker.models.nets.decoder_pool import DecoderPool
+from tastemaker.models.nets.cuda_graph_decoder import CudaGraphDecoder, DecodeGraphRunner, DecoderPool
 from tastemaker.models.nets.gpt import GPT, GPTConfig
-from tastemaker.models.nets.token_decoder import DecodeRequest
+from tastemaker.models.nets.token_decoder import DecodeRequest, StaticKVCacheDecoder
 
-SECTIONS = {
-    "parts": 60, "agreement": 60, "B": 50, "L": 45, "XL": 45, "XXL": 60, "3B": 60, "XXL-64": 50, "grpo": 110,
-}  # fmt: skip  # seconds at most
-AIMS = {"B": 0.35, "L": 0.7, "XL": 1.2, "XXL": 1.9, "3B": 2.2}
-PUBLISHED = {"B": 7.7, "L": 14.6, "XL": 26.2, "XXL": 36.5, "3B": 19.7}  # published code on an H200, as told
-DATASHEET = 4.8e12  # bytes a second of an H200
+SECTIONS = {  # seconds
+    "kernels": 60, "agreement": 60, "B": 50, "L": 45, "XL": 45, "XXL": 60, "3B": 60, "XXL-64": 50, "grpo": 110,
+}  # fmt: skip
+COMPILE_SECTIONS = {f"compile-{size}": 200 for size in ("B", "L", "XL", "XXL", "3B")}  # not by default
+TARGETS = {"B": 0.35, "L": 0.7, "XL": 1.2, "XXL": 1.9, "3B": 2.2}  # seconds per batch of 8
+PUBLISHED = {"B": 7.7, "L": 14.6, "XL": 26.2, "XXL": 36.5, "3B": 19.7}  # seconds of the published code on an H200
+H200_BANDWIDTH = 4.8e12  # bytes per second, by the data sheet
+ATTENTION_TILINGS = [  # stages, elements and warps
+    (1, 4096, 4), (2, 4096, 4), (4, 4096, 4), (1, 8192, 8), (3, 8192, 8), (2, 2048, 2), (4, 2048, 2), (3, 4096, 4),
+]  # fmt: skip
+GATED_LINEAR_TILINGS = [(16, 128, 4), (16, 128, 6), (16, 256, 4), (32, 128, 4), (32, 64, 6)]  # columns, depth, stages
 
 
-def written(section: str, options: Options, keep: Keep) -> None:
-    """A batch of pictures, fast and plain."""
-    size, _, many = section.partition("-")
-    images = (2 if options.tiny else 8) if not many else (4 if options.tiny else int(many))
-    shape = shaped(size, options.tiny)
-    dtype = torch.bfloat16 if CUDA else torch.float32
-    fast(section, shape, dtype, images, keep)
-    if many or time.monotonic() > options.deadline - 15:
+def measure_sampling(section: str, options: Options, record: Record) -> None:
+    """Time a batch of images with our decoder and with the plain implementation."""
+    size, _, count = section.partition("-")
+    num_images = (4 if options.tiny else int(count)) if count else (2 if options.tiny else 8)
+    config, dtype = gpt_config(size, options.tiny), torch.bfloat16 if CUDA else torch.float32
+    measure_decoder(section, config, dtype, num_images, record)
+    if count or time.monotonic() > options.deadline - 15:
         return
-    forget()
+    reset_memory()
     sys.path.insert(0, str(Path(__file__).parent / "baselines"))
     from plain_llamagen import measure
 
-    length = shape.side**2
-    sizes = (shape.width, shape.depth, shape.heads, shape.hidden, shape.codes, shape.side, shape.vocabulary)
-    plain = measure(sizes, DEVICE, dtype, images, length if options.tiny or size == "B" else length // 8)
-    say(section, f"plain: {plain['seconds']:.2f} s, by {plain['tokens measured']} of {length} tokens")
-    keep({"section": section, "plain": plain["seconds"], "tokens measured": plain["tokens measured"]})
+    length = config.grid_size**2
+    sizes = (config.width, config.depth, config.heads, config.intermediate_size)
+    sizes += (config.codebook_size, config.grid_size, config.vocabulary)
+    num_tokens = length if options.tiny or size == "B" else length // 8
+    plain = measure(sizes, DEVICE, dtype, num_images, num_tokens)
+    log(section, f"plain: {plain['seconds']:.2f} s, extrapolated from {num_tokens} of {length} tokens")
+    record({"section": section, "plain": plain["seconds"], "tokens measured": plain["tokens measured"]})
 
 
-def fast(section: str, shape: GPTConfig, dtype: torch.dtype, images: int, keep: Keep) -> None:
-    net, desk, guidance = network(shape, dtype), DecoderPool(), Guidance(4.0)
-    length, peak = shape.side**2, copied()
-    forget()
-    began = time.perf_counter()
-    finish(desk.scribe(net, ordered(shape, images, guidance)), length)
-    settle()
-    say(section, f"first batch, with all that is made once: {time.perf_counter() - began:.1f} s")
-    spent = seconds(lambda: finish(desk.scribe(net, ordered(shape, images, guidance, 1)), length))
-    rate = moved(net, 2 * images) / spent
-    caches = [kept.cache for kept in desk.kept.values()]
-    line = {
+def measure_decoder(section: str, config: GPTConfig, dtype: torch.dtype, num_images: int, record: Record) -> None:
+    net, pool, guidance = build_gpt(config, dtype), DecoderPool(), Guidance(4.0)
+    length, bandwidth = config.grid_size**2, copy_bandwidth()
+
+    def sample(guidance: Guidance, seed: int = 0) -> Tensor:
+        return decode_all(pool.make_decoder(net, make_request(config, num_images, guidance, seed)), length)
+
+    reset_memory()
+    start = time.perf_counter()
+    sample(guidance)
+    synchronize()
+    log(section, f"first batch, with kernel compilation and graph capture: {time.perf_counter() - start:.1f} s")
+    seconds = median_seconds(lambda: sample(guidance, seed=1))
+    rate = bytes_per_batch(net, 2 * num_images) / seconds
+    caches = [runner.cache for runner in pool.runners.values()]
+    result = {
         "section": section,
-        "images": images,
-        "seconds": spent,
-        "ms a step": 1000 * spent / length,
+        "images": num_images,
+        "seconds": seconds,
+        "ms per step": 1000 * seconds / length,
         "GB/s": rate / 1e9,
-        "of copy": rate / peak,
-        "of datasheet": rate / DATASHEET,
-        "GiB": gib(),
+        "of copy": rate / bandwidth,
+        "of datasheet": rate / H200_BANDWIDTH,
+        "GiB": peak_gib(),
         "cache GiB": sum(x.numel() * x.element_size() for x in caches) / 2**30,
     }
-    told = f"{line['ms a step']:.3f} ms a step, {rate / 1e12:.2f} TB/s, {line['of copy']:.0%} of a copy"
-    say(section, f"{images} pictures in {spent:.3f} s; {told}; cache {line['cache GiB']:.2f} GiB")
-    keep(line)
-    desk.kept.clear()
-    half = Guidance(4.0, interval=(0.5, 1.0))
-    spent = seconds(lambda: finish(desk.scribe(net, ordered(shape, images, half)), length), 1)
-    say(section, f"guided for the first half alone: {spent:.3f} s")
-    keep({"section": section, "name": "guided for half", "ms": 1000 * spent})
+    text = f"{result['ms per step']:.3f} ms per step, {rate / 1e12:.2f} TB/s, {result['of copy']:.0%} of a copy"
+    log(section, f"{num_images} images in {seconds:.3f} s; {text}; KV cache of {result['cache GiB']:.2f} GiB")
+    record(result)
+    pool.runners.clear()
+    half_guidance = Guidance(4.0, interval=(0.5, 1.0))
+    seconds = median_seconds(lambda: sample(half_guidance), 1)
+    log(section, f"with guidance in the first half only: {seconds:.3f} s")
+    record({"section": section, "name": "guidance in the first half", "ms": 1000 * seconds})
 
 
-def agreement(section: str, options: Options, keep: Keep) -> None:
-    """Whether the fast way and one call a token choose alike, in float32 and in bfloat16."""
+def measure_agreement(section: str, options: Options, record: Record) -> None:
+    """Compare tokens and log-probs of our decoder with one causal call, and with one call per token."""
     for dtype in (torch.float32, torch.bfloat16):
-        shape = shaped("B", options.tiny)
-        net, length = network(shape, dtype), shape.side**2
-        order = ordered(shape, 2 if options.tiny else 4, Guidance(4.0))
-        scribe = DecoderPool().scribe(net, order)
-        assert scribe is not None
-        ids = finish(scribe, length)
+        config = gpt_config("B", options.tiny)
+        net, length = build_gpt(config, dtype), config.grid_size**2
+        request = make_request(config, 2 if options.tiny else 4, Guidance(4.0))
+        decoder = DecoderPool().make_decoder(net, request)
+        assert decoder is not None
+        ids = decode_all(decoder, length)
         with torch.no_grad():
-            given, without = net(torch.cat([ids, ids])[:, :-1], order.cond)[0].float().chunk(2)
-            guided = apply_guidance(Guidance(4.0), given, without, torch.ones((), device=DEVICE))
-        found = Categorical(guided)
-        off = (found.log_prob(ids) - scribe.log_prob).abs()
-        taken = order.choice.over(guided).quantile(order.uniform)
-        alike = (taken == ids).float().mean().item()
+            cond, uncond = net(torch.cat([ids, ids])[:, :-1], request.cond)[0].float().chunk(2)
+            logits = apply_guidance(Guidance(4.0), cond, uncond, torch.ones((), device=DEVICE))
+        error = (Categorical(logits).log_prob(ids) - decoder.log_prob).abs()
+        equal = share_of_equal(request.sampler.distribution(logits).quantile(request.uniform), ids)
         name = str(dtype).removeprefix("torch.")
-        line = {"section": section, "dtype": name, "log-prob off": off.mean().item(), "at most": off.max().item()}
-        keep({**line, "tokens alike": alike})
-        told = f"log-probabilities off by {off.mean():.2e}, at most {off.max():.2e}; {alike:.2%} of tokens alike"
-        say(section, f"{name}, beside one call of the whole: {told}")
+        text = f"log-probs differ by {error.mean():.2e} on average, at most {error.max():.2e}"
+        log(section, f"{name}, against one causal call: {text}; {equal:.2%} of tokens equal")
+        errors = {"log-prob error": error.mean().item(), "max error": error.max().item()}
+        record({"section": section, "dtype": name, **errors, "equal tokens": equal})
         if dtype == torch.float32 and time.monotonic() < options.deadline - 30:
-            plain = spelled(net, order)
-            same = (plain == ids).float().mean().item()
-            say(section, f"{name}, beside one call a token: {same:.2%} of tokens alike")
-            keep({"section": section, "dtype": name + ", one call a token", "tokens alike": same})
+            equal = share_of_equal(sample_with_call_per_token(net, request), ids)
+            log(section, f"{name}, against one call per token: {equal:.2%} of tokens equal")
+            record({"section": section, "dtype": f"{name}, one call per token", "equal tokens": equal})
+
+
+def share_of_equal(tokens: Tensor, expected: Tensor) -> float:
+    return (tokens == expected).float().mean().item()
 
 
 @torch.no_grad()
-def spelled(net: GPT, order: DecodeRequest) -> Tensor:
-    count, length = order.uniform.shape
+def sample_with_call_per_token(net: GPT, request: DecodeRequest) -> Tensor:
+    count, length = request.uniform.shape
     ids, cache = torch.zeros(count, length, dtype=torch.long, device=DEVICE), ()
     for i in range(length):
         last = ids[:, i - 1 : i]
-        logits, cache = net(torch.cat([last, last]) if i else None, None if i else order.cond, cache)
-        ids[:, i], _ = order.choice.take(order.combined(logits[:, -1], i), order.uniform[:, i])
+        logits, cache = net(torch.cat([last, last]) if i else None, None if i else request.cond, cache)
+        ids[:, i], _ = request.sampler.sample(request.apply_guidance(logits[:, -1], i), request.uniform[:, i])
     return ids
 
 
-def work(section: str, options: Options, out: Path) -> None:
-    {"parts": parts, "agreement": agreement, "grpo": grpo}.get(section, written)(section, options, keeper(out))
+def measure_kernels(section: str, options: Options, record: Record) -> None:
+    """Time each kernel of a decoding step, and different tilings of attention and of the gated product."""
+    record({"section": section, "name": "copy, TB/s", "ms": copy_bandwidth() / 1e12})
+    for size, num_images in (("XL", 8), ("XXL", 64)):
+        config = gpt_config(size, options.tiny)
+        net = build_gpt(config, torch.bfloat16 if CUDA else torch.float32)
+        request = make_request(config, 2 if options.tiny else num_images, Guidance(4.0))
+        if not CUDA:
+            decode_all(StaticKVCacheDecoder(net, request), config.grid_size**2)
+            record({"section": section, "name": f"{size}: static KV cache, not timed", "ms": 0.0})
+            continue
+        runner = CudaGraphDecoder(DecoderPool(), net, request).graph_runner
+        runner.position.fill_(config.prefix_length + config.grid_size**2 // 2)
+        rows = len(runner.last)
+        for name, kernel in kernel_calls(runner).items():
+            seconds = seconds_in_graph(kernel)
+            log(section, f"{size}, {rows} rows, {name}: {1e6 * seconds:.1f} us")
+            record({"section": section, "name": f"{size} {rows} rows: {name}", "ms": 1000 * seconds})
 
 
-def table(found: list[dict[str, Any]]) -> None:
-    plain = {line["section"]: line["plain"] for line in found if "plain" in line}
-    print(f"\n{torch.cuda.get_device_name() if CUDA else 'cpu'}, PyTorch {torch.__version__}")
-    print("| size | pictures | s | aim | plain, s | published, s | ms a step | TB/s | of copy | of 4.8 | cache GiB |")
+def kernel_calls(runner: DecodeGraphRunner) -> dict[str, Callable[[], Any]]:
+    """Return a function for each kernel of a decoding step."""
+    from tastemaker.models.nets import decode_kernels
+
+    net, layers, position = runner.net, runner.weights.layers, runner.position
+    normed, qkv, mixed, out, w13, hidden, logits = runner.scratch
+    counter = iter(range(10**9))
+
+    def next_layer() -> Any:
+        return layers[next(counter) % len(layers)]  # other weights each time, so that they are not in the L2 cache
+
+    def attention(stages: int, tile: int, warps: int) -> Callable[[], None]:
+        def call() -> None:
+            decode_kernels.STAGES, decode_kernels.TILE, decode_kernels.WARPS = stages, tile, warps
+            layer, heads = next(counter) % len(layers), net.config.heads
+            decode_kernels.attend(qkv, runner.cache, layer, None, runner.rotary_factors, position, mixed, heads)
+
+        return call
+
+    def gated_linear(columns: int, depth: int, stages: int) -> Callable[[], None]:
+        return lambda: decode_kernels.gated_linear(normed, next_layer().w13, hidden, columns, depth, stages)
+
+    def sample() -> None:
+        state = (runner.uniform, runner.ids, runner.log_prob, runner.last, position)
+        top_k, prefix = runner.request.sampler.top_k, net.config.prefix_length
+        decode_kernels.sample(logits, *state, prefix=prefix, scale=4.0, rescale=False, temperature=1.0, top_k=top_k)
+
+    norm = layers[0].attention_norm
+    return {
+        "add and norm": lambda: decode_kernels.add_norm(runner.residual, out, norm, normed, 1e-5),
+        "wqkv": lambda: torch.mm(normed, next_layer().wqkv.t(), out=qkv),
+        **{f"attention, {a} stages, tiles of {b}, {c} warps": attention(a, b, c) for a, b, c in ATTENTION_TILINGS},
+        "wo": lambda: torch.mm(mixed, next_layer().wo.t(), out=out),
+        "w1 and w3": lambda: torch.mm(normed, next_layer().w13.t(), out=w13),
+        "gate": lambda: decode_kernels.gate(w13, hidden),
+        **{f"w1, w3 and gate, {a} columns, depth {b}": gated_linear(a, b, c) for a, b, c in GATED_LINEAR_TILINGS},
+        "w2": lambda: torch.mm(hidden, next_layer().w2.t(), out=out),
+        "output": lambda: torch.mm(normed, runner.weights.output.t(), out=logits),
+        "sample": sample,
+    }
+
+
+def seconds_in_graph(kernel: Callable[[], Any], repeats: int = 50) -> float:
+    """Return the time of one call among many in a CUDA graph."""
+    kernel()
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            kernel()
+    return median_seconds(graph.replay, 5) / repeats
+
+
+def print_table(results: Results) -> None:
+    plain = {result["section"]: result["plain"] for result in results if "plain" in result}
+    print_header()
+    print(
+        "| size | images | s | target | plain, s | published, s | ms per step | TB/s | of copy | of 4.8 | cache GiB |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for line in found:
-        if "images" in line:
-            name = line["section"]
-            slow = f"{plain[name]:.2f}" if name in plain else ""
-            start = f"| {name} | {line['images']} | {line['seconds']:.3f} | {AIMS.get(name, '')} | {slow} "
-            rates = f"{line['GB/s'] / 1000:.2f} | {line['of copy']:.0%} | {line['of datasheet']:.0%}"
-            end = f"{line['ms a step']:.3f} | {rates} | {line['cache GiB']:.2f} |"
-            print(f"{start}| {PUBLISHED.get(name, '')} | {end}")
-    for line in found:
-        if "dtype" in line:
-            off = f", log-probabilities off by {line['log-prob off']:.1e}" if "log-prob off" in line else ""
-            print(f"{line['dtype']}: {line['tokens alike']:.2%} of tokens alike{off}")
-        if "step" in line:
-            shares = ", ".join(f"{name} {share:.0%}" for name, share in line["shares"].items())
-            print(f"GRPO, {line['step']}: {line['seconds']:.2f} s, {shares}; {line['GiB']:.1f} GiB")
-        if "name" in line:
-            held = f", {line['GiB']:.2f} GiB" if "GiB" in line else ""
-            print(
-                f"{line['section']}, {line['name']}: {line['ms']:.4f}{' ms' if 'TB' not in line['name'] else ''}{held}"
-            )
+    for result in results:
+        if "images" in result:
+            name = result["section"]
+            cells = [name, result["images"], f"{result['seconds']:.3f}", TARGETS.get(name, "")]
+            cells += [f"{plain[name]:.2f}" if name in plain else "", PUBLISHED.get(name, "")]
+            cells += [f"{result['ms per step']:.3f}", f"{result['GB/s'] / 1000:.2f}"]
+            cells += [f"{result['of copy']:.0%}", f"{result['of datasheet']:.0%}", f"{result['cache GiB']:.2f}"]
+            print(f"| {' | '.join(map(str, cells))} |")
+    for result in results:
+        if "dtype" in result:
+            error = f", log-probs differ by {result['log-prob error']:.1e}" if "log-prob error" in result else ""
+            print(f"{result['dtype']}: {result['equal tokens']:.2%} of tokens equal{error}")
+        if "ratio" in result:
+            times = f"{result['decoder seconds']:.3f} s, torch.compile {result['compiled seconds']:.3f} s"
+            print(f"{result['section']}: CUDA-graph decoder {times}: {result['ratio']:.2f}x")
+        if "step" in result:
+            shares = ", ".join(f"{phase} {share:.0%}" for phase, share in result["shares"].items())
+            print(f"GRPO, {result['step']}: {result['seconds']:.2f} s, {shares}; {result['GiB']:.1f} GiB")
+        if "name" in result:
+            memory = f", {result['GiB']:.2f} GiB" if "GiB" in result else ""
+            unit = "" if "TB" in result["name"] else " ms"
+            print(f"{result['section']}, {result['name']}: {result['ms']:.4f}{unit}{memory}")
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("--tiny", action="store_true")
-    options.add_argument("--out", default="")
-    options.add_argument("--sections", default=",".join(SECTIONS))
-    options.add_argument("--seconds", type=float, default=480.0, help="of all sections together")
-    options.add_argument("--section", default="")
-    chosen = options.parse_args()
-    if not chosen.section:
-        table(carry_out(__file__, SECTIONS, chosen))
+    options = section_parser(",".join(SECTIONS), 480.0).parse_args()
+    if not options.section:
+        print_table(run_sections(__file__, SECTIONS | COMPILE_SECTIONS, options))
         return
     torch.manual_seed(0)
-    torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())
-    work(chosen.section, Options(chosen.tiny, time.monotonic() + chosen.seconds), Path(chosen.out))
+    torch.set_num_threads(1 if options.tiny else torch.get_num_threads())
+    measures = {"kernels": measure_kernels, "agreement": measure_agreement, "grpo": measure_grpo}
+    measures |= dict.fromkeys(COMPILE_SECTIONS, compare_with_compile)
+    section_options = Options(options.tiny, time.monotonic() + options.seconds)
+    measures.get(options.section, measure_sampling)(options.section, section_options, result_writer(options.out))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
-"""How fast a PaliGemma of random weights writes its answers, beside transformers' own `generate`, in one run.
+"""Speed of text generation by PaliGemma with random weights, against transformers' `generate`.
 
     python bench/paligemma.py --out paligemma.json          # on a GPU: 2.9 billion weights, 224 pixels, 128 tokens
-    python bench/paligemma.py --tiny --out tiny.json        # the same lines at small size, on any machine
+    python bench/paligemma.py --tiny --out tiny.json        # small networks, on any machine
 
-Tokens a second are those after the first, for the first waits for the picture to be read, which is the same for all.
-Answers are compared in float32, where they are to be the same, and in what the speed is measured in: as written, where
-a token that differs changes all after it, and step by step after the same tokens. A token of one row reads 5.0 GB of
-weights in bfloat16, 1.2 ms at 4.3 TB/s. Every section is a process of its own with a time limit, which tells each
-number once it is known.
+Tokens per second do not include the first token, which waits for the prefill that is equal for all. Answers are
+compared in float32, where they must be equal, and in the dtype of the timing: as generated, where a different token
+changes all later ones, and step by step after the same tokens. A token of one sample reads 5.0 GB of bfloat16 weights,
+1.2 ms at 4.3 TB/s. Each section is a process with a time limit, and results are written at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,63 +18,58 @@ from functools import partial
 from typing import Any
 
 import torch
-from device import CUDA, DEVICE, gib, settle  # beside this file, in no package
-from sections import Found, Keep, carry_out, keeper, say, spared
+from device import CUDA, DEVICE, default_dtype, peak_gib, print_header, synchronize  # beside this file, in no package
+from sections import Record, Results, log, log_errors, result_writer, run_sections, section_parser
 from torch import Tensor
 
-from tastemaker.vlm.chat_processors import AutoChatProcessor, ChatInputs
-from tastemaker.vlm.decoding import ChatDecoderPool, DecodingMode
+from tastemaker.vlm.chat_processors import ChatInputs, DefaultChatProcessor
+from tastemaker.vlm.generation import ChatDecoderPool, DecodingMode
 
-SECTIONS = {"answers": 65, "compiled": 45}  # seconds at most
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # that speed is measured in
-PACE: DecodingMode = "recorded" if CUDA else "steps"  # as answers are written unless something else is asked for
-QUESTION = 12  # tokens
-FILLER = 0
+SECTIONS = {"answers": 65, "compiled": 45}  # seconds
+DTYPE = torch.bfloat16 if CUDA else torch.float32  # of the timing
+DEFAULT_MODE: DecodingMode = "cuda_graph" if CUDA else "eager"
+QUESTION_LENGTH = 12  # tokens
+PAD_ID = 0
+GenerateFn = Callable[[ChatInputs, int], Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    text: dict[str, Any]
-    eyes: dict[str, Any]
-    tokens: int
-    rows: tuple[int, ...]
+    text_config: dict[str, Any]
+    vision_config: dict[str, Any]
+    max_new_tokens: int
+    batch_sizes: tuple[int, ...]
 
     def load(self, dtype: torch.dtype) -> Any:
-        """A network of random weights that never ends an answer, filled where and as it will be."""
+        """Create a network with random weights that never ends an answer."""
         from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
-        width, vocabulary = self.text["hidden_size"], self.text["vocab_size"]
-        settings: Any = {"image_token_id": vocabulary - 1, "projection_dim": width}
+        width, vocab_size = self.text_config["hidden_size"], self.text_config["vocab_size"]
+        ids: Any = {"image_token_id": vocab_size - 1, "projection_dim": width}
         config = PaliGemmaConfig(
-            text_config={**self.text, "model_type": "gemma"},
-            vision_config={**self.eyes, "model_type": "siglip_vision_model", "projection_dim": width},
-            **settings,
+            text_config={**self.text_config, "model_type": "gemma"},
+            vision_config={**self.vision_config, "model_type": "siglip_vision_model", "projection_dim": width},
+            **ids,
         )
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
         torch.manual_seed(0)
-        try:
-            with DEVICE:
-                net: Any = PaliGemmaForConditionalGeneration(config)
-        finally:
-            torch.set_default_dtype(before)
-        settings = net.generation_config
-        settings.eos_token_id, settings.pad_token_id = None, FILLER
+        with default_dtype(dtype), DEVICE:
+            net: Any = PaliGemmaForConditionalGeneration(config)
+        net.generation_config.eos_token_id, net.generation_config.pad_token_id = None, PAD_ID
         return net.eval().requires_grad_(False)
 
-    def asked(self, net: Any, rows: int) -> ChatInputs:
-        """Pictures of noise, and a question about each."""
-        rng = torch.Generator().manual_seed(1)
-        eyes, number = net.config.vision_config, net.config.image_token_id
-        count = (eyes.image_size // eyes.patch_size) ** 2
-        words = torch.randint(3, number, (rows, QUESTION), generator=rng)
-        ids = torch.cat([torch.full((rows, count), number), words], 1).to(DEVICE)
-        pixels = torch.rand(rows, 3, eyes.image_size, eyes.image_size, generator=rng) * 2 - 1
-        more = {"pixel_values": pixels.to(DEVICE, net.dtype), "token_type_ids": torch.zeros_like(ids)}
-        return ChatInputs(ids, torch.ones_like(ids), more)
+    def inputs(self, net: Any, batch_size: int) -> ChatInputs:
+        """Return random images with a random question about each."""
+        generator = torch.Generator().manual_seed(1)
+        vision, image_token_id = net.config.vision_config, net.config.image_token_id
+        num_image_tokens = (vision.image_size // vision.patch_size) ** 2
+        question = torch.randint(3, image_token_id, (batch_size, QUESTION_LENGTH), generator=generator)
+        ids = torch.cat([torch.full((batch_size, num_image_tokens), image_token_id), question], 1).to(DEVICE)
+        pixels = torch.rand(batch_size, 3, vision.image_size, vision.image_size, generator=generator) * 2 - 1
+        extra = {"pixel_values": pixels.to(DEVICE, net.dtype), "token_type_ids": torch.zeros_like(ids)}
+        return ChatInputs(ids, torch.ones_like(ids), extra)
 
 
-WHOLE = Case(
+FULL = Case(
     {
         "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18, "num_attention_heads": 8,
         "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 257216,
@@ -103,123 +96,127 @@ SMALL = Case(
 
 
 @torch.no_grad()
-def plainly(net: Any, asked: ChatInputs, tokens: int) -> Tensor:
-    """As transformers writes."""
-    told = {"attention_mask": asked.mask, **asked.more, "max_new_tokens": tokens, "do_sample": False}
-    ids: Tensor = net.generate(asked.ids, **told)
-    return ids[:, asked.ids.shape[1] :]
+def generate_with_transformers(net: Any, inputs: ChatInputs, max_new_tokens: int) -> Tensor:
+    ids: Tensor = net.generate(
+        inputs.input_ids,
+        attention_mask=inputs.attention_mask,
+        **inputs.extra_inputs,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+    )
+    return ids[:, inputs.input_ids.shape[1] :]
 
 
-def ours(net: Any, pace: DecodingMode) -> Callable[[ChatInputs, int], Tensor]:
-    desk = ChatDecoderPool(net, AutoChatProcessor(net, None), pace)
-    return lambda asked, tokens: desk.write(asked, tokens, FILLER)
+def generate_with_pool(net: Any, mode: DecodingMode) -> GenerateFn:
+    pool = ChatDecoderPool(net, DefaultChatProcessor(net, None), mode)
+    return lambda inputs, max_new_tokens: pool.generate(inputs, max_new_tokens, PAD_ID)
 
 
-def spent(action: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    settle()
-    began = time.perf_counter()
-    out = action()
-    settle()
-    return time.perf_counter() - began, out
+def time_call(action: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    synchronize()
+    start = time.perf_counter()
+    result = action()
+    synchronize()
+    return time.perf_counter() - start, result
 
 
 @dataclass(frozen=True)
 class Bench:
     case: Case
     section: str
-    keep: Keep
+    record: Record
 
-    def loaded(self, dtype: torch.dtype) -> Any:
-        began = time.perf_counter()
+    def load(self, dtype: torch.dtype) -> Any:
+        start = time.perf_counter()
         net = self.case.load(dtype)
-        settle()
-        count = sum(p.numel() for p in net.parameters()) / 1e9
-        say(self.section, f"{count:.2f} billion weights in {dtype} after {time.perf_counter() - began:.1f} s")
+        synchronize()
+        billions = sum(p.numel() for p in net.parameters()) / 1e9
+        log(self.section, f"{billions:.2f} billion weights in {dtype} after {time.perf_counter() - start:.1f} s")
         return net
 
-    def timed(self, way: str, write: Callable[[ChatInputs, int], Tensor], asked: ChatInputs, times: int) -> Tensor:
-        """Tokens a second of all rows together, the fastest of several after a short or whole one that makes things."""
-        rows, tokens = len(asked.ids), self.case.tokens
-        warm = spent(lambda: write(asked, tokens if times > 1 else 4))[0]
-        first = min(spent(lambda: write(asked, 1))[0] for _ in range(2))
-        whole, out = min((spent(lambda: write(asked, tokens)) for _ in range(times)), key=lambda one: one[0])
-        rate = rows * (tokens - 1) / max(whole - first, 1e-9)
-        told = {"tokens/s": rate, "seconds": whole, "first": first, "warm": warm}
-        say(self.section, f"{rows} rows, {way}: {rate:.1f} tokens/s, {whole:.2f} s an answer, {warm:.1f} s to begin")
-        self.keep({"section": self.section, "rows": rows, "way": way, **told, "GiB": gib()})
-        return out
+    def measure(self, name: str, generate: GenerateFn, inputs: ChatInputs, repeats: int) -> Tensor:
+        """Record tokens per second of the whole batch, the fastest of several runs after a warm-up."""
+        batch_size, tokens = len(inputs.input_ids), self.case.max_new_tokens
+        warmup, _ = time_call(lambda: generate(inputs, tokens if repeats > 1 else 4))
+        first = min(time_call(lambda: generate(inputs, 1))[0] for _ in range(2))
+        runs = [time_call(lambda: generate(inputs, tokens)) for _ in range(repeats)]
+        seconds, output = min(runs, key=lambda run: run[0])
+        rate = batch_size * (tokens - 1) / max(seconds - first, 1e-9)
+        text = f"{rate:.1f} tokens/s, {seconds:.2f} s per answer, {warmup:.1f} s of warm-up"
+        log(self.section, f"batch of {batch_size}, {name}: {text}")
+        times = {"tokens/s": rate, "seconds": seconds, "first": first, "warm": warmup}
+        self.record({"section": self.section, "rows": batch_size, "way": name, **times, "GiB": peak_gib()})
+        return output
 
-    def answers(self) -> None:
-        """All that takes no compiler: speed, and which tokens are the same."""
-        net = self.loaded(DTYPE)
-        for rows in self.case.rows:
-            asked = self.case.asked(net, rows)
-            with spared(self.section, f"{rows} rows"):
-                theirs = self.timed("generate", partial(plainly, net), asked, 1)
-                mine = self.timed(PACE, ours(net, PACE), asked, 2)
-                if rows == self.case.rows[0]:
-                    self.agree(net, asked, theirs, mine)
+    def run_answers(self) -> None:
+        """Measure everything that needs no compiler: speed, and which tokens are equal."""
+        net = self.load(DTYPE)
+        for batch_size in self.case.batch_sizes:
+            inputs = self.case.inputs(net, batch_size)
+            with log_errors(self.section, f"batch of {batch_size}"):
+                expected = self.measure("generate", partial(generate_with_transformers, net), inputs, 1)
+                tokens = self.measure(DEFAULT_MODE, generate_with_pool(net, DEFAULT_MODE), inputs, 2)
+                if batch_size == self.case.batch_sizes[0]:
+                    self.compare_tokens(net, inputs, expected, tokens)
         if CUDA:
-            with spared(self.section, "float32"):
-                self.exactly()
-            with spared(self.section, "steps"):
-                self.timed("steps", ours(net, "steps"), asked, 1)
+            with log_errors(self.section, "float32"):
+                self.run_float32()
+            with log_errors(self.section, "eager"):
+                self.measure("eager", generate_with_pool(net, "eager"), inputs, 1)
 
-    def exactly(self) -> None:
-        """Whether the tokens are the same where rounding hides nothing."""
-        net = self.loaded(torch.float32)
-        asked = self.case.asked(net, self.case.rows[-1])
-        self.agree(net, asked, plainly(net, asked, self.case.tokens), ours(net, PACE)(asked, self.case.tokens))
+    def run_float32(self) -> None:
+        """Check that tokens are equal where rounding does not matter."""
+        net = self.load(torch.float32)
+        inputs, count = self.case.inputs(net, self.case.batch_sizes[-1]), self.case.max_new_tokens
+        expected = generate_with_transformers(net, inputs, count)
+        self.compare_tokens(net, inputs, expected, generate_with_pool(net, DEFAULT_MODE)(inputs, count))
 
     @torch.no_grad()
-    def agree(self, net: Any, asked: ChatInputs, theirs: Tensor, mine: Tensor) -> None:
-        """The share of tokens that are the same: of answers as written, and of steps after the same tokens."""
-        desk = ChatDecoderPool(net, AutoChatProcessor(net, None), PACE)
-        read = desk.read(asked)
-        scribe, logits, steps = desk.scribe(read, self.case.tokens), read.logits, []
-        for word in theirs.unbind(1):
-            steps.append((logits.argmax(-1) == word).float().mean())
-            logits = scribe.step(word)
-        name = f"alike in {net.dtype}".replace("torch.", "")
-        written, each = float((theirs == mine).float().mean()), float(torch.stack(steps).mean())
-        say(self.section, f"{name}, {len(mine)} rows: {written:.2%} as written, {each:.2%} step by step")
-        told = {"rows": len(mine), "as written": written, "step by step": each}
-        self.keep({"section": self.section, "name": name, **told})
+    def compare_tokens(self, net: Any, inputs: ChatInputs, expected: Tensor, tokens: Tensor) -> None:
+        """Record the share of equal tokens: of answers as generated, and of steps after the same tokens."""
+        pool = ChatDecoderPool(net, DefaultChatProcessor(net, None), DEFAULT_MODE)
+        prefilled = pool.prefill(inputs)
+        decoder, logits, shares = pool.decoder_for(prefilled, self.case.max_new_tokens), prefilled.logits, []
+        for token in expected.unbind(1):
+            shares.append((logits.argmax(-1) == token).float().mean())
+            logits = decoder.step(token)
+        name = f"equal in {net.dtype}".replace("torch.", "")
+        generated, steps = float((expected == tokens).float().mean()), float(torch.stack(shares).mean())
+        log(self.section, f"{name}, batch of {len(tokens)}: {generated:.2%} as generated, {steps:.2%} step by step")
+        result = {"rows": len(tokens), "as generated": generated, "step by step": steps}
+        self.record({"section": self.section, "name": name, **result})
 
-    def compiled(self) -> None:
-        net = self.loaded(DTYPE)
-        self.timed("compiled", ours(net, "compiled"), self.case.asked(net, self.case.rows[0]), 2)
+    def run_compiled(self) -> None:
+        net = self.load(DTYPE)
+        inputs = self.case.inputs(net, self.case.batch_sizes[0])
+        self.measure("compiled", generate_with_pool(net, "compiled"), inputs, 2)
 
 
-def table(found: Found) -> None:
-    lines = [line for line in found if "way" in line]
-    plain = {line["rows"]: line["tokens/s"] for line in lines if line["way"] == "generate"}
-    print(f"\n{torch.cuda.get_device_name() if CUDA else 'cpu'}, PyTorch {torch.__version__}")
-    print("| rows | way | tokens/s | times generate | s an answer | s to its first token |\n|---|---|---|---|---|---|")
-    for line in lines:
-        rate, other = line["tokens/s"], plain.get(line["rows"])
-        gain = f"{rate / other:.2f}x" if other else ""
-        first = f"| {line['rows']} | {line['way']} | {rate:.1f} | {gain}"
-        print(f"{first} | {line['seconds']:.3f} | {line['first']:.3f} |")
-    for line in found:
-        if "as written" in line:
-            told = f"{line['as written']:.2%} as written, {line['step by step']:.2%} step by step"
-            print(f"{line['name']}, {line['rows']} rows: {told}")
+def print_table(results: Results) -> None:
+    timings = [result for result in results if "way" in result]
+    baseline = {result["rows"]: result["tokens/s"] for result in timings if result["way"] == "generate"}
+    print_header()
+    print("| batch size | decoding | tokens/s | vs generate | s per answer | s to first token |")
+    print("|---|---|---|---|---|---|")
+    for result in timings:
+        rate, other = result["tokens/s"], baseline.get(result["rows"])
+        speedup = f"{rate / other:.2f}x" if other else ""
+        cells = [str(result["rows"]), result["way"], f"{rate:.1f}", speedup]
+        cells += [f"{result['seconds']:.3f}", f"{result['first']:.3f}"]
+        print(f"| {' | '.join(cells)} |")
+    for result in results:
+        if "as generated" in result:
+            shares = f"{result['as generated']:.2%} as generated, {result['step by step']:.2%} step by step"
+            print(f"{result['name']}, batch of {result['rows']}: {shares}")
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("--tiny", action="store_true")
-    options.add_argument("--out", default="")
-    options.add_argument("--sections", default=",".join(SECTIONS) if CUDA else "answers")
-    options.add_argument("--seconds", type=float, default=105.0, help="of all sections together")
-    options.add_argument("--section", default="")
-    chosen = options.parse_args()
-    if not chosen.section:
-        table(carry_out(__file__, SECTIONS, chosen))
+    options = section_parser(",".join(SECTIONS) if CUDA else "answers", 105.0).parse_args()
+    if not options.section:
+        print_table(run_sections(__file__, SECTIONS, options))
         return
-    bench = Bench(SMALL if chosen.tiny else WHOLE, chosen.section, keeper(chosen.out))
-    {"answers": bench.answers, "compiled": bench.compiled}[chosen.section]()
+    bench = Bench(SMALL if options.tiny else FULL, options.section, result_writer(options.out))
+    {"answers": bench.run_answers, "compiled": bench.run_compiled}[options.section]()
 
 
 if __name__ == "__main__":

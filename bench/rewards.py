@@ -1,35 +1,35 @@
-"""How fast rewards of real size are and what memory they take, with random weights: one run, one table.
+"""Speed and memory of full-size rewards with random weights.
 
-    python bench/rewards.py                   # on a GPU: ViT-L/14, ViT-H/14 and a judge of 7 billion
-    python bench/rewards.py --tiny            # the same lines at small size, on any machine
+    python bench/rewards.py                   # on a GPU: ViT-L/14, ViT-H/14 and a 7B judge
+    python bench/rewards.py --tiny            # small networks, on any machine
 
-Floor of ViT-L/14: 2 * 304 M weights * 257 tokens = 156 GFLOP a picture, so 64 pictures are 10 TFLOP; ViT-H/14:
-2 * 632 M * 257 = 325 GFLOP. A gradient to the pixels costs as much again, for weights are frozen.
+ViT-L/14 needs at least 2 * 304 M weights * 257 tokens = 156 GFLOP per image, so 64 images are 10 TFLOP; ViT-H/14:
+2 * 632 M * 257 = 325 GFLOP. A gradient of the pixels costs as much again, because the weights are frozen.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from device import DEVICE, default_dtype, device_name, median_seconds, peak_gib, reset_memory  # beside this file
 from torch import Tensor
 
 from tastemaker.core.types import Placement
-from tastemaker.rewards.backbones.dual_encoders import CosineHead, DualEncoderScorer, ImagePreprocessing
-from tastemaker.rewards.backbones.loading import random_network
+from tastemaker.rewards.backbones.dual_encoder import CosineHead, DualEncoderScorer, ImagePreprocessing
+from tastemaker.rewards.backbones.frozen_models import random_network
 from tastemaker.rewards.backbones.preprocessing import Preprocessing
 from tastemaker.rewards.backbones.tokenizers import FixedLengthTokenizer, tiny_clip_tokenizer
-from tastemaker.vlm.chat_model import ChatModel
+from tastemaker.vlm.chat_model import ChatModel, tiny_chat, tiny_tokenizer
 from tastemaker.vlm.chat_processors import OneVisionProcessor
 from tastemaker.vlm.judge import VlmJudge
-from tastemaker.vlm.tiny_chat_model import tiny_chat, tiny_tokenizer
 
-ROWS, SIDE, REPEATS = 64, 512, 10
+BATCH_SIZE, IMAGE_SIZE, REPEATS = 64, 512, 10
+JUDGE_BATCH_SIZE = 8
 VISION = {
     "ViT-L/14": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
     "ViT-H/14": {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16},
@@ -38,35 +38,36 @@ TEXT = {
     "ViT-L/14": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
     "ViT-H/14": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
 }
-GFLOP = {"ViT-L/14": 156.0, "ViT-H/14": 325.0}
+GFLOP_PER_IMAGE = {"ViT-L/14": 156.0, "ViT-H/14": 325.0}
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One line."""
+class Measurement:
+    """A row of the table."""
 
     name: str
     what: str
-    rate: float  # pictures a second
+    rate: float  # images/s
     peak: float  # GiB
     note: str = ""
 
 
-def towers(name: str, placement: Placement, tiny: bool) -> DualEncoderScorer:
+def build_clip_scorer(name: str, placement: Placement, tiny: bool) -> DualEncoderScorer:
     from transformers import CLIPConfig, CLIPModel
 
-    ends = {"vocab_size": 514 if tiny else 49408, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
-    eyes = (SMALL if tiny else VISION[name]) | {"image_size": 224, "patch_size": 14}
-    config = CLIPConfig(text_config=(SMALL if tiny else TEXT[name]) | ends, vision_config=eyes, projection_dim=768)
+    token_ids = {"vocab_size": 514 if tiny else 49408, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
+    vision = (SMALL if tiny else VISION[name]) | {"image_size": 224, "patch_size": 14}
+    text = (SMALL if tiny else TEXT[name]) | token_ids
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=768)
     net = random_network(CLIPModel, config, placement)
     return DualEncoderScorer(
         net, ImagePreprocessing(Preprocessing(224)), FixedLengthTokenizer(tiny_clip_tokenizer(), 77), CosineHead()
     )
 
 
-def judge(placement: Placement, tiny: bool) -> VlmJudge:
-    """LLaVA-OneVision 7B: SigLIP so400m at 384 pixels, 730 tokens a picture, Qwen2 7B."""
+def build_judge(placement: Placement, tiny: bool) -> VlmJudge:
+    """LLaVA-OneVision 7B: SigLIP so400m at 384 pixels, 730 tokens per image, Qwen2 7B."""
     from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
     if tiny:
@@ -77,105 +78,90 @@ def judge(placement: Placement, tiny: bool) -> VlmJudge:
         "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
     }  # fmt: skip
-    eyes = {
+    vision = {
         "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 26,
         "num_attention_heads": 16, "image_size": 384, "patch_size": 14, "vision_use_head": False,
     }  # fmt: skip
-    numbers = {f"{kind}_token_index": tokenizer.convert_tokens_to_ids(f"<{kind}>") for kind in ("image", "video")}
-    config = LlavaOnevisionConfig(text_config=text, vision_config=eyes, vision_feature_layer=-1, **numbers)
-    with torch.device(placement.device):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(placement.dtype)  # 28 GB of float32 would be made and thrown away
-        try:
-            net = LlavaOnevisionForConditionalGeneration(config)
-        finally:
-            torch.set_default_dtype(before)
+    token_ids = {f"{kind}_token_index": tokenizer.convert_tokens_to_ids(f"<{kind}>") for kind in ("image", "video")}
+    config = LlavaOnevisionConfig(text_config=text, vision_config=vision, vision_feature_layer=-1, **token_ids)
+    with torch.device(placement.device), default_dtype(placement.dtype):
+        net = LlavaOnevisionForConditionalGeneration(config)
     net.eval().requires_grad_(False)
     return VlmJudge(ChatModel(net, tokenizer, OneVisionProcessor(net, tokenizer)), "yes_no_logits", 0.5)
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Seconds a call and peak GiB, after two calls to warm up."""
-    for _ in range(2):
-        work()
-    settle(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    for _ in range(REPEATS):
-        work()
-    settle(device)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    return (time.perf_counter() - began) / REPEATS, peak
+def measure(work: Callable[[], Any]) -> tuple[float, float]:
+    """Return seconds per call and peak GiB."""
+    reset_memory()
+    seconds = median_seconds(work, REPEATS, warmup=2)
+    return seconds, peak_gib()
 
 
-def settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def clip_lines(name: str, placement: Placement, tiny: bool, pixels: Tensor, prompts: list[str]) -> list[Measured]:
-    scorer, device = towers(name, placement, tiny), pixels.device
-    facts: list[dict[str, Any]] = [{}] * len(pixels)
+def measure_clip(name: str, placement: Placement, tiny: bool, pixels: Tensor, prompts: list[str]) -> list[Measurement]:
+    scorer = build_clip_scorer(name, placement, tiny)
+    metadata: list[dict[str, Any]] = [{}] * len(pixels)
 
     def score() -> None:
         with torch.no_grad():
-            scorer.score(pixels, prompts, facts)
+            scorer.score(pixels, prompts, metadata)
 
-    def climb() -> None:
+    def score_with_gradient() -> None:
         leaf = pixels.detach().requires_grad_()
-        torch.autograd.grad(scorer.score(leaf, prompts, facts).sum(), leaf)
+        torch.autograd.grad(scorer.score(leaf, prompts, metadata).sum(), leaf)
 
-    prepared = scorer.prepare(pixels[:, 0])["pixel_values"].to(placement.dtype)
+    inputs = scorer.preprocess(pixels[:, 0])["pixel_values"].to(placement.dtype)
 
-    def network() -> None:
+    def run_network() -> None:
         with torch.no_grad():
-            scorer.net.get_image_features(pixel_values=prepared)
+            scorer.net.get_image_features(pixel_values=inputs)
 
-    (whole, peak), (alone, _), (slope, most) = timed(score, device), timed(network, device), timed(climb, device)
-    power = GFLOP[name] * len(pixels) / alone / 1e3
-    spent = f"{alone / whole:.0%} of it in the network, {power:.0f} TFLOP/s"
+    (seconds, peak), (network_seconds, _), (gradient_seconds, gradient_peak) = (
+        measure(work) for work in (score, run_network, score_with_gradient)
+    )
+    tflops = GFLOP_PER_IMAGE[name] * len(pixels) / network_seconds / 1e3
+    note = f"{network_seconds / seconds:.0%} of it in the network, {tflops:.0f} TFLOP/s"
+    ratio = f"{gradient_seconds / seconds:.1f} times the score"
     return [
-        Measured(name, "score", len(pixels) / whole, peak, spent),
-        Measured(name, "with gradient", len(pixels) / slope, most, f"{slope / whole:.1f} times the score"),
+        Measurement(name, "score", len(pixels) / seconds, peak, note),
+        Measurement(name, "with gradient", len(pixels) / gradient_seconds, gradient_peak, ratio),
     ]
 
 
-def judge_lines(placement: Placement, tiny: bool, pixels: Tensor, prompts: list[str]) -> list[Measured]:
-    panel = judge(placement, tiny)
-    some, asked = pixels[:8, 0], prompts[:8]
+def measure_judge(placement: Placement, tiny: bool, pixels: Tensor, prompts: list[str]) -> list[Measurement]:
+    judge = build_judge(placement, tiny)
+    images, questions = pixels[:JUDGE_BATCH_SIZE, 0], prompts[:JUDGE_BATCH_SIZE]
 
-    def climb() -> None:
-        leaf = some.detach().requires_grad_()
-        torch.autograd.grad(panel.outcome(leaf, asked, "orm").score.sum(), leaf)
+    def judge_with_gradient() -> None:
+        leaf = images.detach().requires_grad_()
+        torch.autograd.grad(judge.judge_finished(leaf, questions, "orm").score.sum(), leaf)
 
-    seconds, peak = timed(lambda: panel.outcome(some, asked, "orm"), pixels.device)
-    slope, most = timed(climb, pixels.device)
+    seconds, peak = measure(lambda: judge.judge_finished(images, questions, "orm"))
+    gradient_seconds, gradient_peak = measure(judge_with_gradient)
+    ratio = f"{gradient_seconds / seconds:.1f} times as long"
     return [
-        Measured("judge, 7B", "yes or no", len(some) / seconds, peak, "eight at a time"),
-        Measured("judge, 7B", "with gradient", len(some) / slope, most, f"{slope / seconds:.1f} times as long"),
+        Measurement("judge, 7B", "yes or no", len(images) / seconds, peak, f"batch of {JUDGE_BATCH_SIZE}"),
+        Measurement("judge, 7B", "with gradient", len(images) / gradient_seconds, gradient_peak, ratio),
     ]
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("--tiny", action="store_true")
-    options.add_argument("--out", default="")
-    chosen = options.parse_args()
-    cuda = torch.cuda.is_available()
-    placement = Placement(torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32)
-    rows, side = (4, 64) if chosen.tiny else (ROWS, SIDE)
-    pixels = torch.rand(rows, 1, 3, side, side, device=placement.device)
-    prompts = [f"a photo of {i} dogs" for i in range(rows)]
-    found = [line for name in VISION for line in clip_lines(name, placement, chosen.tiny, pixels, prompts)]
-    found += judge_lines(placement, chosen.tiny, pixels, prompts)
-    print(f"{rows} pictures of {side}x{side} on {torch.cuda.get_device_name() if cuda else 'cpu'}, {placement.dtype}")
-    print("| network | what | pictures/s | peak GiB | |\n|---|---|---|---|---|")
-    for line in found:
-        print(f"| {line.name} | {line.what} | {line.rate:.0f} | {line.peak:.1f} | {line.note} |")
-    if chosen.out:
-        with open(chosen.out, "w", encoding="utf-8") as file:
-            json.dump([line.__dict__ for line in found], file, indent=1)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", default="")
+    options = parser.parse_args()
+    placement = Placement(DEVICE, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32)
+    batch_size, side = (4, 64) if options.tiny else (BATCH_SIZE, IMAGE_SIZE)
+    pixels = torch.rand(batch_size, 1, 3, side, side, device=DEVICE)
+    prompts = [f"a photo of {i} dogs" for i in range(batch_size)]
+    results = [row for name in VISION for row in measure_clip(name, placement, options.tiny, pixels, prompts)]
+    results += measure_judge(placement, options.tiny, pixels, prompts)
+    print(f"{batch_size} images of {side}x{side} on {device_name()}, {placement.dtype}")
+    print("| network | what | images/s | peak GiB | |\n|---|---|---|---|---|")
+    for row in results:
+        print(f"| {row.name} | {row.what} | {row.rate:.0f} | {row.peak:.1f} | {row.note} |")
+    if options.out:
+        with open(options.out, "w", encoding="utf-8") as file:
+            json.dump([asdict(row) for row in results], file, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Benches in sections: each is a process of its own with a time limit, whose results count even if it fails.
+"""Benchmark scripts in sections: each section is a process with a time limit, whose results count even if it fails.
 
-Whoever ends a bench early keeps what it found: each number is said and written down as soon as it is known.
+Every result is printed and written to the output file at once, so that a script that is stopped early keeps them.
 """
 
 from __future__ import annotations
@@ -19,98 +19,114 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 10  # times as long the same lines may take at small size, on whatever machine
-BEGAN = float(os.environ.get("BENCH_BEGAN", time.monotonic()))  # likewise of time.monotonic(): of all sections
-ENTERED = float(os.environ.get("SECTION_BEGAN", time.monotonic()))  # this process, before anything was imported
-Found = list[dict[str, Any]]
-Keep = Callable[[dict[str, Any]], None]
+TINY_TIME_FACTOR = 10  # the time limits of --tiny are so much longer, because any machine may run it
+START = float(os.environ.get("BENCH_START", time.monotonic()))  # of all sections, by time.monotonic()
+SECTION_START = float(os.environ.get("SECTION_START", time.monotonic()))  # of this process, before its imports
+Results = list[dict[str, Any]]
+Record = Callable[[dict[str, Any]], None]
 
 
-def say(section: str, text: str) -> None:
-    print(f"[{section}] {time.monotonic() - BEGAN:.0f} s: {text}", flush=True)
+def log(section: str, text: str) -> None:
+    print(f"[{section}] {time.monotonic() - START:.0f} s: {text}", flush=True)
 
 
-def keeper(out: str | Path) -> Keep:
-    """Who writes every line down at once."""
-    found: Found = []
+def result_writer(out: str | Path) -> Record:
+    """Return a function that appends a result and rewrites the output file."""
+    results: Results = []
 
-    def keep(line: dict[str, Any]) -> None:
-        found.append(line)
-        write(out, found)
+    def record(result: dict[str, Any]) -> None:
+        results.append(result)
+        write_results(out, results)
 
-    return keep
+    return record
 
 
-def write(out: str | Path, found: Found) -> None:
-    """Never half of it, for whoever reads may come, and whoever writes may be ended, at any time."""
+def write_results(out: str | Path, results: Results) -> None:
+    """Replace the output file atomically, because the reader or the end of the process may come at any time."""
     if str(out) not in ("", "."):
-        part = Path(f"{out}.part")
-        part.write_text(json.dumps(found, indent=1), encoding="utf-8")
-        part.replace(out)
+        partial = Path(f"{out}.part")
+        partial.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        partial.replace(out)
+
+
+def read_results(path: Path) -> Results:
+    results: Results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return results
 
 
 @contextmanager
-def spared(section: str, what: str) -> Iterator[None]:
-    """Within the block whatever fails says so, and leaves others to be measured."""
+def log_errors(section: str, what: str) -> Iterator[None]:
+    """Log an error instead of raising it, so that the remaining measurements run."""
     try:
         yield
     except Exception as error:
         traceback.print_exc()
-        say(section, f"{what} failed: {type(error).__name__}: {error!s:.300}")
+        log(section, f"{what} failed: {type(error).__name__}: {error!s:.300}")
 
 
-def deadline(chosen: argparse.Namespace) -> float:
-    """Of time.monotonic(): when a section will be ended."""
-    return ENTERED + float(chosen.seconds) * (PATIENCE if chosen.tiny else 1)
+def section_parser(sections: str, seconds: float) -> argparse.ArgumentParser:
+    """Return a parser with the options that all scripts with sections share."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tiny", action="store_true", help="small networks, on any machine")
+    parser.add_argument("--out", default="", help="JSON file for the results")
+    parser.add_argument("--sections", default=sections, help="sections to run, separated by commas")
+    parser.add_argument("--seconds", type=float, default=seconds, help="time limit of all sections together")
+    parser.add_argument("--slack", type=float, default=1.0, help="factor on the time limit of each section")
+    parser.add_argument("--section", default="", help=argparse.SUPPRESS)
+    return parser
 
 
-def carry_out(
-    script: str, limits: Mapping[str, float], chosen: argparse.Namespace, more: Sequence[str] = (), **environment: str
-) -> Found:
-    """Those chosen, within the seconds there are for all; one that has not even half of its time is left out."""
-    found, patience = Found(), PATIENCE if chosen.tiny else 1
-    for section in chosen.sections.split(","):
-        most, left = limits[section], chosen.seconds - (time.monotonic() - BEGAN) / patience
-        if left < most / 2:
-            say(section, f"left out: {left:.0f} s are left, and it takes {most:.0f}")
+def section_deadline(options: argparse.Namespace) -> float:
+    """When the current section will be stopped, by time.monotonic()."""
+    return SECTION_START + float(options.seconds) * (TINY_TIME_FACTOR if options.tiny else 1)
+
+
+def run_sections(
+    script: str,
+    limits: Mapping[str, float],
+    options: argparse.Namespace,
+    arguments: Sequence[str] = (),
+    **environment: str,
+) -> Results:
+    """Run the chosen sections as processes. A section is skipped if less than half of its time is left."""
+    results, factor = Results(), TINY_TIME_FACTOR if options.tiny else 1
+    for section in options.sections.split(","):
+        limit, left = limits[section] * options.slack, options.seconds - (time.monotonic() - START) / factor
+        if left < limit / 2:
+            log(section, f"skipped: {left:.0f} s are left, but it takes {limit:.0f}")
             continue
-        limit = min(most, left)
+        limit = min(limit, left)
         part = Path(tempfile.mkdtemp()) / "part.json"
         command = [sys.executable, script, "--section", section, "--out", str(part), "--seconds", f"{limit:.0f}"]
-        command += [*(["--tiny"] if chosen.tiny else []), *more]
-        began = {"BENCH_BEGAN": str(BEGAN), "SECTION_BEGAN": str(time.monotonic())}
-        settings = os.environ | {"PYTHONUNBUFFERED": "1", **began, **environment}
-        for _ in followed(command, settings, limit * patience, section):
-            write(chosen.out, found + read(part))
-        found += read(part)
-    say("all", f"{time.monotonic() - BEGAN:.0f} s")
-    return found
+        command += [*(["--tiny"] if options.tiny else []), *arguments]
+        times = {"BENCH_START": str(START), "SECTION_START": str(time.monotonic())}
+        settings = os.environ | {"PYTHONUNBUFFERED": "1", **times, **environment}
+        for _ in poll_process(command, settings, limit * factor, section):
+            write_results(options.out, results + read_results(part))
+        results += read_results(part)
+    log("all", f"{time.monotonic() - START:.0f} s")
+    return results
 
 
-def read(part: Path) -> Found:
-    found: Found = json.loads(part.read_text(encoding="utf-8")) if part.is_file() else []
-    return found
-
-
-def followed(command: Sequence[str], settings: Mapping[str, str], limit: float, section: str) -> Iterator[None]:
-    """Comes back every second until a process has ended or its time is over, and once more."""
-    end = time.monotonic() + limit
-    with ending(subprocess.Popen(command, env=settings)) as process:
-        while process.poll() is None and time.monotonic() < end:
+def poll_process(command: Sequence[str], settings: Mapping[str, str], limit: float, section: str) -> Iterator[None]:
+    """Run a process, yielding every second until it has ended or its time is over, and once more at the end."""
+    deadline = time.monotonic() + limit
+    with kill_on_exit(subprocess.Popen(command, env=settings)) as process:
+        while process.poll() is None and time.monotonic() < deadline:
             try:
-                process.wait(min(1.0, max(0.01, end - time.monotonic())))
+                process.wait(min(1.0, max(0.01, deadline - time.monotonic())))
             except subprocess.TimeoutExpired:
                 yield
         if process.poll() is None:
-            say(section, f"ended after {limit:.0f} s")
+            log(section, f"stopped after {limit:.0f} s")
         elif process.returncode:
-            say(section, f"failed with {process.returncode}")
+            log(section, f"failed with {process.returncode}")
     yield
 
 
 @contextmanager
-def ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Within the block; afterwards it is ended, also when this process is told to, for it would keep the device."""
+def kill_on_exit(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Kill a process at the end of the block, also on SIGTERM, because it would keep the device's memory."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield process

@@ -1,17 +1,16 @@
-"""How fast Show-o paints twenty candidates of one prompt at random weights, beside code written straight down.
+"""Sampling speed of Show-o: twenty candidates of one prompt with random weights, against the published code.
 
     python bench/showo.py --out showo.json          # on a GPU: 1.45 billion weights, 256 pixels, 18 steps
-    python bench/showo.py --tiny --out tiny.json    # the same lines at small size, on any machine
+    python bench/showo.py --tiny --out tiny.json    # small networks, on any machine
 
-A prompt is read once, filling is left out, only logits of codes are computed, and all candidates step together. Tokens
-are the same as when everything is read at every step: counted here in float32 and in what the speed is measured in.
-A step of twenty guided candidates is 42 TFLOP plainly and 26 here, so 18 of them take at least 1.5 and 0.9 s at
-500 TFLOP/s. Every section is a process of its own with a time limit, which tells each number once it is known.
+The prompt is read once, padding is left out, only logits of image codes are computed, and all candidates step together.
+Tokens equal those of reading everything at every step, which is checked in float32 and in the dtype of the timing.
+A step of twenty guided candidates is 42 TFLOP in the published code and 26 here, so that 18 steps take at least 1.5 and
+0.9 s at 500 TFLOP/s. Each section is a process with a time limit, and results are written at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device import CUDA, DEVICE, gib, seconds, settle  # beside this file, in no package
-from sections import Found, Keep, carry_out, keeper, say, spared
+from device import CUDA, DEVICE, median_seconds, peak_gib, print_header, synchronize  # beside this file, in no package
+from sections import Record, Results, log, log_errors, result_writer, run_sections, section_parser
 from torch import Tensor
 
 from tastemaker.core.distributions import Categorical
@@ -31,24 +30,24 @@ from tastemaker.core.types import MASK_TOKEN_ID, Placement
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.models.loading import init_random
 from tastemaker.models.nets.showo import build_phi
-from tastemaker.models.showo.model import Showo, ShowoBackbone
+from tastemaker.models.showo.model import ShowoBackbone, ShowoSpec
 from tastemaker.models.showo.prompt_tokenizer import BYTE_TOKENIZER
 from tastemaker.processes.masked import MaskedProcess, UncachedMaskedPredictor
 from tastemaker.training.activation_memory import compile_blocks
 
 sys.path.insert(0, str(Path(__file__).parent / "baselines"))
-from plain_showo import painted  # beside this file, in no package
+from plain_showo import generate  # beside this file, in no package
 
-SECTIONS = {"eager": 50, "compiled": 45}  # seconds at most
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # that speed is measured in
-WEIGHT = 1.75
-FEW = 4  # candidates that are enough to count tokens by in float32
+SECTIONS = {"eager": 50, "compiled": 45}  # seconds
+DTYPE = torch.bfloat16 if CUDA else torch.float32  # of the timing
+GUIDANCE_WEIGHT = 1.75
+MAX_FLOAT32_CANDIDATES = 4  # enough to compare tokens
 PROMPT = "a photo of a red bench below a clock"
 
 
 @dataclass(frozen=True)
 class Case:
-    spec: Showo
+    spec: ShowoSpec
     candidates: int
     steps: int
 
@@ -58,12 +57,13 @@ class Case:
         return model
 
     def policy(self, model: ShowoBackbone) -> Policy[MaskedProcess]:
-        process = MaskedProcess(self.steps, replay=False)
-        return Policy(process.guide(model, Guidance(1 + WEIGHT)), process, FullFinetuning().apply(model, ()))
+        process = MaskedProcess(self.steps, recompute_log_probs=False)
+        guided = process.wrap_guidance(model, Guidance(1 + GUIDANCE_WEIGHT))
+        return Policy(guided, process, FullFinetuning().apply(model, ()))
 
     @torch.no_grad()
     def sample(self, model: ShowoBackbone) -> Tensor:
-        """All candidates together."""
+        """Sample all candidates together."""
         policy = self.policy(model)
         cond = policy.embed([PROMPT]).repeat(self.candidates)
         return policy.sample(cond, Randomness(0, 0, torch.arange(self.candidates, device=DEVICE))).final
@@ -73,116 +73,109 @@ class Case:
 class Bench:
     case: Case
     section: str
-    keep: Keep
+    record: Record
 
-    def loaded(self, dtype: torch.dtype) -> ShowoBackbone:
-        began = time.perf_counter()
+    def load(self, dtype: torch.dtype) -> ShowoBackbone:
+        start = time.perf_counter()
         model = self.case.load(dtype)
-        settle()
-        count = sum(p.numel() for p in model.net.parameters()) / 1e9
-        say(self.section, f"{count:.2f} billion weights in {dtype} after {time.perf_counter() - began:.1f} s")
+        synchronize()
+        billions = sum(p.numel() for p in model.net.parameters()) / 1e9
+        log(self.section, f"{billions:.2f} billion weights in {dtype} after {time.perf_counter() - start:.1f} s")
         return model
 
-    def timed(self, name: str, work: Callable[[], Any], repeats: int, times: float = 1.0, note: str = "") -> None:
-        with spared(self.section, name):
-            spent = times * seconds(work, repeats)
-            say(self.section, f"{name}: {spent:.3f} s{note}")
-            told = {"seconds": spent, "note": note.strip(" ,"), **self.shape()}
-            self.keep({"section": self.section, "name": name, **told})
+    def measure(self, name: str, work: Callable[[], Any], repeats: int, factor: float = 1.0, note: str = "") -> None:
+        with log_errors(self.section, name):
+            seconds = factor * median_seconds(work, repeats)
+            log(self.section, f"{name}: {seconds:.3f} s {note}")
+            sizes = {"candidates": self.case.candidates, "steps": self.case.steps}
+            self.record({"section": self.section, "name": name, "seconds": seconds, "note": note, **sizes})
 
-    def shape(self) -> dict[str, int]:
-        return {"candidates": self.case.candidates, "steps": self.case.steps}
-
-    def eager(self) -> None:
-        """All that takes no compiler: speed, and which tokens are the same."""
-        model = self.loaded(DTYPE)
-        self.timed("prompt read once", lambda: self.case.sample(model), 2)
-        self.plain(model)
+    def run_eager(self) -> None:
+        """Measure everything that needs no compiler: speed, and which tokens are equal."""
+        model = self.load(DTYPE)
+        self.measure("prompt read once", lambda: self.case.sample(model), 2)
+        self.measure_baseline(model)
         if CUDA:
-            self.agree(self.case, model, DTYPE)
+            self.compare_tokens(self.case, model, DTYPE)
             del model
-            model = self.loaded(torch.float32)
-        self.agree(replace(self.case, candidates=min(FEW, self.case.candidates)), model, torch.float32)
+            model = self.load(torch.float32)
+        few = replace(self.case, candidates=min(MAX_FLOAT32_CANDIDATES, self.case.candidates))
+        self.compare_tokens(few, model, torch.float32)
 
-    def plain(self, model: ShowoBackbone) -> None:
-        """Seconds of the candidates all together and one by one, by published code."""
+    def measure_baseline(self, model: ShowoBackbone) -> None:
+        """Time the published code with all candidates together and one by one."""
         case = self.case
-        net = init_random(lambda: build_phi(case.spec.sizes()), 0, Placement(DEVICE, DTYPE)).requires_grad_(False)
-        words, tokens = model.vocabulary, case.spec.shape[0]
-        own, none = torch.split(model.prompter([PROMPT, ""]).to(DEVICE), 1)
+        net = init_random(lambda: build_phi(case.spec.network_config()), 0, Placement(DEVICE, DTYPE))
+        net.requires_grad_(False)
+        prompt, empty = torch.split(model.prompt_tokenizer([PROMPT, ""]).to(DEVICE), 1)
 
-        def paint(rows: int) -> Tensor:
-            text = torch.cat([own.expand(rows, -1), none.expand(rows, -1)])
-            return painted(net, text, words, tokens, case.steps, WEIGHT)
+        def sample(batch_size: int) -> Tensor:
+            text = torch.cat([prompt.expand(batch_size, -1), empty.expand(batch_size, -1)])
+            return generate(net, text, model.vocabulary, case.spec.shape[0], case.steps, GUIDANCE_WEIGHT)
 
-        self.timed("together", lambda: paint(case.candidates), 1)
-        note = f", by the median of 3 of {case.candidates}"
-        self.timed("one by one", lambda: paint(1), 3, case.candidates, note)
+        self.measure("together", lambda: sample(case.candidates), 1)
+        note = f"extrapolated from the median of 3 of {case.candidates}"
+        self.measure("one by one", lambda: sample(1), 3, case.candidates, note)
 
-    def agree(self, case: Case, model: ShowoBackbone, dtype: torch.dtype) -> None:
-        name = f"alike in {dtype}".replace("torch.", "")
-        with spared(self.section, name):
-            found = alike(case, model)
-            say(self.section, f"{name}, {case.candidates} candidates: {found}")
-            self.keep({"section": self.section, "name": name, **found, "candidates": case.candidates})
+    def compare_tokens(self, case: Case, model: ShowoBackbone, dtype: torch.dtype) -> None:
+        name = f"equal in {dtype}".replace("torch.", "")
+        with log_errors(self.section, name):
+            shares = equal_token_shares(case, model)
+            log(self.section, f"{name}, {case.candidates} candidates: {shares}")
+            self.record({"section": self.section, "name": name, **shares, "candidates": case.candidates})
 
-    def compiled(self) -> None:
-        model, began = self.loaded(DTYPE), time.perf_counter()
+    def run_compiled(self) -> None:
+        model, start = self.load(DTYPE), time.perf_counter()
         compile_blocks(model.net)
         self.case.sample(model)
-        settle()
-        say(self.section, f"compiled, and painted once, after {time.perf_counter() - began:.0f} s")
-        self.timed("prompt read once, compiled", lambda: self.case.sample(model), 2)
-        self.keep({"section": self.section, "name": "peak", "GiB": gib()})
+        synchronize()
+        log(self.section, f"compiled and sampled once in {time.perf_counter() - start:.0f} s")
+        self.measure("prompt read once, compiled", lambda: self.case.sample(model), 2)
+        self.record({"section": self.section, "name": "peak", "GiB": peak_gib()})
 
 
 @torch.no_grad()
-def alike(case: Case, model: ShowoBackbone) -> dict[str, float]:
-    """The share of tokens that are the same whether a prompt is read once or at every step.
+def equal_token_shares(case: Case, model: ShowoBackbone) -> dict[str, float]:
+    """Return the share of tokens that are equal whether the prompt is read once or at every step.
 
-    Of whole pictures, in which a token that differs changes all after it; and of steps from the same state.
+    In whole images a different token changes all later ones; single steps start from the same state.
     """
-    policy, rows = case.policy(model), Randomness(0, 0, torch.arange(case.candidates, device=DEVICE))
+    policy, rng = case.policy(model), Randomness(0, 0, torch.arange(case.candidates, device=DEVICE))
     cond = policy.embed([PROMPT]).repeat(case.candidates)
-    rollout: Any = policy.rollout(cond, rows)
-    once, rollout.reading = rollout.reading, UncachedMaskedPredictor(policy.model, cond)
-    same = []
+    rollout: Any = policy.rollout(cond, rng)
+    cached, rollout.predictor = rollout.predictor, UncachedMaskedPredictor(policy.model, cond)
+    shares = []
     for step, segment in enumerate(rollout.finish().segments):
-        drawn = Categorical(once.predict(segment.state, segment.t).float()).sample(rows, "token", step)
-        hidden = segment.state == MASK_TOKEN_ID
-        same.append((drawn == segment.action)[hidden].float().mean())
-    whole = (case.sample(model) == rollout.preview()).float().mean()
-    return {"of pictures": float(whole), "of steps": float(torch.stack(same).mean())}
+        sampled = Categorical(cached.predict(segment.state, segment.t).float()).sample(rng, "token", step)
+        masked = segment.state == MASK_TOKEN_ID
+        shares.append((sampled == segment.action)[masked].float().mean())
+    images = (case.sample(model) == rollout.preview()).float().mean()
+    return {"of images": float(images), "of steps": float(torch.stack(shares).mean())}
 
 
-def table(found: Found) -> None:
-    seconds = {line["name"]: line["seconds"] for line in found if "seconds" in line}
-    print(f"\n{torch.cuda.get_device_name() if CUDA else 'cpu'}, PyTorch {torch.__version__}")
-    print("| way | s | times one by one | times together | |\n|---|---|---|---|---|")
-    for line in found:
-        if "seconds" in line:
-            plain = [seconds.get(name) for name in ("one by one", "together")]
-            times = " | ".join(f"{one / line['seconds']:.2f}x" if one else "" for one in plain)
-            print(f"| {line['name']} | {line['seconds']:.3f} | {times} | {line['note']} |")
-        elif "of pictures" in line:
-            print(f"{line['name']}: {line['of pictures']:.2%} of pictures' tokens, {line['of steps']:.2%} of steps'")
+def print_table(results: Results) -> None:
+    seconds = {result["name"]: result["seconds"] for result in results if "seconds" in result}
+    print_header()
+    print("| sampler | s | vs one by one | vs together | |\n|---|---|---|---|---|")
+    for result in results:
+        if "seconds" in result:
+            baselines = [seconds.get(name) for name in ("one by one", "together")]
+            speedups = " | ".join(f"{baseline / result['seconds']:.2f}x" if baseline else "" for baseline in baselines)
+            print(f"| {result['name']} | {result['seconds']:.3f} | {speedups} | {result['note']} |")
+        elif "of images" in result:
+            shares = f"{result['of images']:.2%} of the tokens of images, {result['of steps']:.2%} of single steps"
+            print(f"{result['name']}: {shares}")
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("--tiny", action="store_true")
-    options.add_argument("--out", default="")
-    options.add_argument("--sections", default=",".join(SECTIONS) if CUDA else "eager")
-    options.add_argument("--seconds", type=float, default=95.0, help="of all sections together")
-    options.add_argument("--section", default="")
-    chosen = options.parse_args()
-    if not chosen.section:
-        table(carry_out(__file__, SECTIONS, chosen))
+    options = section_parser(",".join(SECTIONS) if CUDA else "eager", 95.0).parse_args()
+    if not options.section:
+        print_table(run_sections(__file__, SECTIONS, options))
         return
-    spec = replace(Showo(), weights=None, codec=None, tokenizer=BYTE_TOKENIZER)
-    case = Case(spec.tiny(), 4, 4) if chosen.tiny else Case(spec, 20, 18)
-    bench = Bench(case, chosen.section, keeper(chosen.out))
-    {"eager": bench.eager, "compiled": bench.compiled}[chosen.section]()
+    spec = replace(ShowoSpec(), weights=None, autoencoder=None, tokenizer=BYTE_TOKENIZER)
+    case = Case(spec.tiny(), 4, 4) if options.tiny else Case(spec, 20, 18)
+    bench = Bench(case, options.section, result_writer(options.out))
+    {"eager": bench.run_eager, "compiled": bench.run_compiled}[options.section]()
 
 
 if __name__ == "__main__":

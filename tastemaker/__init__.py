@@ -1,8 +1,8 @@
-"""Teaches image and video generators what people want.
+"""Post-train image and video generators with rewards.
 
-`load` a recipe, `build` a run of it, and iterate over `tastemaker.training.loop.train`; everything else here is what a
-model, a reward or an objective of your own is written with. Importing the package imports none of it; a name
-is imported when first used, and then needs torch, PyYAML and pydantic alone.
+`load` a recipe, `build` a run, `train` it, `evaluate` it and `generate` from it; the other names are what you write
+models, rewards and objectives of your own with. `import tastemaker` imports nothing heavy: each name is imported from
+its module when it is first used.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import compat
+
 if TYPE_CHECKING:
-    from .api import VAETrainer, build_model, list_models, load_config, register_model
-    from .config.build import build
-    from .config.load import load
+    from .api import VAETrainer, build, build_model, evaluate, generate, list_models, load, register_model, train
     from .config.schema import RunConfig
+    from .core.autoencoder import AutoencoderNet, AutoencoderSpec
     from .core.distributions import Categorical, Distribution, Gaussian
+    from .core.model_spec import ModelSpec
     from .core.objective import (
         Comm,
         Context,
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
         SingleProcess,
         rollout_and_score,
     )
-    from .core.policy import Backbone, CausalBackbone, Guidance, ModelSpec, Policy, Process, Rollout
+    from .core.policy import Backbone, Guidance, Policy, Process, Rollout
     from .core.randomness import Randomness
     from .core.registry import ConfigError
     from .core.reward import (
@@ -60,15 +62,19 @@ if TYPE_CHECKING:
     from .processes.gaussian import GaussianProcess
     from .processes.masked import MaskedProcess
     from .training.run import Run
+    from .training.trainer import training_events
 
 __version__ = "0.1.0"
 
+compat.install()
+
 __all__ = [
     "MASK_TOKEN_ID",
+    "AutoencoderNet",
+    "AutoencoderSpec",
     "AutoregressiveProcess",
     "Backbone",
     "Categorical",
-    "CausalBackbone",
     "Comm",
     "Condition",
     "ConfigError",
@@ -116,20 +122,30 @@ __all__ = [
     "Weights",
     "build",
     "build_model",
+    "evaluate",
+    "generate",
     "list_models",
     "load",
-    "load_config",
     "register_model",
     "rollout_and_score",
     "select_rows",
+    "train",
+    "training_events",
 ]
 
-# Imported when first asked for: most of them import torch, which `tastemaker --help` does without. `train` is not among
-# them: the name is taken by the package it lives in.
+# Imported on first use: most of them import torch, which `tastemaker --help` does without.
 _NAMES = {
-    ".api": ("VAETrainer", "build_model", "list_models", "load_config", "register_model"),
-    ".config.build": ("build",),
-    ".config.load": ("load",),
+    ".api": (
+        "VAETrainer",
+        "build",
+        "build_model",
+        "evaluate",
+        "generate",
+        "list_models",
+        "load",
+        "register_model",
+        "train",
+    ),
     ".config.schema": ("RunConfig",),
     ".core.distributions": ("Categorical", "Distribution", "Gaussian"),
     ".core.objective": (
@@ -142,7 +158,9 @@ _NAMES = {
         "ScoredRollout",
         "rollout_and_score",
     ),
-    ".core.policy": ("Backbone", "CausalBackbone", "Guidance", "ModelSpec", "Policy", "Process", "Rollout"),
+    ".core.autoencoder": ("AutoencoderNet", "AutoencoderSpec"),
+    ".core.model_spec": ("ModelSpec",),
+    ".core.policy": ("Backbone", "Guidance", "Policy", "Process", "Rollout"),
     ".processes.autoregressive": ("AutoregressiveProcess",),
     ".processes.gaussian": ("GaussianProcess",),
     ".processes.masked": ("MaskedProcess",),
@@ -160,6 +178,7 @@ _NAMES = {
         "Verifier",
     ),
     ".training.run": ("Run",),
+    ".training.trainer": ("training_events",),
     ".core.types": (
         "Condition",
         "Corrupted",
@@ -183,8 +202,8 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    found = globals()[name] = vars(importlib.import_module(_MODULES[name], __name__))[name]
-    return found
+    value = globals()[name] = vars(importlib.import_module(_MODULES[name], __name__))[name]
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,11 @@
-"""The package in a handful of names, for scripts: a configuration, the model of it, and a trainer of autoencoders."""
+"""The public API of the package: load, build, train, evaluate and generate, which call the same code as the commands.
+
+`import tastemaker as tm` exports every name of this module that is listed in `tastemaker.__all__`.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,116 +15,259 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from .config.build import build_autoencoder, build_judge_model, build_policy
+from .config.build import build_autoencoder, build_judge_model, build_policy, make_tiny_any
 from .config.check import torchrun_world_size
 from .config.dump import to_plain
-from .config.load import SUFFIXES, list_recipes, load_any_config
+from .config.load import YAML_SUFFIXES, list_recipes
 from .config.registries import MODELS
 from .config.schema import AnyConfig, AutoencoderRunConfig, EngineConfig, JudgeRunConfig, ValidationConfig
 from .config.validate import build_component
 from .core.autoencoder import AUTOENCODERS, AutoencoderSpec
-from .core.policy import ModelSpec
+from .core.model_spec import ModelSpec
 from .core.registry import ConfigError
 from .core.types import ImageBatch, Placement, PromptBatch
-from .models.custom_autoencoder import NETWORKS, has_from_config
-from .training import resume
-from .training.events import StepCompleted
+from .data.dataset import Dataset
+from .evaluation import benchmark_run
+from .models.vae import NETWORKS, has_from_config
+from .search.generation import METADATA_FILE, GenerationOptions, choose_prompts, generate_samples, resolve_source
+from .search.settings import build_search, search_name
+from .training import run_directory
+from .training.events import Event, StepCompleted
 from .training.precision import select_device
-from .training.session import logged_events
+from .training.trainer import AnyRun, build_run, load_run_config, open_loggers, run_training, training_events
 
 C = TypeVar("C", bound=type)
-KEPT = 512  # pictures that are looked at again
+MAX_CACHED_IMAGES = 512  # first images of a loader, kept for samples and latent statistics
 
 
-def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
-    """What a recipe or a file says; a name that no recipe has may be that of a file in configs, as in nanoVLA-RL."""
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
+    """Load and validate the configuration of a recipe, a YAML file or the directory of an earlier run.
+
+    `overrides` are "key=value" strings, as on the command line. For a name that is no recipe, configs/NAME.yaml is
+    tried too.
+    """
     name = str(recipe)
-    beside = [Path("configs", name + suffix) for suffix in SUFFIXES if name not in list_recipes() and name]
-    return load_any_config(next((path for path in beside if path.is_file()), recipe), overrides)
+    candidates = [Path("configs", name + suffix) for suffix in YAML_SUFFIXES if name and name not in list_recipes()]
+    file = next((path for path in candidates if path.is_file()), None)
+    return load_run_config(str(file or recipe), overrides)
+
+
+def build(
+    config: AnyConfig, directory: Path | None = None, *, tiny: bool = False, init_from: Path | None = None
+) -> AnyRun:
+    """Load the model, the rewards and the data of a configuration, and place them on this process's device.
+
+    `tiny` replaces every model by a small random one. `init_from` is a checkpoint or a LoRA file whose weights to
+    start from. Call `run.engine.close()` when done.
+    """
+    config = make_tiny_any(config) if tiny else config
+    return build_run(config, directory or config.output_dir / (config.name or "run"), init_from)
+
+
+def train(
+    run_or_config: AnyRun | AnyConfig,
+    *,
+    resume: Path | None = None,
+    init_from: Path | None = None,
+    allow_change: Sequence[str] = (),
+    tiny: bool = False,
+    on_event: Callable[[Event], None] | None = None,
+    console: Console | None = None,
+) -> dict[str, float]:
+    """Train to the last step, and return the metrics of that step.
+
+    A configuration is trained as by `tastemaker train`: with loggers, and from the last checkpoint in its directory if
+    there is one. A run from `build` is trained as it is, with checkpoints but without loggers; the other arguments are
+    those of the command and need a configuration. `on_event` is called with every event.
+    """
+    metrics: dict[str, float] = {}
+
+    def observe(event: Event) -> None:
+        if isinstance(event, StepCompleted):
+            metrics.update(event.metrics)
+        if on_event is not None:
+            on_event(event)
+
+    if isinstance(run_or_config, AnyRun):
+        if resume or init_from or allow_change or tiny:
+            raise ConfigError("resume, init_from, allow_change and tiny need a configuration, but train() got a run")
+        for event in training_events(run_or_config):
+            observe(event)
+    else:
+        run_training(
+            run_or_config,
+            tiny=tiny,
+            resume=resume,
+            init_from=init_from,
+            allow_change=allow_change,
+            console=console or Console(stderr=True),
+            on_event=observe,
+        )
+    return metrics
+
+
+def evaluate(
+    benchmark: str,
+    model: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    prompts: int | None = None,
+    count: int | None = None,
+    search: str = "single",
+    n: int = 4,
+    judge: str = "",
+    weights: str = "",
+    seed: int = 0,
+    out: Path | None = None,
+    tiny: bool = False,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Evaluate a recipe or the directory of a run on a benchmark, and return the report as `tastemaker evaluate` does.
+
+    Args:
+        benchmark: geneval, playeval, playeval-motion or wordeval.
+        prompts: how many of its prompts; count: how many samples of each. By default, the benchmark's own numbers.
+        search: how samples are searched for, of `n` candidates that `judge` scores.
+        weights: live, or a snapshot such as ema; by default the EMA if there is one.
+        out: the directory to write samples, scores and the report to; an evaluation that is there is resumed.
+    """
+    config, checkpoint = resolve_source(str(model), overrides)
+    directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, search_name(search))
+    options = benchmark_run.EvaluationOptions(
+        benchmark_run.load_benchmark(benchmark, prompts, count),
+        build_search(search, n),
+        judge or benchmark_run.default_verifier(benchmark),
+        weights,
+        seed=seed,
+    )
+    shown = console or Console(stderr=True)
+    return benchmark_run.evaluate_model(config, checkpoint, options, directory, tiny=tiny, console=shown)
+
+
+def generate(
+    model: str | Path,
+    prompts: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    *,
+    out: str | Path = "generated",
+    count: int = 1,
+    seed: int = 0,
+    search: str = "single",
+    n: int = 4,
+    judge: str = "run",
+    weights: str = "live",
+    lora: Path | None = None,
+    lora_scale: float = 1.0,
+    tiny: bool = False,
+    console: Console | None = None,
+) -> list[Path]:
+    """Generate images or videos as `tastemaker generate` does, and return their files in order.
+
+    Args:
+        model: a recipe, the directory of a run, or what was exported from one.
+        prompts: by default, the first of the recipe's data.
+        out: the directory to write to; samples that are there are kept.
+        count: samples of each prompt.
+        search: how samples are searched for, of `n` candidates that `judge` scores.
+        weights: live, or a snapshot such as ema or reference.
+        lora: LoRA weights for the model, a file or an id on the hub.
+    """
+    config, checkpoint = resolve_source(str(model), overrides, lora)
+    batch = choose_prompts(prompts, None, config)
+    options = GenerationOptions(batch, count, seed, build_search(search, n), weights, Path(out), lora_scale, judge)
+    folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console or Console(stderr=True))
+    rows = [json.loads(line) for line in (folder / METADATA_FILE).read_text(encoding="utf-8").splitlines()]
+    return [folder / row["file"] for row in rows]
 
 
 def list_models() -> list[str]:
-    """What `type` may be, of generators and of autoencoders, those of one's own among them."""
+    """Return every name that `type` may have for generators and autoencoders, with your registered ones."""
     return sorted({*MODELS, *AUTOENCODERS, *NETWORKS})
 
 
 def register_model(name: str) -> Callable[[C], C]:
-    """A decorator that names a generator's or an autoencoder's spec, or a network with a `from_config`."""
+    """Return a decorator that registers the spec of a generator or autoencoder, or an nn.Module with `from_config`."""
 
-    def give(cls: C) -> C:
+    def register(cls: C) -> C:
+        if issubclass(cls, ModelSpec):
+            return MODELS.register(name)(cls)
+        if issubclass(cls, AutoencoderSpec):
+            return AUTOENCODERS.register(name)(cls)
         if has_from_config(cls):
             return NETWORKS.register(name)(cls)
-        if not {"load", "tiny"} <= {*dir(cls)}:
-            raise ConfigError(
-                f"model '{name:.60}': {cls.__name__} has no load and tiny, as a spec has, and is no nn.Module with a "
-                "classmethod from_config; add one or the other"
-            )
-        return (MODELS if "suits" in dir(cls) else AUTOENCODERS).register(name)(cls)
+        raise ConfigError(
+            f"model '{name:.60}': {cls.__name__} is no ModelSpec, AutoencoderSpec or nn.Module with a classmethod "
+            "from_config; derive it from one of them"
+        )
 
-    return give
+    return register
 
 
 def build_model(config: AnyConfig | Mapping[str, Any], device: str = "auto") -> Any:
-    """What a configuration trains: an autoencoder's network, a generator's policy, a judge; or what a `type` names."""
+    """Build the network of an autoencoder, the policy of a generator or the model of a judge.
+
+    `config` is a configuration, or the section of a model as a mapping: {"type": "vae", "width": 8}.
+    """
     engine: EngineConfig = build_component(EngineConfig, {"device": device}, "engine")
     placement = Placement(select_device(engine.device, 0))
     if isinstance(config, Mapping):
-        kind = AutoencoderSpec if str(config.get("type")) in AUTOENCODERS else ModelSpec
-        return build_component(kind, dict(config), "model").load(placement)
+        spec_type = AutoencoderSpec if str(config.get("type")) in AUTOENCODERS else ModelSpec
+        return build_component(spec_type, dict(config), "model").load(placement)
     if isinstance(config, AutoencoderRunConfig):
         return config.autoencoder.load(placement)
-    return (
-        build_judge_model(config.judge, placement)
-        if isinstance(config, JudgeRunConfig)
-        else build_policy(config, placement)
-    )
+    if isinstance(config, JudgeRunConfig):
+        return build_judge_model(config.judge, placement)
+    return build_policy(config, placement)
 
 
 class VAETrainer:
-    """Trains an autoencoder on batches of one's own, with all that `tastemaker train` does beside."""
+    """Trains an autoencoder on batches of your own loader, with the loop and loggers of `tastemaker train`."""
 
     def __init__(self, model: nn.Module, config: AnyConfig, device: str = "auto") -> None:
         if not isinstance(config, AutoencoderRunConfig):
             raise ConfigError(
                 f"VAETrainer trains autoencoders, found a {type(config).__name__}; use `tastemaker train`"
             )
-        chosen = build_component(EngineConfig, {**to_plain(config.engine, EngineConfig), "device": device}, "engine")
-        self.model, self.config = model, replace(config, engine=chosen)
-        self.directory = config.output / (config.name or "run")
+        engine = build_component(EngineConfig, {**to_plain(config.engine, EngineConfig), "device": device}, "engine")
+        self.model, self.config = model, replace(config, engine=engine)
+        self.directory = config.output_dir / (config.name or "run")
 
     def train(self, loader: Iterable[Any], console: Console | None = None) -> dict[str, float]:
-        """All steps, or those that are left, of batches that come again when there are no more; the last's numbers.
+        """Train all steps, or those left since the last checkpoint, and return the metrics of the last step.
 
-        A batch is pixels [B, C, H, W] of one or three channels in [0, 1], or a tuple that begins with them.
+        A batch is pixels [B, C, H, W] with one or three channels in [0, 1], or a tuple that starts with them. The
+        loader starts over when it ends.
         """
         batches = LoaderDataset(loader)
-        held = self.config.validation
-        # Rows that come as they please cannot be held out.
+        validation = self.config.validation
+        # Nothing can be held out of a loader, so without data of its own there is no validation.
         config = replace(
             self.config,
-            rows=len(batches.last) * torchrun_world_size(),
-            validation=held if held.data is not None else ValidationConfig(),
+            batch_size=len(batches.last) * torchrun_world_size(),
+            validation=validation if validation.data is not None else ValidationConfig(),
         )
-        config = resume.keep_precision(config, self.directory)
-        found = resume.claim_run_directory(config, self.directory, ())
+        config = run_directory.keep_precision(config, self.directory)
+        latest = run_directory.claim_run_directory(config, self.directory, ())
         run = build_autoencoder(
             replace(config, autoencoder=PrebuiltAutoencoder(self.model), data=batches), self.directory
         )
         config = replace(config, engine=run.engine.config)
-        last: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         try:
-            if found is not None:
-                run.resume(found)
-            for event in logged_events(run, config, self.directory, console or Console(stderr=True)):
-                last = dict(event.metrics) if isinstance(event, StepCompleted) else last
+            if latest is not None:
+                run.resume(latest)
+            with open_loggers(run, config, console or Console(stderr=True)) as loggers:
+                for event in training_events(run):
+                    loggers.log(event)
+                    metrics = dict(event.metrics) if isinstance(event, StepCompleted) else metrics
         finally:
             run.engine.close()
-        return last
+        return metrics
 
 
 @dataclass(frozen=True)
-class PrebuiltAutoencoder:
-    """A network that is there already."""
+class PrebuiltAutoencoder(AutoencoderSpec):
+    """The spec of a network that is already built."""
 
     net: nn.Module
 
@@ -132,64 +279,66 @@ class PrebuiltAutoencoder:
 
 
 @dataclass
-class LoaderDataset:
-    """Batches of a loader in its order, one a step; of earlier steps, the first pictures that came."""
+class LoaderDataset(Dataset):
+    """The batches of a loader in order, one per step; for earlier steps, the first images of the loader."""
 
     loader: Iterable[Any]
-    kept: list[Tensor] = field(default_factory=list)
-    coming: int = 0  # the step whose batch is next
-    yields: ClassVar[type] = ImageBatch
+    cached: list[Tensor] = field(default_factory=list)  # the first batches
+    next_step: int = 0  # the step whose batch is read next
+    batch_type: ClassVar[type] = ImageBatch
 
     def __post_init__(self) -> None:
         self.stream = self._endless()
-        self.last = next(self.stream)  # which the first step takes
+        self.last = next(self.stream)  # the batch of the first step
 
     def load(self, seed: int) -> LoaderDataset:
         return self
 
     def __len__(self) -> int:
-        return KEPT  # of a loader, all that is known
+        return MAX_CACHED_IMAGES  # the length of a loader is unknown
 
     def batch(self, step: int, size: int, rank: int, world: int) -> ImageBatch:
-        if step < self.coming:
-            return as_images(torch.cat(self.kept)[:size])
-        for number in range(self.coming, step + 1):
+        if step < self.next_step:
+            return as_images(torch.cat(self.cached)[:size])
+        for number in range(self.next_step, step + 1):
             self.last = next(self.stream) if number else self.last
-            if sum(map(len, self.kept)) < KEPT:
-                self.kept.append(self.last)
-        self.coming = step + 1
+            if sum(map(len, self.cached)) < MAX_CACHED_IMAGES:
+                self.cached.append(self.last)
+        self.next_step = step + 1
         return as_images(self.last)
 
-    def first(self, count: int) -> PromptBatch:
+    def first_prompts(self, count: int) -> PromptBatch:
         return PromptBatch(("",) * count, ({},) * count)
 
     def _endless(self) -> Iterator[Tensor]:
-        seen = 0
+        """Yield the batches of the loader again and again."""
+        count = 0
         while True:
-            before = seen
+            before = count
             for batch in self.loader:
-                seen += 1
+                count += 1
                 yield as_rgb(batch)
-            if seen == before:
-                found = f"ended after {seen} batches" if seen else "has no batches"
-                raise ConfigError(f"the loader {found}; give one that has some, and can be gone through again")
+            if count == before:
+                problem = f"ended after {count} batches" if count else "has no batches"
+                raise ConfigError(f"the loader {problem}; pass one that can be iterated more than once")
 
 
 def as_images(pixels: Tensor) -> ImageBatch:
+    """Return images [B, 3, H, W] without prompts as a batch of one frame each."""
     return ImageBatch(("",) * len(pixels), pixels[:, None])
 
 
 def as_rgb(batch: Any) -> Tensor:
-    """Pixels of a loader's batch: [B, 3, H, W] in [0, 1]."""
+    """Return the pixels [B, 3, H, W] in [0, 1] of a batch."""
     pixels = batch.pixels[:, 0] if isinstance(batch, ImageBatch) else batch
     pixels = pixels[0] if isinstance(pixels, tuple | list) else pixels
     if not isinstance(pixels, Tensor) or pixels.ndim != 4 or pixels.shape[1] not in (1, 3) or not len(pixels):
-        found = f"of shape {list(pixels.shape)}" if isinstance(pixels, Tensor) else f"a {type(pixels).__name__}"
-        raise ConfigError(f"the loader's batch is {found}; expected pixels [B, C, H, W] of one or three channels")
+        kind = f"of shape {list(pixels.shape)}" if isinstance(pixels, Tensor) else f"a {type(pixels).__name__}"
+        raise ConfigError(f"the loader's batch is {kind}; expected pixels [B, C, H, W] with one or three channels")
     pixels = pixels.detach().float().cpu()
     low, high = float(pixels.min()), float(pixels.max())
     if low < 0 or high > 1:
         raise ConfigError(
-            f"the loader's pixels lie between {low:.3g} and {high:.3g}; expected 0 to 1 (of -1 to 1, take x / 2 + 0.5)"
+            f"the loader's pixels are between {low:.3g} and {high:.3g}; expected 0 to 1 (from -1 to 1: x / 2 + 0.5)"
         )
     return pixels.expand(-1, 3, -1, -1)

@@ -74,7 +74,7 @@ def rescore(policy: Policy[Any], seen: Trajectory) -> list[tuple[Tensor, Tensor]
     """Log-probabilities now and then, of the decisions that were taken."""
     pairs = []
     for segment in seen.segments:
-        now = policy.decide(seen.cond, segment).log_prob(segment.action)
+        now = policy.action_distribution(seen.cond, segment).log_prob(segment.action)
         taken = segment.mask > 0
         pairs.append((now[taken], segment.log_prob[taken]))
     return pairs

@@ -22,9 +22,9 @@ PRELOADED = [
     "torch.distributed.tensor",
     "peft",
     "tastemaker.cli",
-    "tastemaker.training.session",
+    "tastemaker.training.trainer",
     "tastemaker.config.build",
-    "tastemaker.diagnostics.two_rank_check",
+    "tastemaker.diagnostics.two_ranks",
 ]
 PACKAGE = str(Path(__file__).parents[1])
 

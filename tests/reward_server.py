@@ -1,4 +1,4 @@
-"""A reward made of a function, any reward served on a real port, and what it says of some pictures without one."""
+"""A reward made of a function, and a reward server on a free port."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from tastemaker.core.reward import Rubric, WeightedReward, load_shared_reward
+from tastemaker.core.reward import Reward, RewardCard, RewardSpec, Rubric, WeightedReward, load_shared_reward
 from tastemaker.core.types import Metadata, Placement, Prompts
-from tastemaker.serving.batch_queue import BatchQueue
-from tastemaker.serving.launcher import describe_reward
-from tastemaker.serving.server import RewardService
+from tastemaker.serving.server import BatchQueue, RewardService, describe_reward
 
 CPU = torch.device("cpu")
 PIXELS = torch.rand(5, 3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -23,13 +21,14 @@ PROMPTS = ("red", "green", "blue", "grey", "a yellow bird")
 
 
 @dataclass(frozen=True)
-class FunctionReward:
-    """A reward made of a function."""
+class FunctionReward(RewardSpec, Reward):
+    """A reward that calls a function."""
 
     function: Callable[[Tensor, Prompts, Sequence[Metadata]], Tensor]
     batch_size: int = 8
+    card: ClassVar[RewardCard] = RewardCard(range="any", failure_modes="anything")
     differentiable: bool = False
-    reads: Literal["frames", "clip"] = "frames"
+    modality: Literal["image", "video"] = "image"
     runs_on: Literal["device"] = "device"
 
     def load(self, placement: Placement) -> FunctionReward:
@@ -38,24 +37,24 @@ class FunctionReward:
     def tiny(self) -> FunctionReward:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
-        return self.function(pixels, prompts, facts)
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return self.function(pixels, prompts, metadata)
 
 
-def score_locally(spec: Any, pixels: Tensor = PIXELS, facts: Sequence[Metadata] = ()) -> Tensor:
+def score_locally(spec: Any, pixels: Tensor = PIXELS, metadata: Sequence[Metadata] = ()) -> Tensor:
     return (
         Rubric({"it": WeightedReward(spec, load_shared_reward(spec, Placement()))})
-        .score(pixels, PROMPTS[: len(pixels)], facts)
+        .score(pixels, PROMPTS[: len(pixels)], metadata)
         .total
     )
 
 
 @contextmanager
-def serve_on_free_port(spec: Any, port: int = 0, **terms: Any) -> Iterator[str]:
-    desk = BatchQueue(Rubric({"it": WeightedReward(spec, load_shared_reward(spec, Placement()))}), CPU)
-    server = RewardService(
-        desk, describe_reward("it", spec) if not isinstance(spec, FunctionReward) else {"reads": spec.reads}, **terms
-    ).server("127.0.0.1", port)
+def serve_on_free_port(spec: Any, port: int = 0, **options: Any) -> Iterator[str]:
+    queue = BatchQueue(Rubric({"it": WeightedReward(spec, load_shared_reward(spec, Placement()))}), CPU)
+    is_function = isinstance(spec, FunctionReward)
+    description = {"modality": spec.modality} if is_function else describe_reward("it", spec)
+    server = RewardService(queue, description, **options).create_server("127.0.0.1", port)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -64,4 +63,4 @@ def serve_on_free_port(spec: Any, port: int = 0, **terms: Any) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
-        desk.close()
+        queue.close()

@@ -43,7 +43,7 @@ class ScriptedNetwork(nn.Module):
         return (lines * self.reading).sum(-1)
 
 
-class ScriptedModel:
+class ScriptedModel(Backbone):
     shape, pixels, passes = (1,), (1, 3, 1, 1), 1
 
     def __init__(self) -> None:
@@ -65,21 +65,21 @@ class ScriptedModel:
 
 @dataclass(frozen=True)
 class ScriptedProcess(Process):
-    chance: ClassVar[bool] = True
+    stochastic: ClassVar[bool] = True
 
-    def calls(self, shape: tuple[int, ...]) -> int:
+    def network_calls_per_sample(self, shape: tuple[int, ...]) -> int:
         return 1
 
-    def hidden(self, noisy: Corrupted) -> Tensor:
+    def count_hidden(self, noisy: Corrupted) -> Tensor:
         return torch.ones_like(noisy.t)
 
-    def guide(self, model: Backbone, guidance: Guidance) -> Backbone:
+    def wrap_guidance(self, model: Backbone, guidance: Guidance) -> Backbone:
         return model
 
     def start(self, model: Backbone, cond: Condition, rng: Randomness) -> Rollout:
         raise NotImplementedError
 
-    def decide(self, model: Backbone, cond: Condition, segment: Segment) -> FixedLogProb:
+    def action_distribution(self, model: Backbone, cond: Condition, segment: Segment) -> FixedLogProb:
         return FixedLogProb(model.predict(segment.state, segment.t, cond))
 
     def corrupt(

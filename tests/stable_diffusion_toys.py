@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from tastemaker.core.randomness import Randomness
-from tastemaker.models.sd15 import Sd15
-from tastemaker.models.sdxl import Sdxl
+from tastemaker.models.sd15 import Sd15Spec
+from tastemaker.models.sdxl import SdxlSpec
 
 PROMPTS = ("a photo of a dog", "two red cars, oil on canvas", "", "an owl")
-Spec = Sd15 | Sdxl
-SPECS: dict[str, Spec] = {"sd15": Sd15(), "sdxl": Sdxl()}
+Spec = Sd15Spec | SdxlSpec
+SPECS: dict[str, Spec] = {"sd15": Sd15Spec(), "sdxl": SdxlSpec()}
 
 
 def rows(count: int = len(PROMPTS)) -> Randomness:

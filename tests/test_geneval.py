@@ -68,13 +68,17 @@ def test_every_published_verdict_under_other_settings_is_reproduced() -> None:
     assert len(known) == 10  # the other pictures were not kept
     for golden, case in known:
         overlap, threshold, offset, most = golden["opts"]
-        reproduced(case, golden, GenEvalRules(threshold=threshold, overlap=overlap, offset=offset, most=most))
+        reproduced(
+            case,
+            golden,
+            GenEvalRules(threshold=threshold, nms_threshold=overlap, position_threshold=offset, max_objects=most),
+        )
 
 
 def test_what_was_kept_under_other_settings_is_kept_again() -> None:
     for golden in GOLDEN["option_variants"]:
         overlap, threshold, offset, most = golden["opts"]
-        rules = GenEvalRules(threshold=threshold, overlap=overlap, offset=offset, most=most)
+        rules = GenEvalRules(threshold=threshold, nms_threshold=overlap, position_threshold=offset, max_objects=most)
         found = [DetectedObject(name, tuple(b[:4]), b[4]) for name, group in golden["kept"].items() for b in group]
         kept = {name: [[*d.box, d.score] for d in group] for name, group in filter_detections(found, "", rules).items()}
         assert kept == golden["kept"]
@@ -83,7 +87,7 @@ def test_what_was_kept_under_other_settings_is_kept_again() -> None:
 @pytest.mark.parametrize("options", sorted({tuple(golden["opts"]) for golden in GOLDEN["option_variants"]}))
 def test_other_settings_keep_what_they_say_of_every_recorded_picture(options: tuple[float, float, float, int]) -> None:
     overlap, threshold, offset, most = options
-    rules = GenEvalRules(threshold=threshold, overlap=overlap, offset=offset, most=most)
+    rules = GenEvalRules(threshold=threshold, nms_threshold=overlap, position_threshold=offset, max_objects=most)
     for case in GOLDEN["cases"]:
         found, tag = detections(case), case["metadata"]["tag"]
         least = 0.9 if tag == "counting" else threshold

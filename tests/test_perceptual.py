@@ -17,7 +17,7 @@ from torch import Tensor
 from tastemaker.autoencoders.lpips import DEPTHS, SCALE, SHIFT, LPIPSDistance, load_lpips
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
-from tastemaker.rewards.lpips import Lpips
+from tastemaker.rewards.target_image import LpipsReward
 
 TOOL = Path(__file__).parents[1] / "tools" / "lpips_weights.py"
 WIDTHS = (3, 4, 5, 6, 7)
@@ -96,7 +96,7 @@ def test_heads_come_from_the_installed_package_unless_given(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec("lpips") is None:
-        with pytest.raises(ConfigError, match=r"needs its heads .* run `pip install --no-deps lpips==0.1.4`"):
+        with pytest.raises(ConfigError, match=r"pip install --no-deps lpips"):
             load_lpips(str(files["timm"]), "", Placement())
     package = tmp_path / "site" / "lpips"
     (package / "weights" / "v0.1").mkdir(parents=True)
@@ -120,14 +120,14 @@ def test_the_same_picture_is_at_no_distance_and_has_no_gradient() -> None:
 
 
 def test_gradients_agree_with_finite_differences() -> None:
-    scorer = Lpips().tiny().load(Placement(dtype=torch.float64))
+    scorer = LpipsReward().tiny().load(Placement(dtype=torch.float64))
     pixels = random(2, 1, 3, 17, 20).double().requires_grad_()
     facts = [{"target": random(1, 3, 17, 20, seed=1).double()}] * 2
     assert torch.autograd.gradcheck(lambda x: scorer.score(x, ["", ""], facts), (pixels,), fast_mode=True)
 
 
 def test_the_reward_is_minus_the_distance_to_the_target() -> None:
-    scorer = Lpips().tiny().load(Placement())
+    scorer = LpipsReward().tiny().load(Placement())
     pixels, target = random(2, 1, 3, 32, 32), random(1, 3, 32, 32, seed=1)
     found = scorer.score(pixels, ["", ""], [{"target": target}] * 2)
     torch.testing.assert_close(found, -scorer.net(pixels[:, 0], target.expand(2, -1, -1, -1)))
@@ -137,27 +137,27 @@ def test_the_reward_is_minus_the_distance_to_the_target() -> None:
 @pytest.mark.parametrize(
     ("facts", "size", "sentence"),
     [
-        ({}, 32, "'cat' has no fact 'target'"),
+        ({}, 32, "'cat' has no metadata 'target'"),
         ({"target": torch.zeros(1, 3, 8, 8)}, 32, r"target of 'cat' is \[1, 3, 8, 8\]"),
-        ({"target": torch.zeros(1, 3, 9, 9)}, 9, "pictures of 9x9 pixels; expected 16 a side or more"),
+        ({"target": torch.zeros(1, 3, 9, 9)}, 9, "images of 9x9 pixels; expected 16"),
     ],
 )
 def test_what_cannot_be_compared_is_a_sentence(facts: dict[str, Any], size: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Lpips().tiny().load(Placement()).score(torch.zeros(1, 1, 3, size, size), ["cat"], [facts])
+        LpipsReward().tiny().load(Placement()).score(torch.zeros(1, 1, 3, size, size), ["cat"], [facts])
 
 
 def test_wrong_files_are_sentences(files: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'nobody/vgg' are not here; expected a local path, or timm/vgg16"):
-        Lpips("nobody/vgg").load(Placement())
-    with pytest.raises(ConfigError, match=r"no heads of LPIPS at 'missing\.pth'"):
-        Lpips(str(files["timm"]), "missing.pth").load(Placement())
+    with pytest.raises(ConfigError, match="'nobody/vgg' were not found; expected a local path, or timm/vgg16"):
+        LpipsReward("nobody/vgg").load(Placement())
+    with pytest.raises(ConfigError, match=r"no LPIPS weights at 'missing\.pth'"):
+        LpipsReward(str(files["timm"]), "missing.pth").load(Placement())
     with pytest.raises(ConfigError, match="another network"):
-        Lpips(str(files["heads"])).load(Placement())
+        LpipsReward(str(files["heads"])).load(Placement())
     cut = tmp_path / "cut.pth"
     cut.write_bytes(files["torchvision"].read_bytes()[:3000])
     with pytest.raises(ConfigError, match="not a readable checkpoint"):
-        Lpips(str(cut), str(files["heads"])).load(Placement())
+        LpipsReward(str(cut), str(files["heads"])).load(Placement())
 
 
 @pytest.mark.slow

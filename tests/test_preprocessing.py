@@ -71,7 +71,7 @@ def published(image: Image.Image) -> Tensor:
 @pytest.mark.parametrize("size", [*SIZES, (224, 227), (231, 224), (448, 455)])
 def test_a_rounded_corner_agrees_with_torchvision_on_odd_crops(size: tuple[int, int]) -> None:
     image = picture(*size)
-    ours = Preprocessing(224, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), corner="round")(tensor(image))
+    ours = Preprocessing(224, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), crop_rounding="round")(tensor(image))
     assert (ours - published(image)).abs().mean() < 1e-3
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
-from tastemaker.rewards.backbones.loading import quiet_transformers
+from tastemaker.rewards.backbones.frozen_models import quiet_transformers
 from tastemaker.rewards.backbones.tokenizers import tiny_clip_tokenizer
 
 HALF = {"intermediate_size": 96, "num_hidden_layers": 2, "hidden_act": "gelu"}

@@ -13,46 +13,53 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tastemaker.core.model_spec import ModelSpec
 from tastemaker.core.objective import Context, NoState, Objective, ObjectiveState, SingleProcess
-from tastemaker.core.policy import Guidance, ModelSpec, Policy, Process
+from tastemaker.core.policy import Guidance, Policy, Process
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.reward import RewardSpec, Rubric, WeightedReward
 from tastemaker.core.toy_colors import TOY_COLORS
 from tastemaker.core.types import ImageBatch, Loss, Placement, PreferenceBatch, PromptBatch
 from tastemaker.core.weights import FrozenCopyFinetuning, FullFinetuning, Tuning
-from tastemaker.models.cogvideox import CogVideoX
-from tastemaker.models.flux import Flux
-from tastemaker.models.hunyuanvideo import HunyuanVideo
-from tastemaker.models.latent_dit.model import LatentDit
-from tastemaker.models.llamagen.model import Llamagen
-from tastemaker.models.ltx import Ltx
-from tastemaker.models.mochi import Mochi
-from tastemaker.models.modelscope import Modelscope
-from tastemaker.models.opensora.model import OpenSora
-from tastemaker.models.qwen_image import QwenImage
-from tastemaker.models.sd3 import Sd3
-from tastemaker.models.sd15 import Sd15
-from tastemaker.models.sdxl import Sdxl
-from tastemaker.models.showo.model import Showo
-from tastemaker.models.svd import Svd
-from tastemaker.models.toy import ToyCausal, ToyFlow, ToyMasked
-from tastemaker.models.videocrafter import Videocrafter
-from tastemaker.models.wan import Wan
+from tastemaker.models.cogvideox import CogVideoXSpec
+from tastemaker.models.flux import FluxSpec
+from tastemaker.models.hunyuanvideo import HunyuanVideoSpec
+from tastemaker.models.latent_dit.model import LatentDitSpec
+from tastemaker.models.llamagen.model import LlamagenSpec
+from tastemaker.models.ltx import LtxSpec
+from tastemaker.models.mochi import MochiSpec
+from tastemaker.models.modelscope import ModelscopeSpec
+from tastemaker.models.opensora.model import OpenSoraSpec
+from tastemaker.models.qwen_image import QwenImageSpec
+from tastemaker.models.sd3 import Sd3Spec
+from tastemaker.models.sd15 import Sd15Spec
+from tastemaker.models.sdxl import SdxlSpec
+from tastemaker.models.showo.model import ShowoSpec
+from tastemaker.models.svd import SvdSpec
+from tastemaker.models.toy import ToyCausalSpec, ToyFlowSpec, ToyMaskedSpec
+from tastemaker.models.videocrafter import VideocrafterSpec
+from tastemaker.models.wan import WanSpec
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.processes.dynamics import DDIM, FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.karras import KarrasPath
 from tastemaker.processes.masked import MaskedProcess
-from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
-from tastemaker.rewards.color import Color
+from tastemaker.processes.paths import KarrasPath, RectifiedFlow, VariancePreserving
+from tastemaker.rewards.color import ColorReward
 
 # Of these four colours every channel is high in two and low in two: what favours no prompt favours no colour.
 NAMES = ("red", "green", "blue", "white")
 PROMPTS = tuple(f"a {name}" for name in NAMES)
 PALETTE = torch.tensor(list(TOY_COLORS.values()))
 # The mean of 64 pixels shows a colour through eight times their noise: a path must end this dark to start from none.
-DARK = VariancePreserving(betas="linear", first=0.001, last=0.2, levels=100, ends_clean=True, spacing="trailing")
+DARK = VariancePreserving(
+    beta_schedule="linear",
+    beta_start=0.001,
+    beta_end=0.2,
+    num_train_timesteps=100,
+    set_alpha_to_one=True,
+    timestep_spacing="trailing",
+)
 
 
 @dataclass(frozen=True)
@@ -69,41 +76,57 @@ class Family:
 
 
 FAMILIES = {
-    "flow": Family(ToyFlow(), GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8)),
-    "epsilon": Family(ToyFlow(), GaussianProcess(DARK, DDIM(1.0), 8), rate=1e-2, updates=600),
-    "video": Family(ToyFlow(frames=3), GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8)),
-    "causal": Family(ToyCausal(), AutoregressiveProcess(), wrong=0.85),
-    "masked": Family(ToyMasked(), MaskedProcess(steps=4), wrong=0.85),
+    "flow": Family(ToyFlowSpec(), GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8)),
+    "epsilon": Family(ToyFlowSpec(), GaussianProcess(DARK, DDIM(1.0), 8), rate=1e-2, updates=600),
+    "video": Family(ToyFlowSpec(frames=3), GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8)),
+    "causal": Family(ToyCausalSpec(), AutoregressiveProcess(), wrong=0.85),
+    "masked": Family(ToyMaskedSpec(), MaskedProcess(num_steps=4), wrong=0.85),
 }
 # Small random versions of published generators: they owe what all generators do, but nobody has taught them anything.
-LATENT = VariancePreserving(betas="scaled_linear", first=0.00085, last=0.012, spacing="leading", offset=1)
+LATENT = VariancePreserving(
+    beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, timestep_spacing="leading", steps_offset=1
+)
 PRETRAINED = Path(__file__).parent / "fixtures" / "toys"
 PICTURE = Path(__file__).parent / "fixtures" / "pictures" / "first.png"
-UNLIT = VariancePreserving(prediction="velocity", spacing="trailing", ends_clean=True, ends_dark=True, snr_shift=3.0)
-DIT = replace(LatentDit(told="caption", pixels=16).tiny(), codec="playground/vae")  # coarse pixels favour no colour
+UNLIT = VariancePreserving(
+    prediction_type="v_prediction",
+    timestep_spacing="trailing",
+    set_alpha_to_one=True,
+    rescale_betas_zero_snr=True,
+    snr_shift_scale=3.0,
+)
+DIT = replace(
+    LatentDitSpec(conditioning="caption", image_size=16).tiny(), autoencoder="playground/vae"
+)  # coarse pixels favour no colour
 PUBLISHED = {
-    "flux": Family(Flux().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
-    "sd3": Family(Sd3().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
-    "qwen_image": Family(QwenImage().tiny(), GaussianProcess(RectifiedFlow(1.8, terminal=0.02), FlowSDE(0.7), 4)),
-    "opensora": Family(OpenSora().tiny(), GaussianProcess(RectifiedFlow(2.4), FlowSDE(0.7), 4)),
-    "sd15": Family(Sd15().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
-    "sdxl": Family(Sdxl().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
-    "modelscope": Family(Modelscope().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
-    "videocrafter": Family(Videocrafter().tiny(), GaussianProcess(replace(LATENT, shrinks=0.7), DDIM(1.0), 4)),
+    "flux": Family(FluxSpec().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
+    "sd3": Family(Sd3Spec().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
+    "qwen_image": Family(
+        QwenImageSpec().tiny(), GaussianProcess(RectifiedFlow(1.8, shift_terminal=0.02), FlowSDE(0.7), 4)
+    ),
+    "opensora": Family(OpenSoraSpec().tiny(), GaussianProcess(RectifiedFlow(2.4), FlowSDE(0.7), 4)),
+    "sd15": Family(Sd15Spec().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
+    "sdxl": Family(SdxlSpec().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
+    "modelscope": Family(ModelscopeSpec().tiny(), GaussianProcess(LATENT, DDIM(1.0), 4)),
+    "videocrafter": Family(
+        VideocrafterSpec().tiny(), GaussianProcess(replace(LATENT, final_signal_scale=0.7), DDIM(1.0), 4)
+    ),
     "latent_dit": Family(DIT, GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 4)),
 }
 CLIPS = {
-    "wan": Family(Wan().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
-    "cogvideox": Family(CogVideoX().tiny(), GaussianProcess(UNLIT, DDIM(1.0), 4)),
-    "ltx": Family(Ltx().tiny(), GaussianProcess(RectifiedFlow(2.0, terminal=0.1), FlowSDE(0.7), 4)),
-    "hunyuanvideo": Family(HunyuanVideo().tiny(), GaussianProcess(RectifiedFlow(7.0), FlowSDE(0.7), 4)),
-    "mochi": Family(Mochi().tiny(), GaussianProcess(RectifiedFlow(gentle=0.025), FlowSDE(0.7), 4)),
-    "svd": Family(Svd(image=PICTURE, guidance=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
+    "wan": Family(WanSpec().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
+    "cogvideox": Family(CogVideoXSpec().tiny(), GaussianProcess(UNLIT, DDIM(1.0), 4)),
+    "ltx": Family(LtxSpec().tiny(), GaussianProcess(RectifiedFlow(2.0, shift_terminal=0.1), FlowSDE(0.7), 4)),
+    "hunyuanvideo": Family(HunyuanVideoSpec().tiny(), GaussianProcess(RectifiedFlow(7.0), FlowSDE(0.7), 4)),
+    "mochi": Family(
+        MochiSpec().tiny(), GaussianProcess(RectifiedFlow(linear_quadratic_threshold=0.025), FlowSDE(0.7), 4)
+    ),
+    "svd": Family(SvdSpec(image=PICTURE, guidance_scale=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
 }  # likewise, of clips, by diffusers' parts
 LIKE_OTHERS = ("ltx", "hunyuanvideo", "mochi", "svd")  # of them; what costs more is tried of the others alone
 WRITERS = {
-    "llamagen": Family(Llamagen(told="caption").tiny(), AutoregressiveProcess()),
-    "showo": Family(Showo().tiny(), MaskedProcess(steps=4)),
+    "llamagen": Family(LlamagenSpec(conditioning="caption").tiny(), AutoregressiveProcess()),
+    "showo": Family(ShowoSpec().tiny(), MaskedProcess(num_steps=4)),
 }  # likewise, of tokens
 GENERATORS = {**FAMILIES, **PUBLISHED, **CLIPS, **WRITERS}
 
@@ -115,7 +138,7 @@ def policy(
     family = GENERATORS[name]
     model = family.spec.load(Placement())
     weights = tuning.apply(model, snapshots)
-    guided = model if guidance is None else family.process.guide(model, guidance)
+    guided = model if guidance is None else family.process.wrap_guidance(model, guidance)
     return Policy(guided, family.process, weights)
 
 
@@ -144,7 +167,7 @@ def pretrained(name: str) -> Policy[Any]:
     return learner
 
 
-def rubric(spec: RewardSpec = Color()) -> Rubric:
+def rubric(spec: RewardSpec = ColorReward()) -> Rubric:
     return Rubric({"color": WeightedReward(spec, spec.load(Placement()))})
 
 
@@ -183,7 +206,12 @@ def pairs(count: int, frames: int, seed: int, side: int = 8) -> PreferenceBatch:
 
 
 def context(
-    policy: Policy[Any], rows: int, memory: ObjectiveState = NoState(), *, step: int = 0, spec: RewardSpec = Color()
+    policy: Policy[Any],
+    rows: int,
+    memory: ObjectiveState = NoState(),
+    *,
+    step: int = 0,
+    spec: RewardSpec = ColorReward(),
 ) -> Context[Any]:
     return Context(policy, rubric(spec), Randomness(0, step, torch.arange(rows)), SingleProcess(), memory)
 
@@ -206,7 +234,7 @@ def policy_with_experience(
     Its snapshots are networks of their own, so that graphs of several parts can be held at once.
     """
     learner = policy(name, tuning, objective.snapshots())
-    ctx = context(learner, 8, objective.memory())
+    ctx = context(learner, 8, objective.make_state())
     experience = objective.collect(ctx, data(objective, 8, learner.model.pixels))
     move(learner, 0.01)
     return ctx, experience
@@ -246,11 +274,11 @@ def fit(
     objective: Objective[Any, Any, Any, Any],
     batches: Iterable[Any],
     rate: float,
-    spec: RewardSpec = Color(),
+    spec: RewardSpec = ColorReward(),
     cool: float = math.inf,
 ) -> None:
     """Train for as many steps as there are batches, at a rate that falls to nothing in `cool` steps."""
-    trainable, memory, rewards = list(policy.weights.trainable().values()), objective.memory(), rubric(spec)
+    trainable, memory, rewards = list(policy.weights.trainable().values()), objective.make_state(), rubric(spec)
     optimizer = torch.optim.AdamW(trainable, rate, weight_decay=0.0)
     for step, batch in enumerate(batches):
         rng = Randomness(0, step, torch.arange(len(batch)))

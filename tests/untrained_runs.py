@@ -1,4 +1,4 @@
-"""Small runs as training leaves them, to be exported, and the pictures that they paint."""
+"""Small runs whose weights are perturbed instead of trained, for tests of exports."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tastemaker.config.schema import RunConfig
 from tastemaker.models.pipeline_components import dynamic_shift
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow
-from tastemaker.training.resume import write_run_config
 from tastemaker.training.run import Run
+from tastemaker.training.run_directory import write_run_config
 
 PROMPTS = ["a red cat", "two dogs"]
-PLAIN = GaussianProcess(RectifiedFlow(dynamic_shift(tokens=4)), steps=3)
+PLAIN = GaussianProcess(RectifiedFlow(dynamic_shift(tokens=4)), num_steps=3)
 
 
 @dataclass(frozen=True)
 class UntrainedRun:
-    """A run that was trained for a moment, by making its numbers up."""
+    """A saved run with perturbed weights."""
 
     run: Run
     config: RunConfig
@@ -39,22 +39,26 @@ class UntrainedRun:
         return model.decode(sample_latents(model, process, PROMPTS, self.noise()))[:, 0]
 
 
-def make_untrained_run(folder: Path, recipe: str, *settings: str) -> UntrainedRun:
+def save_perturbed_run(config: RunConfig, scale: float = 0.05) -> Run:
+    """Build a run, add noise to its trainable weights, and write its checkpoint, configuration and metrics."""
     from tastemaker.config.build import build
 
+    run, generator = build(config), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in run.policy.weights.trainable().values():
+            p.add_(scale * torch.randn(p.shape, generator=generator))
+    run.save(1)
+    write_run_config(config, run.directory)
+    rows = [{"step": 1, "reward/mean": 0.25, "loss": 1.0}, {"step": 2, "reward/mean": 0.5, "loss": 0.5}]
+    (run.directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return run
+
+
+def make_untrained_run(folder: Path, recipe: str, *overrides: str) -> UntrainedRun:
     small = [
-        "engine={device: cpu, precision: fp32, trainable: fp32, memory: keep, compile: false}",
+        "engine={device: cpu, precision: fp32, param_dtype: fp32, activation_memory: keep, compile: false}",
         "batch={prompts: 2}",
     ]
     rewards = ["rewards=null", "rewards={color: {type: color}}", "data={type: prompts, prompts: [a red, a blue]}"]
-    config = load(recipe, [*small, *rewards, f"output={folder}", "name=run", *settings])
-    run = build(config)
-    chance = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in run.policy.weights.trainable().values():
-            p.add_(0.05 * torch.randn(p.shape, generator=chance))
-    run.save(1)
-    write_run_config(config, run.directory)
-    rows = [{"step": 1, "reward": 0.25, "loss": 1.0}, {"step": 2, "reward": 0.5, "loss": 0.5}]
-    (run.directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return UntrainedRun(run, config)
+    config = load(recipe, [*small, *rewards, f"output_dir={folder}", "name=run", *overrides])
+    return UntrainedRun(save_perturbed_run(config), config)

@@ -24,12 +24,13 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tastemaker.models import cogvideox, hunyuanvideo, ltx, mochi, wan
-from tastemaker.models.cogvideox import CogVideoX
-from tastemaker.models.hunyuanvideo import HunyuanVideo
-from tastemaker.models.ltx import Ltx
-from tastemaker.models.mochi import Mochi
-from tastemaker.models.pipeline_components import dynamic_shift, silence_libraries
-from tastemaker.models.wan import Wan
+from tastemaker.models.cogvideox import CogVideoXSpec
+from tastemaker.models.hunyuanvideo import HunyuanVideoSpec
+from tastemaker.models.ltx import LtxSpec
+from tastemaker.models.mochi import MochiSpec
+from tastemaker.models.pipeline_components import dynamic_shift
+from tastemaker.models.pretrained import silence_libraries
+from tastemaker.models.wan import WanSpec
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
 
@@ -44,11 +45,11 @@ def wan_pipeline(two: bool) -> Any:
 
     return WanPipeline(
         tokenizer=t5_words(),
-        text_encoder=UMT5EncoderModel(UMT5Config(**wan.SMALL["text_encoder"])),
-        vae=AutoencoderKLWan(**wan.SMALL["vae"]),
+        text_encoder=UMT5EncoderModel(UMT5Config(**wan.TINY_CONFIGS["text_encoder"])),
+        vae=AutoencoderKLWan(**wan.TINY_CONFIGS["vae"]),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        transformer=WanTransformer3DModel(**wan.SMALL["transformer"]),
-        transformer_2=WanTransformer3DModel(**wan.SMALL["transformer_2"]) if two else None,
+        transformer=WanTransformer3DModel(**wan.TINY_CONFIGS["transformer"]),
+        transformer_2=WanTransformer3DModel(**wan.TINY_CONFIGS["transformer_2"]) if two else None,
         boundary_ratio=0.875 if two else None,
     )
 
@@ -63,10 +64,10 @@ def cog_pipeline(rotary: bool) -> Any:
 
     return CogVideoXPipeline(
         tokenizer=t5_words(),
-        text_encoder=T5EncoderModel(T5Config(**cogvideox.SMALL["text_encoder"])),
-        vae=AutoencoderKLCogVideoX(**cogvideox.SMALL["vae"], scaling_factor=0.7),
+        text_encoder=T5EncoderModel(T5Config(**cogvideox.TINY_CONFIGS["text_encoder"])),
+        vae=AutoencoderKLCogVideoX(**cogvideox.TINY_CONFIGS["vae"], scaling_factor=0.7),
         transformer=CogVideoXTransformer3DModel(
-            **{**cogvideox.SMALL["transformer"], "use_rotary_positional_embeddings": rotary}
+            **{**cogvideox.TINY_CONFIGS["transformer"], "use_rotary_positional_embeddings": rotary}
         ),
         scheduler=CogVideoXDDIMScheduler(
             snr_shift_scale=1.0 if rotary else 3.0,
@@ -85,14 +86,14 @@ def ltx_pipeline() -> Any:
         LTXVideoTransformer3DModel,
     )
 
-    vae = AutoencoderKLLTXVideo(**ltx.SMALL["vae"])
+    vae = AutoencoderKLLTXVideo(**ltx.TINY_CONFIGS["vae"])
     vae.latents_mean += torch.linspace(-0.5, 0.5, 128)
     vae.latents_std += torch.linspace(0, 0.5, 128)
     return LTXPipeline(
         tokenizer=t5_words(),
-        text_encoder=T5EncoderModel(T5Config(**ltx.SMALL["text_encoder"])),
+        text_encoder=T5EncoderModel(T5Config(**ltx.TINY_CONFIGS["text_encoder"])),
         vae=vae,
-        transformer=LTXVideoTransformer3DModel(**ltx.SMALL["transformer"]),
+        transformer=LTXVideoTransformer3DModel(**ltx.TINY_CONFIGS["transformer"]),
         scheduler=FlowMatchEulerDiscreteScheduler(
             base_image_seq_len=1024,
             base_shift=0.95,
@@ -118,7 +119,7 @@ def hunyuan_pipeline() -> Any:
         HunyuanVideoTransformer3DModel,
     )
 
-    small = hunyuanvideo.SMALL
+    small = hunyuanvideo.TINY_CONFIGS
     return HunyuanVideoPipeline(
         text_encoder=LlamaModel(LlamaConfig(**small["text_encoder"])),
         tokenizer=t5_words(),
@@ -140,10 +141,10 @@ def mochi_pipeline() -> Any:
 
     return MochiPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
-        vae=AutoencoderKLMochi(**mochi.SMALL["vae"]),
-        text_encoder=T5EncoderModel(T5Config(**mochi.SMALL["text_encoder"])),
+        vae=AutoencoderKLMochi(**mochi.TINY_CONFIGS["vae"]),
+        text_encoder=T5EncoderModel(T5Config(**mochi.TINY_CONFIGS["text_encoder"])),
         tokenizer=t5_words(),
-        transformer=MochiTransformer3DModel(**mochi.SMALL["transformer"]),
+        transformer=MochiTransformer3DModel(**mochi.TINY_CONFIGS["transformer"]),
     )
 
 
@@ -159,40 +160,53 @@ class Case:
     theirs: Callable[[Tensor], Tensor] = field(default=lambda x: x.transpose(1, 2))  # latents as the pipeline has them
 
 
-TWICE = RectifiedFlow(shift=3.0, lowest=0.002994012)  # as diffusers' scheduler, which shifts twice
-DARK = VariancePreserving(prediction="velocity", spacing="trailing", ends_clean=True, ends_dark=True, snr_shift=3.0)
+TWICE = RectifiedFlow(shift=3.0, sigma_min=0.002994012)  # as diffusers' scheduler, which shifts twice
+DARK = VariancePreserving(
+    prediction_type="v_prediction",
+    timestep_spacing="trailing",
+    set_alpha_to_one=True,
+    rescale_betas_zero_snr=True,
+    snr_shift_scale=3.0,
+)
 CASES = {
-    "wan": Case(lambda: wan_pipeline(two=False), Wan().tiny(), GaussianProcess(TWICE, steps=4), 5.0),
+    "wan": Case(lambda: wan_pipeline(two=False), WanSpec().tiny(), GaussianProcess(TWICE, num_steps=4), 5.0),
     "cogvideox-2b": Case(
         lambda: cog_pipeline(rotary=False),
-        CogVideoX().tiny(),
-        GaussianProcess(DARK, steps=4),
+        CogVideoXSpec().tiny(),
+        GaussianProcess(DARK, num_steps=4),
         6.0,
         theirs=lambda x: x,
     ),
     "cogvideox-5b": Case(
         lambda: cog_pipeline(rotary=True),
-        CogVideoX().tiny(),
-        GaussianProcess(replace(DARK, snr_shift=1.0), steps=4),
+        CogVideoXSpec().tiny(),
+        GaussianProcess(replace(DARK, snr_shift_scale=1.0), num_steps=4),
         6.0,
         theirs=lambda x: x,
     ),
     "ltx": Case(
         ltx_pipeline,
-        Ltx(rate=24.0).tiny(),
-        GaussianProcess(RectifiedFlow(dynamic_shift(2, 0.95, 2.05, 1024, 4096), terminal=0.1), steps=4),
+        LtxSpec(fps=24.0).tiny(),
+        GaussianProcess(RectifiedFlow(dynamic_shift(2, 0.95, 2.05, 1024, 4096), shift_terminal=0.1), num_steps=4),
         3.0,
         {"frame_rate": 24.0},
         lambda x: x.movedim(2, -1).flatten(1, 3),
     ),
     "hunyuanvideo": Case(
         hunyuan_pipeline,
-        replace(HunyuanVideo().tiny(), frames=29, words=512),
-        GaussianProcess(RectifiedFlow(7.0), steps=3),
+        replace(HunyuanVideoSpec().tiny(), frames=29, max_text_tokens=512),
+        GaussianProcess(RectifiedFlow(7.0), num_steps=3),
         asked={"guidance_scale": 6.0},
     ),
-    "mochi": Case(mochi_pipeline, Mochi().tiny(), GaussianProcess(RectifiedFlow(gentle=0.025), steps=4), 4.5),
-    "wan22": Case(lambda: wan_pipeline(two=True), Wan(boundary=0.875).tiny(), GaussianProcess(TWICE, steps=4), 4.0),
+    "mochi": Case(
+        mochi_pipeline,
+        MochiSpec().tiny(),
+        GaussianProcess(RectifiedFlow(linear_quadratic_threshold=0.025), num_steps=4),
+        4.5,
+    ),
+    "wan22": Case(
+        lambda: wan_pipeline(two=True), WanSpec(boundary_ratio=0.875).tiny(), GaussianProcess(TWICE, num_steps=4), 4.0
+    ),
 }
 
 

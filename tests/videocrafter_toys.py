@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor
 
 from tastemaker.models import lvdm_checkpoint
 from tastemaker.models.nets.unet3d import VideoUnet
+from tastemaker.models.pipeline_components import parameters_on_meta
 
 VIDEO = Path(__file__).parent / "fixtures" / "video"
 UNET: dict[str, Any] = {
@@ -49,7 +49,7 @@ def unet_tensors() -> dict[str, Tensor]:
 
 
 def network() -> Any:
-    with init_empty_weights():
+    with parameters_on_meta():
         net = VideoUnet(**UNET)
     net.load_state_dict(
         lvdm_checkpoint.unet_to_diffusers(unet_tensors(), list(net.state_dict()), net.config), assign=True

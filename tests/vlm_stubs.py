@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tastemaker.core.types import Placement
-from tastemaker.rewards.backbones.loading import quiet_transformers
-from tastemaker.vlm.tiny_chat_model import SPECIAL, tiny_chat, tiny_tokenizer
+from tastemaker.rewards.backbones.frozen_models import quiet_transformers
+from tastemaker.vlm.chat_model import TINY_SPECIAL_TOKENS, tiny_chat, tiny_tokenizer
 
 SPREAD = 0.4  # of random weights: at the usual 0.02 no token would mind its place
 TEXT = {
@@ -44,7 +44,9 @@ def qwen(kind: str, path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
-    tokenizer = tiny_tokenizer((*SPECIAL, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"))
+    tokenizer = tiny_tokenizer(
+        (*TINY_SPECIAL_TOKENS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    )
     tokenizer.chat_template = CHATML
     names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
     names |= {"vision_start_token_id": "vision_start", "vision_end_token_id": "vision_end"}

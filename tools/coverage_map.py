@@ -31,14 +31,14 @@ def build_map(files: Mapping[str, Mapping[int, Iterable[str]]]) -> dict[str, Any
     """The map of the contexts of every line, by file."""
     tests: dict[str, int] = {}
     groups: dict[tuple[int, ...], int] = {}
-    found: dict[str, dict[str, int]] = {}
+    by_file: dict[str, dict[str, int]] = {}
     for file, lines in sorted(files.items()):
         for line, contexts in sorted(lines.items()):
             names = sorted({name for context in contexts if (name := parse_context(context))})
             if names:
                 group = tuple(sorted(tests.setdefault(name, len(tests)) for name in names))
-                found.setdefault(file, {})[str(line)] = groups.setdefault(group, len(groups))
-    return {"tests": list(tests), "groups": [list(group) for group in groups], "files": found}
+                by_file.setdefault(file, {})[str(line)] = groups.setdefault(group, len(groups))
+    return {"tests": list(tests), "groups": [list(group) for group in groups], "files": by_file}
 
 
 def read_coverage(path: Path, root: Path) -> dict[str, dict[int, list[str]]]:
@@ -47,13 +47,13 @@ def read_coverage(path: Path, root: Path) -> dict[str, dict[int, list[str]]]:
 
     data = CoverageData(basename=str(path.absolute()))
     data.read()
-    found = {}
+    contexts = {}
     for file in data.measured_files():
-        place = Path(file)
-        if not place.is_absolute() or place.is_relative_to(root):
-            name = place.relative_to(root) if place.is_absolute() else place
-            found[name.as_posix()] = data.contexts_by_lineno(file)
-    return found
+        source = Path(file)
+        if not source.is_absolute() or source.is_relative_to(root):
+            name = source.relative_to(root) if source.is_absolute() else source
+            contexts[name.as_posix()] = data.contexts_by_lineno(file)
+    return contexts
 
 
 def write_map(data: Mapping[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Cuts the fonts of the playground's signs to Latin letters and digits; run once, what it wrote is what ships.
+"""Subset the fonts of the playground's signs to Latin letters and digits. Its output is in the repository.
 
 pip install fonttools
 apt-get download fonts-dejavu-core fonts-open-sans fonts-quicksand
@@ -15,7 +15,7 @@ from pathlib import Path
 from fontTools import subset
 
 OUT = Path(__file__).parent.parent / "tastemaker/playground/art/fonts"
-# None of these names is reserved by its licence, so a cut font may keep it.
+# No license reserves one of these names, so subset fonts may keep them.
 FONTS = (
     "dejavu/DejaVuSans-Bold.ttf",
     "dejavu/DejaVuSansMono-Bold.ttf",
@@ -30,9 +30,9 @@ def main(folder: Path) -> None:
     options = subset.Options(layout_features=["kern"], hinting=False, name_IDs=[0, 1, 2, 3, 4, 5, 6, 13, 14])
     for name in FONTS:
         font = subset.load_font(str(folder / name), options)
-        cutter = subset.Subsetter(options)
-        cutter.populate(text=string.ascii_letters + string.digits)
-        cutter.subset(font)
+        subsetter = subset.Subsetter(options)
+        subsetter.populate(text=string.ascii_letters + string.digits)
+        subsetter.subset(font)
         subset.save_font(font, str(OUT / Path(name).name), options)
 
 

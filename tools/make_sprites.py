@@ -1,4 +1,4 @@
-"""Builds tastemaker/playground/art/{noto,twemoji}.npz from two npm packages; run once, what it wrote is what ships.
+"""Build tastemaker/playground/art/{noto,twemoji}.npz from two npm packages. Its output is in the repository.
 
 npm pack emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0
 python tools/make_sprites.py FOLDER_OF_THE_TWO_TGZ
@@ -19,7 +19,7 @@ from PIL import Image
 SIDE = 32
 OUT = Path(__file__).parent.parent / "tastemaker/playground/art"
 PACKAGES = {"noto": "google", "twemoji": "twitter"}
-# The name of the emoji of each class, where it is another than the class's own.
+# Emoji of each class
 EMOJI = {
     "person": "standing_person",
     "bicycle": "bike",
@@ -72,35 +72,35 @@ EMOJI = {
 }
 
 
-def sprite(image: Image.Image) -> NDArray[np.uint8]:
-    """Cut to what shows, squared around its middle, 32 pixels a side: [32, 32, 4], straight alpha."""
+def make_sprite(image: Image.Image) -> NDArray[np.uint8]:
+    """Crop to the visible part, pad to a square and resize: [32, 32, 4] with straight alpha."""
     box = image.getchannel("A").point(lambda alpha: 255 * (alpha > 8)).getbbox()
-    cut = image.crop(box)
-    side = max(cut.size)
+    cropped = image.crop(box)
+    side = max(cropped.size)
     square = Image.new("RGBA", (side, side))
-    square.paste(cut, ((side - cut.width) // 2, (side - cut.height) // 2))
+    square.paste(cropped, ((side - cropped.width) // 2, (side - cropped.height) // 2))
     small: NDArray[np.uint8] = np.asarray(square.resize((SIDE, SIDE), Image.Resampling.LANCZOS))
-    return np.where(small[..., 3:] > 0, small, 0).astype(np.uint8)  # nothing hides where nothing shows: it packs better
+    return np.where(small[..., 3:] > 0, small, 0).astype(np.uint8)  # zeros where transparent, which compresses better
 
 
-def sprites(package: Path, vendor: str) -> NDArray[np.uint8]:
-    """One of each class: [48, 32, 32, 4]."""
+def read_sprites(package: Path, vendor: str) -> NDArray[np.uint8]:
+    """Return one sprite of each class: [48, 32, 32, 4]."""
     with tarfile.open(package) as archive:
 
-        def content(name: str) -> bytes:
+        def read(name: str) -> bytes:
             file = archive.extractfile(f"package/{name}")
             assert file is not None, name
             return file.read()
 
-        files = {row["short_name"]: row["image"] for row in json.loads(content("emoji.json"))}
-        pictures = [content(f"img/{vendor}/64/{files[emoji]}") for emoji in EMOJI.values()]
-    return np.stack([sprite(Image.open(io.BytesIO(picture)).convert("RGBA")) for picture in pictures])
+        files = {row["short_name"]: row["image"] for row in json.loads(read("emoji.json"))}
+        images = [read(f"img/{vendor}/64/{files[emoji]}") for emoji in EMOJI.values()]
+    return np.stack([make_sprite(Image.open(io.BytesIO(image)).convert("RGBA")) for image in images])
 
 
 def main(folder: Path) -> None:
     for style, vendor in PACKAGES.items():
-        made = sprites(folder / f"emoji-datasource-{vendor}-16.0.0.tgz", vendor)
-        np.savez_compressed(OUT / f"{style}.npz", names=np.array(list(EMOJI)), sprites=made)
+        sprites = read_sprites(folder / f"emoji-datasource-{vendor}-16.0.0.tgz", vendor)
+        np.savez_compressed(OUT / f"{style}.npz", names=np.array(list(EMOJI)), sprites=sprites)
 
 
 if __name__ == "__main__":

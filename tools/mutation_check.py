@@ -122,7 +122,7 @@ class Checker:
         self.sound: dict[str, bool] = {}  # whether a test passes without any fault
 
     def collect(self, faults: Sequence[Fault]) -> None:
-        """Learn which tests of the coverage map still exist; pytest refuses to run at all if one does not."""
+        """Find which tests of the coverage map still exist, because pytest refuses to run if one does not."""
         self.existing: set[str] = set()
         if self.contexts is None:
             return
@@ -139,18 +139,18 @@ class Checker:
 
     def _source(self, fault: Fault) -> str | None:
         """The source a fault is planted in; None if the file or the text is gone since the fault was written down."""
-        place = self.pristine / fault.file
-        source = place.read_text(encoding="utf-8") if place.is_file() else ""
+        path = self.pristine / fault.file
+        source = path.read_text(encoding="utf-8") if path.is_file() else ""
         return source if source.count(fault.find) == 1 else None
 
     def stages(self, fault: Fault) -> list[list[str]]:
-        """What to give to pytest, one run after the other."""
+        """Return the arguments of pytest, one run after the other."""
         files = self.graph.select(fault.file, fault.area)
         covering = self._covering(fault) & self.existing if self.contexts else set()
         if not covering:  # the closest files first, for pytest imports all that it is given before it runs any
             cuts = [0, *(cut for cut in CLOSEST if cut < len(files)), len(files)]
             return [files[low:high] for low, high in pairwise(cuts) if low < high]
-        near = {file: place for place, file in enumerate(files)}
+        near = {file: rank for rank, file in enumerate(files)}
         order = sorted(covering, key=lambda t: (self.durations.get(t, 1.0), near.get(t.partition("::")[0], len(near))))
         others = [file for file in files if self.graph.starts_processes(file)]
         return [order, others] if others else [order]

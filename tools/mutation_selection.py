@@ -55,9 +55,9 @@ class ImportGraph:
                 inner = [f"{base}.{alias.name}" for alias in node.names]
                 yield from (name if name in self.files else base for name in inner)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
-                yield from self._spelled(node.value, parts)
+                yield from self._named_in_text(node.value, parts)
 
-    def _spelled(self, text: str, parts: Sequence[str]) -> Iterator[str]:
+    def _named_in_text(self, text: str, parts: Sequence[str]) -> Iterator[str]:
         name = text.partition(":")[0]
         if name == PACKAGE:
             yield f"{PACKAGE}.__main__"  # as in `python -m tastemaker`
@@ -73,23 +73,23 @@ class ImportGraph:
             for other in others:
                 backwards.setdefault(other, []).append(path)
         start = self.root / file
-        found, waiting = {start: 0}, deque([start])
-        while waiting:
-            here = waiting.popleft()
-            for path in backwards.get(here, ()):
-                if path not in found:
-                    found[path] = found[here] + 1
-                    waiting.append(path)
-        return {path: found[path] for path in self.tests if path in found}
+        distances, pending = {start: 0}, deque([start])
+        while pending:
+            current = pending.popleft()
+            for path in backwards.get(current, ()):
+                if path not in distances:
+                    distances[path] = distances[current] + 1
+                    pending.append(path)
+        return {path: distances[path] for path in self.tests if path in distances}
 
     def select(self, file: str, area: str) -> list[str]:
         """Test files that reach a file, the closest first; those of its folder or its name count as one closer."""
-        place = Path(file)
-        folders = {area, *place.parent.parts[1:]}
+        source = Path(file)
+        folders = {area, *source.parent.parts[1:]}
 
         def closeness(item: tuple[Path, int]) -> tuple[int, str]:
             path, hops = item
-            near = bool(folders & {*path.relative_to(self.root).parent.parts}) + (place.stem in path.stem)
+            near = bool(folders & {*path.relative_to(self.root).parent.parts}) + (source.stem in path.stem)
             return hops - near, str(path)
 
         ordered = sorted(self.distances(file).items(), key=closeness)
@@ -118,9 +118,9 @@ class CoverageMap:
 
     def covering(self, file: str, lines: Sequence[int]) -> set[str]:
         """The tests that execute any of the lines."""
-        known = self.files.get(file, {})
-        found = [known[str(line)] for line in lines if str(line) in known]
-        return {self.tests[i] for each in found for i in (self.groups[each] if isinstance(each, int) else each)}
+        groups = self.files.get(file, {})
+        covering = [groups[str(line)] for line in lines if str(line) in groups]
+        return {self.tests[i] for each in covering for i in (self.groups[each] if isinstance(each, int) else each)}
 
 
 def changed_lines(source: str, find: str) -> list[int]:

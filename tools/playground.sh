@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains everything the playground ships, from nothing, on one GPU: judges and codecs first, then the generators that need
-# them, side by side, for one alone would leave the GPU waiting. Runs resume: call it again after an interruption.
-#   tools/playground.sh [judges|codecs|generators ...]
+# Train all weights that the playground ships, from scratch, on one GPU: reward models and autoencoders first, then the
+# generators that need them. Several run in parallel, because one does not fill the GPU. Runs resume after an interruption.
+#   tools/playground.sh [rewards|autoencoders|generators ...]
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -9,18 +9,18 @@ weights=tastemaker/playground/weights
 logs=runs/logs
 mkdir -p "$weights" "$logs"
 stages=("$@")
-[ $# -gt 0 ] || stages=(judges codecs generators)
+[ $# -gt 0 ] || stages=(rewards autoencoders generators)
 
-codec() { # NAME: train and ship a codec
+train_and_export() { # NAME
   "$python" -m tastemaker train "playground-$1" ${SETTINGS:-} &&
     "$python" -m tastemaker export "runs/playground-$1" --bits 8 --out "$weights/$1.safetensors"
 }
 
-judge() { # KIND SEED
+train_reward_model() { # KIND SEED
   "$python" -m tastemaker.playground.train_reward_models "$1" --seed "$2" --seconds "${SECONDS_EACH:-45}" --out "$weights"
 }
 
-start() { # NAME COMMAND...: in the background, with a log of its own
+start() { # NAME COMMAND...: in the background, with its own log
   local name=$1
   shift
   ("$@" >"$logs/$name.log" 2>&1 && echo "done: $name" || echo "FAILED: $name, see $logs/$name.log") &
@@ -28,21 +28,21 @@ start() { # NAME COMMAND...: in the background, with a log of its own
 
 for stage in "${stages[@]}"; do
   case $stage in
-  judges)
-    start detector1 judge detector 1
-    for seed in 0 1; do start "motion$seed" judge motion "$seed"; done
-    (judge detector 0 >"$logs/detector0.log" 2>&1 && echo "done: detector0" || echo "FAILED: detector0"
-      for kind in scorer judge taste; do start "$kind" judge "$kind" 0; done
+  rewards)
+    start detector1 train_reward_model detector 1
+    for seed in 0 1; do start "motion$seed" train_reward_model motion "$seed"; done
+    (train_reward_model detector 0 >"$logs/detector0.log" 2>&1 && echo "done: detector0" || echo "FAILED: detector0"
+      for kind in scorer judge taste; do start "$kind" train_reward_model "$kind" 0; done
       wait) &
     ;;
-  codecs) for name in vae vq words-vae; do start "$name" codec "$name"; done ;;
+  autoencoders) for name in vae vq words-vae; do start "$name" train_and_export "$name"; done ;;
   generators)
-    wait # for the codecs
-    for name in ${GENERATORS:-flow flow16 epsilon causal masked words}; do start "$name" codec "$name"; done
-    wait # video begins with what flow16 knows
-    [ -n "${GENERATORS:-}" ] || start video codec video
+    wait # for the autoencoders
+    for name in ${GENERATORS:-flow flow16 epsilon causal masked words}; do start "$name" train_and_export "$name"; done
+    wait # video starts from the weights of flow16
+    [ -n "${GENERATORS:-}" ] || start video train_and_export video
     ;;
-  *) echo "no stage is called '$stage'; expected judges, codecs or generators" && exit 2 ;;
+  *) echo "there is no stage '$stage'; expected rewards, autoencoders or generators" && exit 2 ;;
   esac
 done
 wait

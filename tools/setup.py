@@ -24,7 +24,7 @@ LINES_KEPT = 40  # of pip's output, shown if it fails
 
 
 class Display:
-    """One line that says what pip is doing."""
+    """One line that shows what pip is doing."""
 
     def __init__(self) -> None:
         self.terminal = sys.stdout.isatty()
@@ -32,13 +32,13 @@ class Display:
         self.total = sum("==" in line for line in pinned)  # at most: some are for other systems
         self.packages: list[str] = []
 
-    def see(self, line: str) -> None:
-        if found := FILE.match(line):
-            name = " ".join(found[2].split("-")[:2])
+    def update(self, line: str) -> None:
+        if match := FILE.match(line):
+            name = " ".join(match[2].split("-")[:2])
             if name not in self.packages:
                 self.packages.append(name)
             size = LARGE.search(line)
-            verb = "downloading" if found[1] == "Downloading" else "found"
+            verb = "downloading" if match[1] == "Downloading" else "found"
             text = f"{verb} {name}{' ' + size[0] if size else ''}"
             self.show(text, log=size is not None and float(size[1]) >= 10)
         elif (bar := BAR.search(line)) and self.packages:
@@ -67,42 +67,42 @@ class Display:
 def install(python: Path, *arguments: str) -> None:
     """Run `pip install`, reducing its output to the display; its last lines are printed if it fails."""
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     settings = {**os.environ, "COLUMNS": "200", "TERM": "xterm", "PIP_ROOT_USER_ACTION": "ignore"}
     process = subprocess.Popen(
-        [*command, "--constraint", CONSTRAINTS, *arguments], stdout=theirs, stderr=theirs, env=settings
+        [*command, "--constraint", CONSTRAINTS, *arguments], stdout=terminal, stderr=terminal, env=settings
     )
-    os.close(theirs)
+    os.close(terminal)
     display, kept, pending = Display(), [], ""
     while True:
         try:
-            chunk = os.read(ours, 4096)
+            chunk = os.read(controller, 4096)
         except OSError:  # Linux reports the end of a pseudo-terminal as an error
             break
         if not chunk:
             break
         *lines, pending = re.split(r"[\r\n]+", pending + CONTROL.sub("", chunk.decode("utf-8", "replace")))
         for line in lines:
-            display.see(line)
+            display.update(line)
             kept = [*kept, line][-LINES_KEPT:] if line.strip() and not BAR.search(line) else kept
     display.clear()
-    os.close(ours)
+    os.close(controller)
     if process.wait():
         sys.exit("\n".join([*kept, pending, f"pip failed with exit code {process.returncode}."]))
 
 
-def main(place: Path) -> None:
-    began = time.monotonic()
-    print(f"Setting up {place}. Most of the time goes into downloading PyTorch.")
+def main(folder: Path) -> None:
+    start = time.monotonic()
+    print(f"Setting up {folder}. Most of the time goes into downloading PyTorch.")
     print("1 of 3: create the environment", flush=True)
-    venv.create(place, with_pip=True, symlinks=True)
-    python = place / "bin/python"
+    venv.create(folder, with_pip=True, symlinks=True)
+    python = folder / "bin/python"
     # The build backend is pinned too: it is installed first and used without a network of its own.
     print("2 of 3: install the build tools", flush=True)
     install(python, "hatchling", "editables")
     print("3 of 3: install the package and its dependencies", flush=True)
     install(python, "--no-build-isolation", "--editable", ".[dev]")
-    minutes, seconds = divmod(round(time.monotonic() - began), 60)
+    minutes, seconds = divmod(round(time.monotonic() - start), 60)
     print(f"Set up in {minutes} min {seconds} s." if minutes else f"Set up in {seconds} s.")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,28 +13,27 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from ..config.schema import DiscriminatorConfig, EngineConfig, OptimConfig
-from ..core.autoencoder import HasLastLayer
+from ..core.autoencoder import as_autoencoder
 from ..core.registry import ConfigError
 from ..core.types import Loss
 from ..core.weights import FullWeights, TensorDict
-from ..training.engine import Engine
-from ..training.loop import AverageMeter
+from ..training.engine import Engine, LaunchedUpdate
+from ..training.metrics import AverageMeter
 
-MAX_ADAPTIVE_WEIGHT = 1e4  # what an adaptive weight may be
-MetricValues = Mapping[str, float]
+MAX_ADAPTIVE_WEIGHT = 1e4
 
 
 def mean_logit(logits: Tensor) -> Tensor:
     return logits.flatten(1).mean(1)
 
 
-# What the critic pays for its logits of pictures and of copies, [N, 1, h, w] each: [N].
+# Discriminator losses [N] of its logits [N, 1, h, w] for images and for reconstructions.
 DISCRIMINATOR_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "hinge": lambda real, fake: (mean_logit(F.relu(1 - real)) + mean_logit(F.relu(1 + fake))) / 2,
     "vanilla": lambda real, fake: (mean_logit(F.softplus(-real)) + mean_logit(F.softplus(fake))) / 2,
     "least_squares": lambda real, fake: (mean_logit((real - 1).square()) + mean_logit(fake.square())) / 2,
 }
-# What copies pay for the critic's logits of them: [N].
+# Generator losses [N] of the logits [N, 1, h, w] for reconstructions.
 GENERATOR_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda fake: -mean_logit(fake),
     "non_saturating": lambda fake: mean_logit(F.softplus(-fake)),
@@ -43,73 +42,68 @@ GENERATOR_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class DiscriminatorTrainer:
-    """Train a patch discriminator."""
+    """Trains a patch discriminator beside an autoencoder, with its own engine."""
 
     def __init__(
         self, net: nn.Module, config: DiscriminatorConfig, engine: EngineConfig, steps: int, optim: OptimConfig
     ) -> None:
         self.net, self.config = net, config
-        # Small, and of norms that scalars belong to: every rank holds all of it.
-        whole = replace(engine, strategy="replicated", compile=False, context=1)
-        self.engine = Engine(whole, config.optim or optim, steps, config.seed)
+        # Always replicated: it is small, and batch norms have scalar buffers, which cannot be sharded.
+        replicated = replace(engine, strategy="replicated", compile=False, context_parallel=1)
+        self.engine = Engine(replicated, config.optim or optim, steps, config.seed)
         self.engine.prepare(FullWeights(net))
 
-    def plays(self, step: int) -> bool:
-        """Whether it plays a part in a step; steps are counted over resumes."""
-        return step >= self.config.start and self.config.weight > 0
+    def is_active(self, step: int) -> bool:
+        """Whether the adversarial loss applies at a step; resumed runs continue to count."""
+        return step >= self.config.start_step and self.config.weight > 0
 
-    def stored(self) -> dict[str, TensorDict]:
-        """All of its state, live, for checkpoints."""
-        return {"critic": self.net.state_dict(), "critic_optimizer": self.engine.optimizer.state()}
+    def state_groups(self) -> dict[str, TensorDict]:
+        """Live state dicts of network and optimizer, for checkpoints."""
+        return {"discriminator": self.net.state_dict(), "discriminator_optimizer": self.engine.optimizer.state_dict()}
 
-    def scaler(self) -> Any:
-        return self.engine.scaler.state() if self.engine.scaler else None
+    def scaler_state(self) -> Any:
+        return self.engine.scaler.state_dict() if self.engine.scaler else None
 
-    def restore(self, scaler: Any) -> None:
+    def load_scaler_state(self, scaler: Any) -> None:
         if self.engine.scaler and scaler:
-            self.engine.scaler.restore(scaler)
+            self.engine.scaler.load_state_dict(scaler)
 
-    def price(self, made: Tensor) -> Tensor:
-        """Return the generator's adversarial loss [N], with gradients to the reconstructions only."""
+    def generator_loss(self, reconstructions: Tensor) -> Tensor:
+        """The generator's adversarial loss [N], with gradients to the reconstructions only."""
         self.net.requires_grad_(False)
         try:
-            return GENERATOR_LOSSES[self.config.deceive](self.net(made))
+            return GENERATOR_LOSSES[self.config.generator_loss](self.net(reconstructions))
         finally:
             self.net.requires_grad_(True)
 
-    def learn(self, step: int, pictures: Sequence[Tensor], copies: Sequence[Tensor]) -> MetricValues:
-        """One update from pictures and their copies, both in the same pieces."""
-        return self.launch(step, pictures, copies)()
+    def update(
+        self, step: int, images: Sequence[Tensor], reconstructions: Sequence[Tensor]
+    ) -> tuple[dict[str, Tensor], LaunchedUpdate]:
+        """Take one optimizer step on images and their reconstructions, both in the same micro-batches.
 
-    def launch(self, step: int, pictures: Sequence[Tensor], copies: Sequence[Tensor]) -> Callable[[], MetricValues]:
-        """Launch one update without waiting for the GPU. Call the returned function to get its metrics."""
+        Returns the means over all ranks as device scalars, and the launched update.
+        """
         means, engine = AverageMeter(), self.engine
-        total = sum(map(len, pictures)) * engine.comm.world
-        for i, (pixels, made) in enumerate(zip(pictures, copies, strict=True)):
-            with engine.computing():
-                real, fake = self.net(pixels), self.net(made)
-                rows = DISCRIMINATOR_LOSSES[self.config.loss](real, fake)
-            engine.backward(self.config.weight * rows.sum() / total, last=i == len(pictures) - 1)
-            told = {"pictures": mean_logit(real.detach()), "copies": mean_logit(fake.detach())}
-            means.note(Loss(rows.detach(), told), 1)
-        launched = engine.launch(step)
-        self._agree()
-        numbers = means.fetched(engine.comm)
-
-        def found() -> MetricValues:
-            norm = {"grad_norm": launched().grad_norm}  # first, for an update that was refused says why
-            return {f"critic/{name}": value for name, value in {**numbers(), **norm}.items()}
-
-        return found
+        total = sum(map(len, images)) * engine.comm.world_size
+        for i, (pixels, output) in enumerate(zip(images, reconstructions, strict=True)):
+            with engine.autocast():
+                real, fake = self.net(pixels), self.net(output)
+                losses = DISCRIMINATOR_LOSSES[self.config.loss](real, fake)
+            engine.backward(self.config.weight * losses.sum() / total, last=i == len(images) - 1)
+            logits = {"real_logit": mean_logit(real.detach()), "fake_logit": mean_logit(fake.detach())}
+            means.add_loss(Loss(losses.detach(), logits), 1, "loss")
+        launched = engine.launch_step(step)
+        self._average_buffers()
+        return {f"discriminator/{name}": value for name, value in means.mean(engine.comm).items()}, launched
 
     @torch.no_grad()
-    def _agree(self) -> None:
-        """Let the norms of all ranks remember the same, so that a checkpoint of the first is one of all."""
-        kept = [buffer for buffer in self.net.buffers() if buffer.is_floating_point()]
-        if self.engine.comm.world == 1 or not kept:
+    def _average_buffers(self) -> None:
+        """Average the running statistics of batch norms over ranks, so that the checkpoint of rank 0 is that of all."""
+        buffers = [buffer for buffer in self.net.buffers() if buffer.is_floating_point()]
+        if self.engine.comm.world_size == 1 or not buffers:
             return
-        mean = self.engine.comm.mean(torch.cat([buffer.flatten() for buffer in kept]))
-        for buffer, piece in zip(kept, torch.split(mean, [buffer.numel() for buffer in kept]), strict=True):
+        mean = self.engine.comm.mean(torch.cat([buffer.flatten() for buffer in buffers]))
+        for buffer, piece in zip(buffers, torch.split(mean, [buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(piece.view_as(buffer))
 
 
@@ -118,49 +112,53 @@ class AdaptiveWeight:
 
     def __init__(self, layer: nn.Conv2d) -> None:
         self.layer, self.forward = layer, layer.forward
-        self.watches = False
-        self.seen: Tensor | None = None  # what went into it last
-        # In place, so that no name changes; compilers are to leave it alone, for in a graph nobody could look into it.
-        layer.forward = torch.compiler.disable(self._noted)  # type: ignore[method-assign, no-untyped-call]
+        self.recording = False
+        self.layer_input: Tensor | None = None
+        # The method is replaced in place, so that state-dict keys stay; not compiled, because a graph hides the input.
+        layer.forward = torch.compiler.disable(self._forward_and_record)  # type: ignore[method-assign, no-untyped-call]
 
-    def _noted(self, x: Tensor) -> Tensor:
-        if self.watches:
-            self.seen = x.detach()
+    def _forward_and_record(self, x: Tensor) -> Tensor:
+        if self.recording:
+            self.layer_input = x.detach()
         return self.forward(x)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within the block what goes into the last layer is noted."""
-        self.watches = True
+    def record_inputs(self) -> Iterator[None]:
+        """Record the input of the last layer within the block."""
+        self.recording = True
         try:
             yield
         finally:
-            self.watches = False
+            self.recording = False
 
-    def weight(self, reconstruction: Tensor, adversary: Tensor, made: Tensor) -> Tensor:
-        """The ratio of both gradients of the last layer's weights; the graph stays (VQGAN, equation 7)."""
-        ours, theirs = (self._norm(loss, made) for loss in (reconstruction, adversary))
-        self.seen = None
-        return (ours / (theirs + 1e-4)).clamp(0, MAX_ADAPTIVE_WEIGHT)
+    def weight(self, reconstruction_loss: Tensor, adversarial_loss: Tensor, output: Tensor) -> Tensor:
+        """Ratio of the gradient norms of both losses at the last layer's weights; the graph is retained."""
+        losses = (reconstruction_loss, adversarial_loss)
+        reconstruction, adversarial = (self._gradient_norm(loss, output) for loss in losses)
+        self.layer_input = None
+        return (reconstruction / (adversarial + 1e-4)).clamp(0, MAX_ADAPTIVE_WEIGHT)
 
-    def _norm(self, loss: Tensor, made: Tensor) -> Tensor:
-        # From the copies' gradient, for a sharded layer has no gradient of its own to be asked for halfway.
-        (slope,) = torch.autograd.grad(loss, made, retain_graph=True)
-        seen, layer = self.seen, self.layer
-        slope = slope.reshape(len(slope), layer.out_channels, -1, *slope.shape[2:]).sum(2)  # a grey one is shown thrice
-        assert seen is not None, "the network ran outside of `watching`"
-        with torch.autocast(slope.device.type, enabled=False):
-            found: Tensor = conv2d_weight(  # type: ignore[no-untyped-call]  # torch has no types for it
-                seen.float(), layer.weight.shape, slope.float(), layer.stride, layer.padding, layer.dilation
+    def _gradient_norm(self, loss: Tensor, output: Tensor) -> Tensor:
+        # Computed from the gradient of the output, because a sharded weight has no gradient before the backward pass.
+        (gradient,) = torch.autograd.grad(loss, output, retain_graph=True)
+        x, layer = self.layer_input, self.layer
+        gradient = gradient.reshape(len(gradient), layer.out_channels, -1, *gradient.shape[2:]).sum(
+            2
+        )  # gray is repeated
+        assert x is not None, "the network ran outside of `record_inputs`"
+        with torch.autocast(gradient.device.type, enabled=False):
+            weight_gradient: Tensor = conv2d_weight(  # type: ignore[no-untyped-call]  # torch has no types for it
+                x.float(), layer.weight.shape, gradient.float(), layer.stride, layer.padding, layer.dilation
             )
-        norm: Tensor = torch.linalg.vector_norm(found)
+        norm: Tensor = torch.linalg.vector_norm(weight_gradient)
         return norm
 
 
 def build_adaptive_weight(net: nn.Module) -> AdaptiveWeight:
-    if not isinstance(net, HasLastLayer):
+    layer = as_autoencoder(net).last_layer()
+    if layer is None:
         raise ConfigError(
-            f"critic.adaptive: {type(net).__name__} does not say which layer is its last; set it to false, "
-            "or give the network a method `ending`"
+            f"discriminator.adaptive_weight: {type(net).__name__} has no `last_layer`; set it to false, or derive the "
+            "network from AutoencoderNet and define `last_layer`"
         )
-    return AdaptiveWeight(net.ending())
+    return AdaptiveWeight(layer)

@@ -1,4 +1,4 @@
-"""PatchGAN: tells pictures from reconstructions patch by patch, in LlamaGen's layout (pix2pix's discriminator)."""
+"""PatchGAN discriminator (pix2pix), in the layout of LlamaGen's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,52 +9,53 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ..core.registry import ConfigError
-from ..models.pretrained import load_pickle_safely, load_state_dict, load_weights_into
+from ..models.pretrained import load_state_dict, load_weights_into
+from ..models.safe_unpickling import load_pickle
 
-WIDEST = 8  # times the first width
+MAX_MULTIPLIER = 8  # of the first width
 LAYER = re.compile(r"layers\.(\d+)\.([01])\.(\w+)")
-BESIDE = "discriminator"  # what LlamaGen's checkpoints call it, beside the tokenizer
+CHECKPOINT_KEY = "discriminator"  # of LlamaGen's checkpoints, beside the tokenizer
 
 
 class PatchGANDiscriminator(nn.Module):
-    """Pixels [N, 3, H, W] in [0, 1] to logits [N, 1, h, w], each of one patch, high for what it takes for real.
+    """Pixels [N, 3, H, W] in [0, 1] to logits [N, 1, h, w], one per patch, high if it looks real.
 
-    With a `tail`, another layer that does not halve, it is LlamaGen's; without, it is that of explainingai's VAE.
+    With `extra_layer`, one more of stride 1, it is LlamaGen's; without, it is that of explainingai's VAE.
     """
 
-    def __init__(self, width: int = 64, layers: int = 3, *, tail: bool = True) -> None:
+    def __init__(self, width: int = 64, num_layers: int = 3, *, extra_layer: bool = True) -> None:
         super().__init__()
-        strides = [2] * layers + [1] * tail
-        widths = [width * min(2**i, WIDEST) for i in range(len(strides))]
-        found: list[nn.Module] = [nn.Conv2d(3, width, 4, 2, 1), nn.LeakyReLU(0.2)]
+        strides = [2] * num_layers + [1] * extra_layer
+        widths = [width * min(2**i, MAX_MULTIPLIER) for i in range(len(strides))]
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 2, 1), nn.LeakyReLU(0.2)]
         for i in range(1, len(strides)):
-            found += [nn.Conv2d(widths[i - 1], widths[i], 4, strides[i], 1, bias=False)]
-            found += [nn.BatchNorm2d(widths[i]), nn.LeakyReLU(0.2)]
-        self.main = nn.Sequential(*found, nn.Conv2d(widths[-1], 1, 4, 1, 1, bias=tail))
-        self.smallest = min_image_size(strides)
-        self.apply(_begin)
+            layers += [nn.Conv2d(widths[i - 1], widths[i], 4, strides[i], 1, bias=False)]
+            layers += [nn.BatchNorm2d(widths[i]), nn.LeakyReLU(0.2)]
+        self.main = nn.Sequential(*layers, nn.Conv2d(widths[-1], 1, 4, 1, 1, bias=extra_layer))
+        self.min_size = min_image_size(strides)
+        self.apply(_initialize)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        if min(pixels.shape[-2:]) < self.smallest:
+        if min(pixels.shape[-2:]) < self.min_size:
             height, width = pixels.shape[-2:]
             raise ConfigError(
-                f"the critic was given pictures of {height}x{width} pixels and needs {self.smallest} a side; "
-                "lower critic.layers"
+                f"the discriminator got images of {height}x{width} pixels and needs {self.min_size} per side; "
+                "lower discriminator.num_layers"
             )
         out: Tensor = self.main(2 * pixels - 1)
         return out.float()
 
 
 def min_image_size(strides: list[int]) -> int:
-    """Pixels a side of the smallest picture that has a patch."""
+    """Pixels per side of the smallest image that has one logit."""
     side = 1
     for stride in [1, *reversed(strides)]:
-        side = (side - 1) * stride + 2  # of a kernel of four and a border of one each way
+        side = (side - 1) * stride + 2  # kernel 4, padding 1
     return side
 
 
-def _begin(module: nn.Module) -> None:
-    """As it is published: narrow, and norms about one."""
+def _initialize(module: nn.Module) -> None:
+    """The initialization of the published code (pix2pix)."""
     if isinstance(module, nn.Conv2d):
         nn.init.normal_(module.weight, 0.0, 0.02)
     elif isinstance(module, nn.BatchNorm2d):
@@ -63,19 +64,20 @@ def _begin(module: nn.Module) -> None:
 
 
 def load_discriminator(net: PatchGANDiscriminator, path: Path) -> None:
-    """Fill it from a checkpoint of LlamaGen, where it lies beside the tokenizer, from explainingai's, or its own."""
+    """Load weights from a checkpoint of LlamaGen, which holds the tokenizer too, of explainingai, or of our own."""
     if not path.is_file():
-        raise ConfigError(f"critic.weights: there is nothing at '{path!s:.200}'; expected a file of a discriminator")
-    whole = None if path.suffix == ".safetensors" else load_pickle_safely(path)
-    within = whole.get(BESIDE) if isinstance(whole, Mapping) else None
-    tensors = {key: x for key, x in within.items() if isinstance(x, Tensor)} if isinstance(within, Mapping) else None
-    load_weights_into(
-        net, gray_to_rgb_weights(convert_explainingai_keys(load_state_dict(path) if tensors is None else tensors)), path
-    )
+        raise ConfigError(f"discriminator.weights: found no file at '{path!s:.200}'; expected discriminator weights")
+    checkpoint = None if path.suffix == ".safetensors" else load_pickle(path)
+    nested = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, Mapping) else None
+    if isinstance(nested, Mapping):
+        tensors = {key: x for key, x in nested.items() if isinstance(x, Tensor)}
+    else:
+        tensors = load_state_dict(path)
+    load_weights_into(net, gray_to_rgb_weights(convert_explainingai_keys(tensors)), path)
 
 
 def gray_to_rgb_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One of grey pictures for their three channels, which are alike: each then counts a third."""
+    """Weights for gray images as weights for three equal channels, each with a third of the weight."""
     first = tensors.get("main.0.weight")
     if first is None or first.shape[1:2] != (1,):
         return tensors
@@ -83,12 +85,12 @@ def gray_to_rgb_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def convert_explainingai_keys(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Ours of explainingai's names: `layers.2.1.weight` is the norm of the third layer."""
-    found = {}
+    """Tensors of explainingai under our names: `layers.2.1.weight` is the norm of the third layer."""
+    converted = {}
     for key, x in tensors.items():
-        name = key.removeprefix(f"{BESIDE}.")
+        name = key.removeprefix(f"{CHECKPOINT_KEY}.")
         if layer := LAYER.fullmatch(name):
             number = int(layer[1])
             name = f"main.{max(0, 3 * number - 1) + int(layer[2])}.{layer[3]}"
-        found[name] = x
-    return found
+        converted[name] = x
+    return converted

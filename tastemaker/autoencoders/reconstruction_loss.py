@@ -13,12 +13,12 @@ from .lpips import LPIPSDistance
 
 
 def edge_difference(difference: Tensor) -> Tensor:
-    """How much neighbouring pixels differ otherwise than they should: [N]."""
+    """L1 difference of the image gradients: [N]."""
     across, down = difference.diff(dim=-1).abs(), difference.diff(dim=-2).abs()
     return across.flatten(1).mean(1) + down.flatten(1).mean(1)
 
 
-# What a reconstruction may be compared by, of the difference from -2 to 2: [N, 3, H, W] -> [N].
+# Losses [N] of the difference [N, 3, H, W] between reconstruction and image, in [-2, 2].
 LOSS_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
     "l1": lambda difference: difference.abs().flatten(1).mean(1),
     "mse": lambda difference: difference.square().flatten(1).mean(1),
@@ -27,20 +27,20 @@ LOSS_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def reconstruction_loss(
-    weights: ReconstructionLossConfig, made: Tensor, pixels: Tensor, lpips: LPIPSDistance | None = None
+    config: ReconstructionLossConfig, reconstructions: Tensor, pixels: Tensor, lpips: LPIPSDistance | None = None
 ) -> Loss:
-    """The loss of each picture, and how good the copies are in decibels."""
-    difference = 2 * (made - pixels)
-    found = {"l1": weights.l1, "mse": weights.mse, "edge": weights.edge}
-    terms = {name: LOSS_TERMS[name](difference) for name, weight in found.items() if weight}
+    """The weighted loss per image, with its terms and the PSNR in dB as metrics."""
+    difference = 2 * (reconstructions - pixels)
+    weights = {"l1": config.l1, "mse": config.mse, "edge": config.gradient}
+    terms = {name: LOSS_TERMS[name](difference) for name, weight in weights.items() if weight}
     if lpips is not None:
-        found["lpips"], terms["lpips"] = weights.lpips, lpips(made, pixels).float()
-    rows = sum((found[name] * term for name, term in terms.items()), torch.zeros_like(difference[:, 0, 0, 0]))
+        weights["lpips"], terms["lpips"] = config.lpips, lpips(reconstructions, pixels).float()
+    loss = sum((weights[name] * term for name, term in terms.items()), torch.zeros_like(difference[:, 0, 0, 0]))
     with torch.no_grad():
-        told = {**{name: term.detach() for name, term in terms.items()}, "psnr": psnr(made, pixels)}
-    return Loss(rows, told)
+        metrics = {**{name: term.detach() for name, term in terms.items()}, "psnr": psnr(reconstructions, pixels)}
+    return Loss(loss, metrics)
 
 
-def psnr(made: Tensor, pixels: Tensor) -> Tensor:
-    """The peak signal-to-noise ratio of each picture: [N]."""
-    return -10 * (made.clamp(0, 1) - pixels).square().flatten(1).mean(1).clamp(min=1e-10).log10()
+def psnr(reconstructions: Tensor, pixels: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio of each image in dB: [N]."""
+    return -10 * (reconstructions.clamp(0, 1) - pixels).square().flatten(1).mean(1).clamp(min=1e-10).log10()

@@ -6,30 +6,29 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.markup import escape
 
 from ..core.errors import CheckpointError, ConfigError, DownloadError, ImageError, RewardError, TrainingError
-from . import demo, image_sets, rewards, runs, vlm
+from . import components, data, diagnose, evaluate, export, generate, rewards, train, vlm
 from .options import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, stderr_console
 from .thread_policy import choose_wait_policy
 
 app = typer.Typer(
     name="tastemaker",
-    help="Teach image and video generators what people want.",
+    help="Post-train image and video generators with rewards.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for part in (demo, runs, rewards, vlm, image_sets):
-    app.add_typer(part.app)
+for group in (train, generate, evaluate, diagnose, export, rewards, data, vlm, components):
+    app.add_typer(group.app)
 
 
 def explain_error(error: BaseException) -> tuple[str, int] | None:
-    """What to tell the user of an error, and the exit code; None for an error that is ours."""
-    from ..training.errors import explain_error
+    """The message and exit code of an error; None for an unexpected one, which is a bug."""
+    from ..core.errors import explain_error
 
     if isinstance(error, (ConfigError, ImageError)):
         return str(error), EXIT_USAGE
@@ -46,7 +45,7 @@ default_formatwarning = warnings.formatwarning
 def format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning of our own as the sentence it is, without the line of code it comes from."""
+    """Format our own warnings without the line of code; on rank 0 only."""
     if not filename.startswith(PACKAGE):
         return default_formatwarning(message, category, filename, lineno, line)
     return f"warning: {message}\n" if os.environ.get("RANK", "0") == "0" else ""
@@ -56,15 +55,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command. Under torchrun only rank 0 prints."""
     warnings.formatwarning = format_warning
     choose_wait_policy()
-    sys.path.insert(0, os.getcwd())  # a component of the user's own may lie beside the recipe that names it
+    sys.path.insert(0, os.getcwd())  # for the user's own components
     try:
         app(arguments)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        told: Any = explain_error(error)
-        if told is None:
+        explanation = explain_error(error)
+        if explanation is None:
             raise
         if os.environ.get("RANK", "0") == "0":
-            stderr_console().print(f"[red]error:[/] {escape(told[0])}", highlight=False, soft_wrap=True)
-        sys.exit(told[1])
+            stderr_console().print(f"[red]error:[/] {escape(explanation[0])}", highlight=False, soft_wrap=True)
+        sys.exit(explanation[1])

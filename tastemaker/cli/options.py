@@ -1,4 +1,4 @@
-"""What the commands share: options, exit codes, and where they print."""
+"""Options, exit codes and consoles that commands share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-if TYPE_CHECKING:  # what it is takes torch to say, which most commands do without
+if TYPE_CHECKING:  # it imports torch
     from ..config.schema import AnyConfig
 
 EXIT_USAGE, EXIT_FAILURE, EXIT_INTERRUPTED = 2, 1, 130
 
-Recipe = Annotated[str, typer.Argument(help="A recipe's name (see `list recipes`) or the path of a YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as key=value: optim.lr=3e-4")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="Build every model at random small size.")]
+Recipe = Annotated[str, typer.Argument(help="Name of a recipe (see `list recipes`) or path of a YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change as key=value, e.g. optim.lr=3e-4.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Use tiny models with random weights.")]
 
 
 class Device(StrEnum):
@@ -46,16 +46,16 @@ class VideoFormat(StrEnum):
 
 
 class CropViews(StrEnum):
-    middle = "middle"
+    center_crop = "center"  # `center` is a method of str
     flip = "flip"
     ten_crop = "ten-crop"
 
 
 class CaptionSource(StrEnum):
     caption = "caption"
-    name = "name"
-    number = "number"
-    nothing = "nothing"
+    class_name = "class_name"
+    class_id = "class_id"
+    empty = "empty"
 
 
 class ComponentKind(StrEnum):
@@ -70,12 +70,13 @@ class ComponentKind(StrEnum):
 
 
 SearchOption = Annotated[
-    str, typer.Option(help="single, best_of_n, parm, ..., or with settings: '{type: parm, n: 20, first: 0.5}'.")
+    str,
+    typer.Option(help="single, best_of_n, parm, ..., or settings: '{type: parm, n: 20, start_progress: 0.5}'."),
 ]
-VerifierOption = Annotated[str, typer.Option(help="Whom the search asks: a reward, or `run` for the run's own.")]
-RunDeviceOption = Annotated[Device | None, typer.Option(help="Where to run; the recipe says so otherwise.")]
-RewardDeviceOption = Annotated[Device, typer.Option(help="Where the rewards run.")]
-RewardPrecisionOption = Annotated[Precision, typer.Option(help="Of the rewards' networks.")]
+VerifierOption = Annotated[str, typer.Option(help="Verifier of the search: a reward, or `run` for the run's rewards.")]
+RunDeviceOption = Annotated[Device | None, typer.Option(help="Device; default: the recipe's.")]
+RewardDeviceOption = Annotated[Device, typer.Option(help="Device of the rewards.")]
+RewardPrecisionOption = Annotated[Precision, typer.Option(help="Precision of the rewards.")]
 
 
 def stderr_console() -> Console:
@@ -87,8 +88,8 @@ def merge_overrides(overrides: list[str] | None, device: Device | None = None) -
 
 
 def warn_unused_overrides(config: AnyConfig, overrides: list[str] | None, *, tiny: bool) -> None:
-    """Say which of the settings small models leave aside, where such are asked for."""
+    """Warn about overrides that tiny models ignore."""
     if tiny and overrides:
-        from ..config.ignored_overrides import warn_ignored_overrides
+        from ..config.build import warn_ignored_overrides
 
         warn_ignored_overrides(config, overrides)

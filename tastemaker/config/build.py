@@ -1,11 +1,13 @@
-"""From a configuration to a run."""
+"""Build runs, policies and rubrics from a configuration, at full size or with tiny random models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,27 +21,32 @@ from ..core.registry import ConfigError
 from ..core.reward import Rubric, WeightedReward, load_shared_reward
 from ..core.trainable_text_encoder import wrap_trainable_text_encoder
 from ..core.types import Placement
+from ..core.weights import NetworkTraits, TrainableModel
+from ..data.dataset import Dataset, split_dataset
 from ..data.prompts import InlinePrompts
-from ..data.spec import Dataset
-from ..data.split import split_dataset
 from ..evaluation.reconstruction_metrics import ReconstructionEvaluator
 from ..training import checkpoint
 from ..training.engine import Engine
 from ..training.run import Run
 from ..vlm.finetuning import JudgeRun
-from ..vlm.generator_judge import load_generator_judge
-from .check import require_valid
-from .config_warnings import emit_config_warnings, warn_bf16_emulation
+from ..vlm.judge_models import GeneratorJudge, load_generator_judge
+from .check import emit_config_warnings, require_valid, warn_bf16_emulation
+from .dump import config_to_dict
+from .load import apply_overrides
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeModelConfig, JudgeRunConfig, RewardConfig, RunConfig
 
-TINY_BATCH_SIZE = 64  # of data, and samples of it, a step at small size
-TINY_MICRO_BATCH_SIZE = (
-    4  # of them at least are computed at once, for a small model takes no longer over four than over one
-)
+if TYPE_CHECKING:
+    from ..vlm.judge_models import ChatModelForFinetuning
+
+Keys = tuple[str, ...]
+
+TINY_BATCH_SIZE = 64  # samples per step at most
+TINY_MICRO_BATCH_SIZE = 4  # samples at once at least: a tiny model takes as long for one
+MAX_OVERRIDE_LENGTH = 60  # characters of an override in a warning
 
 
 def make_tiny(config: RunConfig) -> RunConfig:
-    """A copy of the run with tiny random models and a small batch, for `--tiny`."""
+    """Return a copy of the configuration with tiny random models and a small batch, for `--tiny`."""
     rewards = {name: replace(reward, spec=reward.spec.tiny()) for name, reward in config.rewards.items()}
     return replace(
         config,
@@ -48,53 +55,101 @@ def make_tiny(config: RunConfig) -> RunConfig:
         batch=replace(
             config.batch,
             prompts=tiny_prompt_count(config),
-            rollout=config.batch.rollout and max(config.batch.rollout, TINY_MICRO_BATCH_SIZE),
-            microbatch=config.batch.microbatch and max(config.batch.microbatch, TINY_MICRO_BATCH_SIZE),
+            rollout_batch_size=config.batch.rollout_batch_size
+            and max(config.batch.rollout_batch_size, TINY_MICRO_BATCH_SIZE),
+            micro_batch_size=config.batch.micro_batch_size
+            and max(config.batch.micro_batch_size, TINY_MICRO_BATCH_SIZE),
         ),
-        engine=replace(config.engine, compile=False),  # which takes longer than everything a small model does
+        engine=replace(config.engine, compile=False),  # compiling takes longer than all steps of a tiny model
         sample=replace(config.sample, height=None, width=None),
     )
 
 
 def tiny_prompt_count(config: RunConfig) -> int:
-    """Rows of data that make no more samples than a small model needs, for two ranks and all updates to share."""
-    share = 2 * config.batch.updates
-    most = max(share, TINY_BATCH_SIZE // config.objective.group)
-    return config.batch.prompts if config.batch.prompts % share else min(config.batch.prompts, most - most % share)
+    """Prompts per step of a tiny run: divisible by two ranks and all minibatches if the original is."""
+    share = 2 * config.batch.minibatches
+    limit = max(share, TINY_BATCH_SIZE // config.objective.group_size)
+    return config.batch.prompts if config.batch.prompts % share else min(config.batch.prompts, limit - limit % share)
 
 
 def make_tiny_any(config: AnyConfig) -> AnyConfig:
-    if isinstance(config, AutoencoderRunConfig):
-        engine, rows = replace(config.engine, compile=False), min(TINY_BATCH_SIZE, config.rows)
-        small = replace(config, autoencoder=config.autoencoder.tiny(), engine=engine, rows=rows)
-        critic = config.critic and replace(config.critic, width=8, weights=None)
-        validation = replace(config.validation, inception=None)
-        return replace(small, loss=replace(config.loss, vgg=TINY), critic=critic, validation=validation)
+    """Return a tiny copy of the configuration of a generator, an autoencoder or a judge."""
+    if isinstance(config, RunConfig):
+        return make_tiny(config)
+    engine, batch_size = replace(config.engine, compile=False), min(TINY_BATCH_SIZE, config.batch_size)
     if isinstance(config, JudgeRunConfig):
-        engine, rows = replace(config.engine, compile=False), min(TINY_BATCH_SIZE, config.rows)
         judge = replace(config.judge, weights=TINY, model=config.judge.model and config.judge.model.tiny())
-        return replace(config, judge=judge, engine=engine, rows=rows)
-    return make_tiny(config)
+        return replace(config, judge=judge, engine=engine, batch_size=batch_size)
+    return replace(
+        config,
+        autoencoder=config.autoencoder.tiny(),
+        engine=engine,
+        batch_size=batch_size,
+        loss=replace(config.loss, vgg_weights=TINY),
+        discriminator=config.discriminator and replace(config.discriminator, width=8, weights=None),
+        validation=replace(config.validation, inception_weights=None),
+    )
+
+
+def find_ignored_overrides(config: AnyConfig, overrides: Sequence[str]) -> list[str]:
+    """List the overrides whose value is another one in the tiny configuration, such as model.frames=9."""
+    full, tiny = config_to_dict(config), config_to_dict(make_tiny_any(config))
+    values = {
+        keys: value for override in overrides for keys, value in _iterate_settings(apply_overrides({}, [override]))
+    }
+    ignored = {keys: value for keys, value in values.items() if _get_setting(full, keys) != _get_setting(tiny, keys)}
+    return [f"{'.'.join(keys)}={_format_override(value)}"[:MAX_OVERRIDE_LENGTH] for keys, value in ignored.items()]
+
+
+def warn_ignored_overrides(config: AnyConfig, overrides: Sequence[str]) -> None:
+    """Warn about overrides that `--tiny` ignores."""
+    ignored = find_ignored_overrides(config, overrides)
+    if ignored:
+        are = "are" if ignored[1:] else "is"
+        warnings.warn(f"--tiny: {', '.join(ignored)} {are} ignored; tiny models have their own settings", stacklevel=2)
+
+
+def _iterate_settings(data: Mapping[str, Any], parents: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield every value in nested sections, with its keys."""
+    for key, value in data.items():
+        keys = (*parents, str(key))
+        if isinstance(value, Mapping):
+            yield from _iterate_settings(value, keys)
+        else:
+            yield keys, value
+
+
+def _get_setting(data: Any, keys: Keys) -> Any:
+    """The value at nested keys; None if there is none, or if it is a section."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return None if isinstance(data, Mapping) else data
+
+
+def _format_override(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def build_policy(config: RunConfig, placement: Placement, init_from: Path | None = None) -> Policy[Any]:
-    """The model under its process, with the weights its objective will ask for."""
-    asked = [*config.objective.snapshots(), *(["ema"] if config.ema else [])]
+    """Load the model and add its process, guidance and the weight snapshots that the objective needs."""
+    snapshots = [*config.objective.snapshots(), *(["ema"] if config.ema_decay else [])]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)  # what begins at random, such as adapters, begins alike in every process
+        torch.manual_seed(config.seed)  # adapters and other random weights are the same on every rank
         model = config.model.load(placement)
-        weights = config.tuning.apply(model, asked)
+        weights = config.tuning.apply(model, snapshots)
     model = wrap_trainable_text_encoder(model, weights)
     if init_from is not None:
         checkpoint.initialize_weights(init_from, weights)
     guided = config.guidance is not None and config.guidance.scale != 1
     return Policy(
-        config.process.guide(model, config.guidance) if guided and config.guidance else model, config.process, weights
+        config.process.wrap_guidance(model, config.guidance) if guided and config.guidance else model,
+        config.process,
+        weights,
     )
 
 
 def build_rubric(rewards: Mapping[str, RewardConfig], placement: Placement) -> Rubric:
-    """The rewards, each model loaded once however often it is asked for."""
+    """Load the rewards; rewards with the same model share it."""
     return Rubric(
         {
             name: WeightedReward(
@@ -116,25 +171,28 @@ def build(
     *,
     tiny: bool = False,
     init_from: Path | None = None,
-    fed: bool = True,
+    load_data: bool = True,
 ) -> Run:
-    """Everything loaded, placed and ready to train; its data only if it is to be `fed`, for it may be gone since."""
-    config = require_valid(make_tiny(config) if tiny else config, fed=fed)
+    """Load everything and return a run that is ready to train.
+
+    Without `load_data` the run can only generate: its data may no longer exist.
+    """
+    config = require_valid(make_tiny(config) if tiny else config, load_data=load_data)
     emit_config_warnings(config)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
     warn_bf16_emulation(engine)
-    placement = engine.placement(adapts=config.tuning.adapts)
+    placement = engine.placement(is_adapter=config.tuning.is_adapter)
     return Run(
         policy=build_policy(config, placement, init_from),
         objective=config.objective,
         rubric=build_rubric(config.rewards, engine.placement()),
-        data=(config.data if fed else InlinePrompts(("",))).load(config.seed),
+        data=(config.data if load_data else InlinePrompts(("",))).load(config.seed),
         engine=engine,
-        directory=directory or config.output / (config.name or "run"),
+        directory=directory or config.output_dir / (config.name or "run"),
         steps=config.steps,
         seed=config.seed,
         batch=config.batch,
-        ema=config.ema,
+        ema_decay=config.ema_decay,
         checkpoint=config.checkpoint,
         sample=config.sample,
         guard=config.guard,
@@ -144,27 +202,27 @@ def build(
 def build_autoencoder(
     config: AutoencoderRunConfig, directory: Path | None = None, *, init_from: Path | None = None
 ) -> AutoencoderRun:
-    """An autoencoder placed and ready to train."""
+    """Build a run that trains an autoencoder."""
     config = require_valid(config)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
     warn_bf16_emulation(engine)
-    data, held = load_train_and_validation_data(config)
+    data, validation_data = load_train_and_validation_data(config)
     run = AutoencoderRun(
         net=config.autoencoder.load(engine.placement()),
         data=data,
         engine=engine,
-        directory=directory or config.output / (config.name or "run"),
+        directory=directory or config.output_dir / (config.name or "run"),
         steps=config.steps,
         loss=config.loss,
         lpips=build_lpips(config, engine),
-        critic=build_discriminator(config, engine),
-        held=held,
-        measure=build_reconstruction_metrics(config, engine) if held is not None else None,
+        discriminator=build_discriminator(config, engine),
+        validation_data=validation_data,
+        reconstruction_metrics=build_reconstruction_metrics(config, engine) if validation_data is not None else None,
         validation=config.validation,
-        rows=config.rows,
-        microbatch=config.microbatch,
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size,
         seed=config.seed,
-        ema=config.ema,
+        ema_decay=config.ema_decay,
         checkpoint=config.checkpoint,
         sample=config.sample,
     )
@@ -174,84 +232,89 @@ def build_autoencoder(
 
 
 def build_judge(config: JudgeRunConfig, directory: Path | None = None, *, init_from: Path | None = None) -> JudgeRun:
-    """A chat model placed and ready to learn its answers."""
+    """Build a run that fine-tunes a judge."""
     config = require_valid(config)
     engine = Engine(config.engine, config.optim, config.steps, config.seed)
     warn_bf16_emulation(engine)
-    placement = engine.placement(adapts=config.tuning.adapts)
-    data, held = load_train_and_validation_data(config)
+    placement = engine.placement(is_adapter=config.tuning.is_adapter)
+    data, validation_data = load_train_and_validation_data(config)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)  # what begins at random, such as adapters, begins alike in every process
-        weights = config.tuning.apply(
-            NetHolder(build_judge_model(config.judge, placement)), ["ema"] if config.ema else []
-        )
+        torch.manual_seed(config.seed)  # adapters and other random weights are the same on every rank
+        judge = build_judge_model(config.judge, placement)
+        holder = NetHolder(judge, NetworkTraits(lora_targets=judge.lora_targets))
+        weights = config.tuning.apply(holder, ["ema"] if config.ema_decay else [])
     if init_from is not None:
         checkpoint.initialize_weights(init_from, weights)
     return JudgeRun(
         weights=weights,
         data=data,
         engine=engine,
-        directory=directory or config.output / (config.name or "run"),
+        directory=directory or config.output_dir / (config.name or "run"),
         steps=config.steps,
-        held=held,
+        validation_data=validation_data,
         validation=config.validation,
-        rows=config.rows,
-        microbatch=config.microbatch,
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size,
         seed=config.seed,
-        ema=config.ema,
+        ema_decay=config.ema_decay,
         checkpoint=config.checkpoint,
     )
 
 
-def build_judge_model(source: JudgeModelConfig, placement: Placement) -> nn.Module:
-    """Who learns to answer."""
+def build_judge_model(source: JudgeModelConfig, placement: Placement) -> ChatModelForFinetuning | GeneratorJudge:
+    """Load the vision-language model that is fine-tuned, or a generator that answers questions."""
     from ..vlm.chat_model import load_chat_model
-    from ..vlm.judge_finetuning import ChatModelForFinetuning
+    from ..vlm.judge_models import ChatModelForFinetuning
 
     if source.model is not None:
         return load_generator_judge(source.model, placement)
-    dtype = placement.trained or placement.dtype
-    return ChatModelForFinetuning(load_chat_model(source.weights, replace(placement, dtype=dtype), judges=False))
+    dtype = placement.trainable_dtype or placement.dtype
+    return ChatModelForFinetuning(load_chat_model(source.weights, replace(placement, dtype=dtype), needs_yes_no=False))
 
 
 @dataclass
-class NetHolder:
-    """A network that weights are made of."""
+class NetHolder(TrainableModel):
+    """Owner of a network, as `Tuning.apply` expects it."""
 
     net: nn.Module
+    traits: NetworkTraits = NetworkTraits()
 
 
 def load_train_and_validation_data(config: AutoencoderRunConfig | JudgeRunConfig) -> tuple[Dataset, Dataset | None]:
-    """What to learn from, and what is held out."""
+    """Load the training data and, if validation is on, the validation data."""
     data, validation = config.data.load(config.seed), config.validation
     if not validation.every:
         return data, None
     if validation.data is not None:
         return data, validation.data.load(config.seed)
-    return split_dataset(data, validation.share, config.seed)
+    return split_dataset(data, validation.split, config.seed)
 
 
 def build_lpips(config: AutoencoderRunConfig, engine: Engine) -> LPIPSDistance | None:
-    # In full precision under autocast, as the network itself: its units of length are small.
+    # In float32 even under autocast: differences of normalized features are small.
     placement = Placement(engine.device)
     try:
-        return load_lpips(config.loss.vgg, config.loss.heads, placement) if config.loss.lpips else None
+        return load_lpips(config.loss.vgg_weights, config.loss.lpips_weights, placement) if config.loss.lpips else None
     except ConfigError as error:
         raise ConfigError(f"loss.lpips: {error}; without LPIPS, set loss.lpips=0") from error
 
 
 def build_reconstruction_metrics(config: AutoencoderRunConfig, engine: Engine) -> ReconstructionEvaluator:
-    """What copies are measured by in the end; what is missing is said then, and stops no run."""
+    """Load the metrics of reconstructions; missing weights are reported at the end and do not stop the run."""
     placement = Placement(engine.device)
-    return ReconstructionEvaluator.by(config.loss.vgg, config.loss.heads, config.validation.inception, placement)
+    return ReconstructionEvaluator.from_weights(
+        config.loss.vgg_weights, config.loss.lpips_weights, config.validation.inception_weights, placement
+    )
 
 
 def build_discriminator(config: AutoencoderRunConfig, engine: Engine) -> DiscriminatorTrainer | None:
-    if config.critic is None:
+    if config.discriminator is None:
         return None
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.critic.seed)
-        net = PatchGANDiscriminator(config.critic.width, config.critic.layers, tail=config.critic.tail)
-    if config.critic.weights is not None:
-        load_discriminator(net, config.critic.weights)
-    return DiscriminatorTrainer(net.to(engine.device), config.critic, engine.config, config.steps, config.optim)
+        torch.manual_seed(config.discriminator.seed)
+        net = PatchGANDiscriminator(
+            config.discriminator.width, config.discriminator.num_layers, extra_layer=config.discriminator.extra_layer
+        )
+    if config.discriminator.weights is not None:
+        load_discriminator(net, config.discriminator.weights)
+    return DiscriminatorTrainer(net.to(engine.device), config.discriminator, engine.config, config.steps, config.optim)

@@ -1,21 +1,20 @@
-"""`tastemaker list`: what a configuration may name."""
+"""The catalog of `tastemaker list`: everything that a configuration can name, and the table of docs/rewards.md.
+
+Descriptions come from the docstrings of classes and the first line of recipes. Nothing is imported for them.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
 from dataclasses import asdict
-from textwrap import shorten
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich import box
-from rich.markup import escape
-from rich.table import Table
 
 from ..core.cards import RewardCard
 from ..core.registry import ConfigError, Registry
 from . import named_datasets, registries
-from .recipes import RECIPES, list_trainable_recipes
+from .recipes import list_trainable_recipes, recipe_paths
 from .static_source import NotStatic, StaticClass
 
 if TYPE_CHECKING:  # it imports torch
@@ -29,51 +28,68 @@ KINDS: dict[str, Registry] = {
     "data": registries.DATA,
     "searches": registries.SEARCHES,
 }
-INNER = "as inside"  # of a reward around another, which depends on that
-LONGEST = 110  # letters of what a reward is, in the table
+INHERITED = "as inside"  # a property of a combinator that is that of the reward inside
 Row = dict[str, Any]
+
+TABLE_BEGIN, TABLE_END = "<!-- rewards: written by `make schema`, do not edit -->", "<!-- rewards: end -->"
+TABLE_COLUMNS = (
+    "reward",
+    "description",
+    "gradient",
+    "reads",
+    "runs on",
+    "memory",
+    "range",
+    "failure modes",
+    "weights",
+)
 
 
 def component_rows(kind: str) -> list[Row]:
-    """All that is said of each, as plain data."""
+    """List the components of a kind with their name and description; rewards with all of their properties."""
     if kind == "rewards":
         return [reward_row(name) for name in registries.REWARDS]
     if kind == "prompts":
-        return prompts()
-    names = recipes() if kind == "recipes" else components(KINDS[kind])
+        return prompt_set_rows()
+    if kind == "recipes":
+        return recipe_rows()
+    registry = KINDS[kind]
+    rows = [{"name": name, "description": first_sentence(find_docstring(registry, name))} for name in registry]
     if kind == "data":
-        names[named_datasets.NAMED] = first_sentence(named_datasets.__doc__ or "")
-    return [{"name": name, "what": told} for name, told in names.items()]
+        description = first_sentence(named_datasets.__doc__ or "")
+        rows.append({"name": named_datasets.NAMED_DATASET, "description": description})
+    return rows
 
 
 def reward_row(name: str) -> Row:
-    """What to know of a reward, as it is by default; of one around others only what it is."""
-    what = first_sentence(docstring(registries.REWARDS, name))
-    row = {"name": name, "aliases": registries.REWARDS.aliases(name), "what": what}
+    """Describe a reward with its default settings; a combinator has no properties of its own."""
+    description = first_sentence(find_docstring(registries.REWARDS, name))
+    row = {"name": name, "aliases": registries.REWARDS.aliases(name), "description": description}
     try:
-        return {**row, **static_properties(registries.REWARDS.place(name))}
+        return {**row, **static_reward_properties(registries.REWARDS.locate(name))}
     except NotStatic:
         return {**row, **reward_properties(default_spec(name))}
 
 
-def static_properties(place: str) -> Row:
-    """The properties of the reward "module:Class" without settings, read from its source."""
+def static_reward_properties(place: str) -> Row:
+    """The properties of the reward "module:Class" with default settings, read from its source."""
     if place.partition(":")[0] in sys.modules:
-        raise NotStatic(f"{place} is imported, and what was imported counts")
+        raise NotStatic(f"{place} is imported already, so that its class is used")
     source = StaticClass(place)
     return reward_properties(None if source.has_required_fields else source.defaults())
 
 
 def reward_properties(spec: RewardSpec | None) -> Row:
-    """What a reward says of itself; nothing of its own if it is made around another."""
+    """Whether a reward is differentiable, what it reads, where it runs, and its card; None is a combinator."""
     if spec is None:
-        return {"differentiable": None, "reads": None, "runs_on": None, **asdict(RewardCard(INNER, INNER, INNER))}
-    kind = {"differentiable": spec.differentiable, "reads": spec.reads, "runs_on": spec.runs_on}
-    return {**kind, **asdict(spec.about)}
+        card = asdict(RewardCard(INHERITED, INHERITED, INHERITED))
+        return {"differentiable": None, "modality": None, "runs_on": None, **card}
+    properties = {"differentiable": spec.differentiable, "modality": spec.modality, "runs_on": spec.runs_on}
+    return {**properties, **asdict(spec.card)}
 
 
 def default_spec(name: str) -> RewardSpec | None:
-    """A reward without any settings; nothing if it needs some, as those around others do."""
+    """A reward with default settings; None if it has required ones, as combinators have."""
     from ..core.reward import RewardSpec
     from .validate import build_component
 
@@ -84,43 +100,33 @@ def default_spec(name: str) -> RewardSpec | None:
     return spec
 
 
-def component_table(kind: str) -> Table:
-    """Names, and the sentence each says of itself; of rewards all that is known."""
-    if kind == "rewards":
-        return rewards()
-    counts = ["how many"] if kind == "prompts" else []
-    shown = Table("name", *counts, "the first of them" if counts else "what it is", title=kind)
-    for row in component_rows(kind):
-        shown.add_row(escape(row["name"]), *([str(row["count"])] if counts else []), escape(row["what"]))
-    return shown
+def recipe_rows() -> list[Row]:
+    """List the complete recipes with their family (folder) and their first line as description."""
+    rows = []
+    for name in list_trainable_recipes():
+        path = recipe_paths()[name]
+        with path.open(encoding="utf-8") as file:
+            first = file.readline()
+        description = first.removeprefix("#").strip() if first.startswith("#") else ""
+        rows.append({"name": name, "family": path.parent.name, "description": description})
+    return rows
 
 
-def rewards() -> Table:
-    """Narrow enough for a hundred columns."""
-    shown = Table(title="rewards", box=box.SIMPLE_HEAD, padding=(0, 1, 1, 0), pad_edge=False, expand=True)
-    for name, width in (("reward", 18), ("what it is", 0), ("", 11), ("memory", 8), ("range", 10), ("hacked by", 0)):
-        shown.add_column(name, width=width or None, ratio=None if width else 1, overflow="fold")
-    for row in component_rows("rewards"):
-        names = "\n".join([row["name"], *(f"({alias})" for alias in row["aliases"])])
-        what = shorten(row["what"], LONGEST, placeholder=" ...")
-        told = (names, what, "\n".join(reward_summary(row)), row["memory"], row["range"], row["hacked_by"])
-        shown.add_row(*map(escape, told))
-    return shown
+def prompt_set_rows() -> list[Row]:
+    """List the prompt sets with their size and first prompt; VADER's names are aliases."""
+    from ..data.prompt_sets import load_prompt_templates, set_prompts, vader_set_names
+
+    rows = []
+    for name in load_prompt_templates():
+        aliases = [alias for alias, meaning in vader_set_names().items() if meaning == name]
+        prompts = set_prompts(name)
+        rows.append({"name": name, "aliases": aliases, "count": len(prompts), "description": prompts[0][0]})
+    return rows
 
 
-def reward_summary(row: Row) -> list[str]:
-    """Whether it has a gradient, what it reads and where it runs, in few words."""
-    gradient = {True: "gradient", False: "no gradient", None: ""}[row["differentiable"]]
-    return [told for told in (gradient, row["reads"], row["runs_on"]) if told] or [INNER]
-
-
-def components(registry: Registry) -> dict[str, str]:
-    return {name: first_sentence(docstring(registry, name)) for name in registry}
-
-
-def docstring(registry: Registry, name: str) -> str:
-    """The docstring of the class behind a name, from its source where the class was not imported yet."""
-    place = registry.place(name)
+def find_docstring(registry: Registry, name: str) -> str:
+    """The docstring of a registered class, from its source unless the class is imported already."""
+    place = registry.locate(name)
     try:
         if place.partition(":")[0] not in sys.modules:
             return StaticClass(place).docstring
@@ -129,26 +135,42 @@ def docstring(registry: Registry, name: str) -> str:
     return registry.find(name, "list").__doc__ or ""
 
 
-def recipes() -> dict[str, str]:
-    """A recipe's first line of comment says what it is."""
-    told = {}
-    for name in list_trainable_recipes():
-        lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-        told[name] = lines[0].removeprefix("#").strip() if lines and lines[0].startswith("#") else ""
-    return told
-
-
-def prompts() -> list[Row]:
-    """The sets of prompts, how many each has, and its first; what VADER calls them are aliases."""
-    from ..data.prompt_templates import set_prompts, sets, vader_names
-
-    called = {name: [other for other, own in vader_names().items() if own == name] for name in sets()}
-    return [
-        {"name": name, "aliases": others, "count": len(set_prompts(name)), "what": set_prompts(name)[0][0]}
-        for name, others in called.items()
-    ]
-
-
 def first_sentence(text: str) -> str:
     plain = " ".join(text.split())
     return re.split(r"(?<=[.]) (?=[A-Z`])", plain, maxsplit=1)[0]
+
+
+def format_reward_table() -> str:
+    """The Markdown table of docs/rewards.md, one line per reward."""
+    head = [f"| {' | '.join(TABLE_COLUMNS)} |", f"|{'---|' * len(TABLE_COLUMNS)}"]
+    return "\n".join([*head, *(f"| {' | '.join(_table_cells(row))} |" for row in component_rows("rewards"))])
+
+
+def _table_cells(row: Row) -> list[str]:
+    name = f"`{row['name']}`" + "".join(f", `{alias}`" for alias in row["aliases"])
+    weights = [
+        f"{source['hub']}{'/' + source['file'] if source['file'] else ''} "
+        f"({', '.join([source['size'], source['license'], *(['gated'] if source['gated'] else [])])})"
+        for source in row["sources"]
+    ]
+    cells = [
+        row["description"],
+        {True: "yes", False: "no", None: row["range"]}[row["differentiable"]],
+        row["modality"] or row["range"],
+        row["runs_on"] or row["range"],
+        row["memory"],
+        row["range"],
+        row["failure_modes"],
+        "; ".join(weights) or "-",
+    ]
+    return [name, *(cell.replace("|", "\\|") for cell in cells)]
+
+
+def replace_reward_table(text: str) -> str:
+    """Replace the table in the text of docs/rewards.md."""
+    before, rest = text.split(TABLE_BEGIN, 1)
+    return f"{before}{TABLE_BEGIN}\n{format_reward_table()}\n{TABLE_END}{rest.split(TABLE_END, 1)[1]}"
+
+
+def write_reward_page(path: Path = Path("docs/rewards.md")) -> None:
+    path.write_text(replace_reward_table(path.read_text(encoding="utf-8")), encoding="utf-8")

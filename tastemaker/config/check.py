@@ -1,215 +1,252 @@
-"""The rules between sections, one function each: a sentence where one is broken, nothing where it holds."""
+"""Check that the sections of a configuration fit together, and compute the batch arithmetic of a step.
+
+Each rule is a function that returns a message, or None if the rule holds.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..core.policy import ModelSpec
+from ..core.model_spec import ModelSpec
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
-from ..core.types import PromptBatch
-from ..data.captioned_images import ToyPictures
-from ..data.pairs import ToyPairs
-from ..objectives.forced_grpo import TeacherForcedGRPO
-from ..objectives.frame_selection import is_single_frame
-from ..objectives.reward_gradient import RewardGradient
+from ..core.types import ImageBatch, LatentBatch, PreferenceBatch, PromptBatch, QuestionAnswerBatch, TokenBatch
+from ..data.toy import ToyImages, ToyPairs
+from ..objectives.reward_gradient import RewardGradient, is_single_frame
+from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
-from .check_autoencoder import AUTOENCODER_RULES, CONTENTS, JUDGE_RULES, SOURCES, HasInitialImage, component_name
+from ..processes.paths import RectifiedFlow
+from ..training.device_precision import describe_emulation
 from .dump import registered_name, to_plain
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
 from .validate import build_component
 
+if TYPE_CHECKING:  # its import takes half a second, which `tastemaker check` does without
+    from ..training.engine import Engine
+
 Rule = Callable[[RunConfig, int], str | None]
-Common = Callable[[AnyConfig, int], str | None]
+CommonRule = Callable[[AnyConfig, int], str | None]
 C = TypeVar("C", bound=AnyConfig)
 
+BATCH_NAMES = {
+    PromptBatch: "prompts",
+    ImageBatch: "captioned images",
+    PreferenceBatch: "preference pairs",
+    TokenBatch: "tokens",
+    LatentBatch: "latents",
+    QuestionAnswerBatch: "questions with answers",
+}
+DATA_TYPES = {
+    PromptBatch: "prompts or prompt_file",
+    ImageBatch: "toy_pictures or picture_folder",
+    PreferenceBatch: "toy_pairs or pair_file",
+}  # registered types that yield such batches
+SHIFT_TOLERANCE = 0.01  # relative
 
-def model_and_process(config: RunConfig, world: int) -> str | None:
+
+def check_model_process(config: RunConfig, world_size: int) -> str | None:
     model, process = config.model, config.process
-    if isinstance(process, model.suits):
+    if isinstance(process, model.process_type):
         return None
-    wanted = registered_name(model.suits)
-    found = f"process: {component_name(process)} cannot drive the model {component_name(model)}"
-    return f"{found}; set process.type to {wanted}"
+    expected = registered_name(model.process_type)
+    names = component_name(process), component_name(model)
+    return f"process.type: '{names[0]}' does not fit the model '{names[1]}'; set process.type={expected}"
 
 
-def objective_and_process(config: RunConfig, world: int) -> str | None:
+def check_objective_process(config: RunConfig, world_size: int) -> str | None:
     objective, process = config.objective, config.process
     if isinstance(process, objective.needs):
         return None
-    wanted = registered_name(objective.needs)
-    found = f"objective: {component_name(objective)} needs the process {wanted}, found {component_name(process)}"
-    return f"{found}; choose another objective"
+    names = component_name(objective), registered_name(objective.needs), component_name(process)
+    return f"objective: '{names[0]}' needs the process '{names[1]}', got '{names[2]}'; choose another objective"
 
 
-def objective_and_stochastic_sampler(config: RunConfig, world: int) -> str | None:
-    if not config.objective.needs_chance or config.process.chance:
+def check_stochastic_sampler(config: RunConfig, world_size: int) -> str | None:
+    if not config.objective.needs_stochastic or config.process.stochastic:
         return None
-    advice = "set process.dynamics to one with noise, such as flow_sde, or ddim with eta above 0"
-    return f"process: the sampler is deterministic, so there is nothing to reinforce; {advice}"
+    name, advice = component_name(config.objective), "flow_sde, or ddim with eta above 0"
+    return f"process.dynamics: '{name}' needs a stochastic sampler, got a deterministic one; choose {advice}"
 
 
-def objective_and_data(config: RunConfig, world: int) -> str | None:
-    found, wanted = config.data.yields, config.objective.consumes
-    if found is wanted or found in config.objective.also:
+def check_objective_data(config: RunConfig, world_size: int) -> str | None:
+    batch_type, expected = config.data.batch_type, config.objective.consumes
+    if batch_type is expected or batch_type in config.objective.also_consumes:
         return None
-    learns, holds = (CONTENTS.get(kind, kind.__name__) for kind in (wanted, found))
-    advice = f"set data.type to {SOURCES.get(wanted, 'another')}"
+    needs, yields = (BATCH_NAMES.get(kind, kind.__name__) for kind in (expected, batch_type))
     names = component_name(config.objective), component_name(config.data)
-    return f"data: {names[0]} learns from {learns}, but {names[1]} holds {holds}; {advice}"
+    advice = f"set data.type to {DATA_TYPES.get(expected, 'another type')}"
+    return f"data: '{names[0]}' trains on {needs}, but '{names[1]}' yields {yields}; {advice}"
 
 
-def objective_and_gradient(config: RunConfig, world: int) -> str | None:
-    # A reward of weight zero is only watched, so nothing flows back through it.
-    blind = [key for key, reward in config.rewards.items() if reward.weight and not reward.spec.differentiable]
-    if not config.objective.needs_gradient or not blind:
+def check_reward_gradients(config: RunConfig, world_size: int) -> str | None:
+    # A reward of weight zero is only logged, so that nothing flows back through it.
+    blocked = [key for key, reward in config.rewards.items() if reward.weight and not reward.spec.differentiable]
+    if not config.objective.needs_gradient or not blocked:
         return None
-    has, their = ("has", "its") if len(blind) == 1 else ("have", "their")
-    start = f"rewards: {component_name(config.objective)} back-propagates through rewards, but {quoted(blind)}"
-    return f"{start} {has} no gradient; set {their} weight to 0, or use grpo"
+    name, are = component_name(config.objective), "is" if len(blocked) == 1 else "are"
+    return (
+        f"rewards: '{name}' back-propagates through the rewards, but {quote(blocked)} {are} not differentiable; "
+        "set the weight to 0, or use grpo"
+    )
 
 
-def objective_and_rewards(config: RunConfig, world: int) -> str | None:
-    if not config.objective.samples() or any(reward.weight for reward in config.rewards.values()):
+def check_rewards_exist(config: RunConfig, world_size: int) -> str | None:
+    if not config.objective.samples_per_prompt() or any(reward.weight for reward in config.rewards.values()):
         return None
-    found = "all of them have weight 0" if config.rewards else "there are none"
+    state = "all of them have weight 0" if config.rewards else "there are none"
     name = component_name(config.objective)
-    return f"rewards: {name} learns from rewards, but {found}; add one, as in rewards.color.type=color"
+    return f"rewards: '{name}' trains on rewards, but {state}; add one, for example rewards.color.type=color"
 
 
-def rewards_and_frames(config: RunConfig, world: int) -> str | None:
-    moving = [key for key, reward in config.rewards.items() if reward.spec.reads == "clip"]
-    if config.model.frames > 1 or not moving:
+def check_video_rewards(config: RunConfig, world_size: int) -> str | None:
+    rewards = video_rewards(config)
+    if config.model.frames > 1 or not rewards:
         return None
-    read, them = ("reads", "it") if len(moving) == 1 else ("read", "them")
-    name = component_name(config.model)
-    return f"rewards: {quoted(moving)} {read} motion, but {name} makes stills of one frame; remove {them}"
+    read, name = "reads" if len(rewards) == 1 else "read", component_name(config.model)
+    return f"rewards: {quote(rewards)} {read} motion, but '{name}' generates images; remove from rewards"
 
 
-def data_and_frames(config: RunConfig, world: int) -> str | None:
-    data, wanted = config.data, config.model.frames
-    if not isinstance(data, ToyPictures | ToyPairs) or data.frames == wanted:
+def check_num_frames(config: RunConfig, world_size: int) -> str | None:
+    data, frames = config.data, config.model.frames
+    if not isinstance(data, ToyImages | ToyPairs) or data.num_frames == frames:
         return None
-    start = f"data.frames: {component_name(data)} has {data.frames}, but {component_name(config.model)} makes {wanted}"
-    return f"{start}; set data.frames={wanted}"
+    names = component_name(data), component_name(config.model)
+    return (
+        f"data.num_frames: '{names[0]}' has {data.num_frames}, but '{names[1]}' generates {frames}; "
+        f"set data.num_frames={frames}"
+    )
 
 
-def data_and_initial_image(config: RunConfig, world: int) -> str | None:
+def check_initial_image(config: RunConfig, world_size: int) -> str | None:
     model = config.model
-    if not isinstance(model, HasInitialImage) or model.image is not None or files(config, world):
+    if not model.needs_initial_image or check_data_files(config, world_size):
         return None
     first = config.data.load(config.seed).batch(0, 1, 0, 1)
-    if isinstance(first, PromptBatch) and first.facts[0].get("image") is not None:
+    if isinstance(first, PromptBatch) and first.metadata[0].get("image") is not None:
         return None
-    advice = "set model.image, or give each prompt a fact `image`"
-    return f"model: {component_name(model)} goes on from a picture, but found none for the first prompt; {advice}"
+    name = component_name(model)
+    return f"model.image: '{name}' continues an image, but the first prompt has none; set it, or give each prompt one"
 
 
-def gradient_steps_and_num_steps(config: RunConfig, world: int) -> str | None:
+def check_gradient_steps(config: RunConfig, world_size: int) -> str | None:
     objective, process = config.objective, config.process
     if not isinstance(objective, RewardGradient) or not isinstance(process, GaussianProcess):
         return None
-    if objective.through == "tail" and objective.tail > process.steps:
-        found = f"a tail of {objective.tail} steps of a sampler of {process.steps}"
-        return f"objective: reward_gradient reaches for {found}; ask for at most {process.steps}"
+    steps = process.num_steps
+    if objective.gradient_mode == "last_steps" and objective.last_steps > steps:
+        return f"objective.last_steps: {objective.last_steps} of a sampler with {steps} steps; set at most {steps}"
     try:
-        objective.first(Randomness(0, 0, torch.zeros(1, dtype=torch.int64)), process.steps)
+        objective.first_step(Randomness(0, 0, torch.zeros(1, dtype=torch.int64)), steps)
     except ValueError as error:
         return f"objective: {error}"
     return None
 
 
-def picked_frames(config: RunConfig, world: int) -> str | None:
-    objective, count = config.objective, config.model.frames
+def check_scored_frames(config: RunConfig, world_size: int) -> str | None:
+    objective, frames = config.objective, config.model.frames
     if not isinstance(objective, RewardGradient):
         return None
     try:
-        lone = is_single_frame(objective.frames, count)
+        single = is_single_frame(objective.frames, frames)
     except ValueError as error:
         return f"objective: {error}"
-    moving = [key for key, reward in config.rewards.items() if reward.spec.reads == "clip"]
-    if not lone or not moving:
+    rewards = video_rewards(config)
+    if not single or not rewards:
         return None
-    found = f"objective.frames: {objective.frames} is one frame a clip, but {quoted(moving)} needs several"
-    return f"{found}; set objective.frames to all, alt or fml"
+    return (
+        f"objective.frames: '{objective.frames}' decodes one frame per video, but {quote(rewards)} needs several; "
+        "choose all, alt or fml"
+    )
 
 
-def truncation_and_log_probs(config: RunConfig, world: int) -> str | None:
+def check_truncated_sampling(config: RunConfig, world_size: int) -> str | None:
     process = config.process
-    if not isinstance(process, AutoregressiveProcess) or not config.objective.needs_chance:
+    if not isinstance(process, AutoregressiveProcess) or not config.objective.needs_stochastic:
         return None
     if process.top_k == 0 and process.top_p == 1:
         return None
-    why = "a token that falls out of the kept ones has probability 0 when it is scored again"
-    return f"process: top_k {process.top_k} and top_p {process.top_p} while log-probs are trained: {why}; set 0 and 1"
+    return (
+        f"process: top_k is {process.top_k} and top_p is {process.top_p}, but the objective trains log-probabilities; "
+        "a token outside of top_k or top_p would have probability 0 after an update; set top_k=0 and top_p=1"
+    )
 
 
-def dropout_and_ratio(config: RunConfig, world: int) -> str | None:
-    objective, parts = config.objective, {"model": config.model, "tuning": config.tuning}
-    named = ((name, part, f.name) for name, part in parts.items() for f in fields(part))  # type: ignore[arg-type]
-    shares = {name: getattr(part, field) for name, part, field in named if field == "dropout"}
-    found = next((name for name, share in shares.items() if share), None)
-    meant = isinstance(objective, TeacherForcedGRPO) and "dropout" in objective.faults
-    if found is None or not objective.needs_chance or meant:
+def check_dropout(config: RunConfig, world_size: int) -> str | None:
+    objective, sections = config.objective, {"model": config.model, "tuning": config.tuning}
+    rates = {name: float(settings_of(section).get("dropout", 0.0)) for name, section in sections.items()}
+    section = next((name for name, rate in rates.items() if rate), None)
+    wanted = isinstance(objective, TeacherForcedGRPO) and "dropout" in objective.emulate_bugs
+    if section is None or not objective.needs_stochastic or wanted:
         return None
-    why = "samples are drawn by the whole network, and would be scored by one with parts left out"
-    return f"{found}.dropout: {shares[found]} while log-probs are trained: {why}; set {found}.dropout=0"
+    return (
+        f"{section}.dropout: {rates[section]}, but the objective trains log-probabilities, and samples are drawn "
+        f"without dropout; set {section}.dropout=0"
+    )
 
 
-def prompts_and_ranks(config: RunConfig, world: int) -> str | None:
-    prompts, updates = config.batch.prompts, config.batch.updates
-    world = max(1, world // config.engine.context)  # those that share a row's tokens have the same rows
-    if prompts % world:
-        return f"batch.prompts: {prompts} prompts do not divide among {world} ranks; choose a multiple of {world}"
-    if prompts // world % updates:
-        share, advice = prompts // world, f"choose batch.prompts a multiple of {world * updates}"
-        return f"batch.updates: {share} prompts a rank do not divide by {updates} updates; {advice}"
+def check_prompts_per_rank(config: RunConfig, world_size: int) -> str | None:
+    prompts, minibatches = config.batch.prompts, config.batch.minibatches
+    ranks = data_parallel_size(config, world_size)
+    if prompts % ranks:
+        return f"batch.prompts: {prompts} is not divisible by {ranks} ranks; choose a multiple of {ranks}"
+    if prompts // ranks % minibatches:
+        advice = f"choose batch.prompts as a multiple of {ranks * minibatches}"
+        return f"batch.minibatches: {prompts // ranks} prompts per rank do not divide by {minibatches}; {advice}"
     return None
 
 
-def ranks_and_replicas(config: AnyConfig, world: int) -> str | None:
-    replicas = config.engine.replicas
-    if config.engine.strategy != "hsdp" or world % replicas == 0:
+def check_hsdp_replicas(config: AnyConfig, world_size: int) -> str | None:
+    replicas = config.engine.hsdp_replicas
+    if config.engine.strategy != "hsdp" or world_size % replicas == 0:
         return None
-    advice = f"start a multiple of {replicas} with torchrun"
-    return f"engine.replicas: {world} ranks do not divide into {replicas} replicas; {advice}"
+    return (
+        f"engine.hsdp_replicas: {world_size} ranks do not divide into {replicas} replicas; "
+        f"start a multiple of {replicas} ranks with torchrun"
+    )
 
 
-def ranks_and_context(config: AnyConfig, world: int) -> str | None:
-    context = config.engine.context
-    if world == 1 or world % context == 0:
+def check_context_parallel(config: AnyConfig, world_size: int) -> str | None:
+    size = config.engine.context_parallel
+    if world_size == 1 or world_size % size == 0:
         return None
-    advice = f"start a multiple of {context} with torchrun, or change it"
-    return f"engine.context: {world} ranks do not divide into groups of {context}; {advice}"
+    return (
+        f"engine.context_parallel: {world_size} ranks do not divide into groups of {size}; "
+        f"start a multiple of {size} ranks with torchrun, or change it"
+    )
 
 
-def graphs_and_engine(config: AnyConfig, world: int) -> str | None:
+def check_cuda_graphs(config: AnyConfig, world_size: int) -> str | None:
     engine = config.engine
-    others = {"compile": engine.compile, "strategy": engine.strategy != "replicated", "context": engine.context > 1}
-    found = [name for name, there in others.items() if there]
-    if not engine.graphs or not found:
+    settings = {
+        "compile": engine.compile,
+        "strategy": engine.strategy != "replicated",
+        "context_parallel": engine.context_parallel > 1,
+    }
+    conflicts = [name for name, active in settings.items() if active]
+    if not engine.cuda_graphs or not conflicts:
         return None
-    return f"engine.graphs: calls cannot be recorded with engine.{found[0]} as it is; leave one of the two out"
+    return f"engine.cuda_graphs: cannot be combined with engine.{conflicts[0]}; remove one of them"
 
 
-def sample_weights_and_ema(config: RunConfig | AutoencoderRunConfig, world: int) -> str | None:
-    if config.sample.use == "ema" and config.ema == 0:
-        return "sample.use: ema is asked for, but none is kept; set ema, as in ema=0.99, or sample.use=live"
+def check_sample_weights(config: RunConfig | AutoencoderRunConfig, world_size: int) -> str | None:
+    if config.sample.weights == "ema" and config.ema_decay == 0:
+        return "sample.weights: 'ema', but no EMA is kept; set ema_decay, for example 0.99, or sample.weights=live"
     return None
 
 
-def samples_and_model(config: RunConfig, world: int) -> str | None:
+def check_sample_size(config: RunConfig, world_size: int) -> str | None:
     sample, model = config.sample, config.model
     size = {key: side for key, side in (("height", sample.height), ("width", sample.width)) if side}
-    if not {*size} <= {f.name for f in fields(model)}:  # type: ignore[arg-type]  # as above
-        return f"sample.{next(iter(size))}: {component_name(model)} makes pictures of one size alone; leave it out"
+    if not {*size} <= settings_of(model).keys():
+        return f"sample.{next(iter(size))}: '{component_name(model)}' generates images of one size only; remove it"
     try:
         build_component(ModelSpec, {**to_plain(model, None), **size}, "sample") if size else None
     except ConfigError as error:
@@ -217,80 +254,243 @@ def samples_and_model(config: RunConfig, world: int) -> str | None:
     return None
 
 
-def samples_and_process(config: RunConfig, world: int) -> str | None:
+def check_sample_steps(config: RunConfig, world_size: int) -> str | None:
     try:
-        config.process.in_steps(config.sample.steps) if config.sample.steps else None
+        config.process.with_num_steps(config.sample.num_steps) if config.sample.num_steps else None
     except ValueError as error:
-        return f"sample.steps: {error}"
+        return f"sample.num_steps: {error}"
     return None
 
 
-def files(config: AnyConfig, world: int) -> str | None:
-    for f in fields(config.data):  # type: ignore[arg-type]  # every spec is a dataclass: validation refuses others
-        path = getattr(config.data, f.name)
+def check_data_files(config: AnyConfig, world_size: int) -> str | None:
+    for key, path in settings_of(config.data).items():
         if isinstance(path, Path) and not os.path.exists(path):
-            return f"data.{f.name}: there is nothing at {str(path)!r:.200}; paths begin where the command is run"
+            return f"data.{key}: there is no {str(path)!r:.200}; paths are relative to the current directory"
     return None
 
 
-COMMON: tuple[Common, ...] = (ranks_and_replicas, ranks_and_context, graphs_and_engine, files)
-RULES: tuple[Rule, ...] = (
-    model_and_process,
-    objective_and_process,
-    objective_and_stochastic_sampler,
-    objective_and_data,
-    objective_and_gradient,
-    objective_and_rewards,
-    rewards_and_frames,
-    picked_frames,
-    data_and_frames,
-    data_and_initial_image,
-    gradient_steps_and_num_steps,
-    truncation_and_log_probs,
-    dropout_and_ratio,
-    prompts_and_ranks,
-    samples_and_model,
-    samples_and_process,
-    sample_weights_and_ema,
-)
-# What is sampled alone may break them.
-LEARNING = (
-    data_and_initial_image,
-    gradient_steps_and_num_steps,
-    truncation_and_log_probs,
-    dropout_and_ratio,
-    prompts_and_ranks,
-)
+def check_autoencoder_samples(config: AutoencoderRunConfig, world_size: int) -> str | None:
+    sample = config.sample
+    if any(x is not None for x in (sample.height, sample.width, sample.num_steps, sample.guidance_scale)):
+        return (
+            "sample: an autoencoder shows reconstructions of its data; "
+            "remove height, width, num_steps and guidance_scale"
+        )
+    return None
 
 
-def find_problems(config: AnyConfig, world: int | None = None, *, fed: bool = True) -> list[str]:
-    """Every rule that is broken, on as many ranks as torchrun has if none are given; of learning only if it is fed."""
-    ranks = torchrun_world_size() if world is None else world
+def check_batch_size(config: AutoencoderRunConfig | JudgeRunConfig, world_size: int) -> str | None:
+    if config.batch_size % world_size:
+        advice = f"choose a multiple of {world_size}"
+        return f"batch_size: {config.batch_size} is not divisible by {world_size} ranks; {advice}"
+    return None
+
+
+def check_autoencoder_data(config: AutoencoderRunConfig, world_size: int) -> str | None:
+    for key, data in (("data", config.data), ("validation.data", config.validation.data)):
+        if data is not None and data.batch_type is not ImageBatch:
+            yields = BATCH_NAMES.get(data.batch_type, data.batch_type.__name__)
+            advice = f"set {key}.type to {DATA_TYPES[ImageBatch]}"
+            return f"{key}: an autoencoder trains on images, but '{component_name(data)}' yields {yields}; {advice}"
+    return None
+
+
+def check_judge_data(config: JudgeRunConfig, world_size: int) -> str | None:
+    for key, data in (("data", config.data), ("validation.data", config.validation.data)):
+        if data is not None and data.batch_type is not QuestionAnswerBatch:
+            yields = BATCH_NAMES.get(data.batch_type, data.batch_type.__name__)
+            name = component_name(data)
+            return f"{key}: a judge trains on questions with answers, but '{name}' yields {yields}; use answer_file"
+    return None
+
+
+COMMON_RULES: tuple[CommonRule, ...] = (
+    check_hsdp_replicas,
+    check_context_parallel,
+    check_cuda_graphs,
+    check_data_files,
+)
+RUN_RULES: tuple[Rule, ...] = (
+    check_model_process,
+    check_objective_process,
+    check_stochastic_sampler,
+    check_objective_data,
+    check_reward_gradients,
+    check_rewards_exist,
+    check_video_rewards,
+    check_scored_frames,
+    check_num_frames,
+    check_initial_image,
+    check_gradient_steps,
+    check_truncated_sampling,
+    check_dropout,
+    check_prompts_per_rank,
+    check_sample_size,
+    check_sample_steps,
+    check_sample_weights,
+)
+# Rules that a run may break if it only generates samples.
+TRAINING_RULES = (
+    check_initial_image,
+    check_gradient_steps,
+    check_truncated_sampling,
+    check_dropout,
+    check_prompts_per_rank,
+)
+AUTOENCODER_RULES: tuple[Callable[[AutoencoderRunConfig, int], str | None], ...] = (
+    check_autoencoder_data,
+    check_batch_size,
+    check_autoencoder_samples,
+    check_sample_weights,
+)
+JUDGE_RULES: tuple[Callable[[JudgeRunConfig, int], str | None], ...] = (check_judge_data, check_batch_size)
+
+
+def find_problems(config: AnyConfig, world_size: int | None = None, *, load_data: bool = True) -> list[str]:
+    """Return a message for every broken rule.
+
+    The default world size is torchrun's. Without `load_data` the run only generates: rules of training do not apply.
+    """
+    ranks = torchrun_world_size() if world_size is None else world_size
     if isinstance(config, AutoencoderRunConfig):
-        found = [*(rule(config, ranks) for rule in AUTOENCODER_RULES), sample_weights_and_ema(config, ranks)]
+        messages = [rule(config, ranks) for rule in AUTOENCODER_RULES]
     elif isinstance(config, JudgeRunConfig):
-        found = [rule(config, ranks) for rule in JUDGE_RULES]
+        messages = [rule(config, ranks) for rule in JUDGE_RULES]
     else:
-        found = [rule(config, ranks) for rule in RULES if fed or rule not in LEARNING]
-    found += [rule(config, ranks) for rule in COMMON if fed or rule is not files]
-    return [sentence for sentence in found if sentence]
+        messages = [rule(config, ranks) for rule in RUN_RULES if load_data or rule not in TRAINING_RULES]
+    messages += [rule(config, ranks) for rule in COMMON_RULES if load_data or rule is not check_data_files]
+    return [message for message in messages if message]
 
 
-def require_valid(config: C, world: int | None = None, *, fed: bool = True) -> C:
-    """The configuration, if nothing speaks against it."""
-    found = find_problems(config, world, fed=fed)
-    if found:
-        raise ConfigError("\n".join(found))
+def require_valid(config: C, world_size: int | None = None, *, load_data: bool = True) -> C:
+    """Return the configuration, or raise ConfigError with all problems."""
+    problems = find_problems(config, world_size, load_data=load_data)
+    if problems:
+        raise ConfigError("\n".join(problems))
     return config
 
 
 def torchrun_world_size() -> int:
-    """How many ranks torchrun has started."""
-    found = os.environ.get("WORLD_SIZE", "1")
-    if not found.isdecimal() or int(found) < 1:
-        raise ConfigError(f"the environment variable WORLD_SIZE is '{found}'; expected the number of ranks")
-    return int(found)
+    """The number of ranks that torchrun started; 1 without torchrun."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if not size.isdecimal() or int(size) < 1:
+        raise ConfigError(f"the environment variable WORLD_SIZE is '{size}'; expected the number of ranks")
+    return int(size)
 
 
-def quoted(names: list[str]) -> str:
-    return ", ".join(f"'{each:.60}'" for each in names)
+def data_parallel_size(config: AnyConfig, world_size: int) -> int:
+    """The number of ranks with different samples: ranks of a context-parallel group share theirs."""
+    return max(1, world_size // config.engine.context_parallel)
+
+
+def component_name(component: object) -> str:
+    """The `type` under which the class of a component is registered."""
+    return registered_name(type(component))
+
+
+def settings_of(component: Any) -> dict[str, Any]:
+    """The fields of a component, which is always a dataclass, by name."""
+    return {f.name: getattr(component, f.name) for f in fields(component)}
+
+
+def video_rewards(config: RunConfig) -> list[str]:
+    return [key for key, reward in config.rewards.items() if reward.spec.modality == "video"]
+
+
+def quote(names: list[str]) -> str:
+    return ", ".join(f"'{name:.60}'" for name in names)
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """The batch arithmetic of one training step, over all ranks unless a field says otherwise."""
+
+    prompts: int  # or images, or pairs
+    samples: int = 0
+    network_calls_per_sample: int = 0
+    rollout_network_calls: int = 0
+    updates: int = 1
+    minibatch_size: int = 0  # samples per update
+    micro_batch_size: int = 0  # samples per backward pass on one GPU
+    total_updates: int = 0
+
+
+def compute_step_counts(config: AnyConfig, world_size: int = 1) -> StepCounts:
+    """Compute the batch arithmetic of a step, before anything is loaded."""
+    if isinstance(config, AutoencoderRunConfig | JudgeRunConfig):
+        share = min(-(-config.batch_size // world_size), config.micro_batch_size or config.batch_size)
+        return StepCounts(
+            config.batch_size, minibatch_size=config.batch_size, micro_batch_size=share, total_updates=config.steps
+        )
+    batch, objective = config.batch, config.objective
+    guided = 2 if config.guidance is not None and config.guidance.scale != 1 else 1
+    samples = objective.samples_per_prompt()
+    calls = guided * objective.rollout_network_calls(config.process.network_calls_per_sample(config.model.shape))
+    experience = batch.prompts * objective.experience_per_prompt()
+    share = -(-experience // (data_parallel_size(config, world_size) * batch.minibatches))
+    return StepCounts(
+        prompts=batch.prompts,
+        samples=batch.prompts * samples,
+        network_calls_per_sample=-(-calls // max(1, samples)),
+        rollout_network_calls=batch.prompts * calls,
+        updates=batch.minibatches * batch.epochs,
+        minibatch_size=experience // batch.minibatches,
+        micro_batch_size=min(share, batch.micro_batch_size or share),
+        total_updates=config.steps * batch.minibatches * batch.epochs,
+    )
+
+
+def collect_warnings(config: AnyConfig) -> list[str]:
+    """Return warnings about settings that are valid but unusual."""
+    if not isinstance(config, RunConfig):
+        return []
+    return [*_warn_emulated_bugs(config), *_warn_unguided_updates(config), *_warn_timestep_shift(config)]
+
+
+EMULATED_BUGS = {
+    "sampled_context": "tokens are sampled given the image, but scored given the sample",
+    "dropout": "tokens are sampled without dropout, but scored with it",
+}
+
+
+def _warn_emulated_bugs(config: RunConfig) -> list[str]:
+    objective = config.objective
+    if not isinstance(objective, TeacherForcedGRPO):
+        return []
+    why = "so that ratios do not begin at 1; use it for comparison only"
+    return [f"objective.emulate_bugs: '{bug}' is on: {EMULATED_BUGS[bug]}, {why}" for bug in objective.emulate_bugs]
+
+
+def _warn_unguided_updates(config: RunConfig) -> list[str]:
+    guidance, objective = config.guidance, config.objective
+    # Teacher-forced tokens are sampled by the call that scores them, without guidance.
+    sampled = objective.needs_stochastic and not isinstance(objective, TeacherForcedGRPO)
+    if guidance is None or not guidance.rollouts_only or guidance.scale == 1 or not sampled:
+        return []
+    return [
+        "guidance.rollouts_only: samples are drawn with guidance and scored without it, as in AR-GRPO, so that the "
+        "trained distribution is not the sampled one; set it to false to score with guidance"
+    ]
+
+
+def _warn_timestep_shift(config: RunConfig) -> list[str]:
+    shift = config.model.timestep_shift
+    path = config.process.path if isinstance(config.process, GaussianProcess) else None
+    if shift is None or not isinstance(path, RectifiedFlow) or abs(path.shift - shift) <= SHIFT_TOLERANCE * shift:
+        return []
+    return [
+        f"process.path.shift: {path.shift:g} is meant for videos of another size or length; "
+        f"set process.path.shift={shift:.4f}, unless you want another one"
+    ]
+
+
+def emit_config_warnings(config: RunConfig) -> None:
+    for message in collect_warnings(config):
+        warnings.warn(message, stacklevel=2)
+
+
+def warn_bf16_emulation(engine: Engine) -> None:
+    """Warn on rank 0 if the device emulates bf16, with the measured slowdown."""
+    message = describe_emulation(engine.config, engine.device) if engine.comm.rank == 0 else None
+    if message:
+        warnings.warn(message, stacklevel=3)

@@ -1,4 +1,4 @@
-"""A configuration as the YAML that gives it back, every default written out."""
+"""Convert a configuration back to plain data or YAML, with all defaults written out."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from .component_types import COMPONENT_REGISTRIES
 from .schema import AnyConfig, RewardConfig
+from .validate import COMPONENT_REGISTRIES
 from .yaml_io import render_yaml
 
 
 def config_to_dict(config: AnyConfig) -> dict[str, Any]:
-    """Plain data that validates to an equal configuration."""
+    """Convert a configuration to plain data that validates to an equal one."""
     return dataclass_to_dict(config)
 
 
 def config_to_yaml(config: AnyConfig) -> str:
-    """The resolved configuration as YAML."""
+    """Format a configuration as YAML."""
     return render_yaml(config_to_dict(config))
 
 
 def dataclass_to_dict(section: Any, *, terse: bool = False) -> dict[str, Any]:
-    """The fields of a dataclass, by name; tersely, those that differ from their defaults."""
+    """Convert the fields of a dataclass to plain data by name; with `terse` only those that are not the default."""
     cls: type = type(section)
     hints = _hints(cls)
-    told = [f for f in fields(section) if f.init and not (terse and getattr(section, f.name) == default_value(f))]
-    return {f.name: to_plain(getattr(section, f.name), hints[f.name], terse=terse) for f in told}
+    chosen = [f for f in fields(section) if f.init and not (terse and getattr(section, f.name) == default_value(f))]
+    return {f.name: to_plain(getattr(section, f.name), hints[f.name], terse=terse) for f in chosen}
 
 
 @cache
@@ -41,15 +41,15 @@ def default_value(field: Field[Any]) -> Any:
 
 
 def to_plain(value: Any, hint: Any, *, terse: bool = False) -> Any:
-    """A value in the types YAML has; an object whose field leaves its class open says which with `type`."""
+    """Convert a value to the types of YAML; an object has its `type` unless the field allows only one class."""
     if isinstance(value, RewardConfig):
-        said = dataclass_to_dict(value, terse=terse)
-        beside = {name: value for name, value in said.items() if name != "spec" and value is not None}
-        return {**to_plain(value.spec, None, terse=terse), **beside}
+        settings = dataclass_to_dict(value, terse=terse)
+        settings = {name: each for name, each in settings.items() if name != "spec" and each is not None}
+        return {**to_plain(value.spec, None, terse=terse), **settings}
     if is_dataclass(value):
-        closed = type(value) in (hint, *get_args(hint))
-        said = dataclass_to_dict(value, terse=terse)
-        return said if closed else {"type": registered_name(type(value)), **said}
+        is_known = type(value) in (hint, *get_args(hint))
+        settings = dataclass_to_dict(value, terse=terse)
+        return settings if is_known else {"type": registered_name(type(value)), **settings}
     if isinstance(value, tuple):
         return [to_plain(item, get_args(hint)[:1], terse=terse) for item in value]
     if isinstance(value, Mapping):
@@ -58,5 +58,5 @@ def to_plain(value: Any, hint: Any, *, terse: bool = False) -> Any:
 
 
 def registered_name(cls: type) -> str:
-    """The shortest name any registry has for a class."""
+    """The shortest name that any registry has for a class."""
     return min((registry.name(cls) for registry in COMPONENT_REGISTRIES.values()), key=len)

@@ -1,4 +1,4 @@
-"""A file of your own that gives data sets names: `data: {type: named, name: faces}` is what `faces` says there."""
+"""Datasets by name from a file of your own: `data: {type: named, name: faces}` uses the entry `faces`."""
 
 from __future__ import annotations
 
@@ -7,63 +7,48 @@ from pathlib import Path
 from typing import Any
 
 from ..core.registry import ConfigError, suggest_name
+from .registries import convert_dataset
 from .yaml_io import parse_yaml
 
-NAMED = "named"
-FILES = (Path("datasets.yaml"), Path("configs/datasets.yaml"))  # the first that is there
-CHANNELS = {1: True, 3: False}  # whether pictures are grey
+NAMED_DATASET = "named"
+DATASETS_FILES = (Path("datasets.yaml"), Path("configs/datasets.yaml"))  # the first one that exists
 
 
 def resolve_named_dataset(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a name stands for, under whatever else is said beside it; other settings stay as they are."""
-    if settings.get("type") != NAMED:
+    """Replace `type: named` by the settings of its entry, with further keys on top; return others unchanged."""
+    if settings.get("type") != NAMED_DATASET:
         return dict(settings)
     file, name = find_datasets_file(settings.get("file")), settings.get("name")
-    known = read_datasets_file(file)
-    if not isinstance(name, str) or name not in known:
-        said = f"'{name:.60}'" if isinstance(name, str) else "what has no name"
-        raise ConfigError(f"{file} does not know {said}{suggest_name(str(name), known)}")
-    entry = known[name]
+    entries = read_datasets_file(file)
+    if not isinstance(name, str) or name not in entries:
+        problem = f"has no dataset '{name:.60}'" if isinstance(name, str) else "needs a `name` to look up"
+        raise ConfigError(f"{file} {problem}{suggest_name(str(name), entries)}")
+    entry = entries[name]
     kind = entry.get("type") if isinstance(entry, Mapping) else None
-    if not isinstance(kind, str) or kind == NAMED:
-        found = f"of the type {kind!r:.40}" if isinstance(entry, Mapping) else f"{entry!r:.60}"
-        raise ConfigError(f"{file}: '{name:.60}' is {found}; expected settings such as {{type: gallery, path: faces}}")
-    beside = {key: value for key, value in settings.items() if key not in ("type", "name", "file")}
-    return {**normalize_entry(entry, f"{file}: {name}"), **beside}
+    if not isinstance(kind, str) or kind == NAMED_DATASET:
+        problem = f"has the type {kind!r:.40}" if isinstance(entry, Mapping) else f"is {entry!r:.60}"
+        raise ConfigError(f"{file}: '{name:.60}' {problem}; expected settings such as {{type: gallery, path: faces}}")
+    overrides = {key: value for key, value in settings.items() if key not in ("type", "name", "file")}
+    return {**convert_dataset(entry, f"{file}: {name}"), **overrides}
 
 
 def find_datasets_file(file: object) -> Path:
-    """The file that is given, or one of the usual, where the command is run."""
+    """Return the given file, or the first default one that exists."""
     if file is not None and not isinstance(file, str | Path):
-        raise ConfigError(f"file is {file!r:.60}; expected the path of a file that names data sets")
-    tried = (Path(file),) if file is not None else FILES
-    found = next((path for path in tried if path.is_file()), None)
-    if found is None:
-        raise ConfigError(f"there is no {' or '.join(map(str, tried))}; write one, or set file to where it is")
-    return found
+        raise ConfigError(f"file is {file!r:.60}; expected the path of a file with named datasets")
+    candidates = (Path(file),) if file is not None else DATASETS_FILES
+    path = next((path for path in candidates if path.is_file()), None)
+    if path is None:
+        raise ConfigError(f"there is no {' or '.join(map(str, candidates))}; create it, or set `file` to its path")
+    return path
 
 
 def read_datasets_file(file: Path) -> dict[str, Any]:
+    """Read the entries of a file by name."""
     try:
-        found = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+        entries = parse_yaml(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read ({error}); expected UTF-8 text") from error
-    if not isinstance(found, dict) or not found:
-        raise ConfigError(f"{file}: expected names of data sets, each with its settings")
-    return found
-
-
-def normalize_entry(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """An entry by our names, which nanoVLA-RL's are of one type."""
-    return convert_image_folder(entry, where) if entry.get("type") == "image_folder" else dict(entry)
-
-
-def convert_image_folder(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Pictures as nanoVLA-RL writes them down, {path, im_size, im_channels}, by our names."""
-    others = {key: value for key, value in entry.items() if key not in ("type", "im_size", "im_channels")}
-    channels = entry.get("im_channels", 3)
-    if channels not in CHANNELS:
-        raise ConfigError(f"{where}: im_channels is {channels!r:.40}; expected 1 or 3")
-    sized = {"size": entry["im_size"]} if "im_size" in entry else {}
-    grey = {"grey": True} if CHANNELS[channels] else {}
-    return {"type": "gallery", **others, **sized, **grey}
+    if not isinstance(entries, dict) or not entries:
+        raise ConfigError(f"{file}: expected names of datasets, each with its settings")
+    return entries

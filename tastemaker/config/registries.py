@@ -1,6 +1,13 @@
-"""What a `type:` may name, kind by kind; the only list of everything there is. It imports none of it, nor torch."""
+"""The names that a `type:` may have, kind by kind, and hooks for the formats of other projects.
+
+Classes and functions are named as "module:attribute" and imported when they are used, so that this module is light.
+"""
 
 from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..core.registry import AUTOENCODERS as AUTOENCODERS
 from ..core.registry import Registry
@@ -8,30 +15,30 @@ from ..core.registry import Registry
 MODELS = Registry(
     "model",
     {
-        "cogvideox": "tastemaker.models.cogvideox:CogVideoX",
-        "dit": "tastemaker.models.dit:Dit",
-        "flux": "tastemaker.models.flux:Flux",
-        "flux_kontext": "tastemaker.models.flux_kontext:FluxKontext",
-        "gpt": "tastemaker.models.gpt:Gpt",
-        "hunyuanvideo": "tastemaker.models.hunyuanvideo:HunyuanVideo",
-        "latent_dit": "tastemaker.models.latent_dit.model:LatentDit",
-        "llamagen": "tastemaker.models.llamagen.model:Llamagen",
-        "ltx": "tastemaker.models.ltx:Ltx",
-        "maskgit": "tastemaker.models.maskgit:Maskgit",
-        "mochi": "tastemaker.models.mochi:Mochi",
-        "modelscope": "tastemaker.models.modelscope:Modelscope",
-        "opensora": "tastemaker.models.opensora.model:OpenSora",
-        "qwen_image": "tastemaker.models.qwen_image:QwenImage",
-        "sd15": "tastemaker.models.sd15:Sd15",
-        "sd3": "tastemaker.models.sd3:Sd3",
-        "sdxl": "tastemaker.models.sdxl:Sdxl",
-        "showo": "tastemaker.models.showo.model:Showo",
-        "svd": "tastemaker.models.svd:Svd",
-        "toy_flow": "tastemaker.models.toy:ToyFlow",
-        "toy_causal": "tastemaker.models.toy:ToyCausal",
-        "toy_masked": "tastemaker.models.toy:ToyMasked",
-        "wan": "tastemaker.models.wan:Wan",
-        "videocrafter": "tastemaker.models.videocrafter:Videocrafter",
+        "cogvideox": "tastemaker.models.cogvideox:CogVideoXSpec",
+        "dit": "tastemaker.models.dit:DitSpec",
+        "flux": "tastemaker.models.flux:FluxSpec",
+        "flux_kontext": "tastemaker.models.flux_kontext:FluxKontextSpec",
+        "gpt": "tastemaker.models.gpt:GptSpec",
+        "hunyuanvideo": "tastemaker.models.hunyuanvideo:HunyuanVideoSpec",
+        "latent_dit": "tastemaker.models.latent_dit.model:LatentDitSpec",
+        "llamagen": "tastemaker.models.llamagen.model:LlamagenSpec",
+        "ltx": "tastemaker.models.ltx:LtxSpec",
+        "maskgit": "tastemaker.models.maskgit:MaskgitSpec",
+        "mochi": "tastemaker.models.mochi:MochiSpec",
+        "modelscope": "tastemaker.models.modelscope:ModelscopeSpec",
+        "opensora": "tastemaker.models.opensora.model:OpenSoraSpec",
+        "qwen_image": "tastemaker.models.qwen_image:QwenImageSpec",
+        "sd15": "tastemaker.models.sd15:Sd15Spec",
+        "sd3": "tastemaker.models.sd3:Sd3Spec",
+        "sdxl": "tastemaker.models.sdxl:SdxlSpec",
+        "showo": "tastemaker.models.showo.model:ShowoSpec",
+        "svd": "tastemaker.models.svd:SvdSpec",
+        "toy_flow": "tastemaker.models.toy:ToyFlowSpec",
+        "toy_causal": "tastemaker.models.toy:ToyCausalSpec",
+        "toy_masked": "tastemaker.models.toy:ToyMaskedSpec",
+        "wan": "tastemaker.models.wan:WanSpec",
+        "videocrafter": "tastemaker.models.videocrafter:VideocrafterSpec",
     },
 )
 PROCESSES = Registry(
@@ -47,7 +54,7 @@ PATHS = Registry(
     {
         "straight": "tastemaker.processes.paths:RectifiedFlow",
         "variance_preserving": "tastemaker.processes.paths:VariancePreserving",
-        "karras": "tastemaker.processes.karras:KarrasPath",
+        "karras": "tastemaker.processes.paths:KarrasPath",
     },
 )
 DYNAMICS = Registry(
@@ -68,7 +75,7 @@ OBJECTIVES = Registry(
         "srpo": "tastemaker.objectives.srpo:SRPO",
         "ddpo": "tastemaker.objectives.ddpo:DDPO",
         "grpo": "tastemaker.objectives.grpo:GRPO",
-        "forced_grpo": "tastemaker.objectives.forced_grpo:TeacherForcedGRPO",
+        "forced_grpo": "tastemaker.objectives.teacher_forced_grpo:TeacherForcedGRPO",
         "dpo": "tastemaker.objectives.dpo:DPO",
         "cca": "tastemaker.objectives.cca:CCA",
         "online_dpo": "tastemaker.objectives.online_dpo:OnlineDPO",
@@ -78,58 +85,46 @@ OBJECTIVES = Registry(
 REWARDS = Registry(
     "reward",
     {
-        "jpeg": "tastemaker.rewards.jpeg:Jpeg",
-        "compression": "tastemaker.rewards.compression:Compression",
-        "brightness": "tastemaker.rewards.color:Brightness",
-        "color": "tastemaker.rewards.color:Color",
-        "mse": "tastemaker.rewards.target_image:Mse",
-        "l1": "tastemaker.rewards.target_image:L1",
-        "lpips": "tastemaker.rewards.lpips:Lpips",
+        "jpeg": "tastemaker.rewards.compression:JpegReward",
+        "compression": "tastemaker.rewards.compression:CompressionReward",
+        "brightness": "tastemaker.rewards.color:BrightnessReward",
+        "color": "tastemaker.rewards.color:ColorReward",
+        "mse": "tastemaker.rewards.target_image:MseReward",
+        "l1": "tastemaker.rewards.target_image:L1Reward",
+        "lpips": "tastemaker.rewards.target_image:LpipsReward",
         "critic": "tastemaker.rewards.discriminator:DiscriminatorReward",
-        "aesthetic": "tastemaker.rewards.aesthetic:Aesthetic",
-        "weather": "tastemaker.rewards.weather:Weather",
-        "classifier": "tastemaker.rewards.classifier:Classifier",
-        "compression_score": "tastemaker.rewards.compression_score:CompressionScore",
+        "aesthetic": "tastemaker.rewards.clip_heads:AestheticReward",
+        "weather": "tastemaker.rewards.clip_heads:WeatherReward",
+        "classifier": "tastemaker.rewards.classifier:ClassifierReward",
+        "compression_score": "tastemaker.rewards.clip_heads:CompressionScoreReward",
         "detection": "tastemaker.rewards.detection:DetectionReward",
-        "geneval": "tastemaker.rewards.geneval:Geneval",
-        "ocr": "tastemaker.rewards.ocr:Ocr",
-        "ocr_gradient": "tastemaker.rewards.ocr_gradient:OcrGradient",
-        "hps": "tastemaker.rewards.hps:Hps",
-        "pickscore": "tastemaker.rewards.pickscore:PickScore",
+        "geneval": "tastemaker.rewards.geneval:GenevalReward",
+        "ocr": "tastemaker.rewards.ocr:OcrReward",
+        "ocr_gradient": "tastemaker.rewards.ocr_gradient:OcrGradientReward",
+        "hps": "tastemaker.rewards.hps:HpsReward",
+        "pickscore": "tastemaker.rewards.pickscore:PickScoreReward",
         "clip": "tastemaker.rewards.clip:ClipReward",
         "imagereward": "tastemaker.rewards.imagereward:ImageReward",
-        "stillness": "tastemaker.rewards.stillness:Stillness",
-        "dynamics": "tastemaker.rewards.dynamics:DynamicsReward",
-        "flicker": "tastemaker.rewards.flicker:Flicker",
-        "actpred": "tastemaker.rewards.actpred:Actpred",
-        "vjepa": "tastemaker.rewards.vjepa:Vjepa",
-        "vlm": "tastemaker.rewards.vlm:Vlm",
-        "playground_verdict": "tastemaker.rewards.playground_verdict:PlaygroundVerdict",
-        "playground_soft": "tastemaker.rewards.playground_soft:PlaygroundSoft",
-        "playground_match": "tastemaker.rewards.playground_match:PlaygroundMatch",
-        "playground_judge": "tastemaker.rewards.playground_judge:PlaygroundJudge",
-        "playground_taste": "tastemaker.rewards.playground_taste:PlaygroundTaste",
-        "playground_motion": "tastemaker.rewards.playground_motion:PlaygroundMotion",
-        "playground_content": "tastemaker.rewards.playground_motion:PlaygroundContent",
-        "relative": "tastemaker.rewards.combinators:Relative",
-        "clipped": "tastemaker.rewards.combinators:Clipped",
-        "per_frame": "tastemaker.rewards.combinators:PerFrame",
-        "shuffled": "tastemaker.rewards.shuffled:Shuffled",
-        "cached": "tastemaker.rewards.cached:Cached",
-        "sum": "tastemaker.rewards.sum:Sum",
-        "remote": "tastemaker.rewards.remote:Remote",
-    },
-    # What VADER calls them; its sum of two is (aesthetic + 15 hps) / 2, both of pictures stretched to a square.
-    aliases={
-        "pick_score": {"type": "pickscore"},
-        "objectDetection": {"type": "detection", "want": "absent"},
-        "rainy": {"type": "weather", "kind": "rainy"},
-        "snowy": {"type": "weather", "kind": "snowy"},
-        "aesthetic_hps": {
-            "type": "sum",
-            "of": [{"type": "aesthetic"}, {"type": "hps", "fit": "stretch"}],
-            "weights": [0.5, 7.5],
-        },
+        "stillness": "tastemaker.rewards.motion:StillnessReward",
+        "dynamics": "tastemaker.rewards.motion:DynamicsReward",
+        "flicker": "tastemaker.rewards.motion:FlickerReward",
+        "actpred": "tastemaker.rewards.actpred:ActionReward",
+        "vjepa": "tastemaker.rewards.vjepa:VjepaReward",
+        "vlm": "tastemaker.rewards.vlm:VlmReward",
+        "playground_verdict": "tastemaker.rewards.playground:PlaygroundVerdictReward",
+        "playground_soft": "tastemaker.rewards.playground:PlaygroundSoftReward",
+        "playground_match": "tastemaker.rewards.playground:PlaygroundMatchReward",
+        "playground_judge": "tastemaker.rewards.playground:PlaygroundJudgeReward",
+        "playground_taste": "tastemaker.rewards.playground:PlaygroundTasteReward",
+        "playground_motion": "tastemaker.rewards.playground:PlaygroundMotionReward",
+        "playground_content": "tastemaker.rewards.playground:PlaygroundContentReward",
+        "relative": "tastemaker.rewards.wrappers:RelativeReward",
+        "clipped": "tastemaker.rewards.wrappers:ClippedReward",
+        "per_frame": "tastemaker.rewards.wrappers:PerFrameReward",
+        "shuffled": "tastemaker.rewards.wrappers:ShuffledReward",
+        "cached": "tastemaker.rewards.cached:CachedReward",
+        "sum": "tastemaker.rewards.wrappers:SumReward",
+        "remote": "tastemaker.rewards.remote:RemoteReward",
     },
 )
 TUNINGS = Registry(
@@ -145,37 +140,70 @@ DATA = Registry(
     {
         "prompts": "tastemaker.data.prompts:InlinePrompts",
         "prompt_file": "tastemaker.data.prompts:PromptFile",
-        "prompt_set": "tastemaker.data.prompt_sets:PromptSet",
-        "class_prompts": "tastemaker.data.class_prompts:ClassPrompts",
-        "edit_file": "tastemaker.data.edits:EditFile",
+        "prompt_set": "tastemaker.data.prompts:PromptSet",
+        "class_prompts": "tastemaker.data.prompts:ClassPrompts",
+        "edit_file": "tastemaker.data.prompts:EditFile",
         "illustrated_prompts": "tastemaker.data.prompt_images:IllustratedPrompts",
-        "toy_pictures": "tastemaker.data.captioned_images:ToyPictures",
+        "toy_pictures": "tastemaker.data.toy:ToyImages",
         "cifar10": "tastemaker.data.cifar10:Cifar10",
         "gallery": "tastemaker.data.images:Gallery",
-        "picture_folder": "tastemaker.data.captioned_images:PictureFolder",
-        "class_pictures": "tastemaker.data.class_images:ClassPictures",
-        "code_folder": "tastemaker.data.tokens:CodeFolder",
+        "picture_folder": "tastemaker.data.images:ImageFolder",
+        "class_pictures": "tastemaker.data.images:ClassImages",
+        "code_folder": "tastemaker.data.tokens:TokenFolder",
         "latent_folder": "tastemaker.data.latents:LatentFolder",
-        "toy_pairs": "tastemaker.data.pairs:ToyPairs",
+        "toy_pairs": "tastemaker.data.toy:ToyPairs",
         "pair_file": "tastemaker.data.pairs:PairFile",
         "pair_folder": "tastemaker.data.pairs:PairFolder",
-        "toy_answers": "tastemaker.data.vqa:ToyAnswers",
-        "answer_file": "tastemaker.data.vqa:AnswerFile",
+        "toy_answers": "tastemaker.data.toy:ToyVqa",
+        "answer_file": "tastemaker.data.vqa:VqaFile",
         "playground_scenes": "tastemaker.data.playground:PlaygroundScenes",
         "playground_prompts": "tastemaker.data.playground:PlaygroundPrompts",
         "playground_signs": "tastemaker.data.playground:PlaygroundSigns",
-        "playground_words": "tastemaker.data.playground:PlaygroundWords",
+        "playground_words": "tastemaker.data.playground:PlaygroundSignPrompts",
     },
 )
 SEARCHES = Registry(
     "search",
     {
-        "single": "tastemaker.search.single:SingleSample",
+        "single": "tastemaker.search.best_of_n:SingleSample",
         "scheduled": "tastemaker.search.diffusers_scheduler:DiffusersSchedulerSearch",
         "best_of_n": "tastemaker.search.best_of_n:BestOfN",
         "prm": "tastemaker.search.prm:PRMSearch",
         "parm": "tastemaker.search.parm:PARMSearch",
-        "published_parm": "tastemaker.search.published_parm:PublishedPARMSearch",
+        "published_parm": "tastemaker.search.parm:PublishedPARMSearch",
         "refine": "tastemaker.search.refine:Refine",
     },
 )
+
+# Hooks, which `tastemaker.compat` fills.
+
+# Functions (config, overrides) -> (config in our keys, overrides left to apply), or None if the file is not of their
+# format. The converted configuration may name a recipe that it `extends`.
+CONFIG_FORMATS: list[str] = []
+
+# Functions (entry, where) -> settings of `data`, by the `type` that an entry of datasets.yaml has in the other project.
+DATASET_FORMATS: dict[str, str] = {}
+
+# Advice for a value that another project has for a key, by (key, value).
+VALUE_HINTS: dict[tuple[str, str], str] = {}
+
+
+def convert_config(config: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Convert a file of another project to our keys; files in our own format are returned unchanged."""
+    for name in CONFIG_FORMATS:
+        converted = _import_function(name)(config, overrides)
+        if converted is not None:
+            result: tuple[dict[str, Any], list[str]] = converted
+            return result
+    return config, list(overrides)
+
+
+def convert_dataset(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Convert one entry of datasets.yaml; `where` names it in messages."""
+    name = DATASET_FORMATS.get(str(entry.get("type")))
+    return dict(entry) if name is None else _import_function(name)(entry, where)
+
+
+def _import_function(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return vars(importlib.import_module(module))[function]

@@ -1,4 +1,4 @@
-"""The sections of a run's configuration: frozen data, validated by pydantic, that the builder turns into a run."""
+"""The sections of a configuration as frozen dataclasses; validate.py reads them, build.py makes a run of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from ..autoencoders.lpips import VGG16
 from ..core.autoencoder import AutoencoderSpec
+from ..core.model_spec import ModelSpec
 from ..core.objective import Objective
-from ..core.policy import Guidance, ModelSpec, Process
+from ..core.policy import Guidance, Process
 from ..core.reward import RewardNormalization, RewardSpec
 from ..core.weights import Tuning
-from ..data.spec import DataSpec
+from ..data.dataset import DataSpec
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -27,90 +28,90 @@ class OptimConfig:
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 1e-4
-    clip: NonNegativeFloat = 1.0  # gradient norm; 0 does not clip
-    warmup: NonNegativeInt = 0  # steps
-    schedule: Literal["constant", "cosine", "linear"] = "constant"  # after the warm-up, to zero at the last step
-    moments: Literal["fp32", "bf16", "int8"] = "fp32"  # what AdamW remembers, rounded at random if not in fp32
+    max_grad_norm: NonNegativeFloat = 1.0  # 0: no clipping
+    warmup_steps: NonNegativeInt = 0
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"  # after warm-up, to 0 at the last step
+    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"  # AdamW moments; bf16 and int8 round stochastically
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """The arithmetic of a step."""
+    """Batch sizes of a step."""
 
-    prompts: PositiveInt = 8  # rows of data a step, over all ranks
-    updates: PositiveInt = 1  # optimizer updates a pass over the experience
+    prompts: PositiveInt = 8  # prompts, images or pairs per step, over all ranks
+    minibatches: PositiveInt = 1  # optimizer updates per pass over the experience
     epochs: PositiveInt = 1  # passes over the experience
-    rollout: PositiveInt | None = None  # rows sampled at a time on one rank; all at once if not given
-    microbatch: PositiveInt | None = None  # rows a backward pass on one rank; gradients accumulate over them
+    rollout_batch_size: PositiveInt | None = None  # samples generated at once per rank; default: all
+    micro_batch_size: PositiveInt | None = None  # samples per backward pass and rank; default: the minibatch
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Ranks, precision and memory."""
+    """Device, parallelism, precision and memory."""
 
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     strategy: Literal["replicated", "sdp", "fsdp", "hsdp"] = "replicated"
-    replicas: PositiveInt = 2  # hsdp only: groups of ranks that each hold the whole network
-    context: PositiveInt = 1  # ranks that share the tokens of the same rows, for large pictures; FLUX and Qwen-Image
-    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"  # auto: what fits the device
-    reduce: Literal["fp32", "fp16", "bf16"] = "fp32"  # gradients between ranks
-    trainable: Literal["fp32", "bf16"] = "fp32"  # bf16 rounds stochastically
-    memory: Literal["keep", "recompute", "offload"] = "keep"  # activations for the backward pass
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "xformers"] = "auto"
-    compile: bool = False  # with torch.compile, a large network block by block: slow to start, then faster
-    graphs: bool = False  # on a GPU: record a network's calls without a gradient and play them again; small ones gain
+    hsdp_replicas: PositiveInt = 2  # hsdp only: groups of ranks that each hold all weights
+    context_parallel: PositiveInt = 1  # ranks that split the tokens of a sample; FLUX and Qwen-Image only
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = "auto"  # auto: the best for the device
+    reduce_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"  # of gradients between ranks
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # of trained weights; bf16 rounds stochastically
+    activation_memory: Literal["keep", "checkpoint", "offload"] = "keep"  # for the backward pass
+    attention_backend: Literal["auto", "sdpa", "flash", "cudnn", "xformers"] = "auto"
+    compile: bool = False  # torch.compile, block by block for large networks: slow start, then faster
+    cuda_graphs: bool = False  # capture and replay calls without gradient; faster for small networks
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept of a run."""
+    """How often checkpoints are saved, and how many are kept."""
 
     every: PositiveInt = 100  # steps; the last step is always saved
-    keep: NonNegativeInt = 2  # the newest so many; 0 keeps all
-    form: Literal["consolidated", "sharded"] = "consolidated"
+    keep_last: NonNegativeInt = 2  # number of checkpoints; 0: all
+    format: Literal["consolidated", "sharded"] = "consolidated"
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Pictures to look at while training."""
+    """Samples that are generated while training."""
 
     every: NonNegativeInt = 50  # steps; 0 never
-    prompts: tuple[str, ...] = ()  # the first of the data if none are given
+    prompts: tuple[str, ...] = ()  # default: the first of the data
     count: PositiveInt = 8
-    use: Literal["live", "ema"] = "live"
-    height: PositiveInt | None = None  # likewise below: as trained if not given
+    weights: Literal["live", "ema"] = "live"
+    height: PositiveInt | None = None  # this and the following: as in training by default
     width: PositiveInt | None = None
-    steps: PositiveInt | None = None
-    guidance: NonNegativeFloat | None = None  # told to networks that read it, such as FLUX; of two predictions else
+    num_steps: PositiveInt | None = None
+    guidance_scale: NonNegativeFloat | None = None  # distilled guidance for models that have it, such as FLUX
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Looks for reward hacking: rewards of weight zero, diversity and the pictures' features on fixed prompts."""
+    """Detection of reward hacking: held-out rewards, diversity and feature drift on fixed prompts."""
 
     every: NonNegativeInt = 50  # steps; 0 never
-    prompts: Annotated[int, Field(ge=4)] = 16  # fewer would not tell a change from noise
-    per_prompt: Annotated[int, Field(ge=2)] = 4
-    patience: PositiveInt = 2  # looks a fall must last
-    stop: bool = False  # end the run when the guard warns
+    prompts: Annotated[int, Field(ge=4)] = 16  # with fewer, a change is within the noise
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 4
+    patience: PositiveInt = 2  # checks that a drop must last
+    stop_on_warning: bool = False  # end the run at a warning
 
 
 @dataclass(frozen=True)
 class LoggersConfig:
-    """Who watches the run beside metrics.jsonl and the progress display."""
+    """Loggers beside metrics.jsonl and the progress display."""
 
     tensorboard: bool = False
-    wandb: str | None = None  # a project name; offline unless WANDB_MODE says otherwise
+    wandb: str | None = None  # project name; offline unless WANDB_MODE is set
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """A reward and its weight in the sum; of weight zero, it is only watched."""
+    """A reward and its weight in the sum. A reward of weight 0 is only logged."""
 
     spec: RewardSpec
     weight: float = 1.0
-    normalize: RewardNormalization | None = None  # of the score, before its weight; what is watched stays as it is
-    clip: tuple[float, float] | None = None  # bounds of what is normalised; outside, its gradient is zero
+    normalize: RewardNormalization | None = None  # of the score, before the weight; logged scores are raw
+    clip: tuple[float, float] | None = None  # bounds of the normalized score; the gradient is zero outside
     held_out: bool = False  # scored by the guard and on displayed samples, not at training steps; needs weight 0
 
     def __post_init__(self) -> None:
@@ -122,7 +123,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All of a run."""
+    """A run that trains a generator."""
 
     model: ModelSpec
     process: Process
@@ -137,12 +138,12 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     guard: GuardConfig = GuardConfig()
-    watch: LoggersConfig = LoggersConfig()
-    ema: Decay = 0.0  # decay; 0 keeps no average
+    loggers: LoggersConfig = LoggersConfig()
+    ema_decay: Decay = 0.0  # 0: no EMA
     steps: PositiveInt = 100
     seed: int = 0
-    output: Path = Path("runs")
-    name: str | None = None  # of the run's directory; the recipe's if not given
+    output_dir: Path = Path("runs")
+    name: str | None = None  # of the run's directory; default: the recipe's
 
     def __post_init__(self) -> None:
         validate_run_name(self.name)
@@ -150,64 +151,64 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ReconstructionLossConfig:
-    """What a reconstruction is compared by, each term with its weight; pixels count from -1 to 1."""
+    """Weights of the terms of the reconstruction loss; pixels are in [-1, 1]."""
 
     l1: NonNegativeFloat = 1.0
     mse: NonNegativeFloat = 2.0
-    edge: NonNegativeFloat = 0.5  # differences between neighbouring pixels
-    lpips: NonNegativeFloat = 0.0  # what VGG16 sees of the difference
-    vgg: str = VGG16.hub  # VGG16 of torchvision or timm, or an LPIPS whole
-    heads: str = ""  # of LPIPS, a path; those of the installed package lpips if empty
+    gradient: NonNegativeFloat = 0.5  # L1 of differences between neighboring pixels
+    lpips: NonNegativeFloat = 0.0  # perceptual distance
+    vgg_weights: str = VGG16.hub  # VGG16 of torchvision or timm, or a complete LPIPS
+    lpips_weights: str = ""  # path of the linear heads; default: those of the installed package lpips
 
 
 @dataclass(frozen=True)
 class DiscriminatorConfig:
-    """A PatchGAN that learns to tell reconstructions from pictures, and that they learn to deceive."""
+    """PatchGAN discriminator of an autoencoder."""
 
     weight: NonNegativeFloat = 0.5
-    start: NonNegativeInt = 20000  # steps before it plays a part, counted from the beginning of the run
-    adaptive: bool = False  # weigh it so that the last layer feels it as much as the reconstruction (VQGAN)
+    start_step: NonNegativeInt = 20000  # step from which it is used
+    adaptive_weight: bool = False  # match its gradient at the last layer to the reconstruction's (VQGAN)
     loss: Literal["hinge", "vanilla", "least_squares"] = "hinge"
-    deceive: Literal["mean", "non_saturating", "least_squares"] = "mean"  # how far it is from being deceived
-    width: Annotated[int, Field(ge=1, le=1024)] = 64  # of the first layer
-    layers: Annotated[int, Field(ge=1, le=8)] = 3  # that halve
-    tail: bool = True  # one more that does not, as LlamaGen's has and explainingai's has not
-    weights: Path | None = None  # to start from
-    optim: OptimConfig | None = None  # the autoencoder's if not given
+    generator_loss: Literal["mean", "non_saturating", "least_squares"] = "mean"  # adversarial loss of the autoencoder
+    width: Annotated[int, Field(ge=1, le=1024)] = 64  # channels of the first layer
+    num_layers: Annotated[int, Field(ge=1, le=8)] = 3  # with stride 2
+    extra_layer: bool = True  # one more with stride 1, as in LlamaGen but not in explainingai
+    weights: Path | None = None  # initial weights
+    optim: OptimConfig | None = None  # default: the autoencoder's
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """How well pictures are copied that nothing was learned from."""
+    """Evaluation on images that are not trained on."""
 
     every: NonNegativeInt = 0  # steps; 0 never
-    rows: PositiveInt = 256  # of them, over all ranks
-    data: DataSpec | None = None  # if not given, a share of the run's own, which is then not trained on
-    share: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    inception: Path | None = None  # FID's network, for how far copies are from pictures when all steps are done
+    num_samples: PositiveInt = 256  # over all ranks
+    data: DataSpec | None = None  # default: a split of the training data
+    split: Annotated[float, Field(gt=0, lt=1)] = 0.02  # fraction of the training data that is held out
+    inception_weights: Path | None = None  # for reconstruction FID at the end
 
 
 @dataclass(frozen=True)
 class AutoencoderRunConfig:
-    """All of a run that trains an autoencoder."""
+    """A run that trains an autoencoder."""
 
     autoencoder: AutoencoderSpec
     data: DataSpec
     loss: ReconstructionLossConfig = ReconstructionLossConfig()
-    critic: DiscriminatorConfig | None = None
+    discriminator: DiscriminatorConfig | None = None
     validation: ValidationConfig = ValidationConfig()
-    rows: PositiveInt = 64  # of data a step, over all ranks
-    microbatch: PositiveInt | None = None  # rows a backward pass on one rank; gradients accumulate over them
+    batch_size: PositiveInt = 64  # images per step, over all ranks
+    micro_batch_size: PositiveInt | None = None  # samples per backward pass and rank; default: all
     optim: OptimConfig = OptimConfig()
     engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
-    watch: LoggersConfig = LoggersConfig()
-    ema: Decay = 0.0
+    loggers: LoggersConfig = LoggersConfig()
+    ema_decay: Decay = 0.0
     steps: PositiveInt = 100
     seed: int = 0
-    output: Path = Path("runs")
+    output_dir: Path = Path("runs")
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -216,30 +217,30 @@ class AutoencoderRunConfig:
 
 @dataclass(frozen=True)
 class JudgeModelConfig:
-    """The chat model that sees which is to become a judge."""
+    """The vision-language model that is fine-tuned as a judge."""
 
-    weights: str = "llava-hf/llava-onevision-qwen2-7b-ov-hf"  # or a folder as transformers or LLaVA-NeXT write it
-    model: ModelSpec | None = None  # or, instead, a generator that tells of pictures too
+    weights: str = "llava-hf/llava-onevision-qwen2-7b-ov-hf"  # or a folder of transformers or LLaVA-NeXT
+    model: ModelSpec | None = None  # instead, a generator that answers questions, such as Show-o
 
 
 @dataclass(frozen=True)
 class JudgeRunConfig:
-    """All of a run that teaches a judge its answers."""
+    """A run that fine-tunes a judge on questions with answers."""
 
     judge: JudgeModelConfig
     data: DataSpec
     tuning: Tuning
     validation: ValidationConfig = ValidationConfig()
-    rows: PositiveInt = 64  # answers a step, over all ranks
-    microbatch: PositiveInt | None = None  # rows a backward pass on one rank; gradients accumulate over them
+    batch_size: PositiveInt = 64  # answers per step, over all ranks
+    micro_batch_size: PositiveInt | None = None  # samples per backward pass and rank; default: all
     optim: OptimConfig = OptimConfig()
     engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    watch: LoggersConfig = LoggersConfig()
-    ema: Decay = 0.0
+    loggers: LoggersConfig = LoggersConfig()
+    ema_decay: Decay = 0.0
     steps: PositiveInt = 100
     seed: int = 0
-    output: Path = Path("runs")
+    output_dir: Path = Path("runs")
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -250,6 +251,6 @@ AnyConfig = RunConfig | AutoencoderRunConfig | JudgeRunConfig
 
 
 def validate_run_name(name: str | None) -> None:
-    """Refuse a name that no directory can have."""
+    """Refuse a name that is no directory name."""
     if name in ("", ".", "..") or any(mark in (name or "") for mark in "/\\\0"):
         raise ValueError(f"'name' is {name!r:.60}; expected the name of a directory, without slashes")

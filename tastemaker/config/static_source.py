@@ -25,15 +25,15 @@ class NotStatic(Exception):
 
 def definitions(body: list[ast.stmt]) -> dict[str, Definition]:
     """The names that the statements of a module or class define: assignments, functions and classes."""
-    found: dict[str, Definition] = {}
+    names: dict[str, Definition] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found[node.name] = node
+            names[node.name] = node
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            found[node.target.id] = node.value
+            names[node.target.id] = node.value
         elif isinstance(node, ast.Assign):
-            found |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
-    return found
+            names |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+    return names
 
 
 class StaticModule:
@@ -54,14 +54,14 @@ class StaticModule:
 
     def value(self, name: str) -> Any:
         """The value of a name at the module's top level."""
-        found = self.definitions.get(name)
-        if isinstance(found, ast.expr):
-            return self.evaluate(found)
-        if isinstance(found, ast.FunctionDef):
-            return self.function(found)
-        if isinstance(found, tuple) and found[0].split(".")[0] == self.name.split(".")[0]:
-            return static_module(found[0]).value(found[1])
-        if isinstance(found, ast.ClassDef) and self._imports_only_stdlib():
+        definition = self.definitions.get(name)
+        if isinstance(definition, ast.expr):
+            return self.evaluate(definition)
+        if isinstance(definition, ast.FunctionDef):
+            return self.function(definition)
+        if isinstance(definition, tuple) and definition[0].split(".")[0] == self.name.split(".")[0]:
+            return static_module(definition[0]).value(definition[1])
+        if isinstance(definition, ast.ClassDef) and self._imports_only_stdlib():
             return vars(importlib.import_module(self.name))[name]
         raise NotStatic(f"{self.name}.{name} is known only after an import")
 
@@ -78,8 +78,8 @@ class StaticModule:
         namespace = self._names_in(*node.body)
         bare = ast.copy_location(ast.FunctionDef(node.name, node.args, node.body, []), node)
         exec(compile(ast.Module([bare], []), self.name, "exec"), namespace)
-        found: Callable[..., Any] = namespace[node.name]
-        return found
+        function: Callable[..., Any] = namespace[node.name]
+        return function
 
     def _names_in(self, *nodes: ast.AST) -> dict[str, Any]:
         """The values of all names of this module that some code mentions."""
@@ -113,15 +113,28 @@ class StaticClass:
     @property
     def docstring(self) -> str:
         """The docstring as written; a class without one raises NotStatic, since a dataclass writes its own then."""
-        found = ast.get_docstring(self.node, clean=False)
-        if found is None:
+        text = ast.get_docstring(self.node, clean=False)
+        if text is None:
             raise NotStatic(f"{self.node.name} has no docstring")
-        return found
+        return text
 
     @property
     def has_required_fields(self) -> bool:
         """Whether some field has no default, so that the class cannot be made without settings."""
         return any(isinstance(node, ast.AnnAssign) and node.value is None for node in self.node.body)
+
+    def find_owner(self, name: str) -> StaticClass:
+        """The class that defines a member: this one, a base class in its module, or RewardSpec."""
+        if name in self.definitions:
+            return self
+        bases = [base.id for base in self.node.bases if isinstance(base, ast.Name)]
+        for base in bases:
+            if isinstance(self.module.definitions.get(base), ast.ClassDef):
+                owner = StaticClass(f"{self.module.name}:{base}").find_owner(name)
+                if name in owner.definitions:
+                    return owner
+        spec = "tastemaker.core.reward:RewardSpec"
+        return StaticClass(spec) if "RewardSpec" in bases else self
 
     def defaults(self) -> Any:
         """An object with the attributes an instance without settings has; properties are computed from these."""
@@ -135,12 +148,13 @@ class StaticInstance:
         self._class = cls
 
     def __getattr__(self, name: str) -> Any:
-        found = self._class.definitions.get(name)
-        if isinstance(found, ast.expr):
-            return self._class.module.evaluate(found)
-        if isinstance(found, ast.FunctionDef):  # a property; nothing else is asked of a specification
+        owner = self._class.find_owner(name)
+        definition = owner.definitions.get(name)
+        if isinstance(definition, ast.expr):
+            return owner.module.evaluate(definition)
+        if isinstance(definition, ast.FunctionDef):  # a property: specs have no other methods that are listed
             try:
-                return self._class.module.function(found)(self)
+                return owner.module.function(definition)(self)
             except Exception as error:  # code outside its module may lack anything
                 raise NotStatic(f"{self._class.node.name}.{name} is known only after an import") from error
         raise NotStatic(f"{self._class.node.name}.{name} is not in the source of its class")

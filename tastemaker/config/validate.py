@@ -1,15 +1,18 @@
-"""Plain data to frozen dataclasses: `type` names the class, pydantic checks and converts its fields."""
+"""Build frozen dataclasses from plain data: `type` names the class, pydantic checks and converts its fields.
+
+Errors are one message per problem, with the key, the value, what was expected and, for typos, a suggestion.
+"""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, reduce
 from operator import or_
 from types import NoneType, UnionType
-from typing import Annotated, Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -24,35 +27,113 @@ from pydantic import (
 )
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, ValidationError, core_schema
+from pydantic_core import (
+    CoreSchema,
+    ErrorDetails,
+    InitErrorDetails,
+    PydanticCustomError,
+    ValidationError,
+    core_schema,
+)
 from typing_extensions import TypedDict, get_protocol_members, is_protocol
 
-from ..core.registry import ConfigError
+from ..core.autoencoder import AutoencoderSpec
+from ..core.model_spec import ModelSpec
+from ..core.objective import Objective
+from ..core.policy import Process
+from ..core.registry import ConfigError, Registry, suggest_name
 from ..core.reward import RewardSpec
-from ..data.spec import DataSpec
-from .component_types import COMPONENT_REGISTRIES
-from .messages import (
-    convert_validation_error,
-    describe_type,
-    format_location,
-    format_value,
-    literal_choices,
-    make_problem,
-    suggest_choice,
-)
+from ..core.weights import Tuning
+from ..data.dataset import DataSpec
+from ..processes.dynamics import SamplerDynamics
+from ..processes.paths import NoisePath
+from ..search.base import Search
+from . import registries
 from .named_datasets import resolve_named_dataset
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RewardConfig, RunConfig
 
+Location = tuple[int | str, ...]
+
+# The registry in which the `type` of a value is looked up, by the type of its field.
+COMPONENT_REGISTRIES: dict[type, Registry] = {
+    ModelSpec: registries.MODELS,
+    AutoencoderSpec: registries.AUTOENCODERS,
+    Process: registries.PROCESSES,
+    NoisePath: registries.PATHS,
+    SamplerDynamics: registries.DYNAMICS,
+    Objective: registries.OBJECTIVES,
+    RewardSpec: registries.REWARDS,
+    Tuning: registries.TUNINGS,
+    DataSpec: registries.DATA,
+    Search: registries.SEARCHES,
+}
+MESSAGE = "message"  # the type of a pydantic error whose text is final
+MAX_VALUE_LENGTH = 60  # characters of a value in a message
+EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "path_type": "a path",
+    "string_unicode": "text in UTF-8",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "multiple_of": "a multiple of {multiple_of:g}",
+    "int_from_float": "an integer",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "too_long": "{max_length} items",
+    "too_short": "at least {min_length} items",
+}  # by pydantic's error type
+TYPE_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    tuple: "a list",
+    dict: "a mapping",
+    NoneType: "null",
+}
+
+
+def validate_config(data: object) -> AnyConfig:
+    """Build the configuration of a run from plain data; its kind is the section it has."""
+    kinds = {"objective": RunConfig, "autoencoder": AutoencoderRunConfig, "judge": JudgeRunConfig}
+    present = [key for key in kinds if isinstance(data, Mapping) and key in data]
+    if len(present) > 1:
+        raise ConfigError(
+            f"config: found both '{present[0]}' and '{present[1]}'; a recipe trains one, remove the other"
+        )
+    config: AnyConfig = build_component(kinds[present[0]] if present else RunConfig, data)
+    return config
+
+
+def build_component(kind: type, data: object, where: str = "") -> Any:
+    """Build an object of a kind (by its `type`) or of a class; ConfigError has one line per problem."""
+    reader = ComponentReader(kind) if kind in COMPONENT_REGISTRIES else SectionReader(kind)
+    try:
+        return reader_adapter(reader).validate_python(data)
+    except ValidationError as error:
+        start = (where,) if where else ()
+        lines = [f"{format_location(start + line['loc'])}: {line['ctx']['text']}" for line in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+    except RecursionError as error:
+        raise ConfigError(f"{where or 'config'}: nested too deeply; expected sections of settings") from error
+
 
 def require_int64(value: int) -> int:
-    """A whole number that fits a tensor."""
+    """Refuse an integer that does not fit a tensor."""
     if value.bit_length() > 63:
-        raise make_problem(f"expected a whole number of at most 63 bits, found one of {value.bit_length()}")
+        raise make_error(f"expected an integer of at most 63 bits, got one of {value.bit_length()}")
     return value
 
 
 def parse_number(value: object) -> object:
-    """Text that is a number, as a number."""
+    """Convert text such as '1e-4' to a float; return anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -61,7 +142,7 @@ def parse_number(value: object) -> object:
         return value
 
 
-# What surrounds the bounds of a number or text: pydantic writes a bound into its schema only next to the type itself.
+# Validators before and after the bounds of a type: pydantic writes a bound into its schema only next to the type.
 STRICT: dict[Any, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     float: ((Strict(), Field(allow_inf_nan=False)), (BeforeValidator(parse_number),)),
     int: ((Strict(),), (AfterValidator(require_int64),)),
@@ -71,13 +152,13 @@ STRICT: dict[Any, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 
 
 class ConfigReader(ABC):
-    """Metadata of an annotation: how pydantic is to read a mapping there."""
+    """Annotation metadata that tells pydantic how to read a mapping."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self.read)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"reader": self}  # for schema.py to replace; pydantic would want to know the whole of it here
+        return {"reader": self}  # json_schema.py replaces it by the schema of the class
 
     @abstractmethod
     def read(self, data: object) -> Any: ...
@@ -85,119 +166,125 @@ class ConfigReader(ABC):
 
 @dataclass(frozen=True)
 class SectionReader(ConfigReader):
-    """Reads a mapping as one known class."""
+    """Reads a mapping as one class."""
 
     cls: type
-    beside: tuple[str, ...] = ()  # keys the mapping may have that are read elsewhere
+    extra_keys: tuple[str, ...] = ()  # keys that are read elsewhere, for suggestions
 
     def read(self, data: object) -> Any:
         if not isinstance(data, Mapping):
-            raise make_problem(f"expected a mapping of settings, found {format_value(data)}")
+            raise make_error(f"expected a mapping of settings, got {format_value(data)}")
         try:
             values = type_adapter_for(self.cls).validate_python(data)
         except ValidationError as error:
-            raise convert_validation_error(
-                error, [f.name for f in fields(self.cls) if f.init] + list(self.beside)
-            ) from None
+            keys = [f.name for f in fields(self.cls) if f.init] + list(self.extra_keys)
+            raise describe_errors(error, keys) from None
         except ConfigError as error:
-            raise make_problem(str(error)) from error
+            raise make_error(str(error)) from error
         try:
             return self.cls(**values)
-        except (ValueError, ArithmeticError) as error:  # what the class itself demands of its values
-            raise make_problem(str(error)) from error
+        except (ValueError, ArithmeticError) as error:  # raised by __post_init__
+            raise make_error(str(error)) from error
 
 
 @dataclass(frozen=True)
 class ComponentReader(ConfigReader):
-    """Reads a mapping as whichever class of a kind its `type` names."""
+    """Reads a mapping as the class of a kind that its `type` names."""
 
     kind: type
-    beside: tuple[str, ...] = ()
+    extra_keys: tuple[str, ...] = ()
 
     def read(self, data: object) -> Any:
         registry = COMPONENT_REGISTRIES[self.kind]
-        known = f"one of {', '.join(registry)}"
+        choices = f"one of {', '.join(registry)}"
         if isinstance(data, str) and data in registry:
-            raise make_problem(f"expected a mapping of settings, found '{data}'; write {{type: {data}}}")
+            raise make_error(f"expected a mapping of settings, got '{data}'; write {{type: {data}}}")
         if not isinstance(data, Mapping):
-            raise make_problem(f"expected a mapping of settings with a 'type', {known}; found {format_value(data)}")
+            raise make_error(f"expected a mapping of settings with a 'type', {choices}; got {format_value(data)}")
         if "type" not in data:
-            raise make_problem(f"'type' is missing; expected {known}")
+            raise make_error(f"'type' is missing; expected {choices}")
         if not isinstance(data["type"], str):
-            raise make_problem(f"'type' is {format_value(data['type'])}; expected {known}")
+            raise make_error(f"'type' is {format_value(data['type'])}; expected {choices}")
         try:
             data = resolve_named_dataset(data) if self.kind is DataSpec else data
             cls = check_component_class(registry.find(data["type"]), self.kind, data["type"])
         except ConfigError as error:
-            raise make_problem(str(error)) from error
-        settings = {key: value for key, value in registry.spelled(data).items() if key != "type"}
-        return SectionReader(cls, ("type", *self.beside)).read(settings)
+            raise make_error(str(error)) from error
+        settings = {key: value for key, value in registry.resolve_alias(data).items() if key != "type"}
+        return SectionReader(cls, ("type", *self.extra_keys)).read(settings)
 
 
-REWARD_SETTINGS = tuple(f.name for f in fields(RewardConfig) if f.name != "spec")  # keys that say how a reward counts
+REWARD_SETTINGS = tuple(f.name for f in fields(RewardConfig) if f.name != "spec")  # weight, normalize, ...
 
 
 @dataclass(frozen=True)
 class RewardReader(ConfigReader):
-    """Reads a reward's settings and, beside them, how it counts."""
+    """Reads a reward with its weight and the other keys of `RewardConfig` in one mapping."""
 
     def read(self, data: object) -> Any:
-        own, beside = data, {}
+        spec, settings = data, {}
         if isinstance(data, Mapping):
-            own = {key: value for key, value in data.items() if key not in REWARD_SETTINGS}
-            beside = {key: value for key, value in data.items() if key in REWARD_SETTINGS}
+            spec = {key: value for key, value in data.items() if key not in REWARD_SETTINGS}
+            settings = {key: value for key, value in data.items() if key in REWARD_SETTINGS}
         try:
-            return RewardConfig(**reward_adapter().validate_python({"spec": own, **beside}))
+            return RewardConfig(**reward_adapter().validate_python({"spec": spec, **settings}))
         except ValidationError as error:
-            raise convert_validation_error(error, (), inside="spec") from None
+            raise describe_errors(error, (), hidden_key="spec") from None
         except ValueError as error:
-            raise make_problem(str(error)) from error
+            raise make_error(str(error)) from error
 
 
 @cache
 def reward_adapter() -> TypeAdapter[Any]:
     spec = Annotated[Any, ComponentReader(RewardSpec, REWARD_SETTINGS)]
-    return adapter("Reward", {**field_types(RewardConfig), "spec": spec})
+    return mapping_adapter("Reward", {**field_types(RewardConfig), "spec": spec})
+
+
+@cache
+def reader_adapter(reader: ConfigReader) -> TypeAdapter[Any]:
+    return TypeAdapter(Annotated[Any, reader])
 
 
 def check_component_class(cls: type, kind: type, name: str) -> type:
-    """The class, once it is sure that it is of the kind."""
+    """Return the class if it is a complete dataclass of the kind, else raise ConfigError."""
     word = COMPONENT_REGISTRIES[kind].kind
     if not is_dataclass(cls):
-        told = f"expected a frozen one whose fields are the settings of the {word}"
-        own = f"; a network that makes itself is {{type: from_config, of: '{name:.60}', params: ...}}"
-        raise ConfigError(f"'{name:.60}' is no dataclass; {told}{own if 'from_config' in dir(cls) else ''}")
+        advice = f"expected a frozen one whose fields are the settings of the {word}"
+        if "from_config" in dir(cls):
+            advice += (
+                f"; for a network with from_config use {{type: from_config, class_path: '{name:.60}', params: ...}}"
+            )
+        raise ConfigError(f"'{name:.60}' is not a dataclass; {advice}")
     if not is_protocol(kind) and not issubclass(cls, kind):
-        raise ConfigError(f"'{name:.60}' is not derived from {kind.__name__}, as every {word} is; name another")
+        raise ConfigError(f"'{name:.60}' is not derived from {kind.__name__}, as every {word} is; name another class")
     abstract: set[str] = {*cls.__abstractmethods__} if inspect.isabstract(cls) else set()
-    promised = get_protocol_members(kind) if is_protocol(kind) else {*kind.__annotations__, *abstract}
-    there = {*dir(cls), *(f.name for f in fields(cls))} - abstract
-    lacking = sorted(promised - there)
-    if lacking:
-        raise ConfigError(f"'{name:.60}' lacks {', '.join(lacking)}, which every {word} has; add it, or name another")
+    required = get_protocol_members(kind) if is_protocol(kind) else {*kind.__annotations__, *abstract}
+    missing = sorted(required - ({*dir(cls), *(f.name for f in fields(cls))} - abstract))
+    if missing:
+        raise ConfigError(f"'{name:.60}' has no {', '.join(missing)}, which every {word} needs; add it")
     return cls
 
 
 @cache
 def type_adapter_for(cls: type) -> TypeAdapter[Any]:
-    """What pydantic holds a mapping against before it becomes an object of the class."""
+    """The pydantic validator for the settings of a class."""
     try:
-        return adapter(cls.__name__, field_types(cls))
+        return mapping_adapter(cls.__name__, field_types(cls))
     except (PydanticUserError, NameError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"the fields of {cls.__name__} cannot be read ({reason}); expected plain types") from error
+        raise ConfigError(f"the fields of {cls.__name__} cannot be read ({reason}); use plain types") from error
 
 
-def adapter(name: str, shape: dict[str, Any]) -> TypeAdapter[Any]:
-    """Of a mapping that has these keys and no others."""
+def mapping_adapter(name: str, types: dict[str, Any]) -> TypeAdapter[Any]:
+    """The pydantic validator for a mapping with these keys and no others."""
     make: Any = TypedDict  # its keys are known at run time only, which no type checker follows
-    mapping = make(name, shape)
+    mapping = make(name, types)
     mapping.__pydantic_config__ = ConfigDict(extra="forbid")
     return TypeAdapter(mapping)
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """The settings of a class with the types their values are checked against."""
+    """The settings of a class with the types that their values are checked against."""
     hints = get_type_hints(cls, include_extras=True)
     return {
         f.name: (Required if f.default is f.default_factory is MISSING else NotRequired)[strict_type(hints[f.name])]
@@ -207,7 +294,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def strict_type(hint: Any) -> Any:
-    """The same type, strict where pydantic is lenient, with our own classes read by name."""
+    """Convert a type hint for pydantic: strict numbers and text, and our readers for components and sections."""
     origin, args = get_origin(hint), get_args(hint)
     if (origin or hint) in COMPONENT_REGISTRIES:
         return Annotated[Any, ComponentReader(origin or hint)]
@@ -216,22 +303,21 @@ def strict_type(hint: Any) -> Any:
     if isinstance(hint, type) and is_dataclass(hint):
         return Annotated[Any, SectionReader(hint)]
     if origin is Annotated:
-        return scalar(args[0], args[1:]) if args[0] in STRICT else Annotated[(strict_type(args[0]), *args[1:])]
+        return strict_scalar(args[0], args[1:]) if args[0] in STRICT else Annotated[(strict_type(args[0]), *args[1:])]
     if origin in (Union, UnionType):
-        return union(hint)
+        return strict_union(hint)
     if origin in (tuple, dict, Mapping):
         return (tuple if origin is tuple else dict)[tuple(arg if arg is ... else strict_type(arg) for arg in args)]
-    return scalar(hint) if hint in STRICT else hint
+    return strict_scalar(hint) if hint in STRICT else hint
 
 
-def scalar(hint: Any, bounds: tuple[Any, ...] = ()) -> Any:
-    """A strict number or text within bounds."""
+def strict_scalar(hint: Any, bounds: tuple[Any, ...] = ()) -> Any:
     before, after = STRICT[hint]
     return Annotated[(hint, *before, *bounds, *after)]
 
 
-def union(hint: Any) -> Any:
-    """A choice of types; one complaint where none of them fits."""
+def strict_union(hint: Any) -> Any:
+    """A choice of types with one message if none fits."""
     members = tuple(strict_type(member) for member in get_args(hint))
     choice: Any = reduce(or_, members)
     if len(members) == 2 and NoneType in members:
@@ -241,38 +327,97 @@ def union(hint: Any) -> Any:
         try:
             return handler(value)
         except ValidationError:
-            raise make_problem(
-                f"expected {describe_type(hint)}, found {format_value(value)}"
-                f"{suggest_choice(value, literal_choices(hint))}"
-            ) from None
+            hint_text = suggest_choice(value, literal_choices(hint))
+            raise make_error(f"expected {describe_type(hint)}, got {format_value(value)}{hint_text}") from None
 
     return Annotated[choice, WrapValidator(read)]
 
 
-@cache
-def entry(reader: ConfigReader) -> TypeAdapter[Any]:
-    return TypeAdapter(Annotated[Any, reader])
+# Messages
 
 
-def build_component(kind: type, data: object, where: str = "") -> Any:
-    """An object of a kind, or of a class, out of plain data; every problem at once, one sentence a line."""
-    reader = ComponentReader(kind) if kind in COMPONENT_REGISTRIES else SectionReader(kind)
-    try:
-        return entry(reader).validate_python(data)
-    except ValidationError as error:
-        start = (where,) if where else ()
-        lines = [f"{format_location(start + line['loc'])}: {line['ctx']['sentence']}" for line in error.errors()]
-        raise ConfigError("\n".join(lines)) from None
-    except RecursionError as error:
-        raise ConfigError(f"{where or 'config'}: nested too deeply; expected sections of settings") from error
+def make_error(text: str) -> PydanticCustomError:
+    """An error with a final text, which pydantic carries to the place it belongs to."""
+    # The text is not a template: braces in it are the user's. Lone surrogates are not text to pydantic.
+    printable = text.encode("utf-8", "backslashreplace").decode()
+    return PydanticCustomError(MESSAGE, "{text}", {"text": printable})
 
 
-def validate_config(data: object) -> AnyConfig:
-    """The configuration of a run: of an objective's, of an autoencoder's, or of a judge's."""
-    kinds = {"objective": RunConfig, "autoencoder": AutoencoderRunConfig, "judge": JudgeRunConfig}
-    found = [key for key in kinds if isinstance(data, Mapping) and key in data]
-    if len(found) > 1:
-        both = " and ".join(f"'{key}'" for key in found[:2])
-        raise ConfigError(f"config: found both {both}; a recipe trains one of them, remove one")
-    config: AnyConfig = build_component(kinds[found[0]] if found else RunConfig, data)
-    return config
+def describe_errors(error: ValidationError, keys: Iterable[str], hidden_key: str = "") -> ValidationError:
+    """Replace pydantic's texts by ours. `keys` are for suggestions; `hidden_key` is not written by the user."""
+    lines = []
+    for details in error.errors(include_url=False):
+        where, text = describe_error(details, list(keys))
+        where = where[1:] if where[:1] == (hidden_key,) else where
+        lines.append(InitErrorDetails(type=make_error(text), loc=where, input=None))
+    return ValidationError.from_exception_data(error.title, lines)
+
+
+def describe_error(error: ErrorDetails, keys: list[str]) -> tuple[Location, str]:
+    """The location of an error and the text about it."""
+    kind, where, value, context = error["type"], error["loc"], error["input"], error.get("ctx", {})
+    if kind == MESSAGE:
+        return where, context["text"]
+    if kind == "extra_forbidden":
+        return where[:-1], f"unknown key '{where[-1]!s:.60}'{suggest_name(str(where[-1]), keys)}"
+    if kind == "invalid_key" or where[-1:] == ("[key]",):
+        return where[:-2], f"expected names as keys, got {format_value(value)}"
+    if kind == "missing" and isinstance(where[-1], int):
+        return where[:-1], f"expected more than {where[-1]} item{'' if where[-1] == 1 else 's'}"
+    if kind == "missing":
+        return where[:-1], f"'{where[-1]}' is missing"
+    if kind == "literal_error":
+        choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        hint = registries.VALUE_HINTS.get((str(where[-1]), value)) if where and isinstance(value, str) else None
+        advice = f"; {hint}" if hint else suggest_choice(value, choices)
+        return where, f"expected {context['expected']}, got {format_value(value)}{advice}"
+    if kind == "too_long":
+        return where, f"expected {context['max_length']} items, got {context['actual_length']}"
+    expected = EXPECTED[kind].format(**context) if kind in EXPECTED else error["msg"].removeprefix("Input should be ")
+    return where, f"expected {expected}, got {format_value(value)}"
+
+
+def suggest_choice(word: object, choices: Iterable[str]) -> str:
+    """A suggestion for a misspelled word, if a choice is close to it."""
+    hint = suggest_name(word, choices) if isinstance(word, str) else ""
+    return hint if "did you mean" in hint else ""
+
+
+def format_value(value: object) -> str:
+    """A value as in YAML, shortened."""
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print the longest ones
+        return "an integer of very many digits"
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
+
+
+def format_location(where: Location) -> str:
+    """A location as the user writes it: optim.betas[1]."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step:.60}" for step in where)
+    return text.removeprefix(".") or "config"
+
+
+def describe_type(hint: Any) -> str:
+    """The values that a type allows, in words."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(describe_type(member) for member in get_args(hint))
+    if origin is Annotated:
+        return describe_type(get_args(hint)[0])
+    if origin is Literal:
+        return " or ".join(format_value(choice) for choice in get_args(hint))
+    return TYPE_NAMES.get(origin or hint, "a mapping")
+
+
+def literal_choices(hint: Any) -> list[str]:
+    """The words among the values that a type allows."""
+    if get_origin(hint) is Literal:
+        return [choice for choice in get_args(hint) if isinstance(choice, str)]
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    return [word for member in members for word in literal_choices(member)]

@@ -1,4 +1,4 @@
-"""YAML as recipes are written: numbers as everyone expects them, keys that stand once, mistakes with their line."""
+"""Read and write the YAML of recipes: 3e-4 is a number, duplicate keys and aliases are errors with their line."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..core.registry import ConfigError
 
 FLOAT = "tag:yaml.org,2002:float"
 TEXT = "tag:yaml.org,2002:str"
-EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")  # YAML 1.1 takes 3e-4 and 1.5e3 for text
-CLOCK = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?$")  # and 9:16, the shape of a picture, for 556 seconds
+EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")  # text in YAML 1.1: 3e-4 and 1.5e3
+CLOCK = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?$")  # 556 seconds in YAML 1.1: the aspect ratio 9:16
 
 
 class Loader(yaml.SafeLoader):
-    """Plain data, in which nothing refers to anything else."""
+    """Loads plain data, without aliases."""
 
     yaml_implicit_resolvers = {
         first: [(TEXT, CLOCK), *known] if first in "-+0123456789" else list(known)
@@ -31,16 +31,16 @@ class Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+        keys = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' stands twice", problem_mark=key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+                raise yaml.MarkedYAMLError(problem=f"duplicate key '{key.value}'", problem_mark=key.start_mark)
+            keys.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what the loader reads back."""
+    """Writes YAML that the loader reads back."""
 
 
 Loader.add_implicit_resolver(FLOAT, EXPONENT, list("-+.0123456789"))
@@ -48,7 +48,7 @@ Dumper.add_implicit_resolver(FLOAT, EXPONENT, list("-+.0123456789"))
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Read YAML; `where` is what to call it if that fails."""
+    """Parse YAML; `where` names the source in error messages."""
     try:
         return yaml.load(text, Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -56,11 +56,11 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where}{line}: {error.problem or error.context}; correct the YAML") from error
     except RecursionError as error:
         raise ConfigError(f"{where}: nested too deeply; expected sections of settings") from error
-    except (yaml.YAMLError, ValueError) as error:  # dates and numbers that cannot be raise ValueError
+    except (yaml.YAMLError, ValueError) as error:  # invalid dates and numbers raise ValueError
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}; correct the YAML") from error
 
 
 def render_yaml(data: Any) -> str:
-    """Write YAML, short things on one line."""
+    """Format data as YAML, with short mappings and lists on one line."""
     text: str = yaml.dump(data, Dumper=Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
     return text

@@ -1,92 +1,81 @@
-"""What an autoencoder brings to be trained; generators that live in its latents only encode and decode."""
+"""The interface of autoencoders: what their training, their export and generators on their latents need."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, Self, runtime_checkable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
+from .cards import WeightsSource
 from .registry import AUTOENCODERS as AUTOENCODERS
 from .types import Placement
 
 
-class AutoencoderSpec(Protocol):
-    """What a configuration says of an autoencoder; loading makes the network.
+class AutoencoderNet(nn.Module):
+    """A network that maps pixels [N, 3, H, W] in [0, 1] to their reconstruction and a further loss, [N] or a scalar.
 
-    The network maps pixels [N, 3, H, W] in [0, 1] to their reconstruction and a further loss, [N] or a scalar.
+    Any `nn.Module` with such a `forward` trains. Derive from this class to add the abilities below.
     """
 
+    channels: int = 0  # of continuous latents [N, channels, H / stride, W / stride]; 0: it has none
+    codebook_size: int = 0  # of a tokenizer; 0: it has none
+    stride: int = 1  # pixels per latent; the sides of an image are multiples of it
+    export_format: str = ""  # the name of the format that `export` writes, for `export --layout`; empty: it has none
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Latents [N, C, h, w], or token ids [N, h * w]."""
+        raise NotImplementedError(f"{type(self).__name__} has no encode")
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Pixels [N, 3, H, W] in [0, 1] of latents or token ids."""
+        raise NotImplementedError(f"{type(self).__name__} has no decode")
+
+    def measure_latents(self, pixels: Tensor) -> None:
+        """Measure mean and standard deviation of the latents, once training is done."""
+
+    def codebook_usage(self, pixels: Tensor) -> float:
+        """The share of the codebook that these images use, for tokenizers."""
+        raise NotImplementedError(f"{type(self).__name__} has no codebook")
+
+    def latent_noise_shape(self, pixels: Tensor) -> tuple[int, ...] | None:
+        """Shape, per image, of the standard normal noise that `net(pixels, noise)` takes; None if it takes none."""
+        return None
+
+    def last_layer(self) -> nn.Conv2d | None:
+        """The layer that makes the pixels, for the discriminator's adaptive weight; None if it is not known."""
+        return None
+
+    def export(self, out: Path, dtype: torch.dtype) -> None:
+        """Write the weights in `export_format` to a path that does not exist yet."""
+        raise NotImplementedError(f"{type(self).__name__} has no export format")
+
+
+PLAIN_NETWORK = AutoencoderNet()  # the abilities of a network that has none
+
+
+def as_autoencoder(net: nn.Module) -> AutoencoderNet:
+    """The network itself, or the defaults if it is an `nn.Module` of the user's that does not derive from ours."""
+    return net if isinstance(net, AutoencoderNet) else PLAIN_NETWORK
+
+
+class AutoencoderSpec(ABC):
+    """The settings of an autoencoder, a frozen dataclass; `load` builds the network."""
+
+    @abstractmethod
     def load(self, placement: Placement) -> nn.Module: ...
+    @abstractmethod
     def tiny(self) -> AutoencoderSpec:
-        """The same at small size, for tests."""
-
-
-@runtime_checkable
-class SupportsLatentStatistics(Protocol):
-    """A network that measures its latents once its weights are what they are."""
-
-    def settle(self, pixels: Tensor) -> None: ...
-
-
-@runtime_checkable
-class SupportsCodebookUsage(Protocol):
-    """A network that says tokens, of which some may never be said."""
-
-    def share(self, pixels: Tensor) -> float:
-        """How many of its codes some pictures use, of all."""
-
-
-@runtime_checkable
-class HasLastLayer(Protocol):
-    """A network that says which layer makes its pixels."""
-
-    def ending(self) -> nn.Conv2d: ...
-
-
-@runtime_checkable
-class SupportsLatentNoise(Protocol):
-    """A network that blurs its latents by chance, which it may be given: `net(pixels, chance)`."""
-
-    def chances(self, pixels: Tensor) -> tuple[int, ...]:
-        """How many standard normal numbers it wants for each picture, and in what shape."""
-
-
-@runtime_checkable
-class ContinuousAutoencoder(Protocol):
-    """A network whose latents a denoiser can live in: [N, channels, H / stride, W / stride]."""
-
-    channels: int
-    stride: int
-
-    def encode(self, pixels: Tensor) -> Tensor: ...
-    def decode(self, z: Tensor) -> Tensor: ...
-
-
-@runtime_checkable
-class HasStride(Protocol):
-    """A network that takes pictures whose sides are multiples of something."""
+        """Settings of a small random version, for tests."""
 
     @property
-    def stride(self) -> int: ...
+    def sources(self) -> tuple[WeightsSource, ...]:
+        """Published weights that these settings need."""
+        return ()
 
-
-@runtime_checkable
-class SupportsExport(Protocol):
-    """A network that others know too."""
-
-    @property
-    def layout(self) -> str:
-        """Who they are, as `export --layout` calls them."""
-
-    def leave(self, out: Path, dtype: torch.dtype) -> None:
-        """Write what they load to a file or folder that is not there yet."""
-
-
-@runtime_checkable
-class SupportsShapeInference(Protocol):
-    """A spec whose sizes can be told from tensors."""
-
-    def fitted(self, tensors: Mapping[str, Tensor]) -> Self: ...
+    def with_inferred_sizes(self, tensors: Mapping[str, Tensor]) -> Self:
+        """The settings with the sizes that the tensors of a checkpoint have."""
+        return self

@@ -1,6 +1,6 @@
-"""What to know about a reward and about published weights before loading them.
+"""Descriptions of rewards and published weights.
 
-Plain data that imports the standard library alone, so that `tastemaker list` needs no torch.
+This module imports the standard library only, so that `tastemaker list` needs no torch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Where published weights come from, and what to know before fetching them."""
+    """Published weights on the Hugging Face hub."""
 
     hub: str  # owner/name on the hub
-    file: str = ""  # the one that is needed; the whole repository if empty
+    file: str = ""  # the file that is needed; the whole repository if empty
     size: str = "of a size its page tells"
-    licence: str = "under a licence its page tells"
-    gated: bool = False  # to be asked for on its page first
+    license: str = "under a licence its page tells"
+    gated: bool = False  # access must be requested on its page
 
     def __str__(self) -> str:
         return f"{self.hub}/{self.file}" if self.file else self.hub
@@ -24,9 +24,9 @@ class WeightsSource:
 
 @dataclass(frozen=True)
 class RewardCard:
-    """What to know of a reward before trusting it."""
+    """What to know about a reward before training on it."""
 
-    range: str  # of usual scores
-    hacked_by: str  # what earns it without being better
-    memory: str = "none"  # of its weights
-    sources: tuple[WeightsSource, ...] = ()  # of its weights, by default
+    range: str  # of typical scores
+    failure_modes: str  # what raises it without making samples better
+    memory: str = "none"  # size of its weights
+    sources: tuple[WeightsSource, ...] = ()  # default weights

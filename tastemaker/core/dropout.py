@@ -1,4 +1,4 @@
-"""Dropout that belongs to rows: what a row leaves out is a function of step and row, whichever rank has the row."""
+"""Dropout whose masks depend on step and row only, not on ranks, micro-batches or recomputation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .randomness import Randomness
+from .randomness import Purpose, Randomness
 
-PLACES = 2**17  # of a row, such as tokens; those after them begin anew
+MAX_POSITIONS = 2**17  # positions per row, such as tokens, with their own random word; later ones repeat them
 
 
 class DropoutMasks:
@@ -20,63 +20,67 @@ class DropoutMasks:
 
     def __init__(self, net: nn.Module) -> None:
         self.net, self.layers = net, list[RowDropout]()
-        self.places: Tensor | None = None  # [B, PLACES] a word for each place, whichever layer asks
-        self.called = 0  # rows of the latest call of the network: several times those of the update, with guidance
-        net.register_forward_pre_hook(self._called, with_kwargs=True)
+        self.position_words: Tensor | None = None  # [B, MAX_POSITIONS], shared by all layers
+        self.batch_size = 0  # of the latest network call, a multiple of the update's with guidance
+        net.register_forward_pre_hook(self._record_batch_size, with_kwargs=True)
 
-    def _called(self, net: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.called = len(next(x for x in (*inputs, *named.values()) if isinstance(x, Tensor)))
+    def _record_batch_size(self, net: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.batch_size = len(next(x for x in (*inputs, *named.values()) if isinstance(x, Tensor)))
 
     @contextmanager
-    def by(self, rng: Randomness, draw: int) -> Iterator[None]:
-        """Within the block every call leaves out the same of a row, the repetition in a backward pass too."""
-        sizes = [4 * math.ceil(layer.features / 4) for layer in self.layers]  # whole blocks, so that memory is aligned
-        self.places = _odd(rng.words("dropout places", PLACES, draw))
-        words = torch.split(_odd(rng.words("dropout features", sum(sizes), draw)), sizes, 1)
-        for layer, own in zip(self.layers, words, strict=True):
-            layer.words = own[:, : layer.features]
+    def active(self, rng: Randomness, draw: int) -> Iterator[None]:
+        """Context in which dropout is on, with the same masks at every call, recomputation included."""
+        sizes = [4 * math.ceil(layer.features / 4) for layer in self.layers]  # blocks of 4 words keep memory aligned
+        self.position_words = _odd_words(rng.words(Purpose.DROPOUT_POSITIONS, MAX_POSITIONS, draw))
+        words = torch.split(_odd_words(rng.words(Purpose.DROPOUT_FEATURES, sum(sizes), draw)), sizes, 1)
+        for layer, feature_words in zip(self.layers, words, strict=True):
+            layer.feature_words = feature_words[:, : layer.features]
         try:
             yield
         finally:
-            self.places, self.called = None, 0
+            self.position_words, self.batch_size = None, 0
             for layer in self.layers:
-                layer.words = None
+                layer.feature_words = None
 
 
 class RowDropout(nn.Module):
-    """Leaves out a share of what a layer sees, and nothing outside of `DropoutMasks.by`.
+    """Dropout of a layer's input; the identity outside of `DropoutMasks.active`.
 
-    A place and a feature are left out where the product of their words, odd and cut to 32 bits, lies below a limit. Any
-    two such draws are independent, so sums over them have the mean and variance that draws of their own would give,
-    and there are few words: one for each place and one for each feature.
+    An element is dropped where the product of the word of its position and the word of its feature, both odd and cut
+    to 32 bits, is below a limit. Any two such products are independent, so sums have the mean and variance of ordinary
+    dropout, with one random word per position and per feature only.
     """
 
-    def __init__(self, share: float, features: int, chance: DropoutMasks, *, last: bool) -> None:
+    def __init__(self, p: float, features: int, masks: DropoutMasks, *, last: bool) -> None:
         super().__init__()
-        self.share, self.features, self.chance = share, features, chance
+        self.p, self.features, self.masks = p, features, masks
         self.axis = -1 if last else 1  # of features
-        self.limit = round(share * 2**32) - 2**31
-        self.words: Tensor | None = None  # [B, features]
-        chance.layers.append(self)
+        self.limit = round(p * 2**32) - 2**31
+        self.feature_words: Tensor | None = None  # [B, features]
+        masks.layers.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.words is None or self.chance.places is None:
+        if self.feature_words is None or self.masks.position_words is None:
             return x
-        return x.masked_fill(self._left_out(x, self.words, self.chance.places), 0) * (1 / (1 - self.share))
+        dropped = self._mask(x, self.feature_words, self.masks.position_words)
+        return x.masked_fill(dropped, 0) * (1 / (1 - self.p))
 
-    def _left_out(self, x: Tensor, words: Tensor, places: Tensor) -> Tensor:
-        called = self.chance.called or len(words)
-        if called % len(words) or len(x) % called:  # not these rows: the same for all, by the first
-            words, places, called = words[:1], places[:1], len(x)
-        shape = [len(x) // called, *x.shape[1:]]  # a row may be several here, as a clip is of frames
-        apart = [1] * len(shape)
-        apart[self.axis], shape[self.axis] = self.features, 1
-        count = math.prod(shape)
-        if count > PLACES:
-            places = places.repeat(1, math.ceil(count / PLACES))
-        out = places[:, :count].reshape(-1, *shape) * words.reshape(-1, *apart) < self.limit
-        return out.expand(called // len(words), *out.shape).reshape(x.shape)
+    def _mask(self, x: Tensor, feature_words: Tensor, position_words: Tensor) -> Tensor:
+        """Which elements of x are dropped: bool, of the shape of x."""
+        batch_size = self.masks.batch_size or len(feature_words)
+        if batch_size % len(feature_words) or len(x) % batch_size:  # x has no rows of the update: one mask for all
+            feature_words, position_words, batch_size = feature_words[:1], position_words[:1], len(x)
+        # A row may be several rows of x, as a video is several frames: then these are positions too.
+        position_shape = [len(x) // batch_size, *x.shape[1:]]
+        feature_shape = [1] * len(position_shape)
+        feature_shape[self.axis], position_shape[self.axis] = self.features, 1
+        count = math.prod(position_shape)
+        if count > MAX_POSITIONS:
+            position_words = position_words.repeat(1, math.ceil(count / MAX_POSITIONS))
+        positions = position_words[:, :count].reshape(-1, *position_shape)
+        dropped = positions * feature_words.reshape(-1, *feature_shape) < self.limit
+        return dropped.expand(batch_size // len(feature_words), *dropped.shape).reshape(x.shape)
 
 
-def _odd(words: Tensor) -> Tensor:
+def _odd_words(words: Tensor) -> Tensor:
     return ((words | 1) - 2**31).to(torch.int32)

@@ -1,9 +1,12 @@
 """Errors that the user can act on: the command line prints their message instead of a traceback.
 
-This module imports nothing, so that the command line can recognize the errors without importing torch.
+This module imports the standard library only, so that the command line can recognize the errors without torch.
 """
 
 from __future__ import annotations
+
+import errno
+import sys
 
 
 class ConfigError(ValueError):
@@ -11,20 +14,45 @@ class ConfigError(ValueError):
 
 
 class ImageError(ValueError):
-    """A picture that cannot be read or written."""
+    """An image that cannot be read or written."""
 
 
 class RewardError(RuntimeError):
-    """A reward failed or returned what cannot be used."""
+    """A reward failed, or returned unusable scores."""
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on, and what to change."""
+    """A run cannot continue; the message says what to change."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read, and what to do."""
+    """A checkpoint cannot be written or read; the message says what to do."""
 
 
 class DownloadError(RuntimeError):
-    """Weights that could not be fetched, and why."""
+    """Weights could not be downloaded; the message says why."""
+
+
+def pluralize(count: int, word: str = "image") -> str:
+    """A count with its noun, for messages: "1 image", "2 images"."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def explain_error(error: BaseException) -> str | None:
+    """Return a message for an error of the machine (out of memory, disk full) that says what to do; None for others."""
+    torch = sys.modules.get("torch")  # not imported here, so that a mistyped command fails quickly
+    out_of_memory = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    if out_of_memory or (isinstance(error, RuntimeError) and "out of memory" in str(error)):
+        cause = ". ".join(str(error).split(". ")[:2])
+        return (
+            f"out of device memory ({cause}): lower batch.micro_batch_size, set engine.activation_memory to checkpoint "
+            "or offload, engine.param_dtype or engine.precision to bf16, or shard over more GPUs with "
+            "engine.strategy=fsdp"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = f" while writing {error.filename}" if error.filename else ""
+        return (
+            f"the disk is full{place}: free some space, lower checkpoint.keep_last, or set output_dir to another disk; "
+            "then run the same command again to resume from the last checkpoint"
+        )
+    return None

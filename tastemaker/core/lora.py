@@ -1,4 +1,4 @@
-"""Low-rank adapters on peft's layers, injected in place; the one file that imports peft."""
+"""LoRA adapters with peft's layers, injected in place. The only module that imports peft."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from .dropout import DropoutMasks, RowDropout
 from .randomness import Randomness
 from .registry import ConfigError
-from .weights import HasNet, Weights, unknown_snapshot_error
+from .weights import NetworkTraits, TrainableModel, Weights, unknown_snapshot_error
 
-if TYPE_CHECKING:  # it takes three seconds to import, which runs without adapters do not wait for
+if TYPE_CHECKING:  # importing peft takes three seconds, which runs without adapters save
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -26,25 +26,10 @@ if TYPE_CHECKING:  # it takes three seconds to import, which runs without adapte
 LIVE_ADAPTER = "live"
 
 
-@runtime_checkable
-class HasTrainableTextEncoder(Protocol):
-    """What reads the prompts of a generator, and can learn to read them otherwise."""
-
-    def teach(self) -> dict[str, nn.Module]:
-        """From now on every call reads anew, with gradients; the encoders by name."""
-
-
-@runtime_checkable
-class HasDefaultLoraTargets(Protocol):
-    """A network of which its users adapt certain layers."""
-
-    usual: tuple[str, ...]  # how the names of those layers end
-
-
 class LoraWeights(Weights):
-    """Only adapters train; the reference is the network with them switched off, and costs nothing.
+    """Only adapters train; the reference is the network with adapters disabled, and takes no memory.
 
-    `texts` are text encoders that are adapted too, by the names their folders have; those begin their tensors' names.
+    `text_encoders` are adapted too, by component name, which is the prefix of their tensors' names.
     """
 
     def __init__(
@@ -52,36 +37,38 @@ class LoraWeights(Weights):
         net: nn.Module,
         config: LoraConfig | None,
         snapshots: Sequence[str] = (),
-        texts: Mapping[str, tuple[nn.Module, LoraConfig]] | None = None,
+        text_encoders: Mapping[str, tuple[nn.Module, LoraConfig]] | None = None,
+        traits: NetworkTraits = NetworkTraits(),
     ) -> None:
         from peft import inject_adapter_in_model
 
-        adapted = texts or {}
-        self.net, self.texts = net, {name: encoder for name, (encoder, _) in adapted.items()}
+        encoders = text_encoders or {}
+        self.net, self.traits = net, traits
+        self.text_encoders = {name: encoder for name, (encoder, _) in encoders.items()}
         self.active = LIVE_ADAPTER
-        found = [*([(net, config)] if config else []), *adapted.values()]
-        self.config = found[0][1]
+        adapted = [*([(net, config)] if config else []), *encoders.values()]
+        self.config = adapted[0][1]
         self.names = [LIVE_ADAPTER, *(name for name in snapshots if name != "reference")]
-        # All adapters are made at once: none may be added once the network is sharded.
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there are several is meant
+        # All adapters are made now: none can be added once the network is sharded.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # peft warns about several adapters
             for name in self.names:
-                for module, own in found:
-                    inject_adapter_in_model(own, module, name)
-        self._chances = [_by_rows(module, own) for module, own in found if own.lora_dropout]
+                for module, lora_config in adapted:
+                    inject_adapter_in_model(lora_config, module, name)
+        self._dropout = [use_row_dropout(module, each) for module, each in adapted if each.lora_dropout]
         with torch.no_grad():
             for key, p in self._named():
-                if "lora_" in key and key.startswith(tuple(self.texts)):
-                    p.data = p.data.float()  # a frozen encoder may be in half precision, what learns must not
+                if "lora_" in key and key.startswith(tuple(self.text_encoders)):
+                    p.data = p.data.float()  # trainable weights are float32 even if the frozen encoder is not
         self._activate(LIVE_ADAPTER)
         for name in self.names[1:]:
-            self.blend(name)
+            self.update_snapshot(name)
 
     def _modules(self) -> Iterator[nn.Module]:
-        return (module for whole in (self.net, *self.texts.values()) for module in whole.modules())
+        return (module for whole in (self.net, *self.text_encoders.values()) for module in whole.modules())
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.net.named_parameters()
-        for name, encoder in self.texts.items():
+        for name, encoder in self.text_encoders.items():
             yield from encoder.named_parameters(prefix=name)
 
     def _layers(self) -> Iterator[BaseTunerLayer]:
@@ -102,61 +89,64 @@ class LoraWeights(Weights):
         self._mark()
 
     def _mark(self) -> None:
-        # peft moves requires_grad about with the active adapter, but FSDP2 takes it over for good at its first gather,
-        # whichever adapter is active then: so it is set back each time.
+        # peft sets requires_grad with the active adapter, but FSDP2 keeps what it finds at its first gather, whichever
+        # adapter is active then: so only the live adapter ever requires gradients.
         for key, p in self._named():
             p.requires_grad_(f".{LIVE_ADAPTER}." in key)
 
-    def _of(self, name: str) -> dict[str, nn.Parameter]:
-        mark = f".{name}."
-        return {key.replace(mark, "."): p for key, p in self._named() if mark in key and "lora_" in key}
+    def _adapter(self, name: str) -> dict[str, nn.Parameter]:
+        """Parameters of one adapter, under names without the adapter's."""
+        infix = f".{name}."
+        return {key.replace(infix, "."): p for key, p in self._named() if infix in key and "lora_" in key}
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        return self._of(LIVE_ADAPTER)
+        return self._adapter(LIVE_ADAPTER)
 
-    def stored(self) -> dict[str, dict[str, Tensor]]:
-        return {name: dict(self._of(name)) for name in self.names[1:]}
+    def snapshot_tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {name: dict(self._adapter(name)) for name in self.names[1:]}
 
     @torch.no_grad()
-    def blend(self, name: str, decay: float = 0.0) -> None:
+    def update_snapshot(self, name: str, decay: float = 0.0) -> None:
         if name not in self.names[1:]:
             raise unknown_snapshot_error(name, self.names[1:])
-        live, kept = self._of(LIVE_ADAPTER), self._of(name)
-        torch._foreach_lerp_(list(kept.values()), [live[key].to(p.dtype) for key, p in kept.items()], 1 - decay)
+        live, snapshot = self._adapter(LIVE_ADAPTER), self._adapter(name)
+        live_tensors = [live[key].to(p.dtype) for key, p in snapshot.items()]
+        torch._foreach_lerp_(list(snapshot.values()), live_tensors, 1 - decay)
 
     @torch.no_grad()
     def merged(self, name: str = LIVE_ADAPTER) -> dict[str, Tensor]:
-        """Every tensor of the network as it was named before, adapters of that name added to what they adapt."""
-        if self.texts:
-            found = ", ".join(self.texts)
-            told = "export the adapters alone: --layout diffusers, or authors where diffusers has no such pipeline"
-            raise ConfigError(f"merging would lose what {found} learned; {told}")
+        """State dict of the network with an adapter merged into its layers, under the original names."""
+        if self.text_encoders:
+            raise ConfigError(
+                f"merging would lose the adapters of {', '.join(self.text_encoders)}; export the adapters alone, with "
+                "--layout diffusers, or authors if diffusers has no such pipeline"
+            )
         layers: dict[str, Any] = dict(self.net.named_modules())
-        whole: dict[str, Tensor] = {}
+        merged: dict[str, Tensor] = {}
         for key, x in self.net.state_dict().items():
             layer, inside, last = key.rpartition(".base_layer.")
             if inside and last == "weight":
-                whole[f"{layer}.{last}"] = (x.float() + layers[layer].get_delta_weight(name).float()).to(x.dtype)
+                merged[f"{layer}.{last}"] = (x.float() + layers[layer].get_delta_weight(name).float()).to(x.dtype)
             elif "lora_" not in key:
-                whole[f"{layer}.{last}" if inside else key] = x
-        return whole
+                merged[f"{layer}.{last}" if inside else key] = x
+        return merged
 
-    def scale(self, by: float) -> None:
-        """Let every adapter count so many times as much as it was trained to."""
-        for layer in _adapters(self._modules()):
+    def scale(self, factor: float) -> None:
+        """Multiply the output of every adapter by a factor of its trained scale."""
+        for layer in _lora_layers(self._modules()):
             for name in self.names:
-                layer.set_scale(name, by)
+                layer.set_scale(name, factor)
 
-    def alike(self) -> str | None:
-        return None if any(chance.places is not None for chance in self._chances) else self.active
+    def graph_key(self) -> str | None:
+        return None if any(masks.position_words is not None for masks in self._dropout) else self.active
 
     @contextmanager
-    def dropping(self, rng: Randomness, draw: int = 0) -> Iterator[None]:
+    def dropout_masks(self, rng: Randomness, draw: int = 0) -> Iterator[None]:
         with ExitStack() as stack:
-            for chance in self._chances:
-                # A text encoder reads each text for all its rows, so that those are not rows of the update.
-                rows = rng if chance.net is self.net else replace(rng, rows=rng.rows[:1] * 0)
-                stack.enter_context(chance.by(rows, draw))
+            for masks in self._dropout:
+                # A text encoder encodes each prompt once for all its samples, so it has one mask for all rows.
+                rows = rng if masks.net is self.net else replace(rng, rows=rng.rows[:1] * 0)
+                stack.enter_context(masks.active(rows, draw))
             yield
 
     @contextmanager
@@ -175,96 +165,98 @@ class LoraWeights(Weights):
             self._activate(LIVE_ADAPTER)
 
 
-def trainable_text_encoders(model: HasNet) -> dict[str, nn.Module]:
-    """The text encoders that read for a model, by name, which from now on can learn; none if it has no such."""
-    readers = [part for part in vars(model).values() if isinstance(part, HasTrainableTextEncoder)]
-    return readers[0].teach() if readers else {}
-
-
-def _spelled(net: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Targets, with the names of all layers in place of one with stars that they match."""
+def _expand_wildcards(net: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Replace targets with a star by the names of all modules that they match."""
     names = [name for name, _ in net.named_modules()]
-    return [found for target in targets for found in (fnmatch.filter(names, target) or [target])]
+    return [match for target in targets for match in (fnmatch.filter(names, target) or [target])]
 
 
-def _none_called(chosen: Sequence[str], linear: Sequence[str]) -> ConfigError:
-    there = ", ".join(name for name, _ in Counter(name.rpartition(".")[2] for name in linear).most_common(8))
-    found = f"tuning: no layer's name ends with {', '.join(chosen):.60}; those of linear layers mostly end with {there}"
-    return ConfigError(f"{found}; set tuning.targets to some of them, or to usual")
+def _no_match_error(targets: Sequence[str], linear: Sequence[str]) -> ConfigError:
+    common = ", ".join(name for name, _ in Counter(name.rpartition(".")[2] for name in linear).most_common(8))
+    return ConfigError(
+        f"tuning.target_modules: no layer's name ends with {', '.join(targets):.60}; linear layers of this model end "
+        f"with {common}; use some of them, or default"
+    )
 
 
-def _adapters(modules: Iterator[nn.Module]) -> Iterator[LoraLayer]:
+def _lora_layers(modules: Iterator[nn.Module]) -> Iterator[LoraLayer]:
     from peft.tuners.lora import LoraLayer
 
     return (module for module in modules if isinstance(module, LoraLayer))
 
 
-def _by_rows(net: nn.Module, config: LoraConfig) -> DropoutMasks:
-    """Put dropout that belongs to rows in place of peft's, the same in all adapters of a layer."""
-    chance = DropoutMasks(net)
-    for layer in _adapters(net.modules()):
+def use_row_dropout(net: nn.Module, config: LoraConfig) -> DropoutMasks:
+    """Replace peft's dropout by one whose masks depend on the row, shared by all adapters of a layer."""
+    masks = DropoutMasks(net)
+    for layer in _lora_layers(net.modules()):
         features, last = layer.in_features or 0, isinstance(layer.get_base_layer(), nn.Linear)
-        own = RowDropout(config.lora_dropout, features, chance, last=last)
+        dropout = RowDropout(config.lora_dropout, features, masks, last=last)
         for name in layer.lora_dropout:
-            layer.lora_dropout[name] = own
-    return chance
+            layer.lora_dropout[name] = dropout
+    return masks
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Train low-rank adapters on the layers named in `targets` (peft's rules), which their names may end with.
+    """Train LoRA adapters on the layers whose names end with one of `target_modules` (peft's rules).
 
-    A target with stars is a whole name, as low.*.to_q for one of two transformers. `all-linear` is every linear layer,
-    `all-layers` convolutions too; `usual` is what the users of a model adapt, or every linear layer where that is not
-    known.
+    A target with a star matches whole names, as low.*.to_q for one of two transformers. `all-linear` is every linear
+    layer, `all-layers` convolutions too; `default` is the model's usual choice, or every linear layer if it has none.
     """
 
     rank: int = 16
     alpha: float | None = None  # scale is alpha / rank; twice the rank if not given
-    targets: tuple[str, ...] | str = "usual"
+    target_modules: tuple[str, ...] | str = "default"
     dropout: float = 0.0
-    adapt: tuple[Literal["net", "text"], ...] = ("net",)  # the network, the text encoders that read for it, or both
-    text_targets: tuple[str, ...] | str = "all-linear"
-    adapts: ClassVar[bool] = True
+    modules: tuple[Literal["backbone", "text_encoder"], ...] = ("backbone",)  # what gets adapters
+    text_target_modules: tuple[str, ...] | str = "all-linear"
+    is_adapter: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (1 <= self.rank <= 65_536 and 0 <= self.dropout < 1 and (self.alpha is None or self.alpha > 0)):
             found = f"rank {self.rank}, alpha {self.alpha}, dropout {self.dropout}"
             raise ValueError(f"found {found}; expected rank of at least 1, alpha above 0, dropout from 0 to below 1")
-        named = {each for each in (self.targets, self.text_targets) if isinstance(each, str)}
-        if wrong := named - {"usual", "all-linear", "all-layers"}:
-            told = "expected usual, all-linear, all-layers or a list of names such as [to_q, to_v]"
-            raise ValueError(f"targets are {min(wrong)!r:.60}; {told}")
-        if not self.adapt:
-            raise ValueError("'adapt' is empty; expected net, text or both")
+        for key in ("target_modules", "text_target_modules"):
+            targets = getattr(self, key)
+            if isinstance(targets, str) and targets not in ("default", "all-linear", "all-layers"):
+                expected = "default, all-linear, all-layers or a list of names such as [to_q, to_v]"
+                raise ValueError(f"'{key}' is {targets!r:.60}; expected {expected}")
+        if not self.modules:
+            raise ValueError("'modules' is empty; expected backbone, text_encoder or both")
 
-    def apply(self, model: HasNet, snapshots: Sequence[str]) -> Weights:
-        texts = {name: (net, self.config(net, self.text_targets)) for name, net in self._encoders(model).items()}
-        config = self.config(model.net, self.targets) if "net" in self.adapt else None
-        return LoraWeights(model.net, config, snapshots, texts)
+    def apply(self, model: TrainableModel, snapshots: Sequence[str]) -> Weights:
+        encoders = {name: (net, self.config(net, self.text_target_modules)) for name, net in self._encoders(model)}
+        config = None
+        if "backbone" in self.modules:
+            config = self.config(model.net, self.target_modules, model.traits.lora_targets)
+        return LoraWeights(model.net, config, snapshots, encoders, model.traits)
 
-    def config(self, net: nn.Module, targets: tuple[str, ...] | str) -> LoraConfig:
-        """What peft is told of a network, of which those layers are adapted."""
+    def config(
+        self, net: nn.Module, targets: tuple[str, ...] | str, default_targets: tuple[str, ...] = ()
+    ) -> LoraConfig:
+        """The peft configuration that adapts `targets` of a network; `default` stands for `default_targets`."""
         from peft import LoraConfig
 
-        if targets == "usual":
-            targets = net.usual if isinstance(net, HasDefaultLoraTargets) else "all-linear"
-        chosen = _spelled(net, targets) if isinstance(targets, tuple) else self._every(net, targets)
+        if targets == "default":
+            targets = default_targets or "all-linear"
+        chosen = _expand_wildcards(net, targets) if isinstance(targets, tuple) else _layer_names(net, targets)
         if not any(f".{name}".endswith(f".{target}") for name, _ in net.named_modules() for target in chosen):
-            raise _none_called(chosen, self._every(net, "all-linear"))
+            raise _no_match_error(chosen, _layer_names(net, "all-linear"))
         alpha = 2 * self.rank if self.alpha is None else self.alpha
         return LoraConfig(r=self.rank, lora_alpha=alpha, target_modules=chosen, lora_dropout=self.dropout)  # type: ignore[arg-type]
 
-    def _encoders(self, model: HasNet) -> dict[str, nn.Module]:
-        if "text" not in self.adapt:
-            return {}
-        found = trainable_text_encoders(model)
-        if not found:
-            told = "tuning.adapt names text, but this model has no text encoder that could be trained"
-            raise ConfigError(f"{told}; leave it at [net]")
-        return found
+    def _encoders(self, model: TrainableModel) -> list[tuple[str, nn.Module]]:
+        if "text_encoder" not in self.modules:
+            return []
+        encoders = model.enable_text_encoder_training()
+        if not encoders:
+            raise ConfigError(
+                "tuning.modules has text_encoder, but this model has no text encoder to train; set it to [backbone]"
+            )
+        return list(encoders.items())
 
-    @staticmethod
-    def _every(net: nn.Module, kind: str) -> list[str]:
-        kinds = (nn.Linear,) if kind == "all-linear" else (nn.Linear, nn.Conv2d, nn.Conv3d)
-        return [name for name, module in net.named_modules() if isinstance(module, kinds)]
+
+def _layer_names(net: nn.Module, kind: str) -> list[str]:
+    """Names of all linear layers, with `all-layers` of convolutions too."""
+    kinds = (nn.Linear,) if kind == "all-linear" else (nn.Linear, nn.Conv2d, nn.Conv3d)
+    return [name for name, module in net.named_modules() if isinstance(module, kinds)]

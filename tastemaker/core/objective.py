@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -17,7 +18,7 @@ from .types import Condition, Loss, PromptBatch, Trajectory, concatenate, select
 
 B = TypeVar("B")  # a batch of data
 E = TypeVar("E")  # experience, a tree of tensors
-Q = TypeVar("Q")  # a part of it, cheap to name
+Q = TypeVar("Q")  # names a part of the experience whose loss is computed by itself
 
 
 class Comm(Protocol):
@@ -26,22 +27,22 @@ class Comm(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def world(self) -> int: ...
+    def world_size(self) -> int: ...
     def gather(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, in rank order."""
+        """Concatenate the rows of all ranks, in rank order."""
 
     def gather_objects(self, items: Sequence[Any]) -> list[Any]: ...
     def mean(self, x: Tensor) -> Tensor: ...
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Whether the flag is true on any rank."""
 
 
 @dataclass(frozen=True)
 class SingleProcess:
-    """One process."""
+    """The collective operations of a run on one process."""
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
 
     def gather(self, x: Tensor) -> Tensor:
         return x
@@ -58,146 +59,165 @@ class SingleProcess:
     def barrier(self) -> None:
         return None
 
-    def total(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         return x
 
 
 class ObjectiveState(Protocol):
-    """What an objective remembers from step to step, as plain data that goes into the checkpoint."""
+    """What an objective keeps from step to step; its state dict goes into the checkpoint."""
 
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class NoState:
-    """The memory of an objective that has none."""
+    """The state of an objective that keeps nothing between steps."""
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         return None
+
+
+def _no_timer(phase: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
 class Context(Generic[P]):
+    """Everything an objective works with at one training step, on one rank."""
+
     policy: Policy[P]
     rubric: Rubric
     rng: Randomness  # one row for each row of this rank's batch
     comm: Comm
-    memory: ObjectiveState
-    epoch: int = 0  # how often this experience was passed over before: names fresh draws
-    chunk: int | None = None  # rows to sample at a time; all at once if not given
-    first: int | None = None  # the number of the first row, where all after it follow in order
+    state: ObjectiveState
+    epoch: int = 0  # passes over the same experience so far; each draws new random numbers
+    rollout_batch_size: int | None = None  # samples generated at a time; all at once if not given
+    first_row: int | None = None  # number of the first row, if the others follow in order
+    measure_time: Callable[[str], AbstractContextManager[None]] = _no_timer  # adds the time of a block to a phase
 
-    def here(self) -> Randomness:
+    def host_rng(self) -> Randomness:
         """The random stream of this batch with row numbers on the host, without a GPU synchronization."""
         count = len(self.rng)
-        rows = self.rng.rows.cpu() if self.first is None else torch.arange(self.first, self.first + count)
+        rows = self.rng.rows.cpu() if self.first_row is None else torch.arange(self.first_row, self.first_row + count)
         return replace(self.rng, rows=rows)
 
     def chunks(self, rows: int) -> Sequence[Tensor]:
-        """Row numbers to sample at a time. Draws belong to rows, so the samples are the same however they are cut."""
-        return torch.split(torch.arange(rows), self.chunk or max(rows, 1))
+        """Row numbers of each rollout batch. Random numbers depend on the row, so that samples do not on the split."""
+        return torch.split(torch.arange(rows), self.rollout_batch_size or max(rows, 1))
 
     def sample(self, cond: Condition, rng: Randomness) -> Trajectory:
-        """Run rollouts to their ends, without gradients."""
+        """Sample without gradients, one rollout batch after the other."""
         return concatenate(
             [self.policy.sample(select_rows(cond, r), select_rows(rng, r)) for r in self.chunks(len(cond))]
         )
 
 
 class Objective(ABC, Generic[P, B, E, Q]):
-    """A frozen dataclass of hyperparameters that knows how to learn from experience."""
+    """A training algorithm: a frozen dataclass of hyperparameters with `collect` and `loss`.
 
-    needs: ClassVar[type] = Process  # what it can be used on
+    A step calls `collect` once. Then, for every minibatch of the experience, it back-propagates the loss of each part.
+    """
+
+    needs: ClassVar[type] = Process  # the generation process it works on
     needs_gradient: ClassVar[bool] = False  # of the rewards
-    needs_chance: ClassVar[bool] = False  # of the sampler: a deterministic one decides nothing
-    consumes: ClassVar[type]  # PromptBatch, Pictures or Pairs
-    also: ClassVar[tuple[type, ...]] = ()  # what else it can learn from
-    group: int = 1  # samples made of each row of the batch
+    needs_stochastic: ClassVar[bool] = False  # a stochastic sampler: a deterministic one has no actions
+    consumes: ClassVar[type]  # the type of batch it trains on: PromptBatch, ImageBatch, PreferenceBatch …
+    also_consumes: ClassVar[tuple[type, ...]] = ()  # other types of batches it accepts
+    group_size: int = 1  # samples per prompt
 
-    def kept_rows(self) -> int:
-        """Rows of experience that each row of the batch leaves."""
-        return self.group
+    def experience_per_prompt(self) -> int:
+        """Rows of experience per row of the batch."""
+        return self.group_size
 
-    def samples(self) -> int:
-        """Number of samples generated per prompt."""
-        return self.group if self.consumes is PromptBatch else 0
+    def samples_per_prompt(self) -> int:
+        """Samples generated per prompt; 0 for objectives that train on data."""
+        return self.group_size if self.consumes is PromptBatch else 0
 
-    def calls(self, each: int) -> int:
-        """Network calls per prompt in a rollout, given the calls of one sample."""
-        return self.samples() * each
+    def rollout_network_calls(self, each: int) -> int:
+        """Network calls of a rollout per prompt, given the calls of one sample."""
+        return self.samples_per_prompt() * each
 
-    def replays(self) -> bool:
-        """Whether it wants samples with the log-probabilities that they will be scored by."""
+    def needs_log_probs(self) -> bool:
+        """Whether the samples need the log-probabilities of their actions."""
         return True
 
-    def gradients(self, decisions: int) -> int:
-        """Passes of the network with a gradient that a row of experience costs, of samples with so many decisions."""
-        return 1
-
-    def rows_at_once(self) -> int:
-        """Samples per forward pass for each sample of experience."""
-        return 1
-
     def snapshots(self) -> tuple[str, ...]:
-        """The named weights it will borrow."""
+        """Names of the weight snapshots it uses, such as `reference`."""
         return ()
 
-    def untied(self) -> Self | None:
+    def without_kl(self) -> Self | None:
         """A copy of the objective without its KL penalty, or None if it has none."""
         return None
 
-    def memory(self) -> ObjectiveState:
+    def make_state(self) -> ObjectiveState:
+        """The state at the start of training."""
         return NoState()
 
     @abstractmethod
-    def collect(self, ctx: Context[P], batch: B) -> E: ...
-    def watch(self, experience: E) -> dict[str, Tensor]:
+    def collect(self, ctx: Context[P], batch: B) -> E:
+        """Make the experience of one step, without gradients: sample, score, encode."""
+
+    def metrics(self, experience: E) -> dict[str, Tensor]:
         """Metrics of the collected experience before the update: [B] or scalars."""
         return {}
 
     @abstractmethod
     def parts(self, experience: E) -> Sequence[Q]:
-        """What to back-propagate one after the other, each graph freed before the next is built."""
+        """Parts of the loss, such as denoising steps; each is back-propagated before the graph of the next is built."""
 
     @abstractmethod
-    def loss(self, ctx: Context[P], experience: E, part: Q) -> Loss: ...
+    def loss(self, ctx: Context[P], experience: E, part: Q) -> Loss:
+        """The loss of one part: one value per row of the experience. The losses of all parts add up."""
+
     def after_update(self, ctx: Context[P]) -> None:
-        """Move weights that trail the live ones, once a step."""
+        """Update weight snapshots, once per training step."""
         return None
 
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A scored rollout: trajectories, rewards and advantages."""
+    """Trajectories with rewards and advantages."""
 
     trajectory: Trajectory
     rng: Randomness
-    reward: Tensor  # [B]
+    reward: Tensor  # [B] weighted sum
     advantage: Tensor  # [B]
-    parts: dict[str, Tensor]  # [B] each reward by itself
+    rewards: dict[str, Tensor]  # [B] of each reward, unweighted
 
     def __len__(self) -> int:
         return len(self.trajectory)
 
-    def watched(self, group: int) -> dict[str, Tensor]:
-        """Rewards, and the share of groups that earned all the same, from which nothing can be learned."""
-        spans = self.reward.view(-1, group)
-        flat = (spans.amax(1) - spans.amin(1) < 1e-8).float().mean()
-        parts = {f"reward/{name}": part for name, part in self.parts.items()}
-        return {"reward": self.reward, "flat_groups": flat, **parts}
+    def metrics(self, group_size: int) -> dict[str, Tensor]:
+        """Rewards, and the share of groups whose rewards are all equal: their advantages are 0."""
+        groups = self.reward.view(-1, group_size)
+        zero_std = (groups.amax(1) - groups.amin(1) < 1e-8).float().mean()
+        rewards = {f"rewards/{name}": reward for name, reward in self.rewards.items()}
+        return {"reward/mean": self.reward, "zero_std_groups": zero_std, **rewards}
 
 
 @torch.no_grad()
-def rollout_and_score(ctx: Context[Process], batch: PromptBatch, group: int) -> tuple[Trajectory, Randomness, Scores]:
-    """Sample `group_size` images or videos per prompt and score them with the rubric."""
-    rng, cond = ctx.rng.repeat(group), ctx.policy.embed(batch.prompts, batch.facts).repeat(group)
-    made: list[tuple[Trajectory, Scores]] = []
+def rollout_and_score(
+    ctx: Context[Process], batch: PromptBatch, group_size: int
+) -> tuple[Trajectory, Randomness, Scores]:
+    """Sample `group_size` images or videos per prompt and score them with the rubric.
+
+    The samples of a prompt are adjacent: row i is sample i % group_size of prompt i // group_size.
+    """
+    rng, cond = ctx.rng.repeat(group_size), ctx.policy.embed(batch.prompts, batch.metadata).repeat(group_size)
+    scored: list[tuple[Trajectory, Scores]] = []
     for rows in ctx.chunks(len(cond)):
-        part = ctx.policy.sample(select_rows(cond, rows), select_rows(rng, rows))
-        pixels = ctx.policy.decode(part.final)
-        made.append((part, ctx.rubric.score(pixels, part.cond.prompts, part.cond.facts)))
-    trajectory, scores = concatenate(made)
-    return trajectory, rng, scores
+        trajectory = ctx.policy.sample(select_rows(cond, rows), select_rows(rng, rows))
+        pixels = ctx.policy.decode(trajectory.final)
+        with ctx.measure_time("reward"):
+            scores = ctx.rubric.score(pixels, trajectory.cond.prompts, trajectory.cond.metadata)
+        scored.append((trajectory, scores))
+    trajectories, all_scores = concatenate(scored)
+    return trajectories, rng, all_scores
+
+
+def drop_prompts(prompts: Sequence[str], dropped: Tensor) -> list[str]:
+    """Replace the prompts where `dropped` [B] is true by the empty prompt, for classifier-free guidance."""
+    return ["" if drop else prompt for prompt, drop in zip(prompts, dropped.tolist(), strict=True)]

@@ -1,6 +1,6 @@
-"""Philox in one kernel, where operations on tensors are a hundred; Triton comes with PyTorch for GPUs."""
+"""Philox as one Triton kernel, instead of a hundred tensor operations. Triton comes with PyTorch for GPUs."""
 # mypy: ignore-errors
-# Triton's language is not Python to a type checker: pointers are added to, and every number may be a tensor.
+# Triton's language does not type-check: pointers are added to, and every number may be a tensor.
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 256
-OPEN = ["purpose", "draw", "low", "high", "blocks", "count", "total"]  # one kernel for whatever these are
+UNSPECIALIZED = ["purpose", "draw", "low", "high", "blocks", "count", "total"]  # one kernel for all values of these
 
 
-@triton.jit(do_not_specialize=OPEN)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _words(rows, out, purpose, draw, low, high, blocks, count, total, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = at < total
-    row, block = at // blocks, at % blocks
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = index < total
+    row, block = index // blocks, index % blocks
     a = block & 0xFFFFFFFF
     b = a * 0 + (purpose.to(tl.int64) & 0xFFFFFFFF)
-    c = tl.load(rows + row, there, other=0).to(tl.int64) & 0xFFFFFFFF
+    c = tl.load(rows + row, valid, other=0).to(tl.int64) & 0xFFFFFFFF
     d = a * 0 + (draw.to(tl.int64) & 0xFFFFFFFF)
     low, high = low.to(tl.int64) & 0xFFFFFFFF, high.to(tl.int64) & 0xFFFFFFFF
     for _ in tl.static_range(10):
@@ -28,11 +28,11 @@ def _words(rows, out, purpose, draw, low, high, blocks, count, total, BLOCK: tl.
         a, b = ((second >> 32) & 0xFFFFFFFF) ^ b ^ low, second & 0xFFFFFFFF
         c, d = ((first >> 32) & 0xFFFFFFFF) ^ d ^ high, first & 0xFFFFFFFF
         low, high = (low + 0x9E3779B9) & 0xFFFFFFFF, (high + 0xBB67AE85) & 0xFFFFFFFF
-    place, here = row * count, 4 * block
-    tl.store(out + place + here, a, there & (here < count))
-    tl.store(out + place + here + 1, b, there & (here + 1 < count))
-    tl.store(out + place + here + 2, c, there & (here + 2 < count))
-    tl.store(out + place + here + 3, d, there & (here + 3 < count))
+    start, word = row * count, 4 * block
+    tl.store(out + start + word, a, valid & (word < count))
+    tl.store(out + start + word + 1, b, valid & (word + 1 < count))
+    tl.store(out + start + word + 2, c, valid & (word + 2 < count))
+    tl.store(out + start + word + 3, d, valid & (word + 3 < count))
 
 
 def philox_words_triton(rows: Tensor, count: int, purpose: int, draw: int, key: tuple[int, int]) -> Tensor:
@@ -47,5 +47,5 @@ def philox_words_triton(rows: Tensor, count: int, purpose: int, draw: int, key: 
 
 
 def _signed(word: int) -> int:
-    """The same 32 bits as a number of one type, whatever they are: of another, the kernel would be made anew."""
+    """The 32 bits as a signed number. With one type for all words, the kernel is compiled once."""
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)

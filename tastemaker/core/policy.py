@@ -1,167 +1,169 @@
-"""The contract between generators and everything that trains or searches them."""
+"""Generators (`Backbone`), generation processes (`Process`), rollouts, and the policy that puts them together."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 from pydantic import PositiveFloat
-from torch import Tensor, nn
+from torch import Tensor
 
 from .distributions import Distribution, TokenSampler
 from .randomness import Randomness
 from .registry import ConfigError
-from .types import Condition, Corrupted, LatentBatch, Metadata, Placement, Prompts, Segment, Trajectory
-from .weights import Weights
+from .types import Condition, Corrupted, LatentBatch, Metadata, Prompts, Segment, Trajectory
+from .weights import TrainableModel, Weights
 
-
-@runtime_checkable
-class Backbone(Protocol):
-    """The interface of a generator network. Call the network only through `net(...)`: FSDP hooks in there."""
-
-    net: nn.Module
-    shape: tuple[int, ...]  # of one clean sample in model space
-    pixels: tuple[int, int, int, int]  # frames, channels, height, width of what it makes
-    passes: int  # network calls one prediction costs
-
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition: ...
-    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        """The network's own output: velocity, noise, or logits [B, K, V]."""
-
-    def encode(self, pixels: Tensor) -> Tensor: ...
-    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        """Pixels of all frames or of those asked for, with gradients: [B, F, 3, H, W]."""
-
-
-@runtime_checkable
-class CausalBackbone(Backbone, Protocol):
-    """Adds a cache, so that written tokens need not be read again."""
-
-    def begin(self, cond: Condition) -> Any:
-        """An empty cache: a tree of tensors with rows in dimension 0."""
-
-    def extend(self, ids: Tensor | None, cache: Any, cond: Condition) -> tuple[Tensor, Any]:
-        """Logits [B, V] of the next token after appending `ids` [B] (None: of the first), and the cache."""
+NO_CODEBOOK = "this model has no codebook; set objective.latent_reward_weight=0"
 
 
 class TokenDecoder(Protocol):
-    """Writes a batch of sequences, one token of every row at a time, and keeps what it needs to go on."""
+    """Decodes a batch of sequences token by token, with a key/value cache."""
 
     @property
     def ids(self) -> Tensor:
-        """[B, L], 0 where nothing is written yet; what was returned does not change."""
+        """Tokens so far: [B, L], 0 where none is decoded yet. A copy."""
 
     @property
     def log_prob(self) -> Tensor:
-        """[B, L] of what is written, before any tokens were left out."""
+        """Log-probabilities of the tokens so far, before top-k and top-p: [B, L]."""
 
-    def write(self) -> None: ...
-    def amend(self, ids: Tensor) -> None:
-        """Read on as if these tokens [B] had been written last; what was written stays."""
+    def decode_next(self) -> None:
+        """Sample the next token of every sequence."""
+
+    def replace_last(self, ids: Tensor) -> None:
+        """Continue as if these tokens [B] had been sampled last; `ids` and `log_prob` stay as they are."""
 
     def select(self, rows: Tensor) -> TokenDecoder:
-        """Who goes on with some of the rows."""
+        """A decoder that continues with some of the sequences."""
 
 
-@runtime_checkable
-class SupportsTokenDecoder(Protocol):
-    """A causal backbone with scribes of its own, for whom reading, guidance and choice are one step."""
+class MaskedPredictor(Protocol):
+    """Predicts the tokens of one batch of prompts, step after step."""
 
-    def scribe(
-        self, cond: Condition, uniform: Tensor, choice: TokenSampler, guidance: Guidance | None
+    def predict(self, x: Tensor, t: Tensor) -> Tensor:
+        """Logits [B, N, V] of tokens [B, N], with guidance if the rollout has any."""
+
+    def select(self, rows: Tensor) -> MaskedPredictor:
+        """A predictor that continues with some of the samples."""
+
+
+class Backbone(TrainableModel, ABC):
+    """A generator: the network that trains, and how prompts and pixels reach it.
+
+    Call the network only through `net(...)`: FSDP hooks in there. Every model implements the four abstract methods.
+    The others are optional abilities: their defaults return None where callers have a general way to do the same,
+    and raise an error that says what to change where they have not.
+    """
+
+    shape: tuple[int, ...]  # of one clean sample in model space
+    pixels: tuple[int, int, int, int]  # frames, channels, height and width of a sample
+    forward_passes: int  # network calls of one prediction
+    codebook_size: int | None = None  # of models that generate tokens
+    guidance: Guidance | None = None  # classifier-free guidance that a wrapper adds around the model
+    has_unconditional: bool = False  # whether `without_prompt` is implemented; otherwise the empty prompt is embedded
+    answers_questions: bool = False  # whether `score_answers` is implemented: vision-language models such as Show-o
+
+    @abstractmethod
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        """Encode prompts, with their metadata if the model reads any (reference image, fps …)."""
+
+    @abstractmethod
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        """The network's output: velocity, noise or clean sample [B, ...], or logits [B, K, V]."""
+
+    @abstractmethod
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, F, 3, H, W] in [0, 1] to model space: [B, *shape]."""
+
+    @abstractmethod
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        """Pixels [B, F, 3, H, W] of all frames or of the frames listed, with gradients."""
+
+    @property
+    def unguided(self) -> Backbone:
+        """The model without the guidance that a wrapper adds; the model itself if there is none."""
+        return self
+
+    def without_prompt(self, cond: Condition) -> Condition:
+        """The unconditional version of a condition, if `has_unconditional`."""
+        raise NotImplementedError(f"{type(self).__name__} has no unconditional embedding; embed the empty prompt")
+
+    def with_size(self, height: int, width: int) -> Backbone:
+        """The model for images of another size, with the same network."""
+        size = "x".join(map(str, self.pixels[2:]))
+        raise ValueError(f"the model makes images of {size} only; leave sample.height and sample.width out")
+
+    def with_guidance_scale(self, scale: float | None) -> Backbone | None:
+        """The model with another distilled guidance scale, an input of its network; None if it has no such input.
+
+        A scale of None is the configured one, in rollouts too.
+        """
+        return None
+
+    def from_latents(self, latents: LatentBatch) -> Tensor:
+        """Precomputed latents in model space: [B, *shape]. Latents of another autoencoder are refused."""
+        raise ConfigError("data: this model does not train on latents; set data.type to a data set of images")
+
+    # Autoregressive models
+    def init_cache(self, cond: Condition) -> Any:
+        """An empty key/value cache: a tree of tensors with samples in dimension 0."""
+        raise TypeError(f"the autoregressive process needs a model with a cache, found {type(self).__name__}")
+
+    def decode_step(self, ids: Tensor | None, cache: Any, cond: Condition) -> tuple[Tensor, Any]:
+        """Logits [B, V] of the next token after appending `ids` [B] (None: of the first), and the new cache."""
+        raise TypeError(f"the autoregressive process needs a model with a cache, found {type(self).__name__}")
+
+    def make_decoder(
+        self, cond: Condition, uniform: Tensor, sampler: TokenSampler, guidance: Guidance | None
     ) -> TokenDecoder | None:
-        """Who writes by numbers [B, L] that decide each token; none where only whole calls can reach the weights."""
+        """A fast decoder that samples with the uniform numbers [B, L]; None: call `decode_step` for every token.
 
+        Sharded networks have none, because only full calls gather their weights.
+        """
+        return None
 
-@runtime_checkable
-class SupportsHiddenStates(Protocol):
-    """A backbone whose logits are one matrix times something far smaller."""
+    def hidden_states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
+        """Hidden states [B, K, D] and output matrix [V, D], whose product are the logits; None: use `predict`."""
+        return None
 
-    def states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
-        """That [B, K, D] and the matrix [V, D]; none where logits are few, or only whole calls reach the weights."""
+    def token_embeddings(self, ids: Tensor) -> Tensor:
+        """Codebook vectors of tokens [B, K]: [B, K, C]."""
+        raise ConfigError(f"objective.latent_reward_weight: {NO_CODEBOOK}")
 
+    def encode_continuous(self, pixels: Tensor) -> Tensor:
+        """Encoder output of images [B, F, 3, H, W] before quantization: [B, K, C]."""
+        raise ConfigError(f"objective.latent_reward_weight: {NO_CODEBOOK}")
 
-@runtime_checkable
-class SupportsResize(Protocol):
-    """A backbone that can make pictures of another size too, by the same network."""
+    # Masked models
+    def make_predictor(self, cond: Condition, guidance: Guidance | None) -> MaskedPredictor | None:
+        """A predictor that encodes the prompts once for all steps; None: use `predict`."""
+        return None
 
-    def sized(self, height: int, width: int) -> Backbone: ...
+    def known_tokens(self, cond: Condition) -> Tensor | None:
+        """Tokens [B, N] that are known before sampling (inpainting), masked elsewhere; None if there are none."""
+        return None
 
+    def likelihood(self, x: Tensor, noisy: Corrupted, cond: Condition) -> Tensor | None:
+        """A log-likelihood [B] of the model's own definition; None: that of the masked tokens."""
+        return None
 
-@runtime_checkable
-class SupportsDistilledGuidance(Protocol):
-    """A backbone whose network is told how strongly the prompt counts, which need not be the same in rollouts."""
-
-    def steered(self, scale: float | None) -> Backbone:
-        """The same network, told so much wherever it is asked; as it is meant to be used if nothing is given."""
-
-
-@runtime_checkable
-class SupportsEncodedLatents(Protocol):
-    """A backbone that lives in the latents of an autoencoder, which may have been computed beforehand."""
-
-    def taken(self, latents: LatentBatch) -> Tensor:
-        """The same in model space; those of another autoencoder are refused."""
-
-
-@runtime_checkable
-class SupportsTokenEmbeddings(Protocol):
-    """A backbone whose tokens stand for vectors, each for the one nearest to what a picture was before."""
-
-    def vectors(self, ids: Tensor) -> Tensor:
-        """Those that tokens [B, K] stand for: [B, K, C]."""
-
-    def latents(self, pixels: Tensor) -> Tensor:
-        """Those of pictures [B, F, 3, H, W] before any token is chosen: [B, K, C]."""
-
-
-@runtime_checkable
-class HasCodebookSize(Protocol):
-    """A backbone that knows how many codes its tokens are of."""
-
-    @property
-    def codes(self) -> int: ...
-
-
-class ModelSpec(Protocol):
-    """What a configuration says of a model; loading makes the backbone."""
-
-    @property
-    def suits(self) -> type[Process]:
-        """The kind of process its network was made for."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of one clean sample in model space."""
-
-    @property
-    def frames(self) -> int:
-        """Of what it makes; a still has one."""
-
-    def load(self, placement: Placement) -> Backbone: ...
-    def tiny(self) -> ModelSpec:
-        """The same model at random small size, for tests."""
-
-
-@runtime_checkable
-class HasTimestepShift(Protocol):
-    """A model's settings that tell how far the levels of a straight path are shifted for its size and length."""
-
-    @property
-    def shift(self) -> float | None:
-        """As its weights were trained; of random ones there is none."""
+    # Vision-language models
+    def score_answers(self, pixels: Tensor, turns: Sequence[Sequence[str]], answers: Sequence[str]) -> Any:
+        """Logits [B, A, V] of answers about images, their token ids and which of them count; see AnswerLogits."""
+        raise ConfigError(f"{type(self).__name__} answers no questions about images; expected type showo")
 
 
 class Rollout(ABC):
-    """A batch of samples on its way: step it, look at it, drop rows of it."""
+    """A batch of samples while it is being generated: advance it, preview it, drop samples from it."""
 
     cond: Condition
-    start: Tensor
-    segments: tuple[Segment, ...]
-    price: int  # rows times network calls so far
+    start: Tensor  # initial noise or tokens
+    segments: tuple[Segment, ...]  # the actions so far
+    network_calls: int  # so far, summed over the samples
 
     @property
     @abstractmethod
@@ -169,21 +171,25 @@ class Rollout(ABC):
         """From 0 to exactly 1."""
 
     @abstractmethod
-    def step(self) -> None: ...
-    @abstractmethod
-    def preview(self) -> Tensor:
-        """The present guess at the clean samples, in model space."""
+    def step(self) -> None:
+        """Take one sampling step, or decode one token."""
 
     @abstractmethod
-    def select(self, rows: Tensor) -> None: ...
-    def redraw(self, rng: Randomness) -> None:
-        """Go on by other draws; where all are made at the start, there are none to come."""
+    def preview(self) -> Tensor:
+        """The current prediction of the clean samples, in model space: [B, ...]."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> None:
+        """Keep some of the samples only."""
+
+    def reseed(self, rng: Randomness) -> None:
+        """Use other random numbers for the remaining steps."""
         raise ConfigError(
-            "--search: this generator draws all of a sample at once, so copies of it would stay alike; choose parm"
+            "--search: this generator draws the random numbers of a sample in advance, so copies are equal; use parm"
         )
 
     def finish(self) -> Trajectory:
-        """Step to the end."""
+        """Run all remaining steps."""
         while self.progress < 1:
             self.step()
         return Trajectory(self.cond, self.start, self.preview(), self.segments)
@@ -191,14 +197,15 @@ class Rollout(ABC):
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance: without + scale * (with - without), within an interval of t."""
+    """Classifier-free guidance: unconditional + scale * (conditional - unconditional), within an interval of t."""
 
     scale: float = 1.0
-    negative: str = ""
-    interval: tuple[float, float] = (0.0, 1.0)  # of t, both ends included; a token k of n is at t = 1 - k/n
-    rescale: bool | Literal["token"] = False  # keep the norm of the conditional prediction, per row or last dimension
-    rollouts_only: bool = False  # not where a gradient is wanted: half the cost, and the unguided network learns
-    rise: PositiveFloat | None = None  # p: from 1 at first to `scale` at last, 1 + (scale - 1) / 2 (1 - cos pi (1-t)^p)
+    negative_prompt: str = ""
+    interval: tuple[float, float] = (0.0, 1.0)  # of t, both ends included; token k of n is at t = 1 - k/n
+    rescale: bool | Literal["token"] = False  # keep the norm of the conditional prediction, per sample or per token
+    rollouts_only: bool = False  # no guidance in training passes: half the cost, and the unguided network learns
+    # p: the scale rises from 1 to `scale` as 1 + (scale - 1) / 2 (1 - cos pi (1 - t)^p).
+    power_schedule: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.interval[0] <= self.interval[1] <= 1:
@@ -208,54 +215,60 @@ class Guidance:
 class Process(ABC):
     """A generation process: how samples are corrupted, denoised and scored; one class per family of generators."""
 
-    drives: ClassVar[type] = Backbone
-
     @property
     @abstractmethod
-    def chance(self) -> bool:
+    def stochastic(self) -> bool:
         """Whether sampling is stochastic after the initial noise."""
 
-    def as_sampled(self) -> Self:
+    def with_sampled_log_probs(self) -> Self:
         """A copy of the process that keeps the log-probabilities of sampling instead of recomputing them."""
         return self
 
-    def in_steps(self, steps: int) -> Self:
-        """A copy of the process that samples in `steps` steps."""
-        raise ValueError(f"{type(self).__name__} takes as many steps as there are tokens; leave 'steps' out")
+    def with_num_steps(self, num_steps: int) -> Self:
+        """A copy of the process with another number of sampling steps."""
+        raise ValueError(f"{type(self).__name__} takes one step per token; leave 'num_steps' out")
+
+    def without_temperature(self) -> Self:
+        """A copy of the process that always reveals the most confident tokens."""
+        raise ValueError("'reset_temperature' is false, but only masked generators anneal a temperature; leave it out")
+
+    def calls_per_prediction(self, shape: tuple[int, ...]) -> int:
+        """Network calls of sampling that one prediction of a whole sample stands for."""
+        return 1
 
     @abstractmethod
-    def calls(self, shape: tuple[int, ...]) -> int:
-        """Predictions one sample of a shape costs."""
-
-    def decisions(self, shape: tuple[int, ...]) -> int:
-        """Network calls needed to score the actions of one sample."""
-        return self.calls(shape)
+    def network_calls_per_sample(self, shape: tuple[int, ...]) -> int:
+        """Predictions needed to sample one sample of a shape."""
 
     @abstractmethod
-    def hidden(self, noisy: Corrupted) -> Tensor:
-        """How many decisions are hidden in each row: [B]."""
+    def count_hidden(self, noisy: Corrupted) -> Tensor:
+        """Number of elements that the log-likelihood of each sample sums over: [B]; 1 for diffusion."""
 
     @abstractmethod
-    def guide(self, model: Backbone, guidance: Guidance) -> Backbone: ...
+    def wrap_guidance(self, model: Backbone, guidance: Guidance) -> Backbone:
+        """The model with classifier-free guidance."""
+
     @abstractmethod
-    def start(self, model: Backbone, cond: Condition, rng: Randomness) -> Rollout: ...
+    def start(self, model: Backbone, cond: Condition, rng: Randomness) -> Rollout:
+        """Begin a rollout."""
+
     @abstractmethod
-    def decide(self, model: Backbone, cond: Condition, segment: Segment) -> Distribution:
-        """p(action | state) under the present weights."""
+    def action_distribution(self, model: Backbone, cond: Condition, segment: Segment) -> Distribution:
+        """p(action | state) under the current weights."""
 
     @abstractmethod
     def corrupt(
         self, x: Tensor, rng: Randomness, t: Tensor | None = None, noise: Tensor | None = None, draw: int = 0
     ) -> Corrupted:
-        """Hide `x` at a random level with fresh noise, or at the level and with the noise given."""
+        """Add noise to (or mask) clean samples, at a random level with new noise unless `t` or `noise` is given."""
 
     @abstractmethod
     def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> Distribution:
-        """p(clean | corrupted) under the present weights."""
+        """p(clean | corrupted) under the current weights."""
 
     @abstractmethod
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
-        """Log-likelihood, or a bound on it, of what is hidden of `x`, of the network without guidance: [B]."""
+        """Log-likelihood of `x` given its corruption, or a bound on it, without guidance: [B]."""
 
 
 P = TypeVar("P", bound=Process, covariant=True)
@@ -269,8 +282,8 @@ class Policy(Generic[P]):
     process: P
     weights: Weights
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return self.model.embed(prompts, facts)
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        return self.model.embed(prompts, metadata)
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.model.encode(pixels)
@@ -285,8 +298,8 @@ class Policy(Generic[P]):
     def sample(self, cond: Condition, rng: Randomness) -> Trajectory:
         return self.rollout(cond, rng).finish()
 
-    def decide(self, cond: Condition, segment: Segment) -> Distribution:
-        return self.process.decide(self.model, cond, segment)
+    def action_distribution(self, cond: Condition, segment: Segment) -> Distribution:
+        return self.process.action_distribution(self.model, cond, segment)
 
     def corrupt(
         self, x: Tensor, rng: Randomness, t: Tensor | None = None, noise: Tensor | None = None, draw: int = 0

@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of seed, step, row and purpose, whichever rank or device asks (Philox 4x32-10)."""
+"""Random numbers as a pure function of seed, step, row and purpose, on every rank and device (Philox 4x32-10)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def philox_words_torch(rows: Tensor, count: int, purpose: int, draw: int, key: tuple[int, int]) -> Tensor:
-    """`count` random 32-bit words for each of the rows [B], by operations that every device has: [B, count] int64."""
+    """`count` random 32-bit words for each of the rows [B], in PyTorch operations: [B, count] int64."""
     blocks = torch.arange(math.ceil(count / 4), device=rows.device).repeat(len(rows), 1)
     row = rows[:, None].expand_as(blocks) & WORD_MASK
     counter = (blocks, torch.full_like(blocks, purpose), row, torch.full_like(blocks, draw))
@@ -51,37 +51,78 @@ def select_philox_kernel() -> Words:
         from .philox_triton import philox_words_triton
 
         rows = torch.tensor([0, 1, 2**31, WORD_MASK + 7], device="cuda")
-        asked = (rows, 7, 0xA4093822, 3, (0x85A308D3, WORD_MASK))
-        same = bool(philox_words_triton(*asked).equal(philox_words_torch(*asked)))
-    except Exception:  # no compiler, no header files, another Triton: whatever it lacks, nobody should miss it
+        arguments = (rows, 7, 0xA4093822, 3, (0x85A308D3, WORD_MASK))
+        same = bool(philox_words_triton(*arguments).equal(philox_words_torch(*arguments)))
+    except Exception:  # no compiler, no headers, another Triton version
         return philox_words_torch
     return philox_words_triton if same else philox_words_torch
 
 
+class Purpose:
+    """Names of the random streams. A value is hashed into the counter, so that changing one changes all its numbers."""
+
+    # Sampling
+    INITIAL_NOISE = "start"  # of a diffusion sample
+    SAMPLER_STEP = "step"  # noise of an SDE step
+    SDE_WINDOW = "window"  # start of the SDE window
+    TOKEN = "token"  # the token sampled at a position
+    REVEAL = "reveal"  # which masked tokens are revealed at a step
+    SCHEDULER = "scheduler"  # seeds of diffusers schedulers
+    # Corruption of clean samples
+    TIMESTEP = "level"
+    NOISE = "noise"
+    MASK = "mask"
+    # Objectives
+    PROMPT_DROPOUT = "drop"
+    TEACHER_FORCED_PROMPT_DROPOUT = "untold"
+    TOKEN_DROPOUT = "skip"
+    RANDOM_CODE = "code"  # that replaces a context token
+    OWN_TOKEN = "own"  # which context tokens are the sample's own
+    FRAME = "frame"  # the frame that is decoded
+    FIRST_GRADIENT_STEP = "first"
+    GRID_INDEX = "place"  # on SRPO's training grid
+    CONTRAST_NOISE = "grain"  # of SRPO's negative images
+    # Training
+    MINIBATCH_ORDER = "order"
+    POSTERIOR_NOISE = "latents"  # of a variational autoencoder
+    DROPOUT_POSITIONS = "dropout places"
+    DROPOUT_FEATURES = "dropout features"
+    SHUFFLED_REWARD = "shuffled"
+    # Data
+    DATA_ORDER = "order"
+    CROP = "crop"
+    VIEW = "view"  # which encoded view of an image
+    SHIFT = "shift"  # of CIFAR-10 images
+    ANSWER = "answer"  # a token of a generated answer
+
+
 @dataclass(frozen=True)
 class Randomness:
-    """What row r draws for a purpose at a step is always the same, so resuming, sharding and pruning change nothing."""
+    """A stateless random stream: the numbers of a row depend on seed, step, row number and purpose only.
+
+    So resuming, sharding, micro-batches and dropping rows do not change the numbers of any other row.
+    """
 
     seed: int
     step: int
-    rows: Tensor  # [B] int64 global row numbers; draws live on their device
+    rows: Tensor  # [B] int64 global row numbers; random numbers are on the same device
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def repeat(self, times: int) -> Self:
-        """Rows of their own for `times` copies of each row, side by side."""
+        """A stream with `times` adjacent rows for each row, all with different numbers."""
         copies = torch.arange(times, device=self.rows.device)
         return replace(self, rows=(self.rows[:, None] * times + copies).flatten())
 
-    def shared(self) -> Self:
-        """The same draws for every row of every rank."""
+    def same_for_all_rows(self) -> Self:
+        """A stream with the same numbers for every row of every rank."""
         return replace(self, rows=torch.zeros_like(self.rows))
 
     def words(self, purpose: str, count: int, draw: int = 0) -> Tensor:
-        """`count` random 32-bit words a row: [B, count] int64."""
+        """`count` random 32-bit words per row: [B, count] int64."""
         key = ((self.seed ^ (self.seed >> 32)) & WORD_MASK, self.step & WORD_MASK)
-        # A subclass stands in for a tensor where nothing is computed.
+        # Fake tensors (planning) are a subclass of Tensor.
         if self.rows.is_cuda and type(self.rows) is Tensor and not torch.compiler.is_compiling():
             with torch.cuda.device(self.rows.device):
                 return select_philox_kernel()(self.rows, count, zlib.crc32(purpose.encode()), draw & WORD_MASK, key)
@@ -93,7 +134,7 @@ class Randomness:
         return ((words >> 8).float() * 2.0**-24).view(len(self.rows), *shape)
 
     def normal(self, purpose: str, *shape: int, draw: int = 0) -> Tensor:
-        """Standard normal, by Box and Muller: [B, *shape] float32."""
+        """Standard normal by the Box-Muller transform: [B, *shape] float32."""
         count = math.prod(shape)
         pairs = math.ceil(count / 2)
         words = (self.words(purpose, 2 * pairs, draw) >> 8).float() * 2.0**-24
@@ -102,7 +143,7 @@ class Randomness:
         both = torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], 1)
         return both[:, :count].view(len(self.rows), *shape)
 
-    def number(self, purpose: str, draw: int = 0) -> float:
+    def shared_uniform(self, purpose: str, draw: int = 0) -> float:
         """One uniform number in [0, 1) that all rows and ranks share."""
         one = replace(self, rows=torch.zeros(1, dtype=torch.int64))
         return float(one.uniform(purpose, 1, draw=draw))

@@ -1,4 +1,4 @@
-"""Names for the kinds of one thing, imported only when asked for."""
+"""Registries: names of components, imported when they are used."""
 
 from __future__ import annotations
 
@@ -10,96 +10,102 @@ from typing import Any, TypeVar
 from .errors import ConfigError as ConfigError
 
 C = TypeVar("C", bound=type)
-MANY = 40  # names that are still read, if none is alike
+MAX_NAMES = 40  # listed in a message if no name is similar
 
 
 def suggest_name(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name."""
+    """The end of an error message about an unknown name: the most similar one, or the known names."""
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, 1) or difflib.get_close_matches(word.lower(), names, 1)
-    if near:
-        return f"; did you mean '{near[0]}'?"
-    some = ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
+    similar = difflib.get_close_matches(word, names, 1) or difflib.get_close_matches(word.lower(), names, 1)
+    if similar:
+        return f"; did you mean '{similar[0]}'?"
+    some = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
     return f"; known are {some}" if names else "; none are known"
 
 
 class Registry:
-    """Names to "module:attribute"; nothing is imported until found.
+    """Maps names to "module:attribute"; a module is imported when its name is used.
 
-    `aliases` are what others call things, each with the settings it stands for, their `type` among them.
+    Aliases are names from other projects, each with the settings it stands for, including their `type`.
     """
 
-    def __init__(self, kind: str, names: dict[str, str], aliases: Mapping[str, Mapping[str, Any]] = {}) -> None:
-        self.kind, self._names, self._aliases = kind, names, aliases
+    def __init__(self, kind: str, names: dict[str, str]) -> None:
+        self.kind, self._names = kind, names
+        self._aliases: dict[str, Mapping[str, Any]] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._names))
 
-    def add(self, name: str, place: str) -> None:
+    def add(self, name: str, location: str) -> None:
+        """Register a "module:attribute" under a name."""
         if name in self._names:
             raise ConfigError(f"{self.kind} '{name}' is already registered as {self._names[name]}; choose another name")
-        self._names[name] = place
+        self._names[name] = location
+
+    def add_alias(self, alias: str, settings: Mapping[str, Any]) -> None:
+        """Let `type: alias` stand for these settings, which include a `type`."""
+        self._aliases[alias] = settings
 
     def register(self, name: str) -> Callable[[C], C]:
-        """A decorator that gives a class a name, which is known once the module that says so is imported."""
+        """A class decorator that registers the class once its module is imported."""
 
-        def give(cls: C) -> C:
+        def decorate(cls: C) -> C:
             if "." in cls.__qualname__:
-                raise ConfigError(f"{self.kind} '{name:.60}' lies within {cls.__qualname__}; move it to its module")
+                raise ConfigError(
+                    f"{self.kind} '{name:.60}' is defined inside {cls.__qualname__}; move it to the top of its module"
+                )
             self.add(name, f"{cls.__module__}:{cls.__qualname__}")
             return cls
 
-        return give
+        return decorate
 
     def aliases(self, name: str) -> list[str]:
-        """What others call a thing."""
-        return sorted(alias for alias, meant in self._aliases.items() if meant["type"] == name)
+        """Aliases of a registered name."""
+        return sorted(alias for alias, settings in self._aliases.items() if settings["type"] == name)
 
-    def spelled(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings with a `type`, an alias replaced by what it stands for; what they say themselves counts more."""
-        meant = self._aliases.get(settings["type"], {"type": settings["type"]})
-        return {**meant, **{key: value for key, value in settings.items() if key != "type"}}
+    def resolve_alias(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace an alias in `type` by the settings it stands for; the settings given override them."""
+        defaults = self._aliases.get(settings["type"], {"type": settings["type"]})
+        return {**defaults, **{key: value for key, value in settings.items() if key != "type"}}
 
-    def name(self, found: type) -> str:
-        """What to write after `type:` to get this class back."""
-        place = f"{found.__module__}:{found.__qualname__}"
-        return next((name for name, known in self._names.items() if known == place), place)
+    def name(self, cls: type) -> str:
+        """The registered name of a class, or its "module:Class"."""
+        location = f"{cls.__module__}:{cls.__qualname__}"
+        return next((name for name, known in self._names.items() if known == location), location)
 
-    def place(self, name: str) -> str:
-        """The "module:attribute" behind a registered name or alias, or behind one that is written so; else empty."""
+    def locate(self, name: str) -> str:
+        """The "module:attribute" of a name, an alias or a "module:attribute" itself; empty if it is unknown."""
         return self._names.get(self._aliases.get(name, {"type": name})["type"], name if ":" in name else "")
 
     def find(self, name: str, where: str = "") -> type:
-        """The class behind a name, or behind "my_package.module:Class"."""
-        start = f"{where}: " if where else ""
-        place = self.place(name)
-        if not place:
-            raise ConfigError(f"{start}no {self.kind} is called '{name:.60}'{suggest_name(name, self._names)}")
-        module, _, attribute = place.partition(":")
+        """Import the class of a name, an alias or "my_package.module:Class"."""
+        prefix = f"{where}: " if where else ""
+        location = self.locate(name)
+        if not location:
+            raise ConfigError(f"{prefix}no {self.kind} is called '{name:.60}'{suggest_name(name, self._names)}")
+        module, _, attribute = location.partition(":")
         try:
-            found = vars(importlib.import_module(module)).get(attribute)
-        except Exception as error:  # a foreign module may raise anything at all while it is imported
+            cls = vars(importlib.import_module(module)).get(attribute)
+        except Exception as error:  # importing the module of a user may raise anything
             reason = f"{type(error).__name__}: {error!s:.300}"
             raise ConfigError(
-                f"{start}{self.kind} '{name:.60}' cannot be imported ({reason}); install or correct it"
+                f"{prefix}{self.kind} '{name:.60}' cannot be imported ({reason}); install or correct it"
             ) from error
-        if found is None:
-            raise ConfigError(f"{start}module '{module:.60}' has no '{attribute:.60}'; check the name after the colon")
-        if not isinstance(found, type):
-            raise ConfigError(
-                f"{start}'{name:.60}' is a {type(found).__name__}; expected a class to make the {self.kind} of"
-            )
-        return found
+        if cls is None:
+            raise ConfigError(f"{prefix}module '{module:.60}' has no '{attribute:.60}'; check the name after the colon")
+        if not isinstance(cls, type):
+            raise ConfigError(f"{prefix}'{name:.60}' is a {type(cls).__name__}; expected a class")
+        return cls
 
 
-# Here rather than in config.registries, because models open autoencoders by name and do not import config.
+# Not in config.registries, because models load autoencoders by name and do not import config.
 AUTOENCODERS = Registry(
     "autoencoder",
     {
-        "autoencoder_kl": "tastemaker.models.autoencoder_kl:AutoencoderKL",
-        "block_vae": "tastemaker.models.block_vae:BlockVae",
-        "from_config": "tastemaker.models.custom_autoencoder:CustomAutoencoder",
-        "vae": "tastemaker.models.vae:Vae",
-        "vq": "tastemaker.models.vq:Vq",
+        "autoencoder_kl": "tastemaker.models.autoencoder_kl:AutoencoderKLSpec",
+        "block_vae": "tastemaker.models.block_vae:BlockVaeSpec",
+        "from_config": "tastemaker.models.vae:CustomAutoencoderSpec",
+        "vae": "tastemaker.models.vae:VaeSpec",
+        "vq": "tastemaker.models.image_tokenizer:VqSpec",
     },
 )

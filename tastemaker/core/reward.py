@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,100 +17,153 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from .cards import RewardCard as RewardCard
+from .cards import WeightsSource
 from .errors import RewardError as RewardError
 from .types import Metadata, Placement, Prompts
 
-BatchSize = Annotated[int, Field(ge=1)]  # how many a call can bear
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?")  # owner/name, or a file in it
+Modality = Literal["image", "video"]
+BatchSize = Annotated[int, Field(ge=1)]  # samples per call of a scorer
 
 
-class Reward(Protocol):
-    """A live scorer of pixels."""
+class Reward(ABC):
+    """A loaded scorer of pixels [B, F, 3, H, W] in [0, 1]."""
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
-        """One number a row: [B]."""
+    version: str = ""  # identifies what the settings do not say, such as the model behind a remote reward
+
+    @abstractmethod
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        """One score per sample: [B]."""
+
+    def score_prompts(
+        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
+    ) -> list[Tensor]:
+        """Scores [B] of the same pixels for each of several lists of prompts."""
+        return [self.score(pixels, prompts, metadata) for prompts in prompt_sets]
+
+    def verifier(self) -> Verifier | None:
+        """The reward as a verifier of unfinished samples; None if it judges finished ones only."""
+        return None
 
 
-@runtime_checkable
-class CachedImageReward(Protocol):
+class CachedImageReward(Reward):
     """A reward whose image features can be computed once and scored against several prompts."""
 
-    def see(self, pixels: Tensor) -> Tensor:
-        """What is kept of the pictures: [B, ...]."""
+    @abstractmethod
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """Image features: [B, ...]."""
 
-    def compare(self, seen: Tensor, prompts: Prompts) -> Tensor:
-        """The scores of these pictures: [B]."""
+    @abstractmethod
+    def score_features(self, features: Tensor, prompts: Prompts) -> Tensor:
+        """Scores of images by their features: [B]."""
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return self.score_features(self.encode_images(pixels), prompts)
+
+    def score_prompts(
+        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
+    ) -> list[Tensor]:
+        features = self.encode_images(pixels)
+        return [self.score_features(features, prompts) for prompts in prompt_sets]
 
 
-def score_prompts(
-    reward: Reward, pixels: Tensor, several: Sequence[Prompts], facts: Sequence[Metadata]
-) -> list[Tensor]:
-    """Scores of the same pixels by several prompts a row, [B] for each, with one look where that will do."""
-    if len(several) > 1 and isinstance(reward, CachedImageReward):
-        seen = reward.see(pixels)
-        return [reward.compare(seen, prompts) for prompts in several]
-    return [reward.score(pixels, prompts, facts) for prompts in several]
-
-
-class RewardSpec(Protocol):
-    """What a configuration says of a reward; loading makes the scorer. Hashable, for equal specs share one."""
-
-    @property
-    def differentiable(self) -> bool: ...
-    @property
-    def reads(self) -> Literal["frames", "clip"]:
-        """Each frame by itself, or the motion between them."""
+class RewardSpec(ABC):
+    """The settings of a reward, a frozen dataclass; `load` makes the scorer. Hashable: equal specs share a scorer."""
 
     @property
-    def runs_on(self) -> Literal["device", "host", "remote"]: ...
+    @abstractmethod
+    def card(self) -> RewardCard:
+        """What a user should know about the reward: usual range, failure modes, memory, published weights."""
+
     @property
+    @abstractmethod
     def batch_size(self) -> int:
-        """Rows one call can bear."""
+        """Samples per call of the scorer."""
 
     @property
-    def about(self) -> RewardCard: ...
-    def load(self, placement: Placement) -> Reward: ...
+    def differentiable(self) -> bool:
+        """Whether scores have a gradient with respect to the pixels."""
+        return False
+
+    @property
+    def modality(self) -> Modality:
+        """`image`: every frame is scored by itself and the mean counts. `video`: the scorer gets whole clips."""
+        return "image"
+
+    @property
+    def runs_on(self) -> Literal["device", "host", "remote"]:
+        """Rewards on the host or on another machine run in threads, beside those on the device."""
+        return "device"
+
+    @abstractmethod
+    def load(self, placement: Placement) -> Reward:
+        """Load the weights and return the scorer."""
+
     def tiny(self) -> RewardSpec:
-        """The same reward at random small size, for tests."""
+        """A small random version, for tests."""
+        return self
+
+    @property
+    def sources(self) -> tuple[WeightsSource, ...]:
+        """Published weights that these settings need: those of the card, or those that a setting names instead."""
+        sources, settings = list(self.card.sources), cast(Any, self)  # every spec is a dataclass
+        for field in fields(settings):
+            value, default = getattr(self, field.name), field.default
+            if isinstance(value, str) and value != default and default in {source.hub for source in sources}:
+                sources = [source for source in sources if source.hub != default]
+                if not Path(value).expanduser().exists() and HUB_ID.fullmatch(value):
+                    sources.append(WeightsSource(value))
+        return tuple(dict.fromkeys(sources))
 
 
-_live: WeakValueDictionary[tuple[RewardSpec, Placement], Reward] = WeakValueDictionary()
+_loaded: WeakValueDictionary[tuple[RewardSpec, Placement], Reward] = WeakValueDictionary()
 
 
 def load_shared_reward(spec: RewardSpec, placement: Placement) -> Reward:
-    """The scorer of a spec; equal specs share one for as long as anybody holds it."""
+    """The scorer of a spec; equal specs share one for as long as it is in use."""
     try:
-        found = _live.get((spec, placement))
+        reward = _loaded.get((spec, placement))
     except TypeError as error:
-        way_out = "make such settings tuples, or field(hash=False)"
-        raise ValueError(f"{type(spec).__name__} cannot be hashed ({error}); {way_out}") from error
-    if found is None:
-        found = _live[spec, placement] = spec.load(placement)
-    return found
+        raise ValueError(
+            f"{type(spec).__name__} cannot be hashed ({error}); use tuples for such settings, or field(hash=False)"
+        ) from error
+    if reward is None:
+        reward = _loaded[spec, placement] = spec.load(placement)
+    return reward
 
 
 @dataclass(frozen=True)
 class Verdict:
-    clear: Tensor  # [B] bool, the preview can be judged
+    """A verifier's judgment of previews."""
+
+    judgeable: Tensor  # [B] bool, whether the preview is clear enough to judge
     promising: Tensor  # [B] bool
     score: Tensor  # [B]
 
 
-@runtime_checkable
-class Verifier(Protocol):
-    """A reward that can also look at an unfinished sample and decline to judge it."""
+class Verifier(ABC):
+    """Judges unfinished samples during search, or declines to judge them yet."""
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict: ...
+    @abstractmethod
+    def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
+        """Judge previews of samples at `progress` from 0 to 1."""
+
+    def explain(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Sequence[str]:
+        """What is wrong with each sample, in words for the next attempt; empty strings if it cannot say."""
+        return [""] * len(prompts)
 
 
 @dataclass(frozen=True)
 class Scores:
-    total: Tensor  # [B]
-    parts: dict[str, Tensor]  # unweighted, by reward name
+    """Scores of a batch by a rubric."""
+
+    total: Tensor  # [B] weighted sum
+    rewards: dict[str, Tensor]  # [B] of each reward, unweighted
 
 
 @dataclass(frozen=True)
 class RewardNormalization:
-    """What is subtracted from scores, and what they are divided by then."""
+    """(score - mean) / std."""
 
     mean: float = 0.0
     std: PositiveFloat = 1.0
@@ -121,141 +177,163 @@ class WeightedReward:
     reward: Reward
     weight: float = 1.0
     normalize: RewardNormalization | None = None
-    clip: tuple[float, float] | None = None  # of what is normalised; outside, its gradient is zero
+    clip: tuple[float, float] | None = None  # after normalization; outside, the gradient is zero
     held_out: bool = False  # scored by the guard and on displayed samples, not at training steps
 
-    def counted(self, score: Tensor) -> Tensor:
-        """A score as it enters the sum, before its weight."""
+    @property
+    def needs_gradient(self) -> bool:
+        return self.spec.differentiable and self.weight != 0
+
+    def normalized(self, score: Tensor) -> Tensor:
+        """The score after normalization and clipping, before its weight."""
         if self.normalize is not None:
             score = (score - self.normalize.mean) / self.normalize.std
         return score if self.clip is None else score.clamp(*self.clip)
 
 
 class Rubric:
-    """A weighted sum of rewards, evaluated in chunks each can bear, those on the host beside those on the device."""
+    """A weighted sum of rewards. Each is called with its batch size; those on the host run in threads."""
 
     def __init__(self, rewards: Mapping[str, WeightedReward]) -> None:
         self.rewards = dict(rewards)
-        for name, graded in self.rewards.items():
-            if graded.spec.batch_size < 1:
-                raise ValueError(f"reward '{name}' has batch_size {graded.spec.batch_size}; it must be at least 1")
-        # Pixels reach worker threads without a graph, so a reward that must pass gradients stays in the caller's.
-        self._aside = [name for name, g in self.rewards.items() if g.spec.runs_on != "device" and not _learns(g)]
-        self._pool = ThreadPoolExecutor(max(1, len(self._aside)), thread_name_prefix="reward")
+        for name, reward in self.rewards.items():
+            if reward.spec.batch_size < 1:
+                raise ValueError(f"reward '{name}' has batch_size {reward.spec.batch_size}; it must be at least 1")
+        # Worker threads get pixels without a graph, so rewards that need gradients run in the caller's thread.
+        self._in_threads = [
+            name
+            for name, reward in self.rewards.items()
+            if reward.spec.runs_on != "device" and not reward.needs_gradient
+        ]
+        self._pool = ThreadPoolExecutor(max(1, len(self._in_threads)), thread_name_prefix="reward")
         self._for_training: Rubric | None = None
 
     def for_training(self) -> Rubric:
-        """The rubric without held-out rewards, which would cost time at every step and change nothing."""
-        if not any(graded.held_out for graded in self.rewards.values()):
+        """The rubric without held-out rewards, which training steps need not compute."""
+        if not any(reward.held_out for reward in self.rewards.values()):
             return self
         if self._for_training is None:
-            self._for_training = Rubric({name: g for name, g in self.rewards.items() if not g.held_out})
+            self._for_training = Rubric({name: reward for name, reward in self.rewards.items() if not reward.held_out})
         return self._for_training
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Scores:
-        """Each reward by itself and their weighted sum; gradients flow through those that have them and count."""
-        return self.score_each(pixels, [prompts], facts)[0]
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Scores:
+        """Each reward and the weighted sum; gradients flow through differentiable rewards with a weight."""
+        return self.score_each(pixels, [prompts], metadata)[0]
 
-    def score_each(self, pixels: Tensor, several: Sequence[Prompts], facts: Sequence[Metadata] = ()) -> list[Scores]:
-        """The same pixels by several prompts a row; rewards that look before they read look once."""
-        facts = facts or [{}] * len(several[0])
-        for prompts in several:
-            if not len(pixels) == len(prompts) == len(facts):
-                found = f"{len(pixels)} pictures, {len(prompts)} prompts and {len(facts)} facts"
-                raise ValueError(f"a rubric was given {found}; expected one prompt and one fact for each picture")
-        pixels = _sound(pixels, several[0]).float()
-        waiting = self._submit(pixels, several, facts)
-        with torch.autocast(pixels.device.type, enabled=False):  # a reward's precision is its own, not the run's
-            done = {name: self._one(name, pixels, several, facts) for name in self.rewards if name not in waiting}
-        parts = {name: waiting[name].result() if name in waiting else done[name] for name in self.rewards}
-        return [self._summed(pixels, {name: part[i] for name, part in parts.items()}) for i in range(len(several))]
+    def score_each(
+        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata] = ()
+    ) -> list[Scores]:
+        """Scores of the same pixels for several lists of prompts; image features are computed once if possible."""
+        metadata = metadata or [{}] * len(prompt_sets[0])
+        for prompts in prompt_sets:
+            if not len(pixels) == len(prompts) == len(metadata):
+                found = f"{len(pixels)} samples, {len(prompts)} prompts and {len(metadata)} metadata entries"
+                raise ValueError(f"a rubric was given {found}; expected one prompt and one entry per sample")
+        pixels = check_pixels(pixels, prompt_sets[0]).float()
+        futures = self._submit(pixels, prompt_sets, metadata)
+        with torch.autocast(pixels.device.type, enabled=False):  # a reward's precision is not the run's
+            done = {
+                name: self._score_one(name, pixels, prompt_sets, metadata)
+                for name in self.rewards
+                if name not in futures
+            }
+        rewards = {name: futures[name].result() if name in futures else done[name] for name in self.rewards}
+        return [
+            self._sum(pixels, {name: scores[i] for name, scores in rewards.items()}) for i in range(len(prompt_sets))
+        ]
 
-    def _summed(self, pixels: Tensor, parts: Mapping[str, Tensor]) -> Scores:
-        parts = {name: part.to(pixels.device) for name, part in parts.items()}
+    def _sum(self, pixels: Tensor, rewards: Mapping[str, Tensor]) -> Scores:
+        rewards = {name: reward.to(pixels.device) for name, reward in rewards.items()}
         total = torch.zeros(len(pixels), device=pixels.device)
-        for name, part in self.counted(parts).items():
-            total = total + self.rewards[name].weight * part
-        return Scores(total, parts)
+        for name, reward in self.normalized(rewards).items():
+            total = total + self.rewards[name].weight * reward
+        return Scores(total, rewards)
 
-    def counted(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of those that count, the scores as they enter the sum, before their weights."""
-        return {name: self.rewards[name].counted(part) for name, part in parts.items() if self.rewards[name].weight}
+    def normalized(self, rewards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Normalized scores of all rewards with a weight, before the weight."""
+        return {
+            name: self.rewards[name].normalized(reward) for name, reward in rewards.items() if self.rewards[name].weight
+        }
 
     def _submit(
-        self, pixels: Tensor, several: Sequence[Prompts], facts: Sequence[Metadata]
+        self, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
     ) -> dict[str, Future[list[Tensor]]]:
-        if not self._aside:
+        if not self._in_threads:
             return {}
-        pixels = pixels.detach().cpu()  # once for all, and before another thread's stream could read them unfinished
-        return {name: self._pool.submit(self._one, name, pixels, several, facts) for name in self._aside}
+        pixels = pixels.detach().cpu()  # copied once, and before a thread on another stream could read them too early
+        return {
+            name: self._pool.submit(self._score_one, name, pixels, prompt_sets, metadata) for name in self._in_threads
+        }
 
-    def _one(self, name: str, pixels: Tensor, several: Sequence[Prompts], facts: Sequence[Metadata]) -> list[Tensor]:
-        graded, rows = self.rewards[name], len(pixels)
-        if not rows:
-            return [pixels.new_zeros(0) for _ in several]
-        if graded.spec.reads == "frames" and pixels.shape[1] > 1:
+    def _score_one(
+        self, name: str, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
+    ) -> list[Tensor]:
+        """Scores [B] of one reward for each list of prompts, in chunks; image rewards are averaged over frames."""
+        reward, batch = self.rewards[name], len(pixels)
+        if not batch:
+            return [pixels.new_zeros(0) for _ in prompt_sets]
+        if reward.spec.modality == "image" and pixels.shape[1] > 1:
             frames = pixels.shape[1]
-            several = [[prompt for prompt in prompts for _ in range(frames)] for prompts in several]
-            pixels, facts = frames_as_samples(pixels, facts)
-        size, chunks = graded.spec.batch_size, []
-        with nullcontext() if _learns(graded) else torch.no_grad():
+            prompt_sets = [[prompt for prompt in prompts for _ in range(frames)] for prompts in prompt_sets]
+            pixels, metadata = frames_as_samples(pixels, metadata)
+        size, chunks = reward.spec.batch_size, []
+        with nullcontext() if reward.needs_gradient else torch.no_grad():
             for i in range(0, len(pixels), size):
-                part = slice(i, i + size)
-                asked = [prompts[part] for prompts in several]
-                chunks.append(_checked(name, graded, pixels[part], asked, facts[part]))
-        return [torch.cat(scores).view(rows, -1).mean(1) for scores in zip(*chunks, strict=True)]
+                chunk = slice(i, i + size)
+                prompts = [prompts[chunk] for prompts in prompt_sets]
+                chunks.append(_score_chunk(name, reward, pixels[chunk], prompts, metadata[chunk]))
+        return [torch.cat(scores).view(batch, -1).mean(1) for scores in zip(*chunks, strict=True)]
 
 
-def _sound(pixels: Tensor, prompts: Prompts) -> Tensor:
-    """The pixels, if they are such as rewards can look at."""
+def check_pixels(pixels: Tensor, prompts: Prompts) -> Tensor:
+    """The pixels, if they have the right shape and are finite."""
     if pixels.dim() != 5 or pixels.shape[2] != 3 or 0 in pixels.shape[1:]:
         raise ValueError(f"a rubric was given pixels {list(pixels.shape)}; expected [B, F, 3, H, W]")
-    # The sum of a row is finite only if all of it is, and takes a pass without a mask as large as the pixels.
-    rows = (~torch.isfinite(pixels.detach().sum((1, 2, 3, 4), dtype=torch.float32))).nonzero().flatten().tolist()
+    # The sum of a sample is finite only if all its pixels are, and needs no mask as large as the pixels.
+    finite = torch.isfinite(pixels.detach().sum((1, 2, 3, 4), dtype=torch.float32))
+    rows = (~finite).nonzero().flatten().tolist()
     if rows:
-        some = [prompts[i] for i in rows[:3]]
-        places = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+        indices = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
         raise RewardError(
-            f"the pixels of row {places} hold NaN or infinity (of {some}), so no reward was asked; "
-            "a generator that makes such has diverged: lower its learning rate, or go back to an earlier checkpoint"
+            f"the pixels of sample {indices} hold NaN or infinity (prompts {[prompts[i] for i in rows[:3]]}), so they "
+            "were not scored; the generator has diverged: lower its learning rate, or resume an earlier checkpoint"
         )
     return pixels
 
 
-def frames_as_samples(pixels: Tensor, facts: Sequence[Metadata]) -> tuple[Tensor, list[Metadata]]:
-    """Each frame as a row by itself, frames of a row side by side; the fact `frame` says which it was."""
-    alone = pixels.flatten(0, 1)[:, None]  # [B * F, 1, 3, H, W]
-    return alone, [{**fact, "frame": k} for fact in facts for k in range(pixels.shape[1])]
+def frames_as_samples(pixels: Tensor, metadata: Sequence[Metadata]) -> tuple[Tensor, list[Metadata]]:
+    """Every frame as a sample [B * F, 1, 3, H, W], frames of a video adjacent; metadata `frame` is its index."""
+    frames = pixels.flatten(0, 1)[:, None]
+    return frames, [{**entry, "frame": k} for entry in metadata for k in range(pixels.shape[1])]
 
 
-def _learns(graded: WeightedReward) -> bool:
-    return graded.spec.differentiable and graded.weight != 0
-
-
-def _checked(
-    name: str, graded: WeightedReward, pixels: Tensor, several: Sequence[Prompts], facts: Sequence[Metadata]
+def _score_chunk(
+    name: str, reward: WeightedReward, pixels: Tensor, prompt_sets: Sequence[Prompts], metadata: Sequence[Metadata]
 ) -> list[Tensor]:
-    """What the reward says of a chunk, or the sentence that says why it cannot be used."""
+    """Scores of one call of a reward, checked; failures become a RewardError."""
     try:
-        values = score_prompts(graded.reward, pixels, several, facts)
+        values = reward.reward.score_prompts(pixels, prompt_sets, metadata)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        kind, some = type(error).__name__, list(several[0][:3])
-        raise RewardError(f"reward '{name}' failed on {some} ({kind}: {error}); mend or remove it") from error
-    return [_usable(name, graded, pixels, *asked) for asked in zip(several, values, strict=True)]
+        kind, prompts = type(error).__name__, list(prompt_sets[0][:3])
+        raise RewardError(f"reward '{name}' failed on {prompts} ({kind}: {error}); fix or remove it") from error
+    return [_check_scores(name, reward, pixels, *pair) for pair in zip(prompt_sets, values, strict=True)]
 
 
-def _usable(name: str, graded: WeightedReward, pixels: Tensor, prompts: Prompts, value: object) -> Tensor:
+def _check_scores(name: str, reward: WeightedReward, pixels: Tensor, prompts: Prompts, value: object) -> Tensor:
+    """Refuse scores of the wrong shape, scores that are not finite, and missing gradients."""
     if not isinstance(value, Tensor) or value.shape != (len(pixels),):
         found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        some = list(prompts[:3])
-        raise RewardError(f"reward '{name}' returned {found} for {len(pixels)} rows {some}; expected one number a row")
+        raise RewardError(
+            f"reward '{name}' returned {found} for {len(pixels)} samples {list(prompts[:3])}; expected one score each"
+        )
     finite = torch.isfinite(value.detach())
     if not bool(finite.all()):
         bad = [prompts[i] for i in (~finite).nonzero().flatten().tolist()[:3]]
-        raise RewardError(f"reward '{name}' returned NaN or infinity for {bad}; mend or remove it")
-    if _learns(graded) and torch.is_grad_enabled() and pixels.requires_grad and not value.requires_grad:
-        some = list(prompts[:3])
-        raise RewardError(f"reward '{name}' says it is differentiable, but its scores of {some} carry no gradient")
+        raise RewardError(f"reward '{name}' returned NaN or infinity for {bad}; fix or remove it")
+    if reward.needs_gradient and torch.is_grad_enabled() and pixels.requires_grad and not value.requires_grad:
+        raise RewardError(
+            f"reward '{name}' is marked as differentiable, but its scores of {list(prompts[:3])} carry no gradient"
+        )
     return value.float()

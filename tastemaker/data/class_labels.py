@@ -1,4 +1,4 @@
-"""Classes that a prompt may name by number or by name, ImageNet's among them."""
+"""Class labels by id or name, ImageNet's among them."""
 
 from __future__ import annotations
 
@@ -11,76 +11,76 @@ from pathlib import Path
 
 from ..core.registry import ConfigError
 
-IMAGENET_FILE = Path(__file__).parent / "imagenet.txt"  # by class: its id in WordNet and its names, the usual one first
+IMAGENET_FILE = Path(__file__).parent / "imagenet.txt"  # by class: its WordNet id and its names, the usual one first
 PREFIX = re.compile(r"(?:(?:an? )?(?:photo|picture|image) of )?(?:an? |the )?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ClassLabels:
-    """So many classes, with names or without; what a prompt says is a number, a name, or "a photo of a" name."""
+    """A number of classes, with names or without. A prompt is an id, a name, or "a photo of a" name."""
 
     count: int
-    names: tuple[tuple[str, ...], ...] = ()  # of each class, the usual one first
+    names: tuple[tuple[str, ...], ...] = ()  # by class id, the usual one first
 
     @cached_property
-    def _numbers(self) -> dict[str, tuple[int, ...]]:
-        """Every name in small letters, and which classes have it; the usual name of one is no other's."""
-        found: dict[str, tuple[int, ...]] = {}
-        for number, names in enumerate(self.names):
-            for name in dict.fromkeys(name.lower() for name in names):
-                found[name] = (*found.get(name, ()), number)
+    def _ids_by_name(self) -> dict[str, tuple[int, ...]]:
+        """Class ids by lower-case name; the usual name of a class refers to no class that has it as a synonym."""
+        synonyms: dict[str, tuple[int, ...]] = {}
         usual: dict[str, tuple[int, ...]] = {}
-        for number, names in enumerate(self.names):
-            usual[names[0].lower()] = (*usual.get(names[0].lower(), ()), number)
-        return found | usual
+        for class_id, names in enumerate(self.names):
+            for name in dict.fromkeys(name.lower() for name in names):
+                synonyms[name] = (*synonyms.get(name, ()), class_id)
+            usual[names[0].lower()] = (*usual.get(names[0].lower(), ()), class_id)
+        return synonyms | usual
 
-    def number(self, prompt: str) -> int:
-        """The class a prompt means; one sentence if it means none, or several."""
-        said = " ".join(prompt.split())
-        if said.isdecimal():
-            if int(said) < self.count:
-                return int(said)
-            told = f"expected a number from 0 to {self.count - 1}; of more classes, set model.classes"
-            raise ConfigError(f"prompt: there is no class {said:.20}; {told}")
-        found = self._numbers.get(said.lower()) or self._numbers.get(PREFIX.sub("", said, count=1).lower(), ())
-        if len(found) == 1:
-            return found[0]
-        raise ConfigError(self._complaint(said, found))
-
-    def _complaint(self, said: str, found: Sequence[int]) -> str:
-        if found:
-            which = ", ".join(map(str, found))
-            return f"prompt: '{said:.60}' is what the classes {which} are called; give the number of one"
+    def find_class(self, prompt: str) -> int:
+        """The class id that a prompt names; refuses a prompt that names none or several."""
+        text = " ".join(prompt.split())
+        if text.isdecimal():
+            if int(text) < self.count:
+                return int(text)
+            expected = f"expected a number from 0 to {self.count - 1}; for more classes, set model.num_classes"
+            raise ConfigError(f"prompt: there is no class {text:.20}; {expected}")
+        bare = PREFIX.sub("", text, count=1).lower()
+        class_ids = self._ids_by_name.get(text.lower()) or self._ids_by_name.get(bare, ())
+        if len(class_ids) == 1:
+            return class_ids[0]
+        if class_ids:
+            ids = ", ".join(map(str, class_ids))
+            raise ConfigError(f"prompt: '{text:.60}' is the name of the classes {ids}; use the id of one")
         if not self.names:
-            told = f"expected a number from 0 to {self.count - 1}, or set model.names"
-            return f"prompt: '{said:.60}' is no class; {told}; of pictures in folders by class, set data.say=number"
-        near = difflib.get_close_matches(PREFIX.sub("", said, count=1).lower()[:60], self._numbers, 1)
+            expected = f"expected a number from 0 to {self.count - 1}, or set model.class_names"
+            advice = "for images in folders by class, set data.caption_source=class_id"
+            raise ConfigError(f"prompt: '{text:.60}' is no class; {expected}; {advice}")
+        near = difflib.get_close_matches(bare[:60], self._ids_by_name, 1)
         advice = f"did you mean '{near[0]}'" if near else f"expected a name or a number below {self.count}"
-        return f"prompt: there is no class '{said:.60}'; {advice}"
+        raise ConfigError(f"prompt: there is no class '{text:.60}'; {advice}")
 
-    def name(self, number: int) -> str:
-        """What a class is usually called; its number, where it has no name."""
-        return self.names[number][0] if self.names else str(number)
+    def name(self, class_id: int) -> str:
+        """The usual name of a class; its id if classes have no names."""
+        return self.names[class_id][0] if self.names else str(class_id)
 
 
 def make_class_labels(count: int, names: Sequence[str] = ()) -> ClassLabels:
-    """Classes of these names; a thousand without names are ImageNet's."""
+    """Classes with these names; a thousand without names are ImageNet's."""
     if not names and count == 1000:
         return imagenet_labels()
     if names and len(names) != count:
-        raise ValueError(f"'names' has {len(names)} and there are {count} classes; expected one name a class, or none")
+        raise ValueError(
+            f"'class_names' has {len(names)} and there are {count} classes; expected one name per class, or none"
+        )
     return ClassLabels(count, tuple((name,) for name in names))
 
 
 @lru_cache(maxsize=1)
 def imagenet_labels() -> ClassLabels:
-    """The thousand classes of ImageNet in their usual order."""
+    """The 1000 classes of ImageNet in their usual order."""
     lines = IMAGENET_FILE.read_text(encoding="utf-8").splitlines()
     return ClassLabels(len(lines), tuple(tuple(line.split(" ", 1)[1].split(", ")) for line in lines))
 
 
 @lru_cache(maxsize=1)
 def wordnet_class_ids() -> dict[str, int]:
-    """ImageNet's classes by their ids in WordNet, as its folders are called."""
+    """ImageNet's class ids by WordNet id, the names of its folders."""
     lines = IMAGENET_FILE.read_text(encoding="utf-8").splitlines()
-    return {line.split(" ", 1)[0]: number for number, line in enumerate(lines)}
+    return {line.split(" ", 1)[0]: class_id for class_id, line in enumerate(lines)}

@@ -1,10 +1,10 @@
-"""`tastemaker embed`: what a model's text encoders say of prompts, written down once."""
+"""`tastemaker embed`: precompute the prompt embeddings of a model's text encoders."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,21 @@ from ..config.load import apply_overrides, read_recipe
 from ..config.registries import DATA, MODELS
 from ..config.validate import build_component
 from ..core import output_paths
-from ..core.policy import ModelSpec
+from ..core.model_spec import ModelSpec, PromptEncoder
 from ..core.registry import ConfigError
 from ..core.types import Placement
-from .embedding_store import (
-    CAPTIONS,
-    EmbeddingStore,
-    PromptEncoder,
-    ShardedEmbeddingStore,
-    SRPOEmbeddingStore,
-    SupportsPromptEmbeddings,
-    fill_embedding_store,
-)
-from .prompts import check_prompt_file
-from .spec import DataSpec
+from .dataset import DataSpec
+from .embedding_store import CAPTIONS, EmbeddingStore, ShardedEmbeddingStore, SRPOEmbeddingStore, fill_embedding_store
+from .prompts import open_prompt_file
 
-AT_ONCE = 16  # prompts read in one call
-SHARD = 512 * 2**20  # bytes
+BATCH_SIZE = 16  # prompts per call of the text encoders
+SHARD_BYTES = 512 * 2**20
 LAYOUTS = ("tastemaker", "srpo")
 
 
 @dataclass(frozen=True)
 class EmbedOptions:
-    """What to embed, and where to."""
+    """What to embed and where to write it."""
 
     model: str  # a recipe, the path of one, or the name of a model
     overrides: Sequence[str]
@@ -46,76 +38,80 @@ class EmbedOptions:
     out: Path
     layout: str = "tastemaker"
     limit: int | None = None
-    shard: int = SHARD
+    shard_bytes: int = SHARD_BYTES
     rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
-    world: int = field(default_factory=torchrun_world_size)
+    world_size: int = field(default_factory=torchrun_world_size)
 
 
-def embed_prompts(order: EmbedOptions, placement: Placement, *, tiny: bool, console: Console) -> None:
-    """Write what is not there yet; interrupted, the same command goes on."""
-    if order.layout not in LAYOUTS:
-        raise ConfigError(f"--layout: found '{order.layout:.60}'; expected {' or '.join(LAYOUTS)}")
-    output_paths.check_output_directory(order.out)
-    told = resolve_settings(order.model, order.overrides)
-    spec = build_embedding_model(told, tiny=tiny)
-    wanted = load_prompts(order, told)
-    negatives = [text for text in extra_prompts(told) if text not in set(wanted)]
-    texts = spec.texts(placement)
-    texts.most = AT_ONCE  # none of them comes again
-    target = open_layout(order, texts, negatives)
-    # The original would take a negative prompt for one more to train on.
-    wanted = [*wanted, *(negatives if order.layout == "tastemaker" else ())][order.rank :: order.world]
-    left = len({text for text in wanted if text not in target})
+def embed_prompts(options: EmbedOptions, placement: Placement, *, tiny: bool, console: Console) -> None:
+    """Embed the prompts that are missing; the same command resumes after an interruption."""
+    if options.layout not in LAYOUTS:
+        raise ConfigError(f"--layout: found '{options.layout:.60}'; expected {' or '.join(LAYOUTS)}")
+    output_paths.check_output_directory(options.out)
+    settings = resolve_settings(options.model, options.overrides)
+    spec = build_embedding_model(settings, tiny=tiny)
+    prompts = load_prompts(options, settings)
+    negatives = [text for text in extra_prompts(settings) if text not in set(prompts)]
+    encoder = spec.load_prompt_encoder(placement)
+    encoder.max_cached_prompts = BATCH_SIZE  # no prompt is embedded twice
+    store = open_layout(options, encoder, negatives)
+    # SRPO would train on negative prompts if they were in its list.
+    prompts = [*prompts, *(negatives if options.layout == "tastemaker" else ())][options.rank :: options.world_size]
+    missing = len({text for text in prompts if text not in store})
     columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=order.rank > 0) as progress:
-        task = progress.add_task("", total=left)
-        for added in fill_embedding_store(target, texts, wanted, order.shard, AT_ONCE):
+    with Progress(*columns, console=console, disable=options.rank > 0) as progress:
+        task = progress.add_task("", total=missing)
+        for added in fill_embedding_store(store, encoder, prompts, options.shard_bytes, BATCH_SIZE):
             progress.advance(task, added)
-    if order.rank == 0:
-        shared = f", and as many on each of {order.world} ranks" if order.world > 1 else f", {len(target)} in all"
-        sentence = f"{left} prompts embedded{shared}; use them with model.embeddings={order.out}"
+    if options.rank == 0:
+        shared = (
+            f", and as many on each of {options.world_size} ranks"
+            if options.world_size > 1
+            else f", {len(store)} in all"
+        )
+        sentence = f"{missing} prompts embedded{shared}; use them with model.embeddings={options.out}"
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
 
 def resolve_settings(name: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """The recipe as plain data; of a model's name, that model alone."""
+    """The settings of a recipe; of a model's name, a configuration with that model only."""
     return apply_overrides({"model": {"type": name}}, overrides) if name in MODELS else read_recipe(name, overrides)
 
 
-def build_embedding_model(told: dict[str, Any], *, tiny: bool) -> SupportsPromptEmbeddings:
-    """The model, which need not have been embedded before."""
-    if "model" not in told:
+def build_embedding_model(settings: dict[str, Any], *, tiny: bool) -> ModelSpec:
+    """The model with its text encoders, without precomputed embeddings."""
+    if "model" not in settings:
         raise ConfigError("the recipe has no model; give the recipe of a run, or the name of a model such as flux")
-    spec: Any = build_component(ModelSpec, told["model"], "model")
-    if not isinstance(spec, SupportsPromptEmbeddings):
+    spec: Any = build_component(ModelSpec, settings["model"], "model")
+    if "embeddings" not in {f.name for f in fields(spec)}:
         name = MODELS.name(type(spec))
         raise ConfigError(f"model: {name} has no text encoder that could be left out; embed is for published models")
-    bare: Any = replace(spec, embeddings=None)  # type: ignore[type-var]  # every spec is a dataclass
+    bare: Any = replace(spec, embeddings=None)
     return bare.tiny() if tiny else bare  # type: ignore[no-any-return]
 
 
-def load_prompts(order: EmbedOptions, told: dict[str, Any]) -> list[str]:
-    """Those of the file, or of the recipe's own data, in their order."""
-    if order.prompts is not None:
-        data: Any = check_prompt_file(order.prompts)
-    elif "data" in told:
-        data = build_component(DataSpec, told["data"], "data")
+def load_prompts(options: EmbedOptions, settings: dict[str, Any]) -> list[str]:
+    """The prompts of the file, or of the data of the recipe, in their order."""
+    if options.prompts is not None:
+        data: Any = open_prompt_file(options.prompts)
+    elif "data" in settings:
+        data = build_component(DataSpec, settings["data"], "data")
     else:
-        raise ConfigError(f"--prompts: the recipe names none; give a file, or a recipe with data ({', '.join(DATA)})")
-    rows = data.load(0)
-    return list(rows.first(min(len(rows), order.limit or len(rows))).prompts)
+        raise ConfigError(f"--prompts: the recipe names none; pass a file, or a recipe with data ({', '.join(DATA)})")
+    dataset = data.load(0)
+    return list(dataset.first_prompts(min(len(dataset), options.limit or len(dataset))).prompts)
 
 
-def extra_prompts(told: dict[str, Any]) -> list[str]:
-    """What a run asks for beside the prompts it learns from: for guidance, and to look at."""
-    guidance, looks = (told.get(section) or {} for section in ("guidance", "sample"))
-    return list(dict.fromkeys(["", str(guidance.get("negative", "")), *map(str, looks.get("prompts") or ())]))
+def extra_prompts(settings: dict[str, Any]) -> list[str]:
+    """The prompts that a run embeds beside its data: negative prompts, and those of displayed samples."""
+    guidance, samples = (settings.get(section) or {} for section in ("guidance", "sample"))
+    return list(dict.fromkeys(["", str(guidance.get("negative_prompt", "")), *map(str, samples.get("prompts") or ())]))
 
 
-def open_layout(order: EmbedOptions, texts: PromptEncoder, negatives: Sequence[str]) -> EmbeddingStore:
-    """Where to write, with what is there already."""
-    if order.layout == "tastemaker":
-        return ShardedEmbeddingStore(order.out, texts.made_by, negatives, order.rank)
-    if order.world > 1:
+def open_layout(options: EmbedOptions, encoder: PromptEncoder, negatives: Sequence[str]) -> EmbeddingStore:
+    """The store to write to, with its existing embeddings."""
+    if options.layout == "tastemaker":
+        return ShardedEmbeddingStore(options.out, encoder.fingerprint, negatives, options.rank)
+    if options.world_size > 1:
         raise ConfigError("--layout: srpo's list is written by one process; start it without torchrun")
-    return SRPOEmbeddingStore(order.out / CAPTIONS[0], texts.made_by)
+    return SRPOEmbeddingStore(options.out / CAPTIONS[0], encoder.fingerprint)

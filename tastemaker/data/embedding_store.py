@@ -1,99 +1,86 @@
-"""Embeddings of prompts computed beforehand: folders of them, in shards of safetensors or in the layout of SRPO."""
+"""Precomputed prompt embeddings on disk: in safetensors shards, or in the layout of SRPO."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.model_spec import EncoderFingerprint, PromptEncoder
 from ..core.registry import ConfigError
-from ..core.types import Placement, Prompts
-from ..models.pretrained import load_pickle_safely
+from ..models.safe_unpickling import load_pickle
 
 STEM = "embeddings"
 INDEX = f"{STEM}.json"
 CAPTIONS = ("videos2caption.json", "videos2caption2.json")  # SRPO writes the first and reads the second
-MADE_BY = "made_by.json"  # beside SRPO's own files, which do not say what made them
-FOLDERS = {"words": "prompt_embed", "pooled": "pooled_prompt_embeds"}  # SRPO's, by our names of the tensors
+MADE_BY = "made_by.json"  # the encoder's fingerprint, which SRPO's own files lack
+FOLDERS = {"words": "prompt_embed", "pooled": "pooled_prompt_embeds"}  # SRPO's folders, by our names of the tensors
 KEYS = {"words": "prompt_embed_path", "pooled": "pooled_prompt_embeds_path"}
 EmbeddingsByPrompt = dict[str, dict[str, Tensor]]  # by prompt, then by name
-EncoderFingerprint = Mapping[
-    str, str
-]  # what embeddings depend on: the kind of model, its settings, and digests of its encoders
 
 
-class PromptEncoder(Protocol):
-    """Embeds prompts: tensors by name, one row a prompt."""
-
-    most: int  # prompts remembered
-
-    @property
-    def made_by(self) -> EncoderFingerprint: ...
-    def __call__(self, prompts: Prompts) -> dict[str, Tensor]: ...
-
-
-@runtime_checkable
-class SupportsPromptEmbeddings(Protocol):
-    """A model whose prompts can be embedded beforehand, by its text encoders alone."""
-
-    def texts(self, placement: Placement) -> PromptEncoder: ...
-
-
-class EmbeddingStore(Protocol):
-    """Embeddings that are on the disk."""
+class EmbeddingStore(ABC):
+    """Embeddings on disk, by prompt."""
 
     folder: Path
 
+    @abstractmethod
     def __len__(self) -> int: ...
+    @abstractmethod
     def __contains__(self, text: object) -> bool: ...
-    def take(self, texts: Sequence[str]) -> EmbeddingsByPrompt: ...
+    @abstractmethod
+    def take(self, texts: Sequence[str]) -> EmbeddingsByPrompt:
+        """Load the embeddings of some prompts."""
+
+    @abstractmethod
     def add(self, texts: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Keep one row a text; all of them, or none if interrupted."""
+        """Write one row per prompt; all of them, or none if interrupted."""
 
 
-def fingerprint_file(path: Path, places: int = 16, length: int = 65536) -> str:
-    """Of a file's size and of bytes all over it; weights that were trained differ everywhere."""
+def fingerprint_file(path: Path, chunks: int = 16, length: int = 65536) -> str:
+    """Fingerprint of a file's size and of chunks all over it; training changes weights everywhere."""
     size = path.stat().st_size
-    told = hashlib.sha256(str(size).encode())
+    digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
-        for place in range(places):
-            file.seek(max(0, (size - length) * place // (places - 1)))
-            told.update(file.read(length))
-    return told.hexdigest()[:16]
+        for chunk in range(chunks):
+            file.seek(max(0, (size - length) * chunk // (chunks - 1)))
+            digest.update(file.read(length))
+    return digest.hexdigest()[:16]
 
 
-def require_same_encoder(found: EncoderFingerprint, wanted: EncoderFingerprint, folder: Path) -> None:
-    """Refuse embeddings made by another; what one of both does not know is not compared."""
-    for name in wanted:
-        if name in found and found[name] != wanted[name]:
+def require_same_encoder(stored: EncoderFingerprint, expected: EncoderFingerprint, folder: Path) -> None:
+    """Refuse embeddings of another encoder; compares the entries that both fingerprints have."""
+    for name in expected:
+        if name in stored and stored[name] != expected[name]:
             raise ConfigError(
-                f"the embeddings in {folder} were made with another {name} ({found[name]}, this model has "
-                f"{wanted[name]}); make them anew with `tastemaker embed`, or name the model they are of"
+                f"the embeddings in {folder} were made with another {name} ({stored[name]}, this model has "
+                f"{expected[name]}); compute them again with `tastemaker embed`, or choose the model they belong to"
             )
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds."""
+    """The content of a JSON file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error!s:.200}); write the folder anew") from error
+        raise ConfigError(f"{path} cannot be read as JSON ({error!s:.200}); compute the embeddings again") from error
 
 
 def write_json_atomically(path: Path, data: Any) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(data, ensure_ascii=False, indent=0), encoding="utf-8")
     partial.replace(path)
 
 
-class ShardedEmbeddingStore:
+class ShardedEmbeddingStore(EmbeddingStore):
     """Rows of many prompts a safetensors file, and an index that says which; a file counts once an index names it.
 
     Several ranks may write at once, each files and an index of its own; all of them are read.
@@ -103,15 +90,15 @@ class ShardedEmbeddingStore:
         self.folder, self.made_by, self.rank = folder, dict(made_by), rank
         self.index = folder / (f"{STEM}-of-{rank}.json" if rank else INDEX)
         self.negatives: list[str] = []
-        self.shards: dict[str, list[str]] = {}  # our own
+        self.shards: dict[str, list[str]] = {}  # prompts by file, of this rank
         self.others: dict[str, list[str]] = {}
         for path in sorted(folder.glob(f"{STEM}*.json")):
-            told = read_shard_index(path)
-            require_same_encoder(told["made_by"], made_by, folder)
-            self.made_by = {**told["made_by"], **self.made_by}
-            self.negatives += told.get("negatives", ())
-            there = {file: rows for file, rows in told["shards"].items() if (folder / file).is_file()}
-            (self.shards if path == self.index else self.others).update(there)
+            index = read_shard_index(path)
+            require_same_encoder(index["made_by"], made_by, folder)
+            self.made_by = {**index["made_by"], **self.made_by}
+            self.negatives += index.get("negatives", ())
+            existing = {file: texts for file, texts in index["shards"].items() if (folder / file).is_file()}
+            (self.shards if path == self.index else self.others).update(existing)
         self.negatives = list(dict.fromkeys([*self.negatives, *negatives]))
 
     @cached_property
@@ -158,20 +145,20 @@ class ShardedEmbeddingStore:
 
 
 def read_shard_index(path: Path) -> dict[str, Any]:
-    """What an index of shards says."""
-    told = read_json(path)
-    if not isinstance(told, dict) or not all(isinstance(told.get(key), dict) for key in ("made_by", "shards")):
-        raise ConfigError(f"{path} is no index of embeddings; make them anew in another folder")
-    return told
+    """The content of embeddings.json."""
+    index = read_json(path)
+    if not isinstance(index, dict) or not all(isinstance(index.get(key), dict) for key in ("made_by", "shards")):
+        raise ConfigError(f"{path} is no index of embeddings; compute them again in another folder")
+    return index
 
 
-class SRPOEmbeddingStore:
-    """The layout SRPO and DanceGRPO train FLUX from: a list of captions, and three small files for each of them."""
+class SRPOEmbeddingStore(EmbeddingStore):
+    """The layout that SRPO and DanceGRPO read for FLUX: a list of captions, and three small files per caption."""
 
     def __init__(self, listed: Path, made_by: EncoderFingerprint) -> None:
         self.listed, self.folder, self.made_by = listed, listed.parent, made_by
         if made_by.get("model", "flux") != "flux":
-            raise ConfigError(f"{listed} is of embeddings of FLUX; make those of this model with `tastemaker embed`")
+            raise ConfigError(f"{listed} is of embeddings of FLUX; compute those of this model with `tastemaker embed`")
         self.entries = read_srpo_captions(listed) if listed.is_file() else []
         if (self.folder / MADE_BY).is_file():
             require_same_encoder(read_json(self.folder / MADE_BY), made_by, self.folder)
@@ -191,14 +178,16 @@ class SRPOEmbeddingStore:
 
     def _tensor(self, entry: Mapping[str, str], name: str) -> Tensor:
         path = self.folder / FOLDERS[name] / entry[KEYS[name]]
-        x = load_pickle_safely(path)
+        x = load_pickle(path)
         dimensions = 2 if name == "words" else 1
         if not isinstance(x, Tensor) or x.dim() < dimensions or x.shape[-dimensions:].numel() != x.numel():
-            raise ConfigError(f"{path} is not the embedding of one prompt; make it anew with `tastemaker embed`")
+            raise ConfigError(f"{path} is not the embedding of one prompt; compute it again with `tastemaker embed`")
         x = x.view(x.shape[-dimensions:])
         length = self.made_by.get("words")
         if name == "words" and length not in (None, str(len(x))):
-            raise ConfigError(f"{path} holds {len(x)} words, and the model reads {length}; set model.words={len(x)}")
+            raise ConfigError(
+                f"{path} holds {len(x)} tokens, but the model reads {length}; set model.max_text_tokens={len(x)}"
+            )
         return x
 
     def add(self, texts: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
@@ -218,20 +207,19 @@ class SRPOEmbeddingStore:
 
 
 def read_srpo_captions(listed: Path) -> list[dict[str, str]]:
-    """The entries of SRPO's list."""
-    told = read_json(listed)
-    asked = ("caption", *KEYS.values())
-    right = isinstance(told, list) and all(isinstance(entry, dict) for entry in told)
-    if not right or not all(isinstance(entry.get(key), str) for entry in told for key in asked):
-        raise ConfigError(f"{listed} is no list of captions; expected objects with {', '.join(asked)}")
-    return list(told)
+    """The entries of SRPO's list of captions."""
+    entries, keys = read_json(listed), ("caption", *KEYS.values())
+    valid = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    if not valid or not all(isinstance(entry.get(key), str) for entry in entries for key in keys):
+        raise ConfigError(f"{listed} is no list of captions; expected objects with {', '.join(keys)}")
+    return list(entries)
 
 
-def open_embedding_store(place: Path, made_by: EncoderFingerprint) -> EmbeddingStore:
-    """The embeddings in a folder, or beside the list that is named, if they are of this model."""
-    if place.is_file() and place.name != INDEX:
-        return SRPOEmbeddingStore(place, made_by)
-    folder = place.parent if place.is_file() else place
+def open_embedding_store(path: Path, made_by: EncoderFingerprint) -> EmbeddingStore:
+    """The store in a folder, or of an index or list of captions; refuses embeddings of another encoder."""
+    if path.is_file() and path.name != INDEX:
+        return SRPOEmbeddingStore(path, made_by)
+    folder = path.parent if path.is_file() else path
     if (folder / INDEX).is_file():
         return ShardedEmbeddingStore(folder, made_by)
     for name in CAPTIONS:
@@ -242,31 +230,31 @@ def open_embedding_store(place: Path, made_by: EncoderFingerprint) -> EmbeddingS
     )
 
 
-def list_embedded_prompts(place: Path) -> list[str]:
-    """The prompts of an index or of a list, SRPO's or a bare one, without those that only guidance asks for."""
-    told = None if place.name == INDEX else read_json(place)
-    if told is None:
-        found = ShardedEmbeddingStore(place.parent, {}).prompts
-    elif isinstance(told, list) and all(isinstance(text, str) for text in told):
-        found = told  # as the test prompts of HPDv2 come
+def list_embedded_prompts(path: Path) -> list[str]:
+    """The prompts of our index, of SRPO's list, or of a JSON list of prompts; without negative prompts."""
+    content = None if path.name == INDEX else read_json(path)
+    if content is None:
+        prompts = ShardedEmbeddingStore(path.parent, {}).prompts
+    elif isinstance(content, list) and all(isinstance(text, str) for text in content):
+        prompts = content  # the layout of HPDv2's test prompts
     else:
-        found = [entry["caption"] for entry in read_srpo_captions(place)]
-    if not found:
-        raise ConfigError(f"{place} lists no prompts; write some with `tastemaker embed`")
-    return found
+        prompts = [entry["caption"] for entry in read_srpo_captions(path)]
+    if not prompts:
+        raise ConfigError(f"{path} lists no prompts; write some with `tastemaker embed`")
+    return prompts
 
 
 def fill_embedding_store(
-    target: EmbeddingStore, texts: PromptEncoder, wanted: Sequence[str], size: int, at_once: int
+    store: EmbeddingStore, encoder: PromptEncoder, prompts: Sequence[str], shard_bytes: int, batch_size: int
 ) -> Iterator[int]:
-    """Embed what the shelf lacks, in pieces of at most `size` bytes; tells how many prompts each piece added."""
-    left = [text for text in dict.fromkeys(wanted) if text not in target]
-    while left:
-        rows = {name: [x.cpu()] for name, x in texts(left[:1]).items()}
-        piece = left[: max(1, size // sum(x[0].nbytes for x in rows.values()))]
-        for first in range(1, len(piece), at_once):
-            for name, x in texts(piece[first : min(first + at_once, len(piece))]).items():
+    """Embed the prompts that the store lacks, in shards of at most `shard_bytes`; yields the prompts of each shard."""
+    missing = [text for text in dict.fromkeys(prompts) if text not in store]
+    while missing:
+        rows = {name: [x.cpu()] for name, x in encoder(missing[:1]).items()}
+        shard = missing[: max(1, shard_bytes // sum(x[0].nbytes for x in rows.values()))]
+        for first in range(1, len(shard), batch_size):
+            for name, x in encoder(shard[first : min(first + batch_size, len(shard))]).items():
                 rows[name].append(x.cpu())
-        target.add(piece, {name: torch.cat(parts) for name, parts in rows.items()})
-        left = left[len(piece) :]
-        yield len(piece)
+        store.add(shard, {name: torch.cat(parts) for name, parts in rows.items()})
+        missing = missing[len(shard) :]
+        yield len(shard)

@@ -1,4 +1,4 @@
-"""Pictures and their classes in what `datasets` saved to disk; the one file that imports it."""
+"""Data sets that `datasets` saved to disk; the only module that imports it."""
 
 from __future__ import annotations
 
@@ -6,74 +6,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..core.registry import ConfigError
-from .image_io import decode_image, read_image
+from .image_sources import LABEL_COLUMNS, PROMPT_COLUMNS, ImageSource
 
-PICTURES = ("image", "image_path", "file", "filepath")  # columns, the first that is there
-PROMPTS = ("prompt", "caption", "text")
-LABELS = ("label", "labels")
-MARKS = ("dataset_dict.json", "dataset_info.json", "state.json")  # of a folder that `save_to_disk` wrote
-LIMIT = 3 * 20_000**2  # numbers of a picture
+IMAGE_COLUMNS = ("image", "image_path", "file", "filepath")  # the first that exists
+SAVED_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")  # written by `save_to_disk`
 
 
 @dataclass(frozen=True)
-class HfImageTable:
-    """Rows of a saved data set, decoded when their turn comes."""
+class HfImageSource(ImageSource):
+    """Rows of a saved data set, decoded when they are asked for."""
 
     table: Any
     folder: Path
-    picture_column: str
-    label_column: str | None  # likewise below: none where there is none
-    names: tuple[str, ...]  # of the classes, if they are told
-    prompt_column: str | None = None
+    image_column: str
+    label_column: str | None
+    prompt_column: str | None
 
     def __len__(self) -> int:
         return len(self.table)
 
-    def name(self, number: int) -> str:
-        return f"row {number} of {self.folder}"
+    def name(self, index: int) -> str:
+        return f"row {index} of {self.folder}"
 
-    @property
-    def captioned(self) -> bool:
-        return self.prompt_column is not None
-
-    def label(self, number: int) -> int:
+    def label(self, index: int) -> int:
         if self.label_column is None:
-            raise ValueError(f"it has no class, expected one of the columns {', '.join(LABELS)}")
-        value = self.table[number][self.label_column]
+            raise ValueError(f"it has no class, expected one of the columns {', '.join(LABEL_COLUMNS)}")
+        value = self.table[index][self.label_column]
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"its {self.label_column} is {value!r:.40}, expected a class's number")
+            raise ValueError(f"its {self.label_column} is {value!r:.40}, expected a class id")
         return value
 
-    def caption(self, number: int) -> str:
-        value = self.table[number][self.prompt_column] if self.prompt_column else None
+    def caption(self, index: int) -> str:
+        value = self.table[index][self.prompt_column] if self.prompt_column else None
         if not isinstance(value, str):
-            raise ValueError(f"its caption is {value!r:.40}, expected text in one of the columns {', '.join(PROMPTS)}")
+            raise ValueError(
+                f"its caption is {value!r:.40}, expected text in one of the columns {', '.join(PROMPT_COLUMNS)}"
+            )
         return value
 
-    def encoded(self, number: int) -> Path | bytes:
-        value = self.table[number][self.picture_column]
-        if isinstance(value, dict):  # of an Image: bytes, or where the file is
+    def encoded(self, index: int) -> Path | bytes:
+        value = self.table[index][self.image_column]
+        if isinstance(value, dict):  # the Image feature holds bytes or a path
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes):
             return value
         if not isinstance(value, str):
-            raise ValueError(f"its {self.picture_column} is a {type(value).__name__}, expected a picture or its path")
+            raise ValueError(f"its {self.image_column} is a {type(value).__name__}, expected an image or its path")
         return self.folder / value  # an absolute path stays as it is
 
-    def picture(self, number: int) -> Tensor:
-        found = self.encoded(number)
-        return (decode_image(found, self.name(number), LIMIT) if isinstance(found, bytes) else read_image(found))[0]
 
-
-def is_saved(folder: Path) -> bool:
-    return any((folder / mark).is_file() for mark in MARKS)
+def is_saved_dataset(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in SAVED_FILES)
 
 
 def load_table(folder: Path, split: str) -> Any:
-    """A split of what `save_to_disk` wrote; of a single data set, all of it."""
+    """A split of a saved DatasetDict, or a saved Dataset."""
     try:
         import datasets
     except ImportError as error:
@@ -81,50 +69,50 @@ def load_table(folder: Path, split: str) -> Any:
             f"{folder} was saved by datasets, which is not installed; run pip install 'tastemaker[datasets]'"
         ) from error
     try:
-        found: Any = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError, IndexError) as error:  # the last of one without rows
+        table: Any = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, IndexError) as error:  # IndexError if it has no rows
         raise ConfigError(
             f"{folder} is no readable data set ({error!s:.200}), or has no rows; save it to disk again"
         ) from error
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise ConfigError(f"data.split: {folder} has no '{split:.60}'; there are {', '.join(found)}")
-        return found[split]
+    if isinstance(table, datasets.DatasetDict):
+        if split not in table:
+            raise ConfigError(f"data.split: {folder} has no '{split:.60}'; there are {', '.join(table)}")
+        return table[split]
     if split != "train":
         raise ConfigError(f"data.split: {folder} is one data set without splits, found '{split:.60}'; leave it out")
-    return found
+    return table
 
 
-def load_texts(folder: Path, split: str) -> tuple[str, list[dict[str, Any]]]:
-    """Its rows, of which pictures are left out, and the column their prompts are in."""
-    found = load_table(folder, split)
-    column = _column(found, PROMPTS, folder)
-    plain = [name for name, kind in found.features.items() if type(kind).__name__ in ("Value", "ClassLabel")]
-    return column, [dict(row) for row in found.select_columns([column, *(n for n in plain if n != column)])]
+def load_prompts(folder: Path, split: str) -> tuple[str, list[dict[str, Any]]]:
+    """The name of the prompt column, and the rows without columns such as images."""
+    table = load_table(folder, split)
+    column = _find_column(table, PROMPT_COLUMNS, folder)
+    scalars = [name for name, feature in table.features.items() if type(feature).__name__ in ("Value", "ClassLabel")]
+    return column, [dict(row) for row in table.select_columns([column, *(n for n in scalars if n != column)])]
 
 
-def load_images(folder: Path, split: str) -> HfImageTable:
-    """Pictures of a split, with their classes and captions if it has them."""
+def load_images(folder: Path, split: str, *, labeled: bool = False) -> HfImageSource:
+    """The images of a split, with labels and captions if it has them; labels are required if `labeled`."""
     import datasets
 
-    found = load_table(folder, split)
-    pictures = _column(found, PICTURES, folder)
-    labels, prompts = (next((n for n in names if n in found.column_names), None) for names in (LABELS, PROMPTS))
-    kind = found.features[labels] if labels else None
-    told = tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else ()
-    if isinstance(found.features[pictures], datasets.Image):
-        found = found.cast_column(pictures, datasets.Image(decode=False))  # decoded here, where mistakes get names
-    return HfImageTable(found, folder, pictures, labels, told, prompts)
+    table = load_table(folder, split)
+    image_column = _find_column(table, IMAGE_COLUMNS, folder)
+    if labeled:
+        _find_column(table, LABEL_COLUMNS, folder)
+    label_column, prompt_column = (
+        next((name for name in names if name in table.column_names), None) for names in (LABEL_COLUMNS, PROMPT_COLUMNS)
+    )
+    feature = table.features[label_column] if label_column else None
+    class_names = tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else ()
+    if isinstance(table.features[image_column], datasets.Image):
+        # Decoded by ImageSource, whose errors name the row.
+        table = table.cast_column(image_column, datasets.Image(decode=False))
+    return HfImageSource(
+        class_names, prompt_column is not None, table, folder, image_column, label_column, prompt_column
+    )
 
 
-def load_labeled_images(folder: Path, split: str) -> HfImageTable:
-    """Load the images of a split with their class labels."""
-    found = load_images(folder, split)
-    _column(found.table, LABELS, folder)
-    return found
-
-
-def _column(table: Any, names: tuple[str, ...], folder: Path) -> str:
+def _find_column(table: Any, names: tuple[str, ...], folder: Path) -> str:
     for name in names:
         if name in table.column_names:
             return name

@@ -1,7 +1,7 @@
-"""Pixels to files and back; videos go through PyAV in `video_io.py`, everything else through Pillow.
+"""Read and write images and videos: videos through PyAV in `video_io.py`, everything else through Pillow.
 
-A clip in a PNG is an animated one: without loss, and played by whatever shows a PNG. A clip in a folder is a still a
-frame; of folders that end in .frames this is known without being told.
+A video is a video file, an animated PNG (lossless) or GIF, or a folder with one image per frame, whose name ends in
+.frames when it is written.
 """
 
 from __future__ import annotations
@@ -28,34 +28,39 @@ from torch import Tensor
 from ..core.errors import ImageError as ImageError
 
 IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-VIDEO_SUFFIX = ".mp4"  # as clips are written
-VIDEO_SUFFIXES = (VIDEO_SUFFIX, ".m4v", ".mov", ".webm", ".mkv", ".avi")  # that are read
-FOLDER = ".frames"
-WRITTEN, KNOWN = ", ".join([*IMAGE_FORMATS, ".gif", VIDEO_SUFFIX]), ", ".join([*IMAGE_FORMATS, ".gif", *VIDEO_SUFFIXES])
+VIDEO_SUFFIX = ".mp4"  # of videos that are written
+VIDEO_SUFFIXES = (VIDEO_SUFFIX, ".m4v", ".mov", ".webm", ".mkv", ".avi")  # of videos that are read
+FRAMES_SUFFIX = ".frames"
+WRITABLE_SUFFIXES, READABLE_SUFFIXES = (
+    ", ".join([*IMAGE_FORMATS, ".gif", VIDEO_SUFFIX]),
+    ", ".join([*IMAGE_FORMATS, ".gif", *VIDEO_SUFFIXES]),
+)
 
 
 def to_uint8(pixels: Tensor) -> NDArray[np.uint8]:
-    """Pixels [..., 3, H, W] in [0, 1] as bytes [..., H, W, 3], rounded to the nearest; NaN is black."""
+    """Pixels [..., 3, H, W] in [0, 1] as uint8 [..., H, W, 3], rounded to nearest; NaN becomes 0."""
     rounded = (pixels.detach().float().nan_to_num(0.0) * 255).round().clamp(0, 255).to(torch.uint8)
     array: NDArray[np.uint8] = rounded.movedim(-3, -1).contiguous().cpu().numpy()
     return array
 
 
 def save_image(pixels: Tensor, path: Path, frames_per_second: int = 8) -> None:
-    """Write pixels [F, 3, H, W] as what the suffix says; the file appears whole or not at all."""
+    """Write pixels [F, 3, H, W] in the format of the suffix, atomically."""
     suffix, frames = path.suffix.lower(), to_uint8(pixels)
-    if suffix not in {*IMAGE_FORMATS, ".gif", VIDEO_SUFFIX, FOLDER}:
-        raise ImageError(f"{path} cannot be written; expected a name that ends in one of {WRITTEN}, {FOLDER}")
+    if suffix not in {*IMAGE_FORMATS, ".gif", VIDEO_SUFFIX, FRAMES_SUFFIX}:
+        raise ImageError(
+            f"{path} cannot be written; expected a name that ends in one of {WRITABLE_SUFFIXES}, {FRAMES_SUFFIX}"
+        )
     if frames_per_second < 1:
-        raise ImageError(f"{path} would show {frames_per_second} frames a second; expected 1 or more")
+        raise ImageError(f"{path} would have {frames_per_second} frames per second; expected 1 or more")
     if suffix in IMAGE_FORMATS and suffix != ".png" and len(frames) > 1:
-        raise ImageError(f"{path} is a still, but there are {len(frames)} frames; write them as .png, .mp4 or .gif")
+        raise ImageError(f"{path} cannot hold {len(frames)} frames; write them as .png, .mp4 or .gif")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    if suffix == FOLDER:
+    if suffix == FRAMES_SUFFIX:
         return _save_frames(frames, partial, path)
     if suffix == VIDEO_SUFFIX:
-        _movies(path).write_video(frames, partial, frames_per_second)
+        _import_video_io(path).write_video(frames, partial, frames_per_second)
     else:
         _save(frames, partial, "GIF" if suffix == ".gif" else IMAGE_FORMATS[suffix], frames_per_second)
     return os.replace(partial, path)
@@ -70,71 +75,71 @@ def _save_frames(frames: NDArray[np.uint8], partial: Path, path: Path) -> None:
     os.replace(partial, path)
 
 
-def _save(frames: NDArray[np.uint8], file: Path | BytesIO, form: str, frames_per_second: int) -> None:
+def _save(frames: NDArray[np.uint8], file: Path | BytesIO, image_format: str, frames_per_second: int) -> None:
     first, *others = [Image.fromarray(frame) for frame in frames]
-    if form != "GIF" and not others:
-        return first.save(file, form)
-    # Frames alike would be written as one that lasts, but for the ways to blend, which are one for opaque frames.
-    ways = {} if form == "GIF" else {"blend": [k % 2 for k in range(len(frames))]}
-    pace = 1000 // frames_per_second
-    return first.save(file, form, save_all=True, append_images=others, duration=pace, loop=0, **ways)
+    if image_format != "GIF" and not others:
+        return first.save(file, image_format)
+    # Pillow merges equal consecutive frames of a PNG unless their blend modes differ, which opaque frames do not show.
+    blend = {} if image_format == "GIF" else {"blend": [k % 2 for k in range(len(frames))]}
+    duration = 1000 // frames_per_second
+    return first.save(file, image_format, save_all=True, append_images=others, duration=duration, loop=0, **blend)
 
 
 def video_suffix() -> Literal["mp4", "png"]:
-    """What clips are written as where nothing is asked for: MP4, which is small, or PNG where there is no PyAV."""
+    """The default format of videos: MP4, or PNG if PyAV is not installed."""
     return "mp4" if importlib.util.find_spec("av") else "png"
 
 
 def read_image(path: Path) -> Tensor:
-    """The frames of a file in [0, 1], transparent parts over white: [F, 3, H, W]."""
+    """The frames of an image or video in [0, 1], transparent parts over white: [F, 3, H, W]."""
     if path.is_dir():
         return _read_frames(path)
     if not path.is_file():
-        raise ImageError(f"there is no picture at {path}; check the path")
+        raise ImageError(f"there is no image at {path}; check the path")
     if path.suffix.lower() not in {*IMAGE_FORMATS, ".gif", *VIDEO_SUFFIXES}:
-        raise ImageError(f"{path} is no picture that can be read; expected one of {KNOWN}")
+        raise ImageError(f"{path} is no image or video that can be read; expected one of {READABLE_SUFFIXES}")
     if path.suffix.lower() in VIDEO_SUFFIXES:
-        with image_errors(str(path), "clip"):
-            return torch.from_numpy(_movies(path).read_video(path)).movedim(-1, -3) / 255
+        with image_errors(str(path), "a video"):
+            return torch.from_numpy(_import_video_io(path).read_video(path)).movedim(-1, -3) / 255
     with image_errors(str(path)), Image.open(path) as image:
         return torch.stack([_rgb(frame) for frame in ImageSequence.Iterator(image)])
 
 
 def _read_frames(folder: Path) -> Tensor:
-    """The frames of a folder, in the order of the numbers their names end in."""
+    """The frames of a folder, ordered by the numbers at the end of their names."""
     files = [
         file for file in folder.iterdir() if file.suffix.lower() in IMAGE_FORMATS and not file.name.startswith(".")
     ]
     numbers = {file: re.search(r"(\d+)$", file.stem) for file in files}
-    plain = next((file.name for file, number in numbers.items() if number is None), None)
-    if not files or plain:
-        found = f"{plain} in it" if plain else "no picture in it"
-        raise ImageError(f"{folder} is no clip: there is {found}; expected frames such as 00000.png, 00001.png")
+    unnumbered = next((file.name for file, number in numbers.items() if number is None), None)
+    if not files or unnumbered:
+        content = unnumbered or "no image"
+        raise ImageError(f"{folder} is no video: it holds {content}; expected frames such as 00000.png, 00001.png")
     order = {int(number[1]): file for file, number in numbers.items() if number}
-    lost = sorted({*range(min(order), max(order) + 1)} - {*order})
-    if lost or len(order) < len(files):
-        told = f"frame {lost[0]} is missing" if lost else "two frames have one number"
-        raise ImageError(f"{folder} is no whole clip: {told}; expected each number from {min(order)} on once")
+    missing = sorted({*range(min(order), max(order) + 1)} - {*order})
+    if missing or len(order) < len(files):
+        problem = f"frame {missing[0]} is missing" if missing else "two frames have the same number"
+        raise ImageError(f"{folder} is no complete video: {problem}; expected each number from {min(order)} on once")
     frames = [read_image(order[number])[0] for number in sorted(order)]
     sizes = {tuple(frame.shape[1:]): None for frame in frames}
     if len(sizes) > 1:
-        (high, wide), (other, broad), *_ = sizes
-        raise ImageError(f"{folder} has frames of {high}x{wide} and {other}x{broad}; expected one size")
+        (height, width), (other_height, other_width), *_ = sizes
+        raise ImageError(f"{folder} has frames of {height}x{width} and {other_height}x{other_width}; expected one size")
     return torch.stack(frames)
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Height and width of a file, as it is to be shown, without decoding it if it is a still."""
+    """Height and width of an image as displayed, without decoding it; of a video, of its frames."""
     if path.suffix.lower() not in IMAGE_FORMATS or not path.is_file():
         height, width = read_image(path).shape[-2:]
         return height, width
     with image_errors(str(path)), Image.open(path) as image:
-        turned = image.getexif().get(0x0112, 1) >= 5  # the camera was held upright
-        return (image.width, image.height) if turned else (image.height, image.width)
+        rotated = image.getexif().get(0x0112, 1) >= 5  # EXIF orientations 5 to 8 swap the sides
+        return (image.width, image.height) if rotated else (image.height, image.width)
 
 
 def resize_lanczos(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Pixels [F, 3, H, W] at another size, by Lanczos' filter."""
+    """Resize pixels [F, 3, H, W] with a Lanczos filter."""
     if pixels.shape[-2:] == (height, width):
         return pixels
     frames = [Image.fromarray(frame).resize((width, height), Image.Resampling.LANCZOS) for frame in to_uint8(pixels)]
@@ -142,7 +147,7 @@ def resize_lanczos(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def resize_area(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Pixels [B, F, 3, H, W] at another size where they are, by averaging."""
+    """Resize pixels [B, F, 3, H, W] on their device, bilinear with antialiasing."""
     if pixels.shape[-2:] == (height, width):
         return pixels
     flat = F.interpolate(pixels.flatten(0, 1).float(), (height, width), mode="bilinear", antialias=True)
@@ -150,47 +155,47 @@ def resize_area(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def decode_image(data: bytes, name: str, limit: int) -> Tensor:
-    """The frames of a still, an animated PNG or a GIF in memory, of at most so many numbers: [F, 3, H, W]."""
+    """The frames of an encoded image, animated PNG or GIF, with at most `limit` values: [F, 3, H, W] in [0, 1]."""
     with image_errors(name), Image.open(BytesIO(data), formats=[*{*IMAGE_FORMATS.values(), "GIF"}]) as image:
-        frames, room = [], limit
+        frames, remaining = [], limit
         for frame in ImageSequence.Iterator(image):
-            room -= 3 * frame.width * frame.height
-            if room < 0:
-                raise ImageError(f"{name} unfolds to more than {limit} numbers; send a smaller one")
+            remaining -= 3 * frame.width * frame.height
+            if remaining < 0:
+                raise ImageError(f"{name} decodes to more than {limit} values; send a smaller one")
             frames.append(_rgb(frame))
         return torch.stack(frames)
 
 
 def encode_png(pixels: Tensor) -> bytes:
-    """Pixels [F, 3, H, W] as a PNG, animated if there are several frames."""
+    """Encode pixels [F, 3, H, W] as a PNG, animated if there are several frames."""
     file = BytesIO()
     _save(to_uint8(pixels), file, "PNG", 8)
     return file.getvalue()
 
 
 @contextmanager
-def image_errors(name: str, kind: str = "picture") -> Iterator[None]:
-    """Within the block whatever a broken picture raises becomes a sentence."""
+def image_errors(name: str, kind: str = "an image") -> Iterator[None]:
+    """Turn the exceptions of decoding a broken file into an ImageError that names it."""
     try:
         yield
     except ImageError:
         raise
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        raise ImageError(f"{name} cannot be read as a {kind} ({error}); make it again or remove it") from error
+        raise ImageError(f"{name} cannot be read as {kind} ({error}); replace or remove it") from error
 
 
 def _rgb(image: Image.Image) -> Tensor:
     """One frame in [0, 1]: [3, H, W]."""
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # sixteen bits of grey, which Pillow's own conversion would cut off at 255
+    if image.mode.startswith("I"):  # 16-bit grayscale, which Pillow's own conversion clips at 255
         return torch.from_numpy(np.array(image, np.float32) / 65535).expand(3, -1, -1)
     image = image.convert("RGBA")
     white = Image.new("RGBA", image.size, "white")
     return torch.from_numpy(np.array(Image.alpha_composite(white, image).convert("RGB"))).movedim(-1, 0) / 255
 
 
-def _movies(path: Path) -> Any:
-    """PyAV's half of this module, imported late because stills must do without it."""
+def _import_video_io(path: Path) -> Any:
+    """Import the module that needs PyAV, which is an optional dependency."""
     try:
         from . import video_io
     except ImportError as error:
@@ -198,70 +203,72 @@ def _movies(path: Path) -> Any:
     return video_io
 
 
-LEAST = 160  # pixels of the longer side of a sample in a grid
-CAPTION = 32  # pixels of the words below it
+MIN_CELL_SIZE = 160  # pixels of the longer side of a sample in a grid
+CAPTION_HEIGHT = 32  # pixels
 
 
-def grid_upscale(height: int, width: int, least: int = LEAST) -> int:
-    """How often a grid enlarges its samples."""
-    return max(1, math.ceil(least / max(height, width)))
+def grid_upscale(height: int, width: int, min_size: int = MIN_CELL_SIZE) -> int:
+    """The integer factor by which a grid enlarges its samples."""
+    return max(1, math.ceil(min_size / max(height, width)))
 
 
 def grid_boxes(count: int, height: int, width: int) -> list[tuple[int, int, int, int]]:
-    """Where the samples of a captioned grid lie: left, top, right and bottom of each."""
+    """The boxes of the samples in a captioned grid: left, top, right and bottom."""
     columns, scale = math.ceil(math.sqrt(count)), grid_upscale(height, width)
-    high, wide = height * scale, width * scale
-    corners = [(2 + i % columns * (wide + 4), 2 + i // columns * (high + CAPTION + 4)) for i in range(count)]
-    return [(left, top, left + wide, top + high) for left, top in corners]
+    height, width = height * scale, width * scale
+    corners = [(2 + i % columns * (width + 4), 2 + i // columns * (height + CAPTION_HEIGHT + 4)) for i in range(count)]
+    return [(left, top, left + width, top + height) for left, top in corners]
 
 
-def make_grid(pixels: Tensor, columns: int | None = None, captions: Sequence[str] = (), least: int = LEAST) -> Tensor:
-    """Samples [B, F, 3, H, W] side by side, small ones enlarged to `least` pixels: [F, 3, H', W']."""
+def make_grid(
+    pixels: Tensor, columns: int | None = None, captions: Sequence[str] = (), min_size: int = MIN_CELL_SIZE
+) -> Tensor:
+    """A grid of samples [B, F, 3, H, W], small ones enlarged to `min_size` pixels: [F, 3, H', W']."""
     columns = columns or math.ceil(math.sqrt(len(pixels)))
-    scale = grid_upscale(pixels.shape[-2], pixels.shape[-1], least)
+    scale = grid_upscale(pixels.shape[-2], pixels.shape[-1], min_size)
     cells = pixels.detach().float().cpu().repeat_interleave(scale, -1).repeat_interleave(scale, -2)
     if captions:
-        labels = torch.stack([_label(caption, cells.shape[-1]) for caption in captions])  # [B, 3, h, W]
+        labels = torch.stack([_draw_caption(caption, cells.shape[-1]) for caption in captions])  # [B, 3, h, W]
         cells = torch.cat([cells, labels[:, None].expand(-1, cells.shape[1], -1, -1, -1)], 3)
     cells = torch.nn.functional.pad(cells, (2, 2, 2, 2), value=1.0)
     rows = math.ceil(len(cells) / columns)
     blank = cells.new_ones(rows * columns - len(cells), *cells.shape[1:])
-    whole = torch.cat([cells, blank]).view(rows, columns, *cells.shape[1:])  # [R, C, F, 3, h, w]
-    return whole.permute(2, 3, 0, 4, 1, 5).flatten(4, 5).flatten(2, 3)
+    grid = torch.cat([cells, blank]).view(rows, columns, *cells.shape[1:])  # [R, C, F, 3, h, w]
+    return grid.permute(2, 3, 0, 4, 1, 5).flatten(4, 5).flatten(2, 3)
 
 
 def make_contact_sheet(pixels: Tensor, captions: Sequence[str] = (), frames: int = 4) -> Tensor:
-    """One still of samples [B, F, 3, H, W], a clip as a row of a few of its frames: [3, H', W']."""
+    """One image of samples [B, F, 3, H, W]; a video is a row of up to `frames` of its frames: [3, H', W']."""
     if pixels.shape[1] == 1:
         return make_grid(pixels, captions=captions)[0]
     count = min(frames, pixels.shape[1])
     picks = torch.linspace(0, pixels.shape[1] - 1, count).round().long()
-    each = [caption if k == 0 else "" for caption in captions for k in range(count)]
-    return make_grid(pixels[:, picks].flatten(0, 1)[:, None], columns=count, captions=each)[0]
+    frame_captions = [caption if k == 0 else "" for caption in captions for k in range(count)]
+    return make_grid(pixels[:, picks].flatten(0, 1)[:, None], columns=count, captions=frame_captions)[0]
 
 
-def _label(caption: str, width: int, lines: int = 2, size: int = 12) -> Tensor:
-    """Black words on white, broken into lines that fit and cut off after the last: [3, h, width]."""
+def _draw_caption(caption: str, width: int, lines: int = 2, size: int = 12) -> Tensor:
+    """Black text on white, wrapped and truncated to fit: [3, h, width]."""
     font = ImageFont.load_default(size)
-    image = Image.new("RGB", (width, CAPTION), "white")
-    ImageDraw.Draw(image).multiline_text((2, 1), _broken(caption, font, width - 4, lines), "black", font, spacing=3)
+    image = Image.new("RGB", (width, CAPTION_HEIGHT), "white")
+    ImageDraw.Draw(image).multiline_text((2, 1), _wrap(caption, font, width - 4, lines), "black", font, spacing=3)
     return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255
 
 
-def _broken(caption: str, font: Any, width: int, lines: int) -> str:
-    broken = [""]
+def _wrap(caption: str, font: Any, width: int, lines: int) -> str:
+    wrapped = [""]
     for word in caption.split():
-        longer = f"{broken[-1]} {word}".strip()
-        if font.getlength(longer) <= width or not broken[-1]:
-            broken[-1] = longer
+        longer = f"{wrapped[-1]} {word}".strip()
+        if font.getlength(longer) <= width or not wrapped[-1]:
+            wrapped[-1] = longer
         else:
-            broken.append(word)
-    if len(broken) > lines:
-        broken = [*broken[: lines - 1], " ".join(broken[lines - 1 :])]
-    return "\n".join(_cut(line, font, width) for line in broken)
+            wrapped.append(word)
+    if len(wrapped) > lines:
+        wrapped = [*wrapped[: lines - 1], " ".join(wrapped[lines - 1 :])]
+    return "\n".join(_truncate(line, font, width) for line in wrapped)
 
 
-def _cut(line: str, font: Any, width: int) -> str:
+def _truncate(line: str, font: Any, width: int) -> str:
     if font.getlength(line) <= width:
         return line
     while line and font.getlength(line + "...") > width:

@@ -1,13 +1,15 @@
-"""Pictures from wherever they lie, cut to squares by threads while the last step is still being computed."""
+"""Images with captions or class names: from folders, tar shards and saved data sets, cropped to squares."""
 
 from __future__ import annotations
 
+import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt
@@ -16,174 +18,364 @@ from torch import Tensor
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, PromptBatch
-from .class_images import READ_ERRORS, Crop, SkippedExamples, class_captions
-from .hf_datasets import is_saved, load_images
-from .image_decoding import decode_square, to_channels_first
-from .image_tree import open_image_tree
-from .prefetch import BatchShard, Prefetcher
-from .sampler import batch_indices, epoch_permutation
-from .webdataset import are_shards, open_tar_shards
+from .class_labels import imagenet_labels, wordnet_class_ids
+from .dataset import Dataset, batch_indices, epoch_permutation, repeat_prompts
+from .hf_datasets import is_saved_dataset, load_images
+from .image_io import IMAGE_FORMATS, VIDEO_SUFFIXES, read_image
+from .image_sources import (
+    METADATA_FILE,
+    READ_ERRORS,
+    ImageSource,
+    is_tar_path,
+    open_class_folder,
+    open_image_folder,
+    open_tar_shards,
+    require_directory,
+)
+from .image_transforms import (
+    center_crop,
+    center_square,
+    check_image_size,
+    decode_square,
+    random_crop,
+    stack_images,
+    to_channels_first,
+)
+from .prefetch import BatchShard, Prefetcher, batch_prefetcher
+from .text_files import get_text, read_json_rows, read_lines, require_file
 
-GalleryCaption = Literal["caption", "name", "number", "nothing"]
-HELD = 4 * 2**30  # bytes of squares from the middle that are kept, so that their pictures are decoded once
-CHUNK = 8  # rows that a thread makes at a time
+ClassCaptionSource = Literal["class_name", "class_id"]
+ImageCaptionSource = Literal["caption", "class_name", "class_id", "empty"]
+Crop = Literal["center", "random"]
+MAX_CACHED_BYTES = 4 * 2**30  # of center crops, which are decoded once
+CHUNK = 8  # images that a thread loads per job
+NUM_WORKERS = 4
+PROBED_LABELS = 64  # to show class ids where classes have no names
+EXAMPLES = Path(__file__).parent.parent / "recipes" / "base" / "data" / "edits"  # images of ImageNet classes
+FORMATS = (*IMAGE_FORMATS, ".gif", *VIDEO_SUFFIXES)
 
 
-class EncodedImageSource(Protocol):
-    """Encoded pictures by number, and what is known of each; what is broken or missing raises."""
+@dataclass
+class SkippedSamples:
+    """Samples that cannot be read: each is reported once, and one more than `limit` is an error."""
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Of the classes, in order; none if they are numbers alone."""
+    limit: int
+    names: dict[int, str] = field(default_factory=dict)  # by index
 
-    @property
-    def captioned(self) -> bool:
-        """Whether any has a caption."""
+    def __contains__(self, index: int) -> bool:
+        return index in self.names
 
-    def __len__(self) -> int: ...
-    def name(self, number: int) -> str: ...
-    def encoded(self, number: int) -> Path | bytes: ...
-    def label(self, number: int) -> int: ...
-    def caption(self, number: int) -> str: ...
+    def add(self, index: int, name: str, error: Exception) -> None:
+        if index in self.names:  # another thread was first
+            return
+        self.names[index] = name
+        count, reason = len(self.names), " ".join(str(error).split()) or type(error).__name__
+        if count > self.limit:
+            before = f", and {count - 1} samples before it were skipped" if count > 1 else ""
+            raise ConfigError(
+                f"data: {name} cannot be used ({reason:.200}){before}; repair it, or set data.max_skipped above "
+                f"{self.limit}"
+            ) from error
+        warnings.warn(f"data: {name} is skipped ({reason:.200}); {count} of {self.limit}", stacklevel=2)
 
 
 @dataclass(frozen=True)
 class CroppedImage:
-    """A square of a picture, and which it is."""
+    """A square of an image with its prompt."""
 
     prompt: str
-    pixels: Tensor  # [3, S, S] bytes
-    number: int
+    pixels: Tensor  # [3, S, S] uint8, or float in [0, 1]
+    image_id: int
 
 
 @dataclass(frozen=True)
-class GalleryDataset:
-    """Some of a source's pictures in an order of the seed's; in the place of one that is broken comes the next."""
+class CroppedImageDataset(Dataset):
+    """Squares of a source's images, loaded by threads; an image that cannot be read is replaced by the next one."""
 
-    source: EncodedImageSource
-    spec: Gallery
-    chosen: Tensor  # [N] numbers in the source
+    source: ImageSource
+    indices: Tensor  # [N] into the source
+    prompts: tuple[str, ...]  # by class id; empty if classes have no names
+    skipped: SkippedSamples
+    num_workers: int
     seed: int
-    say: GalleryCaption
-    prompts: tuple[str, ...]  # by class, if they have names
-    skipped: SkippedExamples
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return len(self.indices)
+
+    @abstractmethod
+    def crop(self, index: int, draws: Sequence[float]) -> CroppedImage:
+        """The square of a source's image; four uniform draws decide on scale, place and flip."""
+
+    @abstractmethod
+    def collate(self, images: Sequence[CroppedImage]) -> ImageBatch: ...
 
     @cached_property
-    def ahead(self) -> Prefetcher[list[CroppedImage], ImageBatch]:
-        return Prefetcher(self._jobs, self._joined, self.spec.workers)
+    def prefetcher(self) -> Prefetcher[list[CroppedImage], ImageBatch]:
+        return Prefetcher(
+            self._jobs, lambda chunks: self.collate([image for chunk in chunks for image in chunk]), self.num_workers
+        )
 
-    @cached_property
-    def kept(self) -> dict[int, Tensor]:
-        """Squares that come again as they are, by number."""
-        return {}
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> ImageBatch:
+        return self.prefetcher.get(BatchShard(step, batch_size, rank, world_size))
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> ImageBatch:
-        return self.ahead.take(BatchShard(step, size, rank, world))
+    def _jobs(self, shard: BatchShard) -> list[Callable[[], list[CroppedImage]]]:
+        positions = batch_indices(len(self), self.seed, shard.step, shard.batch_size, shard.rank, shard.world_size)
+        draws = Randomness(self.seed, shard.step, shard.rows).uniform("crop", 4)
+        samples = list(zip(positions, draws.tolist(), strict=True))
+        return [partial(self._load, samples[i : i + CHUNK]) for i in range(0, len(samples), CHUNK)]
 
-    def _joined(self, chunks: Sequence[Sequence[CroppedImage]]) -> ImageBatch:
-        cuts = [cut for chunk in chunks for cut in chunk]
-        pixels = torch.empty(len(cuts), 1, 3, self.spec.size, self.spec.size)
-        for row, cut in zip(pixels, cuts, strict=True):
-            torch.div(cut.pixels, 255, out=row[0])  # a tenth of the time it takes to stack, to convert and to divide
-        numbers = torch.tensor([cut.number for cut in cuts]) if self.spec.crop == "middle" else None
-        return ImageBatch(tuple(cut.prompt for cut in cuts), pixels, numbers)
+    def _load(self, samples: Sequence[tuple[int, Sequence[float]]]) -> list[CroppedImage]:
+        return [self._load_readable(position, draws) for position, draws in samples]
 
-    def _jobs(self, share: BatchShard) -> list[Callable[[], list[CroppedImage]]]:
-        places = batch_indices(len(self), self.seed, share.step, share.size, share.rank, share.world)
-        first = share.rank * share.size // share.world
-        chances = Randomness(self.seed, share.step, torch.arange(first, first + len(places))).uniform("crop", 4)
-        asked = list(zip(places, chances.tolist(), strict=True))
-        return [partial(self._some, asked[i : i + CHUNK]) for i in range(0, len(asked), CHUNK)]
-
-    def _some(self, asked: Sequence[tuple[int, Sequence[float]]]) -> list[CroppedImage]:
-        return [self._usable(place, chance) for place, chance in asked]
-
-    def _usable(self, place: int, chance: Sequence[float]) -> CroppedImage:
-        for further in range(len(self)):
-            number = int(self.chosen[(place + further) % len(self)])
-            if number in self.skipped.why:
+    def _load_readable(self, position: int, draws: Sequence[float]) -> CroppedImage:
+        for offset in range(len(self)):
+            index = int(self.indices[(position + offset) % len(self)])
+            if index in self.skipped:
                 continue
             try:
-                return self._cut(number, chance)
+                return self.crop(index, draws)
             except READ_ERRORS as error:
-                self.skipped.add(number, self.source.name(number), error)
-        raise ConfigError(f"data: none of the {len(self)} pictures can be used; check what they are")
+                self.skipped.add(index, self.source.name(index), error)
+        raise ConfigError(f"data: none of the {len(self)} images can be read; check the files")
 
-    def _cut(self, number: int, chance: Sequence[float]) -> CroppedImage:
-        pixels = self.kept[number] if number in self.kept else self._square(number, chance)
-        turned = self.spec.mirror and chance[3] < 0.5
-        named = 2 * number + turned if self.spec.mirror else number
-        return CroppedImage(self.said(number), pixels.flip(-1) if turned else pixels, named)
-
-    def _square(self, number: int, chance: Sequence[float]) -> Tensor:
-        spec, source = self.spec, self.source
-        where = chance[:3] if spec.crop == "random" else ()
-        pixels = to_channels_first(
-            decode_square(source.encoded(number), source.name(number), spec.size, where, grey=spec.grey)
-        )
-        if spec.crop == "middle" and (len(self.kept) + 1) * pixels.nbytes <= HELD:
-            self.kept[number] = pixels
-        return pixels
-
-    def said(self, number: int) -> str:
-        if self.say == "nothing":
-            return ""
-        if self.say == "caption":
-            return self.source.caption(number)
-        label = self.source.label(number)
+    def class_prompt(self, label: int) -> str:
         if self.prompts and label >= len(self.prompts):
             raise ValueError(f"its class is {label}, and there are {len(self.prompts)}")
         return self.prompts[label] if self.prompts else str(label)
 
-    def first(self, count: int) -> PromptBatch:
-        known = list(self.prompts)
-        for number in self.chosen.tolist() if not known else ():
-            with suppress(*READ_ERRORS):  # which is told of when its turn comes
-                known.append(self.said(number))
-            if len(known) == count or self.say == "nothing":
-                break
-        known = known or [""]
-        return PromptBatch(tuple(known[i % len(known)] for i in range(count)), ({},) * count)
 
-    def parts(self, held: int, seed: int) -> tuple[GalleryDataset, GalleryDataset]:
-        """All but some to learn from, and those, which are held out and cut from the middle."""
-        order = self.chosen[epoch_permutation(len(self), self.seed, 0)]
-        plain = replace(self.spec, crop="middle", mirror=False)
-        return replace(self, chosen=order[held:], seed=seed), replace(self, chosen=order[:held], seed=seed, spec=plain)
+@dataclass(frozen=True)
+class GalleryDataset(CroppedImageDataset):
+    """Images decoded straight to squares; center crops are kept in memory as far as they fit."""
+
+    spec: Gallery
+    caption_source: ImageCaptionSource
+
+    @cached_property
+    def cache(self) -> dict[int, Tensor]:
+        """Center crops by index: [3, S, S] uint8."""
+        return {}
+
+    def crop(self, index: int, draws: Sequence[float]) -> CroppedImage:
+        pixels = self.cache[index] if index in self.cache else self._decode(index, draws)
+        flipped = self.spec.random_flip and draws[3] < 0.5
+        image_id = 2 * index + flipped if self.spec.random_flip else index
+        return CroppedImage(self.prompt(index), pixels.flip(-1) if flipped else pixels, image_id)
+
+    def _decode(self, index: int, draws: Sequence[float]) -> Tensor:
+        spec, source = self.spec, self.source
+        crop_draws = draws[:3] if spec.crop == "random" else ()
+        encoded, name = source.encoded(index), source.name(index)
+        pixels = to_channels_first(decode_square(encoded, name, spec.image_size, crop_draws, grayscale=spec.grayscale))
+        if spec.crop == "center" and (len(self.cache) + 1) * pixels.nbytes <= MAX_CACHED_BYTES:
+            self.cache[index] = pixels
+        return pixels
+
+    def collate(self, images: Sequence[CroppedImage]) -> ImageBatch:
+        pixels = torch.empty(len(images), 1, 3, self.spec.image_size, self.spec.image_size)
+        for row, image in zip(pixels, images, strict=True):
+            torch.div(image.pixels, 255, out=row[0])  # ten times as fast as to stack, convert and divide
+        image_ids = torch.tensor([image.image_id for image in images]) if self.spec.crop == "center" else None
+        return ImageBatch(tuple(image.prompt for image in images), pixels, image_ids)
+
+    def prompt(self, index: int) -> str:
+        if self.caption_source == "empty":
+            return ""
+        if self.caption_source == "caption":
+            return self.source.caption(index)
+        return self.class_prompt(self.source.label(index))
+
+    def first_prompts(self, count: int) -> PromptBatch:
+        prompts = list(self.prompts)
+        for index in self.indices.tolist() if not prompts else ():
+            with suppress(*READ_ERRORS):  # reported when the image is loaded
+                prompts.append(self.prompt(index))
+            if len(prompts) == count or self.caption_source == "empty":
+                break
+        return repeat_prompts(prompts or [""], count)
+
+    def split(self, held_out: int, seed: int) -> tuple[GalleryDataset, GalleryDataset]:
+        """A training set, and a validation set of center crops."""
+        order = self.indices[epoch_permutation(len(self), self.seed, 0)]
+        validation = replace(self.spec, crop="center", random_flip=False)
+        return (
+            replace(self, indices=order[held_out:], seed=seed),
+            replace(self, indices=order[:held_out], seed=seed, spec=validation),
+        )
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures in folders at any depth, in tar shards, or as `datasets` saved them; a square of each."""
+    """Images in folders at any depth, in tar shards, or saved by `datasets`, cropped to squares."""
 
-    path: Path  # of CelebAMask-HQ, the faces alone are taken
-    size: Annotated[int, Field(ge=1, le=16384)] = 256  # pixels a side
-    match: str = "*"  # names of files, or of shards, such as train-*.tar
-    split: str = "train"  # of what `datasets` saved
-    say: GalleryCaption | None = None  # of a picture; captions where there are any, otherwise nothing
-    crop: Crop = "middle"  # random: four fifths of the shorter side or more, anywhere
-    mirror: bool = False  # every other picture the other way round, by chance
-    grey: bool = False  # pictures of one channel, which all three then are
-    skip: NonNegativeInt = 0  # pictures that cannot be used and are passed over, on each rank; one more is an error
-    workers: Annotated[int, Field(ge=0, le=256)] = 4  # threads on each rank that read and cut the next steps' pictures
-    yields: ClassVar[type] = ImageBatch
+    path: Path  # of CelebAMask-HQ, only the images are read
+    image_size: Annotated[int, Field(ge=1, le=16384)] = 256  # pixels per side
+    file_pattern: str = "*"  # file names, or names of shards, such as train-*.tar
+    split: str = "train"  # of a data set saved by `datasets`
+    caption_source: ImageCaptionSource | None = None  # the prompt of an image; by default its caption, else empty
+    crop: Crop = "center"  # random: 80 % to all of the shorter side, anywhere
+    random_flip: bool = False  # mirror images with probability 0.5
+    grayscale: bool = False  # converts images to grayscale, in three equal channels
+    max_skipped: NonNegativeInt = 0  # unreadable images that are skipped on each rank; one more is an error
+    num_workers: Annotated[int, Field(ge=0, le=256)] = NUM_WORKERS  # threads per rank that load images in advance
+    batch_type: ClassVar[type] = ImageBatch
 
     def load(self, seed: int) -> GalleryDataset:
-        source = open_images(self.path, self.match, self.split)
-        say: GalleryCaption = self.say or ("caption" if source.captioned else "nothing")
-        known = class_captions(source.names, say) if say in ("name", "number") else ()
-        return GalleryDataset(source, self, torch.arange(len(source)), seed, say, known, SkippedExamples(self.skip))
+        source = open_image_source(self.path, self.file_pattern, self.split)
+        caption_source = self.caption_source or ("caption" if source.captioned else "empty")
+        prompts = class_captions(source.class_names, caption_source)
+        return GalleryDataset(
+            source,
+            torch.arange(len(source)),
+            prompts,
+            SkippedSamples(self.max_skipped),
+            self.num_workers,
+            seed,
+            self,
+            caption_source,
+        )
 
 
-def open_images(path: Path, match: str, split: str) -> EncodedImageSource:
-    """What lies at a path, by how it is laid out."""
-    if is_saved(path):
-        found: EncodedImageSource = load_images(path, split)
+def open_image_source(path: Path, pattern: str, split: str) -> ImageSource:
+    """The images at a path: a saved data set, tar shards or a folder."""
+    source: ImageSource
+    if is_saved_dataset(path):
+        source = load_images(path, split)
     else:
-        found = open_tar_shards(path, match) if are_shards(path) else open_image_tree(path, match)
-    if not len(found):
-        raise ConfigError(f"data: {path} has no rows; expected at least one picture")
-    return found
+        source = open_tar_shards(path, pattern) if is_tar_path(path) else open_image_folder(path, pattern)
+    return require_images(source, path)
+
+
+def require_images(source: ImageSource, path: Path) -> ImageSource:
+    if not len(source):
+        raise ConfigError(f"data: {path} has no rows; expected at least one image")
+    return source
+
+
+def class_captions(names: Sequence[str], caption_source: ImageCaptionSource) -> tuple[str, ...]:
+    """The prompt of each class id, with ImageNet's names and ids where the classes are ImageNet's WordNet ids."""
+    if caption_source not in ("class_name", "class_id"):
+        return ()
+    by_name, ids = caption_source == "class_name", wordnet_class_ids()
+    if len(names) == 1000 or (names and all(name in ids for name in names)):
+        labels = [ids.get(name, position) for position, name in enumerate(names)]
+        return tuple(imagenet_labels().name(label) if by_name else str(label) for label in labels)
+    return tuple(name.replace("_", " ") if by_name else str(label) for label, name in enumerate(names))
+
+
+@dataclass(frozen=True)
+class ClassImageDataset(CroppedImageDataset):
+    """Labeled images decoded at full size and cropped as LlamaGen's data loader does."""
+
+    spec: ClassImages
+
+    def crop(self, index: int, draws: Sequence[float]) -> CroppedImage:
+        prompt, size = self.class_prompt(self.source.label(index)), self.spec.image_size
+        pixels = self.source.image(index)
+        center = self.spec.crop == "center"
+        square = center_crop(pixels, size) if center else random_crop(pixels, size, torch.tensor(draws[:3]))
+        flipped = self.spec.random_flip and draws[3] < 0.5
+        return CroppedImage(prompt, square.flip(-1) if flipped else square, index)
+
+    def collate(self, images: Sequence[CroppedImage]) -> ImageBatch:
+        pixels = torch.stack([image.pixels for image in images])[:, None]
+        return ImageBatch(tuple(image.prompt for image in images), pixels)
+
+    def first_prompts(self, count: int) -> PromptBatch:
+        if self.prompts:
+            return repeat_prompts(self.prompts, count)
+        labels = set()
+        for index in range(min(len(self), PROBED_LABELS)):
+            with suppress(*READ_ERRORS):  # reported when the image is loaded
+                labels.add(self.source.label(index))
+        return repeat_prompts([str(label) for label in sorted(labels)] or ["0"], count)
+
+
+@dataclass(frozen=True)
+class ClassImages:
+    """Images with classes: a folder per class, or a data set saved by `datasets`, cropped to squares."""
+
+    path: Path
+    image_size: Annotated[int, Field(ge=8, le=16384)] = 256  # pixels per side
+    split: str = "train"  # of a data set saved by `datasets`
+    caption_source: ClassCaptionSource = "class_name"  # class_id for models that take class ids
+    crop: Crop = "center"  # random: 80 % to all of the shorter side, anywhere, as for training tokenizers
+    random_flip: bool = False  # mirror images with probability 0.5
+    max_skipped: NonNegativeInt = 0  # unreadable images that are skipped on each rank; one more is an error
+    batch_type: ClassVar[type] = ImageBatch
+
+    def load(self, seed: int) -> ClassImageDataset:
+        source: ImageSource = (
+            load_images(self.path, self.split, labeled=True)
+            if is_saved_dataset(self.path)
+            else open_class_folder(self.path)
+        )
+        source, skipped = require_images(source, self.path), SkippedSamples(self.max_skipped)
+        prompts = class_captions(source.class_names, self.caption_source)
+        return ClassImageDataset(source, torch.arange(len(source)), prompts, skipped, NUM_WORKERS, seed, self)
+
+
+@dataclass(frozen=True)
+class ImageFolderDataset(Dataset):
+    """Captioned images and videos on disk, decoded when they are needed."""
+
+    files: tuple[Path, ...]
+    prompts: tuple[str, ...]
+    image_size: int | None
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @cached_property
+    def prefetcher(self) -> Prefetcher[ImageBatch, ImageBatch]:
+        return batch_prefetcher(self._load, prefetch_factor=1)  # videos are large
+
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> ImageBatch:
+        return self.prefetcher.get(BatchShard(step, batch_size, rank, world_size))
+
+    def _load(self, shard: BatchShard) -> ImageBatch:
+        indices = batch_indices(len(self), self.seed, shard.step, shard.batch_size, shard.rank, shard.world_size)
+        images = [center_square(read_image(self.files[i]), self.image_size) for i in indices]
+        pixels = stack_images(images, [str(self.files[i]) for i in indices])
+        return ImageBatch(tuple(self.prompts[i] for i in indices), pixels)
+
+    def first_prompts(self, count: int) -> PromptBatch:
+        return repeat_prompts(self.prompts, count)
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """Images and videos in a folder, with captions in a .txt beside each or all in a metadata.jsonl."""
+
+    path: Path | None = None  # by default a few small images of classes, to try a recipe
+    image_size: int | None = None  # pixels per side of the center square; by default images stay as they are
+    batch_type: ClassVar[type] = ImageBatch
+
+    def __post_init__(self) -> None:
+        check_image_size(self.image_size)
+
+    def load(self, seed: int) -> ImageFolderDataset:
+        folder = self.path or EXAMPLES
+        metadata = folder / METADATA_FILE
+        captions = self._read_metadata(metadata) if metadata.is_file() else self._read_text_files(folder)
+        if not captions:
+            raise ConfigError(f"{folder}: there are no images; expected files that end in {', '.join(FORMATS)}")
+        return ImageFolderDataset(tuple(captions), tuple(captions.values()), self.image_size, seed)
+
+    def _read_metadata(self, metadata: Path) -> dict[Path, str]:
+        captions = {}
+        for number, row in read_json_rows(metadata):
+            file = metadata.parent / get_text(metadata, number, row, "file_name")
+            captions[require_file(file, f"{metadata}, line {number}")] = get_text(metadata, number, row, "prompt")
+        return captions
+
+    def _read_text_files(self, folder: Path) -> dict[Path, str]:
+        require_directory(folder)
+        files = sorted(file for file in folder.iterdir() if file.suffix.lower() in FORMATS)
+        return {file: read_caption(file.with_suffix(".txt"), f"the caption of {file}") for file in files}
+
+
+def read_caption(path: Path, location: str) -> str:
+    """The text of a caption file on one line."""
+    return " ".join(line for _, line in read_lines(require_file(path, location)))

@@ -1,4 +1,4 @@
-"""Latents of pictures, encoded beforehand: the shards of safetensors that `tastemaker encode --vae` writes."""
+"""Precomputed latents of images: the safetensors shards that `tastemaker encode --vae` writes."""
 
 from __future__ import annotations
 
@@ -22,54 +22,55 @@ from torch import Tensor
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import LatentBatch, PromptBatch
-from .class_images import class_captions
-from .image_tree import walk_files
-from .images import GalleryCaption
-from .prefetch import BatchShard, Prefetcher, whole_batch_prefetcher
-from .sampler import batch_indices
+from .dataset import Dataset, batch_indices, repeat_prompts
+from .image_sources import walk_files
+from .images import ImageCaptionSource, class_captions
+from .prefetch import BatchShard, Prefetcher, batch_prefetcher
 
 MANIFEST = "latents.json"
-HELD = 16 * 2**30  # bytes that are kept in memory; of more, every row is read when its turn comes
+SHARD_METADATA = "samples"  # the key of the safetensors metadata
+MAX_CACHED_BYTES = 16 * 2**30  # of more latents, each is read from disk when it is needed
 
 
 @dataclass(frozen=True)
 class LatentManifest:
-    """What a folder of latents was made of; made of anything else, it is another."""
+    """What the latents of a folder were computed from; its fields are the keys of latents.json."""
 
-    codec: str  # fingerprint
-    data: str  # likewise
-    pictures: str
-    count: int  # of pictures
-    size: int  # pixels a side
-    views: int  # of each: its middle, then mirrored
+    autoencoder: str  # fingerprint
+    data: str  # fingerprint of the image files
+    images: str  # path
+    num_images: int
+    image_size: int  # pixels per side
+    views: int  # latents per image: the center square, then its mirror image
     shape: tuple[int, int, int]  # of a latent
-    say: str
-    names: tuple[str, ...]  # of the classes
-    rows: int  # of a shard
+    caption_source: str
+    class_names: tuple[str, ...]
+    shard_size: int  # images per shard
 
     @property
-    def shards(self) -> int:
-        return -(-self.count // self.rows)
+    def num_shards(self) -> int:
+        return -(-self.num_images // self.shard_size)
 
-    def file(self, number: int) -> str:
-        return f"latents-{number:05d}-of-{self.shards:05d}.safetensors"
+    def shard_file(self, shard: int) -> str:
+        return f"latents-{shard:05d}-of-{self.num_shards:05d}.safetensors"
 
-    def numbers(self, number: int) -> range:
-        """Of the pictures of a shard."""
-        return range(number * self.rows, min((number + 1) * self.rows, self.count))
+    def shard_range(self, shard: int) -> range:
+        """Indices of the images of a shard."""
+        return range(shard * self.shard_size, min((shard + 1) * self.shard_size, self.num_images))
 
     def write(self, folder: Path) -> None:
-        """All of it or none; every rank writes the same."""
+        """Write latents.json atomically; every rank writes the same content."""
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{MANIFEST}.{uuid4().hex}"  # every rank writes it, and process numbers may be alike
+        partial = folder / f".{MANIFEST}.{uuid4().hex}"  # process ids of ranks on several machines may be equal
         partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
         os.replace(partial, folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> LatentManifest:
     try:
-        found: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return LatentManifest(**{**found, "shape": tuple(found["shape"]), "names": tuple(found["names"])})
+        content: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        tuples = {key: tuple(content[key]) for key in ("shape", "class_names")}
+        return LatentManifest(**{**content, **tuples})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{folder} holds no latents ({error!s:.100}); write some with `tastemaker encode --vae`"
@@ -77,31 +78,39 @@ def read_manifest(folder: Path) -> LatentManifest:
 
 
 def files_fingerprint(path: Path) -> str:
-    """Of the names and sizes of all files below a path, but for latents that were written there."""
+    """Fingerprint of the names and sizes of all files below a path, without latents that were written there."""
     files = walk_files(path) if path.is_dir() else [path]
-    ours = {file.parent for file in files if file.name == MANIFEST}
+    latent_folders = {file.parent for file in files if file.name == MANIFEST}
     digest = hashlib.sha256()
-    for file in (file for file in files if file.parent not in ours):
+    for file in (file for file in files if file.parent not in latent_folders):
         digest.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode())
     return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class LatentShard:
+    """The metadata of a shard."""
+
     path: Path
     prompts: tuple[str, ...]
-    labels: tuple[int, ...]
-    sums: tuple[float, float]  # of all numbers in it, and of their squares
-    numbers: int  # how many there are
-    skipped: tuple[str, ...] = ()  # what is wrong with pictures that could not be used, and have no row
+    class_ids: tuple[int, ...]  # -1 where an image has no class
+    sums: tuple[float, float]  # of all values, and of their squares
+    num_values: int
+    skipped: tuple[str, ...] = ()  # messages about images that could not be read
 
 
 def read_shard(path: Path) -> LatentShard:
     try:
         with safe_open(path, framework="pt") as file:
-            said = json.loads((file.metadata() or {})["told"])
-        rows, skipped = (tuple(said["prompts"]), tuple(said["labels"])), tuple(said.get("skipped", ()))
-        return LatentShard(path, *rows, tuple(said["sums"]), int(said["numbers"]), skipped)
+            content = json.loads((file.metadata() or {})[SHARD_METADATA])
+        return LatentShard(
+            path,
+            tuple(content["prompts"]),
+            tuple(content["class_ids"]),
+            tuple(content["sums"]),
+            int(content["num_values"]),
+            tuple(content["skipped"]),
+        )
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error!s:.100}); remove it and run `tastemaker encode` again"
@@ -114,108 +123,109 @@ def open_shard(path: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class LatentDataset:
-    """Latents in an order of the seed's, one of each picture's views by chance."""
+class LatentDataset(Dataset):
+    """Latents with one random view of each image."""
 
-    note: LatentManifest
+    manifest: LatentManifest
     shards: tuple[LatentShard, ...]
-    prompts: tuple[str, ...]  # of each picture
+    prompts: tuple[str, ...]  # by sample
     seed: int
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     @cached_property
-    def ends(self) -> list[int]:
-        """How many rows there are up to the end of each shard; where pictures were broken, it has fewer than others."""
-        return list(accumulate(len(shard.labels) for shard in self.shards))
+    def shard_ends(self) -> list[int]:
+        """Number of samples up to the end of each shard; shards with unreadable images have fewer than others."""
+        return list(accumulate(len(shard.class_ids) for shard in self.shards))
 
     @cached_property
-    def deviation(self) -> float:
-        """Of all latents, as they were measured while they were encoded."""
-        count = sum(shard.numbers for shard in self.shards)
+    def std(self) -> float:
+        """Standard deviation of all latents, from sums taken while they were encoded."""
+        count = sum(shard.num_values for shard in self.shards)
         mean, square = (sum(shard.sums[i] for shard in self.shards) / count for i in (0, 1))
         return math.sqrt(max(square - mean**2, 1e-12))
 
     @cached_property
-    def kept(self) -> Tensor:
-        """All of them, [N, V, C, h, w]: rows of a batch are then taken at once."""
+    def cache(self) -> Tensor:
+        """All latents in memory: [N, V, C, h, w]."""
         first: Tensor = open_shard(self.shards[0].path).get_tensor("latents")
-        whole = first.new_empty(len(self), *first.shape[1:])
-        for shard, end in zip(self.shards, self.ends, strict=True):
-            whole[end - len(shard.labels) : end] = open_shard(shard.path).get_tensor("latents")
-        return whole
+        latents = first.new_empty(len(self), *first.shape[1:])
+        for shard, end in zip(self.shards, self.shard_ends, strict=True):
+            latents[end - len(shard.class_ids) : end] = open_shard(shard.path).get_tensor("latents")
+        return latents
 
     @cached_property
-    def ahead(self) -> Prefetcher[LatentBatch, LatentBatch]:
-        return whole_batch_prefetcher(self._made)
+    def prefetcher(self) -> Prefetcher[LatentBatch, LatentBatch]:
+        return batch_prefetcher(self._load)
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> LatentBatch:
-        return self.ahead.take(BatchShard(step, size, rank, world))
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> LatentBatch:
+        return self.prefetcher.get(BatchShard(step, batch_size, rank, world_size))
 
-    def _made(self, share: BatchShard) -> LatentBatch:
-        step, size, rank, world = share.step, share.size, share.rank, share.world
-        mine = torch.arange(rank * size // world, (rank + 1) * size // world)
-        views = (Randomness(self.seed, step, mine).uniform("view", 1).flatten() * self.note.views).long().tolist()
-        chosen = batch_indices(len(self), self.seed, step, size, rank, world)
-        if 2 * math.prod(self.note.shape) * self.note.views * self.note.count <= HELD:
-            x = self.kept[torch.tensor(chosen), torch.tensor(views)]
+    def _load(self, shard: BatchShard) -> LatentBatch:
+        manifest, draws = self.manifest, Randomness(self.seed, shard.step, shard.rows).uniform("view", 1)
+        views = (draws.flatten() * manifest.views).long().tolist()
+        indices = batch_indices(len(self), self.seed, shard.step, shard.batch_size, shard.rank, shard.world_size)
+        if 2 * math.prod(manifest.shape) * manifest.views * manifest.num_images <= MAX_CACHED_BYTES:
+            x = self.cache[torch.tensor(indices), torch.tensor(views)]
         else:
-            x = torch.stack([self._row(number, view) for number, view in zip(chosen, views, strict=True)])
-        return LatentBatch(tuple(self.prompts[i] for i in chosen), x.float(), self.note.codec, self.deviation)
+            x = torch.stack([self._read(index, view) for index, view in zip(indices, views, strict=True)])
+        return LatentBatch(tuple(self.prompts[i] for i in indices), x.float(), manifest.autoencoder, self.std)
 
-    def _row(self, number: int, view: int) -> Tensor:
-        shard = bisect_right(self.ends, number)
-        row = number - (self.ends[shard - 1] if shard else 0)
-        found: Tensor = open_shard(self.shards[shard].path).get_slice("latents")[row, view]
-        return found
+    def _read(self, index: int, view: int) -> Tensor:
+        shard = bisect_right(self.shard_ends, index)
+        row = index - (self.shard_ends[shard - 1] if shard else 0)
+        latent: Tensor = open_shard(self.shards[shard].path).get_slice("latents")[row, view]
+        return latent
 
-    def first(self, count: int) -> PromptBatch:
-        known = list(dict.fromkeys(self.prompts))[:count]
-        return PromptBatch(tuple(known[i % len(known)] for i in range(count)), ({},) * count)
+    def first_prompts(self, count: int) -> PromptBatch:
+        return repeat_prompts(list(dict.fromkeys(self.prompts))[:count], count)
 
 
 @dataclass(frozen=True)
 class LatentFolder:
-    """What `tastemaker encode --vae` wrote: latents, with what is said of each picture."""
+    """Latents with a prompt each, as `tastemaker encode --vae` writes them."""
 
     path: Path
-    say: GalleryCaption | None = None  # of a picture; as it was encoded if not given
-    yields: ClassVar[type] = LatentBatch
+    caption_source: ImageCaptionSource | None = None  # the prompt of an image; by default as it was encoded
+    batch_type: ClassVar[type] = LatentBatch
 
     def load(self, seed: int) -> LatentDataset:
-        found = read_manifest(self.path)
-        check_unchanged(found, self.path)
-        missing = [i for i in range(found.shards) if not (self.path / found.file(i)).is_file()]
-        if missing:
+        manifest = read_manifest(self.path)
+        check_images_unchanged(manifest, self.path)
+        files = [self.path / manifest.shard_file(i) for i in range(manifest.num_shards)]
+        complete = sum(file.is_file() for file in files)
+        if complete < len(files):
             raise ConfigError(
-                f"{self.path} holds {found.shards - len(missing)} of {found.shards} shards; run `tastemaker encode` "
-                "again, it goes on"
+                f"{self.path} holds {complete} of {len(files)} shards; run `tastemaker encode` again, which resumes"
             )
-        shards = tuple(read_shard(self.path / found.file(i)) for i in range(found.shards))
-        if not any(shard.labels for shard in shards):
-            raise ConfigError(f"{self.path} holds no latents: of {found.count} pictures none could be used; check them")
-        return LatentDataset(found, shards, self._prompts(found, shards), seed)
+        shards = tuple(map(read_shard, files))
+        if not any(shard.class_ids for shard in shards):
+            raise ConfigError(
+                f"{self.path} holds no latents: none of {manifest.num_images} images could be read; check the files"
+            )
+        return LatentDataset(manifest, shards, self._prompts(manifest, shards), seed)
 
-    def _prompts(self, found: LatentManifest, shards: Sequence[LatentShard]) -> tuple[str, ...]:
-        labels = [label for shard in shards for label in shard.labels]
-        if self.say is None or self.say == found.say:
+    def _prompts(self, manifest: LatentManifest, shards: Sequence[LatentShard]) -> tuple[str, ...]:
+        class_ids = [class_id for shard in shards for class_id in shard.class_ids]
+        if self.caption_source is None or self.caption_source == manifest.caption_source:
             return tuple(prompt for shard in shards for prompt in shard.prompts)
-        if self.say == "nothing":
-            return ("",) * len(labels)
-        if self.say == "caption" or -1 in labels:
+        if self.caption_source == "empty":
+            return ("",) * len(class_ids)
+        if self.caption_source == "caption" or -1 in class_ids:
             raise ConfigError(
-                f"data.say: {self.path} was encoded with say '{found.say}' and knows no {self.say}; encode it again"
+                f"data.caption_source: {self.path} was encoded with '{manifest.caption_source}' and has no "
+                f"{self.caption_source}; encode it again"
             )
-        known = class_captions(found.names, self.say)
-        return tuple(known[label] if known else str(label) for label in labels)
+        prompts = class_captions(manifest.class_names, self.caption_source)
+        return tuple(prompts[class_id] if prompts else str(class_id) for class_id in class_ids)
 
 
-def check_unchanged(found: LatentManifest, folder: Path) -> None:
-    """Refuse latents of pictures that have changed since, where those are still there."""
-    pictures = Path(found.pictures)
-    if pictures.exists() and files_fingerprint(pictures) != found.data:
+def check_images_unchanged(manifest: LatentManifest, folder: Path) -> None:
+    """Refuse latents whose images have changed since, if those still exist."""
+    images = Path(manifest.images)
+    if images.exists() and files_fingerprint(images) != manifest.data:
         raise ConfigError(
-            f"{folder} was made of {pictures} as it no longer is: files were added, removed or changed; encode it "
-            "again into another folder, or remove this one"
+            f"{folder} was encoded from {images}, where files were added, removed or changed since; encode it again "
+            "into another folder, or remove this one"
         )

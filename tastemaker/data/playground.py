@@ -1,4 +1,4 @@
-"""The playground's endless data: scenes, clips and signs to learn from, and prompts about them."""
+"""Data of the playground: endless scenes, videos and signs with captions, and prompts about them."""
 
 from __future__ import annotations
 
@@ -18,206 +18,210 @@ from ..playground import motion, signs
 from ..playground.art import Style
 from ..playground.captions import TASKS, WEIGHTS, Split, sample_split_captions, sample_weighted
 from ..playground.scenes import Painter, corrupt_captions, sample_scenes
-from .captioned_images import check_count
-from .finite_pool import FinitePool
-from .sampler import batch_indices
+from .dataset import Dataset, FinitePool, batch_indices, rank_range
+from .toy import check_num_samples
 
 Device = Literal["auto", "cpu", "cuda"]
-Weights = tuple[float, float, float, float, float, float]  # of the tasks, in their order
-LENGTH = 2**31  # rows of a set without end
+Weights = tuple[float, float, float, float, float, float]  # of the six tasks, or of the six motions
+ENDLESS = 2**31  # length of a data set that is generated without end
 
 
 @dataclass(frozen=True)
 class PlaygroundScenes:
-    """Scenes with their captions, without end; a share of them contradicts its caption."""
+    """Endless scenes with captions; a fraction of them contradicts its caption."""
 
     split: Split = "train"
-    noise: float = 0.0  # how often a scene contradicts its caption; the knob of a base model's score
+    caption_noise: float = 0.0  # probability that a scene contradicts its caption; it sets a base model's score
     style: Style = "noto"
-    tasks: Weights = WEIGHTS  # how often each task is drawn
-    snapped: float = 1.0  # how many scenes keep to few sizes and a grid of places
-    motion: bool = False  # clips of 8 frames, with the motion in the caption
-    motions: Weights = (1, 1, 1, 1, 1, 1)  # how often each motion is drawn
+    task_weights: Weights = WEIGHTS
+    snap_probability: float = 1.0  # of scenes with few sizes and positions on a grid
+    motion: bool = False  # videos of 8 frames, with the motion in the caption
+    motion_weights: Weights = (1, 1, 1, 1, 1, 1)
     device: Device = "auto"  # where scenes are painted
-    pool: NonNegativeInt = 0  # after so many scenes the same come again, from memory; 0 paints new ones for ever
-    yields: ClassVar[type] = ImageBatch
+    pool_size: NonNegativeInt = 0  # repeat the first so many scenes from memory; 0 paints new ones without end
+    batch_type: ClassVar[type] = ImageBatch
 
     def __post_init__(self) -> None:
-        check_probability("noise", self.noise)
-        check_probability("snapped", self.snapped)
-        check_weights("tasks", self.tasks, TASKS)
-        check_weights("motions", self.motions, motion.MOTIONS)
+        check_probability("caption_noise", self.caption_noise)
+        check_probability("snap_probability", self.snap_probability)
+        check_weights("task_weights", self.task_weights, TASKS)
+        check_weights("motion_weights", self.motion_weights, motion.MOTIONS)
 
     def load(self, seed: int) -> SceneDataset | FinitePool:
         endless = SceneDataset(self, seed)
-        return FinitePool(endless, self.pool, seed) if self.pool else endless
+        return FinitePool(endless, self.pool_size, seed) if self.pool_size else endless
 
 
 @dataclass(frozen=True)
-class SceneDataset:
+class SceneDataset(Dataset):
     spec: PlaygroundScenes
     seed: int
 
     def __len__(self) -> int:
-        return LENGTH
+        return ENDLESS
 
     @cached_property
     def painter(self) -> Painter:
         return Painter(self.spec.style, choose_device(self.spec.device))
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> ImageBatch:
-        rng = Randomness(self.seed, 0, shard_indices(step, size, rank, world).to(self.painter.device))
-        captions = sample_split_captions(rng, self.spec.split, self.spec.tasks)
-        scenes = sample_scenes(corrupt_captions(captions, self.spec.noise, rng), rng, self.spec.snapped)
-        if not self.spec.motion:
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> ImageBatch:
+        spec, rng = self.spec, shard_randomness(self.seed, step, batch_size, rank, world_size, self.painter.device)
+        captions = sample_split_captions(rng, spec.split, spec.task_weights)
+        scenes = sample_scenes(corrupt_captions(captions, spec.caption_noise, rng), rng, spec.snap_probability)
+        if not spec.motion:
             return ImageBatch(captions.texts(), self.painter.paint(scenes, rng))
-        said = sample_weighted(rng.uniform("motion", 1)[:, 0], self.spec.motions)
-        shown = motion.corrupt_motion(said, self.spec.noise, rng)
-        return ImageBatch(
-            motion.motion_captions(captions.texts(), said), motion.paint_clips(self.painter, scenes, shown, rng)
-        )
+        motions = sample_weighted(rng.uniform("motion", 1)[:, 0], spec.motion_weights)
+        painted = motion.corrupt_motion(motions, spec.caption_noise, rng)
+        videos = motion.paint_clips(self.painter, scenes, painted, rng)
+        return ImageBatch(motion.motion_captions(captions.texts(), motions), videos)
 
-    def first(self, count: int) -> PromptBatch:
-        return scene_prompts(torch.arange(count), self.seed, self.spec.split, self.spec.tasks, self.spec.motion)
+    def first_prompts(self, count: int) -> PromptBatch:
+        return scene_prompts(torch.arange(count), self.seed, self.spec.split, self.spec.task_weights, self.spec.motion)
 
 
 @dataclass(frozen=True)
 class PlaygroundPrompts:
-    """Prompts about scenes, with GenEval's metadata; the same ones whatever the seed, in an order of its own."""
+    """Prompts about scenes with GenEval's metadata; the set does not depend on the seed, its order does."""
 
     split: Split = "train"
-    count: int = 20000
-    tasks: Weights = WEIGHTS  # how often each task is drawn
-    motion: bool = False  # prompts that say a motion too
-    yields: ClassVar[type] = PromptBatch
+    num_prompts: int = 20000
+    task_weights: Weights = WEIGHTS
+    motion: bool = False  # prompts with a motion
+    batch_type: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        check_count(self.count, 0)
-        check_weights("tasks", self.tasks, TASKS)
+        check_num_samples(self.num_prompts, key="num_prompts")
+        check_weights("task_weights", self.task_weights, TASKS)
 
     def load(self, seed: int) -> ScenePromptDataset:
         return ScenePromptDataset(self, seed)
 
 
 @dataclass(frozen=True)
-class ScenePromptDataset:
+class ScenePromptDataset(Dataset):
     spec: PlaygroundPrompts
     seed: int
 
     def __len__(self) -> int:
-        return self.spec.count
+        return self.spec.num_prompts
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> PromptBatch:
-        return self._of(torch.tensor(batch_indices(len(self), self.seed, step, size, rank, world), dtype=torch.int64))
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PromptBatch:
+        indices = batch_indices(len(self), self.seed, step, batch_size, rank, world_size)
+        return self._prompts(torch.tensor(indices, dtype=torch.int64))
 
-    def first(self, count: int) -> PromptBatch:
-        return self._of(torch.arange(count) % len(self))
+    def first_prompts(self, count: int) -> PromptBatch:
+        return self._prompts(torch.arange(count) % len(self))
 
-    def _of(self, numbers: Tensor) -> PromptBatch:
-        return scene_prompts(numbers, 0, self.spec.split, self.spec.tasks, self.spec.motion)
+    def _prompts(self, indices: Tensor) -> PromptBatch:
+        return scene_prompts(indices, 0, self.spec.split, self.spec.task_weights, self.spec.motion)
 
 
 @dataclass(frozen=True)
 class PlaygroundSigns:
-    """Words on signs with their captions, without end."""
+    """Endless signs with captions."""
 
     split: Split = "train"
-    noise: float = 0.0  # how often a sign says another word than its caption
-    invented: float = 0.0  # how many show letters that are no word, for a generator to learn spelling from
+    caption_noise: float = 0.0  # probability that a sign shows another word than its caption
+    pseudoword_ratio: float = 0.0  # of signs with random letters, for a generator to learn spelling from
     device: Device = "auto"  # where signs are painted
-    pool: NonNegativeInt = 0  # after so many signs the same come again, from memory; 0 paints new ones for ever
-    yields: ClassVar[type] = ImageBatch
+    pool_size: NonNegativeInt = 0  # repeat the first so many signs from memory; 0 paints new ones without end
+    batch_type: ClassVar[type] = ImageBatch
 
     def __post_init__(self) -> None:
-        check_probability("noise", self.noise)
-        check_probability("invented", self.invented)
+        check_probability("caption_noise", self.caption_noise)
+        check_probability("pseudoword_ratio", self.pseudoword_ratio)
 
     def load(self, seed: int) -> SignDataset | FinitePool:
         endless = SignDataset(self, seed)
-        return FinitePool(endless, self.pool, seed) if self.pool else endless
+        return FinitePool(endless, self.pool_size, seed) if self.pool_size else endless
 
 
 @dataclass(frozen=True)
-class SignDataset:
+class SignDataset(Dataset):
     spec: PlaygroundSigns
     seed: int
 
     def __len__(self) -> int:
-        return LENGTH
+        return ENDLESS
 
     @cached_property
     def painter(self) -> signs.SignPainter:
-        return signs.SignPainter(choose_device(self.spec.device), self.spec.invented > 0)
+        return signs.SignPainter(choose_device(self.spec.device), self.spec.pseudoword_ratio > 0)
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> ImageBatch:
-        rng = Randomness(self.seed, 0, shard_indices(step, size, rank, world).to(self.painter.device))
-        split, invented = self.spec.split, self.spec.invented
-        said = signs.sample_words(rng, split, invented=invented)
-        shown = signs.corrupt_words(said, self.spec.noise, rng, split, invented)
-        return ImageBatch(signs.sign_captions(said), self.painter.paint(shown, rng))
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> ImageBatch:
+        rng = shard_randomness(self.seed, step, batch_size, rank, world_size, self.painter.device)
+        split, pseudoword_ratio = self.spec.split, self.spec.pseudoword_ratio
+        words = signs.sample_words(rng, split, pseudoword_ratio=pseudoword_ratio)
+        painted = signs.corrupt_words(words, self.spec.caption_noise, rng, split, pseudoword_ratio)
+        return ImageBatch(signs.sign_captions(words), self.painter.paint(painted, rng))
 
-    def first(self, count: int) -> PromptBatch:
+    def first_prompts(self, count: int) -> PromptBatch:
         return sign_prompts(signs.sample_words(Randomness(self.seed, 0, torch.arange(count)), self.spec.split))
 
 
 @dataclass(frozen=True)
-class PlaygroundWords:
-    """Prompts for signs, with the word to be read in their facts."""
+class PlaygroundSignPrompts:
+    """Prompts for signs, with the word to be read as metadata."""
 
     split: Split = "train"
-    yields: ClassVar[type] = PromptBatch
+    batch_type: ClassVar[type] = PromptBatch
 
     def load(self, seed: int) -> SignPromptDataset:
-        return SignPromptDataset((signs.held_out() == (self.split == "held_out")).nonzero()[:, 0], seed)
+        return SignPromptDataset((signs.held_out_words() == (self.split == "held_out")).nonzero()[:, 0], seed)
 
 
 @dataclass(frozen=True)
-class SignPromptDataset:
-    places: Tensor  # of the split's words among all
+class SignPromptDataset(Dataset):
+    words: Tensor  # [N] indices of the split's words
     seed: int
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.words)
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> PromptBatch:
-        return sign_prompts(self.places[batch_indices(len(self), self.seed, step, size, rank, world)])
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PromptBatch:
+        return sign_prompts(self.words[batch_indices(len(self), self.seed, step, batch_size, rank, world_size)])
 
-    def first(self, count: int) -> PromptBatch:
-        return sign_prompts(self.places[torch.arange(count) % len(self)])
-
-
-def scene_prompts(numbers: Tensor, seed: int, split: Split, tasks: Weights, moving: bool) -> PromptBatch:
-    """A prompt a number with GenEval's metadata, and the motion where there is one."""
-    rng = Randomness(seed, 0, numbers)
-    captions = sample_split_captions(rng, split, tasks)
-    texts, facts = captions.texts(), captions.facts()
-    if moving:
-        places = motion.sample_motion(rng)
-        texts = motion.motion_captions(texts, places)
-        moves = [{"prompt": text, "motion": motion.MOTIONS[k]} for text, k in zip(texts, places.tolist(), strict=True)]
-        facts = tuple({**fact, **move} for fact, move in zip(facts, moves, strict=True))
-    return PromptBatch(texts, facts)
+    def first_prompts(self, count: int) -> PromptBatch:
+        return sign_prompts(self.words[torch.arange(count) % len(self)])
 
 
-def sign_prompts(places: Tensor) -> PromptBatch:
-    return PromptBatch(signs.sign_captions(places), signs.sign_metadata(places))
+def scene_prompts(indices: Tensor, seed: int, split: Split, task_weights: Weights, with_motion: bool) -> PromptBatch:
+    """The prompts of some indices with GenEval's metadata, and with a motion if asked for."""
+    rng = Randomness(seed, 0, indices)
+    captions = sample_split_captions(rng, split, task_weights)
+    texts, metadata = captions.texts(), captions.metadata()
+    if with_motion:
+        motions = motion.sample_motion(rng)
+        texts = motion.motion_captions(texts, motions)
+        metadata = tuple(
+            {**known, "prompt": text, "motion": motion.MOTIONS[k]}
+            for known, text, k in zip(metadata, texts, motions.tolist(), strict=True)
+        )
+    return PromptBatch(texts, metadata)
 
 
-def shard_indices(step: int, size: int, rank: int, world: int) -> Tensor:
-    """The numbers of a rank's rows of a step; no row comes twice."""
-    return torch.arange(step * size + rank * size // world, step * size + (rank + 1) * size // world)
+def sign_prompts(words: Tensor) -> PromptBatch:
+    return PromptBatch(signs.sign_captions(words), signs.sign_metadata(words))
+
+
+def shard_randomness(
+    seed: int, step: int, batch_size: int, rank: int, world_size: int, device: torch.device
+) -> Randomness:
+    """The randomness of a rank's samples of a step; no index occurs twice."""
+    positions = rank_range(step, batch_size, rank, world_size)
+    return Randomness(seed, 0, torch.arange(positions.start, positions.stop).to(device))
 
 
 def choose_device(device: Device) -> torch.device:
-    """Where to paint: on the GPU this process uses, if there is one."""
+    """The device to paint on; `auto` is the GPU of this process, if there is one."""
     return torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
 
 
-def check_probability(name: str, value: float) -> None:
+def check_probability(key: str, value: float) -> None:
     if not 0 <= value <= 1:
-        raise ValueError(f"'{name}' is {value}; expected a share from 0 to 1")
+        raise ValueError(f"'{key}' is {value}; expected a probability from 0 to 1")
 
 
 def check_weights(key: str, weights: Weights, names: Sequence[str]) -> None:
     if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
-        raise ValueError(f"'{key}' is {list(weights)}; expected a weight from 0 on for each of {', '.join(names)}")
+        raise ValueError(f"'{key}' is {list(weights)}; expected weights of at least 0 for {', '.join(names)}")

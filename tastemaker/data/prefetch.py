@@ -1,4 +1,4 @@
-"""Prefetch batches of the next steps with threads."""
+"""Prefetch the batches of the next steps with threads."""
 
 from __future__ import annotations
 
@@ -11,25 +11,32 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from .dataset import rank_range
+
 T = TypeVar("T")
 B = TypeVar("B")
-MOST = 2**28  # bytes of a tensor that is kept from being moved, so that a GPU can fetch it by itself
+MAX_PINNED_BYTES = 2**28  # per tensor
 
 
 @dataclass(frozen=True)
 class BatchShard:
-    """A rank's rows of a step."""
+    """A rank's samples of a step."""
 
     step: int
-    size: int
+    batch_size: int
     rank: int
-    world: int
+    world_size: int
 
     @property
-    def range(self) -> range:
-        """Their places among the rows of all steps."""
-        start = self.step * self.size
-        return range(start + self.rank * self.size // self.world, start + (self.rank + 1) * self.size // self.world)
+    def positions(self) -> range:
+        """The positions of its samples, counted over all steps."""
+        return rank_range(self.step, self.batch_size, self.rank, self.world_size)
+
+    @property
+    def rows(self) -> Tensor:
+        """The positions of its samples within the step's batch over all ranks: [B]."""
+        positions, start = self.positions, self.step * self.batch_size
+        return torch.arange(positions.start - start, positions.stop - start)
 
 
 LoadJobs = Sequence[Callable[[], T]]
@@ -37,73 +44,76 @@ LoadJobs = Sequence[Callable[[], T]]
 
 @dataclass
 class Prefetcher(Generic[T, B]):
-    """What a share's rows are is a function of the share, so that nothing depends on who made them and when.
+    """Loads the batches of the next steps in threads, once two consecutive steps were asked for.
 
-    Threads suffice where the work is decoding or copying, which lets go of the interpreter's lock. Steps are made
-    beforehand once a share follows upon the last of its kind; one that is asked for by the way changes nothing.
+    What a batch holds is a function of its shard, so results do not depend on threads. Threads suffice because
+    decoding and copying release the GIL. A request out of sequence (a preview, a validation batch) leaves the
+    prefetched batches of other shards alone.
     """
 
-    jobs: Callable[[BatchShard], LoadJobs[T]]  # one a row, or one for some of them
-    joined: Callable[[Sequence[T]], B]  # what they made, as a batch
-    workers: int  # threads; none, and rows are made when they are asked for
-    steps: int = 2  # made beforehand
-    coming: dict[BatchShard, Future[B]] = field(default_factory=dict)
-    last: dict[BatchShard, int] = field(default_factory=dict)  # step of each kind of share
+    jobs: Callable[[BatchShard], LoadJobs[T]]  # each loads one sample or several
+    collate: Callable[[Sequence[T]], B]
+    num_workers: int  # threads; 0 loads samples when they are asked for
+    prefetch_factor: int = 2  # steps loaded in advance
+    pending: dict[BatchShard, Future[B]] = field(default_factory=dict)
+    last_step: dict[BatchShard, int] = field(default_factory=dict)  # by shard with step 0
 
     @cached_property
-    def pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self.workers, "rows")
+    def workers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.num_workers, "samples")
 
     @cached_property
-    def desk(self) -> ThreadPoolExecutor:
-        """Who puts rows together; it waits for the pool, so it must not be of it."""
+    def collator(self) -> ThreadPoolExecutor:
+        """One thread that collates batches. It waits for the workers, so it cannot be one of them."""
         if not cuda_in_use():
             return ThreadPoolExecutor(1, "batches")
-        # A thread begins on the first GPU, and would take memory there that belongs to another rank.
-        here = torch.cuda.current_device()
-        return ThreadPoolExecutor(1, "batches", initializer=torch.cuda.set_device, initargs=(here,))
+        # A new thread starts on GPU 0 and would allocate memory there that belongs to another rank.
+        device = torch.cuda.current_device()
+        return ThreadPoolExecutor(1, "batches", initializer=torch.cuda.set_device, initargs=(device,))
 
-    def take(self, share: BatchShard) -> B:
-        if not self.workers:
-            return self.joined([job() for job in self.jobs(share)])
-        coming = self.coming.pop(share, None)
-        rows = self._begun(share) if coming is None else []
-        kind = replace(share, step=0)
-        follows, self.last[kind] = self.last.get(kind) == share.step - 1, share.step
-        soon = [replace(share, step=share.step + k) for k in range(1, self.steps + 1)] if follows else []
-        for other in [other for other in self.coming if replace(other, step=0) == kind and other not in soon]:
-            self.coming.pop(other).cancel()
-        for next_one in soon:
-            if next_one not in self.coming:
-                self.coming[next_one] = self.desk.submit(self._made, next_one)
-        return self.joined([row.result() for row in rows]) if coming is None else coming.result()
+    def get(self, shard: BatchShard) -> B:
+        """The batch of a shard; schedules the next steps if the shard follows the last one."""
+        if not self.num_workers:
+            return self.collate([job() for job in self.jobs(shard)])
+        prefetched = self.pending.pop(shard, None)
+        samples = self._submit(shard) if prefetched is None else []
+        key = replace(shard, step=0)
+        consecutive, self.last_step[key] = self.last_step.get(key) == shard.step - 1, shard.step
+        ahead = range(1, self.prefetch_factor + 1) if consecutive else range(0)
+        upcoming = [replace(shard, step=shard.step + k) for k in ahead]
+        for other in [other for other in self.pending if replace(other, step=0) == key and other not in upcoming]:
+            self.pending.pop(other).cancel()
+        for next_shard in upcoming:
+            if next_shard not in self.pending:
+                self.pending[next_shard] = self.collator.submit(self._load, next_shard)
+        return self.collate([sample.result() for sample in samples]) if prefetched is None else prefetched.result()
 
-    def _begun(self, share: BatchShard) -> list[Future[T]]:
-        return [self.pool.submit(job) for job in self.jobs(share)]
+    def _submit(self, shard: BatchShard) -> list[Future[T]]:
+        return [self.workers.submit(job) for job in self.jobs(shard)]
 
-    def _made(self, share: BatchShard) -> B:
-        return pin_batch(self.joined([row.result() for row in self._begun(share)]))
+    def _load(self, shard: BatchShard) -> B:
+        return pin_batch(self.collate([sample.result() for sample in self._submit(shard)]))
 
 
 def cuda_in_use() -> bool:
-    """Whether a GPU computes; where there is one that does not, nothing is prepared for it."""
+    """Whether this process has initialized CUDA; a GPU that is present but unused gets no pinned memory."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def whole_batch_prefetcher(made: Callable[[BatchShard], B], steps: int = 2) -> Prefetcher[B, B]:
-    """Return a Prefetcher whose job makes a whole batch."""
-    return Prefetcher(lambda share: [lambda: made(share)], lambda batches: batches[0], 1, steps)
+def batch_prefetcher(load_batch: Callable[[BatchShard], B], prefetch_factor: int = 2) -> Prefetcher[B, B]:
+    """A prefetcher whose only job per step loads the complete batch."""
+    return Prefetcher(lambda shard: [lambda: load_batch(shard)], lambda batches: batches[0], 1, prefetch_factor)
 
 
 def pin_batch(batch: B) -> B:
-    """Return the batch with its CPU tensors in pinned memory if a GPU is in use."""
+    """The batch with its CPU tensors in pinned memory if CUDA is in use."""
     if not cuda_in_use():
         return batch
-    held: Any = batch
-    found = {f.name: getattr(held, f.name) for f in fields(held)}
-    moved = {
+    tree: Any = batch
+    values = {f.name: getattr(tree, f.name) for f in fields(tree)}
+    pinned = {
         name: x.pin_memory()
-        for name, x in found.items()
-        if isinstance(x, Tensor) and x.device.type == "cpu" and x.nbytes <= MOST
+        for name, x in values.items()
+        if isinstance(x, Tensor) and x.device.type == "cpu" and x.nbytes <= MAX_PINNED_BYTES
     }
-    return replace(held, **moved)  # type: ignore[no-any-return]
+    return replace(tree, **pinned)  # type: ignore[no-any-return]

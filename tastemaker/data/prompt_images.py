@@ -1,74 +1,125 @@
-"""Prompts with a picture of each: what SRPO learns from offline."""
+"""Prompts with an image each, in aspect ratio buckets: the data of offline SRPO."""
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor
 
 from ..core.registry import ConfigError
 from ..core.types import Metadata, PromptBatch
-from .aspect_buckets import Size, default_buckets, nearest_bucket, schedule_bucket
+from .dataset import Dataset, epoch_permutation
 from .image_io import image_size, read_image, resize_lanczos
-from .prompts import check_exists
-from .text_files import Row, read_json_rows, read_text, text_field
+from .text_files import Row, get_text, read_json_rows, read_text, require_file
 
-NAMES = (("prompt", "caption"), ("image", "file_name"))  # columns, each by either name
-Entry = tuple[str, str, Metadata, str]  # prompt, picture, facts, and where that is written
+Size = tuple[int, int]  # height, width
+COLUMNS = (("prompt", "caption"), ("image", "file_name"))  # each by either name
 SUFFIXES = (".jsonl", ".json", ".pkl")
+
+# SRPO's buckets: every size on a grid of 64 pixels, up to 1024 pixels per side, of seven aspect ratios.
+BUCKET_STEP, MAX_SIDE = 64, 1024
+ASPECT_RATIOS = ((16, 9), (4, 3), (1, 1), (3, 4), (9, 16), (3, 2), (2, 3))  # width, height
+AREA_WEIGHT = 0.6  # of a change of area, against one of aspect ratio
+MAX_AREA, MIN_AREA = 4.0, 0.1  # of a bucket, in areas of the image
+
+
+@cache
+def default_buckets() -> tuple[Size, ...]:
+    """SRPO's buckets."""
+    return tuple(dict.fromkeys(size for width, height in ASPECT_RATIOS for size in bucket_sizes(width, height)))
+
+
+def bucket_sizes(width: int, height: int) -> Iterator[Size]:
+    """The bucket sizes of an aspect ratio."""
+    for longer in range(BUCKET_STEP, MAX_SIDE + 1, BUCKET_STEP):
+        ratio = min(width, height) / max(width, height)
+        shorter = max(BUCKET_STEP, round(longer * ratio / BUCKET_STEP) * BUCKET_STEP)
+        yield (shorter, longer) if width >= height else (longer, shorter)
+
+
+def nearest_bucket(height: int, width: int, buckets: Sequence[Size]) -> Size:
+    """The bucket that changes aspect ratio and area the least; one of a very different area only if all are."""
+
+    def relative_area(bucket: Size) -> float:
+        return bucket[0] * bucket[1] / (height * width)
+
+    def distance(bucket: Size) -> float:
+        return abs(width / height - bucket[1] / bucket[0]) + AREA_WEIGHT * abs(1 - relative_area(bucket))
+
+    fitting = [bucket for bucket in buckets if MIN_AREA <= relative_area(bucket) <= MAX_AREA]
+    return min(fitting or buckets, key=distance)
+
+
+def schedule_bucket(counts: Sequence[int], seed: int, step: int, batch_size: int) -> tuple[int, list[int]]:
+    """The bucket of a step and the indices of its samples within it; an epoch visits all samples of all buckets.
+
+    The last batch of a bucket is filled up with samples of the same bucket.
+    """
+    ends = [sum(-(-count // batch_size) for count in counts[: i + 1]) for i in range(len(counts))]
+    epoch, position = divmod(step, ends[-1])
+    block = int(epoch_permutation(ends[-1], seed, epoch)[position])
+    bucket = next(i for i, end in enumerate(ends) if block < end)
+    first = (block - (ends[bucket - 1] if bucket else 0)) * batch_size
+    order = epoch_permutation(counts[bucket], seed, epoch)
+    return bucket, [int(order[index % counts[bucket]]) for index in range(first, first + batch_size)]
 
 
 @dataclass(frozen=True)
-class IllustratedDataset:
-    """Pictures on disk, decoded when their turn comes and brought to the size of their bucket; a step has one size."""
+class PromptImage:
+    """A prompt and the file of its image."""
 
-    prompts: tuple[str, ...]
-    facts: tuple[Metadata, ...]
-    files: tuple[Path, ...]
+    prompt: str
+    file: Path
+    metadata: Metadata
+
+
+@dataclass(frozen=True)
+class PromptImageDataset(Dataset):
+    """Images on disk, decoded when they are needed and resized to their bucket; all of a step have one size."""
+
+    entries: tuple[PromptImage, ...]
     buckets: tuple[Size, ...]
     seed: int
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return len(self.entries)
 
     @cached_property
     def members(self) -> dict[Size, list[int]]:
-        """The rows of each bucket that has any."""
-        found: dict[Size, list[int]] = {}
-        for row, file in enumerate(self.files):
-            found.setdefault(nearest_bucket(*image_size(file), self.buckets), []).append(row)
-        return found
+        """Indices by bucket, of buckets that have any."""
+        members: dict[Size, list[int]] = {}
+        for index, entry in enumerate(self.entries):
+            members.setdefault(nearest_bucket(*image_size(entry.file), self.buckets), []).append(index)
+        return members
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> PromptBatch:
-        number, chosen = schedule_bucket([len(rows) for rows in self.members.values()], self.seed, step, size)
-        bucket, rows = list(self.members.items())[number]
-        share = [rows[i] for i in chosen[rank * size // world : (rank + 1) * size // world]]
-        pictures = torch.stack([self._picture(row, bucket) for row in share])
-        return PromptBatch(tuple(self.prompts[i] for i in share), tuple(self.facts[i] for i in share), pictures)
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PromptBatch:
+        counts = [len(indices) for indices in self.members.values()]
+        bucket_index, chosen = schedule_bucket(counts, self.seed, step, batch_size)
+        bucket, members = list(self.members.items())[bucket_index]
+        shard = chosen[rank * batch_size // world_size : (rank + 1) * batch_size // world_size]
+        entries = [self.entries[members[i]] for i in shard]
+        images = torch.stack([resize_lanczos(read_image(entry.file)[:1], *bucket) for entry in entries])
+        return PromptBatch(tuple(entry.prompt for entry in entries), tuple(entry.metadata for entry in entries), images)
 
-    def _picture(self, row: int, bucket: Size) -> Tensor:
-        return resize_lanczos(read_image(self.files[row])[:1], *bucket)
-
-    def first(self, count: int) -> PromptBatch:
-        rows = [i % len(self) for i in range(count)]
-        return PromptBatch(tuple(self.prompts[i] for i in rows), tuple(self.facts[i] for i in rows))
+    def first_prompts(self, count: int) -> PromptBatch:
+        entries = [self.entries[i % len(self)] for i in range(count)]
+        return PromptBatch(tuple(entry.prompt for entry in entries), tuple(entry.metadata for entry in entries))
 
 
 @dataclass(frozen=True)
 class IllustratedPrompts:
-    """Prompts and a picture of each: a .jsonl with the columns `prompt` and `image`, or SRPO's .json or .pkl that says
-    of each caption where its picture is; paths begin at the file."""
+    """Prompts with an image each: a .jsonl with the columns `prompt` and `image`, or SRPO's .json or .pkl, which maps
+    captions to images; paths are relative to the file."""
 
     path: Path
-    buckets: tuple[Size, ...] = ()  # heights and widths pictures are brought to; those of SRPO if none are given
-    yields: ClassVar[type] = PromptBatch
+    buckets: tuple[Size, ...] = ()  # heights and widths that images are resized to; by default SRPO's
+    batch_type: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
         if self.path.suffix not in SUFFIXES:
@@ -77,49 +128,53 @@ class IllustratedPrompts:
         if wrong:
             raise ValueError(f"'buckets' has {list(wrong[0])}; expected multiples of 16, from 16 to 8192")
 
-    def load(self, seed: int) -> IllustratedDataset:
-        rows = read_jsonl_entries(self.path) if self.path.suffix == ".jsonl" else read_caption_map(self.path)
-        files = tuple(check_exists(self.path.parent / file, place) for _, file, _, place in rows)
-        prompts, facts = tuple(prompt for prompt, *_ in rows), tuple(known for *_, known, _ in rows)
-        return IllustratedDataset(prompts, facts, files, self.buckets or default_buckets(), seed)
+    def load(self, seed: int) -> PromptImageDataset:
+        entries = read_jsonl_entries(self.path) if self.path.suffix == ".jsonl" else read_caption_map(self.path)
+        return PromptImageDataset(tuple(entries), self.buckets or default_buckets(), seed)
 
 
-def read_jsonl_entries(path: Path) -> list[Entry]:
-    """The rows of a JSONL file."""
-    found: list[Entry] = []
+def read_jsonl_entries(path: Path) -> list[PromptImage]:
+    """The entries of a JSONL file; columns other than prompt and image are metadata."""
+    entries = []
     for number, row in read_json_rows(path):
-        prompt, image = (text_field(path, number, row, column(row, names)) for names in NAMES)
-        facts = {key: value for key, value in row.items() if not any(key in names for names in NAMES)}
-        found.append((prompt, image, facts, f"{path}, line {number}"))
-    return found
+        prompt, image = (get_text(path, number, row, find_column(row, names)) for names in COLUMNS)
+        metadata = {key: value for key, value in row.items() if not any(key in names for names in COLUMNS)}
+        entries.append(PromptImage(prompt, require_file(path.parent / image, f"{path}, line {number}"), metadata))
+    return entries
 
 
-def column(row: Row, names: tuple[str, str]) -> str:
+def find_column(row: Row, names: tuple[str, str]) -> str:
     return names[1] if names[1] in row and names[0] not in row else names[0]
 
 
-def read_caption_map(path: Path) -> list[Entry]:
-    """Read the entries of a file that maps captions to images."""
-    told = load_document(path)
-    if not isinstance(told, Mapping) or not all(isinstance(x, str) for pair in told.items() for x in pair) or not told:
-        raise ConfigError(f"{path} holds no captions with a path of a picture each; expected such a mapping, or .jsonl")
-    return [(caption, image, {}, f"{path}, '{caption:.40}'") for caption, image in told.items()]
+def read_caption_map(path: Path) -> list[PromptImage]:
+    """The entries of a .json or .pkl that maps captions to image paths."""
+    images = load_document(path)
+    if not isinstance(images, Mapping) or not all(isinstance(x, str) for pair in images.items() for x in pair):
+        images = {}
+    if not images:
+        raise ConfigError(f"{path} does not map captions to image paths; expected such a mapping, or a .jsonl")
+    return [
+        PromptImage(caption, require_file(path.parent / image, f"{path}, '{caption:.40}'"), {})
+        for caption, image in images.items()
+    ]
 
 
 class PlainDataUnpickler(pickle.Unpickler):
-    """Reads texts, numbers and what holds them; anything else could run code."""
+    """Unpickles strings, numbers and containers; refuses classes, which could run code."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which could run code")
 
 
 def load_document(path: Path) -> Any:
+    """The content of a .json or .pkl file."""
     try:
         if path.suffix == ".json":
             return json.loads(read_text(path))
         with path.open("rb") as file:
             return PlainDataUnpickler(file).load()
+    except ConfigError:
+        raise
     except (OSError, ValueError, EOFError, RecursionError, pickle.UnpicklingError, IndexError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{path} cannot be read ({error!s:.200}); write it as .jsonl") from error

@@ -1,38 +1,104 @@
-"""Named sets of prompts, each with what is known of it."""
+"""Named prompt sets, generated from the templates and word lists in prompt_sets.yaml; does not import torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..core.registry import suggest_name
-from ..core.types import PromptBatch
-from .prompt_templates import set_prompts, sets, vader_names
-from .prompts import PromptDataset
+import yaml
 
-HELD = 5  # every fifth prompt of a set is held out
+if TYPE_CHECKING:  # it imports torch
+    from ..core.types import Metadata
+
+FILE = Path(__file__).with_name("prompt_sets.yaml")
+SLOT = re.compile(r"\{(a )?(\w+)\}")
 
 
 @dataclass(frozen=True)
-class PromptSet:
-    """Prompts of a named set, such as animals or actions, with what is known of each: the words it is made of.
+class PromptTemplate:
+    """The templates of a set; each `{word_list}` is a slot, `{a word_list}` one with an article."""
 
-    `actions` and the `kinetics` sets know the `action` that actpred looks for, `rainy` and `snowy` the `weather`, and
-    the `without` sets the `object` that detection is to find or to miss. VADER's names of its functions name sets too.
-    """
+    templates: tuple[str, ...]
+    count: int | None = None  # prompts of the set; by default all combinations
+    metadata_names: Mapping[str, str] = field(default_factory=dict)  # by word list: its key in the metadata
+    metadata: Metadata = field(default_factory=dict)  # of all prompts
 
-    name: str
-    part: Literal["all", "train", "held_out"] = "all"  # every fifth prompt is held out
-    yields: ClassVar[type] = PromptBatch
 
-    def __post_init__(self) -> None:
-        known = [*sets(), *vader_names()]
-        if self.name not in known:
-            raise ValueError(f"there is no prompt set '{self.name:.60}'{suggest_name(self.name, known)}")
+@cache
+def _load_file() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return content
 
-    def load(self, seed: int) -> PromptDataset:
-        every = set_prompts(vader_names().get(self.name, self.name))
-        kept = [
-            row for i, row in enumerate(every) if self.part == "all" or (i % HELD == 0) == (self.part == "held_out")
-        ]
-        return PromptDataset(tuple(prompt for prompt, _ in kept), tuple(facts for _, facts in kept), seed)
+
+@cache
+def load_prompt_templates() -> dict[str, PromptTemplate]:
+    """The templates of all sets, by the set's name."""
+    return {
+        name: PromptTemplate(
+            tuple(entry["template"]) if isinstance(entry["template"], list) else (entry["template"],),
+            entry.get("count"),
+            entry.get("metadata_names", {}),
+            entry.get("metadata", {}),
+        )
+        for name, entry in _load_file()["sets"].items()
+    }
+
+
+def vader_set_names() -> dict[str, str]:
+    """The names of our sets by VADER's names for them."""
+    names: dict[str, str] = _load_file()["vader"]
+    return names
+
+
+def word_list(name: str) -> list[tuple[str, str]]:
+    """A list of words: how a prompt says each, and how the metadata calls it."""
+    return [(word, word) if isinstance(word, str) else (word[0], word[1]) for word in _load_file()["words"][name]]
+
+
+@cache
+def set_prompts(name: str) -> tuple[tuple[str, Metadata], ...]:
+    """The distinct prompts of a set with their metadata, the same at every call."""
+    template_set = load_prompt_templates()[name]
+    totals = [count_combinations(template) for template in template_set.templates]
+    counts = split_count(template_set.count or sum(totals), totals)
+    prompts: dict[str, Metadata] = {}
+    rng = random.Random(name)
+    for template, total, count in zip(template_set.templates, totals, counts, strict=True):
+        for combination in range(total) if count == total else rng.sample(range(total), count):
+            prompt, words = fill_template(template, combination)
+            named = {template_set.metadata_names.get(key, key): value for key, value in words.items()}
+            prompts[prompt] = {"set": name, **named, **template_set.metadata}
+    return tuple(prompts.items())
+
+
+def split_count(total: int, limits: Sequence[int]) -> list[int]:
+    """Divide `total` as evenly as the limits allow."""
+    counts = [0] * len(limits)
+    for turn, position in enumerate(sorted(range(len(limits)), key=lambda position: limits[position])):
+        counts[position] = min(limits[position], (total - sum(counts)) // (len(limits) - turn))
+    return counts
+
+
+def count_combinations(template: str) -> int:
+    return math.prod(len(word_list(slot)) for _, slot in SLOT.findall(template))
+
+
+def fill_template(template: str, combination: int) -> tuple[str, dict[str, str]]:
+    """The prompt of one combination of words, and how the metadata calls the words, by slot."""
+    chosen: dict[str, tuple[str, str]] = {}
+    for _, slot in SLOT.findall(template):
+        combination, position = divmod(combination, len(word_list(slot)))
+        chosen[slot] = word_list(slot)[position]
+    prompt = SLOT.sub(lambda slot: f"{article(chosen[slot[2]][0]) if slot[1] else ''}{chosen[slot[2]][0]}", template)
+    return prompt, {slot: name for slot, (_, name) in chosen.items()}
+
+
+def article(word: str) -> str:
+    """The indefinite article of a word, followed by a space."""
+    return "an " if word[0] in "aeiou" and not word.startswith(("eu", "one", "uku", "uni", "use")) else "a "

@@ -1,38 +1,46 @@
-"""Prompts, written out in the configuration or read from a file."""
+"""Prompts: inline, from files, of classes, of named sets, and about images to edit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from ..core.registry import ConfigError
+from pydantic import Field
+
+from ..core.registry import ConfigError, suggest_name
 from ..core.types import Metadata, PromptBatch
-from . import embedding_store
-from .hf_datasets import load_texts
-from .sampler import batch_indices
-from .text_files import Row, read_csv_rows, read_json_rows, read_lines, text_field
+from .class_labels import ClassLabels, make_class_labels
+from .dataset import Dataset, batch_indices
+from .embedding_store import list_embedded_prompts
+from .hf_datasets import load_prompts
+from .prompt_sets import load_prompt_templates, set_prompts, vader_set_names
+from .text_files import Row, get_text, read_csv_rows, read_json_rows, read_lines, require_file, row_metadata
+
+EDIT_EXAMPLES = Path(__file__).parent.parent / "recipes" / "base" / "data" / "edits" / "edits.jsonl"
+EDIT_FILES = ("image", "target")  # columns of an edit that name files, relative to the file with the prompts
+HELD_OUT_STRIDE = 5  # every fifth prompt of a named set is held out
 
 
 @dataclass(frozen=True)
-class PromptDataset:
+class PromptDataset(Dataset):
     """Prompts in memory, in a new order every epoch."""
 
     prompts: tuple[str, ...]
-    facts: tuple[Metadata, ...]
+    metadata: tuple[Metadata, ...]
     seed: int
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def batch(self, step: int, size: int, rank: int, world: int) -> PromptBatch:
-        return self._of(batch_indices(len(self), self.seed, step, size, rank, world))
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PromptBatch:
+        return self._select(batch_indices(len(self), self.seed, step, batch_size, rank, world_size))
 
-    def first(self, count: int) -> PromptBatch:
-        return self._of([i % len(self) for i in range(count)])
+    def first_prompts(self, count: int) -> PromptBatch:
+        return self._select([i % len(self) for i in range(count)])
 
-    def _of(self, chosen: list[int]) -> PromptBatch:
-        return PromptBatch(tuple(self.prompts[i] for i in chosen), tuple(self.facts[i] for i in chosen))
+    def _select(self, indices: list[int]) -> PromptBatch:
+        return PromptBatch(tuple(self.prompts[i] for i in indices), tuple(self.metadata[i] for i in indices))
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class InlinePrompts:
     """Prompts written out in the configuration."""
 
     prompts: tuple[str, ...]
-    yields: ClassVar[type] = PromptBatch
+    batch_type: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -52,15 +60,15 @@ class InlinePrompts:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """Prompts in a file: .txt with one a line, .jsonl or .csv with a column `prompt`; other columns become facts.
+    """Prompts in a file: .txt with one per line, .jsonl or .csv with a column `prompt`; other columns are metadata.
 
-    A .json is a list of prompts, as those of HPDv2, or that of a folder of embeddings: videos2caption.json of SRPO, or
-    our embeddings.json. A folder is what `datasets` saved to disk, prompts in its column prompt, caption or text.
+    A .json is a list of prompts, as HPDv2's, or the index of a folder of embeddings: SRPO's videos2caption.json, or
+    our embeddings.json. A folder is a data set saved by `datasets`, with a column prompt, caption or text.
     """
 
     path: Path
-    split: str = "train"  # of what `datasets` saved
-    yields: ClassVar[type] = PromptBatch
+    split: str = "train"  # of a data set saved by `datasets`
+    batch_type: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
         if not is_prompt_file(self.path):
@@ -68,39 +76,117 @@ class PromptFile:
 
     def load(self, seed: int) -> PromptDataset:
         if self.path.is_dir():
-            column, told = load_texts(self.path, self.split)
-            prompts = [text_field(self.path, number, row, column) for number, row in enumerate(told, 1)]
-            return PromptDataset(tuple(prompts), tuple(row_metadata(row, column) for row in told), seed)
-        if self.path.suffix == ".json":
-            embedded = embedding_store.list_embedded_prompts(self.path)
-            return PromptDataset(tuple(embedded), ({},) * len(embedded), seed)
-        if self.path.suffix == ".txt":
-            prompts = [line for _, line in read_lines(self.path)]
+            column, table = load_prompts(self.path, self.split)
+            prompts = [get_text(self.path, number, row, column) for number, row in enumerate(table, 1)]
+            return PromptDataset(tuple(prompts), tuple(row_metadata(row, column) for row in table), seed)
+        if self.path.suffix in (".json", ".txt"):
+            is_list = self.path.suffix == ".json"
+            prompts = list_embedded_prompts(self.path) if is_list else [line for _, line in read_lines(self.path)]
             return PromptDataset(tuple(prompts), ({},) * len(prompts), seed)
-        found = read_json_rows(self.path) if self.path.suffix == ".jsonl" else read_csv_rows(self.path)
-        prompts = [text_field(self.path, number, row, "prompt") for number, row in found]
-        return PromptDataset(tuple(prompts), tuple(row_metadata(row) for _, row in found), seed)
+        rows = read_rows(self.path)
+        prompts = [get_text(self.path, number, row, "prompt") for number, row in rows]
+        return PromptDataset(tuple(prompts), tuple(row_metadata(row) for _, row in rows), seed)
+
+
+def read_rows(path: Path) -> list[tuple[int, Row]]:
+    """The rows of a .jsonl or .csv, with their line numbers."""
+    return read_json_rows(path) if path.suffix == ".jsonl" else read_csv_rows(path)
 
 
 def is_prompt_file(path: Path) -> bool:
-    """Whether prompts are looked for in a path of that name."""
+    """Whether a path has a suffix of prompt files or is a folder."""
     return path.suffix in (".txt", ".jsonl", ".csv", ".json") or path.is_dir()
 
 
-def check_prompt_file(path: Path, option: str = "--prompts") -> PromptFile:
-    """The file of prompts that an option names."""
+def open_prompt_file(path: Path, option: str = "--prompts") -> PromptFile:
+    """The prompt file that a command-line option names."""
     if not is_prompt_file(path):
         raise ConfigError(f"{option}: found '{path!s:.200}'; expected a file that ends in .txt, .jsonl or .csv")
     return PromptFile(path)
 
 
-def row_metadata(row: Row, column: str = "prompt") -> Metadata:
-    """What a row says beside its prompt."""
-    return {key: value for key, value in row.items() if key != column}
+@dataclass(frozen=True)
+class ClassPrompts:
+    """A prompt per class, with the class id as metadata `label`; names that two classes share are left out."""
+
+    num_classes: Annotated[int, Field(ge=1, le=10**6)] = 1000
+    class_names: tuple[str, ...] = ()  # by class id; by default ImageNet's, if there are 1000 classes
+    template: str = "a photo of a {name}"
+    batch_type: ClassVar[type] = PromptBatch
+
+    def __post_init__(self) -> None:
+        make_class_labels(self.num_classes, self.class_names)
+        if "{" in self.template.replace("{name}", "") or "{name}" not in self.template:
+            raise ValueError(f"'template' is {self.template!r:.60}; expected {{name}} and plain text")
+
+    def load(self, seed: int) -> PromptDataset:
+        labels = make_class_labels(self.num_classes, self.class_names)
+        texts = {label: self.template.replace("{name}", labels.name(label)) for label in range(self.num_classes)}
+        prompts = {label: text for label, text in texts.items() if names_only_class(labels, text, label)}
+        if not prompts:
+            raise ConfigError(f"data.template: no class can be parsed from {self.template!r:.60}; use the name alone")
+        return PromptDataset(tuple(prompts.values()), tuple({"label": label} for label in prompts), seed)
 
 
-def check_exists(path: Path, said_by: str) -> Path:
-    """A file that another file names, which must be there."""
-    if not path.is_file():
-        raise ConfigError(f"{said_by}: there is no file {path}; paths are relative to the file that names them")
-    return path
+def names_only_class(labels: ClassLabels, text: str, label: int) -> bool:
+    """Whether a text names this class and no other."""
+    try:
+        return labels.find_class(text) == label
+    except ConfigError:
+        return False
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts of a named set, such as animals or actions, with the words they are made of as metadata.
+
+    `actions` and the `kinetics` sets have the `action` that actpred looks for, `rainy` and `snowy` the `weather`, and
+    the `without` sets the `object` that a detector is to find or to miss. VADER's function names are aliases.
+    """
+
+    name: str
+    split: Literal["all", "train", "held_out"] = "all"  # every fifth prompt is held out
+    batch_type: ClassVar[type] = PromptBatch
+
+    def __post_init__(self) -> None:
+        names = [*load_prompt_templates(), *vader_set_names()]
+        if self.name not in names:
+            raise ValueError(f"there is no prompt set '{self.name:.60}'{suggest_name(self.name, names)}")
+
+    def load(self, seed: int) -> PromptDataset:
+        prompts = [
+            prompt
+            for i, prompt in enumerate(set_prompts(vader_set_names().get(self.name, self.name)))
+            if self.split == "all" or (i % HELD_OUT_STRIDE == 0) == (self.split == "held_out")
+        ]
+        return PromptDataset(tuple(text for text, _ in prompts), tuple(metadata for _, metadata in prompts), seed)
+
+
+@dataclass(frozen=True)
+class EditFile:
+    """Edit instructions and the images they are about, in the columns `prompt` and `image` of a .jsonl or .csv.
+
+    Other columns are metadata.
+    """
+
+    path: Path | None = None  # by default a few small images, to try a recipe
+    batch_type: ClassVar[type] = PromptBatch
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.path.suffix not in (".jsonl", ".csv"):
+            raise ValueError(f"'path' is {str(self.path)!r:.60}; expected a file that ends in .jsonl or .csv")
+
+    def load(self, seed: int) -> PromptDataset:
+        path = self.path or EDIT_EXAMPLES
+        rows = read_rows(path)
+        prompts = [get_text(path, number, row, "prompt") for number, row in rows]
+        return PromptDataset(tuple(prompts), tuple(edit_metadata(path, number, row) for number, row in rows), seed)
+
+
+def edit_metadata(path: Path, number: int, row: Row) -> Metadata:
+    """All columns but the prompt, with absolute paths of the files they name."""
+    location = f"{path}, line {number}"
+    if not isinstance(row.get("image"), str):
+        raise ConfigError(f"{location}: there is no 'image'; expected the path of the image to edit")
+    files = {key: str(require_file(path.parent / str(row[key]), location)) for key in EDIT_FILES if key in row}
+    return {**row_metadata(row), **files}

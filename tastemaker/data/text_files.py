@@ -1,26 +1,38 @@
-"""Text files of rows: each mistake is a sentence that names the file and the line."""
+"""Text files with one sample per row: .txt, .jsonl, .json, .csv, and YAML mixtures of them.
+
+Every error names the file and the line.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Mapping
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import yaml
 
 from ..core.registry import ConfigError
+from ..core.types import Metadata
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
+SAMPLING_STRATEGY = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)$")
 
 
 def read_text(path: Path) -> str:
-    """The whole text of a file that is not empty."""
+    """The text of a file that is not empty."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from error
-    except (OSError, ValueError) as error:  # a path may hold characters no file system takes
+    except (OSError, ValueError) as error:  # a path may hold characters that the file system refuses
         raise ConfigError(f"{path}: cannot be read ({error}); check the path and its permissions") from error
     if not text.strip():
         raise ConfigError(f"{path}: the file is empty; expected at least one row")
@@ -28,20 +40,20 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines that are not blank, with their numbers."""
+    """The lines that are not blank, with their line numbers."""
     return [(number, line.strip()) for number, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
 
 
 def read_json_rows(path: Path) -> list[tuple[int, Row]]:
     """The rows of a JSONL file, with their line numbers."""
-    return [(number, _mapping(path, number, line)) for number, line in read_lines(path)]
+    return [(number, _parse_row(path, number, line)) for number, line in read_lines(path)]
 
 
-def _mapping(path: Path, number: int, line: str) -> Row:
+def _parse_row(path: Path, number: int, line: str) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}, line {number}: not JSON ({error}); expected one object a line") from error
+        raise ConfigError(f"{path}, line {number}: not JSON ({error}); expected one object per line") from error
     if not isinstance(row, dict):
         raise ConfigError(f'{path}, line {number}: expected an object such as {{"prompt": ...}}, found {line:.40}')
     return row
@@ -51,25 +63,113 @@ def read_csv_rows(path: Path) -> list[tuple[int, Row]]:
     """The rows of a CSV file whose first line names the columns, with their line numbers."""
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
-        found: list[tuple[int, Row]] = [(reader.line_num, row) for row in reader]
+        rows: list[tuple[int, Row]] = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
         raise ConfigError(f"{path}, line {reader.line_num}: not CSV ({error}); check its quotes") from error
-    for number, row in found:
+    for number, row in rows:
         if None in row or None in row.values():
-            wanted = len(reader.fieldnames or ())
+            columns = len(reader.fieldnames or ())
             raise ConfigError(
-                f"{path}, line {number}: expected {wanted} columns as in the first line; check its commas"
+                f"{path}, line {number}: expected {columns} columns as in the first line; check its commas"
             )
-    if not found:
+    if not rows:
         raise ConfigError(f"{path}: there are no rows below the line of column names; expected at least one")
-    return found
+    return rows
 
 
-def text_field(path: Path, number: int, row: Row, name: str) -> str:
-    """The text in a column."""
-    if name not in row:
-        raise ConfigError(f"{path}, line {number}: '{name}' is missing; found {', '.join(map(str, row)) or 'nothing'}")
-    if not isinstance(row[name], str):
-        raise ConfigError(f"{path}, line {number}: '{name}' is {row[name]!r:.40}, expected text")
-    text: str = row[name]
+def get_text(path: Path, number: int, row: Row, column: str) -> str:
+    """The text in a column of line `number`."""
+    return _get_text(f"{path}, line {number}", row, column)
+
+
+def _get_text(location: str, row: Row, column: str) -> str:
+    if column not in row:
+        raise ConfigError(f"{location}: '{column}' is missing; found {', '.join(map(str, row)) or 'nothing'}")
+    text = row[column]
+    if not isinstance(text, str):
+        raise ConfigError(f"{location}: '{column}' is {text!r:.40}, expected text")
     return text
+
+
+def row_metadata(row: Row, prompt_column: str = "prompt") -> Metadata:
+    """All columns but the prompt."""
+    return {key: value for key, value in row.items() if key != prompt_column}
+
+
+def require_file(path: Path, location: str) -> Path:
+    """The path of a file that is named at `location`; refuses one that does not exist."""
+    if not path.is_file():
+        raise ConfigError(f"{location}: there is no file {path}; paths are relative to the file that names them")
+    return path
+
+
+@dataclass(frozen=True)
+class MixtureRow:
+    """A row and where it is written."""
+
+    file: Path
+    location: str  # for messages
+    row: Row
+
+    def get_text(self, column: str) -> str:
+        return _get_text(self.location, self.row, column)
+
+
+def read_mixture(path: Path, seed: int) -> list[MixtureRow]:
+    """All rows of a .jsonl, of a .json list, or of a .yaml that mixes such files as LLaVA's trainers do."""
+    if path.suffix in (".yaml", ".yml"):
+        return [
+            row
+            for file, strategy in _read_mixture_files(path)
+            for row in sample_rows(_read_rows(file), strategy, seed, str(path))
+        ]
+    return _read_rows(path)
+
+
+def sample_rows(rows: Sequence[T], strategy: str, seed: int, location: str) -> list[T]:
+    """Apply LLaVA's sampling_strategy: `all`, or `first`, `end` or `random` with a number or percentage of rows.
+
+    Percentages are rounded up: `random:50%`.
+    """
+    if strategy == "all":
+        return list(rows)
+    match = SAMPLING_STRATEGY.match(strategy)
+    if match is None:
+        raise ConfigError(
+            f"{location}: sampling_strategy is '{strategy:.40}'; expected all, first:n, end:n or random:n%"
+        )
+    amount = float(match[2])
+    count = min(len(rows), math.ceil(amount * len(rows) / 100 if match[3] else amount))
+    if match[1] == "random":
+        return random.Random(seed).sample(list(rows), count)
+    return list(rows[:count] if match[1] == "first" else rows[len(rows) - count :])
+
+
+def _read_rows(path: Path) -> list[MixtureRow]:
+    if path.suffix != ".json":
+        return [MixtureRow(path, f"{path}, line {number}", row) for number, row in read_json_rows(path)]
+    try:
+        rows = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON ({error}); expected a list of objects in brackets") from error
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{path}: expected a list of objects, found {type(rows).__name__}; write rows in brackets")
+    return [MixtureRow(path, f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def _read_mixture_files(path: Path) -> list[tuple[Path, str]]:
+    """The files of a mixture and their sampling strategies."""
+    try:
+        document: Any = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())}); expected `datasets:`") from error
+    entries = document.get("datasets") if isinstance(document, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path}: expected `datasets:` with a list of json_path and sampling_strategy")
+    files = []
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("json_path"), str):
+            raise ConfigError(f"{path}: a data set is {entry!r:.60}; expected a mapping with json_path")
+        file = require_file(path.parent / entry["json_path"], str(path))
+        files.append((file, str(entry.get("sampling_strategy", "all"))))
+    return files

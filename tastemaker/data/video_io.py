@@ -1,4 +1,4 @@
-"""Clips as H.264 in MP4, and read from whatever FFmpeg knows; the one file that imports PyAV."""
+"""Write videos as H.264 in MP4 and read any format of FFmpeg; the only module that imports PyAV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 def write_video(frames: NDArray[np.uint8], path: Path, frames_per_second: int) -> None:
-    """Write frames [F, H, W, 3]; H.264 halves the colour planes, so an odd side repeats its last line."""
+    """Write frames [F, H, W, 3]; H.264 subsamples color, so an odd side is padded by its last line."""
     height, width = frames.shape[1:3]
     even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     with av.open(path, "w", format="mp4") as file:
@@ -25,29 +25,29 @@ def write_video(frames: NDArray[np.uint8], path: Path, frames_per_second: int) -
 
 
 def read_video(path: Path) -> NDArray[np.uint8]:
-    """All frames: [F, H, W, 3]; a file is refused where its decoder complains, as it does of most broken bytes.
+    """Read all frames: [F, H, W, 3]; refuses a file if the decoder reports an error.
 
-    Not of all: broken bytes that happen to decode show as wrong pixels, for frames in H.264 have no checksum.
+    H.264 has no checksums, so a few broken bytes decode to wrong pixels without an error.
     """
     try:
         with av.open(path) as file:
             if not file.streams.video:
                 raise ValueError("it holds no video")
-            file.streams.video[0].codec_context.thread_count = 1  # or its complaints would be another thread's
-            with capture_ffmpeg_errors() as told:
-                shown = [(frame.to_ndarray(format="rgb24"), frame.is_corrupt) for frame in file.decode(video=0)]
+            file.streams.video[0].codec_context.thread_count = 1  # errors are captured per thread
+            with capture_ffmpeg_errors() as errors:
+                frames = [(frame.to_ndarray(format="rgb24"), frame.is_corrupt) for frame in file.decode(video=0)]
     except av.FFmpegError as error:  # some of which are no ValueError
         raise ValueError(str(error)) from error
-    if not shown:
+    if not frames:
         raise ValueError("it holds no frames")
-    broken = [place for place, (_, corrupt) in enumerate(shown) if corrupt]
-    if broken or told:
-        raise ValueError(f"its frame {broken[0]} is broken" if broken else f"its decoder says: {told[0]}")
-    return np.stack([frame for frame, _ in shown]).astype(np.uint8)
+    corrupt = [index for index, (_, is_corrupt) in enumerate(frames) if is_corrupt]
+    if corrupt or errors:
+        raise ValueError(f"its frame {corrupt[0]} is broken" if corrupt else f"its decoder says: {errors[0]}")
+    return np.stack([frame for frame, _ in frames]).astype(np.uint8)
 
 
 class FFmpegLogCapture:
-    """Whether FFmpeg speaks: a setting of the whole process, which the last thread that listens puts back."""
+    """Raises FFmpeg's log level, a setting of the process, until the last thread has stopped capturing."""
 
     def __init__(self) -> None:
         self._lock, self._threads = Lock(), 0
@@ -58,7 +58,7 @@ class FFmpegLogCapture:
             if not self._threads:
                 self._level, self._once = av.logging.get_level(), av.logging.get_skip_repeated()
                 av.logging.set_level(av.logging.ERROR)
-                av.logging.set_skip_repeated(False)  # or what the file before was told would be kept from this one
+                av.logging.set_skip_repeated(False)  # else equal errors of two files are logged once
             self._threads += 1
 
     def end(self) -> None:
@@ -74,12 +74,12 @@ FFMPEG_LOG = FFmpegLogCapture()
 
 @contextmanager
 def capture_ffmpeg_errors() -> Iterator[list[str]]:
-    """What FFmpeg calls an error in this thread, known at the end of the block."""
-    told: list[str] = []
+    """Collect the errors that FFmpeg logs in this thread; the list is filled at the end of the block."""
+    errors: list[str] = []
     FFMPEG_LOG.begin()
     try:
-        with av.logging.Capture() as heard:
-            yield told
-        told += [message.strip() for _, _, message in heard]
+        with av.logging.Capture() as log:
+            yield errors
+        errors += [message.strip() for _, _, message in log]
     finally:
         FFMPEG_LOG.end()

@@ -1,13 +1,15 @@
-"""Samples, scores, report: three stages, each a file in the directory, skipped where the file is there."""
+"""The three stages of an evaluation: samples, scores, report. Each writes a file, and is skipped if the file exists."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 import torch
@@ -17,33 +19,39 @@ from ..core.registry import ConfigError
 from ..core.types import Metadata, PromptBatch, Prompts
 from ..data.image_io import read_image, save_image
 from ..search.base import SearchCost
-from .benchmarks import SCORE_NAMES as SCORE_NAMES
 from .benchmarks import Benchmark
-from .confidence_intervals import IntervalDict, summarize_scores
-from .image_prefetch import prefetch_images
-from .metrics import diversity, frechet_distance
+from .metrics import IntervalDict, diversity, frechet_distance, summarize_scores
 
-QUESTIONS, SAMPLES, SCORES, REPORT = "questions.json", "samples.jsonl", "scores.jsonl", "report.json"
-BATCH_SIZE = 64  # pictures at a time
-COST_FIELDS = ("calls", "judged", "flops")  # of a picture
+MANIFEST, SAMPLES, SCORES, REPORT = "questions.json", "samples.jsonl", "scores.jsonl", "report.json"
+BATCH_SIZE = 64  # samples
+COST_FIELDS = ("calls", "judged", "flops")  # of a sample
+NUM_READERS = 8  # threads that read images
 
-# Pixels [B, F, 3, H, W] of prompts, row r of the benchmark with the same draws every time, and what was paid for them,
-# in network calls where nothing else was.
-SampleFn = Callable[[PromptBatch, Tensor], tuple[Tensor, SearchCost | int]]
+# Generates pixels [B, F, 3, H, W] of prompts, given the sample indices [B] that seed the noise, and their total cost.
+SampleFn = Callable[[PromptBatch, Tensor], tuple[Tensor, SearchCost]]
 
 
-class BenchmarkScorer(Protocol):
+class BenchmarkScorer(ABC):
     """Scores the samples of a benchmark."""
 
-    def mark(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> list[dict[str, Any]]: ...
+    has_real_images: ClassVar[bool] = False  # whether `features` and `real_samples` are implemented
 
+    @property
+    def detector(self) -> str:
+        """Name of the detector and its settings, if scores depend on it. Scores of other detectors differ."""
+        return ""
 
-@runtime_checkable
-class FrechetScorer(Protocol):
-    """A scorer with features and real images, for Frechet distances."""
+    @abstractmethod
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> list[dict[str, Any]]:
+        """Return a row of scores for each sample of pixels [B, F, 3, H, W]."""
 
-    def features(self, pixels: Tensor) -> Tensor: ...
-    def real(self, prompts: Prompts, facts: Sequence[Metadata], rows: Sequence[int]) -> Tensor: ...
+    def features(self, pixels: Tensor) -> Tensor:
+        """Return features [B, C] for Frechet distances."""
+        raise NotImplementedError(f"{type(self).__name__} has no features")
+
+    def real_samples(self, prompts: Prompts, metadata: Sequence[Metadata], indices: Sequence[int]) -> Tensor:
+        """Return real images or videos [B, F, 3, H, W] of the prompts. Sample indices seed the random choices."""
+        raise NotImplementedError(f"{type(self).__name__} has no real samples")
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,8 @@ class WorkerGroup:
     """Rank, world size and barrier of the processes that share an evaluation."""
 
     rank: int = 0
-    world: int = 1
-    wait: Callable[[], None] = lambda: None
+    world_size: int = 1
+    barrier: Callable[[], None] = lambda: None
 
 
 SINGLE_WORKER = WorkerGroup()
@@ -60,198 +68,240 @@ SINGLE_WORKER = WorkerGroup()
 
 @dataclass(frozen=True)
 class StageProgress:
-    """How far a stage is."""
+    """How many samples a stage has finished."""
 
     stage: Literal["samples", "scores", "report"]
-    count: int
+    completed: int
     total: int
 
 
 def evaluate(
     benchmark: Benchmark,
-    make: SampleFn,
-    marker: BenchmarkScorer,
+    sample_fn: SampleFn,
+    scorer: BenchmarkScorer,
     out: Path,
     model: str = "",
-    rows: int = BATCH_SIZE,
-    ranks: WorkerGroup = SINGLE_WORKER,
+    batch_size: int = BATCH_SIZE,
+    workers: WorkerGroup = SINGLE_WORKER,
 ) -> Iterator[StageProgress]:
-    """Go through the stages, or through what is left of them, making so many rows at a time; `report.json` is last."""
+    """Run the stages that are left, generating `batch_size` samples at a time. `report.json` is written last."""
     out.mkdir(parents=True, exist_ok=True)
     _check_directory(benchmark, out, model)
-    yield from _sample(benchmark, make, out, rows, ranks)
-    yield from _score_and_report(
-        benchmark, marker, out, model, max(rows, BATCH_SIZE), ranks
-    )  # a generator may bear fewer
+    yield from _generate_samples(benchmark, sample_fn, out, batch_size, workers)
+    # A scorer needs less memory than a generator.
+    yield from _score_and_report(benchmark, scorer, out, model, max(batch_size, BATCH_SIZE), workers)
 
 
 def evaluate_files(
     benchmark: Benchmark,
     files: Sequence[Path],
-    marker: BenchmarkScorer,
+    scorer: BenchmarkScorer,
     out: Path,
     model: str,
-    ranks: WorkerGroup = SINGLE_WORKER,
+    workers: WorkerGroup = SINGLE_WORKER,
 ) -> Iterator[StageProgress]:
-    """The stages after the first, of pictures that are there, those of a prompt one after the other."""
+    """Score existing images and write the report. Files are ordered by prompt."""
     out.mkdir(parents=True, exist_ok=True)
     _check_directory(benchmark, out, model)
-    known = [{**_row(benchmark, k, SearchCost(0)), "file": str(file.resolve())} for k, file in enumerate(files)]
+    rows = [{**_sample_row(benchmark, k, SearchCost(0)), "file": str(file.resolve())} for k, file in enumerate(files)]
     if not (out / SAMPLES).is_file():
-        _write(out / SAMPLES, _lines(known))
-    yield from _score_and_report(benchmark, marker, out, model, BATCH_SIZE, ranks)
+        write_atomically(out / SAMPLES, _to_jsonl(rows))
+    yield from _score_and_report(benchmark, scorer, out, model, BATCH_SIZE, workers)
 
 
 def _score_and_report(
-    benchmark: Benchmark, marker: BenchmarkScorer, out: Path, model: str, rows: int, ranks: WorkerGroup
+    benchmark: Benchmark, scorer: BenchmarkScorer, out: Path, model: str, batch_size: int, workers: WorkerGroup
 ) -> Iterator[StageProgress]:
-    yield from _score(benchmark, marker, out, rows, ranks)
-    total = len(benchmark) * benchmark.seeds
-    if ranks.rank == 0 and not (out / REPORT).is_file():
-        _write(out / REPORT, json.dumps(build_report(benchmark, marker, out, model, rows), indent=1) + "\n")
-    ranks.wait()
-    yield StageProgress("report", total, total)
+    yield from _score_samples(benchmark, scorer, out, batch_size, workers)
+    if workers.rank == 0 and not (out / REPORT).is_file():
+        report = build_report(benchmark, scorer, out, model, batch_size)
+        write_atomically(out / REPORT, json.dumps(report, indent=1) + "\n")
+    workers.barrier()
+    yield StageProgress("report", benchmark.num_samples, benchmark.num_samples)
 
 
 def _check_directory(benchmark: Benchmark, out: Path, model: str) -> None:
-    """Answers in a directory are to one set of questions and of one model."""
-    file, asked = out / QUESTIONS, _directory_key(benchmark, model)
+    """Refuse a directory that holds the evaluation of another benchmark or model."""
+    file, expected = out / MANIFEST, _manifest(benchmark, model)
     if not file.is_file():
-        _write(file, json.dumps(asked))
+        write_atomically(file, json.dumps(expected))
         return
     found = json.loads(file.read_text(encoding="utf-8"))
-    if found != asked:
-        raise ConfigError(f"{out} holds an evaluation of {found}, but {asked} was asked for; choose another --out")
+    if found != expected:
+        raise ConfigError(f"{out} holds an evaluation of {found}, not of {expected}; choose another --out")
 
 
-def _directory_key(benchmark: Benchmark, model: str) -> dict[str, str]:
+def _manifest(benchmark: Benchmark, model: str) -> dict[str, str]:
     return {"benchmark": benchmark.name, "questions": benchmark.fingerprint(), "model": model}
 
 
 def is_finished(benchmark: Benchmark, out: Path, model: str) -> bool:
     """Whether a directory holds the report of this evaluation of this model."""
-    file = out / QUESTIONS
+    file = out / MANIFEST
     if not (file.is_file() and (out / REPORT).is_file()):
         return False
     found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
-    return found == _directory_key(benchmark, model)
+    return found == _manifest(benchmark, model)
 
 
-def sample_batches(benchmark: Benchmark, rows: int = BATCH_SIZE) -> list[list[int]]:
-    """Pictures by number, picture k being of prompt k // seeds, a few at a time."""
-    total = len(benchmark) * benchmark.seeds
-    return [list(range(i, min(i + rows, total))) for i in range(0, total, rows)]
+# Stage 1: samples
 
 
-def _sample(
-    benchmark: Benchmark, make: SampleFn, out: Path, rows_at_once: int, ranks: WorkerGroup
+def sample_batches(benchmark: Benchmark, batch_size: int = BATCH_SIZE) -> list[list[int]]:
+    """Split the sample indices into batches. Sample k belongs to prompt k // samples_per_prompt."""
+    total = benchmark.num_samples
+    return [list(range(i, min(i + batch_size, total))) for i in range(0, total, batch_size)]
+
+
+def _generate_samples(
+    benchmark: Benchmark, sample_fn: SampleFn, out: Path, batch_size: int, workers: WorkerGroup
 ) -> Iterator[StageProgress]:
-    """Pictures in folders by prompt, each rank its shares, and at last the list of them."""
+    """Generate images in folders by prompt, batches distributed over the workers, and finally list them."""
     if (out / SAMPLES).is_file():
         return
-    prices, every = out / ".prices", sample_batches(benchmark, rows_at_once)
-    prices.mkdir(exist_ok=True)
-    left = [share for share in every if not _part(prices, share).is_file()]
-    ranks.wait()  # all have looked before anyone writes
-    for first in range(0, len(left), ranks.world):
-        # Without a share of its own a rank makes another's once more, for a sharded network takes all of them.
-        share = left[min(first + ranks.rank, len(left) - 1)]
-        pixels, paid = make(benchmark.batch([k // benchmark.seeds for k in share]), torch.tensor(share))
-        if first + ranks.rank < len(left):
-            _save_images(benchmark, out, share, pixels)
-            price = paid if isinstance(paid, SearchCost) else SearchCost(paid)
-            _write(_part(prices, share), json.dumps(asdict(price)))  # after its pictures, so they are there where it is
-        yield StageProgress(
-            "samples", _samples_done(benchmark, left[first + ranks.world :]), len(benchmark) * benchmark.seeds
-        )
-    ranks.wait()
-    if ranks.rank == 0:
-        each = [SearchCost(**json.loads(_part(prices, s).read_text(encoding="utf-8"))).each(len(s)) for s in every]
-        rows = [_row(benchmark, k, price) for s, price in zip(every, each, strict=True) for k in s]
-        _write(out / SAMPLES, _lines(rows))
-    ranks.wait()
+    costs, batches = out / ".prices", sample_batches(benchmark, batch_size)
+    costs.mkdir(exist_ok=True)
+    pending = [batch for batch in batches if not _batch_file(costs, batch).is_file()]
+    workers.barrier()  # every worker lists the pending batches before one of them writes
+    for first in range(0, len(pending), workers.world_size):
+        # A sharded network needs all workers in every call, so a worker without a batch repeats the last one.
+        batch = pending[min(first + workers.rank, len(pending) - 1)]
+        pixels, cost = sample_fn(benchmark.batch([benchmark.prompt_index(k) for k in batch]), torch.tensor(batch))
+        if first + workers.rank < len(pending):
+            _save_images(benchmark, out, batch, pixels)
+            # Written after the images, so that its existence proves that they are complete.
+            write_atomically(_batch_file(costs, batch), json.dumps(asdict(cost)))
+        completed = _num_completed(benchmark, pending[first + workers.world_size :])
+        yield StageProgress("samples", completed, benchmark.num_samples)
+    workers.barrier()
+    if workers.rank == 0:
+        rows = []
+        for batch in batches:
+            cost = SearchCost(**json.loads(_batch_file(costs, batch).read_text(encoding="utf-8")))
+            rows += [_sample_row(benchmark, k, cost.per_sample(len(batch))) for k in batch]
+        write_atomically(out / SAMPLES, _to_jsonl(rows))
+    workers.barrier()
 
 
-def _part(folder: Path, share: Sequence[int]) -> Path:
-    return folder / f"{share[0]}-{share[-1]}"
+def _batch_file(folder: Path, batch: Sequence[int]) -> Path:
+    return folder / f"{batch[0]}-{batch[-1]}"
 
 
-def _samples_done(benchmark: Benchmark, left: Sequence[Sequence[int]]) -> int:
-    return len(benchmark) * benchmark.seeds - sum(map(len, left))
+def _num_completed(benchmark: Benchmark, pending: Sequence[Sequence[int]]) -> int:
+    return benchmark.num_samples - sum(map(len, pending))
 
 
-def _save_images(benchmark: Benchmark, out: Path, share: Sequence[int], pixels: Tensor) -> None:
-    """Write pictures down, and what is known of their prompts where the benchmark has it beside them."""
-    for k, picture in zip(share, pixels, strict=True):
-        save_image(picture, out / _name(benchmark, k))
-        if benchmark.metadata:
-            place = k // benchmark.seeds
-            _write(out / benchmark.metadata.format(prompt=place), json.dumps(benchmark.facts[place]) + "\n")
+def _save_images(benchmark: Benchmark, out: Path, batch: Sequence[int], pixels: Tensor) -> None:
+    """Save images, and the metadata of their prompts if the benchmark stores it beside them."""
+    for k, image in zip(batch, pixels, strict=True):
+        save_image(image, out / _image_name(benchmark, k))
+        if benchmark.metadata_path:
+            prompt = benchmark.prompt_index(k)
+            path = out / benchmark.metadata_path.format(prompt=prompt)
+            write_atomically(path, json.dumps(benchmark.metadata[prompt]) + "\n")
 
 
-def _name(benchmark: Benchmark, k: int) -> str:
-    """Clips are PNG too, for scores are of the very pixels that were made."""
-    return benchmark.layout.format(prompt=k // benchmark.seeds, seed=k % benchmark.seeds)
+def _image_name(benchmark: Benchmark, k: int) -> str:
+    """Path of a sample. Videos are PNG files too, so that scores are computed from the exact pixels."""
+    seed = k % benchmark.samples_per_prompt
+    return benchmark.image_path.format(prompt=benchmark.prompt_index(k), seed=seed)
 
 
-def _row(benchmark: Benchmark, k: int, price: SearchCost) -> dict[str, Any]:
-    place = k // benchmark.seeds
-    known = {"index": place, "seed": k % benchmark.seeds, "prompt": benchmark.prompts[place]}
-    return {"file": _name(benchmark, k), **known, "tag": benchmark.tags[place], **asdict(price)}
-
-
-def _score(
-    benchmark: Benchmark, marker: BenchmarkScorer, out: Path, rows_at_once: int, ranks: WorkerGroup
-) -> Iterator[StageProgress]:
-    """One line a picture; what is scored is kept share by share, until all of it is."""
-    if (out / SCORES).is_file():
-        return
-    samples, parts, every = read_jsonl(out / SAMPLES), out / ".scores", sample_batches(benchmark, rows_at_once)
-    parts.mkdir(exist_ok=True)
-    left = [share for share in every if not _part(parts, share).is_file()]
-    ranks.wait()
-    mine = list(enumerate(left))[ranks.rank :: ranks.world]
-    seen = prefetch_images([[out / samples[k]["file"] for k in share] for _, share in mine])
-    for (place, share), pictures in zip(mine, seen, strict=True):
-        some = [samples[k] for k in share]
-        marks = _score_images(marker, pictures, benchmark.batch([sample["index"] for sample in some]))
-        _write(_part(parts, share), _lines([{**sample, **mark} for sample, mark in zip(some, marks, strict=True)]))
-        yield StageProgress("scores", _samples_done(benchmark, left[place + 1 :]), len(samples))
-    ranks.wait()
-    if ranks.rank == 0:
-        _write(out / SCORES, "".join(_part(parts, share).read_text(encoding="utf-8") for share in every))
-        shutil.rmtree(parts)
-    ranks.wait()
-
-
-def _score_images(marker: BenchmarkScorer, pictures: Sequence[Tensor], batch: PromptBatch) -> list[dict[str, Any]]:
-    """Marks of pictures of any sizes, those of one size together."""
-    found: dict[int, dict[str, Any]] = {}
-    for size in dict.fromkeys(picture.shape for picture in pictures):
-        places = [place for place, picture in enumerate(pictures) if picture.shape == size]
-        pixels = torch.stack([pictures[place] for place in places])
-        known = [batch.prompts[place] for place in places], [batch.facts[place] for place in places]
-        found |= zip(places, marker.mark(pixels, *known), strict=True)
-    return [found[place] for place in range(len(pictures))]
-
-
-def build_report(
-    benchmark: Benchmark, marker: BenchmarkScorer, out: Path, model: str, rows_at_once: int = BATCH_SIZE
-) -> dict[str, Any]:
-    """Every score by tag with its interval, and the numbers of the whole set."""
-    rows = read_jsonl(out / SCORES)
-    told: dict[str, Any] = {"benchmark": benchmark.name, "model": model, "prompts": len(benchmark)}
-    told |= {"pictures": len(rows), **{name: sum(row[name] for row in rows) / len(rows) for name in COST_FIELDS}}
-    told["scores"] = _scores(benchmark, rows)
-    told["any"] = {name: _best_per_prompt(rows, name) for name in benchmark.numbers}
+def _sample_row(benchmark: Benchmark, k: int, cost: SearchCost) -> dict[str, Any]:
+    prompt = benchmark.prompt_index(k)
     return {
-        **told,
-        **(_set_metrics(benchmark, marker, rows, out, rows_at_once) if isinstance(marker, FrechetScorer) else {}),
+        "file": _image_name(benchmark, k),
+        "index": prompt,
+        "seed": k % benchmark.samples_per_prompt,
+        "prompt": benchmark.prompts[prompt],
+        "tag": benchmark.tags[prompt],
+        **asdict(cost),
     }
 
 
-def _best_per_prompt(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """The mean over prompts of the best of each prompt's pictures."""
+# Stage 2: scores
+
+
+def _score_samples(
+    benchmark: Benchmark, scorer: BenchmarkScorer, out: Path, batch_size: int, workers: WorkerGroup
+) -> Iterator[StageProgress]:
+    """Write a line of scores for each sample. Each batch has its own file until all are scored."""
+    if (out / SCORES).is_file():
+        return
+    samples, parts, batches = read_jsonl(out / SAMPLES), out / ".scores", sample_batches(benchmark, batch_size)
+    parts.mkdir(exist_ok=True)
+    pending = [batch for batch in batches if not _batch_file(parts, batch).is_file()]
+    workers.barrier()
+    assigned = list(enumerate(pending))[workers.rank :: workers.world_size]
+    images = prefetch_images([[out / samples[k]["file"] for k in batch] for _, batch in assigned])
+    for (number, batch), batch_images in zip(assigned, images, strict=True):
+        rows = [samples[k] for k in batch]
+        scores = _score_images(scorer, batch_images, benchmark.batch([row["index"] for row in rows]))
+        lines = [{**row, **row_scores} for row, row_scores in zip(rows, scores, strict=True)]
+        write_atomically(_batch_file(parts, batch), _to_jsonl(lines))
+        yield StageProgress("scores", _num_completed(benchmark, pending[number + 1 :]), len(samples))
+    workers.barrier()
+    if workers.rank == 0:
+        text = "".join(_batch_file(parts, batch).read_text(encoding="utf-8") for batch in batches)
+        write_atomically(out / SCORES, text)
+        shutil.rmtree(parts)
+    workers.barrier()
+
+
+def prefetch_images(batches: Sequence[Sequence[Path]]) -> Iterator[list[Tensor]]:
+    """Yield the images of each batch of files, reading the next batch while the caller uses the current one."""
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        upcoming: list[Future[Tensor]] = []
+        for files in [*batches, []]:
+            current, upcoming = upcoming, [pool.submit(read_image, file) for file in files]
+            if current:
+                yield [image.result() for image in current]
+
+
+def _score_images(scorer: BenchmarkScorer, images: Sequence[Tensor], batch: PromptBatch) -> list[dict[str, Any]]:
+    """Score images of different sizes, those of one size together."""
+    scores: dict[int, dict[str, Any]] = {}
+    for size in dict.fromkeys(image.shape for image in images):
+        indices = [i for i, image in enumerate(images) if image.shape == size]
+        pixels = torch.stack([images[i] for i in indices])
+        prompts, metadata = [batch.prompts[i] for i in indices], [batch.metadata[i] for i in indices]
+        scores |= zip(indices, scorer.score(pixels, prompts, metadata), strict=True)
+    return [scores[i] for i in range(len(images))]
+
+
+# Stage 3: report
+
+
+def build_report(
+    benchmark: Benchmark, scorer: BenchmarkScorer, out: Path, model: str, batch_size: int = BATCH_SIZE
+) -> dict[str, Any]:
+    """Return every score by tag with its interval, mean costs, and metrics of the whole set."""
+    rows = read_jsonl(out / SCORES)
+    report: dict[str, Any] = {
+        "benchmark": benchmark.name,
+        "model": model,
+        "prompts": len(benchmark),
+        "pictures": len(rows),
+        **{name: sum(row[name] for row in rows) / len(rows) for name in COST_FIELDS},
+        "scores": _score_tables(benchmark, rows),
+        "any": {name: _mean_best_score(rows, name) for name in benchmark.score_names},
+    }
+    return report | (_set_metrics(benchmark, scorer, rows, out, batch_size) if scorer.has_real_images else {})
+
+
+def _score_tables(benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, IntervalDict]]:
+    """Summarize scores by tag, then by the values of the breakdown keys, then overall."""
+    tables = summarize_scores(rows, benchmark.score_names)
+    for key in benchmark.breakdown_keys:
+        retagged = [{**row, "tag": benchmark.metadata[row["index"]][key]} for row in rows]
+        for name, table in summarize_scores(retagged, benchmark.score_names).items():
+            overall = tables[name].pop("overall")
+            tables[name] |= {**table, "overall": overall}
+    return tables
+
+
+def _mean_best_score(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Mean over prompts of the best score among each prompt's samples."""
     best: dict[int, float] = {}
     for row in rows:
         best[row["index"]] = max(float(row[name]), best.get(row["index"], 0.0))
@@ -259,50 +309,40 @@ def _best_per_prompt(rows: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def _set_metrics(
-    benchmark: Benchmark, marker: FrechetScorer, rows: Sequence[Mapping[str, Any]], out: Path, rows_at_once: int
+    benchmark: Benchmark, scorer: BenchmarkScorer, rows: Sequence[Mapping[str, Any]], out: Path, batch_size: int
 ) -> dict[str, float]:
-    """Numbers of the whole set."""
-    made, real, groups = [], [], []
-    for share in sample_batches(benchmark, rows_at_once):
-        some = [rows[k] for k in share]
-        batch, pixels = benchmark.batch([row["index"] for row in some]), _pixels(out, some)
-        made.append(marker.features(pixels))
-        real.append(marker.features(marker.real(batch.prompts, batch.facts, share)))
-        groups.append(pixels[:, pixels.shape[1] // 2])
-    told = {"frechet": frechet_distance(torch.cat(made), torch.cat(real))}
-    if benchmark.seeds > 1:
-        pictures = torch.cat(groups)
-        told["diversity"] = diversity(pictures.view(len(benchmark), benchmark.seeds, *pictures.shape[1:]))
-    return told
+    """Compute the Frechet distance to real samples and the diversity within prompts."""
+    features, real_features, frames = [], [], []
+    for batch in sample_batches(benchmark, batch_size):
+        prompts = benchmark.batch([rows[k]["index"] for k in batch])
+        pixels = torch.stack([read_image(out / rows[k]["file"]) for k in batch])
+        features.append(scorer.features(pixels))
+        real_features.append(scorer.features(scorer.real_samples(prompts.prompts, prompts.metadata, batch)))
+        frames.append(pixels[:, pixels.shape[1] // 2])
+    metrics = {"frechet": frechet_distance(torch.cat(features), torch.cat(real_features))}
+    if benchmark.samples_per_prompt > 1:
+        images = torch.cat(frames)
+        groups = images.view(len(benchmark), benchmark.samples_per_prompt, *images.shape[1:])
+        metrics["diversity"] = diversity(groups)
+    return metrics
 
 
-def _scores(benchmark: Benchmark, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, IntervalDict]]:
-    """Lines of tags, of the facts that have some, and at last the mean over tags."""
-    told = summarize_scores(rows, benchmark.numbers)
-    for fact in benchmark.lines:
-        others = summarize_scores(
-            [{**row, "tag": benchmark.facts[row["index"]][fact]} for row in rows], benchmark.numbers
-        )
-        for name, table in others.items():
-            overall = told[name].pop("overall")
-            told[name] |= {**table, "overall": overall}
-    return told
-
-
-def _pixels(out: Path, rows: Sequence[Mapping[str, Any]]) -> Tensor:
-    return torch.stack([read_image(out / row["file"]) for row in rows])
+# Files
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
+def _to_jsonl(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def _write(path: Path, text: str) -> None:
-    """The file appears whole or not at all; of several ranks, whose process numbers may be alike, each has its own."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that appears complete or not at all.
+
+    Workers on different machines may have the same process id, so the temporary name is random.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     partial.write_text(text, encoding="utf-8")

@@ -1,102 +1,138 @@
-"""GenEval: its 553 prompts, its folders of pictures, its detector as a marker, and its lines of results."""
+"""GenEval (Ghosh et al. 2023): its 553 prompts, folder layout, detector, result files and downloads."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
+from ..config.validate import build_component
+from ..config.yaml_io import parse_yaml
 from ..core.registry import ConfigError
-from ..core.types import Metadata, Prompts
-from ..rewards.geneval import GenevalScorer
+from ..core.reward import RewardSpec
+from ..core.types import Metadata, Placement, Prompts
+from ..models.downloads import DownloadError
+from ..rewards.backbones.frozen_models import TINY
+from ..rewards.backbones.mask2former import GENEVAL_DETECTOR, PublishedFile
+from ..rewards.geneval import GenevalReward, GenevalScorer
 from .benchmarks import Benchmark
-from .evaluate import SCORES, read_jsonl
+from .evaluate import SCORES, BenchmarkScorer, read_jsonl
 from .geneval_rules import CLASSES, COLORS, RELATIONS, validate_metadata
 
 METADATA = "evaluation_metadata.jsonl"
 METADATA_URL = f"https://raw.githubusercontent.com/djghosh13/geneval/main/prompts/{METADATA}"
 METADATA_MD5 = "9a0ed515640279a48ed3380d90aec0ed"  # of the published file
+PROMPTS_FILE = "generation_prompts.txt"
 RESULTS, SUMMARY = "results.jsonl", "summary.txt"
 PROMPTS, IMAGES_PER_PROMPT = 553, 4
-PROMPTS_PER_TASK = 100  # prompts drawn of a task, before those drawn twice are dropped
+PROMPTS_PER_TASK = 100  # before duplicates are removed
 NUMBER_WORDS = {2: "two", 3: "three", 4: "four"}
 IMAGE_NAME = re.compile(r"\d+\.png")
+CHUNK = 1 << 20  # bytes
+
+
+# Prompts
+
+
+def geneval(
+    count: int = PROMPTS, samples_per_prompt: int = IMAGES_PER_PROMPT, metadata: Path | None = None
+) -> Benchmark:
+    """Return the first `count` prompts, published or from a metadata file, as a benchmark."""
+    if count < 1 or samples_per_prompt < 1:
+        raise ValueError(
+            f"GenEval got {count} prompts and {samples_per_prompt} samples per prompt; expected at least 1 and 1"
+        )
+    rows = (read_metadata(metadata) if metadata else published_prompts())[:count]
+    return Benchmark(
+        "geneval",
+        prompts=tuple(row["prompt"] for row in rows),
+        metadata=rows,
+        tags=tuple(row["tag"] for row in rows),
+        samples_per_prompt=samples_per_prompt,
+        score_names=("correct",),
+        image_path="images/{prompt:05d}/samples/{seed:04d}.png",
+        metadata_path="images/{prompt:05d}/metadata.jsonl",
+    )
 
 
 def published_prompts() -> tuple[Metadata, ...]:
-    """The published prompts with their metadata, drawn again as they were, and held against the published file."""
+    """Return the published prompts with their metadata, regenerated and checked against the MD5 of the file."""
     text = published_metadata()
-    found = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-    if found != METADATA_MD5:
+    md5 = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
+    if md5 != METADATA_MD5:
         raise ConfigError(
-            f"the prompts drawn here have the MD5 {found}, the published ones {METADATA_MD5}: "
-            "this NumPy draws other numbers; "
-            f"fetch {METADATA_URL} and name it with --metadata"
+            f"the regenerated prompts have the MD5 {md5}, the published ones {METADATA_MD5}, because this NumPy draws "
+            f"other random numbers; download {METADATA_URL} and give it with --metadata"
         )
     return tuple(json.loads(line) for line in text.splitlines())
 
 
 @lru_cache(maxsize=1)
 def published_metadata() -> str:
-    """The text of `evaluation_metadata.jsonl`."""
+    """Return the text of `evaluation_metadata.jsonl`."""
     lines = dict.fromkeys(json.dumps(row) for row in _draw_prompts(np.random.default_rng(43)))
     return "".join(f"{line}\n" for line in lines)
 
 
 def _draw_prompts(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    """All tasks one after the other; the order of draws and of keys is the published file's."""
-    for place in rng.choice(len(CLASSES), len(CLASSES), replace=False):
-        yield _prompt_row("single_object", [_object(place)], _with_article(CLASSES[place]))
+    """Draw the prompts of all tasks. The order of random numbers and of keys is that of the published script."""
+    for class_id in rng.choice(len(CLASSES), len(CLASSES), replace=False):
+        yield _prompt_row("single_object", [_object(class_id)], _with_article(CLASSES[class_id]))
     for _ in range(PROMPTS_PER_TASK):
         first, second = rng.choice(len(CLASSES), 2, replace=False)
-        words = f"{_with_article(CLASSES[first])} and {_with_article(CLASSES[second])}"
-        yield _prompt_row("two_object", [_object(first), _object(second)], words)
+        text = f"{_with_article(CLASSES[first])} and {_with_article(CLASSES[second])}"
+        yield _prompt_row("two_object", [_object(first), _object(second)], text)
     for _ in range(PROMPTS_PER_TASK):
-        place, count = rng.choice(len(CLASSES)), int(rng.integers(2, 4, endpoint=True))
-        name = CLASSES[place]
-        wanted, unwanted = {"class": name, "count": count}, {"class": name, "count": count + 1}
+        class_id, count = rng.choice(len(CLASSES)), int(rng.integers(2, 4, endpoint=True))
+        name = CLASSES[class_id]
+        include, exclude = {"class": name, "count": count}, {"class": name, "count": count + 1}
         text = f"a photo of {NUMBER_WORDS[count]} {name}{'es' if name.endswith('s') else 's'}"
-        yield {"tag": "counting", "include": [wanted], "exclude": [unwanted], "prompt": text}
+        yield {"tag": "counting", "include": [include], "exclude": [exclude], "prompt": text}
     for _ in range(PROMPTS_PER_TASK):
-        place, color = rng.choice(len(CLASSES) - 1) + 1, COLORS[rng.choice(len(COLORS))]  # people have no colour
-        yield _prompt_row("colors", [_object(place, color=color)], _with_article(f"{color} {CLASSES[place]}"))
+        class_id, color = rng.choice(len(CLASSES) - 1) + 1, COLORS[rng.choice(len(COLORS))]  # persons have no color
+        yield _prompt_row("colors", [_object(class_id, color=color)], _with_article(f"{color} {CLASSES[class_id]}"))
     for _ in range(PROMPTS_PER_TASK):
         first, second = rng.choice(len(CLASSES), 2, replace=False)
         relation = RELATIONS[rng.choice(len(RELATIONS))]
-        words = f"{_with_article(CLASSES[first])} {relation} {_with_article(CLASSES[second])}"
-        yield _prompt_row("position", [_object(second), _object(first, position=[relation, 0])], words)
+        text = f"{_with_article(CLASSES[first])} {relation} {_with_article(CLASSES[second])}"
+        yield _prompt_row("position", [_object(second), _object(first, position=[relation, 0])], text)
     for _ in range(PROMPTS_PER_TASK):
-        things = rng.choice(len(CLASSES) - 1, 2, replace=False) + 1
-        colors = [COLORS[place] for place in rng.choice(len(COLORS), 2, replace=False)]
-        pairs = list(zip(things, colors, strict=True))
-        words = " and ".join(_with_article(f"{color} {CLASSES[place]}") for place, color in pairs)
-        yield _prompt_row("color_attr", [_object(place, color=color) for place, color in pairs], words)
+        class_ids = rng.choice(len(CLASSES) - 1, 2, replace=False) + 1
+        colors = [COLORS[i] for i in rng.choice(len(COLORS), 2, replace=False)]
+        pairs = list(zip(class_ids, colors, strict=True))
+        text = " and ".join(_with_article(f"{color} {CLASSES[class_id]}") for class_id, color in pairs)
+        yield _prompt_row("color_attr", [_object(class_id, color=color) for class_id, color in pairs], text)
 
 
-def _object(place: int, **more: Any) -> dict[str, Any]:
-    return {"class": CLASSES[place], "count": 1, **more}
+def _object(class_id: int, **attributes: Any) -> dict[str, Any]:
+    return {"class": CLASSES[class_id], "count": 1, **attributes}
 
 
-def _prompt_row(tag: str, include: list[dict[str, Any]], words: str) -> dict[str, Any]:
-    return {"tag": tag, "include": include, "prompt": f"a photo of {words}"}
+def _prompt_row(tag: str, include: list[dict[str, Any]], text: str) -> dict[str, Any]:
+    return {"tag": tag, "include": include, "prompt": f"a photo of {text}"}
 
 
-def _with_article(words: str) -> str:
-    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
+def _with_article(text: str) -> str:
+    return f"{'an' if text[0] in 'aeiou' else 'a'} {text}"
 
 
 def read_metadata(path: Path) -> tuple[Metadata, ...]:
-    """Prompts of a file in the published layout, every one of them sound."""
+    """Read and validate prompts from a file in the published layout."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
@@ -106,58 +142,6 @@ def read_metadata(path: Path) -> tuple[Metadata, ...]:
     return tuple(_check_row(row, f"{path}, line {number}") for number, row in enumerate(rows, 1))
 
 
-def geneval(count: int = PROMPTS, seeds: int = IMAGES_PER_PROMPT, metadata: Path | None = None) -> Benchmark:
-    """The first so many of the prompts, published or of a file."""
-    if count < 1 or seeds < 1:
-        raise ValueError(f"GenEval was asked for {count} prompts, {seeds} pictures each; expected at least 1 and 1")
-    facts = (read_metadata(metadata) if metadata else published_prompts())[:count]
-    texts, tags = tuple(fact["prompt"] for fact in facts), tuple(fact["tag"] for fact in facts)
-    places = "images/{prompt:05d}/samples/{seed:04d}.png", "images/{prompt:05d}/metadata.jsonl"
-    return Benchmark("geneval", texts, facts, tags, seeds, ("correct",), layout=places[0], metadata=places[1])
-
-
-def find_images(benchmark: Benchmark, folder: Path) -> list[Path]:
-    """Pictures in the layout of GenEval's own scripts, those of a prompt one after the other, none missing or over."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; expected one that holds 00000, 00001 and so on")
-    found = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name.isdigit())
-    wanted = [f"{place:05d}" for place in range(len(benchmark))]
-    _check_complete(
-        folder, [name for name in wanted if name not in found], [n for n in found if n not in wanted], "folders"
-    )
-    return [
-        file for place in range(len(benchmark)) for file in _images_of_prompt(benchmark, folder / wanted[place], place)
-    ]
-
-
-def _images_of_prompt(benchmark: Benchmark, folder: Path, place: int) -> list[Path]:
-    facts, samples = folder / "metadata.jsonl", folder / "samples"
-    if not facts.is_file() or not samples.is_dir():
-        raise ConfigError(f"{folder} lacks metadata.jsonl or samples/; expected both, as GenEval's scripts write them")
-    told = _metadata(facts)
-    if told != benchmark.facts[place]:
-        raise ConfigError(
-            f"{facts} asks for '{told['prompt']:.80}', but prompt {place} is '{benchmark.prompts[place]:.80}'; "
-            f"give the {METADATA} that the pictures were made of with --metadata"
-        )
-    files = sorted(path for path in samples.iterdir() if not path.name.startswith("."))
-    extra = [path.name for path in files if not IMAGE_NAME.fullmatch(path.name)]
-    pictures = sorted((path for path in files if path.name not in extra), key=lambda path: int(path.stem))
-    extra += [path.name for path in pictures[benchmark.seeds :]]
-    lost = [f"{k:04d}.png" for k in range(len(pictures), benchmark.seeds)]
-    _check_complete(samples, lost, extra, "pictures")
-    return pictures
-
-
-def _metadata(path: Path) -> Metadata:
-    """What a folder's pictures were asked to show: a mapping on one line, or on many as Image-Generation-CoT has it."""
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return read_metadata(path)[0]
-    return _check_row(told, f"{path}")
-
-
 def _check_row(row: Any, where: str) -> Metadata:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise ConfigError(f"{where}: has no 'prompt'; expected a mapping as in GenEval's {METADATA}")
@@ -165,57 +149,217 @@ def _check_row(row: Any, where: str) -> Metadata:
     return row
 
 
-def _check_complete(folder: Path, lost: Sequence[str], extra: Sequence[str], kind: str) -> None:
-    for names, what in ((lost, "lacks"), (extra, "holds beyond what was asked for")):
+# Folders of images
+
+
+def find_images(benchmark: Benchmark, folder: Path) -> list[Path]:
+    """List the images in the layout of GenEval's scripts, ordered by prompt. None may be missing or left over."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; expected one that holds 00000, 00001 and so on")
+    found = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name.isdigit())
+    expected = [f"{prompt:05d}" for prompt in range(len(benchmark))]
+    missing = [name for name in expected if name not in found]
+    _check_complete(folder, missing, [name for name in found if name not in expected], "folders")
+    return [
+        file for prompt, name in enumerate(expected) for file in _images_of_prompt(benchmark, folder / name, prompt)
+    ]
+
+
+def _images_of_prompt(benchmark: Benchmark, folder: Path, prompt: int) -> list[Path]:
+    metadata_file, samples = folder / "metadata.jsonl", folder / "samples"
+    if not metadata_file.is_file() or not samples.is_dir():
+        raise ConfigError(f"{folder} lacks metadata.jsonl or samples/; expected both, as GenEval's scripts write them")
+    metadata = _read_folder_metadata(metadata_file)
+    if metadata != benchmark.metadata[prompt]:
+        raise ConfigError(
+            f"{metadata_file} asks for '{metadata['prompt']:.80}', but prompt {prompt} is "
+            f"'{benchmark.prompts[prompt]:.80}'; give the {METADATA} of the images with --metadata"
+        )
+    files = sorted(path for path in samples.iterdir() if not path.name.startswith("."))
+    extra = [path.name for path in files if not IMAGE_NAME.fullmatch(path.name)]
+    images = sorted((path for path in files if path.name not in extra), key=lambda path: int(path.stem))
+    extra += [path.name for path in images[benchmark.samples_per_prompt :]]
+    missing = [f"{k:04d}.png" for k in range(len(images), benchmark.samples_per_prompt)]
+    _check_complete(samples, missing, extra, "images")
+    return images
+
+
+def _read_folder_metadata(path: Path) -> Metadata:
+    """Read the metadata of a prompt's folder: a JSON mapping on one line, or on several as in Image-Generation-CoT."""
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return read_metadata(path)[0]
+    return _check_row(row, f"{path}")
+
+
+def _check_complete(folder: Path, missing: Sequence[str], extra: Sequence[str], what: str) -> None:
+    for names, verb in ((missing, "lacks"), (extra, "has too many:")):
         if names:
             raise ConfigError(
-                f"{folder} {what} {len(names)} {kind}, {names[0]} the first; mend it, or say by --prompts, --count and "
-                "--metadata what it is to hold"
+                f"{folder} {verb} {len(names)} {what}, {names[0]} the first; complete it, or describe it with "
+                "--prompts, --count and --metadata"
             )
 
 
+# Scores
+
+
 @dataclass(frozen=True)
-class GenEvalBenchmarkScorer:
-    """Marks pictures by GenEval's detector and rules."""
+class GenEvalBenchmarkScorer(BenchmarkScorer):
+    """Scores images with GenEval's detector and rules."""
 
     scorer: GenevalScorer
     device: torch.device
 
-    def mark(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> list[dict[str, Any]]:
-        rows, size = [], self.scorer.spec.batch_size
-        for first in range(0, len(pixels), size):
-            some = pixels[first : first + size, 0].to(self.device)
-            for told in self.scorer.sight.look(some, facts[first : first + size]):
-                kept = [(name, told.kept[name]) for name in CLASSES if name in told.kept]  # in the published order
-                boxes = {name: [[*d.box, d.score] for d in group] for name, group in kept}
-                rows.append({"correct": float(told.correct), "reasons": list(told.reasons), "details": boxes})
+    @property
+    def detector(self) -> str:
+        spec = self.scorer.spec
+        settings = "" if spec.self_test else ", without self-test"
+        settings += "" if spec.rules == GenevalReward().rules else f", {spec.rules}"
+        settings += "" if spec.color_model in (GenevalReward.color_model, TINY) else f", colors {spec.color_model}"
+        return f"detector {self.scorer.checker.detector.variant}{settings}"
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> list[dict[str, Any]]:
+        rows, batch_size = [], self.scorer.spec.batch_size
+        for first in range(0, len(pixels), batch_size):
+            batch = slice(first, first + batch_size)
+            for result in self.scorer.checker.check(pixels[batch, 0].to(self.device), metadata[batch]):
+                kept = [(name, result.kept[name]) for name in CLASSES if name in result.kept]  # in the published order
+                boxes = {name: [[*d.box, d.score] for d in detections] for name, detections in kept}
+                rows.append({"correct": float(result.correct), "reasons": list(result.reasons), "details": boxes})
         return rows
 
 
+def parse_detector(detector: str, *, unchecked: bool) -> GenevalReward:
+    """Parse --detector: empty for GenEval's own, a path or hub id, or settings such as {threshold: 0.4}."""
+    if not detector.lstrip().startswith("{"):
+        return GenevalReward(weights=detector or GenevalReward.weights, self_test=not unchecked)
+    settings = parse_yaml(detector, "--detector")
+    spec: RewardSpec = build_component(
+        RewardSpec, {"type": "geneval", **(settings if isinstance(settings, dict) else {})}, "--detector"
+    )
+    if not isinstance(spec, GenevalReward):
+        raise ConfigError(f"--detector: found '{detector:.60}'; expected settings of GenEval's, as {{threshold: 0.4}}")
+    return replace(spec, self_test=spec.self_test and not unchecked)
+
+
+def load_geneval_scorer(spec: GenevalReward, placement: Placement, *, tiny: bool) -> GenEvalBenchmarkScorer:
+    return GenEvalBenchmarkScorer((spec.tiny() if tiny else spec).load(placement), placement.device)
+
+
 def write_results(benchmark: Benchmark, out: Path) -> Path:
-    """The scores as GenEval's own evaluation writes them, for scripts that read that, and its summary of them."""
+    """Write scores and summary in the format of GenEval's own evaluation, for scripts that read it."""
     lines, rows = [], read_jsonl(out / SCORES)
     for row in rows:
-        file, fact = row["file"], benchmark.facts[row["index"]]
-        known = {"filename": file, "tag": row["tag"], "prompt": row["prompt"], "correct": bool(row["correct"])}
-        texts = {"reason": "\n".join(row["reasons"]), "metadata": json.dumps(fact)}
-        lines.append(json.dumps({**known, **texts, "details": json.dumps(row["details"])}) + "\n")
+        line = {
+            "filename": row["file"],
+            "tag": row["tag"],
+            "prompt": row["prompt"],
+            "correct": bool(row["correct"]),
+            "reason": "\n".join(row["reasons"]),
+            "metadata": json.dumps(benchmark.metadata[row["index"]]),
+            "details": json.dumps(row["details"]),
+        }
+        lines.append(json.dumps(line) + "\n")
     (out / RESULTS).write_text("".join(lines), encoding="utf-8")
     (out / SUMMARY).write_text(format_summary(rows), encoding="utf-8")
     return out / RESULTS
 
 
 def format_summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What GenEval's own script says of scores, in its words."""
-    tasks, prompts = defaultdict[str, list[float]](list), defaultdict[int, list[float]](list)
+    """Return the summary that GenEval's own script prints."""
+    by_task, by_prompt = defaultdict[str, list[float]](list), defaultdict[int, list[float]](list)
     for row in rows:
-        tasks[row["tag"]].append(row["correct"])
-        prompts[row["index"]].append(row["correct"])
-    shares = [sum(task) / len(task) for task in tasks.values()]
-    whole, once = sum(row["correct"] for row in rows) / len(rows), sum(map(max, prompts.values())) / len(prompts)
-    head = [f"Total images: {len(rows)}", f"Total prompts: {len(prompts)}"]
-    head += [f"% correct images: {whole:.2%}", f"% correct prompts: {once:.2%}"]
-    told = zip(tasks.items(), shares, strict=True)
-    each = [f"{tag:<16} = {share:.2%} ({sum(task):.0f} / {len(task)})" for (tag, task), share in told]
-    last = f"Overall score (avg. over tasks): {sum(shares) / len(shares):.5f}"
-    return "\n".join(["Summary", "=======", *head, "", "Task breakdown", "==============", *each, "", last, ""])
+        by_task[row["tag"]].append(row["correct"])
+        by_prompt[row["index"]].append(row["correct"])
+    fractions = {tag: sum(correct) / len(correct) for tag, correct in by_task.items()}
+    images = sum(row["correct"] for row in rows) / len(rows)
+    prompts = sum(map(max, by_prompt.values())) / len(by_prompt)
+    tasks = [
+        f"{tag:<16} = {fractions[tag]:.2%} ({sum(correct):.0f} / {len(correct)})" for tag, correct in by_task.items()
+    ]
+    lines = [
+        "Summary",
+        "=======",
+        f"Total images: {len(rows)}",
+        f"Total prompts: {len(by_prompt)}",
+        f"% correct images: {images:.2%}",
+        f"% correct prompts: {prompts:.2%}",
+        "",
+        "Task breakdown",
+        "==============",
+        *tasks,
+        "",
+        f"Overall score (avg. over tasks): {sum(fractions.values()) / len(fractions):.5f}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+# Downloads
+
+
+def download_geneval(*, only_list: bool, console: Console) -> None:
+    """List the files that GenEval needs beside CLIP, and download or write those that are missing."""
+    detector = GENEVAL_DETECTOR
+    source = f"{detector.url} ({detector.size}, {detector.license}, SHA-256 {detector.sha256_prefix}...)"
+    state = "downloaded" if detector.path.is_file() else "not downloaded"
+    print_line(console, f"GenEval's detector is {source}, {state}")
+    print_line(console, f"GenEval's prompts are those of {METADATA_URL}, regenerated and checked against its MD5")
+    if only_list:
+        return
+    for path in write_prompts(detector.path.parent):
+        print_line(console, f"the prompts are in {path}")
+    print_line(console, f"the detector is in {fetch_verified(detector, console)}")
+
+
+def print_line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def write_prompts(folder: Path) -> list[Path]:
+    """Write the published metadata file, and a file with the prompts only."""
+    prompts = "".join(f"{row['prompt']}\n" for row in published_prompts())  # checks the MD5
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in ((METADATA, published_metadata()), (PROMPTS_FILE, prompts)):
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / METADATA, folder / PROMPTS_FILE]
+
+
+def fetch_verified(file: PublishedFile, console: Console) -> Path:
+    """Download and verify a file, resuming a partial download. Returns its path."""
+    if file.path.is_file():
+        return file.verify(file.path)
+    partial = file.path.with_name(f"{file.path.name}.partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _fetch(file, partial, console)
+    except OSError as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DownloadError(
+            f"{file.url} could not be downloaded ({reason}); run the same command again to resume, or copy "
+            f"the file to {file.path}, or give its path: --detector, or `weights:` of the reward"
+        ) from error
+    try:
+        file.verify(partial)
+    except ConfigError:
+        partial.unlink()  # a damaged download cannot be resumed
+        raise
+    os.replace(partial, file.path)
+    return file.path
+
+
+def _fetch(file: PublishedFile, partial: Path, console: Console) -> None:
+    offset = partial.stat().st_size if partial.is_file() else 0
+    request = urllib.request.Request(file.url, headers={"Range": f"bytes={offset}-"} if offset else {})
+    response: HTTPResponse
+    with urllib.request.urlopen(request, timeout=60) as response, Progress(console=console) as progress:
+        resumed = bool(offset and response.status == 206)
+        offset = offset if resumed else 0
+        total = int(response.headers.get("Content-Length", 0)) + offset
+        bar = progress.add_task(file.name, total=total or None, completed=offset)
+        with partial.open("ab" if resumed else "wb") as out:
+            while chunk := response.read(CHUNK):
+                out.write(chunk)
+                progress.update(bar, advance=len(chunk))

@@ -1,10 +1,11 @@
-"""`tastemaker pack`, `reference` and `compare`: sets of pictures as ADM exchanges them, and how far apart two are."""
+"""`tastemaker pack`, `reference` and `compare`: image sets in ADM's layout, reference statistics and FID."""
 
 from __future__ import annotations
 
 import json
 import zipfile
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,207 +14,289 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core import output_paths
 from ..core.registry import ConfigError
 from ..data.cifar10 import is_cifar10, load_cifar10
 from ..data.image_io import IMAGE_FORMATS, read_image, to_uint8
-from . import reference_statistics as references
+from .feature_extractors import ExtractedFeatures, FeatureExtractor, extract_features
 from .metrics import feature_moments, frechet_distance_from_moments, inception_score, kernel_distance, precision_recall
-from .reference_statistics import (
-    ExtractedFeatures,
-    FeatureExtractor,
-    ReferenceStatistics,
-    extract_features,
-    iterate_batches,
-)
 
-SHEETS = {"sheet.png"}  # what `generate` puts beside the pictures
-STRAY = 0.05  # of the variance, that the mean of some pictures may be from that of all
+GRID_FILES = {"sheet.png"}  # written by `generate` beside the samples
+MEAN_TOLERANCE = 0.05  # of the variance: how far the mean of a subset may be from the mean of the set
+MAX_KEPT_FEATURES = 10_000  # features kept one by one, for KID, precision and recall
+BATCH_SIZE = 128
+
+
+# Image sets
 
 
 def load_image_set(path: Path, split: str = "train") -> Tensor:
-    """Bytes [N, H, W, 3]: of an `.npz` in ADM's layout, of CIFAR-10, or of the pictures in a folder."""
+    """Load images as bytes [N, H, W, 3] from an `.npz` in ADM's layout, from CIFAR-10 or from a folder."""
     if path.suffix == ".npz":
         return read_npz(path)
     if not path.is_dir():
-        raise ConfigError(f"there is nothing at {path}; expected an .npz of samples, or a folder of pictures")
+        raise ConfigError(f"there is nothing at {path}; expected an .npz of samples, or a folder of images")
     if is_cifar10(path):
         return load_cifar10(path, split).pixels.movedim(1, -1)
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_FORMATS and file.name not in SHEETS)
+    files = sorted(
+        file for file in path.rglob("*") if file.suffix.lower() in IMAGE_FORMATS and file.name not in GRID_FILES
+    )
     if not files:
-        raise ConfigError(f"{path}: there are no pictures; expected files that end in {', '.join(IMAGE_FORMATS)}")
-    found = [torch.from_numpy(to_uint8(read_image(file))[0]) for file in track(files, "reading", transient=True)]
-    for file, pixels in zip(files, found, strict=True):
-        if pixels.shape != found[0].shape:
-            shapes = [f"{x.shape[1]}x{x.shape[0]}" for x in (pixels, found[0])]
-            raise ConfigError(f"{file} has {shapes[0]} pixels, {files[0]} has {shapes[1]}; make them alike")
-    return torch.stack(found)
+        raise ConfigError(f"{path}: there are no images; expected files that end in {', '.join(IMAGE_FORMATS)}")
+    images = [torch.from_numpy(to_uint8(read_image(file))[0]) for file in track(files, "reading", transient=True)]
+    for file, image in zip(files, images, strict=True):
+        if image.shape != images[0].shape:
+            sizes = [f"{x.shape[1]}x{x.shape[0]}" for x in (image, images[0])]
+            raise ConfigError(f"{file} has {sizes[0]} pixels, {files[0]} has {sizes[1]}; resize them to one size")
+    return torch.stack(images)
 
 
 def read_npz(path: Path) -> Tensor:
+    """Read bytes [N, H, W, 3] from `arr_0` of an `.npz`."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            found = file["arr_0"]
+            images = file["arr_0"]
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{path} holds no samples ({error}); expected `arr_0` of bytes [N, H, W, 3]") from error
-    if found.ndim != 4 or found.shape[-1] != 3 or found.dtype != np.uint8:
-        raise ConfigError(f"{path}: arr_0 is {found.dtype} {list(found.shape)}; expected uint8 [N, H, W, 3]")
-    return torch.from_numpy(found)
+    if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.uint8:
+        raise ConfigError(f"{path}: arr_0 is {images.dtype} {list(images.shape)}; expected uint8 [N, H, W, 3]")
+    return torch.from_numpy(images)
 
 
 def pack_images(folder: Path, out: Path, console: Console) -> Path:
-    """One file of all pictures, in the order of their names, as ADM's evaluator reads it."""
+    """Write all images of a folder, ordered by name, into one `.npz` that ADM's evaluator reads."""
     output_paths.check_output_file(out)
-    found = load_image_set(folder).numpy()
+    images = load_image_set(folder).numpy()
     out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(out, arr_0=found)
-    console.print(f"{len(found)} pictures of {found.shape[2]}x{found.shape[1]} pixels in {out}")
+    np.savez(out, arr_0=images)
+    console.print(f"{len(images)} images of {images.shape[2]}x{images.shape[1]} pixels in {out}")
     return out
 
 
-def extract_with_progress(pixels: Tensor, by: FeatureExtractor, console: Console) -> ExtractedFeatures:
-    count = -(-len(pixels) // 128)
-    return extract_features(track(iterate_batches(pixels), "looking", total=count, console=console), by)
+def iterate_batches(images: Tensor, batch_size: int = BATCH_SIZE) -> Iterator[Tensor]:
+    """Convert bytes [N, H, W, 3] to batches [n, 3, H, W] in [0, 1]."""
+    for batch in torch.split(images, batch_size):
+        yield batch.movedim(-1, 1).float() / 255
+
+
+def extract_with_progress(images: Tensor, extractor: FeatureExtractor, console: Console) -> ExtractedFeatures:
+    num_batches = -(-len(images) // BATCH_SIZE)
+    batches = track(iterate_batches(images), "extracting features", total=num_batches, console=console)
+    return extract_features(batches, extractor)
+
+
+# Reference statistics
+
+
+@dataclass(frozen=True)
+class ReferenceLabel:
+    """Identity of reference statistics. Statistics that differ in any field cannot be compared."""
+
+    name: str
+    split: str
+    count: int
+    side: int  # pixels
+    network: str
+    preprocessing: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.split}, {self.count} images of {self.side} pixels, by {self.network}"
+
+
+@dataclass(frozen=True)
+class ReferenceStatistics:
+    """Feature statistics of real images, with their label."""
+
+    label: ReferenceLabel
+    mean: Tensor  # [C]
+    covariance: Tensor  # [C, C]
+    features: Tensor  # [n, C], of at most MAX_KEPT_FEATURES images
+
+    def save(self, path: Path) -> None:
+        tensors = {"mean": self.mean, "covariance": self.covariance, "features": self.features}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path, {"label": json.dumps(asdict(self.label))})
 
 
 @dataclass(frozen=True)
 class ReferenceDescription:
-    """What a reference is said to be."""
+    """What the user says about the images of a reference."""
 
     name: str
     split: str
-    limit: int = 0  # only so many, at random; all if 0
-    count: int = 0  # that statistics in the file are of, which it does not tell
-
-
-def make_reference(
-    source: Path, named: ReferenceDescription, by: FeatureExtractor, out: Path, console: Console
-) -> ReferenceStatistics:
-    """Statistics of real pictures, for samples to be compared with; those of a file in ADM's layout stay its own."""
-    output_paths.check_output_file(out)
-    known = statistics(source) if source.suffix == ".npz" else None
-    if known is not None and not named.count:
-        raise ConfigError(
-            f"{source} holds statistics of more pictures than are in it, and not of how many; tell it by --count, "
-            "which is 1281167 for the train split of ImageNet"
-        )
-    if known is None and named.count:
-        raise ConfigError(f"--count is {named.count}, but {source} holds no statistics; pictures are counted here")
-    pixels = load_image_set(source, named.split)
-    if named.limit:
-        chance = torch.Generator().manual_seed(0)
-        pixels = pixels[torch.randperm(len(pixels), generator=chance)[: named.limit]]
-    found = references.compute_reference(named.name, named.split, extract_with_progress(pixels, by, console), by)
-    found = found if known is None else reference_from_statistics(found, known, named.count, source)
-    found.save(out)
-    console.print(f"{out}: {found.label}")
-    return found
-
-
-def statistics(path: Path) -> tuple[Tensor, Tensor] | None:
-    """Mean and covariance of a whole set, which ADM's references have beside some of its pictures."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            found = [torch.from_numpy(file[key]).double() for key in ("mu", "sigma") if key in file]
-    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); fetch it again") from error
-    return (found[0], found[1]) if len(found) == 2 else None
-
-
-def reference_from_statistics(
-    seen: ReferenceStatistics, known: tuple[Tensor, Tensor], count: int, source: Path
-) -> ReferenceStatistics:
-    """A reference by statistics that were known, if what is seen here of some of its pictures agrees with them."""
-    mean, covariance = known
-    if (mean.shape, covariance.shape) != (seen.mean.shape, seen.covariance.shape):
-        raise ConfigError(
-            f"{source} has statistics of {len(mean)} features, this network {len(seen.mean)}; give another"
-        )
-    apart, spread = float((mean - seen.mean).square().sum()), float(covariance.trace())
-    if apart > spread * (STRAY + 4 / len(seen.features)):
-        raise ConfigError(
-            f"{source}: by this network its pictures are {apart:.3g} from its own mean, which others that vary by "
-            f"{spread:.3g} cannot be; give the Inception that it was made by"
-        )
-    return replace(seen, mean=mean, covariance=covariance, label=replace(seen.label, count=count))
+    max_images: int = 0  # random subset of this size; all images if 0
+    count: int = 0  # number of images behind the statistics in ADM's file, which does not contain it
 
 
 @dataclass(frozen=True)
 class ExpectedReference:
-    """What the user takes a reference for; empty where nothing is said."""
+    """What the user expects a reference to be. Empty fields are not checked."""
 
     name: str = ""
     split: str = ""
     count: int = 0
 
-    def check(self, found: ReferenceStatistics, where: Path) -> None:
-        for what in ("name", "split", "count"):
-            said, is_ = getattr(self, what), getattr(found.label, what)
-            if said and said != is_:
-                raise ConfigError(f"--{what} says {said}, but {where} is {found.label}; give another reference")
+    def check(self, reference: ReferenceStatistics, path: Path) -> None:
+        for field in ("name", "split", "count"):
+            expected, actual = getattr(self, field), getattr(reference.label, field)
+            if expected and expected != actual:
+                raise ConfigError(f"--{field} is {expected}, but {path} is {reference.label}; give another reference")
 
 
-def check_same_network(real: ReferenceStatistics, by: FeatureExtractor, where: Path) -> None:
-    """Refuse to compare what was seen by different eyes, before anything is looked at."""
-    label = real.label
-    for what, was, now in (
-        ("network", label.network, by.network),
-        ("preprocessing", label.preprocessing, by.preprocessing),
+def compute_reference(
+    name: str, split: str, extracted: ExtractedFeatures, extractor: FeatureExtractor
+) -> ReferenceStatistics:
+    count = len(extracted.features)
+    label = ReferenceLabel(name, split, count, extracted.side, extractor.network, extractor.preprocessing)
+    kept = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:MAX_KEPT_FEATURES]
+    return ReferenceStatistics(label, *feature_moments(extracted.features), extracted.features[kept].contiguous())
+
+
+def load_reference(path: Path) -> ReferenceStatistics:
+    try:
+        with safe_open(path, "pt") as file:
+            label = ReferenceLabel(**json.loads((file.metadata() or {})["label"]))
+            return ReferenceStatistics(label, *(file.get_tensor(key) for key in ("mean", "covariance", "features")))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is no labelled reference ({type(error).__name__}); make one with `tastemaker reference`"
+        ) from error
+
+
+def make_reference(
+    source: Path, description: ReferenceDescription, extractor: FeatureExtractor, out: Path, console: Console
+) -> ReferenceStatistics:
+    """Compute and save the statistics of real images. Statistics in a file of ADM's layout are kept as they are."""
+    output_paths.check_output_file(out)
+    adm_statistics = read_adm_statistics(source) if source.suffix == ".npz" else None
+    if adm_statistics is not None and not description.count:
+        raise ConfigError(
+            f"{source} has statistics of more images than it contains, but not of how many; give --count, "
+            "which is 1281167 for the train split of ImageNet"
+        )
+    if adm_statistics is None and description.count:
+        raise ConfigError(f"--count is {description.count}, but {source} has no statistics; leave --count out")
+    images = load_image_set(source, description.split)
+    if description.max_images:
+        generator = torch.Generator().manual_seed(0)
+        images = images[torch.randperm(len(images), generator=generator)[: description.max_images]]
+    extracted = extract_with_progress(images, extractor, console)
+    reference = compute_reference(description.name, description.split, extracted, extractor)
+    if adm_statistics is not None:
+        reference = use_adm_statistics(reference, adm_statistics, description.count, source)
+    reference.save(out)
+    console.print(f"{out}: {reference.label}")
+    return reference
+
+
+def read_adm_statistics(path: Path) -> tuple[Tensor, Tensor] | None:
+    """Read mean and covariance of the whole set, which ADM's references store beside some of its images."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = [torch.from_numpy(file[key]).double() for key in ("mu", "sigma") if key in file]
+    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); download it again") from error
+    return (arrays[0], arrays[1]) if len(arrays) == 2 else None
+
+
+def use_adm_statistics(
+    reference: ReferenceStatistics, statistics: tuple[Tensor, Tensor], count: int, source: Path
+) -> ReferenceStatistics:
+    """Replace mean and covariance by published ones, after checking that they come from the same network."""
+    mean, covariance = statistics
+    if (mean.shape, covariance.shape) != (reference.mean.shape, reference.covariance.shape):
+        raise ConfigError(
+            f"{source} has statistics of {len(mean)} features, this network has {len(reference.mean)}; give another"
+        )
+    distance, variance = float((mean - reference.mean).square().sum()), float(covariance.trace())
+    if distance > variance * (MEAN_TOLERANCE + 4 / len(reference.features)):
+        raise ConfigError(
+            f"{source}: with this network the mean of its images is {distance:.3g} away from its published mean, which "
+            f"is too far for a variance of {variance:.3g}; give the Inception that the statistics were made with"
+        )
+    return replace(reference, mean=mean, covariance=covariance, label=replace(reference.label, count=count))
+
+
+# Comparison of samples with a reference
+
+
+def check_same_network(reference: ReferenceStatistics, extractor: FeatureExtractor, path: Path) -> None:
+    """Refuse a reference that was made with another network or preprocessing."""
+    label = reference.label
+    for what, expected, actual in (
+        ("network", label.network, extractor.network),
+        ("preprocessing", label.preprocessing, extractor.preprocessing),
     ):
-        if was != now:
-            raise ConfigError(f"{where} was seen by another {what} ({was}, here {now}); make it anew with this one")
+        if expected != actual:
+            raise ConfigError(
+                f"{path} was made with another {what} ({expected}, now {actual}); make it again with this one"
+            )
 
 
 def compare_to_reference(
-    samples: Path, where: Path, claim: ExpectedReference, by: FeatureExtractor, console: Console, *, few: bool = False
+    samples: Path,
+    path: Path,
+    expected: ExpectedReference,
+    extractor: FeatureExtractor,
+    console: Console,
+    *,
+    allow_few: bool = False,
 ) -> dict[str, Any]:
-    """FID, KID, precision and recall against a reference, and the Inception score if the network knows classes."""
-    real = references.load_reference(where)
-    claim.check(real, where)
-    check_same_network(real, by, where)
-    pixels = load_image_set(samples)
-    if pixels.shape[1] != real.label.side:
+    """Compute FID, KID, precision, recall and, if the network has classes, the Inception score of samples."""
+    reference = load_reference(path)
+    expected.check(reference, path)
+    check_same_network(reference, extractor, path)
+    images = load_image_set(samples)
+    if images.shape[1] != reference.label.side:
         raise ConfigError(
-            f"{samples} is {pixels.shape[1]} pixels high, but {where} is {real.label}; compare alike sizes"
+            f"{samples} is {images.shape[1]} pixels high, but {path} is {reference.label}; compare images of one size"
         )
-    if len(pixels) <= len(real.mean) and not few:
+    if len(images) <= len(reference.mean) and not allow_few:
         raise ConfigError(
-            f"there are {len(pixels)} samples for {len(real.mean)} features, which no covariance can be measured by; "
-            "give more of them, or --few for numbers that cannot be compared with others'"
+            f"there are {len(images)} samples for {len(reference.mean)} features, too few to estimate a covariance; "
+            "give more samples, or --few for numbers that cannot be compared with published ones"
         )
-    label = {"samples": str(samples), "reference": str(real.label), "preprocessing": real.label.preprocessing}
-    told: dict[str, Any] = {**label, **compute_metrics(extract_with_progress(pixels, by, console), real)}
-    console.print(table(told))
-    return told
+    label = reference.label
+    header = {"samples": str(samples), "reference": str(label), "preprocessing": label.preprocessing}
+    result: dict[str, Any] = {
+        **header,
+        **compute_metrics(extract_with_progress(images, extractor, console), reference),
+    }
+    console.print(metrics_table(result))
+    return result
 
 
-def compute_metrics(seen: ExtractedFeatures, real: ReferenceStatistics) -> dict[str, float]:
-    distance, spread = kernel_distance(real.features, seen.features)
-    precision, recall = precision_recall(real.features, seen.features[: references.MAX_KEPT_FEATURES])
-    found = {
-        "count": len(seen.features),
-        "fid": frechet_distance_from_moments(real.mean, real.covariance, *feature_moments(seen.features)),
-        "kid": distance,
-        "kid deviation": spread,
+def compute_metrics(extracted: ExtractedFeatures, reference: ReferenceStatistics) -> dict[str, float]:
+    kid, kid_deviation = kernel_distance(reference.features, extracted.features)
+    precision, recall = precision_recall(reference.features, extracted.features[:MAX_KEPT_FEATURES])
+    metrics = {
+        "count": len(extracted.features),
+        "fid": frechet_distance_from_moments(
+            reference.mean, reference.covariance, *feature_moments(extracted.features)
+        ),
+        "kid": kid,
+        "kid deviation": kid_deviation,
         "precision": precision,
         "recall": recall,
     }
-    if seen.probabilities is not None:
-        found["inception score"], found["inception score deviation"] = inception_score(seen.probabilities)
-    return found
+    if extracted.probabilities is not None:
+        metrics["inception score"], metrics["inception score deviation"] = inception_score(extracted.probabilities)
+    return metrics
 
 
-def table(told: dict[str, Any]) -> Table:
-    found = Table("measure", "value", title=f"{told['count']} samples against {told['reference']}")
-    for name, value in told.items():
+def metrics_table(result: dict[str, Any]) -> Table:
+    table = Table("metric", "value", title=f"{result['count']} samples against {result['reference']}")
+    for name, value in result.items():
         if isinstance(value, float):
-            found.add_row(name, f"{value:.4f}")
-    return found
+            table.add_row(name, f"{value:.4f}")
+    return table
 
 
-def write_metrics(told: dict[str, Any], out: Path | None) -> None:
+def write_metrics(result: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         output_paths.check_output_file(out).parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,32 +1,50 @@
-"""Numbers of sets of pictures: how different they are from each other, and how far from real ones."""
+"""Metrics of sets of images (FID, KID, Inception score, precision and recall, diversity) and bootstrap intervals."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+BOOTSTRAP_DRAWS = 2000
+IntervalDict = dict[str, float]  # mean, low, high and the number of prompts
+
 
 def diversity(groups: Tensor) -> float:
-    """Mean root of the mean squared difference of two pictures of one prompt: of pixels [P, S, ...]."""
+    """Mean root-mean-square difference between two samples of the same prompt, of pixels [P, S, ...]."""
     flat = groups.flatten(2).double()
     count = flat.shape[1]
     if count < 2:
-        raise ValueError(f"there is {count} picture of each prompt; diversity needs at least two")
-    apart = torch.cdist(flat, flat) / flat.shape[2] ** 0.5  # [P, S, S]
-    return float((apart.sum((1, 2)) / (count * (count - 1))).mean())
-
-
-def frechet_distance(a: Tensor, b: Tensor) -> float:
-    """The distance of Gaussians fitted to features [N, C] and [M, C] (Heusel et al. 2017)."""
-    if min(len(a), len(b)) < 2:
-        raise ValueError(f"there are {len(a)} and {len(b)} pictures; a Frechet distance needs at least two of each")
-    return frechet_distance_from_moments(*feature_moments(a), *feature_moments(b))
+        raise ValueError(f"there is {count} image per prompt; diversity needs at least two")
+    distances = torch.cdist(flat, flat) / flat.shape[2] ** 0.5  # [P, S, S]
+    return float((distances.sum((1, 2)) / (count * (count - 1))).mean())
 
 
 def feature_moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean [C] and covariance [C, C] of features [N, C]."""
+    """Mean [C] and covariance [C, C] of features [N, C], in float64."""
     x = features.double()
     return x.mean(0), torch.cov(x.T).reshape(x.shape[1], -1)
+
+
+def frechet_distance(a: Tensor, b: Tensor) -> float:
+    """Frechet distance between Gaussians fitted to features [N, C] and [M, C] (Heusel et al. 2017)."""
+    if min(len(a), len(b)) < 2:
+        raise ValueError(f"there are {len(a)} and {len(b)} images; a Frechet distance needs at least two of each")
+    return frechet_distance_from_moments(*feature_moments(a), *feature_moments(b))
+
+
+def frechet_distance_from_moments(
+    mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor
+) -> float:
+    """Frechet distance |m - m'|^2 + tr(C + C' - 2 (C C')^1/2) of means [C] and covariances [C, C]."""
+    mean_term = (mean.double() - other_mean.double()).square().sum()
+    first, second = covariance.double(), other_covariance.double()
+    root = _matrix_sqrt(first)
+    # AB has the eigenvalues of the symmetric A^1/2 B A^1/2, whose square roots stay real under rounding.
+    cross_term = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
+    return float((mean_term + first.trace() + second.trace() - 2 * cross_term).clamp(min=0))
 
 
 def _matrix_sqrt(matrix: Tensor) -> Tensor:
@@ -36,66 +54,108 @@ def _matrix_sqrt(matrix: Tensor) -> Tensor:
 
 
 def kernel_distance(a: Tensor, b: Tensor, subsets: int = 100, size: int = 1000) -> tuple[float, float]:
-    """KID (Binkowski et al. 2018) of features [N, C] and [M, C]: the mean over random subsets, and its deviation."""
+    """KID (Binkowski et al. 2018) of features [N, C] and [M, C]: mean and standard deviation over random subsets."""
     size = min(size, len(a), len(b))
     if size < 2:
-        raise ValueError(f"there are {len(a)} and {len(b)} pictures; a kernel distance needs at least two of each")
-    chance = torch.Generator().manual_seed(0)
-    found = []
+        raise ValueError(f"there are {len(a)} and {len(b)} images; a kernel distance needs at least two of each")
+    generator = torch.Generator().manual_seed(0)
+    distances = []
     for _ in range(subsets):
-        one, other = (x[torch.randperm(len(x), generator=chance)[:size]].double() for x in (a, b))
-        found.append(_discrepancy(one, other))
-    each = torch.stack(found)
-    return float(each.mean()), float(each.std(correction=0))
+        first, second = (x[torch.randperm(len(x), generator=generator)[:size]].double() for x in (a, b))
+        distances.append(_squared_mmd(first, second))
+    values = torch.stack(distances)
+    return float(values.mean()), float(values.std(correction=0))
 
 
-def _discrepancy(a: Tensor, b: Tensor) -> Tensor:
-    """The squared maximum mean discrepancy under a cubic kernel, without bias, of as many rows each."""
+def _squared_mmd(a: Tensor, b: Tensor) -> Tensor:
+    """Unbiased squared maximum mean discrepancy of [N, C] and [N, C] under a cubic polynomial kernel."""
     count, width = a.shape
-    within = sum(_kernel(x, x, width).sum() - _kernel(x, x, width).diagonal().sum() for x in (a, b))
-    return within / (count * (count - 1)) - 2 * _kernel(a, b, width).mean()
+    within = sum(_cubic_kernel(x, x, width).sum() - _cubic_kernel(x, x, width).diagonal().sum() for x in (a, b))
+    return within / (count * (count - 1)) - 2 * _cubic_kernel(a, b, width).mean()
 
 
-def _kernel(a: Tensor, b: Tensor, width: int) -> Tensor:
+def _cubic_kernel(a: Tensor, b: Tensor, width: int) -> Tensor:
     return (a @ b.T / width + 1) ** 3
 
 
 def inception_score(probabilities: Tensor, splits: int = 10) -> tuple[float, float]:
-    """How sure each is and how varied all are (Salimans et al. 2016), of [N, classes]: mean and deviation of parts."""
+    """Inception score (Salimans et al. 2016) of class probabilities [N, classes]: mean and deviation over splits."""
     if len(probabilities) < splits:
-        raise ValueError(f"there are {len(probabilities)} pictures; an Inception score in {splits} parts needs more")
+        raise ValueError(f"there are {len(probabilities)} images; an Inception score in {splits} splits needs more")
     scores = []
     for part in probabilities.double().tensor_split(splits):
         mean = part.mean(0, keepdim=True)
-        # Nought times the logarithm of nought is nought.
+        # xlogy defines 0 log 0 as 0.
         scores.append((torch.xlogy(part, part) - torch.xlogy(part, mean)).sum(1).mean().exp())
-    each = torch.stack(scores)
-    return float(each.mean()), float(each.std(correction=0))
+    values = torch.stack(scores)
+    return float(values.mean()), float(values.std(correction=0))
 
 
-def precision_recall(real: Tensor, made: Tensor, neighbours: int = 3, chunk: int = 2048) -> tuple[float, float]:
-    """How many of those made lie among real ones, and the reverse (Kynkaanniemi et al. 2019), of features [N, C]."""
-    if min(len(real), len(made)) <= neighbours:
-        raise ValueError(f"there are {len(real)} and {len(made)} pictures; expected more than {neighbours} of each")
-    return _coverage(made, real, neighbours, chunk), _coverage(real, made, neighbours, chunk)
+def precision_recall(
+    real: Tensor, generated: Tensor, num_neighbors: int = 3, chunk_size: int = 2048
+) -> tuple[float, float]:
+    """Improved precision and recall (Kynkaanniemi et al. 2019) of features [N, C] and [M, C]."""
+    if min(len(real), len(generated)) <= num_neighbors:
+        raise ValueError(
+            f"there are {len(real)} real and {len(generated)} generated images; "
+            f"expected more than {num_neighbors} of each"
+        )
+    precision = _manifold_coverage(generated, real, num_neighbors, chunk_size)
+    return precision, _manifold_coverage(real, generated, num_neighbors, chunk_size)
 
 
-def _coverage(points: Tensor, others: Tensor, neighbours: int, chunk: int) -> float:
-    """How many points are nearer to some other than that is to its own k-th neighbour."""
-    others, points = others.float(), points.float()
-    # The nearest of all is each itself.
-    radii = torch.cat([torch.cdist(x, others).kthvalue(neighbours + 1).values for x in torch.split(others, chunk)])
-    inside = [(torch.cdist(x, others) <= radii).any(1) for x in torch.split(points, chunk)]
+def _manifold_coverage(points: Tensor, manifold: Tensor, num_neighbors: int, chunk_size: int) -> float:
+    """Share of points within the k-nearest-neighbor radius of at least one point of the manifold."""
+    manifold, points = manifold.float(), points.float()
+    # The nearest neighbor of a point within its own set is the point itself.
+    chunks = torch.split(manifold, chunk_size)
+    radii = torch.cat([torch.cdist(x, manifold).kthvalue(num_neighbors + 1).values for x in chunks])
+    inside = [(torch.cdist(x, manifold) <= radii).any(1) for x in torch.split(points, chunk_size)]
     return float(torch.cat(inside).float().mean())
 
 
-def frechet_distance_from_moments(
-    mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor
-) -> float:
-    """The same distance as `frechet`, of means [C] and covariances [C, C] that are known."""
-    apart = (mean.double() - other_mean.double()).square().sum()
-    first, second = covariance.double(), other_covariance.double()
-    root = _matrix_sqrt(first)
-    # The eigenvalues of AB are those of A^1/2 B A^1/2, which is symmetric, so nothing complex can come of rounding.
-    shared = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
-    return float((apart + first.trace() + second.trace() - 2 * shared).clamp(min=0))
+def bootstrap_interval(values: Tensor, draws: int = BOOTSTRAP_DRAWS, seed: int = 0) -> IntervalDict:
+    """Mean of values [P], one per prompt, with the 95 % bootstrap interval over prompts."""
+    return _interval(values.mean(), bootstrap_means(values, draws, seed), len(values))
+
+
+def bootstrap_overall(by_tag: Sequence[Tensor], draws: int = BOOTSTRAP_DRAWS, seed: int = 0) -> IntervalDict:
+    """Unweighted mean over tags, as GenEval's overall score, with prompts resampled within each tag."""
+    mean = torch.stack([values.mean() for values in by_tag]).mean()
+    means = torch.stack([bootstrap_means(values, draws, seed + i) for i, values in enumerate(by_tag)]).mean(0)
+    return _interval(mean, means, sum(map(len, by_tag)))
+
+
+def bootstrap_means(values: Tensor, draws: int, seed: int) -> Tensor:
+    """Means [draws] of values [P] resampled with replacement."""
+    generator = torch.Generator().manual_seed(seed)
+    return values[torch.randint(len(values), (draws, len(values)), generator=generator)].mean(1)
+
+
+def _interval(mean: Tensor, means: Tensor, count: int) -> IntervalDict:
+    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=means.dtype)).tolist()
+    return {"mean": mean.item(), "low": low, "high": high, "prompts": count}
+
+
+def summarize_scores(
+    rows: Sequence[Mapping[str, Any]], score_names: Sequence[str]
+) -> dict[str, dict[str, IntervalDict]]:
+    """Return the interval of each score for each tag and `overall`.
+
+    Samples of one prompt are correlated, so their mean counts as one observation.
+    """
+    tags = list(dict.fromkeys(row["tag"] for row in rows))
+    summary: dict[str, dict[str, IntervalDict]] = {}
+    for name in score_names:
+        by_tag = [_mean_by_prompt([row for row in rows if row["tag"] == tag], name) for tag in tags]
+        summary[name] = {tag: bootstrap_interval(values) for tag, values in zip(tags, by_tag, strict=True)}
+        summary[name]["overall"] = bootstrap_overall(by_tag)
+    return summary
+
+
+def _mean_by_prompt(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor:
+    """Mean score of each prompt's samples: [P]."""
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        groups.setdefault(row["index"], []).append(float(row[name]))
+    return torch.tensor([sum(group) / len(group) for group in groups.values()], dtype=torch.float64)

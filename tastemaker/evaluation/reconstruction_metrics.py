@@ -1,4 +1,4 @@
-"""Reconstruction metrics: PSNR, SSIM, LPIPS and rFID; the last two are skipped if their weights are missing."""
+"""Reconstruction metrics: PSNR, SSIM, LPIPS and rFID. LPIPS and rFID are skipped if their weights are missing."""
 
 from __future__ import annotations
 
@@ -9,82 +9,96 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autoencoders.lpips import SMALLEST, LPIPSDistance, load_lpips
+from ..autoencoders.lpips import MIN_SIZE, LPIPSDistance, load_lpips
 from ..core.registry import ConfigError
 from ..core.types import Placement
+from .feature_extractors import FeatureExtractor, load_feature_extractor
 from .metrics import frechet_distance
-from .reference_statistics import FeatureExtractor, load_feature_extractor
 
-WINDOW = 7  # pixels a side, within which SSIM compares
-SSIM_CONSTANTS = (0.01**2, 0.03**2)  # keep its quotients finite, for pixels from 0 to 1
-MIN_FID_IMAGES = 2048  # features of FID's network: of fewer pictures a distance is far too large
+SSIM_WINDOW = 7  # pixels
+SSIM_CONSTANTS = (0.01**2, 0.03**2)  # C1 and C2 of Wang et al. for pixels in [0, 1]
+MIN_FID_IMAGES = 2048  # number of Inception features; with fewer images the distance is far too large
 
 
 class ReconstructionEvaluator:
-    """Compares pictures with their copies, both rounded to 8 bits as files would hold them."""
+    """Compares images with their reconstructions, both rounded to 8 bits as in image files."""
 
     def __init__(
-        self, lpips: LPIPSDistance | None, seer: FeatureExtractor | None, missing: tuple[str, ...] = ()
+        self, lpips: LPIPSDistance | None, feature_extractor: FeatureExtractor | None, missing: tuple[str, ...] = ()
     ) -> None:
-        self.lpips, self.seer, self.missing = lpips, seer, missing
+        self.lpips, self.feature_extractor, self.missing = lpips, feature_extractor, missing
 
     @classmethod
-    def by(cls, vgg: str, heads: str, inception: Path | None, placement: Placement) -> ReconstructionEvaluator:
-        """With whatever of it there is."""
+    def from_weights(
+        cls, vgg: str, lpips_weights: str, inception: Path | None, placement: Placement
+    ) -> ReconstructionEvaluator:
+        """Load the networks whose weights are available and note which metrics are missing."""
         missing: list[str] = []
-        lpips, seer = None, None
+        lpips, feature_extractor = None, None
         try:
-            lpips = load_lpips(vgg, heads, placement)
+            lpips = load_lpips(vgg, lpips_weights, placement)
         except ConfigError as error:
             missing.append(f"LPIPS was not measured: {error}")
         try:
-            seer = None if inception is None else load_feature_extractor("inception", str(inception), placement)
+            if inception is not None:
+                feature_extractor = load_feature_extractor("inception", str(inception), placement)
         except ConfigError as error:
             missing.append(f"rFID was not measured: {error}")
         if inception is None:
-            missing.append("rFID was not measured: set validation.inception to FID's network")
-        return cls(lpips, seer, tuple(missing))
+            missing.append("rFID was not measured: set validation.inception_weights to FID's network")
+        return cls(lpips, feature_extractor, tuple(missing))
 
     @torch.no_grad()
-    def look(self, pixels: Tensor, made: Tensor) -> dict[str, Tensor]:
-        one, other = (quantize_to_8bit(x) for x in (pixels, made))
-        squares = (one - other).square().flatten(1).mean(1)
-        seen = {"psnr": -10 * squares.clamp(min=1e-10).log10(), "ssim": ssim(one, other)}
-        if self.lpips is not None and min(pixels.shape[-2:]) >= SMALLEST:
+    def measure(self, pixels: Tensor, reconstruction: Tensor) -> dict[str, Tensor]:
+        """Measure images [N, 3, H, W] against their reconstructions: metrics [N] and features [N, C], on the CPU."""
+        original, copy = quantize_to_8bit(pixels), quantize_to_8bit(reconstruction)
+        mse = (original - copy).square().flatten(1).mean(1)
+        measured = {"psnr": -10 * mse.clamp(min=1e-10).log10(), "ssim": ssim(original, copy)}
+        if self.lpips is not None and min(pixels.shape[-2:]) >= MIN_SIZE:
             with torch.autocast(pixels.device.type, enabled=False):
-                seen["lpips"] = self.lpips(other, one).float()
-        if self.seer is not None:
-            seen["pictures"], seen["copies"] = self.seer.look(one)[0], self.seer.look(other)[0]
-        return {name: x.cpu() for name, x in seen.items()}
+                measured["lpips"] = self.lpips(copy, original).float()
+        if self.feature_extractor is not None:
+            measured["pictures"] = self.feature_extractor.extract(original)[0]
+            measured["copies"] = self.feature_extractor.extract(copy)[0]
+        return {name: x.cpu() for name, x in measured.items()}
 
-    def numbers(self, seen: Mapping[str, Tensor]) -> tuple[dict[str, float], tuple[str, ...]]:
-        found = {name: float(seen[name].double().mean()) for name in ("psnr", "ssim", "lpips") if name in seen}
-        missing, count = list(self.missing), len(seen["psnr"])
-        if self.lpips is not None and "lpips" not in seen:
-            missing.append(f"LPIPS was not measured: it needs pictures of {SMALLEST} pixels a side or more")
-        if "copies" in seen and count > 1:
-            found["rfid"] = frechet_distance(seen["copies"], seen["pictures"])
-        if "copies" in seen and count < MIN_FID_IMAGES:
-            missing.append(f"rFID is of {count} pictures and cannot be compared with others'; set validation.rows")
-        return found, tuple(missing)
+    def summarize(self, measured: Mapping[str, Tensor]) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Return means over all images, rFID, and sentences about metrics that are missing or unreliable."""
+        metrics = {
+            name: float(measured[name].double().mean()) for name in ("psnr", "ssim", "lpips") if name in measured
+        }
+        missing, count = list(self.missing), len(measured["psnr"])
+        if self.lpips is not None and "lpips" not in measured:
+            missing.append(f"LPIPS was not measured: it needs images of at least {MIN_SIZE} pixels a side")
+        if "copies" in measured and count > 1:
+            metrics["rfid"] = frechet_distance(measured["copies"], measured["pictures"])
+        if "copies" in measured and count < MIN_FID_IMAGES:
+            missing.append(
+                f"rFID of {count} images cannot be compared with published values; set validation.num_samples"
+            )
+        return metrics, tuple(missing)
 
 
 def quantize_to_8bit(pixels: Tensor) -> Tensor:
     return (pixels.float().clamp(0, 1) * 255).round() / 255
 
 
-def ssim(one: Tensor, other: Tensor) -> Tensor:
-    """SSIM (Wang et al. 2004) of [N, 3, H, W] in [0, 1]: [N]; windows weigh alike, variances are unbiased."""
-    side = min(WINDOW, *one.shape[-2:])
+def ssim(a: Tensor, b: Tensor) -> Tensor:
+    """SSIM (Wang et al. 2004) of images [N, 3, H, W] in [0, 1]: [N]. Uniform windows, unbiased variances."""
+    side = min(SSIM_WINDOW, *a.shape[-2:])
     count = side * side
 
-    def mean(x: Tensor) -> Tensor:
+    def window_mean(x: Tensor) -> Tensor:
         return F.avg_pool2d(x.double(), side, 1)
 
-    first, second = mean(one), mean(other)
-    spread = count / max(count - 1, 1)
-    variances = [spread * (mean(x * x) - m * m) for x, m in ((one.double(), first), (other.double(), second))]
-    shared = spread * (mean(one.double() * other.double()) - first * second)
-    light = (2 * first * second + SSIM_CONSTANTS[0]) / (first.square() + second.square() + SSIM_CONSTANTS[0])
-    found: Tensor = light * (2 * shared + SSIM_CONSTANTS[1]) / (variances[0] + variances[1] + SSIM_CONSTANTS[1])
-    return found.mean((1, 2, 3))
+    mean_a, mean_b = window_mean(a), window_mean(b)
+    correction = count / max(count - 1, 1)
+    variance_a, variance_b = (
+        correction * (window_mean(x * x) - mean * mean) for x, mean in ((a.double(), mean_a), (b.double(), mean_b))
+    )
+    covariance = correction * (window_mean(a.double() * b.double()) - mean_a * mean_b)
+    luminance = (2 * mean_a * mean_b + SSIM_CONSTANTS[0]) / (mean_a.square() + mean_b.square() + SSIM_CONSTANTS[0])
+    similarity: Tensor = (
+        luminance * (2 * covariance + SSIM_CONSTANTS[1]) / (variance_a + variance_b + SSIM_CONSTANTS[1])
+    )
+    return similarity.mean((1, 2, 3))

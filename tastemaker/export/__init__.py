@@ -1,1 +1,1 @@
-"""Trained weights in the layouts that others read."""
+"""Export of trained weights to the layouts that other programs load."""

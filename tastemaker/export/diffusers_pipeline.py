@@ -1,53 +1,186 @@
-"""Write a diffusers pipeline folder: the trained component plus copies of the other components."""
+"""Pipeline folders of diffusers: a trained component with copies of the others, or a class-conditional DiT."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
 from torch import Tensor
 
+from ..config.dump import config_to_dict
+from ..config.load import load_any_config
+from ..config.schema import RunConfig
+from ..config.yaml_io import render_yaml
+from ..core.model_spec import DiffusersConversion, PipelineLayout
 from ..core.registry import ConfigError
-from ..models.pipeline_layout import PipelineLayout
+from ..core.types import Placement
 from ..models.pretrained import select_needed_files
+from ..models.pretrained_autoencoder import load_autoencoder
+from ..processes.gaussian import GaussianProcess
+from ..processes.paths import RectifiedFlow, VariancePreserving
+from ..search.diffusers_scheduler import make_scheduler
+from ..training import checkpoint
+from ..training.run_directory import CONFIG_FILE, RECIPE_FILE
+from .model_card import FOLDER_PLACEHOLDER
+from .weights import CPU_OVERRIDES, choose_weights, load_weights
 
 INDEX_FILE = "model_index.json"
 WEIGHTS_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"
 MAX_SHARD_SIZE = "5GB"
+VAE, SCHEDULER = "vae", "scheduler"
 
 
-def save_component(net: Any, tensors: Mapping[str, Tensor], folder: Path, shard: str = MAX_SHARD_SIZE) -> None:
-    """A network of diffusers: its configuration and tensors, in several files with an index if they are many."""
+def save_component(net: Any, tensors: Mapping[str, Tensor], folder: Path, max_shard_size: str = MAX_SHARD_SIZE) -> None:
+    """Save a diffusers network: its config, and its tensors in one file or in shards with an index."""
     from huggingface_hub import save_torch_state_dict
 
     folder.mkdir(parents=True)
-    told = {key: value for key, value in json.loads(net.to_json_string()).items() if key != "_name_or_path"}
-    (folder / "config.json").write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    save_torch_state_dict(dict(tensors), folder, filename_pattern=WEIGHTS_PATTERN, max_shard_size=shard)
+    config = {key: value for key, value in json.loads(net.to_json_string()).items() if key != "_name_or_path"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    save_torch_state_dict(dict(tensors), folder, filename_pattern=WEIGHTS_PATTERN, max_shard_size=max_shard_size)
 
 
 def copy_other_components(base: Path, layout: PipelineLayout, folder: Path) -> None:
-    """Everything of a pipeline but what was trained."""
+    """Copy the components of a pipeline that were not trained, and its index."""
     try:
         index = json.loads((base / INDEX_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{base} has no readable {INDEX_FILE}, so the pipeline's other parts are unknown; "
+            f"{base} has no readable {INDEX_FILE}, so the pipeline's other components are unknown; "
             "add --bare to leave them out"
         ) from error
-    for part in [name for name, told in index.items() if isinstance(told, list) and name not in layout.parts]:
-        if (base / part).is_dir():
-            _copy(base / part, folder / part)
+    components = [name for name, entry in index.items() if isinstance(entry, list) and name not in layout.components]
+    for component in components:
+        if (base / component).is_dir():
+            _copy_needed_files(base / component, folder / component)
         else:
-            index[part] = [None, None]  # as a filter of pictures may be, which was not fetched
+            index[component] = [None, None]  # such as a safety checker that was not downloaded
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy_needed_files(source: Path, target: Path) -> None:
     names = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
     for name in select_needed_files(names):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target / name)  # what a link of the hub's cache leads to
+        shutil.copyfile(source / name, target / name)  # resolves the links of the hub's cache
+
+
+# DiTs trained from scratch, for which diffusers has a network
+
+
+@dataclass(frozen=True)
+class DitExport:
+    """Which run to export where, and how."""
+
+    run_dir: Path
+    out: Path
+    weights: str = ""  # ema if the run has it, otherwise live
+    dtype: torch.dtype = torch.bfloat16
+    bare: bool = False  # the network only
+    max_shard_size: str = MAX_SHARD_SIZE
+
+
+def is_dit_run(run_dir: Path) -> bool:
+    """Whether a directory is that of a run whose network can be converted to one of diffusers."""
+    file = run_dir / CONFIG_FILE
+    config = load_any_config(file) if file.is_file() else None
+    return isinstance(config, RunConfig) and config.model.converts_to_diffusers
+
+
+def export_dit_pipeline(options: DitExport, console: Console) -> None:
+    """Write a pipeline folder atomically, and print what diffusers computes differently."""
+    import diffusers
+
+    config = load_any_config(options.run_dir / CONFIG_FILE, CPU_OVERRIDES)
+    step_dir = checkpoint.latest_checkpoint(options.run_dir)
+    if step_dir is None or not isinstance(config, RunConfig) or not config.model.converts_to_diffusers:
+        raise ConfigError(f"{options.run_dir} has no checkpoint to export; give the directory of a run")
+    tensors, chosen = choose_weights(load_weights(config, options.run_dir, step_dir), options.weights)
+    conversion = config.model.to_diffusers({key: x.detach().to(options.dtype) for key, x in tensors.items()})
+    partial = options.out.with_name(f".{options.out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with torch.device("meta"):
+        net = getattr(diffusers, conversion.model_class)(**conversion.config)
+    save_component(net, conversion.tensors, partial / conversion.component, options.max_shard_size)
+    notes = [] if options.bare else write_pipeline_components(config, conversion, partial, options.dtype)
+    notes += [conversion.differences] if conversion.differences else []
+    (partial / RECIPE_FILE).write_text(render_recipe(options.run_dir, conversion, partial), encoding="utf-8")
+    (partial / "README.md").write_text(render_dit_card(config, conversion, partial, notes), encoding="utf-8")
+    partial.replace(options.out)
+    console.print(f"{options.out}: {chosen} weights of {step_dir.name}", highlight=False, soft_wrap=True)
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def write_pipeline_components(
+    config: RunConfig, conversion: DiffusersConversion, out: Path, dtype: torch.dtype
+) -> list[str]:
+    """Write scheduler, autoencoder and index as far as diffusers supports them. Returns notes about the rest."""
+    import diffusers
+
+    from ..models.autoencoder_kl import DiffusersVae
+
+    net = load_autoencoder(conversion.autoencoder, Placement()) if conversion.autoencoder else None
+    process = config.process
+    path = process.path if isinstance(process, GaussianProcess) else None
+    if isinstance(path, RectifiedFlow | VariancePreserving):
+        scheduler = "FlowMatchEulerDiscreteScheduler" if isinstance(path, RectifiedFlow) else "DDIMScheduler"
+        make_scheduler(scheduler, path, {}).save_pretrained(out / SCHEDULER)
+    if not isinstance(net, DiffusersVae):
+        codec = f"autoencoder {conversion.autoencoder}" if conversion.autoencoder else "downsampled pixel space"
+        return [f"diffusers does not know the {codec}, so the folder has no {VAE}"]
+    net.std /= conversion.scaling_factor  # pipelines and the exported recipe have both factors as one number
+    shifts_latents = bool(net.mean.any())
+    net.export(out / VAE, dtype)
+    if not isinstance(path, VariancePreserving) or shifts_latents:
+        reason = "the autoencoder shifts latents" if shifts_latents else "the network predicts a flow, not noise"
+        pipeline = conversion.pipeline_class
+        return [f"{reason}, which {pipeline} does not support: load the components one by one, or use tastemaker"]
+    classes = {SCHEDULER: "DDIMScheduler", conversion.component: conversion.model_class, VAE: "AutoencoderKL"}
+    index = {
+        "_class_name": conversion.pipeline_class,
+        "_diffusers_version": diffusers.__version__,
+        **conversion.model_index,
+        **{component: ["diffusers", name] for component, name in classes.items()},
+    }
+    (out / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return []
+
+
+def render_recipe(run_dir: Path, conversion: DiffusersConversion, out: Path) -> str:
+    """Return the run's recipe, changed so that it loads the exported folder."""
+    settings = config_to_dict(load_any_config(run_dir / CONFIG_FILE))
+    model = {**settings["model"], **conversion.spec_fields, "weights": None}
+    model |= {"scaling_factor": 1.0} if (out / VAE).is_dir() else {}
+    return render_yaml({**settings, "model": model, "tuning": {"type": "full"}})
+
+
+def render_dit_card(config: RunConfig, conversion: DiffusersConversion, out: Path, notes: Sequence[str]) -> str:
+    """Return a README that says what the folder holds and how to load it."""
+    if (out / INDEX_FILE).is_file():
+        class_name = conversion.pipeline_class
+        load = f'{class_name}.from_pretrained("{FOLDER_PLACEHOLDER}")'
+    else:
+        class_name = conversion.model_class
+        load = f'{class_name}.from_pretrained("{FOLDER_PLACEHOLDER}", subfolder="{conversion.component}")'
+    lines = [
+        f"# {config.name}",
+        "",
+        f"A `{conversion.model_class}`, trained with tastemaker by the recipe in `{RECIPE_FILE}`.",
+        "",
+        "```python",
+        f"from diffusers import {class_name}",
+        f"model = {load}",
+        "```",
+        "",
+        f"With tastemaker: `tastemaker generate {FOLDER_PLACEHOLDER} -p 0`.",
+        *(f"\n{note[0].upper()}{note[1:]}." for note in notes),
+    ]
+    return "\n".join(lines) + "\n"

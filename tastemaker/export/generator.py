@@ -1,4 +1,4 @@
-"""`tastemaker export --layout`: a published model, trained, in the layouts that diffusers and ComfyUI load."""
+"""`tastemaker export --layout`: a post-trained model in the layouts that diffusers, ComfyUI and its authors load."""
 
 from __future__ import annotations
 
@@ -18,201 +18,215 @@ from ..config.load import load_any_config
 from ..config.registries import MODELS
 from ..config.schema import RunConfig
 from ..core.lora import Lora, LoraWeights
+from ..core.model_spec import PipelineLayout
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..core.weights import Weights
-from ..models.downloads import spec_sources
 from ..models.pipeline_components import TINY
-from ..models.pipeline_layout import HasPipelineLayout, PipelineLayout
-from ..models.pretrained import HasWeightsSources, WeightsSource, find_weights
+from ..models.pretrained import WeightsSource, find_weights
 from ..processes.gaussian import GaussianProcess
 from ..processes.paths import RectifiedFlow
 from ..report.run_record import RunRecord, read_run
 from ..training import checkpoint
-from ..training.resume import CONFIG_FILE, RECIPE_FILE
-from . import diffusers_pipeline, dit_pipeline, lora, usage_snippets
-from .autoencoder import export_autoencoder, is_autoencoder_run
+from ..training.run_directory import CONFIG_FILE, RECIPE_FILE
+from . import diffusers_pipeline, lora
 from .comfyui import WORKFLOWS, ComfyWorkflowSettings
-from .model_card import ModelCardData, render_model_card
+from .model_card import ModelCardData, lora_snippet, pipeline_snippet, render_model_card
+from .weights import choose_checkpoint_snapshot, export_autoencoder, is_autoencoder_run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEFAULT_COMFYUI_STEPS = 25
 
 
 @dataclass(frozen=True)
 class GeneratorExport:
-    """What to write, and how."""
+    """What to export, and how."""
 
-    directory: Path
+    run_dir: Path
     out: Path
     layout: Literal["diffusers", "comfyui", "authors"]
-    weights: str = ""  # the average if there is one
+    weights: str = ""  # ema if the run has it, otherwise live
     dtype: torch.dtype = torch.bfloat16
-    merge: bool = False  # adapters into the weights they adapt
-    bare: bool = False  # leave out what was not trained
-    shard: str = diffusers_pipeline.MAX_SHARD_SIZE
+    merge: bool = False  # merge LoRA adapters into the weights
+    bare: bool = False  # leave out components that were not trained
+    max_shard_size: str = diffusers_pipeline.MAX_SHARD_SIZE
 
 
 @dataclass(frozen=True)
 class TrainedGenerator:
-    """A run's network, loaded."""
+    """The network of a run with the weights of a checkpoint."""
 
     config: RunConfig
     layout: PipelineLayout
-    base: str
-    step: Path
-    name: str  # of the weights
+    base_model: str
+    checkpoint: Path
+    weights_name: str  # live, or the name of a snapshot
     net: Any
     weights: Weights
 
+    def adapters(self, options: GeneratorExport) -> LoraWeights | None:
+        """Return the LoRA adapters if they are to be exported by themselves."""
+        return self.weights if isinstance(self.weights, LoraWeights) and not options.merge else None
 
-def export_generator(order: GeneratorExport, console: Console) -> None:
-    """Write a folder with the weights, the recipe, a card, and a workflow where one is known."""
-    if is_autoencoder_run(order.directory):
-        return export_autoencoder(order.directory, order.out, order.layout, order.weights, order.dtype, console)
-    if order.out.suffix == ".safetensors":
-        raise ConfigError(f"--out: '{order.out}' is named as a file; give a folder, which will hold its page too")
-    if order.out.exists():
-        raise ConfigError(f"--out: {order.out} is there already; name a new folder, or remove it")
-    if dit_pipeline.is_dit_run(order.directory):
-        return export_own_generator(order, console)
-    trained = load_trained_generator(order)
-    partial = order.out.with_name(f".{order.out.name}.partial")
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of the network with LoRA adapters merged."""
+        tensors: Mapping[str, Tensor] = self.net.state_dict()
+        if isinstance(self.weights, LoraWeights):
+            tensors = self.weights.merged()
+        return {key: x.detach().to(dtype) if x.is_floating_point() else x for key, x in tensors.items()}
+
+
+def export_generator(options: GeneratorExport, console: Console) -> None:
+    """Write a folder with weights, recipe, model card and, for ComfyUI, a workflow."""
+    if is_autoencoder_run(options.run_dir):
+        export_autoencoder(options.run_dir, options.out, options.layout, options.weights, options.dtype, console)
+        return
+    if options.out.suffix == ".safetensors":
+        raise ConfigError(f"--out: '{options.out}' is named as a file; give a folder, which also holds a model card")
+    if options.out.exists():
+        raise ConfigError(f"--out: {options.out} exists already; name a new folder, or remove it")
+    if diffusers_pipeline.is_dit_run(options.run_dir):
+        export_own_generator(options, console)
+        return
+    trained = load_trained_generator(options)
+    partial = options.out.with_name(f".{options.out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    use = {"diffusers": write_diffusers, "comfyui": write_comfyui, "authors": write_original_layout}[order.layout](
-        order, trained, partial
+    write = {"diffusers": write_diffusers, "comfyui": write_comfyui, "authors": write_original_layout}[options.layout]
+    usage = write(options, trained, partial)
+    card = collect_card_data(options, trained, read_run(options.run_dir), usage)
+    (partial / "README.md").write_text(render_model_card(card), encoding="utf-8")
+    shutil.copyfile(options.run_dir / CONFIG_FILE, partial / RECIPE_FILE)
+    partial.replace(options.out)
+    size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file()) / 1e6
+    text = f"{options.out}: {trained.weights_name} weights of {trained.checkpoint.name}, {size:.1f} MB"
+    console.print(text, highlight=False)
+
+
+def export_own_generator(options: GeneratorExport, console: Console) -> None:
+    """Export a model trained from scratch whose network diffusers has. LoRA adapters are merged."""
+    if options.layout != "diffusers":
+        raise ConfigError(f"--layout: {options.layout} does not know this model; give diffusers, or leave it out")
+    dit_options = diffusers_pipeline.DitExport(
+        options.run_dir, options.out, options.weights, options.dtype, options.bare, options.max_shard_size
     )
-    record = read_run(order.directory)
-    (partial / "README.md").write_text(render_model_card(card_subject(order, trained, record, use)), encoding="utf-8")
-    shutil.copyfile(order.directory / CONFIG_FILE, partial / RECIPE_FILE)
-    partial.replace(order.out)
-    size = sum(path.stat().st_size for path in order.out.rglob("*") if path.is_file()) / 1e6
-    return console.print(f"{order.out}: {trained.name} weights of {trained.step.name}, {size:.1f} MB", highlight=False)
+    diffusers_pipeline.export_dit_pipeline(dit_options, console)
 
 
-def export_own_generator(order: GeneratorExport, console: Console) -> None:
-    """A generator made here, whose network diffusers alone has; adapters are merged."""
-    if order.layout != "diffusers":
-        raise ConfigError(f"--layout: {order.layout} does not know this model; give diffusers, or leave it out")
-    dit_pipeline.export_dit_pipeline(
-        dit_pipeline.DitExport(order.directory, order.out, order.weights, order.dtype, order.bare, order.shard), console
-    )
-
-
-def load_trained_generator(order: GeneratorExport) -> TrainedGenerator:
-    """The network with the weights asked for; neither the optimizer nor other snapshots are read."""
-    config, spec, layout, step = find_checkpoint(order.directory)
-    adapted = isinstance(config.tuning, Lora)
-    if order.layout != "authors" and not layout.pipeline:
-        raise ConfigError(f"--layout: {order.layout} does not know {type(spec).__name__}; give authors")
-    if order.layout == "comfyui" and not layout.adapters and layout.pipeline:
-        raise ConfigError(f"--layout: ComfyUI's names in {type(spec).__name__} are not known here; give diffusers")
-    if order.merge and not adapted:
+def load_trained_generator(options: GeneratorExport) -> TrainedGenerator:
+    """Load the network with a snapshot of its weights. Optimizer state and other snapshots are not read."""
+    config, layout, step_dir = find_checkpoint(options.run_dir)
+    model_name, is_lora = type(config.model).__name__, isinstance(config.tuning, Lora)
+    if options.layout != "authors" and not layout.pipeline_class:
+        raise ConfigError(f"--layout: {options.layout} does not know {model_name}; give authors")
+    if options.layout == "comfyui" and not layout.comfyui_lora_prefix and layout.pipeline_class:
+        raise ConfigError(f"--layout: ComfyUI's names for {model_name} are unknown; give diffusers")
+    if options.merge and not is_lora:
         raise ConfigError("--merge: this run trained no adapters; leave it out")
-    whole = order.layout == "diffusers" and not order.bare and (order.merge or not adapted)
-    if whole and spec.weights == TINY:
-        raise ConfigError("the run was of small random weights, of which there is no pipeline; add --bare")
-    kept = sorted(path.name.removesuffix(".safetensors") for path in step.glob("snapshots/*"))
-    name = order.weights or ("ema" if "ema" in kept else "live")
-    if name != "live" and name not in kept:
-        raise ConfigError(f"--weights: the run keeps no '{name}' (there are: {', '.join(['live', *kept])})")
-    model = config.model.load(Placement(dtype=order.dtype))
+    needs_pipeline = options.layout == "diffusers" and not options.bare and (options.merge or not is_lora)
+    if needs_pipeline and config.model.weights == TINY:
+        raise ConfigError("the run used small random weights, for which there is no pipeline; add --bare")
+    name = choose_checkpoint_snapshot(options.weights, step_dir)
+    model = config.model.load(Placement(dtype=options.dtype))
     weights = config.tuning.apply(model, ())
-    for p in weights.trainable().values() if isinstance(weights, LoraWeights) else ():
-        p.data = p.data.float()  # multiplied with each other before they are rounded
-    checkpoint.initialize_weights(step, weights, "weights" if name == "live" else f"snapshots/{name}")
-    return TrainedGenerator(config, layout, spec.weights, step, name, model.net, weights)
+    if isinstance(weights, LoraWeights):
+        for p in weights.trainable().values():
+            p.data = p.data.float()  # factors are multiplied before they are rounded
+    checkpoint.initialize_weights(step_dir, weights, "weights" if name == "live" else f"snapshots/{name}")
+    return TrainedGenerator(config, layout, config.model.weights or "", step_dir, name, model.net, weights)
 
 
-def find_checkpoint(directory: Path) -> tuple[RunConfig, HasPipelineLayout, PipelineLayout, Path]:
-    """What a run trained, if others know it, and its last checkpoint."""
-    step = checkpoint.latest(directory)
-    if not (directory / CONFIG_FILE).is_file() or step is None:
-        raise ConfigError(f"{directory} has no checkpoint to export; give the directory of a run")
-    config = load_any_config(directory / CONFIG_FILE)
-    if not isinstance(config, RunConfig) or not isinstance(config.model, HasPipelineLayout):
-        known = ", ".join(name for name in MODELS if isinstance(MODELS.find(name, "model")(), HasPipelineLayout))
-        raise ConfigError(f"--layout: only published models are known to others ({known}); leave it out for your own")
-    return config, config.model, config.model.layout, step
+def find_checkpoint(run_dir: Path) -> tuple[RunConfig, PipelineLayout, Path]:
+    """Return configuration, layout and last checkpoint of a run that trained a published model."""
+    step_dir = checkpoint.latest_checkpoint(run_dir)
+    if not (run_dir / CONFIG_FILE).is_file() or step_dir is None:
+        raise ConfigError(f"{run_dir} has no checkpoint to export; give the directory of a run")
+    config = load_any_config(run_dir / CONFIG_FILE)
+    layout = config.model.layout if isinstance(config, RunConfig) else None
+    if not isinstance(config, RunConfig) or layout is None:
+        known = ", ".join(name for name in MODELS if MODELS.find(name, "model")().layout)
+        raise ConfigError(f"--layout: only published models have one ({known}); leave it out for your own")
+    return config, layout, step_dir
 
 
-def write_diffusers(order: GeneratorExport, trained: TrainedGenerator, out: Path) -> str:
-    """Adapters in one file, or the pipeline's folder; how to load it is returned."""
-    layout, base = trained.layout, trained.base
-    if isinstance(trained.weights, LoraWeights) and not order.merge:
-        lora.write_diffusers_lora(trained.weights, layout, out / lora.DIFFUSERS_LORA_FILE, order.dtype)
-        return usage_snippets.lora_snippet(layout, base, lora.DIFFUSERS_LORA_FILE)
-    if not order.bare:
-        diffusers_pipeline.copy_other_components(find_weights(base, WeightsSource(base)), layout, out)
-    trained_tensors = merged_tensors(order, trained)
-    for name, begins in layout.parts.items():
-        own = {key.removeprefix(begins): x for key, x in trained_tensors.items() if key.startswith(begins)}
-        diffusers_pipeline.save_component(trained.net.get_submodule(begins.rstrip(".")), own, out / name, order.shard)
-    if order.bare:
-        return " ".join(f"The folder `{name}` replaces that of {base}." for name in layout.parts)
-    return usage_snippets.pipeline_snippet(layout)
+def write_diffusers(options: GeneratorExport, trained: TrainedGenerator, out: Path) -> str:
+    """Write LoRA adapters or a pipeline folder for diffusers. Returns the usage for the model card."""
+    layout, base_model, adapters = trained.layout, trained.base_model, trained.adapters(options)
+    if adapters is not None:
+        lora.write_diffusers_lora(adapters, layout, out / lora.DIFFUSERS_LORA_FILE, options.dtype)
+        return lora_snippet(layout, base_model, lora.DIFFUSERS_LORA_FILE)
+    if not options.bare:
+        base_folder = find_weights(base_model, WeightsSource(base_model))
+        diffusers_pipeline.copy_other_components(base_folder, layout, out)
+    tensors = trained.tensors(options.dtype)
+    for component, prefix in layout.components.items():
+        component_tensors = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+        net = trained.net.get_submodule(prefix.rstrip("."))
+        diffusers_pipeline.save_component(net, component_tensors, out / component, options.max_shard_size)
+    if options.bare:
+        return " ".join(f"The folder `{component}` replaces that of {base_model}." for component in layout.components)
+    return pipeline_snippet(layout)
 
 
-def write_comfyui(order: GeneratorExport, trained: TrainedGenerator, out: Path) -> str:
-    """One file, and a workflow that uses it."""
-    alone = isinstance(trained.weights, LoraWeights) and not order.merge
-    file = f"{order.out.name}.safetensors"
-    if alone and isinstance(trained.weights, LoraWeights):
-        lora.write_comfyui_lora(trained.weights, trained.layout, out / file, order.dtype)
+def write_comfyui(options: GeneratorExport, trained: TrainedGenerator, out: Path) -> str:
+    """Write one file for ComfyUI and a workflow that loads it. Returns the usage for the model card."""
+    adapters, file = trained.adapters(options), f"{options.out.name}.safetensors"
+    if adapters is not None:
+        lora.write_comfyui_lora(adapters, trained.layout, out / file, options.dtype)
     else:
-        theirs = trained.layout.authors(merged_tensors(order, trained), trained.net.config)
-        save_file({key: x.contiguous() for key, x in theirs.items()}, out / file, {"format": "pt"})
-    place = f"Put `{file}` into ComfyUI's `models/{'loras' if alone else 'diffusion_models'}`."
-    draw = WORKFLOWS.get(trained.layout.workflow)
-    if draw is None:
-        return place
-    nodes = draw(workflow_job(trained, file, adapters=alone))
+        tensors = trained.layout.to_original(trained.tensors(options.dtype), trained.net.config)
+        save_file({key: x.contiguous() for key, x in tensors.items()}, out / file, {"format": "pt"})
+    folder = "loras" if adapters is not None else "diffusion_models"
+    usage = f"Put `{file}` into ComfyUI's `models/{folder}`."
+    build_workflow = WORKFLOWS.get(trained.layout.comfyui_workflow)
+    if build_workflow is None:
+        return usage
+    nodes = build_workflow(workflow_settings(trained, file, is_lora=adapters is not None))
     (out / "workflow.json").write_text(json.dumps(nodes, indent=1) + "\n", encoding="utf-8")
-    return f"{place} Then open `workflow.json` in ComfyUI; it samples as the run did."
+    return f"{usage} Then open `workflow.json` in ComfyUI; it samples with the settings of the run."
 
 
-def write_original_layout(order: GeneratorExport, trained: TrainedGenerator, out: Path) -> str:
-    """One file under the names of those who made the model, for their own programs."""
-    if isinstance(trained.weights, LoraWeights) and not order.merge:
-        lora.write_original_lora(trained.weights, trained.layout, out / f"{order.out.name}.pt")
-        held = f"`{order.out.name}.pt` holds adapters under the authors' names, of alpha {trained.layout.alpha:g}"
-        beside = f", and those of {', '.join(trained.weights.texts)} beside them" if trained.weights.texts else ""
-        return f"{held}{beside}; `tastemaker generate RECIPE --lora` reads it too."
-    first = trained.net.get_submodule(trained.layout.parts[trained.layout.part].rstrip("."))
-    theirs = trained.layout.authors(merged_tensors(order, trained), first.config)
-    save_file({key: x.contiguous() for key, x in theirs.items()}, out / f"{order.out.name}.safetensors")
-    return f"`{order.out.name}.safetensors` holds the network under its authors' names."
+def write_original_layout(options: GeneratorExport, trained: TrainedGenerator, out: Path) -> str:
+    """Write one file under the names that the model's authors use. Returns the usage for the model card."""
+    layout, adapters = trained.layout, trained.adapters(options)
+    if adapters is not None:
+        file = f"{options.out.name}.pt"
+        lora.write_original_lora(adapters, layout, out / file)
+        encoders = f", including those of {', '.join(adapters.text_encoders)}" if adapters.text_encoders else ""
+        return (
+            f"`{file}` holds LoRA adapters under the authors' names with alpha {layout.original_lora_alpha:g}"
+            f"{encoders}; `tastemaker generate RECIPE --lora` reads it too."
+        )
+    file = f"{options.out.name}.safetensors"
+    net = trained.net.get_submodule(layout.components[layout.component].rstrip("."))
+    tensors = layout.to_original(trained.tensors(options.dtype), net.config)
+    save_file({key: x.contiguous() for key, x in tensors.items()}, out / file)
+    return f"`{file}` holds the network under its authors' names."
 
 
-def workflow_job(trained: TrainedGenerator, file: str, *, adapters: bool) -> ComfyWorkflowSettings:
+def workflow_settings(trained: TrainedGenerator, file: str, *, is_lora: bool) -> ComfyWorkflowSettings:
     spec: Any = trained.config.model
-    process = trained.config.process
-    steps = process.steps if isinstance(process, GaussianProcess) else 25
-    straight = isinstance(process, GaussianProcess) and isinstance(process.path, RectifiedFlow)
-    shift = process.path.shift if straight else 1.0  # type: ignore[attr-defined]  # asked above
-    return ComfyWorkflowSettings(file, adapters, steps, shift, spec.height, spec.width, spec.guidance)
+    num_steps, shift = DEFAULT_COMFYUI_STEPS, 1.0
+    if isinstance(process := trained.config.process, GaussianProcess):
+        num_steps = process.num_steps
+        shift = process.path.shift if isinstance(process.path, RectifiedFlow) else shift
+    return ComfyWorkflowSettings(file, is_lora, num_steps, shift, spec.height, spec.width, spec.guidance_scale)
 
 
-def merged_tensors(order: GeneratorExport, trained: TrainedGenerator) -> dict[str, Tensor]:
-    """Of the whole network, adapters in it."""
-    merged = isinstance(trained.weights, LoraWeights)
-    own: Mapping[str, Tensor] = trained.weights.merged() if merged else trained.net.state_dict()  # type: ignore[attr-defined]
-    return {key: x.detach().to(order.dtype) if x.is_floating_point() else x for key, x in own.items()}
-
-
-def card_subject(order: GeneratorExport, trained: TrainedGenerator, record: RunRecord, use: str) -> ModelCardData:
-    """All that the card tells."""
-    spec, config = trained.config.model, trained.config
-    known = spec.sources if isinstance(spec, HasWeightsSources) else ()
+def collect_card_data(
+    options: GeneratorExport, trained: TrainedGenerator, record: RunRecord, usage: str
+) -> ModelCardData:
+    """Collect what the model card states."""
+    config, sources = trained.config, trained.config.model.sources
     return ModelCardData(
         record=record,
-        base=trained.base,
-        source=known[0] if known else None,
+        base_model=trained.base_model,
+        source=sources[0] if sources else None,
         method=(type(config.objective).__doc__ or "").strip().splitlines()[0],
-        rewards={name: tuple(spec_sources(reward.spec)) for name, reward in config.rewards.items()},
-        step=trained.step.name,
-        weights=trained.name,
-        use=use,
-        adapters=isinstance(trained.weights, LoraWeights) and not order.merge,
+        rewards={name: reward.spec.sources for name, reward in config.rewards.items()},
+        step=trained.checkpoint.name,
+        weights=trained.weights_name,
+        usage=usage,
+        is_lora=trained.adapters(options) is not None,
         frames=config.model.frames,
     )

@@ -1,164 +1,381 @@
-"""Write LoRA files for diffusers, ComfyUI and original layouts, and load them as tunings."""
+"""LoRA files of diffusers, ComfyUI and the original authors: write them, read them, and apply them as tunings."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..core.lora import Lora, LoraWeights, trainable_text_encoders
+from ..core.lora import Lora, LoraWeights
+from ..core.model_spec import PipelineLayout
 from ..core.registry import ConfigError
-from ..core.weights import HasNet, Weights
-from ..models.pipeline_layout import PipelineLayout
-from .lora_reading import (
-    LORA_A,
-    LORA_ALPHA,
-    LORA_B,
-    LORA_DOWN,
-    LORA_UP,
-    METADATA_KEY,
-    PEFT_PREFIX,
-    TEXT_ENCODER_PREFIX,
-    LoraFactors,
-    read_lora,
+from ..core.weights import TrainableModel, Weights
+from ..models.pretrained import (
+    HUB_ID,
+    PICKLE_SUFFIXES,
+    WeightsSource,
+    find_cached,
+    find_weights,
+    load_state_dict,
 )
+from ..models.safe_unpickling import load_pickle
 
 DIFFUSERS_LORA_FILE = "pytorch_lora_weights.safetensors"  # the name diffusers looks for in a folder
+METADATA_KEY = "lora_adapter_metadata"  # where diffusers, and no other program, stores rank and alpha
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+LORA_DOWN, LORA_UP, LORA_ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
+ADAPTABLE_LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
+PEFT_PREFIX = "base_model.model."
+KNOWN_PREFIXES = (PEFT_PREFIX, "transformer.", "unet.", "lora_transformer_", "lora_unet_")
+SECOND_TRANSFORMER_PREFIX = "transformer_2."  # only of pipelines with two transformers
+TEXT_ENCODER_PREFIX = "text_encoder"
+COMFYUI_TEXT_PREFIX = "lora_te"
+LORA_SUFFIXES = (*PICKLE_SUFFIXES, ".safetensors")
+VADER_PREFIX = "zheyangqin/VADER_VideoCrafter_"
+PUBLISHED_LORAS = {  # by the names that VADER uses
+    "huggingface-pickscore": WeightsSource(
+        f"{VADER_PREFIX}PickScore", "vader_videocrafter_pickscore.pt", "20 MB", "MIT"
+    ),
+    "huggingface-hps-aesthetic": WeightsSource(
+        f"{VADER_PREFIX}HPS_Aesthetic", "vader_videocrafter_hps_aesthetic.pt", "10 MB", "MIT"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class LoraFactors:
+    """Adapter of one layer: alpha / rank * up @ down is added to its weight."""
+
+    down: Tensor
+    up: Tensor
+    alpha: float
+
+
+# Tunings
+
+
+@dataclass(frozen=True)
+class LoraFromFile:
+    """The adapters of a file, on the layers, with the rank and with the alpha that the file has."""
+
+    path: Path
+    layout: PipelineLayout | None = field(default=None, repr=False)  # of the model, for the authors' layer names
+    is_adapter: ClassVar[bool] = True
+
+    def apply(self, model: TrainableModel, snapshots: Sequence[str]) -> Weights:
+        adapters, rank, alpha = read_lora(self.path, model, self.layout)
+        tuning = Lora(rank, alpha)
+        net_layers, text_layers = _split_by_network(adapters)
+        encoders = model.enable_text_encoder_training() if text_layers else {}
+        text_encoders = {
+            name: (encoders[name], tuning.config(encoders[name], layers)) for name, layers in text_layers.items()
+        }
+        config = tuning.config(model.net, net_layers) if net_layers else None
+        weights = LoraWeights(model.net, config, snapshots, text_encoders, model.traits)
+        _copy_factors(adapters, weights, 1.0)
+        return weights
+
+
+@dataclass(frozen=True)
+class InitializedLora:
+    """The adapters of a recipe, initialized from a file that has the same layers and rank."""
+
+    tuning: Lora
+    path: Path
+    layout: PipelineLayout | None = field(default=None, repr=False)
+    is_adapter: ClassVar[bool] = True
+
+    def apply(self, model: TrainableModel, snapshots: Sequence[str]) -> Weights:
+        adapters, rank, alpha = read_lora(self.path, model, self.layout)
+        weights = self.tuning.apply(model, snapshots)
+        layers = {key.removesuffix(LORA_A) for key in weights.trainable() if key.endswith(LORA_A)}
+        if rank != self.tuning.rank or layers != set(adapters):
+            raise ConfigError(
+                f"{self.path} has adapters of rank {rank} on {len(adapters)} layers, and tuning asks for rank "
+                f"{self.tuning.rank} on {len(layers)}; set tuning.rank={rank}, tuning.modules={_modules(adapters)}, "
+                "and tuning.target_modules to its layers"
+            )
+        tuning_alpha = 2 * rank if self.tuning.alpha is None else self.tuning.alpha
+        _copy_factors(adapters, weights, alpha / tuning_alpha)
+        for name in weights.snapshot_tensors():
+            weights.update_snapshot(name)
+        return weights
+
+
+def _split_by_network(adapters: Mapping[str, LoraFactors]) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """Return the adapted layers of the network, and those of each text encoder."""
+    text_layers: dict[str, tuple[str, ...]] = {}
+    for layer in adapters:
+        if layer.startswith(TEXT_ENCODER_PREFIX):
+            encoder, _, name = layer.partition(".")
+            text_layers[encoder] = (*text_layers.get(encoder, ()), name)
+    return tuple(layer for layer in adapters if not layer.startswith(TEXT_ENCODER_PREFIX)), text_layers
+
+
+def _modules(adapters: Mapping[str, LoraFactors]) -> str:
+    """Return the value of `tuning.modules` for these adapters."""
+    net_layers, text_layers = _split_by_network(adapters)
+    modules = [*(["backbone"] if net_layers else []), *(["text_encoder"] if text_layers else [])]
+    return f"[{','.join(modules)}]"
+
+
+@torch.no_grad()
+def _copy_factors(adapters: Mapping[str, LoraFactors], weights: Weights, scale: float) -> None:
+    parameters = weights.trainable()
+    for layer, factors in adapters.items():
+        parameters[layer + LORA_A].copy_(factors.down)
+        parameters[layer + LORA_B].copy_(factors.up * scale)
+
+
+# Writing
 
 
 def write_diffusers_lora(weights: LoraWeights, layout: PipelineLayout, path: Path, dtype: torch.dtype) -> None:
-    """With the scale multiplied into the second factor, for not every reader looks for it elsewhere."""
+    """Write adapters for diffusers. The scale is multiplied into B, because not every reader looks at the metadata."""
     rank, scale = weights.config.r, weights.config.lora_alpha / weights.config.r
-    named = {_in_pipeline(key, layout): x for key, x in weights.trainable().items()}
-    tensors = {
-        key: (x.detach().float() * (scale if key.endswith(LORA_B) else 1)).to(dtype).contiguous()
-        for key, x in named.items()
-    }
-    told: dict[str, object] = {}
-    for part in sorted({key.partition(".")[0] for key in tensors}):
-        targets = sorted(key.removesuffix(LORA_A).removeprefix(f"{part}.") for key in tensors if _down_of(key, part))
-        own = {"r": rank, "lora_alpha": rank, "target_modules": targets, "lora_dropout": 0.0, "bias": "none"}
-        told |= {f"{part}.{name}": value for name, value in own.items()}
-    save_file(tensors, path, {"format": "pt", METADATA_KEY: json.dumps(told, sort_keys=True)})
+    tensors = {}
+    for key, x in weights.trainable().items():
+        scaled = x.detach().float() * (scale if key.endswith(LORA_B) else 1)
+        tensors[_pipeline_key(key, layout)] = scaled.to(dtype).contiguous()
+    metadata: dict[str, object] = {}
+    for component in sorted({key.partition(".")[0] for key in tensors}):
+        prefix = f"{component}."
+        targets = sorted(
+            key.removesuffix(LORA_A).removeprefix(prefix)
+            for key in tensors
+            if key.startswith(prefix) and key.endswith(LORA_A)
+        )
+        config = {"r": rank, "lora_alpha": rank, "target_modules": targets, "lora_dropout": 0.0, "bias": "none"}
+        metadata |= {f"{component}.{name}": value for name, value in config.items()}
+    save_file(tensors, path, {"format": "pt", METADATA_KEY: json.dumps(metadata, sort_keys=True)})
 
 
-def _in_pipeline(key: str, layout: PipelineLayout) -> str:
-    """A name after that of the pipeline's part which has the layer."""
+def _pipeline_key(key: str, layout: PipelineLayout) -> str:
+    """Prefix a key with the name of the pipeline's component that has the layer."""
     if key.startswith(TEXT_ENCODER_PREFIX):
         return key
-    part, begins = next((part, begins) for part, begins in layout.parts.items() if key.startswith(begins))
-    return f"{part}.{key.removeprefix(begins)}"
-
-
-def _down_of(key: str, part: str) -> bool:
-    return key.startswith(f"{part}.") and key.endswith(LORA_A)
+    component, prefix = next(item for item in layout.components.items() if key.startswith(item[1]))
+    return f"{component}.{key.removeprefix(prefix)}"
 
 
 def write_comfyui_lora(weights: LoraWeights, layout: PipelineLayout, path: Path, dtype: torch.dtype) -> None:
-    """Down, up and alpha of each layer, whose name has no dots."""
+    """Write adapters for ComfyUI: down, up and alpha of each layer, whose name has underscores for dots."""
     tensors: dict[str, Tensor] = {}
     for key, x in weights.trainable().items():
         layer, _, factor = key.partition(".lora_")
-        name = re.sub(rf"^{TEXT_ENCODER_PREFIX}_?(\d?)\.", lambda told: f"lora_te{told[1] or 1}_", layer).replace(
-            ".", "_"
-        )
-        name = name if layer.startswith(TEXT_ENCODER_PREFIX) else f"{layout.adapters}_{name}"
+        if layer.startswith(TEXT_ENCODER_PREFIX):
+            encoder, _, layer = layer.partition(".")
+            number = encoder.removeprefix(TEXT_ENCODER_PREFIX).removeprefix("_")
+            prefix = f"{COMFYUI_TEXT_PREFIX}{number or 1}"
+        else:
+            prefix = layout.comfyui_lora_prefix
+        name = f"{prefix}_{layer.replace('.', '_')}"
         tensors[name + (LORA_DOWN if factor.startswith("A") else LORA_UP)] = x.detach().to(dtype).contiguous()
         tensors[name + LORA_ALPHA] = torch.tensor(float(weights.config.lora_alpha))
     save_file(tensors, path, {"format": "pt"})
 
 
 def write_original_lora(weights: LoraWeights, layout: PipelineLayout, path: Path) -> None:
-    """As VADER keeps them: peft's names of the authors' layers, for readers who know alpha.
+    """Write adapters as VADER does: peft's names on the authors' layers. Readers must know alpha.
 
-    Where diffusers has no pipeline for them either, those of text encoders go along, named as their folders are.
+    Adapters of text encoders are written only if diffusers has no pipeline for the model, under the names of their
+    folders.
     """
     layers = {key.partition(".lora_")[0] for key in weights.trainable()}
-    own = {layer for layer in layers if not layer.startswith(TEXT_ENCODER_PREFIX)}
-    if layout.layers is None or (layout.pipeline and own != layers):
-        found = "no layout for adapters" if layout.layers is None else "no names for those of text encoders"
-        raise ConfigError(f"--layout: the authors of this network have {found}; give diffusers")
-    theirs = {layer: layer for layer in layers - own}
-    theirs |= {ours: name for name, ours in layout.layers(sorted(own), weights.net).items()}
-    scale, tensors = weights.config.lora_alpha / layout.alpha, {}
+    net_layers = {layer for layer in layers if not layer.startswith(TEXT_ENCODER_PREFIX)}
+    if layout.original_lora_layers is None:
+        raise ConfigError("--layout: the authors of this network have no layout for adapters; give diffusers")
+    if layout.pipeline_class and net_layers != layers:
+        raise ConfigError("--layout: the authors of this network have no names for text encoders; give diffusers")
+    names = {layer: layer for layer in layers - net_layers}
+    names |= {layer: name for name, layer in layout.original_lora_layers(sorted(net_layers), weights.net).items()}
+    scale, tensors = weights.config.lora_alpha / layout.original_lora_alpha, {}
     for key, x in weights.trainable().items():
         layer, dot, factor = key.partition(".lora_")
-        by = scale if factor.startswith("B") else 1.0
-        tensors[f"{PEFT_PREFIX}{theirs[layer]}{dot}{factor}"] = x.detach().float().cpu() * by
+        factor_scale = scale if factor.startswith("B") else 1.0
+        tensors[f"{PEFT_PREFIX}{names[layer]}{dot}{factor}"] = x.detach().float().cpu() * factor_scale
     torch.save(tensors, path)
 
 
-@dataclass(frozen=True)
-class LoraFromFile:
-    """Adapters of a file on the network and its text encoders, as those that would train."""
-
-    path: Path
-    layout: PipelineLayout | None = field(
-        default=None, repr=False
-    )  # of the model, whose authors may name its layers otherwise
-    adapts: ClassVar[bool] = True
-
-    def apply(self, model: HasNet, snapshots: Sequence[str]) -> Weights:
-        found, rank, alpha = read_lora(self.path, model, self.layout)
-        tuning = Lora(rank, alpha)
-        own, words = _divided(found)
-        encoders = trainable_text_encoders(model) if words else {}
-        texts = {name: (encoders[name], tuning.config(encoders[name], layers)) for name, layers in words.items()}
-        weights = LoraWeights(model.net, tuning.config(model.net, own) if own else None, snapshots, texts)
-        _copy(found, weights, 1.0)
-        return weights
+# Reading
 
 
-def _divided(found: Mapping[str, LoraFactors]) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
-    """The layers of the network, and those of each text encoder by its name."""
-    words: dict[str, tuple[str, ...]] = {}
-    for layer in (layer for layer in found if layer.startswith(TEXT_ENCODER_PREFIX)):
-        encoder, _, name = layer.partition(".")
-        words[encoder] = (*words.get(encoder, ()), name)
-    return tuple(layer for layer in found if not layer.startswith(TEXT_ENCODER_PREFIX)), words
+def read_lora(
+    path: Path, model: TrainableModel, layout: PipelineLayout | None
+) -> tuple[dict[str, LoraFactors], int, float]:
+    """Read the adapters of a file in any layout. Returns them by the model's layer names, with rank and alpha."""
+    data = load_pickle(path) if path.suffix in PICKLE_SUFFIXES else None
+    if isinstance(data, list):
+        adapters = match_unnamed_factors(data, model.net, path)
+    else:
+        tensors = load_state_dict(path)
+        encoders = model.enable_text_encoder_training() if adapts_text_encoder(tensors) else {}
+        adapters = match_layers(tensors, LoraLayerNames.from_model(model.net, encoders, layout), path)
+    shapes = {(len(factors.down), factors.alpha) for factors in adapters.values()}
+    if len(shapes) > 1:
+        raise ConfigError(f"{path} has adapters of several ranks or alphas; expected one for all layers")
+    return adapters, *shapes.pop()
 
 
 @dataclass(frozen=True)
-class LoraContinued:
-    """Adapters as a recipe asks for them, which begin as those of a file are."""
+class LoraLayerNames:
+    """The layers of a model, by all names that files use for them."""
 
-    tuning: Lora
-    path: Path
-    layout: PipelineLayout | None = field(default=None, repr=False)
-    adapts: ClassVar[bool] = True
+    names: Mapping[str, str]
+    original_names: Mapping[str, str]  # the authors' names, of the network only
+    component: str  # name of the network in a pipeline
+    original_alpha: float | None  # alpha of adapters under the authors' names
 
-    def apply(self, model: HasNet, snapshots: Sequence[str]) -> Weights:
-        found, rank, alpha = read_lora(self.path, model, self.layout)
-        weights = self.tuning.apply(model, snapshots)
-        own = {key.removesuffix(LORA_A) for key in weights.trainable() if key.endswith(LORA_A)}
-        if rank != self.tuning.rank or own != set(found):
-            raise ConfigError(
-                f"{self.path} has adapters of rank {rank} on {len(found)} layers, and tuning asks for rank "
-                f"{self.tuning.rank} on {len(own)}; set tuning.rank={rank}, tuning.adapt={_adapts(found)}, and "
-                f"tuning.targets to its layers"
-            )
-        _copy(found, weights, alpha / (2 * rank if self.tuning.alpha is None else self.tuning.alpha))
-        for name in weights.stored():
-            weights.blend(name)
-        return weights
+    @classmethod
+    def from_model(
+        cls, net: nn.Module, encoders: Mapping[str, nn.Module], layout: PipelineLayout | None
+    ) -> LoraLayerNames:
+        layers = _adaptable_layers(net)
+        names = {name: name for name in layers} | {name.replace(".", "_"): name for name in layers}
+        for encoder_name, encoder in encoders.items():
+            names |= _text_encoder_names(encoder_name, _adaptable_layers(encoder))
+        if layout is None:
+            return cls(names, {}, "", None)
+        for component, prefix in layout.components.items():
+            names |= {f"{component}.{name.removeprefix(prefix)}": name for name in layers if name.startswith(prefix)}
+        if layout.original_lora_layers is None:
+            return cls(names, {}, layout.component, None)
+        return cls(names, layout.original_lora_layers(layers, net), layout.component, layout.original_lora_alpha)
+
+    def find(self, stem: str) -> str | None:
+        """Return the model's name of a layer, given its name in a file."""
+        bare = _without_prefixes(stem)
+        return self.original_names.get(bare) or self.names.get(stem) or self.names.get(bare)
+
+    def default_alpha(self, stem: str, rank: int) -> float:
+        """Return the alpha of an adapter whose file does not contain it."""
+        is_original = _without_prefixes(stem) in self.original_names and not stem.startswith(f"{self.component}.")
+        is_original |= stem.startswith(f"{PEFT_PREFIX}{TEXT_ENCODER_PREFIX}")
+        return self.original_alpha if is_original and self.original_alpha is not None else rank
 
 
-def _adapts(found: Mapping[str, LoraFactors]) -> str:
-    """What a recipe calls that which these adapt."""
-    own, words = _divided(found)
-    return f"[{','.join([*(['net'] if own else []), *(['text'] if words else [])])}]"
+def _adaptable_layers(net: nn.Module) -> list[str]:
+    return [name for name, module in net.named_modules() if isinstance(module, ADAPTABLE_LAYERS)]
 
 
-@torch.no_grad()
-def _copy(found: Mapping[str, LoraFactors], weights: Weights, scale: float) -> None:
-    own = weights.trainable()
-    for layer, factors in found.items():
-        own[layer + LORA_A].copy_(factors.down)
-        own[layer + LORA_B].copy_(factors.up * scale)
+def _text_encoder_names(encoder: str, layers: Sequence[str]) -> dict[str, str]:
+    """Return the names of a text encoder's layers. ComfyUI numbers encoders; the number of the first is optional."""
+    number = encoder.removeprefix(TEXT_ENCODER_PREFIX).removeprefix("_")
+    names = {f"{encoder}.{layer}": f"{encoder}.{layer}" for layer in layers}
+    for prefix in (f"{COMFYUI_TEXT_PREFIX}{number or 1}_", *(() if number else (f"{COMFYUI_TEXT_PREFIX}_",))):
+        names |= {prefix + layer.replace(".", "_"): f"{encoder}.{layer}" for layer in layers}
+    return names
+
+
+def _without_prefixes(name: str) -> str:
+    for prefix in KNOWN_PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def adapts_text_encoder(names: Iterable[str]) -> bool:
+    """Whether any of these adapters is on a text encoder."""
+    return any(
+        re.match(rf"{TEXT_ENCODER_PREFIX}(_\d)?\.|{COMFYUI_TEXT_PREFIX}\d?_", name.removeprefix(PEFT_PREFIX))
+        for name in names
+    )
+
+
+def match_layers(tensors: Mapping[str, Tensor], layers: LoraLayerNames, path: Path) -> dict[str, LoraFactors]:
+    """Return the adapters of a file by the model's layer names."""
+    adapters: dict[str, LoraFactors] = {}
+    for key, down in tensors.items():
+        for down_suffix, up_suffix in ((LORA_A, LORA_B), (LORA_DOWN, LORA_UP)):
+            if key.endswith(down_suffix):
+                stem = key.removesuffix(down_suffix)
+                layer = layers.find(stem)
+                if layer is None:
+                    raise ConfigError(f"{path} adapts '{stem}', which this network does not have; name its base model")
+                alpha = tensors.get(stem + LORA_ALPHA)
+                alpha_value = layers.default_alpha(stem, len(down)) if alpha is None else float(alpha)
+                adapters[layer] = LoraFactors(down, tensors[stem + up_suffix], alpha_value)
+    if not adapters:
+        raise ConfigError(
+            f"{path} holds no adapters; expected tensors such as transformer.X{LORA_A} or lora_unet_X{LORA_DOWN}"
+        )
+    return adapters
+
+
+def match_unnamed_factors(factors: Sequence[Tensor], net: nn.Module, path: Path) -> dict[str, LoraFactors]:
+    """Match the list that VADER saves for ModelScope: up and down of each layer in order, with alpha equal to rank."""
+    layers = {name: module.weight for name, module in net.named_modules() if type(module) in ADAPTABLE_LAYERS}
+    pairs = list(zip(factors[::2], factors[1::2], strict=False))
+    fits = len(factors) == 2 * len(layers) and all(
+        (len(up), down.shape[1:]) == (len(weight), weight.shape[1:])
+        for (up, down), weight in zip(pairs, layers.values(), strict=True)
+    )
+    if not fits:
+        raise ConfigError(
+            f"{path} holds {len(factors)} factors without names, which do not fit this network's {len(layers)} layers "
+            "in order; name its base model, or adapters whose layers are named"
+        )
+    rank = max(len(down) for _, down in pairs)  # narrow layers have a lower rank and are padded with zeros
+    return {
+        layer: LoraFactors(_pad_with_zeros(down, rank, 0), _pad_with_zeros(up, rank, 1), rank)
+        for layer, (up, down) in zip(layers, pairs, strict=True)
+    }
+
+
+def _pad_with_zeros(x: Tensor, size: int, dim: int) -> Tensor:
+    shape = [size - x.shape[dim] if i == dim else length for i, length in enumerate(x.shape)]
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def is_external_lora(path: Path) -> bool:
+    """Whether a file holds adapters in the layout of diffusers, ComfyUI or VADER, and not of a run's checkpoint."""
+    if not path.is_file() or path.suffix not in LORA_SUFFIXES:
+        return False
+    data = load_pickle(path) if path.suffix in PICKLE_SUFFIXES else None
+    if isinstance(data, list):
+        return True
+    prefixes = (*KNOWN_PREFIXES, SECOND_TRANSFORMER_PREFIX, COMFYUI_TEXT_PREFIX)
+    if any(key.startswith(prefixes) and key.endswith((LORA_A, LORA_DOWN)) for key in load_state_dict(path)):
+        return True
+    return path.suffix == ".safetensors" and _has_diffusers_metadata(path)
+
+
+def _has_diffusers_metadata(path: Path) -> bool:
+    """Whether a file has diffusers' metadata: adapters of text encoders have the same names in a run's checkpoint."""
+    with safe_open(path, "pt") as file:
+        return METADATA_KEY in (file.metadata() or {})
+
+
+# Published adapters
+
+
+def find_published_lora(name: str) -> WeightsSource | None:
+    """Return the source of published adapters by VADER's name for them or by their id on the hub."""
+    return next((source for short, source in PUBLISHED_LORAS.items() if name in (short, source.hub, str(source))), None)
+
+
+def resolve_lora_path(path: Path) -> Path:
+    """Return the downloaded file if a path is the name or hub id of published adapters, otherwise the path itself."""
+    name = path.as_posix()
+    source = find_published_lora(name)
+    if path.exists() or not (source or HUB_ID.fullmatch(name)):
+        return path
+    if source is not None:
+        return find_weights(source.hub, source)
+    folder = find_cached(WeightsSource(name))
+    return path if folder is None else _only_lora_file(folder, name)
+
+
+def _only_lora_file(folder: Path, name: str) -> Path:
+    files = sorted(path for path in folder.iterdir() if path.suffix in LORA_SUFFIXES)
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise ConfigError(f"'{name:.200}' should hold one file of adapters and holds {found:.200}; give its path")
+    return files[0]

@@ -1,4 +1,4 @@
-"""Render the model card of exported weights: base model, recipe, scores, license and credits."""
+"""The model card of exported weights: base model, usage, scores, license, credits and recipe."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import yaml
 
-from ..models.pretrained import HUB, WeightsSource
+from ..core.model_spec import PipelineLayout
+from ..models.pretrained import HUB_ID, WeightsSource
 from ..report.run_record import RunRecord
 
-HUB_LICENSES = ("apache-2.0", "mit")  # licences that need no page of their own
-REPORTED_METRICS = ("reward", "guard/")  # how the names of metrics begin that tell how good it is
+HUB_LICENSES = ("apache-2.0", "mit")  # licenses that the hub knows by name
+REPORTED_METRICS = ("reward/", "rewards/", "guard/")  # prefixes of the metrics that measure quality
+FOLDER_PLACEHOLDER = "path/of/this/folder"
 
 
 @dataclass(frozen=True)
@@ -21,111 +23,142 @@ class ModelCardData:
     """Everything a model card states."""
 
     record: RunRecord
-    base: str  # a name on the hub, or a folder
-    source: WeightsSource | None  # what is known of it
+    base_model: str  # id on the hub, or a folder
+    source: WeightsSource | None  # license and origin of the base model, if known
     method: str  # one sentence
-    rewards: Mapping[str, tuple[WeightsSource, ...]]  # what the weights of each come from
+    rewards: Mapping[str, tuple[WeightsSource, ...]]  # sources of the weights of each reward
     step: str
     weights: str
-    use: str  # how, in Markdown
-    adapters: bool
-    frames: int = 1  # of what the model makes
+    usage: str  # Markdown
+    is_lora: bool
+    frames: int = 1  # of a sample
 
 
-def render_model_card(subject: ModelCardData) -> str:
-    """Markdown, headed as the hub reads it."""
-    name = subject.record.name
-    return "\n".join(
-        [
-            "---",
-            yaml.safe_dump(_head(subject), sort_keys=False).rstrip(),
-            "---",
-            f"# {name}",
-            "",
-            f"{'Adapters for' if subject.adapters else 'Trained from'} {_linked(subject.base)} by preference, with the "
-            f"recipe below: the {subject.weights} weights of {subject.step.replace('-', ' ')}.",
-            "",
-            "## Use",
-            subject.use,
-            "",
-            "## Scores",
-            *_scores(subject.record),
-            "",
-            "## Method and credits",
-            *_credits(subject),
-            "",
-            "## Recipe",
-            "```yaml",
-            subject.record.text.rstrip(),
-            "```",
-            "",
-        ]
-    )
+def render_model_card(card: ModelCardData) -> str:
+    """Render a model card as Markdown, with the YAML header that the hub reads."""
+    relation = "LoRA adapters for" if card.is_lora else "Post-trained from"
+    lines = [
+        "---",
+        yaml.safe_dump(_header(card), sort_keys=False).rstrip(),
+        "---",
+        f"# {card.record.name}",
+        "",
+        f"{relation} {_hub_link(card.base_model)}, trained with the recipe below: the {card.weights} weights of "
+        f"{card.step.replace('-', ' ')}.",
+        "",
+        "## Use",
+        card.usage,
+        "",
+        "## Scores",
+        *_score_lines(card.record),
+        "",
+        "## Method and credits",
+        *_credit_lines(card),
+        "",
+        "## Recipe",
+        "```yaml",
+        card.record.config_text.rstrip(),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
 
 
-def _head(subject: ModelCardData) -> dict[str, Any]:
-    known = {"base_model": subject.base} if HUB.fullmatch(subject.base) else {}
-    relation = {"base_model_relation": "adapter" if subject.adapters else "finetune"} if known else {}
-    tags = ["tastemaker", *(["lora"] if subject.adapters else [])]
+def _header(card: ModelCardData) -> dict[str, Any]:
+    base = {}
+    if HUB_ID.fullmatch(card.base_model):
+        base = {
+            "base_model": card.base_model,
+            "base_model_relation": "adapter" if card.is_lora else "finetune",
+        }
     return {
-        **known,
-        **relation,
-        **_licence(subject),
-        "pipeline_tag": _task(subject),
+        **base,
+        **_license_fields(card),
+        "pipeline_tag": _pipeline_tag(card),
         "library_name": "diffusers",
-        "tags": tags,
+        "tags": ["tastemaker", *(["lora"] if card.is_lora else [])],
     }
 
 
-def _task(subject: ModelCardData) -> str:
-    """What the weights do, as the hub calls it; a model that is told of an `image` goes on from it."""
-    if subject.frames == 1:
+def _pipeline_tag(card: ModelCardData) -> str:
+    if card.frames == 1:
         return "text-to-image"
-    return "image-to-video" if "image" in (subject.record.config.get("model") or {}) else "text-to-video"
+    has_image_condition = "image" in (card.record.config.get("model") or {})
+    return "image-to-video" if has_image_condition else "text-to-video"
 
 
-def _licence(subject: ModelCardData) -> dict[str, str]:
-    """By the names the hub has for licences, and otherwise by its own."""
-    told = _terms(subject).lower()
-    return (
-        {"license": told}
-        if told in HUB_LICENSES
-        else {"license": "other", "license_name": re.sub(r"[^\w.]+", "-", told)}
-    )
+def _license_fields(card: ModelCardData) -> dict[str, str]:
+    """Return the license by the hub's name for it, or as `other` with its own name."""
+    name = _license_name(card).lower()
+    if name in HUB_LICENSES:
+        return {"license": name}
+    return {"license": "other", "license_name": re.sub(r"[^\w.]+", "-", name)}
 
 
-def _terms(subject: ModelCardData) -> str:
-    return subject.source.licence.removeprefix("under ") if subject.source else "that of the base model"
+def _license_name(card: ModelCardData) -> str:
+    return card.source.license.removeprefix("under ") if card.source else "that of the base model"
 
 
-def _linked(name: str) -> str:
-    return f"[{name}](https://huggingface.co/{name})" if HUB.fullmatch(name) else "a model of one's own"
+def _hub_link(name: str) -> str:
+    return f"[{name}](https://huggingface.co/{name})" if HUB_ID.fullmatch(name) else "a local model"
 
 
-def _scores(record: RunRecord) -> list[str]:
-    rows = [(name, record.curve(name)) for name in record.metrics() if name.startswith(REPORTED_METRICS)]
-    table = [f"| {name} | {curve[0][1]:.4g} | {curve[-1][1]:.4g} |" for name, curve in rows if len(curve) > 1]
-    told = [
-        f"- {name}: " + ", ".join(f"{key} {value:.4g} ({low:.4g} to {high:.4g})" for key, value, low, high in found)
+def _score_lines(record: RunRecord) -> list[str]:
+    curves = [(name, record.curve(name)) for name in record.metric_names() if name.startswith(REPORTED_METRICS)]
+    table = [f"| {name} | {curve[0][1]:.4g} | {curve[-1][1]:.4g} |" for name, curve in curves if len(curve) > 1]
+    evaluations = [
+        f"- {name}: " + ", ".join(f"{key} {mean:.4g} ({low:.4g} to {high:.4g})" for key, mean, low, high in scores)
         for name, report in record.evaluations.items()
-        if (found := _overall(report))
+        if (scores := _overall_scores(report))
     ]
-    if not table and not told:
-        return ["None were measured while it was trained."]
-    head = ["| of the run's own samples | at first | at last |", "|---|---|---|"] if table else []
-    return [*head, *table, *([""] if table and told else []), *told]
+    if not table and not evaluations:
+        return ["No scores were measured during training."]
+    head = ["| metric during training | first | last |", "|---|---|---|"] if table else []
+    return [*head, *table, *([""] if table and evaluations else []), *evaluations]
 
 
-def _overall(report: Mapping[str, Any]) -> Sequence[tuple[str, float, float, float]]:
-    """Each score of an evaluation over all its tags, with the bounds of its interval."""
-    found = {name: table.get("overall", {}) for name, table in report.get("scores", {}).items()}
-    return [(name, x["mean"], x["low"], x["high"]) for name, x in found.items() if {"mean", "low", "high"} <= x.keys()]
+def _overall_scores(report: Mapping[str, Any]) -> Sequence[tuple[str, float, float, float]]:
+    """Return name, mean and interval of each overall score of an evaluation."""
+    scores = {name: table.get("overall", {}) for name, table in report.get("scores", {}).items()}
+    return [(name, x["mean"], x["low"], x["high"]) for name, x in scores.items() if {"mean", "low", "high"} <= x.keys()]
 
 
-def _credits(subject: ModelCardData) -> list[str]:
+def _credit_lines(card: ModelCardData) -> list[str]:
     rewards = [
-        f"- reward `{name}`" + "".join(f", of {_linked(source.hub)} ({source.licence})" for source in sources)
-        for name, sources in subject.rewards.items()
+        f"- reward `{name}`" + "".join(f", {_hub_link(source.hub)} ({source.license})" for source in sources)
+        for name, sources in card.rewards.items()
     ]
-    base = f"- base weights: {_linked(subject.base)}; licence: {_terms(subject)}, which holds for these weights too"
-    return [f"- method: {subject.method}", base, *rewards, "- trained with tastemaker"]
+    license_name = _license_name(card)
+    base = f"- base weights: {_hub_link(card.base_model)}; license: {license_name}, which applies to these weights too"
+    return [f"- method: {card.method}", base, *rewards, "- trained with tastemaker"]
+
+
+# Usage
+
+
+def pipeline_snippet(layout: PipelineLayout) -> str:
+    """Return Python code that loads an exported pipeline folder with diffusers."""
+    return _python_block(layout, [f'pipeline = {layout.pipeline_class}.from_pretrained("{FOLDER_PLACEHOLDER}")'])
+
+
+def lora_snippet(layout: PipelineLayout, base_model: str, file: str) -> str:
+    """Return Python code that loads exported LoRA adapters into their base model.
+
+    Where two components of a pipeline have adapters, diffusers loads them one at a time, all under the name of the
+    first component.
+    """
+    lines = [f'pipeline = {layout.pipeline_class}.from_pretrained("{base_model}")']
+    if not layout.component_prefixes:
+        return _python_block(layout, [*lines, f'pipeline.load_lora_weights("{FOLDER_PLACEHOLDER}")'])
+    lines += [f'tensors = load_file("{FOLDER_PLACEHOLDER}/{file}").items()']
+    for component in layout.components:
+        is_first = component == layout.component
+        renamed = "key" if is_first else f'key.replace("{component}.", "{layout.component}.")'
+        option = "" if is_first else f", load_into_{component}=True"
+        lines += [f'{component} = {{{renamed}: x for key, x in tensors if key.startswith("{component}.")}}']
+        lines += [f'pipeline.load_lora_weights({component}, adapter_name="{component}"{option})']
+    return _python_block(layout, ["from safetensors.torch import load_file", *lines])
+
+
+def _python_block(layout: PipelineLayout, lines: list[str]) -> str:
+    return "\n".join(["```python", f"from diffusers import {layout.pipeline_class}", *lines, "```"])

@@ -1,4 +1,4 @@
-"""Captions as LlamaGen reads them: the features of T5 for each word, the filling before them."""
+"""Caption features of T5 as LlamaGen uses them: [B, L, D] with the padding on the left."""
 
 from __future__ import annotations
 
@@ -9,107 +9,108 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..core.model_spec import EncoderFingerprint
 from ..core.registry import ConfigError
 from ..core.types import Placement, Prompts
-from .cached_text_encoder import text_encoder_digest
+from .component_configs import ComponentConfigs
 from .pipeline_components import TINY, PipelineComponents
 from .pretrained import WeightsSource
-from .text_encoders import CachedTextEncoder, TextEncoder
+from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
 
-T5 = WeightsSource("google/flan-t5-xl", size="11 GB", licence="Apache-2.0")
-FEATURE_SIZE = 2048  # of a word
-SMALL = {"": {"vocab_size": 99, "d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}}
-PUNCTUATION_MAP = str.maketrans(
-    "\u201c\u201d\u2018\u2019\u2013\u2014", "\"\"''--"
-)  # of printers, as typists write them
+T5 = WeightsSource("google/flan-t5-xl", size="11 GB", license="Apache-2.0")
+FEATURE_SIZE = 2048  # of flan-t5-xl
+TINY_CONFIGS: ComponentConfigs = {
+    "": {"vocab_size": 99, "d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+}
+PUNCTUATION_MAP = str.maketrans("\u201c\u201d\u2018\u2019\u2013\u2014", "\"\"''--")  # typographic to ASCII
 LINK = re.compile(r"\b(?:https?://|www\.)\S+")
 
 
 def tiny_feature_size(name: str) -> int | None:
-    """The features of the small random encoder; none of another."""
-    return int(SMALL[""]["d_model"]) if name == TINY else None
+    """Return the feature size of the tiny random encoder; None for any other."""
+    return int(TINY_CONFIGS[""]["d_model"]) if name == TINY else None
 
 
 def clean_caption(caption: str) -> str:
-    """A caption in small letters, without links, marks of HTML and needless space, as the encoder was given them."""
+    """Lowercase a caption and remove links, HTML and repeated spaces, as LlamaGen's training captions were cleaned."""
     text = LINK.sub("", html.unescape(html.unescape(caption)).lower())
     text = re.sub(r"<[^>]{0,200}>", "", text).translate(PUNCTUATION_MAP)
     return " ".join(text.split())
 
 
-class T5CaptionEncoder:
-    """The last features of a T5 encoder, [B, words, features], and which are of words: [B, words]."""
+class T5CaptionEncoder(TextEncoders):
+    """T5's last hidden states, features [B, L, D], and the mask of real tokens, shown [B, L]; padding on the left."""
 
-    def __init__(self, reader: TextEncoder) -> None:
-        self.reader = reader
+    def __init__(self, text_encoder: TextEncoder) -> None:
+        self.text_encoder = text_encoder
 
-    def __call__(self, texts: list[str]) -> dict[str, Tensor]:
-        said = [clean_caption(text) for text in texts]
-        features = self.reader(said, masked=True).last_hidden_state
-        mask = self.reader.tokens(said)["attention_mask"].bool()
-        places = torch.arange(mask.shape[1], device=mask.device)
-        turned = (places + mask.sum(1, keepdim=True)) % mask.shape[1]  # words to the end, filling before them
-        features = features.gather(1, turned[..., None].expand_as(features))
+    @property
+    def text_encoders(self) -> tuple[TextEncoder, ...]:
+        return (self.text_encoder,)
+
+    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
+        captions = [clean_caption(prompt) for prompt in prompts]
+        features = self.text_encoder(captions, use_attention_mask=True).last_hidden_state
+        mask = self.text_encoder.tokenize(captions)["attention_mask"].bool()
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        rotated = (positions + mask.sum(1, keepdim=True)) % mask.shape[1]  # moves padding from the right to the left
+        features = features.gather(1, rotated[..., None].expand_as(features))
         shown = mask.flip(1)
         return {"features": features * shown[..., None], "shown": shown}
 
 
 class CachedCaptionEncoder:
-    """Prompts by their features; none at all by what the network learned for it."""
+    """Caption features by prompt; empty prompts get the embedding that the network learned for them, if it has one."""
 
-    def __init__(self, read: CachedTextEncoder, nothing: Tensor | None) -> None:
-        self.read, self.nothing = read, nothing
-
-    @property
-    def most(self) -> int:
-        return self.read.most
-
-    @most.setter
-    def most(self, most: int) -> None:
-        self.read.most = most
+    def __init__(self, encoder: CachedTextEncoder, null_embedding: Tensor | None) -> None:
+        self.encoder, self.null_embedding = encoder, null_embedding
 
     @property
-    def made_by(self) -> dict[str, str]:
-        return dict(self.read.made_by)
+    def max_cached_prompts(self) -> int:
+        return self.encoder.max_cached_prompts
+
+    @max_cached_prompts.setter
+    def max_cached_prompts(self, count: int) -> None:
+        self.encoder.max_cached_prompts = count
+
+    @property
+    def fingerprint(self) -> EncoderFingerprint:
+        return dict(self.encoder.fingerprint)
 
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]:
-        if self.nothing is None or all(prompt.strip() for prompt in prompts):
-            return self.read(prompts)
-        where, nothing = self.read.placement.device, self.nothing.to(self.read.placement.device)
-        told = iter(zip(*self._told([prompt for prompt in prompts if prompt.strip()]), strict=True))
-        shown = torch.ones(len(nothing), dtype=torch.bool, device=where)
-        rows = [next(told) if prompt.strip() else (nothing, shown) for prompt in prompts]
-        dtype = self.read.placement.dtype
+        captions = [prompt for prompt in prompts if prompt.strip()]
+        if self.null_embedding is None or len(captions) == len(prompts):
+            return self.encoder(prompts)
+        placement = self.encoder.placement
+        null = self.null_embedding.to(placement.device)
+        null_mask = torch.ones(len(null), dtype=torch.bool, device=placement.device)
+        encoded = self.encoder(captions) if captions else {"features": torch.empty(0), "shown": torch.empty(0)}
+        rows = iter(zip(encoded["features"], encoded["shown"], strict=True))
+        pairs = [next(rows) if prompt.strip() else (null, null_mask) for prompt in prompts]
         return {
-            "features": torch.stack([features.to(dtype) for features, _ in rows]),
-            "shown": torch.stack([mask for _, mask in rows]),
+            "features": torch.stack([features.to(placement.dtype) for features, _ in pairs]),
+            "shown": torch.stack([mask for _, mask in pairs]),
         }
-
-    def _told(self, prompts: list[str]) -> tuple[Tensor, ...]:
-        if not prompts:
-            return (torch.empty(0), torch.empty(0))
-        found = self.read(prompts)
-        return found["features"], found["shown"]
 
 
 def build_caption_encoder(
-    name: str, words: int, nothing: Tensor | None, placement: Placement, embeddings: Path | None
+    name: str, max_text_tokens: int, null_embedding: Tensor | None, placement: Placement, embeddings: Path | None
 ) -> CachedCaptionEncoder:
-    """Those that read captions with an encoder, or find them on a shelf, where it need not be here."""
+    """Build a caption encoder from a T5 folder or hub id; with precomputed embeddings, T5 need not be on disk."""
 
-    def kit() -> PipelineComponents:
-        return PipelineComponents(name, T5, SMALL, placement)
+    def components() -> PipelineComponents:
+        return PipelineComponents(name, T5, TINY_CONFIGS, placement)
 
     def load() -> T5CaptionEncoder:
         from transformers import T5EncoderModel
 
-        return T5CaptionEncoder(kit().reader("", T5EncoderModel, "", words))
+        return T5CaptionEncoder(components().load_text_encoder("", T5EncoderModel, "", max_text_tokens))
 
-    made_by = {"model": "llamagen", "words": str(words)}
+    fingerprint = {"model": "llamagen", "words": str(max_text_tokens)}
     try:
-        if digest := text_encoder_digest(kit(), ""):
-            made_by["text_encoder"] = digest
+        if digest := components().text_encoder_digest(""):
+            fingerprint["text_encoder"] = digest
     except ConfigError:
         if embeddings is None:
             raise
-    return CachedCaptionEncoder(CachedTextEncoder(load, placement, made_by, embeddings), nothing)
+    return CachedCaptionEncoder(CachedTextEncoder(load, placement, fingerprint, embeddings), null_embedding)

@@ -1,7 +1,8 @@
-"""CogVideoX 2B and 5B (Zhipu AI 2024): a transformer of clips and words that predicts the velocity in levels."""
+"""CogVideoX 2B and 5B (Yang et al. 2024): a diffusion transformer of video and text tokens that predicts velocity."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,36 +10,56 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..core.policy import Process
+from ..core.model_spec import PipelineLayout
 from ..core.registry import ConfigError
 from ..core.types import Placement
-from ..processes.gaussian import GaussianProcess
-from .cached_text_encoder import build_cached_text_encoder
-from .pipeline_components import TINY, PipelineComponents
-from .pipeline_layout import PipelineLayout, reject_unknown_names
+from .checkpoint_keys import reject_unknown_names
+from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
+from .image_backbone import unet_timestep
+from .pipeline_components import TINY, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
-from .releases import PublishedModel
 from .text_encoders import CachedTextEncoder
-from .unet_common import unet_timestep
 from .video_backbone import (
-    SMALL_T5,
     ConditioningTensors,
+    DecodeFrames,
     FrozenVideoVae,
+    T5PromptEncoder,
     TextTokenCount,
     VideoBackbone,
     VideoCompression,
     VideoSide,
+    VideoSpec,
     check_video_size,
-    encode_with_t5,
+    decode_whole_clip,
+    latents_needed,
 )
-from .video_decoding import cogvideox_decoder
 
-SOURCES = (
-    WeightsSource("zai-org/CogVideoX-2b", size="14 GB", licence="Apache-2.0"),
-    WeightsSource("zai-org/CogVideoX-5b", size="22 GB", licence="CogVideoX licence"),
-)
-COMPRESSION = VideoCompression(channels=16, factor=8, every=4)
-SMALL: dict[str, dict[str, Any]] = {
+COMPRESSION = VideoCompression(channels=16, spatial_ratio=8, temporal_ratio=4)
+COGVIDEOX_2B: ComponentConfigs = {
+    "transformer": {
+        "num_attention_heads": 30,
+        "attention_head_dim": 64,
+        "num_layers": 30,
+        "time_embed_dim": 512,
+        "text_embed_dim": 4096,
+        "max_text_seq_length": 226,
+        "sample_width": 90,
+        "sample_height": 60,
+        "sample_frames": 49,
+    },
+    "vae": {"block_out_channels": (128, 256, 256, 512), "layers_per_block": 3, "latent_channels": 16},
+    "text_encoder": T5_XXL,
+}
+COGVIDEOX_5B: ComponentConfigs = {
+    **COGVIDEOX_2B,
+    "transformer": {
+        **COGVIDEOX_2B["transformer"],
+        "num_attention_heads": 48,
+        "num_layers": 42,
+        "use_rotary_positional_embeddings": True,
+    },
+}
+TINY_CONFIGS: ComponentConfigs = {
     "transformer": {
         "num_attention_heads": 2,
         "attention_head_dim": 16,
@@ -60,43 +81,48 @@ SMALL: dict[str, dict[str, Any]] = {
         "latent_channels": COMPRESSION.channels,
         "layers_per_block": 1,
         "norm_num_groups": 2,
-        "temporal_compression_ratio": COMPRESSION.every,
+        "temporal_compression_ratio": COMPRESSION.temporal_ratio,
     },
-    "text_encoder": SMALL_T5,
+    "text_encoder": TINY_T5,
 }
-COGVIDEOX = PublishedModel(SOURCES, SMALL)
+COGVIDEOX = PublishedModel(
+    (
+        WeightsSource("zai-org/CogVideoX-2b", size="14 GB", license="Apache-2.0"),
+        WeightsSource("zai-org/CogVideoX-5b", size="22 GB", license="CogVideoX licence"),
+    ),
+    TINY_CONFIGS,
+    {"zai-org/CogVideoX-2b": COGVIDEOX_2B, "zai-org/CogVideoX-5b": COGVIDEOX_5B},
+)
 
 
-class CogVideoXPromptEncoder:
-    """What T5 says of every token of a prompt, filling included."""
+class CogVideoXPromptEncoder(T5PromptEncoder):
+    """T5's features of all tokens, padding included: words [B, L, D]."""
 
-    def __init__(self, kit: PipelineComponents, length: int) -> None:
-        from transformers import T5EncoderModel
-
-        self.t5 = kit.reader("text_encoder", T5EncoderModel, "tokenizer", length)
+    def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
+        super().__init__(components, max_text_tokens, use_attention_mask=False)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        return {"words": encode_with_t5(self.t5, prompts, masked=False)["words"]}
+        return {"words": super().__call__(prompts)["words"]}
 
 
 def predict_velocity(
-    places: tuple[Tensor, Tensor] | None, net: nn.Module, x: Tensor, t: Tensor, told: ConditioningTensors
+    rotary: tuple[Tensor, Tensor] | None, net: nn.Module, x: Tensor, t: Tensor, conditioning: ConditioningTensors
 ) -> Tensor:
-    """The velocity alpha noise - sigma clean."""
-    out: Tensor = net(
+    """Return the velocity alpha noise - sigma clean of latents [B, f, C, h, w]."""
+    velocity: Tensor = net(
         hidden_states=x,
-        encoder_hidden_states=told["words"],
+        encoder_hidden_states=conditioning["words"],
         timestep=unet_timestep(t),
-        image_rotary_emb=places,
+        image_rotary_emb=rotary,
         return_dict=False,
     )[0]
-    return out
+    return velocity
 
 
 def rotary_embedding(
     config: Any, shape: tuple[int, int, int, int], placement: Placement
 ) -> tuple[Tensor, Tensor] | None:
-    """Where every token is, as 5B is told; 2B adds it to its latents."""
+    """Return cosines and sines of the rotary positions, which 5B has; 2B adds positions to its latents."""
     if config.patch_size_t is not None:
         raise ConfigError("model.weights is CogVideoX 1.5, which takes frames by twos; expected 2B or 5B of 1.0")
     if not config.use_rotary_positional_embeddings:
@@ -112,48 +138,63 @@ def rotary_embedding(
     return cosine, sine
 
 
-@dataclass(frozen=True)
-class CogVideoX:
-    """CogVideoX from text, which predicts the velocity on levels that end in the dark."""
+def cogvideox_decoder(net: Any) -> DecodeFrames:
+    """Decode in chunks of two latents, as published; the first chunk also holds the odd latent.
 
-    weights: str = SOURCES[0].hub  # a hub id, or a folder in diffusers' layout
+    Chunks are never cut, because norms are computed over a chunk; those after the last needed frame are left out.
+    """
+    chunk_size = net.num_latent_frames_batch_size
+
+    def decode_frames(raw: Tensor, frames: Sequence[int]) -> Tensor:
+        odd = raw.shape[2] % chunk_size
+        chunks = -(-(latents_needed(frames, COMPRESSION.temporal_ratio) - odd) // chunk_size)
+        return decode_whole_clip(net, raw[:, :, : odd + max(chunks, 1) * chunk_size], frames)
+
+    return decode_frames
+
+
+@dataclass(frozen=True)
+class CogVideoXSpec(VideoSpec):
+    """CogVideoX, text to video: predicts velocity, on a noise schedule with zero terminal SNR."""
+
+    weights: str = "zai-org/CogVideoX-2b"  # hub id, or folder in diffusers' layout
     height: VideoSide = 480
     width: VideoSide = 720
-    frames: int = 49  # one more than a multiple of 8, for latents are decoded by twos; 8 a second
-    words: TextTokenCount = 226  # tokens a prompt is cut or filled up to
-    recompute: bool = True  # the decoder in the backward pass
-    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
+    frames: int = 49  # 8 n + 1, because latents are decoded in pairs; at 8 frames per second
+    max_text_tokens: TextTokenCount = 226  # sequence length of prompts, truncated or padded
+    checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
+    embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
-    suits: ClassVar[type[Process]] = GaussianProcess
+    published: ClassVar[PublishedModel] = COGVIDEOX
     layout: ClassVar[PipelineLayout] = PipelineLayout("CogVideoXPipeline", "transformer", "", reject_unknown_names)
 
     def __post_init__(self) -> None:
-        check_video_size(self.frames, self.height, self.width, 2 * COMPRESSION.every, 2 * COMPRESSION.factor)
+        check_video_size(
+            self.frames, self.height, self.width, 2 * COMPRESSION.temporal_ratio, 2 * COMPRESSION.spatial_ratio
+        )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return COMPRESSION.shape(self.frames, self.height, self.width)
 
-    @property
-    def sources(self) -> tuple[WeightsSource, ...]:
-        return COGVIDEOX.sources(self.weights)
-
-    def texts(self, placement: Placement) -> CachedTextEncoder:
-        kit, settings = COGVIDEOX.kit(self.weights, placement, self.seed), {"model": "cogvideox", "words": self.words}
-        return build_cached_text_encoder(
-            kit, lambda: CogVideoXPromptEncoder(kit, self.words), ("text_encoder",), settings, self.embeddings
+    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
+        return components.cache_text_encoders(
+            lambda: CogVideoXPromptEncoder(components, self.max_text_tokens),
+            ("text_encoder",),
+            {"model": "cogvideox", "words": self.max_text_tokens},
+            self.embeddings,
         )
 
     def load(self, placement: Placement) -> VideoBackbone:
         from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
 
-        kit = COGVIDEOX.kit(self.weights, placement, self.seed)
-        net: Any = kit.trained("transformer", CogVideoXTransformer3DModel)
-        vae = kit.frozen("vae", AutoencoderKLCogVideoX, recompute=self.recompute)
-        codec = FrozenVideoVae.of(vae, cogvideox_decoder(vae))
-        asked = partial(predict_velocity, rotary_embedding(net.config, self.shape, placement))
-        return VideoBackbone(net, asked, codec, self.texts(placement), self)
+        components = self.components(placement)
+        net: Any = components.load_trainable("transformer", CogVideoXTransformer3DModel)
+        vae = components.load_frozen("vae", AutoencoderKLCogVideoX, gradient_checkpointing=self.checkpoint_decoder)
+        autoencoder = FrozenVideoVae.from_network(vae, cogvideox_decoder(vae))
+        call = partial(predict_velocity, rotary_embedding(net.config, self.shape, placement))
+        return VideoBackbone(net, call, autoencoder, self.cached_prompt_encoder(components), self)
 
-    def tiny(self) -> CogVideoX:
-        words = min(self.words, 16)
-        return replace(self, weights=TINY, height=32, width=32, frames=9, words=words, embeddings=None)
+    def tiny(self) -> CogVideoXSpec:
+        tokens = min(self.max_text_tokens, 16)
+        return replace(self, weights=TINY, height=32, width=32, frames=9, max_text_tokens=tokens, embeddings=None)

@@ -1,38 +1,57 @@
-"""FLUX.1 dev and schnell (Black Forest Labs 2024), diffusers' parts put together anew."""
+"""FLUX.1 dev and schnell (Black Forest Labs 2024): a flow-matching transformer conditioned by T5 and CLIP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..core.policy import Process
-from ..core.types import Condition, Metadata, Placement, Prompts
-from ..processes.gaussian import GaussianProcess
-from .cached_text_encoder import build_cached_text_encoder
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, PipelineComponents, weight_sources
-from .pipeline_layout import PipelineLayout, flux_from_original, flux_to_original
-from .pretrained import WeightsSource
-from .single_file import read_single_file
-from .text_encoders import CachedTextEncoder
+from ..core.model_spec import PipelineLayout, Tensors
+from ..core.types import Condition, Placement
+from ..core.weights import NetworkTraits
+from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
+from .component_configs import CLIP_L, T5_XXL, VAE, ComponentConfigs
+from .image_backbone import ImageBackbone
+from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, PipelineComponents, PublishedModel, PublishedSpec
+from .pretrained import WeightsSource, read_single_file
+from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
 
-DEV = WeightsSource("black-forest-labs/FLUX.1-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True)
-CHANNELS, FACTOR = 16, 8  # of its autoencoder
+Side = Annotated[int, Field(ge=16, le=8192, multiple_of=16)]
+LATENT_CHANNELS, DOWNSAMPLE_FACTOR = 16, 8
 CLIP_MAX_TOKENS = 77
-FEED_FORWARD_LAYERS = ("net.0.proj", "net.2")
 DEFAULT_LORA_TARGETS = (
     *JOINT_ATTENTION_LAYERS,
-    *(f"{of}.{layer}" for of in ("ff", "ff_context") for layer in FEED_FORWARD_LAYERS),
+    *(f"{stream}.{layer}" for stream in ("ff", "ff_context") for layer in ("net.0.proj", "net.2")),
 )
-SMALL: dict[str, dict[str, Any]] = {
+FLUX_DEV: ComponentConfigs = {
     "transformer": {
-        "in_channels": 4 * CHANNELS,
+        "in_channels": 64,
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 768,
+        "guidance_embeds": True,
+        "axes_dims_rope": (16, 56, 56),
+    },
+    "vae": {**VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159},
+    "text_encoder": CLIP_L,
+    "text_encoder_2": T5_XXL,
+}
+FLUX_SCHNELL: ComponentConfigs = {
+    **FLUX_DEV,
+    "transformer": {**FLUX_DEV["transformer"], "guidance_embeds": False},
+}
+TINY_CONFIGS: ComponentConfigs = {
+    "transformer": {
+        "in_channels": 4 * LATENT_CHANNELS,
         "num_layers": 1,
         "num_single_layers": 1,
         "attention_head_dim": 16,
@@ -46,7 +65,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "down_block_types": ("DownEncoderBlock2D",) * 4,
         "up_block_types": ("UpDecoderBlock2D",) * 4,
         "block_out_channels": (8, 8, 8, 8),
-        "latent_channels": CHANNELS,
+        "latent_channels": LATENT_CHANNELS,
         "norm_num_groups": 4,
         "scaling_factor": 0.3611,
         "shift_factor": 0.1159,
@@ -63,161 +82,199 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "text_encoder_2": {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 2},
 }
-Side = Annotated[int, Field(ge=16, le=8192, multiple_of=16)]
+DEV = WeightsSource("black-forest-labs/FLUX.1-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True)
+FLUX = PublishedModel((DEV,), TINY_CONFIGS, {DEV.hub: FLUX_DEV, "black-forest-labs/FLUX.1-schnell": FLUX_SCHNELL})
+
+DOUBLE, SINGLE = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."
+EMBEDDER_KEYS = (("timestep", "time_in"), ("text", "vector_in"), ("guidance", "guidance_in"))
+MLP_KEYS = (("linear_1", "in_layer"), ("linear_2", "out_layer"))
+KEY_RULES: KeyRules = (
+    *(
+        (rf"time_text_embed\.{ours}_embedder\.{a}\.", f"{theirs}.{b}.")
+        for ours, theirs in EMBEDDER_KEYS
+        for a, b in MLP_KEYS
+    ),
+    (r"context_embedder\.", "txt_in."),
+    (r"x_embedder\.", "img_in."),
+    (rf"{DOUBLE}norm1\.linear\.", r"double_blocks.\1.img_mod.lin."),
+    (rf"{DOUBLE}norm1_context\.linear\.", r"double_blocks.\1.txt_mod.lin."),
+    *((rf"{DOUBLE}attn\.to_{x}\.", r"double_blocks.\1.img_attn.qkv.") for x in "qkv"),
+    *((rf"{DOUBLE}attn\.add_{x}_proj\.", r"double_blocks.\1.txt_attn.qkv.") for x in "qkv"),
+    (rf"{DOUBLE}attn\.norm_q\.weight", r"double_blocks.\1.img_attn.norm.query_norm.scale"),
+    (rf"{DOUBLE}attn\.norm_k\.weight", r"double_blocks.\1.img_attn.norm.key_norm.scale"),
+    (rf"{DOUBLE}attn\.norm_added_q\.weight", r"double_blocks.\1.txt_attn.norm.query_norm.scale"),
+    (rf"{DOUBLE}attn\.norm_added_k\.weight", r"double_blocks.\1.txt_attn.norm.key_norm.scale"),
+    (rf"{DOUBLE}attn\.to_out\.0\.", r"double_blocks.\1.img_attn.proj."),
+    (rf"{DOUBLE}attn\.to_add_out\.", r"double_blocks.\1.txt_attn.proj."),
+    (rf"{DOUBLE}ff\.net\.0\.proj\.", r"double_blocks.\1.img_mlp.0."),
+    (rf"{DOUBLE}ff\.net\.2\.", r"double_blocks.\1.img_mlp.2."),
+    (rf"{DOUBLE}ff_context\.net\.0\.proj\.", r"double_blocks.\1.txt_mlp.0."),
+    (rf"{DOUBLE}ff_context\.net\.2\.", r"double_blocks.\1.txt_mlp.2."),
+    (rf"{SINGLE}norm\.linear\.", r"single_blocks.\1.modulation.lin."),
+    *((rf"{SINGLE}attn\.to_{x}\.", r"single_blocks.\1.linear1.") for x in "qkv"),
+    (rf"{SINGLE}proj_mlp\.", r"single_blocks.\1.linear1."),
+    (rf"{SINGLE}attn\.norm_q\.weight", r"single_blocks.\1.norm.query_norm.scale"),
+    (rf"{SINGLE}attn\.norm_k\.weight", r"single_blocks.\1.norm.key_norm.scale"),
+    (rf"{SINGLE}proj_out\.", r"single_blocks.\1.linear2."),
+    (r"proj_out\.", "final_layer.linear."),
+    (r"norm_out\.linear\.", "final_layer.adaLN_modulation.1."),
+)
 
 
 def pack_latents(x: Tensor) -> Tensor:
-    """[B, C, h, w] as one token a square of four latents: [B, h/2 * w/2, 4 C]."""
+    """Pack latents [B, C, h, w] into one token per 2x2 square: [B, h/2 * w/2, 4 C]."""
     b, c, h, w = x.shape
     return x.reshape(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w // 4, 4 * c)
 
 
 def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
-    """What `pack` packed."""
+    """Undo `pack_latents` for latents of this size: [B, C, h, w]."""
     b, c = len(tokens), tokens.shape[2] // 4
-    whole = tokens.reshape(b, height // 2, width // 2, c, 2, 2)
-    return whole.permute(0, 3, 1, 4, 2, 5).reshape(b, c, height, width)
+    squares = tokens.reshape(b, height // 2, width // 2, c, 2, 2)
+    return squares.permute(0, 3, 1, 4, 2, 5).reshape(b, c, height, width)
 
 
 def latent_image_ids(height: int, width: int) -> Tensor:
-    """Nought, row and column of every token: [h/2 * w/2, 3]."""
+    """Return zero, row and column of every token, as rotary position ids: [h/2 * w/2, 3]."""
     rows, columns = torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij")
     return torch.stack([torch.zeros_like(rows), rows, columns], -1).reshape(-1, 3).float()
 
 
-class FluxPromptEncoder:
-    """What T5 says of every word of a prompt, and CLIP of the whole."""
+class FluxPromptEncoder(TextEncoders):
+    """T5's features: words [B, max_text_tokens, D]; CLIP's pooled output: pooled [B, P]."""
 
-    def __init__(self, kit: PipelineComponents, words: int) -> None:
+    def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
         from transformers import CLIPTextModel, T5EncoderModel
 
-        self.clip = kit.reader("text_encoder", CLIPTextModel, "tokenizer", CLIP_MAX_TOKENS)
-        self.t5 = kit.reader("text_encoder_2", T5EncoderModel, "tokenizer_2", words)
+        self.clip = components.load_text_encoder("text_encoder", CLIPTextModel, "tokenizer", CLIP_MAX_TOKENS)
+        self.t5 = components.load_text_encoder("text_encoder_2", T5EncoderModel, "tokenizer_2", max_text_tokens)
+
+    @property
+    def text_encoders(self) -> tuple[TextEncoder, ...]:
+        return self.clip, self.t5
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         return {"words": self.t5(prompts).last_hidden_state, "pooled": self.clip(prompts).pooler_output}
 
 
-class FluxBackbone:
-    """Denoises [1, 16, h, w] latents, of its own size or any other; its output is the velocity noise - clean."""
+class FluxBackbone(ImageBackbone):
+    """Denoises latents [1, 16, h, w] of any size; the transformer predicts the velocity noise - clean."""
 
-    passes = 1
+    traits = NetworkTraits(lora_targets=DEFAULT_LORA_TARGETS)
 
-    def __init__(self, spec: Flux, placement: Placement, source: WeightsSource = DEV) -> None:
+    def __init__(self, spec: FluxSpec, components: PipelineComponents, source: WeightsSource = DEV) -> None:
         from diffusers import AutoencoderKL, FluxTransformer2DModel
 
-        kit = PipelineComponents(spec.weights, source, SMALL, placement, spec.seed)
-        tensors = (
-            None if spec.transformer is None else to_diffusers_keys(read_single_file(spec.transformer, source), kit)
-        )
-        self.net: nn.Module = kit.trained("transformer", FluxTransformer2DModel, tensors, DEFAULT_LORA_TARGETS)
-        self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
-        self.remembered = spec.texts(placement)
-        self.spec, self.told = spec, bool(kit.config("transformer").get("guidance_embeds"))
+        tensors = None
+        if spec.transformer is not None:
+            tensors = to_diffusers_keys(read_single_file(spec.transformer, source), components)
+        self.net = components.load_trainable("transformer", FluxTransformer2DModel, tensors)
+        self.autoencoder = components.load_vae("vae", AutoencoderKL, gradient_checkpointing=spec.checkpoint_decoder)
+        self.prompt_encoder = spec.cached_prompt_encoder(components)
+        self.spec, self.guidance_embeds = spec, bool(components.config("transformer").get("guidance_embeds"))
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
-        self.places = latent_image_ids(*self.shape[2:]).to(placement.device)
-
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), self.remembered(prompts), tuple(facts))
+        self.img_ids = latent_image_ids(*self.shape[2:]).to(components.placement.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         size = x.shape[3:]
-        where = self.places if size == self.shape[2:] else latent_image_ids(*size).to(x.device)
-        return unpack_latents(self.said(pack_latents(x[:, 0]), where, t, cond), *size)[:, None]
+        img_ids = self.img_ids if size == self.shape[2:] else latent_image_ids(*size).to(x.device)
+        return unpack_latents(self.predict_tokens(pack_latents(x[:, 0]), img_ids, t, cond), *size)[:, None]
 
-    def said(self, tokens: Tensor, places: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        """The velocity of every token: [B, n, 64]."""
-        dtype = next(self.net.parameters()).dtype  # without autocast, all of them must be alike
+    def predict_tokens(self, tokens: Tensor, img_ids: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        """Return the velocity of packed latents [B, n, 64] at positions [n, 3]."""
+        dtype = next(self.net.parameters()).dtype  # without autocast, all inputs need the dtype of the weights
         words, pooled = (cond.tensors[name].to(dtype) for name in ("words", "pooled"))
-        # With it, latents stay exact: the network would round the level to what it is told of them in.
-        exact = torch.is_autocast_enabled(tokens.device.type)
-        out: Tensor = self.net(
-            hidden_states=tokens if exact else tokens.to(dtype),
-            timestep=(t * 1000).floor() / 1000 if self.spec.truncate else t,
-            guidance=self._guidance(t),
+        # With autocast, latents stay in float32: the network casts the timestep to the dtype of its latents.
+        autocast = torch.is_autocast_enabled(tokens.device.type)
+        velocity: Tensor = self.net(
+            hidden_states=tokens if autocast else tokens.to(dtype),
+            timestep=(t * 1000).floor() / 1000 if self.spec.truncate_timesteps else t,
+            guidance=self._guidance_input(t),
             encoder_hidden_states=words,
             pooled_projections=pooled,
-            txt_ids=places.new_zeros(words.shape[1], 3),
-            img_ids=places,
+            txt_ids=img_ids.new_zeros(words.shape[1], 3),
+            img_ids=img_ids,
             return_dict=False,
         )[0]
-        return out
+        return velocity
 
-    def sized(self, height: int, width: int) -> FluxBackbone:
-        other = copy(self)
+    def _guidance_input(self, t: Tensor) -> Tensor | None:
+        """Return the distilled guidance scale, an input of the network; schnell has none."""
+        scale = self.spec.guidance_scale
+        if self.spec.rollout_guidance_scale is not None and not torch.is_grad_enabled():
+            scale = self.spec.rollout_guidance_scale
+        return torch.full_like(t, scale) if self.guidance_embeds else None
+
+    def with_size(self, height: int, width: int) -> Self:
+        other = super().with_size(height, width)
         other.spec = replace(self.spec, height=height, width=width)
-        other.shape, other.pixels = other.spec.shape, (1, 3, height, width)
-        other.places = latent_image_ids(*other.shape[2:]).to(self.places.device)
+        other.img_ids = latent_image_ids(*other.shape[2:]).to(self.img_ids.device)
         return other
 
-    def steered(self, scale: float | None) -> FluxBackbone:
+    def with_guidance_scale(self, scale: float | None) -> Self:
         other = copy(self)
-        other.spec = replace(self.spec, guidance=self.spec.guidance if scale is None else scale, rollout_guidance=None)
+        scale = self.spec.guidance_scale if scale is None else scale
+        other.spec = replace(self.spec, guidance_scale=scale, rollout_guidance_scale=None)
         return other
 
-    def _guidance(self, t: Tensor) -> Tensor | None:
-        """How strongly the prompt counts, which the network was taught to read; schnell was not."""
-        drawn = self.spec.guidance if self.spec.rollout_guidance is None else self.spec.rollout_guidance
-        scale = self.spec.guidance if torch.is_grad_enabled() else drawn
-        return torch.full_like(t, scale) if self.told else None
 
-    def encode(self, pixels: Tensor) -> Tensor:
-        return self.codec.encode(pixels[:, 0])[:, None]
-
-    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        shown = x if frames is None else x[:, list(frames)]
-        pixels = self.codec.decode(shown.flatten(0, 1))
-        return pixels.view(*shown.shape[:2], *pixels.shape[1:])
-
-
-def to_diffusers_keys(tensors: dict[str, Tensor], kit: PipelineComponents) -> dict[str, Tensor]:
-    """The transformer's tensors by diffusers' names, whoever wrote the file."""
+def to_diffusers_keys(tensors: dict[str, Tensor], components: PipelineComponents) -> dict[str, Tensor]:
+    """Return the transformer's tensors with diffusers' keys, whichever layout the file has."""
     if not any(key.startswith("double_blocks.") for key in tensors):
         return tensors
     from diffusers import FluxTransformer2DModel
 
-    return flux_from_original(tensors, kit.shapes("transformer", FluxTransformer2DModel))
+    return flux_from_original(tensors, components.tensor_shapes("transformer", FluxTransformer2DModel))
+
+
+def flux_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Rename a transformer's tensors as Black Forest Labs do."""
+    swapped = {key: swap_scale_shift(x) for key, x in tensors.items() if key.startswith("norm_out.linear.")}
+    return rename_and_concat({**tensors, **swapped}, KEY_RULES)
+
+
+def flux_from_original(tensors: Tensors, shapes: TensorShapes) -> Tensors:
+    """Undo `flux_to_original` for a network of these shapes."""
+    renamed = split_and_rename(tensors, shapes, KEY_RULES)
+    swapped = {key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith("norm_out.linear.")}
+    return {**renamed, **swapped}
 
 
 @dataclass(frozen=True)
-class Flux:
-    """FLUX.1: a flow-matching transformer of 12 billion weights that reads prompts by T5 and CLIP."""
+class FluxSpec(PublishedSpec):
+    """FLUX.1: a flow-matching transformer of 12 billion parameters, conditioned by T5 and CLIP."""
 
-    weights: str = DEV.hub  # hub id or folder in diffusers' layout: dev, schnell or what was made of them
-    transformer: str | None = None  # one safetensors file in its place, in diffusers' or the authors' layout
+    weights: str = DEV.hub  # hub id or folder in diffusers' layout: dev, schnell or a fine-tuned version
+    transformer: str | None = None  # safetensors file with other weights, with diffusers' or the authors' keys
     height: Side = 1024
     width: Side = 1024
-    guidance: float = 3.5  # written into the network, which schnell does not read
-    rollout_guidance: float | None = None  # likewise where no gradient is wanted, if different: 1 in SRPO
-    words: Annotated[int, Field(ge=1, le=512)] = 512  # tokens a prompt is cut or filled up to; 256 for schnell
-    truncate: bool = False  # levels to three digits, as SRPO does
-    recompute: bool = True  # the decoder in the backward pass, for a seventh of its memory
-    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
-    seed: int = 0
+    guidance_scale: float = 3.5  # distilled guidance, an input of the network; schnell has none
+    rollout_guidance_scale: float | None = None  # another scale where no gradient is computed: 1 in SRPO
+    max_text_tokens: Annotated[int, Field(ge=1, le=512)] = 512  # T5's sequence length; 256 for schnell
+    truncate_timesteps: bool = False  # round timesteps down to three digits, as SRPO does
+    checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a seventh of its memory
+    embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
+    seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = GaussianProcess
+    published: ClassVar[PublishedModel] = FLUX
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "FluxPipeline", "transformer", "lora_transformer", flux_to_original, "flux"
     )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
+        return 1, LATENT_CHANNELS, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
 
-    @property
-    def sources(self) -> tuple[WeightsSource, ...]:
-        return weight_sources(self.weights, DEV)
-
-    def texts(self, placement: Placement) -> CachedTextEncoder:
-        kit = PipelineComponents(self.weights, DEV, SMALL, placement, self.seed)
-        settings = {"model": "flux", "words": self.words}
-        parts = ("text_encoder", "text_encoder_2")
-        return build_cached_text_encoder(
-            kit, lambda: FluxPromptEncoder(kit, self.words), parts, settings, self.embeddings
+    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
+        return components.cache_text_encoders(
+            lambda: FluxPromptEncoder(components, self.max_text_tokens),
+            ("text_encoder", "text_encoder_2"),
+            {"model": "flux", "words": self.max_text_tokens},
+            self.embeddings,
         )
 
     def load(self, placement: Placement) -> FluxBackbone:
-        return FluxBackbone(self, placement)
+        return FluxBackbone(self, self.components(placement))
 
-    def tiny(self) -> Flux:
-        return replace(self, weights=TINY, transformer=None, height=32, width=32, words=16, embeddings=None)
+    def tiny(self) -> FluxSpec:
+        return replace(self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=16, embeddings=None)

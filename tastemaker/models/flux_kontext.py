@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext (Black Forest Labs 2025): FLUX that sees a picture beside the prompt, and so can edit it."""
+"""FLUX.1 Kontext (Black Forest Labs 2025): FLUX with a reference image beside the prompt, for image editing."""
 
 from __future__ import annotations
 
@@ -9,49 +9,61 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..core.policy import Process
+from ..core.model_spec import PipelineLayout
+from ..core.policy import Backbone
 from ..core.types import Condition, Metadata, Placement, Prompts
-from ..data.image_io import read_image
-from ..processes.gaussian import GaussianProcess
-from .flux import CHANNELS, FACTOR, Flux, FluxBackbone, Side, pack_latents, unpack_latents
-from .pipeline_components import TINY, weight_sources
-from .pipeline_layout import PipelineLayout, flux_to_original
+from .flux import (
+    DOWNSAMPLE_FACTOR,
+    FLUX_DEV,
+    LATENT_CHANNELS,
+    TINY_CONFIGS,
+    FluxBackbone,
+    FluxSpec,
+    Side,
+    flux_to_original,
+    pack_latents,
+    unpack_latents,
+)
+from .image_backbone import condition_image_key, read_condition_image
+from .pipeline_components import TINY, PipelineComponents, PublishedModel, PublishedSpec
 from .pretrained import WeightsSource
 from .text_encoders import CachedTextEncoder
 
-KONTEXT = WeightsSource(
+SOURCE = WeightsSource(
     "black-forest-labs/FLUX.1-Kontext-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True
 )
+KONTEXT = PublishedModel((SOURCE,), TINY_CONFIGS, {SOURCE.hub: FLUX_DEV})
 
 
-class KontextBackbone:
-    """Denoises [1, 16, h, w] latents beside those of the picture in the fact `image`, which stay as they are.
+class KontextBackbone(Backbone):
+    """Denoises latents [1, 16, h, w] beside the clean latents of the image in a prompt's metadata `image`.
 
-    Where no row has a picture, it draws from the prompt alone, as FLUX does.
+    A batch without images is sampled from the prompts alone, as with FLUX.
     """
 
-    passes = 1
+    forward_passes = 1
 
-    def __init__(self, spec: FluxKontext, placement: Placement) -> None:
-        self._over(FluxBackbone(spec.plain(), placement, KONTEXT))
+    def __init__(self, flux: FluxBackbone) -> None:
+        self._wrap(flux)
 
-    def _over(self, flux: FluxBackbone) -> None:
-        self.flux, self.shape, self.pixels, own = flux, flux.shape, flux.pixels, flux.places
-        given = torch.cat([torch.ones_like(own[:, :1]), own[:, 1:]], 1)  # the same places on another sheet
-        self.places = torch.cat([own, given])
+    def _wrap(self, flux: FluxBackbone) -> None:
+        self.flux, self.traits = flux, flux.traits
+        self.shape, self.pixels = flux.shape, flux.pixels
+        # The reference has the same rows and columns, and 1 in the first component of the position ids.
+        reference_ids = torch.cat([torch.ones_like(flux.img_ids[:, :1]), flux.img_ids[:, 1:]], 1)
+        self.img_ids = torch.cat([flux.img_ids, reference_ids])
 
-    def sized(self, height: int, width: int) -> KontextBackbone:
+    def with_size(self, height: int, width: int) -> KontextBackbone:
         other = copy(self)
-        other._over(self.flux.sized(height, width))
+        other._wrap(self.flux.with_size(height, width))
         return other
 
-    def steered(self, scale: float | None) -> KontextBackbone:
+    def with_guidance_scale(self, scale: float | None) -> KontextBackbone:
         other = copy(self)
-        other._over(self.flux.steered(scale))
+        other._wrap(self.flux.with_guidance_scale(scale))
         return other
 
     @property
@@ -62,36 +74,36 @@ class KontextBackbone:
     def net(self, net: nn.Module) -> None:
         self.flux.net = net
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        cond = self.flux.embed(prompts, facts)
-        shown = [fact.get("image") for fact in facts]
-        if all(image is None for image in shown):
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        cond = self.flux.embed(prompts, metadata)
+        images = [each.get("image") for each in metadata]
+        if all(image is None for image in images):
             return cond
-        known: dict[int | str, Tensor] = {}
-        rows = [self._reference(image, prompt, known) for image, prompt in zip(shown, prompts, strict=True)]
-        return replace(cond, tensors={**cond.tensors, "reference": torch.stack(rows)})
+        encoded: dict[int | str, Tensor] = {}  # each image of a batch is encoded once
+        for image, prompt in zip(images, prompts, strict=True):
+            if (key := condition_image_key(image)) not in encoded:
+                encoded[key] = self._encode_reference(image, prompt)
+        reference = torch.stack([encoded[condition_image_key(image)] for image in images])
+        return replace(cond, tensors={**cond.tensors, "reference": reference})
 
-    def _reference(self, image: object, prompt: str, known: dict[int | str, Tensor]) -> Tensor:
-        """A picture as tokens, each picture of a batch encoded once: [n, 64]."""
-        key = str(image) if isinstance(image, (str, Path)) else id(image)
-        if key not in known:
-            pixels = read_image(Path(image)) if isinstance(image, (str, Path)) else image
-            if not isinstance(pixels, Tensor):
-                raise ValueError(
-                    f"'{prompt:.80}' has no fact 'image', but others have; give a path or pixels [F, 3, H, W] for each "
-                    "prompt, or for none"
-                )
-            seen = resize_and_center_crop(pixels[:1], *self.pixels[2:]).to(self.places.device)
-            known[key] = pack_latents(self.flux.encode(seen[None])[:, 0])[0]
-        return known[key]
+    def _encode_reference(self, image: object, prompt: str) -> Tensor:
+        """Encode an image to packed latents: [n, 64]."""
+        pixels = read_condition_image(image, *self.pixels[2:])
+        if pixels is None:
+            raise ValueError(
+                f"'{prompt:.80}' has no `image` in its metadata, but others have; give a path or pixels [F, 3, H, W] "
+                "for each prompt, or for none"
+            )
+        return pack_latents(self.flux.encode(pixels.to(self.img_ids.device)[None])[:, 0])[0]
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        given = cond.tensors.get("reference")
-        if given is None:
+        reference = cond.tensors.get("reference")
+        if reference is None:
             return self.flux.predict(x, t, cond)
-        own = pack_latents(x[:, 0])
-        out = self.flux.said(torch.cat([own, given.to(own.dtype)], 1), self.places, t, cond)
-        return unpack_latents(out[:, : own.shape[1]], *self.shape[2:])[:, None]
+        tokens = pack_latents(x[:, 0])
+        both = torch.cat([tokens, reference.to(tokens.dtype)], 1)
+        velocity = self.flux.predict_tokens(both, self.img_ids, t, cond)
+        return unpack_latents(velocity[:, : tokens.shape[1]], *self.shape[2:])[:, None]
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.flux.encode(pixels)
@@ -100,66 +112,52 @@ class KontextBackbone:
         return self.flux.decode(x, frames)
 
 
-def resize_and_center_crop(pixels: Tensor, height: int, width: int) -> Tensor:
-    """The middle of pictures [N, 3, H, W] at a size, as much of them as fits."""
-    scale = max(height / pixels.shape[2], width / pixels.shape[3])
-    high, wide = max(height, round(pixels.shape[2] * scale)), max(width, round(pixels.shape[3] * scale))
-    if (high, wide) != tuple(pixels.shape[2:]):
-        pixels = F.interpolate(pixels, (high, wide), mode="bicubic", antialias=True).clamp(0, 1)
-    top, left = (high - height) // 2, (wide - width) // 2
-    return pixels[..., top : top + height, left : left + width]
-
-
 @dataclass(frozen=True)
-class FluxKontext:
-    """FLUX.1 Kontext: edits the picture in the fact `image` (a path), brought to the size of what it makes."""
+class FluxKontextSpec(PublishedSpec):
+    """FLUX.1 Kontext: edits the image in a prompt's metadata `image` (a path), resized to the size of its samples."""
 
-    weights: str = KONTEXT.hub  # hub id or folder in diffusers' layout
-    transformer: str | None = None  # one safetensors file in its place, in diffusers' or the authors' layout
+    weights: str = SOURCE.hub  # hub id or folder in diffusers' layout
+    transformer: str | None = None  # safetensors file with other weights, with diffusers' or the authors' keys
     height: Side = 1024
     width: Side = 1024
-    guidance: float = 2.5  # written into the network
-    rollout_guidance: float | None = None  # likewise where no gradient is wanted, if different
-    words: Annotated[int, Field(ge=1, le=512)] = 512  # tokens a prompt is cut or filled up to
-    truncate: bool = False  # levels to three digits, as SRPO does
-    recompute: bool = True  # the decoder in the backward pass, for a seventh of its memory
-    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
-    seed: int = 0
+    guidance_scale: float = 2.5  # distilled guidance, an input of the network
+    rollout_guidance_scale: float | None = None  # another scale where no gradient is computed
+    max_text_tokens: Annotated[int, Field(ge=1, le=512)] = 512  # T5's sequence length
+    truncate_timesteps: bool = False  # round timesteps down to three digits, as SRPO does
+    checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a seventh of its memory
+    embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
+    seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = GaussianProcess
+    published: ClassVar[PublishedModel] = KONTEXT
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "FluxKontextPipeline", "transformer", "lora_transformer", flux_to_original
     )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
+        return 1, LATENT_CHANNELS, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
 
-    @property
-    def sources(self) -> tuple[WeightsSource, ...]:
-        return weight_sources(self.weights, KONTEXT)
-
-    def plain(self) -> Flux:
-        """The FLUX that it is but for the picture."""
-        return Flux(
+    def to_flux(self) -> FluxSpec:
+        """Return the settings of the FLUX inside: all but the reference image."""
+        return FluxSpec(
             weights=self.weights,
             transformer=self.transformer,
             height=self.height,
             width=self.width,
-            guidance=self.guidance,
-            rollout_guidance=self.rollout_guidance,
-            words=self.words,
-            truncate=self.truncate,
-            recompute=self.recompute,
+            guidance_scale=self.guidance_scale,
+            rollout_guidance_scale=self.rollout_guidance_scale,
+            max_text_tokens=self.max_text_tokens,
+            truncate_timesteps=self.truncate_timesteps,
+            checkpoint_decoder=self.checkpoint_decoder,
             embeddings=self.embeddings,
             seed=self.seed,
         )
 
-    def texts(self, placement: Placement) -> CachedTextEncoder:
-        return self.plain().texts(placement)
+    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
+        return self.to_flux().cached_prompt_encoder(components)
 
     def load(self, placement: Placement) -> KontextBackbone:
-        return KontextBackbone(self, placement)
+        return KontextBackbone(FluxBackbone(self.to_flux(), self.components(placement), SOURCE))
 
-    def tiny(self) -> FluxKontext:
-        return replace(self, weights=TINY, transformer=None, height=32, width=32, words=16, embeddings=None)
+    def tiny(self) -> FluxKontextSpec:
+        return replace(self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=16, embeddings=None)

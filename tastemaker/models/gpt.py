@@ -1,4 +1,4 @@
-"""LlamaGen's transformer as configurations name it: writes the tokens of a picture one after the other."""
+"""A small autoregressive transformer of LlamaGen's architecture (Sun et al. 2024) that generates image tokens."""
 
 from __future__ import annotations
 
@@ -8,122 +8,121 @@ from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.distributions import TokenSampler
 from ..core.guidance import batch_conditions
+from ..core.model_spec import ModelSpec
 from ..core.policy import Guidance, Process, TokenDecoder
-from ..core.types import Condition, Metadata, Placement, Prompts
+from ..core.types import Condition, Placement
+from ..core.weights import NetworkTraits
 from ..playground.captions import VOCABULARY
 from ..processes.autoregressive import AutoregressiveProcess
-from . import playground_prompts, weight_files
-from .nets.decoder_pool import DecoderPool, hidden_states_and_head
-from .nets.gpt import GPT, GPTConfig, KVCache
+from .image_tokenizer import CodebookSize, Count, load_image_tokenizer
+from .nets.cuda_graph_decoder import DecoderPool
+from .nets.gpt import GPT, GPTConfig, KVCache, hidden_states_and_head
 from .nets.token_decoder import DecodeRequest
-from .pretrained import load_weights_into
-from .vq import Codes, Count, load_image_tokenizer
+from .playground_backbone import PlaygroundBackbone, load_network
 
 
-class GptBackbone:
-    """Reads a caption, then writes a square of tokens row by row."""
+class GptBackbone(PlaygroundBackbone):
+    """Predicts image tokens [K] one after the other, row by row, after the words of the prompt."""
 
-    passes = 1
+    traits = NetworkTraits(extra_forward_methods=(GPT.hidden_states.__name__,))
 
-    def __init__(self, spec: Gpt, placement: Placement) -> None:
-        self.device, self.words, self.codes = placement.device, spec.words, spec.codes
-        self.shape, self.pixels = spec.shape, (1, 3, spec.size, spec.size)
-        self.codec = load_image_tokenizer(spec.codec, spec.codes, spec.side, spec.size, placement)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(spec.seed)
-            net = GPT(spec.sizes())
-        if spec.weights:
-            load_weights_into(net, weight_files.read_weights(spec.weights)[0], spec.weights)
-        net.factors = net.factors.to(placement.device)
-        self.net: nn.Module = net.to(placement.device)
-        self.desk = DecoderPool()
-
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return playground_prompts.embed_playground_prompts(prompts, facts, self.words, self.device)
+    def __init__(self, spec: GptSpec, placement: Placement) -> None:
+        self.device, self.max_text_tokens = placement.device, spec.max_text_tokens
+        self.codebook_size = spec.codebook_size
+        self.shape, self.pixels = spec.shape, (1, 3, spec.image_size, spec.image_size)
+        self.autoencoder = load_image_tokenizer(
+            spec.autoencoder, spec.codebook_size, spec.grid_size, spec.image_size, placement
+        )
+        net = load_network(lambda: GPT(spec.network_config()), spec.seed, spec.weights)
+        net.rotary_factors = net.rotary_factors.to(placement.device)
+        self.net = net.to(placement.device)
+        self.decoder_pool = DecoderPool()
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         logits: Tensor
         logits, _ = self.net(x[:, :-1], cond.tensors["words"])
         return logits
 
-    def states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
+    def hidden_states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
         return hidden_states_and_head(self.net, x, cond.tensors["words"])
 
-    def begin(self, cond: Condition) -> KVCache:
+    def init_cache(self, cond: Condition) -> KVCache:
         return ()
 
-    def extend(self, ids: Tensor | None, cache: KVCache, cond: Condition) -> tuple[Tensor, KVCache]:
-        fresh = None if ids is None else ids[:, None]
-        logits, cache = self.net(fresh, cond.tensors["words"] if ids is None else None, cache)
+    def decode_step(self, ids: Tensor | None, cache: KVCache, cond: Condition) -> tuple[Tensor, KVCache]:
+        tokens = None if ids is None else ids[:, None]
+        logits, cache = self.net(tokens, cond.tensors["words"] if ids is None else None, cache)
         return logits[:, -1], cache
 
-    def scribe(
+    def make_decoder(
         self, cond: Condition, uniform: Tensor, choice: TokenSampler, guidance: Guidance | None
     ) -> TokenDecoder | None:
         words = batch_conditions(cond).tensors["words"] if guidance else cond.tensors["words"]
-        return self.desk.scribe(self.net, DecodeRequest(words, None, uniform, choice, guidance))
+        return self.decoder_pool.make_decoder(self.net, DecodeRequest(words, None, uniform, choice, guidance))
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.codec.encode(pixels[:, 0])
+        return self.autoencoder.encode(pixels[:, 0])
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        return self.codec.decode(x)[:, None]
+        return self.autoencoder.decode(x)[:, None]
 
-    def vectors(self, ids: Tensor) -> Tensor:
-        return self.codec.vectors(ids)
+    def token_embeddings(self, ids: Tensor) -> Tensor:
+        return self.autoencoder.token_embeddings(ids)
 
-    def latents(self, pixels: Tensor) -> Tensor:
+    def encode_continuous(self, pixels: Tensor) -> Tensor:
         with torch.autocast(pixels.device.type, enabled=False):
-            return self.codec.latents(pixels[:, 0].float()).flatten(2).transpose(1, 2)
+            return self.autoencoder.encode_continuous(pixels[:, 0].float()).flatten(2).transpose(1, 2)
 
 
 @dataclass(frozen=True)
-class Gpt:
-    """An autoregressive transformer in LlamaGen's layout that reads the words of the playground."""
+class GptSpec(ModelSpec):
+    """An autoregressive transformer over image tokens, conditioned on the playground's words."""
 
-    weights: str | None = None  # a file, a run or a name in the package; at random if not given
-    codec: str | None = "playground/vq"  # likewise; without one, tokens are the colours of cells
-    size: Annotated[int, Field(ge=8, le=1024)] = 64  # pixels a side
-    side: Annotated[int, Field(ge=1, le=128)] = 8  # tokens a side
-    codes: Codes = 2048  # of the codec
+    weights: str | None = None  # file, run, or name of weights in the package; random if not given
+    autoencoder: str | None = "playground/vq"  # likewise; without one, tokens are colors of grid cells
+    image_size: Annotated[int, Field(ge=8, le=1024)] = 64  # pixels per side
+    grid_size: Annotated[int, Field(ge=1, le=128)] = 8  # tokens per side
+    codebook_size: CodebookSize = 2048  # of the autoencoder
     width: Annotated[int, Field(ge=8, le=8192)] = 192
     depth: Count = 6
     heads: Count = 6
-    kv_heads: Count | None = None  # heads of keys and values, as many as of queries if not given
-    words: Annotated[int, Field(ge=1, le=256)] = 16  # tokens a prompt is filled up to
+    kv_heads: Count | None = None  # key and value heads; as many as query heads if not given
+    max_text_tokens: Annotated[int, Field(ge=1, le=256)] = 16  # sequence length of prompts, padded
     seed: int = 0
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = AutoregressiveProcess
+    process_type: ClassVar[type[Process]] = AutoregressiveProcess
 
     def __post_init__(self) -> None:
-        self.sizes()
-        if self.size % self.side:
-            raise ValueError(f"'size' is {self.size}; expected a multiple of 'side', which is {self.side}")
+        self.network_config()
+        if self.image_size % self.grid_size:
+            raise ValueError(
+                f"'image_size' is {self.image_size}; expected a multiple of 'grid_size', which is {self.grid_size}"
+            )
 
-    def sizes(self) -> GPTConfig:
+    def network_config(self) -> GPTConfig:
         return GPTConfig(
             self.width,
             self.depth,
             self.heads,
             self.kv_heads,
-            self.codes,
-            self.side,
-            told="words",
-            prefix=self.words,
+            self.codebook_size,
+            self.grid_size,
+            conditioning="words",
+            prefix_length=self.max_text_tokens,
             vocabulary=len(VOCABULARY),
         )
 
     @property
     def shape(self) -> tuple[int]:
-        return (self.side * self.side,)
+        return (self.grid_size * self.grid_size,)
 
     def load(self, placement: Placement) -> GptBackbone:
         return GptBackbone(self, placement)
 
-    def tiny(self) -> Gpt:
-        small = replace(self, weights=None, codec=None, side=4, codes=64, width=16, depth=1, heads=2)
+    def tiny(self) -> GptSpec:
+        small = replace(self, weights=None, autoencoder=None, grid_size=4, codebook_size=64, width=16, depth=1, heads=2)
         return replace(small, kv_heads=1 if self.kv_heads else None)

@@ -1,7 +1,8 @@
-"""LTX-Video (Lightricks 2024): a small flow-matching transformer of clips that are compressed far."""
+"""LTX-Video (HaCohen et al. 2024): a small flow-matching transformer on highly compressed video latents."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,31 +10,45 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..core.policy import Process
+from ..core.model_spec import PipelineLayout
 from ..core.types import Placement
-from ..processes.gaussian import GaussianProcess
-from .cached_text_encoder import build_cached_text_encoder
-from .pipeline_components import TINY
-from .pipeline_layout import PipelineLayout, reject_unknown_names
+from .checkpoint_keys import reject_unknown_names
+from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
+from .pipeline_components import TINY, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
-from .releases import PublishedModel
 from .text_encoders import CachedTextEncoder
 from .video_backbone import (
-    SMALL_T5,
     ConditioningTensors,
+    DecodeFrames,
     FrozenVideoVae,
     T5PromptEncoder,
     TextTokenCount,
     VideoBackbone,
     VideoCompression,
     VideoSide,
+    VideoSpec,
     check_video_size,
 )
-from .video_decoding import ltx_decoder
 
-SOURCE = WeightsSource("Lightricks/LTX-Video", size="26 GB", licence="LTX-Video Open Weights License")
-COMPRESSION = VideoCompression(channels=128, factor=32, every=8)
-SMALL: dict[str, dict[str, Any]] = {
+COMPRESSION = VideoCompression(channels=128, spatial_ratio=32, temporal_ratio=8)
+CONFIGS: ComponentConfigs = {
+    "transformer": {
+        "num_attention_heads": 32,
+        "attention_head_dim": 64,
+        "cross_attention_dim": 2048,
+        "num_layers": 28,
+        "caption_channels": 4096,
+    },
+    "vae": {
+        "latent_channels": 128,
+        "block_out_channels": (128, 256, 512, 512),
+        "decoder_block_out_channels": (128, 256, 512, 512),
+        "layers_per_block": (4, 3, 3, 3, 4),
+        "decoder_layers_per_block": (4, 3, 3, 3, 4),
+    },
+    "text_encoder": T5_XXL,
+}
+TINY_CONFIGS: ComponentConfigs = {
     "transformer": {
         "num_attention_heads": 2,
         "attention_head_dim": 16,
@@ -47,71 +62,87 @@ SMALL: dict[str, dict[str, Any]] = {
         "layers_per_block": (1, 1, 1, 1, 1),
         "decoder_layers_per_block": (1, 1, 1, 1, 1),
     },
-    "text_encoder": SMALL_T5,
+    "text_encoder": TINY_T5,
 }
-LTX = PublishedModel((SOURCE,), SMALL)
+SOURCE = WeightsSource("Lightricks/LTX-Video", size="26 GB", license="LTX-Video Open Weights License")
+LTX = PublishedModel((SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
 
 
-def predict_velocity(rate: float, net: nn.Module, x: Tensor, t: Tensor, told: ConditioningTensors) -> Tensor:
-    """The velocity noise - clean, of one token a latent."""
+def predict_velocity(fps: float, net: nn.Module, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
+    """Return the velocity noise - clean of latents [B, f, C, h, w], one token per latent."""
     frames, channels, height, width = x.shape[1:]
-    out: Tensor = net(
+    velocity: Tensor = net(
         hidden_states=x.movedim(2, -1).reshape(len(x), -1, channels),
-        encoder_hidden_states=told["words"],
+        encoder_hidden_states=conditioning["words"],
         timestep=1000 * t,
-        encoder_attention_mask=told["seen"],
+        encoder_attention_mask=conditioning["seen"],
         num_frames=frames,
         height=height,
         width=width,
-        rope_interpolation_scale=(COMPRESSION.every / rate, COMPRESSION.factor, COMPRESSION.factor),
+        rope_interpolation_scale=(
+            COMPRESSION.temporal_ratio / fps,
+            COMPRESSION.spatial_ratio,
+            COMPRESSION.spatial_ratio,
+        ),
         return_dict=False,
     )[0]
-    return out.view(len(x), frames, height, width, channels).movedim(-1, 2)
+    return velocity.view(len(x), frames, height, width, channels).movedim(-1, 2)
+
+
+def ltx_decoder(net: Any) -> DecodeFrames:
+    """Decode the whole clip, because the decoder is not causal; later VAEs also take a timestep, which is zero."""
+
+    def decode_frames(raw: Tensor, frames: Sequence[int]) -> Tensor:
+        timestep = raw.new_zeros(len(raw)) if net.config.timestep_conditioning else None
+        pixels: Tensor = net.decode(raw, timestep, return_dict=False)[0]
+        return pixels[:, :, list(frames)]
+
+    return decode_frames
 
 
 @dataclass(frozen=True)
-class Ltx:
-    """LTX-Video, from text: a flow whose levels are shifted by the number of latents and stretched to end at 0.1."""
+class LtxSpec(VideoSpec):
+    """LTX-Video, text to video: a flow whose timestep shift depends on the number of latents and which ends at 0.1."""
 
-    weights: str = SOURCE.hub  # a hub id, or a folder in diffusers' layout
+    weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
     height: VideoSide = 512
     width: VideoSide = 704
-    frames: int = 161  # one more than a multiple of 8
-    rate: float = 25.0  # frames a second, which it is told
-    words: TextTokenCount = 128  # tokens a prompt is cut or filled up to
-    recompute: bool = True  # the decoder in the backward pass
-    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
+    frames: int = 161  # 8 n + 1
+    fps: float = 25.0  # frames per second, an input of the network
+    max_text_tokens: TextTokenCount = 128  # sequence length of prompts, truncated or padded
+    checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
+    embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
-    suits: ClassVar[type[Process]] = GaussianProcess
+    published: ClassVar[PublishedModel] = LTX
     layout: ClassVar[PipelineLayout] = PipelineLayout("LTXPipeline", "transformer", "", reject_unknown_names)
 
     def __post_init__(self) -> None:
-        check_video_size(self.frames, self.height, self.width, COMPRESSION.every, COMPRESSION.factor)
-        if not 0 < self.rate <= 1000:
-            raise ValueError(f"'rate' is {self.rate}; expected frames a second, above 0")
+        check_video_size(self.frames, self.height, self.width, COMPRESSION.temporal_ratio, COMPRESSION.spatial_ratio)
+        if not 0 < self.fps <= 1000:
+            raise ValueError(f"'fps' is {self.fps}; expected frames per second, above 0 and at most 1000")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return COMPRESSION.shape(self.frames, self.height, self.width)
 
-    @property
-    def sources(self) -> tuple[WeightsSource, ...]:
-        return LTX.sources(self.weights)
-
-    def texts(self, placement: Placement) -> CachedTextEncoder:
-        kit, settings = LTX.kit(self.weights, placement, self.seed), {"model": "ltx", "words": self.words}
-        made = partial(T5PromptEncoder, kit, self.words, masked=False)
-        return build_cached_text_encoder(kit, made, ("text_encoder",), settings, self.embeddings)
+    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
+        return components.cache_text_encoders(
+            lambda: T5PromptEncoder(components, self.max_text_tokens, use_attention_mask=False),
+            ("text_encoder",),
+            {"model": "ltx", "words": self.max_text_tokens},
+            self.embeddings,
+        )
 
     def load(self, placement: Placement) -> VideoBackbone:
         from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 
-        kit = LTX.kit(self.weights, placement, self.seed)
-        net = kit.trained("transformer", LTXVideoTransformer3DModel)
-        vae = kit.frozen("vae", AutoencoderKLLTXVideo, recompute=self.recompute)
-        codec = FrozenVideoVae.of(vae, ltx_decoder(vae), vae.latents_mean, vae.latents_std)
-        return VideoBackbone(net, partial(predict_velocity, self.rate), codec, self.texts(placement), self)
+        components = self.components(placement)
+        net = components.load_trainable("transformer", LTXVideoTransformer3DModel)
+        vae = components.load_frozen("vae", AutoencoderKLLTXVideo, gradient_checkpointing=self.checkpoint_decoder)
+        autoencoder = FrozenVideoVae.from_network(vae, ltx_decoder(vae), vae.latents_mean, vae.latents_std)
+        prompt_encoder = self.cached_prompt_encoder(components)
+        return VideoBackbone(net, partial(predict_velocity, self.fps), autoencoder, prompt_encoder, self)
 
-    def tiny(self) -> Ltx:
-        words = min(self.words, 16)
-        return replace(self, weights=TINY, height=32, width=32, frames=9, words=words, embeddings=None)
+    def tiny(self) -> LtxSpec:
+        tokens = min(self.max_text_tokens, 16)
+        return replace(self, weights=TINY, height=32, width=32, frames=9, max_text_tokens=tokens, embeddings=None)

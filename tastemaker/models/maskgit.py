@@ -1,4 +1,4 @@
-"""A masked transformer as configurations name it: reveals the tokens of a picture a few at a time."""
+"""A small masked transformer (MaskGIT, Chang et al. 2022) that reveals image tokens a few at a time."""
 
 from __future__ import annotations
 
@@ -6,83 +6,83 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..core.model_spec import ModelSpec
 from ..core.policy import Process
-from ..core.types import Condition, Metadata, Placement, Prompts
+from ..core.types import Condition, Placement
 from ..playground.captions import VOCABULARY
 from ..processes.masked import MaskedProcess
-from . import playground_prompts, weight_files
+from .image_tokenizer import CodebookSize, Count, load_image_tokenizer
 from .nets.maskgit import MaskGIT, MaskGITConfig
-from .pretrained import load_weights_into
-from .vq import Codes, Count, load_image_tokenizer
+from .playground_backbone import PlaygroundBackbone, load_network
 
 
-class MaskgitBackbone:
-    """Reads a caption and what shows of a square of tokens, and predicts all of them."""
+class MaskgitBackbone(PlaygroundBackbone):
+    """Predicts all image tokens [K] from the words of the prompt and the tokens that are not masked."""
 
-    passes = 1
-
-    def __init__(self, spec: Maskgit, placement: Placement) -> None:
-        self.device, self.words = placement.device, spec.words
-        self.shape, self.pixels = spec.shape, (1, 3, spec.size, spec.size)
-        self.codec = load_image_tokenizer(spec.codec, spec.codes, spec.side, spec.size, placement)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(spec.seed)
-            net = MaskGIT(spec.sizes())
-        if spec.weights:
-            load_weights_into(net, weight_files.read_weights(spec.weights)[0], spec.weights)
-        self.net: nn.Module = net.to(placement.device)
-
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return playground_prompts.embed_playground_prompts(prompts, facts, self.words, self.device)
+    def __init__(self, spec: MaskgitSpec, placement: Placement) -> None:
+        self.device, self.max_text_tokens = placement.device, spec.max_text_tokens
+        self.shape, self.pixels = spec.shape, (1, 3, spec.image_size, spec.image_size)
+        self.autoencoder = load_image_tokenizer(
+            spec.autoencoder, spec.codebook_size, spec.grid_size, spec.image_size, placement
+        )
+        net = load_network(lambda: MaskGIT(spec.network_config()), spec.seed, spec.weights)
+        self.net = net.to(placement.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         logits: Tensor = self.net(x, cond.tensors["words"])
         return logits
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.codec.encode(pixels[:, 0])
+        return self.autoencoder.encode(pixels[:, 0])
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        return self.codec.decode(x.clamp(min=0))[:, None]  # what is still hidden shows as the first code
+        return self.autoencoder.decode(x.clamp(min=0))[:, None]  # masked tokens are shown as the first code
 
 
 @dataclass(frozen=True)
-class Maskgit:
-    """A bidirectional transformer over the tokens of a picture that reads the words of the playground."""
+class MaskgitSpec(ModelSpec):
+    """A bidirectional transformer over image tokens, conditioned on the playground's words."""
 
-    weights: str | None = None  # a file, a run or a name in the package; at random if not given
-    codec: str | None = "playground/vq"  # likewise; without one, tokens are the colours of cells
-    size: Annotated[int, Field(ge=8, le=1024)] = 64  # pixels a side
-    side: Annotated[int, Field(ge=1, le=128)] = 8  # tokens a side
-    codes: Codes = 2048  # of the codec
+    weights: str | None = None  # file, run, or name of weights in the package; random if not given
+    autoencoder: str | None = "playground/vq"  # likewise; without one, tokens are colors of grid cells
+    image_size: Annotated[int, Field(ge=8, le=1024)] = 64  # pixels per side
+    grid_size: Annotated[int, Field(ge=1, le=128)] = 8  # tokens per side
+    codebook_size: CodebookSize = 2048  # of the autoencoder
     width: Annotated[int, Field(ge=8, le=8192)] = 192
     depth: Count = 6
     heads: Count = 6
-    words: Annotated[int, Field(ge=1, le=256)] = 16  # tokens a prompt is filled up to
+    max_text_tokens: Annotated[int, Field(ge=1, le=256)] = 16  # sequence length of prompts, padded
     seed: int = 0
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = MaskedProcess
+    process_type: ClassVar[type[Process]] = MaskedProcess
 
     def __post_init__(self) -> None:
-        self.sizes()
-        if self.size % self.side:
-            raise ValueError(f"'size' is {self.size}; expected a multiple of 'side', which is {self.side}")
+        self.network_config()
+        if self.image_size % self.grid_size:
+            raise ValueError(
+                f"'image_size' is {self.image_size}; expected a multiple of 'grid_size', which is {self.grid_size}"
+            )
 
-    def sizes(self) -> MaskGITConfig:
+    def network_config(self) -> MaskGITConfig:
         return MaskGITConfig(
-            self.width, self.depth, self.heads, self.codes, self.side, self.words, vocabulary=len(VOCABULARY)
+            self.width,
+            self.depth,
+            self.heads,
+            self.codebook_size,
+            self.grid_size,
+            self.max_text_tokens,
+            vocabulary=len(VOCABULARY),
         )
 
     @property
     def shape(self) -> tuple[int]:
-        return (self.side * self.side,)
+        return (self.grid_size * self.grid_size,)
 
     def load(self, placement: Placement) -> MaskgitBackbone:
         return MaskgitBackbone(self, placement)
 
-    def tiny(self) -> Maskgit:
-        return replace(self, weights=None, codec=None, side=4, codes=64, width=16, depth=1, heads=2)
+    def tiny(self) -> MaskgitSpec:
+        return replace(self, weights=None, autoencoder=None, grid_size=4, codebook_size=64, width=16, depth=1, heads=2)

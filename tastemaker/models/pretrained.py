@@ -1,71 +1,68 @@
-"""Published weights: where they come from, where they lie here, and reading them without running any code in them."""
+"""Published weights: where they are on the hub and on disk, and how to load their state dicts without running code."""
 
 from __future__ import annotations
 
 import json
-import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..core.cards import WeightsSource as WeightsSource
 from ..core.registry import ConfigError
+from .safe_unpickling import load_pickle
 
-WRAPPERS = ("state_dict", "model", "module")  # what checkpoints are wrapped in, each maybe in another
-WHOLE = (
+N = TypeVar("N", bound=nn.Module)
+STATE_DICT_WRAPPERS = ("state_dict", "model", "module")  # keys that hold the state dict, possibly nested
+# Names of unsharded weights in a folder.
+SINGLE_FILE_NAMES = (
     "model.safetensors",
     "pytorch_model.safetensors",
     "pytorch_model.bin",
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.safetensors",
     "open_clip_pytorch_model.bin",
-)  # of a folder
-
-
-HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
-# What the same weights also come as, and what is there to be looked at.
-FOREIGN = {".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite", ".gguf", ".mlmodel", ".xml"}
-FOREIGN |= {".md", ".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"}
-PICKLED = {".bin", ".pt", ".pth", ".ckpt"}  # needless beside safetensors
-VARIANT = re.compile(r"\.(fp16|bf16|fp32|fp8|non_ema|ema)([-.])")  # the same weights, rounded or not averaged
-PIPELINE = "model_index.json"  # of a folder in diffusers' layout
-PART = re.compile(r"(transformer|unet|vae|text_encoder|tokenizer|scheduler|feature_extractor|processor)(_\d+)?")
-
-
-@runtime_checkable
-class HasWeightsSources(Protocol):
-    """A spec that says itself which weights its settings ask for."""
-
-    @property
-    def sources(self) -> tuple[WeightsSource, ...]: ...
+)
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
+# The same weights for other frameworks, and documentation.
+IGNORED_SUFFIXES = {".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite", ".gguf", ".mlmodel", ".xml"}
+IGNORED_SUFFIXES |= {".md", ".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"}
+PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
+WEIGHT_SUFFIXES = (".safetensors", ".bin")  # of diffusers and transformers, the preferred one first
+VARIANT = re.compile(r"\.(fp16|bf16|fp32|fp8|non_ema|ema)([-.])")  # the same weights in another precision or average
+PIPELINE_INDEX = "model_index.json"  # of a diffusers pipeline
+COMPONENT_FOLDER = re.compile(
+    r"(transformer|unet|vae|text_encoder|tokenizer|scheduler|feature_extractor|processor)(_\d+)?"
+)
+NETWORK_PREFIX = "model.diffusion_model."  # of the network in a single file that holds other components too
 
 
 def find_weights(name: str, source: WeightsSource) -> Path:
-    """A file or folder here: a path, or what was fetched of the hub before; the network is left alone."""
+    """The local file or folder of a path or of a hub name; nothing is downloaded."""
     path = Path(name).expanduser()
     if path.exists():
         return path
-    found = _cached(name, source)
-    if found is None:
-        wanted = name if HUB.fullmatch(name) and name != source.hub else source
+    cached = _find_in_cache(name, source)
+    if cached is None:
+        download = name if HUB_ID.fullmatch(name) and name != source.hub else source
+        gated = ", gated: request access on its page" if source.gated else ""
         raise ConfigError(
-            f"the weights '{name:.200}' are not here; expected a local path, or {source} from the hub ({source.size}, "
-            f"{source.licence}{', to be asked for on its page first' if source.gated else ''}), "
-            f"which `tastemaker download {wanted}` fetches"
+            f"the weights '{name:.200}' were not found; expected a local path, or {source} from the hub "
+            f"({source.size}, {source.license}{gated}); download them with `tastemaker download {download}`"
         )
-    return found
+    return cached
 
 
 def find_cached(source: WeightsSource) -> Path | None:
-    """Where published weights lie that were fetched before."""
-    return _cached(source.hub, source)
+    """The file or folder of published weights in the hub cache, if they were downloaded."""
+    return _find_in_cache(source.hub, source)
 
 
-def _cached(name: str, source: WeightsSource) -> Path | None:
+def _find_in_cache(name: str, source: WeightsSource) -> Path | None:
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -79,30 +76,40 @@ def _cached(name: str, source: WeightsSource) -> Path | None:
 
 
 def select_needed_files(names: Sequence[str]) -> list[str]:
-    """Those of a repository's files that are needed: the weights once, and of a pipeline the parts that are loaded."""
+    """The files of a repository to download: weights in one format, and the components of a pipeline that we load."""
     paths = [PurePosixPath(name) for name in names]
-    if PIPELINE in names:
-        whole = [path for path in paths if not path.parts[1:] and path.name.startswith((PIPELINE, "LICENSE"))]
-        return [
-            *map(str, whole),
-            *select_needed_files([str(path) for path in paths if path.parts[1:] and PART.fullmatch(path.parts[0])]),
-        ]
-    safe = {path.parent for path in paths if path.suffix == ".safetensors" and not VARIANT.search(path.name)}
-    varied = {path.parent for path in paths if path.suffix == ".safetensors"} - safe  # only as a variant
+    if PIPELINE_INDEX in names:
+        top = [path for path in paths if not path.parts[1:] and path.name.startswith((PIPELINE_INDEX, "LICENSE"))]
+        components = [str(path) for path in paths if path.parts[1:] and COMPONENT_FOLDER.fullmatch(path.parts[0])]
+        return [*map(str, top), *select_needed_files(components)]
+    safetensors = [path for path in paths if path.suffix == ".safetensors"]
+    with_plain = {path.parent for path in safetensors if not VARIANT.search(path.name)}
+    with_safetensors = {path.parent for path in safetensors}
     return [
         str(path)
         for path in paths
-        if path.suffix not in FOREIGN
+        if path.suffix not in IGNORED_SUFFIXES
         and path.name != ".gitattributes"
-        and not (path.suffix in PICKLED and path.parent in safe | varied)
-        and not (VARIANT.search(path.name) and path.parent in safe)
+        and not (path.suffix in PICKLE_SUFFIXES and path.parent in with_safetensors)
+        and not (VARIANT.search(path.name) and path.parent in with_plain)
     ]
 
 
+def detect_weight_format(folder: Path) -> tuple[bool, str | None]:
+    """Whether to load safetensors, and the variant if the folder has variants only (highest precision first)."""
+    names = sorted(file.name for file in folder.glob("*") if file.suffix in WEIGHT_SUFFIXES)
+    plain = [name for name in names if not VARIANT.search(name)]
+    preferred = sorted(plain or names, key=lambda name: WEIGHT_SUFFIXES.index(Path(name).suffix))
+    if not preferred:
+        return True, None  # diffusers and transformers report the missing file themselves
+    variant = VARIANT.search(preferred[0])
+    return preferred[0].endswith(WEIGHT_SUFFIXES[0]), variant[1] if variant else None
+
+
 def load_state_dict(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint: a file, or a folder that holds one, whole or in shards."""
+    """All tensors of a checkpoint: a file, or a folder with one file or with shards and their index."""
     if path.is_dir():
-        return _folder(path)
+        return _load_folder(path)
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -110,60 +117,54 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
         try:
             return dict(load_file(path))
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path} is not a readable safetensors file ({error}); fetch it again") from error
-    return _unwrapped(load_pickle_safely(path), path)
+            raise ConfigError(f"{path} is not a readable safetensors file ({error}); download it again") from error
+    return unwrap_state_dict(load_pickle(path), path)
 
 
-def _folder(path: Path) -> dict[str, Tensor]:
+def _load_folder(path: Path) -> dict[str, Tensor]:
     for index in sorted(path.glob("*.index.json"), reverse=True):  # safetensors before pickles
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return {key: x for shard in shards for key, x in load_state_dict(path / shard).items()}
-    for name in WHOLE:
+    for name in SINGLE_FILE_NAMES:
         if (path / name).is_file():
             return load_state_dict(path / name)
-    raise ConfigError(f"{path} holds no weights; expected one of {', '.join(WHOLE)}, or shards with their index")
+    expected = ", ".join(SINGLE_FILE_NAMES)
+    raise ConfigError(f"{path} holds no weights; expected one of {expected}, or shards with their index")
 
 
-def load_pickle_safely(path: Path) -> object:
-    """What `torch.save` wrote, tensors and plain containers alone."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{path} holds more than tensors, which could run code, so it was not read ({reason:.200}); "
-            "convert it to safetensors where you trust it"
-        ) from error
-    except (OSError, EOFError, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{path} is not a readable checkpoint ({reason:.200}); fetch it again") from error
-
-
-def _unwrapped(data: object, path: Path) -> dict[str, Tensor]:
-    for name in WRAPPERS:
+def unwrap_state_dict(data: Any, path: Path, wrappers: Sequence[str] = STATE_DICT_WRAPPERS) -> dict[str, Tensor]:
+    """The state dict of a loaded checkpoint, which may be the value of one of the keys in `wrappers`."""
+    for name in wrappers:
         if isinstance(data, Mapping) and isinstance(data.get(name), Mapping):
-            return _unwrapped(data[name], path)
-    if not isinstance(data, Mapping) or not all(isinstance(x, Tensor) for x in data.values()):
-        raise ConfigError(f"{path} holds a {type(data).__name__}; expected tensors by name, as a state dict is")
+            return unwrap_state_dict(data[name], path, wrappers)
+    wrong = [key for key, x in data.items() if not isinstance(x, Tensor)] if isinstance(data, Mapping) else []
+    if not isinstance(data, Mapping) or wrong or not data:
+        reason = f"'{wrong[0]!s:.60}' in it is no tensor" if wrong else f"it holds a {type(data).__name__}"
+        raise ConfigError(
+            f"{path} is no state dict: {reason}; expected tensors by name, or one of {', '.join(wrappers)}"
+        )
     return dict(data)
 
 
-N = TypeVar("N", bound=nn.Module)
-
-
-def with_fast_convolutions(net: N) -> N:
-    """The frozen network itself, on a CPU with channels last: its convolutions then take 12 to 18 % less time."""
-    on_cpu = all(p.device.type == "cpu" for p in net.parameters())
-    return net.to(memory_format=torch.channels_last) if on_cpu else net  # type: ignore[call-overload]
+def read_single_file(name: str, source: WeightsSource) -> dict[str, Tensor]:
+    """The network's tensors of a single-file checkpoint (ComfyUI, original releases), without their prefix."""
+    tensors = load_state_dict(find_weights(name, source))
+    network = {key.removeprefix(NETWORK_PREFIX): x for key, x in tensors.items() if key.startswith(NETWORK_PREFIX)}
+    if network:  # the file may hold an autoencoder and text encoders too
+        return network
+    for prefix in ("transformer.", "unet."):
+        if all(key.startswith(prefix) for key in tensors):
+            return {key.removeprefix(prefix): x for key, x in tensors.items()}
+    return tensors
 
 
 def load_weights_into(
-    net: nn.Module, tensors: Mapping[str, Tensor], name: str | Path, absent: Sequence[str] = ()
+    net: nn.Module, tensors: Mapping[str, Tensor], name: str | Path, optional: Sequence[str] = ()
 ) -> None:
-    """Copy tensors into a network of the same names and shapes; `absent` may stay as they were made."""
+    """Copy tensors into a network of the same names and shapes; `optional` ones may be missing."""
     own = net.state_dict()
     wrong = [key for key in own if key in tensors and own[key].shape != tensors[key].shape]
-    wrong += [key for key in own if key not in tensors and key not in absent]
+    wrong += [key for key in own if key not in tensors and key not in optional]
     wrong += [key for key in tensors if key not in own]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -172,3 +173,29 @@ def load_weights_into(
             "set the sizes they were trained with, or name other weights"
         )
     net.load_state_dict(dict(tensors), strict=False)
+
+
+def with_fast_convolutions(net: N) -> N:
+    """The frozen network itself, on a CPU in channels-last format, which makes convolutions 12 to 18 % faster."""
+    on_cpu = all(p.device.type == "cpu" for p in net.parameters())
+    return net.to(memory_format=torch.channels_last) if on_cpu else net  # type: ignore[call-overload]
+
+
+@contextmanager
+def silence_libraries() -> Iterator[None]:
+    """Hide progress bars and log messages of diffusers and transformers within the block."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries: list[Any] = [diffusers_logging, transformers_logging]
+    before = [(library, library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
+    for library in libraries:
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library, verbosity, progress_bar in before:
+            library.set_verbosity(verbosity)
+            if progress_bar:
+                library.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""Qwen-Image (2025): a transformer of 20 billion weights that reads prompts by Qwen2.5-VL."""
+"""Qwen-Image (2025): a flow-matching transformer of 20 billion parameters, conditioned by Qwen2.5-VL."""
 
 from __future__ import annotations
 
@@ -6,45 +6,55 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..core.distributions import broadcast_to_shape
-from ..core.policy import Process
+from ..core.distributions import expand_dims_like
+from ..core.model_spec import PipelineLayout
 from ..core.types import Condition, Metadata, Placement, Prompts
-from ..processes.gaussian import GaussianProcess
-from .cached_text_encoder import build_cached_text_encoder
+from ..core.weights import NetworkTraits
+from .checkpoint_keys import keep_names
+from .component_configs import ComponentConfigs
 from .flux import pack_latents, unpack_latents
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, FrozenVae, PipelineComponents, weight_sources
-from .pipeline_layout import PipelineLayout, keep_names
-from .pretrained import WeightsSource
-from .single_file import read_single_file
-from .text_encoders import CachedTextEncoder, TextEncoder
+from .image_backbone import ImageBackbone
+from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, PipelineComponents, PublishedModel, PublishedSpec
+from .pretrained import WeightsSource, read_single_file
+from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
 
-QWEN = WeightsSource("Qwen/Qwen-Image", size="58 GB", licence="Apache-2.0")
-CHANNELS, FACTOR = 16, 8  # of its autoencoder
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
-
+LATENT_CHANNELS, DOWNSAMPLE_FACTOR = 16, 8
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-TEMPLATE_PREFIX_TOKENS = 34  # tokens of the template before the prompt, which the transformer does not see
-SMALL: dict[str, dict[str, Any]] = {
+TEMPLATE_PREFIX_TOKENS = 34  # template tokens before the prompt, which the transformer does not get
+CONFIGS: ComponentConfigs = {
     "transformer": {
-        "in_channels": 4 * CHANNELS,
-        "out_channels": CHANNELS,
+        "in_channels": 64,
+        "out_channels": 16,
+        "num_layers": 60,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 3584,
+        "axes_dims_rope": (16, 56, 56),
+    },
+    "vae": {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2},
+}
+TINY_CONFIGS: ComponentConfigs = {
+    "transformer": {
+        "in_channels": 4 * LATENT_CHANNELS,
+        "out_channels": LATENT_CHANNELS,
         "num_layers": 2,
         "attention_head_dim": 16,
         "num_attention_heads": 2,
         "joint_attention_dim": 32,
         "axes_dims_rope": (4, 6, 6),
     },
-    "vae": {"base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1},
+    "vae": {"base_dim": 8, "z_dim": LATENT_CHANNELS, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1},
     "text_encoder": {
         "text_config": {
             "vocab_size": 99,
@@ -68,159 +78,166 @@ SMALL: dict[str, dict[str, Any]] = {
         },
     },
 }
+SOURCE = WeightsSource("Qwen/Qwen-Image", size="58 GB", license="Apache-2.0")
+QWEN_IMAGE = PublishedModel((SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
 
 
 class SingleFrameVae:
-    """An autoencoder of clips that is given one frame at a time, so without memory of the frames before."""
+    """A video VAE for clips of one frame, decoded stage by stage without its cache of earlier frames."""
 
-    def __init__(self, net: Any, recompute: bool, stretch: bool) -> None:
-        self.net, self.recompute, self.stretch, self.dtype = net, recompute, stretch, net.dtype
+    def __init__(self, net: Any, checkpoint_decoder: bool, stretch_contrast: bool) -> None:
+        self.net, self.dtype = net, net.dtype
+        self.checkpoint_decoder, self.stretch_contrast = checkpoint_decoder, stretch_contrast
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        found: Iterator[nn.Parameter] = self.net.parameters()
-        return found
+        parameters: Iterator[nn.Parameter] = self.net.parameters()
+        return parameters
 
     def encode(self, pixels: Tensor) -> Any:
         return self.net.encode(pixels)
 
     def decode(self, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
-        """Stage by stage, for the published one cannot recompute what it does not keep."""
+        """Decode latents [N, C, 1, h, w] stage by stage: diffusers' decoder has no gradient checkpointing."""
         decoder = self.net.decoder
         x = decoder.conv_in(self.net.post_quant_conv(latents))
         for stage in (decoder.mid_block, *decoder.up_blocks):
-            x = checkpoint(stage, x, use_reentrant=False) if self.recompute else stage(x)
-        shown = decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x)))
-        return (stretch_contrast(shown) if self.stretch and torch.is_grad_enabled() else shown,)
+            x = checkpoint(stage, x, use_reentrant=False) if self.checkpoint_decoder else stage(x)
+        pixels = decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x)))
+        return (stretch_contrast(pixels) if self.stretch_contrast and torch.is_grad_enabled() else pixels,)
 
 
 def stretch_contrast(x: Tensor) -> Tensor:
-    """Each picture from its own darkest to its own brightest, -1 to 1."""
+    """Scale each image linearly so that its values range from -1 to 1."""
     low, high = x.flatten(1).amin(1), x.flatten(1).amax(1)
-    return 2 * (x - broadcast_to_shape(low, x)) / broadcast_to_shape((high - low).clamp(min=1e-6), x) - 1
+    return 2 * (x - expand_dims_like(low, x)) / expand_dims_like((high - low).clamp(min=1e-6), x) - 1
 
 
-class QwenPromptEncoder:
-    """What the language model says of each token of the prompt and after it, and how many those are."""
+class QwenPromptEncoder(TextEncoders):
+    """Features of the language model, words [B, max_text_tokens, D], padding last; and their number, lengths [B]."""
 
-    def __init__(self, kit: PipelineComponents, spec: QwenImage) -> None:
-        # Small random encoders spell, and of the template's many letters there would be no end.
-        self.template, self.before = ("{}", 0) if kit.path is None else (TEMPLATE, TEMPLATE_PREFIX_TOKENS)
-        self.reader = build_text_encoder(kit, spec.words + self.before)
+    def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
+        # Small random encoders read bytes: the template alone would exceed any length.
+        self.template, self.prefix = ("{}", 0) if components.path is None else (TEMPLATE, TEMPLATE_PREFIX_TOKENS)
+        self.text_encoder = load_language_model(components, max_text_tokens + self.prefix)
 
-    def __call__(self, texts: list[str]) -> dict[str, Tensor]:
-        asked = [self.template.format(text) for text in texts]
-        mask = self.reader.tokens(asked)["attention_mask"]
-        order = (1 - mask).argsort(dim=1, stable=True)[..., None]  # filling last, wherever the tokenizer puts it
-        words = self.reader(asked, masked=True).last_hidden_state * mask[..., None]
-        return {"words": words.take_along_dim(order, 1)[:, self.before :], "lengths": mask.sum(1) - self.before}
+    @property
+    def text_encoders(self) -> tuple[TextEncoder, ...]:
+        return (self.text_encoder,)
+
+    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
+        texts = [self.template.format(prompt) for prompt in prompts]
+        mask = self.text_encoder.tokenize(texts)["attention_mask"]
+        order = (1 - mask).argsort(dim=1, stable=True)[..., None]  # padding last, wherever the tokenizer puts it
+        words = self.text_encoder(texts, use_attention_mask=True).last_hidden_state * mask[..., None]
+        return {"words": words.take_along_dim(order, 1)[:, self.prefix :], "lengths": mask.sum(1) - self.prefix}
 
 
-class QwenImageBackbone:
-    """Denoises rows and columns of packed latents, [h/2, w/2, 64], of its own size or any other: the velocity at t."""
+def load_language_model(components: PipelineComponents, max_length: int) -> TextEncoder:
+    """Load Qwen2.5-VL without its vision tower and its output layer."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
 
-    passes = 1
+    full = components.load_text_encoder("text_encoder", Qwen2_5_VLForConditionalGeneration, "tokenizer", max_length)
+    language_model: Any = full.net.model
+    language_model.visual = None
+    return replace(full, net=language_model)
 
-    def __init__(self, spec: QwenImage, placement: Placement) -> None:
+
+class QwenImageBackbone(ImageBackbone):
+    """Denoises packed latents [h/2, w/2, 64] of any size; the transformer predicts the velocity noise - clean at t."""
+
+    def __init__(self, spec: QwenImageSpec, placement: Placement) -> None:
         from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
-        kit = PipelineComponents(spec.weights, QWEN, SMALL, placement, spec.seed)
-        tensors = None if spec.transformer is None else read_single_file(spec.transformer, QWEN)
-        net: Any = kit.trained("transformer", QwenImageTransformer2DModel, tensors, JOINT_ATTENTION_LAYERS)
+        components = spec.components(placement)
+        tensors = None if spec.transformer is None else read_single_file(spec.transformer, SOURCE)
+        net: Any = components.load_trainable("transformer", QwenImageTransformer2DModel, tensors)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}."
-        vain = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
-        net.idle = tuple(last + name for name in vain)  # nobody reads the words that leave the last block
-        self.net: nn.Module = net
-        codec = kit.autoencoder("vae", AutoencoderKLQwenImage, recompute=False, clips=True)
-        self.codec: FrozenVae = replace(codec, net=SingleFrameVae(codec.net, spec.recompute, spec.stretch))
-        self.texts = spec.texts(placement)
+        # Nothing reads the text tokens that leave the last block.
+        layers = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
+        unused = tuple(last + layer for layer in layers)
+        self.traits = NetworkTraits(lora_targets=JOINT_ATTENTION_LAYERS, unused_parameters=unused)
+        self.net = net
+        vae = components.load_vae("vae", AutoencoderKLQwenImage, gradient_checkpointing=False, is_video=True)
+        self.autoencoder = replace(vae, net=SingleFrameVae(vae.net, spec.checkpoint_decoder, spec.stretch_contrast))
+        self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        told = self.texts(prompts)
-        # On the host, where cutting words to the longest prompt need not wait for the device.
-        return Condition(tuple(prompts), {**told, "lengths": told["lengths"].cpu()}, tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        tensors = self.prompt_encoder(prompts)
+        # Lengths stay on the CPU, so that trimming to the longest prompt needs no device synchronization.
+        return Condition(tuple(prompts), {**tensors, "lengths": tensors["lengths"].cpu()}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        words, seen = trim_padding(cond.tensors["words"], cond.tensors.get("lengths"))
-        dtype = next(self.net.parameters()).dtype  # without autocast, all of them must be alike
+        words, mask = trim_padding(cond.tensors["words"], cond.tensors.get("lengths"))
+        dtype = next(self.net.parameters()).dtype  # without autocast, all inputs need the dtype of the weights
         velocity: Tensor = self.net(
             hidden_states=x.flatten(1, 2).to(dtype),
             encoder_hidden_states=words.to(dtype),
-            encoder_hidden_states_mask=None if seen is None else seen.to(x.device),
+            encoder_hidden_states_mask=None if mask is None else mask.to(x.device),
             timestep=t,
             img_shapes=[[(1, x.shape[1], x.shape[2])]] * len(x),
             return_dict=False,
         )[0]
         return velocity.view_as(x)
 
-    def sized(self, height: int, width: int) -> QwenImageBackbone:
-        other, side = copy(self), 2 * FACTOR
-        other.shape, other.pixels = (height // side, width // side, 4 * CHANNELS), (1, 3, height, width)
+    def with_size(self, height: int, width: int) -> Self:
+        other, factor = copy(self), 2 * DOWNSAMPLE_FACTOR
+        other.shape, other.pixels = (height // factor, width // factor, 4 * LATENT_CHANNELS), (1, 3, height, width)
         return other
 
     def encode(self, pixels: Tensor) -> Tensor:
-        latents = self.codec.encode(pixels[:, 0])
+        latents = self.autoencoder.encode(pixels[:, 0])
         return pack_latents(latents).view(len(latents), latents.shape[2] // 2, latents.shape[3] // 2, -1)
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        shown = self.codec.decode(unpack_latents(x.flatten(1, 2), 2 * x.shape[1], 2 * x.shape[2]))[:, None]
-        return shown if frames is None else shown[:, list(frames)]
+        pixels = self.autoencoder.decode(unpack_latents(x.flatten(1, 2), 2 * x.shape[1], 2 * x.shape[2]))[:, None]
+        return pixels if frames is None else pixels[:, list(frames)]
 
 
 def trim_padding(words: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Words [B, n, D] up to the longest prompt, and which of them are no filling; none is faster, if all are."""
+    """Trim words [B, L, D] to the longest prompt; return them and a mask of real tokens, None if all are."""
     if lengths is None:
         return words, None
     longest = int(lengths.max())
-    seen = torch.arange(longest) < lengths[:, None]
-    return words[:, :longest], None if bool(seen.all()) else seen
-
-
-def build_text_encoder(kit: PipelineComponents, length: int) -> TextEncoder:
-    """Qwen2.5-VL without its eyes and its last layer, which are not asked."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    whole = kit.reader("text_encoder", Qwen2_5_VLForConditionalGeneration, "tokenizer", length)
-    inner: Any = whole.net.model
-    inner.visual = None
-    return replace(whole, net=inner)
+    mask = torch.arange(longest) < lengths[:, None]
+    return words[:, :longest], None if bool(mask.all()) else mask
 
 
 @dataclass(frozen=True)
-class QwenImage:
-    """Qwen-Image; a flow whose levels are shifted by the size of the picture and stretched to end at 0.02."""
+class QwenImageSpec(PublishedSpec):
+    """Qwen-Image: a flow whose timestep shift depends on the image size and whose last timestep is 0.02."""
 
-    weights: str = QWEN.hub  # a folder in diffusers' layout, or its name on the hub
-    transformer: str | None = None  # one file with other weights of the network
+    weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
+    transformer: str | None = None  # file with other weights of the network
     height: Side = 1328
     width: Side = 1328
-    words: Annotated[int, Field(ge=1, le=1024)] = 512  # tokens that prompts are cut to
-    recompute: bool = True  # the autoencoder's activations when its gradient is asked for
-    stretch: bool = False  # where a gradient is wanted, each picture from its darkest to its brightest, as SRPO does
-    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
+    max_text_tokens: Annotated[int, Field(ge=1, le=1024)] = 512  # maximum sequence length of prompts
+    checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a fraction of its memory
+    stretch_contrast: bool = False  # scale each image to the full range where a gradient is computed, as SRPO does
+    embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = GaussianProcess
+    published: ClassVar[PublishedModel] = QWEN_IMAGE
     layout: ClassVar[PipelineLayout] = PipelineLayout("QwenImagePipeline", "transformer", "lora_unet", keep_names)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return self.height // (2 * FACTOR), self.width // (2 * FACTOR), 4 * CHANNELS
+        factor = 2 * DOWNSAMPLE_FACTOR
+        return self.height // factor, self.width // factor, 4 * LATENT_CHANNELS
 
-    @property
-    def sources(self) -> tuple[WeightsSource, ...]:
-        return weight_sources(self.weights, QWEN)
-
-    def texts(self, placement: Placement) -> CachedTextEncoder:
-        kit = PipelineComponents(self.weights, QWEN, SMALL, placement, self.seed)
-        settings = {"model": "qwen_image", "words": self.words}
-        return build_cached_text_encoder(
-            kit, lambda: QwenPromptEncoder(kit, self), ("text_encoder",), settings, self.embeddings
+    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
+        return components.cache_text_encoders(
+            lambda: QwenPromptEncoder(components, self.max_text_tokens),
+            ("text_encoder",),
+            {"model": "qwen_image", "words": self.max_text_tokens},
+            self.embeddings,
         )
 
     def load(self, placement: Placement) -> QwenImageBackbone:
         return QwenImageBackbone(self, placement)
 
-    def tiny(self) -> QwenImage:
-        words = min(self.words, 32)
-        return replace(self, weights=TINY, transformer=None, height=32, width=32, words=words, embeddings=None)
+    def tiny(self) -> QwenImageSpec:
+        tokens = min(self.max_text_tokens, 32)
+        return replace(
+            self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=tokens, embeddings=None
+        )

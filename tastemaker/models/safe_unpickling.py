@@ -1,4 +1,4 @@
-"""What `torch.save` wrote, read without running code: tensors, settings, and pieces of tensors that ranks held."""
+"""Read pickles written by `torch.save` without running code: tensors, settings, and shards of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARDED_TENSOR_MODULE = "torch.distributed._shard.sharded_tensor"
 
 @dataclass
 class InertRecord:
-    """Stands for an object of a class whose code is not run; holds what was written of it."""
+    """Stands in for an object whose class is not loaded; holds its pickled state."""
 
     state: Any = None
 
@@ -28,40 +28,40 @@ class InertRecord:
         self.state = state
 
     def get(self, name: str) -> Any:
-        """A field, however the object keeps its fields."""
+        """A field of the object, from its `__dict__` or its slots."""
         parts = self.state if isinstance(self.state, tuple) else (self.state,)
         return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
 
 
 class InertShardMetadata(InertRecord):
-    """Where a piece lies in the whole."""
+    """Stands in for torch's ShardMetadata: the offsets of a shard in the full tensor."""
 
 
 class InertShard(InertRecord):
-    """One piece that a rank held."""
+    """Stands in for torch's Shard: metadata and tensor."""
 
 
 class RankShards(Tensor):
-    """What one rank held of a tensor, by the first row of each piece; a tensor only because torch makes it so."""
+    """Stands in for torch's ShardedTensor: the shards of one rank by their first row."""
 
-    found: dict[int, Tensor]
+    shards: dict[int, Tensor]
 
     def __setstate__(self, state: Sequence[Any]) -> None:
-        self.found = {piece.get("metadata").get("shard_offsets")[0]: piece.get("tensor") for piece in state[0]}
+        self.shards = {shard.get("metadata").get("shard_offsets")[0]: shard.get("tensor") for shard in state[0]}
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError("pieces of a tensor cannot be computed with; join them first")
+        raise TypeError("shards of a tensor cannot be computed with; merge the shards of all ranks first")
 
 
-def _record(*_: Any) -> type[InertRecord]:
-    """In place of looking up a class within another."""
+def _inert_getattr(*_: Any) -> type[InertRecord]:
+    """Stands in for `getattr`, which pickles of enums and nested classes call."""
     return InertRecord
 
 
-# By the names that a pickle of torch's sharded tensors mentions. What is not here, nor torch's own, is refused.
-SAFE_GLOBALS: list[Any] = [
-    Namespace,  # of the command line that a checkpoint was trained by
+# What checkpoints of trainers with sharded tensors refer to, and what is loaded instead. All else is refused.
+TRAINER_GLOBALS: list[Any] = [
+    Namespace,  # command-line arguments
     (RankShards, f"{SHARDED_TENSOR_MODULE}.api.ShardedTensor"),
     (InertShard, f"{SHARDED_TENSOR_MODULE}.shard.Shard"),
     (InertShardMetadata, "torch.distributed._shard.metadata.ShardMetadata"),
@@ -76,35 +76,44 @@ SAFE_GLOBALS: list[Any] = [
             "torch.distributed._shard.sharding_spec.api.EnumerableShardingSpec",
         )
     ),
-    (_record, "builtins.getattr"),
-    (_record, "__builtin__.getattr"),
+    (_inert_getattr, "builtins.getattr"),
+    (_inert_getattr, "__builtin__.getattr"),
 ]
 
 
 def load_pickle(path: Path) -> Any:
-    """What a file holds; tensors stay in the file until they are used, where its format allows it."""
+    """The content of a file of tensors and plain containers."""
+    return _load(path, [], mmap=False)
+
+
+def load_trainer_pickle(path: Path) -> Any:
+    """The content of a trainer's checkpoint, which may hold settings and shards; tensors stay memory-mapped."""
+    return _load(path, TRAINER_GLOBALS, mmap=zipfile.is_zipfile(path))
+
+
+def _load(path: Path, safe_globals: list[Any], *, mmap: bool) -> Any:
     try:
-        with torch.serialization.safe_globals(SAFE_GLOBALS):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with torch.serialization.safe_globals(safe_globals):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         lines = str(error).splitlines()
         reason = next((line for line in lines if "GLOBAL" in line), lines[0]).strip()
         raise ConfigError(
-            f"{path} holds more than tensors and settings, which could run code, so it was not read "
-            f"({reason:.200}); convert it to safetensors where you trust it"
+            f"{path} holds more than tensors and settings, which could run code, so it was not loaded "
+            f"({reason:.200}); convert it to safetensors if you trust it"
         ) from error
     except (OSError, EOFError, RuntimeError, ValueError, AttributeError, TypeError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{path} is not a readable checkpoint ({reason:.200}); fetch it again") from error
+        raise ConfigError(f"{path} is not a readable checkpoint ({reason:.200}); download it again") from error
 
 
 def merge_rank_shards(ranks: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Whole tensors of what every rank held; what is no piece, each of them holds whole."""
-    whole: dict[str, Tensor] = {}
-    for key, first in ranks[0].items():
-        if isinstance(first, RankShards):
-            found = {row: x for rank in ranks for row, x in rank[key].found.items()}
-            whole[key] = torch.cat([found[row] for row in sorted(found)])
+    """Full tensors from the state dicts of all ranks; tensors that are not sharded are taken from the first rank."""
+    merged: dict[str, Tensor] = {}
+    for key, value in ranks[0].items():
+        if isinstance(value, RankShards):
+            shards = {row: shard for rank in ranks for row, shard in rank[key].shards.items()}
+            merged[key] = torch.cat([shards[row] for row in sorted(shards)])
         else:
-            whole[key] = first
-    return whole
+            merged[key] = value
+    return merged

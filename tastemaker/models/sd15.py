@@ -1,37 +1,42 @@
-"""Stable Diffusion 1 and 2 (Rombach et al. 2022): a UNet that denoises latents and reads prompts by CLIP."""
+"""Stable Diffusion 1 and 2 (Rombach et al. 2022): a UNet that denoises latents, conditioned by CLIP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..core.policy import Process
-from ..core.types import Condition, Metadata, Placement, Prompts
-from ..processes.gaussian import GaussianProcess
-from .cached_text_encoder import build_cached_text_encoder
-from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, weight_sources
-from .pipeline_layout import PipelineLayout, sd_unet_to_original
-from .pretrained import WeightsSource
-from .text_encoders import CachedTextEncoder
-from .unet_common import (
-    CHANNELS,
-    FACTOR,
-    cast_to_network_dtype,
-    check_image_shape,
-    check_image_size,
-    check_unet_config,
-    read_unet_checkpoint,
-    unet_timestep,
+from ..core.model_spec import PipelineLayout, Tensors
+from ..core.registry import ConfigError
+from ..core.types import Condition, Placement
+from ..core.weights import NetworkTraits
+from .checkpoint_keys import rename_and_concat
+from .component_configs import CLIP_L, SD_VAE, ComponentConfigs
+from .image_backbone import ImageBackbone, cast_to_network_dtype, check_image_shape, check_image_size, unet_timestep
+from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedModel, PublishedSpec
+from .pretrained import WeightsSource, find_weights, load_state_dict, silence_libraries
+from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
+
+CLIP_MAX_TOKENS = 77
+LATENT_CHANNELS, DOWNSAMPLE_FACTOR = 4, 8
+ORIGINAL_PREFIX = "model.diffusion_model."  # before the UNet's keys in the authors' checkpoints
+RESNET_KEYS = (  # of a residual block: diffusers' names and the authors'
+    ("norm1", "in_layers.0"),
+    ("conv1", "in_layers.2"),
+    ("time_emb_proj", "emb_layers.1"),
+    ("norm2", "out_layers.0"),
+    ("conv2", "out_layers.3"),
+    ("conv_shortcut", "skip_connection"),
 )
-
-SD15 = WeightsSource("stable-diffusion-v1-5/stable-diffusion-v1-5", size="4.3 GB", licence="CreativeML OpenRAIL-M")
-CLIP_MAX_TOKENS = 77  # tokens of a prompt that are read
-SMALL: dict[str, dict[str, Any]] = {
+CONFIGS: ComponentConfigs = {
+    "unet": {"block_out_channels": (320, 640, 1280, 1280), "attention_head_dim": 8, "cross_attention_dim": 768},
+    "vae": {**SD_VAE, "scaling_factor": 0.18215},
+    "text_encoder": CLIP_L,
+}
+TINY_CONFIGS: ComponentConfigs = {
     "unet": {
         "block_out_channels": (8, 16),
         "layers_per_block": 1,
@@ -47,7 +52,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "up_block_types": ("UpDecoderBlock2D",) * 4,
         "layers_per_block": 1,
         "norm_num_groups": 2,
-        "latent_channels": CHANNELS,
+        "latent_channels": LATENT_CHANNELS,
     },
     "text_encoder": {
         "vocab_size": 600,
@@ -57,76 +62,136 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2,
         "max_position_embeddings": CLIP_MAX_TOKENS,
         "bos_token_id": 0,
-        "eos_token_id": 2,  # as in the published one, which means the highest
+        "eos_token_id": 2,  # as published: transformers then pools at the highest token id
     },
 }
+HUB_ID = "stable-diffusion-v1-5/stable-diffusion-v1-5"
+SD15 = PublishedModel(
+    (WeightsSource(HUB_ID, size="4.3 GB", license="CreativeML OpenRAIL-M"),), TINY_CONFIGS, {HUB_ID: CONFIGS}
+)
 
 
-class Sd15PromptEncoder:
-    """What CLIP says of every word of a prompt."""
+class ClipPromptEncoder(TextEncoders):
+    """CLIP's last hidden states: words [B, 77, D]."""
 
-    def __init__(self, kit: PipelineComponents) -> None:
+    def __init__(self, clip: TextEncoder) -> None:
+        self.clip = clip
+
+    @classmethod
+    def load(cls, components: PipelineComponents) -> ClipPromptEncoder:
         from transformers import CLIPTextModel
 
-        self.clip = kit.reader("text_encoder", CLIPTextModel, "tokenizer", CLIP_MAX_TOKENS)
+        return cls(components.load_text_encoder("text_encoder", CLIPTextModel, "tokenizer", CLIP_MAX_TOKENS))
+
+    @property
+    def text_encoders(self) -> tuple[TextEncoder, ...]:
+        return (self.clip,)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         return {"words": self.clip(prompts).last_hidden_state}
 
 
-class Sd15Backbone:
-    """Denoises [1, 4, h, w] latents; predicts the noise, or the velocity where it was trained to, as the path says."""
+class Sd15Backbone(ImageBackbone):
+    """Denoises latents [1, 4, h, w]; the UNet predicts noise, or velocity if the path's prediction type says so."""
 
-    passes = 1
+    traits = NetworkTraits(lora_targets=ATTENTION_LAYERS)
 
-    def __init__(self, spec: Sd15, placement: Placement) -> None:
+    def __init__(self, spec: Sd15Spec, placement: Placement) -> None:
         from diffusers import AutoencoderKL, UNet2DConditionModel
 
-        kit = PipelineComponents(spec.weights, SD15, SMALL, placement, spec.seed)
-        config = kit.config("unet")
+        components = spec.components(placement)
+        config = components.config("unet")
         check_unet_config(config, spec.weights, None, "sdxl")
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
-        self.embedded = spec.texts(placement)
-        self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
-        self.net: nn.Module = kit.trained(
-            "unet", UNet2DConditionModel, read_unet_checkpoint(spec.unet, SD15, config), ATTENTION_LAYERS
-        )
-
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), self.embedded(prompts), tuple(facts))
+        self.prompt_encoder = spec.cached_prompt_encoder(components)
+        self.autoencoder = components.load_vae("vae", AutoencoderKL, gradient_checkpointing=spec.checkpoint_decoder)
+        tensors = read_unet_checkpoint(spec.unet, SD15.releases[0], config)
+        self.net = components.load_trainable("unet", UNet2DConditionModel, tensors)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        seen, words = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["words"])
-        out: Tensor = self.net(seen, unet_timestep(t), words, return_dict=False)[0]
+        latents, words = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["words"])
+        out: Tensor = self.net(latents, unet_timestep(t), words, return_dict=False)[0]
         return out[:, None]
-
-    def sized(self, height: int, width: int) -> Sd15Backbone:
-        other = copy(self)
-        other.shape, other.pixels = (1, CHANNELS, height // FACTOR, width // FACTOR), (1, 3, height, width)
-        return other
 
     def encode(self, pixels: Tensor) -> Tensor:
         check_image_shape(pixels, self.pixels)
-        return self.codec.encode(pixels[:, 0])[:, None]
+        return super().encode(pixels)
 
-    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        shown = x if frames is None else x[:, list(frames)]
-        return self.codec.decode(shown.flatten(0, 1)).view(*shown.shape[:2], *self.pixels[1:])
+
+def check_unet_config(config: Mapping[str, Any], weights: str, expected: str | None, other_type: str) -> None:
+    """Refuse the UNet of another model; `expected` is diffusers' `addition_embed_type`."""
+    added = config.get("addition_embed_type")
+    if added != expected:
+        kind = {"text_time": "two text encoders", None: "one text encoder"}.get(added, added)
+        raise ConfigError(f"model.weights: '{weights:.200}' holds a network for {kind}; set model.type to {other_type}")
+    if config.get("in_channels", LATENT_CHANNELS) != LATENT_CHANNELS:
+        raise ConfigError(
+            f"model.weights: the network of '{weights:.200}' reads {config['in_channels']} channels, as those for "
+            f"inpainting do; expected {LATENT_CHANNELS}, so name the base model"
+        )
+
+
+def read_unet_checkpoint(
+    name: str | None, source: WeightsSource, config: Mapping[str, Any]
+) -> dict[str, Tensor] | None:
+    """Read a UNet from one file, with diffusers' or the authors' keys, alone or in a full checkpoint."""
+    if name is None:
+        return None
+    tensors = load_state_dict(find_weights(name, source))
+    if any(key.startswith("input_blocks.") for key in tensors):
+        tensors = {ORIGINAL_PREFIX + key: x for key, x in tensors.items()}
+    if not any(key.startswith(ORIGINAL_PREFIX) for key in tensors):
+        return {key.removeprefix("unet."): x for key, x in tensors.items()}
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+
+    try:
+        with silence_libraries():
+            return dict(convert_ldm_unet_checkpoint(tensors, dict(config)))  # type: ignore[no-untyped-call]
+    except KeyError as error:
+        raise ConfigError(f"'{name:.200}' lacks {error} of this network; name a file of the same model") from error
+
+
+def sd_unet_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Rename a UNet's tensors as the authors of Stable Diffusion do: blocks are numbered through all levels."""
+    layers, attends = int(config["layers_per_block"]), [name.startswith("Cross") for name in config["up_block_types"]]
+    rules = [
+        *((rf"time_embedding\.linear_{n + 1}\.", f"time_embed.{2 * n}.") for n in (0, 1)),
+        *((rf"add_embedding\.linear_{n + 1}\.", f"label_emb.0.{2 * n}.") for n in (0, 1)),
+        (r"conv_in\.", "input_blocks.0.0."),
+        (r"conv_norm_out\.", "out.0."),
+        (r"conv_out\.", "out.2."),
+        *_resnet_rules(r"mid_block\.resnets\.0", "middle_block.0"),
+        (r"mid_block\.attentions\.0\.", "middle_block.1."),
+        *_resnet_rules(r"mid_block\.resnets\.1", "middle_block.2"),
+    ]
+    for i, has_attention in enumerate(attends):
+        first, up = i * (layers + 1), f"output_blocks.{i * (layers + 1) + layers}"
+        rules += [(rf"down_blocks\.{i}\.downsamplers\.0\.conv\.", f"input_blocks.{first + layers + 1}.0.op.")]
+        rules += [(rf"up_blocks\.{i}\.upsamplers\.0\.conv\.", f"{up}.{2 if has_attention else 1}.conv.")]
+        for j in range(layers + 1):
+            for ours, theirs in (("down", f"input_blocks.{first + j + 1}"), ("up", f"output_blocks.{first + j}")):
+                rules += _resnet_rules(rf"{ours}_blocks\.{i}\.resnets\.{j}", f"{theirs}.0")
+                rules += [(rf"{ours}_blocks\.{i}\.attentions\.{j}\.", f"{theirs}.1.")]
+    return rename_and_concat(tensors, tuple(rules))
+
+
+def _resnet_rules(ours: str, theirs: str) -> list[tuple[str, str]]:
+    return [(rf"{ours}\.{a}\.", f"{theirs}.{b}.") for a, b in RESNET_KEYS]
 
 
 @dataclass(frozen=True)
-class Sd15:
-    """Stable Diffusion 1.x, or 2.x, whose 768-pixel version wants `prediction: velocity` of its path."""
+class Sd15Spec(PublishedSpec):
+    """Stable Diffusion 1.x or 2.x; 2.x at 768 pixels needs `prediction_type: v_prediction` in its path."""
 
-    weights: str = SD15.hub  # a hub id, or a folder in diffusers' layout
-    unet: str | None = None  # one file whose network replaces the folder's, of diffusers' names or the authors'
+    weights: str = HUB_ID  # hub id, or folder in diffusers' layout
+    unet: str | None = None  # file whose UNet replaces the pipeline's, with diffusers' or the authors' keys
     height: int = 512
     width: int = 512
-    recompute: bool = True  # the decoder in the backward pass, for a seventh of its memory
-    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
+    checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a seventh of its memory
+    embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = GaussianProcess
+    published: ClassVar[PublishedModel] = SD15
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "StableDiffusionPipeline", "unet", "lora_unet", sd_unet_to_original
     )
@@ -136,20 +201,15 @@ class Sd15:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
+        return 1, LATENT_CHANNELS, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
 
-    @property
-    def sources(self) -> tuple[WeightsSource, ...]:
-        return weight_sources(self.weights, SD15)
-
-    def texts(self, placement: Placement) -> CachedTextEncoder:
-        kit = PipelineComponents(self.weights, SD15, SMALL, placement, self.seed)
-        return build_cached_text_encoder(
-            kit, lambda: Sd15PromptEncoder(kit), ("text_encoder",), {"model": "sd15"}, self.embeddings
+    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
+        return components.cache_text_encoders(
+            lambda: ClipPromptEncoder.load(components), ("text_encoder",), {"model": "sd15"}, self.embeddings
         )
 
     def load(self, placement: Placement) -> Sd15Backbone:
         return Sd15Backbone(self, placement)
 
-    def tiny(self) -> Sd15:
+    def tiny(self) -> Sd15Spec:
         return replace(self, weights=TINY, unet=None, height=32, width=32, embeddings=None)

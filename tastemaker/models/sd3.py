@@ -1,9 +1,8 @@
-"""Stable Diffusion 3 and 3.5, medium and large: a joint transformer of pictures and the words of three encoders."""
+"""Stable Diffusion 3 and 3.5 (Esser et al. 2024): MM-DiT, a joint transformer of image and text tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -11,33 +10,62 @@ from typing import Annotated, Any, ClassVar
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..core.policy import Process
+from ..core.model_spec import PipelineLayout, Tensors
 from ..core.registry import ConfigError
-from ..core.types import Condition, Metadata, Placement, Prompts
-from ..processes.gaussian import GaussianProcess
-from .cached_text_encoder import build_cached_text_encoder
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, PipelineComponents, weight_sources
-from .pipeline_layout import PipelineLayout, sd3_from_original, sd3_to_original
-from .pretrained import WeightsSource
-from .single_file import read_single_file
-from .text_encoders import CachedTextEncoder
+from ..core.types import Condition, Placement
+from ..core.weights import NetworkTraits
+from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
+from .component_configs import CLIP_G, CLIP_L, T5_XXL, VAE, ComponentConfigs
+from .image_backbone import ImageBackbone, cast_to_network_dtype
+from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, PipelineComponents, PublishedModel, PublishedSpec
+from .pretrained import WeightsSource, read_single_file
+from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
-LICENCE = "under Stability AI's community licence"
-SOURCES = {
-    source.hub: source
-    for source in (
-        WeightsSource("stabilityai/stable-diffusion-3.5-medium", size="16 GB", licence=LICENCE, gated=True),
-        WeightsSource("stabilityai/stable-diffusion-3.5-large", size="28 GB", licence=LICENCE, gated=True),
-        WeightsSource("stabilityai/stable-diffusion-3-medium-diffusers", size="15 GB", licence=LICENCE, gated=True),
-    )
-}
-CHANNELS, FACTOR, PATCH = 16, 8, 2  # of the autoencoder; a token stands for two latents a side
+LATENT_CHANNELS, DOWNSAMPLE_FACTOR, PATCH_SIZE = 16, 8, 2
 CLIP_MAX_TOKENS = 77
 
-SMALL_CLIP = {
+SD35_MEDIUM: ComponentConfigs = {
+    "transformer": {
+        "sample_size": 128,
+        "num_layers": 24,
+        "attention_head_dim": 64,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "caption_projection_dim": 1536,
+        "pooled_projection_dim": 2048,
+        "pos_embed_max_size": 384,
+        "dual_attention_layers": tuple(range(13)),
+        "qk_norm": "rms_norm",
+    },
+    "vae": {**VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609},
+    "text_encoder": CLIP_L,
+    "text_encoder_2": CLIP_G,
+    "text_encoder_3": T5_XXL,
+}
+SD35_LARGE: ComponentConfigs = {
+    **SD35_MEDIUM,
+    "transformer": {
+        **SD35_MEDIUM["transformer"],
+        "num_layers": 38,
+        "num_attention_heads": 38,
+        "caption_projection_dim": 2432,
+        "pos_embed_max_size": 192,
+        "dual_attention_layers": (),
+    },
+}
+SD3_MEDIUM: ComponentConfigs = {
+    **SD35_MEDIUM,
+    "transformer": {
+        **SD35_MEDIUM["transformer"],
+        "pos_embed_max_size": 192,
+        "dual_attention_layers": (),
+        "qk_norm": None,
+    },
+}
+TINY_CLIP = {
     "vocab_size": 99,
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -48,7 +76,7 @@ SMALL_CLIP = {
     "bos_token_id": 97,
     "eos_token_id": 98,
 }
-SMALL: dict[str, dict[str, Any]] = {
+TINY_CONFIGS: ComponentConfigs = {
     "transformer": {
         "sample_size": 32,
         "num_layers": 2,
@@ -65,7 +93,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "block_out_channels": (8, 8, 8, 8),
         "down_block_types": ("DownEncoderBlock2D",) * 4,
         "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "latent_channels": CHANNELS,
+        "latent_channels": LATENT_CHANNELS,
         "layers_per_block": 1,
         "norm_num_groups": 4,
         "scaling_factor": 1.5305,
@@ -73,141 +101,187 @@ SMALL: dict[str, dict[str, Any]] = {
         "use_quant_conv": False,
         "use_post_quant_conv": False,
     },
-    "text_encoder": SMALL_CLIP,
-    "text_encoder_2": {**SMALL_CLIP, "hidden_act": "gelu"},
+    "text_encoder": TINY_CLIP,
+    "text_encoder_2": {**TINY_CLIP, "hidden_act": "gelu"},
     "text_encoder_3": {"vocab_size": 99, "d_model": 48, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
 }
+LICENSE = "under Stability AI's community licence"
+RELEASES = (
+    WeightsSource("stabilityai/stable-diffusion-3.5-medium", size="16 GB", license=LICENSE, gated=True),
+    WeightsSource("stabilityai/stable-diffusion-3.5-large", size="28 GB", license=LICENSE, gated=True),
+    WeightsSource("stabilityai/stable-diffusion-3-medium-diffusers", size="15 GB", license=LICENSE, gated=True),
+)
+SD3 = PublishedModel(
+    RELEASES,
+    TINY_CONFIGS,
+    {source.hub: config for source, config in zip(RELEASES, (SD35_MEDIUM, SD35_LARGE, SD3_MEDIUM), strict=True)},
+)
+
+BLOCK, JOINT = r"transformer_blocks\.(\d+)\.", "joint_blocks"
+MLP_KEYS = (("linear_1", "mlp.0"), ("linear_2", "mlp.2"))
+STREAM_KEYS = (("", "x_block"), ("_context", "context_block"))  # of the image and the text
+KEY_RULES: KeyRules = (
+    (r"pos_embed\.pos_embed", "pos_embed"),
+    (r"pos_embed\.proj\.", "x_embedder.proj."),
+    *((rf"time_text_embed\.timestep_embedder\.{a}\.", f"t_embedder.{b}.") for a, b in MLP_KEYS),
+    *((rf"time_text_embed\.text_embedder\.{a}\.", f"y_embedder.{b}.") for a, b in MLP_KEYS),
+    (r"context_embedder\.", "context_embedder."),
+    *((rf"{BLOCK}attn\.to_{x}\.", rf"{JOINT}.\1.x_block.attn.qkv.") for x in "qkv"),
+    *((rf"{BLOCK}attn\.add_{x}_proj\.", rf"{JOINT}.\1.context_block.attn.qkv.") for x in "qkv"),
+    *((rf"{BLOCK}attn2\.to_{x}\.", rf"{JOINT}.\1.x_block.attn2.qkv.") for x in "qkv"),
+    *((rf"{BLOCK}attn(2?)\.norm_{x}\.", rf"{JOINT}.\1.x_block.attn\2.ln_{x}.") for x in "qk"),
+    *((rf"{BLOCK}attn\.norm_added_{x}\.", rf"{JOINT}.\1.context_block.attn.ln_{x}.") for x in "qk"),
+    (rf"{BLOCK}attn(2?)\.to_out\.0\.", rf"{JOINT}.\1.x_block.attn\2.proj."),
+    (rf"{BLOCK}attn\.to_add_out\.", rf"{JOINT}.\1.context_block.attn.proj."),
+    *((rf"{BLOCK}norm1{a}\.linear\.", rf"{JOINT}.\1.{b}.adaLN_modulation.1.") for a, b in STREAM_KEYS),
+    *((rf"{BLOCK}ff{a}\.net\.0\.proj\.", rf"{JOINT}.\1.{b}.mlp.fc1.") for a, b in STREAM_KEYS),
+    *((rf"{BLOCK}ff{a}\.net\.2\.", rf"{JOINT}.\1.{b}.mlp.fc2.") for a, b in STREAM_KEYS),
+    (r"proj_out\.", "final_layer.linear."),
+    (r"norm_out\.linear\.", "final_layer.adaLN_modulation.1."),
+)
 
 
-class Sd3PromptEncoder:
-    """Words of both CLIPs side by side, then those of T5: [B, 77 + words, width]; and CLIP's sum of them."""
+class Sd3PromptEncoder(TextEncoders):
+    """Both CLIPs side by side, then T5: words [B, 77 + max_text_tokens, D]; CLIP's pooled outputs: pooled [B, P]."""
 
-    def __init__(self, kit: PipelineComponents, spec: Sd3) -> None:
+    def __init__(self, components: PipelineComponents, spec: Sd3Spec) -> None:
         from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-        self.width, self.words = int(kit.config("transformer")["joint_attention_dim"]), spec.words
+        self.width = int(components.config("transformer")["joint_attention_dim"])
+        self.max_text_tokens = spec.max_text_tokens
         self.clips = [
-            kit.reader(f"text_encoder{number}", CLIPTextModelWithProjection, f"tokenizer{number}", CLIP_MAX_TOKENS)
-            for number in ("", "_2")
+            components.load_text_encoder(
+                f"text_encoder{suffix}", CLIPTextModelWithProjection, f"tokenizer{suffix}", CLIP_MAX_TOKENS
+            )
+            for suffix in ("", "_2")
         ]
-        self.t5 = kit.reader("text_encoder_3", T5EncoderModel, "tokenizer_3", spec.words) if spec.t5 else None
+        self.t5: TextEncoder | None = None
+        if spec.use_t5:
+            self.t5 = components.load_text_encoder(
+                "text_encoder_3", T5EncoderModel, "tokenizer_3", spec.max_text_tokens
+            )
 
-    def __call__(self, texts: list[str]) -> dict[str, Tensor]:
-        told = [reader(texts, layers=True) for reader in self.clips]
-        short = torch.cat([out.hidden_states[-2] for out in told], -1)
-        long = short.new_zeros(len(texts), self.words, self.width)  # what the network was trained to do without T5
-        if self.t5 is not None:
-            long = self.t5(texts).last_hidden_state
-        words = torch.cat([F.pad(short, (0, self.width - short.shape[-1])), long], 1)
-        return {"words": words, "pooled": torch.cat([out.text_embeds for out in told], -1)}
+    @property
+    def text_encoders(self) -> tuple[TextEncoder, ...]:
+        return (*self.clips, *([] if self.t5 is None else [self.t5]))
+
+    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
+        outputs = [clip(prompts, output_hidden_states=True) for clip in self.clips]
+        clip = torch.cat([out.hidden_states[-2] for out in outputs], -1)
+        if self.t5 is None:  # the network was trained with zeros in place of T5's features
+            t5 = clip.new_zeros(len(prompts), self.max_text_tokens, self.width)
+        else:
+            t5 = self.t5(prompts).last_hidden_state
+        words = torch.cat([F.pad(clip, (0, self.width - clip.shape[-1])), t5], 1)
+        return {"words": words, "pooled": torch.cat([out.text_embeds for out in outputs], -1)}
 
 
-class Sd3Backbone:
-    """Denoises [1, 16, h, w] latents of any size: the velocity at 1000 t, as the network counts time."""
+class Sd3Backbone(ImageBackbone):
+    """Denoises latents [1, 16, h, w] of any size; the transformer predicts the velocity noise - clean at 1000 t."""
 
-    passes = 1
-
-    def __init__(self, spec: Sd3, placement: Placement) -> None:
+    def __init__(self, spec: Sd3Spec, placement: Placement) -> None:
         from diffusers import AutoencoderKL, SD3Transformer2DModel
 
-        source = SOURCES.get(spec.weights, SOURCES[Sd3.weights])
-        kit = PipelineComponents(spec.weights, source, SMALL, placement, spec.seed)
+        components = spec.components(placement)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
-        check_position_table(kit, spec)
-        tensors = (
-            None if spec.transformer is None else to_diffusers_keys(read_single_file(spec.transformer, source), kit)
-        )
-        net: Any = kit.trained("transformer", SD3Transformer2DModel, tensors, JOINT_ATTENTION_LAYERS)
+        check_position_table(components, spec)
+        tensors = None
+        if spec.transformer is not None:
+            tensors = to_diffusers_keys(read_single_file(spec.transformer, SD3.source(spec.weights)), components)
+        net: Any = components.load_trainable("transformer", SD3Transformer2DModel, tensors)
         last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn."
-        net.idle = (f"{last}add_q_proj.", f"{last}norm_added_q.")  # what words ask for at the end is not used
-        self.net: nn.Module = net
-        self.codec = kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
-        self.texts = spec.texts(placement)
-
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), self.texts(prompts), tuple(facts))
+        # The queries of the text in the last block are not used.
+        unused = (f"{last}add_q_proj.", f"{last}norm_added_q.")
+        self.traits = NetworkTraits(lora_targets=JOINT_ATTENTION_LAYERS, unused_parameters=unused)
+        self.net = net
+        self.autoencoder = components.load_vae("vae", AutoencoderKL, gradient_checkpointing=spec.checkpoint_decoder)
+        self.prompt_encoder = spec.cached_prompt_encoder(components)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        dtype = next(self.net.parameters()).dtype  # without autocast, all of them must be alike
+        latents, words, pooled = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["words"], cond.tensors["pooled"])
         velocity: Tensor = self.net(
-            hidden_states=x[:, 0].to(dtype),
-            encoder_hidden_states=cond.tensors["words"].to(dtype),
-            pooled_projections=cond.tensors["pooled"].to(dtype),
+            hidden_states=latents,
+            encoder_hidden_states=words,
+            pooled_projections=pooled,
             timestep=1000 * t,
             return_dict=False,
         )[0]
         return velocity[:, None]
 
-    def sized(self, height: int, width: int) -> Sd3Backbone:
-        other = copy(self)
-        other.shape, other.pixels = (1, CHANNELS, height // FACTOR, width // FACTOR), (1, 3, height, width)
-        return other
 
-    def encode(self, pixels: Tensor) -> Tensor:
-        return self.codec.encode(pixels[:, 0])[:, None]
-
-    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        shown = x if frames is None else x[:, list(frames)]
-        pixels = self.codec.decode(shown.flatten(0, 1))
-        return pixels.view(*shown.shape[:2], *pixels.shape[1:])
+def check_position_table(components: PipelineComponents, spec: Sd3Spec) -> None:
+    """Refuse images with more patches per side than the transformer's position table has."""
+    limit = int(components.config("transformer")["pos_embed_max_size"]) * DOWNSAMPLE_FACTOR * PATCH_SIZE
+    if max(spec.height, spec.width) > limit:
+        raise ConfigError(f"model: images of {spec.height}x{spec.width} are too large for it; ask for {limit} at most")
 
 
-def check_position_table(kit: PipelineComponents, spec: Sd3) -> None:
-    """Refuse pictures that the transformer's table of places is too small for."""
-    places = int(kit.config("transformer")["pos_embed_max_size"])
-    longest = max(spec.height, spec.width) // (FACTOR * PATCH)
-    if longest > places:
-        most = places * FACTOR * PATCH
-        raise ConfigError(f"model: pictures of {spec.height}x{spec.width} are too large for it; ask for {most} at most")
-
-
-def to_diffusers_keys(tensors: dict[str, Tensor], kit: PipelineComponents) -> dict[str, Tensor]:
-    """The transformer's tensors by diffusers' names, whoever wrote the file."""
+def to_diffusers_keys(tensors: dict[str, Tensor], components: PipelineComponents) -> dict[str, Tensor]:
+    """Return the transformer's tensors with diffusers' keys, whichever layout the file has."""
     if not any(key.startswith("joint_blocks.") for key in tensors):
         return tensors
     from diffusers import SD3Transformer2DModel
 
-    return sd3_from_original(tensors, kit.shapes("transformer", SD3Transformer2DModel))
+    return sd3_from_original(tensors, components.tensor_shapes("transformer", SD3Transformer2DModel))
+
+
+def sd3_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Rename a transformer's tensors as Stability AI does."""
+    prefixes = _continuous_norms(config["num_layers"])
+    swapped = {key: swap_scale_shift(x) for key, x in tensors.items() if key.startswith(prefixes)}
+    return rename_and_concat({**tensors, **swapped}, KEY_RULES)
+
+
+def sd3_from_original(tensors: Tensors, shapes: TensorShapes) -> Tensors:
+    """Undo `sd3_to_original` for a network of these shapes."""
+    renamed = split_and_rename(tensors, shapes, KEY_RULES)
+    prefixes = _continuous_norms(
+        1 + max(int(key.split(".")[1]) for key in shapes if key.startswith("transformer_blocks."))
+    )
+    return {**renamed, **{key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith(prefixes)}}
+
+
+def _continuous_norms(num_layers: int) -> tuple[str, str]:
+    """The output norm and the last block's text norm have the type whose scale and shift are swapped."""
+    return "norm_out.linear.", f"transformer_blocks.{num_layers - 1}.norm1_context.linear."
 
 
 @dataclass(frozen=True)
-class Sd3:
-    """Stable Diffusion 3 or 3.5, medium or large; a flow whose levels are shifted by 3."""
+class Sd3Spec(PublishedSpec):
+    """Stable Diffusion 3 or 3.5, medium or large: a rectified flow with timestep shift 3."""
 
-    weights: str = "stabilityai/stable-diffusion-3.5-medium"  # a folder in diffusers' layout, or its name on the hub
-    transformer: str | None = None  # one file with other weights of the network, in diffusers' or the authors' layout
+    weights: str = "stabilityai/stable-diffusion-3.5-medium"  # hub id, or folder in diffusers' layout
+    transformer: str | None = None  # file with other weights of the network, with diffusers' or the authors' keys
     height: Side = 1024
     width: Side = 1024
-    words: Annotated[int, Field(ge=1, le=512)] = 256  # tokens T5 cuts and fills prompts to; those of CLIP are 77
-    t5: bool = True  # without, its words are zeros: 9.5 GB less, and prompts are read less closely
-    recompute: bool = True  # the autoencoder's activations when its gradient is asked for
-    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
+    max_text_tokens: Annotated[int, Field(ge=1, le=512)] = 256  # T5's sequence length; CLIP's is 77
+    use_t5: bool = True  # false: zeros for T5's features; 9.5 GB less, and prompts are followed less closely
+    checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a seventh of its memory
+    embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = GaussianProcess
+    published: ClassVar[PublishedModel] = SD3
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "StableDiffusion3Pipeline", "transformer", "lora_transformer", sd3_to_original
     )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
+        return 1, LATENT_CHANNELS, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
 
-    @property
-    def sources(self) -> tuple[WeightsSource, ...]:
-        return weight_sources(self.weights, *SOURCES.values())
-
-    def texts(self, placement: Placement) -> CachedTextEncoder:
-        kit = PipelineComponents(
-            self.weights, SOURCES.get(self.weights, SOURCES[Sd3.weights]), SMALL, placement, self.seed
+    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
+        return components.cache_text_encoders(
+            lambda: Sd3PromptEncoder(components, self),
+            ("text_encoder", "text_encoder_2", "text_encoder_3"),
+            {"model": "sd3", "words": self.max_text_tokens, "t5": self.use_t5},
+            self.embeddings,
         )
-        settings = {"model": "sd3", "words": self.words, "t5": self.t5}
-        parts = ("text_encoder", "text_encoder_2", "text_encoder_3")
-        return build_cached_text_encoder(kit, lambda: Sd3PromptEncoder(kit, self), parts, settings, self.embeddings)
 
     def load(self, placement: Placement) -> Sd3Backbone:
         return Sd3Backbone(self, placement)
 
-    def tiny(self) -> Sd3:
-        words = min(self.words, 16)
-        return replace(self, weights=TINY, transformer=None, height=32, width=32, words=words, embeddings=None)
+    def tiny(self) -> Sd3Spec:
+        tokens = min(self.max_text_tokens, 16)
+        return replace(
+            self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=tokens, embeddings=None
+        )

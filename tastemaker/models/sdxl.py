@@ -1,139 +1,142 @@
-"""Stable Diffusion XL (Podell et al. 2023): a larger UNet, two text encoders, and pictures that know their size."""
+"""Stable Diffusion XL (Podell et al. 2023): a larger UNet, two text encoders, and the image size as conditioning."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..core.policy import Process
-from ..core.types import Condition, Metadata, Placement, Prompts
-from ..processes.gaussian import GaussianProcess
+from ..core.model_spec import PipelineLayout
+from ..core.types import Condition, Placement
+from ..core.weights import NetworkTraits
 from . import sd15
-from .cached_text_encoder import build_cached_text_encoder
-from .pipeline_components import ATTENTION_LAYERS, TINY, FrozenVae, PipelineComponents, weight_sources
-from .pipeline_layout import PipelineLayout, sd_unet_to_original
+from .component_configs import CLIP_G, CLIP_L, SD_VAE, ComponentConfigs
+from .image_backbone import ImageBackbone, cast_to_network_dtype, check_image_shape, check_image_size, unet_timestep
+from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedModel, PublishedSpec
 from .pretrained import WeightsSource
-from .text_encoders import CachedTextEncoder
-from .unet_common import (
-    CHANNELS,
-    FACTOR,
-    cast_to_network_dtype,
-    check_image_shape,
-    check_image_size,
-    check_unet_config,
-    read_unet_checkpoint,
-    unet_timestep,
-)
+from .sd15 import CLIP_MAX_TOKENS, DOWNSAMPLE_FACTOR, LATENT_CHANNELS
+from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
 
-SDXL = WeightsSource("stabilityai/stable-diffusion-xl-base-1.0", size="14 GB", licence="CreativeML OpenRAIL++-M")
-SMALL: dict[str, dict[str, Any]] = {
+CONFIGS: ComponentConfigs = {
     "unet": {
-        **sd15.SMALL["unet"],
+        "block_out_channels": (320, 640, 1280),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 10),
+        "attention_head_dim": (5, 10, 20),
+        "cross_attention_dim": 2048,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+    },
+    "vae": {**SD_VAE, "scaling_factor": 0.13025},
+    "text_encoder": CLIP_L,
+    "text_encoder_2": CLIP_G,
+}
+TINY_CONFIGS: ComponentConfigs = {
+    "unet": {
+        **sd15.TINY_CONFIGS["unet"],
         "cross_attention_dim": 16 + 24,
         "addition_embed_type": "text_time",
         "addition_time_embed_dim": 4,
         "projection_class_embeddings_input_dim": 6 * 4 + 20,
     },
-    "vae": {**sd15.SMALL["vae"], "scaling_factor": 0.13025},
-    "text_encoder": sd15.SMALL["text_encoder"],
-    "text_encoder_2": {**sd15.SMALL["text_encoder"], "hidden_size": 24, "projection_dim": 20},
+    "vae": {**sd15.TINY_CONFIGS["vae"], "scaling_factor": 0.13025},
+    "text_encoder": sd15.TINY_CONFIGS["text_encoder"],
+    "text_encoder_2": {**sd15.TINY_CONFIGS["text_encoder"], "hidden_size": 24, "projection_dim": 20},
 }
+HUB_ID = "stabilityai/stable-diffusion-xl-base-1.0"
+SDXL = PublishedModel(
+    (WeightsSource(HUB_ID, size="14 GB", license="CreativeML OpenRAIL++-M"),), TINY_CONFIGS, {HUB_ID: CONFIGS}
+)
 
 
-def load_sdxl_vae(spec: Sdxl, kit: PipelineComponents, placement: Placement) -> FrozenVae:
-    """The published one overflows in fp16 and says so; then it computes in float32, as diffusers has it."""
-    from diffusers import AutoencoderKL
+class SdxlPromptEncoder(TextEncoders):
+    """Penultimate layers of both CLIPs side by side, words [B, 77, D]; the second's pooled output, summary [B, P]."""
 
-    if placement.dtype == torch.float16 and kit.config("vae").get("force_upcast", True):
-        kit = PipelineComponents(spec.weights, SDXL, SMALL, replace(placement, dtype=torch.float32), spec.seed)
-    return kit.autoencoder("vae", AutoencoderKL, recompute=spec.recompute)
-
-
-class SdxlPromptEncoder:
-    """The last layer but one of both encoders, side by side, and the second's summary."""
-
-    def __init__(self, kit: PipelineComponents, empty: str) -> None:
+    def __init__(self, components: PipelineComponents, empty_prompt: str) -> None:
         from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-        self.empty = empty
-        self.first = kit.reader("text_encoder", CLIPTextModel, "tokenizer", sd15.CLIP_MAX_TOKENS)
-        self.second = kit.reader("text_encoder_2", CLIPTextModelWithProjection, "tokenizer_2", sd15.CLIP_MAX_TOKENS)
-
-    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        first, second = self.first(prompts, layers=True), self.second(prompts, layers=True)
-        words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
-        said = torch.tensor([self.empty == "words" or prompt != "" for prompt in prompts], device=words.device)
-        return {"words": words * said[:, None, None], "summary": second.text_embeds * said[:, None]}
-
-
-class SdxlBackbone:
-    """Denoises [1, 4, h, w] latents; predicts the noise, or the velocity where it was trained to, as the path says."""
-
-    passes = 1
-
-    def __init__(self, spec: Sdxl, placement: Placement) -> None:
-        from diffusers import UNet2DConditionModel
-
-        kit = PipelineComponents(spec.weights, SDXL, SMALL, placement, spec.seed)
-        config = kit.config("unet")
-        check_unet_config(config, spec.weights, "text_time", "sd15")
-        self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
-        # The size it was before it was cut, where it was cut, and the size it is: all of a picture that was not cut.
-        size = (spec.height, spec.width)
-        self.told = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=placement.device)
-        self.embedded = spec.texts(placement)
-        self.codec = load_sdxl_vae(spec, kit, placement)
-        self.net: nn.Module = kit.trained(
-            "unet", UNet2DConditionModel, read_unet_checkpoint(spec.unet, SDXL, config), ATTENTION_LAYERS
+        self.empty_prompt = empty_prompt
+        self.first = components.load_text_encoder("text_encoder", CLIPTextModel, "tokenizer", CLIP_MAX_TOKENS)
+        self.second = components.load_text_encoder(
+            "text_encoder_2", CLIPTextModelWithProjection, "tokenizer_2", CLIP_MAX_TOKENS
         )
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), self.embedded(prompts), tuple(facts))
+    @property
+    def text_encoders(self) -> tuple[TextEncoder, ...]:
+        return self.first, self.second
+
+    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
+        first, second = (encoder(prompts, output_hidden_states=True) for encoder in self.text_encoders)
+        words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
+        nonzero = torch.tensor(
+            [self.empty_prompt == "words" or prompt != "" for prompt in prompts], device=words.device
+        )
+        return {"words": words * nonzero[:, None, None], "summary": second.text_embeds * nonzero[:, None]}
+
+
+class SdxlBackbone(ImageBackbone):
+    """Denoises latents [1, 4, h, w]; the UNet predicts noise, or velocity if the path's prediction type says so."""
+
+    traits = NetworkTraits(lora_targets=ATTENTION_LAYERS)
+
+    def __init__(self, spec: SdxlSpec, placement: Placement) -> None:
+        from diffusers import AutoencoderKL, UNet2DConditionModel
+
+        components = spec.components(placement)
+        config = components.config("unet")
+        sd15.check_unet_config(config, spec.weights, "text_time", "sd15")
+        self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
+        # Original size, crop offset and target size: as of an image that was not cropped.
+        size = (spec.height, spec.width)
+        self.time_ids = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=placement.device)
+        self.prompt_encoder = spec.cached_prompt_encoder(components)
+        vae = components
+        if placement.dtype == torch.float16 and components.config("vae").get("force_upcast", True):
+            vae = spec.components(replace(placement, dtype=torch.float32))  # the published VAE overflows in fp16
+        self.autoencoder = vae.load_vae("vae", AutoencoderKL, gradient_checkpointing=spec.checkpoint_decoder)
+        tensors = sd15.read_unet_checkpoint(spec.unet, SDXL.releases[0], config)
+        self.net = components.load_trainable("unet", UNet2DConditionModel, tensors)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        seen, words, summary = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["words"], cond.tensors["summary"])
-        added = {"text_embeds": summary, "time_ids": self.told.expand(len(x), -1)}
-        out: Tensor = self.net(seen, unet_timestep(t), words, added_cond_kwargs=added, return_dict=False)[0]
+        latents, words, summary = cast_to_network_dtype(
+            self.net, x[:, 0], cond.tensors["words"], cond.tensors["summary"]
+        )
+        added = {"text_embeds": summary, "time_ids": self.time_ids.expand(len(x), -1)}
+        out: Tensor = self.net(latents, unet_timestep(t), words, added_cond_kwargs=added, return_dict=False)[0]
         return out[:, None]
 
-    def sized(self, height: int, width: int) -> SdxlBackbone:
-        other = copy(self)
-        other.shape, other.pixels = (1, CHANNELS, height // FACTOR, width // FACTOR), (1, 3, height, width)
-        size = (height, width)
-        other.told = self.told.new_tensor([*size, 0, 0, *size])
+    def with_size(self, height: int, width: int) -> Self:
+        other = super().with_size(height, width)
+        other.time_ids = self.time_ids.new_tensor([height, width, 0, 0, height, width])
         return other
 
     def encode(self, pixels: Tensor) -> Tensor:
         check_image_shape(pixels, self.pixels)
-        return self.codec.encode(pixels[:, 0])[:, None]
-
-    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        shown = x if frames is None else x[:, list(frames)]
-        return self.codec.decode(shown.flatten(0, 1)).view(*shown.shape[:2], *self.pixels[1:])
+        return super().encode(pixels)
 
 
 @dataclass(frozen=True)
-class Sdxl:
+class SdxlSpec(PublishedSpec):
     """Stable Diffusion XL, without its refiner."""
 
-    weights: str = SDXL.hub  # a hub id, or a folder in diffusers' layout
-    unet: str | None = None  # one file whose network replaces the folder's, of diffusers' names or the authors'
+    weights: str = HUB_ID  # hub id, or folder in diffusers' layout
+    unet: str | None = None  # file whose UNet replaces the pipeline's, with diffusers' or the authors' keys
     height: int = 1024
     width: int = 1024
-    empty: Literal["zeros", "words"] = "zeros"  # what the empty prompt is read as
-    recompute: bool = True  # the decoder in the backward pass, for a seventh of its memory
-    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
+    empty_prompt: Literal["zeros", "words"] = "zeros"  # embedding of the empty prompt: zeros, or as encoded
+    checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a seventh of its memory
+    embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = GaussianProcess
+    published: ClassVar[PublishedModel] = SDXL
     layout: ClassVar[PipelineLayout] = PipelineLayout(
-        "StableDiffusionXLPipeline", "unet", "lora_unet", sd_unet_to_original
+        "StableDiffusionXLPipeline", "unet", "lora_unet", sd15.sd_unet_to_original
     )
 
     def __post_init__(self) -> None:
@@ -141,22 +144,18 @@ class Sdxl:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 1, CHANNELS, self.height // FACTOR, self.width // FACTOR
+        return 1, LATENT_CHANNELS, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
 
-    @property
-    def sources(self) -> tuple[WeightsSource, ...]:
-        return weight_sources(self.weights, SDXL)
-
-    def texts(self, placement: Placement) -> CachedTextEncoder:
-        kit = PipelineComponents(self.weights, SDXL, SMALL, placement, self.seed)
-        settings = {"model": "sdxl", "empty": self.empty}
-        parts = ("text_encoder", "text_encoder_2")
-        return build_cached_text_encoder(
-            kit, lambda: SdxlPromptEncoder(kit, self.empty), parts, settings, self.embeddings
+    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
+        return components.cache_text_encoders(
+            lambda: SdxlPromptEncoder(components, self.empty_prompt),
+            ("text_encoder", "text_encoder_2"),
+            {"model": "sdxl", "empty": self.empty_prompt},  # stored with embeddings, so these keys are fixed
+            self.embeddings,
         )
 
     def load(self, placement: Placement) -> SdxlBackbone:
         return SdxlBackbone(self, placement)
 
-    def tiny(self) -> Sdxl:
+    def tiny(self) -> SdxlSpec:
         return replace(self, weights=TINY, unet=None, height=32, width=32, embeddings=None)

@@ -1,4 +1,4 @@
-"""Stable Video Diffusion (Stability AI 2023): a UNet that goes on from a picture."""
+"""Stable Video Diffusion (Blattmann et al. 2023): a UNet that continues an image as a clip."""
 
 from __future__ import annotations
 
@@ -9,29 +9,50 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..core.policy import Process
+from ..core.model_spec import PipelineLayout
+from ..core.policy import Backbone
+from ..core.registry import ConfigError
 from ..core.types import Condition, Metadata, Placement, Prompts
-from ..processes.gaussian import GaussianProcess
-from ..processes.karras import noise_to_signal
-from .pipeline_components import TINY, PipelineComponents, weight_sources
-from .pipeline_layout import PipelineLayout, reject_unknown_names
+from ..processes.paths import karras_sigma
+from ..rewards.backbones.preprocessing import CLIP_MEAN, CLIP_STD
+from .checkpoint_keys import reject_unknown_names
+from .component_configs import ComponentConfigs
+from .image_backbone import cast_to_network_dtype, check_image_size, condition_image_key, read_condition_image
+from .pipeline_components import TINY, PublishedModel
 from .pretrained import WeightsSource
-from .svd_image_encoder import CLIP_IMAGE_SIZE, SvdImageEncoder, mark_unused_cross_attention
-from .unet_common import CHANNELS, FACTOR, cast_to_network_dtype, check_image_size
-from .video_backbone import FrozenVideoVae, VideoSide, check_clip_shape
-from .video_decoding import svd_decoder
+from .sd15 import DOWNSAMPLE_FACTOR, LATENT_CHANNELS
+from .text_encoders import disable_autocast, temporarily_on_device
+from .video_backbone import VIDEO_TRAITS, DecodeFrames, FrozenVideoVae, VideoSide, VideoSpec, check_clip_shape
 
-LICENCE = "Stability AI Community License"
-SOURCES = {
-    source.hub: source
-    for source in (
-        WeightsSource("stabilityai/stable-video-diffusion-img2vid-xt", size="9 GB", licence=LICENCE, gated=True),
-        WeightsSource("stabilityai/stable-video-diffusion-img2vid", size="9 GB", licence=LICENCE, gated=True),
-    )
+CLIP_IMAGE_SIZE = 224
+ImageConditioning = tuple[Tensor, Tensor]  # CLIP embedding [1, D] and VAE latents [C, h, w] of an image
+SVD_XT: ComponentConfigs = {
+    "unet": {
+        "block_out_channels": (320, 640, 1280, 1280),
+        "num_attention_heads": (5, 10, 20, 20),
+        "cross_attention_dim": 1024,
+        "num_frames": 25,
+    },
+    "vae": {
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "block_out_channels": (128, 256, 512, 512),
+        "layers_per_block": 2,
+        "latent_channels": 4,
+    },
+    "image_encoder": {
+        "hidden_size": 1280,
+        "intermediate_size": 5120,
+        "projection_dim": 1024,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "image_size": 224,
+        "patch_size": 14,
+        "hidden_act": "gelu",
+    },
 }
-SMALL: dict[str, dict[str, Any]] = {
+TINY_CONFIGS: ComponentConfigs = {
     "unet": {
         "block_out_channels": (32, 32),
         "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
@@ -46,7 +67,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "vae": {
         "block_out_channels": (32, 32, 32, 32),
         "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "latent_channels": CHANNELS,
+        "latent_channels": LATENT_CHANNELS,
     },
     "image_encoder": {
         "hidden_size": 16,
@@ -58,78 +79,163 @@ SMALL: dict[str, dict[str, Any]] = {
         "patch_size": 56,
     },
 }
+LICENSE = "Stability AI Community License"
+XT, BASE = (
+    WeightsSource(f"stabilityai/stable-video-diffusion-{name}", size="9 GB", license=LICENSE, gated=True)
+    for name in ("img2vid-xt", "img2vid")
+)
+SVD = PublishedModel(
+    (XT, BASE),
+    TINY_CONFIGS,
+    {XT.hub: SVD_XT, BASE.hub: {**SVD_XT, "unet": {**SVD_XT["unet"], "num_frames": 14}}},
+)
 
 
-class SvdBackbone:
-    """Denoises [F, 4, h, w] latents that go on from the picture in the fact `image`, or else from the spec's.
+@dataclass(frozen=True)
+class SvdImageEncoder:
+    """CLIP embedding of an image, and its VAE latents after noise augmentation. CLIP stays on the CPU between calls."""
 
-    It predicts the velocity of samples at unit variance, guided more from frame to frame; what it is guided away from
-    has noughts in the place of a picture.
+    vision_encoder: Any
+    vae: Any
+    size: tuple[int, int]
+    noise_aug_strength: float
+    seed: int
+    device: torch.device
+
+    def __call__(self, images: Sequence[object]) -> dict[str, Tensor]:
+        """Encode paths or pixels [F, 3, H, W], each once: look [B, 1, D] and reference [B, C, h, w]."""
+        if all(image is None for image in images):
+            raise ConfigError("found no image; set model.image, or give each prompt an `image` in its metadata")
+        encoded: dict[int | str, ImageConditioning] = {}
+        for image in images:
+            if (key := condition_image_key(image)) not in encoded:
+                pixels = read_condition_image(image, *self.size)
+                if pixels is None:
+                    raise ValueError(
+                        "a prompt has no `image` in its metadata, but others have; give each a path or pixels"
+                    )
+                encoded[key] = self._encode(pixels.to(self.device))
+        rows = [encoded[condition_image_key(image)] for image in images]
+        look, latents = (torch.stack(x) for x in zip(*rows, strict=True))
+        return {"look": look, "reference": latents}
+
+    @torch.no_grad()
+    def _encode(self, image: Tensor) -> ImageConditioning:
+        from diffusers.pipelines.stable_video_diffusion import pipeline_stable_video_diffusion as published
+
+        resize: Any = published._resize_with_antialiasing
+        mean, std = (torch.tensor(x, device=self.device).view(3, 1, 1) for x in (CLIP_MEAN, CLIP_STD))
+        clip_input = ((resize(2 * image - 1, (CLIP_IMAGE_SIZE, CLIP_IMAGE_SIZE)) + 1) / 2 - mean) / std
+        noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(self.seed)).to(self.device)
+        with disable_autocast(image), temporarily_on_device(self.vision_encoder, self.device):
+            look = self.vision_encoder(clip_input.to(self.vision_encoder.dtype)).image_embeds
+            noisy = (2 * image - 1 + self.noise_aug_strength * noise).to(self.vae.dtype)
+            return look.float(), self.vae.encode(noisy).latent_dist.mode()[0].float()
+
+
+class SvdBackbone(Backbone):
+    """Denoises latents [F, 4, h, w] of a clip that continues the image in a prompt's metadata, or else the spec's.
+
+    The UNet predicts the velocity at unit variance. Its guidance scale rises from the first frame to the last; the
+    unconditional branch has zeros in place of the image.
     """
 
-    def __init__(self, spec: Svd, placement: Placement) -> None:
+    has_unconditional = True
+
+    def __init__(self, spec: SvdSpec, placement: Placement) -> None:
         from diffusers import AutoencoderKLTemporalDecoder, UNetSpatioTemporalConditionModel
         from transformers import CLIPVisionModelWithProjection
 
-        source = SOURCES.get(spec.weights, SOURCES[Svd.weights])
-        kit = PipelineComponents(spec.weights, source, SMALL, placement, spec.seed)
-        self.net = mark_unused_cross_attention(kit.trained("unet", UNetSpatioTemporalConditionModel))
-        vae = kit.frozen("vae", AutoencoderKLTemporalDecoder, recompute=spec.recompute)
-        self.codec = FrozenVideoVae.of(vae, svd_decoder(vae, spec.at_once), stills=True)
-        eyes = kit.encoder("image_encoder", CLIPVisionModelWithProjection)
-        self.glance = SvdImageEncoder(eyes, vae, (spec.height, spec.width), spec.grain, spec.seed, placement.device)
+        components = spec.components(placement)
+        self.net = components.load_trainable("unet", UNetSpatioTemporalConditionModel)
+        self.traits = replace(VIDEO_TRAITS, unused_parameters=unused_cross_attention(self.net))
+        vae = components.load_frozen(
+            "vae", AutoencoderKLTemporalDecoder, gradient_checkpointing=spec.checkpoint_decoder
+        )
+        self.autoencoder = FrozenVideoVae.from_network(
+            vae, svd_decoder(vae, spec.decode_chunk_size), per_frame_encoder=True
+        )
+        vision_encoder = components.load_encoder("image_encoder", CLIPVisionModelWithProjection)
+        self.image_encoder = SvdImageEncoder(
+            vision_encoder, vae, (spec.height, spec.width), spec.noise_aug_strength, spec.seed, placement.device
+        )
         self.spec, self.shape, self.pixels = spec, spec.shape, (spec.frames, 3, spec.height, spec.width)
-        self.passes = 1 if spec.guidance is None else 2
+        self.forward_passes = 1 if spec.guidance_scale is None else 2
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        shown = [fact.get("image", self.spec.image) for fact in facts] or [self.spec.image] * len(prompts)
-        return Condition(tuple(prompts), self.glance(shown), tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        images = [each.get("image", self.spec.image) for each in metadata] or [self.spec.image] * len(prompts)
+        return Condition(tuple(prompts), self.image_encoder(images), tuple(metadata))
 
-    def without(self, cond: Condition) -> Condition:
+    def without_prompt(self, cond: Condition) -> Condition:
         return replace(cond, tensors={name: torch.zeros_like(x) for name, x in cond.tensors.items()})
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        if self.spec.guidance is None:
-            return self._ask(x, t, cond)
-        rows = [cond.tensors, self.without(cond).tensors]
-        both = {name: torch.cat([told[name] for told in rows]) for name in cond.tensors}
-        given, without = self._ask(torch.cat([x, x]), torch.cat([t, t]), replace(cond, tensors=both)).chunk(2)
-        scale = torch.linspace(*self.spec.guidance, x.shape[1], device=x.device).view(-1, 1, 1, 1)
-        return without + scale * (given - without)
+        if self.spec.guidance_scale is None:
+            return self._call_network(x, t, cond)
+        unconditional = self.without_prompt(cond).tensors
+        batch = {name: torch.cat([y, unconditional[name]]) for name, y in cond.tensors.items()}
+        out = self._call_network(torch.cat([x, x]), torch.cat([t, t]), replace(cond, tensors=batch))
+        with_image, without_image = out.chunk(2)
+        scale = torch.linspace(*self.spec.guidance_scale, x.shape[1], device=x.device).view(-1, 1, 1, 1)
+        return without_image + scale * (with_image - without_image)
 
-    def _ask(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        told = cond.tensors["reference"][:, None].expand(-1, x.shape[1], -1, -1, -1)
-        seen, look = cast_to_network_dtype(self.net, torch.cat([x, told.to(x.dtype)], 2), cond.tensors["look"])
-        also = torch.tensor([self.spec.rate - 1, self.spec.motion, self.spec.grain], device=x.device).to(seen.dtype)
-        level = noise_to_signal(t).clamp(min=1e-10).log() / 4
-        out: Tensor = self.net(seen, level, look, also.expand(len(x), -1), return_dict=False)[0]
+    def _call_network(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        reference = cond.tensors["reference"][:, None].expand(-1, x.shape[1], -1, -1, -1)
+        latents, look = cast_to_network_dtype(self.net, torch.cat([x, reference.to(x.dtype)], 2), cond.tensors["look"])
+        time_ids = [self.spec.fps - 1, self.spec.motion_bucket_id, self.spec.noise_aug_strength]
+        added = torch.tensor(time_ids, device=x.device).to(latents.dtype)
+        timestep = karras_sigma(t).clamp(min=1e-10).log() / 4
+        out: Tensor = self.net(latents, timestep, look, added.expand(len(x), -1), return_dict=False)[0]
         return out
 
     def encode(self, pixels: Tensor) -> Tensor:
         check_clip_shape(pixels, self.pixels)
-        return self.codec.encode(pixels)
+        return self.autoencoder.encode(pixels)
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        return self.codec.decode(x, range(self.pixels[0]) if frames is None else frames)
+        return self.autoencoder.decode(x, range(self.pixels[0]) if frames is None else frames)
+
+
+def unused_cross_attention(net: nn.Module) -> tuple[str, ...]:
+    """Return prefixes of the cross-attention's queries and keys: with one context token, attention is constant."""
+    layers = (".norm2.", ".attn2.to_q.", ".attn2.to_k.")
+    keys = [key for key, _ in net.named_parameters() if any(layer in key for layer in layers)]
+    return tuple(sorted({key.rpartition(".")[0] + "." for key in keys if "transformer_blocks" in key}))
+
+
+def svd_decoder(net: Any, decode_chunk_size: int | None) -> DecodeFrames:
+    """Decode chunks of frames with the temporal decoder, only those chunks that hold a needed frame."""
+
+    def decode_chunk(raw: Tensor, first: int, size: int) -> Tensor:
+        latents = raw[:, :, first : first + size].transpose(1, 2)
+        pixels: Tensor = net.decode(latents.flatten(0, 1), latents.shape[1], return_dict=False)[0]
+        return pixels.view(*latents.shape[:2], *pixels.shape[1:])
+
+    def decode_frames(raw: Tensor, frames: Sequence[int]) -> Tensor:
+        size = decode_chunk_size or raw.shape[2]
+        chunks = {n: decode_chunk(raw, n * size, size) for n in sorted({frame // size for frame in frames})}
+        return torch.stack([chunks[frame // size][:, frame % size] for frame in frames], 2)
+
+    return decode_frames
 
 
 @dataclass(frozen=True)
-class Svd:
-    """Stable Video Diffusion: goes on from the picture in the fact `image` (a path), whatever the prompt says."""
+class SvdSpec(VideoSpec):
+    """Stable Video Diffusion: continues the image in a prompt's metadata `image` (a path); prompts have no effect."""
 
-    weights: str = "stabilityai/stable-video-diffusion-img2vid-xt"  # a hub id, or a folder in diffusers' layout
+    weights: str = XT.hub  # hub id, or folder in diffusers' layout
     height: VideoSide = 576
     width: VideoSide = 1024
     frames: Annotated[int, Field(ge=1, le=1024)] = 25  # 14 for img2vid without xt
-    guidance: tuple[float, float] | None = (1.0, 3.0)  # of the first frame and of the last, and evenly between
-    image: Path | None = None  # the picture to go on from where a prompt has none of its own
-    rate: int = 7  # frames a second, which it is told
-    motion: float = 127  # how much is to move, which it is told
-    grain: float = 0.02  # noise added to the picture, which it is told
-    at_once: int | None = None  # frames decoded together; all if not given, fewer for less memory
-    recompute: bool = True  # the decoder in the backward pass
-    seed: int = 0  # of random weights and of the grain
-    suits: ClassVar[type[Process]] = GaussianProcess
+    guidance_scale: tuple[float, float] | None = (1.0, 3.0)  # of the first and the last frame, linear in between
+    image: Path | None = None  # image to continue for prompts that have none of their own
+    fps: int = 7  # frames per second, an input of the network
+    motion_bucket_id: float = 127  # amount of motion, an input of the network
+    noise_aug_strength: float = 0.02  # noise added to the image, also an input of the network
+    decode_chunk_size: int | None = None  # frames decoded together; all if not given, fewer for less memory
+    checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
+    seed: int = 0  # of random weights and of the noise on the image
+    published: ClassVar[PublishedModel] = SVD
     layout: ClassVar[PipelineLayout] = PipelineLayout("StableVideoDiffusionPipeline", "unet", "", reject_unknown_names)
 
     def __post_init__(self) -> None:
@@ -137,14 +243,15 @@ class Svd:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return self.frames, CHANNELS, self.height // FACTOR, self.width // FACTOR
+        return self.frames, LATENT_CHANNELS, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
 
     @property
-    def sources(self) -> tuple[WeightsSource, ...]:
-        return weight_sources(self.weights, *SOURCES.values())
+    def needs_initial_image(self) -> bool:
+        return self.image is None
 
     def load(self, placement: Placement) -> SvdBackbone:
         return SvdBackbone(self, placement)
 
-    def tiny(self) -> Svd:
-        return replace(self, weights=TINY, height=32, width=32, frames=3, at_once=2 if self.at_once else None)
+    def tiny(self) -> SvdSpec:
+        chunk = 2 if self.decode_chunk_size else None
+        return replace(self, weights=TINY, height=32, width=32, frames=3, decode_chunk_size=chunk)

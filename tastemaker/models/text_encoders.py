@@ -1,7 +1,8 @@
-"""Frozen text encoders with their tokenizers, and a cache of prompt embeddings."""
+"""Frozen text encoders with their tokenizers, and the cache of prompt embeddings in front of them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,153 +12,172 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.model_spec import EncoderFingerprint
 from ..core.registry import ConfigError
 from ..core.types import Placement, Prompts
-from ..data.embedding_store import EmbeddingsByPrompt, EncoderFingerprint, open_embedding_store
+from ..data.embedding_store import EmbeddingsByPrompt, open_embedding_store
 
-MAX_CACHED_PROMPTS = 1024  # prompts remembered; one of FLUX takes 4 MB of the host's memory
-ENCODE_BATCH_SIZE = 16  # prompts read in one call
-EncodePrompts = Callable[[list[str]], Mapping[str, Tensor]]
+MAX_CACHED_PROMPTS = 1024  # one prompt of FLUX takes 4 MB of CPU memory
+ENCODE_BATCH_SIZE = 16  # prompts per call of the text encoders
 
 
 def disable_autocast(x: Tensor) -> torch.autocast:
-    """Disable autocast, so that a frozen network computes in its own dtype."""
+    """Disable autocast on the device of `x`, so that a frozen network computes in its own dtype."""
     return torch.autocast(x.device.type, enabled=False)
+
+
+@contextmanager
+def temporarily_on_device(net: nn.Module, device: torch.device) -> Iterator[None]:
+    """Move a frozen CPU network to a device for the duration of the block, without copying it back."""
+    cpu_data = {tensor: tensor.data for tensor in (*net.parameters(), *net.buffers()) if tensor.device != device}
+    try:
+        for tensor, data in cpu_data.items():
+            tensor.data = data.to(device)
+        yield
+    finally:
+        for tensor, data in cpu_data.items():
+            tensor.data = data
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
     """A byte-level tokenizer without files, for random networks: the last id is EOS, 0 is padding."""
 
-    vocabulary: int
+    vocab_size: int
 
     def __call__(
         self, texts: Sequence[str], padding: str, max_length: int, truncation: bool, return_tensors: str
     ) -> dict[str, Tensor]:
-        """Called as those of transformers are, though it always cuts and fills up."""
+        """Tokenize with the signature of transformers; truncation and padding to `max_length` are always on."""
         ids = torch.zeros(len(texts), max_length, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, text in enumerate(texts):
-            said = [1 + letter % (self.vocabulary - 2) for letter in text.encode()][: max_length - 1]
-            ids[row, : len(said) + 1] = torch.tensor([*said, self.vocabulary - 1])
-            mask[row, : len(said) + 1] = 1
+            tokens = [1 + byte % (self.vocab_size - 2) for byte in text.encode()][: max_length - 1]
+            ids[row, : len(tokens) + 1] = torch.tensor([*tokens, self.vocab_size - 1])
+            mask[row, : len(tokens) + 1] = 1
         return {"input_ids": ids, "attention_mask": mask}
-
-
-@contextmanager
-def temporarily_on_device(net: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a frozen CPU network to a device for the duration of the block, without copying it back."""
-    held = {tensor: tensor.data for tensor in (*net.parameters(), *net.buffers()) if tensor.device != device}
-    try:
-        for tensor, host in held.items():
-            tensor.data = host.to(device)
-        yield
-    finally:
-        for tensor, host in held.items():
-            tensor.data = host
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A frozen text encoder with its tokenizer, kept on the CPU; prompts are padded to `length` tokens."""
+    """A frozen transformers text encoder with its tokenizer; prompts are truncated or padded to `max_length` tokens.
+
+    The network stays on the CPU and visits `device` for each call: beside a network in training there is seldom room.
+    """
 
     net: Any
     tokenizer: Any
-    length: int
+    max_length: int
     device: torch.device
-    part: str = "text_encoder"  # as the folder it came from calls it
+    component: str = "text_encoder"  # folder of the pipeline that it comes from
 
-    def tokens(self, prompts: Prompts) -> dict[str, Tensor]:
-        """The ids and which of them are no filling: [B, length] each."""
-        told = self.tokenizer(
-            list(prompts), padding="max_length", max_length=self.length, truncation=True, return_tensors="pt"
+    def tokenize(self, prompts: Prompts) -> dict[str, Tensor]:
+        """Return `input_ids` and `attention_mask`, [B, max_length] each."""
+        tokens = self.tokenizer(
+            list(prompts), padding="max_length", max_length=self.max_length, truncation=True, return_tensors="pt"
         )
-        return {name: told[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        return {name: tokens[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
-    def __call__(self, prompts: Prompts, *, masked: bool = False, layers: bool = False) -> Any:
-        """The output as transformers names its parts; `layers` adds hidden_states, `masked` hides the filling."""
-        told = self.tokens(prompts)
-        mask = told["attention_mask"] if masked else None
-        with disable_autocast(told["input_ids"]), temporarily_on_device(self.net, self.device):
-            return self.net(input_ids=told["input_ids"], attention_mask=mask, output_hidden_states=layers)
+    def __call__(
+        self, prompts: Prompts, *, use_attention_mask: bool = False, output_hidden_states: bool = False
+    ) -> Any:
+        """Return the output object of transformers; without the mask, padding is attended to like any token."""
+        tokens = self.tokenize(prompts)
+        mask = tokens["attention_mask"] if use_attention_mask else None
+        with disable_autocast(tokens["input_ids"]), temporarily_on_device(self.net, self.device):
+            return self.net(
+                input_ids=tokens["input_ids"], attention_mask=mask, output_hidden_states=output_hidden_states
+            )
+
+
+class TextEncoders(ABC):
+    """The text encoders of one generator, and how their outputs become its conditioning tensors."""
+
+    @property
+    @abstractmethod
+    def text_encoders(self) -> tuple[TextEncoder, ...]:
+        """All encoders, in the order in which LoRA adapts them."""
+
+    @abstractmethod
+    def __call__(self, prompts: list[str]) -> Mapping[str, Tensor]:
+        """Embed prompts: tensors by name, one row per prompt."""
 
 
 class CachedTextEncoder:
     """Prompt embeddings by name, from precomputed files or an LRU cache over the text encoders.
 
-    They wait on the host. With a shelf, the encoders are not loaded before a prompt is asked for that is not on it.
+    Embeddings are cached on the CPU. With precomputed files, the text encoders are loaded when the first prompt is
+    requested that is not among them. Once the encoders train, nothing is cached.
     """
 
     def __init__(
         self,
-        load: Callable[[], EncodePrompts],
+        load: Callable[[], TextEncoders],
         placement: Placement,
-        made_by: EncoderFingerprint,
+        fingerprint: EncoderFingerprint,
         embeddings: Path | None,
     ) -> None:
-        self.placement, self.made_by, self.most = placement, made_by, MAX_CACHED_PROMPTS
-        self.shelf = None if embeddings is None else open_embedding_store(embeddings, made_by)
+        self.placement, self.fingerprint, self.max_cached_prompts = placement, fingerprint, MAX_CACHED_PROMPTS
+        self.store = None if embeddings is None else open_embedding_store(embeddings, fingerprint)
         self._load = load
-        self._loaded = load() if self.shelf is None else None
-        self._held: dict[str, dict[str, Tensor]] = {}  # the latest last
-        self.taught = False
+        self._loaded = load() if self.store is None else None
+        self._cache: dict[str, dict[str, Tensor]] = {}  # least recently used first
+        self.trainable = False
 
     @property
-    def read(self) -> Any:
-        """Those who read prompts."""
+    def encoders(self) -> TextEncoders:
+        """The text encoders, loaded at first use."""
         if self._loaded is None:
             self._loaded = self._load()
         return self._loaded
 
-    def teach(self) -> dict[str, nn.Module]:
-        """Make the text encoders trainable: move them to the device, stop caching, and return them by name."""
-        self.taught, parts = True, vars(self._encoders("")).values()
-        readers = [reader for part in parts for reader in (part if isinstance(part, list | tuple) else (part,))]
-        return {each.part: each.net.to(each.device) for each in readers if isinstance(each, TextEncoder)}
+    def enable_training(self) -> dict[str, nn.Module]:
+        """Move the text encoders to the device, stop caching, and return the networks by component name."""
+        self.trainable = True
+        return {each.component: each.net.to(each.device) for each in self._encoders_for("").text_encoders}
 
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]:
-        """One row a prompt: [B, ...] by name."""
-        if self.taught:
-            texts = list(dict.fromkeys(prompts))
-            which = torch.tensor([texts.index(prompt) for prompt in prompts], device=self.placement.device)
-            return {name: x.to(self.placement.device)[which] for name, x in self.read(texts).items()}
-        rows = {text: self._held.pop(text) for text in dict.fromkeys(prompts) if text in self._held}
-        rows |= self._ready([text for text in dict.fromkeys(prompts) if text not in rows])
-        new = [text for text in dict.fromkeys(prompts) if text not in rows]
-        for first in range(0, len(new), ENCODE_BATCH_SIZE):
-            rows |= self._fresh(new[first : first + ENCODE_BATCH_SIZE])
-        self._held |= rows
-        while len(self._held) > self.most:
-            self._held.pop(next(iter(self._held)))
-        where = self.placement.device
-        return {name: torch.stack([rows[text][name] for text in prompts]).to(where) for name in rows[prompts[0]]}
+        """Embed prompts: [B, ...] by name, on the device of the run."""
+        device, unique = self.placement.device, list(dict.fromkeys(prompts))
+        if self.trainable:
+            rows = torch.tensor([unique.index(prompt) for prompt in prompts], device=device)
+            return {name: x.to(device)[rows] for name, x in self.encoders(unique).items()}
+        embeddings = {text: self._cache.pop(text) for text in unique if text in self._cache}
+        embeddings |= self._read_precomputed([text for text in unique if text not in embeddings])
+        missing = [text for text in unique if text not in embeddings]
+        for first in range(0, len(missing), ENCODE_BATCH_SIZE):
+            embeddings |= self._encode(missing[first : first + ENCODE_BATCH_SIZE])
+        self._cache |= embeddings
+        while len(self._cache) > self.max_cached_prompts:
+            self._cache.pop(next(iter(self._cache)))
+        names = embeddings[prompts[0]]
+        return {name: torch.stack([embeddings[text][name] for text in prompts]).to(device) for name in names}
 
-    def _ready(self, texts: list[str]) -> EmbeddingsByPrompt:
-        """What is on the shelf, in the precision the encoders would have computed in."""
-        if self.shelf is None:
+    def _read_precomputed(self, texts: list[str]) -> EmbeddingsByPrompt:
+        """Read stored embeddings, in the dtype that the encoders would have computed in."""
+        if self.store is None:
             return {}
         with torch.inference_mode(False):
-            found = self.shelf.take([text for text in texts if text in self.shelf])
+            stored = self.store.take([text for text in texts if text in self.store])
         dtype = self.placement.dtype
         return {
-            text: {name: x.to(dtype) if x.is_floating_point() else x for name, x in row.items()}
-            for text, row in found.items()
+            text: {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+            for text, tensors in stored.items()
         }
 
-    def _fresh(self, texts: list[str]) -> EmbeddingsByPrompt:
-        # Kept beyond this call, so neither its graph nor the marks of inference mode may stick to them.
+    def _encode(self, texts: list[str]) -> EmbeddingsByPrompt:
+        # The cache outlives this call, so its tensors must be neither part of a graph nor inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            told = {name: x.cpu() for name, x in self._encoders(texts[0])(texts).items()}
-            return {text: {name: x[row].clone() for name, x in told.items()} for row, text in enumerate(texts)}
+            batch = {name: x.cpu() for name, x in self._encoders_for(texts[0])(texts).items()}
+            return {text: {name: x[row].clone() for name, x in batch.items()} for row, text in enumerate(texts)}
 
-    def _encoders(self, text: str) -> EncodePrompts:
+    def _encoders_for(self, text: str) -> TextEncoders:
         try:
-            read: EncodePrompts = self.read
+            return self.encoders
         except ConfigError as error:
-            if self.shelf is None:
+            if self.store is None:
                 raise
             raise ConfigError(
-                f"the prompt '{text:.60}' is not among the {len(self.shelf)} in {self.shelf.folder}, and no text "
+                f"the prompt '{text:.60}' is not among the {len(self.store)} in {self.store.folder}, and no text "
                 f"encoder can be loaded for it ({error}); add it with `tastemaker embed`"
             ) from error
-        return read

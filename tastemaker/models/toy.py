@@ -1,4 +1,4 @@
-"""Three generators small enough to train in a test: colours for words, denoised, written in turn, or unmasked."""
+"""Three generators small enough to train in a test: plain colors by name, as a flow, autoregressive or masked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..core.policy import Process
+from ..core.model_spec import ModelSpec
+from ..core.policy import Backbone, Process
 from ..core.toy_colors import TOY_COLORS
 from ..core.types import MASK_TOKEN_ID, Condition, Metadata, Placement, Prompts, to_device
 from ..processes.autoregressive import AutoregressiveProcess
@@ -20,19 +21,22 @@ from ..processes.masked import MaskedProcess
 
 Width = Annotated[int, Field(ge=2, le=4096, multiple_of=2)]
 Depth = Annotated[int, Field(ge=1, le=64)]
-WORDS = ("", *TOY_COLORS)  # the first is for any other word
-SIDE = 8  # pixels
-CELLS = 4  # tokens a side, each a square of two pixels
+WORDS = ("", *TOY_COLORS)  # the first stands for all other words
+IMAGE_SIZE = 8  # pixels per side
+GRID_SIZE = 4  # tokens per side, two pixels each
 ToyKVCache = tuple[tuple[Tensor, Tensor], ...]
 
 
-def embed(prompts: Prompts, facts: Sequence[Metadata], device: torch.device) -> Condition:
+def embed_toy_prompts(prompts: Prompts, metadata: Sequence[Metadata], device: torch.device) -> Condition:
+    """Return the id of each prompt's last word: word [B]."""
     last = [prompt.split()[-1] if prompt.split() else "" for prompt in prompts]
     words = [WORDS.index(word) if word in WORDS else 0 for word in last]
-    return Condition(tuple(prompts), {"word": to_device(torch.tensor(words), device)}, tuple(facts))
+    return Condition(tuple(prompts), {"word": to_device(torch.tensor(words), device)}, tuple(metadata))
 
 
 class ToyResidualBlock(nn.Module):
+    """A residual MLP with pre-normalization on [..., width]."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
@@ -42,14 +46,16 @@ class ToyResidualBlock(nn.Module):
         return out
 
 
-class FlowNet(nn.Module):
+class ToyFlowNet(nn.Module):
+    """An MLP denoiser: x [B, F, 3, 8, 8] at times t [B] for words [B] to [B, F * 3 * 8 * 8]."""
+
     def __init__(self, frames: int, width: int, depth: int) -> None:
         super().__init__()
-        size = frames * 3 * SIDE * SIDE
+        size = frames * 3 * IMAGE_SIZE * IMAGE_SIZE
         self.word, self.time, self.enter = nn.Embedding(len(WORDS), width), nn.Linear(8, width), nn.Linear(size, width)
         self.blocks = nn.ModuleList(ToyResidualBlock(width) for _ in range(depth))
         self.norm, self.leave = nn.LayerNorm(width), nn.Linear(width, size)
-        self.skip = nn.Linear(8, 1)  # noise has more dimensions than the blocks: it goes past them
+        self.skip = nn.Linear(8, 1)  # the input has more dimensions than the blocks, so its noise bypasses them
 
     def forward(self, x: Tensor, t: Tensor, word: Tensor) -> Tensor:
         angles = torch.stack([t, 2 * t, 4 * t, 8 * t], 1)
@@ -61,24 +67,24 @@ class FlowNet(nn.Module):
         return out
 
 
-class FlowBackbone:
-    """Denoises [F, 3, 8, 8] latents, which are logits of the pixels."""
+class ToyFlowBackbone(Backbone):
+    """Denoises latents [F, 3, 8, 8], which are logits of the pixels."""
 
-    passes = 1
+    forward_passes = 1
 
-    def __init__(self, spec: ToyFlow, placement: Placement) -> None:
+    def __init__(self, spec: ToyFlowSpec, placement: Placement) -> None:
         self.device = placement.device
         self.shape = self.pixels = spec.shape
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
-            self.net: nn.Module = FlowNet(spec.frames, spec.width, spec.depth).to(placement.device)
+            self.net: nn.Module = ToyFlowNet(spec.frames, spec.width, spec.depth).to(placement.device)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return embed(prompts, facts, self.device)
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        return embed_toy_prompts(prompts, metadata, self.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         out: Tensor = self.net(x, t, cond.tensors["word"])
-        return out.view_as(x)  # outside the network: sharding hooks its output, which must not be a view
+        return out.view_as(x)  # outside the network: FSDP hooks its output, which must not be a view
 
     def encode(self, pixels: Tensor) -> Tensor:
         return torch.logit(pixels.clamp(0.01, 0.99))
@@ -104,13 +110,13 @@ class ToyAttention(nn.Module):
         return h, (k, v)
 
 
-class TokenNet(nn.Module):
-    """Reads the word, then tokens; with a cache, only those not read before."""
+class ToyTokenNet(nn.Module):
+    """A transformer over the prompt's word and tokens; with a KV cache, only new tokens are computed."""
 
     def __init__(self, causal: bool, width: int, depth: int) -> None:
         super().__init__()
-        self.token = nn.Embedding(len(TOY_COLORS) + 1, width)  # the last is the mask
-        self.place, self.word = nn.Embedding(CELLS * CELLS + 1, width), nn.Embedding(len(WORDS), width)
+        self.token = nn.Embedding(len(TOY_COLORS) + 1, width)  # the last embeds masked tokens
+        self.place, self.word = nn.Embedding(GRID_SIZE * GRID_SIZE + 1, width), nn.Embedding(len(WORDS), width)
         self.blocks = nn.ModuleList(ToyAttention(width, causal) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(TOY_COLORS))
 
@@ -128,22 +134,22 @@ class TokenNet(nn.Module):
         return self.head(self.norm(h)).float(), now
 
 
-class TokenBackbone:
-    """Sixteen tokens, each one of eight colours; causal, or bidirectional for masked decoding."""
+class ToyTokenBackbone(Backbone):
+    """Sixteen tokens, each one of eight colors; causal, or bidirectional for masked decoding."""
 
-    passes = 1
-    shape = (CELLS * CELLS,)
-    pixels = (1, 3, SIDE, SIDE)
+    forward_passes = 1
+    shape = (GRID_SIZE * GRID_SIZE,)
+    pixels = (1, 3, IMAGE_SIZE, IMAGE_SIZE)
 
-    def __init__(self, spec: ToyCausal | ToyMasked, placement: Placement) -> None:
+    def __init__(self, spec: ToyCausalSpec | ToyMaskedSpec, placement: Placement) -> None:
         self.device, self.causal = placement.device, spec.causal
         self.palette = torch.tensor(list(TOY_COLORS.values()), device=placement.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
-            self.net: nn.Module = TokenNet(spec.causal, spec.width, spec.depth).to(placement.device)
+            self.net: nn.Module = ToyTokenNet(spec.causal, spec.width, spec.depth).to(placement.device)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return embed(prompts, facts, self.device)
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        return embed_toy_prompts(prompts, metadata, self.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         logits: Tensor
@@ -153,65 +159,65 @@ class TokenBackbone:
         logits, _ = self.net(x, cond.tensors["word"])
         return logits[:, 1:]
 
-    def begin(self, cond: Condition) -> ToyKVCache:
+    def init_cache(self, cond: Condition) -> ToyKVCache:
         return ()
 
-    def extend(self, ids: Tensor | None, cache: ToyKVCache, cond: Condition) -> tuple[Tensor, ToyKVCache]:
+    def decode_step(self, ids: Tensor | None, cache: ToyKVCache, cond: Condition) -> tuple[Tensor, ToyKVCache]:
         fresh = None if ids is None else ids[:, None]
         logits, cache = self.net(fresh, cond.tensors["word"] if ids is None else None, cache)
         return logits[:, -1], cache
 
     def encode(self, pixels: Tensor) -> Tensor:
-        cells = F.avg_pool2d(pixels[:, 0], SIDE // CELLS).flatten(2).transpose(1, 2)  # [B, 16, 3]
+        cells = F.avg_pool2d(pixels[:, 0], IMAGE_SIZE // GRID_SIZE).flatten(2).transpose(1, 2)  # [B, 16, 3]
         return (cells[:, :, None] - self.palette).abs().sum(-1).argmin(-1)
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        cells = self.palette[x.clamp(min=0)].transpose(1, 2).reshape(len(x), 3, CELLS, CELLS)
-        return F.interpolate(cells, scale_factor=SIDE // CELLS)[:, None]
+        cells = self.palette[x.clamp(min=0)].transpose(1, 2).reshape(len(x), 3, GRID_SIZE, GRID_SIZE)
+        return F.interpolate(cells, scale_factor=IMAGE_SIZE // GRID_SIZE)[:, None]
 
 
 @dataclass(frozen=True)
-class ToyFlow:
-    """A denoiser of plain pictures or clips; what its output means is the path's affair."""
+class ToyFlowSpec(ModelSpec):
+    """A denoiser of plain images or clips; flow or noise prediction, as the path says."""
 
     frames: Annotated[int, Field(ge=1, le=64)] = 1
     width: Width = 96
     depth: Depth = 2
     seed: int = 0
-    suits: ClassVar[type[Process]] = GaussianProcess
+    process_type: ClassVar[type[Process]] = GaussianProcess
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return self.frames, 3, SIDE, SIDE
+        return self.frames, 3, IMAGE_SIZE, IMAGE_SIZE
 
-    def load(self, placement: Placement) -> FlowBackbone:
-        return FlowBackbone(self, placement)
+    def load(self, placement: Placement) -> ToyFlowBackbone:
+        return ToyFlowBackbone(self, placement)
 
-    def tiny(self) -> ToyFlow:
-        return ToyFlow(self.frames, 32, 1, self.seed)
+    def tiny(self) -> ToyFlowSpec:
+        return ToyFlowSpec(self.frames, 32, 1, self.seed)
 
 
 @dataclass(frozen=True)
-class ToyCausal:
-    """Writes sixteen tokens one after the other."""
+class ToyCausalSpec(ModelSpec):
+    """Generates sixteen tokens one after the other."""
 
     width: Width = 32
     depth: Depth = 2
     seed: int = 0
     frames = 1
     causal = True
-    shape = TokenBackbone.shape
-    suits: ClassVar[type[Process]] = AutoregressiveProcess
+    shape = ToyTokenBackbone.shape
+    process_type: ClassVar[type[Process]] = AutoregressiveProcess
 
-    def load(self, placement: Placement) -> TokenBackbone:
-        return TokenBackbone(self, placement)
+    def load(self, placement: Placement) -> ToyTokenBackbone:
+        return ToyTokenBackbone(self, placement)
 
-    def tiny(self) -> ToyCausal:
-        return ToyCausal(16, 1, self.seed)
+    def tiny(self) -> ToyCausalSpec:
+        return ToyCausalSpec(16, 1, self.seed)
 
 
 @dataclass(frozen=True)
-class ToyMasked:
+class ToyMaskedSpec(ModelSpec):
     """Reveals sixteen tokens a few at a time."""
 
     width: Width = 32
@@ -219,11 +225,11 @@ class ToyMasked:
     seed: int = 0
     frames = 1
     causal = False
-    shape = TokenBackbone.shape
-    suits: ClassVar[type[Process]] = MaskedProcess
+    shape = ToyTokenBackbone.shape
+    process_type: ClassVar[type[Process]] = MaskedProcess
 
-    def load(self, placement: Placement) -> TokenBackbone:
-        return TokenBackbone(self, placement)
+    def load(self, placement: Placement) -> ToyTokenBackbone:
+        return ToyTokenBackbone(self, placement)
 
-    def tiny(self) -> ToyMasked:
-        return ToyMasked(16, 1, self.seed)
+    def tiny(self) -> ToyMaskedSpec:
+        return ToyMaskedSpec(16, 1, self.seed)

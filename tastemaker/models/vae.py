@@ -1,65 +1,77 @@
-"""The small autoencoder as configurations name it, and those trained with it."""
+"""Settings of the small convolutional autoencoder, and of networks of your own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat
+from torch import nn
 
-from ..core.autoencoder import ContinuousAutoencoder
-from ..core.registry import ConfigError
+from ..core.autoencoder import AutoencoderSpec
+from ..core.registry import ConfigError, Registry
 from ..core.types import Placement
-from . import weight_files
-from .autoencoder_loading import load_autoencoder
-from .nets.vae import Autoencoder, PixelShuffleAutoencoder
-from .pretrained import load_weights_into, with_fast_convolutions
+from . import loading, weight_files
+from .nets.vae import ConvAutoencoder
+from .pretrained import load_weights_into
 
-Channels = Annotated[int, Field(ge=1, le=256)]
+NETWORKS = Registry("network", {})  # classes that users register by name
 
 
 @dataclass(frozen=True)
-class Vae:
-    """A convolutional autoencoder with continuous latents; variational where `kl` is above zero."""
+class VaeSpec(AutoencoderSpec):
+    """A convolutional autoencoder with continuous latents; variational if `kl_weight` is positive."""
 
-    channels: Channels = 16
+    latent_channels: Annotated[int, Field(ge=1, le=256)] = 16
     width: Annotated[int, Field(ge=8, le=512, multiple_of=8)] = 40
-    factor: Literal[4, 8] = 8  # pixels a side that one latent stands for
-    noise: NonNegativeFloat = 0.05  # on the latents while training, in their standard deviations
-    kl: NonNegativeFloat = 0.0
-    weights: str | None = None  # to start from
+    downsample_factor: Literal[4, 8] = 8  # pixels per latent, in each direction
+    latent_noise: NonNegativeFloat = 0.05  # on the latents in training, relative to their standard deviation
+    kl_weight: NonNegativeFloat = 0.0
+    weights: str | None = None  # initial weights
     seed: int = 0
 
-    def load(self, placement: Placement) -> Autoencoder:
+    def load(self, placement: Placement) -> ConvAutoencoder:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            net = Autoencoder(self.channels, self.width, self.factor, self.noise, self.kl)
+            net = ConvAutoencoder(
+                self.latent_channels, self.width, self.downsample_factor, self.latent_noise, self.kl_weight
+            )
         if self.weights:
             load_weights_into(net, weight_files.read_weights(self.weights)[0], self.weights)
         return net.to(placement.device)
 
-    def tiny(self) -> Vae:
-        return Vae(self.channels, 8, self.factor, self.noise, self.kl, None, self.seed)
+    def tiny(self) -> VaeSpec:
+        return VaeSpec(
+            self.latent_channels, 8, self.downsample_factor, self.latent_noise, self.kl_weight, None, self.seed
+        )
 
 
-def load_vae(name: str | None, channels: int, factor: int, placement: Placement) -> ContinuousAutoencoder:
-    """The trained autoencoder of a name, of whichever kind, frozen; without a name, coarse pixels in its place."""
-    if name is None:
-        return PixelShuffleAutoencoder(channels, factor)
-    try:
-        net = with_fast_convolutions(load_autoencoder(name, placement))
-    except ConfigError as error:
-        raise ConfigError(f"model.codec: {error}") from error
-    if not isinstance(net, ContinuousAutoencoder):
-        raise ConfigError(
-            f"model.codec: '{name:.200}' holds no vae but a {type(net).__name__}; "
-            "train one with `tastemaker train playground-vae`"
-        )
-    if (net.channels, net.stride) != (channels, factor):
-        raise ConfigError(
-            f"model.codec: '{name:.200}' has {net.channels} channels and factor {net.stride}, the model expects "
-            f"{channels} and {factor}; set model.channels={net.channels} and model.factor={net.stride}, or "
-            "another codec"
-        )
-    return net
+def has_from_config(cls: Any) -> bool:
+    """Whether a class is an `nn.Module` with a classmethod `from_config`."""
+    return issubclass(cls, nn.Module) and "from_config" in dir(cls)
+
+
+@dataclass(frozen=True)
+class CustomAutoencoderSpec(AutoencoderSpec):
+    """A network of your own, built by its class's `from_config(params)`, as those of nanoVLA-RL are."""
+
+    class_path: str  # my_package.module:Class, or a registered name
+    params: Mapping[str, Any] = field(default_factory=dict)
+    weights: str | None = None  # initial weights
+
+    def load(self, placement: Placement) -> nn.Module:
+        cls: Any = NETWORKS.find(self.class_path, "autoencoder.class_path")
+        if not has_from_config(cls):
+            raise ConfigError(
+                f"autoencoder.class_path: '{self.class_path:.60}' is no nn.Module with a classmethod from_config; "
+                "add it"
+            )
+        net: nn.Module = cls.from_config(dict(self.params))
+        if self.weights:
+            load_weights_into(net, loading.read_checkpoint(self.weights), self.weights)
+        return net.to(placement.device)
+
+    def tiny(self) -> CustomAutoencoderSpec:
+        return self  # only the class knows how to make it smaller

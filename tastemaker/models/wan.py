@@ -1,46 +1,82 @@
-"""Wan 2.1 and 2.2 (Alibaba 2025): a flow-matching transformer of clips, or two of them that share the levels."""
+"""Wan 2.1 and 2.2 (Alibaba 2025): a flow-matching video transformer, or two of them for high and low noise."""
 
 from __future__ import annotations
 
+import html
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from ..core.policy import Process
+from ..core.model_spec import PipelineLayout
 from ..core.registry import ConfigError
 from ..core.types import Placement
-from ..processes.gaussian import GaussianProcess
-from .cached_text_encoder import build_cached_text_encoder
-from .nets.noise_level_experts import NoiseLevelExperts
-from .pipeline_components import TINY, PipelineComponents
-from .pipeline_layout import PipelineLayout, reject_unknown_names
+from .checkpoint_keys import reject_unknown_names
+from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
+from .pipeline_components import TINY, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
-from .releases import PublishedModel
-from .text_encoders import CachedTextEncoder
+from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
 from .video_backbone import (
-    SMALL_T5,
+    VIDEO_TRAITS,
     ConditioningTensors,
+    DecodeFrames,
     FrozenVideoVae,
     TextTokenCount,
     VideoBackbone,
     VideoCompression,
     VideoSide,
+    VideoSpec,
     check_video_size,
-    clean_prompt,
+    checkpoint_if,
     encode_with_t5,
+    latents_needed,
 )
-from .video_decoding import wan_decoder
 
-SOURCES = (
-    WeightsSource("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", size="29 GB", licence="Apache-2.0"),
-    WeightsSource("Wan-AI/Wan2.1-T2V-14B-Diffusers", size="80 GB", licence="Apache-2.0"),
-    WeightsSource("Wan-AI/Wan2.2-TI2V-5B-Diffusers", size="34 GB", licence="Apache-2.0"),
-    WeightsSource("Wan-AI/Wan2.2-T2V-A14B-Diffusers", size="126 GB", licence="Apache-2.0"),
-)
-TEMPORAL_COMPRESSION = 4  # frames a latent, after the first
-SMALL_NET = {
+TEMPORAL_RATIO = 4  # frames per latent, after the first
+EXPERT_PREFIXES = (("transformer", "high."), ("transformer_2", "low."))  # components of 2.2, and their keys' prefixes
+WAN_1B: ComponentConfigs = {
+    "transformer": {
+        "num_attention_heads": 12,
+        "attention_head_dim": 128,
+        "ffn_dim": 8960,
+        "num_layers": 30,
+        "text_dim": 4096,
+    },
+    "vae": {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2},
+    "text_encoder": {**T5_XXL, "vocab_size": 256384},
+}
+WAN_14B: ComponentConfigs = {
+    **WAN_1B,
+    "transformer": {**WAN_1B["transformer"], "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+}
+WAN_5B: ComponentConfigs = {
+    **WAN_1B,
+    "transformer": {
+        **WAN_1B["transformer"],
+        "in_channels": 48,
+        "out_channels": 48,
+        "num_attention_heads": 24,
+        "ffn_dim": 14336,
+    },
+    "vae": {
+        **WAN_1B["vae"],
+        "base_dim": 160,
+        "decoder_base_dim": 256,
+        "z_dim": 48,
+        "is_residual": True,
+        "in_channels": 12,
+        "out_channels": 12,
+        "patch_size": 2,
+        "scale_factor_spatial": 16,
+        "latents_mean": [0.0] * 48,
+        "latents_std": [1.0] * 48,
+    },
+}
+TINY_TRANSFORMER = {
     "num_attention_heads": 2,
     "attention_head_dim": 12,
     "num_layers": 2,
@@ -49,120 +85,203 @@ SMALL_NET = {
     "freq_dim": 16,
     "ffn_dim": 32,
 }
-SMALL: dict[str, dict[str, Any]] = {
-    "transformer": SMALL_NET,
-    "transformer_2": SMALL_NET,
+TINY_CONFIGS: ComponentConfigs = {
+    "transformer": TINY_TRANSFORMER,
+    "transformer_2": TINY_TRANSFORMER,
     "vae": {"base_dim": 4, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
-    "text_encoder": SMALL_T5,
+    "text_encoder": TINY_T5,
 }
-WAN = PublishedModel(SOURCES, SMALL)
-EXPERT_PREFIXES = (("transformer", "high."), ("transformer_2", "low."))  # of 2.2, as the pipeline and as we call them
+WAN = PublishedModel(
+    (
+        WeightsSource("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", size="29 GB", license="Apache-2.0"),
+        WeightsSource("Wan-AI/Wan2.1-T2V-14B-Diffusers", size="80 GB", license="Apache-2.0"),
+        WeightsSource("Wan-AI/Wan2.2-TI2V-5B-Diffusers", size="34 GB", license="Apache-2.0"),
+        WeightsSource("Wan-AI/Wan2.2-T2V-A14B-Diffusers", size="126 GB", license="Apache-2.0"),
+    ),
+    TINY_CONFIGS,
+    {
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": WAN_1B,
+        "Wan-AI/Wan2.1-T2V-14B-Diffusers": WAN_14B,
+        "Wan-AI/Wan2.2-TI2V-5B-Diffusers": WAN_5B,
+        "Wan-AI/Wan2.2-T2V-A14B-Diffusers": WAN_14B,  # of each of its two transformers
+    },
+)
 
 
-class WanPromptEncoder:
-    """What UMT5 says of every word of a prompt, and noughts after them."""
+class NoiseLevelExperts(nn.Module):
+    """The two experts of Wan 2.2: `high` for timesteps from 1000 * boundary up, `low` for the others."""
 
-    def __init__(self, kit: PipelineComponents, length: int) -> None:
+    def __init__(self, high: nn.Module, low: nn.Module, boundary: float) -> None:
+        super().__init__()
+        self.high, self.low, self.boundary = high, low, boundary
+
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, return_dict: bool = False
+    ) -> tuple[Tensor]:
+        is_high = timestep >= 1000 * self.boundary
+        out = torch.empty_like(hidden_states)
+        for expert, mask in ((self.high, is_high), (self.low, ~is_high)):
+            if bool(mask.any()):
+                rows = mask.nonzero()[:, 0]
+                part = expert(hidden_states[rows], timestep[rows], encoder_hidden_states[rows], return_dict=False)[0]
+                out = out.to(part.dtype).index_copy(0, rows, part)
+        return (out,)
+
+
+class WanPromptEncoder(TextEncoders):
+    """UMT5's features, zero at padding: words [B, L, D]."""
+
+    def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
         from transformers import UMT5EncoderModel
 
-        self.t5 = kit.reader("text_encoder", UMT5EncoderModel, "tokenizer", length)
+        self.t5 = components.load_text_encoder("text_encoder", UMT5EncoderModel, "tokenizer", max_text_tokens)
+
+    @property
+    def text_encoders(self) -> tuple[TextEncoder, ...]:
+        return (self.t5,)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        told = encode_with_t5(self.t5, [clean_prompt(prompt) for prompt in prompts], masked=True)
-        return {"words": told["words"] * told["seen"][..., None]}
+        features = encode_with_t5(self.t5, [clean_prompt(prompt) for prompt in prompts], use_attention_mask=True)
+        return {"words": features["words"] * features["seen"][..., None]}
 
 
-def predict_velocity(net: nn.Module, x: Tensor, t: Tensor, told: ConditioningTensors) -> Tensor:
-    """The velocity noise - clean."""
-    seen = x.transpose(1, 2)
-    out: Tensor = net(hidden_states=seen, timestep=1000 * t, encoder_hidden_states=told["words"], return_dict=False)[0]
-    return out.transpose(1, 2)
+def clean_prompt(text: str) -> str:
+    """Remove HTML entities and repeated spaces from a prompt, as diffusers' Wan pipeline does."""
+    return " ".join(html.unescape(html.unescape(text)).split())
 
 
-def build_network(kit: PipelineComponents, boundary: float | None) -> nn.Module:
-    """The transformer, or both where there is a level they meet at."""
+def predict_velocity(net: nn.Module, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
+    """Return the velocity noise - clean of latents [B, f, C, h, w]."""
+    velocity: Tensor = net(
+        hidden_states=x.transpose(1, 2),
+        timestep=1000 * t,
+        encoder_hidden_states=conditioning["words"],
+        return_dict=False,
+    )[0]
+    return velocity.transpose(1, 2)
+
+
+def load_network(components: PipelineComponents, boundary_ratio: float | None) -> nn.Module:
+    """Load the transformer, or both experts if there is a time at which they take turns."""
     from diffusers import WanTransformer3DModel
 
-    if kit.large and boundary is not None:
-        raise ConfigError("random weights of a published size are those of one transformer; leave model.boundary out")
-    first = kit.trained("transformer", WanTransformer3DModel)
-    two = kit.path is not None and (kit.path / "transformer_2").is_dir()
-    if two and boundary is None:
+    if components.full_size and boundary_ratio is not None:
         raise ConfigError(
-            f"{kit.path} holds two transformers, expected the level they meet at; set model.boundary (0.875 for "
-            "Wan 2.2 T2V-A14B)"
+            "random weights of a published size are those of one transformer; leave model.boundary_ratio out"
         )
-    return (
-        first
-        if boundary is None
-        else NoiseLevelExperts(first, kit.trained("transformer_2", WanTransformer3DModel), boundary)
-    )
+    first = components.load_trainable("transformer", WanTransformer3DModel)
+    if boundary_ratio is not None:
+        return NoiseLevelExperts(
+            first, components.load_trainable("transformer_2", WanTransformer3DModel), boundary_ratio
+        )
+    if components.path is not None and (components.path / "transformer_2").is_dir():
+        raise ConfigError(
+            f"{components.path} holds two transformers, expected the time at which they take turns; set "
+            "model.boundary_ratio (0.875 for Wan 2.2 T2V-A14B)"
+        )
+    return first
+
+
+def wan_decoder(net: Any, checkpoint_decoder: bool) -> DecodeFrames:
+    """Decode latent by latent, as published, up to the last frame that is needed.
+
+    The causal convolutions pass a large cache of features from latent to latent. With checkpointing, latents are
+    recomputed in groups of about sqrt(n), and one by one within a group: caches are kept for the groups, and for the
+    latents of the group in the backward pass, 2 sqrt(n) in all.
+    """
+    decoder, num_slots = net.decoder, net._cached_conv_counts["decoder"]
+
+    def decode_latent(latent: Tensor, first: bool, *cache: Any) -> tuple[Any, ...]:
+        new_cache = list(cache)  # replaced in place by the decoder
+        return decoder(latent, feat_cache=new_cache, feat_idx=[0], first_chunk=first), *new_cache
+
+    def decode_group(latents: Tensor, first: bool, *cache: Any) -> tuple[Any, ...]:
+        return decode_chunks(decode_latent, latents, 1, first, cache)
+
+    def decode_chunks(
+        decode: Any, latents: Tensor, size: int, first: bool, initial_cache: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        cache, chunks = list(initial_cache), []
+        for i, chunk in enumerate(torch.split(latents, size, 2)):
+            pixels, *cache = checkpoint_if(decode, checkpoint_decoder, chunk, first and i == 0, *cache)
+            chunks.append(pixels)
+        return torch.cat(chunks, 2), *cache
+
+    def decode_frames(raw: Tensor, frames: Sequence[int]) -> Tensor:
+        x = net.post_quant_conv(raw[:, :, : latents_needed(frames, TEMPORAL_RATIO)])
+        pixels = decode_chunks(decode_group, x, math.isqrt(x.shape[2]), True, [None] * num_slots)[0][:, :, list(frames)]
+        return unpatchify(pixels, net.config.patch_size or 1).clamp(-1, 1)
+
+    return decode_frames
+
+
+def unpatchify(x: Tensor, size: int) -> Tensor:
+    """Move squares of pixels from channels to space: [B, C size^2, F, H, W] to [B, C, F, H size, W size]."""
+    b, c, f, h, w = x.shape
+    split = x.view(b, c // size**2, size, size, f, h, w)
+    return split.permute(0, 1, 4, 5, 3, 6, 2).reshape(b, c // size**2, f, h * size, w * size)
 
 
 @dataclass(frozen=True)
-class Wan:
-    """Wan 2.1 or 2.2, from text: a flow whose levels are shifted by 3 at 480p and by 5 at 720p."""
+class WanSpec(VideoSpec):
+    """Wan 2.1 or 2.2, text to video: a flow with timestep shift 3 at 480p and 5 at 720p."""
 
-    weights: str = SOURCES[0].hub  # a hub id, or a folder in diffusers' layout
+    weights: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"  # hub id, or folder in diffusers' layout
     height: VideoSide = 480
     width: VideoSide = 832
-    frames: int = 81  # one more than a multiple of 4; 16 a second
-    boundary: float | None = None  # 2.2's level where its second transformer takes over: 0.875 for T2V-A14B
-    channels: int = 16  # of latents; 48 for 2.2's TI2V-5B
-    factor: int = 8  # pixels a side that one latent stands for; 16 for 2.2's TI2V-5B
-    words: TextTokenCount = 512  # tokens a prompt is cut or filled up to
-    recompute: bool = True  # the decoder in the backward pass, latent by latent
-    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no text encoder is loaded
+    frames: int = 81  # 4 n + 1, at 16 frames per second
+    boundary_ratio: float | None = None  # of 2.2: time below which the second transformer runs, 0.875 for T2V-A14B
+    latent_channels: int = 16  # 48 for Wan2.2-TI2V-5B
+    downsample_factor: int = 8  # pixels per latent and side; 16 for Wan2.2-TI2V-5B
+    max_text_tokens: TextTokenCount = 512  # sequence length of prompts, truncated or padded
+    checkpoint_decoder: bool = True  # recompute the decoder in the backward pass, latent by latent
+    embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
-    suits: ClassVar[type[Process]] = GaussianProcess
+    published: ClassVar[PublishedModel] = WAN
 
     def __post_init__(self) -> None:
-        check_video_size(self.frames, self.height, self.width, TEMPORAL_COMPRESSION, 2 * self.factor)
+        check_video_size(self.frames, self.height, self.width, TEMPORAL_RATIO, 2 * self.downsample_factor)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return VideoCompression(self.channels, self.factor, TEMPORAL_COMPRESSION).shape(
-            self.frames, self.height, self.width
-        )
+        compression = VideoCompression(self.latent_channels, self.downsample_factor, TEMPORAL_RATIO)
+        return compression.shape(self.frames, self.height, self.width)
 
     @property
     def layout(self) -> PipelineLayout:
-        return PipelineLayout(
-            "WanPipeline",
-            "transformer",
-            "",
-            reject_unknown_names,
-            shared=() if self.boundary is None else EXPERT_PREFIXES,
-        )
+        prefixes = () if self.boundary_ratio is None else EXPERT_PREFIXES
+        return PipelineLayout("WanPipeline", "transformer", "", reject_unknown_names, component_prefixes=prefixes)
 
-    @property
-    def sources(self) -> tuple[WeightsSource, ...]:
-        return WAN.sources(self.weights)
-
-    def texts(self, placement: Placement) -> CachedTextEncoder:
-        kit, settings = WAN.kit(self.weights, placement, self.seed), {"model": "wan", "words": self.words}
-        return build_cached_text_encoder(
-            kit, lambda: WanPromptEncoder(kit, self.words), ("text_encoder",), settings, self.embeddings
+    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
+        return components.cache_text_encoders(
+            lambda: WanPromptEncoder(components, self.max_text_tokens),
+            ("text_encoder",),
+            {"model": "wan", "words": self.max_text_tokens},
+            self.embeddings,
         )
 
     def load(self, placement: Placement) -> VideoBackbone:
         from diffusers import AutoencoderKLWan
 
-        kit = WAN.kit(self.weights, placement, self.seed)
-        vae = kit.frozen("vae", AutoencoderKLWan)
-        self._agrees(vae.config)
-        codec = FrozenVideoVae.of(vae, wan_decoder(vae, self.recompute))
-        return VideoBackbone(build_network(kit, self.boundary), predict_velocity, codec, self.texts(placement), self)
+        components = self.components(placement)
+        vae = components.load_frozen("vae", AutoencoderKLWan)
+        self._check_vae(vae.config)
+        autoencoder = FrozenVideoVae.from_network(vae, wan_decoder(vae, self.checkpoint_decoder))
+        net = load_network(components, self.boundary_ratio)
+        traits = replace(VIDEO_TRAITS, data_dependent_forward=self.boundary_ratio is not None)
+        prompt_encoder = self.cached_prompt_encoder(components)
+        return VideoBackbone(net, predict_velocity, autoencoder, prompt_encoder, self, traits)
 
-    def _agrees(self, told: Any) -> None:
-        """Refuse an autoencoder of another of its sizes, before its latents meet a network that cannot read them."""
-        found, wanted = (told.z_dim, told.scale_factor_spatial), (self.channels, self.factor)
-        if found != wanted:
+    def _check_vae(self, config: Any) -> None:
+        """Refuse a VAE of another size before its latents meet a network that cannot read them."""
+        actual = (config.z_dim, config.scale_factor_spatial)
+        if actual != (self.latent_channels, self.downsample_factor):
             raise ConfigError(
-                f"model: the autoencoder of '{self.weights:.200}' has {found[0]} channels and factor {found[1]}, found "
-                f"{wanted[0]} and {wanted[1]}; set model.channels={found[0]} and model.factor={found[1]}"
+                f"model: the autoencoder of '{self.weights:.200}' has {actual[0]} channels and factor {actual[1]}, the "
+                f"settings say {self.latent_channels} and {self.downsample_factor}; set "
+                f"model.latent_channels={actual[0]} and model.downsample_factor={actual[1]}"
             )
 
-    def tiny(self) -> Wan:
-        small = replace(self, weights=TINY, height=32, width=32, frames=5, channels=16, factor=8)
-        return replace(small, words=min(self.words, 16), embeddings=None)
+    def tiny(self) -> WanSpec:
+        small = replace(self, weights=TINY, height=32, width=32, frames=5, latent_channels=16, downsample_factor=8)
+        return replace(small, max_text_tokens=min(self.max_text_tokens, 16), embeddings=None)

@@ -1,4 +1,4 @@
-"""Weights with the configuration they belong to, in one safetensors file."""
+"""Our own weight files: tensors with the configuration they belong to, in one safetensors file, optionally in int8."""
 
 from __future__ import annotations
 
@@ -15,56 +15,69 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core.registry import ConfigError
-from .int8_quantization import dequantize_int8
 
 PACKAGE_ROOT = Path(__file__).parent.parent
+PLAYGROUND = "playground"
 STEP_FOLDER = re.compile(r"step-(\d+)")
 Tensors = dict[str, Tensor]
+SCALE_SUFFIX = ".scale"  # of the int8 scales, after the name of their tensor
+INT8_MAX = 127
+MIN_INT8_ELEMENTS = 4096  # smaller tensors are not quantized
+MIN_SCALE = 2.0**-14  # the smallest normal number in half precision
 
 
 def read_weights(name: str | Path) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors, floats as float32 even if packed, and their configuration: of a file, of a run, or from the package.
+    """Tensors (floats as float32, dequantized) and configuration of a file, a run, or a name in the package.
 
-    A run's directory means its newest checkpoint, averaged weights before live ones; "playground/flow" means the file
-    in the package.
+    Of a run's directory the newest checkpoint is read, EMA weights if there are any; "playground/flow" is the file
+    of that name in the package.
     """
     path = Path(name)
     if path.is_dir():
-        return _run(path)
+        return _read_run(path)
     if not path.is_file():
         path = shipped_weights_path(str(name))
-    tensors, metadata = _open(path)
+    tensors, metadata = _read_file(path)
     try:
         return tensors, json.loads(metadata.get("config", "{}"))
     except ValueError as error:
-        raise ConfigError(f"{path}: its configuration is no JSON ({error}); write the file anew") from error
+        raise ConfigError(f"{path}: its configuration is no JSON ({error}); write the file again") from error
+
+
+def is_shipped(name: str) -> bool:
+    """Whether the package ships weights of this name."""
+    home, _, short = name.rpartition("/")
+    return bool(home) and (PACKAGE_ROOT / home / "weights" / f"{short}.safetensors").is_file()
 
 
 def shipped_weights_path(name: str) -> Path:
-    """The file in the package that a name such as "playground/flow" means."""
-    home, _, short = name.rpartition("/")
-    path = PACKAGE_ROOT / home / "weights" / f"{short}.safetensors"
-    if not home or not path.is_file():
+    """The file in the package for a name such as "playground/flow"."""
+    if not is_shipped(name):
         known = sorted(f"{p.parent.parent.name}/{p.stem}" for p in PACKAGE_ROOT.glob("*/weights/*.safetensors"))
-        there = f"the package ships {', '.join(known)}" if known else "the package ships none"
-        raise ConfigError(
-            f"there are no weights '{name:.200}'; expected a file, the directory of a run, or a name: {there}"
-        )
-    return path
+        message = f"there are no weights '{name:.200}'; expected a file, the directory of a run, or a name"
+        if name.rpartition("/")[0] == PLAYGROUND:
+            folder = f"tastemaker/{PLAYGROUND}/weights"
+            message += (
+                f"; an installed wheel holds the playground's weights of `tastemaker demo` only: for the others, clone "
+                f"the repository, or copy its folder {folder} to {PACKAGE_ROOT / PLAYGROUND / 'weights'}"
+            )
+        raise ConfigError(f"{message}; this installation has {', '.join(known) or 'none'}")
+    home, _, short = name.rpartition("/")
+    return PACKAGE_ROOT / home / "weights" / f"{short}.safetensors"
 
 
 def write_weights(
     path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype = torch.float16
 ) -> None:
-    """Write floats as `dtype` and everything else as it is; the file appears whole or not at all."""
+    """Write floats as `dtype` and other tensors as they are; the file is replaced atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    kept = {key: (x.to(dtype) if x.is_floating_point() else x).detach().cpu() for key, x in tensors.items()}
-    save_file({key: x.contiguous().clone() for key, x in kept.items()}, partial, {"config": json.dumps(config)})
+    converted = {key: (x.to(dtype) if x.is_floating_point() else x).detach().cpu() for key, x in tensors.items()}
+    save_file({key: x.contiguous().clone() for key, x in converted.items()}, partial, {"config": json.dumps(config)})
     partial.replace(path)
 
 
-def _open(path: Path) -> tuple[Tensors, dict[str, str]]:
+def _read_file(path: Path) -> tuple[Tensors, dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no dictionary
@@ -74,23 +87,51 @@ def _open(path: Path) -> tuple[Tensors, dict[str, str]]:
     return {key: x.float() if x.is_floating_point() else x for key, x in dequantize_int8(tensors).items()}, metadata
 
 
-def _run(directory: Path) -> tuple[Tensors, dict[str, Any]]:
-    """The newest checkpoint of a run, and the configuration beside it."""
-    found = [(int(match[1]), path) for path in directory.glob("checkpoints/step-*") if (match := _step(path))]
-    if not found:
+def _read_run(directory: Path) -> tuple[Tensors, dict[str, Any]]:
+    """The newest checkpoint of a run, and the configuration of the run."""
+    steps = [
+        (int(match[1]), path)
+        for path in directory.glob("checkpoints/step-*")
+        if (match := STEP_FOLDER.fullmatch(path.name))
+    ]
+    if not steps:
         raise ConfigError(f"{directory} has no checkpoint yet; train it first, or name other weights")
-    newest = max(found)[1]
-    averaged, live, buffers = (
+    newest = max(steps)[1]
+    ema, live, buffers = (
         newest / f"{group}.safetensors" for group in ("snapshots/ema", "weights", "snapshots/buffers")
     )
-    chosen = averaged if averaged.is_file() else live
-    if not chosen.is_file():
-        raise ConfigError(f"{newest} is a checkpoint in shards; export the run to one file (`tastemaker export`) first")
-    tensors, _ = _open(chosen)
+    file = ema if ema.is_file() else live
+    if not file.is_file():
+        raise ConfigError(f"{newest} is a sharded checkpoint; export the run to one file (`tastemaker export`) first")
+    tensors, _ = _read_file(file)
     if buffers.is_file():
-        tensors |= _open(buffers)[0]
+        tensors |= _read_file(buffers)[0]
     return tensors, yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
 
 
-def _step(path: Path) -> re.Match[str] | None:
-    return STEP_FOLDER.fullmatch(path.name)
+def quantize_int8(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Large matrices as int8 with a half-precision scale per row; other tensors as they are."""
+    quantized: Tensors = {}
+    for key, x in tensors.items():
+        if not x.is_floating_point() or x.ndim < 2 or x.numel() < MIN_INT8_ELEMENTS:
+            quantized[key] = x
+            continue
+        # The scale is rounded to half precision first, because that is the scale of dequantization.
+        scale = (x.detach().float().flatten(1).abs().amax(1) / INT8_MAX).clamp(min=MIN_SCALE).half()
+        rounded = (x.detach().float() / _per_row(scale, x)).round().clamp(-INT8_MAX, INT8_MAX)
+        quantized[key], quantized[key + SCALE_SUFFIX] = rounded.to(torch.int8), scale
+    return quantized
+
+
+def dequantize_int8(tensors: Mapping[str, Tensor]) -> Tensors:
+    """The inverse of `quantize_int8`, as float32; tensors without a scale stay as they are."""
+    scales = {key for key in tensors if key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in tensors}
+    return {
+        key: x.float() * _per_row(tensors[key + SCALE_SUFFIX], x) if key + SCALE_SUFFIX in scales else x
+        for key, x in tensors.items()
+        if key not in scales
+    }
+
+
+def _per_row(scale: Tensor, x: Tensor) -> Tensor:
+    return scale.float().view(-1, *[1] * (x.ndim - 1))

@@ -1,4 +1,4 @@
-"""By how much a reward is better than expected: pure functions of rewards, and a memory of prompts."""
+"""Advantages: how much better a reward is than expected. Pure functions of rewards, and the per-prompt tracker."""
 
 from __future__ import annotations
 
@@ -8,67 +8,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.objective import ObjectiveState
 from ..core.reward import Rubric
 
 
-def center_groups(rows: Tensor) -> Tensor:
-    """Each sample's distance from its group's mean, exactly 0 in a group of equals: [groups, group]."""
-    # The mean of equals may be off by rounding, which a small floor would blow up into an advantage.
-    return (rows - rows.mean(1, keepdim=True)) * (rows.amax(1, keepdim=True) > rows.amin(1, keepdim=True))
+def center_groups(rewards: Tensor) -> Tensor:
+    """Subtract the mean of each group; exactly 0 in a group of equal rewards: [groups, group_size]."""
+    # The mean of equal numbers may be off by rounding, which division by a small eps would turn into an advantage.
+    differs = rewards.amax(1, keepdim=True) > rewards.amin(1, keepdim=True)
+    return (rewards - rewards.mean(1, keepdim=True)) * differs
 
 
-def group_advantages(reward: Tensor, group: int, unbiased: bool = False, floor: float = 1e-4) -> Tensor:
-    """Against the mean and spread of the samples of the same prompt: [B]."""
-    rows = reward.view(-1, group)
-    spread = rows.std(1, keepdim=True, correction=int(unbiased))
-    return (center_groups(rows) / (spread + floor)).flatten()
+def group_advantages(reward: Tensor, group_size: int, unbiased_std: bool = False, eps: float = 1e-4) -> Tensor:
+    """GRPO: (r - mean of the group) / (standard deviation of the group + eps): [B]."""
+    groups = reward.view(-1, group_size)
+    std = groups.std(1, keepdim=True, correction=int(unbiased_std))
+    return (center_groups(groups) / (std + eps)).flatten()
 
 
-def group_mean_advantages(reward: Tensor, group: int, everyone: Tensor, floor: float = 1e-4) -> Tensor:
-    """Against the mean of the same prompt, in units of the spread of all samples of all ranks: [B]."""
-    return center_groups(reward.view(-1, group)).flatten() / (everyone.std(correction=0) + floor)
+def group_mean_advantages(reward: Tensor, group_size: int, all_rewards: Tensor, eps: float = 1e-4) -> Tensor:
+    """(r - mean of the group) / (standard deviation of the rewards of all ranks + eps): [B]."""
+    return center_groups(reward.view(-1, group_size)).flatten() / (all_rewards.std(correction=0) + eps)
 
 
-def global_advantages(reward: Tensor, everyone: Tensor, floor: float = 1e-4) -> Tensor:
-    """Against all samples of all ranks: [B]."""
-    return (reward - everyone.mean()) / (everyone.std(correction=0) + floor)
+def global_advantages(reward: Tensor, all_rewards: Tensor, eps: float = 1e-4) -> Tensor:
+    """(r - mean) / (standard deviation + eps) over the rewards of all ranks: [B]."""
+    return (reward - all_rewards.mean()) / (all_rewards.std(correction=0) + eps)
 
 
-def combine_advantages(rubric: Rubric, parts: Mapping[str, Tensor], advantage: Callable[[Tensor], Tensor]) -> Tensor:
-    """Each reward's own advantage by its share of all weights, so that none counts more for its range: [B]."""
-    counted = rubric.counted(parts)
-    whole = sum(abs(rubric.rewards[name].weight) for name in counted)
-    shares = [rubric.rewards[name].weight / whole * advantage(score) for name, score in counted.items()]
-    return torch.stack(shares).sum(0)
+def combine_advantages(rubric: Rubric, rewards: Mapping[str, Tensor], advantage: Callable[[Tensor], Tensor]) -> Tensor:
+    """Weighted mean of the advantages of each reward, so that no reward dominates by its range: [B]."""
+    normalized = rubric.normalized(rewards)
+    total_weight = sum(abs(rubric.rewards[name].weight) for name in normalized)
+    weighted = [rubric.rewards[name].weight / total_weight * advantage(score) for name, score in normalized.items()]
+    return torch.stack(weighted).sum(0)
 
 
-class PromptTracker:
-    """The latest rewards of each prompt, as DDPO keeps them; of a prompt seen too seldom, the batch speaks."""
+class PromptTracker(ObjectiveState):
+    """Mean and standard deviation of the latest `size` rewards of every prompt (DDPO's per-prompt stat tracking).
 
-    def __init__(self, size: int, enough: int, floor: float = 1e-6) -> None:
-        self.size, self.enough, self.floor = size, enough, floor
+    A prompt with fewer than `min_count` rewards uses the statistics of the batch.
+    """
+
+    def __init__(self, size: int, min_count: int, eps: float = 1e-6) -> None:
+        self.size, self.min_count, self.eps = size, min_count, eps
         self.rewards: dict[str, list[float]] = {}
 
     def update(self, prompts: Sequence[str], rewards: Sequence[float]) -> dict[str, tuple[float, float]]:
-        """Remember a batch of all ranks, and return what to subtract and divide by for each of its prompts."""
+        """Add a batch of all ranks. Return mean and standard deviation (plus eps) for each of its prompts."""
         batch = torch.tensor(rewards, dtype=torch.float64)
         for prompt, reward in zip(prompts, rewards, strict=True):
             self.rewards[prompt] = [*self.rewards.get(prompt, []), float(reward)][-self.size :]
-        known: dict[str, tuple[float, float]] = {}
+        statistics: dict[str, tuple[float, float]] = {}
         for prompt in dict.fromkeys(prompts):
-            seen = torch.tensor(self.rewards[prompt], dtype=torch.float64)
-            source = seen if len(seen) >= self.enough else batch
-            known[prompt] = source.mean().item(), source.std(correction=0).item() + self.floor
-        return known
+            history = torch.tensor(self.rewards[prompt], dtype=torch.float64)
+            source = history if len(history) >= self.min_count else batch
+            statistics[prompt] = source.mean().item(), source.std(correction=0).item() + self.eps
+        return statistics
 
-    def advantages(self, own: Sequence[str], reward: Tensor, prompts: Sequence[str], rewards: Tensor) -> Tensor:
-        """Of this rank's own samples, once those of all ranks are remembered: [B]."""
-        known = self.update(prompts, rewards.tolist())
-        means, spreads = torch.tensor([known[prompt] for prompt in own]).to(reward).unbind(1)
-        return (reward - means) / spreads
+    def advantages(
+        self, prompts: Sequence[str], reward: Tensor, all_prompts: Sequence[str], all_rewards: Tensor
+    ) -> Tensor:
+        """Advantages [B] of this rank's samples, after adding the samples of all ranks to the statistics."""
+        statistics = self.update(all_prompts, all_rewards.tolist())
+        mean, std = torch.tensor([statistics[prompt] for prompt in prompts]).to(reward).unbind(1)
+        return (reward - mean) / std
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"rewards": self.rewards}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rewards = {prompt: list(rewards) for prompt, rewards in state["rewards"].items()}

@@ -1,3 +1,5 @@
+"""CCA: condition contrastive alignment of autoregressive models (Chen et al. 2024)."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.objective import Context, Objective
+from ..core.objective import Context, Objective, drop_prompts
 from ..core.policy import Process
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, ImageBatch, Loss, TokenBatch, concatenate
 from ..processes.autoregressive import AutoregressiveProcess
 from .likelihood import encode_batch
@@ -18,69 +20,80 @@ from .likelihood import encode_batch
 
 @dataclass(frozen=True)
 class ContrastivePairs:
-    right: Condition
-    wrong: Condition
+    """Samples with their own condition and that of another sample."""
+
+    positive: Condition
+    negative: Condition
     x: Tensor  # [B, ...] in model space
-    alone: Tensor  # [B] whether there is no wrong one: the right one was left out, or the two are the same
+    has_no_negative: Tensor  # [B] bool: the sample's prompt was dropped, or both conditions are the same
     rng: Randomness
 
     def __len__(self) -> int:
-        return len(self.right)
+        return len(self.positive)
 
 
 @dataclass(frozen=True)
 class CCA(Objective[Process, ImageBatch | TokenBatch, ContrastivePairs, None]):
-    """Condition contrastive alignment: a picture is to be likelier than before under its own condition, not another's.
+    """Raise the likelihood of a sample under its own condition, and lower it under another one.
 
-    What comes of it needs no guidance. The wrong condition is that of the next picture of the batch.
+    The aligned model samples well without guidance. The negative condition is that of the next sample of the batch.
     """
 
     beta: float = 0.02
-    against: float = 1000.0  # weight of the wrong condition, lambda in the paper
-    drop: float = 0.1  # of the conditions, so that guidance stays possible; such pictures are only made likelier
-    form: Literal["cca", "dpo"] = "cca"  # each likelihood by itself, or their difference, in which `against` is unused
+    negative_weight: float = 1000.0  # weight of the negative condition, lambda in the paper
+    prompt_dropout: float = 0.1  # share of samples without a condition, which keeps guidance possible
+    # Each log-ratio by itself, or their difference as in DPO, where negative_weight is not used.
+    loss_type: Literal["cca", "dpo"] = "cca"
     needs: ClassVar[type] = AutoregressiveProcess
     consumes: ClassVar[type] = ImageBatch
-    also: ClassVar[tuple[type, ...]] = (TokenBatch,)
+    also_consumes: ClassVar[tuple[type, ...]] = (TokenBatch,)
 
     def __post_init__(self) -> None:
-        if not (self.beta > 0 and self.against >= 0 and 0 <= self.drop <= 1):
-            found = f"beta {self.beta}, against {self.against}, drop {self.drop}"
-            raise ValueError(f"found {found}; expected beta above 0, against of at least 0 and drop from 0 to 1")
+        if not (self.beta > 0 and self.negative_weight >= 0 and 0 <= self.prompt_dropout <= 1):
+            found = f"beta {self.beta}, negative_weight {self.negative_weight}, prompt_dropout {self.prompt_dropout}"
+            raise ValueError(
+                f"found {found}; expected beta above 0, negative_weight of at least 0 and prompt_dropout from 0 to 1"
+            )
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)
 
     @torch.no_grad()
     def collect(self, ctx: Context[Process], batch: ImageBatch | TokenBatch) -> ContrastivePairs:
-        everyone = ctx.comm.gather_objects(batch.prompts)
-        first = ctx.comm.rank * len(batch)  # the next picture may be another rank's
-        others = [everyone[(first + i + 1) % len(everyone)] for i in range(len(batch))]
-        untold = ctx.rng.uniform("drop", 1).flatten() < self.drop
-        right = ["" if gone else prompt for prompt, gone in zip(batch.prompts, untold.tolist(), strict=True)]
+        all_prompts = ctx.comm.gather_objects(batch.prompts)
+        first = ctx.comm.rank * len(batch)  # the next sample may be on another rank
+        negatives = [all_prompts[(first + i + 1) % len(all_prompts)] for i in range(len(batch))]
+        dropped = ctx.rng.uniform(Purpose.PROMPT_DROPOUT, 1).flatten() < self.prompt_dropout
+        positives = drop_prompts(batch.prompts, dropped)
         x = encode_batch(ctx.policy, batch, ctx.rng)
-        same = torch.tensor([one == other for one, other in zip(batch.prompts, others, strict=True)], device=x.device)
-        return ContrastivePairs(ctx.policy.embed(right), ctx.policy.embed(others), x, untold | same, ctx.rng)
+        same = torch.tensor([a == b for a, b in zip(batch.prompts, negatives, strict=True)], device=x.device)
+        return ContrastivePairs(ctx.policy.embed(positives), ctx.policy.embed(negatives), x, dropped | same, ctx.rng)
 
     def parts(self, experience: ContrastivePairs) -> Sequence[None]:
         return (None,)
 
     def loss(self, ctx: Context[Process], experience: ContrastivePairs, part: None) -> Loss:
-        right, wrong = self._gaps(ctx, experience)
-        told = ~experience.alone
-        praise, blame = -F.logsigmoid(self.beta * right), -F.logsigmoid(-self.beta * wrong)
-        if self.form == "dpo":
-            rows = torch.where(told, -F.logsigmoid(self.beta * (right - wrong)), praise)
+        """-log sigmoid(beta R+) - negative_weight log sigmoid(-beta R-), R the log-ratio to the reference."""
+        positive, negative = self._log_ratios(ctx, experience)
+        has_negative = ~experience.has_no_negative
+        positive_loss, negative_loss = -F.logsigmoid(self.beta * positive), -F.logsigmoid(-self.beta * negative)
+        if self.loss_type == "dpo":
+            rows = torch.where(has_negative, -F.logsigmoid(self.beta * (positive - negative)), positive_loss)
         else:
-            rows = (praise + self.against * blame * told) / max(self.against, 1.0)
-        watched = {"accuracy": (right > wrong).float(), "right": right.detach(), "wrong": wrong.detach()}
-        return Loss(rows, watched)
+            rows = positive_loss + self.negative_weight * negative_loss * has_negative
+            rows = rows / max(self.negative_weight, 1.0)
+        metrics = {
+            "accuracy": (positive > negative).float(),
+            "log_ratio/positive": positive.detach(),
+            "log_ratio/negative": negative.detach(),
+        }
+        return Loss(rows, metrics)
 
-    def _gaps(self, ctx: Context[Process], seen: ContrastivePairs) -> tuple[Tensor, Tensor]:
-        """By how much likelier each picture is than to the reference, under either condition, in one pass: [B] both."""
-        policy, whole = ctx.policy, ctx.policy.corrupt(seen.x, seen.rng)
-        cond, x, noisy = concatenate([(seen.right, seen.x, whole), (seen.wrong, seen.x, whole)])
+    def _log_ratios(self, ctx: Context[Process], pairs: ContrastivePairs) -> tuple[Tensor, Tensor]:
+        """log p(x | c) - log p_ref(x | c) for the positive and the negative condition, in one pass: [B] each."""
+        policy, corrupted = ctx.policy, ctx.policy.corrupt(pairs.x, pairs.rng)
+        cond, x, noisy = concatenate([(pairs.positive, pairs.x, corrupted), (pairs.negative, pairs.x, corrupted)])
         with policy.weights.use("reference"):
-            was = policy.likelihood(cond, x, noisy)
-        right, wrong = (policy.likelihood(cond, x, noisy) - was).chunk(2)
-        return right, wrong
+            reference = policy.likelihood(cond, x, noisy)
+        positive, negative = (policy.likelihood(cond, x, noisy) - reference).chunk(2)
+        return positive, negative

@@ -1,3 +1,5 @@
+"""DDPO: denoising diffusion policy optimization (Black et al. 2023)."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,48 +12,52 @@ from ..core.objective import Context, Objective, ObjectiveState, ScoredRollout, 
 from ..core.policy import Process
 from ..core.types import Loss, PromptBatch
 from .advantages import PromptTracker, global_advantages
-from .ppo import clipped_surrogate, count_decisions
+from .ppo import clipped_surrogate, count_actions
 
 
 @dataclass(frozen=True)
 class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
-    """Policy gradients on single samples, each measured against what its prompt earned lately."""
+    """Clipped policy gradient on one sample per prompt, with advantages from per-prompt reward statistics."""
 
-    clip: float = 1e-4
-    limit: float = 5.0  # on advantages, either way
-    track: int = 32  # rewards remembered of each prompt
-    track_from: int = 16  # of a prompt seen less often, the batch speaks
-    needs_chance: ClassVar[bool] = True
+    clip_range: float = 1e-4
+    advantage_clip: float = 5.0
+    tracker_size: int = 32  # rewards kept per prompt
+    tracker_min_count: int = 16  # prompts with fewer rewards use the statistics of the batch
+    needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        if not (self.clip > 0 and self.limit > 0 and self.track >= 1 and self.track_from >= 1):
-            found = f"clip {self.clip}, limit {self.limit}, track {self.track}, track_from {self.track_from}"
-            raise ValueError(f"found {found}; expected all of them positive")
+        names = ("clip_range", "advantage_clip", "tracker_size", "tracker_min_count")
+        settings = {name: getattr(self, name) for name in names}
+        if not (self.clip_range > 0 and self.advantage_clip > 0 and min(self.tracker_size, self.tracker_min_count) > 0):
+            found = ", ".join(f"{name} {value}" for name, value in settings.items())
+            raise ValueError(f"found {found}; expected all of them above 0")
 
-    def gradients(self, decisions: int) -> int:
-        return decisions
-
-    def memory(self) -> ObjectiveState:
-        return PromptTracker(self.track, self.track_from)
+    def make_state(self) -> ObjectiveState:
+        return PromptTracker(self.tracker_size, self.tracker_min_count)
 
     def collect(self, ctx: Context[Process], batch: PromptBatch) -> ScoredRollout:
         trajectory, rng, scores = rollout_and_score(ctx, batch, 1)
-        prompts, everyone = trajectory.cond.prompts, ctx.comm.gather(scores.total)
-        if isinstance(ctx.memory, PromptTracker):
-            advantage = ctx.memory.advantages(prompts, scores.total, ctx.comm.gather_objects(prompts), everyone)
+        prompts, all_rewards = trajectory.cond.prompts, ctx.comm.gather(scores.total)
+        if isinstance(ctx.state, PromptTracker):
+            advantage = ctx.state.advantages(prompts, scores.total, ctx.comm.gather_objects(prompts), all_rewards)
         else:
-            advantage = global_advantages(scores.total, everyone)
-        return ScoredRollout(trajectory, rng, scores.total, advantage.clamp(-self.limit, self.limit), scores.parts)
+            advantage = global_advantages(scores.total, all_rewards)
+        advantage = advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards)
 
-    def watch(self, experience: ScoredRollout) -> dict[str, Tensor]:
-        return {name: x for name, x in experience.watched(1).items() if name != "flat_groups"}  # a group of one is flat
+    def metrics(self, experience: ScoredRollout) -> dict[str, Tensor]:
+        metrics = experience.metrics(1)
+        del metrics["zero_std_groups"]  # every group of one sample is one
+        return metrics
 
     def parts(self, experience: ScoredRollout) -> Sequence[int]:
         return range(len(experience.trajectory.segments))
 
     def loss(self, ctx: Context[Process], experience: ScoredRollout, part: int) -> Loss:
+        """-min(r A, clip(r) A), summed over the actions of one segment and divided by the number of all actions."""
         cond, segments = experience.trajectory.cond, experience.trajectory.segments
-        log_prob = ctx.policy.decide(cond, segments[part]).log_prob(segments[part].action)
-        gain, watched = clipped_surrogate(log_prob, segments[part], experience.advantage, self.clip)
-        return Loss(-(gain * segments[part].mask).sum(1) / count_decisions(segments), watched)
+        segment = segments[part]
+        log_prob = ctx.policy.action_distribution(cond, segment).log_prob(segment.action)
+        objective, metrics = clipped_surrogate(log_prob, segment, experience.advantage, self.clip_range)
+        return Loss(-(objective * segment.mask).sum(1) / count_actions(segments), metrics)

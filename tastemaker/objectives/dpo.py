@@ -1,43 +1,96 @@
+"""DPO: direct preference optimization (Rafailov et al. 2023; Diffusion-DPO, Wallace et al. 2023)."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from ..core.objective import Context, Objective
-from ..core.policy import Process
-from ..core.types import Loss, PreferenceBatch
-from .preference_loss import Corruption, PreferenceExperience, corrupt_pair, dpo_loss
+from ..core.objective import Context, Objective, drop_prompts
+from ..core.policy import Policy, Process
+from ..core.randomness import Purpose, Randomness
+from ..core.types import Condition, Corrupted, Loss, PreferenceBatch
+
+NoiseSharing = Literal["shared", "timestep", "independent"]  # of a pair: noise and timestep, timestep only, nothing
+
+
+@dataclass(frozen=True)
+class PreferenceExperience:
+    """Pairs of samples of the same prompt, one preferred to the other."""
+
+    cond: Condition
+    chosen: Tensor  # [B, ...] in model space
+    rejected: Tensor  # [B, ...]
+    weight: Tensor  # [B] 0 for a pair without a preference
+    rng: Randomness
+    reward: Tensor  # [B] mean reward of the prompt's samples; 0 for data without rewards
+
+    def __len__(self) -> int:
+        return len(self.cond)
+
+
+def corrupt_pair(
+    policy: Policy[Process], pairs: PreferenceExperience, sharing: NoiseSharing, draw: int
+) -> tuple[Corrupted, Corrupted]:
+    """Corrupt the chosen and the rejected sample with the same noise, at the same timestep, or independently."""
+    chosen = policy.corrupt(pairs.chosen, pairs.rng, draw=2 * draw)
+    if sharing == "shared":
+        return chosen, policy.corrupt(pairs.rejected, pairs.rng, chosen.t, chosen.noise, draw=2 * draw)
+    t = chosen.t if sharing == "timestep" else None
+    return chosen, policy.corrupt(pairs.rejected, pairs.rng, t, draw=2 * draw + 1)
+
+
+def dpo_loss(
+    policy: Policy[Process],
+    pairs: PreferenceExperience,
+    corrupted: tuple[Corrupted, Corrupted],
+    beta: float,
+    sft_coef: float,
+    reference: str = "reference",
+) -> Loss:
+    """-log sigmoid(beta [log pi/ref(chosen) - log pi/ref(rejected)]) (Rafailov et al., equation 7): [B].
+
+    The log-likelihoods of diffusion and masked models are bounds, at the corruption given. `sft_coef` adds the
+    negative log-likelihood of the chosen sample.
+    """
+    samples = ((pairs.chosen, corrupted[0]), (pairs.rejected, corrupted[1]))
+    with policy.weights.use(reference):
+        reference_chosen, reference_rejected = (policy.likelihood(pairs.cond, x, noisy) for x, noisy in samples)
+    chosen, rejected = (policy.likelihood(pairs.cond, x, noisy) for x, noisy in samples)
+    margin = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
+    rows = -F.logsigmoid(margin) - sft_coef * chosen / policy.process.count_hidden(corrupted[0])
+    metrics = {
+        "accuracy": (margin > 0).float(),
+        "margin": margin.detach(),
+        "log_ratio/chosen": (chosen - reference_chosen).detach(),
+    }
+    return Loss(rows * pairs.weight, metrics)
 
 
 @dataclass(frozen=True)
 class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
-    """Direct preference optimisation on whatever bound the family has.
+    """DPO on a data set of preference pairs.
 
     Diffusion-DPO writes beta/2 where this has beta: its 5000 is 2500 here.
     """
 
     beta: float = 0.1
-    sft: float = 0.0  # weight of the plain likelihood of the chosen
-    corruption: Corruption = "shared"
-    levels: int = 1  # corruptions of each pair
-    drop: float = 0.0  # share of pairs that are told apart without their caption, so that guidance keeps its contrast
+    sft_coef: float = 0.0  # weight of the negative log-likelihood of the chosen sample
+    noise_sharing: NoiseSharing = "shared"
+    num_timesteps: int = 1  # corruptions of each pair
+    prompt_dropout: float = 0.0  # share of pairs without their prompt, so that classifier-free guidance keeps working
     consumes: ClassVar[type] = PreferenceBatch
 
     def __post_init__(self) -> None:
-        if not (self.beta > 0 and self.sft >= 0 and self.levels >= 1):
-            found = f"beta {self.beta}, sft {self.sft}, levels {self.levels}"
-            raise ValueError(f"found {found}; expected beta above 0, sft of at least 0 and at least one level")
-        if not 0 <= self.drop <= 1:
-            raise ValueError(f"'drop' is {self.drop}; expected the share of captions to drop, from 0 to 1")
-
-    def gradients(self, decisions: int) -> int:
-        return 2 * self.levels
-
-    def rows_at_once(self) -> int:
-        return 2  # both of a pair
+        if not (self.beta > 0 and self.sft_coef >= 0 and self.num_timesteps >= 1):
+            found = f"beta {self.beta}, sft_coef {self.sft_coef}, num_timesteps {self.num_timesteps}"
+            raise ValueError(f"found {found}; expected beta above 0, sft_coef of at least 0 and at least one timestep")
+        if not 0 <= self.prompt_dropout <= 1:
+            raise ValueError(f"'prompt_dropout' is {self.prompt_dropout}; expected a share from 0 to 1")
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)
@@ -46,15 +99,15 @@ class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
     def collect(self, ctx: Context[Process], batch: PreferenceBatch) -> PreferenceExperience:
         device = ctx.rng.rows.device
         chosen, rejected = (ctx.policy.encode(pixels.to(device)) for pixels in (batch.chosen, batch.rejected))
-        nothing = torch.zeros(len(batch), device=device)
-        dropped = (ctx.here().uniform("drop", 1).flatten() < self.drop).tolist()
-        prompts = ["" if gone else prompt for prompt, gone in zip(batch.prompts, dropped, strict=True)]
-        return PreferenceExperience(ctx.policy.embed(prompts), chosen, rejected, nothing + 1, ctx.rng, nothing)
+        dropped = ctx.host_rng().uniform(Purpose.PROMPT_DROPOUT, 1).flatten() < self.prompt_dropout
+        cond = ctx.policy.embed(drop_prompts(batch.prompts, dropped))
+        zeros = torch.zeros(len(batch), device=device)
+        return PreferenceExperience(cond, chosen, rejected, zeros + 1, ctx.rng, zeros)
 
     def parts(self, experience: PreferenceExperience) -> Sequence[int]:
-        return range(self.levels)
+        return range(self.num_timesteps)
 
     def loss(self, ctx: Context[Process], experience: PreferenceExperience, part: int) -> Loss:
-        noisy = corrupt_pair(ctx.policy, experience, self.corruption, ctx.epoch * self.levels + part)
-        whole = dpo_loss(ctx.policy, experience, noisy, self.beta, self.sft)
-        return Loss(whole.rows / self.levels, whole.metrics)
+        corrupted = corrupt_pair(ctx.policy, experience, self.noise_sharing, ctx.epoch * self.num_timesteps + part)
+        loss = dpo_loss(ctx.policy, experience, corrupted, self.beta, self.sft_coef)
+        return Loss(loss.rows / self.num_timesteps, loss.metrics)

@@ -1,3 +1,5 @@
+"""GRPO: group-relative policy optimization (Shao et al. 2024), for diffusion as Flow-GRPO, DanceGRPO and MixGRPO."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,98 +11,112 @@ from torch import Tensor
 from ..core.objective import Context, NoState, Objective, ObjectiveState, ScoredRollout, rollout_and_score
 from ..core.policy import Process
 from ..core.types import Loss, PromptBatch
-from . import advantages
-from .ppo import clipped_surrogate, count_decisions
+from .advantages import (
+    PromptTracker,
+    combine_advantages,
+    global_advantages,
+    group_advantages,
+    group_mean_advantages,
+)
+from .ppo import clipped_surrogate, count_actions, kl_to_reference, masked_mean
 
 
 @dataclass(frozen=True)
 class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
-    """Group-relative policy optimisation under PPO's clipped ratio, with a penalty for leaving the reference.
+    """GRPO with PPO's clipped ratio and a KL penalty to the reference policy.
 
-    Flow-GRPO, DanceGRPO and MixGRPO are this on a Gaussian process with their dynamics and window.
+    Flow-GRPO, DanceGRPO and MixGRPO are this objective on a Gaussian process with their dynamics and SDE window.
     """
 
-    group: int = 8
-    clip: float = 1e-4  # log-probs of latents are means over elements, so useful ranges are small; tokens want 0.2
-    rise: float | None = None  # how far ratios may rise above 1, if not by clip too
-    kl: float = 0.0
-    divergence: Literal["k3", "exact"] = "k3"  # Schulman's estimator from the action taken, or the closed form
+    group_size: int = 8
+    # Log-probs of latents are means over elements, so useful ranges are small; tokens want 0.2.
+    clip_range: float = 1e-4
+    clip_range_high: float | None = None  # upper clip range; clip_range if not given
+    kl_coef: float = 0.0
+    kl_estimator: Literal["k3", "exact"] = "k3"  # Schulman's estimator from the action taken, or the closed form
     advantage: Literal["group", "group_mean", "global", "tracker"] = "group"
-    mix: Literal["rewards", "advantages"] = "rewards"  # what is summed by weight; of advantages, weights are shares
-    limit: float = 5.0  # on advantages, either way
-    unbiased: bool = False  # divide a group's spread by n - 1
-    floor: float = 1e-4  # added to spreads
-    track: int = 32  # rewards remembered of each prompt, by the tracker
-    track_from: int = 16  # of a prompt seen less often, the batch speaks
-    needs_chance: ClassVar[bool] = True
+    combine: Literal["rewards", "advantages"] = "rewards"  # what the weighted sum over rewards is taken of
+    advantage_clip: float = 5.0
+    unbiased_std: bool = False  # divide the variance of a group by n - 1
+    advantage_eps: float = 1e-4  # added to standard deviations
+    tracker_size: int = 32  # rewards kept per prompt, for advantage: tracker
+    tracker_min_count: int = 16  # prompts with fewer rewards use the statistics of the batch
+    needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        if self.group < 1 or (self.group < 2 and self.advantage.startswith("group")):
+        if self.group_size < 1 or (self.group_size < 2 and self.advantage.startswith("group")):
             raise ValueError(
-                f"'group' is {self.group}; expected at least 2 samples a prompt to compare with each other"
+                f"'group_size' is {self.group_size}; expected at least 2 samples per prompt to compare with each other"
             )
-        if self.mix == "advantages" and self.advantage == "tracker":
+        if self.combine == "advantages" and self.advantage == "tracker":
             raise ValueError(
-                "'mix' is advantages, but the tracker remembers one reward a prompt; use another advantage"
+                "'combine' is advantages, but the tracker keeps one reward per prompt; use another advantage"
             )
-        if not (self.clip > 0 and (self.rise is None or self.rise > 0) and self.kl >= 0 and self.limit > 0):
-            found = f"clip {self.clip}, rise {self.rise}, kl {self.kl}, limit {self.limit}"
-            raise ValueError(f"found {found}; expected them positive, or kl 0")
+        if not (self.clip_range > 0 and (self.clip_range_high is None or self.clip_range_high > 0)):
+            found = f"clip_range {self.clip_range}, clip_range_high {self.clip_range_high}"
+            raise ValueError(f"found {found}; expected both above 0")
+        if not (self.kl_coef >= 0 and self.advantage_clip > 0):
+            found = f"kl_coef {self.kl_coef}, advantage_clip {self.advantage_clip}"
+            raise ValueError(f"found {found}; expected kl_coef of at least 0 and advantage_clip above 0")
 
     def snapshots(self) -> tuple[str, ...]:
-        return ("reference",) if self.kl else ()
+        return ("reference",) if self.kl_coef else ()
 
-    def untied(self) -> Self | None:
-        return replace(self, kl=0.0) if self.kl else None
+    def without_kl(self) -> Self | None:
+        return replace(self, kl_coef=0.0) if self.kl_coef else None
 
-    def gradients(self, decisions: int) -> int:
-        return decisions
-
-    def memory(self) -> ObjectiveState:
-        tracked = self.advantage == "tracker"
-        return advantages.PromptTracker(self.track, self.track_from, self.floor) if tracked else NoState()
+    def make_state(self) -> ObjectiveState:
+        if self.advantage == "tracker":
+            return PromptTracker(self.tracker_size, self.tracker_min_count, self.advantage_eps)
+        return NoState()
 
     def collect(self, ctx: Context[Process], batch: PromptBatch) -> ScoredRollout:
-        trajectory, rng, scores = rollout_and_score(ctx, batch, self.group)
+        trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size)
 
-        def measured(reward: Tensor) -> Tensor:
-            return self._advantage(ctx, trajectory.cond.prompts, reward)
+        def compute_advantages(reward: Tensor) -> Tensor:
+            return self._advantages(ctx, trajectory.cond.prompts, reward)
 
-        split = self.mix == "advantages"
-        advantage = (
-            advantages.combine_advantages(ctx.rubric, scores.parts, measured) if split else measured(scores.total)
-        )
-        return ScoredRollout(trajectory, rng, scores.total, advantage.clamp(-self.limit, self.limit), scores.parts)
+        if self.combine == "advantages":
+            advantage = combine_advantages(ctx.rubric, scores.rewards, compute_advantages)
+        else:
+            advantage = compute_advantages(scores.total)
+        advantage = advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards)
 
-    def _advantage(self, ctx: Context[Process], prompts: Sequence[str], reward: Tensor) -> Tensor:
+    def _advantages(self, ctx: Context[Process], prompts: Sequence[str], reward: Tensor) -> Tensor:
         if self.advantage == "group":
-            return advantages.group_advantages(reward, self.group, self.unbiased, self.floor)
-        everyone = ctx.comm.gather(reward)
+            return group_advantages(reward, self.group_size, self.unbiased_std, self.advantage_eps)
+        all_rewards = ctx.comm.gather(reward)
         if self.advantage == "group_mean":
-            return advantages.group_mean_advantages(reward, self.group, everyone, self.floor)
-        if isinstance(ctx.memory, advantages.PromptTracker):
-            return ctx.memory.advantages(prompts, reward, ctx.comm.gather_objects(prompts), everyone)
-        return advantages.global_advantages(reward, everyone, self.floor)
+            return group_mean_advantages(reward, self.group_size, all_rewards, self.advantage_eps)
+        if isinstance(ctx.state, PromptTracker):
+            return ctx.state.advantages(prompts, reward, ctx.comm.gather_objects(prompts), all_rewards)
+        return global_advantages(reward, all_rewards, self.advantage_eps)
 
-    def watch(self, experience: ScoredRollout) -> dict[str, Tensor]:
-        return experience.watched(self.group)
+    def metrics(self, experience: ScoredRollout) -> dict[str, Tensor]:
+        return experience.metrics(self.group_size)
 
     def parts(self, experience: ScoredRollout) -> Sequence[int]:
         return range(len(experience.trajectory.segments))
 
     def loss(self, ctx: Context[Process], experience: ScoredRollout, part: int) -> Loss:
+        """-[min(r A, clip(r) A) - kl_coef KL(policy || reference)], summed over a segment's actions, over all actions.
+
+        The losses of all segments (parts) of a sample add up to the mean over its actions.
+        """
         cond, segments = experience.trajectory.cond, experience.trajectory.segments
         segment, reference = segments[part], None
-        if self.kl:
+        if self.kl_coef:
             with ctx.policy.weights.use("reference"):
-                reference = ctx.policy.decide(cond, segment)
-        now = ctx.policy.decide(cond, segment)
-        log_prob = now.log_prob(segment.action)
-        gain, watched = clipped_surrogate(log_prob, segment, experience.advantage, self.clip, self.rise)
+                reference = ctx.policy.action_distribution(cond, segment)
+        policy = ctx.policy.action_distribution(cond, segment)
+        log_prob = policy.log_prob(segment.action)
+        objective, metrics = clipped_surrogate(
+            log_prob, segment, experience.advantage, self.clip_range, self.clip_range_high
+        )
         if reference is not None:
-            change = reference.log_prob(segment.action) - log_prob
-            away = change.expm1() - change if self.divergence == "k3" else now.kl(reference)
-            gain = gain - self.kl * away
-            watched["kl"] = ((away * segment.mask).sum(1) / segment.mask.sum(1).clamp(min=1)).detach()
-        return Loss(-(gain * segment.mask).sum(1) / count_decisions(segments), watched)
+            kl = kl_to_reference(policy, reference, segment.action, log_prob, self.kl_estimator)
+            objective = objective - self.kl_coef * kl
+            metrics["kl"] = masked_mean(kl, segment.mask)
+        return Loss(-(objective * segment.mask).sum(1) / count_actions(segments), metrics)

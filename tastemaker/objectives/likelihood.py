@@ -1,3 +1,5 @@
+"""Maximum likelihood: pretraining and supervised fine-tuning of every family of generators."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -7,10 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.guidance import unwrap_guidance
-from ..core.objective import Context, NoState, Objective, ObjectiveState
-from ..core.policy import HasCodebookSize, Policy, Process, SupportsEncodedLatents
-from ..core.randomness import Randomness
+from ..core.objective import Context, NoState, Objective, ObjectiveState, drop_prompts
+from ..core.policy import Policy, Process
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import Condition, ImageBatch, LatentBatch, Loss, TokenBatch, to_device
 
@@ -28,92 +29,92 @@ class EncodedBatch:
 
 
 class LatentCache(NoState):
-    """Pictures that come again, in model space; a resumed run encodes them anew, so none of it is saved."""
+    """Latents of images that come again, by image id. A resumed run encodes them again, so nothing is saved."""
 
     def __init__(self) -> None:
-        self.known = torch.zeros(0, dtype=torch.bool)
-        self.kept: Tensor | None = None
+        self.is_cached = torch.zeros(0, dtype=torch.bool)
+        self.latents: Tensor | None = None
 
-    def recall(
-        self, numbers: Tensor, pixels: Tensor, encode: Callable[[Tensor], Tensor], device: torch.device
+    def get_or_encode(
+        self, image_ids: Tensor, pixels: Tensor, encode: Callable[[Tensor], Tensor], device: torch.device
     ) -> Tensor:
-        """Encode only what was not seen before, and move no more than that; kept in half precision."""
-        room = int(numbers.max()) + 1 - len(self.known)
-        if room > 0:
-            self.known = torch.cat([self.known, torch.zeros(room, dtype=torch.bool)])
-        new = (~self.known[numbers]).nonzero().flatten()
+        """Latents of a batch. Only images that are not cached are moved to the device and encoded; kept as float16."""
+        missing = int(image_ids.max()) + 1 - len(self.is_cached)
+        if missing > 0:
+            self.is_cached = torch.cat([self.is_cached, torch.zeros(missing, dtype=torch.bool)])
+        new = (~self.is_cached[image_ids]).nonzero().flatten()
         if len(new):
-            fresh = encode(to_device(pixels[new.to(pixels.device)], device))
-            fresh = fresh.half() if fresh.is_floating_point() else fresh
-            kept = fresh.new_zeros(0, *fresh.shape[1:]) if self.kept is None else self.kept
-            if len(kept) < len(self.known):
-                kept = resize_cache(kept, len(self.known))
-            kept[to_device(numbers[new], kept.device)] = fresh
-            self.known[numbers[new]], self.kept = True, kept
-        assert self.kept is not None
-        found = self.kept[to_device(numbers, self.kept.device)]
-        return found.float() if found.is_floating_point() else found
+            encoded = encode(to_device(pixels[new.to(pixels.device)], device))
+            encoded = encoded.half() if encoded.is_floating_point() else encoded
+            latents = encoded.new_zeros(0, *encoded.shape[1:]) if self.latents is None else self.latents
+            if len(latents) < len(self.is_cached):
+                latents = grow(latents, len(self.is_cached))
+            latents[to_device(image_ids[new], latents.device)] = encoded
+            self.is_cached[image_ids[new]], self.latents = True, latents
+        assert self.latents is not None
+        batch = self.latents[to_device(image_ids, self.latents.device)]
+        return batch.float() if batch.is_floating_point() else batch
+
+
+def grow(x: Tensor, length: int) -> Tensor:
+    """Append zeros up to `length` rows. Copied, because autocast on a CPU cannot concatenate half precision."""
+    longer = x.new_zeros(length, *x.shape[1:])
+    longer[: len(x)] = x
+    return longer
 
 
 def encode_batch(policy: Policy[Process], batch: LikelihoodBatch, rng: Randomness) -> Tensor:
-    """Pictures in model space, where those encoded beforehand are already."""
+    """The batch in model space: [B, ...]. Latents and tokens that were encoded beforehand are checked."""
     if isinstance(batch, ImageBatch):
         return policy.encode(to_device(batch.pixels, rng.rows.device))
-    model, _ = unwrap_guidance(policy.model)
+    model = policy.model.unguided
     if isinstance(batch, LatentBatch):
-        if not isinstance(model, SupportsEncodedLatents):
-            raise ConfigError("data: this model does not take latents; let it learn from pictures, by data.type")
-        return model.taken(batch)
-    found, wanted = tuple(batch.ids.shape[1:]), tuple(policy.model.shape)
-    if found != wanted:
+        return model.from_latents(batch)
+    found, expected = tuple(batch.ids.shape[1:]), tuple(policy.model.shape)
+    if found != expected:
         raise ConfigError(
-            f"data: a picture has {found[0]} tokens, the model writes {wanted[0]}; encode at the model's size"
+            f"data: an image has {found[0]} tokens, the model generates {expected[0]}; encode at the model's size"
         )
-    if isinstance(model, HasCodebookSize) and (last := int(batch.ids.max())) >= model.codes:
-        way = "encode by the model's tokenizer, or set model.codes to its number"
-        raise ConfigError(f"data: a picture has the token {last}, the model {model.codes} codes, from 0 on; {way}")
+    if model.codebook_size is not None and (largest := int(batch.ids.max())) >= model.codebook_size:
+        raise ConfigError(
+            f"data: an image has the token {largest}, but the model's codebook has {model.codebook_size} entries, from "
+            "0; encode with the model's tokenizer, or set model.codebook_size to its size"
+        )
     return to_device(batch.ids, rng.rows.device)
-
-
-def resize_cache(kept: Tensor, rows: int) -> Tensor:
-    """The same with more rows; copied, for under autocast a CPU does not concatenate half precision."""
-    more = kept.new_zeros(rows, *kept.shape[1:])
-    more[: len(kept)] = kept
-    return more
 
 
 @dataclass(frozen=True)
 class Likelihood(Objective[Process, LikelihoodBatch, EncodedBatch, None]):
-    """Pretraining and supervised tuning alike: flow matching, noise, masked and next-token prediction."""
+    """Pretraining or supervised fine-tuning: flow matching, noise prediction, masked and next-token prediction."""
 
-    drop: float = 0.1  # of the captions, so that guidance has something to contrast with
-    remember: bool = False  # how pictures that come again are encoded: saves time, costs memory
+    prompt_dropout: float = 0.1  # share of captions dropped, for classifier-free guidance
+    cache_latents: bool = False  # keep the latents of images that come again: faster, more memory
     consumes: ClassVar[type] = ImageBatch
-    also: ClassVar[tuple[type, ...]] = (TokenBatch, LatentBatch)
+    also_consumes: ClassVar[tuple[type, ...]] = (TokenBatch, LatentBatch)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.drop <= 1:
-            raise ValueError(f"'drop' is {self.drop}; expected the share of captions to drop, from 0 to 1")
+        if not 0 <= self.prompt_dropout <= 1:
+            raise ValueError(f"'prompt_dropout' is {self.prompt_dropout}; expected a share from 0 to 1")
 
-    def memory(self) -> ObjectiveState:
-        return LatentCache() if self.remember else NoState()
+    def make_state(self) -> ObjectiveState:
+        return LatentCache() if self.cache_latents else NoState()
 
     @torch.no_grad()
     def collect(self, ctx: Context[Process], batch: LikelihoodBatch) -> EncodedBatch:
-        dropped = (ctx.here().uniform("drop", 1).flatten() < self.drop).tolist()
-        prompts = ["" if gone else prompt for prompt, gone in zip(batch.prompts, dropped, strict=True)]
-        return EncodedBatch(ctx.policy.embed(prompts), self._encoded(ctx, batch), ctx.rng)
+        dropped = ctx.host_rng().uniform(Purpose.PROMPT_DROPOUT, 1).flatten() < self.prompt_dropout
+        return EncodedBatch(ctx.policy.embed(drop_prompts(batch.prompts, dropped)), self._encode(ctx, batch), ctx.rng)
 
-    def _encoded(self, ctx: Context[Process], batch: LikelihoodBatch) -> Tensor:
-        if isinstance(batch, ImageBatch) and isinstance(ctx.memory, LatentCache) and batch.numbers is not None:
-            return ctx.memory.recall(batch.numbers, batch.pixels, ctx.policy.encode, ctx.rng.rows.device)
+    def _encode(self, ctx: Context[Process], batch: LikelihoodBatch) -> Tensor:
+        if isinstance(batch, ImageBatch) and isinstance(ctx.state, LatentCache) and batch.image_ids is not None:
+            return ctx.state.get_or_encode(batch.image_ids, batch.pixels, ctx.policy.encode, ctx.rng.rows.device)
         return encode_batch(ctx.policy, batch, ctx.rng)
 
     def parts(self, experience: EncodedBatch) -> Sequence[None]:
         return (None,)
 
     def loss(self, ctx: Context[Process], experience: EncodedBatch, part: None) -> Loss:
+        """Negative log-likelihood (or its bound) at a random corruption, per hidden element."""
         policy, x = ctx.policy, experience.x
         noisy = policy.corrupt(x, experience.rng, draw=ctx.epoch)
-        likelihood = policy.likelihood(experience.cond, x, noisy) / policy.process.hidden(noisy)
-        return Loss(-likelihood, {"likelihood": likelihood.detach()})
+        log_likelihood = policy.likelihood(experience.cond, x, noisy) / policy.process.count_hidden(noisy)
+        return Loss(-log_likelihood, {"log_likelihood": log_likelihood.detach()})

@@ -1,3 +1,5 @@
+"""DiffusionNFT: negative-aware fine-tuning on the forward process (Zheng et al. 2025)."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,83 +17,84 @@ from .advantages import combine_advantages, group_mean_advantages
 
 @dataclass(frozen=True)
 class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
-    """DiffusionNFT: on the forward process, go towards good samples and mirror away from bad ones.
+    """Fit positive samples with the policy, and negative ones with its reflection at the old policy.
 
-    Relations are affine, so the original's mixtures of velocities are mixtures of clean samples here.
+    Predictions are affine in the clean sample, so the paper's mixtures of velocities are mixtures of clean samples.
     """
 
-    group: int = 8
-    beta: float = 1.0
-    levels: int = 2  # noise levels of each sample
-    strength: float = 5.0  # advantages beyond this count no more, and it scales the loss
-    anchor: float = 1e-4  # weight of the squared distance to the reference's prediction; small runs collapse without
-    mix: Literal["rewards", "advantages"] = "rewards"  # what is summed by weight; of advantages, weights are shares
-    decay_rate: float = 0.001  # the sampling weights trail by min(rate * step, decay_limit)
-    decay_limit: float = 0.5
+    group_size: int = 8
+    beta: float = 1.0  # strength of the implicit positive and negative policies
+    num_timesteps: int = 2  # noise levels per sample
+    advantage_clip: float = 5.0  # advantages are clipped to it; it also scales the loss
+    kl_coef: float = 1e-4  # weight of the squared distance to the reference's prediction; small runs collapse without
+    combine: Literal["rewards", "advantages"] = "rewards"  # what the weighted sum over rewards is taken of
+    old_policy_decay_rate: float = 0.001  # EMA decay of the sampling policy: min(rate * step, max)
+    old_policy_decay_max: float = 0.5
     needs: ClassVar[type] = GaussianProcess
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        if self.group < 2:
+        if self.group_size < 2:
             raise ValueError(
-                f"'group' is {self.group}; expected at least 2 samples a prompt to compare with each other"
+                f"'group_size' is {self.group_size}; expected at least 2 samples per prompt to compare with each other"
             )
-        if not (self.beta > 0 and self.levels >= 1 and self.strength > 0 and self.anchor >= 0):
-            found = f"beta {self.beta}, levels {self.levels}, strength {self.strength}, anchor {self.anchor}"
-            raise ValueError(f"found {found}; expected beta, levels and strength above 0 and anchor of at least 0")
-
-    def gradients(self, decisions: int) -> int:
-        return self.levels
+        if not (self.beta > 0 and self.num_timesteps >= 1 and self.advantage_clip > 0 and self.kl_coef >= 0):
+            found = f"beta {self.beta}, num_timesteps {self.num_timesteps}, advantage_clip {self.advantage_clip}"
+            raise ValueError(f"found {found}, kl_coef {self.kl_coef}; expected kl_coef of at least 0, the rest above 0")
 
     def snapshots(self) -> tuple[str, ...]:
-        return ("old", "reference") if self.anchor else ("old",)
+        return ("old", "reference") if self.kl_coef else ("old",)
 
-    def untied(self) -> Self | None:
-        return replace(self, anchor=0.0) if self.anchor else None
+    def without_kl(self) -> Self | None:
+        return replace(self, kl_coef=0.0) if self.kl_coef else None
 
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> ScoredRollout:
         with ctx.policy.weights.use("old"):
-            trajectory, rng, scores = rollout_and_score(ctx, batch, self.group)
+            trajectory, rng, scores = rollout_and_score(ctx, batch, self.group_size)
 
-        def measured(reward: Tensor) -> Tensor:
-            return group_mean_advantages(reward, self.group, ctx.comm.gather(reward))
+        def compute_advantages(reward: Tensor) -> Tensor:
+            return group_mean_advantages(reward, self.group_size, ctx.comm.gather(reward))
 
-        split = self.mix == "advantages"
-        advantage = combine_advantages(ctx.rubric, scores.parts, measured) if split else measured(scores.total)
-        return ScoredRollout(trajectory, rng, scores.total, advantage, scores.parts)
+        if self.combine == "advantages":
+            advantage = combine_advantages(ctx.rubric, scores.rewards, compute_advantages)
+        else:
+            advantage = compute_advantages(scores.total)
+        return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards)
 
-    def watch(self, experience: ScoredRollout) -> dict[str, Tensor]:
-        return experience.watched(self.group)
+    def metrics(self, experience: ScoredRollout) -> dict[str, Tensor]:
+        return experience.metrics(self.group_size)
 
     def parts(self, experience: ScoredRollout) -> Sequence[int]:
-        return range(self.levels)
+        return range(self.num_timesteps)
 
     def loss(self, ctx: Context[GaussianProcess], experience: ScoredRollout, part: int) -> Loss:
+        """r |x+ - x0|^2 + (1 - r) |x- - x0|^2 with x+- = old +- beta (policy - old), r from the advantage in [0, 1]."""
         policy, cond, clean = ctx.policy, experience.trajectory.cond, experience.trajectory.final
-        noisy = policy.corrupt(clean, experience.rng, draw=ctx.epoch * self.levels + part)
+        noisy = policy.corrupt(clean, experience.rng, draw=ctx.epoch * self.num_timesteps + part)
         with policy.weights.use("old"):
             old = policy.restore(cond, noisy).mean
         reference = None
-        if self.anchor:
+        if self.kl_coef:
             with policy.weights.use("reference"):
                 reference = policy.restore(cond, noisy).mean
-        now = policy.restore(cond, noisy).mean
-        towards = normalized_squared_error(old + self.beta * (now - old), clean)
-        away = normalized_squared_error(old - self.beta * (now - old), clean)
-        good = (experience.advantage / (2 * self.strength) + 0.5).clamp(0, 1)
-        rows = self.strength * (good * towards + (1 - good) * away) / self.beta
-        watched = {"good": good}
+        prediction = policy.restore(cond, noisy).mean
+        positive_loss = normalized_squared_error(old + self.beta * (prediction - old), clean)
+        negative_loss = normalized_squared_error(old - self.beta * (prediction - old), clean)
+        positive_weight = (experience.advantage / (2 * self.advantage_clip) + 0.5).clamp(0, 1)
+        rows = self.advantage_clip * (positive_weight * positive_loss + (1 - positive_weight) * negative_loss)
+        rows, metrics = rows / self.beta, {"positive_weight": positive_weight}
         if reference is not None:
-            apart = ((now - reference) ** 2).flatten(1).mean(1) * policy.process.path.weight(noisy.t)
-            rows, watched = rows + self.anchor * apart, {**watched, "kl": apart.detach()}
-        return Loss(rows / self.levels, watched)
+            kl = ((prediction - reference) ** 2).flatten(1).mean(1) * policy.process.path.output_error_weight(noisy.t)
+            rows, metrics["kl"] = rows + self.kl_coef * kl, kl.detach()
+        return Loss(rows / self.num_timesteps, metrics)
 
     def after_update(self, ctx: Context[GaussianProcess]) -> None:
-        ctx.policy.weights.blend("old", min(self.decay_rate * ctx.rng.step, self.decay_limit))
+        decay = min(self.old_policy_decay_rate * ctx.rng.step, self.old_policy_decay_max)
+        ctx.policy.weights.update_snapshot("old", decay)
 
 
-def normalized_squared_error(guess: Tensor, clean: Tensor) -> Tensor:
-    """Squared error in units of the absolute one, so that every noise level pulls alike: [B]."""
+def normalized_squared_error(prediction: Tensor, clean: Tensor) -> Tensor:
+    """Squared error divided by the absolute error (without gradient), so that all noise levels weigh alike: [B]."""
     with torch.no_grad():
-        scale = (guess.double() - clean.double()).abs().flatten(1).mean(1).clamp(min=1e-5).float()
-    return ((guess - clean) ** 2).flatten(1).mean(1) / scale
+        scale = (prediction.double() - clean.double()).abs().flatten(1).mean(1).clamp(min=1e-5).float()
+    return ((prediction - clean) ** 2).flatten(1).mean(1) / scale

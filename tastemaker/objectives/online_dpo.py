@@ -1,3 +1,5 @@
+"""Online and iterative DPO on the model's own samples, and PARM-guided DPO (Guo et al. 2025)."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,101 +12,151 @@ from torch import Tensor
 
 from ..core.objective import Context, Objective, rollout_and_score
 from ..core.policy import Policy, Process
-from ..core.types import Loss, PromptBatch, select_rows
-from .dpo import DPO
-from .preference_loss import Corruption, PreferenceExperience, corrupt_pair, dpo_loss
-from .reward_guidance import guidance_loss, make_guidance_batch
+from ..core.registry import ConfigError
+from ..core.reward import Scores
+from ..core.types import Loss, PromptBatch, Trajectory, select_rows
+from .dpo import DPO, NoiseSharing, PreferenceExperience, corrupt_pair, dpo_loss
+from .ppo import clipped_surrogate
 
-ROUND_SNAPSHOT = "round"  # the weights a round began with
+ROUND_SNAPSHOT = "round"  # the weights at the start of a round
+MIN_REWARD = 0.01  # before the logarithm: the published 1e-7 lets one bad sample outweigh all good ones
+GUIDANCE_CLIP_RANGE = 0.2  # of ratios, which differ from 1 if samples are of earlier weights
 
 
 @dataclass(frozen=True)
-class OnlineDPO(Objective[Process, PromptBatch, PreferenceExperience, int]):
-    """DPO on pairs made as it goes: of each prompt's samples, the best is preferred to the worst.
+class RewardGuidanceBatch:
+    """The first sample of each prompt, for the loss -log reward of PARM-guided DPO."""
 
-    With `round` it is iterative DPO: all samples of a round are of the weights it began with. They are made when their
-    step comes, yet are those that would be made at its start, for draws belong to rows; so a round has nothing to store
-    but its first weights. With `guide` a judge's reward of the samples counts too (PARM-guided DPO).
+    trajectory: Trajectory
+    advantage: Tensor  # [B] log reward minus the mean log reward of the prompt's other samples
+
+    def __len__(self) -> int:
+        return len(self.trajectory)
+
+
+def make_guidance_batch(
+    trajectory: Trajectory, scores: Scores, reward_name: str, group_size: int
+) -> RewardGuidanceBatch:
+    """Advantages of the log reward named, or of the weighted sum if no name is given."""
+    if reward_name and reward_name not in scores.rewards:
+        raise ConfigError(
+            f"objective.reward_guidance_name: there is no reward '{reward_name:.60}'; name one of "
+            f"{', '.join(scores.rewards)}"
+        )
+    if not trajectory.segments:
+        raise ConfigError(
+            "objective.reward_guidance_coef: the sampler is deterministic, so that no action can be made likelier; use "
+            "a stochastic one, or set reward_guidance_coef to 0"
+        )
+    reward = scores.rewards[reward_name] if reward_name else scores.total
+    log_reward = reward.clamp(min=MIN_REWARD).log().view(-1, group_size)
+    first = torch.arange(len(log_reward), device=log_reward.device) * group_size
+    return RewardGuidanceBatch(select_rows(trajectory, first), log_reward[:, 0] - log_reward[:, 1:].mean(1))
+
+
+def guidance_loss(policy: Policy[Process], batch: RewardGuidanceBatch, part: int) -> Loss:
+    """Policy-gradient loss of E[-log reward] on one segment.
+
+    The published term is a constant without gradient. This one has the gradient of its expectation over samples.
+    """
+    segment = batch.trajectory.segments[part]
+    log_prob = policy.action_distribution(batch.trajectory.cond, segment).log_prob(segment.action)
+    objective, metrics = clipped_surrogate(log_prob, segment, batch.advantage, GUIDANCE_CLIP_RANGE)
+    metrics = {f"reward_guidance/{name}": value for name, value in metrics.items()}
+    return Loss(-(objective * segment.mask).sum(1), metrics)
+
+
+@dataclass(frozen=True)
+class OnlinePairs(PreferenceExperience):
+    """Preference pairs of the model's own samples."""
+
+    reward_guidance: RewardGuidanceBatch | None = None
+
+
+@dataclass(frozen=True)
+class OnlineDPO(Objective[Process, PromptBatch, OnlinePairs, int]):
+    """DPO on the model's own samples: of each prompt's group, the best is preferred to the worst.
+
+    With `round_steps` it is iterative DPO: all samples of a round come from the weights at its start. Random numbers
+    depend on step and row only, so samples can be drawn when their step comes, and a round stores nothing but a
+    snapshot. With `reward_guidance_coef` the log reward of a judge is maximized too (PARM-guided DPO).
     """
 
     beta: float = 0.1
-    sft: float = 0.0  # weight of the plain likelihood of the chosen
-    corruption: Corruption = "shared"
-    levels: int = 1  # corruptions of each pair
-    group: int = 4  # samples a prompt
-    round: int = 0  # steps of one; 0: samples are always of the present weights
-    renew: bool = True  # with each round the reference begins anew
-    guide: float = 0.0  # weight of minus the logarithm of the judge's reward
-    guide_by: str = ""  # that reward's name; the sum of all if not given
+    sft_coef: float = 0.0  # weight of the negative log-likelihood of the chosen sample
+    noise_sharing: NoiseSharing = "shared"
+    num_timesteps: int = 1  # corruptions of each pair
+    group_size: int = 4
+    round_steps: int = 0  # training steps per round; 0: always sample from the current weights
+    reset_reference: bool = True  # each round starts with its own weights as the reference
+    reward_guidance_coef: float = 0.0  # weight of -log reward
+    reward_guidance_name: str = ""  # name of that reward; the weighted sum of all if empty
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        DPO(self.beta, self.sft, self.corruption, self.levels)
-        if self.group < 2:
-            raise ValueError(f"'group' is {self.group}; expected at least 2 samples a prompt to make a pair of")
-        if self.round < 0 or self.guide < 0:
-            raise ValueError(f"found round {self.round}, guide {self.guide}; expected both to be at least 0")
-        if self.guide_by and not self.guide:
-            raise ValueError(f"'guide_by' is {self.guide_by!r:.60}, but 'guide' is 0; give it a weight, such as 0.1")
+        DPO(self.beta, self.sft_coef, self.noise_sharing, self.num_timesteps)  # checks the settings they share
+        if self.group_size < 2:
+            raise ValueError(f"'group_size' is {self.group_size}; expected at least 2 samples per prompt for a pair")
+        if self.round_steps < 0 or self.reward_guidance_coef < 0:
+            found = f"round_steps {self.round_steps}, reward_guidance_coef {self.reward_guidance_coef}"
+            raise ValueError(f"found {found}; expected both to be at least 0")
+        if self.reward_guidance_name and not self.reward_guidance_coef:
+            raise ValueError(
+                f"'reward_guidance_name' is {self.reward_guidance_name!r:.60}, but 'reward_guidance_coef' is 0; set it "
+                "to a weight such as 0.1"
+            )
 
-    def kept_rows(self) -> int:
+    def experience_per_prompt(self) -> int:
         return 1
 
-    def replays(self) -> bool:
-        return self.guide > 0
-
-    def gradients(self, decisions: int) -> int:
-        return 2 * self.levels + (decisions if self.guide else 0)
-
-    def rows_at_once(self) -> int:
-        return 2  # both of a pair
+    def needs_log_probs(self) -> bool:
+        return self.reward_guidance_coef > 0
 
     def snapshots(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([self._reference, *([ROUND_SNAPSHOT] if self.round else [])]))
+        return tuple(dict.fromkeys([self._reference, *([ROUND_SNAPSHOT] if self.round_steps else [])]))
 
     @property
     def _reference(self) -> str:
-        return ROUND_SNAPSHOT if self.round and self.renew else "reference"
+        return ROUND_SNAPSHOT if self.round_steps and self.reset_reference else "reference"
 
-    def _sampling(self, policy: Policy[Process]) -> AbstractContextManager[None]:
-        return policy.weights.use(ROUND_SNAPSHOT) if self.round else nullcontext()
+    def _sampling_weights(self, policy: Policy[Process]) -> AbstractContextManager[None]:
+        return policy.weights.use(ROUND_SNAPSHOT) if self.round_steps else nullcontext()
 
     @torch.no_grad()
-    def collect(self, ctx: Context[Process], batch: PromptBatch) -> PreferenceExperience:
-        # Pairs need no log-probabilities, which some samplers would score once more.
-        process = ctx.policy.process if self.replays() else ctx.policy.process.as_sampled()
-        with self._sampling(ctx.policy):
+    def collect(self, ctx: Context[Process], batch: PromptBatch) -> OnlinePairs:
+        # Pairs need no log-probabilities, which some samplers compute in an extra pass.
+        process = ctx.policy.process if self.needs_log_probs() else ctx.policy.process.with_sampled_log_probs()
+        with self._sampling_weights(ctx.policy):
             trajectory, _, scores = rollout_and_score(
-                replace(ctx, policy=replace(ctx.policy, process=process)), batch, self.group
+                replace(ctx, policy=replace(ctx.policy, process=process)), batch, self.group_size
             )
-        groups = scores.total.view(-1, self.group)
-        first = torch.arange(len(groups), device=groups.device) * self.group
+        groups = scores.total.view(-1, self.group_size)
+        first = torch.arange(len(groups), device=groups.device) * self.group_size
         best, worst = first + groups.argmax(1), first + groups.argmin(1)
-        said = (groups.amax(1) > groups.amin(1)).float()  # a group of equals prefers nothing
+        has_preference = (groups.amax(1) > groups.amin(1)).float()
         cond, final = select_rows(trajectory.cond, best), trajectory.final
-        pairs = PreferenceExperience(cond, final[best], final[worst], said, ctx.rng, groups.mean(1))
-        return (
-            replace(pairs, steering=make_guidance_batch(trajectory, scores, self.guide_by, self.group))
-            if self.guide
-            else pairs
-        )
+        guidance = None
+        if self.reward_guidance_coef:
+            guidance = make_guidance_batch(trajectory, scores, self.reward_guidance_name, self.group_size)
+        return OnlinePairs(cond, final[best], final[worst], has_preference, ctx.rng, groups.mean(1), guidance)
 
-    def watch(self, experience: PreferenceExperience) -> dict[str, Tensor]:
-        return {"reward": experience.reward, "flat_groups": (1 - experience.weight).mean()}
+    def metrics(self, experience: OnlinePairs) -> dict[str, Tensor]:
+        return {"reward/mean": experience.reward, "zero_std_groups": (1 - experience.weight).mean()}
 
-    def parts(self, experience: PreferenceExperience) -> Sequence[int]:
-        steps = len(experience.steering.trajectory.segments) if experience.steering else 0
-        return range(self.levels + steps)
+    def parts(self, experience: OnlinePairs) -> Sequence[int]:
+        guidance_parts = len(experience.reward_guidance.trajectory.segments) if experience.reward_guidance else 0
+        return range(self.num_timesteps + guidance_parts)
 
-    def loss(self, ctx: Context[Process], experience: PreferenceExperience, part: int) -> Loss:
-        if part >= self.levels:
-            assert experience.steering is not None  # parts says so
-            steering = guidance_loss(ctx.policy, experience.steering, part - self.levels)
-            return Loss(self.guide * steering.rows, steering.metrics)
-        noisy = corrupt_pair(ctx.policy, experience, self.corruption, ctx.epoch * self.levels + part)
-        whole = dpo_loss(ctx.policy, experience, noisy, self.beta, self.sft, self._reference)
-        return Loss(whole.rows / self.levels, whole.metrics)
+    def loss(self, ctx: Context[Process], experience: OnlinePairs, part: int) -> Loss:
+        """The DPO loss at one corruption for the first `num_timesteps` parts, then the reward guidance by segment."""
+        if part >= self.num_timesteps:
+            assert experience.reward_guidance is not None  # or `parts` would end before
+            loss = guidance_loss(ctx.policy, experience.reward_guidance, part - self.num_timesteps)
+            return Loss(self.reward_guidance_coef * loss.rows, loss.metrics)
+        corrupted = corrupt_pair(ctx.policy, experience, self.noise_sharing, ctx.epoch * self.num_timesteps + part)
+        loss = dpo_loss(ctx.policy, experience, corrupted, self.beta, self.sft_coef, self._reference)
+        return Loss(loss.rows / self.num_timesteps, loss.metrics)
 
     def after_update(self, ctx: Context[Process]) -> None:
-        if self.round and (ctx.rng.step + 1) % self.round == 0:
-            ctx.policy.weights.blend(ROUND_SNAPSHOT)
+        if self.round_steps and (ctx.rng.step + 1) % self.round_steps == 0:
+            ctx.policy.weights.update_snapshot(ROUND_SNAPSHOT)

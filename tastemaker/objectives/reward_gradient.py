@@ -1,3 +1,5 @@
+"""Reward gradients: back-propagate the reward through the sampler (DRaFT, AlignProp, VADER, ReFL, DRTune)."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,17 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.objective import Context, Objective
-from ..core.randomness import Randomness
+from ..core.policy import Policy, Process
+from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, Loss, PromptBatch
 from ..processes.gaussian import GaussianProcess
-from .frame_selection import Frames, decode_frames, validate_frames
+
+# Frames of a video that are decoded and scored: by index, or by name. `random` is one frame per video (VADER's -1),
+# `fml` first, middle and last, `alt` every second one.
+Frames = Literal["all", "random", "first", "middle", "last", "fml", "alt"] | int | tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RewardGradientBatch:
     cond: Condition
     rng: Randomness
-    made: Tensor | None = None  # [B, ...] clean samples, where they are noised again
+    samples: Tensor | None = None  # [B, ...] clean samples, for gradient_mode: renoise
 
     def __len__(self) -> int:
         return len(self.cond)
@@ -27,90 +33,143 @@ class RewardGradientBatch:
 
 @dataclass(frozen=True)
 class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch, int]):
-    """Climb the reward through part of the sampler.
+    """Gradient ascent on the reward through part of the sampling chain.
 
-    `tail` is DRaFT-K, and with one step VADER's `last`; `random` and `specific` are VADER's, `normal` AlignProp's: the
-    graph begins at the step drawn and goes to the end. `steps` trains the network at those steps alone, `single` is
-    ReFL's one step and its guess at the clean sample, `renoised` DRaFT-LV's.
+    `gradient_mode` chooses the sampling steps that keep a graph: `last_steps` is DRaFT-K (K = 1 is VADER's `last`);
+    `random` and `from_step` are VADER's, `truncated_normal` AlignProp's: from the step drawn to the end. `steps` trains
+    the network at the steps listed only, `single_step` is ReFL's prediction of the clean sample at one step, `renoise`
+    is DRaFT-LV.
     """
 
-    through: Literal["tail", "random", "normal", "specific", "steps", "single", "renoised"] = "tail"
-    tail: int = 1  # steps at the end, for `tail`
-    step: int = 15  # from 0, for `specific`
-    steps: tuple[int, ...] = ()  # from 0, for `steps`
-    stop_input: bool = False  # no gradient through what the network sees (DRTune)
-    mean: float = 42.0  # of the first step, for `normal`
-    spread: float = 5.0
-    span: tuple[int, int] = (30, 39)  # first and last step that may be drawn, for `single`
-    copies: int = 2  # for `renoised`
-    threshold: float | None = None  # rewards above it earn nothing more (ReFL)
-    scale: float = 1.0  # of the loss
-    frames: Frames = "all"  # that are decoded and scored
+    gradient_mode: Literal[
+        "last_steps", "random", "truncated_normal", "from_step", "steps", "single_step", "renoise"
+    ] = "last_steps"
+    last_steps: int = 1  # number of final steps, for last_steps
+    from_step: int = 15  # first step, from 0, for from_step
+    steps: tuple[int, ...] = ()  # steps, from 0, for steps
+    detach_input: bool = False  # stop gradients at the network's input (DRTune)
+    start_step_mean: float = 42.0  # of the first step, for truncated_normal
+    start_step_std: float = 5.0
+    step_range: tuple[int, int] = (30, 39)  # first and last step that may be drawn, for single_step
+    num_renoise: int = 2  # noised copies per sample, for renoise
+    reward_threshold: float | None = None  # rewards above it are not increased further (ReFL)
+    loss_scale: float = 1.0
+    frames: Frames = "all"  # frames that are decoded and scored
     needs: ClassVar[type] = GaussianProcess
     needs_gradient: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
         validate_frames(self.frames)
-        if self.through == "steps" and not self.steps:
-            raise ValueError("'steps' is empty; expected the steps to train at, since 'through' is steps")
-        if self.step < 0 or min(self.steps, default=0) < 0:
-            raise ValueError(f"found step {self.step}, steps {list(self.steps)}; expected steps from 0, the noisiest")
-        if self.tail < 1 or self.copies < 1 or self.spread <= 0 or not 0 <= self.span[0] <= self.span[1]:
-            found = f"tail {self.tail}, copies {self.copies}, spread {self.spread}, span {list(self.span)}"
-            raise ValueError(f"found {found}; expected tail, copies and spread above 0 and a span from low to high")
-
-    def gradients(self, decisions: int) -> int:
-        return self.tail if self.through == "tail" else 1
+        if self.gradient_mode == "steps" and not self.steps:
+            raise ValueError("'steps' is empty; expected the steps to train at, because 'gradient_mode' is steps")
+        if self.from_step < 0 or min(self.steps, default=0) < 0:
+            found = f"from_step {self.from_step}, steps {list(self.steps)}"
+            raise ValueError(f"found {found}; expected steps from 0, the noisiest")
+        if min(self.last_steps, self.num_renoise) < 1 or self.start_step_std <= 0:
+            found = f"last_steps {self.last_steps}, num_renoise {self.num_renoise}"
+            raise ValueError(f"found {found}, start_step_std {self.start_step_std}; expected all of them above 0")
+        if not 0 <= self.step_range[0] <= self.step_range[1]:
+            raise ValueError(f"'step_range' is {list(self.step_range)}; expected two steps from low to high")
 
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> RewardGradientBatch:
-        cond = ctx.policy.embed(batch.prompts, batch.facts)
-        return RewardGradientBatch(
-            cond, ctx.rng, ctx.sample(cond, ctx.rng).final if self.through == "renoised" else None
-        )
+        cond = ctx.policy.embed(batch.prompts, batch.metadata)
+        samples = ctx.sample(cond, ctx.rng).final if self.gradient_mode == "renoise" else None
+        return RewardGradientBatch(cond, ctx.rng, samples)
 
     def parts(self, experience: RewardGradientBatch) -> Sequence[int]:
-        return range(self.copies if self.through == "renoised" else 1)
+        return range(self.num_renoise if self.gradient_mode == "renoise" else 1)
 
-    def first(self, rng: Randomness, steps: int, draw: int = 0) -> int:
-        """The step from which the graph is kept, alike on all ranks."""
-        if self.through == "normal":
+    def first_step(self, rng: Randomness, num_steps: int, draw: int = 0) -> int:
+        """The sampling step from which the graph is kept, the same on all ranks."""
+        if self.gradient_mode == "truncated_normal":
             shared = Randomness(rng.seed, rng.step, torch.zeros(1, dtype=torch.int64))
-            tries = (self.mean + self.spread * shared.normal("first", 64, draw=draw)).long().flatten().tolist()
-            return next((c for c in tries if 1 <= c < steps), steps - 1)
+            normal = shared.normal(Purpose.FIRST_GRADIENT_STEP, 64, draw=draw)
+            candidates = (self.start_step_mean + self.start_step_std * normal).long().flatten().tolist()
+            return next((step for step in candidates if 1 <= step < num_steps), num_steps - 1)
         low, high = {
-            "tail": (max(0, steps - self.tail),) * 2,
-            "random": (0, steps - 1),
-            "specific": (self.step, self.step),
+            "last_steps": (max(0, num_steps - self.last_steps),) * 2,
+            "random": (0, num_steps - 1),
+            "from_step": (self.from_step, self.from_step),
             "steps": (min(self.steps, default=0),) * 2,
-            "single": self.span,
-            "renoised": (steps - 1,) * 2,  # what the sampler made is noised to where its last step begins
-        }[self.through]
-        furthest = max(self.steps) if self.through == "steps" else high
-        if furthest >= steps:
-            found = f"reward_gradient reaches for step {furthest} of a sampler of {steps}"
-            raise ValueError(f"{found}; ask for one below {steps}")
-        return low + int(rng.number("first", draw) * (high - low + 1))
+            "single_step": self.step_range,
+            "renoise": (num_steps - 1,) * 2,  # samples are noised to where the last step begins
+        }[self.gradient_mode]
+        last = max(self.steps) if self.gradient_mode == "steps" else high
+        if last >= num_steps:
+            found = f"reward_gradient uses step {last} of a sampler with {num_steps} steps"
+            raise ValueError(f"{found}; choose one below {num_steps}")
+        return low + int(rng.shared_uniform(Purpose.FIRST_GRADIENT_STEP, draw) * (high - low + 1))
 
     def loss(self, ctx: Context[GaussianProcess], experience: RewardGradientBatch, part: int) -> Loss:
+        """-reward, or max(0, threshold - reward), of samples whose graph reaches the sampling steps chosen."""
         x = self._sample(ctx, experience, part)
         cond, draw = experience.cond, ctx.epoch * len(self.parts(experience)) + part
         pixels = decode_frames(ctx.policy, x, self.frames, experience.rng, draw)
-        scores = ctx.rubric.score(pixels, cond.prompts, cond.facts)
-        short = -scores.total if self.threshold is None else F.relu(self.threshold - scores.total)
-        watched = {"reward": scores.total.detach(), **{f"reward/{k}": v.detach() for k, v in scores.parts.items()}}
-        return Loss(self.scale * short / len(self.parts(experience)), watched)
+        scores = ctx.rubric.score(pixels, cond.prompts, cond.metadata)
+        rows = -scores.total if self.reward_threshold is None else F.relu(self.reward_threshold - scores.total)
+        rewards = {f"rewards/{name}": reward.detach() for name, reward in scores.rewards.items()}
+        metrics = {"reward/mean": scores.total.detach(), **rewards}
+        return Loss(self.loss_scale * rows / len(self.parts(experience)), metrics)
 
-    def _sample(self, ctx: Context[GaussianProcess], seen: RewardGradientBatch, part: int) -> Tensor:
-        process, model = ctx.policy.process, ctx.policy.model
-        rollout = process.start(model, seen.cond, seen.rng)
-        if seen.made is not None:
-            draw, level = ctx.epoch * self.copies + part, rollout.levels[-2].expand(len(seen))
-            return process.restore(model, seen.cond, process.corrupt(seen.made, seen.rng, level, draw=draw)).mean
-        first = self.first(seen.rng, process.steps, ctx.epoch)
-        for i in range(process.steps):
-            with torch.set_grad_enabled(i >= first):
-                rollout.step(frozen=self.through == "steps" and i not in self.steps, stop_input=self.stop_input)
-            if self.through == "single" and i == first:
+    def _sample(self, ctx: Context[GaussianProcess], experience: RewardGradientBatch, part: int) -> Tensor:
+        process, model, cond = ctx.policy.process, ctx.policy.model, experience.cond
+        rollout = process.start(model, cond, experience.rng)
+        if experience.samples is not None:
+            draw, t = ctx.epoch * self.num_renoise + part, rollout.timesteps[-2].expand(len(experience))
+            noisy = process.corrupt(experience.samples, experience.rng, t, draw=draw)
+            return process.restore(model, cond, noisy).mean
+        first = self.first_step(experience.rng, process.num_steps, ctx.epoch)
+        for step in range(process.num_steps):
+            frozen = self.gradient_mode == "steps" and step not in self.steps
+            with torch.set_grad_enabled(step >= first):
+                rollout.step(frozen=frozen, detach_input=self.detach_input)
+            if self.gradient_mode == "single_step" and step == first:
                 return rollout.clean
         return rollout.preview()
+
+
+def frame_indices(frames: Frames) -> tuple[int, ...]:
+    """The frames given by index; empty for names."""
+    return (frames,) if isinstance(frames, int) else frames if isinstance(frames, tuple) else ()
+
+
+def validate_frames(frames: Frames) -> None:
+    """Refuse an empty list and negative indices."""
+    if frames == () or min(frame_indices(frames), default=0) < 0:
+        found = list(frames) if isinstance(frames, tuple) else frames
+        raise ValueError(f"'frames' is {found}; expected frames from 0, or the word random, which VADER writes as -1")
+
+
+def select_frames(frames: Frames, count: int) -> list[int] | None:
+    """Indices of the frames of a video with `count` frames; None for all frames and for `random`."""
+    indices = frame_indices(frames)
+    if max(indices, default=0) >= count:
+        raise ValueError(f"'frames' has frame {max(indices)} of a video of {count}; choose one below {count}")
+    if indices:
+        return list(dict.fromkeys(indices))
+    named = {
+        "first": [0],
+        "middle": [count // 2],
+        "last": [count - 1],
+        "fml": sorted({0, count // 2, count - 1}),
+        "alt": list(range(0, count, 2 if count > 2 else 1)),  # a single frame would not be a video
+    }
+    return named.get(str(frames))
+
+
+def is_single_frame(frames: Frames, count: int) -> bool:
+    """Whether only one frame of a video with `count` frames is decoded."""
+    indices = select_frames(frames, count)
+    return count > 1 and (frames == "random" or (indices is not None and len(indices) == 1))
+
+
+def decode_frames(policy: Policy[Process], x: Tensor, frames: Frames, rng: Randomness, draw: int) -> Tensor:
+    """Pixels [B, F, 3, H, W] of the frames chosen; for `random`, one frame per video."""
+    count = policy.model.pixels[0]
+    if frames != "random" or count == 1:
+        return policy.decode(x, select_frames(frames, count))
+    chosen = (rng.uniform(Purpose.FRAME, 1, draw=draw).flatten() * count).long().tolist()
+    videos = {frame: [row for row, other in enumerate(chosen) if other == frame] for frame in sorted({*chosen})}
+    order = torch.tensor([row for rows in videos.values() for row in rows], device=x.device)
+    return torch.cat([policy.decode(x[rows], [frame]) for frame, rows in videos.items()])[order.argsort()]

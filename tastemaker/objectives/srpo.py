@@ -1,174 +1,257 @@
+"""SRPO: Direct-Align with semantic relative preferences (Shen et al. 2025)."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.distributions import broadcast_to_shape
+from ..core.distributions import expand_dims_like
 from ..core.objective import Context, Objective
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
-from ..core.types import Condition, Loss, PromptBatch, concatenate, select_rows
+from ..core.types import Condition, Loss, Metadata, PromptBatch, Prompts, concatenate, select_rows
 from ..processes.gaussian import GaussianProcess
-from .srpo_contrast import noise_contrast, prompt_contrast
-from .srpo_grid import Branch, BranchLevels, TrainingGrid, level_weights
+
+Branch = Literal["denoise", "inversion"]
 
 
 @dataclass(frozen=True)
 class DirectAlignBatch:
+    """Clean samples with the noise they are corrupted by, and where on the training grid."""
+
     cond: Condition
-    clean: Tensor  # [B, ...] what the model makes now, or what the data shows
-    noise: Tensor  # [B, ...] known, which is the idea
-    place: Tensor  # [B] index drawn on the training grid
-    step: Tensor  # [B] the training step, which chooses the control words: from 1, as the published loop counts
-    reach: Tensor | None = None  # [B] the longest stride, if not the grid's own
+    clean: Tensor  # [B, ...] the model's samples, or images of the data
+    noise: Tensor  # [B, ...] known, so that the clean sample can be recovered in closed form
+    grid_index: Tensor  # [B] index on the training grid
+    step: Tensor  # [B] the training step, from 1 as in the published loop; it chooses the control words
+    max_stride: Tensor | None = None  # [B] longest stride; the grid's own if not given
 
     def __len__(self) -> int:
         return len(self.cond)
 
 
 @dataclass(frozen=True)
-class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branch, ...]]):
-    """Direct-Align: one step from any noise level, then the clean sample in closed form, for the noise is known.
+class BranchLevels:
+    """Noise levels between which a branch steps, and how its reward counts: [B] each."""
 
-    The reward is relative: control words before the prompt are praised, others blamed. The inversion branch enters from
-    below and adds noise, which flips the sign of the gradient, so praise and blame change places there. Where the data
-    shows pictures of its prompts, these are taken for samples (offline), at whatever size they have.
+    source: Tensor
+    target: Tensor
+    boost: Tensor  # extra weight of the positive reward over the negative one
+    weight: Tensor  # of the loss
+
+
+@dataclass(frozen=True)
+class TrainingGrid:
+    """`length` evenly spaced noise levels; indices count from the cleanest one."""
+
+    noisiest: float
+    cleanest: float
+    length: int
+    stride: int  # longest step, in grid points
+
+    def max_stride(self, index: Tensor) -> Tensor:
+        """The longest step from an index that stays on the grid, in both directions: [B]."""
+        room = torch.minimum(self.length - index, index)
+        return torch.minimum(room, torch.full_like(index, self.stride))
+
+    def source_and_target(self, index: Tensor, stride: Tensor, branch: Branch) -> tuple[Tensor, Tensor, Tensor]:
+        """Source level, target level and the index that weights the reward: [B] each.
+
+        Denoising steps down onto the level of `index`; inversion starts a stride below and steps up onto (nearly) it.
+        """
+        levels = torch.linspace(self.noisiest, self.cleanest, self.length).to(index.device)
+        lower = index if branch == "denoise" else (index - stride).clamp(min=1)
+        high, low = levels[self.length - (lower + stride).clamp(max=self.length)], levels[self.length - lower]
+        return (high, low, lower) if branch == "denoise" else (low, high, lower)
+
+
+def timestep_weights(share: Tensor, shift: float | None) -> Tensor:
+    """Weights from 0 at the clean end of the grid to 1 at the noisy end, bent by a timestep shift; ones without."""
+    return torch.ones_like(share) if shift is None else shift * share / (1 + (shift - 1) * share)
+
+
+@dataclass(frozen=True)
+class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branch, ...]]):
+    """Direct-Align: one network step from any noise level, then the clean sample in closed form with the known noise.
+
+    The reward is relative: the score with positive control words before the prompt minus that with negative ones. The
+    inversion branch adds noise, which flips the sign of the gradient, so positive and negative words swap there. If the
+    data has images for its prompts, they replace the model's samples (offline), at any size.
     """
 
-    span: tuple[int, int] = (5, 25)  # levels trained at, as indices into the sampler's grid of `grid` steps
-    grid: int = 50
-    length: int = 1000  # points of the training grid within the span
-    kept: float = 0.9  # ground-truth ratio: the stride is this much short of the whole
-    boost_denoise: tuple[float, float] = (0.1, 0.25)  # discount_pos: from the first point to the last
-    boost_inversion: tuple[float, float] = (0.3, 0.01)  # discount_inv
-    margin: float | None = 0.7  # rewards above it earn nothing more; without it the reward counts as it is
-    discount: float | None = None  # weighs rewards by the share of the grid they are at, bent so much: 3 for Qwen-Image
-    relative: bool = True  # without it the prompt itself is praised, and blamed under inversion
-    grain: float = 0.0  # for rewards that read no prompt: blames the picture with so much noise, instead of words
-    praise: tuple[str, ...] = ("Natural-lighting", "Detail", "Detailed", "Real")
-    blame: tuple[str, ...] = ("Concept art", "Painting", "Anime", "Flat", "Oil")
+    timestep_range: tuple[int, int] = (5, 25)  # trained noise levels, as indices into `num_grid_steps` sampling steps
+    num_grid_steps: int = 50
+    num_train_timesteps: int = 1000  # points of the training grid within the range
+    groundtruth_ratio: float = 0.9  # the stride is 1 minus this share of the grid
+    discount_pos: tuple[float, float] = (0.1, 0.25)  # boost of the positive reward, from the first point to the last
+    discount_inv: tuple[float, float] = (0.3, 0.01)  # likewise for the inversion branch
+    reward_margin: float | None = 0.7  # hinge: rewards above it are not increased further; none: plain reward
+    timestep_weight_shift: float | None = None  # weight the loss by timestep, shifted by this: 3 for Qwen-Image
+    relative: bool = True  # false: score the prompt itself, negated under inversion
+    contrast_noise: float = 0.0  # for rewards without prompts: the negative is the image with this much noise
+    positive_words: tuple[str, ...] = ("Natural-lighting", "Detail", "Detailed", "Real")
+    negative_words: tuple[str, ...] = ("Concept art", "Painting", "Anime", "Flat", "Oil")
     template: str = "{word}. {prompt}"
     branches: tuple[Branch, ...] = ("denoise", "inversion")
-    merged: bool = True  # both branches in one pass; one after the other is slower and takes half the memory
-    edge: int = 5  # indices left out at both ends of the training grid
-    draws: int = 1  # places drawn for each sample, each with a share of the loss
-    carried: bool = False  # no stride is longer than those of the draws before, as published for Qwen-Image
-    shared_noise: bool = True  # one noise for all prompts of all ranks, as published
-    offline: int | None = None  # steps that learn from the data's pictures, if it has any, before samples; all if none
+    batch_branches: bool = True  # both branches in one pass; one after the other is slower, with half the memory
+    grid_margin: int = 5  # points left out at both ends of the training grid
+    timesteps_per_sample: int = 1
+    monotone_stride: bool = False  # strides of a sample's timesteps never grow, as published for Qwen-Image
+    shared_noise: bool = True  # one initial noise for all prompts of all ranks, as published
+    offline_steps: int | None = None  # training steps on the data's images, before samples; none: all if it has any
     needs: ClassVar[type] = GaussianProcess
     needs_gradient: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        if not 0 <= self.span[0] < self.span[1] <= self.grid:
+        if not 0 <= self.timestep_range[0] < self.timestep_range[1] <= self.num_grid_steps:
             raise ValueError(
-                f"'span' is {list(self.span)}; expected two rising indices within a grid of {self.grid} steps"
+                f"'timestep_range' is {list(self.timestep_range)}; expected two rising indices within "
+                f"{self.num_grid_steps} grid steps"
             )
-        if not (0 < self.kept < 1 and self.edge >= 1 and 2 * self.edge < self.length):
-            found = f"kept {self.kept}, edge {self.edge}, length {self.length}"
-            raise ValueError(f"found {found}; expected kept within 0 and 1 and a length of more than two edges")
-        discount = 1.0 if self.discount is None else self.discount
-        if self.draws < 1 or self.grain < 0 or (self.offline or 0) < 0 or discount <= 0:
-            found = f"draws {self.draws}, grain {self.grain}, offline {self.offline}, discount {self.discount}"
-            raise ValueError(f"found {found}; expected at least one draw, a positive discount and nothing below nought")
-        if not self.branches or (self.relative and not (self.praise and self.blame)):
+        if not (0 < self.groundtruth_ratio < 1 and 1 <= self.grid_margin < self.num_train_timesteps / 2):
+            found = f"groundtruth_ratio {self.groundtruth_ratio}, grid_margin {self.grid_margin}"
+            raise ValueError(
+                f"found {found}, num_train_timesteps {self.num_train_timesteps}; expected a ratio between 0 and 1, and "
+                "a margin of at least 1 and below half of the timesteps"
+            )
+        shift = 1.0 if self.timestep_weight_shift is None else self.timestep_weight_shift
+        if self.timesteps_per_sample < 1 or self.contrast_noise < 0 or (self.offline_steps or 0) < 0 or shift <= 0:
+            found = f"timesteps_per_sample {self.timesteps_per_sample}, contrast_noise {self.contrast_noise}"
+            found += f", offline_steps {self.offline_steps}, timestep_weight_shift {self.timestep_weight_shift}"
+            raise ValueError(
+                f"found {found}; expected at least one timestep, a shift above 0 and the others at least 0"
+            )
+        if not self.branches or (self.relative and not (self.positive_words and self.negative_words)):
             raise ValueError("no branches or no control words; expected at least one of each, or relative: false")
-        left = self.template.replace("{prompt}", "").replace("{word}", "")
-        if "{prompt}" not in self.template or "{" in left or "}" in left:
+        rest = self.template.replace("{prompt}", "").replace("{word}", "")
+        if "{prompt}" not in self.template or "{" in rest or "}" in rest:
             raise ValueError(f"'template' is {self.template!r:.60}; expected {{prompt}}, {{word}} and plain text")
 
-    def kept_rows(self) -> int:
-        return self.draws
-
-    def gradients(self, decisions: int) -> int:
-        return len(self.branches)
-
-    def rows_at_once(self) -> int:
-        return len(self.branches) if self.merged else 1
+    def experience_per_prompt(self) -> int:
+        return self.timesteps_per_sample
 
     @torch.no_grad()
     def collect(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> DirectAlignBatch:
-        rng, copies = ctx.rng.repeat(self.draws), torch.arange(len(batch)).repeat_interleave(self.draws)
+        copies = torch.arange(len(batch)).repeat_interleave(self.timesteps_per_sample)
+        rng = ctx.rng.repeat(self.timesteps_per_sample)
         cond, clean, noise = select_rows(self._samples(ctx, batch), copies)
-        width = self.length - 2 * self.edge + 1
-        place = self.edge + (rng.uniform("place", 1).flatten() * width).long()
-        reach = self._grid(ctx.policy.process).reach(place)
-        if self.carried:
-            reach = reach.view(-1, self.draws).cummin(1).values.flatten()
-        return DirectAlignBatch(cond, clean, noise, place, torch.full_like(place, rng.step + 1), reach)
+        num_indices = self.num_train_timesteps - 2 * self.grid_margin + 1
+        index = self.grid_margin + (rng.uniform(Purpose.GRID_INDEX, 1).flatten() * num_indices).long()
+        stride = self._grid(ctx.policy.process).max_stride(index)
+        if self.monotone_stride:
+            stride = stride.view(-1, self.timesteps_per_sample).cummin(1).values.flatten()
+        return DirectAlignBatch(cond, clean, noise, index, torch.full_like(index, rng.step + 1), stride)
 
     def _samples(self, ctx: Context[GaussianProcess], batch: PromptBatch) -> tuple[Condition, Tensor, Tensor]:
-        """Clean samples and the noise to hide them in: made now, or shown by the data."""
-        start = ctx.rng.shared() if self.shared_noise else ctx.rng
-        cond = ctx.policy.embed(batch.prompts, batch.facts)
-        offline = self.offline is None or ctx.rng.step < self.offline
-        if batch.pictures is None and offline and self.offline is not None:
-            raise ConfigError("objective.offline: the data shows no pictures; set data.type to illustrated_prompts")
-        if batch.pictures is None or not offline:
+        """Condition, clean samples and noise: sampled from the model, or images of the data (offline)."""
+        start = ctx.rng.same_for_all_rows() if self.shared_noise else ctx.rng
+        cond = ctx.policy.embed(batch.prompts, batch.metadata)
+        offline = self.offline_steps is None or ctx.rng.step < self.offline_steps
+        if batch.images is None and offline and self.offline_steps is not None:
+            raise ConfigError("objective.offline_steps: the data has no images; set data.type to illustrated_prompts")
+        if batch.images is None or not offline:
             sample = ctx.sample(cond, start)
             return cond, sample.final, sample.start
-        shown = (batch.pictures[rows].to(ctx.rng.rows.device) for rows in ctx.chunks(len(batch)))
-        clean = concatenate([ctx.policy.encode(pixels) for pixels in shown])
-        return cond, clean, start.normal("start", *clean.shape[1:])
+        images = (batch.images[rows].to(ctx.rng.rows.device) for rows in ctx.chunks(len(batch)))
+        clean = concatenate([ctx.policy.encode(pixels) for pixels in images])
+        return cond, clean, start.normal(Purpose.INITIAL_NOISE, *clean.shape[1:])
 
     def parts(self, experience: DirectAlignBatch) -> Sequence[tuple[Branch, ...]]:
-        return (self.branches,) if self.merged else [(branch,) for branch in self.branches]
+        return (self.branches,) if self.batch_branches else [(branch,) for branch in self.branches]
 
     def _grid(self, process: GaussianProcess) -> TrainingGrid:
-        noisiest, cleanest = (float(process.path.grid(self.grid)[i]) for i in self.span)
-        return TrainingGrid(noisiest, cleanest, self.length, int((1 - self.kept) * self.length) + 1)
+        noisiest, cleanest = (float(process.path.timesteps(self.num_grid_steps)[i]) for i in self.timestep_range)
+        stride = int((1 - self.groundtruth_ratio) * self.num_train_timesteps) + 1
+        return TrainingGrid(noisiest, cleanest, self.num_train_timesteps, stride)
 
     def levels(
-        self, process: GaussianProcess, place: Tensor, branch: Branch, reach: Tensor | None = None
+        self, process: GaussianProcess, index: Tensor, branch: Branch, stride: Tensor | None = None
     ) -> BranchLevels:
-        """Where a branch enters and lands, if no stride is given with the longest that fits."""
+        """Source and target level of a branch at grid indices [B]; without a stride, the longest that fits."""
         grid = self._grid(process)
-        source, target, at = grid.between(place, grid.reach(place) if reach is None else reach, branch)
-        ends = self.boost_denoise if branch == "denoise" else self.boost_inversion
-        boost = torch.linspace(*ends, self.length).to(place.device)[at]
-        return BranchLevels(source, target, boost, level_weights(at / self.length, self.discount))
+        stride = grid.max_stride(index) if stride is None else stride
+        source, target, index = grid.source_and_target(index, stride, branch)
+        discount = self.discount_pos if branch == "denoise" else self.discount_inv
+        boost = torch.linspace(*discount, self.num_train_timesteps).to(index.device)[index]
+        weight = timestep_weights(index / self.num_train_timesteps, self.timestep_weight_shift)
+        return BranchLevels(source, target, boost, weight)
 
-    def recover(self, ctx: Context[GaussianProcess], seen: DirectAlignBatch, levels: BranchLevels) -> Tensor:
-        """Noise the sample, let the network take one step, and take the known noise out again: [B, ...]."""
+    def recover_clean(self, ctx: Context[GaussianProcess], batch: DirectAlignBatch, levels: BranchLevels) -> Tensor:
+        """Corrupt the sample, take one network step from source to target, and remove the known noise: [B, ...]."""
         process, path, target = ctx.policy.process, ctx.policy.process.path, levels.target
-        noisy = process.corrupt(seen.clean, ctx.rng, levels.source, seen.noise)
-        guess = ctx.policy.restore(seen.cond, noisy).mean
-        moved = process.move(noisy.x, noisy.t, target, guess)
-        return (moved - broadcast_to_shape(path.sigma(target), moved) * seen.noise) / broadcast_to_shape(
-            path.alpha(target), moved
-        )
+        noisy = process.corrupt(batch.clean, ctx.rng, levels.source, batch.noise)
+        clean = ctx.policy.restore(batch.cond, noisy).mean
+        x = process.ode_step(noisy.x, noisy.t, target, clean)
+        return (x - expand_dims_like(path.sigma(target), x) * batch.noise) / expand_dims_like(path.alpha(target), x)
 
     def loss(self, ctx: Context[GaussianProcess], experience: DirectAlignBatch, part: tuple[Branch, ...]) -> Loss:
-        process, place, reach = ctx.policy.process, experience.place, experience.reach
-        levels = concatenate([self.levels(process, place, branch, reach) for branch in part])
-        pixels = ctx.policy.decode(self.recover(ctx, concatenate([experience] * len(part)), levels))
-        earned = self._earned(ctx, experience, part, pixels, levels.boost).view(len(part), -1)
-        short = -earned if self.margin is None else F.relu(self.margin - earned)
-        watched = {f"relative/{branch}": row for branch, row in zip(part, earned.detach(), strict=True)}
-        return Loss((levels.weight.view_as(short) * short).sum(0) / len(self.branches), watched)
+        """max(0, margin - relative reward), or -reward without a margin, averaged over the branches."""
+        process, index, stride = ctx.policy.process, experience.grid_index, experience.max_stride
+        levels = concatenate([self.levels(process, index, branch, stride) for branch in part])
+        pixels = ctx.policy.decode(self.recover_clean(ctx, concatenate([experience] * len(part)), levels))
+        reward = self._relative_reward(ctx, experience, part, pixels, levels.boost).view(len(part), -1)
+        rows = -reward if self.reward_margin is None else F.relu(self.reward_margin - reward)
+        metrics = {f"relative_reward/{branch}": row for branch, row in zip(part, reward.detach(), strict=True)}
+        return Loss((levels.weight.view_as(rows) * rows).sum(0) / len(self.branches), metrics)
 
-    def _earned(
+    def _relative_reward(
         self,
         ctx: Context[GaussianProcess],
-        seen: DirectAlignBatch,
+        batch: DirectAlignBatch,
         part: tuple[Branch, ...],
         pixels: Tensor,
         boost: Tensor,
     ) -> Tensor:
-        """What the rows of each branch earned, one branch after the other: [branches * B]."""
-        prompts, facts, step = seen.cond.prompts * len(part), seen.cond.facts * len(part), int(seen.step[0])
-        turned = [branch == "inversion" for branch in part for _ in range(len(seen))]
+        """(1 + boost) positive - negative reward of every branch, one branch after the other: [branches * B]."""
+        prompts, metadata = batch.cond.prompts * len(part), batch.cond.metadata * len(part)
+        swapped = [branch == "inversion" for branch in part for _ in range(len(batch))]
         if not self.relative:
-            total = ctx.rubric.score(pixels, prompts, facts).total
-            return torch.where(torch.tensor(turned, device=total.device), -total, total)
-        if self.grain:
-            praised, blamed = noise_contrast(ctx, pixels, prompts, facts, self.grain, turned)
+            total = ctx.rubric.score(pixels, prompts, metadata).total
+            return torch.where(torch.tensor(swapped, device=total.device), -total, total)
+        if self.contrast_noise:
+            positive, negative = noise_contrast(ctx, pixels, prompts, metadata, self.contrast_noise, swapped)
         else:
-            words = (self.praise[step % len(self.praise)], self.blame[step % len(self.blame)])
-            praise, blame = (self.template.replace("{word}", word) for word in words)
-            praised, blamed = prompt_contrast(ctx, pixels, prompts, facts, (praise, blame), turned)
-        return (1 + boost) * praised - blamed
+            step = int(batch.step[0])
+            words = (vocabulary[step % len(vocabulary)] for vocabulary in (self.positive_words, self.negative_words))
+            templates = [self.template.replace("{word}", word) for word in words]
+            positive, negative = prompt_contrast(ctx, pixels, prompts, metadata, templates, swapped)
+        return (1 + boost) * positive - negative
+
+
+def noise_contrast(
+    ctx: Context[GaussianProcess],
+    pixels: Tensor,
+    prompts: Prompts,
+    metadata: Sequence[Metadata],
+    noise_std: float,
+    swapped: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Rewards of the images and of the images with noise, the same for all: [B] each, exchanged where `swapped`."""
+    shared = Randomness(ctx.rng.seed, ctx.rng.step, torch.zeros_like(ctx.rng.rows[:1]))
+    noisy_pixels = (pixels + noise_std * shared.normal(Purpose.CONTRAST_NOISE, *pixels.shape[1:])).clamp(0, 1)
+    clean, noisy = (ctx.rubric.score(images, prompts, metadata).total for images in (pixels, noisy_pixels))
+    swap = torch.tensor(swapped, device=clean.device)
+    return torch.where(swap, noisy, clean), torch.where(swap, clean, noisy)
+
+
+def prompt_contrast(
+    ctx: Context[GaussianProcess],
+    pixels: Tensor,
+    prompts: Prompts,
+    metadata: Sequence[Metadata],
+    templates: Sequence[str],
+    swapped: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Rewards of the images under the positive and the negative template: [B] each, exchanged where `swapped`."""
+    prompt_sets = [
+        [templates[i ^ swap].replace("{prompt}", prompt) for prompt, swap in zip(prompts, swapped, strict=True)]
+        for i in (0, 1)
+    ]
+    positive, negative = (scores.total for scores in ctx.rubric.score_each(pixels, prompt_sets, metadata))
+    return positive, negative

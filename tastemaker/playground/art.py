@@ -1,4 +1,4 @@
-"""The pictures the world is made of: 48 things of COCO in two drawing styles, and GenEval's ten colours to dye them."""
+"""Sprites of the playground: 48 COCO classes in two drawing styles, and GenEval's ten colors to dye them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "black": (0.10, 0.10, 0.11),
     "white": (0.97, 0.97, 0.97),
 }
-SHOWS = 0.3  # how opaque a pixel must be to count as part of the thing
+MIN_ALPHA = 0.3  # of a pixel that counts as part of an object
 
 
 @lru_cache(maxsize=2)
-def sprites(style: Style = "noto") -> Tensor:
-    """Every thing as it is drawn: [48, 4, 32, 32] in [0, 1], straight alpha."""
+def load_sprites(style: Style = "noto") -> Tensor:
+    """The sprites of all classes in their natural colors: [48, 4, 32, 32] in [0, 1], straight alpha."""
     if style not in get_args(Style):
         raise ValueError(f"no drawing style is called '{style}'; expected one of {', '.join(get_args(Style))}")
     with np.load(ART / f"{style}.npz", allow_pickle=False) as file:
@@ -48,28 +48,28 @@ def sprites(style: Style = "noto") -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def atlas(style: Style = "noto", device: torch.device | str = "cpu") -> Tensor:
-    """Every thing in every colour, 0 its own and then as in COLORS: [48, 11, 4, 32, 32], colour times alpha."""
-    own = sprites(style)
+def build_atlas(style: Style = "noto", device: torch.device | str = "cpu") -> Tensor:
+    """The sprites in every color, 0 the natural one and then COLORS: [48, 11, 4, 32, 32], premultiplied alpha."""
+    own = load_sprites(style)
     dyed = torch.stack([own, *(_dyed(own, torch.tensor(color)) for color in COLORS.values())], 1)
     return torch.cat([dyed[:, :, :3] * dyed[:, :, 3:], dyed[:, :, 3:]], 2).to(device)
 
 
 @lru_cache(maxsize=2)
-def extents(style: Style = "noto") -> Tensor:
-    """Width and height of every thing in sides of its square: [48, 2]."""
-    shows = sprites(style)[:, 3] > SHOWS
+def sprite_extents(style: Style = "noto") -> Tensor:
+    """Width and height of every object relative to its square: [48, 2]."""
+    shows = load_sprites(style)[:, 3] > MIN_ALPHA
     return torch.stack([_length(shows.any(1)), _length(shows.any(2))], 1) / shows.shape[-1]
 
 
 def _length(shows: Tensor) -> Tensor:
-    """From the first to the last that shows: [48]."""
+    """Length from the first to the last visible pixel: [48]."""
     first, last = shows.float().argmax(1), shows.shape[1] - 1 - shows.flip(1).float().argmax(1)
     return (last - first + 1).float()
 
 
 def _dyed(own: Tensor, color: Tensor) -> Tensor:
-    """A ramp from dark over the colour to light, along each thing's own brightness: it keeps inner edges."""
+    """Map brightness to a ramp from dark over the color to light, which keeps inner edges."""
     brightness = _brightness(own)  # [48, 1, 32, 32]
     dark, middle, light = (end.view(3, 1, 1) for end in _ramp(color))
     lower, upper = middle + (middle - dark) * brightness, middle + (light - middle) * brightness
@@ -77,7 +77,7 @@ def _dyed(own: Tensor, color: Tensor) -> Tensor:
 
 
 def _ramp(color: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Black and white have ramps of their own, else the one were a silhouette and the other a ghost."""
+    """Dark, middle and light end of a color; black and white keep some contrast with ramps of their own."""
     if color.max() < 0.2:
         return torch.zeros(3), color, torch.full((3,), 0.42)
     if color.min() > 0.9:
@@ -86,11 +86,11 @@ def _ramp(color: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _brightness(own: Tensor) -> Tensor:
-    """How far luminance is from a thing's median towards its 5 % and 95 % quantile: [48, 1, 32, 32] in [-1, 1]."""
+    """Luminance relative to an object's median, scaled by its 5 % and 95 % quantiles: [48, 1, 32, 32] in [-1, 1]."""
     luminance = (own[:, :3] * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1)
-    shown = luminance.masked_fill(own[:, 3] <= SHOWS, torch.nan).flatten(1)
+    shown = luminance.masked_fill(own[:, 3] <= MIN_ALPHA, torch.nan).flatten(1)
     low, middle, high = torch.nanquantile(shown, torch.tensor([0.05, 0.5, 0.95]), dim=1).view(3, -1, 1, 1)
-    # From the median, for else dark things with a few lights, as books, are olive for yellow, and cats pink for red.
+    # Relative to the median: relative to the mean, dark objects with a few highlights would get a wrong hue.
     away = torch.where(luminance < middle, middle - low, high - middle).clamp(min=0.15)
     brightness: Tensor = ((luminance - middle) / away).clamp(-1, 1)
     return brightness[:, None]

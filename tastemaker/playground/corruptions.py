@@ -9,16 +9,16 @@ from torch import Tensor
 from ..core.randomness import Randomness
 from .scenes import SIDE
 
-BLOCK = 8  # pixels a side of what masked models leave open
+BLOCK = 8  # pixels per side
 
 
 def add_noise(pixels: Tensor, strength: Tensor, rng: Randomness) -> Tensor:
-    """Normal noise of a standard deviation a row."""
+    """Add normal noise with one standard deviation per image."""
     return pixels + strength.view(-1, 1, 1, 1) * rng.normal("noise", *pixels.shape[1:])
 
 
 def blur(pixels: Tensor, strength: Tensor) -> Tensor:
-    """Mixed with itself out of focus; twice as far out from 0.5 on, until at 1 hardly shapes are left."""
+    """Blend with blurred copies; a strength of 1 leaves hardly any shapes."""
     near = _mean(_mean(pixels, 5), 5)
     far = _mean(_mean(near, 11), 11)
     share = strength.view(-1, 1, 1, 1)
@@ -31,24 +31,24 @@ def _mean(pixels: Tensor, window: int) -> Tensor:
 
 
 def mask_blocks(pixels: Tensor, share: Tensor, rng: Randomness) -> Tensor:
-    """A share of the 8x8 blocks in the picture's mean colour, as masked models leave them."""
+    """Fill a fraction of the 8x8 blocks with the image's mean color, as previews of masked models show them."""
     side = SIDE // BLOCK
     hidden = rng.uniform("blocks", 1, side, side) < share.view(-1, 1, 1, 1)
     return torch.where(F.interpolate(hidden.float(), scale_factor=float(BLOCK)) > 0, pixels.mean((2, 3), True), pixels)
 
 
 def oversharpen(pixels: Tensor, strength: Tensor) -> Tensor:
-    """Edges overdrawn, as reward gradients leave them."""
+    """Exaggerate edges, an artifact of reward gradients."""
     return pixels + 2 * strength.view(-1, 1, 1, 1) * (pixels - _mean(pixels, 3))
 
 
 def blend_neighbor(pixels: Tensor, strength: Tensor) -> Tensor:
-    """The picture next in the batch shows through."""
+    """Blend with the next image of the batch."""
     return torch.lerp(pixels, pixels.roll(1, 0), 0.5 * strength.view(-1, 1, 1, 1))
 
 
 def augment(pixels: Tensor, rng: Randomness) -> Tensor:
-    """Mild flaws a detector must see through: partial blur, noise up to 0.12, brightness; every third row none."""
+    """Augment images with blur, noise up to 0.12 and brightness; a third of them stay as they are."""
     draws = rng.uniform("augment", 4)
     some = (draws[:, 3] > 1 / 3).float()
     bright = (1 + 0.3 * some * (draws[:, 2] - 0.5)).view(-1, 1, 1, 1)
@@ -56,7 +56,7 @@ def augment(pixels: Tensor, rng: Randomness) -> Tensor:
 
 
 def simulate_preview(pixels: Tensor, t: Tensor, rng: Randomness) -> Tensor:
-    """A guess at the picture from noise level t, by row out of focus and noisy, or with blocks still open."""
+    """Simulate a preview at noise level t: blurry and noisy, or with masked blocks."""
     kind = rng.uniform("kind of preview", 1)[:, 0]
     soft = blur(pixels, torch.where(kind < 0.6, t, 0.0))
     dim = torch.lerp(soft, soft.mean((2, 3), True), torch.where(kind < 0.6, 0.5 * t, 0.0).view(-1, 1, 1, 1))
@@ -65,7 +65,7 @@ def simulate_preview(pixels: Tensor, t: Tensor, rng: Randomness) -> Tensor:
 
 
 def corrupt(pixels: Tensor, kind: Tensor, strength: Tensor, rng: Randomness) -> Tensor:
-    """One of five flaws a row, of a strength from 0 to 1."""
+    """Apply one of five corruptions per image, with a strength from 0 to 1."""
     by_kind = [
         add_noise(pixels, 0.25 * strength, rng),
         blur(pixels, 0.8 * strength),

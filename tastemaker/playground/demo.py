@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,11 +19,146 @@ from ..core import output_paths
 from ..core.registry import ConfigError
 from ..evaluation.benchmark_run import EvaluationOptions, evaluate_model, is_evaluated, load_benchmark
 from ..evaluation.evaluate import REPORT, StageProgress
-from ..report.output import write_and_announce_report
+from ..report.page import write_report
 from ..search.generation import resolve_source
-from ..training import checkpoint, resume
-from ..training.session import run_training
-from .demo_timer import DemoTimer
+from ..training import checkpoint, run_directory
+from ..training.events import CheckpointSaved, Event, GuardChecked, SamplesGenerated, StepCompleted, TrainingStarted
+from ..training.loop import is_due
+from ..training.trainer import run_training
+
+# Ratios of costs, used until the cost itself is measured. They depend on the recipe, hardly on the machine.
+TRAINING = 2.0  # one training sample, with its gradient, in evaluation images
+SCORING = 0.2  # scoring and summarizing an image, in evaluation images
+RECENT = 10  # training steps that are averaged
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds in words, rounded to what an estimate is worth: '45 s', '3 min 20 s', '1 h 5 min'."""
+    if seconds < 60:
+        return f"{max(5, 5 * round(seconds / 5))} s" if seconds < 57 else "1 min"
+    if seconds < 3600 - 5:
+        minutes, rest = divmod(10 * round(seconds / 10), 60)
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+
+
+class DemoTimer:
+    """Estimates the remaining time of evaluation, training and second evaluation.
+
+    In the first evaluation the estimate rests on the images per second after the first batch; the cost of a training
+    step is derived from it. From the second training step on, measured seconds per step replace that. The first batch
+    and the first step are left out, for they include one-time work. The second evaluation is as long as the first.
+    """
+
+    def __init__(
+        self, config: RunConfig, images: int, *, evaluation_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._config, self._images, self._clock = config, images, clock
+        self.evaluation_seconds = evaluation_seconds  # of the first evaluation, once it is complete
+        self._stage = 1
+        self._evaluated: StageProgress | None = None
+        self._step = self._first_step = 0
+        self._seconds_per_image: float | None = None
+        self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of each
+        self._others: dict[type[Event], float] = {}  # seconds of the last sampling, guard check and checkpoint
+        self._last = clock()  # time of the last event
+        self._remaining: float | None = None
+
+    def start(self, stage: int) -> None:
+        """Stage 1 is the first evaluation, 2 the training, 3 the second evaluation, 4 the report."""
+        self._stage, self._evaluated = stage, None
+        self._update()
+
+    def see_evaluation(self, done: StageProgress) -> None:
+        before, seconds = self._evaluated, self._clock() - self._last
+        if before is not None and before.stage == done.stage == "samples" and done.completed > before.completed:
+            self._seconds_per_image = seconds / (done.completed - before.completed)
+        self._evaluated = done
+        self._update()
+
+    def log(self, event: Event) -> None:
+        """Observe the training run."""
+        seconds = self._clock() - self._last
+        if isinstance(event, TrainingStarted):
+            self._first_step = event.step
+        elif isinstance(event, StepCompleted):
+            if event.step > self._first_step + 1:
+                self._steps.append(seconds)
+        elif isinstance(event, SamplesGenerated | GuardChecked | CheckpointSaved):
+            self._others[type(event)] = seconds
+        self._step = event.step
+        self._update()
+
+    def close(self) -> None:
+        return None
+
+    def remaining(self) -> float | None:
+        """Seconds until the demo ends; None before anything is measured."""
+        if self._remaining is None:
+            return None
+        return max(self._remaining - (self._clock() - self._last), 0.0)
+
+    def text(self) -> str:
+        """The estimate as a phrase, which says whether training itself has been measured."""
+        seconds = self.remaining()
+        if seconds is None or (self._stage > 2 and not seconds):
+            return ""
+        if self._stage == 1 or (self._stage == 2 and not self._steps):
+            return f"roughly {format_seconds(seconds)} left in total"
+        return f"about {format_seconds(seconds)} left in total (measured)"
+
+    def _update(self) -> None:
+        self._last = self._clock()
+        training = self._training_left() if self._stage <= 2 else 0.0
+        if self._stage == 1:
+            parts = [self._evaluation_left(), training, self._evaluation()]
+        elif self._stage == 2:
+            parts = [training, self._evaluation()]
+        else:
+            parts = [self._evaluation_left() if self._stage == 3 else 0.0]
+        known = [part for part in parts if part is not None]
+        self._remaining = sum(known) if len(known) == len(parts) else None
+
+    def _evaluation(self) -> float | None:
+        """Seconds of a whole evaluation."""
+        if self.evaluation_seconds is not None:
+            return self.evaluation_seconds
+        return None if self._seconds_per_image is None else self._images * self._seconds_per_image * (1 + SCORING)
+
+    def _evaluation_left(self) -> float | None:
+        whole, done = self._evaluation(), self._evaluated
+        if whole is None or done is None:
+            return whole
+        sampling = whole / (1 + SCORING)
+        if done.stage == "samples":
+            return whole - sampling * done.completed / done.total
+        return (whole - sampling) * (1 - done.completed / done.total / 2) if done.stage == "scores" else 0.0
+
+    def _training_left(self) -> float | None:
+        config, left = self._config, range(self._step + 1, self._config.steps + 1)
+        per_image = self._seconds_per_image
+        if self._steps:
+            step = sum(self._steps) / len(self._steps)
+        elif per_image is not None:
+            step = TRAINING * per_image * config.batch.prompts * config.objective.group_size
+        else:
+            return None
+        others = (
+            (SamplesGenerated, config.sample.every, config.sample.count),
+            (GuardChecked, config.guard.every, config.guard.prompts * config.guard.samples_per_prompt),
+            (CheckpointSaved, config.checkpoint.every, 0),
+        )
+        total = len(left) * step
+        for kind, every, images in others:
+            times = sum(is_due(done, every, config.steps) for done in left)
+            times += (
+                self._step == 0 and every > 0 and kind is not CheckpointSaved and kind not in self._others
+            )  # before step 1
+            total += times * self._others.get(kind, images * (per_image or 0.0))
+        return total
+
 
 RECIPE = "reward-gradient-playground"
 TIMES = "demo.json"  # seconds spent in each stage, over all calls
@@ -37,37 +173,45 @@ class Demo:
     recipe: RunConfig  # as evaluated before training
     config: RunConfig  # as trained, in `out`
     out: Path
-    exam: EvaluationOptions
+    evaluation: EvaluationOptions
     console: Console
     timer: DemoTimer = field(init=False)
     announced: bool = False  # whether the log has the first estimate
 
     def __post_init__(self) -> None:
-        images = len(self.exam.benchmark) * self.exam.benchmark.seeds
-        complete = is_evaluated(self.recipe, None, self.exam, self.out / "evaluations/before")
+        images = len(self.evaluation.benchmark) * self.evaluation.benchmark.samples_per_prompt
+        complete = is_evaluated(self.recipe, None, self.evaluation, self.out / "evaluations/before")
         spent = read_times(self.out).get("before") if complete else None
         self.timer = DemoTimer(self.config, images, evaluation_seconds=spent)
 
     def run(self) -> bool:
         """Go through the stages that are not finished; False if training was interrupted."""
-        prompts = len(self.exam.benchmark)
+        prompts = len(self.evaluation.benchmark)
         self._evaluate(1, f"evaluate the model before training (PlayEval, {prompts} prompts)", "before", None)
         if not self._train():
             return False
         title = "evaluate the trained model with a detector that was not used as the reward"
-        self._evaluate(3, title, "after", checkpoint.latest(self.out))
+        self._evaluate(3, title, "after", checkpoint.latest_checkpoint(self.out))
         self._report()
         self._summarize()
         return True
 
-    def _evaluate(self, stage: int, title: str, name: str, found: Path | None) -> None:
+    def _evaluate(self, stage: int, title: str, name: str, checkpoint_path: Path | None) -> None:
         out = self.out / "evaluations" / name
-        config = self.recipe if found is None else resolve_source(str(self.out), [])[0]
-        if is_evaluated(config, found, self.exam, out):
+        config = self.recipe if checkpoint_path is None else resolve_source(str(self.out), [])[0]
+        if is_evaluated(config, checkpoint_path, self.evaluation, out):
             return self._announce(stage, f"{title}: already done")
         self._announce(stage, title)
         with self._timed(name):
-            evaluate_model(config, found, self.exam, out, tiny=False, console=self.console, note=self._note)
+            evaluate_model(
+                config,
+                checkpoint_path,
+                self.evaluation,
+                out,
+                tiny=False,
+                console=self.console,
+                progress_note=self._note,
+            )
         if stage == 1:
             self.timer.evaluation_seconds = read_times(self.out)[name]
         return None
@@ -83,8 +227,8 @@ class Demo:
 
     def _train(self) -> bool:
         title = f"train for {self.config.steps} steps; the reward is a detector's verdict on each image"
-        found = checkpoint.latest(self.out)
-        if found is not None and found.name == f"step-{self.config.steps:06d}":
+        latest = checkpoint.latest_checkpoint(self.out)
+        if latest is not None and latest.name == f"step-{self.config.steps:06d}":
             self._announce(2, f"{title}: already done")
             return True
         self._announce(2, title)
@@ -97,7 +241,7 @@ class Demo:
             return self._announce(4, "write the report: already done")
         self._announce(4, "write the report")
         with self._timed("report"):
-            write_and_announce_report([self.out], None, Console(quiet=True))
+            write_report([self.out])
         return None
 
     def _summarize(self) -> None:
@@ -138,10 +282,10 @@ def run_demo(out: Path, overrides: Sequence[str], *, prompts: int, console: Cons
     output_paths.check_output_directory(out)
     out = out if out.name not in ("", "..") else out.resolve()  # a run needs a name
     recipe = load(RECIPE, overrides)
-    config = replace(recipe, output=out.parent, name=out.name)
-    if changed := resume.diff_run_config(config, out):
-        found = "; ".join(f"{name}: {change}" for name, change in changed.items())
-        raise ConfigError(f"{out} holds a demo with other settings ({found}); choose another --out or remove {out}")
+    config = replace(recipe, output_dir=out.parent, name=out.name)
+    if changed := run_directory.diff_run_config(config, out):
+        changes = "; ".join(f"{name}: {change}" for name, change in changed.items())
+        raise ConfigError(f"{out} holds a demo with other settings ({changes}); choose another --out or remove {out}")
     return Demo(recipe, config, out, EvaluationOptions(load_benchmark("playeval", prompts, None)), console).run()
 
 

@@ -1,4 +1,4 @@
-"""Networks that look at scenes, from files: frozen, and small random ones under the name `tiny`."""
+"""Load and save the networks of reward models; `tiny` is a small random network."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..models.pretrained import load_weights_into, with_fast_convolutions
 from ..models.weight_files import read_weights, write_weights
 from .art import Style
 
-TINY = "tiny"  # weights that are in no file
+TINY = "tiny"  # the name of random weights
 
 
 class SizedNetwork(Protocol):
-    """A class of networks made by a tuple of widths."""
+    """A network class whose constructor takes a tuple of widths."""
 
     widths: tuple[int, ...]
     tiny: tuple[int, ...]
@@ -26,17 +26,17 @@ N = TypeVar("N", bound=nn.Module)
 
 
 def random_network(kind: type[N], seed: int, *, tiny: bool = False) -> N:
-    """A network before training, the same for the same seed; nobody else's random numbers are touched."""
-    sized: SizedNetwork = kind  # type: ignore[assignment]  # an nn.Module that is also a Network cannot be spelled
+    """A network with random weights of a seed; the global random state is left alone."""
+    sized: SizedNetwork = kind  # type: ignore[assignment]  # an nn.Module that is also a SizedNetwork has no type
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return kind(sized.tiny if tiny else sized.widths)
 
 
 def load_network(kind: type[N], weights: str | Path, device: torch.device | str = "cpu") -> N:
-    """A trained network, frozen."""
+    """Load a trained network, frozen."""
     if str(weights) == TINY:
-        net = _opinionated(random_network(kind, 0, tiny=True))
+        net = _perturb(random_network(kind, 0, tiny=True))
     else:
         tensors, config = read_weights(weights)
         net = kind(tuple(config["widths"]))
@@ -45,8 +45,8 @@ def load_network(kind: type[N], weights: str | Path, device: torch.device | str 
 
 
 @torch.no_grad()
-def _opinionated(net: N) -> N:
-    """Before training a network finds nothing anywhere; this one finds something in every picture, at random."""
+def _perturb(net: N) -> N:
+    """Add noise to the weights: an untrained detector finds nothing, a perturbed one finds random objects."""
     generator = torch.Generator().manual_seed(0)
     for weights in net.parameters():
         weights.add_(0.2 * torch.randn(weights.shape, generator=generator))
@@ -54,16 +54,16 @@ def _opinionated(net: N) -> N:
 
 
 def copy_detector_stem(net: nn.Module, widths: tuple[int, ...], detector: Path) -> bool:
-    """Give a network the eyes of a trained detector, if they fit; whether they did."""
+    """Initialize the stem of a network from a trained detector; returns False if their widths differ."""
     tensors, config = read_weights(detector)
     if config["widths"][:3] != list(widths[:3]):
         return False
-    eyes = {key: value for key, value in tensors.items() if key.startswith("stem.")}
-    net.load_state_dict({**net.state_dict(), **eyes})
+    stem = {key: value for key, value in tensors.items() if key.startswith("stem.")}
+    net.load_state_dict({**net.state_dict(), **stem})
     return True
 
 
 def save_network(net: nn.Module, widths: tuple[int, ...], path: Path, exam: dict[Style, dict[str, float]]) -> None:
-    """Write a network with its widths and what its examination found."""
-    rounded = {style: {name: round(share, 5) for name, share in told.items()} for style, told in exam.items()}
+    """Write a network with its widths and the results of its evaluation."""
+    rounded = {style: {name: round(share, 5) for name, share in scores.items()} for style, scores in exam.items()}
     write_weights(path, net.state_dict(), {"network": type(net).__name__, "widths": list(widths), "exam": rounded})

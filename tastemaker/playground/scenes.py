@@ -1,4 +1,4 @@
-"""What captions look like: things placed in a picture of 64x64 pixels, painted, and whether they show their caption."""
+"""Scenes of 64x64 pixels: sampling objects of a caption, painting them, and checking captions by GenEval's rules."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor
 
 from ..core.randomness import Randomness
 from ..core.types import select_rows
-from .art import CLASSES, COLORS, Style, atlas, extents
-from .captions import SceneCaptions
-from .language import ATTRIBUTION, COLOR, COUNTING, POSITION, SINGLE, TWO
+from .art import CLASSES, COLORS, Style, build_atlas, sprite_extents
+from .captions import ATTRIBUTION, COLOR, COUNTING, POSITION, SINGLE, TWO, SceneCaptions
 
 SIDE, SLOTS = 64, 4
-TRIES = 40  # places thrown for one or two things; with 12 a tenth of the position scenes broke their own caption
-GRID = 4  # pixels, of the corners of things that are snapped
-CHUNK = 512  # pictures painted at once, to bound the memory
+TRIES = 40  # positions sampled for one or two objects; with 12, a tenth of the position scenes miss their caption
+GRID = 4  # pixels, of the corners of snapped objects
+CHUNK = 512  # images painted per call, to bound the memory
 
-# Muted, and none near black or white, so that things of every colour stand out.
+# Muted, and none near black or white, so that objects of every color stand out.
 BACKGROUNDS = (
     *((0.74, 0.85, 0.95), (0.72, 0.84, 0.64), (0.88, 0.82, 0.66), (0.64, 0.66, 0.68)),
     *((0.80, 0.77, 0.88), (0.70, 0.86, 0.82), (0.92, 0.80, 0.78), (0.56, 0.62, 0.72)),
@@ -28,34 +27,34 @@ BACKGROUNDS = (
 
 @dataclass(frozen=True)
 class Scenes:
-    """Up to four things in each picture."""
+    """Up to four objects per image."""
 
-    kind: Tensor  # [N, 4] place in CLASSES
-    color: Tensor  # [N, 4] 0 for a thing's own, else 1 + place in COLORS
-    x: Tensor  # [N, 4] centre in pixels from the left
-    y: Tensor  # [N, 4] centre in pixels from the top
+    class_id: Tensor  # [N, 4] index into CLASSES
+    color: Tensor  # [N, 4] 0 for the natural color, else 1 + index into COLORS
+    x: Tensor  # [N, 4] center in pixels from the left
+    y: Tensor  # [N, 4] center in pixels from the top
     size: Tensor  # [N, 4] side of its square in pixels
     present: Tensor  # [N, 4] bool
 
     def __len__(self) -> int:
-        return len(self.kind)
+        return len(self.class_id)
 
-    def spans(self, style: Style = "noto") -> Tensor:
-        """Width and height of what shows of each thing, in pixels: [N, 4, 2]."""
-        return self.size[..., None] * extents(style).to(self.kind.device)[self.kind]
+    def extents(self, style: Style = "noto") -> Tensor:
+        """Width and height of the visible part of each object, in pixels: [N, 4, 2]."""
+        return self.size[..., None] * sprite_extents(style).to(self.class_id.device)[self.class_id]
 
 
 def sample_scenes(captions: SceneCaptions, rng: Randomness, snapped: float = 1.0) -> Scenes:
-    """A scene of each caption; a share of them snapped to few sizes and a grid, which makes them easier to learn."""
+    """Sample a scene for each caption; a fraction is snapped to few sizes and a grid, which is easier to learn."""
     total = captions.total()[:, None]  # [N, 1]
     slots = torch.arange(SLOTS, device=total.device)
-    other = (slots == 1) & captions.paired()[:, None]
+    other = (slots == 1) & captions.has_two_objects()[:, None]
     snap = rng.uniform("snap", 1) < snapped  # [N, 1]
     size = _sizes(total, snap, rng)
     cells, pairs = _cells(size, rng), _best(captions, size, snap, rng)
     centres = torch.where(total[..., None] > 2, _placed(cells, size, snap), pairs)
     return Scenes(
-        kind=torch.where(other, captions.second[:, None], captions.first[:, None]),
+        class_id=torch.where(other, captions.second[:, None], captions.first[:, None]),
         color=torch.where(other, captions.second_color[:, None], captions.first_color[:, None]),
         x=centres[..., 0],
         y=centres[..., 1],
@@ -65,7 +64,7 @@ def sample_scenes(captions: SceneCaptions, rng: Randomness, snapped: float = 1.0
 
 
 def _sizes(total: Tensor, snap: Tensor, rng: Randomness) -> Tensor:
-    """The more things, the smaller: [N, 4]."""
+    """Sample sizes, smaller for more objects: [N, 4]."""
     draws = rng.uniform("size", 2 + SLOTS)
     one, two = total == 1, total == 2
     low = torch.where(one, 26.0, torch.where(two, 22.0, 20.0))
@@ -77,7 +76,7 @@ def _sizes(total: Tensor, snap: Tensor, rng: Randomness) -> Tensor:
 
 
 def _placed(centres: Tensor, size: Tensor, snap: Tensor) -> Tensor:
-    """Centres [N, ..., K, 2] inside the picture, the corners on the grid where snapped."""
+    """Move centers [N, ..., K, 2] so that objects are inside the image, with corners on the grid if snapped."""
     half, room = size[..., None] / 2, SIDE - size[..., None]
     corners = torch.where(snap[..., None], ((centres - half) / GRID).round() * GRID, centres - half)
     most = torch.where(snap[..., None], (room / GRID).floor() * GRID, room)
@@ -85,30 +84,32 @@ def _placed(centres: Tensor, size: Tensor, snap: Tensor) -> Tensor:
 
 
 def _cells(size: Tensor, rng: Randomness) -> Tensor:
-    """Three or four things in the quarters of the picture, in any order: centres [N, 4, 2]."""
+    """Centers of three or four objects in the quarters of the image, in random order: [N, 4, 2]."""
     order = rng.uniform("order", SLOTS).argsort(1)
     quarter = torch.stack([order % 2, order // 2], 2) * (SIDE / 2) + SIDE / 4
     return quarter + (rng.uniform("jitter", SLOTS, 2) - 0.5) * (SIDE / 2 - size[..., None])
 
 
 def _best(captions: SceneCaptions, size: Tensor, snap: Tensor, rng: Randomness) -> Tensor:
-    """One or two things where they do not overlap and stand as asked, the best of many throws: centres [N, 4, 2]."""
+    """Centers of one or two objects without overlap and in the relation, the best of many draws: [N, 4, 2]."""
     pair, relation = size[:, None, :2], captions.relation[:, None]  # [N, 1, 2], [N, 1]
-    asked = captions.task[:, None] == POSITION
+    has_relation = captions.task[:, None] == POSITION
     thrown = pair[..., None] / 2 + rng.uniform("place", TRIES, 2, 2) * (SIDE - pair[..., None])
-    thrown = torch.where(asked[..., None, None], _folded(thrown, relation), thrown)
+    thrown = torch.where(has_relation[..., None, None], _folded(thrown, relation), thrown)
     placed = _placed(thrown, pair, snap[:, None])  # [N, tries, 2, 2]
     offset = placed[:, :, 0] - placed[:, :, 1]
     along, across = _turned(offset, relation)
     stands = (along > 14) & (along > 1.2 * across.abs())
     gap = offset.abs().amax(2) - pair.mean(2)
-    score = gap.clamp(max=1) + torch.where(asked, 20.0 * stands + 0.1 * (along - across.abs()).clamp(max=10), 0.0)
+    score = gap.clamp(max=1) + torch.where(
+        has_relation, 20.0 * stands + 0.1 * (along - across.abs()).clamp(max=10), 0.0
+    )
     chosen = placed[torch.arange(len(size), device=size.device), score.argmax(1)]
     return torch.cat([chosen, chosen], 1)
 
 
 def _folded(thrown: Tensor, relation: Tensor) -> Tensor:
-    """Places [N, tries, 2, 2] mirrored and exchanged so that the first is where the relation wants it."""
+    """Mirror and swap positions [N, tries, 2, 2] so that the first object is in the relation to the second."""
     along, across = _turned(thrown[:, :, 0] - thrown[:, :, 1], relation)
     upright = torch.where((along.abs() < across.abs())[..., None, None], thrown.flip(3), thrown)
     along, _ = _turned(upright[:, :, 0] - upright[:, :, 1], relation)
@@ -116,20 +117,20 @@ def _folded(thrown: Tensor, relation: Tensor) -> Tensor:
 
 
 def _turned(offset: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
-    """An offset [..., 2] in the direction a relation names, and across it: [...] each."""
+    """The components of an offset [..., 2] along and across a relation's direction: [...] each."""
     level, sign = relation < 2, torch.where(relation % 2 == 0, -1.0, 1.0)
     along = torch.where(level, offset[..., 0], offset[..., 1]) * sign
     return along, torch.where(level, offset[..., 1], offset[..., 0])
 
 
 def corrupt_captions(captions: SceneCaptions, probability: float, rng: Randomness) -> SceneCaptions:
-    """Captions of scenes that contradict the ones given: noise as web captions have it, the knob of a base's score."""
+    """Corrupt captions with a probability, so that scenes contradict them, as in web data: SceneCaptions."""
     words = rng.words("spoil", 8).unbind(1)
     bad = rng.uniform("spoiled", 1)[:, 0] < probability
     luck = rng.uniform("how", 1)[:, 0]
     task, things, tints = captions.task, len(CLASSES), len(COLORS)
     another = (captions.second + 1 + words[0] % (things - 1)) % things
-    second = torch.where(luck < 0.5, captions.first, another)  # one thing twice, or a thing not asked for
+    second = torch.where(luck < 0.5, captions.first, another)  # one object twice, or another class
     count = 1 + (captions.count + words[1] % 3) % SLOTS
     first_color = torch.where(luck < 0.4, 0, 1 + (captions.first_color + words[2] % (tints - 1)) % tints)
     other_color = torch.where(luck < 0.7, 0, 1 + (captions.second_color + words[2] % (tints - 1)) % tints)
@@ -149,11 +150,11 @@ def corrupt_captions(captions: SceneCaptions, probability: float, rng: Randomnes
 
 
 def shows_caption(scenes: Scenes, captions: SceneCaptions, strict: bool) -> Tensor:
-    """Whether each scene shows its caption by GenEval's rules; strictly, it also shows nothing more: [N] bool."""
+    """Whether each scene shows its caption by GenEval's rules; `strict` also requires nothing else: [N] bool."""
     first = _shown(scenes, captions.first, captions.first_color)
     second = _shown(scenes, captions.second, captions.second_color)
     right = first.any(1)
-    right &= torch.where(captions.paired(), second.any(1), True)
+    right &= torch.where(captions.has_two_objects(), second.any(1), True)
     right &= torch.where(captions.task == COUNTING, first.sum(1) == captions.count, True)
     related = (_related(scenes, captions.relation) & first[:, :, None] & second[:, None, :]).flatten(1).any(1)
     right &= torch.where(captions.task == POSITION, related, True)
@@ -161,14 +162,14 @@ def shows_caption(scenes: Scenes, captions: SceneCaptions, strict: bool) -> Tens
 
 
 def _shown(scenes: Scenes, kind: Tensor, color: Tensor) -> Tensor:
-    """Which things are of a class and, where one is asked for, dyed in a colour: [N, 4]."""
+    """Which objects have the class and, if one is required, the color: [N, 4] bool."""
     dyed = (scenes.color == color[:, None]) | (color == 0)[:, None]
-    return scenes.present & (scenes.kind == kind[:, None]) & dyed
+    return scenes.present & (scenes.class_id == kind[:, None]) & dyed
 
 
 def _related(scenes: Scenes, relation: Tensor) -> Tensor:
-    """Whether the one thing has a relation to the other, by GenEval's rule: [N, 4, 4]."""
-    centres, spans = torch.stack([scenes.x, scenes.y], 2), scenes.spans()
+    """Whether each object is in a relation to each other one, by GenEval's rule: [N, 4, 4] bool."""
+    centres, spans = torch.stack([scenes.x, scenes.y], 2), scenes.extents()
     offset = centres[:, :, None] - centres[:, None, :]
     beyond = (offset.abs() - 0.1 * (spans[:, :, None] + spans[:, None, :])).clamp(min=0) * offset.sign()
     direction = beyond / offset.norm(dim=3, keepdim=True).clamp(min=1e-6)
@@ -180,15 +181,15 @@ class Painter:
 
     def __init__(self, style: Style = "noto", device: torch.device | str = "cpu") -> None:
         self.style, self.device = style, torch.device(device)
-        self.atlas = atlas(style, self.device).flatten(0, 1)  # [48 * 11, 4, 32, 32]
+        self.atlas = build_atlas(style, self.device).flatten(0, 1)  # [48 * 11, 4, 32, 32]
         self.backgrounds = torch.tensor(BACKGROUNDS, device=self.device)
 
     def paint(self, scenes: Scenes, rng: Randomness) -> Tensor:
-        """Every scene before a background of its own: [N, 1, 3, 64, 64] in [0, 1]."""
+        """Paint scenes on random backgrounds: [N, 1, 3, 64, 64] in [0, 1]."""
         return self.over(self.background(rng), scenes)[:, None]
 
     def background(self, rng: Randomness) -> Tensor:
-        """One of few colours, a little lighter or darker, fading from top to bottom: [N, 3, 64, 64]."""
+        """Random backgrounds: a color with random brightness and a vertical gradient: [N, 3, 64, 64]."""
         draws = rng.uniform("background", 3).to(self.device)
         color = self.backgrounds[(draws[:, 0] * len(BACKGROUNDS)).long()]  # [N, 3]
         lighter, fading = 0.06 * (draws[:, 1] - 0.5), 0.16 * (draws[:, 2] - 0.5)
@@ -197,7 +198,7 @@ class Painter:
         return shades[..., None].expand(-1, -1, -1, SIDE)
 
     def over(self, pixels: Tensor, scenes: Scenes, angle: Tensor | None = None) -> Tensor:
-        """The things of scenes over pixels, turned clockwise by [N, 4] radians: [N, 3, 64, 64]."""
+        """Paint the objects of scenes over pixels, rotated clockwise by [N, 4] radians: [N, 3, 64, 64]."""
         parts = torch.split(torch.arange(len(scenes), device=self.device), CHUNK)
         turns = torch.zeros_like(scenes.x) if angle is None else angle
         painted = [self._over(pixels[rows], select_rows(scenes, rows), turns[rows.to(turns.device)]) for rows in parts]
@@ -205,7 +206,7 @@ class Painter:
 
     def _over(self, pixels: Tensor, scenes: Scenes, angle: Tensor) -> Tensor:
         places = torch.stack([scenes.x, scenes.y, scenes.size / 2, angle.cos(), angle.sin()]).to(self.device)
-        drawn = (scenes.kind * (1 + len(COLORS)) + scenes.color).to(self.device)
+        drawn = (scenes.class_id * (1 + len(COLORS)) + scenes.color).to(self.device)
         line = torch.arange(SIDE, device=self.device) + 0.5
         for slot in range(SLOTS):
             x, y, half, cosine, sine = (place[:, slot, None, None] for place in places)  # [N, 1, 1]

@@ -1,4 +1,4 @@
-"""Short words on signs, in several fonts, shapes and colours: the small form of the field's text rendering task."""
+"""Words on signs in several fonts, shapes and colors: a small text rendering task."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from torch import Tensor
 from ..core.randomness import Randomness
 from ..core.types import Metadata, select_rows
 from .art import ART
-from .captions import Split
-from .language import SIGN
+from .captions import SIGN, Split
 from .scenes import CHUNK, SIDE, Painter
 
 WORDS: tuple[str, ...] = tuple((ART / "words.txt").read_text(encoding="utf-8").split())
-INVENTED = 3000  # strings of letters that are no words, from which a generator learns to spell words it never saw
+NUM_PSEUDOWORDS = 3000  # random strings, from which a generator learns to spell unseen words
 FONTS: tuple[str, ...] = (
     *("DejaVuSans-Bold", "DejaVuSansMono-Bold", "DejaVuSerif-Bold"),
     *("OpenSans-Bold", "OpenSans-CondBold", "Quicksand-Bold"),
 )
-BOARDS = (  # the colour of a sign and of what is written on it
+BOARDS = (  # colors of a sign and of its text
     ((0.10, 0.45, 0.25), (1.00, 1.00, 1.00)),
     ((0.10, 0.30, 0.70), (1.00, 1.00, 1.00)),
     ((0.75, 0.10, 0.12), (1.00, 1.00, 1.00)),
@@ -38,70 +37,72 @@ BOARDS = (  # the colour of a sign and of what is written on it
     ((0.42, 0.26, 0.14), (1.00, 0.95, 0.80)),
     ((0.98, 0.98, 0.96), (0.75, 0.10, 0.12)),
 )
-ROUNDING = (1.5, 4.0, 8.0)  # pixels, of the corners of a sign
+ROUNDING = (1.5, 4.0, 8.0)  # corner radius of a sign in pixels
 POST = (0.36, 0.30, 0.26)
-WIDE, HIGH = 52, 24  # pixels a word may take
-SQUEEZE = 1.3  # how much wider a word may be before it is pressed together; else long words were too low to read
+WIDE, HIGH = 52, 24  # largest size of a word in pixels
+SQUEEZE = 1.3  # how much wider a word is drawn before it is compressed; else long words are too small to read
 TEXT = re.compile(rf'{SIGN} "(?P<word>[^"]+)"')
 
 
-def held_out() -> Tensor:
-    """Which words are kept from all training, about a fifth: [len(WORDS)] bool."""
+def held_out_words() -> Tensor:
+    """Which words are held out, about a fifth: [len(WORDS)] bool."""
     return torch.tensor([zlib.crc32(word.encode()) % 5 == 0 for word in WORDS])
 
 
 @lru_cache(maxsize=1)
-def lexicon() -> tuple[str, ...]:
-    """WORDS, and after them the invented ones."""
-    rng = Randomness(0, 0, torch.arange(INVENTED + 100))  # some are drawn twice, or are words
+def load_lexicon() -> tuple[str, ...]:
+    """All words, followed by pseudowords."""
+    rng = Randomness(0, 0, torch.arange(NUM_PSEUDOWORDS + 100))  # some are drawn twice, or are words
     lengths, letters = 3 + rng.words("length", 1)[:, 0] % 4, rng.words("letters", 6) % 26
     spelled = ["".join(ascii_uppercase[k] for k in row) for row in letters.tolist()]
     cut = [word[:length] for word, length in zip(spelled, lengths.tolist(), strict=True)]
-    return tuple(dict.fromkeys([*WORDS, *cut]))[: len(WORDS) + INVENTED]
+    return tuple(dict.fromkeys([*WORDS, *cut]))[: len(WORDS) + NUM_PSEUDOWORDS]
 
 
-def sample_words(rng: Randomness, split: Split, purpose: str = "word", invented: float = 0.0) -> Tensor:
-    """A word a row, as a place in the lexicon, a share of them invented: [N]."""
-    places = (held_out() == (split == "held_out")).nonzero()[:, 0].to(rng.rows.device)
+def sample_words(rng: Randomness, split: Split, purpose: str = "word", pseudoword_ratio: float = 0.0) -> Tensor:
+    """Sample words as indices into the lexicon, with a fraction of pseudowords: [N]."""
+    places = (held_out_words() == (split == "held_out")).nonzero()[:, 0].to(rng.rows.device)
     drawn = rng.words(purpose, 1)[:, 0]
-    if not invented:
+    if not pseudoword_ratio:
         return places[drawn % len(places)]
-    strange = rng.uniform(f"{purpose} invented", 1)[:, 0] < invented
-    return torch.where(strange, len(WORDS) + drawn % INVENTED, places[drawn % len(places)])
+    strange = rng.uniform(f"{purpose} invented", 1)[:, 0] < pseudoword_ratio
+    return torch.where(strange, len(WORDS) + drawn % NUM_PSEUDOWORDS, places[drawn % len(places)])
 
 
-def corrupt_words(words: Tensor, probability: float, rng: Randomness, split: Split, invented: float = 0.0) -> Tensor:
-    """Drawn anew with a probability, which is mostly another word: [N]."""
+def corrupt_words(
+    words: Tensor, probability: float, rng: Randomness, split: Split, pseudoword_ratio: float = 0.0
+) -> Tensor:
+    """Resample words with a probability: [N]."""
     bad = rng.uniform("spoiled word", 1)[:, 0] < probability
-    return torch.where(bad, sample_words(rng, split, "another word", invented), words)
+    return torch.where(bad, sample_words(rng, split, "another word", pseudoword_ratio), words)
 
 
 def sign_captions(words: Tensor) -> tuple[str, ...]:
-    known = lexicon()
+    known = load_lexicon()
     return tuple(f'{SIGN} "{known[place]}"' for place in words.tolist())
 
 
 def sign_metadata(words: Tensor) -> tuple[Metadata, ...]:
-    """What a reader should find on each sign."""
-    known = lexicon()
+    """The text of each sign, for OCR rewards."""
+    known = load_lexicon()
     return tuple({"text": known[place]} for place in words.tolist())
 
 
 def requested_words(prompts: Sequence[str]) -> tuple[str, ...]:
-    """The word each prompt asks for."""
-    found = [TEXT.fullmatch(prompt) for prompt in prompts]
-    for prompt, match in zip(prompts, found, strict=True):
+    """The word of each prompt."""
+    matches = [TEXT.fullmatch(prompt) for prompt in prompts]
+    for prompt, match in zip(prompts, matches, strict=True):
         if match is None:
-            raise ValueError(f"'{prompt:.80}' asks for no sign; expected '{SIGN} \"HELLO\"'")
-    return tuple(match["word"] for match in found if match)
+            raise ValueError(f"'{prompt:.80}' describes no sign; expected '{SIGN} \"HELLO\"'")
+    return tuple(match["word"] for match in matches if match)
 
 
 @lru_cache(maxsize=2)
-def render_words(invented: bool = False) -> tuple[Tensor, Tensor]:
-    """Every word in every font, and each invented one in one of them, as large as fits: ink [.., 1, 24, 52] as bytes
-    and its size [.., 2]."""
-    if invented:
-        known, strange = render_words(), lexicon()[len(WORDS) :]
+def render_words(pseudowords: bool = False) -> tuple[Tensor, Tensor]:
+    """Render every word in every font, and each pseudoword in one font, as large as fits: [.., 1, 24, 52] uint8 and the
+    sizes [.., 2]."""
+    if pseudowords:
+        known, strange = render_words(), load_lexicon()[len(WORDS) :]
         more = _drawn([_ink(word, FONTS[k % len(FONTS)]) for k, word in enumerate(strange)])
         return torch.cat([known[0], more[0]]), torch.cat([known[1], more[1]])
     return _drawn([_ink(word, font) for word in WORDS for font in FONTS])
@@ -115,7 +116,7 @@ def _drawn(images: list[tuple[Image.Image, tuple[int, int]]]) -> tuple[Tensor, T
 def _ink(word: str, font: str) -> tuple[Image.Image, tuple[int, int]]:
     largest = _font(font, 30).getbbox(word)
     room = min(WIDE * SQUEEZE / (largest[2] - largest[0]), HIGH / (largest[3] - largest[1]))
-    for size in range(min(30, int(30 * room) + 3), 5, -1):  # larger ones do not fit, however they are hinted
+    for size in range(min(30, int(30 * room) + 3), 5, -1):  # larger sizes do not fit with any hinting
         left, top, right, bottom = map(round, _font(font, size).getbbox(word))
         if right - left <= WIDE * SQUEEZE and bottom - top <= HIGH:
             break
@@ -134,10 +135,10 @@ def _font(name: str, size: int) -> ImageFont.FreeTypeFont:
 
 @dataclass(frozen=True)
 class SignLayouts:
-    """Where and how each word is written."""
+    """The layout of each sign."""
 
-    ink: Tensor  # [N] place among the words in their fonts
-    board: Tensor  # [N] place in BOARDS
+    ink: Tensor  # [N] index of the rendered word
+    board: Tensor  # [N] index into BOARDS
     rounding: Tensor  # [N] pixels
     scale: Tensor  # [N] of the letters
     x: Tensor  # [N] the middle of the sign, pixels from the left
@@ -146,19 +147,19 @@ class SignLayouts:
 
 
 class SignPainter:
-    """Paints words on signs, invented ones too if asked to, which takes longer to prepare for."""
+    """Paints words on signs; rendering pseudowords takes longer to prepare."""
 
-    def __init__(self, device: torch.device | str = "cpu", invented: bool = False) -> None:
+    def __init__(self, device: torch.device | str = "cpu", pseudowords: bool = False) -> None:
         self.device = torch.device(device)
-        self.ink, self.spans = (part.to(self.device) for part in render_words(invented))
+        self.ink, self.spans = (part.to(self.device) for part in render_words(pseudowords))
         self.boards = torch.tensor(BOARDS, device=self.device)  # [8, 2, 3]
         self.painter = Painter(device=self.device)
 
     def arrange(self, words: Tensor, rng: Randomness) -> SignLayouts:
-        """A sign of each word."""
+        """Sample a layout for each word."""
         draws = rng.uniform("sign", 7).to(self.device)
         words, fonts = words.to(self.device), (draws[:, 0] * len(FONTS)).long()
-        after = (len(FONTS) - 1) * len(WORDS)  # invented words stand after all others in all fonts
+        after = (len(FONTS) - 1) * len(WORDS)  # pseudowords come after all words in all fonts
         ink = torch.where(words < len(WORDS), words * len(FONTS) + fonts, words + after)
         scale = 0.85 + 0.15 * draws[:, 1]
         rounding = torch.tensor(ROUNDING, device=self.device)[(draws[:, 3] * len(ROUNDING)).long()]
@@ -171,12 +172,12 @@ class SignPainter:
             rounding=torch.minimum(rounding, half[:, 1]),
             scale=scale,
             x=SIDE / 2 + (2 * draws[:, 5] - 1) * room[:, 0],
-            y=SIDE / 2 - draws[:, 6] * room[:, 1],  # in the upper half, for there is a post below
+            y=SIDE / 2 - draws[:, 6] * room[:, 1],  # in the upper half, above the post
             half=half,
         )
 
     def paint(self, words: Tensor, rng: Randomness) -> Tensor:
-        """A picture of each word: [N, 1, 3, 64, 64] in [0, 1]."""
+        """Paint a sign for each word: [N, 1, 3, 64, 64] in [0, 1]."""
         signs, background = self.arrange(words, rng), self.painter.background(rng)
         parts = torch.split(torch.arange(len(words), device=self.device), CHUNK)
         return torch.cat([background[:0], *(self._over(background[rows], select_rows(signs, rows)) for rows in parts)])[
@@ -202,7 +203,7 @@ class SignPainter:
 
 
 def _inside(across: Tensor, down: Tensor, signs: SignLayouts, edge: float) -> Tensor:
-    """How much of each pixel lies in a rounded board, `edge` pixels from its rim: [N, 64, 64]."""
+    """Coverage of each pixel by a rounded rectangle, inset by `edge` pixels: [N, 64, 64]."""
     rounding = signs.rounding[:, None, None]
     beyond = [
         (distance.abs() - half[:, None, None] + rounding)

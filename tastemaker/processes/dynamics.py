@@ -1,4 +1,4 @@
-"""One step from a noise level to a lower one as a distribution: the same function samples and scores."""
+"""Sampler dynamics: one step from a noise level t to a lower level s as a distribution that is sampled and scored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.distributions import Distribution, Gaussian, SquaredErrorGaussian, broadcast_to_shape
+from ..core.distributions import Distribution, Gaussian, SquaredErrorGaussian, expand_dims_like
 from .paths import NoisePath, RectifiedFlow
 
 
@@ -22,36 +22,50 @@ class DenoisingStep:
     clean: Tensor  # [B, ...]
     t: Tensor  # [B]
     s: Tensor  # [B]
-    second: float  # the sampler's second level, which stands in for the first where that is singular
+    second_timestep: float  # of the sampler; used instead of t = 1, where FlowSDE is singular
 
 
-def ddim_mean(path: NoisePath, stride: DenoisingStep, std: Tensor) -> Tensor:
-    """Go to level s as if `clean` were true, leaving room for fresh noise of `std`."""
-    x, clean = stride.x, stride.clean
-    noise = (x - broadcast_to_shape(path.alpha(stride.t), x) * clean) / broadcast_to_shape(path.sigma(stride.t), x)
-    kept = (path.sigma(stride.s) ** 2 - std**2).clamp(min=0).sqrt()
-    return broadcast_to_shape(path.alpha(stride.s), x) * clean + broadcast_to_shape(kept, x) * noise
+def ddim_mean(path: NoisePath, step: DenoisingStep, std: Tensor) -> Tensor:
+    """Mean of DDIM's step to s: alpha(s) clean + sqrt(sigma(s)^2 - std^2) noise, the noise implied by x and clean."""
+    x, clean = step.x, step.clean
+    noise = (x - expand_dims_like(path.alpha(step.t), x) * clean) / expand_dims_like(path.sigma(step.t), x)
+    noise_coef = (path.sigma(step.s) ** 2 - std**2).clamp(min=0).sqrt()
+    return expand_dims_like(path.alpha(step.s), x) * clean + expand_dims_like(noise_coef, x) * noise
+
+
+def euler_maruyama_step(step: DenoisingStep, g: Tensor) -> Gaussian:
+    """Euler-Maruyama on the reverse SDE with the flow's marginals and diffusion g: mean, std = g sqrt(-dt)."""
+    x, t, dt = step.x, step.t, step.s - step.t
+    velocity = (x - step.clean) / expand_dims_like(t, x)
+    drift = g**2 / (2 * t)
+    mean = x * expand_dims_like(1 + drift * dt, x) + velocity * expand_dims_like((1 + drift * (1 - t)) * dt, x)
+    return Gaussian(mean, g * (-dt).sqrt())
 
 
 class SamplerDynamics(ABC):
-    paths: ClassVar[type] = NoisePath  # those it is defined on
+    """How a sampler moves between noise levels."""
+
+    supported_paths: ClassVar[type] = NoisePath
 
     @property
     @abstractmethod
-    def chance(self) -> bool: ...
+    def stochastic(self) -> bool:
+        """Whether a step adds noise."""
+
     @abstractmethod
-    def step(self, path: NoisePath, stride: DenoisingStep) -> Distribution: ...
+    def step(self, path: NoisePath, step: DenoisingStep) -> Distribution:
+        """The distribution of the sample at level s."""
 
 
 @dataclass(frozen=True)
 class ODE(SamplerDynamics):
-    """No chance: DDIM without noise, which is Euler's method on a straight path."""
+    """Deterministic: DDIM with eta 0, which is Euler's method on rectified flow."""
 
-    chance: ClassVar[bool] = False
+    stochastic: ClassVar[bool] = False
 
-    def step(self, path: NoisePath, stride: DenoisingStep) -> Gaussian:
-        std = torch.zeros_like(stride.t)
-        return Gaussian(ddim_mean(path, stride, std), std)
+    def step(self, path: NoisePath, step: DenoisingStep) -> Gaussian:
+        std = torch.zeros_like(step.t)
+        return Gaussian(ddim_mean(path, step, std), std)
 
 
 @dataclass(frozen=True)
@@ -65,83 +79,63 @@ class DDIM(SamplerDynamics):
             raise ValueError(f"'eta' is {self.eta}; expected a number from 0 (no noise) to 1 (ancestral)")
 
     @property
-    def chance(self) -> bool:
+    def stochastic(self) -> bool:
         return self.eta > 0
 
-    def step(self, path: NoisePath, stride: DenoisingStep) -> Gaussian:
-        lasting, sigma = path.lasting(stride.t, stride.s), path.sigma(stride.t)
-        fresh = (sigma**2 - (path.sigma(stride.s) * lasting) ** 2).clamp(min=0)
-        std = self.eta * path.sigma(stride.s) / sigma * fresh.sqrt()
-        return Gaussian(ddim_mean(path, stride, std), std)
+    def step(self, path: NoisePath, step: DenoisingStep) -> Gaussian:
+        signal_ratio, sigma = path.signal_ratio(step.t, step.s), path.sigma(step.t)
+        added_variance = (sigma**2 - (path.sigma(step.s) * signal_ratio) ** 2).clamp(min=0)
+        std = self.eta * path.sigma(step.s) / sigma * added_variance.sqrt()
+        return Gaussian(ddim_mean(path, step, std), std)
 
 
-def euler_maruyama_step(stride: DenoisingStep, g: Tensor) -> Gaussian:
-    """Euler-Maruyama on the reverse SDE with the flow's marginals and diffusion g: mean, std = g sqrt(-dt)."""
-    x, t, dt = stride.x, stride.t, stride.s - stride.t
-    velocity = (x - stride.clean) / broadcast_to_shape(t, x)
-    drift = g**2 / (2 * t)
-    mean = x * broadcast_to_shape(1 + drift * dt, x) + velocity * broadcast_to_shape((1 + drift * (1 - t)) * dt, x)
-    return Gaussian(mean, g * (-dt).sqrt())
+class NoiseLevelDynamics(SamplerDynamics):
+    """Dynamics on rectified flow whose noise is scaled by `noise_level`."""
 
-
-def require_nonnegative(name: str, value: float) -> None:
-    if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"'{name}' is {value}; expected a number of at least 0, where 0 means no noise")
-
-
-@dataclass(frozen=True)
-class FlowSDE(SamplerDynamics):
-    """Flow-GRPO and MixGRPO: g = noise * sqrt(t / (1 - t)), taken at the second level when t is 1."""
-
-    noise: float = 0.7
-    paths: ClassVar[type] = RectifiedFlow
+    supported_paths: ClassVar[type] = RectifiedFlow
+    noise_level: float
 
     def __post_init__(self) -> None:
-        require_nonnegative("noise", self.noise)
+        if not (self.noise_level >= 0 and math.isfinite(self.noise_level)):
+            raise ValueError(f"'noise_level' is {self.noise_level}; expected a number of at least 0, 0 for no noise")
 
     @property
-    def chance(self) -> bool:
-        return self.noise > 0
-
-    def step(self, path: NoisePath, stride: DenoisingStep) -> Gaussian:
-        room = 1 - torch.where(stride.t >= 1, torch.full_like(stride.t, stride.second), stride.t)
-        return euler_maruyama_step(stride, self.noise * (stride.t / room).sqrt())
+    def stochastic(self) -> bool:
+        return self.noise_level > 0
 
 
 @dataclass(frozen=True)
-class DanceSDE(SamplerDynamics):
+class FlowSDE(NoiseLevelDynamics):
+    """Flow-GRPO and MixGRPO: g = noise_level * sqrt(t / (1 - t)), with 1 - t of the second timestep when t is 1."""
+
+    noise_level: float = 0.7
+
+    def step(self, path: NoisePath, step: DenoisingStep) -> Gaussian:
+        t_below_1 = torch.where(step.t >= 1, torch.full_like(step.t, step.second_timestep), step.t)
+        return euler_maruyama_step(step, self.noise_level * (step.t / (1 - t_below_1)).sqrt())
+
+
+@dataclass(frozen=True)
+class DanceSDE(NoiseLevelDynamics):
     """DanceGRPO: g is constant."""
 
-    noise: float = 0.3
-    paths: ClassVar[type] = RectifiedFlow
+    noise_level: float = 0.3
 
-    def __post_init__(self) -> None:
-        require_nonnegative("noise", self.noise)
-
-    @property
-    def chance(self) -> bool:
-        return self.noise > 0
-
-    def step(self, path: NoisePath, stride: DenoisingStep) -> Gaussian:
-        return euler_maruyama_step(stride, torch.full_like(stride.t, self.noise))
+    def step(self, path: NoisePath, step: DenoisingStep) -> Gaussian:
+        return euler_maruyama_step(step, torch.full_like(step.t, self.noise_level))
 
 
 @dataclass(frozen=True)
-class CPS(SamplerDynamics):
-    """Coefficient-preserving sampling: noise of std s sin(noise pi/2) replaces as much of the predicted noise."""
+class CPS(NoiseLevelDynamics):
+    """Coefficient-preserving sampling: noise of std s sin(noise_level pi/2) replaces as much of the predicted noise."""
 
-    noise: float = 0.8
-    paths: ClassVar[type] = RectifiedFlow
+    noise_level: float = 0.8
 
     def __post_init__(self) -> None:
-        require_nonnegative("noise", self.noise)
-        if self.noise > 1:
-            raise ValueError(f"'noise' is {self.noise}; expected at most 1, where all of the noise is fresh")
+        super().__post_init__()
+        if self.noise_level > 1:
+            raise ValueError(f"'noise_level' is {self.noise_level}; expected at most 1, where all noise is new")
 
-    @property
-    def chance(self) -> bool:
-        return self.noise > 0
-
-    def step(self, path: NoisePath, stride: DenoisingStep) -> SquaredErrorGaussian:
-        std = stride.s * math.sin(self.noise * math.pi / 2)
-        return SquaredErrorGaussian(ddim_mean(path, stride, std), std)
+    def step(self, path: NoisePath, step: DenoisingStep) -> SquaredErrorGaussian:
+        std = step.s * math.sin(self.noise_level * math.pi / 2)
+        return SquaredErrorGaussian(ddim_mean(path, step, std), std)

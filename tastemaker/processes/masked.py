@@ -1,95 +1,65 @@
-"""Generators that reveal many tokens at a time under a mask (MaskGIT)."""
+"""Masked-token generation (MaskGIT, Show-o): many tokens are predicted at a time, the most confident ones kept."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, Self, runtime_checkable
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from ..core.distributions import Categorical
-from ..core.guidance import GuidedBackbone, count_forward_passes, scoring_model, unwrap_guidance, without_guidance
-from ..core.policy import Backbone, Guidance, Process, Rollout
-from ..core.randomness import Randomness
+from ..core.guidance import GuidedBackbone, count_forward_passes, scoring_model, without_guidance
+from ..core.policy import Backbone, Guidance, MaskedPredictor, Process, Rollout
+from ..core.randomness import Purpose, Randomness
 from ..core.types import MASK_TOKEN_ID, Condition, Corrupted, Segment, select_rows
-
-
-class MaskedPredictor(Protocol):
-    """Who predicts the pictures of some prompts, over and over."""
-
-    def predict(self, x: Tensor, t: Tensor) -> Tensor:
-        """Logits [B, N, V] of tokens [B, N], guided if so asked."""
-
-    def select(self, rows: Tensor) -> MaskedPredictor:
-        """Who goes on with some of the rows."""
-
-
-@runtime_checkable
-class SupportsPromptCache(Protocol):
-    """A backbone that need not read a prompt again at every step, for no prompt sees its picture."""
-
-    def reading(self, cond: Condition, guidance: Guidance | None) -> MaskedPredictor: ...
-
-
-@runtime_checkable
-class SupportsKnownTokens(Protocol):
-    """A backbone whose condition may tell some of the tokens."""
-
-    def canvas(self, cond: Condition) -> Tensor | None:
-        """[B, N], hidden where nothing is told; none if nothing is at all."""
-
-
-@runtime_checkable
-class HasOwnLikelihood(Protocol):
-    """A backbone that has a likelihood of its own."""
-
-    def likelihood(self, x: Tensor, noisy: Corrupted, cond: Condition) -> Tensor | None:
-        """[B]; none for that of the hidden tokens."""
 
 
 @dataclass(frozen=True)
 class MaskedProcess(Process):
-    """Each step reveals the hidden tokens the network is surest of, with some chance.
+    """Each step samples all masked tokens and reveals the most confident ones, with Gumbel noise.
 
     Which tokens are revealed is random too, but not part of the log-probability: the usual approximation.
     """
 
-    steps: int = 8
+    num_steps: int = 8
     schedule: Literal["cosine", "linear", "power", "sigmoid"] = "cosine"
     exponent: float = 2.0  # of the power schedule
-    temperature: float = 1.0  # of the choice what to reveal
-    annealing: Literal["compounding", "linear"] = "compounding"  # Show-o multiplies by what is left, step after step
-    # Record log-probs by calls that read everything, as those that will score them do, so that the first ratio is one.
-    replay: bool = True
-    # Of a likelihood: that of all hidden tokens, of one of them, or times all over hidden ones, which is 1/t: a bound.
-    weight: Literal["sum", "mean", "bound"] = "sum"
-    chance: ClassVar[bool] = True
+    temperature: float = 1.0  # of the Gumbel noise on confidences
+    annealing: Literal["compounding", "linear"] = "compounding"  # of the temperature; compounding as in Show-o
+    # Record log-probs with full calls, as the training step does, so that the first probability ratio is exactly 1.
+    recompute_log_probs: bool = True
+    # Of the log-likelihood: sum or mean over masked tokens, or the mean times all tokens (weight 1/t), the ELBO.
+    likelihood_weight: Literal["sum", "mean", "elbo"] = "sum"
+    stochastic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not (1 <= self.steps <= 10_000 and self.temperature >= 0 and self.exponent > 0):
-            found = f"steps {self.steps}, temperature {self.temperature}, exponent {self.exponent}"
+        if not (1 <= self.num_steps <= 10_000 and self.temperature >= 0 and self.exponent > 0):
+            found = f"num_steps {self.num_steps}, temperature {self.temperature}, exponent {self.exponent}"
             raise ValueError(f"found {found}; expected 1 to 10000 steps, temperature of at least 0, exponent above 0")
 
-    def as_sampled(self) -> Self:
-        return replace(self, replay=False)
+    def with_sampled_log_probs(self) -> Self:
+        return replace(self, recompute_log_probs=False)
 
-    def in_steps(self, steps: int) -> Self:
-        return replace(self, steps=steps)
+    def without_temperature(self) -> Self:
+        return replace(self, temperature=0.0)
 
-    def calls(self, shape: tuple[int, ...]) -> int:
-        return self.steps
+    def with_num_steps(self, num_steps: int) -> Self:
+        return replace(self, num_steps=num_steps)
 
-    def hidden(self, noisy: Corrupted) -> Tensor:
-        """As many tokens as a likelihood is weighed for."""
+    def network_calls_per_sample(self, shape: tuple[int, ...]) -> int:
+        return self.num_steps
+
+    def count_hidden(self, noisy: Corrupted) -> Tensor:
+        """The number of tokens that a log-likelihood is summed over, by `likelihood_weight`: [B]."""
         count = noisy.noise.sum(1).float()
-        if self.weight == "sum":
+        if self.likelihood_weight == "sum":
             return count
-        return torch.full_like(count, noisy.x.shape[1] if self.weight == "bound" else 1)
+        return torch.full_like(count, noisy.x.shape[1] if self.likelihood_weight == "elbo" else 1)
 
-    def left(self, ratio: Tensor) -> Tensor:
-        """The share hidden when `ratio` of the steps are done; float32, for cos(60 degrees) must round as published."""
+    def mask_ratio(self, ratio: Tensor) -> Tensor:
+        """Share of tokens that are masked when `ratio` of the steps are done. In float32, to round as published."""
         if self.schedule == "cosine":
             return torch.cos(ratio * math.pi / 2)
         if self.schedule == "linear":
@@ -99,43 +69,45 @@ class MaskedProcess(Process):
         start, end = (torch.tensor(float(edge)).sigmoid() for edge in (-3, 3))
         return ((end - (ratio * 6 - 3).sigmoid()) / (end - start)).clamp(1e-6, 1.0)
 
-    def heat(self, step: int) -> float:
-        """The temperature of the choice at a step, from 0."""
-        left = [1 - (j + 1) / self.steps for j in range(step + 1)]
-        return self.temperature * (math.prod(left) if self.annealing == "compounding" else left[-1])
+    def annealed_temperature(self, step: int) -> float:
+        """The temperature at a step, from 0."""
+        remaining = [1 - (j + 1) / self.num_steps for j in range(step + 1)]
+        return self.temperature * (math.prod(remaining) if self.annealing == "compounding" else remaining[-1])
 
-    def guide(self, model: Backbone, guidance: Guidance) -> Backbone:
+    def wrap_guidance(self, model: Backbone, guidance: Guidance) -> Backbone:
         return GuidedBackbone(model, guidance)
 
     def start(self, model: Backbone, cond: Condition, rng: Randomness) -> MaskedRollout:
         return MaskedRollout(self, model, cond, rng)
 
-    def remask(self, sureness: Tensor, hidden: Tensor, uniform: Tensor, step: int) -> Tensor:
-        """Which tokens stay hidden after a step, the least sure of them: [B, N] bool."""
-        count = hidden.shape[1]
-        wanted = (count * self.left(torch.tensor((step + 1) / self.steps, dtype=torch.float32))).floor()
-        kept = torch.minimum(hidden.sum(1) - 1, wanted.to(hidden.device)).clamp(min=1).long()  # [B]
+    def remask(self, confidence: Tensor, masked: Tensor, uniform: Tensor, step: int) -> Tensor:
+        """Which tokens stay masked after a step, those of the lowest noisy confidence: [B, N] bool."""
+        done = torch.tensor((step + 1) / self.num_steps, dtype=torch.float32)
+        target = (masked.shape[1] * self.mask_ratio(done)).floor()
+        num_masked = torch.minimum(masked.sum(1) - 1, target.to(masked.device)).clamp(min=1).long()  # [B]
         gumbel = -(-uniform.clamp(min=1e-20).log()).clamp(min=1e-20).log()
-        sureness = torch.where(hidden, sureness, torch.finfo(torch.float32).max)
-        chosen = sureness.clamp(min=1e-20).log() + self.heat(step) * gumbel
-        cut = chosen.sort(1).values.gather(1, kept[:, None])
-        return (chosen < cut) & hidden
+        confidence = torch.where(masked, confidence, torch.finfo(torch.float32).max)
+        noisy_confidence = confidence.clamp(min=1e-20).log() + self.annealed_temperature(step) * gumbel
+        threshold = noisy_confidence.sort(1).values.gather(1, num_masked[:, None])
+        return (noisy_confidence < threshold) & masked
 
-    def decide(self, model: Backbone, cond: Condition, segment: Segment) -> Categorical:
+    def action_distribution(self, model: Backbone, cond: Condition, segment: Segment) -> Categorical:
         model, cond = scoring_model(model, cond)
         return Categorical(model.predict(segment.state, segment.t, cond).float())
 
-    def hide(self, x: Tensor, t: Tensor, uniform: Tensor) -> Tensor:
-        """Which tokens are hidden at level t, at least one: [B, N] bool."""
+    def mask_tokens(self, x: Tensor, t: Tensor, uniform: Tensor) -> Tensor:
+        """Which tokens are masked at level t, at least one: [B, N] bool."""
         count = (x.shape[1] * t).round().clamp(min=1)
         return uniform.argsort(1) < count[:, None]
 
     def corrupt(
         self, x: Tensor, rng: Randomness, t: Tensor | None = None, noise: Tensor | None = None, draw: int = 0
     ) -> Corrupted:
-        t = self.left(rng.uniform("level", 1, draw=draw).flatten()) if t is None else t
-        hidden = self.hide(x, t, rng.uniform("mask", x.shape[1], draw=draw)) if noise is None else noise
-        return Corrupted(torch.where(hidden, MASK_TOKEN_ID, x), t, hidden)
+        if t is None:
+            t = self.mask_ratio(rng.uniform(Purpose.TIMESTEP, 1, draw=draw).flatten())
+        if noise is None:
+            noise = self.mask_tokens(x, t, rng.uniform(Purpose.MASK, x.shape[1], draw=draw))
+        return Corrupted(torch.where(noise, MASK_TOKEN_ID, x), t, noise)
 
     def restore(self, model: Backbone, cond: Condition, noisy: Corrupted) -> Categorical:
         model, cond = scoring_model(model, cond)
@@ -143,14 +115,14 @@ class MaskedProcess(Process):
 
     def likelihood(self, model: Backbone, cond: Condition, x: Tensor, noisy: Corrupted) -> Tensor:
         model, cond = without_guidance(model, cond)
-        total = model.likelihood(x, noisy, cond) if isinstance(model, HasOwnLikelihood) else None
+        total = model.likelihood(x, noisy, cond)
         if total is None:
             total = (self.restore(model, cond, noisy).log_prob(x) * noisy.noise).sum(1)
-        return total if self.weight == "sum" else total * self.hidden(noisy) / noisy.noise.sum(1)
+        return total if self.likelihood_weight == "sum" else total * self.count_hidden(noisy) / noisy.noise.sum(1)
 
 
 class UncachedMaskedPredictor:
-    """Reads everything at every step."""
+    """Runs the whole network, prompts included, at every step."""
 
     def __init__(self, model: Backbone, cond: Condition) -> None:
         self.model, self.cond = model, cond
@@ -163,68 +135,66 @@ class UncachedMaskedPredictor:
         return self
 
 
-def make_predictor(model: Backbone, cond: Condition, *, replay: bool) -> MaskedPredictor:
-    """The backbone's own, where it has one that may round otherwise, and no gradient is wanted."""
-    inner, guidance = unwrap_guidance(model)
-    if isinstance(inner, SupportsPromptCache) and not replay and not torch.is_grad_enabled():
-        return inner.reading(cond, guidance)
-    return UncachedMaskedPredictor(model, cond)
+def make_predictor(model: Backbone, cond: Condition, *, exact: bool) -> MaskedPredictor:
+    """The model's cached predictor, unless results must be `exact` to the last bit or gradients are needed."""
+    cached = None if exact or torch.is_grad_enabled() else model.unguided.make_predictor(cond, model.guidance)
+    return UncachedMaskedPredictor(model, cond) if cached is None else cached
 
 
 def initial_tokens(model: Backbone, cond: Condition, device: torch.device) -> Tensor:
-    """What is known beforehand, of most pictures nothing: [B, N]."""
-    inner = unwrap_guidance(model)[0]
-    known = inner.canvas(cond) if isinstance(inner, SupportsKnownTokens) else None
+    """Masked tokens, except those that are known before sampling (inpainting): [B, N]."""
+    known = model.unguided.known_tokens(cond)
     return torch.full((len(cond), *model.shape), MASK_TOKEN_ID, device=device) if known is None else known
 
 
 class MaskedRollout(Rollout):
-    """A rollout from an empty canvas, or from one some of whose tokens are known."""
+    """A rollout from masked tokens, or from tokens some of which are known."""
 
     def __init__(self, process: MaskedProcess, model: Backbone, cond: Condition, rng: Randomness) -> None:
         self.process, self.model, self.cond, self.rng = process, model, cond, rng
-        self.start = self.ids = self.guess = initial_tokens(model, cond, rng.rows.device)
-        self.reading = make_predictor(model, cond, replay=process.replay)
+        self.start = self.ids = self.predicted_ids = initial_tokens(model, cond, rng.rows.device)
+        self.predictor = make_predictor(model, cond, exact=process.recompute_log_probs)
         self.segments: tuple[Segment, ...] = ()
-        self.taken, self.price = 0, 0
+        self.steps_done, self.network_calls = 0, 0
 
     @property
     def progress(self) -> float:
-        return self.taken / self.process.steps
+        return self.steps_done / self.process.num_steps
 
     def step(self) -> None:
-        i, hidden = self.taken, self.ids == MASK_TOKEN_ID
-        t = hidden.float().mean(1)
-        there = Categorical(self.reading.predict(self.ids, t).float())
-        self.guess = torch.where(hidden, there.sample(self.rng, "token", i), self.ids)
-        log_prob = there.log_prob(self.guess)
-        self.taken, self.price = i + 1, self.price + len(self.ids) * count_forward_passes(self.model, t)
+        i, masked = self.steps_done, self.ids == MASK_TOKEN_ID
+        t = masked.float().mean(1)
+        distribution = Categorical(self.predictor.predict(self.ids, t).float())
+        self.predicted_ids = torch.where(masked, distribution.sample(self.rng, Purpose.TOKEN, i), self.ids)
+        log_prob = distribution.log_prob(self.predicted_ids)
+        self.steps_done = i + 1
+        self.network_calls += len(self.ids) * count_forward_passes(self.model, t)
         if self.progress == 1:
-            stay = torch.zeros_like(hidden)  # the last guess is the sample, whole
+            still_masked = torch.zeros_like(masked)  # the last prediction is the sample
         else:
-            uniform = self.rng.uniform("reveal", hidden.shape[1], draw=i)
-            stay = self.process.remask(log_prob.exp(), hidden, uniform, i)
-        revealed = hidden & ~stay
-        segment = Segment(t, stay.float().mean(1), self.ids, self.guess, log_prob, revealed.float())
-        self.segments += (self._scored(segment),)
-        self.ids = torch.where(stay, MASK_TOKEN_ID, self.guess)
+            uniform = self.rng.uniform(Purpose.REVEAL, masked.shape[1], draw=i)
+            still_masked = self.process.remask(log_prob.exp(), masked, uniform, i)
+        s, revealed = still_masked.float().mean(1), masked & ~still_masked
+        segment = Segment(t, s, self.ids, self.predicted_ids, log_prob, revealed.float())
+        self.segments += (self._with_unguided_log_prob(segment),)
+        self.ids = torch.where(still_masked, MASK_TOKEN_ID, self.predicted_ids)
 
-    def _scored(self, segment: Segment) -> Segment:
-        """With the log-probabilities of the model itself, where rollouts alone are guided."""
-        inner, guidance = unwrap_guidance(self.model)
-        if not (self.process.replay and guidance and guidance.rollouts_only):
+    def _with_unguided_log_prob(self, segment: Segment) -> Segment:
+        """The segment with log-probs of the model without guidance, if only rollouts are guided."""
+        guidance = self.model.guidance
+        if not (self.process.recompute_log_probs and guidance and guidance.rollouts_only):
             return segment
-        self.price += len(self.ids) * inner.passes
-        there = self.process.decide(self.model, self.cond, segment)
-        return replace(segment, log_prob=there.log_prob(segment.action))
+        self.network_calls += len(self.ids) * self.model.unguided.forward_passes
+        distribution = self.process.action_distribution(self.model, self.cond, segment)
+        return replace(segment, log_prob=distribution.log_prob(segment.action))
 
     def preview(self) -> Tensor:
-        return self.guess
+        return self.predicted_ids
 
     def select(self, rows: Tensor) -> None:
-        self.start, self.ids, self.guess = select_rows((self.start, self.ids, self.guess), rows)
+        self.start, self.ids, self.predicted_ids = select_rows((self.start, self.ids, self.predicted_ids), rows)
         self.cond, self.segments, self.rng = select_rows((self.cond, self.segments, self.rng), rows)
-        self.reading = self.reading.select(rows)
+        self.predictor = self.predictor.select(rows)
 
-    def redraw(self, rng: Randomness) -> None:
+    def reseed(self, rng: Randomness) -> None:
         self.rng = rng

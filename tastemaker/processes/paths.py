@@ -1,4 +1,8 @@
-"""Noise schedules: x_t = alpha(t) clean + sigma(t) noise, and what the network's output means on them."""
+"""Noise paths: x_t = alpha(t) x_0 + sigma(t) noise for t from 0 (clean) to 1 (noise), and what the network predicts.
+
+`RectifiedFlow` is that of FLUX, SD3 and most video models, `VariancePreserving` that of DDPM and Stable Diffusion,
+`KarrasPath` that of Stable Video Diffusion.
+"""
 
 from __future__ import annotations
 
@@ -11,55 +15,65 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.distributions import broadcast_to_shape
+from ..core.distributions import expand_dims_like
 
-SHRINKING = 400  # levels in which the clean sample shrinks, if it does
+SIGNAL_SCALE_TIMESTEPS = 400  # timesteps over which VideoCrafter scales the clean sample down
+MIN_LOG_SIGNAL = -80.0  # log of a signal power that is 0 beside the noise in float32
+KARRAS_SIGMA_MIN, KARRAS_SIGMA_MAX = 0.002, 700.0  # of the map between t and sigma: where it bends, and at t = 1
+KARRAS_LOG_RANGE = math.log1p(KARRAS_SIGMA_MAX / KARRAS_SIGMA_MIN)
 
 
 class NoisePath(ABC):
+    """Noise schedule and parameterization of the network's output; t is [B], samples are [B, ...]."""
+
     @abstractmethod
-    def alpha(self, t: Tensor) -> Tensor: ...
+    def alpha(self, t: Tensor) -> Tensor:
+        """Coefficient of the clean sample: [B]."""
+
     @abstractmethod
-    def sigma(self, t: Tensor) -> Tensor: ...
-    def lasting(self, t: Tensor, s: Tensor) -> Tensor:
-        """How much of the signal of a lower level s is left at t: [B]."""
+    def sigma(self, t: Tensor) -> Tensor:
+        """Coefficient of the noise: [B]."""
+
+    def signal_ratio(self, t: Tensor, s: Tensor) -> Tensor:
+        """alpha(t) / alpha(s): the share of the signal at the lower level s that is left at t: [B]."""
         return self.alpha(t) / self.alpha(s)
 
     @abstractmethod
-    def grid(self, steps: int) -> Tensor:
-        """The levels a sampler visits, from noise to the end: [steps + 1]."""
+    def timesteps(self, num_steps: int) -> Tensor:
+        """The levels that a sampler visits, from noise to clean: [num_steps + 1]."""
 
     @abstractmethod
-    def draw(self, uniform: Tensor) -> Tensor:
-        """Training levels from uniform numbers: [B]."""
+    def sample_timesteps(self, uniform: Tensor) -> Tensor:
+        """Training timesteps from uniform numbers: [B]."""
 
     @abstractmethod
     def target(self, clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """What the network should have said."""
+        """The regression target of the network: velocity, noise or clean sample."""
 
     @abstractmethod
     def clean(self, x: Tensor, t: Tensor, output: Tensor) -> Tensor:
         """The clean sample that the network's output implies."""
 
     @abstractmethod
-    def weight(self, t: Tensor) -> Tensor:
-        """By how much an error in the clean sample is an error in the network's own output, squared: [B]."""
+    def output_error_weight(self, t: Tensor) -> Tensor:
+        """Squared error of the network's output per squared error of the clean sample it implies: [B]."""
 
 
 @dataclass(frozen=True)
 class RectifiedFlow(NoisePath):
-    """Rectified flow; the network predicts the velocity noise - clean."""
+    """Rectified flow: alpha = 1 - t, sigma = t; the network predicts the velocity noise - clean."""
 
-    shift: float = 1.0  # above 1 visits noisy levels more often
-    times: Literal["uniform", "logit_normal"] = "uniform"  # training levels
-    lowest: float | None = None  # before the shift, where a sampler's last step begins; at an even share if not given
-    terminal: float | None = None  # after the shift, likewise: its levels are stretched to reach it
-    gentle: float | None = None  # of the noise, what a sampler's first half of steps takes away evenly (Mochi)
+    shift: float = 1.0  # timestep shift; above 1, noisy levels are visited more often
+    timestep_sampling: Literal["uniform", "logit_normal"] = "uniform"  # of training timesteps
+    sigma_min: float | None = None  # level at which the last sampling step begins, before the shift; evenly spaced
+    shift_terminal: float | None = None  # the same after the shift: levels are stretched to reach it
+    linear_quadratic_threshold: float | None = None  # share of the noise removed linearly by the first half of steps
 
     def __post_init__(self) -> None:
         if not self.shift > 0 or math.isinf(self.shift):
             raise ValueError(f"'shift' is {self.shift}; expected a positive number, 1 for none")
-        for name, level in (("lowest", self.lowest), ("terminal", self.terminal), ("gentle", self.gentle)):
+        for name in ("sigma_min", "shift_terminal", "linear_quadratic_threshold"):
+            level = getattr(self, name)
             if level is not None and not 0 < level < 1:
                 raise ValueError(f"'{name}' is {level}; expected a level between 0 and 1, or none")
 
@@ -69,19 +83,19 @@ class RectifiedFlow(NoisePath):
     def sigma(self, t: Tensor) -> Tensor:
         return t
 
-    def grid(self, steps: int) -> Tensor:
-        t = torch.linspace(1, 0, steps + 1)
-        if self.lowest is not None:
-            t = torch.cat([torch.linspace(1, self.lowest, steps), t[-1:]])
-        if self.gentle is not None and steps > 1:
-            t = linear_quadratic_levels(steps, self.gentle)
+    def timesteps(self, num_steps: int) -> Tensor:
+        t = torch.linspace(1, 0, num_steps + 1)
+        if self.sigma_min is not None:
+            t = torch.cat([torch.linspace(1, self.sigma_min, num_steps), t[-1:]])
+        if self.linear_quadratic_threshold is not None and num_steps > 1:
+            t = linear_quadratic_levels(num_steps, self.linear_quadratic_threshold)
         levels = self.shift * t / (1 + (self.shift - 1) * t)
-        if self.terminal is not None and steps > 1:
-            levels[:-1] = 1 - (1 - levels[:-1]) * (1 - self.terminal) / (1 - levels[-2])
+        if self.shift_terminal is not None and num_steps > 1:
+            levels[:-1] = 1 - (1 - levels[:-1]) * (1 - self.shift_terminal) / (1 - levels[-2])
         return levels
 
-    def draw(self, uniform: Tensor) -> Tensor:
-        if self.times == "logit_normal":
+    def sample_timesteps(self, uniform: Tensor) -> Tensor:
+        if self.timestep_sampling == "logit_normal":
             uniform = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6)).sigmoid()
         t = uniform.clamp(1e-3, 1)
         return self.shift * t / (1 + (self.shift - 1) * t)
@@ -90,134 +104,194 @@ class RectifiedFlow(NoisePath):
         return noise - clean
 
     def clean(self, x: Tensor, t: Tensor, output: Tensor) -> Tensor:
-        return x - broadcast_to_shape(t, x) * output
+        return x - expand_dims_like(t, x) * output
 
-    def weight(self, t: Tensor) -> Tensor:
+    def output_error_weight(self, t: Tensor) -> Tensor:
         return t.clamp(min=1e-3) ** -2
 
 
-def linear_quadratic_levels(steps: int, gentle: float) -> Tensor:
-    """Levels down a line for half of the steps, then down a parabola that goes on from it to 0: [steps + 1]."""
-    half = steps // 2
-    rest, slope = steps - half, gentle / half
-    place = torch.arange(steps + 1, dtype=torch.float64)
-    after = (place - half).clamp(min=0)
-    bend = (1 - gentle - slope * rest) / rest**2
-    levels = 1 - slope * place - bend * after**2
-    return torch.cat([levels[:-1], torch.zeros(1)]).float()  # exactly, whatever was rounded
-
-
-DARKEST = -80.0  # log of the signal power that stands for none: all beside it is noise in float32
+def linear_quadratic_levels(num_steps: int, threshold: float) -> Tensor:
+    """Mochi's schedule: linear from 1 to 1 - threshold in half of the steps, then quadratic to 0: [num_steps + 1]."""
+    half = num_steps // 2
+    rest, slope = num_steps - half, threshold / half
+    step = torch.arange(num_steps + 1, dtype=torch.float64)
+    past_half = (step - half).clamp(min=0)
+    curvature = (1 - threshold - slope * rest) / rest**2
+    levels = 1 - slope * step - curvature * past_half**2
+    return torch.cat([levels[:-1], torch.zeros(1)]).float()  # the last exactly 0
 
 
 @lru_cache
-def log_alphas_cumprod(betas: str, first: float, last: float, levels: int) -> Tensor:
-    """log of the signal power kept at each level, none lost at the first: [levels + 1]."""
-    if betas == "cosine":  # Nichol and Dhariwal 2021, equation 17
-        steps = torch.arange(levels + 1, dtype=torch.float64) / levels
-        kept = torch.cos((steps + 0.008) / 1.008 * math.pi / 2) ** 2
-        beta = (1 - kept[1:] / kept[:-1]).clamp(max=0.999)
-    elif betas == "scaled_linear":
-        beta = torch.linspace(first**0.5, last**0.5, levels, dtype=torch.float64) ** 2
+def log_alphas_cumprod(schedule: str, beta_start: float, beta_end: float, num_timesteps: int) -> Tensor:
+    """log of alpha^2 at each timestep, 0 at t = 0: [num_timesteps + 1]."""
+    if schedule == "cosine":  # Nichol and Dhariwal 2021, equation 17
+        t = torch.arange(num_timesteps + 1, dtype=torch.float64) / num_timesteps
+        alphas_cumprod = torch.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
+        betas = (1 - alphas_cumprod[1:] / alphas_cumprod[:-1]).clamp(max=0.999)
+    elif schedule == "scaled_linear":
+        betas = torch.linspace(beta_start**0.5, beta_end**0.5, num_timesteps, dtype=torch.float64) ** 2
     else:
-        beta = torch.linspace(first, last, levels, dtype=torch.float64)
-    return torch.cat([torch.zeros(1, dtype=torch.float64), torch.log1p(-beta).cumsum(0)])
+        betas = torch.linspace(beta_start, beta_end, num_timesteps, dtype=torch.float64)
+    return torch.cat([torch.zeros(1, dtype=torch.float64), torch.log1p(-betas).cumsum(0)])
 
 
 @lru_cache
-def log_alphas_cumprod_shifted(kept: tuple[str, float, float, int], shift: float, ends_dark: bool) -> Tensor:
-    """The same with all but the clean level made noisier, and with nothing kept at the last: [levels + 1]."""
-    power = log_alphas_cumprod(*kept)[1:].exp()
-    root = (power / (shift + (1 - shift) * power)).sqrt()
-    if ends_dark:  # Lin et al. 2023, algorithm 1
-        root = (root - root[-1]) * root[0] / (root[0] - root[-1])
-    return torch.cat([torch.zeros(1, dtype=torch.float64), (2 * root.log()).clamp(min=DARKEST)])
+def log_alphas_cumprod_shifted(
+    schedule: tuple[str, float, float, int], snr_shift_scale: float, zero_terminal_snr: bool
+) -> Tensor:
+    """log of alpha^2 after CogVideoX's SNR shift and the rescaling to zero terminal SNR: [num_timesteps + 1]."""
+    alphas_cumprod = log_alphas_cumprod(*schedule)[1:].exp()
+    alphas = (alphas_cumprod / (snr_shift_scale + (1 - snr_shift_scale) * alphas_cumprod)).sqrt()
+    if zero_terminal_snr:  # Lin et al. 2023, algorithm 1
+        alphas = (alphas - alphas[-1]) * alphas[0] / (alphas[0] - alphas[-1])
+    return torch.cat([torch.zeros(1, dtype=torch.float64), (2 * alphas.log()).clamp(min=MIN_LOG_SIGNAL)])
 
 
 @dataclass(frozen=True)
 class VariancePreserving(NoisePath):
-    """Diffusion in discrete levels: level k of n, from 0, is t = (k + 1)/n, and t = 0 is the clean sample."""
+    """DDPM's discrete diffusion, with diffusers' settings: timestep k of n is t = (k + 1)/n, t = 0 the clean sample."""
 
-    betas: Literal["linear", "scaled_linear", "cosine"] = "scaled_linear"
-    first: float = 0.00085
-    last: float = 0.012
-    levels: int = 1000
-    prediction: Literal["epsilon", "velocity", "sample"] = "epsilon"
-    spacing: Literal["leading", "trailing"] = "leading"  # which levels a sampler visits
-    offset: int = 1  # of leading levels
-    ends_clean: bool = False  # or at the first level, as Stable Diffusion does
-    shrinks: float = 1.0  # what the clean sample is multiplied by from level 399 on, and less before (VideoCrafter)
-    snr_shift: float = 1.0  # what signal over noise is divided by at every level: 3 in CogVideoX-2B
-    ends_dark: bool = False  # nothing shows at the last level; not for epsilon, which says nothing there
+    beta_schedule: Literal["linear", "scaled_linear", "cosine"] = "scaled_linear"
+    beta_start: float = 0.00085
+    beta_end: float = 0.012
+    num_train_timesteps: int = 1000
+    prediction_type: Literal["epsilon", "v_prediction", "sample"] = "epsilon"
+    timestep_spacing: Literal["leading", "trailing"] = "leading"  # which timesteps a sampler visits
+    steps_offset: int = 1  # of leading timesteps
+    set_alpha_to_one: bool = False  # end at the clean sample; otherwise at timestep 0, as Stable Diffusion does
+    final_signal_scale: float = 1.0  # scale of the clean sample from timestep 399 on (VideoCrafter)
+    snr_shift_scale: float = 1.0  # divisor of the signal-to-noise ratio: 3 in CogVideoX-2B
+    rescale_betas_zero_snr: bool = False  # pure noise at the last timestep; not with epsilon
 
     def __post_init__(self) -> None:
-        if not 0 < self.snr_shift < math.inf:
-            raise ValueError(f"'snr_shift' is {self.snr_shift}; expected a positive number, 1 for none")
-        if self.ends_dark and self.prediction == "epsilon":
-            raise ValueError("'ends_dark' with prediction 'epsilon' leaves nothing to predict; use velocity or sample")
-        if not 0 < self.shrinks <= 1 or (self.shrinks < 1 and self.prediction == "velocity"):
-            found = f"shrinks {self.shrinks}, prediction {self.prediction}"
-            raise ValueError(f"found {found}; expected shrinks above 0 and up to 1, and 1 where velocity is predicted")
-        if not (0 < self.first <= self.last < 1 and 1 < self.levels <= 100_000 and 0 <= self.offset < self.levels):
-            found = f"first {self.first}, last {self.last}, levels {self.levels}, offset {self.offset}"
-            raise ValueError(f"found {found}; expected 0 < first <= last < 1, 1 < levels and 0 <= offset < levels")
+        if not 0 < self.snr_shift_scale < math.inf:
+            raise ValueError(f"'snr_shift_scale' is {self.snr_shift_scale}; expected a positive number, 1 for none")
+        if self.rescale_betas_zero_snr and self.prediction_type == "epsilon":
+            raise ValueError(
+                "'rescale_betas_zero_snr' with prediction_type epsilon leaves nothing to predict; use v_prediction or "
+                "sample"
+            )
+        scaled = self.final_signal_scale < 1
+        if not 0 < self.final_signal_scale <= 1 or (scaled and self.prediction_type == "v_prediction"):
+            found = f"final_signal_scale {self.final_signal_scale}, prediction_type {self.prediction_type}"
+            raise ValueError(f"found {found}; expected a scale above 0 and up to 1, and 1 with v_prediction")
+        if not (0 < self.beta_start <= self.beta_end < 1):
+            found = f"beta_start {self.beta_start}, beta_end {self.beta_end}"
+            raise ValueError(f"found {found}; expected 0 < beta_start <= beta_end < 1")
+        if not (1 < self.num_train_timesteps <= 100_000 and 0 <= self.steps_offset < self.num_train_timesteps):
+            found = f"num_train_timesteps {self.num_train_timesteps}, steps_offset {self.steps_offset}"
+            raise ValueError(f"found {found}; expected 2 to 100000 timesteps and an offset from 0 to below them")
 
-    def _table(self) -> Tensor:
-        kept = (self.betas, self.first, self.last, self.levels)
-        plain = self.snr_shift == 1 and not self.ends_dark
-        return log_alphas_cumprod(*kept) if plain else log_alphas_cumprod_shifted(kept, self.snr_shift, self.ends_dark)
-
-    def _log_kept(self, t: Tensor) -> Tensor:
-        table = self._table().to(t.device, torch.float32)
-        place = t.float() * self.levels
-        nearest = place.round()
-        place = torch.where((place - nearest).abs() < 1e-3, nearest, place).clamp(0, self.levels)
-        below = place.floor().long().clamp(max=self.levels - 1)
-        return torch.lerp(table[below], table[below + 1], place - below)
-
-    def _shrunk(self, t: Tensor) -> Tensor:
-        place = (t.float() * self.levels - 1).clamp(0, SHRINKING - 1)
-        return 1 + (self.shrinks - 1) * place / (SHRINKING - 1)
+    def _log_alphas_cumprod(self, t: Tensor) -> Tensor:
+        """log of alpha^2 without the signal scale, interpolated between timesteps: [B]."""
+        schedule = (self.beta_schedule, self.beta_start, self.beta_end, self.num_train_timesteps)
+        if self.snr_shift_scale == 1 and not self.rescale_betas_zero_snr:
+            table = log_alphas_cumprod(*schedule)
+        else:
+            table = log_alphas_cumprod_shifted(schedule, self.snr_shift_scale, self.rescale_betas_zero_snr)
+        table = table.to(t.device, torch.float32)
+        position = t.float() * self.num_train_timesteps
+        nearest = position.round()
+        position = torch.where((position - nearest).abs() < 1e-3, nearest, position)
+        position = position.clamp(0, self.num_train_timesteps)
+        below = position.floor().long().clamp(max=self.num_train_timesteps - 1)
+        return torch.lerp(table[below], table[below + 1], position - below)
 
     def alpha(self, t: Tensor) -> Tensor:
-        kept = (self._log_kept(t) / 2).exp()
-        return kept if self.shrinks == 1 else kept * self._shrunk(t)
+        alpha = (self._log_alphas_cumprod(t) / 2).exp()
+        if self.final_signal_scale == 1:
+            return alpha
+        timestep = (t.float() * self.num_train_timesteps - 1).clamp(0, SIGNAL_SCALE_TIMESTEPS - 1)
+        return alpha * (1 + (self.final_signal_scale - 1) * timestep / (SIGNAL_SCALE_TIMESTEPS - 1))
 
-    def lasting(self, t: Tensor, s: Tensor) -> Tensor:
-        """By what the levels lose alone: samplers take the same noise however the sample shrinks, as published."""
-        return ((self._log_kept(t) - self._log_kept(s)) / 2).exp()
+    def signal_ratio(self, t: Tensor, s: Tensor) -> Tensor:
+        """Without the signal scale: the published sampler adds the same noise whatever the scale is."""
+        return ((self._log_alphas_cumprod(t) - self._log_alphas_cumprod(s)) / 2).exp()
 
     def sigma(self, t: Tensor) -> Tensor:
-        return (-torch.expm1(self._log_kept(t))).sqrt()
+        return (-torch.expm1(self._log_alphas_cumprod(t))).sqrt()
 
-    def grid(self, steps: int) -> Tensor:
-        if steps > self.levels:
-            raise ValueError(f"{steps} sampling steps on a path of {self.levels} levels; ask for fewer steps")
-        if self.spacing == "leading":
-            visited = torch.arange(steps).flip(0) * (self.levels // steps) + self.offset
+    def timesteps(self, num_steps: int) -> Tensor:
+        total = self.num_train_timesteps
+        if num_steps > total:
+            raise ValueError(f"{num_steps} sampling steps on a path of {total} timesteps; use fewer steps")
+        if self.timestep_spacing == "leading":
+            visited = torch.arange(num_steps).flip(0) * (total // num_steps) + self.steps_offset
         else:
-            visited = (self.levels - torch.arange(steps, dtype=torch.float64) * self.levels / steps).round().long() - 1
-        end = 0.0 if self.ends_clean else 1 / self.levels
-        return torch.cat([(visited.clamp(max=self.levels - 1) + 1) / self.levels, torch.tensor([end])])
+            visited = (total - torch.arange(num_steps, dtype=torch.float64) * total / num_steps).round().long() - 1
+        end = 0.0 if self.set_alpha_to_one else 1 / total
+        return torch.cat([(visited.clamp(max=total - 1) + 1) / total, torch.tensor([end])])
 
-    def draw(self, uniform: Tensor) -> Tensor:
-        return ((uniform * self.levels).floor() + 1) / self.levels
+    def sample_timesteps(self, uniform: Tensor) -> Tensor:
+        return ((uniform * self.num_train_timesteps).floor() + 1) / self.num_train_timesteps
 
     def target(self, clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        if self.prediction == "epsilon":
+        if self.prediction_type == "epsilon":
             return noise
-        if self.prediction == "sample":
+        if self.prediction_type == "sample":
             return clean
-        return broadcast_to_shape(self.alpha(t), clean) * noise - broadcast_to_shape(self.sigma(t), clean) * clean
+        return expand_dims_like(self.alpha(t), clean) * noise - expand_dims_like(self.sigma(t), clean) * clean
 
     def clean(self, x: Tensor, t: Tensor, output: Tensor) -> Tensor:
-        alpha, sigma = broadcast_to_shape(self.alpha(t), x), broadcast_to_shape(self.sigma(t), x)
-        if self.prediction == "epsilon":
+        alpha, sigma = expand_dims_like(self.alpha(t), x), expand_dims_like(self.sigma(t), x)
+        if self.prediction_type == "epsilon":
             return (x - sigma * output) / alpha
-        return output if self.prediction == "sample" else alpha * x - sigma * output
+        return output if self.prediction_type == "sample" else alpha * x - sigma * output
 
-    def weight(self, t: Tensor) -> Tensor:
-        if self.prediction == "sample":
+    def output_error_weight(self, t: Tensor) -> Tensor:
+        if self.prediction_type == "sample":
             return torch.ones_like(t)
         sigma = self.sigma(t).clamp(min=1e-4)
-        return (self.alpha(t) / sigma) ** 2 if self.prediction == "epsilon" else sigma**-2
+        return (self.alpha(t) / sigma) ** 2 if self.prediction_type == "epsilon" else sigma**-2
+
+
+def karras_sigma(t: Tensor) -> Tensor:
+    """Noise-to-signal ratio at t: 0 at t = 0, nearly exponential above."""
+    return KARRAS_SIGMA_MIN * torch.expm1(KARRAS_LOG_RANGE * t)
+
+
+def karras_timestep(sigma: Tensor) -> Tensor:
+    """The t at which the noise-to-signal ratio is `sigma`, the inverse of `karras_sigma`."""
+    return torch.log1p(sigma / KARRAS_SIGMA_MIN) / KARRAS_LOG_RANGE
+
+
+@dataclass(frozen=True)
+class KarrasPath(NoisePath):
+    """Karras et al. (2022) with velocity prediction, as in Stable Video Diffusion; samples have unit variance."""
+
+    sigma_min: float = KARRAS_SIGMA_MIN  # noise-to-signal ratio at the last sampling step
+    sigma_max: float = KARRAS_SIGMA_MAX  # and at the first
+    rho: float = 7.0  # the higher, the more sampling steps are spent at low noise
+    log_sigma_mean: float = 0.7  # of training timesteps
+    log_sigma_std: float = 1.6
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma_min < self.sigma_max <= KARRAS_SIGMA_MAX:
+            found = f"sigma_min {self.sigma_min}, sigma_max {self.sigma_max}"
+            raise ValueError(f"found {found}; expected 0 < sigma_min < sigma_max <= {KARRAS_SIGMA_MAX:.0f}")
+        if not (self.rho > 0 and self.log_sigma_std > 0):
+            raise ValueError(f"found rho {self.rho}, log_sigma_std {self.log_sigma_std}; expected both above 0")
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return (1 + karras_sigma(t) ** 2).rsqrt()
+
+    def sigma(self, t: Tensor) -> Tensor:
+        return karras_sigma(t) * self.alpha(t)
+
+    def timesteps(self, num_steps: int) -> Tensor:
+        first, last = (sigma ** (1 / self.rho) for sigma in (self.sigma_max, self.sigma_min))
+        ramp = first + torch.linspace(0, 1, num_steps, dtype=torch.float64) * (last - first)
+        return torch.cat([karras_timestep(ramp**self.rho), torch.zeros(1)]).float()
+
+    def sample_timesteps(self, uniform: Tensor) -> Tensor:
+        normal = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
+        return karras_timestep((self.log_sigma_mean + self.log_sigma_std * normal).exp()).clamp(max=1)
+
+    def target(self, clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        return expand_dims_like(self.alpha(t), clean) * noise - expand_dims_like(self.sigma(t), clean) * clean
+
+    def clean(self, x: Tensor, t: Tensor, output: Tensor) -> Tensor:
+        return expand_dims_like(self.alpha(t), x) * x - expand_dims_like(self.sigma(t), x) * output
+
+    def output_error_weight(self, t: Tensor) -> Tensor:
+        return self.sigma(t).clamp(min=1e-4) ** -2

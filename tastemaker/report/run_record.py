@@ -1,4 +1,4 @@
-"""Read the files of a run directory; missing or damaged files are skipped."""
+"""Read the files of a run directory. Missing or damaged files are skipped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ..core.registry import ConfigError
-from ..training import run_directory
+from ..training import checkpoint
 from ..training.drift_statistics import GuardHistory, GuardMeasurement
 from ..training.safetensors_io import CheckpointError
 
@@ -21,42 +21,43 @@ Curve = list[tuple[int, float]]  # steps and values
 
 @dataclass(frozen=True)
 class SampleGrid:
-    """The samples of one step: a grid, and where in it each lies."""
+    """The samples of one step: an image or video file, and the box of each sample in it."""
 
     step: int
     path: Path
     prompts: tuple[str, ...]
-    scores: Mapping[str, float]
+    scores: Mapping[str, float]  # mean scores by reward
     frames: int
-    size: tuple[int, int]  # width and height of a sample
-    boxes: tuple[tuple[int, int, int, int], ...]
+    sample_size: tuple[int, int]  # width and height of a sample
+    boxes: tuple[tuple[int, int, int, int], ...]  # left, top, right, bottom
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run."""
+    """Everything a run directory contains."""
 
     name: str
     directory: Path
     rows: tuple[Row, ...]  # of metrics.jsonl, in order
-    sheets: tuple[SampleGrid, ...]
-    evaluations: Mapping[str, Row]  # by name
+    sample_grids: tuple[SampleGrid, ...]
+    evaluations: Mapping[str, Row]  # reports by name
     config: Row
-    text: str  # of the configuration
+    config_text: str
     environment: Row
-    looks: tuple[GuardMeasurement, ...] = ()  # of the guard, prompt by prompt, where a checkpoint remembers them
-    copies: Row = field(default_factory=dict)  # how good an autoencoder's were in the end
+    guard_measurements: tuple[GuardMeasurement, ...] = ()  # per prompt, from the last checkpoint
+    reconstruction: Row = field(default_factory=dict)  # final metrics of an autoencoder
 
     def curve(self, metric: str) -> Curve:
-        return [(row["step"], float(row[metric])) for row in self.rows if _number(row.get(metric))]
+        return [(row["step"], float(row[metric])) for row in self.rows if _is_number(row.get(metric))]
 
-    def metrics(self) -> list[str]:
-        """All that have a curve, in order of appearance."""
-        names = dict.fromkeys(key for row in self.rows for key, value in row.items() if _number(value))
-        return [name for name in names if name not in ("step", "seconds", "samples")]
+    def metric_names(self) -> list[str]:
+        """Return the names of all metrics that have a curve, in order of appearance."""
+        names = dict.fromkeys(key for row in self.rows for key, value in row.items() if _is_number(value))
+        hidden = ("step", "samples", "samples_per_second")
+        return [name for name in names if name not in hidden and not name.startswith("time/")]
 
     def total(self, key: str) -> float:
-        return sum(float(row[key]) for row in self.rows if _number(row.get(key)))
+        return sum(float(row[key]) for row in self.rows if _is_number(row.get(key)))
 
     @property
     def steps(self) -> int:
@@ -64,95 +65,101 @@ class RunRecord:
 
     @property
     def held_out(self) -> tuple[str, ...]:
-        """Rewards of weight zero."""
+        """Names of the rewards with weight 0, which are measured but not trained on."""
         rewards = self.config.get("rewards")
-        found = rewards.items() if isinstance(rewards, Mapping) else ()
-        return tuple(name for name, reward in found if isinstance(reward, Mapping) and reward.get("weight") == 0)
+        items = rewards.items() if isinstance(rewards, Mapping) else ()
+        return tuple(name for name, reward in items if isinstance(reward, Mapping) and reward.get("weight") == 0)
 
     @property
-    def best(self) -> str | None:
-        """The checkpoint with the highest held-out score, where one is named."""
+    def best_checkpoint(self) -> str | None:
+        """Name of the checkpoint with the highest held-out score, or None if the run did not mark one."""
         link = self.directory / "checkpoints" / "best"
         return link.resolve().name if link.exists() else None
 
 
 def read_run(directory: Path) -> RunRecord:
-    """Everything there is to tell of a run."""
+    """Read a run directory, which must have a metrics.jsonl."""
     if not (directory / "metrics.jsonl").is_file():
         raise ConfigError(
             f"{directory} is no run: it has no metrics.jsonl; give the directory of a run, as in runs/demo"
         )
-    rows = tuple(row for line in _text(directory / "metrics.jsonl").splitlines() if (row := _row(line)))
-    config = _text(directory / "config.yaml")
-    sheets = [sheet for path in sorted(directory.glob("samples/step-*.json")) if (sheet := _read_sample_grid(path))]
-    last = max((int(row["step"]) for row in rows), default=0)
-    evaluated = [path for kind in ("eval", "evaluations") for path in directory.glob(f"{kind}/*/report.json")]
-    evaluated.sort(key=lambda path: (path.stat().st_mtime, path))  # the first is before, the last after
-    reports = {path.parent.name: _json(path) for path in evaluated}
+    lines = _read_text(directory / "metrics.jsonl").splitlines()
+    rows = tuple(row for line in lines if (row := _parse_row(line)))
+    config_text = _read_text(directory / "config.yaml")
+    grids = [grid for path in sorted(directory.glob("samples/step-*.json")) if (grid := _read_sample_grid(path))]
+    last_step = max((int(row["step"]) for row in rows), default=0)
     return RunRecord(
         name=directory.resolve().name,
         directory=directory,
         rows=rows,
-        # Later ones were left by a run that was in this place before.
-        sheets=tuple(sheet for sheet in sheets if sheet.step <= last),
-        evaluations={name: report for name, report in reports.items() if report},
-        config=_parsed(config),
-        text=config,
-        environment=_json(directory / "environment.json"),
-        looks=tuple(look for look in _guard_measurements(directory) if look.step <= last),
-        copies=_json(directory / "copies.json"),
+        # Samples of later steps are left over from an earlier run in the same directory.
+        sample_grids=tuple(grid for grid in grids if grid.step <= last_step),
+        evaluations=_read_evaluations(directory),
+        config=_parse_yaml(config_text),
+        config_text=config_text,
+        environment=_read_json(directory / "environment.json"),
+        guard_measurements=tuple(each for each in _read_guard_measurements(directory) if each.step <= last_step),
+        reconstruction=_read_json(directory / "copies.json"),
     )
 
 
-def _text(path: Path) -> str:
+def _read_evaluations(directory: Path) -> dict[str, Row]:
+    """Read the reports of a run's evaluations, the oldest first."""
+    paths = [path for folder in ("eval", "evaluations") for path in directory.glob(f"{folder}/*/report.json")]
+    paths.sort(key=lambda path: (path.stat().st_mtime, path))
+    reports = {path.parent.name: _read_json(path) for path in paths}
+    return {name: report for name, report in reports.items() if report}
+
+
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _json(path: Path) -> Row:
+def _read_json(path: Path) -> Row:
     try:
-        found = json.loads(_text(path))
+        data = json.loads(_read_text(path))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return data if isinstance(data, dict) else {}
 
 
-def _row(line: str) -> Row | None:
+def _parse_row(line: str) -> Row | None:
     try:
-        found = json.loads(line)
+        row = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _guard_measurements(directory: Path) -> list[GuardMeasurement]:
-    found, history = run_directory.latest(directory), GuardHistory()
+def _parse_yaml(text: str) -> Row:
     try:
-        history.restore(run_directory.read_state(found).extra.get("guard", ()) if found else ())
-    except (CheckpointError, KeyError, TypeError, ValueError):
-        return []
-    return history.looks
-
-
-def _parsed(text: str) -> Row:
-    try:
-        found = yaml.safe_load(text)
+        data = yaml.safe_load(text)
     except yaml.YAMLError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return data if isinstance(data, dict) else {}
+
+
+def _read_guard_measurements(directory: Path) -> list[GuardMeasurement]:
+    latest, history = checkpoint.latest_checkpoint(directory), GuardHistory()
+    try:
+        history.load_state_dict(checkpoint.read_state(latest).extra.get("guard", ()) if latest else ())
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return []
+    return history.measurements
 
 
 def _read_sample_grid(path: Path) -> SampleGrid | None:
-    found = _json(path)
+    data = _read_json(path)
     try:
-        picture = path.with_name(found["file"])
-        prompts, boxes = tuple(map(str, found["prompts"])), tuple((a, b, c, d) for a, b, c, d in found["boxes"])
-        scores = {str(name): float(score) for name, score in found["scores"].items() if _number(score)}
-        width, height = found["size"]
-        sheet = SampleGrid(int(found["step"]), picture, prompts, scores, int(found["frames"]), (width, height), boxes)
+        image = path.with_name(data["file"])
+        prompts, boxes = tuple(map(str, data["prompts"])), tuple((a, b, c, d) for a, b, c, d in data["boxes"])
+        scores = {str(name): float(score) for name, score in data["scores"].items() if _is_number(score)}
+        width, height = data["size"]
+        grid = SampleGrid(int(data["step"]), image, prompts, scores, int(data["frames"]), (width, height), boxes)
     except (KeyError, TypeError, ValueError):
         return None
-    return sheet if picture.is_file() else None
+    return grid if image.is_file() else None
 
 
-def _number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -14,29 +14,28 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from ..core.registry import ConfigError
-from ..core.reward import BatchSize, Reward, RewardCard
+from ..core.reward import BatchSize, Modality, Reward, RewardCard, RewardSpec
 from ..core.types import Metadata, Placement, Prompts
 from ..serving.client import RewardClient, RewardServiceError
 from ..serving.protocol import ScoreRequest, encode_request
-from .color import Brightness
+from .color import BrightnessReward
 
-TINY = "http://tiny"  # answered here
+TINY = "http://tiny"  # computed in this process
 
 
 @dataclass(frozen=True)
-class Remote:
-    """What `tastemaker serve-reward` answers at a URL: the same numbers, computed elsewhere."""
+class RemoteReward(RewardSpec):
+    """The reward that `tastemaker serve-reward` serves at a URL: the same scores, computed elsewhere."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] = "http://127.0.0.1:8800"
-    token: str = ""  # the name of the environment variable that holds it
-    reads: Literal["frames", "clip"] = "frames"  # as the served reward does
-    form: Literal["npz", "png"] = "npz"  # exact numbers, or a quarter of the bytes and rounded to 256 levels
+    token_env: str = ""  # name of the environment variable that holds the access token
+    modality: Modality = "image"  # of the served reward
+    encoding: Literal["npz", "png"] = "npz"  # exact pixels, or a quarter of the bytes and rounded to 256 levels
     timeout: PositiveFloat = 600.0  # seconds for an answer
-    retries: NonNegativeInt = 5  # after connection errors, and no others
-    pause: NonNegativeFloat = 0.5  # seconds before the first of them, doubled each time
+    max_retries: NonNegativeInt = 5  # after connection errors, and no others
+    retry_delay: NonNegativeFloat = 0.5  # seconds before the first retry, doubled each time
     batch_size: BatchSize = 16
-    about: ClassVar[RewardCard] = RewardCard(range="the served reward's", hacked_by="what hacks the served reward")
-    differentiable: ClassVar[bool] = False
+    card: ClassVar[RewardCard] = RewardCard(range="the served reward's", failure_modes="what hacks the served reward")
     runs_on: ClassVar[Literal["remote"]] = "remote"
 
     def __post_init__(self) -> None:
@@ -45,40 +44,42 @@ class Remote:
 
     def load(self, placement: Placement) -> Reward:
         if self.url == TINY:
-            return Brightness()
-        if self.token and not os.environ.get(self.token):
-            raise ConfigError(f"the environment variable {self.token}, which 'token' names, is empty; set it")
-        client = RewardClient(self.url, os.environ.get(self.token, ""), self.timeout, self.retries, self.pause)
-        told = client.ask("/version")
-        if told.get("reads") != self.reads:
-            found = f"{told.get('reads')}, but 'reads' is {self.reads}"
-            raise ConfigError(f"the reward at {self.url} reads {found}; set it to what the served reward reads")
-        return RemoteScorer(self, client, str(told.get("version", "")), int(told.get("limit", 2**63)))
+            return BrightnessReward()
+        token = os.environ.get(self.token_env, "")
+        if self.token_env and not token:
+            raise ConfigError(f"the environment variable {self.token_env}, which 'token_env' names, is empty; set it")
+        client = RewardClient(self.url, token, self.timeout, self.max_retries, self.retry_delay)
+        info = client.request("/version")
+        if info.get("modality") != self.modality:
+            found = f"has modality {info.get('modality')}, but 'modality' is {self.modality}"
+            raise ConfigError(f"the reward at {self.url} {found}; set it to that of the served reward")
+        return RemoteScorer(self, client, str(info.get("version", "")), int(info.get("limit", 2**63)))
 
     def tiny(self) -> Self:
         return replace(self, url=TINY)
 
 
 @dataclass(frozen=True)
-class RemoteScorer:
-    spec: Remote
+class RemoteScorer(Reward):
+    spec: RemoteReward
     client: RewardClient
-    version: str
-    limit: int  # bytes of a request
+    version: str = ""
+    limit: int = 2**63  # bytes of a request
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
-        kind, body = encode_request(ScoreRequest(pixels, tuple(prompts), tuple(facts)), self.spec.form)
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        request = ScoreRequest(pixels, tuple(prompts), tuple(metadata))
+        content_type, body = encode_request(request, self.spec.encoding)
         if len(body) > self.limit:
             raise RewardServiceError(
-                f"{len(pixels)} rows have {len(body)} bytes, above the server's limit; lower batch_size"
+                f"a request of {len(pixels)} samples has {len(body)} bytes, above the server's limit of {self.limit}; "
+                "lower batch_size"
             )
-        found = self.client.ask("/score", kind, body).get("scores")
-        if not isinstance(found, list) or len(found) != len(pixels) or not all(map(_number, found)):
-            raise RewardServiceError(
-                f"{self.spec.url} answered {found!s:.80} for {len(pixels)} rows; expected a number each"
-            )
-        return torch.tensor(found, device=pixels.device)
+        scores = self.client.request("/score", content_type, body).get("scores")
+        if not isinstance(scores, list) or len(scores) != len(pixels) or not all(map(_is_finite, scores)):
+            expected = f"{len(pixels)} finite numbers"
+            raise RewardServiceError(f"{self.spec.url} answered {scores!s:.80}; expected {expected}")
+        return torch.tensor(scores, device=pixels.device)
 
 
-def _number(value: object) -> bool:
+def _is_finite(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)

@@ -1,78 +1,101 @@
-"""Likeness to a picture that comes with the prompt."""
+"""Similarity to an image or video that comes with the prompt: mean squared error, L1 and LPIPS."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from ..core.reward import BatchSize, RewardCard
+from ..autoencoders.lpips import TINY, VGG16, LPIPSDistance, load_lpips
+from ..core.reward import BatchSize, Reward, RewardCard, RewardSpec
 from ..core.types import Metadata, Placement, Prompts
 from ..data.image_io import read_image
 
 
 @dataclass(frozen=True)
-class Mse:
-    """Minus the mean squared difference to the picture in the fact `target`."""
+class MseReward(RewardSpec, Reward):
+    """Minus the mean squared difference to the image in the metadata field `target`."""
 
     batch_size: BatchSize = 64
-    about: ClassVar[RewardCard] = RewardCard(range="-1 to 0", hacked_by="nothing but the target itself")
+    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="nothing but the target itself")
     differentiable: ClassVar[bool] = True
-    reads: ClassVar[Literal["frames"]] = "frames"
-    runs_on: ClassVar[Literal["device"]] = "device"
 
     def load(self, placement: Placement) -> Self:
         return self
 
-    def tiny(self) -> Self:
-        return self
-
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
-        return -(pixels[:, 0] - target_images(pixels, prompts, facts)).square().mean((1, 2, 3))
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return -(pixels[:, 0] - target_images(pixels, prompts, metadata)).square().mean((1, 2, 3))
 
 
 @dataclass(frozen=True)
-class L1:
-    """Minus the mean absolute difference to the picture in the fact `target`."""
+class L1Reward(RewardSpec, Reward):
+    """Minus the mean absolute difference to the image in the metadata field `target`."""
 
     batch_size: BatchSize = 64
-    about: ClassVar[RewardCard] = RewardCard(range="-1 to 0", hacked_by="nothing but the target itself")
+    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="nothing but the target itself")
     differentiable: ClassVar[bool] = True
-    reads: ClassVar[Literal["frames"]] = "frames"
-    runs_on: ClassVar[Literal["device"]] = "device"
 
     def load(self, placement: Placement) -> Self:
         return self
 
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return -(pixels[:, 0] - target_images(pixels, prompts, metadata)).abs().mean((1, 2, 3))
+
+
+@dataclass(frozen=True)
+class LpipsReward(RewardSpec):
+    """Minus the perceptual distance (Zhang et al. 2018, VGG16) to the image in the metadata field `target`."""
+
+    weights: str = VGG16.hub  # VGG16 of torchvision or timm, or a complete LPIPS
+    head: str = ""  # path of the LPIPS 0.1 heads; those of the installed package lpips if empty
+    batch_size: BatchSize = 32
+    card: ClassVar[RewardCard] = RewardCard(
+        range="-0.8 to 0",
+        failure_modes="nothing but the target itself, though fine grain may differ",
+        memory="59 MB",
+        sources=(VGG16,),
+    )
+    differentiable: ClassVar[bool] = True
+
+    def load(self, placement: Placement) -> LpipsScorer:
+        return LpipsScorer(load_lpips(self.weights, self.head, placement))
+
     def tiny(self) -> Self:
-        return self
-
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
-        return -(pixels[:, 0] - target_images(pixels, prompts, facts)).abs().mean((1, 2, 3))
+        return replace(self, weights=TINY)
 
 
-def target_images(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
-    """The picture each row is to look like, of a clip the frame that the row is: [B, 3, H, W]."""
-    return torch.stack([_target(pixels, *row) for row in zip(prompts, facts, strict=True)]).to(pixels)
+@dataclass(frozen=True)
+class LpipsScorer(Reward):
+    net: LPIPSDistance
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        targets = target_images(pixels, prompts, metadata)
+        distance: Tensor = self.net(pixels[:, 0].to(self.net.scale.dtype), targets.to(self.net.scale.dtype))
+        return -distance.to(pixels.dtype)
 
 
-def _target(pixels: Tensor, prompt: str, fact: Metadata) -> Tensor:
-    target = fact.get("target")
+def target_images(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+    """The target of each sample: [B, 3, H, W]. Of a video target it is the frame that the sample is."""
+    return torch.stack([_target(pixels, *pair) for pair in zip(prompts, metadata, strict=True)]).to(pixels)
+
+
+def _target(pixels: Tensor, prompt: str, metadata: Metadata) -> Tensor:
+    target = metadata.get("target")
     if isinstance(target, (str, Path)):
         target = _read(Path(target))
     if not isinstance(target, Tensor):
-        raise ValueError(f"the prompt '{prompt}' has no fact 'target'; give a path or pixels [F, 3, H, W]")
-    frame = fact.get("frame", 0) if len(target) > 1 else 0  # a still is the target of every frame
+        raise ValueError(f"the prompt '{prompt}' has no metadata 'target'; give a path or pixels [F, 3, H, W]")
+    frame = metadata.get("frame", 0) if len(target) > 1 else 0  # an image is the target of every frame
     if target.shape[1:] != pixels.shape[2:] or frame >= len(target):
-        found, wanted = list(target.shape), list(pixels.shape[2:])
-        raise ValueError(f"the target of '{prompt}' is {found}; expected [F, 3, H, W] with {wanted} and frame {frame}")
-    picture: Tensor = target[frame]
-    return picture
+        expected = f"[F, 3, H, W] with {list(pixels.shape[2:])} and frame {frame}"
+        raise ValueError(f"the target of '{prompt}' is {list(target.shape)}; expected {expected}")
+    image: Tensor = target[frame]
+    return image
 
 
 @lru_cache(maxsize=64)

@@ -14,72 +14,79 @@ from ..core.policy import Policy, Rollout
 from ..core.randomness import Randomness
 from ..core.reward import Rubric, Verdict, Verifier
 from ..core.types import Condition, Metadata, PromptBatch, Prompts
-from ..processes.masked import MaskedProcess
 
 
 @dataclass(frozen=True)
 class SearchCost:
-    """Cost of a search: network calls times samples, verifier calls, and the floating-point operations of both."""
+    """Cost of a search: network calls times samples, verifier calls, and the floating-point operations of both.
 
-    calls: float
-    judged: float = 0
-    flops: float = 0.0  # where somebody counted them
+    The field names are keys of metadata.jsonl, samples.jsonl and report.json.
+    """
+
+    calls: float  # of the network
+    judged: float = 0  # calls of the verifier
+    flops: float = 0.0  # 0 if they were not counted
 
     def __add__(self, other: SearchCost) -> SearchCost:
         return SearchCost(self.calls + other.calls, self.judged + other.judged, self.flops + other.flops)
 
-    def each(self, rows: int) -> SearchCost:
-        """Of one row, on average."""
-        return SearchCost(self.calls / rows, self.judged / rows, self.flops / rows)
+    def per_sample(self, count: int) -> SearchCost:
+        return SearchCost(self.calls / count, self.judged / count, self.flops / count)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    x: Tensor  # [B, ...] one sample for each prompt, in model space
-    score: Tensor  # [B] the judge's; NaN where nobody judged
-    price: SearchCost
-
-
-def start_candidates(policy: Policy[Any], cond: Condition, rng: Randomness) -> Rollout:
-    """Samples to choose from; nobody trains on their log-probabilities, so they are not scored once more."""
-    return replace(policy, process=policy.process.as_sampled()).rollout(cond, rng)
-
-
-def split_candidates(policy: Policy[Any], rows: int, n: int, *, reset: bool) -> list[tuple[Policy[Any], Tensor]]:
-    """Who makes which of the candidates, n a prompt: one for all, or without chance all but the first of a prompt.
-
-    The published searches anneal the temperature of masked generators once and never reset it, so that from the second
-    candidate on it is nought.
-    """
-    everyone = torch.arange(rows)
-    if reset:
-        return [(policy, everyone)]
-    if not isinstance(policy.process, MaskedProcess):
-        raise ValueError("'reset' is false, but only masked generators have a temperature to anneal; leave it out")
-    cold = replace(policy, process=replace(policy.process, temperature=0.0))
-    first = everyone % n == 0
-    made = [(policy, everyone[first]), (cold, everyone[~first])]
-    return [share for share in made if len(share[1])]
+    x: Tensor  # [B, ...] one sample per prompt, in model space
+    score: Tensor  # [B] by the verifier; NaN if it was not asked
+    cost: SearchCost
 
 
 class Search(ABC):
-    even: ClassVar[bool] = True  # the network is called as often, whatever comes of it
+    """An inference-time search for the best sample of each prompt."""
+
+    constant_cost: ClassVar[bool] = True  # the number of network calls does not depend on scores
+    uses_verifier: ClassVar[bool] = True
 
     @abstractmethod
-    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
-        """One sample for each prompt."""
+    def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
+        """Search one sample for each prompt."""
+
+
+def start_candidates(policy: Policy[Any], cond: Condition, rng: Randomness) -> Rollout:
+    """Start rollouts that are not trained on, so the process need not recompute their log-probabilities."""
+    return replace(policy, process=policy.process.with_sampled_log_probs()).rollout(cond, rng)
+
+
+def split_candidates(
+    policy: Policy[Any], count: int, n: int, *, reset_temperature: bool
+) -> list[tuple[Policy[Any], Tensor]]:
+    """Which policy generates which of `count` candidates, n per prompt: [(policy, rows)].
+
+    The published searches anneal the temperature of masked generators once and never reset it, so that it is 0 from
+    the second candidate of a prompt on; `reset_temperature` anneals it anew for every candidate.
+    """
+    rows = torch.arange(count)
+    if reset_temperature:
+        return [(policy, rows)]
+    greedy = replace(policy, process=policy.process.without_temperature())
+    first = rows % n == 0
+    return [share for share in ((policy, rows[first]), (greedy, rows[~first])) if len(share[1])]
+
+
+def check_candidates(n: int) -> None:
+    if n < 1:
+        raise ValueError(f"'n' is {n}; expected at least one sample per prompt")
 
 
 @dataclass(frozen=True)
-class RubricVerifier:
-    """A rubric as verifier: from `clear_from` on it judges, and a score of `promising_at` is promising."""
+class RubricVerifier(Verifier):
+    """A rubric as verifier: previews are clear from `clear_progress`, and promising from `promising_score`."""
 
     rubric: Rubric
-    clear_from: float = 0.5  # of the rollout
-    promising_at: float = 0.0  # score
+    clear_progress: float = 0.5
+    promising_score: float = 0.0
 
     def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
         score = self.rubric.score(pixels, prompts, facts).total
-        return Verdict(
-            torch.full_like(score, progress >= self.clear_from, dtype=torch.bool), score >= self.promising_at, score
-        )
+        clear = torch.full_like(score, progress >= self.clear_progress, dtype=torch.bool)
+        return Verdict(clear, score >= self.promising_score, score)

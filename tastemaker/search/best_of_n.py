@@ -1,7 +1,9 @@
+"""Sampling without search, and best-of-N."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -9,29 +11,41 @@ from ..core.policy import Policy
 from ..core.randomness import Randomness
 from ..core.reward import Verifier
 from ..core.types import PromptBatch, concatenate, select_rows
-from .base import Search, SearchCost, SearchResult, split_candidates, start_candidates
+from .base import Search, SearchCost, SearchResult, check_candidates, split_candidates, start_candidates
+
+
+@dataclass(frozen=True)
+class SingleSample(Search):
+    """One sample per prompt; the verifier is not asked."""
+
+    uses_verifier: ClassVar[bool] = False
+
+    @torch.no_grad()
+    def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
+        rollout = start_candidates(policy, policy.embed(batch.prompts, batch.metadata), rng)
+        final = rollout.finish().final
+        score = torch.full((len(batch),), torch.nan, device=final.device)
+        return SearchResult(final, score, SearchCost(rollout.network_calls))
 
 
 @dataclass(frozen=True)
 class BestOfN(Search):
-    """Outcome selection: of n finished samples a prompt, the one the judge scores best, the first of equals."""
+    """Of n finished samples per prompt, the one with the highest score; the first of equals."""
 
     n: int = 4
-    reset: bool = True  # the temperature with every candidate; false is as published
+    reset_temperature: bool = True  # for every candidate of a masked generator; false is as published
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"'n' is {self.n}; expected at least one sample a prompt")
+        check_candidates(self.n)
 
     @torch.no_grad()
-    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
-        cond, draws = policy.embed(batch.prompts, batch.facts).repeat(self.n), rng.repeat(self.n)
-        made = split_candidates(policy, len(cond), self.n, reset=self.reset)
-        rollouts = [start_candidates(maker, select_rows(cond, rows), select_rows(draws, rows)) for maker, rows in made]
-        order = torch.cat([rows for _, rows in made]).argsort()
+    def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
+        cond, draws = policy.embed(batch.prompts, batch.metadata).repeat(self.n), rng.repeat(self.n)
+        shares = split_candidates(policy, len(cond), self.n, reset_temperature=self.reset_temperature)
+        rollouts = [start_candidates(p, select_rows(cond, rows), select_rows(draws, rows)) for p, rows in shares]
+        order = torch.cat([rows for _, rows in shares]).argsort()
         final = select_rows(concatenate([rollout.finish().final for rollout in rollouts]), order)
-        score = verifier.judge(policy.decode(final), cond.prompts, cond.facts, 1.0).score.view(-1, self.n)
+        score = verifier.judge(policy.decode(final), cond.prompts, cond.metadata, 1.0).score.view(-1, self.n)
         best = torch.arange(len(batch), device=final.device) * self.n + score.argmax(1)
-        return SearchResult(
-            final[best], score.amax(1), SearchCost(sum(rollout.price for rollout in rollouts), len(final))
-        )
+        cost = SearchCost(sum(rollout.network_calls for rollout in rollouts), len(final))
+        return SearchResult(final[best], score.amax(1), cost)

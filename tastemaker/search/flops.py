@@ -1,4 +1,4 @@
-"""What a search pays: floating-point operations of a network call and of a judgement, counted once on one picture."""
+"""Floating-point operations of a search: those of a network call and of a verifier call, counted on one sample."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..core.guidance import unwrap_guidance
 from ..core.policy import Policy
 from ..core.randomness import Randomness
-from ..core.reward import Verifier
+from ..core.reward import Verdict, Verifier
 from ..core.types import PromptBatch
-from ..processes.autoregressive import AutoregressiveProcess
 from .base import SearchCost
 
 
@@ -23,53 +21,53 @@ from .base import SearchCost
 class FlopCosts:
     """Floating-point operations of matrix products, convolutions and attention."""
 
-    call: float = 0.0  # of the network, one row
-    judgement: float = 0.0  # of one picture, decoding it among them
+    per_network_call: float = 0.0  # for one sample
+    per_verifier_call: float = 0.0  # for one sample, with decoding it
 
-    def of(self, price: SearchCost) -> SearchCost:
-        return replace(price, flops=price.calls * self.call + price.judged * self.judgement)
+    def add_flops(self, cost: SearchCost) -> SearchCost:
+        """The cost with the operations of its calls."""
+        return replace(cost, flops=cost.calls * self.per_network_call + cost.judged * self.per_verifier_call)
 
 
 @torch.no_grad()
 def measure_flop_costs(
     policy: Policy[Any], verifier: Verifier | None, batch: PromptBatch, rng: Randomness
 ) -> FlopCosts:
-    """Counted on the first row; of rewards that work elsewhere, such as remote ones, nothing is seen."""
-    first = PromptBatch(batch.prompts[:1], batch.facts[:1])
-    model, process = unwrap_guidance(policy.model)[0], policy.process
+    """Count on the first prompt; the operations of remote rewards are not counted."""
+    first = PromptBatch(batch.prompts[:1], batch.metadata[:1])
+    model, process = policy.model.unguided, policy.process
     draws = replace(rng, rows=rng.rows[:1])
-    cond = model.embed(first.prompts, first.facts)
+    cond = model.embed(first.prompts, first.metadata)
     x = torch.zeros_like(process.start(model, cond, draws).start)
     noisy = process.corrupt(x, draws)
-    # One prediction reads a whole sequence of tokens, which takes a call each to write.
-    calls = model.passes * (process.calls(model.shape) if isinstance(process, AutoregressiveProcess) else 1)
-    call = 1 / calls * count_flops(lambda: process.likelihood(model, cond, x, noisy))
+    # One prediction of an autoregressive model reads a whole sequence, which takes a call per token to sample.
+    calls = model.forward_passes * process.calls_per_prediction(model.shape)
+    per_network_call = 1 / calls * count_flops(lambda: process.likelihood(model, cond, x, noisy))
     if verifier is None:
-        return FlopCosts(call)
-    judge = verifier
+        return FlopCosts(per_network_call)
 
-    def look() -> None:
-        judge.judge(policy.decode(x).float().clamp(0, 1), first.prompts, first.facts, 1.0)
+    def judge(verifier: Verifier = verifier) -> Verdict:
+        return verifier.judge(policy.decode(x).float().clamp(0, 1), first.prompts, first.metadata, 1.0)
 
-    return FlopCosts(call, count_flops(look))
+    return FlopCosts(per_network_call, count_flops(judge))
 
 
-def count_flops(work: Callable[[], object]) -> float:
-    """Attention in its parts, for of fused kernels a CPU's are not known, and nothing compiled, for none is seen."""
+def count_flops(function: Callable[[], object]) -> float:
+    """Count the operations of a function, without compiled code and fused CPU attention, which are not counted."""
     counter: Any = FlopCounterMode(display=False)
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), counter:
-        work()
+        function()
     return float(counter.get_total_flops())
 
 
-def format_cost(price: SearchCost) -> str:
-    """A price in words."""
-    operations = f" and {format_flops(price.flops)}" if price.flops else ""
-    return f"{price.calls:,.0f} network calls, {price.judged:,.0f} judgements{operations}"
+def format_cost(cost: SearchCost) -> str:
+    """A cost for users: '1,200 network calls, 60 verifier calls and 38 TFLOP'."""
+    operations = f" and {format_flops(cost.flops)}" if cost.flops else ""
+    return f"{cost.calls:,.0f} network calls, {cost.judged:,.0f} verifier calls{operations}"
 
 
 def format_flops(flops: float) -> str:
-    """With three digits at most: 38 TFLOP."""
+    """A number of operations with at most three digits: '38 TFLOP'."""
     for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if flops >= size:
             return f"{flops / size:.3g} {letter}FLOP"

@@ -1,10 +1,11 @@
-"""`tastemaker generate`: pictures of prompts, from a recipe, a run or an export, by any search, on all ranks."""
+"""`tastemaker generate`: sample prompts with any search, from a recipe, a run or an export, on all ranks."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
@@ -13,207 +14,277 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+from torch import Tensor
 
 from ..config.build import build, make_tiny
 from ..config.dump import config_to_dict
 from ..config.load import load
 from ..config.schema import RunConfig
 from ..core import output_paths
+from ..core.errors import pluralize
 from ..core.lora import LoraWeights
-from ..core.plural import pluralize
+from ..core.model_spec import PipelineLayout
+from ..core.objective import Comm
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.reward import Verifier
 from ..core.types import PromptBatch
 from ..core.weights import FullFinetuning
 from ..data.image_io import make_contact_sheet, read_image, save_image, video_suffix
-from ..data.prompts import check_prompt_file
-from ..export.lora import DIFFUSERS_LORA_FILE, LoraFromFile
-from ..export.published_loras import PUBLISHED_LORAS, resolve_lora_path
-from ..models.pipeline_layout import ConvertibleToDiffusers, HasPipelineLayout, PipelineLayout
-from ..models.pretrained import PICKLED, PIPELINE
-from ..training import checkpoint
-from ..training.resume import CONFIG_FILE, RECIPE_FILE
+from ..data.prompts import open_prompt_file
+from ..export.lora import DIFFUSERS_LORA_FILE, PUBLISHED_LORAS, LoraFromFile, resolve_lora_path
+from ..models.pretrained import PICKLE_SUFFIXES, PIPELINE_INDEX
+from ..training.checkpoint import latest_checkpoint
 from ..training.run import Run
-from ..training.sample_grid import sampling_policy
+from ..training.run_directory import CONFIG_FILE, RECIPE_FILE
+from ..training.samples import sampling_policy
 from .base import RubricVerifier, Search, SearchCost
 from .flops import FlopCosts, format_cost, measure_flop_costs
-from .sample_directory import SampleDirectory
-from .settings import build_verifier, check_even_ranks
-from .single import SingleSample
+from .settings import build_verifier, check_constant_cost
 
-ROWS = 64  # prompts searched for at a time, unless the recipe says how many fit
-SHOWN = 64  # pictures on the sheet
-ADAPTERS = (".safetensors", *sorted(PICKLED))  # how the names of files of adapters end
-VAE = "vae"  # what diffusers calls the folder of an autoencoder
+DEFAULT_BATCH_SIZE = 64  # prompts per search, unless the recipe sets rollout_batch_size
+MAX_SHEET_SAMPLES = 64
+LORA_SUFFIXES = (".safetensors", *sorted(PICKLE_SUFFIXES))
+VAE = "vae"  # diffusers' folder of an autoencoder
+METADATA_FILE = "metadata.jsonl"
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """What to make."""
+    """What to generate and where to write it."""
 
     prompts: PromptBatch
-    count: int  # of each prompt
+    samples_per_prompt: int
     seed: int
     search: Search
-    weights: str
+    weights: str  # live, or a snapshot such as ema
     out: Path
     lora_scale: float = 1.0
-    judge: str = "run"  # whom the search asks
-    clips: str = ""  # what clips are written as: mp4, gif, png or frames
-    frames_per_second: int = 8
+    judge: str = "run"  # the verifier: the run's rewards, or a reward
+    video_format: str = ""  # mp4, gif, png or frames; by default mp4 if PyAV is installed, else png
+    fps: int = 8
 
     def __len__(self) -> int:
-        return len(self.prompts) * self.count
+        return len(self.prompts) * self.samples_per_prompt
 
     def prompt(self, index: int) -> str:
-        return self.prompts.prompts[index // self.count]
+        """The prompt of a sample."""
+        return self.prompts.prompts[index // self.samples_per_prompt]
 
-    def made(self, config: RunConfig, found: Path | None) -> str:
-        """A name for all that a picture depends on but its prompt and index."""
-        model = (config.model, config.process, config.guidance, config.tuning, config.rewards, found)
-        asked: tuple[object, ...] = (self.judge,) if self.judge != "run" else ()
-        asked += (self.clips, self.frames_per_second) if self.clips or self.frames_per_second != 8 else ()
-        told = repr((model, self.seed, self.search, self.weights, self.lora_scale, *asked))
-        return hashlib.sha256(told.encode()).hexdigest()[:12]
+    def fingerprint(self, config: RunConfig, checkpoint: Path | None) -> str:
+        """Fingerprint of everything that a sample depends on but its prompt and index."""
+        model = (config.model, config.process, config.guidance, config.tuning, config.rewards, checkpoint)
+        others: tuple[object, ...] = (self.judge,) if self.judge != "run" else ()
+        others += (self.video_format, self.fps) if self.video_format or self.fps != 8 else ()
+        settings = repr((model, self.seed, self.search, self.weights, self.lora_scale, *others))
+        return hashlib.sha256(settings.encode()).hexdigest()[:12]
 
 
-def resolve_source(
-    recipe: str, overrides: Sequence[str], adapters: Path | None = None
-) -> tuple[RunConfig, Path | None]:
-    """A recipe, with adapters of a file if asked for; what was exported; or a run with its last checkpoint."""
+@dataclass(frozen=True)
+class SampleDirectory:
+    """A directory of samples with a metadata.jsonl; each rank appends to a file of its own, which are merged later."""
+
+    folder: Path
+    fingerprint: str  # samples with another fingerprint are ignored
+    rank: int
+
+    def _read(self) -> dict[int, Mapping[str, Any]]:
+        """Records by index, of samples whose files exist."""
+        records: dict[int, Mapping[str, Any]] = {}
+        for path in [self.folder / METADATA_FILE, *sorted(self.folder.glob(f"{METADATA_FILE}.*"))]:
+            for record in read_records(path):
+                complete = {"file", "index", "prompt"} <= record.keys() and record.get("made") == self.fingerprint
+                if complete and (self.folder / record["file"]).exists():
+                    records[record["index"]] = record
+        return records
+
+    def existing_prompts(self) -> dict[int, str]:
+        """The prompts of existing samples, by index."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return {index: record["prompt"] for index, record in self._read().items()}
+
+    def repair(self) -> None:
+        """Remove a partial last record; call it after all ranks have read."""
+        truncate_partial_line(self.folder / f"{METADATA_FILE}.{self.rank}")
+
+    def add(self, pixels: Tensor, file: str, metadata: Mapping[str, Any], fps: int = 8) -> None:
+        """Write a sample, then its record, so that an interrupted sample is generated again."""
+        save_image(pixels, self.folder / file, fps)
+        with (self.folder / f"{METADATA_FILE}.{self.rank}").open("a", encoding="utf-8") as records:
+            records.write(json.dumps({"file": file, **metadata, "made": self.fingerprint}) + "\n")
+
+    def merge_records(self, count: int) -> list[str]:
+        """Merge the records of all ranks into metadata.jsonl, ordered by index; returns the files."""
+        records = [record for index, record in sorted(self._read().items()) if index < count]
+        partial = self.folder / f".{METADATA_FILE}.partial"
+        partial.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        partial.replace(self.folder / METADATA_FILE)
+        for path in self.folder.glob(f"{METADATA_FILE}.*"):
+            path.unlink()
+        return [str(record["file"]) for record in records]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file, without lines that an interruption left incomplete; empty if it does not exist."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def truncate_partial_line(path: Path) -> None:
+    """Remove a last line that was cut off, so that the next record starts on a line of its own."""
+    if path.is_file() and (text := path.read_text(encoding="utf-8")) and not text.endswith("\n"):
+        path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+
+
+def resolve_source(recipe: str, overrides: Sequence[str], lora: Path | None = None) -> tuple[RunConfig, Path | None]:
+    """Configuration and checkpoint of a recipe, with a LoRA file if given; of an export; or of a run."""
     folder = Path(recipe)
     if not (folder / CONFIG_FILE).is_file():
         config = load_exported(folder, overrides) if (folder / RECIPE_FILE).is_file() else load(recipe, overrides)
-        layout = config.model.layout if isinstance(config.model, HasPipelineLayout) else None
-        return (replace(config, tuning=find_adapters(adapters, layout)) if adapters else config), None
-    if adapters is not None:
-        raise ConfigError(f"--lora: {folder} is a run, which has weights of its own; give the recipe of its base model")
-    found = checkpoint.latest(folder)
-    if found is None:
-        raise ConfigError(f"{folder} has no checkpoint yet; train it first, or give a recipe's name")
-    return load(folder / CONFIG_FILE, overrides), found
+        return (replace(config, tuning=find_lora(lora, config.model.layout)) if lora else config), None
+    if lora is not None:
+        raise ConfigError(f"--lora: {folder} is a run, which has weights of its own; pass the recipe of its base model")
+    latest = latest_checkpoint(folder)
+    if latest is None:
+        raise ConfigError(f"{folder} has no checkpoint yet; train it first, or pass the name of a recipe")
+    return load(folder / CONFIG_FILE, overrides), latest
 
 
-def find_adapters(path: Path, layout: PipelineLayout | None) -> LoraFromFile:
-    """The adapters of a file here or alone in a folder, or of the hub if they were fetched."""
-    file = only_adapter_file(path) if path.is_dir() else resolve_lora_path(path)
+def find_lora(path: Path, layout: PipelineLayout | None) -> LoraFromFile:
+    """The LoRA of a file, of the only LoRA file in a folder, or of a downloaded hub id."""
+    file = only_lora_file(path) if path.is_dir() else resolve_lora_path(path)
     if not file.is_file():
         known = f"an id on the hub that `tastemaker download` fetched, or {' or '.join(PUBLISHED_LORAS)}"
-        raise ConfigError(f"--lora: there is no file {file!s:.200}; give a file of adapters, {known}")
-    if file.suffix not in ADAPTERS:
-        endings = f"{', '.join(ADAPTERS[:-1])} or {ADAPTERS[-1]}"
-        raise ConfigError(f"--lora: {file!s:.200} ends in '{file.suffix}'; expected a directory, {endings}")
+        raise ConfigError(f"--lora: there is no file {file!s:.200}; pass a LoRA file, {known}")
+    if file.suffix not in LORA_SUFFIXES:
+        suffixes = f"{', '.join(LORA_SUFFIXES[:-1])} or {LORA_SUFFIXES[-1]}"
+        raise ConfigError(f"--lora: {file!s:.200} ends in '{file.suffix}'; expected a directory, {suffixes}")
     return LoraFromFile(file, layout)
 
 
-def only_adapter_file(folder: Path) -> Path:
-    """The one file of adapters in a folder, as `tastemaker export` leaves it."""
-    files = sorted(file for file in folder.iterdir() if file.suffix in ADAPTERS and file.is_file())
+def only_lora_file(folder: Path) -> Path:
+    """The only LoRA file in a folder, as `tastemaker export` writes it."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in LORA_SUFFIXES and file.is_file())
     if len(files) != 1:
-        found = ", ".join(file.name for file in files) or "no file of adapters"
-        raise ConfigError(f"--lora: {folder} holds {found:.200}; expected one file of adapters, so give its path")
+        names = ", ".join(file.name for file in files) or "no LoRA file"
+        raise ConfigError(f"--lora: {folder} holds {names:.200}; expected one LoRA file, so pass its path")
     return files[0]
 
 
 def load_exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
-    """What `tastemaker export --layout diffusers` left: a whole pipeline, or adapters for its base."""
+    """The configuration of an export in diffusers' layout: a complete pipeline, or a LoRA for its base model."""
     config = load(folder / RECIPE_FILE, overrides)
     if (folder / DIFFUSERS_LORA_FILE).is_file():
-        layout = config.model.layout if isinstance(config.model, HasPipelineLayout) else None
-        return replace(config, tuning=LoraFromFile(folder / DIFFUSERS_LORA_FILE, layout))
-    if isinstance(config.model, ConvertibleToDiffusers):
-        own = [f"model.{part}={folder}" for part in ("weights", *(["codec"] if (folder / VAE).is_dir() else []))]
-        return load(folder / RECIPE_FILE, [*overrides, *own])
-    if not (folder / PIPELINE).is_file():
-        raise ConfigError(f"{folder} holds no whole pipeline; export it without --bare, with --layout diffusers")
+        return replace(config, tuning=LoraFromFile(folder / DIFFUSERS_LORA_FILE, config.model.layout))
+    if config.model.converts_to_diffusers:
+        parts = ("weights", *(["autoencoder"] if (folder / VAE).is_dir() else []))
+        return load(folder / RECIPE_FILE, [*overrides, *(f"model.{part}={folder}" for part in parts)])
+    if not (folder / PIPELINE_INDEX).is_file():
+        raise ConfigError(f"{folder} holds no complete pipeline; export it without --bare, with --layout diffusers")
     model: Any = config.model
-    # Some can be told of another file for the part that trains, which is in the folder now.
-    apart = [f"model.{name}=null" for name in config_to_dict(config)["model"] if name == model.layout.part]
-    whole = load(folder / RECIPE_FILE, [*overrides, f"model.weights={folder}", *apart])
-    return replace(whole, tuning=FullFinetuning())
+    # Some models read the trained part from a file of its own; here it is part of the pipeline.
+    separate = [f"model.{name}=null" for name in config_to_dict(config)["model"] if name == model.layout.component]
+    pipeline = load(folder / RECIPE_FILE, [*overrides, f"model.weights={folder}", *separate])
+    return replace(pipeline, tuning=FullFinetuning())
 
 
 def choose_prompts(texts: Sequence[str], file: Path | None, config: RunConfig) -> PromptBatch:
-    """Those given, those of a file, or else the first of the recipe's data; of data that say nothing, one."""
+    """The prompts given, those of a file, or the first eight of the recipe's data; one if all of those are empty."""
     if texts:
         return PromptBatch(tuple(texts), tuple({} for _ in texts))
     if file:
-        data = check_prompt_file(file).load(config.seed)
-        return data.first(len(data))
+        data = open_prompt_file(file).load(config.seed)
+        return data.first_prompts(len(data))
     try:
-        found = config.data.load(config.seed).first(8)
-    except ConfigError as error:  # what a run learned from may be gone or changed by now
-        raise ConfigError(f"{error}; or say what to make with -p, for prompts would be those of the data") from error
-    return found if any(found.prompts) or any(found.facts) else PromptBatch(found.prompts[:1], found.facts[:1])
+        batch = config.data.load(config.seed).first_prompts(8)
+    except ConfigError as error:  # the data of a run may have been moved or changed since
+        raise ConfigError(f"{error}; or pass prompts with -p instead of those of the data") from error
+    return batch if any(batch.prompts) or any(batch.metadata) else PromptBatch(batch.prompts[:1], batch.metadata[:1])
 
 
 def generate_samples(
-    config: RunConfig, found: Path | None, order: GenerationOptions, *, tiny: bool, console: Console
+    config: RunConfig, checkpoint: Path | None, options: GenerationOptions, *, tiny: bool, console: Console
 ) -> Path:
-    """Write the pictures, what is known of each, and one sheet to look at; pictures that are there stay."""
-    output_paths.check_output_directory(order.out)
+    """Write the samples that are missing, their metadata and a contact sheet."""
+    output_paths.check_output_directory(options.out)
     config = make_tiny(config) if tiny else config
-    config = replace(config, engine=replace(config.engine, context=1))  # every rank makes pictures of its own
-    run = build(config, fed=False)
-    if found is not None:
-        run.resume(found)
-    check_weights_exist(run, order.weights)
-    scale_lora(run, order.lora_scale)
-    comm, quiet = run.engine.comm, Console(quiet=True)
-    ledger = SampleDirectory(order.out, order.made(config, found), comm.rank)
-    known = ledger.known()
-    comm.barrier()  # all have read before anyone writes
-    ledger.mend()
-    left = [i for i in range(len(order)) if known.get(i) != order.prompt(i)]
-    check_even_ranks(run, order.search)
-    verifier = build_verifier(order.judge, run, tiny=tiny)
-    price = generate_missing(run, order, ledger, left, verifier, console if comm.rank == 0 else quiet)
-    paid = SearchCost(*comm.total(torch.tensor(astuple(price), dtype=torch.float64)).tolist())
+    config = replace(config, engine=replace(config.engine, context_parallel=1))  # every rank has samples of its own
+    run = build(config, load_data=False)
+    if checkpoint is not None:
+        run.resume(checkpoint)
+    check_weights_exist(run, options.weights)
+    scale_lora(run, options.lora_scale)
+    comm = run.engine.comm
+    directory = SampleDirectory(options.out, options.fingerprint(config, checkpoint), comm.rank)
+    existing = directory.existing_prompts()
+    comm.barrier()  # all ranks have read before one writes
+    directory.repair()
+    missing = [i for i in range(len(options)) if existing.get(i) != options.prompt(i)]
+    check_constant_cost(run, options.search)
+    verifier = build_verifier(options.judge, run, tiny=tiny)
+    rank_console = console if comm.rank == 0 else Console(quiet=True)
+    cost = generate_missing(run, options, directory, missing, verifier, rank_console)
+    total = SearchCost(*comm.sum(torch.tensor(astuple(cost), dtype=torch.float64)).tolist())
     if comm.rank == 0:
-        files = ledger.close(len(order))
-        shown = torch.stack([read_image(order.out / file) for file in files[:SHOWN]])
-        captions = [order.prompt(i) for i in range(len(files))][:SHOWN]
-        save_image(make_contact_sheet(shown, captions)[None], order.out / "sheet.png")
-        there, word = len(order) - len(left), "picture" if shown.shape[1] == 1 else "clip"
-        before = f" ({there} {'was' if there == 1 else 'were'} there)" if there else ""
-        console.print(f"{pluralize(len(order), word)} in {order.out}{before}, for {format_cost(paid)}")
+        files = directory.merge_records(len(options))
+        samples = torch.stack([read_image(options.out / file) for file in files[:MAX_SHEET_SAMPLES]])
+        captions = [options.prompt(i) for i in range(len(samples))]
+        save_image(make_contact_sheet(samples, captions)[None], options.out / "sheet.png")
+        count, word = len(options) - len(missing), "image" if samples.shape[1] == 1 else "video"
+        before = f" ({count} existed before)" if count else ""
+        console.print(f"{pluralize(len(options), word)} in {options.out}{before}, for {format_cost(total)}")
     comm.barrier()
     run.engine.close()
-    return order.out
+    return options.out
+
+
+def split_over_ranks(indices: Sequence[int], batch_size: int | None, comm: Comm) -> list[tuple[list[int], bool]]:
+    """This rank's batches of indices, and whether each is a duplicate of another rank's.
+
+    A rank without a batch of its own in the last round repeats another's, because all ranks take part in the network
+    calls of a sharded model.
+    """
+    size = max(1, min(batch_size or DEFAULT_BATCH_SIZE, -(-len(indices) // comm.world_size)))
+    batches = [list(indices[i : i + size]) for i in range(0, len(indices), size)]
+    positions = [first + comm.rank for first in range(0, len(batches), comm.world_size)]
+    return [(batches[min(position, len(batches) - 1)], position >= len(batches)) for position in positions]
 
 
 def generate_missing(
     run: Run,
-    order: GenerationOptions,
-    ledger: SampleDirectory,
-    left: Sequence[int],
+    options: GenerationOptions,
+    directory: SampleDirectory,
+    missing: Sequence[int],
     verifier: Verifier,
     console: Console,
 ) -> SearchCost:
-    """Make the pictures that are left, each rank its share, and say what this rank paid."""
-    comm, rows, paid, known = run.engine.comm, run.engine.rows, SearchCost(0), FlopCosts()
-    size = max(1, min(run.batch.rollout or ROWS, -(-len(left) // rows.world)))
-    shares = [list(left[i : i + size]) for i in range(0, len(left), size)]
-    first_of_its_rows = comm.rank % (comm.world // rows.world) == 0
-    for first in track(range(0, len(shares), rows.world), "generating", console=console):
-        mine = first + rows.rank
-        # Without a share of its own a rank makes another's once more, for a sharded network takes all of them.
-        share = shares[min(mine, len(shares) - 1)]
-        known = known if first else measure_flops(run, order, share, verifier)
-        pixels, facts, found = run_search(run, order, share, verifier)
-        price = known.of(found)
-        if mine < len(shares) and first_of_its_rows:
-            paid, each = paid + price, asdict(price.each(len(share)))
-            for picture, fact in zip(pixels, facts, strict=True):
-                ending = "png" if len(picture) == 1 else order.clips or video_suffix()
-                name = f"{fact['index']:05d}-{slugify(fact['prompt'])}.{ending}"
-                ledger.add(picture, name, {**fact, **each}, order.frames_per_second)
-    return paid
+    """Generate the missing samples, each rank its share; returns the cost of this rank."""
+    comm, data_parallel, total, flops = run.engine.comm, run.engine.data_parallel, SearchCost(0), FlopCosts()
+    # Of the ranks that hold parts of the same samples, the first one writes them.
+    writes = comm.rank % (comm.world_size // data_parallel.world_size) == 0
+    rounds = split_over_ranks(missing, run.batch.rollout_batch_size, data_parallel)
+    for number, (indices, is_duplicate) in enumerate(track(rounds, "generating", console=console)):
+        flops = flops if number else measure_flops(run, options, indices, verifier)
+        pixels, records, cost = run_search(run, options, indices, verifier)
+        cost = flops.add_flops(cost)
+        if writes and not is_duplicate:
+            total, sample_cost = total + cost, asdict(cost.per_sample(len(indices)))
+            for sample, record in zip(pixels, records, strict=True):
+                suffix = "png" if len(sample) == 1 else options.video_format or video_suffix()
+                name = f"{record['index']:05d}-{slugify(record['prompt'])}.{suffix}"
+                directory.add(sample, name, {**record, **sample_cost}, options.fps)
+    return total
 
 
 def check_weights_exist(run: Run, name: str) -> None:
-    """Refuse weights that do not exist before anything is made."""
+    """Refuse a snapshot of weights that does not exist, before anything is generated."""
     try:
         with nullcontext() if name == "live" else run.policy.weights.use(name):
             return
@@ -222,46 +293,45 @@ def check_weights_exist(run: Run, name: str) -> None:
 
 
 def scale_lora(run: Run, scale: float) -> None:
-    """Let adapters count more or less than they were trained to."""
+    """Scale the LoRA of a run."""
     if isinstance(run.policy.weights, LoraWeights):
         run.policy.weights.scale(scale)
     elif scale != 1:
-        raise ConfigError("--lora-scale: these weights have no adapters; give a LoRA run, or adapters by --lora")
+        raise ConfigError("--lora-scale: these weights have no LoRA; pass a LoRA run, or a LoRA file with --lora")
 
 
-def measure_flops(run: Run, order: GenerationOptions, rows: list[int], verifier: Verifier) -> FlopCosts:
-    """What a network call and a judgement cost, on the first of some pictures."""
-    batch, rng = prompt_batch(run, order, rows)
-    with run.engine.computing():
-        return measure_flop_costs(
-            sampling_policy(run.policy), None if isinstance(order.search, SingleSample) else verifier, batch, rng
-        )
+def measure_flops(run: Run, options: GenerationOptions, indices: list[int], verifier: Verifier) -> FlopCosts:
+    """Operations of a network call and of a verifier call, on the first of some samples."""
+    batch, rng = prompt_batch(run, options, indices)
+    with run.engine.autocast():
+        policy = sampling_policy(run.policy)
+        return measure_flop_costs(policy, verifier if options.search.uses_verifier else None, batch, rng)
 
 
-def prompt_batch(run: Run, order: GenerationOptions, rows: list[int]) -> tuple[PromptBatch, Randomness]:
-    """The prompts of some of the pictures; the seed of each is its index, whatever is made beside it."""
-    chosen = tuple(order.prompt(i) for i in rows)
-    batch = PromptBatch(chosen, tuple(order.prompts.facts[i // order.count] for i in rows))
-    return batch, Randomness(order.seed, 0, torch.tensor(rows, device=run.engine.device))
+def prompt_batch(run: Run, options: GenerationOptions, indices: list[int]) -> tuple[PromptBatch, Randomness]:
+    """The prompts of some samples, and their randomness, which depends on their indices only."""
+    prompts = tuple(options.prompt(i) for i in indices)
+    batch = PromptBatch(prompts, tuple(options.prompts.metadata[i // options.samples_per_prompt] for i in indices))
+    return batch, Randomness(options.seed, 0, torch.tensor(indices, device=run.engine.device))
 
 
 @torch.no_grad()
 def run_search(
-    run: Run, order: GenerationOptions, rows: list[int], verifier: Verifier | None = None
-) -> tuple[torch.Tensor, list[dict[str, Any]], SearchCost]:
-    """Pixels [B, F, 3, H, W] of some of the pictures, and what is known of each."""
-    batch, rng = prompt_batch(run, order, rows)
-    borrowed = nullcontext() if order.weights == "live" else run.policy.weights.use(order.weights)
-    with run.engine.computing(), borrowed:
+    run: Run, options: GenerationOptions, indices: list[int], verifier: Verifier | None = None
+) -> tuple[Tensor, list[dict[str, Any]], SearchCost]:
+    """Pixels [B, F, 3, H, W] of some samples, and the metadata of each."""
+    batch, rng = prompt_batch(run, options, indices)
+    weights = nullcontext() if options.weights == "live" else run.policy.weights.use(options.weights)
+    with run.engine.autocast(), weights:
         policy = sampling_policy(run.policy)
-        found = order.search.find(policy, verifier or RubricVerifier(run.rubric), batch, rng)
-        pixels = policy.decode(found.x).float().clamp(0, 1).cpu()
-    scores = [None if score != score else score for score in found.score.tolist()]
-    facts = [
-        {"index": i, "prompt": prompt, "seed": order.seed, "score": score}
-        for i, prompt, score in zip(rows, batch.prompts, scores, strict=True)
+        result = options.search.run(policy, verifier or RubricVerifier(run.rubric), batch, rng)
+        pixels = policy.decode(result.x).float().clamp(0, 1).cpu()
+    scores = [None if score != score else score for score in result.score.tolist()]  # JSON has no NaN
+    records = [
+        {"index": i, "prompt": prompt, "seed": options.seed, "score": score}
+        for i, prompt, score in zip(indices, batch.prompts, scores, strict=True)
     ]
-    return pixels, facts, found.price
+    return pixels, records, result.cost
 
 
 def slugify(prompt: str) -> str:

@@ -1,3 +1,5 @@
+"""PARM (potential assessment reward model): judge previews, and finish the promising candidates only."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -9,79 +11,159 @@ from torch import Tensor
 from ..core.policy import Policy, Rollout
 from ..core.randomness import Randomness
 from ..core.reward import Verdict, Verifier
-from ..core.types import PromptBatch
-from .base import Search, SearchCost, SearchResult, start_candidates
+from ..core.types import Condition, PromptBatch, concatenate, select_rows
+from .base import Search, SearchCost, SearchResult, check_candidates, split_candidates, start_candidates
 
 
 @dataclass(frozen=True)
 class PARMSearch(Search):
-    """Step-wise assessment: whoever is clear yet unpromising goes early, never the last of a prompt; then best-of-N'.
+    """Prune candidates that are clear and not promising, at least one per prompt stays; then best-of-N'.
 
-    Each candidate is judged once, at the first step at which it is clear. With `drop` off everyone finishes and
-    the promising are preferred at the end, as published. `keep` compares the clear of a prompt instead of asking each
-    for more than a limit, which a judge of early previews seldom finds passed by those that will be right.
+    Each candidate is judged once, at the first step at which it is clear. Without `prune` all candidates finish and
+    promising ones are preferred, as published. `top_k` keeps the best of a prompt's clear candidates instead of those
+    above a threshold, which scores of early previews seldom reach.
     """
 
     n: int = 4
-    first: float = 0.0  # progress before which nobody is judged
-    drop: bool = True
-    keep: int | None = None  # of a prompt's clear candidates, how many go on: the likeliest; the promising if not given
+    start_progress: float = 0.0  # progress before which candidates are not judged
+    prune: bool = True
+    top_k: int | None = None  # clear candidates of a prompt that continue; by default the promising ones
 
     def __post_init__(self) -> None:
-        if self.n < 1 or not 0 <= self.first <= 1:
+        if self.n < 1 or not 0 <= self.start_progress <= 1:
             raise ValueError(
-                f"found n {self.n}, first {self.first}; expected at least one sample and progress from 0 to 1"
+                f"found n {self.n}, start_progress {self.start_progress}; expected at least one sample and progress "
+                "from 0 to 1"
             )
-        if self.keep is not None and (self.keep < 1 or not self.drop):
-            found = f"keep {self.keep}, drop {str(self.drop).lower()}"
-            raise ValueError(f"found {found}; expected at least one that is kept, and 'drop' on")
+        if self.top_k is not None and (self.top_k < 1 or not self.prune):
+            raise ValueError(
+                f"found top_k {self.top_k}, prune {str(self.prune).lower()}; expected a top_k of at least 1, and "
+                "'prune' to be true"
+            )
 
     @torch.no_grad()
-    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
-        cond = policy.embed(batch.prompts, batch.facts).repeat(self.n)
+    def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
+        cond = policy.embed(batch.prompts, batch.metadata).repeat(self.n)
         rollout = start_candidates(policy, cond, rng.repeat(self.n))
-        owner = torch.arange(len(batch), device=rng.rows.device).repeat_interleave(self.n)
-        known = Verdict(
-            torch.zeros_like(owner, dtype=torch.bool),
-            owner >= 0,
-            torch.full(owner.shape, -torch.inf, device=owner.device),
+        prompt = torch.arange(len(batch), device=rng.rows.device).repeat_interleave(self.n)  # of each candidate
+        verdict = Verdict(
+            torch.zeros_like(prompt, dtype=torch.bool),
+            prompt >= 0,
+            torch.full(prompt.shape, -torch.inf, device=prompt.device),
         )
-        judged = 0
+        verifier_calls = 0
         while rollout.progress < 1:
             rollout.step()
-            if self.first <= rollout.progress < 1 and not bool(known.clear.all()):
-                judged += int((~known.clear).sum())
-                known = self._judge(policy, verifier, rollout, known)
-                keep = select_candidates(known, owner, self.keep) if self.drop else torch.ones_like(known.clear)
+            if self.start_progress <= rollout.progress < 1 and not bool(verdict.judgeable.all()):
+                verifier_calls += int((~verdict.judgeable).sum())
+                verdict = judge_unclear(policy, verifier, rollout, verdict)
+                keep = (
+                    select_candidates(verdict, prompt, self.top_k) if self.prune else torch.ones_like(verdict.judgeable)
+                )
                 rows = keep.nonzero().flatten()
                 rollout.select(rows)
-                owner = owner[rows]
-                known = Verdict(known.clear[rows], known.promising[rows], known.score[rows])
+                prompt = prompt[rows]
+                verdict = Verdict(verdict.judgeable[rows], verdict.promising[rows], verdict.score[rows])
         final, cond = rollout.preview(), rollout.cond
-        score = verifier.judge(policy.decode(final), cond.prompts, cond.facts, 1.0).score
-        # Any promising candidate comes before all others; within them, or those kept, the final score decides.
-        ranked = torch.where(known.promising, score, score - 1e6) if self.keep is None else score
-        best = torch.stack([torch.where(owner == i, ranked, -torch.inf).argmax() for i in range(len(batch))])
-        return SearchResult(final[best], score[best], SearchCost(rollout.price, judged + len(final)))
-
-    def _judge(self, policy: Policy[Any], verifier: Verifier, rollout: Rollout, known: Verdict) -> Verdict:
-        cond, fresh = rollout.cond, (~known.clear).nonzero().flatten()
-        prompts = [cond.prompts[i] for i in fresh.tolist()]
-        facts = [cond.facts[i] for i in fresh.tolist()] if cond.facts else ()
-        verdict = verifier.judge(policy.decode(rollout.preview()[fresh]), prompts, facts, rollout.progress)
-        clear, promising, score = known.clear.clone(), known.promising.clone(), known.score.clone()
-        clear[fresh], score[fresh] = verdict.clear, verdict.score
-        promising[fresh] = ~verdict.clear | verdict.promising
-        return Verdict(clear, promising, score)
+        score = verifier.judge(policy.decode(final), cond.prompts, cond.metadata, 1.0).score
+        # A promising candidate ranks before all others; among equals, or with top_k, the final score decides.
+        ranked = torch.where(verdict.promising, score, score - 1e6) if self.top_k is None else score
+        best = torch.stack([torch.where(prompt == i, ranked, -torch.inf).argmax() for i in range(len(batch))])
+        return SearchResult(final[best], score[best], SearchCost(rollout.network_calls, verifier_calls + len(final)))
 
 
-def select_candidates(known: Verdict, owner: Tensor, most: int | None = None) -> Tensor:
-    """Who goes on: the unclear; of a prompt's clear ones so many of the best, or those that promise, at least one."""
-    keep = ~known.clear | (known.promising if most is None else torch.zeros_like(known.clear))
-    for prompt in set(owner.tolist()):
-        own = owner == prompt
-        if most is None and bool((keep & own).any()):
+def judge_unclear(policy: Policy[Any], verifier: Verifier, rollout: Rollout, verdict: Verdict) -> Verdict:
+    """Judge the previews of candidates that were not clear before; a candidate is promising until it is clear."""
+    cond, unclear = rollout.cond, (~verdict.judgeable).nonzero().flatten()
+    prompts = [cond.prompts[i] for i in unclear.tolist()]
+    metadata = [cond.metadata[i] for i in unclear.tolist()] if cond.metadata else ()
+    update = verifier.judge(policy.decode(rollout.preview()[unclear]), prompts, metadata, rollout.progress)
+    clear, promising, score = verdict.judgeable.clone(), verdict.promising.clone(), verdict.score.clone()
+    clear[unclear], score[unclear] = update.judgeable, update.score
+    promising[unclear] = ~update.judgeable | update.promising
+    return Verdict(clear, promising, score)
+
+
+def select_candidates(verdict: Verdict, prompt: Tensor, top_k: int | None = None) -> Tensor:
+    """Which candidates continue: unclear ones, and of a prompt's clear ones the promising or the best `top_k`: [N].
+
+    If nothing of a prompt would continue, its best clear candidate does.
+    """
+    keep = ~verdict.judgeable | (verdict.promising if top_k is None else torch.zeros_like(verdict.judgeable))
+    for index in set(prompt.tolist()):
+        of_prompt = prompt == index
+        if top_k is None and bool((keep & of_prompt).any()):
             continue
-        rivals = (own & known.clear).nonzero().flatten()
-        keep[rivals[known.score[rivals].argsort(descending=True, stable=True)[: most or 1]]] = True
+        clear = (of_prompt & verdict.judgeable).nonzero().flatten()
+        keep[clear[verdict.score[clear].argsort(descending=True, stable=True)[: top_k or 1]]] = True
     return keep
+
+
+@dataclass(frozen=True)
+class CandidateHistory:
+    """Finished candidates with the verdicts on their previews."""
+
+    final: Tensor  # [B, ...]
+    promising: Tensor  # [B] bool, at the first clear preview
+    score: Tensor  # [B] of that preview; 0 if no preview was clear
+
+
+@dataclass(frozen=True)
+class PublishedPARMSearch(Search):
+    """PARM as its published code has it: no candidate is pruned, and one without a clear preview is not promising.
+
+    Promising candidates are compared when they are finished; if a prompt has none, the scores of the previews decide.
+    Use a judge whose mode is upstream_generate for scores as published.
+    """
+
+    n: int = 4
+    reset_temperature: bool = False  # for every candidate of a masked generator
+
+    def __post_init__(self) -> None:
+        check_candidates(self.n)
+
+    @torch.no_grad()
+    def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
+        cond, draws = policy.embed(batch.prompts, batch.metadata).repeat(self.n), rng.repeat(self.n)
+        shares = split_candidates(policy, len(cond), self.n, reset_temperature=self.reset_temperature)
+        results = [
+            rollout_with_judgments(p, verifier, select_rows(cond, rows), select_rows(draws, rows)) for p, rows in shares
+        ]
+        order = torch.cat([rows for _, rows in shares]).argsort()
+        history = select_rows(concatenate([candidates for candidates, _ in results]), order)
+        rows = history.promising.nonzero().flatten()
+        score = torch.full_like(history.score, -torch.inf)
+        if len(rows):
+            promising = select_rows(cond, rows)
+            pixels = policy.decode(history.final[rows])
+            score[rows] = verifier.judge(pixels, promising.prompts, promising.metadata, 1.0).score
+        final_scores, preview_scores = score.view(-1, self.n), history.score.view(-1, self.n)
+        any_promising = history.promising.view(-1, self.n).any(1)
+        chosen = torch.where(any_promising, final_scores.argmax(1), preview_scores.argmax(1))
+        best = torch.arange(len(batch), device=chosen.device) * self.n + chosen
+        best_score = torch.where(history.promising[best], score[best], history.score[best])
+        cost = SearchCost(0, len(rows))
+        for _, rollout_cost in results:
+            cost = cost + rollout_cost
+        return SearchResult(history.final[best], best_score, cost)
+
+
+def rollout_with_judgments(
+    policy: Policy[Any], verifier: Verifier, cond: Condition, rng: Randomness
+) -> tuple[CandidateHistory, SearchCost]:
+    """Judge each candidate at every step, the last one included, until it was clear once."""
+    rollout, verifier_calls = start_candidates(policy, cond, rng), 0
+    clear = torch.zeros(len(cond), dtype=torch.bool, device=rng.rows.device)
+    promising, score = clear.clone(), torch.zeros(len(cond), device=clear.device)
+    while rollout.progress < 1:
+        rollout.step()
+        unclear = (~clear).nonzero().flatten()
+        if not len(unclear):
+            continue
+        verifier_calls += len(unclear)
+        candidates, pixels = select_rows(cond, unclear), policy.decode(rollout.preview()[unclear])
+        # Just below 1: at a progress of 1, verifiers ask the questions for finished samples.
+        verdict = verifier.judge(pixels, candidates.prompts, candidates.metadata, min(rollout.progress, 1 - 1e-6))
+        clear[unclear], promising[unclear] = verdict.judgeable, verdict.judgeable & verdict.promising
+        score[unclear] = torch.where(verdict.judgeable, verdict.score, torch.zeros_like(verdict.score))
+    return CandidateHistory(rollout.preview(), promising, score), SearchCost(rollout.network_calls, verifier_calls)

@@ -1,3 +1,5 @@
+"""Step-wise search with a process reward model."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,46 +17,45 @@ from .base import Search, SearchCost, SearchResult, start_candidates
 
 @dataclass(frozen=True)
 class PRMSearch(Search):
-    """Step-wise selection: of n unfinished samples a prompt all go on from the one the judge scores best.
+    """At every step all n candidates of a prompt continue from copies of the one with the highest score.
 
-    Ask a judge whose question is prm, or any reward.
+    Use a judge whose question is prm, or any reward.
     """
 
     n: int = 4
-    first: float = 0.0  # progress before which nobody is judged
-    every: int = 1  # steps from one look to the next
+    start_progress: float = 0.0  # progress before which candidates are not compared
+    interval: int = 1  # steps between two comparisons
 
     def __post_init__(self) -> None:
-        if self.n < 1 or not 0 <= self.first <= 1 or self.every < 1:
-            found = f"n {self.n}, first {self.first}, every {self.every}"
+        if self.n < 1 or not 0 <= self.start_progress <= 1 or self.interval < 1:
             raise ValueError(
-                f"found {found}; expected at least one sample, progress from 0 to 1, and at least one step"
+                f"found n {self.n}, start_progress {self.start_progress}, interval {self.interval}; expected at least "
+                "one sample, progress from 0 to 1, and at least one step"
             )
 
     @torch.no_grad()
-    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
-        if not policy.process.chance:
+    def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
+        if not policy.process.stochastic:
             raise ConfigError(
-                "--search: prm goes on from copies of one sample, which must have draws of their own at every step; "
-                "the sampler has none, so choose parm, or one that takes chances"
+                "--search: prm continues from copies of one sample, which differ only if the sampler draws noise at "
+                "every step; this one does not, so choose parm, or a stochastic sampler"
             )
-        cond, draws = policy.embed(batch.prompts, batch.facts).repeat(self.n), rng.repeat(self.n)
+        cond, draws = policy.embed(batch.prompts, batch.metadata).repeat(self.n), rng.repeat(self.n)
         rollout = start_candidates(policy, cond, draws)
-        rollout.redraw(draws)  # whoever cannot says so before anything is made
-        owner = torch.arange(len(batch), device=rng.rows.device) * self.n
-        looks, taken = 0, 0
+        rollout.reseed(draws)  # refuses rollouts that cannot, before a network call
+        first = torch.arange(len(batch), device=rng.rows.device) * self.n
+        comparisons, steps = 0, 0
         while True:
             rollout.step()
-            taken += 1
-            due = self.first <= rollout.progress and taken % self.every == 0
+            steps += 1
+            due = self.start_progress <= rollout.progress and steps % self.interval == 0
             if not due and rollout.progress < 1:
                 continue
-            verdict = verifier.judge(policy.decode(rollout.preview()), cond.prompts, cond.facts, rollout.progress)
-            score, looks = verdict.score.view(-1, self.n), looks + 1
-            best = owner + score.argmax(1)
+            verdict = verifier.judge(policy.decode(rollout.preview()), cond.prompts, cond.metadata, rollout.progress)
+            score, comparisons = verdict.score.view(-1, self.n), comparisons + 1
+            best = first + score.argmax(1)
             if rollout.progress == 1:
-                return SearchResult(
-                    rollout.preview()[best], score.amax(1), SearchCost(rollout.price, looks * len(cond))
-                )
+                cost = SearchCost(rollout.network_calls, comparisons * len(cond))
+                return SearchResult(rollout.preview()[best], score.amax(1), cost)
             rollout.select(best.repeat_interleave(self.n))
-            rollout.redraw(draws)  # copies part again
+            rollout.reseed(draws)  # copies get noise of their own again

@@ -1,8 +1,9 @@
+"""PARM++: regenerate samples that the verifier rejects, with its feedback."""
+
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,61 +11,53 @@ from torch import Tensor
 from ..core.policy import Policy
 from ..core.randomness import Randomness
 from ..core.reward import Verifier
-from ..core.types import Metadata, PromptBatch, Prompts
+from ..core.types import PromptBatch
 from .base import Search, SearchCost, SearchResult
-from .single import SingleSample
-
-
-@runtime_checkable
-class ExplainingVerifier(Protocol):
-    """A verifier that can say what is wrong."""
-
-    def reasons(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Sequence[str]:
-        """One a picture."""
+from .best_of_n import SingleSample
 
 
 @dataclass(frozen=True)
 class Refine(Search):
-    """PARM++'s reflection: what the judge does not find right is made again, and the better one stays.
+    """Regenerate samples that are not promising, and keep the better of old and new.
 
-    The generator is told of the last try by facts: `image` its pixels, `reason` what is wrong, where the judge is a
-    critic. One that reads no facts tries again, with other draws.
+    The generator gets the last attempt as metadata: `image` its pixels, and `reason` what is wrong, if the verifier
+    explains. A generator that reads no metadata tries again with other draws.
     """
 
-    even: ClassVar[bool] = False  # once all is right nobody tries again
-    search: Search = SingleSample()  # by which each try is made
-    rounds: int = 3  # of reflection, at most
+    constant_cost: ClassVar[bool] = False  # ends as soon as all samples are promising
+    search: Search = SingleSample()  # generates each attempt
+    max_rounds: int = 3
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ValueError(f"'rounds' is {self.rounds}; expected at least one")
+        if self.max_rounds < 1:
+            raise ValueError(f"'max_rounds' is {self.max_rounds}; expected at least one")
 
     @torch.no_grad()
-    def find(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
-        found = self.search.find(policy, verifier, batch, rng)
-        x, price = found.x.clone(), found.price
-        verdict = verifier.judge(policy.decode(x), batch.prompts, batch.facts, 1.0)
-        score, right = verdict.score.clone(), verdict.promising.clone()
-        price = price + SearchCost(0, len(batch))
-        for k in range(1, self.rounds + 1):
-            rows = (~right).nonzero().flatten()
+    def run(self, policy: Policy[Any], verifier: Verifier, batch: PromptBatch, rng: Randomness) -> SearchResult:
+        result = self.search.run(policy, verifier, batch, rng)
+        x = result.x.clone()
+        verdict = verifier.judge(policy.decode(x), batch.prompts, batch.metadata, 1.0)
+        score, promising = verdict.score.clone(), verdict.promising.clone()
+        cost = result.cost + SearchCost(0, len(batch))
+        for k in range(1, self.max_rounds + 1):
+            rows = (~promising).nonzero().flatten()
             if not len(rows):
                 break
-            asked = add_feedback(verifier, batch, rows.tolist(), policy.decode(x[rows]))
+            retry = add_feedback(verifier, batch, rows.tolist(), policy.decode(x[rows]))
             draws = replace(rng, step=rng.step + k, rows=rng.rows[rows])
-            again = self.search.find(policy, verifier, asked, draws)
-            verdict = verifier.judge(policy.decode(again.x), asked.prompts, asked.facts, 1.0)
+            attempt = self.search.run(policy, verifier, retry, draws)
+            verdict = verifier.judge(policy.decode(attempt.x), retry.prompts, retry.metadata, 1.0)
             better = verdict.score > score[rows]
-            x[rows[better]], score[rows[better]] = again.x[better], verdict.score[better]
-            right[rows] = verdict.promising
-            price = price + again.price + SearchCost(0, len(rows))
-        return SearchResult(x, score, price)
+            x[rows[better]], score[rows[better]] = attempt.x[better], verdict.score[better]
+            promising[rows] = verdict.promising
+            cost = cost + attempt.cost + SearchCost(0, len(rows))
+        return SearchResult(x, score, cost)
 
 
 def add_feedback(verifier: Verifier, batch: PromptBatch, rows: list[int], pixels: Tensor) -> PromptBatch:
-    """The prompts of some rows, with what came of them."""
+    """The prompts of some rows, with their last attempt and what is wrong with it as metadata."""
     prompts = tuple(batch.prompts[i] for i in rows)
-    facts = tuple(batch.facts[i] for i in rows)
-    wrong = verifier.reasons(pixels, prompts, facts) if isinstance(verifier, ExplainingVerifier) else [""] * len(rows)
-    known = zip(facts, pixels.float().clamp(0, 1).cpu(), wrong, strict=True)
-    return PromptBatch(prompts, tuple({**fact, "image": picture, "reason": reason} for fact, picture, reason in known))
+    metadata = tuple(batch.metadata[i] for i in rows)
+    reasons = verifier.explain(pixels, prompts, metadata)
+    feedback = zip(metadata, pixels.float().clamp(0, 1).cpu(), reasons, strict=True)
+    return PromptBatch(prompts, tuple({**known, "image": image, "reason": reason} for known, image, reason in feedback))

@@ -1,4 +1,4 @@
-"""Searches as the command line names them: how to search, whom to ask, and the curve of score against price."""
+"""The search of a command line: its settings, its verifier, and the curve of score against cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..config.validate import build_component
 from ..config.yaml_io import parse_yaml
 from ..core.registry import ConfigError
 from ..core.reward import Verifier, load_shared_reward
-from ..evaluation.scoreboard.aggregate import ConfidenceInterval, ScoreboardRow
+from ..evaluation.scoreboard.results import ConfidenceInterval, ScoreboardRow
 from ..evaluation.scoreboard.svg_charts import cost_chart
 from ..rewards.scoring import parse_rewards
 from ..training import distributed
@@ -26,38 +26,41 @@ from .base import RubricVerifier, Search
 from .diffusers_scheduler import DiffusersSchedulerSearch
 from .flops import format_flops
 
-PRICES, PICTURE = "prices.json", "prices.svg"
+CURVE_FILE, CURVE_CHART = "prices.json", "prices.svg"
 Report = dict[str, Any]
 
 
 def build_search(text: str, n: int | None = None) -> Search:
-    """A search by its name or its settings, as in '{type: parm, first: 0.5}', of n candidates unless they say it."""
-    told = _parse_settings(text)
-    kind = SEARCHES.find(search_name(text), "--search")
-    if n is not None and "n" in {field.name for field in fields(kind)}:
-        told = {"n": n, **told}
-    found: Search = build_component(Search, told, "--search")
-    return found
+    """A search by name or by settings such as '{type: parm, start_progress: 0.5}', with n candidates by default."""
+    settings = _parse_settings(text)
+    if n is not None and takes_candidates(text):
+        settings = {"n": n, **settings}
+    search: Search = build_component(Search, settings, "--search")
+    return search
 
 
-def check_even_ranks(run: Run, search: Search) -> None:
-    """Refuse a search that ranks would not go through alike, where they need one another."""
-    if run.engine.mesh is not None and not search.even:
+def takes_candidates(text: str) -> bool:
+    """Whether a search has a number of candidates `n`."""
+    return "n" in {field.name for field in fields(SEARCHES.find(search_name(text), "--search"))}
+
+
+def check_constant_cost(run: Run, search: Search) -> None:
+    """Refuse a search with a varying number of network calls if the model is sharded over ranks."""
+    if run.engine.mesh is not None and not search.constant_cost:
         raise ConfigError(
             f"--search: with engine.strategy {run.engine.config.strategy} all ranks call the network together, but "
-            "this search ends once all is right, so that some would wait for ever; set engine.strategy=replicated"
+            "ranks of this search make different numbers of calls, which would deadlock; set engine.strategy=replicated"
         )
 
 
-def wants_curve(text: str, counts: Sequence[int]) -> bool:
-    """Whether a curve is asked for; a search whose candidates are no matter of `--n` has none."""
+def is_curve_requested(text: str, counts: Sequence[int]) -> bool:
+    """Whether `--n` has several numbers; refuses them for a search without `n`."""
     if len(counts) == 1:
         return False
-    kind = SEARCHES.find(search_name(text), "--search")
-    if "n" in _parse_settings(text) or "n" not in {field.name for field in fields(kind)}:
+    if "n" in _parse_settings(text) or not takes_candidates(text):
         raise ConfigError(
-            f"--n: found {len(counts)} numbers, but --search '{text:.60}' takes none of them; leave 'n' out of its "
-            "settings, choose best_of_n, prm, parm or published_parm, or give one number"
+            f"--n: found {len(counts)} numbers, but --search '{text:.60}' does not use them; leave 'n' out of "
+            "its settings, choose best_of_n, prm, parm or published_parm, or pass one number"
         )
     return True
 
@@ -66,89 +69,91 @@ def build_sampler(text: str, n: int, scheduler: str, steps: int | None) -> Searc
     """Build the search, or plain sampling with a diffusers scheduler if one is named."""
     if not scheduler:
         if steps is not None:
-            raise ConfigError("--steps goes with --scheduler; for the process's own sampler set process.steps")
+            raise ConfigError("--steps goes with --scheduler; for the process's own sampler set process.num_steps")
         return build_search(text, n)
     if search_name(text) != "single":
         raise ConfigError(
-            f"--scheduler makes one sample a prompt and --search is {search_name(text):.60}; leave one out"
+            f"--scheduler generates one sample per prompt, but --search is {search_name(text):.60}; leave one out"
         )
     return DiffusersSchedulerSearch(scheduler, steps)
 
 
 def search_name(text: str) -> str:
-    """A search in a word, for folders and titles."""
+    """The type of a search, for folders and titles."""
     return str(_parse_settings(text).get("type", ""))
 
 
 def _parse_settings(text: str) -> dict[str, Any]:
-    told = parse_yaml(text, "--search") if text.lstrip().startswith("{") else {"type": text}
-    return told if isinstance(told, dict) else {}
+    settings = parse_yaml(text, "--search") if text.lstrip().startswith("{") else {"type": text}
+    return settings if isinstance(settings, dict) else {}
 
 
 def parse_candidates(text: str) -> tuple[int, ...]:
-    """Of candidates, with commas between them."""
+    """The numbers of candidates in `--n`, with commas between them."""
     try:
-        found = tuple(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
+        counts = tuple(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
     except ValueError as error:
-        raise ConfigError(f"--n: found '{text:.60}'; expected whole numbers, as in 1,4,20") from error
-    if not found or min(found) < 1:
+        raise ConfigError(f"--n: found '{text:.60}'; expected integers, as in 1,4,20") from error
+    if not counts or min(counts) < 1:
         raise ConfigError(f"--n: found '{text:.60}'; expected numbers from 1")
-    return found
+    return counts
 
 
 def build_verifier(text: str, run: Run, *, tiny: bool) -> Verifier:
-    """A reward that judges unfinished pictures too, or any other; for `run`, the run's own, all or the only one."""
+    """The verifier of a reward, or of the run's rewards for `run`; a reward that judges no previews is wrapped."""
     if text == "run":
-        paid = [graded.reward for graded in run.rubric.rewards.values() if graded.weight]
-        return paid[0] if len(paid) == 1 and isinstance(paid[0], Verifier) else RubricVerifier(run.rubric)
+        weighted = [weighted.reward for weighted in run.rubric.rewards.values() if weighted.weight]
+        verifier = weighted[0].verifier() if len(weighted) == 1 else None
+        return verifier or RubricVerifier(run.rubric)
     rewards = parse_rewards([text])
     if tiny:
         rewards = {name: replace(reward, spec=reward.spec.tiny()) for name, reward in rewards.items()}
     placement = run.engine.placement()
-    live = [load_shared_reward(reward.spec, placement) for reward in rewards.values()]
-    return live[0] if isinstance(live[0], Verifier) else RubricVerifier(build_rubric(rewards, placement))
+    first = load_shared_reward(next(iter(rewards.values())).spec, placement)
+    return first.verifier() or RubricVerifier(build_rubric(rewards, placement))
 
 
 def evaluate_curve(
-    name: str, counts: Sequence[int], examine: Callable[[int, Path], Report], out: Path, console: Console
+    name: str, counts: Sequence[int], evaluate: Callable[[int, Path], Report], out: Path, console: Console
 ) -> list[Report]:
-    """One evaluation for each number of candidates, in a folder each; then all of them against their price."""
-    reports = [examine(n, out / f"n{n}") for n in counts]
+    """Evaluate each number of candidates in a folder of its own, and draw score against cost."""
+    reports = [evaluate(n, out / f"n{n}") for n in counts]
     if distributed.get_rank():
-        return reports  # the first one speaks for all
+        return reports
     points = [{"n": n, **curve_point(report)} for n, report in zip(counts, reports, strict=True)]
-    (out / PRICES).write_text(json.dumps({"search": name, "points": points}, indent=1) + "\n", encoding="utf-8")
+    (out / CURVE_FILE).write_text(json.dumps({"search": name, "points": points}, indent=1) + "\n", encoding="utf-8")
     lines = [curve_line(name, report, n) for n, report in zip(counts, reports, strict=True)]
-    (out / PICTURE).write_text(cost_chart(lines, f"Score against price: {name}"), encoding="utf-8")
-    console.print(table(name, points))
-    console.print(f"the curve is {out / PICTURE}, its numbers are {out / PRICES}")
+    (out / CURVE_CHART).write_text(cost_chart(lines, f"Score against cost: {name}"), encoding="utf-8")
+    console.print(format_curve_table(name, points))
+    console.print(f"chart: {out / CURVE_CHART}, numbers: {out / CURVE_FILE}")
     return reports
 
 
 def curve_point(report: Report) -> dict[str, Any]:
-    """What was reached, and what it cost a picture."""
+    """Mean and 95 % interval of the first score, and the cost per sample."""
     score, scores = next(iter(report["scores"].items()))
-    paid = {key: report[key] for key in ("calls", "judged", "flops")}
-    return {"score": score, **{key: scores["overall"][key] for key in ("mean", "low", "high")}, **paid}
+    cost = {key: report[key] for key in ("calls", "judged", "flops")}
+    return {"score": score, **{key: scores["overall"][key] for key in ("mean", "low", "high")}, **cost}
 
 
 def curve_line(name: str, report: Report, n: int) -> ScoreboardRow:
-    """A report as the scoreboard draws it."""
-    known = curve_point(report)
-    found = ConfidenceInterval(known["mean"], known["low"], known["high"])
+    """A point of the curve as a row of the scoreboard, which draws it."""
+    point = curve_point(report)
+    interval = ConfidenceInterval(point["mean"], point["low"], point["high"])
     return ScoreboardRow(
-        *(f"{name}-{n}", name, name, report["benchmark"], "", n, True, 1, known["score"], 0.0, found, found),
+        *(f"{name}-{n}", name, name, report["benchmark"], "", n, True, 1, point["score"], 0.0, interval, interval),
         tasks={},
         lenient=None,
-        pictures={},
-        price=known["calls"],
+        set_metrics={},
+        network_calls=point["calls"],
     )
 
 
-def table(name: str, points: Sequence[dict[str, Any]]) -> Table:
-    head = ("candidates", "network calls", "judgements", "operations", points[0]["score"], "95 %")
-    shown = Table(*head, title=f"{name}: what a picture costs")
-    for each in points:
-        paid = (f"{each['calls']:.4g}", f"{each['judged']:.3g}", format_flops(each["flops"]))
-        shown.add_row(str(each["n"]), *paid, f"{each['mean']:.3f}", f"{each['low']:.3f}-{each['high']:.3f}")
-    return shown
+def format_curve_table(name: str, points: Sequence[dict[str, Any]]) -> Table:
+    """A table of score and cost per sample, by number of candidates."""
+    columns = ("candidates", "network calls", "verifier calls", "operations", points[0]["score"], "95 %")
+    table = Table(*columns, title=f"{name}: cost per sample")
+    for point in points:
+        cost = (f"{point['calls']:.4g}", f"{point['judged']:.3g}", format_flops(point["flops"]))
+        table.add_row(str(point["n"]), *cost, f"{point['mean']:.3f}", f"{point['low']:.3f}-{point['high']:.3f}")
+    return table

@@ -1,4 +1,4 @@
-"""Asking a served reward: connection errors are tried again, all others are told."""
+"""Client of a reward server. Connection errors are retried; all other errors are raised."""
 
 from __future__ import annotations
 
@@ -12,58 +12,62 @@ from urllib.parse import urlsplit
 
 from ..core.reward import RewardError
 
-MAX_RETRY_DELAY = 30.0  # seconds between two tries
-CONNECT_TIMEOUT = 10.0  # seconds for a connection
+MAX_RETRY_DELAY = 30.0  # seconds
+CONNECT_TIMEOUT = 10.0  # seconds
 
 
 class RewardServiceError(RewardError):
-    """A served reward that does not answer, or answers what cannot be used."""
+    """A reward server that does not respond, or whose response cannot be used."""
+
+
+class ServerUnreachableError(Exception):
+    """A server that could not be connected to."""
 
 
 @dataclass(frozen=True)
 class RewardClient:
-    """One server, asked over a connection of its own each time, without proxies or redirections."""
+    """Sends requests to one server, each over a new connection, without proxies or redirects."""
 
     url: str
     token: str = ""
-    timeout: float = 600.0  # seconds for an answer
+    timeout: float = 600.0  # seconds for a response
     retries: int = 5  # after connection errors
-    pause: float = 0.5  # seconds before the first of them, doubled each time
+    retry_delay: float = 0.5  # seconds before the first retry, doubled for each further one
 
-    def ask(self, path: str, kind: str = "", body: bytes = b"") -> dict[str, Any]:
-        """What a path answers; posted to if there is a body."""
-        tried = 0
+    def request(self, path: str, content_type: str = "", body: bytes = b"") -> dict[str, Any]:
+        """Return the JSON response of a path: POST if there is a body, otherwise GET."""
+        attempts = 0
         while True:
             try:
-                return self._once(path, kind, body)
+                return self._request_once(path, content_type, body)
             except (ConnectionError, http.client.IncompleteRead, ServerUnreachableError) as error:
-                tried += 1
-                if tried > self.retries:
+                attempts += 1
+                if attempts > self.retries:
                     raise RewardServiceError(
-                        f"no reward answers at {self.url}, asked {tried} times ({error}); "
+                        f"no reward server responds at {self.url} after {attempts} attempts ({error}); "
                         "start it with `tastemaker serve-reward`, or correct the url"
                     ) from error
-            time.sleep(min(MAX_RETRY_DELAY, self.pause * 2 ** (tried - 1)))
+            time.sleep(min(MAX_RETRY_DELAY, self.retry_delay * 2 ** (attempts - 1)))
 
-    def _once(self, path: str, kind: str, body: bytes) -> dict[str, Any]:
-        connection = self._connected()
-        headers = {"Content-Type": kind} if kind else {}
+    def _request_once(self, path: str, content_type: str, body: bytes) -> dict[str, Any]:
+        connection = self._connect()
+        headers = {"Content-Type": content_type} if content_type else {}
         headers |= {"Authorization": f"Bearer {self.token}"} if self.token else {}
         try:
             connection.request("POST" if body else "GET", urlsplit(self.url).path.rstrip("/") + path, body, headers)
             response = connection.getresponse()
-            return self._read(response.status, response.read())
+            return self._parse_response(response.status, response.read())
         except TimeoutError as error:
             raise RewardServiceError(
-                f"{self.url} gave no answer within {self.timeout:g} seconds; raise 'timeout', or lower batch_size"
+                f"{self.url} did not respond within {self.timeout:g} seconds; raise 'timeout', or lower batch_size"
             ) from error
         finally:
             connection.close()
 
-    def _connected(self) -> http.client.HTTPConnection:
+    def _connect(self) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=min(CONNECT_TIMEOUT, self.timeout))
+        connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = connection_class(parts.hostname or "", parts.port, timeout=min(CONNECT_TIMEOUT, self.timeout))
         try:
             connection.connect()
             connection.sock.settimeout(self.timeout)
@@ -73,18 +77,14 @@ class RewardClient:
             raise ServerUnreachableError(str(error)) from error
         return connection
 
-    def _read(self, status: int, body: bytes) -> dict[str, Any]:
+    def _parse_response(self, status: int, body: bytes) -> dict[str, Any]:
         try:
-            told = json.loads(body)
+            response = json.loads(body)
         except ValueError:
-            told = None
-        if status == 200 and isinstance(told, dict):
-            return told
-        said = told.get("error") if isinstance(told, dict) else body[:200].decode("utf-8", "replace")
+            response = None
+        if status == 200 and isinstance(response, dict):
+            return response
+        error = response.get("error") if isinstance(response, dict) else body[:200].decode("utf-8", "replace")
         if status == 200:
-            raise RewardServiceError(f"{self.url} answered what is no JSON object ({said}); is it a served reward?")
-        raise RewardServiceError(f"{self.url} refused ({status}): {said}")
-
-
-class ServerUnreachableError(Exception):
-    """A server that could not be connected to."""
+            raise RewardServiceError(f"the response of {self.url} is no JSON object ({error}); is it a reward server?")
+        raise RewardServiceError(f"{self.url} refused ({status}): {error}")

@@ -12,33 +12,31 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ..core.weights import HasExtraForwardMethods
+from ..core.weights import NetworkTraits
 from .precision import recompute_contexts
 
-MIN_PARAMETERS, MIN_BLOCKS = (
-    100_000_000,
-    8,
-)  # weights, and blocks of one kind, from which blocks are compiled one by one
+# Networks with at least this many parameters and blocks of one class are compiled block by block.
+MIN_PARAMETERS, MIN_BLOCKS = 100_000_000, 8
 RECOMPILE_LIMIT = 64
 
 
 def repeated_blocks(net: nn.Module) -> list[nn.Module]:
-    """The elements of the outermost lists of modules: what a network repeats, and so what to shard and recompute by."""
-    found: list[nn.Module] = []
+    """Return the elements of the outermost module lists: the units to shard, compile and checkpoint."""
+    blocks: list[nn.Module] = []
     for child in net.children():
         if isinstance(child, nn.ModuleList):
             for element in child:
-                # A list has no forward to hook into; its elements may.
-                found += repeated_blocks(nn.ModuleList([element])) if isinstance(element, nn.ModuleList) else [element]
+                # A list has no forward to wrap; its elements may.
+                blocks += repeated_blocks(nn.ModuleList([element])) if isinstance(element, nn.ModuleList) else [element]
         else:
-            found += repeated_blocks(child)
-    return [block for block in found if any(True for _ in block.parameters())]
+            blocks += repeated_blocks(child)
+    return [block for block in blocks if any(True for _ in block.parameters())]
 
 
 def should_compile_blocks(net: nn.Module) -> bool:
-    """Whether a network is to be compiled block by block: it is large, and has many blocks of one kind.
+    """Return whether to compile a network block by block: it is large and has many blocks of one class.
 
-    One graph then serves all of them, so that it takes seconds; a small network gains more from being compiled whole.
+    All blocks share one graph, which compiles in seconds; small networks are faster if compiled as a whole.
     """
     kinds = Counter(type(block) for block in repeated_blocks(net))
     large = sum(p.numel() for p in net.parameters()) >= MIN_PARAMETERS
@@ -46,26 +44,25 @@ def should_compile_blocks(net: nn.Module) -> bool:
 
 
 def compile_blocks(net: nn.Module) -> None:
-    """Compile each block by itself, before anything is wrapped around it; equal blocks share their graphs."""
+    """Compile each block by itself; blocks of one class share their graphs. Call this before other wrappers."""
     from torch._dynamo import config
 
-    # A graph for each kind of block, number of rows, and whether there is a gradient; then no more is translated, and
-    # what is left would run uncompiled.
+    # There is a graph for each class of block, batch size and gradient mode. Beyond the limit, blocks run uncompiled.
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     for module in repeated_blocks(net):
-        # Fixed sizes: a second number of rows would otherwise make all sizes open, and slower.
+        # Static shapes: a second batch size would otherwise switch to dynamic shapes, which are slower.
         module.forward = torch.compile(module.forward, dynamic=False)
 
 
-def compile_whole(net: nn.Module) -> None:
-    """In place: names, hooks and borrowed weights stay as they are."""
+def compile_whole(net: nn.Module, traits: NetworkTraits = NetworkTraits()) -> None:
+    """Compile a network and its other forward methods in place; names of parameters and hooks stay the same."""
     net.compile()
-    for name in net.entries if isinstance(net, HasExtraForwardMethods) else ():
+    for name in traits.extra_forward_methods:
         setattr(net, name, torch.compile(getattr(net, name)))
 
 
 def disable_compile_cache() -> None:
-    """Reuse no graph of an earlier process: what is kept of them does not say which kernel of attention it calls."""
+    """Do not reuse compiled graphs of earlier processes: the cache key lacks the attention kernel."""
     from torch._functorch import config
 
     config.enable_autograd_cache = False
@@ -74,14 +71,14 @@ def disable_compile_cache() -> None:
 def checkpoint_activations(net: nn.Module) -> None:
     """Apply activation checkpointing to each block: recompute its activations in the backward pass."""
     for module in repeated_blocks(net) or [net]:
-        module.forward = _checkpointed(module.forward)  # in place, so that no name changes
+        module.forward = _checkpointed(module.forward)  # in place, so that parameter names stay the same
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def call(*inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
-        if torch.compiler.is_compiling():  # which takes no modes into the backward pass
+        if torch.compiler.is_compiling():  # torch.compile does not support context_fn
             return checkpoint(forward, *inputs, use_reentrant=False, **named)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=recompute_contexts, **named)
 

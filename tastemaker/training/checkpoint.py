@@ -1,15 +1,19 @@
-"""Checkpoints: atomic directories, written whole or in shards, read back on any number of ranks.
+"""Checkpoints: directories that appear complete or not at all, consolidated or sharded, for any number of ranks.
 
-Shards are safetensors files of our own rather than torch.distributed.checkpoint, whose metadata is a pickle that
-its reader trusts. FSDP2 cuts every tensor along dimension 0, so the shards of a tensor put end to end are the tensor,
-and a whole file is the case of one shard: one reader serves both forms, every strategy and any number of ranks.
+Shards are plain safetensors files rather than torch.distributed.checkpoint, whose metadata is a pickle that its reader
+trusts. FSDP2 shards every tensor along dimension 0, so the concatenated shards of a tensor are the tensor, and a
+consolidated file is the case of one shard: one reader serves both formats, every strategy and any number of ranks.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import re
+import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,10 @@ import torch
 from torch import Tensor
 
 from ..config.schema import CheckpointConfig
+from ..core.errors import explain_error
 from ..core.weights import Weights
-from . import distributed, run_directory
+from . import distributed
 from .engine import Engine
-from .errors import explain_error
-from .run_directory import latest
 from .safetensors_io import (
     CheckpointError,
     DamagedCheckpointError,
@@ -29,13 +32,27 @@ from .safetensors_io import (
     ShardedTensorReader,
     TensorHeader,
     TensorSource,
+    compute_checksum,
     load_pickled,
     open_writer,
 )
 
-__all__ = ["CheckpointError", "initialize_weights", "latest", "load", "save"]
+__all__ = ["CheckpointError", "initialize_weights", "latest_checkpoint", "load", "save"]
 
+FORMAT = 1
+BEST = "best"  # a link to the checkpoint with the highest held-out score
+CHECKPOINT_NAME = re.compile(r"step-(\d+)(\.old)?")  # .old: renamed while the same step is saved again
 TensorGroups = dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """The contents of state.json."""
+
+    step: int
+    files: dict[str, FileChecksum]
+    scaler: dict[str, float] | None
+    extra: dict[str, Any]
 
 
 def save(
@@ -48,43 +65,43 @@ def save(
     *,
     best: bool = False,
 ) -> Path:
-    """Write everything a resume needs; it appears complete or not at all. Every rank must call it.
+    """Write everything a resume needs into a new directory and return it. Every rank must call this.
 
-    `extra` goes through JSON: tuples come back as lists, and keys as strings. The `best` so far is never pruned.
+    `extra` is written as JSON: tuples come back as lists, and keys as strings. The `best` checkpoint is never pruned.
     """
-    target = run_directory.checkpoint_path(directory, step)
-    partial = run_directory.partial_path(target)
-    groups = _groups(engine, weights)
-    json.dumps(dict(extra))  # what JSON cannot hold must fail here, on all ranks alike, and not while one writes
-    _raise_on_all_ranks(engine, _begin(partial, groups) if engine.comm.rank == 0 else None, partial)
-    seals, error = _write_groups(partial, groups, engine, config.form)
+    target = checkpoint_path(directory, step)
+    partial = partial_path(target)
+    groups = _tensor_groups(engine, weights)
+    json.dumps(dict(extra))  # fail now, on all ranks alike, if JSON cannot represent it
+    _raise_on_all_ranks(engine, _create_directories(partial, groups) if engine.comm.rank == 0 else None, partial)
+    checksums, error = _write_groups(partial, groups, engine, config.format)
     _raise_on_all_ranks(engine, error, partial)
-    found = dict(engine.comm.gather_objects(list(seals.items())))
+    all_checksums = dict(engine.comm.gather_objects(list(checksums.items())))
     state = {
-        "format": run_directory.FORMAT,
+        "format": FORMAT,
         "step": step,
-        "form": config.form,
+        "form": config.format,
         "strategy": engine.config.strategy,
-        "world": engine.comm.world,
-        "versions": run_directory.library_versions(),
-        "scaler": engine.scaler.state() if engine.scaler else None,
-        "files": {name: asdict(seal) for name, seal in sorted(found.items())},
+        "world": engine.comm.world_size,
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+        "scaler": engine.scaler.state_dict() if engine.scaler else None,
+        "files": {name: asdict(checksum) for name, checksum in sorted(all_checksums.items())},
         "extra": dict(extra),
     }
-    error = _finish(partial, target, state, config.keep, best=best) if engine.comm.rank == 0 else None
+    error = _publish_and_prune(partial, target, state, config.keep_last, best=best) if engine.comm.rank == 0 else None
     _raise_on_all_ranks(engine, error, partial)
     return target
 
 
-def _groups(engine: Engine, weights: Weights) -> TensorGroups:
-    """Every tensor of a checkpoint, by the file it goes to."""
-    snapshots = {f"snapshots/{name}": dict(tensors) for name, tensors in weights.stored().items()}
-    return {"weights": dict(weights.trainable()), **snapshots, "optimizer": engine.optimizer.state()}
+def _tensor_groups(engine: Engine, weights: Weights) -> TensorGroups:
+    """Return every tensor of a checkpoint by the file it is written to."""
+    snapshots = {f"snapshots/{name}": dict(tensors) for name, tensors in weights.snapshot_tensors().items()}
+    return {"weights": dict(weights.trainable()), **snapshots, "optimizer": engine.optimizer.state_dict()}
 
 
-def _begin(partial: Path, groups: TensorGroups) -> OSError | None:
+def _create_directories(partial: Path, groups: TensorGroups) -> OSError | None:
     try:
-        run_directory.remove_partial(partial.parent)
+        remove_partial(partial.parent)
         for group in groups:
             (partial / group).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -92,86 +109,89 @@ def _begin(partial: Path, groups: TensorGroups) -> OSError | None:
     return None
 
 
-def _finish(partial: Path, target: Path, state: Mapping[str, Any], keep: int, *, best: bool) -> OSError | None:
+def _publish_and_prune(
+    partial: Path, target: Path, state: Mapping[str, Any], keep_last: int, *, best: bool
+) -> OSError | None:
     try:
-        run_directory.publish(partial, target, state)
+        publish_checkpoint(partial, target, state)
         if best:
-            run_directory.link_best(target)
-        run_directory.prune(target, keep)
+            link_best(target)
+        prune_checkpoints(target, keep_last)
     except OSError as error:
         return error
     return None
 
 
 def _raise_on_all_ranks(engine: Engine, error: OSError | None, partial: Path) -> None:
-    """Fail on all ranks if one failed, leaving no half-written directory and every older checkpoint."""
-    sentences = engine.comm.gather_objects([] if error is None else [_error_message(error, partial)])
-    if not sentences:
+    """Raise on all ranks if one failed, and remove the partial checkpoint. Older checkpoints are not touched."""
+    messages = engine.comm.gather_objects([] if error is None else [_error_message(error, partial)])
+    if not messages:
         return
     if engine.comm.rank == 0:
-        run_directory.remove(partial)
-    raise CheckpointError(sentences[0])
+        remove_directory(partial)
+    raise CheckpointError(messages[0])
 
 
 def _error_message(error: OSError, partial: Path) -> str:
-    known = explain_error(error) or f"{error.filename or partial} cannot be written ({error.strerror or error})"
-    return f"no checkpoint was saved, and older ones are untouched: {known}"
+    cause = explain_error(error) or f"{error.filename or partial} cannot be written ({error.strerror or error})"
+    return f"no checkpoint was saved, older ones are unchanged: {cause}"
 
 
 def _write_groups(
-    partial: Path, groups: TensorGroups, engine: Engine, form: str
+    partial: Path, groups: TensorGroups, engine: Engine, file_format: str
 ) -> tuple[dict[str, FileChecksum], OSError | None]:
-    seals: dict[str, FileChecksum] = {}
-    failed: OSError | None = None
-    index, count, first = engine.shard
+    """Write this rank's files; return their checksums, and the error if one could not be written."""
+    checksums: dict[str, FileChecksum] = {}
+    failure: OSError | None = None
+    index, count, saves_shard = engine.shard_info
     for group, tensors in groups.items():
-        if form == "consolidated":
-            name, pieces = f"{group}.safetensors", (distributed.full_tensor(x) for x in tensors.values())
-            entries = {key: TensorHeader(x.dtype, tuple(x.shape)) for key, x in tensors.items()}
-            mine = engine.comm.rank == 0
+        if file_format == "consolidated":
+            name, values = f"{group}.safetensors", (distributed.full_tensor(x) for x in tensors.values())
+            headers = {key: TensorHeader(x.dtype, tuple(x.shape)) for key, x in tensors.items()}
+            writes = engine.comm.rank == 0
         else:
             local = {
                 key: distributed.local_shard(x) for key, x in tensors.items() if index == 0 or distributed.is_sharded(x)
             }
-            name, pieces = run_directory.shard_name(group, index, count), (x for x in local.values())
-            entries = {key: TensorHeader(x.dtype, tuple(x.shape)) for key, x in local.items()}
-            mine = first
+            name, values = f"{group}/{index:05d}-of-{count:05d}.safetensors", (x for x in local.values())
+            headers = {key: TensorHeader(x.dtype, tuple(x.shape)) for key, x in local.items()}
+            writes = saves_shard
         try:
-            if seal := _write(partial / name, entries, pieces, mine=mine and failed is None):
-                seals[name] = seal
+            if checksum := _write_file(partial / name, headers, values, writes=writes and failure is None):
+                checksums[name] = checksum
         except OSError as error:
-            failed = error
-    return seals, failed
+            failure = error
+    return checksums, failure
 
 
-def _write(
-    path: Path, entries: Mapping[str, TensorHeader], pieces: Iterator[Tensor], *, mine: bool
+def _write_file(
+    path: Path, headers: Mapping[str, TensorHeader], values: Iterator[Tensor], *, writes: bool
 ) -> FileChecksum | None:
     try:
-        if not mine:
+        if not writes:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open_writer(path, entries) as file:
-            for piece in pieces:
-                file.add(piece)
-        return file.seal()
+        with open_writer(path, headers) as file:
+            for value in values:
+                file.add(value)
+        return file.checksum()
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
     finally:
-        # Gathering takes all ranks: each goes through to the end, also one that writes nothing or whose disk is full.
-        for _ in pieces:
+        # Gathering is a collective: every rank must consume all values, also if it writes nothing or its disk is full.
+        for _ in values:
             pass
 
 
 def load(path: Path, engine: Engine, weights: Weights) -> dict[str, Any]:
-    """Put everything back in place and return `extra`. Every rank must call it."""
+    """Restore weights, snapshots, optimizer and loss scale in place, and return `extra`. Every rank must call this."""
     extra: dict[str, Any] = {}
     problem: str | None = None
     try:
         extra = _restore(path, engine, weights)
     except DamagedCheckpointError as error:
-        problem = f"{error}; {run_directory.suggest_fallback(path)}"
+        problem = f"{error}; {suggest_fallback(path)}"
     except CheckpointError as error:
         problem = str(error)
     problems = engine.comm.gather_objects([problem] if problem else [])
@@ -181,33 +201,32 @@ def load(path: Path, engine: Engine, weights: Weights) -> dict[str, Any]:
 
 
 def _restore(path: Path, engine: Engine, weights: Weights) -> dict[str, Any]:
-    state = run_directory.read_state(path)
-    run_directory.verify(path, state, engine.comm.rank, engine.comm.world)
-    sources = {
-        group: ShardedTensorReader(run_directory.group_files(path, state, group)) for group in _groups(engine, weights)
-    }
-    for group, tensors in _groups(engine, weights).items():
+    state = read_state(path)
+    verify_files(path, state, engine.comm.rank, engine.comm.world_size)
+    groups = _tensor_groups(engine, weights)
+    sources = {group: ShardedTensorReader(group_files(path, state, group)) for group in groups}
+    for group, tensors in groups.items():
         _copy_tensors(tensors, sources[group], f"{path}/{group}")
     if engine.scaler and state.scaler:
-        engine.scaler.restore(state.scaler)
+        engine.scaler.load_state_dict(state.scaler)
     return state.extra
 
 
 def initialize_weights(path: Path, weights: Weights, group: str = "weights") -> None:
-    """Start from the trained weights, or a snapshot, in a checkpoint or a file; snapshots start from them too."""
-    _copy_tensors(dict(weights.trainable()), _source(path, group), str(path), spare=set(weights.net.state_dict()))
-    for name in weights.stored():
-        weights.blend(name)
+    """Copy the trained weights (or another group) of a checkpoint or file into `weights` and all its snapshots."""
+    _copy_tensors(dict(weights.trainable()), _open_source(path, group), str(path), set(weights.net.state_dict()))
+    for name in weights.snapshot_tensors():
+        weights.update_snapshot(name)
 
 
-def _source(path: Path, group: str) -> TensorSource:
+def _open_source(path: Path, group: str) -> TensorSource:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; expected a checkpoint directory, a .safetensors or a .pt file")
     if path.is_dir():
-        chosen = latest(path) or path
-        state = run_directory.read_state(chosen)
-        run_directory.verify(chosen, state, 0, 1)
-        return ShardedTensorReader(run_directory.group_files(chosen, state, group))
+        directory = latest_checkpoint(path) or path
+        state = read_state(directory)
+        verify_files(directory, state, 0, 1)
+        return ShardedTensorReader(group_files(directory, state, group))
     if path.suffix == ".safetensors":
         return ShardedTensorReader([path])
     if path.suffix in (".pt", ".pth", ".bin"):
@@ -217,29 +236,159 @@ def _source(path: Path, group: str) -> TensorSource:
 
 @torch.no_grad()
 def _copy_tensors(
-    tensors: Mapping[str, Tensor], source: TensorSource, where: str, spare: set[str] | None = None
+    tensors: Mapping[str, Tensor], source: TensorSource, origin: str, ignored: set[str] | None = None
 ) -> None:
-    """Copy what a source holds into tensors of the same names and shapes, in place."""
+    """Copy tensors of the same names and shapes in place. The source may hold more only if they are `ignored`."""
     have, want = source.shapes, {key: tuple(x.shape) for key, x in tensors.items()}
-    unknown = [key for key in have if key not in want and key not in (spare or ())]
-    absent = [key for key in want if key not in have]
-    if absent or unknown:
+    unknown = [key for key in have if key not in want and key not in (ignored or ())]
+    missing = [key for key in want if key not in have]
+    if missing or unknown:
         raise CheckpointError(
-            f"{where} does not fit this run: it lacks {_format_keys(absent)} and has unknown {_format_keys(unknown)}; "
+            f"{origin} does not fit this run: missing {_format_keys(missing)}, unexpected {_format_keys(unknown)}; "
             "use it with the model and tuning it was trained with"
         )
     for key, shape in want.items():
         if have[key] != shape:
             raise CheckpointError(
-                f"{where} does not fit this run: '{key}' has shape {list(have[key])}, expected {list(shape)}; "
+                f"{origin} does not fit this run: '{key}' has shape {list(have[key])}, expected {list(shape)}; "
                 "use it with the model and tuning it was trained with"
             )
     for key, x in tensors.items():
-        mine = distributed.local_shard(x)
-        if mine.numel():
-            mine.copy_(source.read(key, distributed.shard_offset(x), len(mine) if mine.ndim else 1))
+        shard = distributed.local_shard(x)
+        if shard.numel():
+            shard.copy_(source.read(key, distributed.shard_offset(x), len(shard) if shard.ndim else 1))
 
 
 def _format_keys(keys: list[str]) -> str:
     shown = ", ".join(f"'{key}'" for key in keys[:3])
     return f"{shown} and {len(keys) - 3} more" if len(keys) > 3 else shown or "nothing"
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return the checkpoint directory of a step in the directory of a run."""
+    return directory / "checkpoints" / f"step-{step:06d}"
+
+
+def partial_path(target: Path) -> Path:
+    """Return the directory that a checkpoint is written to before it gets its name."""
+    return target.with_name(f"{target.name}.partial")
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, oldest first."""
+    matches = [(match, path) for path in folder.glob("step-*") if (match := CHECKPOINT_NAME.fullmatch(path.name))]
+    return [path for match, path in sorted(matches, key=lambda pair: (int(pair[0][1]), pair[0][2] is None))]
+
+
+def latest_checkpoint(directory: Path) -> Path | None:
+    """Return the newest complete checkpoint in the directory of a run."""
+    checkpoints = list_checkpoints(directory / "checkpoints")
+    return checkpoints[-1] if checkpoints else None
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what interrupted saves left behind."""
+    for path in folder.glob("step-*.partial"):
+        remove_directory(path)
+    for path in folder.glob("step-*.old"):
+        if path.with_suffix("").exists():
+            remove_directory(path)
+
+
+def remove_directory(path: Path) -> None:
+    """Delete a directory if possible; a leftover is ignored by readers."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def publish_checkpoint(partial: Path, target: Path, state: Mapping[str, Any]) -> None:
+    """Write state.json, sync everything to disk, and rename the directory to its final name."""
+    with (partial / "state.json").open("w") as file:
+        json.dump(state, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    for folder, _, _ in os.walk(partial):
+        _sync(Path(folder))
+    old = target.with_name(f"{target.name}.old")
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    _sync(target.parent)
+    remove_directory(old)
+
+
+def _sync(folder: Path) -> None:
+    # File names are data of the directory, and lost with the power unless it is synced too.
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def link_best(target: Path) -> None:
+    """Point the link `best` in the folder of checkpoints to a checkpoint."""
+    link, new = target.with_name(BEST), partial_path(target.with_name(BEST))
+    new.unlink(missing_ok=True)
+    new.symlink_to(target.name)  # relative, so that the directory of the run can be moved
+    new.replace(link)
+
+
+def prune_checkpoints(target: Path, keep_last: int) -> None:
+    """Delete all but the newest `keep_last` checkpoints, `target` and the best one; 0 keeps all."""
+    best = target.with_name(BEST).resolve().name
+    others = [path for path in list_checkpoints(target.parent) if path != target and path.name != best]
+    for path in others[: max(0, len(others) - keep_last + 1)] if keep_last else []:
+        # Renamed first, so that a half-deleted checkpoint never looks complete.
+        path.rename(partial_path(path))
+        remove_directory(partial_path(path))
+
+
+def read_state(path: Path) -> CheckpointState:
+    """Read the state.json of a checkpoint."""
+    file = path / "state.json"
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no checkpoint directory")
+    try:
+        state = json.loads(file.read_text())
+        if state["format"] != FORMAT:
+            raise CheckpointError(f"{file} is of format {state['format']}, but this version reads format {FORMAT}")
+        checksums = {name: FileChecksum(int(x["bytes"]), int(x["crc"])) for name, x in state["files"].items()}
+        return CheckpointState(int(state["step"]), checksums, state["scaler"], dict(state["extra"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{file} is missing or damaged ({type(error).__name__}: {error})") from error
+
+
+def verify_files(path: Path, state: CheckpointState, rank: int, world_size: int) -> None:
+    """Refuse a checkpoint with a missing, truncated or changed file; each rank reads a share of the files."""
+    for number, (name, expected) in enumerate(state.files.items()):
+        file = path / name
+        if not file.is_file():
+            raise DamagedCheckpointError(f"{file} is missing")
+        if (size := file.stat().st_size) != expected.bytes:
+            raise DamagedCheckpointError(
+                f"{file} has {size} bytes instead of {expected.bytes}, so it is truncated or damaged"
+            )
+        if number % world_size == rank and compute_checksum(file) != expected:
+            raise DamagedCheckpointError(f"{file} has another checksum than when it was saved, so it is damaged")
+
+
+def group_files(path: Path, state: CheckpointState, group: str) -> list[Path]:
+    """Return the files of a group of tensors, in the order of its shards."""
+    consolidated, folder = f"{group}.safetensors", f"{group}/"
+    files = [path / name for name in sorted(state.files) if name == consolidated or name.startswith(folder)]
+    if not files:
+        raise CheckpointError(
+            f"{path} holds no '{group}', which this run needs; resume with the configuration it was saved with, "
+            "or start from its weights alone (--init-from)"
+        )
+    return files
+
+
+def suggest_fallback(path: Path) -> str:
+    """Suggest what to resume from instead of a damaged checkpoint."""
+    older = [
+        each for each in list_checkpoints(path.parent) if CHECKPOINT_NAME.fullmatch(path.name) and each.name < path.name
+    ]
+    if older:
+        return f"resume from the older checkpoint {older[-1]} (--resume), or delete {path.name}"
+    return f"there is no older checkpoint in that folder: delete {path.name} and start over, or restore it from a copy"

@@ -1,4 +1,4 @@
-"""Context parallel: ranks that share the tokens of the same rows, by the pieces diffusers has for it."""
+"""Context parallelism (Ulysses): ranks share the tokens of the same samples, with the hooks of diffusers."""
 
 from __future__ import annotations
 
@@ -11,70 +11,77 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..core.errors import TrainingError
 from .distributed import CollectiveComm, DistributedComm
-from .errors import TrainingError
 
 
 def split_data_parallel(
-    team: CollectiveComm, context: int, device: torch.device
+    comm: CollectiveComm, size: int, device: torch.device
 ) -> tuple[CollectiveComm, DeviceMesh | None]:
-    """Split ranks into data-parallel groups of `context` ranks each, which share the tokens of the same samples."""
-    if not isinstance(team, DistributedComm) or context == 1:
-        return team, None
-    if team.world % context:
+    """Return the communicator between data-parallel groups, of `size` ranks each, and the mesh of all ranks.
+
+    The ranks of a group compute the same samples and share their tokens.
+    """
+    if not isinstance(comm, DistributedComm) or size == 1:
+        return comm, None
+    if comm.world_size % size:
         raise TrainingError(
-            f"engine.context is {context}, which does not divide the {team.world} ranks of this run; "
-            f"start a multiple of {context} ranks or change engine.context"
+            f"engine.context_parallel is {size}, which does not divide the {comm.world_size} ranks of this run; "
+            f"start a multiple of {size} ranks or change engine.context_parallel"
         )
-    # The names of the last two are those that diffusers looks for.
-    mesh = init_device_mesh(
-        device.type, (team.world // context, 1, context), mesh_dim_names=("rows", "ring", "ulysses")
-    )
-    return DistributedComm(team.rank // context, team.world // context, device, mesh["rows"].get_group()), mesh
+    groups = comm.world_size // size
+    # diffusers looks for the dimensions "ring" and "ulysses".
+    mesh = init_device_mesh(device.type, (groups, 1, size), mesh_dim_names=("data", "ring", "ulysses"))
+    return DistributedComm(comm.rank // size, groups, device, mesh["data"].get_group()), mesh
 
 
 def enable_context_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Let each rank compute a part of the tokens, and all of the attention for a part of its heads (Ulysses).
+    """Let each rank compute a part of the tokens, and attention over all tokens for a part of the heads (Ulysses).
 
-    Where tokens are put together again, the gradient of a rank's own goes back to it: as all ranks of a row have the
-    same loss, their gradients add up to the whole one.
+    Where tokens are gathered, each rank receives the gradient of its own tokens: all ranks of a group compute the same
+    loss, so their gradients add up to the full one.
     """
     plan, count = getattr(net, "_cp_plan", None), mesh["ulysses"].size()
     if plan is None:
         raise TrainingError(
-            f"engine.context is {count}, but {type(net).__name__} cannot be cut by its tokens; set engine.context to 1"
+            f"engine.context_parallel is {count}, but {type(net).__name__} does not support context parallelism; "
+            "set engine.context_parallel to 1"
         )
     from diffusers.hooks.context_parallel import apply_context_parallel
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
-    # What the network's own `enable_parallelism` does, but that it takes an accelerator for granted.
-    cut = ContextParallelConfig(ulysses_degree=count, mesh=mesh)
-    config: Any = ParallelConfig(context_parallel_config=cut)
+    # As `enable_parallelism` of diffusers does, which requires an accelerator.
+    parallel = ContextParallelConfig(ulysses_degree=count, mesh=mesh)
+    config: Any = ParallelConfig(context_parallel_config=parallel)
     config.setup(dist.get_rank(), dist.get_world_size(), torch.device(mesh.device_type), mesh=mesh)
     for processor in (getattr(module, "processor", None) for module in net.modules()):
         if processor is not None:
             processor._parallel_config = config
     net.register_forward_pre_hook(partial(_pad_and_check, count), with_kwargs=True)
-    apply_context_parallel(net, cut, plan)
+    apply_context_parallel(net, parallel, plan)
 
 
 def _pad_and_check(count: int, net: nn.Module, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What can be cut into so many parts: texts are filled up where the network can be told of it."""
-    lacking = -named["encoder_hidden_states"].shape[1] % count
-    if lacking and "encoder_hidden_states_mask" in named:
-        named = _pad_text(named, lacking)
+    """Pad the text tokens to a multiple of `count` if the network takes a mask; refuse sizes that cannot be split."""
+    padding = -named["encoder_hidden_states"].shape[1] % count
+    if padding and "encoder_hidden_states_mask" in named:
+        named = _pad_text(named, padding)
     heads = getattr(net, "config", {}).get("num_attention_heads", count)
-    words, tokens = (named[name].shape[1] for name in ("encoder_hidden_states", "hidden_states"))
-    if tokens % count or words % count or heads % count:
+    text_tokens, image_tokens = (named[name].shape[1] for name in ("encoder_hidden_states", "hidden_states"))
+    if image_tokens % count or text_tokens % count or heads % count:
         raise TrainingError(
-            f"{tokens} tokens of pictures, {words} of texts and {heads} heads cannot be shared by {count} ranks; "
-            "change the size of pictures, model.words or engine.context"
+            f"{image_tokens} image tokens, {text_tokens} text tokens and {heads} heads cannot be split over {count} "
+            "ranks; change the image size, model.max_text_tokens or engine.context_parallel"
         )
     return inputs, named
 
 
-def _pad_text(named: dict[str, Any], lacking: int) -> dict[str, Any]:
-    words, mask = named["encoder_hidden_states"], named["encoder_hidden_states_mask"]
-    seen = torch.ones(words.shape[:2], dtype=torch.bool, device=words.device) if mask is None else mask
-    longer = {"encoder_hidden_states": F.pad(words, (0, 0, 0, lacking))}
-    return {**named, **longer, "encoder_hidden_states_mask": F.pad(seen, (0, lacking))}
+def _pad_text(named: dict[str, Any], padding: int) -> dict[str, Any]:
+    text, mask = named["encoder_hidden_states"], named["encoder_hidden_states_mask"]
+    if mask is None:
+        mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+    padded = {
+        "encoder_hidden_states": F.pad(text, (0, 0, 0, padding)),
+        "encoder_hidden_states_mask": F.pad(mask, (0, padding)),
+    }
+    return {**named, **padded}

@@ -1,7 +1,7 @@
 """CUDA graphs for calls without gradient, captured once for each input shape and then replayed.
 
-A rollout calls the network many times on equal shapes. Of a small one, or one with adapters, a call is thousands of
-short kernels, which a host launches more slowly than a GPU computes them; played again they are one launch.
+A rollout calls the network many times with the same shapes. The thousands of short kernels of a small network, or of
+one with LoRA, take longer to launch than to run; a captured graph is one launch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-MAX_GRAPHS = 16  # recordings of a network: each holds memory, and whoever comes with ever new shapes gains nothing
+MAX_GRAPHS = 16  # per network: each holds memory, and inputs of ever new shapes gain nothing
 PLAIN_TYPES = (bool, int, float, str, type(None))
 CaptureFn = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A call that was recorded."""
+    """A captured call, with the memory it reads and writes."""
 
-    inputs: list[Tensor]  # where it reads
-    made: Any  # where it writes
-    play: Callable[[], None]
+    inputs: list[Tensor]
+    outputs: Any
+    replay: Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -35,57 +35,59 @@ class CudaGraphForward:
 
     net: nn.Module
     forward: Callable[..., Any]
-    alike: Callable[[], str | None]  # what the network runs on now; none where no two calls are alike
-    record: CaptureFn
-    takes: dict[Hashable, CapturedGraph | None] = field(default_factory=dict)
-    broken: bool = False
+    graph_key: Callable[[], str | None]  # names the weights in use; None if calls must not be captured
+    capture: CaptureFn
+    graphs: dict[Hashable, CapturedGraph | None] = field(default_factory=dict)
+    failed: bool = False
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         flat, form = tree_flatten((inputs, named))
         key = self._key(flat, form)
-        if key is None or self.broken:
+        if key is None or self.failed:
             return self.forward(*inputs, **named)
-        if key not in self.takes:
-            if len(self.takes) < MAX_GRAPHS:
-                self.takes[key] = None
-            return self.forward(*inputs, **named)  # which also chooses kernels and asks for memory
-        take = self.takes[key] or self._recorded(flat, form)
-        if take is None:
+        if key not in self.graphs:
+            if len(self.graphs) < MAX_GRAPHS:
+                self.graphs[key] = None
+            return self.forward(*inputs, **named)  # a warm-up call that chooses kernels and allocates memory
+        graph = self.graphs[key] or self._capture_graph(flat, form)
+        if graph is None:
             return self.forward(*inputs, **named)
-        self.takes[key] = take
+        self.graphs[key] = graph
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        for held, x in zip(take.inputs, tensors, strict=True):
-            held.copy_(x)
-        take.play()
-        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, take.made)
+        for buffer, x in zip(graph.inputs, tensors, strict=True):
+            buffer.copy_(x)
+        graph.replay()
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, graph.outputs)
 
     def _key(self, flat: list[Any], form: Any) -> Hashable | None:
-        """All that a recording is for; none where one would be wrong."""
-        state = self.alike()
+        """Return everything a captured graph depends on; None if the call must run eagerly."""
+        state = self.graph_key()
         if state is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_capturing():
             return None
-        held = [*self.net.parameters(), *self.net.buffers()]
-        device = held[0].device
+        tensors = [*self.net.parameters(), *self.net.buffers()]
+        device = tensors[0].device
         if any(x.device != device if isinstance(x, Tensor) else not isinstance(x, PLAIN_TYPES) for x in flat):
             return None
         kinds = tuple((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in flat)
         cast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        # A recording reads memory, wherever the weights that were there may be by now.
-        places = hash(tuple(x.data_ptr() for x in held))
-        return state, str(form), kinds, cast, self.net.training, places
+        # A graph reads fixed addresses, so it is only valid while the weights are there.
+        addresses = hash(tuple(x.data_ptr() for x in tensors))
+        return state, str(form), kinds, cast, self.net.training, addresses
 
-    def _recorded(self, flat: list[Any], form: Any) -> CapturedGraph | None:
-        held = [x.clone() if isinstance(x, Tensor) else x for x in flat]
-        inputs, named = tree_unflatten(held, form)
+    def _capture_graph(self, flat: list[Any], form: Any) -> CapturedGraph | None:
+        buffers = [x.clone() if isinstance(x, Tensor) else x for x in flat]
+        inputs, named = tree_unflatten(buffers, form)
         try:
-            made, play = self.record(lambda: self.forward(*inputs, **named))
+            outputs, replay = self.capture(lambda: self.forward(*inputs, **named))
         except RuntimeError as error:
-            self.broken = True
-            why = str(error).splitlines()[0]
-            told = f"calls of this network cannot be recorded ({why:.200}), so each is launched as without it"
-            warnings.warn(f"engine.graphs: {told}", stacklevel=2)
+            self.failed = True
+            cause = str(error).splitlines()[0]
+            warnings.warn(
+                f"engine.cuda_graphs: this network cannot be captured ({cause:.200}), so it runs without CUDA graphs",
+                stacklevel=2,
+            )
             return None
-        return CapturedGraph([x for x in held if isinstance(x, Tensor)], made, play)
+        return CapturedGraph([x for x in buffers if isinstance(x, Tensor)], outputs, replay)
 
 
 def _is_capturing() -> bool:
@@ -93,18 +95,18 @@ def _is_capturing() -> bool:
 
 
 def make_capture() -> CaptureFn:
-    """Recordings that share their memory, for only one plays at a time and what it made is copied."""
+    """Return a function that captures graphs. They share a memory pool: outputs are copied before the next replay."""
     pool = torch.cuda.graph_pool_handle()
 
-    def record(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def capture(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            made = work()
-        return made, graph.replay
+            outputs = call()
+        return outputs, graph.replay
 
-    return record
+    return capture
 
 
-def use_cuda_graphs(net: nn.Module, alike: Callable[[], str | None], record: CaptureFn) -> None:
-    """In place, so that no name changes."""
-    net.forward = CudaGraphForward(net, net.forward, alike, record)
+def use_cuda_graphs(net: nn.Module, graph_key: Callable[[], str | None], capture: CaptureFn) -> None:
+    """Replace `net.forward` by a version with CUDA graphs; names of parameters stay the same."""
+    net.forward = CudaGraphForward(net, net.forward, graph_key, capture)

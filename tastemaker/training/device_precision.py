@@ -1,7 +1,7 @@
 """`engine.precision: auto`: the precision that fits a device, and how slow bf16 is where a device emulates it.
 
-What decides is kept in pure functions of a GPU's compute capability, or of a CPU's flags and the environment, so that
-every branch can be tested on any machine.
+The decisions are pure functions of a GPU's compute capability, or of a CPU's flags and the environment, so that every
+branch can be tested on any machine.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..config.schema import EngineConfig
+from ..core.errors import TrainingError
 from ..core.objective import Comm
-from .errors import TrainingError
 from .precision import select_device
 
 CPUINFO = Path("/proc/cpuinfo")
 FASTER = 0.9  # bf16 must take at most this share of fp32's time to be chosen on a CPU
 SLOWER = 1.1  # emulated bf16 that takes more than this many times as long as fp32 is worth a warning
-REPEATS, SECONDS = 3, 0.15  # of one measurement, whichever ends first
+REPEATS, SECONDS = 3, 0.15  # of one measurement, whichever is reached first
 
 # The bf16 units of CPUs, fastest first: the flag in /proc/cpuinfo, the name, and the level oneDNN must be allowed.
 UNITS = (("amx_bf16", "AMX-BF16", 2), ("avx512_bf16", "AVX512-BF16", 1), ("bf16", "Arm BF16", 0))
@@ -56,16 +56,16 @@ def choose_for_cuda(
     capability: tuple[int, int], name: str = "the GPU", *, bf16: bool = True, compiled: bool = False
 ) -> PrecisionChoice:
     """Choose by compute capability; `bf16` says whether this build of PyTorch computes in it on the GPU."""
-    found = f"{name} has compute capability {capability[0]}.{capability[1]}"
+    gpu = f"{name} has compute capability {capability[0]}.{capability[1]}"
     if capability >= (8, 0):
         if bf16:
-            return PrecisionChoice("bf16", f"{found}, so it computes in bf16 natively")
+            return PrecisionChoice("bf16", f"{gpu}, so it computes in bf16 natively")
         # torch.compile cannot be combined with tf32.
-        without = f"{found}, but PyTorch {torch.__version__} offers no bf16 on it"
-        return PrecisionChoice("fp32" if compiled else "tf32", without)
+        reason = f"{gpu}, but PyTorch {torch.__version__} offers no bf16 on it"
+        return PrecisionChoice("fp32" if compiled else "tf32", reason)
     if capability >= (7, 0) and "GTX 16" not in name:
-        return PrecisionChoice("fp16", f"{found}: fp16 tensor cores, no native bf16")
-    return PrecisionChoice("fp32", f"{found}: no tensor cores for fp16 or bf16")
+        return PrecisionChoice("fp16", f"{gpu}: fp16 tensor cores, no native bf16")
+    return PrecisionChoice("fp32", f"{gpu}: no tensor cores for fp16 or bf16")
 
 
 def choose_for_mps() -> PrecisionChoice:
@@ -83,16 +83,16 @@ def find_bf16_units(flags: Collection[str], environ: Mapping[str, str]) -> str:
 
 
 def choose_for_cpu(flags: Collection[str], environ: Mapping[str, str], measure: Callable[[], float]) -> PrecisionChoice:
-    """Choose bf16 where the CPU has units for it and `measure`, its time over that of fp32, says that they pay."""
+    """Choose bf16 if the CPU has units for it and `measure`, the time of bf16 over that of fp32, is below FASTER."""
     units = find_bf16_units(flags, environ)
     if units:
         factor = measure()
         if factor <= FASTER:
             return PrecisionChoice("bf16", f"the CPU has {units} units: bf16 measured {1 / factor:.1f}x as fast")
         return PrecisionChoice("fp32", f"the CPU has {units} units, but bf16 measured {1 / factor:.1f}x as fast")
-    if found := find_bf16_units(flags, {}):
+    if disabled := find_bf16_units(flags, {}):
         limits = " and ".join(f"{name}={environ[name]}" for name in LIMITS if environ.get(name))
-        return PrecisionChoice("fp32", f"{limits} switches off the CPU's {found} units")
+        return PrecisionChoice("fp32", f"{limits} switches off the CPU's {disabled} units")
     return PrecisionChoice("fp32", "the CPU has no bf16 units such as AMX-BF16 or AVX512-BF16")
 
 
@@ -100,34 +100,34 @@ def choose_precision(config: EngineConfig, device: torch.device) -> PrecisionCho
     """Return the precision a configuration asks for; for `auto`, the one that fits the device."""
     if config.precision != "auto":
         return PrecisionChoice(config.precision, "set by engine.precision")
-    if config.trainable == "bf16":
-        return PrecisionChoice("bf16", "auto: engine.trainable is bf16, and activations must match")
+    if config.param_dtype == "bf16":
+        return PrecisionChoice("bf16", "auto: engine.param_dtype is bf16, and activations must match")
     if device.type == "cuda":
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        found = choose_for_cuda(capability, name, bf16=bf16, compiled=config.compile)
+        choice = choose_for_cuda(capability, name, bf16=bf16, compiled=config.compile)
     elif device.type == "mps":
-        found = choose_for_mps()
+        choice = choose_for_mps()
     else:
-        found = choose_for_cpu(read_cpu()[1], os.environ, lambda: measure_slowdown(device))
-    return replace(found, reason=f"auto: {found.reason}")
+        choice = choose_for_cpu(read_cpu()[1], os.environ, lambda: measure_slowdown(device))
+    return replace(choice, reason=f"auto: {choice.reason}")
 
 
 def resolve_precision(config: EngineConfig, device: torch.device, comm: Comm) -> tuple[EngineConfig, PrecisionChoice]:
     """Replace `auto` by what rank 0 chooses, the same on every rank; every rank must call this."""
-    own = [choose_precision(config, device)] if comm.rank == 0 else []
-    choice: PrecisionChoice = comm.gather_objects(own)[0]
+    choices = [choose_precision(config, device)] if comm.rank == 0 else []
+    choice: PrecisionChoice = comm.gather_objects(choices)[0]
     return replace(config, precision=choice.precision), choice
 
 
 def resolve_locally(config: EngineConfig) -> tuple[EngineConfig, PrecisionChoice]:
-    """Replace `auto` by what this process would choose alone, on the device the configuration asks for."""
+    """Replace `auto` by the choice for the device that the configuration names, without other ranks."""
     choice = choose_precision(config, select_device(config.device, 0))
     return replace(config, precision=choice.precision), choice
 
 
 def resolve_for_planning(config: EngineConfig) -> tuple[EngineConfig, PrecisionChoice]:
-    """Replace `auto` for a plan: a GPU that is here decides; if there is none, a recent one is assumed."""
+    """Replace `auto` for `tastemaker plan` by the choice for this machine's GPU, or for a recent one if it has none."""
     planned = config.precision == "auto" and config.device in ("auto", "cuda") and not torch.cuda.is_available()
     if not planned:
         return resolve_locally(config) if config.precision == "auto" else (config, choose_precision(config, CPU))
@@ -136,33 +136,33 @@ def resolve_for_planning(config: EngineConfig) -> tuple[EngineConfig, PrecisionC
 
 
 def describe_precision(config: EngineConfig) -> tuple[str, str | None]:
-    """Say which precision a run would compute in if it were started here and why, and whether that is emulated."""
+    """Return the precision that a run would have on this machine with its reason, and a warning if it is emulated."""
     try:
-        found, choice = resolve_locally(config)
+        resolved, choice = resolve_locally(config)
     except TrainingError:
-        elsewhere = f"chosen when the run starts: engine.device is {config.device}, which is not here"
-        return (f"auto ({elsewhere})" if config.precision == "auto" else str(choose_precision(config, CPU))), None
-    return str(choice), describe_emulation(found, select_device(config.device, 0))
+        later = f"chosen when the run starts: engine.device is {config.device}, which this machine does not have"
+        return (f"auto ({later})" if config.precision == "auto" else str(choose_precision(config, CPU))), None
+    return str(choice), describe_emulation(resolved, select_device(config.device, 0))
 
 
 def describe_emulation(config: EngineConfig, device: torch.device) -> str | None:
-    """Say how much slower bf16 is than fp32 on a device that emulates it, and the way out; None where all is well."""
+    """Return a warning if bf16 is emulated on the device and slower than fp32, with advice; None otherwise."""
     if config.precision != "bf16" or not emulates_bf16(device):
         return None
     factor = measure_slowdown(device)
     if factor <= SLOWER:
         return None
-    auto = choose_precision(replace(config, precision="auto", trainable="fp32"), device).precision
-    way = "set engine.precision=auto" + (" and engine.trainable=fp32" if config.trainable == "bf16" else "")
-    what = "this CPU" if device.type == "cpu" else "this GPU"
+    auto = choose_precision(replace(config, precision="auto", param_dtype="fp32"), device).precision
+    advice = "set engine.precision=auto" + (" and engine.param_dtype=fp32" if config.param_dtype == "bf16" else "")
+    name = "this CPU" if device.type == "cpu" else "this GPU"
     return (
-        f"engine.precision: bf16 is emulated on {what} and measured {factor:.1f}x slower than fp32; "
-        f"{way}, with which a new run takes {auto} here"
+        f"engine.precision: bf16 is emulated on {name} and measured {factor:.1f}x slower than fp32; "
+        f"{advice}, which stands for {auto} here"
     )
 
 
 def emulates_bf16(device: torch.device) -> bool:
-    """Whether a device computes in bf16 without units for it."""
+    """Return whether a device has no bf16 units."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) < (8, 0)
     return device.type == "cpu" and not find_bf16_units(read_cpu()[1], os.environ)
@@ -173,7 +173,7 @@ CPU = torch.device("cpu")
 
 @cache
 def read_cpu() -> tuple[str, frozenset[str]]:
-    """Return the CPU's model and its flags: from /proc/cpuinfo, or where there is none from PyTorch."""
+    """Return the CPU's model and flags from /proc/cpuinfo, or from PyTorch if that does not exist."""
     try:
         lines = [line.partition(":") for line in CPUINFO.read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -189,8 +189,8 @@ def read_cpu() -> tuple[str, frozenset[str]]:
 def measure_slowdown(device: torch.device) -> float:
     """Return the time of a small training step under bf16 autocast over its time in fp32.
 
-    Measured once for each CPU or GPU, version of PyTorch and limit on instruction sets: the number is kept in this
-    process and in a file in the user's cache folder.
+    Measured once for each CPU or GPU, PyTorch version and limit on instruction sets; cached in this process and in a
+    file in the user's cache folder.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else read_cpu()[0]
     key = " | ".join([name, f"torch {torch.__version__}", *(f"{x}={os.environ.get(x, '')}" for x in LIMITS[:2])])
@@ -204,20 +204,20 @@ def measure_slowdown(device: torch.device) -> float:
 def _time_step(device: torch.device, dtype: torch.dtype) -> float:
     """Return the shortest time in seconds of a convolution and a matrix product, forward and backward."""
     shapes = ((1, 64, 32, 32), (64, 64, 3, 3), (128, 512), (512, 512))
-    given = [torch.full(shape, 0.01, device=device, requires_grad=True) for shape in shapes]
+    inputs = [torch.full(shape, 0.01, device=device, requires_grad=True) for shape in shapes]
     times: list[float] = []
     while len(times) <= REPEATS and sum(times[1:]) < SECONDS:
-        began = time.perf_counter()
-        _step(given, device, dtype)
-        times.append(time.perf_counter() - began)
-    return min(times[1:])  # the first call prepares kernels
+        start = time.perf_counter()
+        _run_step(inputs, device, dtype)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])  # the first call is a warm-up
 
 
-def _step(given: list[Tensor], device: torch.device, dtype: torch.dtype) -> None:
-    image, kernel, rows, matrix = given
+def _run_step(inputs: list[Tensor], device: torch.device, dtype: torch.dtype) -> None:
+    image, kernel, vectors, matrix = inputs
     with torch.enable_grad(), torch.autocast(device.type, dtype, dtype != torch.float32, cache_enabled=False):
-        loss = functional.conv2d(image, kernel, padding=1).sum() + functional.linear(rows, matrix).sum()
-    torch.autograd.grad(loss, given)
+        loss = functional.conv2d(image, kernel, padding=1).sum() + functional.linear(vectors, matrix).sum()
+    torch.autograd.grad(loss, inputs)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -229,10 +229,10 @@ def _cache_file() -> Path:
 
 def _read_cache() -> dict[str, float]:
     try:
-        found = json.loads(_cache_file().read_text(encoding="utf-8"))
-        return {str(key): float(value) for key, value in found.items() if float(value) > 0}
+        cached = json.loads(_cache_file().read_text(encoding="utf-8"))
+        return {str(key): float(value) for key, value in cached.items() if float(value) > 0}
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError):
-        return {}  # missing, damaged or without a home: it is measured again
+        return {}  # no file, a damaged one, or no home directory: measure again
 
 
 def _write_cache(known: Mapping[str, float]) -> None:
@@ -243,4 +243,4 @@ def _write_cache(known: Mapping[str, float]) -> None:
         partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
         partial.replace(path)
     except (OSError, RuntimeError):
-        return  # a folder that cannot be written to costs a measurement in every process, no more
+        return  # without a cache, every process measures

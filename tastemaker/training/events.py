@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -11,33 +11,45 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Event:
-    step: int  # optimisation steps completed
+    """Something that happened in a run."""
+
+    step: int  # training steps completed
 
 
 @dataclass(frozen=True)
 class TrainingStarted(Event):
-    """The run begins, or goes on from `step`."""
+    """Training starts, or resumes at `step`."""
 
-    steps: int  # to complete in all
+    steps: int  # in all
     directory: Path
-    parameters: int  # that train
+    trainable_parameters: int
 
 
 @dataclass(frozen=True)
 class StepCompleted(Event):
-    """One training step is done. Metrics are means over all ranks."""
+    """One training step is done."""
 
-    metrics: Mapping[str, float]  # loss, grad_norm, lr, reward, reward/<name>, kl, ...
+    metrics: Mapping[str, float]  # means over all ranks: loss/policy, reward/mean, rewards/NAME, kl, grad_norm, lr, ...
     seconds: float
-    samples: int  # made in this step, over all ranks
+    samples: int  # over all ranks
+    timings: Mapping[str, float] = field(default_factory=dict)  # seconds of time/rollout, time/reward, time/update
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / max(self.seconds, 1e-9)
+
+    def scalars(self) -> dict[str, float]:
+        """Return everything to log for this step: metrics, timings and throughput."""
+        speed = {"time/step": self.seconds, "samples_per_second": self.samples_per_second}
+        return {**self.metrics, **self.timings, **speed}
 
 
 @dataclass(frozen=True)
 class SamplesGenerated(Event):
-    """Samples of fixed prompts and seeds, to look at."""
+    """Samples from fixed prompts and seeds."""
 
     prompts: tuple[str, ...]
-    pixels: Tensor  # [B, F, 3, H, W] in [0, 1], on the host
+    pixels: Tensor  # [B, F, 3, H, W] in [0, 1], on the CPU
     scores: Mapping[str, float]  # mean of each reward over them
 
 
@@ -45,17 +57,19 @@ class SamplesGenerated(Event):
 class GuardChecked(Event):
     """Metrics on fixed prompts, checked for signs of reward hacking."""
 
-    metrics: Mapping[str, float]  # reward, reward/<name> with those held out, diversity, variety, features of pictures
-    warning: str | None  # what speaks for reward hacking
+    metrics: Mapping[str, float]  # reward/mean, rewards/NAME (with held-out rewards), diversity, image statistics, ...
+    warning: str | None  # the evidence for reward hacking, if there is any
 
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
+    """A checkpoint was written."""
+
     path: Path
 
 
 @dataclass(frozen=True)
 class TrainingFinished(Event):
-    """The end, or an interruption that can be resumed."""
+    """Training ended: all steps are done, or it was interrupted and can be resumed."""
 
     reason: str

@@ -1,6 +1,6 @@
 """The guard against reward hacking: periodic measurements of what the training reward does not measure.
 
-It draws from numbers of its own and touches no weight, so a run with it and one without it are the same to the bit.
+It has its own random numbers and changes no weights, so training with and without it is identical bit for bit.
 """
 
 from __future__ import annotations
@@ -16,58 +16,64 @@ from .drift_statistics import REWARD_PREFIX, GuardMeasurement
 from .events import GuardChecked
 from .run import GUARD_STEP, Run
 
-THUMBNAILS = "small pictures"
-SIDE, FRAMES = 32, 4  # pictures are compared at this size, so that grain does not count as diversity
-LEVELS = 64  # of brightness, whose distribution has an entropy
-EDGE, DARK = 0.1, 0.1  # a step in brightness, and a level of it
+THUMBNAILS = "thumbnails"
+SIDE, FRAMES = 32, 4  # size of thumbnails, small enough that grain does not count as diversity
+LEVELS = 64  # of the brightness histogram whose entropy is measured
+EDGE, DARK = 0.1, 0.1  # the smallest brightness step of an edge, and the highest brightness of a dark pixel
 LUMA = (0.299, 0.587, 0.114)
 
 
 @torch.no_grad()
 def run_guard(run: Run, step: int) -> GuardChecked:
     """Sample the fixed prompts, record rewards and image statistics, and return a warning if they drift."""
-    chosen = run.asked(run.guard.prompts)
-    with run.engine.computing(), run.shown():
-        values, small = measure_samples(run, chosen)
-    groups = run.guard.prompts
-    rows = {name: each.view(groups, -1).mean(1) for name, each in values.items()}
-    rows |= sample_diversity(small.view(groups, run.guard.per_prompt, -1), chosen.prompts)
-    spread = {name: float(each.std()) for name, each in values.items() if name.startswith(REWARD_PREFIX)}
-    run.history.add(GuardMeasurement(step, {name: each.tolist() for name, each in rows.items()}, spread))
-    return GuardChecked(step, run.history.looks[-1].means(), run.history.suspicion())
+    batch = run.fixed_prompts(run.guard.prompts)
+    with run.engine.autocast(), run.use_sample_weights():
+        values, thumbnails = measure_samples(run, batch)
+    prompts = run.guard.prompts
+    per_prompt = {name: value.view(prompts, -1).mean(1) for name, value in values.items()}
+    per_prompt |= sample_diversity(thumbnails.view(prompts, run.guard.samples_per_prompt, -1), batch.prompts)
+    std = {name: float(value.std()) for name, value in values.items() if name.startswith(REWARD_PREFIX)}
+    measurement = GuardMeasurement(step, {name: value.tolist() for name, value in per_prompt.items()}, std)
+    run.guard_history.add(measurement)
+    return GuardChecked(step, measurement.means(), run.guard_history.hacking_warning())
 
 
-def measure_samples(run: Run, chosen: PromptBatch) -> tuple[dict[str, Tensor], Tensor]:
-    """Rewards and features [N] of all samples and small pictures [N, D], made by all ranks together."""
-    comm, count = run.engine.rows, len(chosen) * run.guard.per_prompt
-    share = -(-count // comm.world)  # as many on every rank, so that all make the same calls
-    mine = torch.arange(comm.rank * share, (comm.rank + 1) * share) % count
-    chunks = torch.split(mine, run.batch.rollout or share)
-    values = concatenate([_measure_chunk(run, chosen, rows) for rows in chunks])
-    small = values.pop(THUMBNAILS)
+def measure_samples(run: Run, batch: PromptBatch) -> tuple[dict[str, Tensor], Tensor]:
+    """Generate and measure samples on all ranks; return rewards and statistics [N] each, and thumbnails [N, D]."""
+    comm, count = run.engine.data_parallel, len(batch) * run.guard.samples_per_prompt
+    share = -(-count // comm.world_size)  # equal on every rank, so that all make the same calls
+    indices = torch.arange(comm.rank * share, (comm.rank + 1) * share) % count
+    chunks = torch.split(indices, run.batch.rollout_batch_size or share)
+    values = concatenate([_measure_chunk(run, batch, chunk) for chunk in chunks])
+    thumbnails = values.pop(THUMBNAILS)
     table = comm.gather(torch.stack(list(values.values()), 1))[:count].cpu()
-    return dict(zip(values, table.unbind(1), strict=True)), comm.gather(small)[:count].cpu()
+    return dict(zip(values, table.unbind(1), strict=True)), comm.gather(thumbnails)[:count].cpu()
 
 
-def _measure_chunk(run: Run, chosen: PromptBatch, rows: Tensor) -> dict[str, Tensor]:
-    batch = select_rows(chosen, rows // run.guard.per_prompt)
-    rng = Randomness(run.seed, GUARD_STEP, rows.to(run.engine.device))
-    final = run.policy.sample(run.policy.embed(batch.prompts, batch.facts), rng).final
+def _measure_chunk(run: Run, batch: PromptBatch, indices: Tensor) -> dict[str, Tensor]:
+    chunk = select_rows(batch, indices // run.guard.samples_per_prompt)
+    rng = Randomness(run.seed, GUARD_STEP, indices.to(run.engine.device))
+    final = run.policy.sample(run.policy.embed(chunk.prompts, chunk.metadata), rng).final
     pixels = run.policy.decode(final).float().clamp(0, 1)
-    scores = run.rubric.score(pixels, batch.prompts, batch.facts)
-    rewards = {"reward": scores.total, **{f"{REWARD_PREFIX}{name}": part for name, part in scores.parts.items()}}
-    return {**rewards, **image_statistics(pixels), THUMBNAILS: downscale(pixels)}
+    scores = run.rubric.score(pixels, chunk.prompts, chunk.metadata)
+    rewards = {f"{REWARD_PREFIX}{name}": reward for name, reward in scores.rewards.items()}
+    return {"reward/mean": scores.total, **rewards, **image_statistics(pixels), THUMBNAILS: make_thumbnails(pixels)}
 
 
 def image_statistics(pixels: Tensor) -> dict[str, Tensor]:
-    """How pictures look, each by itself: [N]. Rewards are gamed by blank, dark, garish or busy pictures."""
+    """Return statistics [N] of each sample: blank, dark, garish or busy images are common results of reward hacking.
+
+    entropy of the brightness histogram in bits; shares of edge pixels and of dark pixels; mean saturation; for videos,
+    also those of `motion_statistics`.
+    """
     luma = torch.einsum("nfchw,c->nfhw", pixels, pixels.new_tensor(LUMA))
     level = (luma * LEVELS).long().clamp(max=LEVELS - 1).flatten(1)  # [N, F * H * W]
-    place = level + LEVELS * torch.arange(len(level), device=level.device)[:, None]
-    shares = torch.bincount(place.flatten(), minlength=LEVELS * len(level)).view(len(level), LEVELS) / level.shape[1]
+    bins = level + LEVELS * torch.arange(len(level), device=level.device)[:, None]
+    histogram = torch.bincount(bins.flatten(), minlength=LEVELS * len(level)).view(len(level), LEVELS)
+    shares = histogram / level.shape[1]
     across, down = luma.diff(dim=-1).abs()[..., :-1, :], luma.diff(dim=-2).abs()[..., :-1]
     return {
-        "entropy": -(shares * shares.clamp(min=1e-12).log2()).sum(1),  # bits
+        "entropy": -(shares * shares.clamp(min=1e-12).log2()).sum(1),
         "edges": (torch.maximum(across, down) > EDGE).float().mean((1, 2, 3)),
         "saturation": (pixels.amax(2) - pixels.amin(2)).mean((1, 2, 3)),
         "dark": (luma < DARK).float().mean((1, 2, 3)),
@@ -76,37 +82,43 @@ def image_statistics(pixels: Tensor) -> dict[str, Tensor]:
 
 
 def motion_statistics(pixels: Tensor) -> dict[str, Tensor]:
-    """How clips move, each by itself: [N]; nothing of stills. A clip paid for its pictures alone comes to rest."""
-    rows, count = pixels.shape[:2]
+    """Return optical flow, distance between frames and flicker [N] of each video; nothing for images.
+
+    A video model that is rewarded for single frames learns to stop moving.
+    """
+    samples, count = pixels.shape[:2]
     if count < 2:
         return {}
     height, width = (min(SIDE, side) for side in pixels.shape[-2:])
-    frames = F.adaptive_avg_pool2d(pixels.flatten(1, 2), (height, width)).view(rows, count, -1)
-    apart = (frames - frames.mean(1, keepdim=True)).square().mean((1, 2)).sqrt()
-    found = {"motion": motion_magnitude(pixels), "frames": apart}
-    return {**found, "flicker": flicker_score(pixels)} if count > 2 else found
+    frames = F.adaptive_avg_pool2d(pixels.flatten(1, 2), (height, width)).view(samples, count, -1)
+    distance = (frames - frames.mean(1, keepdim=True)).square().mean((1, 2)).sqrt()
+    statistics = {"motion": motion_magnitude(pixels), "frames": distance}
+    return {**statistics, "flicker": flicker_score(pixels)} if count > 2 else statistics
 
 
-def downscale(pixels: Tensor) -> Tensor:
-    """At most a few small frames of each, as a row: [N, D]."""
+def make_thumbnails(pixels: Tensor) -> Tensor:
+    """Return up to FRAMES frames of each sample at SIDE pixels, flattened: [N, D]."""
     picks = torch.linspace(0, pixels.shape[1] - 1, min(FRAMES, pixels.shape[1])).round().long()
     height, width = (min(SIDE, side) for side in pixels.shape[-2:])
     return F.adaptive_avg_pool2d(pixels[:, picks.to(pixels.device)].flatten(1, 2), (height, width)).flatten(1)
 
 
-def sample_diversity(pictures: Tensor, prompts: tuple[str, ...]) -> dict[str, Tensor]:
-    """Root mean square distance between samples [P, K, D]: of the same prompt, and of different ones: [P] each."""
-    groups, each, size = pictures.shape
-    flat = pictures.flatten(0, 1)
-    apart = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist") / size**0.5
-    group = torch.arange(groups).repeat_interleave(each)
-    text = torch.tensor([prompts.index(prompt) for prompt in prompts]).repeat_interleave(each)
-    same = (group[:, None] == group) & ~torch.eye(len(flat), dtype=torch.bool)
-    other = text[:, None] != text
-    found = {"diversity": _mean(apart, same, groups)}
-    return {**found, "variety": _mean(apart, other, groups)} if other.any() else found
+def sample_diversity(thumbnails: Tensor, prompts: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return root mean square distances [P] between samples [P, K, D].
+
+    diversity: between samples of the same prompt; variety: between samples of different prompts.
+    """
+    groups, size, features = thumbnails.shape
+    flat = thumbnails.flatten(0, 1)
+    distance = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist") / features**0.5
+    group = torch.arange(groups).repeat_interleave(size)
+    text = torch.tensor([prompts.index(prompt) for prompt in prompts]).repeat_interleave(size)
+    same_group = (group[:, None] == group) & ~torch.eye(len(flat), dtype=torch.bool)
+    other_text = text[:, None] != text
+    diversity = {"diversity": _mean_distance(distance, same_group, groups)}
+    return {**diversity, "variety": _mean_distance(distance, other_text, groups)} if other_text.any() else diversity
 
 
-def _mean(apart: Tensor, pairs: Tensor, groups: int) -> Tensor:
-    sums, counts = ((x.view(groups, -1).sum(1)) for x in (apart * pairs, pairs.float()))
+def _mean_distance(distance: Tensor, pairs: Tensor, groups: int) -> Tensor:
+    sums, counts = ((x.view(groups, -1).sum(1)) for x in (distance * pairs, pairs.float()))
     return sums / counts

@@ -1,128 +1,192 @@
-"""The training loop: everything that changes a run, in order. Loggers only consume the events it yields."""
+"""The training loop: everything that changes a run, in order. Loggers only consume its events."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..core.objective import Comm, Context
+from ..core.objective import Context
 from ..core.randomness import Randomness
-from ..core.types import ImageBatch, Loss, select_rows
+from ..core.registry import ConfigError
+from ..core.types import select_rows
 from ..core.weights import ema_decay_warmup
-from .async_metrics import AsyncMetrics, PendingMetrics, copy_to_host_async, is_due
-from .engine import TrainingError, Update
-from .events import (
-    CheckpointSaved,
-    Event,
-    GuardChecked,
-    SamplesGenerated,
-    StepCompleted,
-    TrainingFinished,
-    TrainingStarted,
-)
-from .failure_checkpoint import save_on_failure
+from .engine import Engine, LaunchedUpdate, TrainingError
+from .events import CheckpointSaved, Event, GuardChecked, TrainingFinished, TrainingStarted
 from .guard import run_guard
+from .metrics import AsyncMetrics, AverageMeter, StepMetrics, StepTimer
 from .run import Run
-from .sample_grid import sample_pixels
-
-PendingUpdate = Callable[[], Update]
+from .samples import generate_samples
 
 
 def train(run: Run) -> Iterator[Event]:
-    """Train until the last step and yield an event for each; on SIGTERM or Ctrl-C, save a checkpoint and stop early."""
-    return save_on_failure(run, train_loop(run))
+    """Train until the last step and yield an event for everything that happens.
 
-
-def train_loop(run: Run) -> Iterator[Event]:
-    """Run the training loop without saving a checkpoint when an exception is raised."""
-    yield TrainingStarted(
-        run.start, run.steps, run.directory, sum(p.numel() for p in run.policy.weights.trainable().values())
-    )
-    if run.sample.every and run.start == 0:
-        yield generate_samples(run, 0)
-    if guard_enabled(run) and not run.history.looks:
-        yield run_guard(run, run.start)
-    lead = AsyncMetrics(run.engine.leads)
-    with stop_on_signal() as asked:
-        for step in range(run.start, run.steps):
-            done, reason = step + 1, ""
-            every = (run.sample.every, run.guard.every if guard_enabled(run) else 0, run.checkpoint.every)
-            looked, judged, saved = (is_due(done, often, run.steps) for often in every)
-            yield from lead.told(partial(launch_train_step, run, step), now=looked or judged or saved)
-            if run.engine.comm.any(asked.is_set()):
-                reason = f"asked to stop after step {done}; the same command goes on from there"
-                yield from lead.rest()
-            if looked:
-                yield generate_samples(run, done)
-            if judged:
-                found = run_guard(run, done)
-                yield found
-                reason = guard_stop_reason(run, found) or reason
-            if saved or reason or run.history.best == done:
-                yield CheckpointSaved(done, run.save(done))
-            if reason and done < run.steps:
-                yield TrainingFinished(done, reason)
-                return
+    SIGTERM or Ctrl-C saves a checkpoint and stops early. If an exception is raised between two steps, for example
+    because a reward server does not answer, the last completed step is saved before the exception is raised again.
+    """
+    metrics = AsyncMetrics(run.engine.asynchronous)
+    done = saved = run.start_step
+    parameters = sum(p.numel() for p in run.policy.weights.trainable().values())
+    yield TrainingStarted(run.start_step, run.steps, run.directory, parameters)
+    try:
+        if run.sample.every and run.start_step == 0:
+            yield generate_samples(run, 0)
+        if guard_enabled(run) and not run.guard_history.measurements:
+            yield run_guard(run, run.start_step)
+        with stop_on_signal() as stop_requested:
+            for step in range(run.start_step, run.steps):
+                launched = train_step(run, step)
+                done, stop_reason = step + 1, ""
+                sample_due = is_due(done, run.sample.every, run.steps)
+                guard_due = guard_enabled(run) and is_due(done, run.guard.every, run.steps)
+                checkpoint_due = is_due(done, run.checkpoint.every, run.steps)
+                last = done == run.steps
+                yield from metrics.push(launched, wait=sample_due or guard_due or checkpoint_due or last)
+                if run.engine.comm.any(stop_requested.is_set()):
+                    stop_reason = interruption_reason(done)
+                    yield from metrics.flush()
+                if sample_due:
+                    yield generate_samples(run, done)
+                if guard_due:
+                    check = run_guard(run, done)
+                    yield check
+                    stop_reason = guard_stop_reason(run, check) or stop_reason
+                if checkpoint_due or stop_reason or run.guard_history.best_step == done:
+                    yield CheckpointSaved(done, run.save(done))
+                    saved = done
+                if stop_reason and not last:
+                    yield TrainingFinished(done, stop_reason)
+                    return
+    except Exception as error:
+        yield from metrics.flush()  # raises if the step before failed, which is then the cause
+        yield from save_after_failure(run, error, done, saved)
+        raise
     yield TrainingFinished(run.steps, f"all {run.steps} steps done")
 
 
+def train_step(run: Run, step: int) -> StepMetrics:
+    """Collect experience and update on its minibatches, `batch.epochs` times. Does not wait for the GPU."""
+    started, engine, objective = time.perf_counter(), run.engine, run.objective
+    means, timer, ranks = AverageMeter(), StepTimer(engine.device), engine.data_parallel
+    ctx = replace(run.context(step, run.batch.prompts // ranks.world_size), measure_time=timer.measure)
+    with timer.measure("collect"), engine.autocast():
+        batch = run.data.batch(step, run.batch.prompts, ranks.rank, ranks.world_size)
+        experience = objective.collect(ctx, batch)
+        means.add(objective.metrics(experience), len(experience))
+    run.step_complete = False
+    updates: list[LaunchedUpdate] = []
+    rng = run.context(step, len(experience)).rng  # a stream for each sample, of which a prompt may have several
+    with timer.measure("update"), fork_rng(engine.device, hash((run.seed, step, ranks.rank))):
+        for epoch in range(run.batch.epochs):
+            for i, indices in enumerate(split_minibatches(len(experience), run.batch.minibatches, ctx.rng, epoch)):
+                draw = epoch * run.batch.minibatches + i
+                minibatch = experience, rng
+                if run.batch.minibatches > 1:
+                    minibatch = select_rows(minibatch, indices)
+                updates.append(update(run, replace(ctx, epoch=epoch), *minibatch, draw, means))
+                if run.ema_decay:
+                    count = step * run.batch.epochs * run.batch.minibatches + draw
+                    run.policy.weights.update_snapshot("ema", ema_decay_warmup(run.ema_decay, count))
+    objective.after_update(ctx)
+    run.step_complete = True
+    return StepMetrics(
+        step=step + 1,
+        samples=run.batch.prompts * objective.group_size,
+        means=means.mean(engine.comm),
+        updates=[("grad_norm", launched) for launched in updates],
+        lr=updates[-1].lr,
+        started=started,
+        timings=lambda: phase_timings(timer.seconds(), samples=objective.samples_per_prompt() > 0),
+    )
+
+
+def update(
+    run: Run, ctx: Context[Any], experience: Any, rng: Randomness, draw: int, means: AverageMeter
+) -> LaunchedUpdate:
+    """Accumulate gradients over all parts of all micro-batches, then take one optimizer step on all ranks."""
+    engine, objective = run.engine, run.objective
+    total = len(experience) * engine.data_parallel.world_size
+    chunks = torch.split(torch.arange(len(experience)), run.batch.micro_batch_size or len(experience))
+    for chunk in chunks:
+        micro_batch, micro_rng = (experience, rng) if len(chunks) == 1 else select_rows((experience, rng), chunk)
+        parts = objective.parts(micro_batch)
+        if not parts:
+            raise TrainingError(
+                "the samples have no stochastic steps to learn from; make the sampler stochastic (process.dynamics)"
+            )
+        for i, part in enumerate(parts):
+            last = chunk is chunks[-1] and i == len(parts) - 1
+            with run.policy.weights.dropout_masks(micro_rng, draw * len(parts) + i):
+                with engine.autocast(), engine.offload_activations():
+                    loss = objective.loss(ctx, micro_batch, part)
+                engine.backward(loss.rows.sum() / total, last=last)
+            means.add_loss(loss, len(parts))
+    return engine.launch_step(ctx.rng.step)
+
+
+def phase_timings(seconds: Mapping[str, float], *, samples: bool) -> dict[str, float]:
+    """Return time/rollout, time/reward and time/update; time/data if the objective generates no samples."""
+    timings = {"time/rollout" if samples else "time/data": seconds["collect"] - seconds.get("reward", 0.0)}
+    if "reward" in seconds:
+        timings["time/reward"] = seconds["reward"]
+    return {**timings, "time/update": seconds["update"]}
+
+
+class SavableRun(Protocol):
+    """A run that can be saved between two steps."""
+
+    engine: Engine
+    step_complete: bool  # False while a step updates the weights
+
+    def save(self, step: int) -> Path: ...
+
+
+def save_after_failure(run: SavableRun, error: Exception, done: int, saved: int) -> Iterator[Event]:
+    """Save a checkpoint after a failure between two steps; a ConfigError is raised again with a note about it.
+
+    Nothing is saved if the update failed (TrainingError), in the middle of an update, or if no step was completed
+    since the last checkpoint; nor on several ranks, because the others do not know of the failure.
+    """
+    if isinstance(error, TrainingError):
+        return
+    if done == saved or not run.step_complete or run.engine.comm.world_size > 1:
+        return
+    yield CheckpointSaved(done, run.save(done))
+    if isinstance(error, ConfigError):
+        hint = f"step {done} is saved: fix this and run the same command to resume"
+        raise ConfigError(f"{error}; {hint}") from error
+
+
+def interruption_reason(done: int) -> str:
+    """Return the reason of `TrainingFinished` after SIGTERM or Ctrl-C."""
+    return f"asked to stop after step {done}; run the same command to resume"
+
+
+def is_due(done: int, every: int, steps: int) -> bool:
+    """Return whether a periodic action is due: every `every` steps and after the last step."""
+    return bool(every) and (done % every == 0 or done == steps)
+
+
 def guard_enabled(run: Run) -> bool:
-    """Whether there is a guard; without any reward it would have nothing to compare."""
+    """Return whether the guard runs; it needs rewards to compare."""
     return bool(run.guard.every and run.rubric.rewards)
 
 
-def guard_stop_reason(run: Run, found: GuardChecked) -> str:
-    """Why the guard ends the run, if it does."""
-    if not run.guard.stop or not found.warning:
+def guard_stop_reason(run: Run, check: GuardChecked) -> str:
+    """Return why the guard stops the run, or an empty string if it does not."""
+    if not run.guard.stop_on_warning or not check.warning:
         return ""
-    best = f", and checkpoints/best is step {run.history.best}" if run.history.best else ""
-    return f"stopped by the guard after step {found.step}: {found.warning}{best}"
-
-
-def train_step(run: Run, step: int) -> StepCompleted:
-    """Run one training step: collect experience, then update on its minibatches."""
-    return launch_train_step(run, step)()
-
-
-def launch_train_step(run: Run, step: int) -> PendingMetrics:
-    """Launch a training step without waiting for the GPU. Call the returned function to get its metrics."""
-    began, engine, objective = time.perf_counter(), run.engine, run.objective
-    rows = run.batch.prompts // engine.rows.world
-    ctx, means, launched = run.context(step, rows), AverageMeter(), list[PendingUpdate]()
-    with engine.computing():
-        batch = run.data.batch(step, run.batch.prompts, engine.rows.rank, engine.rows.world)
-        experience = objective.collect(ctx, batch)
-        means.add(objective.watch(experience), len(experience))
-    run.whole = False
-    own = run.context(step, len(experience)).rng  # of what was gathered, which may be several rows of each prompt
-    with fork_rng(engine.device, hash((run.seed, step, engine.rows.rank))):
-        for epoch in range(run.batch.epochs):
-            for i, chosen in enumerate(split_minibatches(len(experience), run.batch.updates, ctx.rng, epoch)):
-                draw, both = epoch * run.batch.updates + i, (experience, own)
-                seen, rng = both if run.batch.updates == 1 else select_rows(both, chosen)
-                launched.append(update(run, replace(ctx, epoch=epoch), seen, rng, draw, means))
-                if run.ema:
-                    count = step * run.batch.epochs * run.batch.updates + draw
-                    run.policy.weights.blend("ema", ema_decay_warmup(run.ema, count))
-    objective.after_update(ctx)
-    run.whole = True
-    found, samples = means.fetched(engine.comm), run.batch.prompts * objective.group
-
-    def telling() -> StepCompleted:
-        update = [told() for told in launched][-1]
-        metrics = {**found(), "grad_norm": update.grad_norm, "lr": update.lr}
-        return StepCompleted(step + 1, metrics, time.perf_counter() - began, samples)
-
-    return telling
+    best = f", and checkpoints/best is step {run.guard_history.best_step}" if run.guard_history.best_step else ""
+    return f"stopped by the guard after step {check.step}: {check.warning}{best}"
 
 
 @contextmanager
@@ -133,103 +197,31 @@ def fork_rng(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def update(
-    run: Run, ctx: Context[Any], experience: Any, rng: Randomness, draw: int, means: AverageMeter
-) -> PendingUpdate:
-    """Accumulate gradients over all parts of all micro-batches, then take one optimizer step on all ranks."""
-    engine, objective = run.engine, run.objective
-    total = len(experience) * engine.rows.world
-    chunks = torch.split(torch.arange(len(experience)), run.batch.microbatch or len(experience))
-    for chunk in chunks:
-        mini = experience if len(chunks) == 1 else select_rows(experience, chunk)
-        parts = objective.parts(mini)
-        if not parts:
-            raise TrainingError(
-                "the experience has no parts to learn from: the sampler decided nothing; give it chance"
-            )
-        for i, part in enumerate(parts):
-            last = chunk is chunks[-1] and i == len(parts) - 1
-            own = rng if len(chunks) == 1 else select_rows(rng, chunk)
-            with run.policy.weights.dropping(own, draw * len(parts) + i):
-                with engine.computing(), engine.keeping():
-                    loss = objective.loss(ctx, mini, part)
-                engine.backward(loss.rows.sum() / total, last=last)
-            means.note(loss, len(parts))
-    return engine.launch(ctx.rng.step)
-
-
-def split_minibatches(rows: int, updates: int, rng: Randomness, epoch: int) -> Sequence[Tensor]:
+def split_minibatches(samples: int, minibatches: int, rng: Randomness, epoch: int) -> Sequence[Tensor]:
     """Shuffle sample indices for this epoch and split them into minibatches."""
-    if updates == 1:
-        return (torch.arange(rows),)
+    if minibatches == 1:
+        return (torch.arange(samples),)
     first = Randomness(rng.seed, rng.step, rng.rows[:1].cpu())
-    order = first.uniform("order", rows, draw=epoch).flatten().argsort()
-    return order.tensor_split(updates)
-
-
-@torch.no_grad()
-def generate_samples(run: Run, step: int) -> SamplesGenerated:
-    """Generate and score samples from fixed prompts and fixed noise, with live or EMA weights (`sample.use`)."""
-    chosen = run.asked(run.sample.count)
-    prompts = run.sample.prompts or chosen.prompts
-    facts = () if run.sample.prompts else chosen.facts
-    pixels = sample_pixels(run, prompts, facts)
-    if run.sample.prompts and run.objective.consumes is ImageBatch:
-        return SamplesGenerated(
-            step, tuple(prompts), pixels.float().clamp(0, 1).cpu(), {}
-        )  # there are no pictures of these
-    with run.engine.computing():
-        scores = run.rubric.score(pixels, prompts, facts)
-    means = {name: part.mean().item() for name, part in scores.parts.items()}
-    return SamplesGenerated(step, tuple(prompts), pixels.float().clamp(0, 1).cpu(), means)
-
-
-class AverageMeter:
-    """Running means of metrics over samples, parts and micro-batches, reduced over ranks at the end."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, float] = {}
-
-    def add(self, metrics: Mapping[str, Tensor], rows: int) -> None:
-        means = [value.detach().float().mean() for value in metrics.values()]
-        # All at once, as below: each would be a kernel of its own, and a small network has few more.
-        for name, value in zip(metrics, torch._foreach_mul(means, rows) if means else (), strict=True):
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-            self.counts[name] = self.counts.get(name, 0.0) + rows
-
-    def note(self, loss: Loss, parts: int) -> None:
-        rows = len(loss.rows)
-        self.add(loss.metrics, rows)
-        self.add({"loss": loss.rows * parts}, rows)  # parts add up, so their mean is their sum over their number
-
-    def over(self, comm: Comm) -> dict[str, float]:
-        return self.fetched(comm)()
-
-    def fetched(self, comm: Comm) -> Callable[[], dict[str, float]]:
-        """Start the reduction over ranks without waiting. Call the returned function to get the means."""
-        names = list(self.sums)
-        values = torch.stack(torch._foreach_div([self.sums[name] for name in names], list(self.counts.values())))
-        numbers = copy_to_host_async(comm.mean(values))
-        return lambda: dict(zip(names, numbers(), strict=True))
+    order = first.uniform("order", samples, draw=epoch).flatten().argsort()
+    return order.tensor_split(minibatches)
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[threading.Event]:
     """Yield an event that SIGTERM or the first Ctrl-C sets; the second Ctrl-C interrupts at once."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
+    stop_requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
+        yield stop_requested
         return
 
-    def ask(number: int, frame: object) -> None:
-        if asked.is_set() and number == signal.SIGINT:
+    def request_stop(number: int, frame: object) -> None:
+        if stop_requested.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.set()
+        stop_requested.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield asked
+        yield stop_requested
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

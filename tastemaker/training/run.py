@@ -1,4 +1,4 @@
-"""A run: everything the loop needs, built from a configuration or by hand."""
+"""A run: everything the training loop needs, built from a configuration or by hand."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..config.schema import BatchConfig, CheckpointConfig, GuardConfig, SampleConfig
+from ..core.errors import CheckpointError
 from ..core.objective import Context, Objective, ObjectiveState
 from ..core.policy import Policy
 from ..core.randomness import Randomness
 from ..core.reward import Rubric
 from ..core.types import ImageBatch, PromptBatch
+from ..data.dataset import Dataset
 from ..data.image_io import resize_area
-from ..data.spec import Dataset
-from . import checkpoint
+from . import checkpoint, distributed
 from .drift_statistics import GuardHistory
 from .engine import Engine
 
 AnyObjective = Objective[Any, Any, Any, Any]
-SAMPLE_STEP, GUARD_STEP = -1, -2  # the steps whose draws samples to look at and to judge use, always the same
+SAMPLE_STEP, GUARD_STEP = -1, -2  # step numbers of the noise of samples and of the guard, the same at every call
 
 
 @dataclass
 class Run:
+    """A generator, its objective, rewards and data, and the settings of the loop."""
+
     policy: Policy[Any]
     objective: AnyObjective
     rubric: Rubric
@@ -37,55 +41,97 @@ class Run:
     steps: int
     seed: int = 0
     batch: BatchConfig = BatchConfig()
-    ema: float = 0.0
+    ema_decay: float = 0.0
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     guard: GuardConfig = GuardConfig()
-    start: int = 0  # steps completed
-    note: Mapping[str, Any] = field(default_factory=dict)  # goes into every checkpoint
-    whole: bool = field(init=False, default=True)  # no part of a step is done without the rest
-    memory: ObjectiveState = field(init=False)
-    history: GuardHistory = field(init=False)  # of the guard
+    start_step: int = 0  # steps completed before, of a resumed run
+    checkpoint_metadata: Mapping[str, Any] = field(default_factory=dict)  # written into every checkpoint
+    step_complete: bool = field(init=False, default=True)  # False while a step updates the weights
+    objective_state: ObjectiveState = field(init=False)
+    guard_history: GuardHistory = field(init=False)
 
     def __post_init__(self) -> None:
-        held_out = [name for name, graded in self.rubric.rewards.items() if not graded.weight]
-        self.history = GuardHistory(held_out, self.guard.patience)
-        self.memory = self.objective.memory()
+        held_out = [name for name, reward in self.rubric.rewards.items() if not reward.weight]
+        self.guard_history = GuardHistory(held_out, self.guard.patience)
+        self.objective_state = self.objective.make_state()
         self.engine.prepare(self.policy.weights)
 
-    def context(self, step: int, rows: int) -> Context[Any]:
-        """Draws are named by the step and the row's number over all ranks."""
-        first = self.engine.rows.rank * rows
-        numbers = torch.arange(first, first + rows, device=self.engine.device)
-        rng = Randomness(self.seed, step, numbers)
-        held = (self.engine.rows, self.memory)
-        return Context(self.policy, self.rubric.for_training(), rng, *held, chunk=self.batch.rollout, first=first)
+    def context(self, step: int, samples: int) -> Context[Any]:
+        """Return what an objective needs in a step with `samples` samples on this rank.
 
-    def asked(self, count: int) -> PromptBatch:
-        """Return fixed prompts for samples and guard; for image datasets, with the target image in their metadata."""
+        Random numbers depend on the step and the index of a sample over all ranks.
+        """
+        first = self.engine.data_parallel.rank * samples
+        indices = torch.arange(first, first + samples, device=self.engine.device)
+        return Context(
+            policy=self.policy,
+            rubric=self.rubric.for_training(),
+            rng=Randomness(self.seed, step, indices),
+            comm=self.engine.data_parallel,
+            state=self.objective_state,
+            rollout_batch_size=self.batch.rollout_batch_size,
+            first_row=first,
+        )
+
+    def fixed_prompts(self, count: int) -> PromptBatch:
+        """Return the prompts of samples and guard, the same at every call.
+
+        With an image dataset and rewards, the metadata hold the dataset's image as `target`.
+        """
         if self.objective.consumes is not ImageBatch or not self.rubric.rewards:
-            return self.data.first(count)
-        seen = self.data.batch(0, count, 0, 1)
-        if not isinstance(seen, ImageBatch):
-            return self.data.first(count)
-        pixels = resize_area(seen.pixels, *self.policy.model.pixels[2:])
-        return PromptBatch(seen.prompts, tuple({"target": picture} for picture in pixels))
+            return self.data.first_prompts(count)
+        batch = self.data.batch(0, count, 0, 1)
+        if not isinstance(batch, ImageBatch):
+            return self.data.first_prompts(count)
+        pixels = resize_area(batch.pixels, *self.policy.model.pixels[2:])
+        return PromptBatch(batch.prompts, tuple({"target": image} for image in pixels))
 
     def save(self, step: int) -> Path:
-        kept = {"memory": self.memory.state(), "guard": self.history.state()}
-        extra = {**self.note, "step": step, "seed": self.seed, **kept}
-        best = self.history.best == step
+        """Write a checkpoint of the first `step` steps and return its directory. Every rank must call this."""
+        states = {"memory": self.objective_state.state_dict(), "guard": self.guard_history.state_dict()}
+        extra = {**self.checkpoint_metadata, "step": step, "seed": self.seed, **states}
+        best = self.guard_history.best_step == step
         weights = self.policy.weights
         return checkpoint.save(self.directory, step, self.engine, weights, extra, self.checkpoint, best=best)
 
     def resume(self, path: Path) -> None:
         """Restore weights, optimizer, objective and guard state from a checkpoint."""
         extra = checkpoint.load(path, self.engine, self.policy.weights)
-        self.memory.restore(extra["memory"]) if extra["memory"] else None
-        self.history.restore(extra.get("guard", ()))
-        self.start = int(extra["step"])
+        self.objective_state.load_state_dict(extra["memory"]) if extra["memory"] else None
+        self.guard_history.load_state_dict(extra.get("guard", ()))
+        self.start_step = int(extra["step"])
 
-    def shown(self) -> AbstractContextManager[None]:
-        """Use the EMA weights within the block if `sample.use` is ema."""
-        averaged = self.sample.use == "ema" and self.ema
+    def use_sample_weights(self) -> AbstractContextManager[None]:
+        """Use the EMA weights within the block if `sample.weights` is ema."""
+        averaged = self.sample.weights == "ema" and self.ema_decay
         return self.policy.weights.use("ema") if averaged else nullcontext()
+
+
+@torch.no_grad()
+def initialize_from_trainer(
+    run: Run, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], step: int, source: str
+) -> None:
+    """Continue another trainer's run from its full weights, optimizer state and step; each rank copies its shard.
+
+    The EMA starts from these weights. The reference stays what the run was built with, for which `model.weights`
+    should name the other trainer's initial weights. `source` is named in errors.
+    """
+    _copy_shards(dict(run.policy.weights.trainable()), weights, source)
+    _copy_shards(run.engine.optimizer.state_dict(), optimizer_state, source)
+    for name in {*run.policy.weights.snapshot_tensors()} - {"reference"}:
+        run.policy.weights.update_snapshot(name)
+    run.start_step = step
+
+
+def _copy_shards(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], source: str) -> None:
+    missing = [key for key, x in targets.items() if key not in values or values[key].shape != x.shape]
+    if missing:
+        raise CheckpointError(
+            f"{source} does not fit this run: '{missing[0]}' and {len(missing) - 1} more tensors are missing or of "
+            "another shape; use full fine-tuning and optim.state_dtype=fp32, or start from its weights alone with "
+            "model.weights"
+        )
+    for key, x in targets.items():
+        shard, offset = distributed.local_shard(x), distributed.shard_offset(x)
+        shard.copy_(values[key][offset : offset + len(shard)] if shard.ndim else values[key])

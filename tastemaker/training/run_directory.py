@@ -1,167 +1,146 @@
-"""The directory side of checkpoints: names, what is complete, publishing by rename, pruning."""
+"""The directory of a run: config.yaml and environment.json. Resuming with another configuration is refused."""
 
 from __future__ import annotations
 
 import json
-import os
 import platform
-import re
-import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import yaml
 
-from .safetensors_io import CheckpointError, DamagedCheckpointError, FileChecksum, compute_checksum
+from .. import __version__
+from ..config.dump import config_to_yaml
+from ..config.schema import AnyConfig
+from ..core import output_paths
+from ..core.registry import ConfigError
+from . import checkpoint
+from .device_precision import read_cpu
+from .engine import Engine
 
-FORMAT = 1
-BEST = "best"  # a link to the checkpoint with the highest held-out score
-CHECKPOINT_NAME = re.compile(r"step-(\d+)(\.old)?")  # .old: set aside while the step was saved anew
-
-
-def checkpoint_path(directory: Path, step: int) -> Path:
-    return directory / "checkpoints" / f"step-{step:06d}"
-
-
-def partial_path(target: Path) -> Path:
-    return target.with_name(f"{target.name}.partial")
-
-
-def shard_name(group: str, index: int, count: int) -> str:
-    return f"{group}/{index:05d}-of-{count:05d}.safetensors"
-
-
-def library_versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": str(torch.__version__)}
+C = TypeVar("C", bound=AnyConfig)
+CONFIG_FILE = "config.yaml"
+RECIPE_FILE = "recipe.yaml"  # in exported folders, so that `tastemaker generate FOLDER` works
+IGNORED_KEYS = ("output_dir", "name", "data.max_skipped")  # may differ in a resumed run
+MAX_NAMED_KEYS = 4  # more differing settings are summarized by their sections
+MAX_VALUE_LENGTH = 60  # characters of a value in a message
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first; a directory bears such a name only once all of it is on the disk."""
-    found = [(match, path) for path in folder.glob("step-*") if (match := CHECKPOINT_NAME.fullmatch(path.name))]
-    return [path for match, path in sorted(found, key=lambda pair: (int(pair[0][1]), pair[0][2] is None))]
+def flatten_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted name."""
+    settings: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        settings.update(flatten_settings(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value})
+    return settings
 
 
-def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint of a run's directory."""
-    found = list_checkpoints(directory / "checkpoints")
-    return found[-1] if found else None
+def diff_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings that differ by dotted name, as "old -> new"."""
+    before, after = flatten_settings(old), flatten_settings(new)
+    names = [name for name in sorted(before | after) if name not in IGNORED_KEYS]
+    return {
+        name: f"{_shorten(before.get(name, 'absent'))} -> {_shorten(after.get(name, 'absent'))}"
+        for name in names
+        if before.get(name) != after.get(name)
+    }
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove what interrupted saves left behind."""
-    for path in folder.glob("step-*.partial"):
-        remove(path)
-    for path in folder.glob("step-*.old"):
-        if path.with_suffix("").exists():
-            remove(path)
+def _shorten(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
 
 
-def remove(path: Path) -> None:
-    """Delete a directory; one that cannot be deleted is in nobody's way."""
-    shutil.rmtree(path, ignore_errors=True)
+def claim_run_directory(config: AnyConfig, directory: Path, allowed: Sequence[str]) -> Path | None:
+    """Check that a directory can be used with a configuration, and return its latest checkpoint if it has one.
+
+    Raises ConfigError if it holds a run whose settings differ, except in the keys or sections in `allowed`.
+    """
+    output_paths.check_output_directory(directory, "output_dir")
+    refused = {
+        name: change for name, change in diff_run_config(config, directory).items() if not _is_allowed(name, allowed)
+    }
+    if refused:
+        changes = "; ".join(f"{name}: {change}" for name, change in refused.items())
+        advice = f"add {suggest_allow_change(list(refused))}, choose another name, or remove the directory"
+        raise ConfigError(f"{directory} holds a run with another configuration ({changes}); {advice}")
+    return checkpoint.latest_checkpoint(directory)
 
 
-def publish(partial: Path, target: Path, state: Mapping[str, Any]) -> None:
-    """Let a finished directory appear under its name."""
-    with (partial / "state.json").open("w") as file:
-        json.dump(state, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    for folder, _, _ in os.walk(partial):
-        _sync(Path(folder))
-    old = target.with_name(f"{target.name}.old")
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
-    _sync(target.parent)
-    remove(old)
+def keep_precision(config: C, directory: Path, resume: Path | None = None) -> C:
+    """Replace `engine.precision: auto` by the precision of the run that is resumed, whatever device that ran on.
+
+    This is the run that the checkpoint `resume` belongs to, or the one in `directory` if it has a checkpoint.
+    """
+    if config.engine.precision != "auto":
+        return config
+    owners = [resume.resolve().parents[1]] if resume is not None else []
+    owners += [directory] if checkpoint.latest_checkpoint(directory) is not None else []
+    for owner in owners:
+        if (owner / CONFIG_FILE).is_file():
+            written = yaml.safe_load((owner / CONFIG_FILE).read_text(encoding="utf-8"))
+            kept = flatten_settings(written if isinstance(written, Mapping) else {}).get("engine.precision", "auto")
+            return replace(config, engine=replace(config.engine, precision=kept))
+    return config
 
 
-def _sync(folder: Path) -> None:
-    # The names in a directory are data of the directory, and lost with the power unless it is synced too.
-    handle = os.open(folder, os.O_RDONLY)
+def diff_run_config(config: AnyConfig, directory: Path) -> dict[str, str]:
+    """Return the settings that differ from the run in a directory, as "old -> new"; none if it has no checkpoint."""
+    file = directory / CONFIG_FILE
+    if not file.exists() or checkpoint.latest_checkpoint(directory) is None:
+        return {}
+    new = config_to_yaml(keep_precision(config, directory))
+    return diff_settings(yaml.safe_load(file.read_text(encoding="utf-8")), yaml.safe_load(new))
+
+
+def suggest_allow_change(names: Sequence[str]) -> str:
+    """Return the options that allow these settings to change; if they are many, the options for their sections."""
+    keys = names if len(names) <= MAX_NAMED_KEYS else sorted({name.partition(".")[0] for name in names})
+    return " ".join(f"--allow-change {key}" for key in keys)
+
+
+def _is_allowed(name: str, allowed: Sequence[str]) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for key in allowed)
+
+
+def write_run_config(config: AnyConfig, directory: Path) -> None:
+    """Write the resolved configuration, with the changes that were allowed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = directory / f"{CONFIG_FILE}.partial"
+    partial.write_text(config_to_yaml(config), encoding="utf-8")
+    partial.replace(directory / CONFIG_FILE)
+
+
+def write_environment(engine: Engine, directory: Path) -> None:
+    """Write versions, hardware and precision of the run to environment.json."""
+    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
+    path = directory / "environment.json"
+    environment = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tastemaker": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "system": platform.platform(),
+        "device": device,
+        "cpu": read_cpu()[0],
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "ranks": engine.comm.world_size,
+        "precision": engine.config.precision,
+        "precision_reason": _precision_reason(engine, path),
+    }
+    path.write_text(json.dumps(environment, indent=1), encoding="utf-8")
+
+
+def _precision_reason(engine: Engine, path: Path) -> str:
+    """Return why the run uses its precision; a resumed run keeps the reason of its first start."""
+    choice = engine.precision_choice
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def link_best(target: Path) -> None:
-    """Let `best` beside a checkpoint lead to it."""
-    link, new = target.with_name(BEST), partial_path(target.with_name(BEST))
-    new.unlink(missing_ok=True)
-    new.symlink_to(target.name)  # relative, so that a run's directory can be moved
-    new.replace(link)
-
-
-def prune(target: Path, keep: int) -> None:
-    """Keep the newest so many checkpoints, and always the one just written and the best; 0 keeps all."""
-    best = target.with_name(BEST).resolve().name
-    found = [path for path in list_checkpoints(target.parent) if path != target and path.name != best]
-    for path in found[: max(0, len(found) - keep + 1)] if keep else []:
-        # Renamed first, so that a half-deleted one never looks complete.
-        path.rename(partial_path(path))
-        remove(partial_path(path))
-
-
-@dataclass(frozen=True)
-class CheckpointState:
-    """What a checkpoint says of itself."""
-
-    step: int
-    files: dict[str, FileChecksum]
-    scaler: dict[str, float] | None
-    extra: dict[str, Any]
-
-
-def read_state(path: Path) -> CheckpointState:
-    """The state of a checkpoint."""
-    file = path / "state.json"
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no checkpoint directory")
-    try:
-        state = json.loads(file.read_text())
-        if state["format"] != FORMAT:
-            raise CheckpointError(f"{file} is of format {state['format']}, but this version reads format {FORMAT}")
-        seals = {name: FileChecksum(int(noted["bytes"]), int(noted["crc"])) for name, noted in state["files"].items()}
-        return CheckpointState(int(state["step"]), seals, state["scaler"], dict(state["extra"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{file} is missing or damaged ({type(error).__name__}: {error})") from error
-
-
-def verify(path: Path, state: CheckpointState, rank: int, world: int) -> None:
-    """Refuse a checkpoint with a file that is missing, short or changed; ranks share the reading."""
-    for number, (name, wanted) in enumerate(state.files.items()):
-        file = path / name
-        if not file.is_file():
-            raise DamagedCheckpointError(f"{file} is missing")
-        if (size := file.stat().st_size) != wanted.bytes:
-            raise DamagedCheckpointError(
-                f"{file} has {size} bytes instead of {wanted.bytes}, so it is truncated or damaged"
-            )
-        if number % world == rank and compute_checksum(file) != wanted:
-            raise DamagedCheckpointError(f"{file} has other contents than were saved, so it is damaged")
-
-
-def group_files(path: Path, state: CheckpointState, group: str) -> list[Path]:
-    """The files a group of tensors lies in, in the order of its shards."""
-    whole, folder = f"{group}.safetensors", f"{group}/"
-    found = [path / name for name in sorted(state.files) if name == whole or name.startswith(folder)]
-    if not found:
-        raise CheckpointError(
-            f"{path} holds no '{group}', which this run needs; go on with the configuration it was saved with, "
-            "or start from its weights alone (--init-from)"
-        )
-    return found
-
-
-def suggest_fallback(path: Path) -> str:
-    """Suggest what to resume from instead."""
-    older = [
-        each for each in list_checkpoints(path.parent) if CHECKPOINT_NAME.fullmatch(path.name) and each.name < path.name
-    ]
-    if older:
-        return f"resume from the older checkpoint {older[-1]} (--resume), or delete {path.name}"
-    return f"there is no older checkpoint beside it: delete {path.name} and start anew, or restore it from a copy"
+        previous = json.loads(path.read_text(encoding="utf-8"))
+        kept = previous["precision"] == choice.precision and str(previous["precision_reason"]).startswith("auto")
+        return str(previous["precision_reason"]) if kept else choice.reason
+    except (OSError, ValueError, KeyError, TypeError):
+        return choice.reason

@@ -1,4 +1,4 @@
-"""Named tensors in the safetensors format: written one at a time, read by rows from any number of files."""
+"""Read and write named tensors in safetensors files: written one at a time, read by rows from any number of shards."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ DTYPE_CODES = {
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that was whole once; an older one may still be."""
+    """A checkpoint with missing or changed files."""
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a file's header says of a tensor before its values are known."""
+    """Dtype and shape of a tensor in the header of a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class FileChecksum:
 
 
 class SafetensorsWriter:
-    """One file, sealed as it is written; the tensors come in the order of the header."""
+    """Writes one file and computes its checksum. Add the tensors in the order of the header."""
 
     def __init__(self, file: BinaryIO, entries: Mapping[str, TensorHeader]) -> None:
         self.file, self.bytes, self.crc = file, 0, 0
@@ -74,7 +74,7 @@ class SafetensorsWriter:
 
     def add(self, tensor: Tensor) -> None:
         host = tensor.detach().cpu().contiguous()
-        # Straight from the tensor's memory: numpy knows no bf16.
+        # From the tensor's memory, because numpy has no bf16.
         raw = (ctypes.c_char * (host.numel() * host.itemsize)).from_address(host.data_ptr()) if host.numel() else b""
         self._write(memoryview(raw))
 
@@ -83,13 +83,13 @@ class SafetensorsWriter:
         self.crc = zlib.crc32(data, self.crc)
         self.bytes += len(data)
 
-    def seal(self) -> FileChecksum:
+    def checksum(self) -> FileChecksum:
         return FileChecksum(self.bytes, self.crc)
 
 
 @contextmanager
 def open_writer(path: Path, entries: Mapping[str, TensorHeader]) -> Iterator[SafetensorsWriter]:
-    """A file that is on the disk, not only on its way there, when the block ends."""
+    """Open a file for writing that is synced to disk when the block ends."""
     with path.open("wb") as file:
         yield SafetensorsWriter(file, entries)
         file.flush()
@@ -106,38 +106,38 @@ def compute_checksum(path: Path) -> FileChecksum:
 
 
 class TensorSource(Protocol):
-    """Named tensors to read from."""
+    """A source of named tensors."""
 
     shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str, start: int, count: int) -> Tensor:
-        """Rows of a tensor, or all of one without dimensions."""
+        """Return `count` rows of a tensor from `start` on; all of a scalar."""
 
 
 class ShardedTensorReader:
-    """Named tensors that lie in pieces, cut along dimension 0 in the order of the files."""
+    """Reads tensors whose shards, along dimension 0, are in several files in order."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.files = [_open(path) for path in paths]
-        self.pieces: dict[str, list[tuple[Any, int]]] = {}  # by name: file and rows
+        self.shards: dict[str, list[tuple[Any, int]]] = {}  # by name: files, and how many rows each has
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in self.files:
             for name in file.keys():  # noqa: SIM118  # no dictionary
                 shape = tuple(file.get_slice(name).get_shape())
                 rows = self.shapes.get(name, (0,))[0] + (shape[0] if shape else 0)
                 self.shapes[name] = (rows, *shape[1:]) if shape else ()
-                self.pieces.setdefault(name, []).append((file, shape[0] if shape else 1))
+                self.shards.setdefault(name, []).append((file, shape[0] if shape else 1))
 
     def read(self, name: str, start: int, count: int) -> Tensor:
         if not self.shapes[name]:
-            return self.pieces[name][0][0].get_tensor(name)  # type: ignore[no-any-return]
-        found: list[Tensor] = []
-        for file, rows in self.pieces[name]:
+            return self.shards[name][0][0].get_tensor(name)  # type: ignore[no-any-return]
+        parts: list[Tensor] = []
+        for file, rows in self.shards[name]:
             first, last = max(start, 0), min(start + count, rows)
             if first < last:
-                found.append(file.get_slice(name)[first:last])
+                parts.append(file.get_slice(name)[first:last])
             start -= rows
-        return torch.cat(found)
+        return torch.cat(parts)
 
 
 class InMemoryTensors:
@@ -153,21 +153,21 @@ class InMemoryTensors:
 
 
 def load_pickled(path: Path) -> InMemoryTensors:
-    """A dictionary of tensors saved by torch.save; a pickle with anything else in it is refused unread."""
+    """Load a state_dict saved by torch.save; a pickle with anything but tensors is refused without running it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols: what matters is refused below
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            warnings.simplefilter("ignore")  # about pickle protocols
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds more than plain tensors, and reading it could run its code, so it was not loaded; "
-            "save its state_dict as .safetensors where you trust it"
+            f"{path} holds more than plain tensors and could run code when loaded, so it was not; "
+            "save its state_dict as .safetensors on a machine where you trust it"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} is not a file of torch.save, or damaged ({error})") from error
-    if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
-        raise CheckpointError(f"{path} holds no flat dictionary of tensors; save the network's state_dict by itself")
-    return InMemoryTensors(found)
+    if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
+        raise CheckpointError(f"{path} holds no flat dictionary of tensors; save the network's state_dict alone")
+    return InMemoryTensors(tensors)
 
 
 def _open(path: Path) -> Any:

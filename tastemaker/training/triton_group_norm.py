@@ -1,9 +1,9 @@
-"""Triton group norm for channels_last images and videos; Triton comes with PyTorch for GPUs.
+"""Group norm for channels_last images and videos in Triton.
 
-PyTorch's own kernel puts them into another order first, and convolutions then back again.
+PyTorch's own kernel converts them to channels-first, and the next convolution back again.
 """
 # mypy: ignore-errors
-# Triton's language is not Python to a type checker: pointers are added to, and every number may be a tensor.
+# Type checkers do not understand Triton's language.
 
 from __future__ import annotations
 
@@ -13,71 +13,77 @@ import triton.language as tl
 from torch import Tensor
 
 PIXELS, CHANNELS = 32, 128  # of a tile
-PROGRAMS, PARTS = 512, 256  # that sums are shared among, and of one row, at most
+PROGRAMS, PARTS = 512, 256  # programs that compute the sums, and at most how many of them share one sample
 
 
 @triton.jit
 def _sum(x, sums, pixels, channels, parts, span, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = at < channels
+    sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    channel_mask = channel < channels
     total = tl.zeros([CHANNELS], tl.float32)
     squares = tl.zeros([CHANNELS], tl.float32)
     last = tl.minimum((part + 1) * span, pixels)
-    for begun in range(part * span, last, PIXELS):
-        pixel = begun + tl.arange(0, PIXELS)
-        place = (row * pixels + pixel)[:, None] * channels + at[None, :]
-        value = tl.load(x + place, (pixel < last)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    for start in range(part * span, last, PIXELS):
+        pixel = start + tl.arange(0, PIXELS)
+        offset = (sample * pixels + pixel)[:, None] * channels + channel[None, :]
+        value = tl.load(x + offset, (pixel < last)[:, None] & channel_mask[None, :], other=0.0).to(tl.float32)
         total += tl.sum(value, 0)
         squares += tl.sum(value * value, 0)
-    out = sums + (row * parts + part) * 2 * channels + at
-    tl.store(out, total, inside)
-    tl.store(out + channels, squares, inside)
+    out = sums + (sample * parts + part) * 2 * channels + channel
+    tl.store(out, total, channel_mask)
+    tl.store(out + channels, squares, channel_mask)
 
 
 @triton.jit
-def _settle(
-    sums, weight, bias, scale, shift, pixels, channels, parts, each, eps, PARTS: tl.constexpr, WIDTH: tl.constexpr
+def _compute_scale_and_shift(
+    sums, weight, bias, scale, shift, pixels, channels, parts, group_size, eps, PARTS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at, inside = group * each + tl.arange(0, WIDTH), tl.arange(0, WIDTH) < each
+    sample, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channel, channel_mask = group * group_size + tl.arange(0, WIDTH), tl.arange(0, WIDTH) < group_size
     part = tl.arange(0, PARTS)
-    held = sums + (row * parts + part)[:, None] * 2 * channels + at[None, :]
-    there = (part < parts)[:, None] & inside[None, :]
-    count = pixels * each
-    mean = tl.sum(tl.load(held, there, other=0.0)) / count
-    spread = tl.maximum(tl.sum(tl.load(held + channels, there, other=0.0)) / count - mean * mean, 0.0)
-    factor = tl.load(weight + at, inside, other=0.0).to(tl.float32) / tl.sqrt_rn(spread + eps)
-    tl.store(scale + row * channels + at, factor, inside)
-    tl.store(shift + row * channels + at, tl.load(bias + at, inside, other=0.0).to(tl.float32) - mean * factor, inside)
+    pointer = sums + (sample * parts + part)[:, None] * 2 * channels + channel[None, :]
+    mask = (part < parts)[:, None] & channel_mask[None, :]
+    count = pixels * group_size
+    mean = tl.sum(tl.load(pointer, mask, other=0.0)) / count
+    variance = tl.maximum(tl.sum(tl.load(pointer + channels, mask, other=0.0)) / count - mean * mean, 0.0)
+    factor = tl.load(weight + channel, channel_mask, other=0.0).to(tl.float32) / tl.sqrt_rn(variance + eps)
+    tl.store(scale + sample * channels + channel, factor, channel_mask)
+    tl.store(
+        shift + sample * channels + channel,
+        tl.load(bias + channel, channel_mask, other=0.0).to(tl.float32) - mean * factor,
+        channel_mask,
+    )
 
 
 @triton.jit
 def _apply(x, scale, shift, out, pixels, channels, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    sample = tl.program_id(0).to(tl.int64)
     pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
-    at = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = at < channels
-    place = (row * pixels + pixel)[:, None] * channels + at[None, :]
-    there = (pixel < pixels)[:, None] & inside[None, :]
-    factor = tl.load(scale + row * channels + at, inside, other=0.0)[None, :]
-    added = tl.load(shift + row * channels + at, inside, other=0.0)[None, :]
-    value = tl.load(x + place, there, other=0.0).to(tl.float32) * factor + added
-    tl.store(out + place, value.to(out.dtype.element_ty), there)
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    channel_mask = channel < channels
+    offset = (sample * pixels + pixel)[:, None] * channels + channel[None, :]
+    mask = (pixel < pixels)[:, None] & channel_mask[None, :]
+    factor = tl.load(scale + sample * channels + channel, channel_mask, other=0.0)[None, :]
+    bias_value = tl.load(shift + sample * channels + channel, channel_mask, other=0.0)[None, :]
+    value = tl.load(x + offset, mask, other=0.0).to(tl.float32) * factor + bias_value
+    tl.store(out + offset, value.to(out.dtype.element_ty), mask)
 
 
 def triton_group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Of [B, C, ...] whose channels lie side by side, in the same order and the precision of x, computed in float32."""
-    rows, channels = x.shape[:2]
+    """Normalize x [B, C, ...] in channels_last order; computed in float32, returned in the order and dtype of x."""
+    samples, channels = x.shape[:2]
     pixels = x[0, 0].numel()
     blocks = triton.cdiv(channels, CHANNELS)
-    span = triton.cdiv(triton.cdiv(pixels, min(PARTS, triton.cdiv(PROGRAMS, rows))), PIXELS) * PIXELS
-    parts, each = triton.cdiv(pixels, span), channels // groups
-    sums = x.new_empty(rows, parts, 2, channels, dtype=torch.float32)
-    scale, shift = x.new_empty(2, rows, channels, dtype=torch.float32)
+    span = triton.cdiv(triton.cdiv(pixels, min(PARTS, triton.cdiv(PROGRAMS, samples))), PIXELS) * PIXELS
+    parts, group_size = triton.cdiv(pixels, span), channels // groups
+    sums = x.new_empty(samples, parts, 2, channels, dtype=torch.float32)
+    scale, shift = x.new_empty(2, samples, channels, dtype=torch.float32)
     out = torch.empty_like(x)
-    _sum[(rows, parts, blocks)](x, sums, pixels, channels, parts, span, PIXELS, CHANNELS)
-    tile = triton.next_power_of_2(parts), triton.next_power_of_2(each)
-    _settle[(rows, groups)](sums, weight, bias, scale, shift, pixels, channels, parts, each, eps, *tile)
-    _apply[(rows, triton.cdiv(pixels, PIXELS), blocks)](x, scale, shift, out, pixels, channels, PIXELS, CHANNELS)
+    _sum[(samples, parts, blocks)](x, sums, pixels, channels, parts, span, PIXELS, CHANNELS)
+    tile = triton.next_power_of_2(parts), triton.next_power_of_2(group_size)
+    _compute_scale_and_shift[(samples, groups)](
+        sums, weight, bias, scale, shift, pixels, channels, parts, group_size, eps, *tile
+    )
+    _apply[(samples, triton.cdiv(pixels, PIXELS), blocks)](x, scale, shift, out, pixels, channels, PIXELS, CHANNELS)
     return out

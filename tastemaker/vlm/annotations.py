@@ -1,7 +1,8 @@
-"""Places that answers point to, drawn on their pictures: PaliGemma's boxes, and its outlines where it can be told."""
+"""PaliGemma's boxes (`<loc....>`) and segmentation masks (`<seg...>`): parsed from answers and drawn on images."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,103 +10,221 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.registry import ConfigError
 from ..data.image_io import read_image, save_image, to_uint8
-from .paligemma_segmentation import PaliGemmaDetection, PaliGemmaMaskDecoder, load_mask_decoder, parse_detections
+from ..models.pretrained import load_state_dict
 
 COLORS = ((230, 57, 70), (29, 131, 226), (42, 157, 80), (244, 162, 30), (142, 68, 173), (0, 168, 168))
-SHARE = 0.5  # of a covered pixel that its colour takes
-STILLS = (".png", ".jpg", ".jpeg", ".webp")
+MASK_OPACITY = 0.5
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+LOCATION_SCALE = 1024  # of <loc....>, along either side
+NUM_CODES, CODE_WIDTH, CODE_GRID = 16, 512, 4  # of a mask: its codes, their embeddings, and the side of their grid
+DETECTION = re.compile(r"<loc(\d{4})>" * 4 + r"\s*((?:<seg\d{3}>){16})?(?:<seg\d{3}>)*\s*([^;<>]*)")
+MASK_DECODER_FILE = "PaliGemma's VQ-VAE, vae-oid.npz of big_vision"
+
+
+@dataclass(frozen=True)
+class PaliGemmaDetection:
+    """An object in an answer."""
+
+    label: str
+    box: tuple[float, float, float, float]  # left, top, right, bottom as fractions of the image
+    codes: tuple[int, ...] = ()  # of its mask, if the answer has one
+
+    def corners(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """The box in pixels."""
+        left, top, right, bottom = self.box
+        return round(left * width), round(top * height), round(right * width), round(bottom * height)
+
+
+def parse_detections(answer: str) -> list[PaliGemmaDetection]:
+    """Objects of an answer such as `<loc0100><loc0200><loc0900><loc0800> cat ; ...`, which names the top first."""
+    detections = []
+    for match in DETECTION.finditer(answer):
+        top, left, bottom, right = (int(number) / LOCATION_SCALE for number in match.groups()[:4])
+        codes = tuple(int(number) for number in re.findall(r"\d{3}", match[5] or ""))
+        box = (min(left, right), min(top, bottom), max(left, right), max(top, bottom))
+        detections.append(PaliGemmaDetection(match[6].strip(), box, codes))
+    return detections
+
+
+def detections_as_json(answer: str, height: int, width: int) -> list[dict[str, Any]]:
+    """The objects of an answer with boxes in pixels, for a row of JSON."""
+    return [{"label": found.label, "box": list(found.corners(width, height))} for found in parse_detections(answer)]
+
+
+class MaskDecoderBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.net(x)
+        return out
+
+
+class PaliGemmaMaskDecoder(nn.Module):
+    """The decoder of PaliGemma's VQ-VAE: sixteen codes to a mask of 64 x 64 within a box."""
+
+    def __init__(self, width: int = 128, codes: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.zeros(codes, CODE_WIDTH), requires_grad=False)
+        layers: list[nn.Module] = [
+            nn.Conv2d(CODE_WIDTH, width, 1),
+            nn.ReLU(),
+            MaskDecoderBlock(width),
+            MaskDecoderBlock(width),
+        ]
+        previous = width
+        for _ in range(4):
+            layers += [nn.ConvTranspose2d(previous, width, 4, stride=2, padding=1), nn.ReLU()]
+            previous, width = width, width // 2
+        self.decoder = nn.Sequential(*layers, nn.Conv2d(previous, 1, 1))
+
+    @torch.no_grad()
+    def forward(self, codes: Tensor) -> Tensor:
+        """Codes [B, 16] to coverage in [0, 1]: [B, 64, 64]."""
+        grid = self.embedding[codes].view(-1, CODE_GRID, CODE_GRID, CODE_WIDTH).movedim(-1, 1)
+        out: Tensor = self.decoder(grid)[:, 0] / 2 + 0.5
+        return out.clamp(0, 1)
+
+    def mask(self, detection: PaliGemmaDetection, width: int, height: int) -> Tensor | None:
+        """Coverage of each pixel of an image [height, width]; None if the detection has no mask."""
+        if not detection.codes:
+            return None
+        if max(detection.codes) >= len(self.embedding):
+            raise ConfigError(
+                f"the answer has the mask code {max(detection.codes)}, but the weights know {len(self.embedding)}; "
+                f"expected {MASK_DECODER_FILE}"
+            )
+        left, top, right, bottom = detection.corners(width, height)
+        coverage = torch.zeros(height, width)
+        if right > left and bottom > top:
+            square = self(torch.tensor([detection.codes]))[:, None]
+            resized = F.interpolate(square, (bottom - top, right - left), mode="bicubic", antialias=True)
+            coverage[top:bottom, left:right] = resized[0, 0].clamp(0, 1)
+        return coverage
+
+
+def load_mask_decoder(path: Path) -> PaliGemmaMaskDecoder:
+    """The decoder from `vae-oid.npz` as big_vision publishes it, or its tensors in a .safetensors file."""
+    tensors = _read_tensors(path)
+    net = PaliGemmaMaskDecoder()
+    state = {key: x.float() for key, x in tensors.items() if key.startswith("decoder.")}
+    state["embedding"] = tensors.get("_vq_vae._embedding", torch.zeros(0)).float()
+    wrong = [key for key, x in net.state_dict().items() if key not in state or state[key].shape != x.shape]
+    if wrong:
+        raise ConfigError(f"{path} has no fitting '{wrong[0]}'; expected {MASK_DECODER_FILE}")
+    net.load_state_dict({key: state[key] for key in net.state_dict()})
+    return net.eval().requires_grad_(False)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; expected {MASK_DECODER_FILE}")
+    if path.suffix != ".npz":
+        return dict(load_state_dict(path))
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays: dict[str, Any] = {key: file[key] for key in file.files}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no readable .npz ({error!s:.100}); fetch vae-oid.npz again") from error
+    return {key: torch.from_numpy(np.ascontiguousarray(x)) for key, x in arrays.items()}
 
 
 @dataclass(frozen=True)
 class AnnotationWriter:
-    """Where to draw, and the decoder that outlines need."""
+    """Where annotated images are written, and the decoder of masks."""
 
     out: Path
     decoder: PaliGemmaMaskDecoder | None
 
-    def target(self, file: Path, home: Path | None) -> Path:
-        """Of a folder's pictures each at its own place below `out`; of one picture `out` itself."""
-        if home is None:
+    def output_path(self, file: Path, folder: Path | None) -> Path:
+        """The path below `out` that an image of a folder has in it; of a single image `out` itself."""
+        if folder is None:
             return self.out
-        inside = file.relative_to(home) if file.is_relative_to(home) else Path(file.name)
-        return self.out / (inside if inside.suffix.lower() == ".png" else inside.with_name(f"{inside.name}.png"))
+        relative = file.relative_to(folder) if file.is_relative_to(folder) else Path(file.name)
+        png = relative if relative.suffix.lower() == ".png" else relative.with_name(f"{relative.name}.png")
+        return self.out / png
 
 
 def open_annotation_writer(out: Path | None, weights: Path | None, *, folder: bool) -> AnnotationWriter | None:
-    """Refuse what cannot be drawn before a large model is loaded."""
+    """Check the options for drawing before a large model is loaded; None if nothing is to be drawn."""
     if out is None:
         if weights is not None:
             raise ConfigError(f"--outlines {weights} draws nothing without --draw; say where to draw to")
         return None
-    if not folder and out.suffix.lower() not in STILLS:
-        raise ConfigError(f"--draw {out} is no picture; expected a name that ends in {', '.join(STILLS)}")
+    if not folder and out.suffix.lower() not in IMAGE_SUFFIXES:
+        raise ConfigError(f"--draw {out} is no image; expected a name that ends in {', '.join(IMAGE_SUFFIXES)}")
     return AnnotationWriter(out, load_mask_decoder(weights) if weights else None)
 
 
-def detections_as_json(answer: str, height: int, width: int) -> list[dict[str, Any]]:
-    """What an answer points to, in pixels, as a row of JSON holds it."""
-    return [{"label": place.label, "box": list(place.corners(width, height))} for place in parse_detections(answer)]
-
-
 def annotate_images(
-    marker: AnnotationWriter, said: Sequence[tuple[Path, str]], home: Path | None, console: Console
+    writer: AnnotationWriter, answers: Sequence[tuple[Path, str]], folder: Path | None, console: Console
 ) -> int:
-    """Draw the answers about pictures that point somewhere; how many pictures were drawn on."""
+    """Draw the detections of answers on their images; returns the number of annotated images."""
     by_file: dict[Path, list[PaliGemmaDetection]] = {}
-    for file, answer in said:
+    for file, answer in answers:
         by_file.setdefault(file, []).extend(parse_detections(answer))
-    pointed = {file: found for file, found in by_file.items() if found}
-    if marker.decoder is None and any(place.codes for found in pointed.values() for place in found):
+    annotated = {file: detections for file, detections in by_file.items() if detections}
+    if writer.decoder is None and any(x.codes for detections in annotated.values() for x in detections):
         print_line(
-            console, "outlines are drawn as boxes, for their decoder is not here; --outlines vae-oid.npz names it"
+            console, "masks are drawn as boxes, because their decoder is missing; name it by --outlines FILE.npz"
         )
-    for file, found in pointed.items():
+    for file, detections in annotated.items():
         pixels = read_image(file)
-        shown = draw_detections(pixels[len(pixels) // 2], found, marker.decoder)
-        save_image(shown[None], marker.target(file, home))
-    if pointed:
-        print_line(
-            console, f"{sum(map(len, pointed.values()))} places drawn on {len(pointed)} pictures, see {marker.out}"
-        )
+        image = draw_detections(pixels[len(pixels) // 2], detections, writer.decoder)
+        save_image(image[None], writer.output_path(file, folder))
+    count = sum(map(len, annotated.values()))
+    if annotated:
+        print_line(console, f"{count} objects drawn on {len(annotated)} images, see {writer.out}")
     else:
-        print_line(
-            console, "no answer points anywhere, so nothing is drawn; ask a PaliGemma to 'detect ...' or 'segment ...'"
-        )
-    return len(pointed)
+        advice = "ask a PaliGemma to 'detect ...' or 'segment ...'"
+        print_line(console, f"no answer names a location, so nothing is drawn; {advice}")
+    return len(annotated)
 
 
 def draw_detections(
-    pixels: Tensor, found: Sequence[PaliGemmaDetection], decoder: PaliGemmaMaskDecoder | None
+    pixels: Tensor, detections: Sequence[PaliGemmaDetection], decoder: PaliGemmaMaskDecoder | None
 ) -> Tensor:
-    """A picture [3, H, W] with boxes, names and, where they can be decoded, outlines on it."""
+    """An image [3, H, W] with boxes, labels and, if there is a decoder, masks on it."""
     height, width = pixels.shape[-2:]
-    shown = pixels.float().clone()
-    colors = {label: COLORS[i % len(COLORS)] for i, label in enumerate(dict.fromkeys(place.label for place in found))}
-    for place in found:
-        mask = decoder.mask(place, width, height) if decoder else None
+    painted = pixels.float().clone()
+    labels = dict.fromkeys(detection.label for detection in detections)
+    colors = {label: COLORS[i % len(COLORS)] for i, label in enumerate(labels)}
+    for detection in detections:
+        mask = decoder.mask(detection, width, height) if decoder else None
         if mask is not None:
-            color = torch.tensor(colors[place.label]).view(3, 1, 1) / 255
-            shown = shown + SHARE * mask * (color - shown)
-    image = Image.fromarray(to_uint8(shown))
-    pen, line = ImageDraw.Draw(image), max(1, round(min(height, width) / 200))
+            color = torch.tensor(colors[detection.label]).view(3, 1, 1) / 255
+            painted = painted + MASK_OPACITY * mask * (color - painted)
+    image = Image.fromarray(to_uint8(painted))
+    pen, line_width = ImageDraw.Draw(image), max(1, round(min(height, width) / 200))
     font: Any = ImageFont.load_default(max(10, round(min(height, width) / 32)))
-    for place in found:
-        left, top, right, bottom = place.corners(width - 1, height - 1)
-        pen.rectangle((left, top, right, bottom), outline=colors[place.label], width=line)
-        if place.label:
-            _, _, wide, high = pen.textbbox((0, 0), place.label, font=font)
-            # Within the picture, where it is as large as that: what lies at its right edge has a name too.
-            start = max(0, min(left + line, width - wide - 1)), max(0, min(top + line, height - high - 1))
-            pen.rectangle(pen.textbbox(start, place.label, font=font), fill=colors[place.label])
-            pen.text(start, place.label, fill="white", font=font)
+    for detection in detections:
+        color_rgb = colors[detection.label]
+        left, top, right, bottom = detection.corners(width - 1, height - 1)
+        pen.rectangle((left, top, right, bottom), outline=color_rgb, width=line_width)
+        if detection.label:
+            _, _, text_width, text_height = pen.textbbox((0, 0), detection.label, font=font)
+            # Labels of objects at the right or lower edge are moved into the image.
+            x = max(0, min(left + line_width, width - text_width - 1))
+            y = max(0, min(top + line_width, height - text_height - 1))
+            pen.rectangle(pen.textbbox((x, y), detection.label, font=font), fill=color_rgb)
+            pen.text((x, y), detection.label, fill="white", font=font)
     return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255
 
 
 def print_line(console: Console, text: str) -> None:
+    """Print one line without wrapping, markup or highlighting."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

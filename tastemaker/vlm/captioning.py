@@ -1,4 +1,4 @@
-"""`tastemaker caption`: what a chat model says of every picture in a folder, where training looks for captions."""
+"""`tastemaker caption`: captions of every image in a folder by a vision-language model, where training reads them."""
 
 from __future__ import annotations
 
@@ -12,125 +12,131 @@ from typing import Any, Literal
 from rich.console import Console
 
 from ..core.registry import ConfigError
-from ..data.image_io import KNOWN, ImageError
+from ..data.image_io import READABLE_SUFFIXES, ImageError
 from ..data.text_files import read_json_rows
 from ..rewards.scoring import ImageRecord, find_images_and_videos
 from .annotations import print_line
-from .answer_generation import GenerationSettings
+from .generation import GenerationSettings
 from .question_answering import AnsweringModel, AskOptions, answer_folder
 
-RECORD = "captions.jsonl"  # every answer, to go on from
-LIST = "metadata.jsonl"  # what training reads in place of the texts beside the pictures
+RECORD = "captions.jsonl"  # all answers, for resuming
+METADATA = "metadata.jsonl"  # training reads it instead of the .txt files beside the images
 CaptionLayout = Literal["txt", "jsonl", "both"]
 
 
 @dataclass(frozen=True)
 class CaptionOptions:
-    """How a folder is to be captioned."""
-
     folder: Path
     model: str
-    prompt: str | None = None  # what the model is asked; its own usual words if not given
-    manner: GenerationSettings = GenerationSettings(tokens=64)
-    batch: int = 8
-    form: CaptionLayout = "txt"
-    again: bool = False  # captions that are there are written anew
-    out: Path | None = None  # the record, captions.jsonl in the folder if not given
+    prompt: str | None = None  # the question; the model's default if not given
+    generation: GenerationSettings = GenerationSettings(max_new_tokens=64)
+    batch_size: int = 8
+    layout: CaptionLayout = "txt"
+    overwrite: bool = False  # existing captions are replaced
+    out: Path | None = None  # of all answers; captions.jsonl in the folder if not given
 
     @property
-    def texts(self) -> bool:
-        return self.form != "jsonl"
+    def writes_txt(self) -> bool:
+        return self.layout != "jsonl"
 
     @property
-    def listed(self) -> bool:
-        return self.form != "txt"
+    def writes_metadata(self) -> bool:
+        return self.layout != "txt"
 
     @property
-    def record(self) -> Path:
+    def record_path(self) -> Path:
         return self.out or self.folder / RECORD
 
 
-def find_images(wish: CaptionOptions) -> list[Path]:
-    """The pictures of the folder; refused before a large model is loaded."""
-    if not wish.folder.is_dir():
-        raise ConfigError(f"{wish.folder} is no folder; expected one with pictures (`tastemaker ask` takes one alone)")
-    files = find_images_and_videos(wish.folder, folders=False)
-    if not files:
-        raise ConfigError(f"{wish.folder}: no pictures found; expected files that end in {KNOWN}")
-    if not wish.listed and (wish.folder / LIST).is_file():
+def find_images(options: CaptionOptions) -> list[Path]:
+    """The images of the folder; refuses a wrong folder before a large model is loaded."""
+    if not options.folder.is_dir():
         raise ConfigError(
-            f"{wish.folder / LIST} is there, and training reads it in place of .txt files; add to it with "
-            "--form jsonl or both, or move it away"
+            f"{options.folder} is no folder; expected one with images (`tastemaker ask` takes a single one)"
+        )
+    files = find_images_and_videos(options.folder, frame_folders=False)
+    if not files:
+        raise ConfigError(f"{options.folder}: no images found; expected files that end in {READABLE_SUFFIXES}")
+    if not options.writes_metadata and (options.folder / METADATA).is_file():
+        raise ConfigError(
+            f"{options.folder / METADATA} exists, and training reads it instead of .txt files; "
+            "add to it with --form jsonl or both, or move it away"
         )
     return files
 
 
-def caption_folder(model: AnsweringModel, wish: CaptionOptions, files: Sequence[Path], console: Console) -> int:
-    """Ask for a caption of each picture that has none, and write it where training looks. How many are new."""
-    rows = read_caption_list(wish.folder / LIST)
-    kept = {} if wish.again else {file: text for file in files if (text := existing_caption(wish, file, rows))}
+def caption_folder(model: AnsweringModel, options: CaptionOptions, files: Sequence[Path], console: Console) -> int:
+    """Caption every image without a caption, and write the captions where training reads them; returns their number."""
+    rows = read_caption_list(options.folder / METADATA)
+    kept: dict[Path, str] = {}
+    if not options.overwrite:
+        kept = {file: text for file in files if (text := existing_caption(options, file, rows))}
     if kept:
-        print_line(console, f"{len(kept)} of {len(files)} pictures have captions, which stay")
-    left = [file for file in files if file not in kept]
-    order = AskOptions((wish.prompt or model.caption,), wish.model, wish.manner, wish.batch)
-    complaint: BaseException | None = None
-    shown = [ImageRecord(file, file.stem.replace("_", " ").replace("-", " ")) for file in left]
+        print_line(console, f"{len(kept)} of {len(files)} images have captions, which are kept")
+    pending = [file for file in files if file not in kept]
+    prompt = options.prompt or model.caption_prompt
+    ask = AskOptions((prompt,), options.model, options.generation, options.batch_size)
+    images = [ImageRecord(file, file.stem.replace("_", " ").replace("-", " ")) for file in pending]
+    failure: BaseException | None = None
     try:
-        told = answer_folder(model, order, wish.folder, wish.record, console, shown) if left else []
-    except (ImageError, KeyboardInterrupt) as error:  # the others have their captions all the same
-        complaint, told = error, order.answers(wish.record, shown)
-    said = {row["file"]: " ".join(str(row["answer"]).split()) for row in told}
-    new = {file: said[str(file)] for file in left if said.get(str(file))}
-    write_captions(wish, {**kept, **new}, rows)
-    if empty := sum(not text for text in said.values()):
-        print_line(console, f"{empty} captions came out empty and are left out; ask otherwise with --prompt")
-    print_line(console, f"{len(new)} captions written, as {names(wish)}; data='{{type: gallery, path: {wish.folder}}}'")
-    if complaint is not None:
-        raise complaint
+        answers = answer_folder(model, ask, options.folder, options.record_path, console, images) if pending else []
+    except (ImageError, KeyboardInterrupt) as error:  # the captions so far are written all the same
+        failure, answers = error, ask.read_answers(options.record_path, images)
+    captions = {row["file"]: " ".join(str(row["answer"]).split()) for row in answers}
+    new = {file: captions[str(file)] for file in pending if captions.get(str(file))}
+    write_captions(options, {**kept, **new}, rows)
+    if empty := sum(not text for text in captions.values()):
+        print_line(console, f"{empty} captions are empty and left out; ask another question with --prompt")
+    advice = f"data='{{type: gallery, path: {options.folder}}}'"
+    print_line(console, f"{len(new)} captions written, as {written_files(options)}; train with {advice}")
+    if failure is not None:
+        raise failure
     return len(new)
 
 
-def names(wish: CaptionOptions) -> str:
-    return " and ".join([*([".txt beside the pictures"] if wish.texts else []), *([LIST] if wish.listed else [])])
+def written_files(options: CaptionOptions) -> str:
+    kinds = [(options.writes_txt, ".txt beside the images"), (options.writes_metadata, METADATA)]
+    return " and ".join(name for written, name in kinds if written)
 
 
-def existing_caption(wish: CaptionOptions, file: Path, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The caption a picture has, in the list or beside it; nothing if it has none."""
-    text = file.with_suffix(".txt")
-    listed = rows.get(name_of(wish.folder, file), {}).get("prompt")
-    beside = text.read_text(encoding="utf-8") if text.is_file() else ""
+def existing_caption(options: CaptionOptions, file: Path, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The caption of an image in metadata.jsonl or in the .txt beside it; empty if it has none."""
+    text_file = file.with_suffix(".txt")
+    listed = rows.get(relative_name(options.folder, file), {}).get("prompt")
+    beside = text_file.read_text(encoding="utf-8") if text_file.is_file() else ""
     return " ".join(str(listed or beside).split())
 
 
-def name_of(folder: Path, file: Path) -> str:
+def relative_name(folder: Path, file: Path) -> str:
     return file.relative_to(folder).as_posix()
 
 
 def read_caption_list(path: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a list that is there, by the names of their pictures."""
+    """The rows of an existing metadata.jsonl by file name."""
     if not path.is_file() or not path.read_text(encoding="utf-8").strip():
         return {}
-    named = [(number, row, row.get("file_name", row.get("file"))) for number, row in read_json_rows(path)]
-    for number, _, name in named:
+    rows = [(number, row, row.get("file_name", row.get("file"))) for number, row in read_json_rows(path)]
+    for number, _, name in rows:
         if not isinstance(name, str):
-            raise ConfigError(f"{path}, line {number}: it names no 'file_name'; mend the line or move the file away")
-    return {str(name): dict(row) for _, row, name in named}
+            raise ConfigError(f"{path}, line {number}: it has no 'file_name'; correct the line or move the file away")
+    return {str(name): dict(row) for _, row, name in rows}
 
 
-def write_captions(wish: CaptionOptions, captions: Mapping[Path, str], rows: dict[str, dict[str, Any]]) -> None:
-    """Each file whole or not at all; what else a list knows of a picture stays in it."""
+def write_captions(options: CaptionOptions, captions: Mapping[Path, str], rows: dict[str, dict[str, Any]]) -> None:
+    """Write .txt files and metadata.jsonl, each file atomically; other fields of existing rows are kept."""
     for file, text in captions.items():
-        name = name_of(wish.folder, file)
+        name = relative_name(options.folder, file)
         rows[name] = {**rows.get(name, {}), "file_name": name, "file": name, "prompt": text}
     try:
-        for file, text in captions.items() if wish.texts else ():
-            if wish.again or not file.with_suffix(".txt").is_file():
+        for file, text in captions.items() if options.writes_txt else ():
+            if options.overwrite or not file.with_suffix(".txt").is_file():
                 replace_file(file.with_suffix(".txt"), text + "\n")
-        if wish.listed:
+        if options.writes_metadata:
             lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]
-            replace_file(wish.folder / LIST, "".join(lines))
+            replace_file(options.folder / METADATA, "".join(lines))
     except OSError as error:
-        raise ConfigError(f"captions cannot be written in {wish.folder} ({error}); check its permissions") from error
+        found = f"captions cannot be written in {options.folder} ({error})"
+        raise ConfigError(f"{found}; check its permissions") from error
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""How conversations about a picture are put to each family of chat models: their words, tokens and pixels."""
+"""Inputs of chat models, by family: chat template, tokens and pixels of conversations about one image."""
 
 from __future__ import annotations
 
@@ -9,227 +9,258 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
+from ..data.image_io import to_uint8
 from ..rewards.backbones.preprocessing import Preprocessing
-from .batching import encode_with_image_tokens, left_pad, to_uint8_images
 from .yes_no import IMAGE
 
-Conversation = tuple[str, ...]  # what the user says and what the judge does, in turn; the picture comes with the first
-GREY = 127 / 255  # SigLIP's mean colour, in bytes
-CAPTION = "Describe this image in one sentence."
-FIRST = {"paligemma": 1, "llava": 0}  # families whose tokens are counted one by one, and from which number on
+Conversation = tuple[str, ...]  # turns of user and assistant in alternation; the image comes with the first
+SIGLIP_GRAY = 127 / 255  # SigLIP's mean color, in bytes
+CAPTION_PROMPT = "Describe this image in one sentence."
+FIRST_POSITION = {"paligemma": 1, "llava": 0}  # of families whose positions simply count the tokens
 
 
 @dataclass(frozen=True)
 class ChatInputs:
-    """Conversations as a network takes them, padded on the left."""
+    """Inputs of a network for a batch of conversations, padded on the left."""
 
-    ids: Tensor  # [B, L]
-    mask: Tensor  # [B, L]
-    more: dict[str, Any]  # whatever else it wants to know
+    input_ids: Tensor  # [B, L]
+    attention_mask: Tensor  # [B, L]
+    extra_inputs: dict[str, Any]  # pixels, token types, embeddings
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What one call of the network is given; tokens that were looked up already are not told twice."""
-        ids = {} if "inputs_embeds" in self.more else {"input_ids": self.ids}
-        return {**ids, "attention_mask": self.mask, **self.more}
+    def network_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of one forward pass; token ids are left out if their embeddings are given."""
+        ids = {} if "inputs_embeds" in self.extra_inputs else {"input_ids": self.input_ids}
+        return {**ids, "attention_mask": self.attention_mask, **self.extra_inputs}
 
 
 class ChatProcessor(ABC):
-    """A family's way of asking."""
+    """Turns images and conversations into the inputs of one model family."""
 
-    keeps = False  # what was said can be held in memory and asked on about
-    differentiable = False  # in the pixels
-
-    @property
-    def follows(self) -> bool:
-        """Whether it is known where the tokens of an answer stand."""
-        return self.keeps
+    supports_followup = False  # a kept KV cache can be continued with another question
+    differentiable = False  # with respect to the pixels
 
     @property
-    def caption(self) -> str:
-        """What it is asked for a caption."""
-        return CAPTION
+    def supports_static_cache(self) -> bool:
+        """Whether the positions of answer tokens are known, as decoding with a static cache needs."""
+        return self.supports_followup
 
-    @abstractmethod
-    def written(self, turns: Conversation) -> str:
-        """The text of a conversation up to where the judge is to speak."""
-
-    @abstractmethod
-    def asked(self, pixels: Tensor, texts: Sequence[str]) -> ChatInputs:
-        """Pictures [B, 3, H, W] in [0, 1] and what is asked of each."""
+    @property
+    def caption_prompt(self) -> str:
+        """The default question for a caption."""
+        return CAPTION_PROMPT
 
     @property
     @abstractmethod
-    def parts(self) -> tuple[Any, ...]:
-        """What goes into a folder beside the weights."""
+    def saved_processors(self) -> tuple[Any, ...]:
+        """Tokenizers and processors to save beside the weights."""
 
-    def answered(self, asked: ChatInputs, ids: Tensor, mask: Tensor) -> ChatInputs:
-        """The same conversations with so many tokens more of each: [B, A], [B, A]."""
-        whole = torch.cat([asked.mask, mask], 1)
-        more = dict(asked.more)
-        for key, x in asked.more.items():
+    @abstractmethod
+    def render(self, conversation: Conversation) -> str:
+        """The text of a conversation up to where the assistant answers."""
+
+    @abstractmethod
+    def encode(self, pixels: Tensor, texts: Sequence[str]) -> ChatInputs:
+        """Network inputs for images [B, 3, H, W] in [0, 1] and one rendered text each."""
+
+    def append_answers(self, inputs: ChatInputs, ids: Tensor, mask: Tensor) -> ChatInputs:
+        """Inputs with the tokens of answers [B, A] and their mask [B, A] appended."""
+        attention_mask = torch.cat([inputs.attention_mask, mask], 1)
+        extra_inputs = dict(inputs.extra_inputs)
+        for key, x in inputs.extra_inputs.items():
             if key == "position_ids":
-                more[key] = self.places(whole)
-            elif isinstance(x, Tensor) and x.shape == asked.ids.shape:
-                more[key] = F.pad(x, (0, ids.shape[1]), value=self.spoken)
-        return ChatInputs(torch.cat([asked.ids, ids], 1), whole, more)
+                extra_inputs[key] = self.position_ids(attention_mask)
+            elif isinstance(x, Tensor) and x.shape == inputs.input_ids.shape:
+                extra_inputs[key] = F.pad(x, (0, ids.shape[1]), value=self.answer_token_type)
+        return ChatInputs(torch.cat([inputs.input_ids, ids], 1), attention_mask, extra_inputs)
 
     @property
-    def spoken(self) -> int:
-        """The kind of tokens that answer, where a network is told of kinds."""
+    def answer_token_type(self) -> int:
+        """The type of answer tokens, for networks with token types."""
         return 0
 
-    def places(self, mask: Tensor) -> Tensor:
-        """The position of each token, had it no picture before it."""
+    def position_ids(self, mask: Tensor) -> Tensor:
+        """Positions of the tokens [B, L], for families that count the tokens that are not padding."""
         return (mask.cumsum(-1) - 1).clamp(min=0)
 
-    def shift(self) -> Tensor | None:
-        """By how much positions run behind tokens after the last call: [B, 1]."""
+    def position_shift(self) -> Tensor | None:
+        """Difference of positions to token counts after the last forward pass, if the family has one: [B, 1]."""
         return None
 
-    def next(self, mask: Tensor) -> Tensor:
-        """Where the first token of an answer stands, after the last call: [B, 1], or [axes, B, 1]."""
-        places, shift = mask.sum(-1, keepdim=True), self.shift()
-        return places if shift is None else (places + shift.to(places.device)).expand(3, -1, -1)
+    def next_position(self, mask: Tensor) -> Tensor:
+        """Position of the first answer token after the last forward pass: [B, 1], or [axes, B, 1]."""
+        count, shift = mask.sum(-1, keepdim=True), self.position_shift()
+        return count if shift is None else (count + shift.to(count.device)).expand(3, -1, -1)
 
 
 @dataclass(frozen=True)
 class OneVisionProcessor(ChatProcessor):
-    """LLaVA-OneVision as the published judges ask it: one picture padded to a square, in Qwen 1.5's words."""
+    """LLaVA-OneVision as the published ORM and PARM use it: one image padded to a square, Qwen 1.5's template."""
 
     net: Any
     tokenizer: Any
-    keeps = True
+    supports_followup = True
     differentiable = True
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def saved_processors(self) -> tuple[Any, ...]:
         return (self.tokenizer,)
 
-    def written(self, turns: Conversation) -> str:
-        said = [f"<|im_start|>{who}\n{what}<|im_end|>\n" for who, what in zip(_speakers(turns), turns, strict=True)]
+    def render(self, conversation: Conversation) -> str:
+        # Neither Qwen's template nor that of llava-hf has this system turn.
         system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-        return system + "".join(said) + "<|im_start|>assistant\n"
+        turns = zip(_roles(conversation), conversation, strict=True)
+        rendered = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns]
+        return system + "".join(rendered) + "<|im_start|>assistant\n"
 
-    def asked(self, pixels: Tensor, texts: Sequence[str]) -> ChatInputs:
-        inner = self.net.model
-        seen = self.squared(pixels).to(self.net.dtype)
-        features = inner.vision_tower(seen, output_hidden_states=True).hidden_states[-1]
-        # A single picture cannot pass as one tile through `get_image_features`, so its steps are taken here.
-        newline = inner.image_newline.expand(len(pixels), 1, -1)
-        features = torch.cat([inner.multi_modal_projector(features), newline], 1)
-        number = self.net.config.image_token_id
-        rows = [encode_with_image_tokens(self.tokenizer, text, IMAGE, number, features.shape[1]) for text in texts]
-        ids, mask = left_pad(rows, self.tokenizer, pixels.device)
-        words = inner.get_input_embeddings()(ids)
-        shown = words.masked_scatter((ids == number)[..., None], features.to(words.dtype))
-        return ChatInputs(ids, mask, {"inputs_embeds": shown, "position_ids": self.places(mask)})
+    def encode(self, pixels: Tensor, texts: Sequence[str]) -> ChatInputs:
+        model = self.net.model
+        prepared = self.preprocess(pixels).to(self.net.dtype)
+        features = model.vision_tower(prepared, output_hidden_states=True).hidden_states[-1]
+        # `get_image_features` cannot take an image as a single tile, so its steps are repeated here.
+        newline = model.image_newline.expand(len(pixels), 1, -1)
+        features = torch.cat([model.multi_modal_projector(features), newline], 1)
+        image_token = self.net.config.image_token_id
+        ids, mask = left_pad(
+            [encode_with_image_tokens(self.tokenizer, text, IMAGE, image_token, features.shape[1]) for text in texts],
+            self.tokenizer,
+            pixels.device,
+        )
+        embeddings = model.get_input_embeddings()(ids)
+        embeddings = embeddings.masked_scatter((ids == image_token)[..., None], features.to(embeddings.dtype))
+        return ChatInputs(ids, mask, {"inputs_embeds": embeddings, "position_ids": self.position_ids(mask)})
 
-    def answered(self, asked: ChatInputs, ids: Tensor, mask: Tensor) -> ChatInputs:
-        whole = super().answered(asked, ids, mask)
-        said = self.net.model.get_input_embeddings()(ids)
-        return replace(whole, more={**whole.more, "inputs_embeds": torch.cat([asked.more["inputs_embeds"], said], 1)})
+    def append_answers(self, inputs: ChatInputs, ids: Tensor, mask: Tensor) -> ChatInputs:
+        longer = super().append_answers(inputs, ids, mask)
+        answers = self.net.model.get_input_embeddings()(ids)
+        embeddings = torch.cat([inputs.extra_inputs["inputs_embeds"], answers], 1)
+        return replace(longer, extra_inputs={**longer.extra_inputs, "inputs_embeds": embeddings})
 
-    def squared(self, pixels: Tensor) -> Tensor:
-        """Pictures [B, 3, H, W] amid grey, at the size of the vision tower, in [-1, 1]."""
+    def preprocess(self, pixels: Tensor) -> Tensor:
+        """Images [B, 3, H, W] padded with gray to a square, at the size of the vision tower, in [-1, 1]."""
         height, width = pixels.shape[-2:]
         side, half = max(height, width), (0.5, 0.5, 0.5)
         left, top = (side - width) // 2, (side - height) // 2
-        square = F.pad(pixels, (left, side - width - left, top, side - height - top), value=GREY)
+        square = F.pad(pixels, (left, side - width - left, top, side - height - top), value=SIGLIP_GRAY)
         return Preprocessing(self.net.config.vision_config.image_size, "stretch", "bicubic", half, half)(square)
 
 
 @dataclass(frozen=True)
 class QwenProcessor(ChatProcessor):
-    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL, in their own words; without their processors, which ask for torchvision."""
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL, without their AutoProcessor, whose video part needs torchvision."""
 
     net: Any
     tokenizer: Any
-    images: Any  # their image processor
-    keeps = True
+    image_processor: Any
+    supports_followup = True
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        return (self.tokenizer, self.images)
+    def saved_processors(self) -> tuple[Any, ...]:
+        return (self.tokenizer, self.image_processor)
 
-    def written(self, turns: Conversation) -> str:
-        return _templated(self.tokenizer, turns)
+    def render(self, conversation: Conversation) -> str:
+        return _apply_chat_template(self.tokenizer, conversation)
 
-    def asked(self, pixels: Tensor, texts: Sequence[str]) -> ChatInputs:
-        found = self.images(images=to_uint8_images(pixels), return_tensors="pt").to(pixels.device)
-        number, grid = self.net.config.image_token_id, found["image_grid_thw"]
-        count = int(grid[0].prod()) // self.images.merge_size**2  # all are of one size
-        mark = self.tokenizer.convert_ids_to_tokens(number)
+    def encode(self, pixels: Tensor, texts: Sequence[str]) -> ChatInputs:
+        images = self.image_processor(images=to_pil_images(pixels), return_tensors="pt").to(pixels.device)
+        image_token, grid = self.net.config.image_token_id, images["image_grid_thw"]
+        count = int(grid[0].prod()) // self.image_processor.merge_size**2  # all images have one size
+        placeholder = self.tokenizer.convert_ids_to_tokens(image_token)
         ids, mask = left_pad(
-            [encode_with_image_tokens(self.tokenizer, text, mark, number, count) for text in texts],
+            [encode_with_image_tokens(self.tokenizer, text, placeholder, image_token, count) for text in texts],
             self.tokenizer,
             pixels.device,
         )
-        kinds = (ids == number).int()
-        pixel_values = found["pixel_values"].to(self.net.dtype)
-        return ChatInputs(ids, mask, {"pixel_values": pixel_values, "image_grid_thw": grid, "mm_token_type_ids": kinds})
+        token_types = (ids == image_token).int()
+        pixel_values = images["pixel_values"].to(self.net.dtype)
+        return ChatInputs(
+            ids, mask, {"pixel_values": pixel_values, "image_grid_thw": grid, "mm_token_type_ids": token_types}
+        )
 
-    def shift(self) -> Tensor | None:
-        # A picture takes fewer steps along its three axes than it has tokens.
-        found: Tensor | None = self.net.model.rope_deltas
-        return found
+    def position_shift(self) -> Tensor | None:
+        # An image takes fewer positions along its three axes than it has tokens.
+        shift: Tensor | None = self.net.model.rope_deltas
+        return shift
 
 
 @dataclass(frozen=True)
-class AutoChatProcessor(ChatProcessor):
-    """Any other family, by the processor it comes with; PaliGemma, which knows no chat, is asked in one piece."""
+class DefaultChatProcessor(ChatProcessor):
+    """Any other family, by its own processor; PaliGemma, which has no chat template, gets image and text."""
 
     net: Any
     processor: Any
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def saved_processors(self) -> tuple[Any, ...]:
         return (self.processor,)
 
     @property
-    def follows(self) -> bool:
-        return self.net.config.model_type in FIRST
+    def supports_static_cache(self) -> bool:
+        return self.net.config.model_type in FIRST_POSITION
 
     @property
-    def caption(self) -> str:
-        return CAPTION if self.processor.chat_template else "caption en"  # PaliGemma's, in English
+    def caption_prompt(self) -> str:
+        return CAPTION_PROMPT if self.processor.chat_template else "caption en"  # PaliGemma's
 
-    def next(self, mask: Tensor) -> Tensor:
-        # Filling is counted too, which turns every place alike.
-        return torch.full_like(mask[:, :1], mask.shape[1] + FIRST[self.net.config.model_type])
+    def next_position(self, mask: Tensor) -> Tensor:
+        # Padding counts too, which rotates all positions alike.
+        return torch.full_like(mask[:, :1], mask.shape[1] + FIRST_POSITION[self.net.config.model_type])
 
     @property
-    def spoken(self) -> int:
-        # PaliGemma reads what comes before in any order, and what it says itself in order alone.
+    def answer_token_type(self) -> int:
+        # PaliGemma attends to its prompt in both directions and to its answer causally.
         return int(self.net.config.model_type == "paligemma")
 
-    def written(self, turns: Conversation) -> str:
+    def render(self, conversation: Conversation) -> str:
         if self.processor.chat_template is None:
-            return IMAGE + "\n".join(turn.removeprefix(IMAGE).strip() for turn in turns)
-        return _templated(self.processor, turns)
+            return IMAGE + "\n".join(turn.removeprefix(IMAGE).strip() for turn in conversation)
+        return _apply_chat_template(self.processor, conversation)
 
-    def asked(self, pixels: Tensor, texts: Sequence[str]) -> ChatInputs:
-        found = self.processor(
-            images=[[picture] for picture in to_uint8_images(pixels)], text=list(texts), padding=True,
+    def encode(self, pixels: Tensor, texts: Sequence[str]) -> ChatInputs:
+        inputs = self.processor(
+            images=[[image] for image in to_pil_images(pixels)],
+            text=list(texts),
+            padding=True,
             padding_side="left",
-            add_special_tokens=self.processor.chat_template is None, return_tensors="pt",
-        ).to(pixels.device)  # fmt: skip
-        more = {key: x for key, x in found.items() if key not in ("input_ids", "attention_mask", "labels")}
-        more = {key: x.to(self.net.dtype) if x.is_floating_point() else x for key, x in more.items()}
-        return ChatInputs(found["input_ids"], found["attention_mask"], more)
+            add_special_tokens=self.processor.chat_template is None,
+            return_tensors="pt",
+        ).to(pixels.device)
+        extra = {key: x for key, x in inputs.items() if key not in ("input_ids", "attention_mask", "labels")}
+        extra = {key: x.to(self.net.dtype) if x.is_floating_point() else x for key, x in extra.items()}
+        return ChatInputs(inputs["input_ids"], inputs["attention_mask"], extra)
 
 
-def _speakers(turns: Conversation) -> list[str]:
-    return ["user" if k % 2 == 0 else "assistant" for k in range(len(turns))]
+def _roles(conversation: Conversation) -> list[str]:
+    return ["user" if k % 2 == 0 else "assistant" for k in range(len(conversation))]
 
 
-def _templated(writer: Any, turns: Conversation) -> str:
-    """A conversation in the words of a chat template."""
+def _apply_chat_template(processor: Any, conversation: Conversation) -> str:
     messages = []
-    for k, (who, what) in enumerate(zip(_speakers(turns), turns, strict=True)):
-        content = [{"type": "text", "text": what.removeprefix(IMAGE).strip()}]
-        messages.append({"role": who, "content": [{"type": "image"}, *content] if k == 0 else content})
-    text: str = writer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return text
+    for k, (role, text) in enumerate(zip(_roles(conversation), conversation, strict=True)):
+        content = [{"type": "text", "text": text.removeprefix(IMAGE).strip()}]
+        messages.append({"role": role, "content": [{"type": "image"}, *content] if k == 0 else content})
+    rendered: str = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return rendered
+
+
+def encode_with_image_tokens(tokenizer: Any, text: str, placeholder: str, image_token: int, count: int) -> list[int]:
+    """Token ids of a text, with its first image placeholder as `count` image tokens."""
+    before, _, after = text.partition(placeholder)
+    ids: list[list[int]] = [tokenizer(part, add_special_tokens=False).input_ids for part in (before, after)]
+    return [*ids[0], *[image_token] * count, *ids[1]]
+
+
+def left_pad(rows: Sequence[list[int]], tokenizer: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids padded on the left, and their attention mask: [B, L] each."""
+    length = max(map(len, rows))
+    pad = tokenizer.pad_token_id or 0
+    ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def to_pil_images(pixels: Tensor) -> list[Image.Image]:
+    return [Image.fromarray(array) for array in to_uint8(pixels)]

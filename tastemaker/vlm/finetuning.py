@@ -16,108 +16,109 @@ from ..config.schema import CheckpointConfig, ValidationConfig
 from ..core.randomness import Randomness
 from ..core.types import Loss, QuestionAnswerBatch, select_rows
 from ..core.weights import Weights, ema_decay_warmup
-from ..data.spec import Dataset
+from ..data.dataset import Dataset
 from ..training import checkpoint
-from ..training.async_metrics import is_due
 from ..training.engine import Engine
-from ..training.events import CheckpointSaved, Event, StepCompleted, TrainingFinished, TrainingStarted
-from ..training.failure_checkpoint import save_on_failure
-from ..training.loop import AverageMeter, stop_on_signal
+from ..training.events import CheckpointSaved, Event, TrainingFinished, TrainingStarted
+from ..training.loop import interruption_reason, is_due, save_after_failure, stop_on_signal
+from ..training.metrics import AverageMeter, StepMetrics
 
 
 @dataclass
 class JudgeRun:
-    """`weights.net` takes pictures and what is asked of them, and gives the loss of the answers."""
+    """State of a run. `weights.net` maps images and conversations to the loss of the answers."""
 
     weights: Weights
     data: Dataset
     engine: Engine
     directory: Path
     steps: int
-    held: Dataset | None = None  # answers that nothing is learned from
+    validation_data: Dataset | None = None  # held-out answers
     validation: ValidationConfig = ValidationConfig()
-    rows: int = 64
-    microbatch: int | None = None
+    batch_size: int = 64
+    micro_batch_size: int | None = None
     seed: int = 0
-    ema: float = 0.0
+    ema_decay: float = 0.0
     checkpoint: CheckpointConfig = CheckpointConfig()
-    start: int = 0  # steps completed
-    note: Mapping[str, Any] = field(default_factory=dict)  # goes into every checkpoint
-    whole: bool = field(init=False, default=True)  # no part of a step is done without the rest
+    start_step: int = 0  # steps completed
+    checkpoint_metadata: Mapping[str, Any] = field(default_factory=dict)  # saved with every checkpoint
+    step_complete: bool = field(init=False, default=True)  # False while a step is under way
 
     def __post_init__(self) -> None:
         self.engine.prepare(self.weights)
 
     def loss(self, batch: QuestionAnswerBatch, *, first: bool = False) -> Loss:
-        found: Loss = self.weights.net(batch.pixels.to(self.engine.device), batch.asked, first=first)
-        return found
+        loss: Loss = self.weights.net(batch.pixels.to(self.engine.device), batch.conversations, first=first)
+        return loss
 
     def save(self, step: int) -> Path:
-        extra = {**self.note, "step": step, "seed": self.seed}
+        extra = {**self.checkpoint_metadata, "step": step, "seed": self.seed}
         return checkpoint.save(self.directory, step, self.engine, self.weights, extra, self.checkpoint)
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint as if nothing had happened."""
-        self.start = int(checkpoint.load(path, self.engine, self.weights)["step"])
+        """Continue from a checkpoint, with the same results as without the interruption."""
+        self.start_step = int(checkpoint.load(path, self.engine, self.weights)["step"])
 
 
 def train(run: JudgeRun) -> Iterator[Event]:
-    """Learn until the last step, telling of each; a signal to stop saves first and ends early."""
-    return save_on_failure(run, train_loop(run))
-
-
-def train_loop(run: JudgeRun) -> Iterator[Event]:
-    """Run the training loop without saving a checkpoint when an exception is raised."""
-    yield TrainingStarted(run.start, run.steps, run.directory, sum(p.numel() for p in run.weights.trainable().values()))
-    with stop_on_signal() as asked:
-        for step in range(run.start, run.steps):
-            update, done = train_step(run, step), step + 1
-            if run.held is not None and is_due(done, run.validation.every, run.steps):
-                update = replace(update, metrics={**update.metrics, **validate(run, run.held)})
-            yield update
-            stop = run.engine.comm.any(asked.is_set())
-            if is_due(done, run.checkpoint.every, run.steps) or stop:
-                yield CheckpointSaved(done, run.save(done))
-            if stop and done < run.steps:
-                yield TrainingFinished(done, f"asked to stop after step {done}; the same command goes on from there")
-                return
+    """Train until the last step and yield an event for everything that happens, as `tastemaker.training.loop.train`."""
+    done = saved = run.start_step
+    yield TrainingStarted(
+        run.start_step, run.steps, run.directory, sum(p.numel() for p in run.weights.trainable().values())
+    )
+    try:
+        with stop_on_signal() as stop_requested:
+            for step in range(run.start_step, run.steps):
+                event, done = train_step(run, step).to_event(), step + 1
+                if run.validation_data is not None and is_due(done, run.validation.every, run.steps):
+                    event = replace(event, metrics={**event.metrics, **validate(run, run.validation_data)})
+                yield event
+                stop = run.engine.comm.any(stop_requested.is_set())
+                if is_due(done, run.checkpoint.every, run.steps) or stop:
+                    yield CheckpointSaved(done, run.save(done))
+                    saved = done
+                if stop and done < run.steps:
+                    yield TrainingFinished(done, interruption_reason(done))
+                    return
+    except Exception as error:
+        yield from save_after_failure(run, error, done, saved)
+        raise
     yield TrainingFinished(run.steps, f"all {run.steps} steps done")
 
 
-def train_step(run: JudgeRun, step: int) -> StepCompleted:
-    """Run one training step: cross-entropy on the answers of a batch."""
-    began, engine, means = time.perf_counter(), run.engine, AverageMeter()
-    batch: QuestionAnswerBatch = run.data.batch(step, run.rows, engine.comm.rank, engine.comm.world)
-    pieces = torch.split(torch.arange(len(batch)), run.microbatch or len(batch))
+def train_step(run: JudgeRun, step: int) -> StepMetrics:
+    """Update on the cross-entropy of a batch of answers. Does not wait for the GPU."""
+    started, engine, means = time.perf_counter(), run.engine, AverageMeter()
+    batch: QuestionAnswerBatch = run.data.batch(step, run.batch_size, engine.comm.rank, engine.comm.world_size)
+    micro_batches = torch.split(torch.arange(len(batch)), run.micro_batch_size or len(batch))
     first = engine.comm.rank * len(batch)
     rng = Randomness(run.seed, step, torch.arange(first, first + len(batch), device=engine.device))
     run.weights.net.train()
-    run.whole = False
+    run.step_complete = False
     with fork_named_rng(f"{run.seed}/{step}/{engine.comm.rank}", engine.device):
-        for piece in pieces:
-            with run.weights.dropping(select_rows(rng, piece)):
-                with engine.computing(), engine.keeping():
-                    loss = run.loss(select_rows(batch, piece))
-                engine.backward(loss.rows.sum() / run.rows, last=piece is pieces[-1])
-            means.note(loss, 1)
-    launched = engine.launch(step)
-    if run.ema:
-        run.weights.blend("ema", ema_decay_warmup(run.ema, step))
-    run.whole = True
-    update = launched()
-    metrics = {**means.over(engine.comm), "grad_norm": update.grad_norm, "lr": update.lr}
-    return StepCompleted(step + 1, metrics, time.perf_counter() - began, run.rows)
+        for indices in micro_batches:
+            with run.weights.dropout_masks(select_rows(rng, indices)):
+                with engine.autocast(), engine.offload_activations():
+                    loss = run.loss(select_rows(batch, indices))
+                engine.backward(loss.rows.sum() / run.batch_size, last=indices is micro_batches[-1])
+            means.add_loss(loss, 1, "loss")
+    update = engine.launch_step(step)
+    if run.ema_decay:
+        run.weights.update_snapshot("ema", ema_decay_warmup(run.ema_decay, step))
+    run.step_complete = True
+    return StepMetrics(step + 1, run.batch_size, means.mean(engine.comm), [("grad_norm", update)], update.lr, started)
 
 
 @torch.no_grad()
-def validate(run: JudgeRun, held: Dataset) -> dict[str, float]:
-    """How likely the first word of held-out answers is, and how often the likeliest, by the weights to be used."""
+def validate(run: JudgeRun, data: Dataset) -> dict[str, float]:
+    """Loss and accuracy of the first token of held-out answers, with the EMA weights if there are any."""
     comm, means = run.engine.comm, AverageMeter()
-    # As many to each rank, or one with a piece more would wait for sharded weights that no other gathers.
-    share = max(1, min(run.validation.rows, len(held)) // comm.world)
-    batch: QuestionAnswerBatch = held.batch(0, share * comm.world, comm.rank, comm.world)
+    # The same number on every rank: an extra micro-batch would wait for shards that no other rank gathers.
+    per_rank = max(1, min(run.validation.num_samples, len(data)) // comm.world_size)
+    batch: QuestionAnswerBatch = data.batch(0, per_rank * comm.world_size, comm.rank, comm.world_size)
     run.weights.net.eval()
-    with run.engine.computing(), run.weights.use("ema") if run.ema else nullcontext():
-        for piece in torch.split(torch.arange(len(batch)), run.microbatch or max(1, run.rows // comm.world)):
-            means.note(run.loss(select_rows(batch, piece), first=True), 1)
-    return {f"validation/{name}": value for name, value in means.over(comm).items()}
+    with run.engine.autocast(), run.weights.use("ema") if run.ema_decay else nullcontext():
+        size = run.micro_batch_size or max(1, run.batch_size // comm.world_size)
+        for indices in torch.split(torch.arange(len(batch)), size):
+            means.add_loss(run.loss(select_rows(batch, indices), first=True), 1, "loss")
+    return {f"validation/{name}": value for name, value in means.compute(comm).items()}

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision as LLaVA-NeXT writes it, for transformers: the layout of the published ORM and PARM judges."""
+"""LLaVA-OneVision checkpoints in LLaVA-NeXT's layout (the published ORM and PARM judges), converted to transformers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ RULES = (
     (r"(model\.image_newline|lm_head\.weight)", r"\1"),
 )
 TOWER = "model.vision_tower."
-HEAD = 72  # width of an attention head of SigLIP so400m, which no tensor tells
-LAYERS = 26  # of SigLIP's 27; LLaVA reads the last but one
-PICTURE, MOVIE = 151646, 151647  # spare rows of Qwen2's vocabulary
-TEXT = (
+HEAD_WIDTH = 72  # of SigLIP so400m's attention, which no tensor shape shows
+NUM_LAYERS = 26  # of SigLIP's 27; LLaVA uses the last but one
+IMAGE_TOKEN, VIDEO_TOKEN = 151646, 151647  # unused rows of Qwen2's vocabulary
+TEXT_SETTINGS = (
     "hidden_size",
     "intermediate_size",
     "max_position_embeddings",
@@ -32,27 +32,27 @@ TEXT = (
     "num_key_value_heads",
     "rms_norm_eps",
     "vocab_size",
-)  # what its config.json says of the language model, flat
+)  # settings of the language model in config.json, which is flat
 
 
-def is_llava_next(told: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of this layout."""
-    return "mm_vision_tower" in told
+def is_llava_next(settings: Mapping[str, Any]) -> bool:
+    """Whether a config.json has this layout."""
+    return "mm_vision_tower" in settings
 
 
 def convert_keys(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The tensors by the names transformers gives them, without those it has no use for."""
-    found = {_renamed(key, path): x for key, x in tensors.items()}
-    found.pop("", None)
-    tied = found.get("model.language_model.embed_tokens.weight")
-    if tied is not None:
-        found.setdefault("lm_head.weight", tied.clone())
-    return found
+    """The tensors under transformers' keys, without those that it does not use."""
+    converted = {_convert_key(key, path): x for key, x in tensors.items()}
+    converted.pop("", None)
+    embeddings = converted.get("model.language_model.embed_tokens.weight")
+    if embeddings is not None:
+        converted.setdefault("lm_head.weight", embeddings.clone())
+    return converted
 
 
-def _renamed(key: str, path: Path) -> str:
-    last = rf"vision_model\.(head\.|encoder\.layers\.{LAYERS}\.)"
-    if re.search(rf"rotary_emb\.inv_freq$|position_ids$|{last}", key):
+def _convert_key(key: str, path: Path) -> str:
+    unused = rf"vision_model\.(head\.|encoder\.layers\.{NUM_LAYERS}\.)"
+    if re.search(rf"rotary_emb\.inv_freq$|position_ids$|{unused}", key):
         return ""
     for old, new in RULES:
         if re.fullmatch(old, key):
@@ -60,45 +60,45 @@ def _renamed(key: str, path: Path) -> str:
     raise ConfigError(f"{path} holds '{key:.120}', which no LLaVA-OneVision has; expected one in LLaVA-NeXT's layout")
 
 
-def llava_config(told: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> Any:
-    """The settings transformers wants, of the language model as told, of the eyes as the converted tensors show."""
+def llava_config(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> Any:
+    """transformers' config: the language model from config.json, the vision tower from the converted tensors."""
     from transformers import LlavaOnevisionConfig
 
-    lost = [name for name in TEXT if name not in told]
-    if lost:
-        raise ConfigError(f"{path}/config.json says no '{lost[0]}'; expected that of a LLaVA-OneVision with Qwen2")
-    text = {name: told[name] for name in TEXT} | {"model_type": "qwen2", "tie_word_embeddings": False}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": float(told.get("rope_theta", 1e6))}
-    picture = PICTURE if text["vocab_size"] > MOVIE else text["vocab_size"] - 2
+    missing = [name for name in TEXT_SETTINGS if name not in settings]
+    if missing:
+        raise ConfigError(f"{path}/config.json has no '{missing[0]}'; expected that of a LLaVA-OneVision with Qwen2")
+    text = {name: settings[name] for name in TEXT_SETTINGS} | {"model_type": "qwen2", "tie_word_embeddings": False}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": float(settings.get("rope_theta", 1e6))}
+    image_token = IMAGE_TOKEN if text["vocab_size"] > VIDEO_TOKEN else text["vocab_size"] - 2
     return LlavaOnevisionConfig(
         text_config=text,
-        vision_config=_eyes(str(told["mm_vision_tower"]), tensors, path),
-        image_token_index=picture,
-        video_token_index=picture + 1,
+        vision_config=_vision_config(str(settings["mm_vision_tower"]), tensors, path),
+        image_token_index=image_token,
+        video_token_index=image_token + 1,
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
         tie_word_embeddings=False,
     )
 
 
-def _eyes(name: str, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
+def _vision_config(name: str, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
     try:
         patches = tensors[f"{TOWER}embeddings.patch_embedding.weight"]
-        places = tensors[f"{TOWER}embeddings.position_embedding.weight"]
-        inner = tensors[f"{TOWER}encoder.layers.0.mlp.fc1.weight"]
+        positions = tensors[f"{TOWER}embeddings.position_embedding.weight"]
+        fc1 = tensors[f"{TOWER}encoder.layers.0.mlp.fc1.weight"]
     except KeyError as error:
-        raise ConfigError(f"{path} lacks {error}; expected a whole LLaVA-OneVision, its vision tower too") from error
+        raise ConfigError(f"{path} lacks {error}; expected a complete LLaVA-OneVision with its vision tower") from error
     layers = {key.split(".")[4] for key in tensors if key.startswith(f"{TOWER}encoder.layers.")}
-    width, patch, along = patches.shape[0], patches.shape[-1], math.isqrt(places.shape[0])
-    named = re.search(r"(\d+)$", name)  # siglip-so400m-patch14-384: a little more than the patches cover
-    side = int(named[1]) if named and int(named[1]) // patch == along else patch * along
+    width, patch, grid = patches.shape[0], patches.shape[-1], math.isqrt(positions.shape[0])
+    suffix = re.search(r"(\d+)$", name)  # siglip-so400m-patch14-384: slightly more than the patches cover
+    image_size = int(suffix[1]) if suffix and int(suffix[1]) // patch == grid else patch * grid
     return {
         "model_type": "siglip_vision_model",
         "hidden_size": width,
-        "intermediate_size": inner.shape[0],
+        "intermediate_size": fc1.shape[0],
         "num_hidden_layers": len(layers),
-        "num_attention_heads": max(1, width // HEAD),
+        "num_attention_heads": max(1, width // HEAD_WIDTH),
         "patch_size": patch,
-        "image_size": side,
+        "image_size": image_size,
         "vision_use_head": False,
     }

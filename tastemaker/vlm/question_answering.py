@@ -1,268 +1,289 @@
-"""`tastemaker ask`: what a chat model says of a picture, or of every picture in a folder."""
+"""`tastemaker ask`: answers of a vision-language model about one image, or about every image in a folder."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from ..config.load import SUFFIXES, list_recipes, read_recipe
+from ..config.load import YAML_SUFFIXES, list_recipes, read_recipe
 from ..config.validate import build_component
-from ..core.plural import pluralize
-from ..core.policy import ModelSpec
+from ..core.errors import pluralize
+from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..data.image_io import ImageError, image_size, read_image
-from ..models.showo.model import Showo
+from ..models.showo.model import ShowoSpec, infer_showo_spec
 from ..models.showo.prompt_tokenizer import load_detokenizer
 from ..models.showo.vqa import ShowoVqa
-from ..models.showo.vqa import infer_showo_spec as published
-from ..rewards.scoring import ImageRecord, Row, batch_by_size, find_images_with_prompts
-from ..search.sample_directory import drop_partial_line
-from ..training.resume import CONFIG_FILE
-from .annotations import detections_as_json
-from .answer_generation import AnswerCallback, AnswerStreamer, GenerationSettings, GumbelSampling, generate_answers
+from ..rewards.scoring import ImageRecord, ScoreRow, batch_by_size, find_images_with_prompts
+from ..search.generation import truncate_partial_line
+from ..training.run_directory import CONFIG_FILE
+from .annotations import detections_as_json, print_line
 from .chat_model import ChatModel, load_chat_model
-from .chat_processors import CAPTION
-from .decoding import ChatDecoderPool, DecodingMode
+from .chat_processors import CAPTION_PROMPT
+from .generation import (
+    AnswerCallback,
+    AnswerStreamer,
+    ChatDecoderPool,
+    DecodingMode,
+    GenerationSettings,
+    GumbelSampling,
+    generate_answers,
+)
 
 RECORD = "answers.jsonl"
 
 
-class AnsweringModel(Protocol):
-    """Who answers questions about pictures [B, 3, H, W] of one size."""
+class AnsweringModel(ABC):
+    """A model that answers questions about images [B, 3, H, W] of one size."""
 
-    caption: str  # what it is asked for one
+    caption_prompt: str = CAPTION_PROMPT  # its default question for a caption
 
+    @abstractmethod
     def answer(
         self,
         pixels: Tensor,
         questions: Sequence[str],
-        rows: Sequence[int],
-        manner: GenerationSettings,
-        aloud: AnswerCallback | None = None,
-    ) -> list[str]: ...
+        sample_ids: Sequence[int],
+        generation: GenerationSettings,
+        on_text: AnswerCallback | None = None,
+    ) -> list[str]:
+        """One answer per image; `sample_ids` seed the random draws, `on_text` gets the first answer as it grows."""
 
 
-class TransformersVlm:
+class ChatAnsweringModel(AnsweringModel):
     """A chat model of transformers."""
 
-    def __init__(self, chat: ChatModel, device: torch.device, pace: DecodingMode | None = None) -> None:
-        self.chat, self.device, self.desk = chat, device, ChatDecoderPool(chat.net, chat.speech, pace)
-        self.caption = chat.speech.caption
+    def __init__(self, chat: ChatModel, device: torch.device, mode: DecodingMode | None = None) -> None:
+        self.chat, self.device, self.decoder_pool = chat, device, ChatDecoderPool(chat.net, chat.processor, mode)
+        self.caption_prompt = chat.processor.caption_prompt
 
     def answer(
         self,
         pixels: Tensor,
         questions: Sequence[str],
-        rows: Sequence[int],
-        manner: GenerationSettings,
-        aloud: AnswerCallback | None = None,
+        sample_ids: Sequence[int],
+        generation: GenerationSettings,
+        on_text: AnswerCallback | None = None,
     ) -> list[str]:
-        return generate_answers(self.chat, pixels.to(self.device), questions, rows, manner, aloud, self.desk)
+        pixels = pixels.to(self.device)
+        return generate_answers(self.chat, pixels, questions, sample_ids, generation, on_text, self.decoder_pool)
+
+
+class ShowoAnsweringModel(AnsweringModel):
+    """A Show-o, which understands images as well as it generates them."""
+
+    def __init__(self, vqa: ShowoVqa, device: torch.device) -> None:
+        self.vqa, self.device = vqa, device
+
+    def answer(
+        self,
+        pixels: Tensor,
+        questions: Sequence[str],
+        sample_ids: Sequence[int],
+        generation: GenerationSettings,
+        on_text: AnswerCallback | None = None,
+    ) -> list[str]:
+        ids = torch.tensor(sample_ids, device=self.device)
+        sampling = GumbelSampling(generation, ids) if generation.temperature else None
+        streamer = AnswerStreamer(self._detokenize, on_text) if on_text else None
+
+        def process_logits(tokens: Tensor, logits: Tensor) -> Tensor:
+            if streamer and tokens.shape[1]:
+                streamer(tokens)
+            return sampling(tokens, logits) if sampling else logits
+
+        answers = self.vqa.answer(pixels, questions, generation.max_new_tokens, process_logits)
+        if streamer:
+            streamer.emit(answers[0].strip())
+        return answers
+
+    def _detokenize(self, ids: Tensor) -> str:
+        return self.vqa.detokenize(self.vqa.truncate_at_eos(ids.tolist()))
 
 
 @dataclass(frozen=True)
 class AskOptions:
-    """What to ask of which model."""
+    """Questions, and the model that answers them."""
 
-    questions: tuple[str, ...]  # {prompt} stands for what is known of a picture: its prompt, or its name
+    questions: tuple[str, ...]  # {prompt} stands for the image's prompt, or else for its file name
     model: str
-    manner: GenerationSettings = GenerationSettings()
-    batch: int = 8  # pictures of one size at a time
+    generation: GenerationSettings = GenerationSettings()
+    batch_size: int = 8
 
     def __post_init__(self) -> None:
         if not all(question.strip() for question in self.questions):
             raise ConfigError("the question is empty; ask something, such as 'describe this image'")
 
-    def put(self, picture: ImageRecord) -> list[str]:
-        """The questions about a picture, each once."""
-        return list(dict.fromkeys(question.replace("{prompt}", picture.prompt) for question in self.questions))
+    def questions_about(self, image: ImageRecord) -> list[str]:
+        """The questions about an image, without duplicates."""
+        return list(dict.fromkeys(question.replace("{prompt}", image.prompt) for question in self.questions))
 
-    def made(self) -> str:
-        """A name for all that an answer depends on but the picture and the question."""
-        return hashlib.sha256(repr((self.model, self.manner)).encode()).hexdigest()[:12]
+    def fingerprint(self) -> str:
+        """A hash of everything that an answer depends on besides image and question."""
+        return hashlib.sha256(repr((self.model, self.generation)).encode()).hexdigest()[:12]
 
-    def answers(self, out: Path, found: Sequence[ImageRecord]) -> list[Row]:
-        """What a file holds of its answers about these pictures."""
-        wanted = {(str(picture.file), question) for picture in found for question in self.put(picture)}
-        rows = [row for row in read_answers(out) if row["made"] == self.made()]
+    def read_answers(self, out: Path, images: Sequence[ImageRecord]) -> list[ScoreRow]:
+        """The rows of a file that answer these questions about these images with these options."""
+        wanted = {(str(image.file), question) for image in images for question in self.questions_about(image)}
+        rows = [row for row in read_answers(out) if row["made"] == self.fingerprint()]
         return [row for row in rows if (row["file"], row["question"]) in wanted]
 
 
-class ShowoVlm:
-    """A Show-o, which reads pictures as well as it paints them."""
-
-    caption = CAPTION
-
-    def __init__(self, teller: ShowoVqa, device: torch.device) -> None:
-        self.teller, self.device = teller, device
-
-    def answer(
-        self,
-        pixels: Tensor,
-        questions: Sequence[str],
-        rows: Sequence[int],
-        manner: GenerationSettings,
-        aloud: AnswerCallback | None = None,
-    ) -> list[str]:
-        drawn = GumbelSampling(manner, torch.tensor(rows, device=self.device)) if manner.temperature else None
-        spoken = AnswerStreamer(self._spelled, aloud) if aloud else None
-
-        def choose(ids: Tensor, logits: Tensor) -> Tensor:
-            if spoken and ids.shape[1]:
-                spoken(ids)
-            return drawn(ids, logits) if drawn else logits
-
-        answers = self.teller.answer(pixels, questions, manner.tokens, choose)
-        if spoken:
-            spoken.until(answers[0].strip())
-        return answers
-
-    def _spelled(self, ids: Tensor) -> str:
-        return self.teller.spelled(self.teller.until_end(ids.tolist()))
-
-
-def load_answering_model(model: str, placement: Placement, pace: DecodingMode | None = None) -> AnsweringModel:
-    """A chat model by folder or id, or a Show-o by its published name, its folder, a recipe or a run."""
+def load_answering_model(model: str, placement: Placement, mode: DecodingMode | None = None) -> AnsweringModel:
+    """A chat model by folder or hub id, or a Show-o by its published name, its folder, a recipe or a run."""
     spec = find_showo(model)
     if spec is None:
-        on = pace if placement.device.type == "cuda" else None  # elsewhere there is nothing to win
-        return TransformersVlm(load_chat_model(model, placement, judges=False), placement.device, on)
-    return ShowoVlm(
-        ShowoVqa(spec.load(placement), load_detokenizer(spec.tokenizer, spec.sizes().vocabulary)), placement.device
-    )
+        mode = mode if placement.device.type == "cuda" else None  # other devices gain nothing
+        return ChatAnsweringModel(load_chat_model(model, placement, needs_yes_no=False), placement.device, mode)
+    detokenizer = load_detokenizer(spec.tokenizer, spec.network_config().vocabulary)
+    return ShowoAnsweringModel(ShowoVqa(spec.load(placement), detokenizer), placement.device)
 
 
-def find_showo(model: str) -> Showo | None:
-    """A Show-o, as its name, its folder, a recipe or a run tells; none if the name is of none of them."""
-    if (known := published(model)) is not None:
-        return known
-    run = (Path(model) / CONFIG_FILE).is_file()
-    if not run and model not in list_recipes() and not model.endswith(SUFFIXES):
+def find_showo(model: str) -> ShowoSpec | None:
+    """The Show-o of a published name, a folder, a recipe or a run; None if the name is that of something else."""
+    if (published := infer_showo_spec(model)) is not None:
+        return published
+    is_run = (Path(model) / CONFIG_FILE).is_file()
+    if not is_run and model not in list_recipes() and not model.endswith(YAML_SUFFIXES):
         return None
-    told = read_recipe(Path(model) / CONFIG_FILE if run else model)
-    if "model" not in told:
-        raise ConfigError(f"--model: {model:.200} {explain_unanswerable(model, told, run=run)}")
-    spec: ModelSpec = build_component(ModelSpec, told["model"], "--model")
-    if not isinstance(spec, Showo):
-        raise ConfigError(f"--model: {model} paints pictures but reads none; name a Show-o, or a chat model that sees")
-    return replace(spec, weights=model) if run else spec
+    recipe = read_recipe(Path(model) / CONFIG_FILE if is_run else model)
+    if "model" not in recipe:
+        raise ConfigError(f"--model: {model:.200} {explain_unanswerable(model, recipe, is_run=is_run)}")
+    spec: ModelSpec = build_component(ModelSpec, recipe["model"], "--model")
+    if not isinstance(spec, ShowoSpec):
+        advice = "name a Show-o, or a vision-language model"
+        raise ConfigError(f"--model: {model} generates images but does not answer questions; {advice}")
+    return replace(spec, weights=model) if is_run else spec
 
 
-def explain_unanswerable(model: str, told: Mapping[str, Any], *, run: bool) -> str:
-    """Why what trains no generator cannot be asked as it is, and what can."""
-    judge = told.get("judge")
+def explain_unanswerable(model: str, recipe: Mapping[str, Any], *, is_run: bool) -> str:
+    """Why a recipe or run without a generator cannot be asked, and what can be asked instead."""
+    judge = recipe.get("judge")
     if not isinstance(judge, Mapping):
-        return "trains no model that answers; name a Show-o, or a chat model that sees"
-    if run:
-        return f"taught a chat model; write it with `tastemaker export {model:.200} --out told`, and ask --model told"
-    return f"is a recipe; name the chat model itself, such as {judge.get('weights', 'the folder it lies in')!s:.200}"
+        return "trains no model that answers questions; name a Show-o, or a vision-language model"
+    if is_run:
+        return f"fine-tuned a judge; run `tastemaker export {model:.200} --out judge`, then ask --model judge"
+    return f"is a recipe; name the model itself, such as {judge.get('weights', 'its folder')!s:.200}"
 
 
 def check_image(path: Path) -> None:
-    """Refuse what is no picture before a large model is loaded."""
+    """Refuse a file that is no image before a large model is loaded."""
     if not path.is_dir():
         image_size(path)
 
 
-ImageQuestion = tuple[ImageRecord, str]  # a picture and a question about it
+ImageQuestion = tuple[ImageRecord, str]
 
 
 def answer_batch(
-    model: AnsweringModel, order: AskOptions, batch: Sequence[ImageQuestion], aloud: AnswerCallback | None = None
+    model: AnsweringModel, options: AskOptions, batch: Sequence[ImageQuestion], on_text: AnswerCallback | None = None
 ) -> list[str]:
-    """What is said of pictures of one size, of a clip by its middle frame; draws go by a picture's name."""
-    frames = [picture.pixels[len(picture.pixels) // 2] for picture, _ in batch if picture.pixels is not None]
-    rows = [zlib.crc32(f"{picture.file.name}\n{question}".encode()) for picture, question in batch]
-    return model.answer(torch.stack(frames), [question for _, question in batch], rows, order.manner, aloud)
+    """Answers about images of one size, of a video about its middle frame; draws depend on the file's name alone."""
+    frames = [image.pixels[len(image.pixels) // 2] for image, _ in batch if image.pixels is not None]
+    sample_ids = [zlib.crc32(f"{image.file.name}\n{question}".encode()) for image, question in batch]
+    questions = [question for _, question in batch]
+    return model.answer(torch.stack(frames), questions, sample_ids, options.generation, on_text)
 
 
-def answer_image(model: AnsweringModel, order: AskOptions, path: Path, aloud: Callable[[str, str], None]) -> list[str]:
-    """The answers about one picture; `aloud` hears each question and what is new of its answer, then the end of it."""
-    found = find_images_with_prompts(path, None)[0]
-    picture, answers = replace(found, file=path, pixels=read_image(path)), []
-    for question in order.put(picture):
-        answers += answer_batch(model, order, [(picture, question)], partial(aloud, question))
-        aloud(question, "\n")
+def answer_image(
+    model: AnsweringModel, options: AskOptions, path: Path, on_text: Callable[[str, str], None]
+) -> list[str]:
+    """Answers about one image; `on_text` gets each question with the new part of its answer, and a final newline."""
+    record = find_images_with_prompts(path, None)[0]
+    image, answers = replace(record, file=path, pixels=read_image(path)), []
+    for question in options.questions_about(image):
+        answers += answer_batch(model, options, [(image, question)], partial(on_text, question))
+        on_text(question, "\n")
     return answers
 
 
 def answer_folder(
-    model: AnsweringModel, order: AskOptions, path: Path, out: Path, console: Console, found: Sequence[ImageRecord] = ()
-) -> list[Row]:
-    """Write a line a question and picture as soon as it is answered; those that are answered stay. All of the lines."""
-    found = found or find_images_with_prompts(path, None)
-    known = {(row["file"], row["question"]) for row in read_answers(out) if row["made"] == order.made()}
-    left = [(picture, open_questions(order, picture, known)) for picture in found]
-    questions = {(picture.file, picture.prompt): asked for picture, asked in left if asked}
-    waiting, broken = [picture for picture, asked in left if asked], 0
+    model: AnsweringModel,
+    options: AskOptions,
+    path: Path,
+    out: Path,
+    console: Console,
+    images: Sequence[ImageRecord] = (),
+) -> list[ScoreRow]:
+    """Answer the questions about a folder's images that `out` does not answer yet, and append each as a line.
+
+    Returns all rows of these images and questions.
+    """
+    images = images or find_images_with_prompts(path, None)
+    known = {(row["file"], row["question"]) for row in read_answers(out) if row["made"] == options.fingerprint()}
+    unanswered = [(image, unanswered_questions(options, image, known)) for image in images]
+    questions = {(image.file, image.prompt): open_questions for image, open_questions in unanswered if open_questions}
+    pending, unreadable = [image for image, open_questions in unanswered if open_questions], 0
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        drop_partial_line(out)
+        truncate_partial_line(out)
         with out.open("a", encoding="utf-8") as record, Progress(console=console) as progress:
-            task = progress.add_task("asking", total=len(found), completed=len(found) - len(waiting))
-            for batch in prefetch_batches(batch_by_size(waiting, order.batch)):
+            task = progress.add_task("asking", total=len(images), completed=len(images) - len(pending))
+            for batch in prefetch_batches(batch_by_size(pending, options.batch_size)):
                 if isinstance(batch, dict):
-                    broken += 1
-                    progress.console.print(f"skipped: {batch['error']}", markup=False, highlight=False, soft_wrap=True)
+                    unreadable += 1
+                    print_line(progress.console, f"skipped: {batch['error']}")
                 else:
-                    for asked in split_batch(batch, questions, order.batch):
-                        record.writelines(format_answers(order, asked, answer_batch(model, order, asked)))
+                    for chunk in split_batch(batch, questions, options.batch_size):
+                        record.writelines(format_answers(options, chunk, answer_batch(model, options, chunk)))
                         record.flush()
                 progress.advance(task, 1 if isinstance(batch, dict) else len(batch))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error}); name another file with --out") from error
-    console.print(f"{pluralize(len(found) - broken)} answered, line by line in {out}", markup=False, soft_wrap=True)
-    if broken:
-        raise ImageError(f"{broken} of {pluralize(len(found))} could not be read; the lines above say why")
-    return order.answers(out, found)
+    console.print(f"{pluralize(len(images) - unreadable)} answered, see {out}", markup=False, soft_wrap=True)
+    if unreadable:
+        raise ImageError(f"{unreadable} of {pluralize(len(images))} could not be read; the lines above say why")
+    return options.read_answers(out, images)
 
 
-def prefetch_batches(batches: Iterator[list[ImageRecord] | Row]) -> Iterator[list[ImageRecord] | Row]:
-    """The next is read while one is in use."""
+def prefetch_batches(batches: Iterator[list[ImageRecord] | ScoreRow]) -> Iterator[list[ImageRecord] | ScoreRow]:
+    """Read the next batch in a thread while one is in use."""
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(next, batches, None)
-        while (batch := coming.result()) is not None:
-            coming = pool.submit(next, batches, None)
+        upcoming = pool.submit(next, batches, None)
+        while (batch := upcoming.result()) is not None:
+            upcoming = pool.submit(next, batches, None)
             yield batch
 
 
-def open_questions(order: AskOptions, picture: ImageRecord, known: Container[tuple[str, str]]) -> list[str]:
-    return [question for question in order.put(picture) if (str(picture.file), question) not in known]
+def unanswered_questions(options: AskOptions, image: ImageRecord, known: Container[tuple[str, str]]) -> list[str]:
+    return [question for question in options.questions_about(image) if (str(image.file), question) not in known]
 
 
 def split_batch(
     batch: Sequence[ImageRecord], questions: Mapping[tuple[Path, str], Sequence[str]], size: int
 ) -> Iterator[list[ImageQuestion]]:
-    """The open questions about pictures of one size, so many at a time."""
-    every = [(picture, question) for picture in batch for question in questions[picture.file, picture.prompt]]
-    yield from (every[i : i + size] for i in range(0, len(every), size))
+    """The unanswered questions about images of one size, `size` at a time."""
+    pairs = [(image, question) for image in batch for question in questions[image.file, image.prompt]]
+    yield from (pairs[i : i + size] for i in range(0, len(pairs), size))
 
 
-def format_answers(order: AskOptions, batch: Sequence[ImageQuestion], answers: Sequence[str]) -> list[str]:
-    rows: list[Row] = []
-    for (picture, question), answer in zip(batch, answers, strict=True):
-        row: Row = {"file": str(picture.file), "question": question, "answer": answer, "model": order.model}
-        if picture.pixels is not None and (places := detections_as_json(answer, *picture.pixels.shape[-2:])):
-            row["places"] = places
-        rows.append(row | {"made": order.made()})
+def format_answers(options: AskOptions, batch: Sequence[ImageQuestion], answers: Sequence[str]) -> list[str]:
+    """Lines of JSON."""
+    rows: list[ScoreRow] = []
+    for (image, question), answer in zip(batch, answers, strict=True):
+        row: ScoreRow = {"file": str(image.file), "question": question, "answer": answer, "model": options.model}
+        if image.pixels is not None and (detections := detections_as_json(answer, *image.pixels.shape[-2:])):
+            row["places"] = detections
+        rows.append(row | {"made": options.fingerprint()})
     return [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
 
 
 def read_answers(out: Path) -> list[dict[str, Any]]:
-    """The answers a file holds, without a last line that was cut off."""
+    """The rows of a file of answers; incomplete lines are skipped."""
     if not out.is_file():
         return []
     rows = []

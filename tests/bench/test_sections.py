@@ -1,4 +1,4 @@
-"""Benches in sections: what was found counts, whoever ends them."""
+"""Sections of benchmark scripts: results are kept, whoever stops them."""
 
 from __future__ import annotations
 
@@ -15,54 +15,50 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = """
-import argparse, os, time
-from sections import carry_out, deadline, keeper, say
+import os, time
+from sections import log, result_writer, run_sections, section_deadline, section_parser
 
-options = argparse.ArgumentParser()
-for name, default in (("sections", "quick,slow,late"), ("out", ""), ("section", ""), ("seconds", "60")):
-    options.add_argument(f"--{name}", default=default, type=float if name == "seconds" else str)
-options.add_argument("--tiny", action="store_true")
-chosen = options.parse_args()
-if not chosen.section:
-    carry_out(__file__, {"quick": 20, "slow": float(os.environ.get("SLOW", 20)), "late": 100}, chosen)
+options = section_parser("quick,slow,late", 60).parse_args()
+if not options.section:
+    run_sections(__file__, {"quick": 20, "slow": float(os.environ.get("SLOW", 20)), "late": 100}, options)
 else:
-    keep = keeper(chosen.out)
-    keep({"section": chosen.section, "left": deadline(chosen) - time.monotonic()})
-    say(chosen.section, "known")
-    if chosen.section == "slow":
+    record = result_writer(options.out)
+    record({"section": options.section, "left": section_deadline(options) - time.monotonic()})
+    log(options.section, "known")
+    if options.section == "slow":
         open("process", "w").write(str(os.getpid()))
         time.sleep(60)
 """
 
 
-def begun(folder: Path, *options: str, **settings: str) -> subprocess.Popen[str]:
+def start_script(folder: Path, *options: str, **settings: str) -> subprocess.Popen[str]:
     (folder / "script.py").write_text(SCRIPT)
-    told = os.environ | {"PYTHONPATH": str(ROOT / "bench")} | settings
-    command = [sys.executable, "script.py", "--out", "found.json", *options]
-    return subprocess.Popen(command, cwd=folder, env=told, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "bench")} | settings
+    command = [sys.executable, "script.py", "--out", "results.json", *options]
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def found(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "found.json"
-    told: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
-    return told
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "results.json"
+    results: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    return results
 
 
-def test_a_section_that_is_ended_tells_what_it_found_and_one_without_time_is_left_out(tmp_path: Path) -> None:
-    said = begun(tmp_path, "--seconds", "30", SLOW="3").communicate(timeout=60)[0]
-    lines = found(tmp_path)
+def test_stopped_section_keeps_results_and_late_section_is_skipped(tmp_path: Path) -> None:
+    output = start_script(tmp_path, "--seconds", "30", SLOW="3").communicate(timeout=60)[0]
+    lines = read_results(tmp_path)
     assert [line["section"] for line in lines] == ["quick", "slow"]
     assert 0 < lines[1]["left"] <= 3 and 18 < lines[0]["left"] <= 20
-    assert "ended after 3 s" in said and "[late]" in said and "left out" in said
+    assert "stopped after 3 s" in output and "[late]" in output and "skipped" in output
 
 
-def test_what_is_known_is_written_while_a_section_runs_and_nothing_outlives_a_bench_that_is_ended(
+def test_results_are_written_at_once_and_no_process_outlives_the_script(
     tmp_path: Path,
 ) -> None:
-    bench, until = begun(tmp_path), time.monotonic() + 30
-    while [line["section"] for line in found(tmp_path)] != ["quick", "slow"] and time.monotonic() < until:
+    bench, until = start_script(tmp_path), time.monotonic() + 30
+    while [line["section"] for line in read_results(tmp_path)] != ["quick", "slow"] and time.monotonic() < until:
         time.sleep(0.1)
-    assert [line["section"] for line in found(tmp_path)] == ["quick", "slow"]
+    assert [line["section"] for line in read_results(tmp_path)] == ["quick", "slow"]
     inner = int((tmp_path / "process").read_text())
     bench.send_signal(signal.SIGTERM)
     assert bench.wait(20) == 143

@@ -17,12 +17,12 @@ import pytest
 from huggingface_hub.hf_api import RepoFile
 
 from tastemaker.core.registry import ConfigError
-from tastemaker.models.downloads import published_sources, required_files, required_sources, spec_sources
+from tastemaker.models.downloads import published_sources, required_files, required_sources
 from tastemaker.models.pretrained import WeightsSource, select_needed_files
 from tastemaker.rewards.backbones.detectors import DINO
 from tastemaker.rewards.clip import CLIP_L, ClipReward
-from tastemaker.rewards.color import Brightness
-from tastemaker.rewards.combinators import Clipped
+from tastemaker.rewards.color import BrightnessReward
+from tastemaker.rewards.wrappers import ClippedReward
 
 ROOT = Path(__file__).parent.parent.parent
 COMMIT = "c" * 40
@@ -144,7 +144,7 @@ def test_a_download_that_broke_off_is_gone_on_with(hub: str, tmp_path: Path) -> 
     Hub.break_after = 15_000_000
     code, told = download(hub, tmp_path, "somebody/model/model.safetensors")
     if code:  # the client tries again by itself, and may get there
-        assert code == 1 and "could not be fetched" in told and "the same command goes on" in told
+        assert code == 1 and "could not be downloaded" in told and "to resume" in told
     Hub.break_after = None
     assert download(hub, tmp_path, "somebody/model/model.safetensors")[0] == 0
     assert cached(tmp_path, "model.safetensors").read_bytes() == WEIGHTS
@@ -155,7 +155,7 @@ def test_listing_tells_licences_in_full_and_fetches_nothing(hub: str, tmp_path: 
     code, told = download(hub, tmp_path, "hps", "{type: clip, weights: somebody/model}", "flux", "--list")
     assert code == 0 and Hub.asked == []
     assert "FLUX.1 [dev] Non-Commercial License" in told
-    for word in ("xswu/HPSv2", "HPS_v2.1_compressed.pt", "2 GB", "Apache-2.0", "somebody/model", "all of it", "no"):
+    for word in ("xswu/HPSv2", "HPS_v2.1_compressed.pt", "2 GB", "Apache-2.0", "somebody/model", "all files", "no"):
         assert word in told
 
 
@@ -163,7 +163,7 @@ def test_listing_tells_licences_in_full_and_fetches_nothing(hub: str, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("nobody/model", "the hub has no nobody/model, or keeps it private"),
+        ("nobody/model", "no public repository nobody/model"),
         ("somebody/model/none.pt", "somebody/model has no file 'none.pt'"),
     ],
 )
@@ -176,7 +176,7 @@ def test_what_the_hub_does_not_have_is_a_sentence(hub: str, tmp_path: Path, name
 def test_weights_to_be_asked_for_say_where(hub: str, tmp_path: Path) -> None:
     Hub.gated = True
     code, told = download(hub, tmp_path, "somebody/model/model.safetensors")
-    assert code == 1 and "given only to those who asked; ask for it at https://huggingface.co/somebody/model" in told
+    assert code == 1 and "is gated; request access at https://huggingface.co/somebody/model" in told
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_weights_to_be_asked_for_say_where(hub: str, tmp_path: Path) -> None:
 def test_without_a_network_there_is_one_sentence(tmp_path: Path, offline: str) -> None:
     nowhere = "http://127.0.0.1:9"
     code, told = download(nowhere, tmp_path, "somebody/model/model.safetensors", HF_HUB_OFFLINE=offline)
-    assert code == 1 and "model.safetensors could not be fetched" in told and "give its path" in told
+    assert code == 1 and "model.safetensors could not be downloaded" in told and "give its path" in told
 
 
 def test_a_name_that_is_nothing_is_a_sentence() -> None:
@@ -193,18 +193,18 @@ def test_a_name_that_is_nothing_is_a_sentence() -> None:
 
 
 def test_what_is_needed_follows_the_settings(tmp_path: Path) -> None:
-    assert spec_sources(ClipReward()) == [CLIP_L]
-    assert spec_sources(ClipReward(weights="somebody/model")) == [WeightsSource("somebody/model")]
-    assert spec_sources(ClipReward(weights=str(tmp_path))) == []
-    assert spec_sources(Brightness()) == []
-    assert spec_sources(Clipped(ClipReward(), low=0.0)) == [CLIP_L]
+    assert ClipReward().sources == (CLIP_L,)
+    assert ClipReward(weights="somebody/model").sources == (WeightsSource("somebody/model"),)
+    assert ClipReward(weights=str(tmp_path)).sources == ()
+    assert BrightnessReward().sources == ()
+    assert ClippedReward(ClipReward(), min=0.0).sources == (CLIP_L,)
 
 
 def test_the_version_and_the_kind_of_a_network_name_what_is_fetched() -> None:
     def files(name: str) -> set[str]:
         return {str(source) for source in required_sources(name)}
 
-    for recipe in ("alignprop-sd15", "draft-sd15", "{type: clipped, low: 0, of: {type: hps, version: v2.0}}"):
+    for recipe in ("alignprop-sd15", "draft-sd15", "{type: clipped, min: 0, reward: {type: hps, version: v2.0}}"):
         assert "xswu/HPSv2/HPS_v2_compressed.pt" in files(recipe)
         assert "xswu/HPSv2/HPS_v2.1_compressed.pt" not in files(recipe)
     assert files("detection") == {"hustvl/yolos-base"}

@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from tastemaker.cli import app, main
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
-from tastemaker.data.crops import ten_crop
+from tastemaker.data.image_encoding import TokenEncodingOptions, encode_tokens
 from tastemaker.data.image_io import read_image, save_image
-from tastemaker.data.token_encoding import TokenEncodingOptions, encode_tokens
-from tastemaker.data.tokens import CodeFolder
+from tastemaker.data.image_transforms import ten_crop
+from tastemaker.data.tokens import TokenFolder
+from tastemaker.models.image_tokenizer import build_frozen_tokenizer, read_tokenizer
 from tastemaker.models.nets.vq import VQ, VQConfig
-from tastemaker.models.vq import build_frozen_tokenizer, read_tokenizer
 
 QUIET = Console(quiet=True)
 
@@ -44,7 +44,7 @@ def order(place: Path, out: Path, views: str = "flip", size: int = 16) -> TokenE
     return TokenEncodingOptions(place / "pictures", str(place / "vq.safetensors"), out, size, views)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("views", "count"), [("middle", 1), ("flip", 2), ("ten-crop", 10)])
+@pytest.mark.parametrize(("views", "count"), [("center", 1), ("flip", 2), ("ten-crop", 10)])
 def test_codes_and_labels_are_in_llamagens_layout(views: str, count: int, place: Path, tmp_path: Path) -> None:
     asked = order(place, tmp_path, views)
     encode_tokens(asked, Placement(), QUIET)
@@ -86,21 +86,21 @@ def test_broken_pictures_are_named_counted_and_left_out(place: Path, tmp_path: P
     pictures, said = tmp_path / "pictures", StringIO()
     shutil.copytree(place / "pictures", pictures)
     (pictures / "cat/1.png").write_bytes(b"none")
-    asked = replace(order(place, tmp_path / "out"), pictures=pictures)
-    with pytest.raises(ConfigError, match=r"1\.png cannot be read .*or bear more of them with --skip 2"):
-        encode_tokens(replace(asked, skip=0), Placement(), QUIET)
+    asked = replace(order(place, tmp_path / "out"), images=pictures)
+    with pytest.raises(ConfigError, match=r"1\.png cannot be read .*or allow more of them with --skip 2"):
+        encode_tokens(replace(asked, max_skipped=0), Placement(), QUIET)
     encode_tokens(asked, Placement(), Console(file=said, width=200))
     assert "skipped: " in said.getvalue() and "1 could not be read" in said.getvalue()
     assert sorted(file.stem for file in asked.labels.glob("*.npy")) == ["1", "2", "3"]
-    data = CodeFolder(tmp_path / "out", classes=2, names=("cat", "dog")).load(0)
+    data = TokenFolder(tmp_path / "out", num_classes=2, class_names=("cat", "dog")).load(0)
     assert len(data) == 3 and set(data.batch(0, 3, 0, 1).prompts) == {"cat", "dog"}
 
 
 def test_what_was_begun_otherwise_is_not_gone_on_with(place: Path, tmp_path: Path) -> None:
     encode_tokens(order(place, tmp_path), Placement(), QUIET)
     assert json.loads((tmp_path / "imagenet16_codes/codes.json").read_text())["views"] == "flip"
-    with pytest.raises(ConfigError, match="begun with another 'views'"):
-        encode_tokens(order(place, tmp_path, "middle"), Placement(), QUIET)
+    with pytest.raises(ConfigError, match="started with another 'views'"):
+        encode_tokens(order(place, tmp_path, "center"), Placement(), QUIET)
     with pytest.raises(ConfigError, match="no multiple of 2"):
         encode_tokens(order(place, tmp_path, size=17), Placement(), QUIET)
 

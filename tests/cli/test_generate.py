@@ -19,10 +19,10 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import PromptBatch
 from tastemaker.data.image_io import read_image, save_image
 from tastemaker.export.lora import DIFFUSERS_LORA_FILE
-from tastemaker.search.generation import choose_prompts, find_adapters, slugify
+from tastemaker.search.generation import choose_prompts, find_lora, slugify
 
 ROOT = Path(__file__).parent.parent.parent
-QUICK = ["steps=2", "sample.every=0", "guard.every=0", "batch.prompts=4", "objective.group=4"]
+QUICK = ["steps=2", "sample.every=0", "guard.every=0", "batch.prompts=4", "objective.group_size=4"]
 LORA = ["tuning={type: lora, rank: 4}", "optim.lr=0.3"]
 
 
@@ -72,7 +72,7 @@ def test_two_ranks_make_the_pictures_of_one(tmp_path: Path) -> None:
     Path("prompts.txt").write_text("\n".join(f"a {name}" for name in ("red", "blue", "green", "white", "red")))
     asked = ["generate", "grpo-toy-flow", "--prompts", "prompts.txt", "--count", "3", "--device", "cpu"]
     assert run(*asked, "--out", "one") == 0
-    on_ranks(2, *asked, "batch.rollout=4", "--out", "two")  # four shares of four, four, four and three
+    on_ranks(2, *asked, "batch.rollout_batch_size=4", "--out", "two")  # four shares of four, four, four and three
     assert len(rows("one")) == 15
     assert [row["file"] for row in rows("two")] == sorted(row["file"] for row in rows("one"))
     assert (pixels("one") - pixels("two")).abs().max() <= 1 / 255 + 1e-6  # a batch of another size rounds otherwise
@@ -99,10 +99,10 @@ def test_pictures_that_are_there_stay_and_the_rest_is_made(capsys: pytest.Captur
     stamp = files[0].stat().st_mtime_ns
     capsys.readouterr()
     assert run(*asked) == 0
-    assert "4 pictures in made (3 were there)" in capsys.readouterr().err
+    assert "4 images in made (3 existed before)" in capsys.readouterr().err
     assert [path.read_bytes() for path in files] == before and files[0].stat().st_mtime_ns == stamp
     assert run(*asked, "--seed", "1") == 0  # other pictures, though of the same names
-    assert "were there" not in capsys.readouterr().err
+    assert "existed before" not in capsys.readouterr().err
     assert [path.read_bytes() for path in files] != before
 
 
@@ -131,8 +131,20 @@ def test_adapters_count_as_much_as_asked_for() -> None:
 
 
 def test_a_lora_run_exported_to_one_file_is_what_the_run_paints() -> None:
-    small = ["model={codec: null, width: 32, depth: 1, heads: 2, patch: 4}", "engine.precision=fp32", "data.device=cpu"]
-    quick = [*small, "engine.compile=false", "steps=1", "sample.every=0", "batch.prompts=8", "ema=0", "sample.use=live"]
+    small = [
+        "model={autoencoder: null, width: 32, depth: 1, heads: 2, patch_size: 4}",
+        "engine.precision=fp32",
+        "data.device=cpu",
+    ]
+    quick = [
+        *small,
+        "engine.compile=false",
+        "steps=1",
+        "sample.every=0",
+        "batch.prompts=8",
+        "ema_decay=0",
+        "sample.weights=live",
+    ]
     assert run("train", "playground-flow16", *quick, *LORA, "name=run", "--device", "cpu") == 0
     assert run("export", "runs/run", "--out", "flow.safetensors", "--bits", "32") == 0
     asked = ["-p", "a photo of a red car", "--device", "cpu"]
@@ -144,9 +156,9 @@ def test_a_lora_run_exported_to_one_file_is_what_the_run_paints() -> None:
 
 def test_mistakes_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora-scale", "0.5") == EXIT_USAGE
-    assert "these weights have no adapters" in " ".join(capsys.readouterr().err.split())
+    assert "these weights have no LoRA" in " ".join(capsys.readouterr().err.split())
     assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "gone.pt") == EXIT_USAGE
-    assert "--lora: there is no file gone.pt; give a file of adapters" in " ".join(capsys.readouterr().err.split())
+    assert "--lora: there is no file gone.pt; pass a LoRA file" in " ".join(capsys.readouterr().err.split())
     Path("a.png").write_bytes(b"")
     assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "a.png") == EXIT_USAGE
     assert "a.png ends in '.png'; expected a directory, .safetensors" in " ".join(capsys.readouterr().err.split())
@@ -159,25 +171,23 @@ def test_mistakes_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
 def test_adapters_alone_in_a_folder_are_found_there(tmp_path: Path) -> None:
     for name in ("README.md", "recipe.yaml", DIFFUSERS_LORA_FILE):
         (tmp_path / name).write_bytes(b"")
-    assert find_adapters(tmp_path, None).path == tmp_path / DIFFUSERS_LORA_FILE
+    assert find_lora(tmp_path, None).path == tmp_path / DIFFUSERS_LORA_FILE
     (tmp_path / "others.pt").write_bytes(b"")
-    with pytest.raises(
-        ConfigError, match=f"holds others.pt, {DIFFUSERS_LORA_FILE}; expected one file of adapters, so give its path"
-    ):
-        find_adapters(tmp_path, None)
+    with pytest.raises(ConfigError, match=f"holds others.pt, {DIFFUSERS_LORA_FILE}; expected one LoRA file"):
+        find_lora(tmp_path, None)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="empty holds no file of adapters; expected one"):
-        find_adapters(tmp_path / "empty", None)
+    with pytest.raises(ConfigError, match="empty holds no LoRA file"):
+        find_lora(tmp_path / "empty", None)
 
 
 def test_of_data_that_say_nothing_as_many_are_made_as_asked_for(tmp_path: Path) -> None:
     for i in range(3):
         save_image(torch.rand(1, 3, 8, 8), tmp_path / "pictures" / f"{i}.png")
-    silent = load("dit-folder", [f"data={{type: gallery, path: {tmp_path / 'pictures'}, size: 64}}"])
+    silent = load("dit-folder", [f"data={{type: gallery, path: {tmp_path / 'pictures'}, image_size: 64}}"])
     assert choose_prompts((), None, silent) == PromptBatch(("",), ({},))
     assert len(choose_prompts((), None, load("grpo-toy-flow"))) == 8
     (tmp_path / "pictures").rename(tmp_path / "others")
-    with pytest.raises(ConfigError, match=r"there is no such folder; .*; or say what to make with -p"):
+    with pytest.raises(ConfigError, match=r"there is no such folder; .*; or pass prompts with -p"):
         choose_prompts((), None, silent)
     assert choose_prompts(("",), None, silent) == PromptBatch(("",), ({},))
 
@@ -192,5 +202,5 @@ def test_files_are_named_by_their_prompts_in_any_script(prompt: str, name: str) 
 @pytest.mark.slow
 def test_ranks_that_need_one_another_are_not_left_waiting_by_a_search_that_ends_early(tmp_path: Path) -> None:
     asked = ("generate", "grpo-toy-flow", "-p", "a", "--search", "refine", "engine.strategy=fsdp")
-    with pytest.raises(AssertionError, match=r"some would wait for ever; set engine\.strategy=replicated"):
+    with pytest.raises(AssertionError, match=r"would deadlock; set engine\.strategy=replicated"):
         on_ranks(2, *asked, "--out", str(tmp_path / "two"))

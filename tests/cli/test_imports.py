@@ -74,7 +74,7 @@ def test_check_imports_torch_but_no_large_library(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(registries.REWARDS))
 def test_reward_properties_in_the_source_are_those_of_the_class(name: str) -> None:
-    source = StaticClass(registries.REWARDS.place(name))
+    source = StaticClass(registries.REWARDS.locate(name))
     static = catalog.reward_properties(None if source.has_required_fields else source.defaults())
     assert static == catalog.reward_properties(catalog.default_spec(name))
     assert source.docstring == registries.REWARDS.find(name).__doc__
@@ -83,7 +83,7 @@ def test_reward_properties_in_the_source_are_those_of_the_class(name: str) -> No
 @pytest.mark.parametrize("registry", KINDS, ids=lambda registry: registry.kind)
 def test_docstrings_in_the_source_are_those_of_the_classes(registry: Registry) -> None:
     for name in registry:
-        assert StaticClass(registry.place(name)).docstring == registry.find(name).__doc__, name
+        assert StaticClass(registry.locate(name)).docstring == registry.find(name).__doc__, name
 
 
 @pytest.mark.parametrize(

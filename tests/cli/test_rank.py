@@ -13,21 +13,21 @@ from tastemaker.cli import EXIT_USAGE, main
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import PromptBatch
 from tastemaker.data.pairs import PairFile
-from tastemaker.data.preference_pairs import (
+from tastemaker.data.preference_labels import (
     LabelRules,
     exclude_benchmark_prompts,
     orm_examples,
     parm_examples,
     preference_pairs,
 )
-from tastemaker.data.vqa import AnswerFile
+from tastemaker.data.vqa import VqaFile
 from tastemaker.evaluation.benchmarks import playeval
 
 LATE = """
 import os, time
-from tastemaker.rewards.color import Color
+from tastemaker.rewards.color import ColorReward
 
-class Late(Color):
+class Late(ColorReward):
     def score(self, pixels, prompts, facts):
         time.sleep(2 * int(os.environ["RANK"]))
         return super().score(pixels, prompts, facts)
@@ -58,7 +58,7 @@ def row(index: int, score: float, group: int = 0) -> dict[str, Any]:
 
 def test_pairs_set_the_best_against_the_worst_where_labels_differ() -> None:
     rows = [row(0, 0.9), row(1, 0.2), row(2, 0.8), row(3, 0.1), row(4, 0.7, 1), row(5, 0.9, 1)]
-    found = preference_pairs(rows, LabelRules(pairs=2))
+    found = preference_pairs(rows, LabelRules(max_pairs=2))
     assert [(each["chosen"], each["rejected"]) for each in found] == [("0.png", "3.png"), ("2.png", "1.png")]
     assert len(preference_pairs(rows, LabelRules())) == 1
     closer = preference_pairs(rows, LabelRules(margin=0.15))
@@ -107,10 +107,12 @@ def test_one_command_goes_from_prompts_to_lessons(capsys: pytest.CaptureFixture[
     assert two and all(scores[each["chosen"]] >= 0.6 > scores[each["rejected"]] for each in two)
     batch = PairFile(Path("ranked/pairs.jsonl")).load(0).batch(0, len(two), 0, 1)
     assert sorted(batch.prompts) == sorted(each["prompt"] for each in two)
-    outcome = AnswerFile(Path("ranked/orm.json")).load(0).batch(0, 18, 0, 1)
+    outcome = VqaFile(Path("ranked/orm.json")).load(0).batch(0, 18, 0, 1)
     assert outcome.pixels.shape == (18, 3, 8, 8)
-    assert sum(each["answer"] == "yes" for each in outcome.asked) == sum(score >= 0.6 for score in scores.values())
-    looks = AnswerFile(Path("ranked/parm.json")).load(0)
+    assert sum(each["answer"] == "yes" for each in outcome.conversations) == sum(
+        score >= 0.6 for score in scores.values()
+    )
+    looks = VqaFile(Path("ranked/parm.json")).load(0)
     assert len(looks) == 18 + 2 * 18  # every answer is one: unclear previews have one, clear ones two
 
 
@@ -150,7 +152,7 @@ def test_labels_of_other_prompts_are_not_taken_for_those_of_new_samples() -> Non
     [
         ("colour", "--by: no reward is called 'colour'; did you mean 'color'?"),
         ("geneval", "--by geneval, 'a red': metadata have no 'tag' or no 'include'"),
-        ("{type: vlm, weights: nobody/nothing}", "the weights 'nobody/nothing' are not here"),
+        ("{type: vlm, weights: nobody/nothing}", "the weights 'nobody/nothing' were not found"),
     ],
 )
 def test_who_cannot_label_is_told_before_anything_is_sampled(
@@ -165,7 +167,7 @@ def test_who_cannot_label_is_told_before_anything_is_sampled(
 @pytest.mark.ranks
 def test_two_ranks_make_the_lessons_of_one() -> None:
     assert run(*SHORT, "--out", "one") == 0
-    on_ranks(2, *SHORT, "batch.rollout=5", "--out", "two")
+    on_ranks(2, *SHORT, "batch.rollout_batch_size=5", "--out", "two")
     one, two = (json.loads(Path(name, "orm.json").read_text()) for name in ("one", "two"))
     assert one == two
     assert files("one").keys() == files("two").keys()

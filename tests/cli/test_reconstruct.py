@@ -17,11 +17,11 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.data.image_io import read_image, save_image
 from tastemaker.evaluation.reconstruction import ReconstructionOptions, reconstruct_images
-from tastemaker.models.block_vae import BlockVae
+from tastemaker.models.block_vae import BlockVaeSpec
 from tastemaker.models.nets.vq import VQ, VQConfig
 from tastemaker.models.weight_files import write_weights
 
-SPEC = BlockVae(
+SPEC = BlockVaeSpec(
     down_channels=(8, 8), mid_channels=(8,), down_sample=(True,), attn_down=(False,), norm_channels=4, num_heads=2,
     num_down_layers=1, num_up_layers=1,
 )  # fmt: skip
@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def order(place: Path, out: Path) -> ReconstructionOptions:
-    return ReconstructionOptions(place / "pictures", str(place / "vae.safetensors"), out, vgg=TINY)
+    return ReconstructionOptions(place / "pictures", str(place / "vae.safetensors"), out, vgg_weights=TINY)
 
 
 def lines(out: Path) -> list[dict[str, object]]:
@@ -66,11 +66,11 @@ def test_of_celeba_hq_the_faces_are_copied_and_what_is_too_small_is_named(tmp_pa
         save_image(torch.rand(1, 3, side, side), faces / name)
     said, asked = (
         StringIO(),
-        ReconstructionOptions(faces, str(tmp_path / "vae.safetensors"), tmp_path / "out", vgg=TINY),
+        ReconstructionOptions(faces, str(tmp_path / "vae.safetensors"), tmp_path / "out", vgg_weights=TINY),
     )
     rows = reconstruct_images(asked, Placement(), Console(file=said, width=400))
     assert [row["file"] for row in rows] == ["CelebA-HQ-img/0.png"]
-    assert "1.png cannot be copied at this size" in said.getvalue() and "1 could not be read" in said.getvalue()
+    assert "1.png cannot be reconstructed at this size" in said.getvalue() and "1 could not be read" in said.getvalue()
 
 
 def test_each_picture_lies_beside_its_copy_with_its_scores(place: Path, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_each_picture_lies_beside_its_copy_with_its_scores(place: Path, tmp_path
     found = -10 * (original - made).square().mean().log10()
     assert float(found) == pytest.approx(rows[3]["psnr"], abs=1e-3)
     assert "broken.jpg cannot be read" in said.getvalue() and "1 could not be read" in said.getvalue()
-    assert "psnr" in said.getvalue() and "4 pictures beside their copies" in said.getvalue()
+    assert "psnr" in said.getvalue() and "4 images beside their reconstructions" in said.getvalue()
 
 
 def test_it_goes_on_where_it_was_cut_off(place: Path, tmp_path: Path) -> None:
@@ -95,25 +95,23 @@ def test_it_goes_on_where_it_was_cut_off(place: Path, tmp_path: Path) -> None:
     (tmp_path / "pictures" / "grey.png.png").unlink()
     again = reconstruct_images(order(place, tmp_path), Placement(), Console(quiet=True))
     assert again == [{**whole[0], "psnr": 99.0}, *whole[1:]] == lines(tmp_path)
-    with pytest.raises(ConfigError, match="was begun with other size"):
+    with pytest.raises(ConfigError, match=r"has another size \(0, now 16\)"):
         reconstruct_images(replace(order(place, tmp_path), size=16), Placement(), Console(quiet=True))
 
 
 def test_squares_and_what_cannot_be_measured(place: Path, tmp_path: Path) -> None:
     said = StringIO()
-    asked = replace(order(place, tmp_path), size=16, vgg="nobody/vgg", rows=2)
+    asked = replace(order(place, tmp_path), size=16, vgg_weights="nobody/vgg", batch_size=2)
     rows = reconstruct_images(asked, Placement(), Console(file=said, width=400))
     assert {(row["width"], row["height"]) for row in rows} == {(16, 16)} and "lpips" not in rows[0]
     assert "LPIPS was not measured" in said.getvalue()
 
 
 def test_broken_files_are_borne_up_to_a_limit(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"broken\.jpg cannot be read .*or bear more of them with --skip 2"):
-        reconstruct_images(replace(order(place, tmp_path), skip=0), Placement(), Console(quiet=True))
+    with pytest.raises(ConfigError, match=r"broken\.jpg cannot be read .*--skip 2"):
+        reconstruct_images(replace(order(place, tmp_path), max_unreadable=0), Placement(), Console(quiet=True))
     with pytest.raises(ConfigError, match="there is no such folder"):
-        reconstruct_images(
-            replace(order(place, tmp_path), pictures=tmp_path / "none"), Placement(), Console(quiet=True)
-        )
+        reconstruct_images(replace(order(place, tmp_path), images=tmp_path / "none"), Placement(), Console(quiet=True))
 
 
 def test_the_command_takes_other_autoencoders_and_a_configuration(place: Path, tmp_path: Path) -> None:

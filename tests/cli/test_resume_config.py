@@ -7,7 +7,7 @@ import pytest
 from tastemaker.config.build import build
 from tastemaker.config.load import load
 from tastemaker.core.registry import ConfigError
-from tastemaker.training.resume import claim_run_directory, suggest_allow_change, write_run_config
+from tastemaker.training.run_directory import claim_run_directory, suggest_allow_change, write_run_config
 
 RECIPE = ["sample.every=0", "guard.every=0", "batch.prompts=4", "steps=1"]
 
@@ -23,6 +23,6 @@ def test_every_setting_that_differs_can_be_allowed_by_what_is_said(tmp_path: Pat
 
 
 def test_many_settings_are_allowed_by_their_sections() -> None:
-    assert suggest_allow_change(["optim.lr", "optim.clip", "model.size", "steps", "optim.eps"]) == (
+    assert suggest_allow_change(["optim.lr", "optim.max_grad_norm", "model.variant", "steps", "optim.eps"]) == (
         "--allow-change model --allow-change optim --allow-change steps"
     )

@@ -21,8 +21,8 @@ from tastemaker.config.registries import REWARDS
 from tastemaker.core.reward import Rubric, WeightedReward
 from tastemaker.core.types import Placement
 from tastemaker.data.image_io import save_image
-from tastemaker.rewards.color import Color
-from tastemaker.rewards.remote import Remote
+from tastemaker.rewards.color import ColorReward
+from tastemaker.rewards.remote import RemoteReward
 from tastemaker.rewards.scoring import batch_by_size, find_images_with_prompts
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,7 +64,7 @@ def test_pictures_of_all_sizes_are_scored_in_their_order_with_prompts_from_their
     assert found[0]["prompt"] == "0 a red bird"
     assert [row["brightness"] for row in found[:5]] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4], abs=0.003)
     assert all(row["jpeg"] < 0 for row in found)
-    assert "6 pictures scored" in (said := told(capsys)) and "brightness │ 6" in said
+    assert "6 images scored" in (said := told(capsys)) and "brightness │ 6" in said
 
 
 def test_batches_are_of_one_size_and_few_pictures_wait() -> None:
@@ -114,17 +114,17 @@ def test_what_is_broken_is_told_and_the_rest_is_scored(capsys: Any) -> None:
     assert {name for name, row in found.items() if "error" in row} == {"no_colour", "m_broken"}
     assert found["a_red"]["color"] == found["z_blue"]["color"] > 0.5
     assert found["no_colour"]["brightness"] == pytest.approx(0.5, abs=0.01) and "color" not in found["no_colour"]
-    assert "names no colour" in found["no_colour"]["error"]
+    assert "names no color" in found["no_colour"]["error"]
     said = told(capsys)
-    assert "skipped: made/m_broken.png cannot be read as a picture" in said
-    assert "2 of 4 pictures could not be scored" in said and "2 pictures scored" in said
+    assert "skipped: made/m_broken.png cannot be read as an image" in said
+    assert "2 of 4 images could not be scored" in said and "2 images scored" in said
 
 
 def test_a_row_whose_picture_is_missing_is_told(capsys: Any) -> None:
     paint("made/one.png")
     Path("said.jsonl").write_text('{"file": "one.png", "prompt": "a"}\n{"file": "gone.png", "prompt": "b"}\n')
     assert run("score", "made", "--reward", "brightness", "--prompts", "said.jsonl") == EXIT_FAILURE
-    assert "there is no picture at made/gone.png" in told(capsys)
+    assert "there is no image at made/gone.png" in told(capsys)
     assert len(lines()) == 2
 
 
@@ -161,7 +161,7 @@ def test_the_table_of_rewards_fits_a_hundred_columns_and_tells_what_matters(caps
     for name in REWARDS:
         assert re.search(rf"^ {name}\b", shown, re.MULTILINE), name
     kinds = ("gradient", "no gradient", "frames", "clip", "device", "host", "remote")
-    for word in (*kinds, "memory", "range", "hacked by"):
+    for word in (*kinds, "memory", "range", "failure modes"):
         assert word in shown
 
 
@@ -170,15 +170,15 @@ def test_everything_is_listed_for_programs_too(capsys: Any) -> None:
     found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(found) == list(REWARDS)
     assert found["pickscore"]["aliases"] == ["pick_score"] and "pick_score" not in found
-    assert found["brightness"]["differentiable"] is True and found["stillness"]["reads"] == "clip"
+    assert found["brightness"]["differentiable"] is True and found["stillness"]["modality"] == "video"
     assert found["hps"]["sources"][0]["hub"] == "xswu/HPSv2"
     assert run("list", "models", "--json") == 0
-    assert {"name", "what"} == set(json.loads(capsys.readouterr().out)[0])
+    assert {"name", "description"} == set(json.loads(capsys.readouterr().out)[0])
 
 
 @pytest.mark.parametrize("row", component_rows("rewards"), ids=lambda row: row["name"])
 def test_every_reward_says_what_to_know_of_it(row: dict[str, Any]) -> None:
-    for key in ("what", "range", "hacked_by", "memory"):
+    for key in ("description", "range", "failure_modes", "memory"):
         assert row[key], key
     for source in row["sources"]:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", source["hub"])
@@ -187,29 +187,33 @@ def test_every_reward_says_what_to_know_of_it(row: dict[str, Any]) -> None:
 def test_a_reward_is_served_from_the_command_line_until_it_is_interrupted() -> None:
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     command = [sys.executable, "-m", "tastemaker", "serve-reward", "color", "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True) as server:
+    server = subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True)
+    try:
         assert server.stderr is not None
         line = server.stderr.readline()
-        found = re.search(r"color answers at (http://127.0.0.1:\d+) on cpu", line)
-        assert found, line + (server.stderr.read() if server.poll() else "")
-        spec, pixels, names = Remote(found[1]), torch.rand(3, 1, 3, 8, 8), ("red", "blue", "grey")
+        address = re.search(r"http://127.0.0.1:\d+", line)
+        assert address, line
+        spec, pixels, names = RemoteReward(address[0]), torch.rand(3, 1, 3, 8, 8), ("red", "blue", "grey")
         remote = Rubric({"far": WeightedReward(spec, spec.load(Placement()))}).score(pixels, names).total
-        assert remote.equal(Rubric({"near": WeightedReward(Color(), Color())}).score(pixels, names).total)
+        local = WeightedReward(ColorReward(), ColorReward().load(Placement()))
+        assert remote.equal(Rubric({"near": local}).score(pixels, names).total)
         server.send_signal(signal.SIGINT)
-        try:
-            assert server.wait(30) == 0
-        finally:
-            server.kill()  # it would be waited for without end
+        assert server.wait(30) == 0
         assert "stopped" in server.stderr.read()
+    finally:
+        server.kill()
+        server.wait()
+        if server.stderr is not None:
+            server.stderr.close()
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["color", "--host", "0.0.0.0"], "0.0.0.0 lets other machines in, so a token is needed"),
+        (["color", "--host", "0.0.0.0"], "--host: other machines can reach 0.0.0.0, so a token is needed"),
         (["color", "--token", "UNSET_TOKEN"], "the environment variable UNSET_TOKEN holds no plain text"),
         (["colour"], "did you mean 'color'?"),
-        (["color", "--host", "203.0.113.7", "--token", "SET_TOKEN"], "nothing can be served at 203.0.113.7:8800"),
+        (["color", "--host", "203.0.113.7", "--token", "SET_TOKEN"], "cannot serve at 203.0.113.7:8800"),
         (["{type: color"], "is not a name or a mapping"),
     ],
 )

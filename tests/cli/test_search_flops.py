@@ -19,10 +19,9 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.search.base import RubricVerifier, SearchCost
 from tastemaker.search.best_of_n import BestOfN
 from tastemaker.search.flops import format_flops, measure_flop_costs
-from tastemaker.search.parm import PARMSearch
-from tastemaker.search.published_parm import PublishedPARMSearch
+from tastemaker.search.parm import PARMSearch, PublishedPARMSearch
 from tastemaker.search.refine import Refine
-from tastemaker.search.settings import build_search, evaluate_curve, search_name, wants_curve
+from tastemaker.search.settings import build_search, evaluate_curve, is_curve_requested, search_name
 
 QUICK = ["--tiny", "--device", "cpu", "--prompts", "6", "--count", "1"]
 
@@ -51,7 +50,7 @@ def test_every_picture_of_a_search_states_its_price(capsys: pytest.CaptureFixtur
     assert all(row["calls"] <= 20 * 8 and row["judged"] >= 20 and row["flops"] > 0 for row in found)
     assert f"{sum(row['calls'] for row in found):,.0f} network calls" in told
     assert (
-        f"{sum(row['judged'] for row in found):,.0f} judgements and {format_flops(sum(r['flops'] for r in found))}"
+        f"{sum(row['judged'] for row in found):,.0f} verifier calls and {format_flops(sum(r['flops'] for r in found))}"
         in told
     )
     assert run(*asked, "--out", "single") == 0
@@ -69,20 +68,20 @@ def test_a_search_asks_whom_it_is_told_to() -> None:
 
 def test_several_numbers_of_candidates_draw_score_against_price(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["evaluate", "playeval", "-m", "grpo-playground-masked", *QUICK]
-    assert run(*asked, "--search", "{type: parm, first: 0.5}", "--n", "1,3", "--out", "curve") == 0
+    assert run(*asked, "--search", "{type: parm, start_progress: 0.5}", "--n", "1,3", "--out", "curve") == 0
     told = json.loads(Path("curve/prices.json").read_text())
     assert told["search"] == "parm" and [point["n"] for point in told["points"]] == [1, 3]
     one, three = told["points"]
     assert one["calls"] < three["calls"] and one["judged"] < three["judged"] and 0 < one["flops"] < three["flops"]
     picture = Path("curve/prices.svg").read_text()
-    assert picture.startswith("<svg") and "Score against price: parm" in picture
+    assert picture.startswith("<svg") and "Score against cost: parm" in picture
     report = json.loads(Path("curve/n3/report.json").read_text())
     assert {key: report[key] for key in ("calls", "judged", "flops")} == {
         key: three[key] for key in ("calls", "judged", "flops")
     }
-    assert "what a picture costs" in capsys.readouterr().err
+    assert "cost per sample" in capsys.readouterr().err
     assert run(*asked, "--search", "parm", "--n", "two") == EXIT_USAGE
-    assert "expected whole numbers, as in 1,4,20" in capsys.readouterr().err
+    assert "expected integers, as in 1,4,20" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["flow", "masked", "causal"])
@@ -91,21 +90,23 @@ def test_a_network_call_costs_what_its_matrices_do(name: str) -> None:
     policy = toys.policy(name)
     plain = measure_flop_costs(policy, RubricVerifier(toys.rubric()), batch, rng)
     guided = measure_flop_costs(toys.policy(name, guidance=Guidance(2.0)), None, batch, rng)
-    assert plain.call > 0 and guided.judgement == 0
-    assert guided.call == plain.call  # a guided prediction is two calls, each as dear as one alone
+    assert plain.per_network_call > 0 and guided.per_verifier_call == 0
+    assert (
+        guided.per_network_call == plain.per_network_call
+    )  # a guided prediction is two calls, each as dear as one alone
     inside = sum(2 * p.numel() for p in policy.model.net.parameters() if p.ndim == 2)
-    assert plain.call < 100 * inside
+    assert plain.per_network_call < 100 * inside
 
 
 def test_prices_add_up_and_are_shared() -> None:
     assert SearchCost(4, 2, 1e9) + SearchCost(2) == SearchCost(6, 2, 1e9)
-    assert SearchCost(6, 2, 1e9).each(2) == SearchCost(3, 1, 5e8)
+    assert SearchCost(6, 2, 1e9).per_sample(2) == SearchCost(3, 1, 5e8)
     assert [format_flops(x) for x in (5, 2.5e6, 3.8e13, 2.2e18)] == ["5 FLOP", "2.5 MFLOP", "38 TFLOP", "2.2 EFLOP"]
 
 
 def test_a_search_is_named_or_has_settings() -> None:
     assert build_search("best_of_n", 20) == BestOfN(20)
-    assert build_search("{type: parm, first: 0.5, drop: false}", 8) == PARMSearch(8, 0.5, drop=False)
+    assert build_search("{type: parm, start_progress: 0.5, prune: false}", 8) == PARMSearch(8, 0.5, prune=False)
     assert build_search("{type: published_parm, n: 3}", 8) == PublishedPARMSearch(3)
     assert build_search("{type: refine, search: {type: best_of_n, n: 2}}", 8) == Refine(BestOfN(2))
     assert search_name("{type: parm, n: 3}") == "parm"
@@ -140,6 +141,6 @@ def test_a_warning_of_our_own_is_a_sentence_and_the_first_rank_says_it(monkeypat
 
 @pytest.mark.parametrize("search", ["single", "{type: parm, n: 4}", "{type: refine}"])
 def test_a_curve_of_candidates_that_do_not_vary_is_refused(search: str) -> None:
-    with pytest.raises(ConfigError, match=r"--n: found 2 numbers, but --search .* takes none of them"):
-        wants_curve(search, (1, 2))
-    assert not wants_curve(search, (4,)) and wants_curve("{type: parm, first: 0.5}", (1, 2))
+    with pytest.raises(ConfigError, match=r"--n: found 2 numbers, but --search .* does not use them"):
+        is_curve_requested(search, (1, 2))
+    assert not is_curve_requested(search, (4,)) and is_curve_requested("{type: parm, start_progress: 0.5}", (1, 2))

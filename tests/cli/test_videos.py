@@ -63,24 +63,24 @@ def test_a_folder_of_clips_of_every_kind_is_scored_and_broken_ones_are_told(caps
     assert Path("all/scores.jsonl").is_file()
 
 
-def test_clips_are_called_clips_and_one_of_them_a_clip(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_counts_videos(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "grpo-toy-video", "-p", "a red", "--out", "made") == 0
-    assert "1 clip in made, for" in capsys.readouterr().err
+    assert "1 video in made, for" in capsys.readouterr().err
     assert run("generate", "grpo-toy-video", "-p", "a red", "-p", "a blue", "--out", "made") == 0
-    assert "2 clips in made (1 was there), for" in capsys.readouterr().err
+    assert "2 videos in made (1 existed before), for" in capsys.readouterr().err
     Path("made/sheet.png").unlink()
     assert run("score", "made", "--reward", "stillness") == 0
     told = capsys.readouterr().err
-    assert "2 clips scored, line by line in made/scores.jsonl" in told and "pictures" not in told
+    assert "2 videos scored" in told and "images" not in told
     assert run("generate", "grpo-toy-flow", "-p", "a red", "--out", "still") == 0
-    assert "1 picture in still, for" in capsys.readouterr().err
+    assert "1 image in still, for" in capsys.readouterr().err
 
 
 def test_of_a_single_file_that_is_broken_its_own_sentence_is_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.mp4").write_bytes(b"nothing")
     assert run("score", "a.mp4", "--reward", "stillness") == EXIT_FAILURE
     told = capsys.readouterr().err
-    assert "error: a.mp4 cannot be read as a clip (" in told and told.count("cannot be read") == 1
+    assert "error: a.mp4 cannot be read as a video (" in told and told.count("cannot be read") == 1
     assert "scored" not in told and "cannot be read" in str(rows("scores.jsonl")[0]["error"])
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tastemaker.config.check import find_problems
+from tastemaker.config.check import compute_step_counts, find_problems
 from tastemaker.config.dump import config_to_dict
-from tastemaker.config.load import RECIPES, apply_overrides, generator_recipes, read_recipe
-from tastemaker.config.step_counts import compute_step_counts
+from tastemaker.config.load import RECIPES, apply_overrides, list_generator_recipes, read_recipe
 from tastemaker.config.validate import validate_config
 from tastemaker.config.yaml_io import parse_yaml, render_yaml
 from tastemaker.core.registry import ConfigError
@@ -119,7 +118,9 @@ def spoil(rng: random.Random, data: dict[str, Any], other: dict[str, Any]) -> No
         same = [place for place in places(other) if place[-1] == key]
         parent[key] = copy.deepcopy(at(other, rng.choice(same or places(other))))
     elif change == "wrap":
-        parent[key] = rng.choice(([parent[key]], {"type": "clipped", "of": parent[key], "low": 0}, {"of": parent[key]}))
+        parent[key] = rng.choice(
+            ([parent[key]], {"type": "clipped", "reward": parent[key], "min": 0}, {"of": parent[key]})
+        )
     else:
         parent[key] = value(rng)
 
@@ -132,15 +133,15 @@ def outcome(data: object) -> str:
         lines = str(error).splitlines()
         assert lines and all(": " in line and len(line) < 2000 for line in lines), lines
         return "refused"
-    assert all(": " in line for line in find_problems(config, world=2))
+    assert all(": " in line for line in find_problems(config, world_size=2))
     compute_step_counts(config)
     assert validate_config(config_to_dict(config)) == config
     return "valid"
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.long)])
-def test_spoiled_configurations_give_sentences_or_are_valid(count: int) -> None:
-    brief = [read_recipe(name) for name in generator_recipes()]
+def test_mutated_configs_validate_or_raise_config_error(count: int) -> None:
+    brief = [read_recipe(name) for name in list_generator_recipes()]
     recipes = brief + [
         config_to_dict(validate_config(data)) for data in brief
     ]  # the latter have every setting written out
@@ -157,7 +158,7 @@ def test_spoiled_configurations_give_sentences_or_are_valid(count: int) -> None:
     assert time.process_time() - start < 90
 
 
-def test_spoiled_text_gives_sentences_or_is_read() -> None:
+def test_mutated_yaml_parses_or_raises_config_error() -> None:
     rng = random.Random(0)
     texts = [path.read_text() for path in sorted(RECIPES.rglob("*.yaml"))]
     for _ in range(600):
@@ -173,7 +174,7 @@ def test_spoiled_text_gives_sentences_or_is_read() -> None:
             assert str(error).startswith("recipe")
 
 
-def test_spoiled_overrides_give_sentences_or_are_applied() -> None:
+def test_mutated_overrides_apply_or_raise_config_error() -> None:
     rng = random.Random(7)
     data = read_recipe("grpo-toy-flow")
     keys = ("optim", "lr", "objective", "type", "rewards", "color", "", "steps", "x", "0", "\0")
@@ -200,7 +201,7 @@ def test_spoiled_overrides_give_sentences_or_are_applied() -> None:
             continue
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_yaml_round_trips() -> None:
     for text in (
         "1e5",
         "3e-4",

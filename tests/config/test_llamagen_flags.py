@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 
-from tastemaker.config.check import find_problems
-from tastemaker.config.config_warnings import collect_warnings
+from tastemaker.config.check import collect_warnings, find_problems
 from tastemaker.config.load import load
 from tastemaker.config.schema import RunConfig
 from tastemaker.core.guidance import in_interval
-from tastemaker.objectives.forced_grpo import TeacherForcedGRPO
+from tastemaker.objectives.teacher_forced_grpo import TeacherForcedGRPO
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrate-llamagen-grpo.md").read_text(encoding="utf-8")
 FIRST = """
@@ -34,19 +33,59 @@ SAMPLING = """
 cfg-scale cfg-interval temperature top-k top-p seed precision compile num-fid-samples per-proc-batch-size sample-dir
 """
 SETTINGS = [
-    "model.size=L", "model.weights=c2i_L_256.pt", "model.codec=vq.pt", "model.codes=16384", "model.pixels=256",
-    "data.size=256", "model.downsample=16", "model.classes=1000", "model.dropout=0.1", "model.embeddings=embeddings",
+    "model.variant=L",
+    "model.weights=c2i_L_256.pt",
+    "model.autoencoder=vq.pt",
+    "model.codebook_size=16384",
+    "model.image_size=256",
+    "data.image_size=256",
+    "model.downsample_factor=16",
+    "model.num_classes=1000",
+    "model.dropout=0.1",
+    "model.embeddings=embeddings",
     "engine.precision=fp16",
-    "engine.reduce=fp32", "engine.strategy=hsdp", "engine.replicas=2", "optim.lr=1e-5", "optim.weight_decay=1e-2",
-    "optim.betas=[0.9, 0.95]", "optim.clip=1.0", "steps=100", "seed=0", "objective.group=8", "process.temperature=1.0",
-    "batch.prompts=32", "batch.updates=32", "batch.microbatch=1", "objective.limit=5.0", "objective.clip=1e-4",
-    "watch.wandb=autoreg-grpo", "name=mine", "output=checkpoints", "sample.every=100", "checkpoint.every=100",
-    "checkpoint.form=sharded", "objective.noise=0.5", "objective.prior=0.1", "objective.kl=0.01", "objective.own=0.3",
-    "objective.skip=0.5", "objective.rise=0.3", "objective.drop=0.1", "objective.latent=1.0",
-    "objective.faults=[dropout]", "rewards.mse.weight=4", "rewards.l1.type=l1", "rewards.l1.weight=2",
-    "rewards.lpips.type=lpips", "rewards.lpips.weight=1", "rewards.critic.type=critic", "rewards.critic.weight=1",
-    "rewards.critic.width=64", "rewards.critic.layers=3", "rewards.critic.weights=critic.safetensors",
-]  # fmt: skip
+    "engine.reduce_dtype=fp32",
+    "engine.strategy=hsdp",
+    "engine.hsdp_replicas=2",
+    "optim.lr=1e-5",
+    "optim.weight_decay=1e-2",
+    "optim.betas=[0.9, 0.95]",
+    "optim.max_grad_norm=1.0",
+    "steps=100",
+    "seed=0",
+    "objective.group_size=8",
+    "process.temperature=1.0",
+    "batch.prompts=32",
+    "batch.minibatches=32",
+    "batch.micro_batch_size=1",
+    "objective.advantage_clip=5.0",
+    "objective.clip_range=1e-4",
+    "loggers.wandb=autoreg-grpo",
+    "name=mine",
+    "output_dir=checkpoints",
+    "sample.every=100",
+    "checkpoint.every=100",
+    "checkpoint.format=sharded",
+    "objective.token_noise=0.5",
+    "objective.ce_coef=0.1",
+    "objective.kl_coef=0.01",
+    "objective.own_token_ratio=0.3",
+    "objective.token_dropout=0.5",
+    "objective.clip_range_high=0.3",
+    "objective.prompt_dropout=0.1",
+    "objective.latent_reward_weight=1.0",
+    "objective.emulate_bugs=[dropout]",
+    "rewards.mse.weight=4",
+    "rewards.l1.type=l1",
+    "rewards.l1.weight=2",
+    "rewards.lpips.type=lpips",
+    "rewards.lpips.weight=1",
+    "rewards.critic.type=critic",
+    "rewards.critic.weight=1",
+    "rewards.critic.width=64",
+    "rewards.critic.num_layers=3",
+    "rewards.critic.weights=discriminator.safetensors",
+]
 
 
 def rows() -> dict[str, str]:
@@ -57,37 +96,52 @@ def rows() -> dict[str, str]:
     return found
 
 
-def test_every_flag_has_a_line() -> None:
+def test_every_flag_is_documented() -> None:
     assert {*FIRST.split(), *ADDED.split(), *SAMPLING.split()} <= rows().keys()
 
 
-def test_an_interval_of_guidance_is_the_published_one() -> None:
+def test_guidance_interval_matches_published_code() -> None:
     tokens, interval = 576, 100
     inside = in_interval(1 - torch.arange(tokens) / tokens, (round(1 - (interval + 1.5) / tokens, 4), 1.0))
     published = [place == 0 or place - 1 <= interval for place in range(tokens)]  # the first is read with the prompt
     assert inside.tolist() == published
 
 
-def test_what_the_lines_name_can_be_set() -> None:
+def test_documented_settings_are_valid() -> None:
     config = load("grpo-llamagen-tf", SETTINGS)
     assert config.objective == TeacherForcedGRPO(
-        rise=0.3, kl=0.01, prior=0.1, noise=0.5, own=0.3, skip=0.5, drop=0.1, latent=1.0, faults=("dropout",)
+        clip_range_high=0.3,
+        kl_coef=0.01,
+        ce_coef=0.1,
+        token_noise=0.5,
+        own_token_ratio=0.3,
+        token_dropout=0.5,
+        prompt_dropout=0.1,
+        latent_reward_weight=1.0,
+        emulate_bugs=("dropout",),
     )
     assert [found for found in find_problems(config, 4) if found.startswith(("objective", "rewards"))] == []
 
 
-def test_every_setting_that_the_lines_name_was_tried() -> None:
+def test_documented_settings_are_tested() -> None:
     tried = {setting.split("=")[0] for setting in SETTINGS}
     named = {name for line in rows().values() for name in re.findall(r"`((?:\w+\.)+\w+)[`=]", line)}
     known = {f.name for f in fields(RunConfig)}
     settings = {name for name in named if name.split(".")[0] in known}
     # Of other data or models, or refused here.
-    elsewhere = {"model.names", "model.words", "process.top_k", "process.top_p", "data.workers", "data.match"}
-    elsewhere |= {"guidance.scale", "guidance.interval", "batch.rollout"}  # for sampling
+    elsewhere = {
+        "model.class_names",
+        "model.max_text_tokens",
+        "process.top_k",
+        "process.top_p",
+        "data.num_workers",
+        "data.file_pattern",
+    }
+    elsewhere |= {"guidance.scale", "guidance.interval", "batch.rollout_batch_size"}  # for sampling
     assert settings - tried - elsewhere == set()
 
 
-def test_samples_that_are_scored_otherwise_than_drawn_are_told_of() -> None:
+def test_rollouts_only_guidance_warns() -> None:
     told = [found for found in collect_warnings(load("ar-grpo")) if "scored without it" in found]
     assert len(told) == 1 and told[0].startswith("guidance.rollouts_only: ")
     for settings in (["guidance.rollouts_only=false"], ["guidance.scale=1"]):

@@ -5,16 +5,17 @@ from typing import Any
 import pytest
 
 from tastemaker.config.dump import config_to_dict, config_to_yaml
-from tastemaker.config.load import RECIPES, apply_overrides, list_recipes, load, read_recipe, read_yaml_mapping
+from tastemaker.config.load import apply_overrides, list_recipes, load, read_recipe, read_yaml_mapping
+from tastemaker.config.recipes import recipe_paths
 from tastemaker.config.validate import validate_config
 from tastemaker.config.yaml_io import parse_yaml
 from tastemaker.core.registry import ConfigError
-from tastemaker.core.reward import RewardCard
+from tastemaker.core.reward import RewardCard, RewardSpec
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.processes.dynamics import DDIM
 
-OTHERS = "a file's path ends in .yaml, and a run's folder holds config.yaml"
+OTHERS = "the path of a file ends in .yaml, and the directory of a run has a config.yaml"
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -30,24 +31,24 @@ def complaint(path: Path | str, *overrides: str) -> str:
     return str(error.value)
 
 
-def test_a_recipe_is_found_by_name_and_gives_the_run_its_name() -> None:
+def test_recipe_name_is_the_default_run_name() -> None:
     config = load("grpo-toy-flow")
     assert isinstance(config.objective, GRPO)
     assert config.name == "grpo-toy-flow"
 
 
-def test_a_file_extends_recipes_and_files_beside_it(tmp_path: Path) -> None:
+def test_file_extends_recipes_and_sibling_files(tmp_path: Path) -> None:
     path = write(tmp_path, own="extends: [grpo-toy-flow, local.yaml]\nsteps: 7", local="steps: 5\noptim: {lr: 2e-3}")
     config = load(path)
     assert (config.steps, config.optim.lr, config.name) == (7, 2e-3, "own")
 
 
-def test_a_file_extends_a_run_and_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_extends_the_config_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = tmp_path / "runs" / "first"
     ran.mkdir(parents=True)
     (ran / "config.yaml").write_text(config_to_yaml(load("grpo-toy-flow", ["steps=7", "name=first"])))
-    config = load(write(tmp_path, own="extends: [runs/first]\nobjective: {type: grpo, group: 3}"))
-    assert (config.steps, config.name, config.objective.group) == (7, "own", 3)
+    config = load(write(tmp_path, own="extends: [runs/first]\nobjective: {type: grpo, group_size: 3}"))
+    assert (config.steps, config.name, config.objective.group_size) == (7, "own", 3)
     ran.rename(tmp_path / "grpo-toy-flow")
     assert load(write(tmp_path, own="extends: [grpo-toy-flow]")).steps != 7  # the recipe of that name
     (tmp_path / "grpo-toy-flow").rename(ran)
@@ -56,31 +57,31 @@ def test_a_file_extends_a_run_and_is_another(tmp_path: Path, monkeypatch: pytest
     assert load(write(tmp_path / "recipes", other="extends: [runs/first]")).name == "other"
 
 
-def test_later_parents_lie_over_earlier_ones(tmp_path: Path) -> None:
+def test_later_parents_override_earlier_ones(tmp_path: Path) -> None:
     path = write(tmp_path, own="extends: [one.yaml, two.yaml]", one="a: {x: 1, y: 1}", two="a: {y: 2}")
     assert read_recipe(path) == {"a": {"x": 1, "y": 2}}
 
 
-def test_a_single_parent_needs_no_list(tmp_path: Path) -> None:
+def test_extends_accepts_a_single_name(tmp_path: Path) -> None:
     assert read_recipe(write(tmp_path, own="extends: one.yaml\nb: 2", one="a: 1")) == {"a": 1, "b": 2}
 
 
-def test_another_type_replaces_the_mapping_and_the_same_type_merges_with_it(tmp_path: Path) -> None:
-    base = "objective: {type: grpo, group: 16, clip: 0.1}"
+def test_mappings_merge_unless_their_type_differs(tmp_path: Path) -> None:
+    base = "objective: {type: grpo, group_size: 16, clip_range: 0.1}"
     assert read_recipe(write(tmp_path, own="extends: base.yaml\nobjective: {type: dpo}", base=base)) == {
         "objective": {"type": "dpo"}
     }
-    same = read_recipe(write(tmp_path, own="extends: base.yaml\nobjective: {type: grpo, clip: 0.2}", base=base))
-    assert same == {"objective": {"type": "grpo", "group": 16, "clip": 0.2}}
+    same = read_recipe(write(tmp_path, own="extends: base.yaml\nobjective: {type: grpo, clip_range: 0.2}", base=base))
+    assert same == {"objective": {"type": "grpo", "group_size": 16, "clip_range": 0.2}}
 
 
-def test_nothing_over_a_mapping_removes_it(tmp_path: Path) -> None:
+def test_null_removes_a_mapping(tmp_path: Path) -> None:
     path = write(tmp_path, own="extends: dancegrpo-toy-flow\nrewards: {small: null}")
     assert list(load(path).rewards) == ["color"]
 
 
 @pytest.mark.parametrize("section", ["guard", "sample"])
-def test_nothing_in_place_of_what_happens_every_so_many_steps_is_never(section: str, tmp_path: Path) -> None:
+def test_null_disables_periodic_sections(section: str, tmp_path: Path) -> None:
     never = getattr(load("vader-wan-hps", [f"{section}.every=0"]), section)
     assert getattr(load("vader-wan-hps", [f"{section}=null"]), section) == never
     path = write(tmp_path, own=f"extends: vader-wan-hps\n{section}: null")
@@ -88,32 +89,38 @@ def test_nothing_in_place_of_what_happens_every_so_many_steps_is_never(section: 
     assert getattr(load(path, [f"{section}.every=7"]), section).every == 7
 
 
-def test_nothing_in_place_of_a_section_a_recipe_does_not_have_is_never_too(tmp_path: Path) -> None:
+def test_null_disables_missing_periodic_sections(tmp_path: Path) -> None:
     path = write(tmp_path, own="guard: null\nvalidation: null\nrewards: {guard: null}")
     assert read_recipe(path) == {"guard": {"every": 0}, "validation": {"every": 0}, "rewards": {"guard": None}}
 
 
-def test_a_circle_is_refused_by_name(tmp_path: Path) -> None:
+def test_circular_extends_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, a="extends: b.yaml", b="extends: c.yaml", c="extends: b.yaml")
-    expected = f"{tmp_path}/b.yaml: 'extends' goes in a circle: b.yaml -> c.yaml -> b.yaml; remove one of them"
+    expected = f"{tmp_path}/b.yaml: 'extends' is circular: b.yaml -> c.yaml -> b.yaml; remove one of them"
     assert complaint(path) == expected
 
 
-def test_a_diamond_is_no_circle(tmp_path: Path) -> None:
+def test_diamond_extends_is_allowed(tmp_path: Path) -> None:
     path = write(tmp_path, a="extends: [b.yaml, c.yaml]", b="extends: d.yaml", c="extends: d.yaml", d="x: 1")
     assert read_recipe(path) == {"x": 1}
 
 
-def test_overrides_are_yaml_and_come_last() -> None:
-    overrides = ["optim.lr=3e-4", "objective.group=4", "sample.prompts=[a red, a blue]", "guidance.scale=2", "name=x=y"]
+def test_overrides_are_yaml_and_apply_last() -> None:
+    overrides = [
+        "optim.lr=3e-4",
+        "objective.group_size=4",
+        "sample.prompts=[a red, a blue]",
+        "guidance.scale=2",
+        "name=x=y",
+    ]
     config = load("grpo-toy-flow", overrides)
     assert isinstance(config.objective, GRPO)
-    assert (config.optim.lr, config.objective.group, config.sample.prompts) == (3e-4, 4, ("a red", "a blue"))
+    assert (config.optim.lr, config.objective.group_size, config.sample.prompts) == (3e-4, 4, ("a red", "a blue"))
     assert config.guidance is not None and config.guidance.scale == 2.0
     assert config.name == "x=y"
 
 
-def test_an_override_of_the_type_drops_the_settings_of_the_old_one() -> None:
+def test_type_override_drops_old_settings() -> None:
     config = load("grpo-toy-flow", ["process.dynamics.type=ddim", "process.dynamics.eta=0.5"])
     assert (
         config.process
@@ -124,29 +131,29 @@ def test_an_override_of_the_type_drops_the_settings_of_the_old_one() -> None:
 
 
 @pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "0.0003", "'3e-4'", "+3E-4", "30e-5"])
-def test_numbers_may_be_written_as_people_do(text: str) -> None:
+def test_exponents_are_numbers(text: str) -> None:
     assert load("grpo-toy-flow", [f"optim.lr={text}"]).optim.lr == pytest.approx(3e-4)
 
 
 @pytest.mark.parametrize("shape", ["9:16", "3:4", "1:1", "50:27"])
-def test_the_shape_of_a_picture_is_no_time_of_day(shape: str) -> None:
-    model: Any = load("vader-opensora-hps", [f"model.aspect={shape}", "model.resolution=360p"]).model
-    assert model.aspect == shape and parse_yaml(f"[{shape}, 12, 1_000, 1.5]", "here") == [shape, 12, 1000, 1.5]
+def test_aspect_ratio_is_text(shape: str) -> None:
+    model: Any = load("vader-opensora-hps", [f"model.aspect_ratio={shape}", "model.resolution=360p"]).model
+    assert model.aspect_ratio == shape and parse_yaml(f"[{shape}, 12, 1_000, 1.5]", "here") == [shape, 12, 1000, 1.5]
 
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("lr", "'lr' is no override; expected key=value, as in optim.lr=3e-4"),
-        ("=3", "'=3' is no override; expected key=value, as in optim.lr=3e-4"),
-        ("a..b=3", "'a..b=3' is no override; expected key=value, as in optim.lr=3e-4"),
-        ("steps.x=3", "steps.x: 'steps' is 100, which has no keys below it; set 'steps' itself"),
+        ("lr", "'lr' is not an override; expected key=value, for example optim.lr=3e-4"),
+        ("=3", "'=3' is not an override; expected key=value, for example optim.lr=3e-4"),
+        ("a..b=3", "'a..b=3' is not an override; expected key=value, for example optim.lr=3e-4"),
+        ("steps.x=3", "steps.x: 'steps' is 100, which has no keys; set 'steps' itself"),
         ("steps=[", "steps, line 1: expected the node content, but found '<stream end>'; correct the YAML"),
         ("steps=2001-99-99", "steps: month must be in 1..12; correct the YAML"),
         ("steps=" + "[" * 5000, "steps: nested too deeply; expected sections of settings"),
     ],
 )
-def test_a_bad_override_is_a_sentence(override: str, sentence: str) -> None:
+def test_invalid_overrides_are_reported(override: str, sentence: str) -> None:
     assert complaint("grpo-toy-flow", override) == sentence
 
 
@@ -154,13 +161,13 @@ def test_a_bad_override_is_a_sentence(override: str, sentence: str) -> None:
     ("text", "sentence"),
     [
         ("a: [1, 2\nb: 3", "line 2: expected ',' or ']', but got ':'; correct the YAML"),
-        ("a: 1\nb: 2\na: 3", "line 3: the key 'a' stands twice; correct the YAML"),
-        ("a: {x: 1, x: 2}", "line 1: the key 'x' stands twice; correct the YAML"),
+        ("a: 1\nb: 2\na: 3", "line 3: duplicate key 'a'; correct the YAML"),
+        ("a: {x: 1, x: 2}", "line 1: duplicate key 'x'; correct the YAML"),
         ("a: &x 1\nb: *x", "line 2: found an alias (*name); write its value out, or use 'extends'; correct the YAML"),
         ("a: &x [*x]", "line 1: found an alias (*name); write its value out, or use 'extends'; correct the YAML"),
     ],
 )
-def test_bad_yaml_is_a_sentence_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_yaml_is_reported_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
     path = write(tmp_path, bad=text)
     assert complaint(path) == f"{path}, {sentence}"
 
@@ -168,65 +175,63 @@ def test_bad_yaml_is_a_sentence_with_its_line(tmp_path: Path, text: str, sentenc
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("- 1", "expected a mapping of sections, found a list"),
-        ("just words", "expected a mapping of sections, found a str"),
-        ("extends: 3", "'extends' must be a recipe's name, a path or a list of them"),
-        ("extends: [base, 3]", "'extends' must be a recipe's name, a path or a list of them"),
-        ("extends: bose", f"no recipe is called 'bose'; did you mean 'base'?; {OTHERS}"),
+        ("- 1", "expected a mapping of sections, got a list"),
+        ("just words", "expected a mapping of sections, got a str"),
+        ("extends: 3", "'extends' must be the name of a recipe, a path or a list of them"),
+        ("extends: [base, 3]", "'extends' must be the name of a recipe, a path or a list of them"),
+        ("extends: bose", f"there is no recipe 'bose'; did you mean 'base'?; {OTHERS}"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_recipes_are_reported(tmp_path: Path, text: str, sentence: str) -> None:
     path = write(tmp_path, bad=text)
     assert complaint(path) == f"{path}: {sentence}"
 
 
-def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes("a: é".encode("latin-1"))
     assert (
         complaint(tmp_path / "latin.yaml") == f"{tmp_path}/latin.yaml: byte 3 is not UTF-8; save the file as UTF-8 text"
     )
     missing = tmp_path / "none.yaml"
-    assert complaint(missing) == f"there is no file {missing}; give a recipe's name or the path of a YAML file"
-    assert complaint("grpo-toy-flwo").startswith("no recipe is called 'grpo-toy-flwo'; did you mean 'grpo-toy-flow'?")
+    assert complaint(missing) == f"there is no file {missing}; give the name of a recipe or a YAML file"
+    assert complaint("grpo-toy-flwo").startswith("there is no recipe 'grpo-toy-flwo'; did you mean 'grpo-toy-flow'?")
 
 
-def test_a_part_of_a_run_says_which_recipes_are_whole() -> None:
-    start = "describes a part of a run alone"
+def test_part_of_a_recipe_suggests_a_complete_one() -> None:
+    start = "is only a part of a recipe"
     assert complaint("models/ltx") == f"models/ltx {start}; name a recipe that extends it, for example vader-ltx-hps"
     assert complaint("models/modelscope").endswith("for example vader-modelscope-actpred")
-    assert complaint("models/showo-512").endswith(
-        "a recipe of your own with `extends: [models/showo-512]` and an objective"
-    )
+    assert complaint("models/showo-512").endswith("a recipe with `extends: [models/showo-512]` and an objective")
 
 
-def test_what_a_caller_changes_in_a_recipe_is_not_seen_by_the_next() -> None:
+def test_parsed_recipes_are_copied() -> None:
     before = load("grpo-toy-flow")
     data = read_recipe("grpo-toy-flow")
     data["optim"]["lr"], data["rewards"]["color"]["weight"] = 9.0, 9.0
-    read_yaml_mapping(RECIPES / "grpo-toy-flow.yaml").clear()
+    read_yaml_mapping(recipe_paths()["grpo-toy-flow"]).clear()
     list_recipes().clear()
     assert load("grpo-toy-flow") == before
 
 
-def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
+def test_changed_files_are_reread(tmp_path: Path) -> None:
     assert read_recipe(write(tmp_path, own="extends: one.yaml", one="a: 1")) == {"a": 1}
     assert read_recipe(write(tmp_path, own="extends: one.yaml", one="a: 2")) == {"a": 2}
 
 
-def test_strings_that_look_like_numbers_survive_the_round_trip() -> None:
+def test_strings_that_look_like_numbers_round_trip() -> None:
     config = load("grpo-toy-flow", ["sample.prompts=['1e5', 'on', 'null', 'a: b']"])
     assert validate_config(parse_yaml(config_to_yaml(config), "dump")) == config
 
 
 @dataclass(frozen=True)
-class Sharpness:
+class Sharpness(RewardSpec):
     """A user's own reward."""
 
     radius: int = 1
     batch_size: int = 4
-    about = RewardCard("0 to 1", "noise")
+    card = RewardCard("0 to 1", "noise")
     differentiable = False
-    reads = "frames"
+    modality = "image"
     runs_on = "host"
 
     def load(self, placement: Any) -> Any: ...
@@ -234,7 +239,7 @@ class Sharpness:
 
 
 @dataclass(frozen=True)
-class Half:
+class Half(RewardSpec):
     """A reward that lacks most of one."""
 
     batch_size: int = 4
@@ -248,7 +253,7 @@ def own(name: str) -> str:
     return f"{__name__}:{name}"
 
 
-def test_a_users_own_component_is_named_by_its_module() -> None:
+def test_custom_component_by_module_and_class() -> None:
     data = apply_overrides(
         read_recipe("grpo-toy-flow"), [f"rewards.sharp.type={own('Sharpness')}", "rewards.sharp.radius=3"]
     )
@@ -265,36 +270,38 @@ def test_a_users_own_component_is_named_by_its_module() -> None:
         (own("Sharpness"), "unknown key 'raduis'; did you mean 'radius'?"),
         (
             own("Half"),
-            "lacks about, differentiable, load, reads, runs_on, tiny, which every reward has; add it, or name another",
+            "has no card, load, which every reward needs; add it",
         ),
-        (own("Bare"), "is no dataclass; expected a frozen one whose fields are the settings of the reward"),
+        (own("Bare"), "is not a dataclass; expected a frozen one whose fields are the settings of the reward"),
         (own("Sharp"), f"module '{__name__}' has no 'Sharp'; check the name after the colon"),
-        (own("own"), "is a function; expected a class to make the reward of"),
+        (own("own"), "is a function; expected a class"),
         ("no.such:Thing", "cannot be imported (ModuleNotFoundError: No module named 'no'); install or correct it"),
         (":", "cannot be imported (ValueError: Empty module name); install or correct it"),
     ],
 )
-def test_a_users_own_component_is_held_to_the_same_strictness(name: str, sentence: str) -> None:
+def test_custom_component_is_validated(name: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         validate_config(apply_overrides(read_recipe("grpo-toy-flow"), [f"rewards.sharp={{type: '{name}', raduis: 3}}"]))
     assert str(error.value).startswith("rewards.sharp: ")
     assert str(error.value).endswith(sentence)
 
 
-def test_a_component_of_the_wrong_kind_is_refused() -> None:
+def test_component_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         validate_config(
             apply_overrides(read_recipe("grpo-toy-flow"), ["process={type: 'tastemaker.objectives.dpo:DPO'}"])
         )
-    expected = "process: 'tastemaker.objectives.dpo:DPO' is not derived from Process, as every process is; name another"
+    expected = (
+        "process: 'tastemaker.objectives.dpo:DPO' is not derived from Process, as every process is; name another class"
+    )
     assert str(error.value) == expected
 
 
-def test_the_content_of_an_empty_file_is_nothing(tmp_path: Path) -> None:
+def test_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
     assert read_yaml_mapping(write(tmp_path, empty="# only a comment")) == {}
 
 
-def test_names_of_any_length_make_short_sentences() -> None:
+def test_long_names_are_shortened_in_messages() -> None:
     for name in ("x" * 9000, "x" * 9000 + ".yaml", "\0.yaml"):
         assert len(complaint(name)) < 2000
     assert len(complaint("grpo-toy-flow", "x" * 9000)) < 200

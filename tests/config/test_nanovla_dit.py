@@ -17,7 +17,7 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.data.image_io import read_image
 from tastemaker.data.images import Gallery
 from tastemaker.data.latents import LatentFolder
-from tastemaker.models.latent_dit.model import LatentDit
+from tastemaker.models.latent_dit.model import LatentDitSpec
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
 
@@ -53,84 +53,88 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_second_stage_of_an_older_file_is_asked_for_by_name() -> None:
+def test_stage_override_selects_the_dit() -> None:
     config = load("both.yaml", ["stage=dit"])
-    assert config.model == LatentDit(
-        size="B", told="nothing", pixels=32, patch=2, codec="tasks/faces", channels=4, factor=2, width=32, depth=2,
-        heads=3, head=8, inner=48, waves=16, habit="explainingai",
+    assert config.model == LatentDitSpec(
+        variant="B", conditioning="nothing", image_size=32, patch_size=2, autoencoder="tasks/faces", latent_channels=4,
+        downsample_factor=2, width=32, depth=2, heads=3,
+        head_dim=8, intermediate_size=48, timestep_embed_dim=16, convention="explainingai",
     )  # fmt: skip
     assert isinstance(config.process, GaussianProcess) and isinstance(config.process.path, VariancePreserving)
     path = config.process.path
-    assert (path.betas, path.first, path.last, path.prediction) == ("linear", 0.0002, 0.03, "epsilon")
+    assert (path.beta_schedule, path.beta_start, path.beta_end, path.prediction_type) == (
+        "linear",
+        0.0002,
+        0.03,
+        "epsilon",
+    )
     assert config.data == Gallery(Path("pictures"), 32)
-    assert (config.batch.prompts, config.batch.microbatch, config.steps) == (4, 2, 6)  # five pictures in fours
+    assert (config.batch.prompts, config.batch.micro_batch_size, config.steps) == (4, 2, 6)  # five pictures in fours
     assert (config.optim.lr, config.optim.weight_decay, config.seed) == (3e-5, 0, 5)
-    assert (config.output, config.name, config.checkpoint.every) == (Path("tasks"), "faces-dit", 2)
+    assert (config.output_dir, config.name, config.checkpoint.every) == (Path("tasks"), "faces-dit", 2)
     assert validate_config(config_to_dict(config)) == config
     assert isinstance(load_any_config("both.yaml", ["stage=vae"]), AutoencoderRunConfig)
     assert load("both.yaml", ["optim.lr=1e-4", "stage=dit"]).optim.lr == 1e-4
 
 
-def test_a_file_that_says_its_stage_needs_no_further_word(here: Path) -> None:
+def test_stage_can_be_set_in_the_file(here: Path) -> None:
     (here / "second.yaml").write_text("extends: both.yaml\nstage: dit\ndit_params: {num_layers: 1}")
     model = load("second.yaml").model
-    assert isinstance(model, LatentDit) and (model.depth, model.width) == (1, 32)
+    assert isinstance(model, LatentDitSpec) and (model.depth, model.width) == (1, 32)
 
 
-def test_a_newer_file_of_a_dit_is_a_run(here: Path) -> None:
+def test_new_nanovla_dit_config_is_converted(here: Path) -> None:
     config = load("dit.yaml")
-    assert isinstance(config.model, LatentDit)
-    assert (config.model.pixels, config.model.channels, config.model.factor) == (64, 8, 4)
-    assert (config.model.codec, config.model.width, config.model.head) == ("vae_autoencoder.pth", 32, 16)
+    assert isinstance(config.model, LatentDitSpec)
+    assert (config.model.image_size, config.model.latent_channels, config.model.downsample_factor) == (64, 8, 4)
+    assert (config.model.autoencoder, config.model.width, config.model.head_dim) == ("vae_autoencoder.pth", 32, 16)
     assert (config.optim.lr, config.optim.weight_decay, config.steps) == (3e-4, 0.01, 12)
-    assert (config.output, config.name, config.checkpoint.every) == (Path("outputs"), "faces_dit", 7)
+    assert (config.output_dir, config.name, config.checkpoint.every) == (Path("outputs"), "faces_dit", 7)
     (here / "short.yaml").write_text(re.sub(r"(?m)^train:.*\n", "", NEW))
     assert load("short.yaml").batch.prompts == 8
 
 
-def test_what_lies_where_the_trainer_would_look_is_begun_with(here: Path) -> None:
+def test_existing_latents_and_checkpoints_are_used(here: Path) -> None:
     task = here / "tasks" / "faces"
     (task / "latents").mkdir(parents=True)
     for name in ("vae_autoencoder_ckpt.pth", "dit_ckpt.pth", "latents/latents.json"):
         (task / name).write_bytes(b"")
     config = load("both.yaml", ["stage=dit"])
-    assert isinstance(config.model, LatentDit) and config.model.weights == "tasks/faces/dit_ckpt.pth"
-    assert config.model.codec == "tasks/faces/vae_autoencoder_ckpt.pth"
+    assert isinstance(config.model, LatentDitSpec) and config.model.weights == "tasks/faces/dit_ckpt.pth"
+    assert config.model.autoencoder == "tasks/faces/vae_autoencoder_ckpt.pth"
     assert isinstance(config.data, LatentFolder) and config.data.path == Path("tasks/faces/latents")
     (here / "other.yaml").write_text(OLD.replace("num_heads: 4", "num_heads: 2"))
     model = load("other.yaml", ["stage=dit"]).model  # which that file's tensors do not tell
-    assert isinstance(model, LatentDit) and model.codec == "tasks/faces"
+    assert isinstance(model, LatentDitSpec) and model.autoencoder == "tasks/faces"
     (task / "checkpoints").mkdir()  # a run of ours, which went on from that file
     model = load("both.yaml", ["stage=dit"]).model
-    assert isinstance(model, LatentDit) and model.codec == "tasks/faces"
+    assert isinstance(model, LatentDitSpec) and model.autoencoder == "tasks/faces"
 
 
-def test_both_stages_of_one_file_are_trained_one_after_the_other(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_stages_train_in_sequence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--device", "cpu", "steps=1", "sample.every=0", "engine.precision=fp32"]
     assert run("train", "both.yaml", "stage=dit", *small) == 2
-    assert "model.codec: there are no weights 'tasks/faces'" in capsys.readouterr().err
-    assert run("train", "both.yaml", *small, "loss.lpips=0", "critic=null") == 0
+    assert "model.autoencoder: there are no weights 'tasks/faces'" in capsys.readouterr().err
+    assert run("train", "both.yaml", *small, "loss.lpips=0", "discriminator=null") == 0
     assert run("train", "both.yaml", "stage=dit", *small) == 0
-    assert run("generate", "tasks/faces-dit", "process.steps=2", "--count", "2", "--out", "made") == 0
+    assert run("generate", "tasks/faces-dit", "process.num_steps=2", "--count", "2", "--out", "made") == 0
     assert read_image(here / "made" / "sheet.png").shape[-1] >= 64
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (OLD.replace("num_timesteps : 1000", "num_timesteps : 500"), "num_timesteps is 500; expected 1000"),
+        (OLD.replace("num_timesteps : 1000", "num_timesteps : 500"), "num_timesteps is 500"),
         (OLD.replace("hidden_size", "hiden_size"), "no key 'hiden_size'; did you mean 'hidden_size'"),
         (OLD.replace("z_channels", "z_chanels"), "no key 'z_chanels'; did you mean 'z_channels'"),
         (OLD.replace("[True]", "2"), "down_sample is 2; expected a list"),
-        (OLD.replace("dit_epochs: 3", "dit_epochs: none"), "epochs is 'none'; expected a whole number"),
-        (NEW.replace("weights: vae_autoencoder.pth", "weights: null"), "autoencoder.weights is None; expected where"),
+        (OLD.replace("dit_epochs: 3", "dit_epochs: none"), "epochs is 'none'; expected an integer"),
+        (NEW.replace("weights: vae_autoencoder.pth", "weights: null"), "autoencoder.weights is None"),
     ],
 )
 def test_mistakes_are_sentences(here: Path, text: str, said: str) -> None:
     (here / "wrong.yaml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(said)):
         load("wrong.yaml", ["stage=dit"] if "train_params" in text else [])
-    with pytest.raises(ConfigError, match="stage is 'third'; expected vae, the first, or dit, the second"):
+    with pytest.raises(ConfigError, match="stage is 'third'"):
         load("both.yaml", ["stage=third"])

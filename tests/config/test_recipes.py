@@ -4,25 +4,26 @@ import pytest
 
 from tastemaker.config.check import find_problems
 from tastemaker.config.dump import config_to_dict, config_to_yaml
-from tastemaker.config.load import RECIPES, generator_recipes, list_recipes, load
+from tastemaker.config.load import list_generator_recipes, list_recipes, load
+from tastemaker.config.recipes import RECIPES, list_trainable_recipes, recipe_paths
 from tastemaker.config.validate import validate_config
 from tastemaker.config.yaml_io import parse_yaml
 from tastemaker.core.registry import ConfigError
 
 
-def test_every_recipe_loads_without_complaints() -> None:
+def test_every_recipe_is_valid() -> None:
     found = {}
-    for name in generator_recipes():
+    for name in list_generator_recipes():
         try:
-            found[name] = find_problems(load(name), world=1)
+            found[name] = find_problems(load(name), world_size=1)
         except ConfigError as error:
             found[name] = [str(error)]
     assert {name: told for name, told in found.items() if told} == {}
 
 
-def test_resolving_a_recipe_writes_every_default_and_round_trips() -> None:
+def test_resolved_recipe_has_all_defaults_and_round_trips() -> None:
     wrong = []
-    for name in generator_recipes():
+    for name in list_generator_recipes():
         config = load(name)
         resolved = config_to_dict(config)
         if validate_config(resolved) != config or resolved["engine"]["device"] != "auto":
@@ -45,8 +46,8 @@ DUMPED = (  # as YAML: every family of processes, clips, adapters, judges, rewar
 
 
 @pytest.mark.parametrize("names", [DUMPED, pytest.param(None, marks=pytest.mark.slow, id="all")])
-def test_a_dumped_recipe_is_parsed_back_to_the_same_run(names: tuple[str, ...] | None) -> None:
-    configs = {name: load(name) for name in names or generator_recipes()}
+def test_dumped_recipe_round_trips(names: tuple[str, ...] | None) -> None:
+    configs = {name: load(name) for name in names or list_generator_recipes()}
     assert [
         name
         for name, config in configs.items()
@@ -54,11 +55,20 @@ def test_a_dumped_recipe_is_parsed_back_to_the_same_run(names: tuple[str, ...] |
     ] == []
 
 
-def test_the_first_lines_of_a_recipe_describe_it_and_give_its_command() -> None:
-    wrong, whole = [], set(generator_recipes())
+def test_recipe_begins_with_description_and_command() -> None:
+    wrong, whole = [], set(list_generator_recipes())
     for name in list_recipes():
-        lines = (RECIPES / f"{name}.yaml").read_text().splitlines()
+        lines = recipe_paths()[name].read_text().splitlines()
         command = name not in whole or lines[1:2] == [f"# tastemaker train {name}"]
         if not (lines[0].startswith("# ") and lines[0].endswith(".") and command):
             wrong.append(name)
     assert not wrong
+
+
+def test_recipes_are_in_the_folder_of_their_family() -> None:
+    paths = recipe_paths()
+    assert paths["grpo-playground-flow"] == RECIPES / "playground" / "grpo-playground-flow.yaml"
+    assert paths["models/flux"] == RECIPES / "base" / "models" / "flux.yaml"
+    assert "models/flux" not in list_trainable_recipes() and "base" not in list_trainable_recipes()
+    assert not list(RECIPES.glob("*.yaml"))
+    assert len(paths) == len(list(RECIPES.rglob("*.yaml")))

@@ -5,8 +5,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tastemaker.config.dump import config_to_dict
-from tastemaker.config.json_schema import schema
-from tastemaker.config.load import RECIPES, generator_recipes, list_recipes, load, read_yaml_mapping
+from tastemaker.config.json_schema import build_schema
+from tastemaker.config.load import RECIPES, list_generator_recipes, load, read_yaml_mapping
+from tastemaker.config.recipes import recipe_paths
 
 
 @pytest.fixture(scope="module")
@@ -16,14 +17,14 @@ def validator() -> Any:
     return Draft202012Validator(written)
 
 
-def test_the_written_schema_is_up_to_date(validator: Any) -> None:
+def test_schema_file_is_up_to_date(validator: Any) -> None:
     advice = "run: python -c 'from tastemaker.config.json_schema import write_schema; write_schema()'"
-    assert validator.schema == json.loads(json.dumps(schema())), advice
+    assert validator.schema == json.loads(json.dumps(build_schema())), advice
 
 
-def test_every_recipe_fits_the_schema_as_written_and_as_resolved(validator: Any) -> None:
-    read = {name: read_yaml_mapping(RECIPES / f"{name}.yaml") for name in list_recipes()}
-    resolved = {f"{name}, resolved": config_to_dict(load(name)) for name in generator_recipes()}
+def test_every_recipe_matches_the_schema(validator: Any) -> None:
+    read = {name: read_yaml_mapping(path) for name, path in recipe_paths().items()}
+    resolved = {f"{name}, resolved": config_to_dict(load(name)) for name in list_generator_recipes()}
     errors = {name: list(validator.iter_errors(data)) for name, data in {**read, **resolved}.items()}
     assert {name: [error.message for error in found] for name, found in errors.items() if found} == {}
 
@@ -36,16 +37,16 @@ def test_every_recipe_fits_the_schema_as_written_and_as_resolved(validator: Any)
         {"objective": {"type": "grop"}},
         {"optim": {"lr": "much"}},
         {"optim": {"betas": [0.9, 1.5]}},
-        {"rewards": {"a": {"type": "clipped", "of": {"type": "jpeg", "qualty": 3}}}},
+        {"rewards": {"a": {"type": "clipped", "reward": {"type": "jpeg", "qualty": 3}}}},
         {"engine": {"device": "gpu"}},
         {"extends": 3},
     ],
 )
-def test_mistakes_do_not_fit_the_schema(data: Any, validator: Any) -> None:
+def test_schema_rejects_invalid_configs(data: Any, validator: Any) -> None:
     assert list(validator.iter_errors(data))
 
 
-def test_a_users_own_component_fits_the_schema(validator: Any) -> None:
+def test_schema_accepts_custom_components(validator: Any) -> None:
     assert not list(
         validator.iter_errors({"rewards": {"a": {"type": "my_pkg.rewards:Sharpness", "radius": 3, "weight": 2}}})
     )

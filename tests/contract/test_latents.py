@@ -1,4 +1,4 @@
-"""What generators of latents owe besides: every dynamics replays, and next to nothing hidden is restored."""
+"""Contract of latent generators: all dynamics can be rescored, and low noise is restored."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ LATENTS = kinds(gaussian=True)
         GaussianProcess(RectifiedFlow(), DDIM(0.5), 6),
         GaussianProcess(RectifiedFlow(), DanceSDE(0.3), 6, SDEWindow(2)),
         GaussianProcess(toys.DARK, DDIM(0.5), 6),
-        GaussianProcess(replace(toys.DARK, ends_clean=False, spacing="leading"), DDIM(1.0), 6),
+        GaussianProcess(replace(toys.DARK, set_alpha_to_one=False, timestep_spacing="leading"), DDIM(1.0), 6),
     ],
 )
-def test_replay_agrees_with_the_record_under_every_dynamics(process: GaussianProcess) -> None:
+def test_rescored_log_probs_match_rollout_for_all_dynamics(process: GaussianProcess) -> None:
     policy = replace(toys.policy("flow"), process=process)
     seen = sample_rollout(policy)
-    steps = process.steps if process.path.grid(process.steps)[-1] > 0 else process.steps - 1
+    steps = process.num_steps if process.path.timesteps(process.num_steps)[-1] > 0 else process.num_steps - 1
     assert len(seen.segments) == (process.window.size if process.window else steps)
     for now, then in rescore(policy, seen):
         assert torch.equal(now, then)
 
 
 @pytest.mark.parametrize("kind", LATENTS)
-def test_nothing_is_hidden_at_level_zero(kind: tuple[str, Guidance | None]) -> None:
+def test_corruption_at_level_zero_is_identity(kind: tuple[str, Guidance | None]) -> None:
     policy, x = built(*kind), recorded(*kind).final
     torch.testing.assert_close(policy.corrupt(x, rows(), torch.zeros(ROWS)).x, x)
     torch.testing.assert_close(policy.corrupt(x, rows(), torch.full((ROWS,), 1e-7)).x, x, rtol=1e-3, atol=1e-2)
@@ -46,7 +46,7 @@ def test_nothing_is_hidden_at_level_zero(kind: tuple[str, Guidance | None]) -> N
 
 @pytest.mark.parametrize("kind", LATENTS)
 @torch.no_grad()
-def test_what_is_hardly_hidden_is_restored(kind: tuple[str, Guidance | None]) -> None:
+def test_restore_at_low_noise(kind: tuple[str, Guidance | None]) -> None:
     policy, seen = built(*kind), recorded(*kind)
     noisy = policy.corrupt(seen.final, rows(), torch.full((ROWS,), 1e-6))
     torch.testing.assert_close(policy.restore(seen.cond, noisy).mean, seen.final, rtol=1e-2, atol=2e-2)

@@ -1,4 +1,4 @@
-"""What every generator owes to those who train or search it."""
+"""Contract of every generator: sampling, scoring, corruption, likelihood and selection of rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 import toys
 from contract_cases import ROWS, built, kinds, prompts_for, recorded, rescore, rows, sample_rollout
 
-from tastemaker.core.guidance import unwrap_guidance
-from tastemaker.core.policy import Backbone, Guidance, Policy, SupportsTokenDecoder
+from tastemaker.core.policy import Backbone, Guidance, Policy
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.types import PromptBatch, Trajectory, select_rows
-from tastemaker.core.weights import HasUnusedParameters
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.processes.gaussian import GaussianProcess
 
@@ -36,14 +34,14 @@ def seen(kind: tuple[str, Guidance | None]) -> Trajectory:
     return recorded(*kind)
 
 
-def test_replay_agrees_with_the_record(policy: Policy[Any], seen: Trajectory) -> None:
+def test_rescored_log_probs_match_rollout(policy: Policy[Any], seen: Trajectory) -> None:
     assert seen.segments
     for now, then in rescore(policy, seen):
         assert torch.equal(now, then)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of FLUX's norms, which stay exact
-def test_replay_agrees_with_the_record_in_bfloat16(policy: Policy[Any]) -> None:
+def test_rescored_log_probs_match_rollout_in_bfloat16(policy: Policy[Any]) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         for now, then in rescore(policy, sample_rollout(policy)):
             assert now.dtype == then.dtype == torch.float32
@@ -51,7 +49,7 @@ def test_replay_agrees_with_the_record_in_bfloat16(policy: Policy[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", toys.FAMILIES)
-def test_pixels_survive_the_way_there_and_back(name: str) -> None:
+def test_encode_decode_round_trip(name: str) -> None:
     """Those of a published one do not: its small autoencoder is random."""
     policy = toys.policy(name)
     frames = policy.model.pixels[0]
@@ -60,7 +58,7 @@ def test_pixels_survive_the_way_there_and_back(name: str) -> None:
 
 
 @torch.no_grad()
-def test_samples_decode_to_pixels_of_the_size_promised(policy: Policy[Any], seen: Trajectory) -> None:
+def test_decoded_samples_have_the_declared_size(policy: Policy[Any], seen: Trajectory) -> None:
     final = seen.final
     pixels = policy.decode(final)
     assert pixels.shape == (ROWS, *policy.model.pixels)
@@ -69,13 +67,13 @@ def test_samples_decode_to_pixels_of_the_size_promised(policy: Policy[Any], seen
     assert pixels.max() <= 1
 
 
-def test_single_frames_can_be_asked_for() -> None:
+def test_decode_single_frames() -> None:
     policy = toys.policy("video")
     final = sample_rollout(policy).final
     assert torch.equal(policy.decode(final, [2, 0]), policy.decode(final)[:, [2, 0]])
 
 
-def test_corruption_is_what_was_asked_for(policy: Policy[Any], seen: Trajectory) -> None:
+def test_corruption_uses_given_level_and_noise(policy: Policy[Any], seen: Trajectory) -> None:
     x = seen.final
     free = policy.corrupt(x, rows())
     again = policy.corrupt(x, rows(), free.t, free.noise)
@@ -89,22 +87,22 @@ def test_corruption_is_what_was_asked_for(policy: Policy[Any], seen: Trajectory)
 
 
 @torch.no_grad()
-def test_likelihoods_are_one_a_row_and_do_not_depend_on_other_rows(policy: Policy[Any], seen: Trajectory) -> None:
+def test_likelihood_is_independent_of_the_batch(policy: Policy[Any], seen: Trajectory) -> None:
     x, cond = seen.final, seen.cond
     noisy = policy.corrupt(x, rows())
     whole = policy.likelihood(cond, x, noisy)
     some = torch.tensor([5, 2])
     assert whole.shape == (ROWS,)
-    assert (policy.process.hidden(noisy) > 0).all()
+    assert (policy.process.count_hidden(noisy) > 0).all()
     part = policy.likelihood(select_rows(cond, some), x[some], select_rows(noisy, some))
     torch.testing.assert_close(part, whole[some], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", toys.FAMILIES)
-def test_guidance_is_for_sampling_and_leaves_the_likelihood_alone(name: str) -> None:
+def test_likelihood_ignores_guidance(name: str) -> None:
     """Or a network that is taught with a recipe for sampling would learn what its guided self should have said."""
     guided = toys.policy(name, guidance=Guidance(3.0))
-    plain = Policy(unwrap_guidance(guided.model)[0], guided.process, guided.weights)
+    plain = Policy(guided.model.unguided, guided.process, guided.weights)
     prompts = ["red circle", "blue square"]
     x = guided.sample(guided.embed(prompts), Randomness(0, 0, torch.arange(2))).final
     noisy = guided.corrupt(x, Randomness(0, 1, torch.arange(2)))
@@ -112,19 +110,19 @@ def test_guidance_is_for_sampling_and_leaves_the_likelihood_alone(name: str) -> 
     torch.testing.assert_close(guided.likelihood(guided.embed(prompts), x, noisy), own, atol=0, rtol=0)
 
 
-def test_gradients_reach_pixels_exactly_when_samples_are_latents(policy: Policy[Any]) -> None:
+def test_pixel_gradients_exist_for_latent_models_only(policy: Policy[Any]) -> None:
     rollout = policy.rollout(prompts_for(policy), rows())
     pixels = policy.decode(rollout.finish().final)
     assert pixels.requires_grad == isinstance(policy.process, GaussianProcess)
     if pixels.requires_grad:
         net = policy.model.net
-        vain = net.idle if isinstance(net, HasUnusedParameters) else ()
+        vain = policy.model.traits.unused_parameters
         learning = {key: p for key, p in net.named_parameters() if not key.startswith(vain)}
         found = torch.autograd.grad(pixels.mean(), list(learning.values()), allow_unused=True)
         assert learning and [key for key, g in zip(learning, found, strict=True) if g is None] == []
 
 
-def test_a_pruned_rollout_draws_the_same_numbers(policy: Policy[Any], seen: Trajectory) -> None:
+def test_pruned_rollout_uses_the_same_random_numbers(policy: Policy[Any], seen: Trajectory) -> None:
     pruned = policy.rollout(prompts_for(policy), rows())
     kept = torch.tensor([6, 1, 3])
     with torch.no_grad():
@@ -136,7 +134,7 @@ def test_a_pruned_rollout_draws_the_same_numbers(policy: Policy[Any], seen: Traj
 
 
 @torch.no_grad()
-def test_rows_sampled_alone_equal_rows_sampled_together(policy: Policy[Any], seen: Trajectory) -> None:
+def test_samples_are_independent_of_the_batch(policy: Policy[Any], seen: Trajectory) -> None:
     for row in (0, 5):
         alone = policy.sample(select_rows(prompts_for(policy), torch.tensor([row])), rows(row))
         same(alone, select_rows(seen, torch.tensor([row])))
@@ -145,7 +143,7 @@ def test_rows_sampled_alone_equal_rows_sampled_together(policy: Policy[Any], see
 def same(one: Trajectory, other: Trajectory) -> None:
     """Equal up to the rounding of matrix products of other sizes; tokens exactly."""
     assert one.cond.prompts == other.cond.prompts
-    assert one.cond.facts == other.cond.facts
+    assert one.cond.metadata == other.cond.metadata
     assert len(one.segments) == len(other.segments)
     torch.testing.assert_close(one.final, other.final, rtol=1e-4, atol=1e-4)
     for here, there in zip(one.segments, other.segments, strict=True):
@@ -155,9 +153,7 @@ def same(one: Trajectory, other: Trajectory) -> None:
 
 
 @torch.no_grad()
-def test_samples_are_repeatable_and_differ_from_row_to_row_and_step_to_step(
-    policy: Policy[Any], seen: Trajectory
-) -> None:
+def test_samples_are_reproducible_and_differ_by_row_and_step(policy: Policy[Any], seen: Trajectory) -> None:
     first = seen.final
     later = policy.sample(prompts_for(policy), Randomness(0, 1, torch.arange(ROWS))).final
     assert torch.equal(first, sample_rollout(policy).final)
@@ -165,7 +161,7 @@ def test_samples_are_repeatable_and_differ_from_row_to_row_and_step_to_step(
     assert len(first.flatten(1).unique(dim=0)) == ROWS
 
 
-def test_a_rollout_can_be_watched_from_none_to_all(policy: Policy[Any]) -> None:
+def test_rollout_progress_and_previews(policy: Policy[Any]) -> None:
     rollout = policy.rollout(prompts_for(policy), rows())
     seen = [rollout.progress]
     with torch.no_grad():
@@ -191,10 +187,10 @@ class Counting:
         self.rows += len(output[0] if isinstance(output, tuple) else output)
 
 
-def test_the_price_is_rows_times_network_calls(policy: Policy[Any]) -> None:
+def test_network_calls_are_counted(policy: Policy[Any]) -> None:
     if isinstance(policy.process, AutoregressiveProcess):
         policy = replace(
-            policy, process=AutoregressiveProcess(replay=False)
+            policy, process=AutoregressiveProcess(recompute_log_probs=False)
         )  # the record is not part of the sampler's price
     counted = Counting(policy.model.net)
     rollout = policy.rollout(prompts_for(policy), rows())
@@ -203,33 +199,41 @@ def test_the_price_is_rows_times_network_calls(policy: Policy[Any]) -> None:
         rollout.select(torch.arange(3))
         rollout.finish()
     counted.hook.remove()
-    (inner, guidance), calls = unwrap_guidance(policy.model), policy.process.calls(policy.model.shape)
+    inner, guidance, calls = (
+        policy.model.unguided,
+        policy.model.guidance,
+        policy.process.network_calls_per_sample(policy.model.shape),
+    )
     read = ROWS + 3 * (calls - 1)
-    price = read * inner.passes
+    price = read * inner.forward_passes
     if guidance is not None:  # some levels lie outside its interval, of tokens those after the last it reaches
-        assert price < rollout.price < read * policy.model.passes
-        price = price + ROWS + 3 * int(0.8 * calls) if isinstance(inner, SupportsTokenDecoder) else counted.rows
-    assert rollout.price == price
-    if not isinstance(inner, SupportsTokenDecoder):  # whose scribes call no network
+        assert price < rollout.network_calls < read * policy.model.forward_passes
+        price = (
+            price + ROWS + 3 * int(0.8 * calls)
+            if type(inner).make_decoder is not Backbone.make_decoder
+            else counted.rows
+        )
+    assert rollout.network_calls == price
+    if type(inner).make_decoder is Backbone.make_decoder:  # whose scribes call no network
         assert counted.rows == price
 
 
-def test_condition_tensors_all_have_a_row_a_prompt(seen: Trajectory) -> None:
+def test_condition_tensors_have_one_row_per_prompt(seen: Trajectory) -> None:
     cond = seen.cond
     assert len(cond) == ROWS
-    assert len(cond.facts) == ROWS
+    assert len(cond.metadata) == ROWS
     assert cond.tensors
     assert all(len(x) == ROWS for x in cond.tensors.values())
     assert cond.repeat(2).prompts[:4] == (cond.prompts[0],) * 2 + (cond.prompts[1],) * 2
     assert all(len(x) == 2 * ROWS for x in cond.repeat(2).tensors.values())
 
 
-def test_rows_of_every_tree_are_selected_together(policy: Policy[Any], seen: Trajectory) -> None:
+def test_select_rows_of_nested_trees(policy: Policy[Any], seen: Trajectory) -> None:
     some = torch.tensor([7, 0])
     few = select_rows(seen, some)
     assert len(few) == 2
     assert few.cond.prompts == (seen.cond.prompts[7], seen.cond.prompts[0])
-    assert few.cond.facts == ({"number": 7}, {"number": 0})
+    assert few.cond.metadata == ({"number": 7}, {"number": 0})
     assert torch.equal(few.final, seen.final[some])
     for here, there in zip(few.segments, seen.segments, strict=True):
         for name in ("t", "s", "state", "action", "log_prob", "mask"):
@@ -238,13 +242,12 @@ def test_rows_of_every_tree_are_selected_together(policy: Policy[Any], seen: Tra
     assert torch.equal(select_rows(noisy, some).x, noisy.x[some])
 
 
-def test_rows_of_prompts_and_masks_are_selected_too() -> None:
+def test_select_rows_of_prompts_and_masks() -> None:
     batch = PromptBatch(("a", "b", "c"), ({"n": 0}, {"n": 1}, {"n": 2}))
     assert select_rows(batch, torch.tensor([True, False, True])) == PromptBatch(("a", "c"), ({"n": 0}, {"n": 2}))
     with pytest.raises(TypeError, match="cannot select rows of set"):
         select_rows({1, 2}, torch.tensor([0]))
 
 
-def test_models_keep_the_contract(policy: Policy[Any]) -> None:
+def test_model_satisfies_the_backbone_contract(policy: Policy[Any]) -> None:
     assert isinstance(policy.model, Backbone)
-    assert isinstance(policy.model, policy.process.drives)

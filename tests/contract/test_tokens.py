@@ -1,4 +1,4 @@
-"""What generators of tokens owe besides: caches that change nothing, and eyes only for what is there."""
+"""Contract of token generators: caches do not change results, and hidden tokens are not read."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ RNG = Randomness(0, 0, torch.arange(ROWS))
 ASKED = toys.PROMPTS * 2
 
 
-def test_a_cached_record_is_within_a_hundredth_of_its_replay_in_bfloat16() -> None:
+def test_cached_log_probs_are_close_to_rescored_in_bfloat16() -> None:
     """Without replay the record comes of the cached calls, which round otherwise."""
-    policy = replace(toys.policy("causal"), process=AutoregressiveProcess(replay=False))
+    policy = replace(toys.policy("causal"), process=AutoregressiveProcess(recompute_log_probs=False))
     cond = policy.embed(ASKED)
     with torch.autocast("cpu", torch.bfloat16):
         (segment,) = policy.sample(cond, RNG).segments
-        now = policy.decide(cond, segment).log_prob(segment.action)
+        now = policy.action_distribution(cond, segment).log_prob(segment.action)
     ratios = (now - segment.log_prob).exp()
     assert (ratios - 1).abs().mean() < 1e-2
 
 
-def test_cached_calls_equal_the_causal_call() -> None:
+def test_cached_decoding_matches_causal_call() -> None:
     for guidance in (None, Guidance(2.0, interval=(0.2, 0.9))):
         policy = toys.policy("causal", guidance=guidance)
         cond = policy.embed(ASKED)
         ids = policy.sample(cond, RNG).final
         with torch.no_grad():
             whole = policy.model.predict(ids, torch.ones(ROWS), cond)
-            cache, last = policy.model.begin(cond), None
+            cache, last = policy.model.init_cache(cond), None
             for place in range(ids.shape[1]):
-                logits, cache = policy.model.extend(last, cache, cond)
+                logits, cache = policy.model.decode_step(last, cache, cond)
                 torch.testing.assert_close(logits, whole[:, place], rtol=1e-4, atol=1e-5)
                 last = ids[:, place]
 
 
-def test_a_causal_call_does_not_see_what_comes_later() -> None:
+def test_causal_call_ignores_later_tokens() -> None:
     policy = toys.policy("causal")
     cond = policy.embed(ASKED)
     ids = policy.sample(cond, RNG).final
@@ -54,7 +54,7 @@ def test_a_causal_call_does_not_see_what_comes_later() -> None:
     assert not torch.equal(before[:, 8:], after[:, 8:])
 
 
-def test_a_masked_call_does_not_see_what_is_hidden() -> None:
+def test_masked_call_ignores_masked_tokens() -> None:
     policy = toys.policy("masked")
     x, other = torch.zeros(ROWS, 16, dtype=torch.long), torch.ones(ROWS, 16, dtype=torch.long)
     hidden = torch.arange(16).expand(ROWS, 16) < 9
@@ -64,8 +64,8 @@ def test_a_masked_call_does_not_see_what_is_hidden() -> None:
     assert torch.equal(one.x, two.x)
 
 
-def test_without_chance_a_masked_model_reveals_what_it_is_surest_of() -> None:
-    policy = replace(toys.policy("masked"), process=MaskedProcess(steps=4, temperature=0.0))
+def test_zero_temperature_reveals_most_confident_tokens() -> None:
+    policy = replace(toys.policy("masked"), process=MaskedProcess(num_steps=4, temperature=0.0))
     for segment in policy.sample(policy.embed(ASKED), RNG).segments[:-1]:
         hidden, revealed = segment.state < 0, segment.mask > 0
         assert not (revealed & ~hidden).any()
@@ -74,7 +74,7 @@ def test_without_chance_a_masked_model_reveals_what_it_is_surest_of() -> None:
         assert (least >= most).all()
 
 
-def test_every_token_is_decided_once() -> None:
+def test_every_token_is_one_action() -> None:
     for name in ("causal", "masked"):
         policy = toys.policy(name)
         made = policy.sample(policy.embed(ASKED), RNG)
@@ -83,8 +83,8 @@ def test_every_token_is_decided_once() -> None:
             assert torch.equal(segment.action[segment.mask > 0], made.final[segment.mask > 0])
 
 
-def test_guesses_are_drawn_anew_at_every_step() -> None:
-    policy = replace(toys.policy("masked"), process=MaskedProcess(steps=16))
+def test_masked_tokens_are_resampled_every_step() -> None:
+    policy = replace(toys.policy("masked"), process=MaskedProcess(num_steps=16))
     with torch.no_grad():
         for p in policy.model.net.parameters():
             p.zero_()  # all tokens are equally likely, so that only the draws count

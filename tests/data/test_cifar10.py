@@ -12,8 +12,8 @@ from PIL import Image
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.data.cifar10 import NAMES, Cifar10, is_cifar10, load_cifar10
-from tastemaker.data.crops import center_and_flip, center_crop, ten_crop
-from tastemaker.data.sampler import batch_indices
+from tastemaker.data.dataset import batch_indices
+from tastemaker.data.image_transforms import center_and_flip, center_crop, ten_crop
 
 
 def written(folder: Path, count: int = 20, split: str = "train") -> Path:
@@ -24,64 +24,64 @@ def written(folder: Path, count: int = 20, split: str = "train") -> Path:
     return folder
 
 
-def test_a_row_of_the_picture_is_a_photograph(tmp_path: Path) -> None:
+def test_sprite_sheet_rows_are_images(tmp_path: Path) -> None:
     path = written(tmp_path / "cifar")
     whole = load_cifar10(path, "train")
     raw = np.array(Image.open(path / "data_batch_1.png")).reshape(-1, 32, 32, 3)
     assert np.array_equal(whole.pixels[7].permute(1, 2, 0).numpy(), raw[7])
     assert whole.label(7) == 7 and len(whole) == 20 and is_cifar10(path)
-    assert torch.equal(whole.picture(3), torch.from_numpy(raw[3]).permute(2, 0, 1) / 255)
+    assert torch.equal(whole.image(3), torch.from_numpy(raw[3]).permute(2, 0, 1) / 255)
 
 
-def test_batches_are_captioned_and_shared_among_ranks(tmp_path: Path) -> None:
-    data = Cifar10(written(tmp_path / "cifar"), count=12, mirror=True).load(1)
+def test_cifar10_batches_have_captions_and_rank_shards(tmp_path: Path) -> None:
+    data = Cifar10(written(tmp_path / "cifar"), num_samples=12, random_flip=True).load(1)
     batch = data.batch(2, 8, 0, 1)
     assert batch.pixels.shape == (8, 1, 3, 32, 32) and set(batch.prompts) <= set(NAMES)
     halves = [data.batch(2, 8, rank, 2) for rank in (0, 1)]
     assert torch.cat([half.pixels for half in halves]).equal(batch.pixels)
-    assert (batch.numbers // 2).tolist() == data.chosen[batch_indices(12, 1, 2, 8, 0, 1)].tolist()  # type: ignore[operator]
-    straight = Cifar10(tmp_path / "cifar", count=12).load(1).batch(2, 8, 0, 1).pixels
+    assert (batch.image_ids // 2).tolist() == data.indices[batch_indices(12, 1, 2, 8, 0, 1)].tolist()  # type: ignore[operator]
+    straight = Cifar10(tmp_path / "cifar", num_samples=12).load(1).batch(2, 8, 0, 1).pixels
     turned = [not a.equal(b) for a, b in zip(batch.pixels, straight, strict=True)]
     assert 0 < sum(turned) < 8
     assert all(a.equal(b.flip(-1) if t else b) for a, b, t in zip(batch.pixels, straight, turned, strict=True))
 
 
-def test_pictures_are_moved_by_a_few_pixels_and_known_by_where(tmp_path: Path) -> None:
-    data = Cifar10(written(tmp_path / "cifar"), shift=2).load(1)
+def test_random_shift_moves_images_and_changes_image_ids(tmp_path: Path) -> None:
+    data = Cifar10(written(tmp_path / "cifar"), random_shift=2).load(1)
     batch = data.batch(3, 18, 0, 1)
     assert torch.cat([data.batch(3, 18, rank, 2).pixels for rank in (0, 1)]).equal(batch.pixels)
-    assert batch.numbers is not None
-    for pixels, number in zip(batch.pixels[:, 0], batch.numbers.tolist(), strict=True):
+    assert batch.image_ids is not None
+    for pixels, number in zip(batch.pixels[:, 0], batch.image_ids.tolist(), strict=True):
         view, right = divmod(number, 5)
         view, down = divmod(view, 5)
-        whole = data.whole.picture(view // 2)
+        whole = data.images.image(view // 2)
         wide = torch.nn.functional.pad(whole[None], (2, 2, 2, 2), mode="reflect")[0]
         assert view % 2 == 0 and torch.equal(pixels, wide[:, down : down + 32, right : right + 32])
-    assert len({number % 25 for number in batch.numbers.tolist()}) > 5
+    assert len({number % 25 for number in batch.image_ids.tolist()}) > 5
 
 
-def test_parts_do_not_overlap(tmp_path: Path) -> None:
+def test_subsets_do_not_overlap(tmp_path: Path) -> None:
     path = written(tmp_path / "cifar")
-    first, second = (Cifar10(path, count=10, start=start).load(0).chosen.tolist() for start in (0, 10))
+    first, second = (Cifar10(path, num_samples=10, start_index=start).load(0).indices.tolist() for start in (0, 10))
     assert sorted(first + second) == list(range(20))
 
 
-def test_what_is_missing_or_broken_is_a_sentence(tmp_path: Path) -> None:
+def test_missing_or_broken_files_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "cifar")
     with pytest.raises(ConfigError, match="holds no CIFAR-10: there is no test_lables"):
         load_cifar10(path, "test")
     with pytest.raises(ConfigError, match="20 of train; lower"):
-        Cifar10(path, count=21).load(0)
+        Cifar10(path, num_samples=21).load(0)
     other = written(tmp_path / "other")
     (other / "train_lables.json").write_text("[1, 2]")
-    with pytest.raises(ConfigError, match="has 20 pictures of train and 2 labels"):
+    with pytest.raises(ConfigError, match="has 20 images of train and 2 labels"):
         load_cifar10(other, "train")
     (other / "data_batch_1.png").write_bytes(b"no picture")
-    with pytest.raises(ConfigError, match="cannot be read as a picture"):
+    with pytest.raises(ConfigError, match="cannot be read as an image"):
         load_cifar10(other, "train")
 
 
-def test_squares_are_cut_as_published() -> None:
+def test_crops_match_the_published_code() -> None:
     wide = torch.rand(3, 40, 64)
     assert torch.equal(center_crop(wide, 40), torch.round(wide[:, :, 12:52] * 255) / 255)  # nothing to shrink
     assert center_crop(wide, 8).shape == (3, 8, 8)
@@ -94,11 +94,11 @@ def test_squares_are_cut_as_published() -> None:
     assert torch.equal(crops[4], whole[:, 1:21, 1:21]) and torch.equal(crops[5], whole.flip(-1)[:, :20, :20])
 
 
-def test_batches_made_beforehand_are_those_of_their_steps(tmp_path: Path) -> None:
+def test_prefetched_batches_match_their_steps(tmp_path: Path) -> None:
     path = written(tmp_path / "cifar")
-    data = Cifar10(path, mirror=True).load(3)
+    data = Cifar10(path, random_flip=True).load(3)
     for step in (0, 1, 2, 3, 9, 10, 4, 5):  # on, away, and back, as a resumed run might
-        found, fresh = (rows.batch(step, 6, 0, 1) for rows in (data, Cifar10(path, mirror=True).load(3)))
+        found, fresh = (rows.batch(step, 6, 0, 1) for rows in (data, Cifar10(path, random_flip=True).load(3)))
         assert found.prompts == fresh.prompts and found.pixels.equal(fresh.pixels)
-        assert found.numbers is not None and fresh.numbers is not None and found.numbers.equal(fresh.numbers)
-    assert [share.step for share in data.ahead.coming] == [6, 7]
+        assert found.image_ids is not None and fresh.image_ids is not None and found.image_ids.equal(fresh.image_ids)
+    assert [share.step for share in data.prefetcher.pending] == [6, 7]

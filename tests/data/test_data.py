@@ -8,18 +8,19 @@ from PIL import Image
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.toy_colors import TOY_COLORS
-from tastemaker.data.captioned_images import PictureFolder, ToyPictures
+from tastemaker.data.dataset import batch_indices
 from tastemaker.data.image_io import ImageError
-from tastemaker.data.pairs import PairFile, ToyPairs
+from tastemaker.data.images import ImageFolder
+from tastemaker.data.pairs import PairFile
 from tastemaker.data.prompts import InlinePrompts, PromptFile
-from tastemaker.data.sampler import batch_indices
+from tastemaker.data.toy import ToyImages, ToyPairs
 
 SEED = 3
 
 
 @pytest.mark.parametrize("size", [1, 4, 6, 25])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_the_shares_of_all_ranks_are_the_batch_of_one(size: int, world: int) -> None:
+def test_rank_shards_concatenate_to_the_batch(size: int, world: int) -> None:
     for step in range(5):
         whole = batch_indices(10, SEED, step, size, 0, 1)
         shares = [batch_indices(10, SEED, step, size, rank, world) for rank in range(world)]
@@ -27,7 +28,7 @@ def test_the_shares_of_all_ranks_are_the_batch_of_one(size: int, world: int) -> 
         assert len(whole) == size
 
 
-def test_an_epoch_takes_every_row_once_and_the_next_takes_them_in_another_order() -> None:
+def test_epochs_visit_every_sample_once_in_new_order() -> None:
     first, second = (
         [row for step in steps for row in batch_indices(12, SEED, step, 4, 0, 1)] for steps in (range(3), range(3, 6))
     )
@@ -35,40 +36,40 @@ def test_an_epoch_takes_every_row_once_and_the_next_takes_them_in_another_order(
     assert first != second
 
 
-def test_a_batch_larger_than_the_data_goes_round() -> None:
+def test_batch_larger_than_the_dataset_wraps_around() -> None:
     batch = batch_indices(3, SEED, 0, 7, 0, 1)
     assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
 
 
-def test_the_order_is_the_seeds_alone() -> None:
+def test_order_depends_on_the_seed_only() -> None:
     assert batch_indices(50, 1, 0, 50, 0, 1) == batch_indices(50, 1, 0, 50, 0, 1)
     assert batch_indices(50, 1, 0, 50, 0, 1) != batch_indices(50, 2, 0, 50, 0, 1)
 
 
-def test_a_step_far_away_is_as_quick_as_the_first() -> None:
+def test_batch_indices_of_a_late_step_are_fast() -> None:
     assert len(batch_indices(1000, SEED, 10**9, 4, 0, 1)) == 4
 
 
-def test_inline_prompts_come_with_empty_facts() -> None:
+def test_inline_prompts_have_empty_metadata() -> None:
     data = InlinePrompts(("a red", "a blue")).load(SEED)
     batch = data.batch(0, 4, 0, 1)
     assert len(data) == 2 and sorted(batch.prompts) == ["a blue", "a blue", "a red", "a red"]
-    assert batch.facts == ({},) * 4
-    assert data.first(3).prompts == ("a red", "a blue", "a red")
+    assert batch.metadata == ({},) * 4
+    assert data.first_prompts(3).prompts == ("a red", "a blue", "a red")
 
 
-def test_prompts_of_a_text_file_are_its_lines(tmp_path: Path) -> None:
+def test_text_file_has_one_prompt_per_line(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("\ufeffa red\n\n  a blue  \r\né\n", encoding="utf-8")
     assert PromptFile(tmp_path / "p.txt").load(SEED).prompts == ("a red", "a blue", "é")
 
 
-def test_other_columns_become_facts(tmp_path: Path) -> None:
+def test_other_columns_become_metadata(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a red", "count": 2}\n\n{"prompt": "a blue", "target": "x.png"}\n')
     data = PromptFile(tmp_path / "p.jsonl").load(SEED)
-    assert data.prompts == ("a red", "a blue") and data.facts == ({"count": 2}, {"target": "x.png"})
+    assert data.prompts == ("a red", "a blue") and data.metadata == ({"count": 2}, {"target": "x.png"})
     (tmp_path / "p.csv").write_text('prompt,count\n"a red, and\nso on",2\na blue,\n')
     table = PromptFile(tmp_path / "p.csv").load(SEED)
-    assert table.prompts == ("a red, and\nso on", "a blue") and table.facts == ({"count": "2"}, {"count": ""})
+    assert table.prompts == ("a red, and\nso on", "a blue") and table.metadata == ({"count": "2"}, {"count": ""})
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_other_columns_become_facts(tmp_path: Path) -> None:
         ("p.csv", b"prompt\n", ": there are no rows below the line of column names; expected at least one"),
     ],
 )
-def test_a_bad_file_is_a_sentence_with_its_line(tmp_path: Path, name: str, text: bytes, sentence: str) -> None:
+def test_invalid_prompt_file_error_names_the_line(tmp_path: Path, name: str, text: bytes, sentence: str) -> None:
     (tmp_path / name).write_bytes(text)
     with pytest.raises(ConfigError) as error:
         PromptFile(tmp_path / name).load(SEED)
@@ -94,30 +95,32 @@ def test_a_bad_file_is_a_sentence_with_its_line(tmp_path: Path, name: str, text:
 
 
 @pytest.mark.parametrize(("name", "start"), [("p.jsonl", ", line 1: not JSON ("), ("none.txt", ": cannot be read (")])
-def test_other_bad_files_are_sentences_too(tmp_path: Path, name: str, start: str) -> None:
+def test_unreadable_prompt_file_is_refused(tmp_path: Path, name: str, start: str) -> None:
     (tmp_path / "p.jsonl").write_text("{'prompt': 1}")
     with pytest.raises(ConfigError) as error:
         PromptFile(tmp_path / name).load(SEED)
     assert str(error.value).startswith(f"{tmp_path / name}{start}")
 
 
-def test_toy_pictures_show_the_colour_they_are_captioned_with() -> None:
-    batch = ToyPictures(frames=3, spread=0.0).load(SEED).batch(0, 8, 0, 1)
+def test_toy_images_match_their_caption() -> None:
+    batch = ToyImages(num_frames=3, color_std=0.0).load(SEED).batch(0, 8, 0, 1)
     assert batch.pixels.shape == (8, 3, 3, 8, 8)
     for prompt, pixels in zip(batch.prompts, batch.pixels, strict=True):
         expected = torch.tensor(TOY_COLORS[prompt.split()[-1]])
         assert torch.equal(pixels, expected[None, :, None, None].expand_as(pixels))
 
 
-def test_toy_pictures_vary_and_those_held_out_differ() -> None:
-    seen, held = (ToyPictures(count=40, start=start).load(SEED).batch(0, 40, 0, 1).pixels for start in (0, 40))
+def test_toy_images_vary_and_held_out_images_differ() -> None:
+    seen, held = (
+        ToyImages(num_samples=40, start_index=start).load(SEED).batch(0, 40, 0, 1).pixels for start in (0, 40)
+    )
     shades = {tuple(pixels[0, :, 0, 0].tolist()) for pixels in torch.cat([seen, held])}
     assert len(shades) == 80
     assert seen.min() >= 0 and seen.max() <= 1
 
 
-def test_toy_pairs_prefer_the_right_colour_and_reject_every_other() -> None:
-    batch = ToyPairs(spread=0.0).load(SEED).batch(0, 256, 0, 1)
+def test_toy_pairs_prefer_the_right_color() -> None:
+    batch = ToyPairs(color_std=0.0).load(SEED).batch(0, 256, 0, 1)
     names = {tuple(torch.tensor(rgb).tolist()): name for name, rgb in TOY_COLORS.items()}
     chosen, rejected = (
         [names[tuple(p[0, :, 0, 0].tolist())] for p in pixels] for pixels in (batch.chosen, batch.rejected)
@@ -131,37 +134,37 @@ def picture(path: Path, size: tuple[int, int] = (8, 8), color: str = "red") -> N
     Image.new("RGB", size, color).save(path)
 
 
-def test_a_folder_of_pictures_has_captions_beside_them(tmp_path: Path) -> None:
+def test_image_folder_reads_txt_captions(tmp_path: Path) -> None:
     for color in ("red", "blue"):
         picture(tmp_path / f"{color}.png", color=color)
         (tmp_path / f"{color}.txt").write_text(f"a {color}\n")
-    data = PictureFolder(tmp_path).load(SEED)
+    data = ImageFolder(tmp_path).load(SEED)
     batch = data.batch(0, 2, 0, 1)
     assert len(data) == 2 and batch.pixels.shape == (2, 1, 3, 8, 8)
     assert torch.equal(batch.pixels[batch.prompts.index("a blue"), 0, :, 0, 0], torch.tensor([0.0, 0.0, 1.0]))
 
 
-def test_a_folder_of_pictures_may_have_one_list_of_captions(tmp_path: Path) -> None:
+def test_image_folder_reads_metadata_jsonl(tmp_path: Path) -> None:
     picture(tmp_path / "one.png", (16, 8))
     picture(tmp_path / "two.jpg", (4, 4))
     rows = [{"file_name": "one.png", "prompt": "first"}, {"file_name": "two.jpg", "prompt": "second"}]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert PictureFolder(tmp_path, size=4).load(SEED).batch(0, 2, 0, 1).pixels.shape == (2, 1, 3, 4, 4)
+    assert ImageFolder(tmp_path, image_size=4).load(SEED).batch(0, 2, 0, 1).pixels.shape == (2, 1, 3, 4, 4)
     with pytest.raises(ConfigError, match=r"one\.png has 1 frames of 16x8 pixels|two\.jpg has 1 frames of 4x4 pixels"):
-        PictureFolder(tmp_path).load(SEED).batch(0, 2, 0, 1)
+        ImageFolder(tmp_path).load(SEED).batch(0, 2, 0, 1)
 
 
-def test_bad_folders_are_sentences(tmp_path: Path) -> None:
+def test_invalid_image_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such folder; check the path"):
-        PictureFolder(tmp_path / "none").load(SEED)
-    with pytest.raises(ConfigError, match=r"there are no pictures; expected files that end in \.png"):
-        PictureFolder(tmp_path).load(SEED)
+        ImageFolder(tmp_path / "none").load(SEED)
+    with pytest.raises(ConfigError, match=r"there are no images; expected files that end in \.png"):
+        ImageFolder(tmp_path).load(SEED)
     picture(tmp_path / "a.png")
     with pytest.raises(ConfigError, match=r"the caption of .*a\.png: there is no file .*a\.txt"):
-        PictureFolder(tmp_path).load(SEED)
+        ImageFolder(tmp_path).load(SEED)
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "b.png", "prompt": "x"}')
     with pytest.raises(ConfigError, match=r"metadata\.jsonl, line 1: there is no file .*b\.png"):
-        PictureFolder(tmp_path).load(SEED)
+        ImageFolder(tmp_path).load(SEED)
 
 
 def pairs(folder: Path, *lines: dict[str, Any]) -> Path:
@@ -169,16 +172,16 @@ def pairs(folder: Path, *lines: dict[str, Any]) -> Path:
     return folder / "pairs.jsonl"
 
 
-def test_pairs_of_a_file_are_read_from_beside_it(tmp_path: Path) -> None:
+def test_pair_file_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     picture(tmp_path / "good.png", color="red")
     picture(tmp_path / "bad.png", color="blue")
     data = PairFile(pairs(tmp_path, {"prompt": "a red", "chosen": "good.png", "rejected": "bad.png"})).load(SEED)
     batch = data.batch(0, 2, 0, 1)
-    assert batch.prompts == ("a red", "a red") and data.first(1).prompts == ("a red",)
+    assert batch.prompts == ("a red", "a red") and data.first_prompts(1).prompts == ("a red",)
     assert batch.chosen[0, 0, :, 0, 0].tolist() == [1, 0, 0] and batch.rejected[0, 0, :, 0, 0].tolist() == [0, 0, 1]
 
 
-def test_bad_pairs_are_sentences_that_name_the_row(tmp_path: Path) -> None:
+def test_invalid_pairs_are_refused_by_row(tmp_path: Path) -> None:
     picture(tmp_path / "good.png")
     picture(tmp_path / "large.png", (9, 8))
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
@@ -192,5 +195,5 @@ def test_bad_pairs_are_sentences_that_name_the_row(tmp_path: Path) -> None:
     ):
         uneven.batch(0, 1, 0, 1)
     broken = PairFile(pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "broken.png"})).load(SEED)
-    with pytest.raises(ImageError, match=r"broken\.png cannot be read as a picture"):
+    with pytest.raises(ImageError, match=r"broken\.png cannot be read as an image"):
         broken.batch(0, 1, 0, 1)

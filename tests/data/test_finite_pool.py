@@ -4,40 +4,40 @@ from __future__ import annotations
 
 import torch
 
-from tastemaker.data.finite_pool import FinitePool
+from tastemaker.data.dataset import FinitePool
 from tastemaker.data.playground import PlaygroundScenes
 
 
 def pool(count: int = 10) -> FinitePool:
-    found = PlaygroundScenes(pool=count, device="cpu").load(3)
+    found = PlaygroundScenes(pool_size=count, device="cpu").load(3)
     assert isinstance(found, FinitePool)
     return found
 
 
-def test_the_first_pass_is_as_without_a_pool() -> None:
+def test_first_epoch_of_a_pool_equals_its_source() -> None:
     endless = PlaygroundScenes(device="cpu").load(3)
     ours, theirs = pool().batch(1, 4, 0, 1), endless.batch(1, 4, 0, 1)
-    assert ours.prompts == theirs.prompts and ours.pixels.equal(theirs.pixels) and ours.numbers is None
+    assert ours.prompts == theirs.prompts and ours.pixels.equal(theirs.pixels) and ours.image_ids is None
 
 
-def test_later_passes_bring_every_row_once_in_another_order() -> None:
+def test_later_epochs_visit_every_sample_once() -> None:
     data = pool()
     found = [data.batch(step, 5, 0, 1) for step in (2, 3, 4, 5)]
-    numbers = [torch.cat([a.numbers, b.numbers]) for a, b in (found[:2], found[2:]) if a.numbers is not None]
+    numbers = [torch.cat([a.image_ids, b.image_ids]) for a, b in (found[:2], found[2:]) if a.image_ids is not None]
     assert all(sorted(each.tolist()) == list(range(10)) for each in numbers)
     assert not numbers[0].equal(numbers[1])
 
 
-def test_a_number_is_always_the_same_picture() -> None:
+def test_image_id_identifies_an_image() -> None:
     data = pool()
     endless = PlaygroundScenes(device="cpu").load(3).batch(0, 10, 0, 1)
     found = data.batch(1, 10, 0, 1)
-    assert found.numbers is not None
-    assert found.prompts == tuple(endless.prompts[i] for i in found.numbers.tolist())
-    assert (found.pixels - endless.pixels[found.numbers]).abs().max() <= 0.5 / 255 + 1e-6
+    assert found.image_ids is not None
+    assert found.prompts == tuple(endless.prompts[i] for i in found.image_ids.tolist())
+    assert (found.pixels - endless.pixels[found.image_ids]).abs().max() <= 0.5 / 255 + 1e-6
 
 
-def test_ranks_share_a_step_that_spans_two_passes() -> None:
+def test_rank_shards_cover_a_step_across_epochs() -> None:
     data = pool()
     whole = data.batch(2, 8, 0, 1)
     parts = [data.batch(2, 8, rank, 2) for rank in (0, 1)]

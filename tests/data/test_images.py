@@ -17,11 +17,10 @@ from torch import Tensor
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import ImageBatch
-from tastemaker.data.crops import center_crop, random_crop
-from tastemaker.data.image_decoding import decode_square
+from tastemaker.data.dataset import split_dataset
 from tastemaker.data.image_io import ImageError, read_image
+from tastemaker.data.image_transforms import center_crop, decode_square, random_crop
 from tastemaker.data.images import Gallery, GalleryDataset
-from tastemaker.data.split import split_dataset
 
 SHADES = [(250, 0, 0), (0, 250, 0), (0, 0, 250)]
 
@@ -57,27 +56,27 @@ def of_depths(path: Path) -> Path:
     return path
 
 
-def test_folders_are_read_at_any_depth_and_hidden_files_are_not(tmp_path: Path) -> None:
+def test_gallery_reads_nested_folders_without_hidden_files(tmp_path: Path) -> None:
     data = Gallery(of_depths(tmp_path), 8).load(0)
     batch = data.batch(0, 4, 0, 1)
     assert len(data) == 4 and batch.pixels.shape == (4, 1, 3, 8, 8) and batch.pixels.dtype == torch.float32
     assert seen(batch) == {("", 0): 2, ("", 1): 1, ("", 2): 1}
-    assert len(Gallery(tmp_path, 8, match="*.jp*g").load(0)) == 2
-    with pytest.raises(ConfigError, match=r"there are no pictures that match x\*"):
-        Gallery(tmp_path, 8, match="x*").load(0)
+    assert len(Gallery(tmp_path, 8, file_pattern="*.jp*g").load(0)) == 2
+    with pytest.raises(ConfigError, match=r"there are no images that match x\*"):
+        Gallery(tmp_path, 8, file_pattern="x*").load(0)
 
 
-def test_the_first_folder_is_the_class_and_a_picture_without_one_is_named(tmp_path: Path) -> None:
+def test_gallery_class_is_the_top_folder(tmp_path: Path) -> None:
     path = of_depths(tmp_path)
-    data = Gallery(path, 8, say="name", skip=1).load(0)
+    data = Gallery(path, 8, caption_source="class_name", max_skipped=1).load(0)
     with pytest.warns(UserWarning, match=r"a.png is skipped \(it lies in .* itself.*1 of 1"):
         found = {prompt for step in range(4) for prompt in data.batch(step, 1, 0, 1).prompts}
-    assert found == {"cats", "dogs"} and data.first(3).prompts == ("cats", "dogs", "cats")
+    assert found == {"cats", "dogs"} and data.first_prompts(3).prompts == ("cats", "dogs", "cats")
     (path / "a.png").unlink()
-    assert {*Gallery(path, 8, say="number").load(0).batch(0, 3, 0, 1).prompts} == {"0", "1"}
+    assert {*Gallery(path, 8, caption_source="class_id").load(0).batch(0, 3, 0, 1).prompts} == {"0", "1"}
 
 
-def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
+def test_symlinks_are_followed_without_cycles(tmp_path: Path) -> None:
     saved(tmp_path / "there" / "a.png", 0)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to(tmp_path / "there")
@@ -85,25 +84,25 @@ def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
     assert len(Gallery(tmp_path / "here", 8).load(0)) == 1
 
 
-def test_of_celeba_hq_only_the_faces_are_taken(tmp_path: Path) -> None:
+def test_celeba_hq_masks_are_ignored(tmp_path: Path) -> None:
     for number in range(3):
         saved(tmp_path / "CelebA-HQ-img" / f"{number}.jpg", number)
         saved(tmp_path / "CelebAMask-HQ-mask-anno" / "0" / f"0000{number}_hair.png", number)
     assert len(Gallery(tmp_path, 8).load(0)) == 3
 
 
-def test_captions_lie_beside_pictures_or_in_one_file_of_rows(tmp_path: Path) -> None:
+def test_gallery_reads_txt_captions_or_metadata_jsonl(tmp_path: Path) -> None:
     for number, name in enumerate(["x/a.png", "x/y/b.png"]):
         saved(tmp_path / name, number).with_suffix(".txt").write_text(f" picture\n{number} \n")
     assert seen(Gallery(tmp_path, 8).load(0).batch(0, 2, 0, 1)) == {("picture 0", 0): 1, ("picture 1", 1): 1}
     rows = [{"file_name": "x/a.png", "text": "red"}, {"file_name": "x/y/b.png", "text": "green"}]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = Gallery(tmp_path, 8).load(0)
-    assert seen(data.batch(0, 2, 0, 1)) == {("red", 0): 1, ("green", 1): 1} and data.first(2).prompts == (
+    assert seen(data.batch(0, 2, 0, 1)) == {("red", 0): 1, ("green", 1): 1} and data.first_prompts(2).prompts == (
         "red",
         "green",
     )
-    assert Gallery(tmp_path, 8, say="nothing").load(0).batch(0, 2, 0, 1).prompts == ("", "")
+    assert Gallery(tmp_path, 8, caption_source="empty").load(0).batch(0, 2, 0, 1).prompts == ("", "")
     (tmp_path / "metadata.jsonl").write_text(json.dumps(rows[0]))
     with pytest.raises(ConfigError, match=r"b.png cannot be used \(it has no caption, expected b.txt beside it\)"):
         Gallery(tmp_path, 8).load(0).batch(0, 2, 0, 1)
@@ -119,20 +118,20 @@ def tar(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def test_a_sample_of_a_shard_is_all_files_of_one_name_up_to_the_first_dot(tmp_path: Path) -> None:
+def test_webdataset_samples_are_grouped_by_key(tmp_path: Path) -> None:
     told = b'{"caption": "green", "label": 7}'
     first = {"d/0.png": encoded(0), "d/0.txt": b"red", "d/0.cls": b"4\n", "d/1.jpg": encoded(1, "JPEG")}
     tar(tmp_path / "train-0.tar", {**first, "d/1.json": told, "readme": b"-"})
     tar(tmp_path / "train-1.tar", {"2.WEBP": encoded(2, "WEBP"), "2.txt": b"blue", "2.cls": b"5", "3.txt": b"alone"})
     tar(tmp_path / "test-0.tar", {"9.png": encoded(0)})
-    data = Gallery(tmp_path, 8, match="train-*").load(0)
+    data = Gallery(tmp_path, 8, file_pattern="train-*").load(0)
     assert seen(data.batch(0, 3, 0, 1)) == {("red", 0): 1, ("green", 1): 1, ("blue", 2): 1}
-    numbered = Gallery(tmp_path, 8, match="train-*", say="number").load(0)
+    numbered = Gallery(tmp_path, 8, file_pattern="train-*", caption_source="class_id").load(0)
     assert seen(numbered.batch(0, 3, 0, 1)) == {("4", 0): 1, ("7", 1): 1, ("5", 2): 1}
     assert len(Gallery(tmp_path / "test-0.tar", 8).load(0)) == 1 and len(Gallery(tmp_path, 8).load(0)) == 4
 
 
-def test_what_is_wrong_with_a_shard_is_a_sentence_that_names_it(tmp_path: Path) -> None:
+def test_broken_shards_are_refused_by_name(tmp_path: Path) -> None:
     whole = tar(tmp_path / "a.tar", {"0.png": encoded(0), "1.png": encoded(1)}).read_bytes()
     for name, content, why in (
         ("cut.tar", whole[:700], "cut.tar cannot be read as a tar"),
@@ -143,21 +142,21 @@ def test_what_is_wrong_with_a_shard_is_a_sentence_that_names_it(tmp_path: Path) 
         with pytest.raises(ConfigError, match=why):
             Gallery(tmp_path / name, 8).load(0)
     tar(tmp_path / "words.tar", {"0.txt": b"a"})
-    with pytest.raises(ConfigError, match="its shards hold no pictures"):
+    with pytest.raises(ConfigError, match="its shards hold no images"):
         Gallery(tmp_path / "words.tar", 8).load(0)
     tar(tmp_path / "b.tar", {"0.png": encoded(0), "0.cls": b"cat"})
     with pytest.raises(ConfigError, match=r"0 in .*b.tar cannot be used \(its class is 'cat', expected a number"):
-        Gallery(tmp_path / "b.tar", 8, say="number").load(0).batch(0, 1, 0, 1)
+        Gallery(tmp_path / "b.tar", 8, caption_source="class_id").load(0).batch(0, 1, 0, 1)
 
 
-def test_data_sets_on_disk_need_no_classes(tmp_path: Path) -> None:
+def test_gallery_reads_saved_datasets_without_classes(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     table: dict[str, Any] = {"image": [{"bytes": encoded(i), "path": None} for i in range(3)], "text": ["r", "g", "b"]}
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
     datasets.Dataset.from_dict(table, features=features).save_to_disk(str(tmp_path / "set"))
     assert seen(Gallery(tmp_path / "set", 8).load(0).batch(0, 3, 0, 1)) == {("r", 0): 1, ("g", 1): 1, ("b", 2): 1}
     with pytest.raises(ConfigError, match="has no class, expected one of the columns label"):
-        Gallery(tmp_path / "set", 8, say="name").load(0).batch(0, 1, 0, 1)
+        Gallery(tmp_path / "set", 8, caption_source="class_name").load(0).batch(0, 1, 0, 1)
 
 
 def many(path: Path, count: int = 12) -> Path:
@@ -170,61 +169,61 @@ def loaded(path: Path, **settings: Any) -> GalleryDataset:
     return Gallery(path, 8, **settings).load(3)
 
 
-@pytest.mark.parametrize("crop", ["middle", "random"])
-def test_threads_ranks_and_resuming_change_nothing(tmp_path: Path, crop: Any) -> None:
+@pytest.mark.parametrize("crop", ["center", "random"])
+def test_batches_do_not_depend_on_threads_ranks_or_resuming(tmp_path: Path, crop: Any) -> None:
     many(tmp_path)
-    plain = loaded(tmp_path, workers=0, crop=crop, mirror=True)
+    plain = loaded(tmp_path, num_workers=0, crop=crop, random_flip=True)
     batches = [plain.batch(step, 4, 0, 1).pixels for step in range(6)]
-    threaded = loaded(tmp_path, workers=3, crop=crop, mirror=True)
+    threaded = loaded(tmp_path, num_workers=3, crop=crop, random_flip=True)
     assert all(torch.equal(threaded.batch(step, 4, 0, 1).pixels, batches[step]) for step in range(6))
-    later = loaded(tmp_path, workers=3, crop=crop, mirror=True)
+    later = loaded(tmp_path, num_workers=3, crop=crop, random_flip=True)
     assert all(torch.equal(later.batch(step, 4, 0, 1).pixels, batches[step]) for step in (4, 5, 2))
-    shares = [loaded(tmp_path, crop=crop, mirror=True).batch(5, 4, rank, 2).pixels for rank in (0, 1)]
+    shares = [loaded(tmp_path, crop=crop, random_flip=True).batch(5, 4, rank, 2).pixels for rank in (0, 1)]
     assert torch.equal(torch.cat(shares), batches[5])
 
 
-def test_every_picture_comes_once_a_pass_and_one_number_is_one_picture(tmp_path: Path) -> None:
-    data = loaded(many(tmp_path), mirror=True)
-    numbers = [data.batch(step, 4, 0, 1).numbers for step in range(6)]
+def test_epoch_visits_every_image_once_with_stable_ids(tmp_path: Path) -> None:
+    data = loaded(many(tmp_path), random_flip=True)
+    numbers = [data.batch(step, 4, 0, 1).image_ids for step in range(6)]
     first, second = (torch.cat([n for n in part if n is not None]) // 2 for part in (numbers[:3], numbers[3:]))
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(12)) and first.tolist() != second.tolist()
     known: dict[int, Tensor] = {}
     for step in range(12):
         batch = data.batch(step, 4, 0, 1)
-        assert batch.numbers is not None
-        for number, pixels in zip(batch.numbers.tolist(), batch.pixels, strict=True):
+        assert batch.image_ids is not None
+        for number, pixels in zip(batch.image_ids.tolist(), batch.pixels, strict=True):
             assert torch.equal(known.setdefault(number, pixels), pixels)
     assert len(known) > 12
-    assert loaded(tmp_path, crop="random").batch(0, 2, 0, 1).numbers is None
+    assert loaded(tmp_path, crop="random").batch(0, 2, 0, 1).image_ids is None
 
 
-def test_broken_pictures_are_named_and_passed_over_up_to_a_limit(tmp_path: Path) -> None:
+def test_broken_images_are_skipped_up_to_max_skipped(tmp_path: Path) -> None:
     many(tmp_path)
     whole = (tmp_path / "03.png").read_bytes()
     (tmp_path / "03.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "07.png").write_bytes(b"no picture")
-    data = loaded(tmp_path, skip=2, workers=4)
-    with pytest.warns(UserWarning, match=r"0[37].png is skipped \(.*cannot be read as a picture") as told:
+    data = loaded(tmp_path, max_skipped=2, num_workers=4)
+    with pytest.warns(UserWarning, match=r"0[37].png is skipped \(.*cannot be read as an image") as told:
         batch = data.batch(0, 12, 0, 1)
-    assert len(told) == 2 and batch.numbers is not None and {*batch.numbers.tolist()} == {*range(12)} - {3, 7}
-    with pytest.raises(ConfigError, match=r"0[37].png cannot be used .* set data.skip above 0"):
-        loaded(tmp_path, skip=0, workers=4).batch(0, 12, 0, 1)
+    assert len(told) == 2 and batch.image_ids is not None and {*batch.image_ids.tolist()} == {*range(12)} - {3, 7}
+    with pytest.raises(ConfigError, match=r"0[37].png cannot be used .* set data.max_skipped above 0"):
+        loaded(tmp_path, max_skipped=0, num_workers=4).batch(0, 12, 0, 1)
 
 
-def test_what_is_held_out_is_never_learned_from_and_is_cut_from_the_middle(tmp_path: Path) -> None:
-    learned, held = split_dataset(loaded(many(tmp_path), crop="random", mirror=True), 0.25, 5)
+def test_validation_split_is_disjoint_and_center_cropped(tmp_path: Path) -> None:
+    learned, held = split_dataset(loaded(many(tmp_path), crop="random", random_flip=True), 0.25, 5)
     assert len(learned) == 9 and len(held) == 3
     kept = held.batch(0, 3, 0, 1)
     plain = loaded(tmp_path)
-    numbers = {*kept.numbers.tolist()}
-    cuts = torch.stack([decode_square(plain.source.encoded(n), "", 8) for n in kept.numbers.tolist()])
+    numbers = {*kept.image_ids.tolist()}
+    cuts = torch.stack([decode_square(plain.source.encoded(n), "", 8) for n in kept.image_ids.tolist()])
     assert torch.equal(cuts.movedim(-1, 1) / 255, kept.pixels[:, 0])
-    assert isinstance(learned, GalleryDataset) and not numbers & {*learned.chosen.tolist()}
-    assert numbers | {*learned.chosen.tolist()} == {*range(12)}
+    assert isinstance(learned, GalleryDataset) and not numbers & {*learned.indices.tolist()}
+    assert numbers | {*learned.indices.tolist()} == {*range(12)}
 
 
 @pytest.mark.parametrize("shape", [(64, 40), (40, 64), (37, 23), (17, 50)])
-def test_squares_are_those_that_whole_pictures_are_cut_to(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_decode_square_equals_full_decode_and_crop(tmp_path: Path, shape: tuple[int, int]) -> None:
     textured(*shape).save(tmp_path / "a.png")
     pixels, chance = read_image(tmp_path / "a.png")[0], [0.3, 0.9, 0.6]
     for found, wanted in (
@@ -234,14 +233,14 @@ def test_squares_are_those_that_whole_pictures_are_cut_to(tmp_path: Path, shape:
         assert torch.equal(found.movedim(-1, 0) / 255, wanted)
 
 
-def test_a_jpeg_decoded_small_is_nearly_the_whole_one_made_small(tmp_path: Path) -> None:
+def test_jpeg_draft_decode_is_close_to_full_decode(tmp_path: Path) -> None:
     textured(512, 400).save(tmp_path / "a.jpg", quality=95)
     found = decode_square(tmp_path / "a.jpg", "a", 64).movedim(-1, 0) / 255
     wanted = center_crop(read_image(tmp_path / "a.jpg")[0], 64)
     assert float((found - wanted).abs().mean()) < 2 / 255  # blocks are averaged there, and cut off in frequency here
 
 
-def test_one_channel_sixteen_bits_transparency_and_turned_cameras(tmp_path: Path) -> None:
+def test_decode_square_handles_image_modes_and_orientation(tmp_path: Path) -> None:
     grey = Image.fromarray(np.full((9, 9), 128, np.uint8))
     grey.save(tmp_path / "grey.jpg")
     Image.fromarray(np.full((9, 9), 128 * 257, np.uint16)).save(tmp_path / "deep.png")
@@ -254,28 +253,28 @@ def test_one_channel_sixteen_bits_transparency_and_turned_cameras(tmp_path: Path
     flat = textured(16, 16)
     flat.save(tmp_path / "turned.png", exif=turned)
     assert torch.equal(decode_square(tmp_path / "turned.png", "", 16), torch.from_numpy(np.array(flat)).rot90(-1))
-    coloured = decode_square(tmp_path / "turned.png", "", 16, grey=True)
+    coloured = decode_square(tmp_path / "turned.png", "", 16, grayscale=True)
     assert (coloured == coloured[..., :1]).all()
-    with pytest.raises(ImageError, match="that cannot be read as a picture"):
+    with pytest.raises(ImageError, match="that cannot be read as an image"):
         decode_square(b"GIF89a", "that", 8)
 
 
-def test_squares_from_the_middle_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_center_crops_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(12):
         textured(20, 24 + i).save(tmp_path / f"{i:02}.png")
     plain, mirrored, random = (
         Gallery(tmp_path, 16, **more).load(1)  # type: ignore[arg-type]
-        for more in ({}, {"mirror": True}, {"crop": "random"})
+        for more in ({}, {"random_flip": True}, {"crop": "random"})
     )
     before = [(rows, [rows.batch(step, 6, 0, 1) for step in range(4)]) for rows in (plain, mirrored)]
     random.batch(0, 12, 0, 1)
-    assert (len(plain.kept), len(mirrored.kept), len(random.kept)) == (12, 12, 0)
+    assert (len(plain.cache), len(mirrored.cache), len(random.cache)) == (12, 12, 0)
     for rows, batches in before:
-        fresh = Gallery(tmp_path, 16, mirror=rows.spec.mirror, workers=0).load(1)
-        monkeypatch.setattr("tastemaker.data.images.HELD", 0)
+        fresh = Gallery(tmp_path, 16, random_flip=rows.spec.random_flip, num_workers=0).load(1)
+        monkeypatch.setattr("tastemaker.data.images.MAX_CACHED_BYTES", 0)
         for step, batch in enumerate(batches):
             assert fresh.batch(step, 6, 0, 1).pixels.equal(batch.pixels)
-        assert not fresh.kept
+        assert not fresh.cache
     for file in tmp_path.iterdir():
         file.unlink()
     assert plain.batch(7, 6, 0, 1).pixels.shape == (6, 1, 3, 16, 16)

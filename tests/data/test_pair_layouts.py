@@ -10,8 +10,8 @@ import torch
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.data.image_io import save_image
-from tastemaker.data.mixture import read_mixture, take_share
 from tastemaker.data.pairs import PairFile, PairFolder
+from tastemaker.data.text_files import read_mixture, sample_rows
 
 
 def picture(path: Path, shade: float, size: int = 8) -> None:
@@ -29,7 +29,7 @@ def published(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_list_is_read_as_lines_are(published: Path) -> None:
+def test_json_list_equals_jsonl(published: Path) -> None:
     rows = json.loads((published / "dpo.json").read_text())
     (published / "dpo.jsonl").write_text("\n".join(map(json.dumps, rows)))
     one, other = (PairFile(published / f"dpo.{kind}").load(0).batch(0, 4, 0, 1) for kind in ("json", "jsonl"))
@@ -37,34 +37,34 @@ def test_a_list_is_read_as_lines_are(published: Path) -> None:
     assert float(one.chosen.mean()) == 1 and float(one.rejected.mean()) == 0
 
 
-def test_paths_may_begin_elsewhere(published: Path) -> None:
+def test_image_dir_sets_the_base_of_paths(published: Path) -> None:
     (published / "lists").mkdir()
     (published / "dpo.json").rename(published / "lists/dpo.json")
-    assert len(PairFile(published / "lists/dpo.json", images=published).load(0)) == 4
+    assert len(PairFile(published / "lists/dpo.json", image_dir=published).load(0)) == 4
     with pytest.raises(ConfigError, match=r"row 1: there is no file .*good\.png"):
         PairFile(published / "lists/dpo.json").load(0)
 
 
-def test_a_mixture_takes_what_it_says_of_each_list(published: Path) -> None:
+def test_mixture_applies_sampling_strategies(published: Path) -> None:
     listed = [("first:3", 3), ("end:1", 1), ("random:50%", 2), ("all", 4)]
     (published / "mix.yaml").write_text(
         "datasets:\n" + "".join(f"  - {{json_path: dpo.json, sampling_strategy: '{share}'}}\n" for share, _ in listed)
     )
     found = read_mixture(published / "mix.yaml", 0)
     assert len(found) == sum(count for _, count in listed)
-    assert [line.text("prompt") for line in found[:4]] == ["photo 0", "photo 1", "photo 2", "photo 3"]
+    assert [line.get_text("prompt") for line in found[:4]] == ["photo 0", "photo 1", "photo 2", "photo 3"]
     assert found == read_mixture(published / "mix.yaml", 0) and len(PairFile(published / "mix.yaml").load(0)) == 10
 
 
-def test_shares_are_rounded_up_and_end_with_what_there_is() -> None:
-    assert take_share(range(10), "first:25%", 0, "") == [0, 1, 2]
-    assert take_share(range(3), "end:5", 0, "") == [0, 1, 2]
-    assert sorted(take_share(range(3), "random:100%", 0, "")) == [0, 1, 2]
+def test_sampling_percentages_are_rounded_up() -> None:
+    assert sample_rows(range(10), "first:25%", 0, "") == [0, 1, 2]
+    assert sample_rows(range(3), "end:5", 0, "") == [0, 1, 2]
+    assert sorted(sample_rows(range(3), "random:100%", 0, "")) == [0, 1, 2]
     with pytest.raises(ConfigError, match="sampling_strategy is 'half'"):
-        take_share(range(3), "half", 0, "mix.yaml")
+        sample_rows(range(3), "half", 0, "mix.yaml")
 
 
-def test_a_folder_holds_pairs_by_name(tmp_path: Path) -> None:
+def test_pair_folder_matches_names(tmp_path: Path) -> None:
     for name in ("a", "b"):
         picture(tmp_path / "chosen" / f"{name}.png", 1.0)
         picture(tmp_path / "rejected" / f"{name}.png", 0.0)
@@ -73,7 +73,7 @@ def test_a_folder_holds_pairs_by_name(tmp_path: Path) -> None:
     assert sorted(batch.prompts) == ["prompt a", "prompt b"]
     assert float(batch.chosen.mean()) == 1 and float(batch.rejected.mean()) == 0
     (tmp_path / "rejected/b.png").unlink()
-    with pytest.raises(ConfigError, match="'b' has no picture in rejected"):
+    with pytest.raises(ConfigError, match="'b' has no image in rejected"):
         PairFolder(tmp_path).load(0)
 
 
@@ -91,22 +91,22 @@ def test_a_folder_holds_pairs_by_name(tmp_path: Path) -> None:
         ("mix.yaml", "a: [", "not YAML"),
     ],
 )
-def test_what_cannot_be_read_is_a_sentence(name: str, text: str, sentence: str, tmp_path: Path) -> None:
+def test_unreadable_pair_files_are_refused(name: str, text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=sentence):
         PairFile(tmp_path / name).load(0)
 
 
-def test_a_pair_whose_pictures_differ_in_size_is_a_sentence(published: Path) -> None:
+def test_pair_of_different_sizes_is_refused(published: Path) -> None:
     picture(published / "images/bad.png", 0.0, 9)
     data = PairFile(published / "dpo.json").load(0)
     with pytest.raises(
-        ConfigError, match=r"row \d: bad\.png has 1 frames of 9x9 pixels, but .*good\.png has 1 of 8x8; set data\.size"
+        ConfigError, match=r"row \d: bad\.png has 1 frames of 9x9 pixels, but .*good\.png .* data\.image_size"
     ):
         data.batch(0, 1, 0, 1)
-    assert PairFile(published / "dpo.json", size=8).load(0).batch(0, 1, 0, 1).rejected.shape[-1] == 8
+    assert PairFile(published / "dpo.json", image_size=8).load(0).batch(0, 1, 0, 1).rejected.shape[-1] == 8
 
 
-def test_without_a_file_there_are_examples_to_try_a_recipe_with() -> None:
-    batch = PairFile(size=16).load(0).batch(0, 3, 0, 1)
+def test_pair_file_defaults_to_examples() -> None:
+    batch = PairFile(image_size=16).load(0).batch(0, 3, 0, 1)
     assert len(set(batch.prompts)) == 3 and not torch.equal(batch.chosen, batch.rejected)

@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from tastemaker.core.registry import ConfigError
-from tastemaker.data.aspect_buckets import LONGEST, STEP, default_buckets, nearest_bucket, schedule_bucket
 from tastemaker.data.image_io import image_size, resize_lanczos, save_image
-from tastemaker.data.prompt_images import IllustratedPrompts
+from tastemaker.data.prompt_images import (
+    BUCKET_STEP,
+    MAX_SIDE,
+    IllustratedPrompts,
+    default_buckets,
+    nearest_bucket,
+    schedule_bucket,
+)
 
 SIZES = {"wide": (90, 160), "tall": (160, 90), "square": (100, 100), "third": (104, 96)}
 SMALL = ((64, 112), (112, 64), (96, 96))
@@ -27,10 +33,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_buckets_lie_on_a_grid_and_have_the_published_proportions() -> None:
+def test_default_buckets_match_srpo() -> None:
     found = default_buckets()
     assert len(set(found)) == len(found)
-    assert all(side % STEP == 0 and STEP <= side <= LONGEST for size in found for side in size)
+    assert all(side % BUCKET_STEP == 0 and BUCKET_STEP <= side <= MAX_SIDE for size in found for side in size)
     assert {(1024, 1024), (576, 1024), (1024, 576), (768, 1024), (1024, 768)} <= set(found)
     assert {(high, wide) for wide, high in found} == set(found)
 
@@ -39,16 +45,16 @@ def test_buckets_lie_on_a_grid_and_have_the_published_proportions() -> None:
     ("size", "bucket"),
     [((1080, 1920), (576, 1024)), ((1920, 1080), (1024, 576)), ((512, 512), (512, 512)), ((700, 1050), (704, 1024))],
 )
-def test_the_nearest_bucket_keeps_proportions_then_area(size: tuple[int, int], bucket: tuple[int, int]) -> None:
+def test_nearest_bucket_keeps_aspect_ratio_then_area(size: tuple[int, int], bucket: tuple[int, int]) -> None:
     assert nearest_bucket(*size, default_buckets()) == bucket
 
 
-def test_a_bucket_of_quite_another_area_is_taken_only_if_all_are() -> None:
+def test_bucket_of_a_different_area_is_a_last_resort() -> None:
     assert nearest_bucket(100, 100, ((1024, 1024), (128, 192))) == (128, 192)
     assert nearest_bucket(100, 100, ((1024, 1024),)) == (1024, 1024)
 
 
-def test_each_step_has_one_bucket_and_an_epoch_has_every_row() -> None:
+def test_steps_have_one_bucket_and_epochs_all_samples() -> None:
     counts, size = (5, 8, 1), 4
     steps = [schedule_bucket(counts, 7, step, size) for step in range(10)]
     first, second = steps[:5], steps[5:]
@@ -59,25 +65,25 @@ def test_each_step_has_one_bucket_and_an_epoch_has_every_row() -> None:
     assert first != second
 
 
-def test_a_step_shows_pictures_of_one_size_and_ranks_share_them(folder: Path) -> None:
+def test_bucketed_batches_have_one_size_on_all_ranks(folder: Path) -> None:
     data = IllustratedPrompts(folder / "rows.jsonl", SMALL).load(0)
     seen: set[str] = set()
     for step in range(3):
         whole = data.batch(step, 2, 0, 1)
-        assert whole.pictures is not None and tuple(whole.pictures.shape[3:]) in SMALL
+        assert whole.images is not None and tuple(whole.images.shape[3:]) in SMALL
         seen |= set(whole.prompts)
         halves = [data.batch(step, 2, rank, 2) for rank in (0, 1)]
         assert whole.prompts == halves[0].prompts + halves[1].prompts
-        assert whole.pictures.equal(torch.cat([half.pictures for half in halves if half.pictures is not None]))
-        for prompt, picture, facts in zip(whole.prompts, whole.pictures, whole.facts, strict=True):
+        assert whole.images.equal(torch.cat([half.images for half in halves if half.images is not None]))
+        for prompt, picture, facts in zip(whole.prompts, whole.images, whole.metadata, strict=True):
             name = prompt.removeprefix("a ")
             assert facts == {"label": name}
             assert picture.mean().item() == pytest.approx(list(SIZES).index(name) / 4, abs=3e-3)
     assert seen == {f"a {name}" for name in SIZES}
-    assert data.first(2).pictures is None and data.first(5).prompts[4] == "a wide"
+    assert data.first_prompts(2).images is None and data.first_prompts(5).prompts[4] == "a wide"
 
 
-def test_every_layout_says_the_same(folder: Path) -> None:
+def test_all_layouts_give_the_same_entries(folder: Path) -> None:
     captions = {f"a {name}": f"{name}.png" for name in SIZES}
     (folder / "dict.json").write_text(json.dumps(captions))
     (folder / "dict.pkl").write_bytes(pickle.dumps(captions))
@@ -86,7 +92,7 @@ def test_every_layout_says_the_same(folder: Path) -> None:
     wanted = IllustratedPrompts(folder / "rows.jsonl").load(0)
     for name in ("dict.json", "dict.pkl", "other.jsonl"):
         found = IllustratedPrompts(folder / name).load(0)
-        assert (found.prompts, found.files) == (wanted.prompts, wanted.files)
+        assert [(e.prompt, e.file) for e in found.entries] == [(e.prompt, e.file) for e in wanted.entries]
 
 
 class Trap:
@@ -94,7 +100,7 @@ class Trap:
         return print, ("sprung",)
 
 
-def test_files_that_run_code_or_say_nothing_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickles_with_code_and_empty_files_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "trap.pkl").write_bytes(pickle.dumps({"a": Trap()}))
     with pytest.raises(ConfigError, match="which could run code"):
         IllustratedPrompts(folder / "trap.pkl").load(0)
@@ -118,7 +124,7 @@ def test_impossible_settings_are_refused() -> None:
         IllustratedPrompts(Path("x.json"), ((100, 64),))
 
 
-def test_a_size_is_told_without_decoding_and_pictures_are_brought_to_another(folder: Path) -> None:
+def test_image_size_and_lanczos_resize(folder: Path) -> None:
     assert image_size(folder / "wide.png") == SIZES["wide"]
     x = torch.rand(1, 3, 32, 48)
     assert resize_lanczos(x, 32, 48) is x

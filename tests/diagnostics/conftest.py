@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from fork_server import PRELOADED, ForkedProcess
 
-from tastemaker.diagnostics import two_rank_check
+from tastemaker.diagnostics import two_ranks
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where many published networks will be examined, what they are made of is imported once."""
-    if sum("test_every_recipe_is_sound" in item.name for item in session.items) > 8:
+    if sum("test_doctor_passes_every_recipe" in item.name for item in session.items) > 8:
         PRELOADED.extend(["diffusers.models.autoencoders", "diffusers.models.transformers", "diffusers.models.unets"])
 
 
@@ -21,4 +21,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def forked_ranks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("fresh_interpreters") is None:
         names = {"Popen": ForkedProcess, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-        monkeypatch.setattr(two_rank_check, "subprocess", SimpleNamespace(**names))
+        monkeypatch.setattr(two_ranks, "subprocess", SimpleNamespace(**names))

@@ -10,23 +10,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from tastemaker.core.model_spec import ModelSpec
 from tastemaker.core.objective import Objective, ScoredRollout
-from tastemaker.core.reward import RewardCard
+from tastemaker.core.reward import Reward, RewardCard, RewardSpec
 from tastemaker.core.types import Condition, Loss, Placement, PromptBatch
+from tastemaker.data.dataset import Dataset
 from tastemaker.data.prompts import InlinePrompts
-from tastemaker.models.toy import FlowBackbone, TokenBackbone, ToyCausal, ToyFlow
+from tastemaker.models.toy import ToyCausalSpec, ToyFlowBackbone, ToyFlowSpec, ToyTokenBackbone
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.processes.gaussian import GaussianProcess
 
 
 @dataclass(frozen=True)
-class Fault:
+class Fault(ModelSpec):
     """A flow toy whose backbone is `broken`."""
 
     frames: int = 1
     shape = (1, 3, 8, 8)
-    suits: ClassVar[type] = GaussianProcess
+    process_type: ClassVar[type] = GaussianProcess
 
     def tiny(self):
         return self
@@ -37,29 +39,29 @@ class Restless(Fault):
     """Its network makes noise of its own, as dropout left on does."""
 
     def load(self, placement: Placement):
-        model = ToyFlow().load(placement)
+        model = ToyFlowSpec().load(placement)
         quiet = model.predict
         model.predict = lambda x, t, cond: quiet(x, t, cond) + 0.1 * torch.randn_like(x)
         return model
 
 
 @dataclass(frozen=True)
-class Forgetful:
+class Forgetful(ModelSpec):
     """A causal toy whose cache loses what was written."""
 
     frames = 1
-    shape = TokenBackbone.shape
-    suits: ClassVar[type] = AutoregressiveProcess
+    shape = ToyTokenBackbone.shape
+    process_type: ClassVar[type] = AutoregressiveProcess
 
     def load(self, placement: Placement):
-        model = ToyCausal().load(placement)
-        whole = model.extend
+        model = ToyCausalSpec().load(placement)
+        whole = model.decode_step
 
         def extend(ids: Tensor | None, cache, cond: Condition):
             logits, cache = whole(ids, cache, cond)
             return logits, tuple((k, 0 * v) for k, v in cache)
 
-        model.extend = extend
+        model.decode_step = extend
         return model
 
     def tiny(self):
@@ -71,7 +73,7 @@ class Unused(Fault):
     """It has a layer that nothing calls."""
 
     def load(self, placement: Placement):
-        model = ToyFlow().load(placement)
+        model = ToyFlowSpec().load(placement)
         model.net.spare = nn.Linear(4, 4)
         return model
 
@@ -81,7 +83,7 @@ class Stale(Fault):
     """It samples with a copy of the network made before training, as a compiled or served one may be."""
 
     def load(self, placement: Placement):
-        model = ToyFlow().load(placement)
+        model = ToyFlowSpec().load(placement)
         kept, live = copy.deepcopy(model.net), model.predict
 
         def predict(x: Tensor, t: Tensor, cond: Condition) -> Tensor:
@@ -96,29 +98,29 @@ class WrongRange(Fault):
     """Its pixels come out in [-1, 1]."""
 
     def load(self, placement: Placement):
-        class Codec(FlowBackbone):
+        class Codec(ToyFlowBackbone):
             def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
                 return 2 * super().decode(x, frames) - 1
 
-        return Codec(ToyFlow(), placement)
+        return Codec(ToyFlowSpec(), placement)
 
 
 @dataclass(frozen=True)
 class BlindTie(Objective):
     """Its KL is computed without a graph, so it moves the loss and nothing else."""
 
-    group: int = 4
-    needs_chance: ClassVar[bool] = True
+    group_size: int = 4
+    needs_stochastic: ClassVar[bool] = True
     consumes: ClassVar[type] = PromptBatch
 
     def inner(self) -> GRPO:
-        return GRPO(group=self.group, clip=1e-3, kl=0.1)
+        return GRPO(group_size=self.group_size, clip_range=1e-3, kl_coef=0.1)
 
     def snapshots(self):
         return ("reference",)
 
-    def untied(self):
-        return Untied(self.group)
+    def without_kl(self):
+        return Untied(self.group_size)
 
     def collect(self, ctx, batch) -> ScoredRollout:
         return self.inner().collect(ctx, batch)
@@ -129,14 +131,14 @@ class BlindTie(Objective):
     def loss(self, ctx, experience, part) -> Loss:
         with torch.no_grad():
             tied = self.inner().loss(ctx, experience, part)
-        free = replace(self.inner(), kl=0.0).loss(ctx, experience, part)
+        free = replace(self.inner(), kl_coef=0.0).loss(ctx, experience, part)
         return Loss(free.rows + (tied.rows - free.rows).detach(), free.metrics)
 
 
 @dataclass(frozen=True)
 class Untied(BlindTie):
     def loss(self, ctx, experience, part) -> Loss:
-        return replace(self.inner(), kl=0.0).loss(ctx, experience, part)
+        return replace(self.inner(), kl_coef=0.0).loss(ctx, experience, part)
 
 
 COUNTED = [0]
@@ -146,7 +148,7 @@ COUNTED = [0]
 class HiddenMemory(BlindTie):
     """It remembers outside the checkpoint."""
 
-    def untied(self):
+    def without_kl(self):
         return None
 
     def collect(self, ctx, batch) -> ScoredRollout:
@@ -156,14 +158,14 @@ class HiddenMemory(BlindTie):
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(RewardSpec, Reward):
     """Everybody earns the same."""
 
     broken: bool = False  # nobody earns a number
     batch_size: int = 64
-    about: ClassVar[RewardCard] = RewardCard(range="always 1", hacked_by="everything")
+    card: ClassVar[RewardCard] = RewardCard(range="always 1", failure_modes="everything")
     differentiable: ClassVar[bool] = False
-    reads: ClassVar[str] = "frames"
+    modality: ClassVar[str] = "image"
     runs_on: ClassVar[str] = "device"
 
     def load(self, placement: Placement):
@@ -176,7 +178,7 @@ class Constant:
         return torch.full((len(pixels),), torch.nan if self.broken else 1.0)
 
 
-class SameRows:
+class SameRows(Dataset):
     """Every rank reads the rows of the first."""
 
     def __init__(self, rows) -> None:
@@ -188,14 +190,14 @@ class SameRows:
     def batch(self, step: int, size: int, rank: int, world: int):
         return self.rows.batch(step, size, 0, world)
 
-    def first(self, count: int):
-        return self.rows.first(count)
+    def first_prompts(self, count: int):
+        return self.rows.first_prompts(count)
 
 
 @dataclass(frozen=True)
 class EveryoneFirst:
     prompts: tuple[str, ...] = ("a red", "a green", "a blue", "a yellow")
-    yields: ClassVar[type] = PromptBatch
+    batch_type: ClassVar[type] = PromptBatch
 
     def load(self, seed: int):
         return SameRows(InlinePrompts(self.prompts).load(seed))

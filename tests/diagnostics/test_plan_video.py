@@ -9,17 +9,17 @@ import torch
 
 from tastemaker.config.load import load
 from tastemaker.core.registry import ConfigError
-from tastemaker.diagnostics.resource_plan import ResourceEstimate, estimate_resources
-from tastemaker.models import cogvideox, hunyuanvideo, ltx, mochi, svd
-from tastemaker.models.component_configs import COMPONENT_CONFIGS
+from tastemaker.diagnostics.plan import ResourceEstimate, estimate_resources
+from tastemaker.models import cogvideox, hunyuanvideo, ltx, mochi, svd, wan
+from tastemaker.models.pipeline_components import PublishedModel
 
-SMALL: dict[str, tuple[str, Any, tuple[int, int]]] = {
-    "cogvideox": (cogvideox.CogVideoX.weights, cogvideox.SMALL, (9, 17)),
-    "ltx": (ltx.Ltx.weights, ltx.SMALL, (9, 17)),
-    "hunyuanvideo": (hunyuanvideo.HunyuanVideo.weights, hunyuanvideo.SMALL, (5, 9)),
-    "mochi": (mochi.Mochi.weights, mochi.SMALL, (7, 13)),
-    "svd": (svd.Svd.weights, svd.SMALL, (3, 5)),
-}  # where each is published, its parts at small size, and two lengths of clips
+SMALL: dict[str, tuple[PublishedModel, tuple[int, int]]] = {
+    "cogvideox": (cogvideox.COGVIDEOX, (9, 17)),
+    "ltx": (ltx.LTX, (9, 17)),
+    "hunyuanvideo": (hunyuanvideo.HUNYUANVIDEO, (5, 9)),
+    "mochi": (mochi.MOCHI, (7, 13)),
+    "svd": (svd.SVD, (3, 5)),
+}  # each model, and two lengths of clips
 
 
 def planned(name: str, *overrides: str) -> ResourceEstimate:
@@ -29,22 +29,22 @@ def planned(name: str, *overrides: str) -> ResourceEstimate:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name == "svd" else pytest.mark.slow) for name in SMALL]
 )
-def test_longer_clips_take_more_and_weigh_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub, sizes, lengths = SMALL[name]
-    monkeypatch.setitem(COMPONENT_CONFIGS, hub, sizes)
+def test_longer_videos_need_more_activations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    published, lengths = SMALL[name]
+    monkeypatch.setitem(published.configs, published.releases[0].hub, published.tiny_configs)
     asked = ["model.height=64", "model.width=64"]
     short, long = (planned(f"vader-{name}-hps", *asked, f"model.frames={frames}") for frames in lengths)
-    assert 0 < short.training < long.training and 0 < short.work < long.work
+    assert 0 < short.update_activations < long.update_activations and 0 < short.flops < long.flops
     assert short.weights == long.weights > 0 and short.frozen == long.frozen > 0
 
 
 @pytest.mark.slow
-def test_only_the_frames_that_are_scored_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub, sizes, _ = SMALL["mochi"]
-    monkeypatch.setitem(COMPONENT_CONFIGS, hub, sizes)
+def test_only_scored_frames_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    published, _ = SMALL["mochi"]
+    monkeypatch.setitem(published.configs, published.releases[0].hub, published.tiny_configs)
     asked = ["model.height=64", "model.width=64", "model.frames=13"]
     one, whole = (planned("vader-mochi-hps", *asked, f"objective.frames={frames}") for frames in ("first", "all"))
-    assert one.training < whole.training
+    assert one.update_activations < whole.update_activations
 
 
 COUNTS = {
@@ -59,23 +59,25 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("hub", COUNTS)
-def test_networks_have_as_many_weights_as_the_published_ones(hub: str) -> None:
+def test_networks_have_the_published_number_of_weights(hub: str) -> None:
     import diffusers
 
     name, count = COUNTS[hub]
+    models = [published for published, _ in SMALL.values()]
+    configs = next(model.configs[hub] for model in (*models, wan.WAN) if hub in model.configs)
     kind: Any = getattr(diffusers, name)
     with torch.device("meta"):
-        net = kind(**(COMPONENT_CONFIGS[hub].get("transformer") or COMPONENT_CONFIGS[hub]["unet"]))
+        net = kind(**(configs.get("transformer") or configs["unet"]))
     assert sum(p.numel() for p in net.parameters()) == count
 
 
 @pytest.mark.long
-def test_open_sora_is_planned_as_large_as_it_is_published() -> None:
-    asked = ["model.resolution=32x32", "model.duration=1", "model.words=8"]
-    found = planned("vader-opensora-hps", "tuning={type: full}", "engine.trainable=bf16", *asked)
-    assert found.weights == pytest.approx(2 * 1.2e9, rel=0.01) and found.training > 0
+def test_plan_open_sora() -> None:
+    asked = ["model.resolution=32x32", "model.duration=1", "model.max_text_tokens=8"]
+    found = planned("vader-opensora-hps", "tuning={type: full}", "engine.param_dtype=bf16", *asked)
+    assert found.weights == pytest.approx(2 * 1.2e9, rel=0.01) and found.update_activations > 0
 
 
-def test_the_two_transformers_of_wan_are_planned_one_at_a_time() -> None:
-    with pytest.raises(ConfigError, match=r"those of one transformer; leave model\.boundary out"):
+def test_plan_refuses_two_transformers_of_wan() -> None:
+    with pytest.raises(ConfigError, match=r"those of one transformer; leave model\.boundary_ratio out"):
         planned("vader-wan22-hps")

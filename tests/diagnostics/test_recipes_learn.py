@@ -6,7 +6,13 @@ import pytest
 
 from tastemaker.autoencoders import training
 from tastemaker.config.build import build, build_autoencoder, make_tiny_any
-from tastemaker.config.load import generator_recipes, judge_recipes, list_trainable_recipes, load, load_any_config
+from tastemaker.config.load import (
+    list_generator_recipes,
+    list_judge_recipes,
+    list_trainable_recipes,
+    load,
+    load_any_config,
+)
 from tastemaker.config.schema import RunConfig
 from tastemaker.diagnostics.doctor import run_doctor
 from tastemaker.training.events import StepCompleted
@@ -14,7 +20,7 @@ from tastemaker.training.loop import train
 
 # Of VADER's, which differ in their rewards alone, one for each model.
 RECIPES = [
-    name for name in generator_recipes() if not name.startswith("vader-") or re.fullmatch(r"vader-\w+-hps", name)
+    name for name in list_generator_recipes() if not name.startswith("vader-") or re.fullmatch(r"vader-\w+-hps", name)
 ]
 # Examined every time: a policy gradient on each kind of process, and a gradient through the reward.
 EXAMINED_FIRST = {"grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "draft-toy-flow"}
@@ -37,7 +43,7 @@ def small(recipe: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> RunConfig
     if "toy" in recipe or "playground" in recipe:
         return config
     monkeypatch.setattr("tastemaker.config.build.TINY_BATCH_SIZE", 8)
-    return load(recipe, [*more, "objective.group=4"]) if config.objective.group > 4 else config
+    return load(recipe, [*more, "objective.group_size=4"]) if config.objective.group_size > 4 else config
 
 
 def tiers(first: set[str], slow: set[str]) -> list[object]:
@@ -48,7 +54,7 @@ def tiers(first: set[str], slow: set[str]) -> list[object]:
 
 
 @pytest.mark.parametrize("recipe", tiers(EXAMINED_FIRST, EXAMINED))
-def test_every_recipe_is_sound(recipe, monkeypatch):
+def test_doctor_passes_every_recipe(recipe, monkeypatch):
     config = small(recipe, monkeypatch) if recipe in EXAMINED_PUBLISHED else load(recipe)
     findings = list(run_doctor(config, tiny=True))
     assert len(findings) == 10
@@ -65,15 +71,15 @@ def test_every_recipe_trains(recipe, tmp_path, monkeypatch):
     assert any(not before[key].equal(p) for key, p in run.policy.weights.trainable().items())
 
 
-AUTOENCODERS = sorted(set(list_trainable_recipes()) - set(generator_recipes()) - set(judge_recipes()))
+AUTOENCODERS = sorted(set(list_trainable_recipes()) - set(list_generator_recipes()) - set(list_judge_recipes()))
 
 
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=[] if name == "playground-vae" else pytest.mark.slow) for name in AUTOENCODERS]
 )
-def test_every_recipe_of_an_autoencoder_trains(recipe, tmp_path, monkeypatch):
+def test_every_autoencoder_recipe_trains(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "LATENT_STATISTICS_IMAGES", 8)  # pictures that latents are settled on
-    config = make_tiny_any(load_any_config(recipe, ["steps=2", "sample.every=1", "rows=4"]))
+    config = make_tiny_any(load_any_config(recipe, ["steps=2", "sample.every=1", "batch_size=4"]))
     run = build_autoencoder(config, tmp_path / "run")
     updates = [event for event in training.train(run) if isinstance(event, StepCompleted)]
     assert [event.step for event in updates] == [1, 2]

@@ -1,4 +1,4 @@
-"""Folders of anybody's pictures in GenEval's layout, and from a model or a folder to GenEval's table."""
+"""Evaluation of image folders in GenEval's layout, and of models on GenEval."""
 
 from __future__ import annotations
 
@@ -21,74 +21,86 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Metadata, PromptBatch, Prompts
 from tastemaker.data.image_io import save_image
 from tastemaker.evaluation.benchmarks import Benchmark
-from tastemaker.evaluation.evaluate import REPORT, SAMPLES, SCORES, WorkerGroup, evaluate, evaluate_files, read_jsonl
+from tastemaker.evaluation.evaluate import (
+    REPORT,
+    SAMPLES,
+    SCORES,
+    BenchmarkScorer,
+    WorkerGroup,
+    evaluate,
+    evaluate_files,
+    read_jsonl,
+)
 from tastemaker.evaluation.geneval import RESULTS, find_images, geneval, published_prompts, write_results
+from tastemaker.search.base import SearchCost
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def lay_out(folder: Path, benchmark: Benchmark, side: int = 16) -> Path:
-    """Pictures as GenEval's own scripts write them."""
-    for place, fact in enumerate(benchmark.facts):
-        home = folder / f"{place:05d}"
-        for seed in range(benchmark.seeds):
-            rng = torch.Generator().manual_seed(100 * place + seed)
-            save_image(torch.rand(1, 3, side + place, side, generator=rng), home / "samples" / f"{seed:05d}.png")
-        (home / "metadata.jsonl").write_text(json.dumps(fact), encoding="utf-8")
+def write_images(folder: Path, benchmark: Benchmark, side: int = 16) -> Path:
+    """Write random images in the layout of GenEval's scripts. Each prompt has another height."""
+    for prompt, metadata in enumerate(benchmark.metadata):
+        prompt_folder = folder / f"{prompt:05d}"
+        for seed in range(benchmark.samples_per_prompt):
+            rng = torch.Generator().manual_seed(100 * prompt + seed)
+            save_image(
+                torch.rand(1, 3, side + prompt, side, generator=rng), prompt_folder / "samples" / f"{seed:05d}.png"
+            )
+        (prompt_folder / "metadata.jsonl").write_text(json.dumps(metadata), encoding="utf-8")
     return folder
 
 
-class Oracle:
-    """Says that every second picture is right, until its patience ends."""
+class BrightnessScorer(BenchmarkScorer):
+    """Scores images by their first pixel, and is interrupted after `max_calls`."""
 
-    def __init__(self, patience: int = 10**6) -> None:
-        self.left, self.seen = patience, 0
+    def __init__(self, max_calls: int = 10**6) -> None:
+        self.calls_left, self.num_scored = max_calls, 0
 
-    def mark(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> list[dict[str, Any]]:
-        self.left -= 1
-        if self.left < 0:
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> list[dict[str, Any]]:
+        self.calls_left -= 1
+        if self.calls_left < 0:
             raise KeyboardInterrupt
-        self.seen += len(pixels)
+        self.num_scored += len(pixels)
         bright = (pixels[:, 0, 0, 0, 0] > 0.5).tolist()
         return [{"correct": float(x), "reasons": [] if x else ["no"], "details": {}} for x in bright]
 
 
-def test_pictures_of_others_are_found_in_order(tmp_path: Path) -> None:
+def test_images_are_listed_by_prompt(tmp_path: Path) -> None:
     benchmark = geneval(3, 2)
-    lay_out(tmp_path, benchmark)
+    write_images(tmp_path, benchmark)
     (tmp_path / "00001" / "grid.png").write_bytes(b"")  # GenEval's script for diffusers leaves one
     (tmp_path / "00001" / "samples" / ".DS_Store").write_bytes(b"")
     files = [str(file.relative_to(tmp_path)) for file in find_images(benchmark, tmp_path)]
-    assert files == [f"0000{place}/samples/0000{seed}.png" for place in range(3) for seed in range(2)]
+    assert files == [f"0000{prompt}/samples/0000{seed}.png" for prompt in range(3) for seed in range(2)]
 
 
-def test_metadata_of_a_folder_may_be_on_many_lines_as_image_generation_cot_writes_them(tmp_path: Path) -> None:
+def test_folder_metadata_may_span_several_lines(tmp_path: Path) -> None:
     benchmark = geneval(3, 2)
-    lay_out(tmp_path, benchmark)
-    for place, fact in enumerate(benchmark.facts):
-        (tmp_path / f"{place:05d}" / "metadata.jsonl").write_text(json.dumps(fact, indent=4), encoding="utf-8")
-        (tmp_path / f"{place:05d}" / "process").mkdir()
+    write_images(tmp_path, benchmark)
+    for prompt, metadata in enumerate(benchmark.metadata):
+        (tmp_path / f"{prompt:05d}" / "metadata.jsonl").write_text(json.dumps(metadata, indent=4), encoding="utf-8")
+        (tmp_path / f"{prompt:05d}" / "process").mkdir()
     assert len(find_images(benchmark, tmp_path)) == 6
     (tmp_path / "00001" / "metadata.jsonl").write_text('["a dog"]', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"00001.metadata.jsonl: has no 'prompt'; expected a mapping"):
         find_images(benchmark, tmp_path)
 
 
-def test_other_pictures_in_the_same_places_are_not_taken_for_those_scored_before(tmp_path: Path) -> None:
+def test_changed_images_are_not_taken_for_those_scored_before(tmp_path: Path) -> None:
     folder, benchmark = tmp_path / "pictures", geneval(1, 2)
-    lay_out(folder, benchmark)
-    asked = ["evaluate", "geneval", "--images", str(folder), "--prompts", "1", "--count", "2", "--tiny"]
-    asked += ["--device", "cpu", "--out", str(tmp_path / "out")]
+    write_images(folder, benchmark)
+    arguments = ["evaluate", "geneval", "--images", str(folder), "--prompts", "1", "--count", "2", "--tiny"]
+    arguments += ["--device", "cpu", "--out", str(tmp_path / "out")]
     for code in (0, 0, 2):
-        with pytest.raises(SystemExit) as left:
-            main(asked)
-        assert left.value.code == code
+        with pytest.raises(SystemExit) as exit_info:
+            main(arguments)
+        assert exit_info.value.code == code
         if code == 0 and (tmp_path / "again").exists():
             save_image(torch.ones(1, 3, 16, 16), folder / "00000" / "samples" / "00001.png")
         (tmp_path / "again").touch()
 
 
-def spoil(folder: Path, fault: str) -> None:
+def damage(folder: Path, fault: str) -> None:
     samples = folder / "00001" / "samples"
     if fault == "lost":
         (samples / "00001.png").unlink()
@@ -108,21 +120,21 @@ def spoil(folder: Path, fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "sentence"),
+    ("fault", "message"),
     [
-        ("lost", r"samples lacks 1 pictures, 0001.png the first"),
-        ("extra", r"samples holds beyond what was asked for 1 pictures, 00002.png the first"),
-        ("stray", r"samples holds beyond what was asked for 1 pictures, note.txt the first"),
-        ("folder", r"holds beyond what was asked for 1 folders, 00003 the first"),
+        ("lost", r"samples lacks 1 images, 0001.png"),
+        ("extra", r"samples has too many: 1 images, 00002.png"),
+        ("stray", r"samples has too many: 1 images, note.txt"),
+        ("folder", r"has too many: 1 folders, 00003"),
         ("metadata", r"00001 lacks metadata.jsonl or samples/"),
         ("other", r"asks for 'a photo of .*', but prompt 1 is 'a photo of"),
         ("class", r"GenEval knows no class 'unicorn'"),
     ],
 )
-def test_a_folder_that_is_not_whole_is_a_sentence(fault: str, sentence: str, tmp_path: Path) -> None:
+def test_incomplete_folder_is_refused(fault: str, message: str, tmp_path: Path) -> None:
     benchmark = geneval(3, 2)
-    spoil(lay_out(tmp_path, benchmark), fault)
-    with pytest.raises(ConfigError, match=sentence):
+    damage(write_images(tmp_path, benchmark), fault)
+    with pytest.raises(ConfigError, match=message):
         find_images(benchmark, tmp_path)
     with pytest.raises(ConfigError, match="is no folder"):
         find_images(benchmark, tmp_path / "nowhere")
@@ -130,43 +142,43 @@ def test_a_folder_that_is_not_whole_is_a_sentence(fault: str, sentence: str, tmp
         find_images(geneval(553, 2), tmp_path)
 
 
-def test_a_stopped_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
-    benchmark = geneval(50, 4)  # four shares of at most 64
-    files = find_images(benchmark, lay_out(tmp_path / "images", benchmark, side=2))
-    out, stopped = tmp_path / "out", Oracle(patience=30)  # each prompt's pictures are of a size of their own
+def test_interrupted_scoring_resumes(tmp_path: Path) -> None:
+    benchmark = geneval(50, 4)  # four batches of at most 64
+    files = find_images(benchmark, write_images(tmp_path / "images", benchmark, side=2))
+    out, stopped = tmp_path / "out", BrightnessScorer(max_calls=30)  # images of each prompt have another size
     with pytest.raises(KeyboardInterrupt):
         list(evaluate_files(benchmark, files, stopped, out, "it"))
-    assert 0 < stopped.seen < 200 and not (out / SCORES).is_file()
-    again = Oracle()
+    assert 0 < stopped.num_scored < 200 and not (out / SCORES).is_file()
+    again = BrightnessScorer()
     list(evaluate_files(benchmark, files, again, out, "it"))
-    assert again.seen < 200
-    list(evaluate_files(benchmark, files, Oracle(), tmp_path / "whole", "it"))
+    assert again.num_scored < 200
+    list(evaluate_files(benchmark, files, BrightnessScorer(), tmp_path / "whole", "it"))
     assert (out / SCORES).read_text() == (tmp_path / "whole" / SCORES).read_text()
     with pytest.raises(ConfigError, match="choose another --out"):
-        list(evaluate_files(benchmark, files, Oracle(), out, "other"))
+        list(evaluate_files(benchmark, files, BrightnessScorer(), out, "other"))
 
 
-def test_the_report_is_genevals_summary_with_intervals(tmp_path: Path) -> None:
+def test_report_has_genevals_scores_with_intervals(tmp_path: Path) -> None:
     benchmark = geneval(170, 2)  # single objects and some of two
-    files = find_images(benchmark, lay_out(tmp_path / "images", benchmark, side=1))
-    list(evaluate_files(benchmark, files, Oracle(), tmp_path / "out", "it"))
-    told = json.loads((tmp_path / "out" / REPORT).read_text("utf-8"))
+    files = find_images(benchmark, write_images(tmp_path / "images", benchmark, side=1))
+    list(evaluate_files(benchmark, files, BrightnessScorer(), tmp_path / "out", "it"))
+    report = json.loads((tmp_path / "out" / REPORT).read_text("utf-8"))
     rows = read_jsonl(tmp_path / "out" / SCORES)
     by_tag = {tag: [row["correct"] for row in rows if row["tag"] == tag] for tag in ("single_object", "two_object")}
     for tag, values in by_tag.items():
-        cell = told["scores"]["correct"][tag]
+        cell = report["scores"]["correct"][tag]
         assert cell["mean"] == pytest.approx(sum(values) / len(values)) and cell["low"] < cell["mean"] < cell["high"]
     means = [sum(values) / len(values) for values in by_tag.values()]
-    assert told["scores"]["correct"]["overall"]["mean"] == pytest.approx(sum(means) / 2), "tasks count alike"
+    assert report["scores"]["correct"]["overall"]["mean"] == pytest.approx(sum(means) / 2), "tasks count alike"
     once = [max(rows[2 * k]["correct"], rows[2 * k + 1]["correct"]) for k in range(170)]
-    assert told["any"]["correct"] == pytest.approx(sum(once) / 170)
-    assert "frechet" not in told
+    assert report["any"]["correct"] == pytest.approx(sum(once) / 170)
+    assert "frechet" not in report
 
 
-def test_results_are_written_as_the_published_evaluation_writes_them(tmp_path: Path) -> None:
+def test_results_have_the_format_of_the_published_evaluation(tmp_path: Path) -> None:
     benchmark = geneval(2, 2)
-    files = find_images(benchmark, lay_out(tmp_path / "images", benchmark))
-    list(evaluate_files(benchmark, files, Oracle(), tmp_path / "out", "it"))
+    files = find_images(benchmark, write_images(tmp_path / "images", benchmark))
+    list(evaluate_files(benchmark, files, BrightnessScorer(), tmp_path / "out", "it"))
     rows = read_jsonl(write_results(benchmark, tmp_path / "out"))
     names = ["filename", "tag", "prompt", "correct", "reason", "metadata", "details"]
     assert [list(row) for row in rows] == [names] * 4
@@ -174,74 +186,86 @@ def test_results_are_written_as_the_published_evaluation_writes_them(tmp_path: P
     assert rows[3]["filename"].endswith("00001/samples/00001.png")
 
 
-def test_pictures_made_here_lie_in_the_published_layout(tmp_path: Path) -> None:
-    def make(batch: PromptBatch, rows: Tensor) -> tuple[Tensor, int]:
-        return torch.rand(len(rows), 1, 3, 8, 8, generator=torch.Generator().manual_seed(0)), 5
+def test_generated_images_have_the_published_layout(tmp_path: Path) -> None:
+    def sample(batch: PromptBatch, indices: Tensor) -> tuple[Tensor, SearchCost]:
+        return torch.rand(len(indices), 1, 3, 8, 8, generator=torch.Generator().manual_seed(0)), SearchCost(5)
 
     benchmark = geneval(20, 4)
-    list(evaluate(benchmark, make, Oracle(), tmp_path))
+    list(evaluate(benchmark, sample, BrightnessScorer(), tmp_path))
     assert find_images(benchmark, tmp_path / "images") == [
         tmp_path / row["file"] for row in read_jsonl(tmp_path / SAMPLES)
     ]
 
 
-def test_ranks_share_the_pictures_and_the_scores(tmp_path: Path) -> None:
-    """Two ranks as two walks through the stages in turn; each wait is a place where the other catches up."""
-    made: list[list[int]] = [[], []]
+def test_ranks_share_sampling_and_scoring(tmp_path: Path) -> None:
+    """Two threads stand for two ranks, and meet at the barriers."""
+    sampled: list[list[int]] = [[], []]
 
-    def maker(rank: int) -> Any:
-        def make(batch: PromptBatch, rows: Tensor) -> tuple[Tensor, int]:
-            made[rank] += rows.tolist()
-            return torch.rand(len(rows), 1, 3, 8, 8, generator=torch.Generator().manual_seed(int(rows[0]))), 1
+    def sample_fn(rank: int) -> Any:
+        def sample(batch: PromptBatch, indices: Tensor) -> tuple[Tensor, SearchCost]:
+            sampled[rank] += indices.tolist()
+            generator = torch.Generator().manual_seed(int(indices[0]))
+            return torch.rand(len(indices), 1, 3, 8, 8, generator=generator), SearchCost(1)
 
-        return make
+        return sample
 
-    barrier, benchmark, markers = threading.Barrier(2), geneval(40, 4), [Oracle(), Oracle()]
+    barrier, benchmark, scorers = threading.Barrier(2), geneval(40, 4), [BrightnessScorer(), BrightnessScorer()]
 
     def wait() -> None:
         barrier.wait(60)
 
     def work(rank: int) -> None:
-        party = WorkerGroup(rank, 2, wait)
-        list(evaluate(benchmark, maker(rank), markers[rank], tmp_path / "two", ranks=party))
+        workers = WorkerGroup(rank, 2, wait)
+        list(evaluate(benchmark, sample_fn(rank), scorers[rank], tmp_path / "two", workers=workers))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert made[0] == [*range(64), *range(128, 160)] and made[1] == [*range(64, 128), *range(128, 160)]
-    assert markers[0].seen == 96 and markers[1].seen == 64
-    list(evaluate(benchmark, maker(0), Oracle(), tmp_path / "one"))
+    assert sampled[0] == [*range(64), *range(128, 160)] and sampled[1] == [*range(64, 128), *range(128, 160)]
+    assert scorers[0].num_scored == 96 and scorers[1].num_scored == 64
+    list(evaluate(benchmark, sample_fn(0), BrightnessScorer(), tmp_path / "one"))
     assert (tmp_path / "one" / REPORT).read_text() == (tmp_path / "two" / REPORT).read_text()
 
 
-def test_the_command_scores_a_folder_of_mixed_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lay_out(tmp_path / "images", geneval(4, 2), side=40)
-    asked = ["evaluate", "geneval", "--images", str(tmp_path / "images"), "--prompts", "4", "--count", "2", "--tiny"]
-    assert run(*asked, "--device", "cpu", "--out", str(tmp_path / "out")) == 0
-    told = json.loads((tmp_path / "out" / REPORT).read_text("utf-8"))
-    assert told["pictures"] == 8 and "detector random" in told["model"] and (tmp_path / "out" / RESULTS).is_file()
-    shown = capsys.readouterr().err
-    assert "single_object" in shown and "overall" in shown and "of prompts right once" in shown
+def test_evaluate_command_scores_a_folder_of_mixed_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_images(tmp_path / "images", geneval(4, 2), side=40)
+    arguments = [
+        "evaluate",
+        "geneval",
+        "--images",
+        str(tmp_path / "images"),
+        "--prompts",
+        "4",
+        "--count",
+        "2",
+        "--tiny",
+    ]
+    assert run(*arguments, "--device", "cpu", "--out", str(tmp_path / "out")) == 0
+    report = json.loads((tmp_path / "out" / REPORT).read_text("utf-8"))
+    assert report["pictures"] == 8 and "detector random" in report["model"] and (tmp_path / "out" / RESULTS).is_file()
+    output = capsys.readouterr().err
+    assert "single_object" in output and "overall" in output and "have a correct image" in " ".join(output.split())
 
 
-def test_the_command_goes_from_a_model_to_a_table_and_again_from_its_folder(tmp_path: Path) -> None:
-    asked = ["evaluate", "geneval", "--model", "grpo-toy-flow", "--tiny", "--prompts", "3", "--count", "2"]
+def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
+    arguments = ["evaluate", "geneval", "--model", "grpo-toy-flow", "--tiny", "--prompts", "3", "--count", "2"]
     out = tmp_path / "out"
     assert (
-        run(*asked, "--device", "cpu", "--out", str(out), "--search", "best_of_n", "--n", "2", "--judge", "jpeg") == 0
+        run(*arguments, "--device", "cpu", "--out", str(out), "--search", "best_of_n", "--n", "2", "--judge", "jpeg")
+        == 0
     )
     first = json.loads((out / REPORT).read_text("utf-8"))
     assert first["prompts"] == 3 and first["calls"] > 0
-    asked = ["evaluate", "geneval", "--images", str(out / "images"), "--prompts", "3", "--count", "2", "--tiny"]
-    assert run(*asked, "--device", "cpu", "--out", str(tmp_path / "again")) == 0
+    arguments = ["evaluate", "geneval", "--images", str(out / "images"), "--prompts", "3", "--count", "2", "--tiny"]
+    assert run(*arguments, "--device", "cpu", "--out", str(tmp_path / "again")) == 0
     second = json.loads((tmp_path / "again" / REPORT).read_text("utf-8"))
     assert first["scores"] == second["scores"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (["geneval"], "there is nothing to evaluate"),
         (["geneval", "--images", "nowhere", "--tiny"], "nowhere is no folder"),
@@ -250,34 +274,21 @@ def test_the_command_goes_from_a_model_to_a_table_and_again_from_its_folder(tmp_
         (["geneval", "--model", "grpo-toy-flow", "--objective-run", "nosuch"], "nosuch"),
     ],
 )
-def test_what_cannot_be_evaluated_is_a_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("evaluate", *arguments) == 2
-    assert sentence in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_two_processes_score_a_folder_together(tmp_path: Path) -> None:
-    lay_out(tmp_path / "images", geneval(40, 2), side=40)
-    asked = [
-        "evaluate",
-        "geneval",
-        "--images",
-        "images",
-        "--prompts",
-        "40",
-        "--count",
-        "2",
-        "--tiny",
-        "--device",
-        "cpu",
-    ]
+def test_two_ranks_score_a_folder_like_one(tmp_path: Path) -> None:
+    write_images(tmp_path / "images", geneval(40, 2), side=40)
+    arguments = ["evaluate", "geneval", "--images", "images", "--prompts", "40", "--count", "2", "--tiny"]
+    arguments += ["--device", "cpu"]
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tastemaker"]
-    for way, out in ((launch, "two"), (["-m", "tastemaker"], "one")):
-        command = [sys.executable, *way, *asked, "--out", out]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tastemaker"]
+    for launcher, out in ((torchrun, "two"), (["-m", "tastemaker"], "one")):
+        command = [sys.executable, *launcher, *arguments, "--out", out]
         done = subprocess.run(
             command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300, check=False
         )

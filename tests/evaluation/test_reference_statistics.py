@@ -1,4 +1,4 @@
-"""Distances between sets of pictures are what their formulas say, and unlike things are not compared."""
+"""FID, KID, Inception score and precision against their formulas, and checks of references."""
 
 from __future__ import annotations
 
@@ -16,27 +16,34 @@ from tastemaker.cli import main
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.data.image_io import save_image
+from tastemaker.evaluation.feature_extractors import (
+    BasicConv2d,
+    FeatureExtractor,
+    Inception,
+    load_feature_extractor,
+    load_inception,
+    resize_tf1,
+)
 from tastemaker.evaluation.image_sets import (
     ExpectedReference,
     ReferenceDescription,
     compare_to_reference,
     load_image_set,
+    load_reference,
     make_reference,
     pack_images,
 )
-from tastemaker.evaluation.inception import BasicConv2d, Inception, load_inception, resize_tf1
 from tastemaker.evaluation.metrics import frechet_distance, inception_score, kernel_distance, precision_recall
-from tastemaker.evaluation.reference_statistics import FeatureExtractor, load_feature_extractor, load_reference
-from tastemaker.rewards.backbones.loading import TINY
+from tastemaker.rewards.backbones.frozen_models import TINY
 
-QUIET = Console(quiet=True)
+CONSOLE = Console(quiet=True)
 
 
 def features(seed: int, count: int = 60, shift: float = 0.0) -> torch.Tensor:
     return torch.randn(count, 5, generator=torch.Generator().manual_seed(seed)) * torch.arange(1, 6) + shift
 
 
-def test_the_frechet_distance_is_that_of_numpy() -> None:
+def test_frechet_distance_matches_numpy() -> None:
     a, b = features(0), features(1, 80, 0.5)
     x, y = a.double().numpy(), b.double().numpy()
     one, other = np.cov(x, rowvar=False), np.cov(y, rowvar=False)
@@ -46,7 +53,7 @@ def test_the_frechet_distance_is_that_of_numpy() -> None:
     assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
 
 
-def test_the_kernel_distance_is_that_of_its_sums() -> None:
+def test_kernel_distance_matches_its_definition() -> None:
     a, b = features(0, 7), features(1, 7, 1.0)
     x, y = a.double().numpy(), b.double().numpy()
 
@@ -55,13 +62,13 @@ def test_the_kernel_distance_is_that_of_its_sums() -> None:
 
     within = sum(kernel(z[i], z[j]) for z in (x, y) for i in range(7) for j in range(7) if i != j) / 42
     across = sum(kernel(p, q) for p in x for q in y) / 49
-    found, spread = kernel_distance(a, b, subsets=3)
-    assert found == pytest.approx(within - 2 * across, rel=1e-9) and spread == pytest.approx(0, abs=1e-9)
+    distance, deviation = kernel_distance(a, b, subsets=3)
+    assert distance == pytest.approx(within - 2 * across, rel=1e-9) and deviation == pytest.approx(0, abs=1e-9)
     near = kernel_distance(features(0, 2000), features(2, 2000), subsets=5)[0]
     assert abs(near) < 0.1 * kernel_distance(features(0, 2000), features(2, 2000, 3.0), subsets=5)[0]
 
 
-def test_the_inception_score_lies_between_one_and_the_number_of_classes() -> None:
+def test_inception_score_is_between_one_and_the_number_of_classes() -> None:
     sure = F.one_hot(torch.arange(100) % 10, 10).float()
     assert inception_score(sure)[0] == pytest.approx(10)
     assert inception_score(torch.full((100, 10), 0.1))[0] == pytest.approx(1)
@@ -71,16 +78,16 @@ def test_the_inception_score_lies_between_one_and_the_number_of_classes() -> Non
     assert inception_score(chance, splits=1) == (pytest.approx(expected), 0)
 
 
-def test_precision_and_recall_count_who_is_covered() -> None:
-    real = torch.arange(10.0)[:, None]  # one apart: the third neighbour is two or three away
-    made = torch.tensor([[0.5], [4.5], [5.5], [6.5], [50.0]])
-    # 0 to 9 reach out by 3, 2, 2, 2, ..., 3; of those made four are within, and reach 4 to 43.5 far.
-    assert precision_recall(real, made) == (pytest.approx(0.8), pytest.approx(1.0))
-    assert precision_recall(real, real + 100, chunk=3) == (0, 0)
+def test_precision_and_recall_count_covered_points() -> None:
+    real = torch.arange(10.0)[:, None]  # one apart: the third neighbor is two or three away
+    generated = torch.tensor([[0.5], [4.5], [5.5], [6.5], [50.0]])
+    # The radii of 0 to 9 are 3, 2, 2, 2, ..., 3, so four generated points are inside; their radii are 4 to 43.5.
+    assert precision_recall(real, generated) == (pytest.approx(0.8), pytest.approx(1.0))
+    assert precision_recall(real, real + 100, chunk_size=3) == (0, 0)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_inception_has_the_published_tensors_and_reads_both_layouts(tmp_path: Path) -> None:
+def test_inception_loads_both_published_layouts(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = Inception(classes=True).eval()
     names = net.state_dict()
@@ -90,11 +97,11 @@ def test_inception_has_the_published_tensors_and_reads_both_layouts(tmp_path: Pa
     pixels = torch.rand(2, 3, 32, 32)
     published = {**names, "fc.bias": torch.zeros(1008), "AuxLogits.fc.bias": torch.zeros(1)}
     torch.save(published, tmp_path / "pt_inception.pth")
-    found = load_inception(tmp_path / "pt_inception.pth")
+    loaded = load_inception(tmp_path / "pt_inception.pth")
     with torch.no_grad():
-        for p in (p for p in net.parameters() if p.ndim == 4):  # in the same order sums are the same to the bit
+        for p in (p for p in net.parameters() if p.ndim == 4):  # equal memory formats give equal sums
             p.data = p.data.contiguous(memory_format=torch.channels_last)
-        assert found(pixels).equal(net(pixels)) and found(pixels).shape == (2, 2048)
+        assert loaded(pixels).equal(net(pixels)) and loaded(pixels).shape == (2, 2048)
         torch.jit.save(torch.jit.script(Scripted(net)), tmp_path / "nvidia.pt")
         torch.testing.assert_close(load_inception(tmp_path / "nvidia.pt")(pixels), net(pixels))
     with pytest.raises(ConfigError, match="there is no Inception at"):
@@ -102,42 +109,45 @@ def test_inception_has_the_published_tensors_and_reads_both_layouts(tmp_path: Pa
 
 
 class Scripted(torch.nn.Module):
-    """The weights in NVIDIA's layout, which has no scale in its norms."""
+    """The weights in NVIDIA's layout, whose norms have no scale."""
 
     def __init__(self, net: Inception) -> None:
         super().__init__()
         for i, conv in enumerate(module for module in net.modules() if isinstance(module, BasicConv2d)):
             part = torch.nn.Module()
             part.register_buffer("weight", conv.conv.weight.detach())
-            for mine, its in {"beta": conv.bn.bias, "mean": conv.bn.running_mean, "var": conv.bn.running_var}.items():
-                part.register_buffer(mine, its.detach())  # type: ignore[union-attr]
+            for name, x in {"beta": conv.bn.bias, "mean": conv.bn.running_mean, "var": conv.bn.running_var}.items():
+                part.register_buffer(name, x.detach())  # type: ignore[union-attr]
             self.add_module(f"conv_{i}", part)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
-def test_pictures_are_resized_as_tensorflow_did() -> None:
+def test_resize_matches_tensorflow_1() -> None:
     row = torch.tensor([0.0, 1.0, 4.0]).view(1, 1, 1, 3).expand(1, 1, 3, 3)
     assert torch.allclose(resize_tf1(row, 6)[0, 0, 0], torch.tensor([0.0, 0.5, 1.0, 2.5, 4.0, 4.0]))
 
 
 @pytest.fixture
-def seen(tmp_path: Path) -> tuple[Path, Path, FeatureExtractor]:
-    """Forty pictures in a folder, a reference of them, and who looked."""
+def reference(tmp_path: Path) -> tuple[Path, Path, FeatureExtractor]:
+    """A folder of forty images, a reference of them, and the feature extractor."""
     torch.manual_seed(0)
     for i in range(40):
         save_image(torch.rand(1, 3, 32, 32), tmp_path / "real" / f"{i:03d}.png")
-    by = load_feature_extractor("classifier", TINY, Placement())
-    make_reference(tmp_path / "real", ReferenceDescription("noise", "train"), by, tmp_path / "ref.safetensors", QUIET)
-    return tmp_path / "real", tmp_path / "ref.safetensors", by
+    extractor = load_feature_extractor("classifier", TINY, Placement())
+    folder, path = tmp_path / "real", tmp_path / "ref.safetensors"
+    make_reference(folder, ReferenceDescription("noise", "train"), extractor, path, CONSOLE)
+    return folder, path, extractor
 
 
-def test_samples_are_packed_as_adm_reads_them(seen: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
-    file = pack_images(seen[0], tmp_path / "samples.npz", QUIET)
-    with np.load(file) as found:
-        assert list(found) == ["arr_0"] and found["arr_0"].dtype == np.uint8 and found["arr_0"].shape == (40, 32, 32, 3)
-    assert load_image_set(file).equal(load_image_set(seen[0]))
+def test_images_are_packed_in_adm_layout(reference: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
+    file = pack_images(reference[0], tmp_path / "samples.npz", CONSOLE)
+    with np.load(file) as arrays:
+        assert (
+            list(arrays) == ["arr_0"] and arrays["arr_0"].dtype == np.uint8 and arrays["arr_0"].shape == (40, 32, 32, 3)
+        )
+    assert load_image_set(file).equal(load_image_set(reference[0]))
     np.savez(tmp_path / "odd.npz", arr_0=np.zeros((2, 3)))
     with pytest.raises(ConfigError, match=r"arr_0 is float64 \[2, 3\]; expected uint8"):
         load_image_set(tmp_path / "odd.npz")
@@ -146,75 +156,81 @@ def test_samples_are_packed_as_adm_reads_them(seen: tuple[Path, Path, FeatureExt
         load_image_set(tmp_path / "other.npz")
 
 
-def test_a_set_is_no_distance_from_itself(seen: tuple[Path, Path, FeatureExtractor]) -> None:
-    folder, where, by = seen
-    told = compare_to_reference(folder, where, ExpectedReference("noise", "train", 40), by, QUIET, few=True)
-    assert told["fid"] == pytest.approx(0, abs=1e-6) and told["precision"] == told["recall"] == 1
-    assert told["reference"].startswith("noise train, 40 pictures of 32 pixels, by classifier-")
-    assert told["inception score"] >= 1
+def test_metrics_of_a_set_against_itself(reference: tuple[Path, Path, FeatureExtractor]) -> None:
+    folder, path, extractor = reference
+    expected = ExpectedReference("noise", "train", 40)
+    metrics = compare_to_reference(folder, path, expected, extractor, CONSOLE, allow_few=True)
+    assert metrics["fid"] == pytest.approx(0, abs=1e-6) and metrics["precision"] == metrics["recall"] == 1
+    assert metrics["reference"].startswith("noise train, 40 images of 32 pixels, by classifier-")
+    assert metrics["inception score"] >= 1
 
 
-def test_the_usual_mix_ups_are_errors(seen: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
-    folder, where, by = seen
-    for claim, sentence in {
-        ExpectedReference(split="test"): "--split says test, but",
-        ExpectedReference(count=50000): "--count says 50000, but .* is noise train, 40 pictures",
-        ExpectedReference(name="cifar10"): "--name says cifar10",
+def test_mismatched_references_are_refused(reference: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
+    folder, path, extractor = reference
+    for expected, message in {
+        ExpectedReference(split="test"): "--split is test",
+        ExpectedReference(count=50000): "--count is 50000",
+        ExpectedReference(name="cifar10"): "--name is cifar10",
     }.items():
-        with pytest.raises(ConfigError, match=sentence):
-            compare_to_reference(folder, where, claim, by, QUIET, few=True)
-    with pytest.raises(ConfigError, match="seen by another network"):
-        compare_to_reference(folder, where, ExpectedReference(), replace(by, network="inception-1"), QUIET, few=True)  # type: ignore[type-var]
-    with pytest.raises(ConfigError, match="seen by another preprocessing"):
-        compare_to_reference(folder, where, ExpectedReference(), replace(by, preprocessing="cubic"), QUIET, few=True)  # type: ignore[type-var]
+        with pytest.raises(ConfigError, match=message):
+            compare_to_reference(folder, path, expected, extractor, CONSOLE, allow_few=True)
+    other = replace(extractor, network="inception-1")  # type: ignore[type-var]
+    with pytest.raises(ConfigError, match="another network"):
+        compare_to_reference(folder, path, ExpectedReference(), other, CONSOLE, allow_few=True)
+    other = replace(extractor, preprocessing="cubic")  # type: ignore[type-var]
+    with pytest.raises(ConfigError, match="another preprocessing"):
+        compare_to_reference(folder, path, ExpectedReference(), other, CONSOLE, allow_few=True)
     save_image(torch.rand(1, 3, 16, 16), tmp_path / "small" / "0.png")
     with pytest.raises(ConfigError, match="16 pixels high, but"):
-        compare_to_reference(tmp_path / "small", where, ExpectedReference(), by, QUIET, few=True)
+        compare_to_reference(tmp_path / "small", path, ExpectedReference(), extractor, CONSOLE, allow_few=True)
     save_image(torch.rand(1, 3, 32, 32), tmp_path / "one" / "0.png")
     with pytest.raises(ConfigError, match="there are 1 samples for 8 features"):
-        compare_to_reference(tmp_path / "one", where, ExpectedReference(), by, QUIET)
+        compare_to_reference(tmp_path / "one", path, ExpectedReference(), extractor, CONSOLE)
     np.savez(tmp_path / "adm.npz", mu=np.zeros(3), sigma=np.zeros((3, 3)))
-    with pytest.raises(ConfigError, match="is no reference that names itself"):
+    with pytest.raises(ConfigError, match="no labelled reference"):
         load_reference(tmp_path / "adm.npz")
 
 
-def test_the_commands_write_their_numbers(seen: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
-    folder, where, out = str(seen[0]), str(tmp_path / "again.safetensors"), tmp_path / "told.json"
+def test_pack_keptand_compare_commands(reference: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
+    folder, path, out = str(reference[0]), str(tmp_path / "again.safetensors"), tmp_path / "metrics.json"
     same = ["--network", "classifier", "--weights", TINY, "--device", "cpu"]
     for arguments in (
         ["pack", folder, "--out", str(tmp_path / "a.npz")],
-        ["reference", folder, "--name", "noise", "--split", "train", "--out", where, *same],
-        ["compare", str(tmp_path / "a.npz"), "--reference", where, "--out", str(out), "--few", *same],
+        ["reference", folder, "--name", "noise", "--split", "train", "--out", path, *same],
+        ["compare", str(tmp_path / "a.npz"), "--reference", path, "--out", str(out), "--few", *same],
     ):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main(arguments)
-        assert ended.value.code == 0
+        assert exit_info.value.code == 0
     assert json.loads(out.read_text())["count"] == 40
 
 
-def test_the_statistics_of_adms_references_are_kept_with_how_many_they_are_of(
-    seen: tuple[Path, Path, FeatureExtractor], tmp_path: Path
-) -> None:
-    folder, where, by = seen
-    own, file = load_reference(where), tmp_path / "VIRTUAL_noise32.npz"
+def test_statistics_of_adm_references_are_kept(reference: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
+    folder, path, extractor = reference
+    own, file = load_reference(path), tmp_path / "VIRTUAL_noise32.npz"
     mean, covariance = own.mean.numpy() + 1e-3, own.covariance.numpy() * 1.5
     some = load_image_set(folder)[:20].numpy()
     np.savez(file, arr_0=some, mu=mean, sigma=covariance, mu_s=np.zeros(3), sigma_s=np.zeros((3, 3)))
-    named = ReferenceDescription("noise", "train", count=1_281_167)
-    found = make_reference(file, named, by, tmp_path / "adm.safetensors", QUIET)
-    assert str(found.label).startswith("noise train, 1281167 pictures of 32 pixels") and len(found.features) == 20
-    assert np.array_equal(found.mean.numpy(), mean) and np.array_equal(found.covariance.numpy(), covariance)
-    told = compare_to_reference(
-        folder, tmp_path / "adm.safetensors", ExpectedReference("noise", "train", 1_281_167), by, QUIET, few=True
+    description = ReferenceDescription("noise", "train", count=1_281_167)
+    kept = make_reference(file, description, extractor, tmp_path / "adm.safetensors", CONSOLE)
+    assert str(kept.label).startswith("noise train, 1281167 images of 32 pixels") and len(kept.features) == 20
+    assert np.array_equal(kept.mean.numpy(), mean) and np.array_equal(kept.covariance.numpy(), covariance)
+    metrics = compare_to_reference(
+        folder,
+        tmp_path / "adm.safetensors",
+        ExpectedReference("noise", "train", 1_281_167),
+        extractor,
+        CONSOLE,
+        allow_few=True,
     )
-    assert told["fid"] > 0 and "1281167" in told["reference"]
-    with pytest.raises(ConfigError, match="not of how many; tell it by --count"):
-        make_reference(file, ReferenceDescription("noise", "train"), by, tmp_path / "none", QUIET)
-    with pytest.raises(ConfigError, match="holds no statistics; pictures are counted here"):
-        make_reference(folder, named, by, tmp_path / "none", QUIET)
+    assert metrics["fid"] > 0 and "1281167" in metrics["reference"]
+    with pytest.raises(ConfigError, match="give --count"):
+        make_reference(file, ReferenceDescription("noise", "train"), extractor, tmp_path / "none", CONSOLE)
+    with pytest.raises(ConfigError, match="leave --count out"):
+        make_reference(folder, description, extractor, tmp_path / "none", CONSOLE)
     np.savez(file, arr_0=some, mu=mean + 100, sigma=covariance)
-    with pytest.raises(ConfigError, match="give the Inception that it was made by"):
-        make_reference(file, named, by, tmp_path / "none", QUIET)
+    with pytest.raises(ConfigError, match="give the Inception"):
+        make_reference(file, description, extractor, tmp_path / "none", CONSOLE)
     np.savez(file, arr_0=some, mu=np.zeros(3), sigma=np.zeros((3, 3)))
-    with pytest.raises(ConfigError, match="has statistics of 3 features, this network 8"):
-        make_reference(file, named, by, tmp_path / "none", QUIET)
+    with pytest.raises(ConfigError, match="3 features"):
+        make_reference(file, description, extractor, tmp_path / "none", CONSOLE)

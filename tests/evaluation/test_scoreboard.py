@@ -1,4 +1,4 @@
-"""From results that somebody made up to a table, pictures and a page."""
+"""The scoreboard from synthetic results: rows, targets, tables, figures and the page."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ import torch
 
 from tastemaker.cli import main
 from tastemaker.core.registry import ConfigError
-from tastemaker.evaluation.scoreboard.aggregate import ScoreboardRow, bootstrap_interval_over_seeds, build_rows
-from tastemaker.evaluation.scoreboard.markdown_tables import (
+from tastemaker.evaluation.scoreboard.page import (
     BEGIN_MARK,
     END_MARK,
     format_count,
+    format_motion_table,
     format_score,
     format_section,
     replace_section,
 )
-from tastemaker.evaluation.scoreboard.motion_table import format_motion_table
 from tastemaker.evaluation.scoreboard.plan import CellTarget, ScoreboardPlan, list_jobs, load_plan
-from tastemaker.evaluation.scoreboard.results import Result, first_and_last, load_results
+from tastemaker.evaluation.scoreboard.results import (
+    Result,
+    ScoreboardRow,
+    bootstrap_interval_over_seeds,
+    build_rows,
+    first_and_last,
+    load_results,
+)
 from tastemaker.evaluation.scoreboard.svg_charts import cost_chart, curve_charts, overview_chart, spread_labels
 from tastemaker.playground.captions import TASKS
 
@@ -40,51 +46,57 @@ GAINS = {
 }
 
 
-def marks(level: float, seed: int, prompts: int = 84) -> dict[str, list[float]]:
-    """Scores of prompts that are right so often."""
-    chance = torch.Generator().manual_seed(seed)
-    return {tag: (torch.rand(prompts, generator=chance) < level).double().tolist() for tag in TASKS}
+def random_scores(level: float, seed: int, prompts: int = 84) -> dict[str, list[float]]:
+    """Scores of prompts that are correct with a probability."""
+    generator = torch.Generator().manual_seed(seed)
+    return {tag: (torch.rand(prompts, generator=generator) < level).double().tolist() for tag in TASKS}
 
 
-def side(level: float, seed: int, calls: float = 10.0, spread: float = 0.2) -> dict[str, Any]:
-    rows = marks(level, seed)
+def evaluation(level: float, seed: int, calls: float = 10.0, diversity: float = 0.2) -> dict[str, Any]:
+    rows = random_scores(level, seed)
     means = {tag: {"mean": sum(values) / len(values)} for tag, values in rows.items()}
     means["overall"] = {"mean": sum(mean["mean"] for mean in means.values()) / len(means)}
-    told = {"benchmark": "playeval", "prompts": 240, "pictures": 480, "calls": calls}
-    return {**told, "scores": {"strict": means}, "rows": {"strict": rows}, "frechet": 1 - level, "diversity": spread}
+    header = {"benchmark": "playeval", "prompts": 240, "pictures": 480, "calls": calls}
+    return {
+        **header,
+        "scores": {"strict": means},
+        "rows": {"strict": rows},
+        "frechet": 1 - level,
+        "diversity": diversity,
+    }
 
 
-def made_up() -> list[Result]:
-    """Of every cell of the playground what might have come of it; nobody has measured any of this."""
-    results: list[Result] = json.loads(written())
+def synthetic_results() -> list[Result]:
+    """Return made-up results of every cell of the playground plan."""
+    results: list[Result] = json.loads(synthetic_results_json())
     return results
 
 
 @cache
-def written() -> str:
-    """These results as JSON, so that a test may change its copy."""
-    found, told = load_plan("playground"), []
-    for place, job in enumerate(list_jobs(found, list(found.cells), (0, 1, 2), (0,))):
-        cell = found.cells[job.cell]
+def synthetic_results_json() -> str:
+    """Return the results as JSON, so that each test can change its copy."""
+    plan, results = load_plan("playground"), []
+    for number, job in enumerate(list_jobs(plan, list(plan.cells), (0, 1, 2), (0,))):
+        cell = plan.cells[job.cell]
         base, gain = BASES.get(cell.family, 0.5), GAINS.get(cell.objective, 0.0)
-        gain = 0.0 if job.kind == "control" else 0.05 * (job.n or 1) ** 0.5 if job.n else gain
+        gain = 0.0 if job.kind == "control" else 0.05 * (job.num_candidates or 1) ** 0.5 if job.num_candidates else gain
         about = {"objective": cell.objective, "family": cell.family, "reward": cell.reward}
-        calls = 10.0 * (job.n or 1) * (0.7 if cell.search and cell.search.type == "parm" else 1)
-        result = {"key": job.key, "cell": job.cell, "kind": job.kind, "seed": job.seed, "n": job.n}
+        calls = 10.0 * (job.num_candidates or 1) * (0.7 if cell.search and cell.search.type == "parm" else 1)
+        result = {"key": job.key, "cell": job.cell, "kind": job.kind, "seed": job.seed, "n": job.num_candidates}
         result |= {"about": {**about, **({"search": cell.search.type} if cell.search else {})}, "fingerprint": "x"}
         result |= {
-            "before": side(base, list(BASES).index(cell.family)),
-            "after": side(min(base + gain, 0.97), place, calls),
+            "before": evaluation(base, list(BASES).index(cell.family)),
+            "after": evaluation(min(base + gain, 0.97), number, calls),
         }
-        result["environment"] = {"device": "nothing (made up)", "precision": "bf16", "torch": "0"}
+        result["environment"] = {"device": "synthetic", "precision": "bf16", "torch": "0"}
         if not cell.search:
             curve = [[step, 0.5 + gain * step / 200 + 0.02 * ((step * 7) % 5)] for step in range(1, 200, 4)]
-            warned = [{"step": 150, "warning": "probable reward hacking: made up"}] if "lenient" in job.cell else []
-            paid = {"steps": 200, "samples": 38_000 if "nft" in job.cell else 115_200, "seconds": 40.0, "calls": 9e6}
-            told_of = {"reward": [0.5, 0.5 + gain], "guard": {}, "warnings": warned, "curves": {"reward": curve}}
-            result["training"] = {**paid, **told_of, "best": None}
-        told.append(result)
-    return json.dumps(told)
+            warned = [{"step": 150, "warning": "probable reward hacking: synthetic"}] if "lenient" in job.cell else []
+            costs = {"steps": 200, "samples": 38_000 if "nft" in job.cell else 115_200, "seconds": 40.0, "calls": 9e6}
+            rewards = {"reward": [0.5, 0.5 + gain], "guard": {}, "warnings": warned, "curves": {"reward/mean": curve}}
+            result["training"] = {**costs, **rewards, "best": None}
+        results.append(result)
+    return json.dumps(results)
 
 
 @pytest.fixture(scope="module")
@@ -93,96 +105,95 @@ def playground() -> ScoreboardPlan:
 
 
 @pytest.fixture(scope="module")
-def found(playground: ScoreboardPlan) -> list[ScoreboardRow]:
-    return build_rows(made_up(), playground)
+def rows(playground: ScoreboardPlan) -> list[ScoreboardRow]:
+    return build_rows(synthetic_results(), playground)
 
 
-def line(found: list[ScoreboardRow], key: str) -> ScoreboardRow:
-    return next(each for each in found if each.key == key)
+def find_row(rows: list[ScoreboardRow], key: str) -> ScoreboardRow:
+    return next(row for row in rows if row.key == key)
 
 
-def test_a_cell_is_the_mean_of_its_seeds_with_its_control_beside_it(found: list[ScoreboardRow]) -> None:
-    grpo = line(found, "grpo-flow")
+def test_row_is_the_mean_over_seeds_with_its_control(rows: list[ScoreboardRow]) -> None:
+    grpo = find_row(rows, "grpo-flow")
     assert grpo.seeds == 3
     assert 0.3 < grpo.change.low < grpo.change.mean < grpo.change.high < 0.5
-    assert grpo.control is not None and grpo.control.low < 0 < grpo.control.high + 0.1
+    assert grpo.control_change is not None and grpo.control_change.low < 0 < grpo.control_change.high + 0.1
     assert grpo.change.mean == pytest.approx(grpo.after.mean - grpo.before, abs=1e-9)
 
 
-def test_an_interval_of_one_seed_is_that_of_its_prompts() -> None:
+def test_interval_of_one_seed_is_over_prompts() -> None:
     values = torch.rand(1, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    told, error = bootstrap_interval_over_seeds([values]), values.std() / 400**0.5
-    assert told.mean == pytest.approx(values.mean().item())
-    assert told.high - told.low == pytest.approx(2 * 1.96 * error.item(), rel=0.1)
+    interval, error = bootstrap_interval_over_seeds([values]), values.std() / 400**0.5
+    assert interval.mean == pytest.approx(values.mean().item())
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * error.item(), rel=0.1)
 
 
-def test_seeds_that_differ_widen_the_interval() -> None:
+def test_variation_over_seeds_widens_the_interval() -> None:
     alike = torch.full((3, 100), 0.5, dtype=torch.float64)
     apart = alike + torch.tensor([[-0.2], [0.0], [0.2]])
     assert bootstrap_interval_over_seeds([alike]).high == pytest.approx(0.5)
     assert bootstrap_interval_over_seeds([apart]).high > 0.55
 
 
-def test_aims_are_held_against_what_was_measured(found: list[ScoreboardRow]) -> None:
-    assert line(found, "reward-gradient-flow").missed == ()
-    assert line(found, "grpo-flow").missed == ("strict 0.9 was aimed at",)
-    assert line(found, "nft-flow").missed is not None and "below" in str(line(found, "nft-flow").missed)
-    assert line(found, "reward-gradient-flow16-lenient").missed == ()
-    assert line(found, "best-of-flow-20").missed is None
+def test_missed_targets_are_found(rows: list[ScoreboardRow]) -> None:
+    assert find_row(rows, "reward-gradient-flow").missed_targets == ()
+    assert find_row(rows, "grpo-flow").missed_targets == ("strict is below the target of 0.9",)
+    assert "below grpo-flow" in str(find_row(rows, "nft-flow").missed_targets)
+    assert find_row(rows, "reward-gradient-flow16-lenient").missed_targets == ()
+    assert find_row(rows, "best-of-flow-20").missed_targets is None
 
 
-def test_a_rising_control_and_a_falling_score_miss_their_aims(playground: ScoreboardPlan) -> None:
-    results = [each for each in made_up() if each["cell"] in ("dpo-causal", "srpo-flow")]
+def test_rising_control_and_falling_score_miss_their_targets(playground: ScoreboardPlan) -> None:
+    results = [each for each in synthetic_results() if each["cell"] in ("dpo-causal", "srpo-flow")]
     for result in results:
-        result["after"] = side(0.2 if result["cell"] == "srpo-flow" else 0.9, 7)
-    told = build_rows(results, playground)
-    assert line(told, "dpo-causal").missed == ("its control rises as much",)
-    assert line(told, "srpo-flow").missed is not None and "strict falls" in str(line(told, "srpo-flow").missed)
+        result["after"] = evaluation(0.2 if result["cell"] == "srpo-flow" else 0.9, 7)
+    rows = build_rows(results, playground)
+    assert find_row(rows, "dpo-causal").missed_targets == ("its control rises as much",)
+    assert "strict falls" in str(find_row(rows, "srpo-flow").missed_targets)
 
 
-def test_every_aim_of_the_plan_is_one_that_can_be_missed(playground: ScoreboardPlan) -> None:
-    asked = [cell.aim for cell in playground.cells.values() if cell.aim]
-    assert asked and all(aim != CellTarget() for aim in asked)
+def test_targets_of_the_plan_are_not_empty(playground: ScoreboardPlan) -> None:
+    targets = [cell.target for cell in playground.cells.values() if cell.target]
+    assert targets and all(target != CellTarget() for target in targets)
 
 
-def test_the_pictures_are_whole_and_in_words_too(playground: ScoreboardPlan, found: list[ScoreboardRow]) -> None:
-    for picture in (overview_chart(found, {"grpo-flow": 0.9}), cost_chart(found), curve_charts(found, made_up())):
-        root = ElementTree.fromstring(picture)
+def test_figures_are_valid_svg_with_titles(playground: ScoreboardPlan, rows: list[ScoreboardRow]) -> None:
+    figures = [overview_chart(rows, {"grpo-flow": 0.9}), cost_chart(rows), curve_charts(rows, synthetic_results())]
+    for figure in figures:
+        root = ElementTree.fromstring(figure)
         assert root.find("{http://www.w3.org/2000/svg}title") is not None
-        assert "nan" not in picture and "prefers-color-scheme: dark" in picture
+        assert "nan" not in figure and "prefers-color-scheme: dark" in figure
 
 
-def test_the_overview_shows_of_a_search_the_largest(found: list[ScoreboardRow]) -> None:
-    shown = overview_chart(found, {})
-    assert "best of 20" in shown and "best of 4" not in shown
+def test_overview_shows_searches_with_most_candidates(rows: list[ScoreboardRow]) -> None:
+    figure = overview_chart(rows, {})
+    assert "best of 20" in figure and "best of 4" not in figure
 
 
-def test_the_page_says_what_was_measured_and_what_was_not_reached(
-    playground: ScoreboardPlan, found: list[ScoreboardRow]
-) -> None:
-    text = format_section(found, made_up(), "scoreboard")
-    assert "nothing (made up)" in text and "240 prompts" in text
-    assert "- grpo-flow: strict 0.9 was aimed at" in text
+def test_page_describes_measurements_and_missed_targets(playground: ScoreboardPlan, rows: list[ScoreboardRow]) -> None:
+    text = format_section(rows, synthetic_results(), "scoreboard")
+    assert "synthetic" in text and "240 prompts" in text
+    assert "- grpo-flow: strict is below the target of 0.9" in text
     assert "- reward-gradient-flow16-lenient, step 150: probable reward hacking" in text
     widths = {row.count("|") for row in text.split("### Task by task")[0].splitlines() if row.startswith("|")}
     assert len(widths) == 1
 
 
-def test_clips_have_a_table_of_their_motion_at_equal_time(playground: ScoreboardPlan) -> None:
-    results = [each for each in made_up() if each["about"]["family"] in ("video", "flow16")]
+def test_motion_table_compares_videos_at_equal_time(playground: ScoreboardPlan) -> None:
+    results = [each for each in synthetic_results() if each["about"]["family"] in ("video", "flow16")]
     assert format_motion_table(results) is None
     for result in results:
         if result["cell"] in ("reward-gradient-video", "grpo-video") and result["kind"] == "after":
             slow = result["cell"] == "grpo-video"
-            told: dict[str, Any] = result["training"]
-            told["steps"], told["seconds"] = 100, 50.0 if slow else 25.0
-            told["guard"] = {
-                "reward": [0.0, 1.0],
-                "reward/taste": [0.5, 0.4],
+            training: dict[str, Any] = result["training"]
+            training["steps"], training["seconds"] = 100, 50.0 if slow else 25.0
+            training["guard"] = {
+                "reward/mean": [0.0, 1.0],
+                "rewards/taste": [0.5, 0.4],
                 "motion": [2.0, 1.0],
                 "diversity": [0.3, 0.2],
             }
-            told["curves"]["guard/reward"] = [[0, 0.0], [50, 0.5], [100, 1.0]]
+            training["curves"]["guard/reward/mean"] = [[0, 0.0], [50, 0.5], [100, 1.0]]
     table = format_motion_table(results)
     assert table is not None
     fast, slow_row = table.splitlines()[2:]
@@ -194,10 +205,10 @@ def test_clips_have_a_table_of_their_motion_at_equal_time(playground: Scoreboard
         and "taste .500 -> .400" in fast
     )
     assert "after 25 s" in table.splitlines()[0]
-    assert "### Clips" in format_section(build_rows(results, playground), results, "scoreboard", table)
+    assert "### Videos" in format_section(build_rows(results, playground), results, "scoreboard", table)
 
 
-def test_only_the_marked_part_of_a_page_changes() -> None:
+def test_only_the_marked_section_of_a_page_changes() -> None:
     page = f"# before\n\n{BEGIN_MARK}\nold\n{END_MARK}\n\nafter\n"
     once = replace_section(page, "new", "page.md")
     assert once == f"# before\n\n{BEGIN_MARK}\n\nnew\n\n{END_MARK}\n\nafter\n"
@@ -206,26 +217,26 @@ def test_only_the_marked_part_of_a_page_changes() -> None:
         replace_section("# nothing", "new", "page.md")
 
 
-def test_one_file_of_results_tells_everything_elsewhere(tmp_path: Path) -> None:
-    results = [each for each in made_up() if each["about"]["family"] == "flow"]
+def test_summary_from_merged_results(tmp_path: Path) -> None:
+    results = [each for each in synthetic_results() if each["about"]["family"] == "flow"]
     (tmp_path / "results.json").write_text(json.dumps({"format": 1, "results": results}))
     page = tmp_path / "page.md"
     page.write_text(f"# a page\n{BEGIN_MARK}\n{END_MARK}\nits end\n")
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         main(["bench", "playground", "--summary", str(tmp_path / "results.json"), "--write", str(page)])
-    assert left.value.code == 0
+    assert exit_info.value.code == 0
     assert "page/overview.svg" in page.read_text() and page.read_text().endswith("its end\n")
     assert {path.name for path in (tmp_path / "page").iterdir()} == {"overview.svg", "curves.svg", "prices.svg"}
     assert len(load_results(tmp_path)) == len(results)
 
 
-def test_nothing_measured_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
+def test_summary_without_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
         main(["bench", "playground", "--summary", str(tmp_path)])
-    assert left.value.code == 2 and "run the bench first" in capsys.readouterr().err
+    assert exit_info.value.code == 2 and "run the bench first" in capsys.readouterr().err
 
 
-def test_numbers_are_short() -> None:
+def test_number_formats() -> None:
     assert [format_score(x) for x in (0.4834, -0.02, 1.0, 0.9999, 12.5)] == [
         ".483",
         "-.020",
@@ -236,31 +247,33 @@ def test_numbers_are_short() -> None:
     assert [format_count(x) for x in (12, 115_200, 8_960_000)] == ["12", "115 k", "8.96 M"]
 
 
-def test_the_ends_of_a_curve_are_means_of_a_few_steps() -> None:
+def test_first_and_last_are_means_over_a_few_steps() -> None:
     assert first_and_last([(i, float(i)) for i in range(40)]) == [2.0, 37.0]
     assert first_and_last([(0, 1.0), (50, 2.0)]) == [1.0, 2.0] and first_and_last([]) == []
 
 
-def test_what_older_measurements_do_not_say_is_no_zero_in_the_mean(playground: ScoreboardPlan) -> None:
-    results = [each for each in made_up() if each["cell"] == "best-of-masked" and each["n"] == 20]
+def test_missing_costs_are_not_averaged_as_zero(playground: ScoreboardPlan) -> None:
+    results = [each for each in synthetic_results() if each["cell"] == "best-of-masked" and each["n"] == 20]
     for each in results[1:]:
         each["after"] |= {"judged": 20.0, "flops": 1e9}
-    (told,) = build_rows(results, playground)
-    assert (told.seeds, told.judged, told.flops) == (3, 20, 1e9)
+    (row,) = build_rows(results, playground)
+    assert (row.seeds, row.judge_calls, row.flops) == (3, 20, 1e9)
 
 
-def test_a_search_that_aims_at_anothers_score_is_held_to_a_share_of_its_calls(playground: ScoreboardPlan) -> None:
-    results = [each for each in made_up() if each["cell"] in ("best-of-masked", "parm-late-masked")]
+def test_baseline_target_of_a_search_limits_network_calls(playground: ScoreboardPlan) -> None:
+    results = [each for each in synthetic_results() if each["cell"] in ("best-of-masked", "parm-late-masked")]
     late = [each for each in results if each["cell"] == "parm-late-masked"]
     for calls, missed in ((140.0, "with 0.70 of its calls"), (120.0, "")):
         for each in late:
-            each["after"] |= {"calls": calls, "rows": {"strict": marks(1.0, 0)}}
-        told = line(build_rows(results, playground), "parm-late-masked-14")
-        assert told.missed == ((missed,) if missed else ())
-    assert line(build_rows(late, playground), "parm-late-masked-14").missed == ("best-of-masked-20 is not measured",)
+            each["after"] |= {"calls": calls, "rows": {"strict": random_scores(1.0, 0)}}
+        row = find_row(build_rows(results, playground), "parm-late-masked-14")
+        assert row.missed_targets == ((missed,) if missed else ())
+    assert find_row(build_rows(late, playground), "parm-late-masked-14").missed_targets == (
+        "best-of-masked-20 is not measured",
+    )
 
 
-def test_names_that_would_cover_one_another_stand_apart() -> None:
+def test_labels_do_not_overlap() -> None:
     names = [(100.0, 80.0, "one search", "middle"), (110.0, 74.0, "another", "middle"), (400.0, 78.0, "far", "start")]
     placed = {words: (x, y) for x, y, words, _ in spread_labels(names)}
     assert placed["one search"] == (100, 80) and placed["far"] == (400, 78)

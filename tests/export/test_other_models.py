@@ -1,8 +1,7 @@
-"""Every published model goes out whole and as adapters, and diffusers' pipeline computes what ours does."""
+"""Exports of SD3, Qwen-Image, SD 1.5 and SDXL: diffusers computes the same with pipelines and LoRA files."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ from tiers import fast
 from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from untrained_runs import save_perturbed_run
 
 from tastemaker.config.build import build
 from tastemaker.config.load import load
-from tastemaker.core.guidance import unwrap_guidance
 from tastemaker.core.policy import Backbone
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
@@ -28,15 +27,19 @@ from tastemaker.core.types import Placement
 from tastemaker.export.generator import GeneratorExport, export_generator
 from tastemaker.export.lora import DIFFUSERS_LORA_FILE, LoraFromFile
 from tastemaker.models import qwen_image, sd3, sd15, sdxl
-from tastemaker.training.resume import write_run_config
+from tastemaker.training.run_directory import write_run_config
 
-QUIET = Console(quiet=True)
+CONSOLE = Console(quiet=True)
 PROMPTS = ["a red cat", "two dogs"]
 SETTINGS = [
-    "engine={device: cpu, precision: fp32, trainable: fp32, memory: keep, compile: false}",
-    "batch={prompts: 2, rollout: null, microbatch: null}", "rewards=null", "rewards={color: {type: color}}",
-    "data={type: prompts, prompts: [a red, a blue]}", "ema=0", "sample.use=live",
-]  # fmt: skip
+    "engine={device: cpu, precision: fp32, param_dtype: fp32, activation_memory: keep, compile: false}",
+    "batch={prompts: 2, rollout_batch_size: null, micro_batch_size: null}",
+    "rewards=null",
+    "rewards={color: {type: color}}",
+    "data={type: prompts, prompts: [a red, a blue]}",
+    "ema_decay=0",
+    "sample.weights=live",
+]
 
 
 def clip(kind: Any, config: dict[str, Any], seed: int) -> Any:
@@ -44,7 +47,7 @@ def clip(kind: Any, config: dict[str, Any], seed: int) -> Any:
 
 
 def sd3_pipeline() -> Any:
-    small, projecting = sd3.SMALL, transformers.CLIPTextModelWithProjection
+    small, projecting = sd3.TINY_CONFIGS, transformers.CLIPTextModelWithProjection
     return diffusers.StableDiffusion3Pipeline(
         transformer=random(diffusers.SD3Transformer2DModel, small["transformer"], 1),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -62,7 +65,7 @@ def sd3_pipeline() -> Any:
 
 
 def qwen_pipeline() -> Any:
-    small = qwen_image.SMALL
+    small = qwen_image.TINY_CONFIGS
     ends = {"vocab_size": 300, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
     spoken = {**small["text_encoder"]["text_config"], **ends}
     config = transformers.Qwen2_5_VLConfig(**{**small["text_encoder"], "text_config": spoken})
@@ -78,10 +81,10 @@ def qwen_pipeline() -> Any:
 
 def sd15_pipeline() -> Any:
     return diffusers.StableDiffusionPipeline(
-        random(diffusers.AutoencoderKL, sd15.SMALL["vae"], 1),
-        clip(transformers.CLIPTextModel, sd15.SMALL["text_encoder"], 2),
+        random(diffusers.AutoencoderKL, sd15.TINY_CONFIGS["vae"], 1),
+        clip(transformers.CLIPTextModel, sd15.TINY_CONFIGS["text_encoder"], 2),
         byte_clip_tokenizer(),
-        random(diffusers.UNet2DConditionModel, sd15.SMALL["unet"], 3),
+        random(diffusers.UNet2DConditionModel, sd15.TINY_CONFIGS["unet"], 3),
         diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
         None, None, requires_safety_checker=False,
     )  # fmt: skip
@@ -89,12 +92,12 @@ def sd15_pipeline() -> Any:
 
 def sdxl_pipeline() -> Any:
     return diffusers.StableDiffusionXLPipeline(
-        random(diffusers.AutoencoderKL, sdxl.SMALL["vae"], 1),
-        clip(transformers.CLIPTextModel, sdxl.SMALL["text_encoder"], 2),
-        clip(transformers.CLIPTextModelWithProjection, sdxl.SMALL["text_encoder_2"], 3),
+        random(diffusers.AutoencoderKL, sdxl.TINY_CONFIGS["vae"], 1),
+        clip(transformers.CLIPTextModel, sdxl.TINY_CONFIGS["text_encoder"], 2),
+        clip(transformers.CLIPTextModelWithProjection, sdxl.TINY_CONFIGS["text_encoder_2"], 3),
         byte_clip_tokenizer(),
         byte_clip_tokenizer(),
-        random(diffusers.UNet2DConditionModel, sdxl.SMALL["unet"], 4),
+        random(diffusers.UNet2DConditionModel, sdxl.TINY_CONFIGS["unet"], 4),
         diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
     )
 
@@ -107,38 +110,31 @@ class Family:
 
 
 FAMILIES = {
-    "sd3": Family(sd3_pipeline, "flowgrpo-sd35", ", words: 24"),
-    "qwen_image": Family(qwen_pipeline, "flowgrpo-sd35", ", words: 280"),
+    "sd3": Family(sd3_pipeline, "flowgrpo-sd35", ", max_text_tokens: 24"),
+    "qwen_image": Family(qwen_pipeline, "flowgrpo-sd35", ", max_text_tokens: 280"),
     "sd15": Family(sd15_pipeline, "draft-sd15"),
     "sdxl": Family(sdxl_pipeline, "refl-sdxl"),
 }
 
 
-def trained(family: Family, kind: str, tuning: str, folder: Path) -> tuple[Path, Backbone]:
-    """A run on the pipeline's weights, and its model, moved by made-up numbers."""
+def save_run(family: Family, kind: str, tuning: str, folder: Path) -> tuple[Path, Backbone]:
+    """Save a run on the pipeline's weights with perturbed weights. Returns its directory and model."""
     family.pipeline().save_pretrained(folder / "base")
     model = f"{{type: {kind}, weights: {folder / 'base'}, height: 32, width: 32{family.more}}}"
-    chosen = ["model=null", f"model={model}", "tuning=null", f"tuning={tuning}", f"output={folder}", "name=run"]
+    chosen = ["model=null", f"model={model}", "tuning=null", f"tuning={tuning}", f"output_dir={folder}", "name=run"]
     config = load(family.recipe, [*SETTINGS, *chosen])
-    run = build(config)
-    chance = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in run.policy.weights.trainable().values():
-            p.add_(0.05 * torch.randn(p.shape, generator=chance))
-    run.save(1)
-    write_run_config(config, run.directory)
-    (run.directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}))
-    return run.directory, unwrap_guidance(run.policy.model)[0]
+    run = save_perturbed_run(config)
+    return run.directory, run.policy.model.unguided
 
 
 @torch.no_grad()
-def predicted(model: Backbone) -> Tensor:
+def predict(model: Backbone) -> Tensor:
     x, t = Randomness(0, 0, torch.arange(2)).normal("x", *model.shape), torch.tensor([0.3, 0.8])
     return model.predict(x, t, model.embed(PROMPTS))
 
 
-def borrowed(family: Family, kind: str, folder: Path, net: Any) -> Backbone:
-    """Our model around the network of a pipeline."""
+def wrap_network(family: Family, kind: str, folder: Path, net: Any) -> Backbone:
+    """Return our backbone with the network of a pipeline."""
     model = f"{{type: {kind}, weights: {folder / 'base'}, height: 32, width: 32{family.more}}}"
     spec = load(family.recipe, [*SETTINGS, "model=null", f"model={model}"]).model
     backbone = spec.load(Placement())
@@ -147,63 +143,63 @@ def borrowed(family: Family, kind: str, folder: Path, net: Any) -> Backbone:
 
 
 @pytest.mark.parametrize("kind", fast(FAMILIES, "sd15"))
-def test_a_whole_model_is_the_pipelines(kind: str, tmp_path: Path) -> None:
-    directory, model = trained(FAMILIES[kind], kind, "{type: full}", tmp_path)
-    export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
+def test_exported_network_is_the_pipelines(kind: str, tmp_path: Path) -> None:
+    directory, model = save_run(FAMILIES[kind], kind, "{type: full}", tmp_path)
+    export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), CONSOLE)
     pipeline = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out")
     part = "unet" if "unet" in pipeline.components else "transformer"
     net = pipeline.components[part]
     assert type(pipeline).__name__ == type(FAMILIES[kind].pipeline()).__name__
     assert all(x.equal(model.net.state_dict()[key]) for key, x in net.state_dict().items())
-    assert predicted(borrowed(FAMILIES[kind], kind, tmp_path, net)).equal(predicted(model))
-    export_generator(GeneratorExport(directory, tmp_path / "single", "comfyui", "live", torch.float32), QUIET)
+    assert predict(wrap_network(FAMILIES[kind], kind, tmp_path, net)).equal(predict(model))
+    export_generator(GeneratorExport(directory, tmp_path / "single", "comfyui", "live", torch.float32), CONSOLE)
     one = f"type: {kind}, weights: {tmp_path / 'base'}, {part}: {tmp_path / 'single/single.safetensors'}"
     chosen = ["model=null", f"model={{{one}, height: 32, width: 32}}"]
     spec = load(FAMILIES[kind].recipe, [*SETTINGS, *chosen]).model
-    again = spec.load(Placement()).net.state_dict()  # as we read the authors' names ourselves
+    again = spec.load(Placement()).net.state_dict()  # reads the authors' names
     assert all(x.equal(model.net.state_dict()[key]) for key, x in again.items())
 
 
 @pytest.mark.parametrize("kind", fast(FAMILIES, "sd3"))
-def test_adapters_in_the_pipeline_compute_what_they_were_trained_to(kind: str, tmp_path: Path) -> None:
-    directory, model = trained(FAMILIES[kind], kind, "{type: lora, rank: 4, alpha: 12}", tmp_path)
-    export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
+def test_diffusers_lora_computes_the_same(kind: str, tmp_path: Path) -> None:
+    directory, model = save_run(FAMILIES[kind], kind, "{type: lora, rank: 4, alpha: 12}", tmp_path)
+    export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), CONSOLE)
     assert (tmp_path / "out" / DIFFUSERS_LORA_FILE).is_file() and not (tmp_path / "out/model_index.json").exists()
     pipeline = FAMILIES[kind].pipeline()
     net = pipeline.unet if "unet" in pipeline.components else pipeline.transformer
-    before = predicted(borrowed(FAMILIES[kind], kind, tmp_path, net))
+    before = predict(wrap_network(FAMILIES[kind], kind, tmp_path, net))
     pipeline.load_lora_weights(tmp_path / "out")
-    after = predicted(borrowed(FAMILIES[kind], kind, tmp_path, net))
-    torch.testing.assert_close(after, predicted(model), atol=1e-4, rtol=1e-4)
+    after = predict(wrap_network(FAMILIES[kind], kind, tmp_path, net))
+    torch.testing.assert_close(after, predict(model), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(after, before, atol=1e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])
-def test_adapters_of_text_encoders_are_in_the_pipeline_what_they_are_here(kind: str, tmp_path: Path) -> None:
-    tuning = "{type: lora, rank: 4, alpha: 12, adapt: [net, text]}"
-    directory, _ = trained(FAMILIES[kind], kind, tuning, tmp_path)
-    export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), QUIET)
+def test_diffusers_text_encoder_lora_computes_the_same(kind: str, tmp_path: Path) -> None:
+    tuning = "{type: lora, rank: 4, alpha: 12, modules: [backbone, text_encoder]}"
+    directory, _ = save_run(FAMILIES[kind], kind, tuning, tmp_path)
+    export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), CONSOLE)
     pipeline, ids = FAMILIES[kind].pipeline(), torch.tensor([[5, 6, 7, 0]])
-    model = borrowed(FAMILIES[kind], kind, tmp_path, pipeline.unet)
+    model = wrap_network(FAMILIES[kind], kind, tmp_path, pipeline.unet)
     weights: Any = LoraFromFile(tmp_path / "out" / DIFFUSERS_LORA_FILE).apply(model, ())
-    assert set(weights.texts) == {name for name in pipeline.components if name.startswith("text_encoder")}
+    assert set(weights.text_encoders) == {name for name in pipeline.components if name.startswith("text_encoder")}
     pipeline = FAMILIES[kind].pipeline()
     with torch.no_grad():
-        before = {name: pipeline.components[name](ids)[0] for name in weights.texts}
+        before = {name: pipeline.components[name](ids)[0] for name in weights.text_encoders}
         pipeline.load_lora_weights(tmp_path / "out")
-        for name, encoder in weights.texts.items():
+        for name, encoder in weights.text_encoders.items():
             after = pipeline.components[name](ids)[0]
             torch.testing.assert_close(after, encoder(ids)[0], atol=1e-4, rtol=1e-4)
             assert not torch.allclose(after, before[name], atol=1e-2)
 
 
-def test_small_random_weights_have_no_pipeline(tmp_path: Path) -> None:
+def test_tiny_weights_have_no_pipeline(tmp_path: Path) -> None:
     config = load(
-        "draft-sd15", [*SETTINGS, f"output={tmp_path}", "name=run", "model.weights=tiny", "tuning={type: full}"]
+        "draft-sd15", [*SETTINGS, f"output_dir={tmp_path}", "name=run", "model.weights=tiny", "tuning={type: full}"]
     )
     run = build(config)
     run.save(1)
     write_run_config(config, run.directory)
-    with pytest.raises(ConfigError, match="of which there is no pipeline; add --bare"):
-        export_generator(GeneratorExport(run.directory, tmp_path / "out", "diffusers"), QUIET)
+    with pytest.raises(ConfigError, match="add --bare"):
+        export_generator(GeneratorExport(run.directory, tmp_path / "out", "diffusers"), CONSOLE)

@@ -1,4 +1,4 @@
-"""The transformer over latents, as every generator owes it to those who train it."""
+"""The DiT on latents: log-probabilities, gradients, patches, and initialization from other weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tastemaker.core.types import Placement
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.data.playground import PlaygroundScenes
 from tastemaker.models import weight_files
-from tastemaker.models.dit import Dit, patchify, unpatchify
+from tastemaker.models.dit import DitSpec, patchify, unpatchify
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.processes.dynamics import DDIM, FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
@@ -26,8 +26,8 @@ from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
 
 PROMPTS = ("a photo of a dog", "a photo of a red car and a blue cup", "a photo of three cats", "")
 FLOW = GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 4)
-NOISE = GaussianProcess(VariancePreserving(ends_clean=True), DDIM(1.0), 4)
-KINDS = {"flow": (Dit(), FLOW), "epsilon": (Dit(), NOISE), "video": (Dit(frames=3), FLOW)}
+NOISE = GaussianProcess(VariancePreserving(set_alpha_to_one=True), DDIM(1.0), 4)
+KINDS = {"flow": (DitSpec(), FLOW), "epsilon": (DitSpec(), NOISE), "video": (DitSpec(frames=3), FLOW)}
 
 
 @pytest.fixture(params=KINDS)
@@ -45,22 +45,22 @@ def rows(count: int = 4) -> Randomness:
     return Randomness(0, 0, torch.arange(count))
 
 
-def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
+def test_recorded_log_probs_equal_recomputed_ones(policy: Policy[Any]) -> None:
     made = policy.sample(policy.embed(PROMPTS), rows())
     pixels = policy.decode(made.final)
     assert pixels.shape == (4, *policy.model.pixels)
     assert pixels.min() >= 0 and pixels.max() <= 1
     for segment in made.segments:
-        assert policy.decide(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+        assert policy.action_distribution(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
 
 
-def test_a_row_is_the_same_whatever_is_beside_it(policy: Policy[Any]) -> None:
+def test_predictions_do_not_depend_on_the_batch(policy: Policy[Any]) -> None:
     together = policy.sample(policy.embed(PROMPTS), rows()).final
-    alone = policy.sample(policy.embed(PROMPTS[2:3]), Randomness(0, 0, torch.tensor([2]))).final
-    assert torch.allclose(together[2:3], alone, atol=1e-4)
+    single = policy.sample(policy.embed(PROMPTS[2:3]), Randomness(0, 0, torch.tensor([2]))).final
+    assert torch.allclose(together[2:3], single, atol=1e-4)
 
 
-def test_words_and_their_order_change_the_prediction(policy: Policy[Any]) -> None:
+def test_prediction_depends_on_words_and_their_order(policy: Policy[Any]) -> None:
     texts = ("a photo of a dog left of a cat", "a photo of a cat left of a dog", "a photo of a dog right of a cat")
     x, t = rows(1).normal("x", *policy.model.shape).expand(3, -1, -1, -1, -1), torch.full((3,), 0.5)
     out = policy.model.predict(x, t, policy.embed(texts))
@@ -68,44 +68,46 @@ def test_words_and_their_order_change_the_prediction(policy: Policy[Any]) -> Non
     assert not torch.allclose(out[0], out[2], atol=1e-4)
 
 
-def test_every_tensor_learns(policy: Policy[Any]) -> None:
+def test_every_parameter_gets_a_gradient(policy: Policy[Any]) -> None:
     cond = policy.embed(PROMPTS)
     x = policy.encode(torch.rand(4, *policy.model.pixels))
     policy.likelihood(cond, x, policy.corrupt(x, rows())).sum().backward()
     assert [key for key, p in policy.weights.trainable().items() if p.grad is None or not bool(p.grad.any())] == []
 
 
-def test_some_frames_decode_as_they_do_among_all(policy: Policy[Any]) -> None:
+def test_decoding_selected_frames_equals_decoding_all(policy: Policy[Any]) -> None:
     x = rows().normal("x", *policy.model.shape)
     last = policy.model.pixels[0] - 1
     assert policy.decode(x, [last]).allclose(policy.decode(x)[:, [last]], atol=1e-6)
 
 
-def test_what_patches_cut_is_put_together_again() -> None:
+def test_unpatchify_inverts_patchify() -> None:
     x = torch.rand(2, 3, 4, 8, 8)
     for size in (1, 2, 4):
         assert unpatchify(patchify(x, size), size, x.shape[1:]).equal(x)
     assert patchify(x, 2)[0, 0, 1].equal(x[0, 0, :, 0:2, 2:4].flatten())
 
 
-def test_sizes_that_do_not_fit_are_sentences() -> None:
-    with pytest.raises(ValueError, match="'size' is 60; expected a multiple of factor times patch, which is 8"):
-        Dit(size=60)
+def test_invalid_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="'image_size' is 60; expected a multiple of"):
+        DitSpec(image_size=60)
     with pytest.raises(ValueError, match="'width' is 100; expected a multiple of 'heads', which is 3"):
-        Dit(width=100)
+        DitSpec(width=100)
     with pytest.raises(ConfigError, match=r"prompt: .* 'unicorn'"):
-        Dit().tiny().load(Placement()).embed(["a photo of a unicorn"])
+        DitSpec().tiny().load(Placement()).embed(["a photo of a unicorn"])
 
 
-def test_a_tiny_one_learns() -> None:
-    model = replace(Dit().tiny(), width=48, heads=3).load(Placement())
+def test_tiny_model_learns() -> None:
+    model = replace(DitSpec().tiny(), width=48, heads=3).load(Placement())
     policy = Policy(model, FLOW, FullFinetuning().apply(model, ()))
     objective, data = Likelihood(), PlaygroundScenes(device="cpu").load(0)
     trainable = list(policy.weights.trainable().values())
     optimizer, losses = torch.optim.AdamW(trainable, 3e-3), []
     batch = data.batch(0, 32, 0, 1)
     for step in range(40):
-        ctx = Context(policy, Rubric({}), Randomness(0, step, torch.arange(32)), SingleProcess(), objective.memory())
+        ctx = Context(
+            policy, Rubric({}), Randomness(0, step, torch.arange(32)), SingleProcess(), objective.make_state()
+        )
         loss = objective.loss(ctx, objective.collect(ctx, batch), None).rows.mean()
         loss.backward()
         optimizer.step()
@@ -114,28 +116,28 @@ def test_a_tiny_one_learns() -> None:
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
 
 
-def test_a_generator_of_clips_begins_with_the_weights_of_one_of_stills(tmp_path: Path) -> None:
-    still = replace(Dit(words=8).tiny(), seed=3)
+def test_init_weights_of_an_image_model_start_a_video_model(tmp_path: Path) -> None:
+    still = replace(DitSpec(max_text_tokens=8).tiny(), seed=3)
     own = still.load(Placement()).net.state_dict()
     weight_files.write_weights(tmp_path / "still.safetensors", own, {}, torch.float32)
-    moving = replace(still, frames=2, words=10, seed=4, start=str(tmp_path / "still.safetensors"))
-    begun, fresh = (spec.load(Placement()).net.state_dict() for spec in (moving, replace(moving, start=None)))
+    moving = replace(still, frames=2, max_text_tokens=10, seed=4, init_weights=str(tmp_path / "still.safetensors"))
+    begun, fresh = (spec.load(Placement()).net.state_dict() for spec in (moving, replace(moving, init_weights=None)))
     assert begun["word_place"][:, :8].equal(own["word_place"])
     assert begun["word_place"][:, 8:].equal(fresh["word_place"][:, 8:])
     assert begun["frame_place"].equal(fresh["frame_place"])
     assert all(begun[key].equal(x) for key, x in own.items() if key != "word_place")
 
 
-def test_a_generator_of_clips_that_begins_with_one_of_clips_begins_with_all_of_it(tmp_path: Path) -> None:
-    known = replace(Dit(words=8).tiny(), frames=2, seed=3)
+def test_init_weights_of_a_video_model_are_all_used(tmp_path: Path) -> None:
+    known = replace(DitSpec(max_text_tokens=8).tiny(), frames=2, seed=3)
     own = known.load(Placement()).net.state_dict()
     weight_files.write_weights(tmp_path / "clips.safetensors", own, {}, torch.float32)
-    begun = replace(known, seed=4, start=str(tmp_path / "clips.safetensors")).load(Placement()).net.state_dict()
+    begun = replace(known, seed=4, init_weights=str(tmp_path / "clips.safetensors")).load(Placement()).net.state_dict()
     assert all(begun[key].equal(x) for key, x in own.items())
 
 
-def test_a_start_of_another_size_is_a_sentence(tmp_path: Path) -> None:
-    wide = replace(Dit().tiny(), width=64).load(Placement()).net.state_dict()
+def test_init_weights_of_another_size_are_refused(tmp_path: Path) -> None:
+    wide = replace(DitSpec().tiny(), width=64).load(Placement()).net.state_dict()
     weight_files.write_weights(tmp_path / "wide.safetensors", wide, {})
     with pytest.raises(ConfigError, match="are of another network"):
-        replace(Dit().tiny(), frames=2, start=str(tmp_path / "wide.safetensors")).load(Placement())
+        replace(DitSpec().tiny(), frames=2, init_weights=str(tmp_path / "wide.safetensors")).load(Placement())

@@ -1,4 +1,4 @@
-"""FLUX: as its pipeline samples, as every generator owes it to those who train it, and as SRPO trained it."""
+"""FLUX.1 compared with diffusers' pipeline: samples, gradients, guidance, checkpoints and every objective."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.core.weights import FullFinetuning
-from tastemaker.models import pipeline_layout
-from tastemaker.models.flux import SMALL, Flux, latent_image_ids, pack_latents, unpack_latents
+from tastemaker.models import flux
+from tastemaker.models.flux import TINY_CONFIGS, FluxSpec, latent_image_ids, pack_latents, unpack_latents
 from tastemaker.models.pipeline_components import dynamic_shift
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
@@ -38,13 +38,13 @@ SDE = GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 4)
 
 
 def published(*, distilled: bool) -> FluxPipeline:
-    settings = {**SMALL["transformer"], "guidance_embeds": distilled}
+    settings = {**TINY_CONFIGS["transformer"], "guidance_embeds": distilled}
     return FluxPipeline(
         FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=distilled, shift=3.0 if distilled else 1.0),
-        random(AutoencoderKL, SMALL["vae"], 1),
-        random(CLIPTextModel, CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS}), 2),
+        random(AutoencoderKL, TINY_CONFIGS["vae"], 1),
+        random(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS}), 2),
         byte_clip_tokenizer(),
-        random(T5EncoderModel, T5Config(**{**SMALL["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
+        random(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
         byte_t5_tokenizer(),
         random(FluxTransformer2DModel, settings, 4),
     )
@@ -58,25 +58,25 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @torch.no_grad()
-def test_samples_are_those_of_the_pipeline(saved: tuple[Any, str, bool]) -> None:
+def test_samples_equal_the_diffusers_pipeline(saved: tuple[Any, str, bool]) -> None:
     pipeline, place, distilled = saved
     pipeline.set_progress_bar_config(disable=True)
-    model = Flux(place, height=96, width=64, words=24).load(Placement())
+    model = FluxSpec(place, height=96, width=64, max_text_tokens=24).load(Placement())
     noise = torch.randn(3, 1, *model.shape[1:], generator=torch.Generator().manual_seed(0))
     moved = dynamic_shift(tokens=24) if distilled else 1.0
-    ours = sample_latents(model, GaussianProcess(RectifiedFlow(moved), steps=5), PROMPTS, noise)
-    asked = {"prompt": PROMPTS, "height": 96, "width": 64, "num_inference_steps": 5, "max_sequence_length": 24}
+    ours = sample_latents(model, GaussianProcess(RectifiedFlow(moved), num_steps=5), PROMPTS, noise)
+    options = {"prompt": PROMPTS, "height": 96, "width": 64, "num_inference_steps": 5, "max_sequence_length": 24}
     start = pack_latents(noise[:, 0])
-    latents = pipeline(**asked, latents=start, output_type="latent").images
+    latents = pipeline(**options, latents=start, output_type="latent").images
     torch.testing.assert_close(pack_latents(ours[:, 0]), latents, atol=1e-5, rtol=0)
-    pixels = pipeline(**asked, latents=start, output_type="pt").images
+    pixels = pipeline(**options, latents=start, output_type="pt").images
     torch.testing.assert_close(model.decode(ours)[:, 0], pixels, atol=1e-5, rtol=0)
     assert not torch.allclose(latents[0], latents[1], atol=1e-2)
 
 
 @pytest.fixture
 def policy() -> Policy[Any]:
-    model = Flux().tiny().load(Placement())
+    model = FluxSpec().tiny().load(Placement())
     assert isinstance(model, Backbone)
     return Policy(model, SDE, FullFinetuning().apply(model, ()))
 
@@ -85,45 +85,45 @@ def rows(count: int = 3) -> Randomness:
     return Randomness(0, 0, torch.arange(count))
 
 
-def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
+def test_recorded_log_probs_equal_recomputed_ones(policy: Policy[Any]) -> None:
     made = policy.sample(policy.embed(PROMPTS), rows())
     pixels = policy.decode(made.final)
     assert pixels.shape == (3, *policy.model.pixels)
     assert pixels.min() >= 0 and pixels.max() <= 1
     assert policy.encode(pixels).shape == made.final.shape
     for segment in made.segments:
-        assert policy.decide(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+        assert policy.action_distribution(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
 
 
-def test_a_row_is_the_same_whatever_is_beside_it(policy: Policy[Any]) -> None:
+def test_predictions_do_not_depend_on_the_batch(policy: Policy[Any]) -> None:
     together = policy.sample(policy.embed(PROMPTS), rows()).final
-    alone = policy.sample(policy.embed(PROMPTS[1:2]), Randomness(0, 0, torch.tensor([1]))).final
-    torch.testing.assert_close(together[1:2], alone, atol=1e-5, rtol=0)
+    single = policy.sample(policy.embed(PROMPTS[1:2]), Randomness(0, 0, torch.tensor([1]))).final
+    torch.testing.assert_close(together[1:2], single, atol=1e-5, rtol=0)
 
 
-def test_every_tensor_learns_and_nothing_else(policy: Policy[Any]) -> None:
+def test_only_the_transformer_gets_gradients(policy: Policy[Any]) -> None:
     x = policy.encode(torch.rand(3, *policy.model.pixels))
     policy.likelihood(policy.embed(PROMPTS), x, policy.corrupt(x, rows())).sum().backward()
     assert [key for key, p in policy.weights.trainable().items() if p.grad is None or not bool(p.grad.any())] == []
     model: Any = policy.model
-    read = model.remembered.read
-    assert not [p for part in (model.codec, read.clip, read.t5) for p in part.net.parameters() if p.requires_grad]
+    read = model.prompt_encoder.encoders
+    assert not [p for part in (model.autoencoder, read.clip, read.t5) for p in part.net.parameters() if p.requires_grad]
 
 
-def test_the_decoder_computed_again_has_the_same_slope() -> None:
+def test_decoder_gradient_is_the_same_with_checkpointing() -> None:
     slopes = []
     for recompute in (True, False):
-        model = replace(Flux(), recompute=recompute).tiny().load(Placement())
+        model = replace(FluxSpec(), checkpoint_decoder=recompute).tiny().load(Placement())
         x = rows(1).normal("x", *model.shape).requires_grad_()
         model.decode(x).square().sum().backward()
         slopes.append(x.grad)
     assert bool(slopes[0].any()) and slopes[0].equal(slopes[1])
 
 
-def test_each_prompt_is_read_once(policy: Policy[Any]) -> None:
+def test_each_prompt_is_encoded_once(policy: Policy[Any]) -> None:
     model: Any = policy.model
     read: list[int] = []
-    model.remembered.read.t5.net.register_forward_hook(lambda *_: read.append(1))
+    model.prompt_encoder.encoders.t5.net.register_forward_hook(lambda *_: read.append(1))
     first = policy.embed(PROMPTS)
     again = policy.embed([PROMPTS[2], PROMPTS[0], PROMPTS[0]])
     assert len(read) == 1
@@ -131,10 +131,10 @@ def test_each_prompt_is_read_once(policy: Policy[Any]) -> None:
     assert again.tensors["pooled"][0].equal(first.tensors["pooled"][2])
 
 
-def test_guidance_is_told_to_the_network_and_may_differ_in_rollouts() -> None:
+def test_distilled_guidance_may_differ_in_rollouts() -> None:
     x, t = rows(1).normal("x", 1, 16, 4, 4), torch.tensor([0.5])
     weak, strong, both = (
-        replace(Flux().tiny(), guidance=scale, rollout_guidance=other).load(Placement())
+        replace(FluxSpec().tiny(), guidance_scale=scale, rollout_guidance_scale=other).load(Placement())
         for scale, other in ((1.0, None), (4.0, None), (4.0, 1.0))
     )
     cond = weak.embed(["a cat"])
@@ -144,13 +144,13 @@ def test_guidance_is_told_to_the_network_and_may_differ_in_rollouts() -> None:
         assert both.predict(x, t, cond).equal(weak.predict(x, t, cond))
 
 
-def test_guidance_without_the_prompt_works_beside_it(policy: Policy[Any]) -> None:
-    guided = SDE.guide(policy.model, Guidance(2.0, "blurry"))
+def test_classifier_free_guidance_works_beside_distilled_guidance(policy: Policy[Any]) -> None:
+    guided = SDE.wrap_guidance(policy.model, Guidance(2.0, "blurry"))
     made = SDE.start(guided, guided.embed(PROMPTS), rows()).finish()
     assert torch.isfinite(made.final).all()
 
 
-def test_what_is_packed_is_unpacked_and_tokens_know_their_places() -> None:
+def test_unpack_inverts_pack_and_image_ids_are_positions() -> None:
     x = torch.rand(2, 16, 6, 4)
     assert unpack_latents(pack_latents(x), 6, 4).equal(x)
     assert pack_latents(x)[0, 3].equal(x[0, :, 2:4, 2:4].flatten())
@@ -158,60 +158,60 @@ def test_what_is_packed_is_unpacked_and_tokens_know_their_places() -> None:
 
 
 @pytest.mark.slow
-def test_one_file_replaces_the_transformer(saved: tuple[Any, str, bool], tmp_path: Path) -> None:
+def test_single_file_replaces_the_transformer(saved: tuple[Any, str, bool], tmp_path: Path) -> None:
     pipeline, place, _ = saved
     other = {key: x + 1 for key, x in pipeline.transformer.state_dict().items()}
     for prefix in ("", "model.diffusion_model."):
         save_file({prefix + key: x for key, x in other.items()}, tmp_path / "one.safetensors")
-        net = Flux(place, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
+        net = FluxSpec(place, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
         assert all(x.equal(other[key]) for key, x in net.state_dict().items())
         assert all(p.requires_grad for p in net.parameters())
 
 
 @pytest.mark.parametrize("beside", fast([False, True], True), ids=["alone", "whole"])
-def test_one_file_may_be_in_the_authors_layout(saved: tuple[Any, str, bool], beside: bool, tmp_path: Path) -> None:
+def test_single_file_in_the_original_layout_loads(saved: tuple[Any, str, bool], beside: bool, tmp_path: Path) -> None:
     """Of any width, and with an autoencoder and encoders in the file, as ComfyUI's checkpoints are."""
     pipeline, place, _ = saved
     other = {key: x + 1 for key, x in pipeline.transformer.state_dict().items()}
-    made = {key: x.clone() for key, x in pipeline_layout.flux_to_original(other, pipeline.transformer.config).items()}
+    made = {key: x.clone() for key, x in flux.flux_to_original(other, pipeline.transformer.config).items()}
     if beside:
         made = {f"model.diffusion_model.{key}": x for key, x in made.items()} | {"vae.scale": torch.ones(1)}
     save_file(made, tmp_path / "one.safetensors")
-    net = Flux(place, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
+    net = FluxSpec(place, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
     assert all(x.equal(other[key]) for key, x in net.state_dict().items())
     save_file({key: x[:1].clone() for key, x in made.items()}, tmp_path / "one.safetensors")
     with pytest.raises(ConfigError, match="the file's tensors are not of this transformer"):
-        Flux(place, transformer=str(tmp_path / "one.safetensors")).load(Placement())
+        FluxSpec(place, transformer=str(tmp_path / "one.safetensors")).load(Placement())
 
 
-def test_mistakes_are_sentences(saved: tuple[Any, str, bool], tmp_path: Path) -> None:
+def test_invalid_settings_are_refused(saved: tuple[Any, str, bool], tmp_path: Path) -> None:
     _, place, _ = saved
-    with pytest.raises(ConfigError, match=r"'no/where' are not here; expected .* `tastemaker download no/where`"):
-        Flux("no/where").load(Placement())
+    with pytest.raises(ConfigError, match=r"'no/where' were not found; expected .* `tastemaker download no/where`"):
+        FluxSpec("no/where").load(Placement())
     save_file({"x": torch.zeros(1)}, tmp_path / "one.safetensors")
     with pytest.raises(ConfigError, match="not of this transformer"):
-        Flux(place, transformer=str(tmp_path / "one.safetensors")).load(Placement())
+        FluxSpec(place, transformer=str(tmp_path / "one.safetensors")).load(Placement())
     with pytest.raises(ConfigError, match="is a file; expected a folder in diffusers' layout"):
-        Flux(str(tmp_path / "one.safetensors")).load(Placement())
+        FluxSpec(str(tmp_path / "one.safetensors")).load(Placement())
     with pytest.raises(ConfigError, match="transformer cannot be read"):
-        Flux(str(tmp_path)).load(Placement())
-    whole = Path(place) / "vae" / "config.json"
-    kept = whole.read_text()
+        FluxSpec(str(tmp_path)).load(Placement())
+    full = Path(place) / "vae" / "config.json"
+    kept = full.read_text()
     try:
-        whole.write_text(json.dumps({**json.loads(kept), "block_out_channels": [8, 8, 8, 16]}))
+        full.write_text(json.dumps({**json.loads(kept), "block_out_channels": [8, 8, 8, 16]}))
         with pytest.raises(ConfigError, match="vae cannot be read"):
-            Flux(place).load(Placement())
+            FluxSpec(place).load(Placement())
     finally:
-        whole.write_text(kept)
+        full.write_text(kept)
 
 
 @pytest.mark.slow  # one of each is in objectives/test_published.py
 @pytest.mark.parametrize("tuning", [FullFinetuning(), Lora(4)], ids=["full", "lora"])
 @pytest.mark.parametrize(
-    "objective", [GRPO(group=4), NFT(group=4), RewardGradient(), SRPO(relative=False, margin=None)]
+    "objective", [GRPO(group_size=4), NFT(group_size=4), RewardGradient(), SRPO(relative=False, reward_margin=None)]
 )
-def test_every_way_of_training_moves_it(objective: Any, tuning: Any) -> None:
-    model = Flux().tiny().load(Placement())
+def test_every_objective_changes_the_weights(objective: Any, tuning: Any) -> None:
+    model = FluxSpec().tiny().load(Placement())
     policy = Policy(model, SDE, tuning.apply(model, objective.snapshots()))
     before = {key: p.detach().clone() for key, p in policy.weights.trainable().items()}
     toys.fit(policy, objective, [toys.prompts(4)], 1e-3)

@@ -1,4 +1,4 @@
-"""FLUX Kontext: as its pipeline samples, and as pictures come to it."""
+"""FLUX.1 Kontext compared with diffusers' pipeline, and how reference images reach it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from tastemaker.core.policy import Backbone, Guidance
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement, select_rows
-from tastemaker.data.edits import EditFile
 from tastemaker.data.image_io import read_image, save_image
-from tastemaker.models.flux import SMALL, pack_latents
-from tastemaker.models.flux_kontext import FluxKontext, resize_and_center_crop
+from tastemaker.data.prompts import EditFile
+from tastemaker.models.flux import TINY_CONFIGS, pack_latents
+from tastemaker.models.flux_kontext import FluxKontextSpec
+from tastemaker.models.image_backbone import resize_and_center_crop
 from tastemaker.models.pipeline_components import dynamic_shift
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow
@@ -32,12 +33,12 @@ PROMPTS = ["a red cat", "Two dogs, on a boat"]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     pipeline = FluxKontextPipeline(
         FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-        random(AutoencoderKL, SMALL["vae"], 1),
-        random(CLIPTextModel, CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS}), 2),
+        random(AutoencoderKL, TINY_CONFIGS["vae"], 1),
+        random(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS}), 2),
         byte_clip_tokenizer(),
-        random(T5EncoderModel, T5Config(**{**SMALL["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
+        random(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
         byte_t5_tokenizer(),
-        random(FluxTransformer2DModel, SMALL["transformer"], 4),
+        random(FluxTransformer2DModel, TINY_CONFIGS["transformer"], 4),
     )
     pipeline.set_progress_bar_config(disable=True)
     place = tmp_path_factory.mktemp("kontext")
@@ -51,24 +52,26 @@ def pictures(height: int, width: int) -> Tensor:
 
 @pytest.mark.parametrize("seen", [True, False], ids=["edited", "from-nothing"])
 @torch.no_grad()
-def test_samples_are_those_of_the_pipeline(saved: tuple[Any, str], seen: bool) -> None:
+def test_samples_equal_the_diffusers_pipeline(saved: tuple[Any, str], seen: bool) -> None:
     pipeline, place = saved
-    model = FluxKontext(place, height=96, width=64, words=24).load(Placement())
+    model = FluxKontextSpec(place, height=96, width=64, max_text_tokens=24).load(Placement())
     noise, shown = torch.randn(2, *model.shape, generator=torch.Generator().manual_seed(0)), pictures(96, 64)
     given: Any = FixedNoise(noise)
     cond = model.embed(PROMPTS, [{"image": picture} for picture in shown] if seen else [])
-    ours = GaussianProcess(RectifiedFlow(dynamic_shift(tokens=24)), steps=5).start(model, cond, given).finish().final
-    asked = {"prompt": PROMPTS, "height": 96, "width": 64, "num_inference_steps": 5, "max_sequence_length": 24}
-    asked |= {"max_area": 96 * 64, "_auto_resize": False, "guidance_scale": 2.5, "latents": pack_latents(noise[:, 0])}
+    ours = (
+        GaussianProcess(RectifiedFlow(dynamic_shift(tokens=24)), num_steps=5).start(model, cond, given).finish().final
+    )
+    options = {"prompt": PROMPTS, "height": 96, "width": 64, "num_inference_steps": 5, "max_sequence_length": 24}
+    options |= {"max_area": 96 * 64, "_auto_resize": False, "guidance_scale": 2.5, "latents": pack_latents(noise[:, 0])}
     image = shown[:, 0] if seen else None
-    latents = pipeline(**asked, image=image, output_type="latent").images
+    latents = pipeline(**options, image=image, output_type="latent").images
     torch.testing.assert_close(pack_latents(ours[:, 0]), latents, atol=1e-5, rtol=0)
-    pixels = pipeline(**asked, image=image, output_type="pt").images
+    pixels = pipeline(**options, image=image, output_type="pt").images
     torch.testing.assert_close(model.decode(ours)[:, 0], pixels, atol=1e-5, rtol=0)
 
 
-def test_the_picture_counts_and_each_row_has_its_own(tmp_path: Path) -> None:
-    model = FluxKontext().tiny().load(Placement())
+def test_prediction_depends_on_each_samples_reference_image(tmp_path: Path) -> None:
+    model = FluxKontextSpec().tiny().load(Placement())
     assert isinstance(model, Backbone)
     shown = pictures(48, 40)
     save_image(shown[0], tmp_path / "a.png")
@@ -76,19 +79,19 @@ def test_the_picture_counts_and_each_row_has_its_own(tmp_path: Path) -> None:
     x, t = Randomness(0, 0, torch.arange(1)).normal("x", *model.shape).expand(2, -1, -1, -1, -1), torch.full((2,), 0.5)
     out, plain = model.predict(x, t, cond), model.predict(x, t, model.embed(["a", "a"]))
     assert not torch.allclose(out[0], out[1], atol=1e-5) and not torch.allclose(out, plain, atol=1e-5)
-    alone = model.predict(x[1:], t[1:], select_rows(cond, torch.tensor([1])))
-    torch.testing.assert_close(alone, out[1:], atol=1e-5, rtol=0)
+    single = model.predict(x[1:], t[1:], select_rows(cond, torch.tensor([1])))
+    torch.testing.assert_close(single, out[1:], atol=1e-5, rtol=0)
 
 
-def test_guidance_without_the_prompt_keeps_the_picture() -> None:
-    process = GaussianProcess(steps=2)
-    guided = process.guide(FluxKontext().tiny().load(Placement()), Guidance(2.0))
+def test_unconditional_branch_keeps_the_reference_image() -> None:
+    process = GaussianProcess(num_steps=2)
+    guided = process.wrap_guidance(FluxKontextSpec().tiny().load(Placement()), Guidance(2.0))
     cond = guided.embed(PROMPTS, [{"image": picture} for picture in pictures(32, 32)])
     assert cond.tensors["reference"].equal(cond.tensors["negative.reference"])
     assert process.start(guided, cond, Randomness(0, 0, torch.arange(2))).finish().final.isfinite().all()
 
 
-def test_pictures_of_other_sizes_are_cut_from_the_middle() -> None:
+def test_reference_images_are_center_cropped() -> None:
     wide = torch.zeros(1, 3, 20, 80)
     wide[..., 30:50] = 1
     assert (
@@ -98,19 +101,19 @@ def test_pictures_of_other_sizes_are_cut_from_the_middle() -> None:
     assert resize_and_center_crop(wide, 20, 80) is wide or resize_and_center_crop(wide, 20, 80).equal(wide)
 
 
-def test_a_row_without_a_picture_among_others_is_a_sentence() -> None:
-    model = FluxKontext().tiny().load(Placement())
-    with pytest.raises(ValueError, match="'b' has no fact 'image', but others have"):
+def test_batch_with_a_missing_reference_image_is_refused() -> None:
+    model = FluxKontextSpec().tiny().load(Placement())
+    with pytest.raises(ValueError, match="'b' has no `image`"):
         model.embed(["a", "b"], [{"image": pictures(32, 32)[0]}, {}])
     with pytest.raises(ConfigError, match=r"FLUX\.1-Kontext-dev"):
-        FluxKontext().load(Placement())
+        FluxKontextSpec().load(Placement())
 
 
-def test_edits_are_read_from_files(tmp_path: Path) -> None:
+def test_reference_images_are_read_from_files(tmp_path: Path) -> None:
     save_image(pictures(8, 8)[0], tmp_path / "a.png")
     (tmp_path / "edits.jsonl").write_text(json.dumps({"prompt": "redder", "image": "a.png", "text": "x"}))
     rows = EditFile(tmp_path / "edits.jsonl").load(0)
-    assert rows.first(1).facts == ({"image": str(tmp_path / "a.png"), "text": "x"},)
+    assert rows.first_prompts(1).metadata == ({"image": str(tmp_path / "a.png"), "text": "x"},)
     (tmp_path / "none.jsonl").write_text(json.dumps({"prompt": "redder"}))
     with pytest.raises(ConfigError, match=r"none\.jsonl, line 1: there is no 'image'"):
         EditFile(tmp_path / "none.jsonl").load(0)
@@ -121,6 +124,6 @@ def test_edits_are_read_from_files(tmp_path: Path) -> None:
         EditFile(Path("edits.txt"))
 
 
-def test_there_are_pictures_to_try_a_recipe_with() -> None:
-    shown = EditFile().load(0).first(4).facts
+def test_tiny_recipe_has_reference_images() -> None:
+    shown = EditFile().load(0).first_prompts(4).metadata
     assert [read_image(Path(fact["image"])).shape for fact in shown] == [(1, 3, 64, 64)] * 4

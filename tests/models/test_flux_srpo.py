@@ -1,4 +1,4 @@
-"""One training step of SRPO as its authors' code took it: a tiny FLUX, tiny rewards of both published layouts."""
+"""One training step compared with SRPO's published code: a tiny FLUX and tiny rewards of both published layouts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.reward import Rubric, WeightedReward
 from tastemaker.core.types import Placement
 from tastemaker.core.weights import FullFinetuning
-from tastemaker.models.flux import SMALL, Flux, pack_latents
+from tastemaker.models.flux import TINY_CONFIGS, FluxSpec, pack_latents
 from tastemaker.objectives.srpo import SRPO, DirectAlignBatch
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow
 from tastemaker.rewards.backbones import open_clip
-from tastemaker.rewards.backbones.dual_encoders import CosineHead, DualEncoderScorer, ImagePreprocessing
-from tastemaker.rewards.backbones.loading import load_network
+from tastemaker.rewards.backbones.dual_encoder import CosineHead, DualEncoderScorer, ImagePreprocessing
+from tastemaker.rewards.backbones.frozen_models import load_network
 from tastemaker.rewards.backbones.preprocessing import Preprocessing
-from tastemaker.rewards.hps import Hps
+from tastemaker.rewards.hps import HpsReward
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "srpo"
-FLUX = GaussianProcess(RectifiedFlow(shift=3.0), steps=25)
+FLUX = GaussianProcess(RectifiedFlow(shift=3.0), num_steps=25)
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Case:
     def objective(self) -> SRPO:
         flags = self.told["flags"]
         return SRPO(
-            span=tuple(flags["train_timestep"]),
-            boost_denoise=tuple(flags["discount_pos"]),
-            boost_inversion=tuple(flags["discount_inv"]),
+            timestep_range=tuple(flags["train_timestep"]),
+            discount_pos=tuple(flags["discount_pos"]),
+            discount_inv=tuple(flags["discount_inv"]),
         )
 
     def ids(self, texts: Sequence[str], where: torch.device) -> dict[str, Tensor]:
@@ -72,10 +72,12 @@ class Case:
         tensors = load_file(FIXTURES / f"reward_{self.kind}.safetensors")
         scale = 1.0 if self.kind == "hps" else float(tensors["logit_scale"].exp()) / 20
         tensors = open_clip.convert_keys(tensors, self.kind) if self.kind == "hps" else tensors
-        config = open_clip.clip_config(tensors, self.kind, heads=(2, 2))
+        config = open_clip.clip_config(tensors, self.kind, num_heads=(2, 2))
         net = load_network(CLIPModel, config, FIXTURES, Placement(), tensors)
-        looks, words = ImagePreprocessing(Preprocessing(224, "crop", overshoot="keep", corner="round")), self.ids
-        return Rubric({"it": WeightedReward(Hps().tiny(), DualEncoderScorer(net, looks, words, CosineHead(scale)))})
+        looks, words = ImagePreprocessing(Preprocessing(224, "crop", overshoot="keep", crop_rounding="round")), self.ids
+        return Rubric(
+            {"it": WeightedReward(HpsReward().tiny(), DualEncoderScorer(net, looks, words, CosineHead(scale)))}
+        )
 
 
 def saved(place: Path) -> str:
@@ -88,30 +90,30 @@ def saved(place: Path) -> str:
         (place / part / "config.json").write_text(settings[prefix])
         own = {key.removeprefix(f"{prefix}."): x for key, x in tensors.items() if key.startswith(f"{prefix}.")}
         save_file(own, place / part / "diffusion_pytorch_model.safetensors", {"format": "pt"})
-    clip = CLIPTextConfig(**{**SMALL["text_encoder"], **CLIP_ENDS})
+    clip = CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS})
     random(CLIPTextModel, clip).save_pretrained(place / "text_encoder")
-    random(T5EncoderModel, T5Config(**SMALL["text_encoder_2"])).save_pretrained(place / "text_encoder_2")
+    random(T5EncoderModel, T5Config(**TINY_CONFIGS["text_encoder_2"])).save_pretrained(place / "text_encoder_2")
     byte_clip_tokenizer().save_pretrained(place / "tokenizer")
     byte_t5_tokenizer().save_pretrained(place / "tokenizer_2")
     return str(place)
 
 
-def near(found: Tensor | None, expected: Tensor, share: float = 3e-5) -> None:
+def near(actual: Tensor | None, expected: Tensor, share: float = 3e-5) -> None:
     """Alike but for a share of the largest number."""
-    assert found is not None
-    torch.testing.assert_close(found, expected, atol=share * float(expected.abs().max()), rtol=0)
+    assert actual is not None
+    torch.testing.assert_close(actual, expected, atol=share * float(expected.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["hps", "clip"])
-def test_a_training_step_is_the_published_one(kind: str, tmp_path: Path) -> None:
+def test_training_step_equals_the_published_one(kind: str, tmp_path: Path) -> None:
     case = Case.read(kind)
     tensors, told, objective = case.tensors, case.told, case.objective
     rollout_guidance = float(told["flags"]["train_guidence"])
-    model = Flux(saved(tmp_path), height=64, width=64, rollout_guidance=rollout_guidance, truncate=True).load(
-        Placement()
-    )
+    model = FluxSpec(
+        saved(tmp_path), height=64, width=64, rollout_guidance_scale=rollout_guidance, truncate_timesteps=True
+    ).load(Placement())
     embeddings = {"words": tensors["in.prompt_embeds"], "pooled": tensors["in.pooled"]}
-    model.remembered = lambda prompts: embeddings  # type: ignore[assignment]
+    model.prompt_encoder = lambda prompts: embeddings  # type: ignore[assignment]
     policy = Policy(model, FLUX, FullFinetuning().apply(model, ()))
     ctx = Context(policy, case.rubric(), Randomness(0, told["step"], torch.arange(1)), SingleProcess(), NoState())
     given: Any = FixedNoise(tensors["in.noise"][:, None])
@@ -124,9 +126,9 @@ def test_a_training_step_is_the_published_one(kind: str, tmp_path: Path) -> None
         noisy = FLUX.corrupt(seen.clean, ctx.rng, levels.source, seen.noise)
         near(pack_latents(noisy.x[:, 0]), tensors[f"out.branch_input.{branch}"])
         near(pack_latents(model.predict(noisy.x, noisy.t, made.cond)[:, 0]), tensors[f"out.velocity.{branch}"])
-        near(policy.decode(objective.recover(ctx, seen, levels))[:, 0], tensors[f"out.image.{branch}"])
+        near(policy.decode(objective.recover_clean(ctx, seen, levels))[:, 0], tensors[f"out.image.{branch}"])
         loss = objective.loss(ctx, seen, (branch,))
-        near(loss.metrics[f"relative/{branch}"], tensors["out.reward"][number : number + 1])
+        near(loss.metrics[f"relative_reward/{branch}"], tensors["out.reward"][number : number + 1])
         loss.rows.sum().backward()
     assert loss.rows.item() == pytest.approx(told["last_loss"], abs=1e-6)
     gradients = {f"grad.{key}": p.grad for key, p in policy.weights.trainable().items()}

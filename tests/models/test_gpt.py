@@ -1,4 +1,4 @@
-"""The transformer agrees with the published one, whole and token by token."""
+"""LlamaGen's transformer compared with the published one, in full calls and token by token."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def published(golden: dict[str, Tensor]) -> GPT:
 def cached(net: GPT, ids: Tensor, cond: Tensor, shown: Tensor | None = None) -> Tensor:
     """Logits one token after the other."""
     cache: KVCache = ()
-    found = []
+    actual = []
     for i in range(ids.shape[1]):
         fresh = ids[:, i - 1 : i] if i else None
         logits, cache = net(fresh, None if i else cond, cache, shown)
-        found.append(logits)
-    return torch.cat(found, 1)
+        actual.append(logits)
+    return torch.cat(actual, 1)
 
 
 def stirred(shape: GPTConfig) -> GPT:
@@ -57,76 +57,85 @@ def stirred(shape: GPTConfig) -> GPT:
     return net
 
 
-def test_logits_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_logits_equal_the_published_ones(golden: dict[str, Tensor]) -> None:
     logits, _ = published(golden)(golden["in.tokens"][:, :-1], golden["in.cond"])
     torch.testing.assert_close(logits, golden["out.train_logits"], rtol=0, atol=1e-4)
-    found = logits.log_softmax(-1).gather(-1, golden["in.tokens"][..., None])[..., 0]
-    torch.testing.assert_close(found, golden["out.token_logps"], rtol=0, atol=1e-4)
+    actual = logits.log_softmax(-1).gather(-1, golden["in.tokens"][..., None])[..., 0]
+    torch.testing.assert_close(actual, golden["out.token_logps"], rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
-def test_cached_logits_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_cached_logits_equal_the_published_ones(golden: dict[str, Tensor]) -> None:
     net, ids, cond = published(golden), golden["in.tokens"], golden["in.cond"]
-    alone = cached(net, ids, cond)
-    torch.testing.assert_close(alone, golden["out.kv_logits_cfg1"], rtol=0, atol=1e-4)
+    single = cached(net, ids, cond)
+    torch.testing.assert_close(single, golden["out.kv_logits_cfg1"], rtol=0, atol=1e-4)
     without = cached(net, ids, torch.full_like(cond, 10))
-    guided = without + 4 * (alone - without)
+    guided = without + 4 * (single - without)
     torch.testing.assert_close(guided, golden["out.kv_logits_cfg4"], rtol=0, atol=1e-4)
 
 
-def test_gradients_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_gradients_equal_the_published_ones(golden: dict[str, Tensor]) -> None:
     net, ids = published(golden), golden["in.tokens"]
     logits, _ = net(ids[:, :-1], golden["in.cond"])
     loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
     torch.testing.assert_close(loss[None], golden["out.train_loss"])
     torch.autograd.backward(loss)
-    found = net.layers[0].attention.wqkv.weight.grad, net.cls_embedding.embedding_table.weight.grad
-    torch.testing.assert_close(found, (golden["out.grad.wqkv0"], golden["out.grad.cls_table"]), rtol=1e-4, atol=1e-6)
+    actual = net.layers[0].attention.wqkv.weight.grad, net.cls_embedding.embedding_table.weight.grad
+    torch.testing.assert_close(actual, (golden["out.grad.wqkv0"], golden["out.grad.cls_table"]), rtol=1e-4, atol=1e-6)
 
 
-def test_rotations_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_rotary_factors_equal_the_published_ones(golden: dict[str, Tensor]) -> None:
     wanted = load_file(LLAMAGEN / "rope2d.safetensors")
-    large = rope_2d(24, 64, 1, still=False).permute(1, 2, 0)
+    large = rope_2d(24, 64, 1, identity_prefix=False).permute(1, 2, 0)
     torch.testing.assert_close(large[[0, 1, 2, 24, 25, 576]], wanted["freqs.g24_d64_c1"])
     for name, sizes in (("g4_d100_c1", (4, 100, 1)), ("g4_d20_c3", (4, 20, 3))):
-        torch.testing.assert_close(rope_2d(*sizes, still=False).permute(1, 2, 0), wanted[f"freqs.{name}"])
-    torch.testing.assert_close(rope_2d(4, 16, 1, still=False).permute(1, 2, 0), golden["out.freqs_cis"])
-    turned = apply_rotary_emb(wanted["in.x_d100"], rope_factors(rope_2d(4, 100, 1, still=False)))
+        torch.testing.assert_close(rope_2d(*sizes, identity_prefix=False).permute(1, 2, 0), wanted[f"freqs.{name}"])
+    torch.testing.assert_close(rope_2d(4, 16, 1, identity_prefix=False).permute(1, 2, 0), golden["out.freqs_cis"])
+    turned = apply_rotary_emb(wanted["in.x_d100"], rope_factors(rope_2d(4, 100, 1, identity_prefix=False)))
     torch.testing.assert_close(turned, wanted["out.rot_d100"])
 
 
 @pytest.mark.parametrize("name", fast(SIZES, next(iter(SIZES))))
-def test_every_size_has_the_published_keys_without_a_device(name: str) -> None:
-    size, told = KEYS[name], "caption" if name.endswith("t2i") else "class"
-    prefix, features = (120, 2048) if told == "caption" else (1, 1000)
+def test_every_size_has_the_published_keys_on_meta(name: str) -> None:
+    size, conditioning = KEYS[name], "caption" if name.endswith("t2i") else "class"
+    prefix, features = (120, 2048) if conditioning == "caption" else (1, 1000)
     with torch.device("meta"):
-        net = GPT(GPTConfig(size["dim"], size["layers"], size["heads"], told=told, prefix=prefix, vocabulary=features))
-    found = {key: list(x.shape) for key, x in net.state_dict().items()}
-    assert len(found) == size["n_tensors"]
-    assert {key: found[key] for key in size["keys"]} == size["keys"]
-    assert net.factors.device.type == "cpu"  # there before the weights are
+        net = GPT(
+            GPTConfig(
+                size["dim"],
+                size["layers"],
+                size["heads"],
+                conditioning=conditioning,
+                prefix_length=prefix,
+                vocabulary=features,
+            )
+        )
+    actual = {key: list(x.shape) for key, x in net.state_dict().items()}
+    assert len(actual) == size["n_tensors"]
+    assert {key: actual[key] for key in size["keys"]} == size["keys"]
+    assert net.rotary_factors.device.type == "cpu"  # there before the weights are
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2, 1])
-@pytest.mark.parametrize("told", ["class", "caption", "words"])
+@pytest.mark.parametrize("conditioning", ["class", "caption", "words"])
 @torch.no_grad()
-def test_cached_calls_equal_the_whole_call(told: str, kv_heads: int | None) -> None:
-    prefix = 1 if told == "class" else 5
-    net = stirred(GPTConfig(32, 2, 4, kv_heads, 16, 3, told, prefix, 12))  # type: ignore[arg-type]
+def test_cached_calls_equal_the_full_call(conditioning: str, kv_heads: int | None) -> None:
+    prefix = 1 if conditioning == "class" else 5
+    net = stirred(GPTConfig(32, 2, 4, kv_heads, 16, 3, conditioning, prefix, 12))  # type: ignore[arg-type]
     chance = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 16, (3, 9), generator=chance)
     cond = {
         "class": torch.tensor([0, 7, 12]),
         "caption": torch.randn(3, 5, 12, generator=chance),
         "words": torch.randint(0, 12, (3, 5), generator=chance),
-    }[told]
-    whole, _ = net(ids[:, :-1], cond)
-    assert whole.shape == (3, 9, 16)
-    torch.testing.assert_close(cached(net, ids, cond), whole, rtol=1e-4, atol=1e-4)
+    }[conditioning]
+    full, _ = net(ids[:, :-1], cond)
+    assert full.shape == (3, 9, 16)
+    torch.testing.assert_close(cached(net, ids, cond), full, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
-def test_padding_is_not_read() -> None:
+def test_padding_is_masked() -> None:
     net = stirred(GPTConfig(32, 2, 4, None, 16, 3, "caption", 4, 12))
     chance = torch.Generator().manual_seed(0)
     ids, features = torch.randint(0, 16, (2, 9), generator=chance), torch.randn(2, 4, 12, generator=chance)
@@ -140,20 +149,20 @@ def test_padding_is_not_read() -> None:
     torch.testing.assert_close(blind[1], one[1], rtol=1e-4, atol=1e-4)
 
 
-def test_each_place_sees_itself_and_what_came_before() -> None:
+def test_attention_mask_is_causal() -> None:
     shown = torch.tensor([[False, True]])
     assert padded_causal_mask(shown, 0, 3)[0, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
     assert padded_causal_mask(shown, 3, 1)[0, 0].int().tolist() == [[0, 1, 1, 1]]
 
 
 @torch.no_grad()
-def test_the_order_of_words_matters() -> None:
+def test_logits_depend_on_word_order() -> None:
     net = stirred(GPTConfig(32, 2, 4, None, 16, 3, "words", 4, 12))
     words = torch.tensor([[1, 2, 3, 0], [3, 2, 1, 0]])
     logits, _ = net(None, words)
     assert not torch.allclose(logits[0], logits[1], atol=1e-3)
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="heads must divide width into multiples of 4"):
         GPTConfig(width=100, heads=3)

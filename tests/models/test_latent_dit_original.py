@@ -1,4 +1,4 @@
-"""The DiT of nanoVLA-RL: its checkpoints, recorded outputs, noise and sampler, and heads of any width."""
+"""The DiT of nanoVLA-RL: checkpoints, recorded outputs, noise schedule and sampler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
-from tastemaker.models.latent_dit.model import LatentDit, build_network
+from tastemaker.models.latent_dit.model import LatentDitSpec, load_latent_dit
 from tastemaker.models.nets.latent_dit import (
     EMBEDDING_CONVENTIONS,
     LatentDiT,
@@ -28,7 +28,9 @@ from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
 
 FIXTURE = Path(__file__).parent.parent / "fixtures/base/explainingai_dit_ddpm_tiny.safetensors"
-LINEAR = VariancePreserving(betas="linear", first=1e-4, last=0.02, offset=0, ends_clean=True)
+LINEAR = VariancePreserving(
+    beta_schedule="linear", beta_start=1e-4, beta_end=0.02, steps_offset=0, set_alpha_to_one=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,39 +38,64 @@ def golden() -> dict[str, Tensor]:
     return load_file(FIXTURE)
 
 
-def test_the_originals_default_has_as_many_weights_as_it_tells() -> None:
-    spec = LatentDit(size="B", codec=None, pixels=128, channels=4, factor=4, waves=768, habit="explainingai")
+def test_default_size_has_the_originals_parameter_count() -> None:
+    spec = LatentDitSpec(
+        variant="B",
+        autoencoder=None,
+        image_size=128,
+        latent_channels=4,
+        downsample_factor=4,
+        timestep_embed_dim=768,
+        convention="explainingai",
+    )
     with torch.device("meta"):
-        assert sum(p.numel() for p in LatentDiT(spec.net()).parameters()) == 129_927_952
+        assert sum(p.numel() for p in LatentDiT(spec.network_config()).parameters()) == 129_927_952
 
 
 @pytest.fixture
-def original(golden: dict[str, Tensor], tmp_path: Path) -> LatentDit:
+def original(golden: dict[str, Tensor], tmp_path: Path) -> LatentDitSpec:
     """The original's checkpoint, as its trainer saves it, and the settings it was trained with."""
     torch.save({key[2:]: x.float() for key, x in golden.items() if key.startswith("w.")}, tmp_path / "dit_ckpt.pth")
-    return LatentDit(
-        codec=None, pixels=64, channels=4, width=32, depth=2, heads=2, inner=64, waves=32, habit="explainingai",
+    return LatentDitSpec(
+        autoencoder=None,
+        image_size=64,
+        latent_channels=4,
+        width=32,
+        depth=2,
+        heads=2,
+        intermediate_size=64,
+        timestep_embed_dim=32,
+        convention="explainingai",
         weights=str(tmp_path / "dit_ckpt.pth"),
-    )  # fmt: skip
+    )
 
 
-def test_the_originals_checkpoint_gives_its_recorded_outputs(golden: dict[str, Tensor], original: LatentDit) -> None:
+def test_original_checkpoint_gives_its_recorded_outputs(golden: dict[str, Tensor], original: LatentDitSpec) -> None:
     with safe_open(FIXTURE, "pt") as file:
         settings = json.loads(file.metadata()["config"])["params"]
     assert (settings["hidden_size"], settings["ff_hidden_dim"], settings["num_heads"]) == (32, 64, 2)
-    net, habit = build_network(original, Placement()), EMBEDDING_CONVENTIONS["explainingai"]
-    torch.testing.assert_close(position_embedding_2d(4, 32, habit), golden["out.pos_embed"], rtol=0, atol=1e-6)
+    net, convention = load_latent_dit(original, Placement()), EMBEDDING_CONVENTIONS["explainingai"]
+    torch.testing.assert_close(position_embedding_2d(4, 32, convention), golden["out.pos_embed"], rtol=0, atol=1e-6)
     torch.testing.assert_close(
-        sinusoidal_embedding(golden["in.t"], 32, habit), golden["out.time_embedding"], rtol=0, atol=2e-4
+        sinusoidal_embedding(golden["in.t"], 32, convention), golden["out.time_embedding"], rtol=0, atol=2e-4
     )
     with torch.no_grad():
-        found = net(golden["in.x"], golden["in.t"])
-    torch.testing.assert_close(found, golden["out.pred"], rtol=0, atol=2e-5)
+        actual = net(golden["in.x"], golden["in.t"])
+    torch.testing.assert_close(actual, golden["out.pred"], rtol=0, atol=2e-5)
 
 
-def test_heads_of_any_width_attend_as_the_original_does() -> None:
-    spec = LatentDit(codec=None, pixels=32, channels=4, width=32, depth=1, heads=3, head=8, habit="explainingai")
-    attention = LatentDiTAttention(32, 3, spec.net().mixed)
+def test_attention_with_other_head_dim_equals_the_original() -> None:
+    spec = LatentDitSpec(
+        autoencoder=None,
+        image_size=32,
+        latent_channels=4,
+        width=32,
+        depth=1,
+        heads=3,
+        head_dim=8,
+        convention="explainingai",
+    )
+    attention = LatentDiTAttention(32, 3, spec.network_config().attention_width)
     tensors = {key: torch.randn(x.shape) for key, x in attention.state_dict().items()}
     assert tensors["qkv.weight"].shape == (72, 32) and tensors["out.weight"].shape == (32, 24)
     attention.load_state_dict(tensors)
@@ -80,11 +107,11 @@ def test_heads_of_any_width_attend_as_the_original_does() -> None:
     ]
     wanted = torch.cat(mixed, -1) @ tensors["out.weight"].T + tensors["out.bias"]
     torch.testing.assert_close(attention(h), wanted, atol=2e-4, rtol=1e-4)
-    with pytest.raises(ConfigError, match=r"heads that are 24 wide together, diffusers' as wide as the network, 32"):
-        replace(spec, habit="diffusers", inner=128).moved({})
+    with pytest.raises(ConfigError, match=r"attention of width 24.* 32"):
+        replace(spec, convention="diffusers", intermediate_size=128).to_diffusers({})
 
 
-def test_the_originals_scheduler_is_our_path(golden: dict[str, Tensor]) -> None:
+def test_path_equals_the_originals_scheduler(golden: dict[str, Tensor]) -> None:
     levels = torch.arange(1, 1001) / 1000
     torch.testing.assert_close(LINEAR.alpha(levels) ** 2, golden["sched.alpha_cum_prod"], rtol=2e-5, atol=1e-7)
     process, rng = GaussianProcess(LINEAR, DDIM(1.0), 1000), Randomness(0, 0, torch.arange(2))
@@ -94,17 +121,17 @@ def test_the_originals_scheduler_is_our_path(golden: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 500, 999])
-def test_a_step_of_the_originals_sampler_is_our_ancestral_one(k: int, golden: dict[str, Tensor]) -> None:
+def test_ddim_step_equals_the_originals_sampler(k: int, golden: dict[str, Tensor]) -> None:
     process = GaussianProcess(LINEAR, DDIM(1.0), 1000)
     x, output, fresh = golden["in.x"], golden["in.noise"], golden["in.step_noise"]
     t, s = torch.full((2,), (k + 1) / 1000), torch.full((2,), k / 1000)
     clean = LINEAR.clean(x, t, output)
     torch.testing.assert_close(clean.clamp(-1, 1), golden[f"out.x0_t{k}"], rtol=0, atol=2e-5)
-    there = process.dynamics.step(LINEAR, process.stride(x, t, s, clean))
-    found = there.mean + there.std.view(-1, 1, 1, 1) * fresh  # type: ignore[attr-defined]
-    torch.testing.assert_close(found, golden[f"out.prev_t{k}"], rtol=0, atol=5e-4 if k == 0 else 1e-5)
+    there = process.dynamics.step(LINEAR, process.denoising_step(x, t, s, clean))
+    actual = there.mean + there.std.view(-1, 1, 1, 1) * fresh  # type: ignore[attr-defined]
+    torch.testing.assert_close(actual, golden[f"out.prev_t{k}"], rtol=0, atol=5e-4 if k == 0 else 1e-5)
 
 
-def test_weights_in_another_layout_name_the_habit_they_need(original: LatentDit) -> None:
-    with pytest.raises(ConfigError, match=r"set model\.habit=explainingai"):
-        build_network(replace(original, habit="facebook"), Placement())
+def test_weights_of_another_convention_are_refused(original: LatentDitSpec) -> None:
+    with pytest.raises(ConfigError, match=r"set model\.convention=explainingai"):
+        load_latent_dit(replace(original, convention="facebook"), Placement())

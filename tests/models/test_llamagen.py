@@ -13,14 +13,13 @@ from tiers import fast
 
 from tastemaker.core.guidance import NEGATIVE
 from tastemaker.core.lora import Lora
-from tastemaker.core.policy import CausalBackbone, Guidance, Policy
+from tastemaker.core.policy import Guidance, Policy
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Condition, Placement
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.data.embedding_store import ShardedEmbeddingStore
-from tastemaker.models.llamagen.model import Llamagen, LlamagenBackbone
-from tastemaker.models.llamagen.sizes import SIZES
+from tastemaker.models.llamagen.model import VARIANTS, LlamagenBackbone, LlamagenSpec
 from tastemaker.models.nets.gpt import GPT
 from tastemaker.models.nets.vq import VQ, VQConfig
 from tastemaker.processes.autoregressive import AutoregressiveProcess
@@ -41,7 +40,7 @@ PROMPTS = {"class": ("207", "tench", ""), "caption": ("A red  cat", "a much long
 
 def small(told: str, seed: int = 0) -> LlamagenBackbone:
     """Stirred up, for the output begins as zero."""
-    model = replace(Llamagen().tiny(), told=told, seed=seed).load(Placement())  # type: ignore[arg-type]
+    model = replace(LlamagenSpec().tiny(), conditioning=told, seed=seed).load(Placement())  # type: ignore[arg-type]
     torch.manual_seed(seed)
     with torch.no_grad():
         for p in model.net.parameters():
@@ -51,61 +50,60 @@ def small(told: str, seed: int = 0) -> LlamagenBackbone:
 
 @pytest.mark.parametrize("size", fast(COUNTS, next(iter(COUNTS))))
 @pytest.mark.parametrize("told", ["class", "caption"])
-def test_every_size_is_as_large_as_published(size: Any, told: Any) -> None:
-    spec = Llamagen(size=size, told=told)
+def test_variants_have_published_parameter_counts(size: Any, told: Any) -> None:
+    spec = LlamagenSpec(variant=size, conditioning=told)
     with torch.device("meta"):
-        net = GPT(spec.sizes())
+        net = GPT(spec.network_config())
     assert sum(p.numel() for p in net.parameters()) == COUNTS[size][told == "caption"]
     named = KEYS[f"GPT-{size}/{'t2i' if told == 'caption' else 'c2i'}"]
     found = {key: list(x.shape) for key, x in net.state_dict().items()}
     assert len(found) == named["n_tensors"] and {key: found[key] for key in named["keys"]} == named["keys"]
 
 
-def test_all_sizes_are_counted_here() -> None:
-    assert {*COUNTS} == {*SIZES} - {"tiny"}
+def test_all_variants_are_tested() -> None:
+    assert {*COUNTS} == {*VARIANTS} - {"tiny"}
 
 
 @pytest.mark.parametrize("told", ["class", "caption"])
-def test_the_contract_is_kept(told: str) -> None:
+def test_llamagen_follows_the_backbone_interface(told: str) -> None:
     model = small(told)
-    assert isinstance(model, CausalBackbone)
     policy: Policy[Any] = Policy(model, AutoregressiveProcess(), FullFinetuning().apply(model, ()))
     cond = policy.embed(PROMPTS[told])
     made = policy.sample(cond, Randomness(0, 0, torch.arange(3)))
     assert made.final.shape == (3, 16) and policy.decode(made.final).shape == (3, 1, 3, 32, 32)
-    again = policy.decide(made.cond, made.segments[0]).log_prob(made.final)
+    again = policy.action_distribution(made.cond, made.segments[0]).log_prob(made.final)
     assert torch.equal(again, made.segments[0].log_prob)
 
 
 @pytest.mark.parametrize("told", ["class", "caption"])
 @torch.no_grad()
-def test_cached_calls_equal_the_causal_call(told: str) -> None:
+def test_llamagen_cached_calls_equal_the_full_call(told: str) -> None:
     model = small(told)
     cond, ids = model.embed(PROMPTS[told]), torch.arange(48).view(3, 16)
     whole = model.predict(ids, torch.ones(3), cond)
-    cache, last = model.begin(cond), None
+    cache, last = model.init_cache(cond), None
     for place in range(16):
-        logits, cache = model.extend(last, cache, cond)
+        logits, cache = model.decode_step(last, cache, cond)
         torch.testing.assert_close(logits, whole[:, place], rtol=1e-4, atol=1e-4)
         last = ids[:, place]
 
 
-def test_classes_are_told_by_number_and_name_and_none_by_nothing() -> None:
-    model = Llamagen().tiny().load(Placement())
+def test_class_prompts_by_index_name_and_empty() -> None:
+    model = LlamagenSpec().tiny().load(Placement())
     cond = model.embed(["207", "a photo of a golden retriever", ""], [{"seen": 1}] * 3)
-    assert cond.tensors["label"].tolist() == [207, 207, 1000] and cond.facts[0] == {"seen": 1}
+    assert cond.tensors["label"].tolist() == [207, 207, 1000] and cond.metadata[0] == {"seen": 1}
     with pytest.raises(ConfigError, match="there is no class 'golden retreiver'; did you mean"):
         model.embed(["golden retreiver"])
 
 
-def test_classes_of_ones_own_are_told_by_their_names() -> None:
-    model = replace(Llamagen().tiny(), classes=2, names=("cat", "dog")).load(Placement())
+def test_custom_class_names() -> None:
+    model = replace(LlamagenSpec().tiny(), num_classes=2, class_names=("cat", "dog")).load(Placement())
     assert model.embed(["dog", "cat", "1", ""]).tensors["label"].tolist() == [1, 0, 1, 2]
-    with pytest.raises(ValueError, match="expected one name a class"):
-        Llamagen(classes=3, names=("cat", "dog"))
+    with pytest.raises(ValueError, match="'class_names' has 2"):
+        LlamagenSpec(num_classes=3, class_names=("cat", "dog"))
 
 
-def test_captions_are_filled_up_on_the_left() -> None:
+def test_captions_are_left_padded() -> None:
     model = small("caption")
     cond = model.embed(["Ab", "ab", "abcdefghijklmnop"])
     shown, features = cond.tensors["shown"], cond.tensors["features"]
@@ -114,9 +112,9 @@ def test_captions_are_filled_up_on_the_left() -> None:
     assert torch.equal(features[0], features[1])  # in small letters
 
 
-def test_without_a_caption_the_network_is_told_what_it_learned_for_that() -> None:
+def test_empty_caption_uses_null_embedding() -> None:
     model = small("caption")
-    guided = AutoregressiveProcess().guide(model, Guidance(3.0))
+    guided = AutoregressiveProcess().wrap_guidance(model, Guidance(3.0))
     cond = guided.embed(["ab", "a much longer caption"])
     net: Any = model.net
     assert torch.equal(cond.tensors[NEGATIVE + "features"][1], net.cls_embedding.uncond_embedding)
@@ -124,10 +122,10 @@ def test_without_a_caption_the_network_is_told_what_it_learned_for_that() -> Non
     assert not net.cls_embedding.uncond_embedding.requires_grad
 
 
-def test_captions_embedded_beforehand_need_no_encoder(tmp_path: Path) -> None:
+def test_precomputed_embeddings_need_no_text_encoder(tmp_path: Path) -> None:
     rows = {"features": torch.randn(1, 8, 2048), "shown": torch.ones(1, 8, dtype=torch.bool)}
     ShardedEmbeddingStore(tmp_path, {"model": "llamagen", "words": "8"}).add(["a cat"], rows)
-    spec = replace(Llamagen().tiny(), told="caption", t5="google/flan-t5-xl", embeddings=tmp_path)
+    spec = replace(LlamagenSpec().tiny(), conditioning="caption", text_encoder="google/flan-t5-xl", embeddings=tmp_path)
     model = spec.load(Placement())
     assert torch.equal(model.embed(["a cat"]).tensors["features"], rows["features"])
     assert model.embed([""]).tensors["features"].shape == (1, 8, 2048)
@@ -138,7 +136,7 @@ def test_captions_embedded_beforehand_need_no_encoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("told", ["class", "caption"])
-def test_adapters_train_it_too(told: str) -> None:
+def test_lora_trains_llamagen(told: str) -> None:
     model = small(told)
     weights = Lora(rank=2).apply(model, ("reference",))
     ids = torch.arange(48).view(3, 16)
@@ -147,7 +145,7 @@ def test_adapters_train_it_too(told: str) -> None:
 
 
 @torch.no_grad()
-def test_the_filling_of_captions_is_not_read() -> None:
+def test_caption_padding_is_masked() -> None:
     model = small("caption")
     cond, ids = model.embed(["ab"]), torch.arange(16)[None]
     noise = torch.where(cond.tensors["shown"][..., None], cond.tensors["features"], torch.ones(()))
@@ -156,8 +154,8 @@ def test_the_filling_of_captions_is_not_read() -> None:
     torch.testing.assert_close(one, two)
 
 
-def test_numbers_are_left_out_only_where_a_gradient_is_wanted() -> None:
-    model = replace(Llamagen().tiny(), dropout=0.5).load(Placement())
+def test_dropout_needs_gradients() -> None:
+    model = replace(LlamagenSpec().tiny(), dropout=0.5).load(Placement())
     torch.nn.init.normal_(model.net.get_parameter("output.weight"))
     cond, ids = model.embed(["1", "2"]), torch.arange(32).view(2, 16)
 
@@ -169,51 +167,61 @@ def test_numbers_are_left_out_only_where_a_gradient_is_wanted() -> None:
         assert torch.equal(asked(), asked())
 
 
-def test_random_weights_are_the_seeds_alone_and_in_the_precision_asked_for() -> None:
+def test_random_weights_follow_seed_and_dtype() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    spec, half = Llamagen().tiny(), Placement(dtype=torch.bfloat16)
+    spec, half = LlamagenSpec().tiny(), Placement(dtype=torch.bfloat16)
     one, two = (spec.load(half).net.state_dict() for _ in range(2))
     assert all(torch.equal(one[key], two[key]) and one[key].dtype == torch.bfloat16 for key in one)
     assert torch.equal(before, torch.get_rng_state())
-    exact = spec.load(Placement(dtype=torch.bfloat16, trained=torch.float32)).net.state_dict()
+    exact = spec.load(Placement(dtype=torch.bfloat16, trainable_dtype=torch.float32)).net.state_dict()
     assert all(x.dtype == torch.float32 for x in exact.values())
 
 
-def test_the_files_that_settings_ask_for_are_named() -> None:
-    assert [str(source) for source in Llamagen(size="XL", pixels=384).sources] == [
+def test_llamagen_sources_follow_settings() -> None:
+    assert [str(source) for source in LlamagenSpec(variant="XL", image_size=384).sources] == [
         "FoundationVision/LlamaGen/c2i_XL_384.pt",
         "FoundationVision/LlamaGen/vq_ds16_c2i.pt",
     ]
-    told = Llamagen(size="XL", told="caption", weights="peizesun/llamagen_t2i", codec="vq_ds16_t2i", pixels=512)
+    told = LlamagenSpec(
+        variant="XL", conditioning="caption", weights="peizesun/llamagen_t2i", autoencoder="vq_ds16_t2i", image_size=512
+    )
     assert [str(source) for source in told.sources] == [
         "peizesun/llamagen_t2i/t2i_XL_stage2_512.pt",
         "peizesun/llamagen_t2i/vq_ds16_t2i.pt",
         "google/flan-t5-xl",
     ]
-    with pytest.raises(ConfigError, match="of size 7B at 256 pixels told a class none was released"):
-        _ = Llamagen(size="7B").sources
+    with pytest.raises(ConfigError, match="variant 7B at 256 pixels"):
+        _ = LlamagenSpec(variant="7B").sources
 
 
-def test_weights_that_are_not_here_are_one_sentence() -> None:
+def test_missing_llamagen_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tastemaker download FoundationVision/LlamaGen/c2i_B_256\.pt"):
-        replace(Llamagen(), codec=None).load(Placement())
+        replace(LlamagenSpec(), autoencoder=None).load(Placement())
 
 
-def test_pictures_of_another_size_than_the_models_are_refused(tmp_path: Path) -> None:
+def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
     torch.save(VQ(VQConfig(32, (1, 2), 1, 16, 128, 8)).state_dict(), tmp_path / "vq.pt")
-    spec = replace(Llamagen().tiny(), codec=str(tmp_path / "vq.pt"), codes=128, pixels=16, downsample=2)
+    spec = replace(
+        LlamagenSpec().tiny(),
+        autoencoder=str(tmp_path / "vq.pt"),
+        codebook_size=128,
+        image_size=16,
+        downsample_factor=2,
+    )
     model = spec.load(Placement())
     assert model.encode(torch.rand(2, 1, 3, 16, 16)).shape == (2, 64)
-    with pytest.raises(ConfigError, match=r"of 32x32 pixels have 256 tokens, the model has 64; set data\.size=16"):
+    with pytest.raises(
+        ConfigError, match=r"of 32x32 pixels have 256 tokens, the model has 64; set data\.image_size=16"
+    ):
         model.encode(torch.rand(2, 1, 3, 32, 32))
 
 
-def test_pictures_of_a_size_no_grid_has_are_refused() -> None:
-    with pytest.raises(ValueError, match="'pixels' is 250; expected a multiple of 'downsample', which is 16"):
-        Llamagen(pixels=250)
+def test_indivisible_image_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="'image_size' is 250"):
+        LlamagenSpec(image_size=250)
 
 
-def test_the_tokenizers_of_both_strides_are_known() -> None:
+def test_published_tokenizers_of_both_strides() -> None:
     for downsample, side in ((16, 16), (8, 32)):
-        assert Llamagen(downsample=downsample).shape == (side * side,)  # type: ignore[arg-type]
+        assert LlamagenSpec(downsample_factor=downsample).shape == (side * side,)  # type: ignore[arg-type]

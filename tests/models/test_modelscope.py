@@ -1,4 +1,4 @@
-"""ModelScope's text-to-video under the contract: held against diffusers' pipeline and DDPO's record of its steps."""
+"""ModelScope text-to-video compared with diffusers' pipeline and with DDPO's recorded steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import tiny_pipelines
 import torch
-from accelerate import init_empty_weights
 from diffusers import AutoencoderKL, DDIMScheduler, TextToVideoSDPipeline, UNet3DConditionModel
 from safetensors.torch import load_file, save_file
 from tiers import fast
@@ -22,27 +21,26 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Condition, Placement, Segment
 from tastemaker.core.weights import FullFinetuning
-from tastemaker.models import lvdm_checkpoint, video_unet
-from tastemaker.models.component_configs import COMPONENT_CONFIGS
-from tastemaker.models.modelscope import MODELSCOPE, Modelscope
+from tastemaker.models import lvdm_checkpoint, modelscope
+from tastemaker.models.modelscope import ModelscopeSpec, VideoUnetBackbone
 from tastemaker.models.nets.unet3d import VideoUnet
-from tastemaker.models.video_unet import VideoUnetBackbone
-from tastemaker.models.videocrafter import Videocrafter
+from tastemaker.models.pipeline_components import parameters_on_meta
+from tastemaker.models.videocrafter import VideocrafterSpec
 from tastemaker.processes.dynamics import DDIM, ODE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
 
 VIDEO = Path(__file__).parent.parent / "fixtures" / "video"
 PROMPTS = ("a photo of a dog", "two red cars, oil on canvas", "")
-PATH = VariancePreserving("scaled_linear", 0.00085, 0.012, 1000, spacing="leading", offset=1)
+PATH = VariancePreserving("scaled_linear", 0.00085, 0.012, 1000, timestep_spacing="leading", steps_offset=1)
 SIDE = 24  # pixels, so that the lower of two levels is not half as large
 UNET: dict[str, Any] = {
-    **video_unet.SMALL["unet"],
+    **modelscope.TINY_CONFIGS["unet"],
     "block_out_channels": (8, 16),
     "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
     "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
 }
-TEXT = {**video_unet.SMALL["text_encoder"], **tiny_pipelines.CLIP_ENDS}
+TEXT = {**modelscope.TINY_CONFIGS["text_encoder"], **tiny_pipelines.CLIP_ENDS}
 
 
 def pipeline() -> Any:
@@ -50,7 +48,7 @@ def pipeline() -> Any:
     kind: Any = TextToVideoSDPipeline
     made = kind(
         unet=tiny_pipelines.random(UNet3DConditionModel, UNET),
-        vae=tiny_pipelines.random(AutoencoderKL, video_unet.SMALL["vae"]),
+        vae=tiny_pipelines.random(AutoencoderKL, modelscope.TINY_CONFIGS["vae"]),
         text_encoder=tiny_pipelines.random(CLIPTextModel, CLIPTextConfig(**TEXT)),
         tokenizer=tiny_pipelines.byte_clip_tokenizer(),
         scheduler=DDIMScheduler(  # type: ignore[no-untyped-call]
@@ -73,20 +71,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def spec(folder: Path) -> Modelscope:
-    return Modelscope(str(folder), frames=3, height=SIDE, width=SIDE)
+def spec(folder: Path) -> ModelscopeSpec:
+    return ModelscopeSpec(str(folder), frames=3, height=SIDE, width=SIDE)
 
 
 @pytest.mark.parametrize("scale", fast([1.0, 9.0], 9.0))
-def test_clips_are_those_of_the_pipeline(scale: float, folder: Path) -> None:
+def test_samples_equal_the_diffusers_pipeline(scale: float, folder: Path) -> None:
     model, process = spec(folder).load(Placement()), GaussianProcess(PATH, ODE(), 4)
-    guided = model if scale == 1 else process.guide(model, Guidance(scale))
+    guided = model if scale == 1 else process.wrap_guidance(model, Guidance(scale))
     policy: Policy[Any] = Policy(guided, process, FullFinetuning().apply(model, ()))
     made = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(len(PROMPTS))))
-    asked = {"prompt": list(PROMPTS), "latents": made.start.transpose(1, 2), "num_frames": 3}
-    asked |= {"height": SIDE, "width": SIDE, "num_inference_steps": 4, "guidance_scale": scale}
+    options = {"prompt": list(PROMPTS), "latents": made.start.transpose(1, 2), "num_frames": 3}
+    options |= {"height": SIDE, "width": SIDE, "num_inference_steps": 4, "guidance_scale": scale}
     pipe = pipeline()
-    latents, pixels = (pipe(**asked, output_type=kind).frames for kind in ("latent", "pt"))
+    latents, pixels = (pipe(**options, output_type=kind).frames for kind in ("latent", "pt"))
     assert (made.final.transpose(1, 2) - latents).abs().max() < 2e-5 * latents.abs().max()
     shown = policy.decode(made.final)
     assert (shown - pixels).abs().max() < 1e-5
@@ -107,28 +105,30 @@ class Recorded(nn.Module):
         return self.said
 
 
-def test_a_policy_scores_steps_as_ddpo_does() -> None:
+def test_log_probs_equal_ddpo() -> None:
     golden = load_file(VIDEO / "ddpo_ddim_logprob.safetensors")
-    model = Modelscope().tiny().load(Placement())
+    model = ModelscopeSpec().tiny().load(Placement())
     model.net = Recorded(golden["eps"])
     policy: Policy[Any] = Policy(model, GaussianProcess(PATH, DDIM(1.0), 25), FullFinetuning().apply(model, ()))
     t, nothing = (golden["t"] + 1) / 1000, torch.zeros(2, 1)
     segment = Segment(t, t - 0.04, golden["x"], golden["next"], nothing, nothing + 1)
-    found = policy.decide(Condition(("", ""), {"words": torch.zeros(2, 1, 1)}), segment).log_prob(segment.action)
+    actual = policy.action_distribution(Condition(("", ""), {"words": torch.zeros(2, 1, 1)}), segment).log_prob(
+        segment.action
+    )
     assert model.net.levels.tolist() == golden["t"].tolist()
-    torch.testing.assert_close(found.flatten(), golden["logp_all_dims"], rtol=2e-5, atol=0)
+    torch.testing.assert_close(actual.flatten(), golden["logp_all_dims"], rtol=2e-5, atol=0)
 
 
-def test_the_published_size_is_known() -> None:
-    with init_empty_weights():
-        net: Any = VideoUnet(**COMPONENT_CONFIGS[MODELSCOPE.hub]["unet"])
+def test_parameter_count_equals_the_published_one() -> None:
+    with parameters_on_meta():
+        net: Any = VideoUnet(**modelscope.CONFIGS["unet"])
         stock: Any = UNet3DConditionModel()  # type: ignore[no-untyped-call]
     assert sum(p.numel() for p in net.parameters()) == 1_411_233_860
     assert {key: x.shape for key, x in net.state_dict().items()} == {k: x.shape for k, x in stock.state_dict().items()}
 
 
 @pytest.mark.slow
-def test_one_file_may_hold_another_network(folder: Path, tmp_path: Path) -> None:
+def test_single_file_replaces_the_unet(folder: Path, tmp_path: Path) -> None:
     net = tiny_pipelines.random(UNet3DConditionModel, UNET, seed=1)
     save_file(net.state_dict(), tmp_path / "other.safetensors")
     save_file(lvdm_checkpoint.unet_to_original(net.state_dict(), net.config), tmp_path / "theirs.safetensors")
@@ -138,14 +138,14 @@ def test_one_file_may_hold_another_network(folder: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_network_of_videocrafter_goes_with_its_other_parts(folder: Path, tmp_path: Path) -> None:
+def test_videocrafter_unet_works_with_modelscope_components(folder: Path, tmp_path: Path) -> None:
     net = tiny_pipelines.random(VideoUnet, {**UNET, "fps_cond": True})
     net.save_pretrained(tmp_path)
-    crafter = Videocrafter(str(folder), str(tmp_path), frames=2, height=SIDE, width=SIDE)
+    crafter = VideocrafterSpec(str(folder), str(tmp_path), frames=2, height=SIDE, width=SIDE)
     model = crafter.load(Placement())
     assert isinstance(model, VideoUnetBackbone) and model.embed(("a",)).tensors["fps"].tolist() == [28]
     assert all(x.equal(model.net.state_dict()[key]) for key, x in net.state_dict().items())
-    with pytest.raises(ConfigError, match=r"is not told frames per second; set model.type to modelscope"):
+    with pytest.raises(ConfigError, match=r"set model.type to modelscope"):
         replace(crafter, unet=None).load(Placement())
 
 
@@ -154,11 +154,11 @@ def test_clips_of_another_size_are_refused(folder: Path) -> None:
     assert model.encode(torch.rand(2, *model.pixels)).shape == (2, 3, 4, 3, 3)
     with pytest.raises(ConfigError, match=r"the clips are 2 frames of 24x24 and the model makes 3 of 24x24"):
         model.encode(torch.rand(1, 2, 3, SIDE, SIDE))
-    larger = model.sized(32, 48)
+    larger = model.with_size(32, 48)
     assert (larger.shape, larger.pixels) == ((3, 4, 4, 6), (3, 3, 32, 48)) and model.pixels == (3, 3, SIDE, SIDE)
     for wrong in ({"frames": 0}, {"height": 250}):
         with pytest.raises(ValueError, match="expected"):
-            Modelscope(**wrong)  # type: ignore[arg-type]
+            ModelscopeSpec(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,6 @@ def test_recipes_have_the_published_settings(
     config = load(str(recipe), [])
     process = config.process
     assert isinstance(process, GaussianProcess) and config.guidance is not None
-    assert (process.steps, process.dynamics, config.guidance.scale) == (steps, DDIM(eta), scale)
+    assert (process.num_steps, process.dynamics, config.guidance.scale) == (steps, DDIM(eta), scale)
     assert config.model.shape == shape
-    assert process.path == replace(PATH, shrinks=0.7 if name == "videocrafter2" else 1.0)
+    assert process.path == replace(PATH, final_signal_scale=0.7 if name == "videocrafter2" else 1.0)

@@ -21,13 +21,13 @@ from tastemaker.export.lora import LoraFromFile, write_diffusers_lora, write_ori
 from tastemaker.models.component_configs import SD_VAE
 from tastemaker.models.nets.opensora_vae import OpenSoraVae, TemporalVae, latent_index, num_latents
 from tastemaker.models.nets.stdit3 import STDiT3
-from tastemaker.models.opensora.components import SMALL, build_network, infer_stdit3_config
-from tastemaker.models.opensora.model import OpenSora, OpenSoraBackbone
+from tastemaker.models.opensora.components import TINY_CONFIGS, build_network, infer_stdit3_config
+from tastemaker.models.opensora.model import OpenSoraBackbone, OpenSoraSpec
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "video"
-TINY = {"width": 32, "depth": 2, "heads": 4, "caption": 24, "words": 6}
+TINY = {"width": 32, "depth": 2, "heads": 4, "caption_dim": 24, "max_text_tokens": 6}
 TARGETS = ("qkv", "q_linear", "kv_linear")  # what VADER adapts
-SPEC = OpenSora().tiny()
+SPEC = OpenSoraSpec().tiny()
 # CPUs add in different orders: up to 1e-5 was measured between them.
 ROUNDING = 2e-5
 
@@ -60,14 +60,14 @@ def vae() -> OpenSoraVae:
     with safe_open(GOLDEN / "osora_vae12_tiny_state.safetensors", framework="pt") as file:
         settings = json.loads(file.metadata()["spatial"])
     kind: Any = AutoencoderKL
-    made = OpenSoraVae(kind(**settings), TemporalVae(filters=8, blocks=1, groups=4), together=18).eval()
+    made = OpenSoraVae(kind(**settings), TemporalVae(filters=8, blocks=1, groups=4), decode_chunk_size=18).eval()
     told = made.load_state_dict(golden("osora_vae12_tiny_state.safetensors"), strict=False)
     assert not told.unexpected_keys
     assert all(".module.encoder." in key or ".module.quant_conv" in key for key in told.missing_keys)
     return made.requires_grad_(False)
 
 
-def test_both_networks_have_the_published_names_and_shapes() -> None:
+def test_networks_have_published_keys_and_shapes() -> None:
     with torch.device("meta"):
         nets = {"stdit3_xl2": STDiT3(), "osora_vae12_temporal": torch.nn.ModuleDict({"temporal_vae": TemporalVae()})}
     for name, made in nets.items():
@@ -80,7 +80,7 @@ def test_both_networks_have_the_published_names_and_shapes() -> None:
     assert sum(16 * sum(layer.weight.shape) for layer in adapted) == 9_289_728
 
 
-def test_the_autoencoder_is_as_large_as_the_published_file() -> None:
+def test_autoencoder_has_published_size() -> None:
     from diffusers import AutoencoderKL
 
     kind: Any = AutoencoderKL
@@ -89,7 +89,7 @@ def test_the_autoencoder_is_as_large_as_the_published_file() -> None:
     assert 0 < 1_573_430_548 - 4 * sum(x.numel() for x in whole.values()) < 100_000  # which names and shapes take
 
 
-def test_the_network_says_what_the_published_one_does(net: STDiT3, said: Mapping[str, Tensor]) -> None:
+def test_stdit3_output_equals_published_one(net: STDiT3, said: Mapping[str, Tensor]) -> None:
     told: dict[str, Any] = {"fps": said["fps"], "size": (float(said["height"][0]), float(said["width"][0]))}
     x, words, seen = said["x"].clone().requires_grad_(), said["y"][:, 0], said["mask"].bool()
     out = net(x, said["timestep"], words, seen, said["x_mask"], **told)
@@ -109,7 +109,7 @@ def test_the_network_says_what_the_published_one_does(net: STDiT3, said: Mapping
 
 @torch.no_grad()
 @pytest.mark.parametrize("held", [False, True])
-def test_the_backbone_asks_it_as_published(net: STDiT3, said: Mapping[str, Tensor], held: bool) -> None:
+def test_backbone_velocity_equals_published_one(net: STDiT3, said: Mapping[str, Tensor], held: bool) -> None:
     model = SPEC.load(Placement())
     model.net, model.size = net, (float(said["height"][0]), float(said["width"][0]))
     for row in (0, 1):
@@ -125,7 +125,7 @@ def test_the_backbone_asks_it_as_published(net: STDiT3, said: Mapping[str, Tenso
 
 
 @torch.no_grad()
-def test_words_that_are_not_there_do_not_count(net: STDiT3, said: Mapping[str, Tensor]) -> None:
+def test_masked_text_is_ignored(net: STDiT3, said: Mapping[str, Tensor]) -> None:
     told: dict[str, Any] = {"fps": said["fps"], "size": (40.0, 64.0)}
     seen = torch.tensor([[True] * 3 + [False] * 3] * 2)
     words = said["y"][:, 0]
@@ -135,7 +135,7 @@ def test_words_that_are_not_there_do_not_count(net: STDiT3, said: Mapping[str, T
     assert far(net(said["x"], said["timestep"], words[:, :3], None, **told), whole) < 1e-6
 
 
-def test_the_autoencoder_codes_as_the_published_one_does(vae: OpenSoraVae) -> None:
+def test_autoencoder_output_equals_published_one(vae: OpenSoraVae) -> None:
     told = golden("osora_vae12_tiny_io.safetensors")
     mean, spread = vae.temporal_vae.encode(told["tvae.x"]).chunk(2, 1)
     assert far(mean, told["tvae.mean"]) < ROUNDING
@@ -144,18 +144,18 @@ def test_the_autoencoder_codes_as_the_published_one_does(vae: OpenSoraVae) -> No
     assert far(vae.temporal_vae.decode(told["tvae.z"][:, :, :1], 1), told["tvae.dec1"]) < ROUNDING
     assert far(vae.decode(told["pipe.z"], 18), told["pipe.dec18"]) < ROUNDING
     assert far(vae.decode(told["pipe.z"][:, :, ::2], 11), told["pipe.dec_alt"]) < ROUNDING
-    assert far(vae.decode_alone(told["pipe.z"], [2]), told["pipe.dec_frame2_as_single"]) < ROUNDING
+    assert far(vae.decode_single_latents(told["pipe.z"], [2]), told["pipe.dec_frame2_as_single"]) < ROUNDING
 
 
-def through(spec: OpenSora, vae: OpenSoraVae, together: int = 1) -> OpenSoraBackbone:
+def through(spec: OpenSoraSpec, vae: OpenSoraVae, together: int = 1) -> OpenSoraBackbone:
     """A backbone with the recorded autoencoder, frames decoded so many at once."""
     model = spec.load(Placement())
-    model.codec = vae
-    vae.together = together
+    model.autoencoder = vae
+    vae.decode_chunk_size = together
     return model
 
 
-def test_a_frame_asked_for_is_that_frame_of_the_clip_and_its_chunk_alone_is_decoded(vae: OpenSoraVae) -> None:
+def test_requested_frames_decode_only_their_chunk(vae: OpenSoraVae) -> None:
     told = golden("osora_vae12_tiny_io.safetensors")
     model = through(replace(SPEC, duration=18), vae)
     x = told["pipe.z"].transpose(1, 2)
@@ -171,9 +171,9 @@ def test_a_frame_asked_for_is_that_frame_of_the_clip_and_its_chunk_alone_is_deco
     assert model.decode(noisy, [17]).isnan().all()
 
 
-def test_a_frame_can_be_shown_by_its_latent_alone_as_vader_does(vae: OpenSoraVae) -> None:
+def test_single_latent_decoding_equals_vader(vae: OpenSoraVae) -> None:
     told = golden("osora_vae12_tiny_io.safetensors")
-    model = through(replace(SPEC, duration=18, isolated=True), vae)
+    model = through(replace(SPEC, duration=18, decode_single_latents=True), vae)
     x = told["pipe.z"].transpose(1, 2)
     wanted = (told["pipe.dec_frame2_as_single"] / 2 + 0.5).clamp(0, 1).transpose(1, 2)
     for frame in (5, 8):
@@ -181,30 +181,30 @@ def test_a_frame_can_be_shown_by_its_latent_alone_as_vader_does(vae: OpenSoraVae
         assert far(model.decode(x, [frame]), wanted) < ROUNDING
 
 
-def test_recomputing_changes_no_gradient(vae: OpenSoraVae) -> None:
+def test_checkpointed_decoder_has_the_same_gradient(vae: OpenSoraVae) -> None:
     model = through(replace(SPEC, duration=18), vae, 4)
     x = torch.randn(1, *model.shape, generator=torch.Generator().manual_seed(0))
     slopes = []
     for again in (False, True):
-        vae.recompute = again
+        vae.checkpoint_decoder = again
         leaf = x.clone().requires_grad_()
         (model.decode(leaf, [2]) ** 2).sum().backward()
         assert leaf.grad is not None
         slopes.append(leaf.grad)
-    vae.recompute = False
+    vae.checkpoint_decoder = False
     torch.testing.assert_close(slopes[0], slopes[1])
     assert slopes[0][:, :5].abs().sum() > 0
     assert slopes[0][:, 5:].abs().sum() == 0
 
 
-def test_frames_and_latents_are_counted_in_chunks() -> None:
+def test_latent_count_and_index() -> None:
     assert [num_latents(frames) for frames in (1, 4, 5, 17, 18, 51, 102, 204, 408)] == [1, 1, 2, 5, 6, 15, 30, 60, 120]
     assert [latent_index(frame, 17) for frame in (0, 1, 4, 5, 16)] == [0, 1, 1, 2, 4]
     assert [latent_index(frame, 51) for frame in (17, 18, 50)] == [5, 6, 14]
     assert [latent_index(frame, 6) for frame in range(6)] == [0, 0, 1, 1, 1, 1]
 
 
-def test_published_files_are_read_and_others_are_not(tmp_path: Path, said: Mapping[str, Tensor]) -> None:
+def test_published_files_load_and_others_are_refused(tmp_path: Path, said: Mapping[str, Tensor]) -> None:
     tensors = golden("stdit3_tiny_state.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
     made = build_network(str(tmp_path), 0, Placement())
@@ -221,19 +221,19 @@ def test_published_files_are_read_and_others_are_not(tmp_path: Path, said: Mappi
         replace(SPEC, vae=str(tmp_path / "none")).load(Placement())
 
 
-def test_the_published_layout_of_the_autoencoder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_autoencoder_file_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tastemaker.models.opensora import components
 
-    own = SPEC.load(Placement()).codec.state_dict()
+    own = SPEC.load(Placement()).autoencoder.state_dict()
     assert {key.split(".")[0] for key in own} == {"spatial_vae", "temporal_vae", "scale", "shift"}
     save_file({key: x.contiguous() for key, x in own.items()}, tmp_path / "model.safetensors")
-    monkeypatch.setattr(components, "SD_VAE", SMALL["still"])
-    monkeypatch.setattr(components, "TemporalVae", lambda: TemporalVae(**SMALL["temporal"]))
-    read = replace(SPEC, vae=str(tmp_path), seed=5).load(Placement()).codec.state_dict()
+    monkeypatch.setattr(components, "SD_VAE", TINY_CONFIGS["spatial"])
+    monkeypatch.setattr(components, "TemporalVae", lambda: TemporalVae(**TINY_CONFIGS["temporal"]))
+    read = replace(SPEC, vae=str(tmp_path), seed=5).load(Placement()).autoencoder.state_dict()
     assert all(torch.equal(read[key], x) for key, x in own.items())
 
 
-def test_adapters_of_vader_are_read_at_its_scale_and_written_as_it_does(tmp_path: Path) -> None:
+def test_vader_lora_round_trip(tmp_path: Path) -> None:
     model = SPEC.load(Placement())
     chance = torch.Generator().manual_seed(0)
     found: dict[str, Tensor] = {}
@@ -244,29 +244,29 @@ def test_adapters_of_vader_are_read_at_its_scale_and_written_as_it_does(tmp_path
             found[f"base_model.model.{key}.lora_B.weight"] = torch.randn(outputs, 4, generator=chance)
     torch.save(found, tmp_path / "peft_model_800.pt")
     before = {key: x.clone() for key, x in model.net.state_dict().items()}
-    weights = LoraFromFile(tmp_path / "peft_model_800.pt", OpenSora.layout).apply(model, ())
+    weights = LoraFromFile(tmp_path / "peft_model_800.pt", OpenSoraSpec.layout).apply(model, ())
     assert isinstance(weights, LoraWeights)
     assert len(weights.trainable()) == len(found) == 12
     layer = "temporal_blocks.0.cross_attn.kv_linear"
     down, up = (found[f"base_model.model.{layer}.lora_{factor}.weight"] for factor in "AB")
     torch.testing.assert_close(weights.merged()[f"{layer}.weight"], before[f"{layer}.weight"] + 8 / 4 * up @ down)
-    write_original_lora(weights, OpenSora.layout, tmp_path / "again.pt")
+    write_original_lora(weights, OpenSoraSpec.layout, tmp_path / "again.pt")
     again = torch.load(tmp_path / "again.pt", weights_only=True)
     assert again.keys() == found.keys()
     assert all(torch.equal(again[key], x) for key, x in found.items())
 
 
-def test_adapters_in_our_own_layout_keep_their_scale(tmp_path: Path) -> None:
+def test_own_lora_keeps_its_scale(tmp_path: Path) -> None:
     model = SPEC.load(Placement())
-    weights = Lora(rank=4, alpha=12, targets=TARGETS).apply(model, ())
+    weights = Lora(rank=4, alpha=12, target_modules=TARGETS).apply(model, ())
     assert isinstance(weights, LoraWeights)
     with torch.no_grad():
         for p in weights.trainable().values():
             p.normal_(generator=torch.Generator().manual_seed(0))
-    write_diffusers_lora(weights, OpenSora.layout, tmp_path / "adapters.safetensors", torch.float32)
-    write_original_lora(weights, OpenSora.layout, tmp_path / "adapters.pt")
+    write_diffusers_lora(weights, OpenSoraSpec.layout, tmp_path / "adapters.safetensors", torch.float32)
+    write_original_lora(weights, OpenSoraSpec.layout, tmp_path / "adapters.pt")
     for name in ("adapters.safetensors", "adapters.pt"):
-        read = LoraFromFile(tmp_path / name, OpenSora.layout).apply(SPEC.load(Placement()), ())
+        read = LoraFromFile(tmp_path / name, OpenSoraSpec.layout).apply(SPEC.load(Placement()), ())
         assert isinstance(read, LoraWeights)
         for key, x in weights.merged().items():
             torch.testing.assert_close(read.merged()[key], x)

@@ -1,4 +1,4 @@
-"""Qwen-Image beside diffusers' own pipeline, and as every generator owes it to those who train it."""
+"""Qwen-Image compared with diffusers' pipeline: samples, timesteps, gradients, and training by every objective."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.reward import Rubric, WeightedReward
 from tastemaker.core.types import Placement, PromptBatch
 from tastemaker.core.weights import FullFinetuning
-from tastemaker.models.pipeline_components import silence_libraries
-from tastemaker.models.qwen_image import SMALL, QwenImage
+from tastemaker.models.pretrained import silence_libraries
+from tastemaker.models.qwen_image import TINY_CONFIGS, QwenImageSpec
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.reward_gradient import RewardGradient
@@ -39,10 +39,10 @@ from tastemaker.objectives.srpo import SRPO
 from tastemaker.processes.dynamics import FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow
-from tastemaker.rewards.color import Brightness
+from tastemaker.rewards.color import BrightnessReward
 
 PROMPTS = ["a red cat on a mat", "two blue dogs"]
-SPEC = QwenImage(height=64, width=32, words=280)
+SPEC = QwenImageSpec(height=64, width=32, max_text_tokens=280)
 SCHEDULER = {
     "base_image_seq_len": 256,
     "base_shift": 0.5,
@@ -57,7 +57,7 @@ SCHEDULER = {
 
 def published(tokens: int) -> RectifiedFlow:
     """The levels of a picture of so many tokens."""
-    return RectifiedFlow(shift=math.exp(0.5 + 0.4 * (tokens - 256) / (8192 - 256)), terminal=0.02)
+    return RectifiedFlow(shift=math.exp(0.5 + 0.4 * (tokens - 256) / (8192 - 256)), shift_terminal=0.02)
 
 
 def rows(count: int) -> Randomness:
@@ -66,16 +66,16 @@ def rows(count: int) -> Randomness:
 
 def pipeline_of(seed: int) -> QwenImagePipeline:
     torch.manual_seed(seed)
-    texts = SMALL["text_encoder"]
+    texts = TINY_CONFIGS["text_encoder"]
     spoken = {**texts["text_config"], "vocab_size": 300, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
     config = Qwen2_5_VLConfig(**{**texts, "text_config": spoken})
     letters = {letter: i for i, letter in enumerate(bytes_to_unicode().values())}
     return QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
-        vae=AutoencoderKLQwenImage(**SMALL["vae"]).eval(),
+        vae=AutoencoderKLQwenImage(**TINY_CONFIGS["vae"]).eval(),
         text_encoder=Qwen2_5_VLForConditionalGeneration(config).eval(),
         tokenizer=Qwen2Tokenizer(vocab=letters, merges=[]),
-        transformer=QwenImageTransformer2DModel(**SMALL["transformer"]),
+        transformer=QwenImageTransformer2DModel(**TINY_CONFIGS["transformer"]),
     )
 
 
@@ -93,67 +93,67 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Pa
 
 @pytest.mark.parametrize("guidance", [None, Guidance(4.0, " ", rescale="token")], ids=["plain", "guided"])
 @pytest.mark.parametrize("words", fast([280, 180], 180), ids=["whole", "cut"])
-def test_samples_are_those_of_the_published_pipeline(
+def test_samples_equal_the_diffusers_pipeline(
     pipeline: tuple[Any, Path], guidance: Guidance | None, words: int
 ) -> None:
     theirs, folder = pipeline
-    model: Backbone = replace(SPEC, weights=str(folder), words=words).load(Placement())
+    model: Backbone = replace(SPEC, weights=str(folder), max_text_tokens=words).load(Placement())
     if guidance:
         model = GuidedBackbone(model, guidance)
-    policy = Policy(model, GaussianProcess(published(8), steps=4), FullFinetuning().apply(model, ()))
+    policy = Policy(model, GaussianProcess(published(8), num_steps=4), FullFinetuning().apply(model, ()))
     made = policy.sample(policy.embed(PROMPTS), rows(2))
     negative = [" "] * 2 if guidance else None
-    asked = {"height": 64, "width": 32, "num_inference_steps": 4, "max_sequence_length": words}
-    asked |= {"negative_prompt": negative, "true_cfg_scale": 4.0 if guidance else 1.0}
+    options = {"height": 64, "width": 32, "num_inference_steps": 4, "max_sequence_length": words}
+    options |= {"negative_prompt": negative, "true_cfg_scale": 4.0 if guidance else 1.0}
     with silence_libraries():
         start = made.start.flatten(1, 2)
-        latents = theirs(PROMPTS, latents=start, output_type="latent", **asked).images
-        pixels = theirs(PROMPTS, latents=start, output_type="pt", **asked).images
+        latents = theirs(PROMPTS, latents=start, output_type="latent", **options).images
+        pixels = theirs(PROMPTS, latents=start, output_type="pt", **options).images
     assert (made.final.flatten(1, 2) - latents).abs().max() <= 1e-5
     assert (policy.decode(made.final)[:, 0] - pixels).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(("height", "width", "shift"), [(1328, 1328, 2.3033), (1024, 1024, 2.0007), (720, 720, 1.8026)])
-def test_levels_are_those_of_the_published_scheduler(height: int, width: int, shift: float) -> None:
+def test_timesteps_equal_the_diffusers_scheduler(height: int, width: int, shift: float) -> None:
     theirs = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
-    tokens = math.prod(QwenImage(height=height, width=width).shape[:2])
+    tokens = math.prod(QwenImageSpec(height=height, width=width).shape[:2])
     ours = published(tokens)
     assert round(ours.shift, 4) == pytest.approx(shift, abs=1e-4)
     for steps in (2, 10, 50):
         theirs.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=math.log(ours.shift))
-        assert (ours.grid(steps) - theirs.sigmas).abs().max() <= 3e-7
+        assert (ours.timesteps(steps) - theirs.sigmas).abs().max() <= 3e-7
 
 
 @pytest.fixture
 def policy() -> Policy[Any]:
-    model = QwenImage().tiny().load(Placement())
+    model = QwenImageSpec().tiny().load(Placement())
     assert isinstance(model, Backbone)
     return Policy(model, GaussianProcess(published(4), FlowSDE(0.7), 4), FullFinetuning().apply(model, ()))
 
 
-def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
+def test_recorded_log_probs_equal_recomputed_ones(policy: Policy[Any]) -> None:
     made = policy.sample(policy.embed([*PROMPTS, ""]), rows(3))
     pixels = policy.decode(made.final)
     assert pixels.shape == (3, *policy.model.pixels)
     assert pixels.min() >= 0 and pixels.max() <= 1
     with torch.no_grad():
         for segment in made.segments:
-            assert policy.decide(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+            assert policy.action_distribution(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
 
 
-def test_a_row_is_the_same_whatever_is_beside_it(policy: Policy[Any]) -> None:
+def test_predictions_do_not_depend_on_the_batch(policy: Policy[Any]) -> None:
     together = policy.sample(policy.embed([*PROMPTS, ""]), rows(3)).final
-    alone = policy.sample(policy.embed([""]), Randomness(0, 0, torch.tensor([2]))).final
-    assert torch.allclose(together[2:], alone, atol=1e-4)
+    single = policy.sample(policy.embed([""]), Randomness(0, 0, torch.tensor([2]))).final
+    assert torch.allclose(together[2:], single, atol=1e-4)
 
 
-def test_prompts_change_the_prediction(policy: Policy[Any]) -> None:
+def test_prediction_depends_on_the_prompt(policy: Policy[Any]) -> None:
     x = rows(1).normal("x", *policy.model.shape).expand(2, -1, -1, -1)
     out = policy.model.predict(x, torch.full((2,), 0.5), policy.embed(PROMPTS))
     assert not torch.allclose(out[0], out[1], atol=1e-5)
 
 
-def test_encoding_goes_back_by_the_published_mean_and_spread(pipeline: tuple[Any, Path]) -> None:
+def test_encoding_uses_the_published_mean_and_std(pipeline: tuple[Any, Path]) -> None:
     theirs, folder = pipeline
     model = replace(SPEC, weights=str(folder)).load(Placement())
     pixels = torch.rand(2, *model.pixels, generator=torch.Generator().manual_seed(0))
@@ -164,10 +164,10 @@ def test_encoding_goes_back_by_the_published_mean_and_spread(pipeline: tuple[Any
     torch.testing.assert_close(model.encode(pixels).flatten(1, 2), packed, rtol=1e-5, atol=1e-5)
 
 
-def test_the_picture_sends_its_gradient_back_with_and_without_recomputation() -> None:
+def test_decoder_gradient_is_the_same_with_checkpointing() -> None:
     grads = []
     for recompute in (True, False):
-        model = replace(QwenImage().tiny(), recompute=recompute).load(Placement())
+        model = replace(QwenImageSpec().tiny(), checkpoint_decoder=recompute).load(Placement())
         x = rows(2).normal("x", *model.shape).requires_grad_()
         model.decode(x).sum().backward()
         grads.append(x.grad)
@@ -177,31 +177,31 @@ def test_the_picture_sends_its_gradient_back_with_and_without_recomputation() ->
 
 OBJECTIVES = [
     RewardGradient(),
-    GRPO(group=2),
-    NFT(group=2),
-    SRPO(relative=False, branches=("denoise",), margin=None),
+    GRPO(group_size=2),
+    NFT(group_size=2),
+    SRPO(relative=False, branches=("denoise",), reward_margin=None),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: type(o).__name__)
-def test_a_step_of_every_kind_moves_it(objective: Any) -> None:
-    model = QwenImage().tiny().load(Placement())
+def test_every_objective_changes_the_weights(objective: Any) -> None:
+    model = QwenImageSpec().tiny().load(Placement())
     weights = FullFinetuning().apply(model, objective.snapshots())
     guided = GuidedBackbone(model, Guidance(4.0, " ", rescale="token"))
     policy = Policy(guided, GaussianProcess(published(4), FlowSDE(0.7), 3), weights)
-    rubric = Rubric({"light": WeightedReward(Brightness(), Brightness().load(Placement()))})
-    ctx = Context(policy, rubric, rows(2), SingleProcess(), objective.memory())
+    rubric = Rubric({"light": WeightedReward(BrightnessReward(), BrightnessReward().load(Placement()))})
+    ctx = Context(policy, rubric, rows(2), SingleProcess(), objective.make_state())
     experience = objective.collect(ctx, PromptBatch(tuple(PROMPTS), ({}, {})))
     for part in objective.parts(experience):
         objective.loss(ctx, experience, part).rows.sum().backward()
     still = [key for key, p in weights.trainable().items() if p.grad is None or not bool(p.grad.any())]
-    assert still and all(key.startswith(model.net.idle) for key in still)  # type: ignore[arg-type]
+    assert still and all(key.startswith(model.traits.unused_parameters) for key in still)
 
 
 @pytest.mark.slow
-def test_one_file_may_hold_the_transformer(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
-    other = QwenImageTransformer2DModel(**SMALL["transformer"])
+def test_single_file_replaces_the_transformer(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
+    other = QwenImageTransformer2DModel(**TINY_CONFIGS["transformer"])
     tensors = {f"model.diffusion_model.{key}": x for key, x in other.state_dict().items()}
     save_file(tensors, tmp_path / "other.safetensors")
     spec = replace(SPEC, weights=str(pipeline[1]), transformer=str(tmp_path / "other.safetensors"))
@@ -209,8 +209,8 @@ def test_one_file_may_hold_the_transformer(pipeline: tuple[Any, Path], tmp_path:
     assert all(own[key].equal(x) for key, x in other.state_dict().items())
 
 
-def test_mistakes_are_sentences(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="are not here; expected a local path, or Qwen/Qwen-Image from the hub"):
-        QwenImage().load(Placement())
+def test_invalid_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="were not found; expected a local path, or Qwen/Qwen-Image from the hub"):
+        QwenImageSpec().load(Placement())
     with pytest.raises(ConfigError, match=r"has no readable transformer|cannot be read"):
-        QwenImage(weights=str(tmp_path)).load(Placement())
+        QwenImageSpec(weights=str(tmp_path)).load(Placement())

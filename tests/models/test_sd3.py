@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 beside diffusers' own pipeline, and as every generator owes it to those who train it."""
+"""Stable Diffusion 3 compared with diffusers' pipeline: samples, timesteps, gradients and every objective."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.reward import Rubric, WeightedReward
 from tastemaker.core.types import Placement, PromptBatch
 from tastemaker.core.weights import FullFinetuning
-from tastemaker.models import pipeline_layout
-from tastemaker.models.pipeline_components import silence_libraries
-from tastemaker.models.sd3 import SMALL, Sd3
+from tastemaker.models import sd3
+from tastemaker.models.pretrained import silence_libraries
+from tastemaker.models.sd3 import TINY_CONFIGS, Sd3Spec
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.processes.dynamics import FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow
-from tastemaker.rewards.color import Brightness
+from tastemaker.rewards.color import BrightnessReward
 
 PROMPTS = ["a red cat on a mat", "two blue dogs and a very long walk along the river until evening"]
-PUBLISHED = RectifiedFlow(shift=3.0, lowest=0.002994012)
-SPEC = Sd3(height=64, width=32, words=24)
+PUBLISHED = RectifiedFlow(shift=3.0, sigma_min=0.002994012)
+SPEC = Sd3Spec(height=64, width=32, max_text_tokens=24)
 
 
 def rows(count: int) -> Randomness:
@@ -64,16 +64,16 @@ def t5_words() -> T5Tokenizer:
 def published(seed: int) -> StableDiffusion3Pipeline:
     torch.manual_seed(seed)
     clip = {"vocab_size": 514, "bos_token_id": 512, "eos_token_id": 513}
-    net = SD3Transformer2DModel(**SMALL["transformer"])
+    net = SD3Transformer2DModel(**TINY_CONFIGS["transformer"])
     return StableDiffusion3Pipeline(
         transformer=net,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=AutoencoderKL(**SMALL["vae"]),
-        text_encoder=CLIPTextModelWithProjection(CLIPTextConfig(**{**SMALL["text_encoder"], **clip})),
+        vae=AutoencoderKL(**TINY_CONFIGS["vae"]),
+        text_encoder=CLIPTextModelWithProjection(CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **clip})),
         tokenizer=clip_words(),
-        text_encoder_2=CLIPTextModelWithProjection(CLIPTextConfig(**{**SMALL["text_encoder_2"], **clip})),
+        text_encoder_2=CLIPTextModelWithProjection(CLIPTextConfig(**{**TINY_CONFIGS["text_encoder_2"], **clip})),
         tokenizer_2=clip_words(),
-        text_encoder_3=T5EncoderModel(T5Config(**SMALL["text_encoder_3"])),
+        text_encoder_3=T5EncoderModel(T5Config(**TINY_CONFIGS["text_encoder_3"])),
         tokenizer_3=t5_words(),
     )
 
@@ -93,67 +93,73 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Pa
 
 @pytest.mark.parametrize("guidance", fast([1.0, 4.5], 4.5))
 @pytest.mark.parametrize("t5", [True, False])
-def test_samples_are_those_of_the_published_pipeline(pipeline: tuple[Any, Path], guidance: float, t5: bool) -> None:
+def test_samples_equal_the_diffusers_pipeline(pipeline: tuple[Any, Path], guidance: float, t5: bool) -> None:
     theirs, folder = pipeline
-    model: Backbone = replace(SPEC, weights=str(folder), t5=t5).load(Placement())
+    model: Backbone = replace(SPEC, weights=str(folder), use_t5=t5).load(Placement())
     if guidance > 1:
         model = GuidedBackbone(model, Guidance(guidance))
-    policy = Policy(model, GaussianProcess(PUBLISHED, steps=4), FullFinetuning().apply(model, ()))
+    policy = Policy(model, GaussianProcess(PUBLISHED, num_steps=4), FullFinetuning().apply(model, ()))
     made = policy.sample(policy.embed(PROMPTS), rows(2))
-    asked = {"height": 64, "width": 32, "num_inference_steps": 4, "guidance_scale": guidance, "max_sequence_length": 24}
+    options = {
+        "height": 64,
+        "width": 32,
+        "num_inference_steps": 4,
+        "guidance_scale": guidance,
+        "max_sequence_length": 24,
+    }
     kept, theirs.text_encoder_3 = theirs.text_encoder_3, theirs.text_encoder_3 if t5 else None
     with silence_libraries():
-        latents = theirs(PROMPTS, latents=made.start[:, 0], output_type="latent", **asked).images
-        pixels = theirs(PROMPTS, latents=made.start[:, 0], output_type="pt", **asked).images
+        latents = theirs(PROMPTS, latents=made.start[:, 0], output_type="latent", **options).images
+        pixels = theirs(PROMPTS, latents=made.start[:, 0], output_type="pt", **options).images
     theirs.text_encoder_3 = kept
     assert (made.final[:, 0] - latents).abs().max() <= 1e-5
     assert (policy.decode(made.final)[:, 0] - pixels).abs().max() <= 1e-5
 
 
-def test_levels_are_those_of_the_published_scheduler() -> None:
+def test_timesteps_equal_the_diffusers_scheduler() -> None:
     theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
     for steps in (1, 10, 28, 40):
         theirs.set_timesteps(steps)
-        assert (PUBLISHED.grid(steps) - theirs.sigmas).abs().max() <= 2e-7
+        assert (PUBLISHED.timesteps(steps) - theirs.sigmas).abs().max() <= 2e-7
 
 
-def test_levels_outside_the_path_are_sentences() -> None:
-    with pytest.raises(ValueError, match=r"'lowest' is 1\.5; expected a level between 0 and 1, or none"):
-        RectifiedFlow(lowest=1.5)
-    with pytest.raises(ValueError, match=r"'terminal' is 0\.0; expected a level between 0 and 1, or none"):
-        RectifiedFlow(terminal=0.0)
+def test_invalid_path_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'sigma_min' is 1\.5"):
+        RectifiedFlow(sigma_min=1.5)
+    with pytest.raises(ValueError, match=r"'shift_terminal' is 0\.0"):
+        RectifiedFlow(shift_terminal=0.0)
 
 
 @pytest.fixture
 def policy() -> Policy[Any]:
-    model = Sd3().tiny().load(Placement())
+    model = Sd3Spec().tiny().load(Placement())
     assert isinstance(model, Backbone)
     return Policy(model, GaussianProcess(PUBLISHED, FlowSDE(0.7), 4), FullFinetuning().apply(model, ()))
 
 
-def test_samples_are_pixels_and_the_record_agrees_with_its_replay(policy: Policy[Any]) -> None:
+def test_recorded_log_probs_equal_recomputed_ones(policy: Policy[Any]) -> None:
     made = policy.sample(policy.embed([*PROMPTS, ""]), rows(3))
     pixels = policy.decode(made.final)
     assert pixels.shape == (3, *policy.model.pixels)
     assert pixels.min() >= 0 and pixels.max() <= 1
     with torch.no_grad():
         for segment in made.segments:
-            assert policy.decide(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+            assert policy.action_distribution(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
 
 
-def test_a_row_is_the_same_whatever_is_beside_it(policy: Policy[Any]) -> None:
+def test_predictions_do_not_depend_on_the_batch(policy: Policy[Any]) -> None:
     together = policy.sample(policy.embed([*PROMPTS, ""]), rows(3)).final
-    alone = policy.sample(policy.embed([""]), Randomness(0, 0, torch.tensor([2]))).final
-    assert torch.allclose(together[2:], alone, atol=1e-4)
+    single = policy.sample(policy.embed([""]), Randomness(0, 0, torch.tensor([2]))).final
+    assert torch.allclose(together[2:], single, atol=1e-4)
 
 
-def test_prompts_change_the_prediction(policy: Policy[Any]) -> None:
+def test_prediction_depends_on_the_prompt(policy: Policy[Any]) -> None:
     x = rows(1).normal("x", *policy.model.shape).expand(2, -1, -1, -1, -1)
     out = policy.model.predict(x, torch.full((2,), 0.5), policy.embed(PROMPTS))
     assert not torch.allclose(out[0], out[1], atol=1e-5)
 
 
-def test_encoding_goes_back_by_the_published_shift_and_scale(pipeline: tuple[Any, Path]) -> None:
+def test_encoding_uses_the_published_shift_and_scale(pipeline: tuple[Any, Path]) -> None:
     theirs, folder = pipeline
     model = replace(SPEC, weights=str(folder)).load(Placement())
     pixels = torch.rand(2, *model.pixels, generator=torch.Generator().manual_seed(0))
@@ -162,10 +168,10 @@ def test_encoding_goes_back_by_the_published_shift_and_scale(pipeline: tuple[Any
     torch.testing.assert_close(model.encode(pixels)[:, 0], (raw - 0.0609) * 1.5305, rtol=1e-5, atol=1e-5)
 
 
-def test_the_picture_sends_its_gradient_back_with_and_without_recomputation() -> None:
+def test_decoder_gradient_is_the_same_with_checkpointing() -> None:
     grads = []
     for recompute in (True, False):
-        model = replace(Sd3().tiny(), recompute=recompute).load(Placement())
+        model = replace(Sd3Spec().tiny(), checkpoint_decoder=recompute).load(Placement())
         x = rows(2).normal("x", *model.shape).requires_grad_()
         model.decode(x).sum().backward()
         grads.append(x.grad)
@@ -174,23 +180,25 @@ def test_the_picture_sends_its_gradient_back_with_and_without_recomputation() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", [RewardGradient(), GRPO(group=2), NFT(group=2)], ids=lambda o: type(o).__name__)
-def test_a_step_of_every_kind_moves_it(objective: Any) -> None:
-    model = Sd3().tiny().load(Placement())
+@pytest.mark.parametrize(
+    "objective", [RewardGradient(), GRPO(group_size=2), NFT(group_size=2)], ids=lambda o: type(o).__name__
+)
+def test_every_objective_changes_the_weights(objective: Any) -> None:
+    model = Sd3Spec().tiny().load(Placement())
     weights = FullFinetuning().apply(model, objective.snapshots())
     policy = Policy(model, GaussianProcess(PUBLISHED, FlowSDE(0.7), 3), weights)
-    rubric = Rubric({"light": WeightedReward(Brightness(), Brightness().load(Placement()))})
-    ctx = Context(policy, rubric, rows(2), SingleProcess(), objective.memory())
+    rubric = Rubric({"light": WeightedReward(BrightnessReward(), BrightnessReward().load(Placement()))})
+    ctx = Context(policy, rubric, rows(2), SingleProcess(), objective.make_state())
     experience = objective.collect(ctx, PromptBatch(tuple(PROMPTS), ({}, {})))
     for part in objective.parts(experience):
         objective.loss(ctx, experience, part).rows.sum().backward()
     still = [key for key, p in weights.trainable().items() if p.grad is None or not bool(p.grad.any())]
-    assert still and all(key.startswith(model.net.idle) for key in still)  # type: ignore[arg-type]
+    assert still and all(key.startswith(model.traits.unused_parameters) for key in still)
 
 
-def test_one_file_may_hold_the_transformer(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
+def test_single_file_replaces_the_transformer(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
     _, folder = pipeline
-    other = SD3Transformer2DModel(**SMALL["transformer"])
+    other = SD3Transformer2DModel(**TINY_CONFIGS["transformer"])
     save_file(other.state_dict(), tmp_path / "other.safetensors")
     spec = replace(SPEC, weights=str(folder), transformer=str(tmp_path / "other.safetensors"))
     own = spec.load(Placement()).net.state_dict()
@@ -198,24 +206,26 @@ def test_one_file_may_hold_the_transformer(pipeline: tuple[Any, Path], tmp_path:
 
 
 @pytest.mark.slow
-def test_one_file_may_be_in_the_authors_layout(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
+def test_single_file_in_the_original_layout_loads(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
     _, folder = pipeline
-    other = SD3Transformer2DModel(**SMALL["transformer"])
-    made = {key: x.clone() for key, x in pipeline_layout.sd3_to_original(other.state_dict(), other.config).items()}
-    whole = {f"model.diffusion_model.{key}": x for key, x in made.items()} | {"first_stage_model.x": torch.ones(1)}
-    for tensors in (made, whole):
+    other = SD3Transformer2DModel(**TINY_CONFIGS["transformer"])
+    made = {key: x.clone() for key, x in sd3.sd3_to_original(other.state_dict(), other.config).items()}
+    complete = {f"model.diffusion_model.{key}": x for key, x in made.items()} | {"first_stage_model.x": torch.ones(1)}
+    for tensors in (made, complete):
         save_file(tensors, tmp_path / "other.safetensors")
         own = replace(SPEC, weights=str(folder), transformer=str(tmp_path / "other.safetensors")).load(Placement()).net
         assert all(own.state_dict()[key].equal(x) for key, x in other.state_dict().items())
 
 
-def test_mistakes_are_sentences(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"are not here; expected a local path, or stabilityai/stable-diffusion-3\.5"):
-        Sd3().load(Placement())
+def test_invalid_settings_are_refused(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"were not found; expected a local path, or stabilityai/stable-diffusion-3\.5"
+    ):
+        Sd3Spec().load(Placement())
     with pytest.raises(ConfigError, match=r"has no readable transformer/config\.json"):
-        Sd3(weights=str(tmp_path)).load(Placement())
-    with pytest.raises(ConfigError, match="pictures of 1024x32 are too large for it; ask for 512 at most"):
-        Sd3(weights=str(pipeline[1]), height=1024, width=32).load(Placement())
+        Sd3Spec(weights=str(tmp_path)).load(Placement())
+    with pytest.raises(ConfigError, match="images of 1024x32 are too large for it; ask for 512 at most"):
+        Sd3Spec(weights=str(pipeline[1]), height=1024, width=32).load(Placement())
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
     with pytest.raises(ConfigError, match="are not of this transformer"):
         replace(SPEC, weights=str(pipeline[1]), transformer=str(tmp_path / "a.safetensors")).load(Placement())

@@ -19,10 +19,9 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import MASK_TOKEN_ID, Condition, Corrupted, Placement
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.models.nets.magvit import Magvit, MagvitConfig
-from tastemaker.models.nets.showo import ShowoConfig, ShowoVocabulary, omni_attention_mask
+from tastemaker.models.nets.showo import ShowoConfig, ShowoVocabulary, omni_attention_mask, trim_left_padding
 from tastemaker.models.nets.showo import ShowoTransformer as Network
-from tastemaker.models.nets.showo_prefix_cache import trim_left_padding
-from tastemaker.models.showo.model import Showo, ShowoBackbone
+from tastemaker.models.showo.model import ShowoBackbone, ShowoSpec
 from tastemaker.models.showo.prompt_tokenizer import BYTE_TOKENIZER, ShowoPromptTokenizer
 from tastemaker.processes.masked import MaskedProcess, UncachedMaskedPredictor
 
@@ -30,23 +29,23 @@ SHOWO = Path(__file__).parent.parent / "fixtures" / "showo"
 TEXTS = ("3 4 5", "", "1 2 3 4 5 6 7 8 9 10 11", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16", "49 7 8")
 WORDS = ShowoVocabulary(50, 49, 32)  # of the recorded model
 TEXT, PICTURE = 13, slice(14, 30)  # places of words, and of codes
-RECORDED = Showo(
+RECORDED = ShowoSpec(
     weights=str(SHOWO / "showo_tiny_state.safetensors"),
-    codec=str(SHOWO / "magvit_tiny_state.safetensors"),
+    autoencoder=str(SHOWO / "magvit_tiny_state.safetensors"),
     tokenizer=BYTE_TOKENIZER,
-    pixels=16,
-    downsample=4,
-    words=12,
-    codes=32,
-    vocabulary=50,
-    end=49,
+    image_size=16,
+    downsample_factor=4,
+    max_text_tokens=12,
+    codebook_size=32,
+    text_vocab_size=50,
+    eos_token_id=49,
     width=64,
     depth=3,
     heads=4,
-    inner=160,
-    channels=32,
-    encoder=((1, 2), (2, 1), (2, 2)),
-    decoder=((1, 1), (1, 2), (2, 1)),
+    intermediate_size=160,
+    autoencoder_channels=32,
+    encoder_levels=((1, 2), (2, 1), (2, 2)),
+    decoder_levels=((1, 1), (1, 2), (2, 1)),
 )
 
 
@@ -59,29 +58,29 @@ def recorded() -> ShowoBackbone:
     return RECORDED.load(Placement())
 
 
-def test_prompts_are_laid_out_as_published() -> None:
+def test_prompt_tokens_equal_published_ones() -> None:
     seen = golden("prompt_mask_logits")
     prompter = ShowoPromptTokenizer(WORDS, lambda text: [int(word) for word in text.split()], TEXT)
     assert torch.equal(prompter(TEXTS), seen["cond_ids"][:, :TEXT])
     assert torch.equal(prompter([""] * 5), seen["uncond_ids"][:, :TEXT])
-    assert torch.equal(WORDS.framed(torch.full((5, 16), MASK_TOKEN_ID)), seen["cond_ids"][:, TEXT:])
+    assert torch.equal(WORDS.wrap_image_tokens(torch.full((5, 16), MASK_TOKEN_ID)), seen["cond_ids"][:, TEXT:])
 
 
-def test_marks_and_codes_have_their_published_ids() -> None:
+def test_special_and_image_token_ids() -> None:
     words = ShowoVocabulary()
-    assert (words.filling, words.opens, words.closes, words.painting, words.telling) == (
+    assert (words.pad_id, words.soi_id, words.eoi_id, words.t2i_id, words.mmu_id) == (
         50295, 50296, 50297, 50300, 50301,
     )  # fmt: skip
-    assert (words.pictures, words.hidden, words.size) == (slice(50305, 58497), 58497, 58498)
+    assert (words.image_ids, words.mask_id, words.size) == (slice(50305, 58497), 58497, 58498)
 
 
-def test_places_see_each_other_as_published() -> None:
+def test_attention_mask_equals_published_one() -> None:
     seen = golden("prompt_mask_logits")
     ids = torch.cat([seen["cond_ids"], seen["uncond_ids"]])
-    assert torch.equal(omni_attention_mask((ids == WORDS.filling).sum(1), TEXT, 31), seen["mask_bool"])
+    assert torch.equal(omni_attention_mask((ids == WORDS.pad_id).sum(1), TEXT, 31), seen["mask_bool"])
 
 
-def test_logits_are_the_published_ones_at_every_place(recorded: ShowoBackbone) -> None:
+def test_logits_equal_published_ones(recorded: ShowoBackbone) -> None:
     seen = golden("prompt_mask_logits")
     ids = torch.cat([seen["cond_ids"], seen["uncond_ids"]])
     with torch.no_grad():
@@ -89,25 +88,25 @@ def test_logits_are_the_published_ones_at_every_place(recorded: ShowoBackbone) -
     torch.testing.assert_close(logits, seen["logits"], rtol=1e-5, atol=1e-5)
 
 
-def test_filling_that_all_rows_begin_with_need_not_be_read(recorded: ShowoBackbone) -> None:
+def test_trimmed_padding_does_not_change_logits(recorded: ShowoBackbone) -> None:
     text = golden("prompt_mask_logits")["cond_ids"][:2, :TEXT]
-    longer = torch.nn.functional.pad(text, (40 - TEXT, 0), value=WORDS.filling)
+    longer = torch.nn.functional.pad(text, (40 - TEXT, 0), value=WORDS.pad_id)
     x = torch.full((2, 16), MASK_TOKEN_ID)
-    assert trim_left_padding(longer, WORDS.filling)[2] == 32
-    ids = torch.cat([longer, WORDS.framed(x)], 1)
-    allowed = omni_attention_mask((longer == WORDS.filling).sum(1), 40, ids.shape[1])
+    assert trim_left_padding(longer, WORDS.pad_id)[2] == 32
+    ids = torch.cat([longer, WORDS.wrap_image_tokens(x)], 1)
+    allowed = omni_attention_mask((longer == WORDS.pad_id).sum(1), 40, ids.shape[1])
     with torch.no_grad():
         logits = recorded.predict(x, torch.ones(2), Condition(("", ""), {"text": longer}))
-        whole, _ = recorded.net(ids, allowed, places=slice(41, 57), tokens=WORDS.pictures)
+        whole, _ = recorded.net(ids, allowed, positions=slice(41, 57), vocabulary=WORDS.image_ids)
     torch.testing.assert_close(logits, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_the_model_says_of_codes_what_the_network_does(recorded: ShowoBackbone) -> None:
+def test_predict_returns_image_token_logits(recorded: ShowoBackbone) -> None:
     seen = golden("prompt_mask_logits")
     with torch.no_grad():
         cond = Condition(TEXTS, {"text": seen["cond_ids"][:, :TEXT]})
         logits = recorded.predict(torch.full((5, 16), MASK_TOKEN_ID), torch.ones(5), cond)
-    torch.testing.assert_close(logits, seen["logits"][:5, PICTURE, WORDS.pictures], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, seen["logits"][:5, PICTURE, WORDS.image_ids], rtol=1e-5, atol=1e-5)
 
 
 @dataclass(frozen=True)
@@ -130,15 +129,15 @@ def recorded_run(model: ShowoBackbone, name: str, weight: float, steps: int) -> 
     tensors = {"text": seen["in_ids"][:, :TEXT]}
     if weight:
         tensors[NEGATIVE + "text"] = seen["step_ids"][0, 2:, :TEXT]
-    process = MaskedProcess(steps, replay=False)
-    guided = process.guide(model, Guidance(1 + weight)) if weight else model
+    process = MaskedProcess(steps, recompute_log_probs=False)
+    guided = process.wrap_guidance(model, Guidance(1 + weight)) if weight else model
     drawn = Replayed(0, 0, torch.arange(2), seen)
     return Policy(guided, process, FullFinetuning().apply(model, ())), Condition(("", ""), tensors), drawn
 
 
 @pytest.mark.parametrize(("name", "weight", "steps"), [("gen_cfg175_T6", 1.75, 6), ("gen_nocfg_T4", 0.0, 4)])
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_recorded_generation_is_repeated_token_by_token(
+def test_sampling_repeats_recorded_generation(
     recorded: ShowoBackbone, name: str, weight: float, steps: int, cached: bool
 ) -> None:
     seen = golden(name)
@@ -146,12 +145,12 @@ def test_a_recorded_generation_is_repeated_token_by_token(
     with torch.no_grad():
         rollout: Any = learner.rollout(cond, drawn)
         if not cached:
-            rollout.reading = UncachedMaskedPredictor(learner.model, cond)
+            rollout.predictor = UncachedMaskedPredictor(learner.model, cond)
         for step in range(steps):
-            logits = rollout.reading.predict(rollout.ids, torch.ones(2))
+            logits = rollout.predictor.predict(rollout.ids, torch.ones(2))
             chances = logits.softmax(-1).flatten(0, 1)
             torch.testing.assert_close(chances, seen["mn_probs"][step], rtol=1e-4, atol=1e-6)
-            assert torch.equal(WORDS.framed(rollout.ids), seen["step_ids"][step, :2, TEXT:])
+            assert torch.equal(WORDS.wrap_image_tokens(rollout.ids), seen["step_ids"][step, :2, TEXT:])
             rollout.step()
             if step < steps - 1:  # the last guess is the picture; what would be hidden of it nobody sees
                 assert torch.equal(rollout.ids == MASK_TOKEN_ID, seen["masking"][step])
@@ -162,15 +161,15 @@ def preference(side: str) -> tuple[Tensor, Corrupted, Condition]:
     seen = golden("dpo_step")
     ids, labels = seen[f"{side}_ids"], seen[f"{side}_labels"]
     hidden = labels[:, PICTURE] != -100
-    x = seen[f"raw_{side}_codes"] % WORDS.pictures.start  # recorded with or without their place in the vocabulary
+    x = seen[f"raw_{side}_codes"] % WORDS.image_ids.start  # recorded with or without their place in the vocabulary
     noisy = Corrupted(torch.where(hidden, MASK_TOKEN_ID, x), hidden.float().mean(1), hidden)
-    assert torch.equal(WORDS.framed(noisy.x), ids[:, TEXT:])
+    assert torch.equal(WORDS.wrap_image_tokens(noisy.x), ids[:, TEXT:])
     return x, noisy, Condition(("",) * len(ids), {"text": ids[:, :TEXT]})
 
 
-def test_a_step_of_preference_has_every_published_gradient() -> None:
+def test_dpo_gradients_equal_published_ones() -> None:
     seen = golden("dpo_step")
-    model = replace(RECORDED, scored="sequence").load(Placement())
+    model = replace(RECORDED, likelihood_scope="sequence").load(Placement())
     learner: Policy[Any] = Policy(model, MaskedProcess(), FullFinetuning().apply(model, ("reference",)))
     model.net.load_state_dict(golden("dpo_policy_state"))
     sides = {side: preference(side) for side in ("chosen", "rejected")}
@@ -193,41 +192,45 @@ def test_a_step_of_preference_has_every_published_gradient() -> None:
 
 
 def seen(cond: Condition) -> Tensor:
-    return omni_attention_mask((cond.tensors["text"] == WORDS.filling).sum(1), TEXT, TEXT + 18)
+    return omni_attention_mask((cond.tensors["text"] == WORDS.pad_id).sum(1), TEXT, TEXT + 18)
 
 
-def test_codes_alone_are_scored_among_themselves() -> None:
+def test_codebook_likelihood_scope() -> None:
     model = RECORDED.load(Placement())
     x, noisy, cond = preference("chosen")
     with torch.no_grad():
         own = MaskedProcess().likelihood(model, cond, x, noisy)
-        published = replace(RECORDED, scored="sequence").load(Placement()).likelihood(x, noisy, cond)
+        published = replace(RECORDED, likelihood_scope="sequence").load(Placement()).likelihood(x, noisy, cond)
         chances = model.predict(noisy.x, noisy.t, cond).log_softmax(-1).gather(-1, x[..., None])[..., 0]
-        whole = replace(RECORDED, scored="vocabulary").load(Placement()).likelihood(x, noisy, cond)
-        every = model.net(torch.cat([cond.tensors["text"], WORDS.framed(noisy.x)], 1), seen(cond))[0].log_softmax(-1)
+        whole = replace(RECORDED, likelihood_scope="vocabulary").load(Placement()).likelihood(x, noisy, cond)
+        every = model.net(torch.cat([cond.tensors["text"], WORDS.wrap_image_tokens(noisy.x)], 1), seen(cond))[
+            0
+        ].log_softmax(-1)
     torch.testing.assert_close(own, (chances * noisy.noise).sum(1))
-    ids = every[:, PICTURE].gather(-1, x[..., None] + WORDS.pictures.start)[..., 0]
+    ids = every[:, PICTURE].gather(-1, x[..., None] + WORDS.image_ids.start)[..., 0]
     torch.testing.assert_close(whole, (ids * noisy.noise).sum(1), rtol=1e-5, atol=1e-5)
     assert published is not None and (own > published).all()  # fewer are counted, of fewer that could have been
 
 
-def test_pictures_become_the_published_codes_and_come_back(recorded: ShowoBackbone) -> None:
+def test_magvit_tokens_equal_published_ones(recorded: ShowoBackbone) -> None:
     seen = golden("magvit_io")
     pixels = (seen["pixels"] / 2 + 0.5)[:, None]
     assert torch.equal(recorded.encode(pixels), seen["codes"])
     shown = recorded.decode(seen["codes"])[:, 0]
     torch.testing.assert_close(shown, (seen["decoded"] / 2 + 0.5).clamp(0, 1), rtol=1e-5, atol=1e-5)
     assert torch.equal((shown * 255).byte().movedim(1, -1), seen["decoded_uint8"])
-    assert isinstance(recorded.codec, Magvit)
-    torch.testing.assert_close(recorded.codec.latents(pixels[:, 0]), seen["enc_hidden"], rtol=1e-4, atol=1e-5)
-    assert torch.equal(recorded.codec.quantize.embedding, seen["codebook"])
+    assert isinstance(recorded.autoencoder, Magvit)
+    torch.testing.assert_close(
+        recorded.autoencoder.encode_continuous(pixels[:, 0]), seen["enc_hidden"], rtol=1e-4, atol=1e-5
+    )
+    assert torch.equal(recorded.autoencoder.quantize.embedding, seen["codebook"])
 
 
-def test_pictures_need_not_be_square(recorded: ShowoBackbone) -> None:
+def test_magvit_decodes_rectangular_images(recorded: ShowoBackbone) -> None:
     seen = golden("magvit_io")
-    assert isinstance(recorded.codec, Magvit)
+    assert isinstance(recorded.autoencoder, Magvit)
     ids = torch.tensor([[9, 25, 19, 26, 29, 19]])  # not in the recording: searched for until they gave it
-    shown = recorded.codec.decode(ids, (2, 3))
+    shown = recorded.autoencoder.decode(ids, (2, 3))
     torch.testing.assert_close(shown, (seen["decoded_rect_2x3"] / 2 + 0.5).clamp(0, 1), rtol=1e-5, atol=1e-5)
 
 
@@ -237,7 +240,7 @@ def listed(name: str) -> dict[str, tuple[int, ...]]:
     return {key: tuple(int(size) for size in shape.replace(" ", "").split(",") if size) for key, shape in rows}
 
 
-def test_networks_of_published_size_have_the_published_names_and_shapes() -> None:
+def test_published_sizes_have_published_keys_and_shapes() -> None:
     with torch.device("meta"):
         nets = {"showo_full_keys.txt": Network(ShowoConfig()), "magvit_keys.txt": Magvit(MagvitConfig())}
     for name, net in nets.items():
@@ -245,7 +248,7 @@ def test_networks_of_published_size_have_the_published_names_and_shapes() -> Non
 
 
 @pytest.mark.parametrize("form", ["file", "folder", "pickle"])
-def test_published_files_are_read(form: str, tmp_path: Path) -> None:
+def test_published_files_load(form: str, tmp_path: Path) -> None:
     tensors = golden("showo_tiny_state")
     where = tmp_path / ("pytorch_model.bin" if form == "pickle" else "pytorch_model.safetensors")
     if form == "pickle":
@@ -257,17 +260,19 @@ def test_published_files_are_read(form: str, tmp_path: Path) -> None:
         assert torch.equal(x, tensors[key] if form != "pickle" else tensors[key].bfloat16().float())
 
 
-def test_weights_of_another_size_are_refused_by_name() -> None:
+def test_weights_of_another_size_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"of another network: it has 'showo.model.layers.2.* unknown here"):
         replace(RECORDED, depth=2).load(Placement())
 
 
-def test_a_picture_is_painted_over_where_its_mask_is_white(recorded: ShowoBackbone) -> None:
+def test_inpainting_masks_white_area(recorded: ShowoBackbone) -> None:
     pixels = golden("magvit_io")["pixels"][:1] / 2 + 0.5
     mask = torch.zeros(1, 3, 16, 16)
     mask[..., 8:] = 1
     process = MaskedProcess(4)
-    learner: Policy[Any] = Policy(process.guide(recorded, Guidance(2.0)), process, FullFinetuning().apply(recorded, ()))
+    learner: Policy[Any] = Policy(
+        process.wrap_guidance(recorded, Guidance(2.0)), process, FullFinetuning().apply(recorded, ())
+    )
     cond = learner.embed(["1 2", "3"], [{"image": pixels, "mask": mask}, {}])
     made = learner.sample(cond, Randomness(0, 0, torch.arange(2)))
     there = recorded.encode(pixels[:, None])[0].view(4, 4)
@@ -278,6 +283,6 @@ def test_a_picture_is_painted_over_where_its_mask_is_white(recorded: ShowoBackbo
     assert not made.segments[0].mask[0].view(4, 4)[:, :2].any()  # what was known was nobody's decision
 
 
-def test_pictures_of_another_size_than_the_models_are_refused(recorded: ShowoBackbone) -> None:
-    with pytest.raises(ConfigError, match=r"8x8 pixels have 4 tokens, the model has 16; set data.size=16"):
+def test_images_of_another_size_are_refused(recorded: ShowoBackbone) -> None:
+    with pytest.raises(ConfigError, match=r"8x8 pixels have 4 tokens, the model has 16; set data.image_size=16"):
         recorded.encode(torch.zeros(1, 1, 3, 8, 8))

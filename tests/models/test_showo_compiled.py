@@ -9,7 +9,7 @@ from tastemaker.core.policy import Guidance, Policy
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.types import Placement
 from tastemaker.core.weights import FullFinetuning
-from tastemaker.models.showo.model import Showo
+from tastemaker.models.showo.model import ShowoSpec
 from tastemaker.processes.masked import MaskedProcess
 from tastemaker.training.activation_memory import compile_blocks
 
@@ -17,13 +17,13 @@ from tastemaker.training.activation_memory import compile_blocks
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch, about itself
 @torch.no_grad()
-def test_the_compiled_step_paints_the_same_tokens_in_float32() -> None:
+def test_compiled_step_gives_the_same_tokens_in_float32() -> None:
     from torch._dynamo.utils import counters
 
-    model = Showo().tiny().load(Placement())
+    model = ShowoSpec().tiny().load(Placement())
     model.net.requires_grad_(False)
-    process = MaskedProcess(6, replay=False)
-    policy = Policy(process.guide(model, Guidance(2.75)), process, FullFinetuning().apply(model, ()))
+    process = MaskedProcess(6, recompute_log_probs=False)
+    policy = Policy(process.wrap_guidance(model, Guidance(2.75)), process, FullFinetuning().apply(model, ()))
     cond, rng = policy.embed(["a dog"]).repeat(3), Randomness(0, 0, torch.arange(3))
     plain = policy.sample(cond, rng).final
     counters.clear()

@@ -15,22 +15,21 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.core.weights import FullFinetuning, Tuning
 from tastemaker.models.showo.inpainting import outpaint
-from tastemaker.models.showo.model import PUBLISHED, Showo
-from tastemaker.models.showo.vqa import infer_showo_spec
+from tastemaker.models.showo.model import PUBLISHED_SHOWO, ShowoSpec, infer_showo_spec
 from tastemaker.processes.masked import MaskedProcess, UncachedMaskedPredictor
 
-TINY = Showo().tiny()
+TINY = ShowoSpec().tiny()
 ROWS = Randomness(0, 0, torch.arange(4))
 ASKED = ("a red", "a green cup", "a red", "")
 
 
 def policy(tuning: Tuning = FullFinetuning(), guidance: Guidance | None = None) -> Policy[Any]:
-    model, process = TINY.load(Placement()), MaskedProcess(4, replay=False)
+    model, process = TINY.load(Placement()), MaskedProcess(4, recompute_log_probs=False)
     weights = tuning.apply(model, ())
-    return Policy(process.guide(model, guidance) if guidance else model, process, weights)
+    return Policy(process.wrap_guidance(model, guidance) if guidance else model, process, weights)
 
 
-def test_the_reference_is_scored_without_guidance_where_rollouts_alone_are_guided() -> None:
+def test_rollout_only_guidance_scores_reference_unguided() -> None:
     learner = policy(guidance=Guidance(3.0, rollouts_only=True))
     cond = learner.embed(ASKED)
     x = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -41,7 +40,7 @@ def test_the_reference_is_scored_without_guidance_where_rollouts_alone_are_guide
 
 
 @pytest.mark.parametrize("guidance", [None, Guidance(2.0, interval=(0.2, 0.9))])
-def test_prompts_read_once_give_the_same_pictures(guidance: Guidance | None) -> None:
+def test_prefix_cache_gives_the_same_samples(guidance: Guidance | None) -> None:
     learner = policy(guidance=guidance)
     cond = learner.embed(ASKED)
     with torch.no_grad():
@@ -53,53 +52,58 @@ def test_prompts_read_once_give_the_same_pictures(guidance: Guidance | None) -> 
         torch.testing.assert_close(one.log_prob, two.log_prob, rtol=1e-4, atol=1e-5)
 
 
-def test_candidates_of_one_prompt_share_what_is_read_of_it() -> None:
+def test_prefix_cache_stores_distinct_prompts_once() -> None:
     learner = policy(guidance=Guidance(2.0))
     with torch.no_grad():
-        rollout: Any = learner.rollout(learner.embed(["a red"]).repeat(20), ROWS.shared().repeat(5))
-        assert rollout.reading.past[0][0].shape[0] == 2  # the prompt, and none
+        rollout: Any = learner.rollout(learner.embed(["a red"]).repeat(20), ROWS.same_for_all_rows().repeat(5))
+        assert rollout.predictor.past[0][0].shape[0] == 2  # the prompt, and none
         rollout.step()
         rollout.select(torch.tensor([3, 7]))
         rollout.step()
     assert rollout.preview().shape == (2, 16)
 
 
-def test_the_files_that_settings_ask_for_are_named() -> None:
-    assert [str(source) for source in Showo().sources] == [
+def test_sources_follow_settings() -> None:
+    assert [str(source) for source in ShowoSpec().sources] == [
         "showlab/show-o/pytorch_model.safetensors", "showlab/magvitv2/pytorch_model.safetensors",
         "microsoft/phi-1_5/tokenizer.json",
     ]  # fmt: skip
-    assert str(PUBLISHED["dpo_iter_parm_guide"]) == "ZiyuG/Image-Generation-CoT/dpo_iter_parm_gudie/pytorch_model.bin"
-    assert PUBLISHED["dpo_iter_parm_gudie"] == PUBLISHED["dpo_iter_parm_guide"]  # as the published program has it
+    assert (
+        str(PUBLISHED_SHOWO["dpo_iter_parm_guide"])
+        == "ZiyuG/Image-Generation-CoT/dpo_iter_parm_gudie/pytorch_model.bin"
+    )
+    assert (
+        PUBLISHED_SHOWO["dpo_iter_parm_gudie"] == PUBLISHED_SHOWO["dpo_iter_parm_guide"]
+    )  # as the published program has it
     assert TINY.sources == ()
 
 
 @pytest.mark.parametrize(
     ("name", "pixels", "sees"), [("512x512-wo-llava-tuning", 512, False), ("w-clip-vit-512x512", 512, True)]
 )
-def test_every_published_painter_and_seer_is_known_by_name(name: str, pixels: int, sees: bool) -> None:
+def test_published_names_give_their_spec(name: str, pixels: int, sees: bool) -> None:
     known = infer_showo_spec(f"showlab/show-o-{name}")
-    assert known is not None and known.pixels == pixels and (known.vision is not None) == sees
+    assert known is not None and known.image_size == pixels and (known.vision_encoder is not None) == sees
     assert known.sources[0].hub == f"showlab/show-o-{name}"
 
 
-def test_a_mask_without_a_picture_is_a_sentence() -> None:
-    with pytest.raises(ValueError, match="no 'image' to paint over"):
+def test_mask_without_image_is_refused() -> None:
+    with pytest.raises(ValueError, match="no 'image'"):
         policy().embed(["a red"], [{"mask": torch.ones(1, 3, 32, 32)}])
 
 
 @pytest.mark.parametrize(
     ("tokens", "sentence"),
-    [([1, 2], r"'tokens' are \[2\]; expected \[16\]"), ([64] * 16, r"64 to 64; expected whole numbers below 64"),
-     ([-2] * 16, r"-2 to -2; expected"), ([0.5] * 16, "0.5 to 0.5; expected whole numbers")],
+    [([1, 2], "'tokens' have shape"), ([64] * 16, r"64 to 64; expected integers below 64"),
+     ([-2] * 16, r"-2 to -2; expected"), ([0.5] * 16, "0.5 to 0.5; expected integers")],
 )  # fmt: skip
-def test_tokens_that_cannot_be_known_are_a_sentence(tokens: list[float], sentence: str) -> None:
+def test_invalid_known_tokens_are_refused(tokens: list[float], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         policy().embed(["a red"], [{"tokens": tokens}])
 
 
 @pytest.mark.parametrize(("edge", "size"), [("right", (4, 6)), ("left", (4, 6)), ("up", (6, 4)), ("down", (6, 4))])
-def test_a_picture_is_continued_beyond_an_edge(edge: Any, size: tuple[int, int]) -> None:
+def test_outpainting_extends_an_edge(edge: Any, size: tuple[int, int]) -> None:
     learner = policy()
     tokens = torch.arange(16).view(4, 4)
     more = outpaint(learner, tokens, "a red", edge, 2, Randomness(0, 0, torch.arange(1)))
@@ -108,14 +112,14 @@ def test_a_picture_is_continued_beyond_an_edge(edge: Any, size: tuple[int, int])
     assert torch.equal(inside, tokens)
 
 
-def test_a_wide_picture_is_continued_piece_by_piece() -> None:
+def test_outpainting_covers_long_edges_in_windows() -> None:
     more = outpaint(policy(), torch.zeros(4, 7, dtype=torch.long), "", "down", 1, Randomness(0, 0, torch.arange(1)))
     assert more.shape == (5, 7) and (more >= 0).all()
-    with pytest.raises(ValueError, match="1 to 3 to add at a time"):
+    with pytest.raises(ValueError, match="tokens and 4 to add"):
         outpaint(policy(), torch.zeros(4, 4, dtype=torch.long), "", "down", 4, Randomness(0, 0, torch.arange(1)))
 
 
-def test_adapters_train_it_too() -> None:
+def test_lora_trains_showo() -> None:
     learner = policy(tuning=Lora(rank=2))
     cond = learner.embed(ASKED)
     x = torch.zeros(4, 16, dtype=torch.long)
@@ -125,12 +129,12 @@ def test_adapters_train_it_too() -> None:
     assert all(p.grad is not None for p in trained.values())
 
 
-def test_settings_that_do_not_fit_each_other_are_refused() -> None:
+def test_inconsistent_settings_are_refused() -> None:
     for changes, sentence in (
-        ({"pixels": 100}, "a multiple of 'downsample'"),
-        ({"end": 60000}, "an id below 'vocabulary'"),
-        ({"codes": 8000}, "a power of two"),
+        ({"image_size": 100}, "'image_size' is 100"),
+        ({"eos_token_id": 60000}, "'eos_token_id' is 60000"),
+        ({"codebook_size": 8000}, "a power of two"),
         ({"heads": 7}, "heads must divide the width"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            replace(Showo(), **changes)  # type: ignore[arg-type]
+            replace(ShowoSpec(), **changes)  # type: ignore[arg-type]

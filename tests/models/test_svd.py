@@ -1,4 +1,4 @@
-"""Stable Video Diffusion beside diffusers' own pipeline."""
+"""Stable Video Diffusion compared with diffusers' pipeline."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.types import Placement
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.models import svd
-from tastemaker.models.pipeline_components import silence_libraries
-from tastemaker.models.svd import Svd
+from tastemaker.models.pretrained import silence_libraries
+from tastemaker.models.svd import SvdSpec
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.karras import KarrasPath, noise_to_signal
+from tastemaker.processes.paths import KarrasPath, karras_sigma
 from tastemaker.rewards.backbones.preprocessing import CLIP_MEAN, CLIP_STD
 
 
 class Normalised:
     """What CLIP's processor does of its own accord here."""
 
-    def __call__(self, images: Any, **asked: Any) -> Any:
+    def __call__(self, images: Any, **options: Any) -> Any:
         mean, std = (torch.tensor(x).view(3, 1, 1) for x in (CLIP_MEAN, CLIP_STD))
         return SimpleNamespace(pixel_values=(images - mean) / std)
 
@@ -45,9 +45,9 @@ def svd_pipeline(folder: Path) -> Any:
     with silence_libraries(), torch.random.fork_rng():
         torch.manual_seed(0)
         parts = {
-            "unet": UNetSpatioTemporalConditionModel(**svd.SMALL["unet"]),
-            "vae": AutoencoderKLTemporalDecoder(**svd.SMALL["vae"]),
-            "image_encoder": CLIPVisionModelWithProjection(CLIPVisionConfig(**svd.SMALL["image_encoder"])),
+            "unet": UNetSpatioTemporalConditionModel(**svd.TINY_CONFIGS["unet"]),
+            "vae": AutoencoderKLTemporalDecoder(**svd.TINY_CONFIGS["vae"]),
+            "image_encoder": CLIPVisionModelWithProjection(CLIPVisionConfig(**svd.TINY_CONFIGS["image_encoder"])),
         }
         for name, part in parts.items():
             part.eval().save_pretrained(folder / name)
@@ -71,23 +71,21 @@ def svd_pipeline(folder: Path) -> Any:
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers' scheduler
 @pytest.mark.parametrize("guidance", fast([None, (1.0, 3.0)], (1.0, 3.0)))
-def test_clips_go_on_from_a_picture_as_those_of_the_published_pipeline(
-    guidance: tuple[float, float] | None, tmp_path: Path
-) -> None:
+def test_samples_equal_the_diffusers_pipeline(guidance: tuple[float, float] | None, tmp_path: Path) -> None:
     theirs = svd_pipeline(tmp_path)
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), dtype=np.uint8))
     picture.save(tmp_path / "first.png")
-    spec = replace(Svd().tiny(), weights=str(tmp_path), width=48, guidance=guidance)
+    spec = replace(SvdSpec().tiny(), weights=str(tmp_path), width=48, guidance_scale=guidance)
     model = spec.load(Placement())
-    policy = Policy(model, GaussianProcess(KarrasPath(), steps=4), FullFinetuning().apply(model, ()))
+    policy = Policy(model, GaussianProcess(KarrasPath(), num_steps=4), FullFinetuning().apply(model, ()))
     made = policy.sample(policy.embed([""], [{"image": tmp_path / "first.png"}]), Randomness(0, 0, torch.arange(1)))
     low, high = guidance or (1.0, 1.0)
-    asked = {"height": 32, "width": 48, "num_frames": 3, "num_inference_steps": 4}
-    asked |= {"min_guidance_scale": low, "max_guidance_scale": high}
+    options = {"height": 32, "width": 48, "num_frames": 3, "num_inference_steps": 4}
+    options |= {"min_guidance_scale": low, "max_guidance_scale": high}
     with silence_libraries(), torch.no_grad():
         latents, pixels = (
             theirs(
-                picture, latents=made.start, output_type=kind, generator=torch.Generator().manual_seed(0), **asked
+                picture, latents=made.start, output_type=kind, generator=torch.Generator().manual_seed(0), **options
             ).frames
             for kind in ("latent", "pt")
         )
@@ -96,10 +94,10 @@ def test_clips_go_on_from_a_picture_as_those_of_the_published_pipeline(
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_levels_are_those_of_the_published_scheduler(tmp_path: Path) -> None:
+def test_timesteps_equal_the_diffusers_scheduler(tmp_path: Path) -> None:
     theirs = svd_pipeline(tmp_path).scheduler
     for steps in (1, 10, 25):
         theirs.set_timesteps(steps)
-        torch.testing.assert_close(noise_to_signal(KarrasPath().grid(steps)), theirs.sigmas, rtol=2e-6, atol=0)
-    drawn = KarrasPath().draw(torch.linspace(0, 1, 9))
+        torch.testing.assert_close(karras_sigma(KarrasPath().timesteps(steps)), theirs.sigmas, rtol=2e-6, atol=0)
+    drawn = KarrasPath().sample_timesteps(torch.linspace(0, 1, 9))
     assert drawn.min() > 0 and drawn.max() <= 1 and drawn.equal(drawn.sort().values)

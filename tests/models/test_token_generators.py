@@ -1,4 +1,4 @@
-"""Both generators of tokens keep the contract, and learn."""
+"""GPT and MaskGIT: log-probabilities, caches, masks, prompts, and learning."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 import toys
 from tiers import fast
 
-from tastemaker.core.policy import Backbone, CausalBackbone, Guidance, Policy, Process
+from tastemaker.core.policy import Backbone, Guidance, Policy, Process
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import MASK_TOKEN_ID, Condition, ImageBatch, Placement, Trajectory, select_rows
 from tastemaker.core.weights import FullFinetuning
-from tastemaker.models.gpt import Gpt
-from tastemaker.models.maskgit import Maskgit
+from tastemaker.models.gpt import GptSpec
+from tastemaker.models.maskgit import MaskgitSpec
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.processes.masked import MaskedProcess
@@ -29,10 +29,10 @@ PROMPTS = (
     "a photo of a cat above a dog",
 )
 ROWS = len(PROMPTS)
-SPECS: dict[str, tuple[Gpt | Maskgit, Process]] = {
-    "gpt": (Gpt().tiny(), AutoregressiveProcess()),
-    "gpt-grouped": (replace(Gpt().tiny(), kv_heads=1), AutoregressiveProcess()),
-    "maskgit": (Maskgit().tiny(), MaskedProcess(steps=4)),
+SPECS: dict[str, tuple[GptSpec | MaskgitSpec, Process]] = {
+    "gpt": (GptSpec().tiny(), AutoregressiveProcess()),
+    "gpt-grouped": (replace(GptSpec().tiny(), kv_heads=1), AutoregressiveProcess()),
+    "maskgit": (MaskgitSpec().tiny(), MaskedProcess(num_steps=4)),
 }
 
 
@@ -45,7 +45,7 @@ def policy(name: str, guidance: Guidance | None = None) -> Policy[Any]:
         for p in model.net.parameters():
             p.add_(0.3 * torch.randn_like(p))
     weights = FullFinetuning().apply(model, ())
-    return Policy(process.guide(model, guidance) if guidance else model, process, weights)
+    return Policy(process.wrap_guidance(model, guidance) if guidance else model, process, weights)
 
 
 @pytest.fixture(params=[(name, scale) for name in SPECS for scale in (1.0, 2.0)], ids=str)
@@ -62,21 +62,20 @@ def made(generator: Policy[Any]) -> Trajectory:
     return generator.sample(generator.embed(PROMPTS), rows())
 
 
-def test_models_keep_the_contract(generator: Policy[Any]) -> None:
+def test_models_follow_the_backbone_interface(generator: Policy[Any]) -> None:
     assert isinstance(generator.model, Backbone)
-    assert isinstance(generator.model, generator.process.drives)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_replay_agrees_with_the_record(generator: Policy[Any], precision: torch.dtype) -> None:
+def test_recorded_log_probs_equal_recomputed_ones(generator: Policy[Any], precision: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
         seen = made(generator)
         for segment in seen.segments:
-            now = generator.decide(seen.cond, segment).log_prob(segment.action)
+            now = generator.action_distribution(seen.cond, segment).log_prob(segment.action)
             assert torch.equal(now[segment.mask > 0], segment.log_prob[segment.mask > 0])
 
 
-def test_samples_decode_to_pixels_of_the_size_promised(generator: Policy[Any]) -> None:
+def test_samples_decode_to_the_declared_size(generator: Policy[Any]) -> None:
     final = made(generator).final
     pixels = generator.decode(final)
     assert final.shape == (ROWS, *generator.model.shape)
@@ -85,40 +84,39 @@ def test_samples_decode_to_pixels_of_the_size_promised(generator: Policy[Any]) -
     assert generator.encode(pixels).shape == final.shape
 
 
-def test_rows_sampled_alone_equal_rows_sampled_together(generator: Policy[Any]) -> None:
-    whole = made(generator)
-    alone = generator.sample(generator.embed(PROMPTS[3:4]), rows(3))
-    assert torch.equal(alone.final, whole.final[3:4])
+def test_samples_do_not_depend_on_the_batch(generator: Policy[Any]) -> None:
+    full = made(generator)
+    single = generator.sample(generator.embed(PROMPTS[3:4]), rows(3))
+    assert torch.equal(single.final, full.final[3:4])
 
 
-def test_a_pruned_rollout_draws_the_same_numbers(generator: Policy[Any]) -> None:
-    whole, kept = made(generator), torch.tensor([4, 1])
+def test_pruned_rollout_draws_the_same_random_numbers(generator: Policy[Any]) -> None:
+    full, kept = made(generator), torch.tensor([4, 1])
     rollout = generator.rollout(generator.embed(PROMPTS), rows())
     with torch.no_grad():
         rollout.step()
         rollout.step()
         assert generator.decode(rollout.preview()).shape == (ROWS, 1, 3, 64, 64)
         rollout.select(kept)
-        assert torch.equal(rollout.finish().final, whole.final[kept])
+        assert torch.equal(rollout.finish().final, full.final[kept])
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt-grouped"])
 @pytest.mark.parametrize("guidance", [None, Guidance(3.0, interval=(0.3, 1.0))])
 @torch.no_grad()
-def test_cached_calls_equal_the_causal_call(name: str, guidance: Guidance | None) -> None:
+def test_cached_calls_equal_the_full_call(name: str, guidance: Guidance | None) -> None:
     generator = policy(name, guidance)
     cond, ids, model = generator.embed(PROMPTS), made(generator).final, generator.model
-    assert isinstance(model, CausalBackbone)
-    whole = model.predict(ids, torch.ones(ROWS), cond)
-    cache, last = model.begin(cond), None
+    full = model.predict(ids, torch.ones(ROWS), cond)
+    cache, last = model.init_cache(cond), None
     for place in range(ids.shape[1]):
-        logits, cache = model.extend(last, cache, cond)
-        torch.testing.assert_close(logits, whole[:, place], rtol=1e-4, atol=1e-4)
+        logits, cache = model.decode_step(last, cache, cond)
+        torch.testing.assert_close(logits, full[:, place], rtol=1e-4, atol=1e-4)
         last = ids[:, place]
 
 
 @torch.no_grad()
-def test_a_causal_call_does_not_see_what_comes_later() -> None:
+def test_causal_prediction_ignores_later_tokens() -> None:
     generator = policy("gpt")
     ids, cond = made(generator).final, generator.embed(PROMPTS)
     changed = torch.cat([ids[:, :7], (ids[:, 7:] + 1) % 64], 1)
@@ -128,7 +126,7 @@ def test_a_causal_call_does_not_see_what_comes_later() -> None:
 
 
 @torch.no_grad()
-def test_a_masked_call_sees_all_but_what_is_hidden() -> None:
+def test_masked_prediction_uses_all_visible_tokens() -> None:
     model = policy("maskgit").model
     ids, cond = torch.arange(16).expand(ROWS, 16).clone(), model.embed(PROMPTS)
     ids[:, 5] = MASK_TOKEN_ID
@@ -139,7 +137,7 @@ def test_a_masked_call_sees_all_but_what_is_hidden() -> None:
     assert not torch.allclose(before[:, 5], after[:, 5])
 
 
-def test_words_and_their_order_matter(generator: Policy[Any]) -> None:
+def test_prediction_depends_on_words_and_their_order(generator: Policy[Any]) -> None:
     cond = generator.embed(PROMPTS)
     ids = torch.zeros(ROWS, 16, dtype=torch.long)
     with torch.no_grad():
@@ -149,21 +147,21 @@ def test_words_and_their_order_matter(generator: Policy[Any]) -> None:
     assert isinstance(select_rows(cond, torch.tensor([0])), Condition)
 
 
-def test_a_prompt_the_playground_does_not_know_is_refused() -> None:
+def test_prompts_with_unknown_words_are_refused() -> None:
     for spec, _ in SPECS.values():
         with pytest.raises(ConfigError, match="unicorn"):
             spec.load(Placement()).embed(["a photo of a unicorn"])
 
 
 @pytest.mark.parametrize("name", fast(["gpt", "maskgit"], "maskgit"))
-def test_a_tiny_generator_learns_which_colour_a_word_means(name: str) -> None:
+def test_tiny_model_learns_color_words(name: str) -> None:
     spec, process = SPECS[name]
     model = spec.load(Placement())
     generator = Policy(model, process, FullFinetuning().apply(model, ()))
     captions = ("a photo of a cat", "a photo of a dog") * 8
     colors = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]).repeat(8, 1).view(16, 1, 3, 1, 1)
     batch = ImageBatch(captions, colors.expand(16, 1, 3, 64, 64))
-    toys.fit(generator, Likelihood(drop=0.0), [batch] * 60, 1e-2)
-    asked = generator.embed(captions)
-    shown = generator.decode(generator.sample(asked, Randomness(0, 0, torch.arange(16))).final)
+    toys.fit(generator, Likelihood(prompt_dropout=0.0), [batch] * 60, 1e-2)
+    options = generator.embed(captions)
+    shown = generator.decode(generator.sample(options, Randomness(0, 0, torch.arange(16))).final)
     assert (shown - colors).abs().mean() < 0.1

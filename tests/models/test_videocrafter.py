@@ -1,4 +1,4 @@
-"""VideoCrafter2 under the contract: held against what its authors' code and VADER's said of the same weights."""
+"""VideoCrafter2 compared with outputs of its authors' code and of VADER for the same weights."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
-from accelerate import init_empty_weights
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 from videocrafter_toys import VIDEO, network, read_fixture
 
-from tastemaker.core.guidance import unwrap_guidance
 from tastemaker.core.lora import LoraWeights
 from tastemaker.core.objective import Context, NoState, SingleProcess
 from tastemaker.core.policy import Guidance, Policy
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
-from tastemaker.core.reward import Rubric, WeightedReward
+from tastemaker.core.reward import Reward, RewardCard, RewardSpec, Rubric, WeightedReward
 from tastemaker.core.types import Condition, Metadata, Placement, PromptBatch, Prompts
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.export.lora import LoraFromFile, write_original_lora
 from tastemaker.models import lvdm_checkpoint
-from tastemaker.models.component_configs import COMPONENT_CONFIGS, MODELSCOPE
+from tastemaker.models.image_backbone import FrozenVae
+from tastemaker.models.modelscope import CONFIGS, VideoUnetBackbone
 from tastemaker.models.nets.unet3d import VideoUnet
-from tastemaker.models.pipeline_components import FrozenVae
-from tastemaker.models.video_unet import VideoSize, VideoUnetBackbone
-from tastemaker.models.videocrafter import VIDEOCRAFTER, Videocrafter
+from tastemaker.models.pipeline_components import parameters_on_meta
+from tastemaker.models.videocrafter import VIDEOCRAFTER, VideocrafterSpec
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.processes.dynamics import DDIM, DenoisingStep
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
 
-SHRINKING = VariancePreserving("scaled_linear", 0.00085, 0.012, 1000, spacing="leading", offset=1, shrinks=0.7)
-FRAMES = VideoSize(4, 64, 64)
+SHRINKING = VariancePreserving(
+    "scaled_linear", 0.00085, 0.012, 1000, timestep_spacing="leading", steps_offset=1, final_signal_scale=0.7
+)
+SPEC = VideocrafterSpec(frames=4, height=64, width=64)
 
 
 @dataclass
@@ -65,8 +65,8 @@ class Shown:
 
 def backbone(words: dict[str, Tensor], fps: int) -> VideoUnetBackbone:
     codec: Any = Shown()
-    said: Any = Said(words)
-    model = VideoUnetBackbone(network(), codec, said, FRAMES, fps)
+    output: Any = Said(words)
+    model = VideoUnetBackbone(network(), codec, output, SPEC, fps)
     model.pixels = (4, 3, 16, 8)  # as it is decoded here
     return model
 
@@ -84,12 +84,13 @@ class Recorded(Randomness):
 
 
 @dataclass(frozen=True)
-class Weighed:
+class Weighed(RewardSpec, Reward):
     """The reward of the recordings, of latents: their mean when weighed."""
 
     by: Tensor  # [1, F, 4, h, w]
+    card: ClassVar[RewardCard] = RewardCard(range="any", failure_modes="anything")
     differentiable: ClassVar[bool] = True
-    reads: ClassVar[Literal["frames", "clip"]] = "clip"
+    modality: ClassVar[Literal["image", "video"]] = "video"
     runs_on: ClassVar[Literal["device", "host", "remote"]] = "device"
     batch_size: ClassVar[int] = 8
 
@@ -103,18 +104,18 @@ class Weighed:
         return (pixels * shown(self.by)).flatten(1).sum(1) / self.by.numel()
 
 
-def close(found: Tensor, wanted: Tensor, share: float) -> None:
+def close(actual: Tensor, wanted: Tensor, share: float) -> None:
     """Within a share of what was recorded, by their norms."""
-    difference = float((found.detach() - wanted).norm() / wanted.norm())
+    difference = float((actual.detach() - wanted).norm() / wanted.norm())
     assert difference <= share, difference
 
 
 @pytest.mark.slow
-def test_every_published_tensor_has_its_place() -> None:
-    with init_empty_weights():
-        net: Any = VideoUnet(**COMPONENT_CONFIGS[VIDEOCRAFTER.hub]["unet"])
-        codec: Any = AutoencoderKL(**MODELSCOPE["vae"])
-        text: Any = CLIPTextModel(CLIPTextConfig(**MODELSCOPE["text_encoder"]))
+def test_every_published_key_is_mapped() -> None:
+    with parameters_on_meta():
+        net: Any = VideoUnet(**VIDEOCRAFTER.configs[VideocrafterSpec.weights]["unet"])
+        codec: Any = AutoencoderKL(**CONFIGS["vae"])
+        text: Any = CLIPTextModel(CLIPTextConfig(**CONFIGS["text_encoder"]))
     theirs = lvdm_checkpoint.unet_to_original(net.state_dict(), net.config)
     assert {key: list(x.shape) for key, x in theirs.items()} == read_fixture("lvdm_unet_full_keys.json")
     assert sum(x.numel() for x in theirs.values()) == 1_413_284_420
@@ -126,21 +127,21 @@ def test_every_published_tensor_has_its_place() -> None:
     empty = {
         key.removeprefix(lvdm_checkpoint.VAE_PREFIX): torch.empty(shape, device="meta") for key, shape in shapes.items()
     }
-    found = {key: x.shape for key, x in lvdm_checkpoint.vae_to_diffusers(empty, codec.config).items()}
-    assert found == {key: x.shape for key, x in codec.state_dict().items()}
+    actual = {key: x.shape for key, x in lvdm_checkpoint.vae_to_diffusers(empty, codec.config).items()}
+    assert actual == {key: x.shape for key, x in codec.state_dict().items()}
     assert sum(p.numel() for p in text.parameters()) == 340_387_840  # open_clip's but its last layer and projection
 
 
-def test_the_network_says_what_its_authors_does() -> None:
+def test_unet_output_equals_the_authors() -> None:
     golden = load_file(VIDEO / "lvdm_unet_tiny_io.safetensors")
     model = backbone({f"row {i}": golden["context"][i : i + 1] for i in range(2)}, fps=24)
     policy = Policy(model, GaussianProcess(SHRINKING, DDIM(1.0), 25), FullFinetuning().apply(model, ()))
     cond = policy.embed(("row 0", "row 1"), [{"fps": int(fps)} for fps in golden["fps"]])
     x = golden["x"].transpose(1, 2).clone().requires_grad_(True)
-    said = policy.model.predict(x, (golden["timesteps"] + 1) / 1000, cond)
-    assert (said.transpose(1, 2) - golden["y"]).abs().max() <= 4e-6
-    close(said.transpose(1, 2), golden["y"], 1e-5)
-    said.backward(golden["grad_y"].transpose(1, 2))
+    output = policy.model.predict(x, (golden["timesteps"] + 1) / 1000, cond)
+    assert (output.transpose(1, 2) - golden["y"]).abs().max() <= 4e-6
+    close(output.transpose(1, 2), golden["y"], 1e-5)
+    output.backward(golden["grad_y"].transpose(1, 2))
     assert x.grad is not None
     close(x.grad.transpose(1, 2), golden["grad_x"], 1e-5)
     theirs = lvdm_checkpoint.original_names(list(model.net.state_dict()), model.net.config)
@@ -151,19 +152,19 @@ def test_the_network_says_what_its_authors_does() -> None:
         close(weights[theirs[key]].grad, wanted, 6e-6)  # type: ignore[arg-type]
 
 
-def test_a_speed_is_told_to_all_rows_unless_their_facts_have_another() -> None:
+def test_fps_of_the_prompt_metadata_takes_precedence() -> None:
     golden = load_file(VIDEO / "lvdm_unet_tiny_io.safetensors")
     model = backbone({f"row {i}": golden["context"][i : i + 1] for i in range(2)}, fps=16)
     cond = model.embed(("row 0", "row 1"))
     assert cond.tensors["fps"].tolist() == [16, 16]
     with torch.no_grad():
-        said = model.predict(golden["x"].transpose(1, 2), (golden["timesteps"] + 1) / 1000, cond)
-    close(said.transpose(1, 2), golden["y_fps16_int"], 1e-5)
+        output = model.predict(golden["x"].transpose(1, 2), (golden["timesteps"] + 1) / 1000, cond)
+    close(output.transpose(1, 2), golden["y_fps16_int"], 1e-5)
     for wrong in (0, 2.5, "24"):
         with pytest.raises(ConfigError, match="expected a whole number of frames per second from 1 to 1000"):
             model.embed(("row 0",), [{"fps": wrong}])
     with pytest.raises(ValueError, match="'fps' is 0"):
-        Videocrafter(fps=0)
+        VideocrafterSpec(fps=0)
 
 
 def adapted(tmp_path: Path) -> tuple[Policy[GaussianProcess], dict[str, Tensor], Path]:
@@ -172,29 +173,29 @@ def adapted(tmp_path: Path) -> tuple[Policy[GaussianProcess], dict[str, Tensor],
     file = tmp_path / "vader.pt"
     torch.save({key.removeprefix("lora."): x for key, x in golden.items() if key.startswith("lora.")}, file)
     model = backbone({"asked": golden["context"], "": golden["uncond_context"]}, fps=int(golden["fps"]))
-    weights = LoraFromFile(file, Videocrafter.layout).apply(model, ())
+    weights = LoraFromFile(file, VideocrafterSpec.layout).apply(model, ())
     process = GaussianProcess(SHRINKING, DDIM(1.0), 5)
-    return Policy(process.guide(model, Guidance(12.0)), process, weights), golden, file
+    return Policy(process.wrap_guidance(model, Guidance(12.0)), process, weights), golden, file
 
 
 def noise(golden: Mapping[str, Tensor]) -> Recorded:
     return Recorded(0, 0, torch.arange(1), start=golden["x_T"], noises=golden["noises"])
 
 
-def test_the_sampler_makes_what_vader_makes(tmp_path: Path) -> None:
+def test_samples_equal_vader(tmp_path: Path) -> None:
     policy, golden, _ = adapted(tmp_path)
-    levels = SHRINKING.grid(5)
+    levels = SHRINKING.timesteps(5)
     assert (levels[:-1].flip(0) * 1000 - 1).round().long().tolist() == golden["ddim_timesteps"].tolist()
     made = policy.sample(policy.embed(("asked",)), noise(golden))
     assert len(made.segments) == 5  # the last step takes a chance too
     close(made.final.transpose(1, 2), golden["samples"], 4e-6)
     for segment in made.segments:
-        assert torch.equal(policy.decide(made.cond, segment).log_prob(segment.action), segment.log_prob)
+        assert torch.equal(policy.action_distribution(made.cond, segment).log_prob(segment.action), segment.log_prob)
 
 
-def test_the_tables_of_the_sampler_are_vaders() -> None:
+def test_noise_schedule_equals_vader() -> None:
     golden = load_file(VIDEO / "vader_ddim_lora_tiny.safetensors")
-    levels = SHRINKING.grid(5)
+    levels = SHRINKING.timesteps(5)
     t, s = levels[:-1].flip(0), levels[1:].flip(0)
     kept = golden["ddim_alphas"]
     torch.testing.assert_close(SHRINKING.alpha(t), kept.sqrt() * golden["ddim_scale_arr"], rtol=1e-6, atol=0)
@@ -204,8 +205,12 @@ def test_the_tables_of_the_sampler_are_vaders() -> None:
     nothing = torch.zeros(5, 1)
     step = DDIM(1.0).step(SHRINKING, DenoisingStep(nothing, nothing, t, s, 0.0))
     torch.testing.assert_close(step.std, golden["ddim_sigmas"].float(), rtol=1e-5, atol=0)
-    for wrong in ({"shrinks": 0.0}, {"shrinks": 1.1}, {"shrinks": 0.7, "prediction": "velocity"}):
-        with pytest.raises(ValueError, match="expected shrinks above 0 and up to 1"):
+    for wrong in (
+        {"final_signal_scale": 0.0},
+        {"final_signal_scale": 1.1},
+        {"final_signal_scale": 0.7, "prediction_type": "v_prediction"},
+    ):
+        with pytest.raises(ValueError, match="expected a scale above 0 and up to 1"):
             VariancePreserving(**wrong)  # type: ignore[arg-type]
 
 
@@ -213,11 +218,11 @@ def test_the_tables_of_the_sampler_are_vaders() -> None:
     ("objective", "name"),
     [
         pytest.param(RewardGradient(), "last", marks=pytest.mark.slow),
-        pytest.param(RewardGradient(through="specific", step=3), "rand_cut3", marks=pytest.mark.slow),
-        (RewardGradient(through="specific", step=0), "rand_cut0"),
+        pytest.param(RewardGradient(gradient_mode="from_step", from_step=3), "rand_cut3", marks=pytest.mark.slow),
+        (RewardGradient(gradient_mode="from_step", from_step=0), "rand_cut0"),
     ],
 )
-def test_adapters_get_the_gradients_vader_gives_them(objective: RewardGradient, name: str, tmp_path: Path) -> None:
+def test_lora_gradients_equal_vader(objective: RewardGradient, name: str, tmp_path: Path) -> None:
     policy, golden, _ = adapted(tmp_path)
     reward: Any = Weighed(golden["reward_w"].transpose(1, 2))
     ctx: Context[Any] = Context(
@@ -225,7 +230,7 @@ def test_adapters_get_the_gradients_vader_gives_them(objective: RewardGradient, 
     )
     experience = objective.collect(ctx, PromptBatch(("asked",), ({},)))
     loss = objective.loss(ctx, experience, 0)
-    torch.testing.assert_close(loss.metrics["reward"][0], golden["reward"], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(loss.metrics["reward/mean"][0], golden["reward"], rtol=1e-5, atol=1e-8)
     loss.rows.sum().backward()
     grads = {key: p.grad for key, p in policy.weights.trainable().items() if p.grad is not None}
     assert len(grads) == len(policy.weights.trainable())
@@ -240,63 +245,61 @@ def test_adapters_get_the_gradients_vader_gives_them(objective: RewardGradient, 
 
 
 @pytest.mark.slow
-def test_adapters_are_written_as_they_were_read(tmp_path: Path) -> None:
+def test_vader_lora_round_trip(tmp_path: Path) -> None:
     policy, _, file = adapted(tmp_path)
     weights = policy.weights
     assert isinstance(weights, LoraWeights) and (weights.config.r, weights.config.lora_alpha) == (4, 8)
-    write_original_lora(weights, Videocrafter.layout, tmp_path / "again.pt")
+    write_original_lora(weights, VideocrafterSpec.layout, tmp_path / "again.pt")
     before, after = (torch.load(path, weights_only=True) for path in (file, tmp_path / "again.pt"))
     assert before.keys() == after.keys() and all(x.equal(after[key]) for key, x in before.items())
 
 
 @pytest.mark.slow
-def test_adapters_of_another_alpha_are_scaled_to_the_published_one(tmp_path: Path) -> None:
+def test_lora_of_another_alpha_is_rescaled_on_export(tmp_path: Path) -> None:
     policy, _, file = adapted(tmp_path)
     weights = policy.weights
     assert isinstance(weights, LoraWeights)
     weights.config.lora_alpha = 16
-    write_original_lora(weights, Videocrafter.layout, tmp_path / "again.pt")
+    write_original_lora(weights, VideocrafterSpec.layout, tmp_path / "again.pt")
     before, after = (torch.load(path, weights_only=True) for path in (file, tmp_path / "again.pt"))
     for key, x in before.items():
         assert (2 * x if "lora_B" in key else x).equal(after[key])
 
 
-def test_vader_adapts_as_many_layers_as_published() -> None:
-    with init_empty_weights():
-        net: Any = VideoUnet(**COMPONENT_CONFIGS[VIDEOCRAFTER.hub]["unet"])
+def test_number_of_vader_lora_layers() -> None:
+    with parameters_on_meta():
+        net: Any = VideoUnet(**VIDEOCRAFTER.configs[VideocrafterSpec.weights]["unet"])
     names = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
-    asked = [name for name in names if name.endswith(("to_q", "to_k", "to_v"))]
-    assert len(asked) == 198
+    options = [name for name in names if name.endswith(("to_q", "to_k", "to_v"))]
+    assert len(options) == 198
     modules = dict(net.named_modules())
-    assert sum(modules[name].in_features + modules[name].out_features for name in asked) == 313_472
-    theirs = lvdm_checkpoint.original_lora_layers(asked, net)
+    assert sum(modules[name].in_features + modules[name].out_features for name in options) == 313_472
+    theirs = lvdm_checkpoint.original_lora_layers(options, net)
     layer = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q"
     assert theirs[layer] == "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 
 
-def test_only_frames_asked_for_are_decoded_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Videocrafter().tiny().load(Placement())
+def test_only_selected_frames_are_decoded_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = VideocrafterSpec().tiny().load(Placement())
     seen: list[int] = []
-    inner = model.codec.net.decode
+    inner = model.autoencoder.net.decode
 
     def counted(latents: Tensor, return_dict: bool) -> Any:
         seen.append(len(latents))
         return inner(latents, return_dict=return_dict)
 
-    monkeypatch.setattr(model.codec.net, "decode", counted)
-    monkeypatch.setattr(
-        "tastemaker.models.pipeline_components.DECODE_BATCH_LATENTS", 2 * model.shape[2] * model.shape[3]
-    )
+    monkeypatch.setattr(model.autoencoder.net, "decode", counted)
+    monkeypatch.setattr("tastemaker.models.image_backbone.DECODE_BATCH_LATENTS", 2 * model.shape[2] * model.shape[3])
     x = torch.randn(3, *model.shape)
-    whole = model.decode(x)
+    full = model.decode(x)
     assert seen == [2, 2, 2, 2, 1]
     seen.clear()
-    assert (model.decode(x, [1]) - whole[:, 1:2]).abs().max() < 1e-5 and seen == [2, 1]
+    assert (model.decode(x, [1]) - full[:, 1:2]).abs().max() < 1e-5 and seen == [2, 1]
 
 
-def test_nothing_is_dropped_while_it_trains() -> None:
-    model = Videocrafter().tiny().load(Placement())
+def test_dropout_is_off_in_training() -> None:
+    model = VideocrafterSpec().tiny().load(Placement())
     cond, x, t = model.embed(("a fox",)), torch.randn(1, *model.shape), torch.tensor([0.5])
     assert model.predict(x, t, cond).equal(model.predict(x, t, cond))
-    assert isinstance(unwrap_guidance(model)[0].embed(("", "b")), Condition)
-    assert isinstance(model.codec, FrozenVae)
+    assert isinstance(model.unguided.embed(("", "b")), Condition)
+    assert isinstance(model.autoencoder, FrozenVae)

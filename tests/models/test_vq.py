@@ -14,10 +14,15 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.data.playground import PlaygroundScenes
 from tastemaker.models import weight_files
-from tastemaker.models.nets.color_tokenizer import ColorTokenizer
-from tastemaker.models.nets.quantizers import LookupFreeQuantizer, VectorQuantizer
-from tastemaker.models.nets.vq import VQ, VQConfig, drop_usage_buffer
-from tastemaker.models.vq import Vq, load_image_tokenizer
+from tastemaker.models.image_tokenizer import VqSpec, load_image_tokenizer
+from tastemaker.models.nets.vq import (
+    VQ,
+    ColorTokenizer,
+    LookupFreeQuantizer,
+    VectorQuantizer,
+    VQConfig,
+    drop_usage_buffer,
+)
 
 LLAMAGEN = Path(__file__).parent.parent / "fixtures" / "llamagen"
 KEYS = json.loads((LLAMAGEN / "keys_shapes.json").read_text("utf-8"))
@@ -30,46 +35,48 @@ def golden() -> dict[str, Tensor]:
 
 
 def published(golden: dict[str, Tensor]) -> VQ:
-    net = VQ(VQConfig(32, (1, 2), 1, 16, 128, 8, entropy=0.1, idle=0.0))
+    net = VQ(VQConfig(32, (1, 2), 1, 16, 128, 8, entropy_weight=0.1, dead_code_weight=0.0))
     net.load_state_dict({key[2:]: x for key, x in golden.items() if key.startswith("w.")})
     return net
 
 
-def test_tokens_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_tokens_equal_published_ones(golden: dict[str, Tensor]) -> None:
     pixels = (golden["in.image"] + 1) / 2
     assert torch.equal(published(golden).encode(pixels).flatten(), golden["out.indices"])
 
 
-def test_half_precision_around_it_does_not_change_the_choice(golden: dict[str, Tensor]) -> None:
+def test_autocast_does_not_change_tokens(golden: dict[str, Tensor]) -> None:
     net = published(golden)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(net.quantize.choose(golden["out.pre_quant"]).flatten(), golden["out.indices"])
+        assert torch.equal(net.quantize.assign_codes(golden["out.pre_quant"]).flatten(), golden["out.indices"])
 
 
-def test_pictures_of_tokens_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_decoded_images_equal_published_ones(golden: dict[str, Tensor]) -> None:
     net, wanted = published(golden), golden["out.decode_code"]
-    vectors = net.quantize.look_up(golden["in.codes"]).transpose(1, 2).reshape(2, 8, 8, 8)
+    vectors = net.quantize.lookup(golden["in.codes"]).transpose(1, 2).reshape(2, 8, 8, 8)
     torch.testing.assert_close(vectors, golden["out.codebook_entry"])
-    torch.testing.assert_close(net.render(vectors) * 2 - 1, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(net.decode_unclamped(vectors) * 2 - 1, wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(net.decode(golden["in.codes"]), ((wanted + 1) / 2).clamp(0, 1), rtol=0, atol=1e-5)
 
 
-def test_vectors_before_and_after_the_choice_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_latents_and_token_embeddings_equal_published_ones(golden: dict[str, Tensor]) -> None:
     net = published(golden)
-    torch.testing.assert_close(net.latents((golden["in.image"] + 1) / 2), golden["out.pre_quant"], rtol=0, atol=1e-5)
-    found = net.vectors(golden["in.codes"]).transpose(1, 2).reshape(2, 8, 8, 8)
+    torch.testing.assert_close(
+        net.encode_continuous((golden["in.image"] + 1) / 2), golden["out.pre_quant"], rtol=0, atol=1e-5
+    )
+    found = net.token_embeddings(golden["in.codes"]).transpose(1, 2).reshape(2, 8, 8, 8)
     torch.testing.assert_close(found, golden["out.codebook_entry"])
 
 
-def test_the_losses_of_the_quantiser_are_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_quantizer_losses_equal_published_ones(golden: dict[str, Tensor]) -> None:
     found = published(golden).quantize(golden["out.pre_quant"])
     torch.testing.assert_close(found.latent, golden["out.quant"])
-    terms = torch.stack([found.nearness, 0.25 * found.commitment, 0.1 * found.entropy])
+    terms = torch.stack([found.codebook_loss, 0.25 * found.commitment_loss, 0.1 * found.entropy_loss])
     wanted = torch.cat([golden["out.vq_loss"], golden["out.commit_loss"], golden["out.entropy_loss"]])
     torch.testing.assert_close(terms, wanted)
 
 
-def test_gradients_pass_straight_through_the_choice_as_published(golden: dict[str, Tensor]) -> None:
+def test_straight_through_gradients_equal_published_ones(golden: dict[str, Tensor]) -> None:
     net, image = published(golden), golden["in.image"]
     made, extra = net((image + 1) / 2)
     torch.testing.assert_close(made * 2 - 1, golden["out.rec"], rtol=0, atol=2e-5)
@@ -79,40 +86,50 @@ def test_gradients_pass_straight_through_the_choice_as_published(golden: dict[st
 
 
 @pytest.mark.parametrize(("name", "multipliers"), [("VQ-16", (1, 1, 2, 2, 4)), ("VQ-8", (1, 2, 2, 4))])
-def test_published_sizes_have_the_published_keys(name: str, multipliers: tuple[int, ...]) -> None:
+def test_published_vq_sizes_have_published_keys(name: str, multipliers: tuple[int, ...]) -> None:
     with torch.device("meta"):
-        net = VQ(VQConfig(multipliers=multipliers))
+        net = VQ(VQConfig(channel_multipliers=multipliers))
     found = {key: list(x.shape) for key, x in net.state_dict().items()}
     wanted = {key: torch.empty(shape, device="meta") for key, shape in KEYS[name]["keys"].items()}
     assert found == {key: list(x.shape) for key, x in drop_usage_buffer(wanted).items()}
     assert "quantize.codebook_used" in wanted
 
 
-def test_signs_count_the_first_channel_most() -> None:
+def test_lfq_first_channel_is_most_significant() -> None:
     z = torch.tensor([1.0, -1.0, 0.5, -0.5]).view(1, 4, 1, 1)
     signs = LookupFreeQuantizer(16)
-    assert signs.choose(z).tolist() == [[0b1010]]
-    assert signs.look_up(torch.tensor([[0b1010]])).tolist() == [[[1.0, -1.0, 1.0, -1.0]]]
-    assert torch.equal(signs.choose(signs.look_up(torch.arange(16)).T.view(1, 4, 4, 4)), torch.arange(16)[None])
+    assert signs.assign_codes(z).tolist() == [[0b1010]]
+    assert signs.lookup(torch.tensor([[0b1010]])).tolist() == [[[1.0, -1.0, 1.0, -1.0]]]
+    assert torch.equal(signs.assign_codes(signs.lookup(torch.arange(16)).T.view(1, 4, 4, 4)), torch.arange(16)[None])
 
 
-def test_a_power_of_two_is_asked_of_signs() -> None:
-    with pytest.raises(ValueError, match="signs need a power of two"):
-        Vq(quantizer="signs", codes=1000)
+def test_lfq_needs_a_power_of_two() -> None:
+    with pytest.raises(ValueError, match="a power of two"):
+        VqSpec(quantizer="lfq", codebook_size=1000)
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        pytest.param(Vq(8, (1, 1, 1, 2), 1, 8, 64, groups=2, entropy=0.01), marks=pytest.mark.slow),
+        pytest.param(VqSpec(8, (1, 1, 1, 2), 1, 8, 64, norm_num_groups=2, entropy_weight=0.01), marks=pytest.mark.slow),
         pytest.param(
-            Vq(8, (1, 1, 1, 2), 1, 8, 64, groups=2, entropy=0.1, commitment=0.05, quantizer="signs"),
+            VqSpec(
+                8,
+                (1, 1, 1, 2),
+                1,
+                8,
+                64,
+                norm_num_groups=2,
+                entropy_weight=0.1,
+                commitment_weight=0.05,
+                quantizer="lfq",
+            ),
             marks=pytest.mark.long,
         ),
     ],
-    ids=["codebook", "signs"],
+    ids=["codebook", "lfq"],
 )
-def test_a_tokenizer_learns_to_copy(spec: Vq) -> None:
+def test_tokenizer_learns_to_reconstruct(spec: VqSpec) -> None:
     """Pictures of four colours each; a tokenizer whose codes collapse stays at the mean colour, an error of 0.24."""
     net = spec.load(Placement())
     pixels = torch.rand(16, 3, 2, 2, generator=torch.Generator().manual_seed(0))
@@ -124,10 +141,10 @@ def test_a_tokenizer_learns_to_copy(spec: Vq) -> None:
         torch.autograd.backward((made - pixels).abs().mean() + extra)
         optimizer.step()
     assert (net.decode(net.encode(pixels)) - pixels).abs().mean() < 0.17
-    assert net.share(pixels) > 0.4  # of 64 codes, for 64 colours
+    assert net.codebook_usage(pixels) > 0.4  # of 64 codes, for 64 colours
 
 
-def test_codes_that_nothing_chose_come_into_use() -> None:
+def test_dead_code_loss_revives_codes() -> None:
     shares = {}
     for help in (0.0, 1.0):
         chance = torch.Generator().manual_seed(0)
@@ -137,9 +154,9 @@ def test_codes_that_nothing_chose_come_into_use() -> None:
         for _ in range(60):
             found = codebook(latents(chance))
             optimizer.zero_grad()
-            torch.autograd.backward(found.nearness + help * found.idle)
+            torch.autograd.backward(found.codebook_loss + help * found.dead_code_loss)
             optimizer.step()
-        ids = codebook.choose(latents(chance, 64))
+        ids = codebook.assign_codes(latents(chance, 64))
         shares[help] = (torch.bincount(ids.flatten(), minlength=256) > 0).float().mean().item()
     assert shares[1.0] > 0.9
     assert shares[0.0] < 0.5
@@ -152,35 +169,40 @@ def latents(chance: torch.Generator, rows: int = 16) -> Tensor:
     return (chosen + 0.2 * torch.randn(rows * 64, 8, generator=chance)).view(rows, 8, 8, 8).permute(0, 3, 1, 2)
 
 
-def test_the_share_of_codes_in_use_is_counted() -> None:
-    net = Vq().tiny().load(Placement())
+def test_codebook_usage() -> None:
+    net = VqSpec().tiny().load(Placement())
     pixels = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    assert net.share(pixels) == len(set(net.encode(pixels).flatten().tolist())) / 64
+    assert net.codebook_usage(pixels) == len(set(net.encode(pixels).flatten().tolist())) / 64
 
 
-def test_a_written_tokenizer_is_read_back(tmp_path: Path) -> None:
-    spec = Vq().tiny()
+def test_tokenizer_file_round_trip(tmp_path: Path) -> None:
+    spec = VqSpec().tiny()
     net = spec.load(Placement())
-    settings = {"type": "vq", "channels": 8, "multipliers": [1, 2, 2, 4], "blocks": 1, "latent": 8, "codes": 64} | {
-        "groups": 2
-    }
+    settings = {
+        "type": "vq",
+        "channels": 8,
+        "channel_multipliers": [1, 2, 2, 4],
+        "num_res_blocks": 1,
+        "z_channels": 8,
+        "codebook_size": 64,
+    } | {"norm_num_groups": 2}
     weight_files.write_weights(tmp_path / "vq.safetensors", net.state_dict(), {"autoencoder": settings}, torch.float32)
     pixels = PlaygroundScenes(device="cpu").load(0).batch(0, 4, 0, 1).pixels[:, 0]
     found = load_image_tokenizer(str(tmp_path / "vq.safetensors"), 64, 8, 64, Placement())
     assert torch.equal(found.encode(pixels), net.encode(pixels))
     assert not any(p.requires_grad for p in found.parameters())
-    told = r"has 64 codes of 8 pixels a side, the model expects 128 of 8; set model\.codes=64 and 8 tokens a side"
+    told = r"set model\.codebook_size=64"
     with pytest.raises(ConfigError, match=told):
         load_image_tokenizer(str(tmp_path / "vq.safetensors"), 128, 8, 64, Placement())
 
 
-def test_weights_of_something_else_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_autoencoder_are_refused(tmp_path: Path) -> None:
     weight_files.write_weights(tmp_path / "other.safetensors", {"x": torch.zeros(1)}, {"autoencoder": {"type": "vae"}})
     with pytest.raises(ConfigError, match="holds no vq"):
         load_image_tokenizer(str(tmp_path / "other.safetensors"), 64, 8, 64, Placement())
 
 
-def test_colours_of_cells_stand_in_for_a_tokenizer() -> None:
+def test_color_tokenizer() -> None:
     palette = ColorTokenizer(64, 4, 16)
     pixels = torch.rand(8, 3, 4, 4, generator=torch.Generator().manual_seed(0)).repeat_interleave(4, 2)
     pixels = pixels.repeat_interleave(4, 3)

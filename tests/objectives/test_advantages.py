@@ -29,7 +29,7 @@ from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.ppo import clipped_surrogate
-from tastemaker.rewards.color import Brightness, Color
+from tastemaker.rewards.color import BrightnessReward, ColorReward
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 LOSSES = json.loads((FIXTURES / "video" / "ddpo_dpo_losses.json").read_text())
@@ -46,21 +46,21 @@ def groups(advantage: Any) -> list[float]:
     return found
 
 
-def test_group_advantages_are_flow_grpos() -> None:
+def test_group_advantages_match_flow_grpo() -> None:
     assert groups(group_advantages) == pytest.approx([-1.135495, -0.999933, -0.162214, 0, 0.999933, 1.297708], abs=2e-6)
 
 
-def test_group_means_under_a_common_spread_are_flow_grpos() -> None:
+def test_group_mean_advantages_match_flow_grpo() -> None:
     found = groups(lambda reward, group: group_mean_advantages(reward, group, REWARDS))
     assert found == pytest.approx([-1.366180, -0.878259, -0.195169, 0, 0.878259, 1.561349], abs=2e-6)
 
 
-def test_tracked_advantages_are_ddpos() -> None:
+def test_tracker_advantages_match_ddpo() -> None:
     found = PromptTracker(16, 2).advantages(PROMPTS, REWARDS, PROMPTS, REWARDS)
     assert found.tolist() == pytest.approx([-1.135549, -0.999999, -0.162221, 0.292770, 0.999999, 1.297771], abs=2e-6)
 
 
-def test_the_tracker_remembers_round_after_round_as_ddpos_does() -> None:
+def test_tracker_statistics_match_ddpo_over_rounds() -> None:
     case = LOSSES["tracker"]
     tracker = PromptTracker(case["buffer_size"], case["min_count"])
     for step in case["rounds"]:
@@ -69,14 +69,14 @@ def test_the_tracker_remembers_round_after_round_as_ddpos_does() -> None:
         assert found.tolist() == pytest.approx(step["advantages"], rel=1e-5, abs=1e-6)
 
 
-def test_a_tracker_restored_from_its_state_goes_on_as_if_nothing_had_happened() -> None:
+def test_tracker_state_dict_round_trip() -> None:
     case = LOSSES["tracker"]
     first, second, third = case["rounds"]
     tracker = PromptTracker(case["buffer_size"], case["min_count"])
     for step in (first, second):
         tracker.update(step["prompts"], step["rewards"])
     other = PromptTracker(case["buffer_size"], case["min_count"])
-    other.restore(json.loads(json.dumps(tracker.state())))  # the checkpoint holds plain data
+    other.load_state_dict(json.loads(json.dumps(tracker.state_dict())))  # the checkpoint holds plain data
     assert other.update(third["prompts"], third["rewards"]) == tracker.update(third["prompts"], third["rewards"])
 
 
@@ -85,19 +85,19 @@ def segment(log_prob: Tensor, mask: Tensor | None = None) -> Segment:
     return Segment(nothing, nothing, nothing, nothing, log_prob, torch.ones_like(log_prob) if mask is None else mask)
 
 
-def test_the_clipped_loss_is_ddpos() -> None:
+def test_clipped_loss_matches_ddpo() -> None:
     case = LOSSES["ppo"]
     new, old, advantage = (torch.tensor(case[name]) for name in ("logp_new", "logp_old", "adv"))
     limited = advantage.clamp(-case["adv_clip"], case["adv_clip"])
     gain, watched = clipped_surrogate(new[:, None], segment(old[:, None]), limited, case["clip_range"])
     assert float(-gain.mean()) == pytest.approx(case["loss"], rel=1e-6)
-    assert float(watched["clipped"].mean()) == case["clipfrac"]
+    assert float(watched["clip_fraction"].mean()) == case["clipfrac"]
     assert float(0.5 * ((new - old) ** 2).mean()) == pytest.approx(case["approx_kl"], rel=1e-5)
 
 
-def test_token_advantages_are_those_of_the_published_trainer() -> None:
+def test_token_advantages_match_published_trainer() -> None:
     golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
-    found = group_advantages(golden["in.rewards"], 4, unbiased=True, floor=1e-8)
+    found = group_advantages(golden["in.rewards"], 4, unbiased_std=True, eps=1e-8)
     torch.testing.assert_close(found.clamp(-5, 5), golden["out.advantages"], rtol=1e-5, atol=1e-6)
 
 
@@ -110,17 +110,17 @@ def test_token_advantages_are_those_of_the_published_trainer() -> None:
         ("noisyctx_clip0.2_ce0.1", 0.2, 0.84375),
     ],
 )
-def test_token_losses_are_those_of_the_published_trainer(name: str, clip: float, off: float) -> None:
+def test_token_losses_match_published_trainer(name: str, clip: float, off: float) -> None:
     golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
     now, old = golden[f"out.{name}.new_logps"], golden["in.old_logps"]
     gain, watched = clipped_surrogate(now, segment(old), golden["out.advantages"], clip)
     torch.testing.assert_close(-gain, golden[f"out.{name}.per_token_loss"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(watched["ratio"], golden[f"out.{name}.ratio"].mean(1), rtol=1e-5, atol=0)
-    assert float(watched["clipped"].mean()) == pytest.approx(off, abs=1e-6)
+    assert float(watched["clip_fraction"].mean()) == pytest.approx(off, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gtctx_clip1e-4", "gtctx_clip0.2"])
-def test_the_mean_token_loss_is_that_of_the_published_trainer(name: str) -> None:
+def test_mean_token_loss_matches_published_trainer(name: str) -> None:
     golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
     clip = 1e-4 if "1e-4" in name else 0.2
     gain, _ = clipped_surrogate(
@@ -129,12 +129,12 @@ def test_the_mean_token_loss_is_that_of_the_published_trainer(name: str) -> None
     torch.testing.assert_close(-gain.mean(), golden[f"out.{name}.loss"][0], rtol=1e-5, atol=1e-6)
 
 
-def test_only_decisions_that_were_taken_are_watched() -> None:
+def test_metrics_count_taken_actions_only() -> None:
     mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
     _, watched = clipped_surrogate(
         torch.tensor([[0.0, 9.0], [0.0, 0.1]]), segment(torch.zeros(2, 2), mask), torch.ones(2), 0.01
     )
-    assert watched["clipped"].tolist() == [0, 0.5]
+    assert watched["clip_fraction"].tolist() == [0, 0.5]
     assert watched["ratio"][0] == 1
 
 
@@ -145,7 +145,7 @@ class OneOfTwo:
     rank: int
     other: Tensor
     prompts: tuple[str, ...]
-    world: int = 2
+    world_size: int = 2
 
     def gather(self, x: Tensor) -> Tensor:
         both = (x, self.other) if self.rank == 0 else (self.other, x)
@@ -163,25 +163,25 @@ class OneOfTwo:
 
 
 OBJECTIVES = [
-    GRPO(group=4),
-    GRPO(group=4, advantage="group_mean"),
-    GRPO(group=4, advantage="global"),
-    GRPO(group=4, advantage="tracker", track_from=3),
-    DDPO(track_from=2),
-    NFT(group=4),
+    GRPO(group_size=4),
+    GRPO(group_size=4, advantage="group_mean"),
+    GRPO(group_size=4, advantage="global"),
+    GRPO(group_size=4, advantage="tracker", tracker_min_count=3),
+    DDPO(tracker_min_count=2),
+    NFT(group_size=4),
 ]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=[f"{type(o).__name__}{i}" for i, o in enumerate(OBJECTIVES)])
-def test_two_ranks_find_the_advantages_that_one_finds(objective: Any) -> None:
+def test_advantages_do_not_depend_on_number_of_ranks(objective: Any) -> None:
     policy = toys.policy("flow", snapshots=objective.snapshots())
     batch = toys.prompts(8)
 
     def collected(rows: slice, comm: Any = None) -> Any:
-        ctx = toys.context(policy, 8, objective.memory())
+        ctx = toys.context(policy, 8, objective.make_state())
         rng = Randomness(0, 0, torch.arange(8)[rows])
-        ctx = Context(policy, ctx.rubric, rng, comm or ctx.comm, ctx.memory)
-        return objective.collect(ctx, PromptBatch(batch.prompts[rows], batch.facts[rows]))
+        ctx = Context(policy, ctx.rubric, rng, comm or ctx.comm, ctx.state)
+        return objective.collect(ctx, PromptBatch(batch.prompts[rows], batch.metadata[rows]))
 
     whole = collected(slice(0, 8))
     half = len(whole) // 2
@@ -193,53 +193,56 @@ def test_two_ranks_find_the_advantages_that_one_finds(objective: Any) -> None:
         torch.testing.assert_close(part.advantage, whole.advantage[rows], rtol=1e-3, atol=1e-3)
 
 
-def test_the_global_advantage_is_against_everyone() -> None:
+def test_global_advantages_use_all_rewards() -> None:
     everyone = torch.cat([REWARDS, REWARDS + 10])
     found = global_advantages(REWARDS, everyone, 0.0)
     torch.testing.assert_close(found, (REWARDS - everyone.mean()) / everyone.std(correction=0))
 
 
 def two_rewards(weights: tuple[float, float], **settings: Any) -> Rubric:
-    graded = [WeightedReward(Brightness(), Brightness(), weight) for weight in weights]
+    graded = [WeightedReward(BrightnessReward(), BrightnessReward(), weight) for weight in weights]
     return Rubric({"near": graded[0], "far": replace(graded[1], **settings)})
 
 
-def test_advantages_of_several_rewards_are_mixed_by_their_shares() -> None:
+def test_combined_advantages_are_weighted_means() -> None:
     # Groups of two: (0, 2) spreads by 1 about 1, (30, 10) by 10 about 20; equals earn nothing.
     parts = {"near": torch.tensor([0.0, 2.0, 5.0, 5.0]), "far": torch.tensor([30.0, 10.0, 0.0, 4.0])}
-    found = combine_advantages(two_rewards((3.0, 1.0)), parts, lambda reward: group_advantages(reward, 2, floor=0.0))
+    found = combine_advantages(two_rewards((3.0, 1.0)), parts, lambda reward: group_advantages(reward, 2, eps=0.0))
     assert found[:2].tolist() == pytest.approx([0.75 * -1 + 0.25 * 1, 0.75 * 1 + 0.25 * -1])
-    found = combine_advantages(two_rewards((3.0, 1.0)), parts, lambda reward: group_advantages(reward, 2, floor=1e-9))
+    found = combine_advantages(two_rewards((3.0, 1.0)), parts, lambda reward: group_advantages(reward, 2, eps=1e-9))
     assert found[2:].tolist() == pytest.approx([0.25 * -1, 0.25 * 1])
     # Summed as rewards, the larger range would have decided: 3 * (0, 2) + (30, 10) prefers the first.
     total = 3 * parts["near"] + parts["far"]
     assert group_advantages(total, 2)[:2].tolist() == pytest.approx([1.0, -1.0], abs=1e-3)
 
 
-def test_a_negative_weight_turns_its_advantage_round_and_a_watched_reward_has_none() -> None:
+def test_negative_weight_flips_advantage_and_zero_weight_has_none() -> None:
     parts = {"near": torch.tensor([0.0, 2.0]), "far": torch.tensor([30.0, 10.0])}
-    found = combine_advantages(two_rewards((-1.0, 0.0)), parts, lambda reward: group_advantages(reward, 2, floor=0.0))
+    found = combine_advantages(two_rewards((-1.0, 0.0)), parts, lambda reward: group_advantages(reward, 2, eps=0.0))
     assert found.tolist() == pytest.approx([1.0, -1.0])
 
 
-def test_scores_are_normalised_and_clipped_before_they_are_mixed() -> None:
+def test_scores_are_normalized_and_clipped_before_combining() -> None:
     rubric = two_rewards((1.0, 1.0), normalize=RewardNormalization(10.0, 2.0), clip=(-1.0, 3.0))
     parts = {"near": torch.tensor([0.0, 2.0, 0.0]), "far": torch.tensor([6.0, 12.0, 20.0])}
-    assert rubric.counted(parts)["far"].tolist() == [-1.0, 1.0, 3.0]
-    assert rubric.counted(parts)["near"].tolist() == [0.0, 2.0, 0.0]
+    assert rubric.normalized(parts)["far"].tolist() == [-1.0, 1.0, 3.0]
+    assert rubric.normalized(parts)["near"].tolist() == [0.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", [GRPO, NFT])
-def test_objectives_mix_where_they_are_told_to(kind: Any) -> None:
-    policy = toys.policy("flow", snapshots=kind(group=4).snapshots())
+def test_combine_setting_of_grpo_and_nft(kind: Any) -> None:
+    policy = toys.policy("flow", snapshots=kind(group_size=4).snapshots())
     rubric = Rubric(
-        {"color": WeightedReward(Color(), Color(), 1.0), "dark": WeightedReward(Brightness(), Brightness(), -20.0)}
+        {
+            "color": WeightedReward(ColorReward(), ColorReward(), 1.0),
+            "dark": WeightedReward(BrightnessReward(), BrightnessReward(), -20.0),
+        }
     )
     found = {}
     for mix in ("rewards", "advantages"):
         ctx = replace(toys.context(policy, 4), rubric=rubric)
-        found[mix] = kind(group=4, mix=mix).collect(ctx, toys.prompts(4))
-    each = found["advantages"].parts
+        found[mix] = kind(group_size=4, combine=mix).collect(ctx, toys.prompts(4))
+    each = found["advantages"].rewards
 
     def advantage(reward: Tensor) -> Tensor:
         return group_advantages(reward, 4) if kind is GRPO else group_mean_advantages(reward, 4, reward)
@@ -250,19 +253,21 @@ def test_objectives_mix_where_they_are_told_to(kind: Any) -> None:
     assert found["rewards"].reward.equal(found["advantages"].reward)
 
 
-def test_one_reward_mixes_to_itself() -> None:
+def test_combining_one_reward_changes_nothing() -> None:
     ctx = toys.context(toys.policy("flow"), 4)
-    both = [GRPO(group=4, mix=mix).collect(ctx, toys.prompts(4)).advantage for mix in ("rewards", "advantages")]
+    both = [
+        GRPO(group_size=4, combine=mix).collect(ctx, toys.prompts(4)).advantage for mix in ("rewards", "advantages")
+    ]
     torch.testing.assert_close(*both)
 
 
-def test_the_tracker_does_not_mix_advantages() -> None:
-    with pytest.raises(ValueError, match="'mix' is advantages, but the tracker remembers one reward"):
-        GRPO(advantage="tracker", mix="advantages")
+def test_tracker_refuses_combined_advantages() -> None:
+    with pytest.raises(ValueError, match="'combine' is advantages"):
+        GRPO(advantage="tracker", combine="advantages")
 
 
-def test_ratios_may_rise_further_than_they_fall() -> None:
+def test_clip_range_high_clips_upper_ratios() -> None:
     ratio, advantage = torch.tensor([[0.5, 0.95, 1.2, 1.5]] * 2), torch.tensor([1.0, -1.0])
-    gain, watched = clipped_surrogate(ratio.log(), segment(torch.zeros(2, 4)), advantage, 0.1, rise=0.3)
+    gain, watched = clipped_surrogate(ratio.log(), segment(torch.zeros(2, 4)), advantage, 0.1, clip_range_high=0.3)
     torch.testing.assert_close(gain, torch.tensor([[0.5, 0.95, 1.2, 1.3], [-0.9, -0.95, -1.2, -1.5]]))
-    assert watched["clipped"].tolist() == [0.5, 0.5]
+    assert watched["clip_fraction"].tolist() == [0.5, 0.5]

@@ -1,4 +1,4 @@
-"""What losses must be where they can be worked out by hand."""
+"""Losses of the objectives in cases that have a closed form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,44 +18,64 @@ from torch import Tensor
 from tastemaker.core.lora import Lora
 from tastemaker.core.objective import Context, NoState, Objective, ScoredRollout, SingleProcess
 from tastemaker.core.randomness import Randomness
+from tastemaker.core.reward import Reward, RewardCard, RewardSpec
 from tastemaker.core.types import Condition, Metadata, Placement, Prompts, Segment, Trajectory, select_rows
 from tastemaker.core.weights import FrozenCopyFinetuning
 from tastemaker.objectives.advantages import group_advantages
 from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
-from tastemaker.objectives.forced_grpo import TeacherForcedGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
+from tastemaker.objectives.teacher_forced_grpo import TeacherForcedGRPO
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-NAMED = SRPO(grid=8, span=(1, 6), length=100, praise=(" ",), blame=("grey",), template="{prompt} {word}", margin=None)
+NAMED = SRPO(
+    num_grid_steps=8,
+    timestep_range=(1, 6),
+    num_train_timesteps=100,
+    positive_words=(" ",),
+    negative_words=("grey",),
+    template="{prompt} {word}",
+    reward_margin=None,
+)
 OBJECTIVES: list[Objective[Any, Any, Any, Any]] = [
     Likelihood(),
-    RewardGradient(tail=2),
-    RewardGradient(through="renoised"),
+    RewardGradient(last_steps=2),
+    RewardGradient(gradient_mode="renoise"),
     NAMED,
     DDPO(),
-    GRPO(group=4),
-    GRPO(group=4, kl=0.1),
-    GRPO(group=4, kl=0.1, divergence="exact"),
-    DPO(levels=2),
-    DPO(corruption="independent", sft=0.5),
-    OnlineDPO(levels=2),
-    NFT(group=4),
-    TeacherForcedGRPO(group=4),
-    TeacherForcedGRPO(group=4, clip=0.2, kl=0.1, prior=0.1, noise=0.5),
-    TeacherForcedGRPO(group=4, clip=0.2, prior=0.1, own=0.5, skip=0.5, drop=0.1),
+    GRPO(group_size=4),
+    GRPO(group_size=4, kl_coef=0.1),
+    GRPO(group_size=4, kl_coef=0.1, kl_estimator="exact"),
+    DPO(num_timesteps=2),
+    DPO(noise_sharing="independent", sft_coef=0.5),
+    OnlineDPO(num_timesteps=2),
+    NFT(group_size=4),
+    TeacherForcedGRPO(group_size=4),
+    TeacherForcedGRPO(group_size=4, clip_range=0.2, kl_coef=0.1, ce_coef=0.1, token_noise=0.5),
+    TeacherForcedGRPO(
+        group_size=4, clip_range=0.2, ce_coef=0.1, own_token_ratio=0.5, token_dropout=0.5, prompt_dropout=0.1
+    ),
     CCA(),
-    CCA(form="dpo"),
+    CCA(loss_type="dpo"),
 ]
-REINFORCING = [GRPO(group=4), DDPO(), GRPO(group=4, kl=0.3), GRPO(group=4, kl=0.3, divergence="exact")]
-COMPARING = [GRPO(group=12, floor=1e-8), GRPO(group=12, advantage="group_mean"), OnlineDPO(group=12)]
+REINFORCING = [
+    GRPO(group_size=4),
+    DDPO(),
+    GRPO(group_size=4, kl_coef=0.3),
+    GRPO(group_size=4, kl_coef=0.3, kl_estimator="exact"),
+]
+COMPARING = [
+    GRPO(group_size=12, advantage_eps=1e-8),
+    GRPO(group_size=12, advantage="group_mean"),
+    OnlineDPO(group_size=12),
+]
 CELLS = [
     pytest.param(i, name, id=f"{type(objective).__name__}{i}-{name}")
     for i, objective in enumerate(OBJECTIVES)
@@ -71,7 +91,7 @@ def ready(place: int, name: str) -> tuple[Context[Any], Any]:
 
 
 @pytest.mark.parametrize(("place", "name"), CELLS)
-def test_a_rows_loss_does_not_depend_on_other_rows(place: int, name: str) -> None:
+def test_loss_of_a_row_is_independent_of_the_batch(place: int, name: str) -> None:
     objective, (ctx, experience) = OBJECTIVES[place], ready(place, name)
     rows = torch.tensor([5, 0, 2])
     with torch.no_grad():
@@ -81,7 +101,7 @@ def test_a_rows_loss_does_not_depend_on_other_rows(place: int, name: str) -> Non
 
 
 @pytest.mark.parametrize(("place", "name"), CELLS)
-def test_parts_and_microbatches_add_up_to_the_gradient(place: int, name: str) -> None:
+def test_parts_and_micro_batches_sum_to_full_gradient(place: int, name: str) -> None:
     objective, (ctx, experience) = OBJECTIVES[place], ready(place, name)
     whole = toys.gradient(ctx.policy, toys.total(objective, ctx, experience).sum())
     halves = torch.arange(len(experience)).chunk(2)
@@ -95,7 +115,7 @@ def test_parts_and_microbatches_add_up_to_the_gradient(place: int, name: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "name"), CELLS)
-def test_every_trainable_tensor_learns(place: int, name: str) -> None:
+def test_every_trainable_tensor_has_a_gradient(place: int, name: str) -> None:
     objective = OBJECTIVES[place]
     ctx, experience = toys.policy_with_experience(objective, name, Lora(rank=2))
     toys.backward(objective, ctx, experience)
@@ -105,27 +125,33 @@ def test_every_trainable_tensor_learns(place: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", toys.FAMILIES)
 @pytest.mark.parametrize(
-    "objective", [GRPO(group=4), DDPO(), GRPO(group=4, kl=0.3), GRPO(group=4, kl=0.3, divergence="exact")]
+    "objective",
+    [
+        GRPO(group_size=4),
+        DDPO(),
+        GRPO(group_size=4, kl_coef=0.3),
+        GRPO(group_size=4, kl_coef=0.3, kl_estimator="exact"),
+    ],
 )
-def test_at_the_sampling_weights_the_loss_is_minus_the_advantage(objective: Any, name: str) -> None:
+def test_on_policy_loss_is_minus_the_advantage(objective: Any, name: str) -> None:
     """The ratio is one and the divergence zero; each decision weighs the same, so that a row's add up to one."""
     policy = toys.policy(name, snapshots=objective.snapshots())
-    ctx = toys.context(policy, 8, objective.memory())
+    ctx = toys.context(policy, 8, objective.make_state())
     experience = objective.collect(ctx, toys.prompts(8))
     assert experience.advantage.abs().max() > 0.1
     torch.testing.assert_close(toys.total(objective, ctx, experience), -experience.advantage, rtol=1e-4, atol=1e-5)
     watched = objective.loss(ctx, experience, 0).metrics
     assert (watched["ratio"] == 1).all()
-    assert not watched["ratio_off"].any()
-    assert not watched["clipped"].any()
-    if objective.kl if isinstance(objective, GRPO) else 0:
+    assert not watched["ratio_deviation"].any()
+    assert not watched["clip_fraction"].any()
+    if objective.kl_coef if isinstance(objective, GRPO) else 0:
         assert not watched["kl"].any()
 
 
-def test_segments_weigh_by_their_decisions() -> None:
+def test_segments_are_weighted_by_number_of_actions() -> None:
     """A masked model reveals different numbers of tokens a step: a step's share of the loss is its share of tokens."""
     policy = toys.policy("masked")
-    objective, ctx = GRPO(group=4), toys.context(policy, 8)
+    objective, ctx = GRPO(group_size=4), toys.context(policy, 8)
     experience = objective.collect(ctx, toys.prompts(8))
     taken = torch.stack([segment.mask.sum(1) for segment in experience.trajectory.segments])
     assert (taken.sum(0) == 16).all()
@@ -137,8 +163,8 @@ def test_segments_weigh_by_their_decisions() -> None:
 
 @pytest.mark.parametrize("name", toys.FAMILIES)
 @pytest.mark.parametrize("divergence", ["k3", "exact"])
-def test_the_divergence_pulls_back_once_the_policy_has_left(divergence: Any, name: str) -> None:
-    tied, free = (GRPO(group=4, kl=kl, divergence=divergence) for kl in (1.0, 1e-9))
+def test_kl_gradient_points_to_the_reference(divergence: Any, name: str) -> None:
+    tied, free = (GRPO(group_size=4, kl_coef=kl, kl_estimator=divergence) for kl in (1.0, 1e-9))
     ctx, experience = toys.policy_with_experience(tied, name)
     pull = [toys.total(o, ctx, experience) for o in (tied, free)]
     assert (pull[0] - pull[1] > 0).all()
@@ -147,24 +173,28 @@ def test_the_divergence_pulls_back_once_the_policy_has_left(divergence: Any, nam
     assert (away > 0).all()
 
 
-def test_the_two_divergences_agree_in_the_mean() -> None:
+def test_k3_and_exact_kl_agree_in_expectation() -> None:
     """k3 estimates the exact divergence without bias where the samples are the policy's own."""
     policy = toys.policy("causal", snapshots=("reference",))
     toys.move(policy, 0.05)
     ctx = toys.context(policy, 8)
-    experience = GRPO(group=128).collect(ctx, toys.prompts(8))
-    found = [GRPO(group=128, kl=1.0, divergence=d).loss(ctx, experience, 0).metrics["kl"] for d in ("k3", "exact")]
+    experience = GRPO(group_size=128).collect(ctx, toys.prompts(8))
+    found = [
+        GRPO(group_size=128, kl_coef=1.0, kl_estimator=d).loss(ctx, experience, 0).metrics["kl"]
+        for d in ("k3", "exact")
+    ]
     error = found[0].std() / len(found[0]) ** 0.5
     assert abs(found[0].mean() - found[1].mean()) < 4 * error
 
 
 @dataclass(frozen=True)
-class Partly:
+class Partly(RewardSpec, Reward):
     """A reward that likes all pictures of red alike."""
 
     batch_size: int = 1000
+    card: ClassVar[RewardCard] = RewardCard(range="any", failure_modes="anything")
     differentiable = False
-    reads = "clip"
+    modality = "video"
     runs_on = "device"
 
     def load(self, placement: Placement) -> Partly:
@@ -179,22 +209,23 @@ class Partly:
 
 
 @pytest.mark.parametrize(
-    "objective", [GRPO(group=12, floor=1e-8), GRPO(group=12, advantage="group_mean"), OnlineDPO(group=12)]
+    "objective",
+    [GRPO(group_size=12, advantage_eps=1e-8), GRPO(group_size=12, advantage="group_mean"), OnlineDPO(group_size=12)],
 )
-def test_groups_of_equals_are_counted_and_teach_nothing(objective: Any) -> None:
+def test_zero_std_groups_are_counted_and_have_no_gradient(objective: Any) -> None:
     policy = toys.policy("flow", snapshots=objective.snapshots())
     ctx = toys.context(policy, 4, spec=Partly())
     experience = objective.collect(ctx, toys.prompts(4))
-    assert objective.watch(experience)["flat_groups"] == 0.25
+    assert objective.metrics(experience)["zero_std_groups"] == 0.25
     red = torch.arange(len(experience) // 4)  # the first prompt is red
     flat, others = select_rows(experience, red), select_rows(experience, torch.arange(len(red), len(experience)))
     assert not toys.gradient(policy, toys.total(objective, ctx, flat).sum()).any()
     assert toys.gradient(policy, toys.total(objective, ctx, others).sum()).any()
 
 
-def test_equal_rewards_have_no_advantage_however_their_mean_rounds() -> None:
+def test_equal_rewards_have_zero_advantage_despite_rounding() -> None:
     for value in torch.rand(200, generator=torch.Generator().manual_seed(0)).tolist():
-        assert not group_advantages(torch.full((24,), value), 24, floor=1e-8).any()
+        assert not group_advantages(torch.full((24,), value), 24, eps=1e-8).any()
 
 
 def rated(now: Tensor, reference: Tensor, old: Tensor, advantage: Tensor) -> ScoredRollout:
@@ -207,33 +238,33 @@ def rated(now: Tensor, reference: Tensor, old: Tensor, advantage: Tensor) -> Sco
     return ScoredRollout(Trajectory(cond, lines, lines, (segment,)), rng, advantage, advantage, {})
 
 
-def test_the_token_loss_with_its_penalty_is_the_published_one() -> None:
+def test_token_loss_with_kl_matches_published_trainer() -> None:
     golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
     now, k3 = golden["out.gtctx_clip0.2.new_logps"], golden["out.gtctx_clip0.2.k3"]
     policy = scripted_policy()
     ctx = Context(policy, toys.rubric(), Randomness(0, 0, torch.arange(8)), SingleProcess(), NoState())
     experience = rated(now, golden["in.ref_logps"], golden["in.old_logps"], golden["out.advantages"])
-    loss = GRPO(group=4, clip=0.2, kl=0.01).loss(ctx, experience, 0)
+    loss = GRPO(group_size=4, clip_range=0.2, kl_coef=0.01).loss(ctx, experience, 0)
     torch.testing.assert_close(loss.metrics["kl"], k3.mean(1), rtol=1e-4, atol=1e-6)
     wanted = (golden["out.gtctx_clip0.2.per_token_loss"] + 0.01 * k3).mean(1)
     torch.testing.assert_close(loss.rows, wanted, rtol=1e-4, atol=1e-6)
-    plain = GRPO(group=4, clip=0.2).loss(ctx, experience, 0).rows.mean()
+    plain = GRPO(group_size=4, clip_range=0.2).loss(ctx, experience, 0).rows.mean()
     torch.testing.assert_close(plain, golden["out.gtctx_clip0.2.loss"][0], rtol=1e-4, atol=1e-6)
 
 
-def test_advantages_are_limited() -> None:
+def test_advantages_are_clipped() -> None:
     policy = toys.policy("flow")
-    limited = replace(GRPO(group=8), limit=0.5).collect(toys.context(policy, 8), toys.prompts(8))
+    limited = replace(GRPO(group_size=8), advantage_clip=0.5).collect(toys.context(policy, 8), toys.prompts(8))
     assert float(limited.advantage.abs().max()) == 0.5
 
 
-@pytest.mark.parametrize("process", [AutoregressiveProcess(top_k=2), AutoregressiveProcess(top_p=0.5, replay=False)])
+@pytest.mark.parametrize(
+    "process", [AutoregressiveProcess(top_k=2), AutoregressiveProcess(top_p=0.5, recompute_log_probs=False)]
+)
 @pytest.mark.parametrize("divergence", ["k3", "exact"])
-def test_tokens_that_would_no_longer_be_drawn_still_have_finite_losses(
-    divergence: Any, process: AutoregressiveProcess
-) -> None:
+def test_tokens_outside_top_k_have_finite_loss(divergence: Any, process: AutoregressiveProcess) -> None:
     """Truncation is for drawing: scored with it, a token outside of the reference's few likeliest is infinitely far."""
-    objective = GRPO(group=16, kl=0.1, divergence=divergence)
+    objective = GRPO(group_size=16, kl_coef=0.1, kl_estimator=divergence)
     policy = replace(toys.policy("causal", FrozenCopyFinetuning(), objective.snapshots()), process=process)
     toys.move(policy, 0.3)
     ctx = toys.context(policy, 8)

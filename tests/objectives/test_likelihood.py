@@ -1,4 +1,4 @@
-"""Pretraining: what the loss is an error of."""
+"""Likelihood objective: loss, prompt dropout and the latent cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import toys
 from tastemaker.objectives.likelihood import LatentCache, Likelihood
 
 
-def test_the_likelihood_of_latents_is_the_error_of_what_the_network_says() -> None:
-    objective = Likelihood(drop=0.0)
+def test_diffusion_likelihood_is_minus_the_output_error() -> None:
+    objective = Likelihood(prompt_dropout=0.0)
     for name in ("flow", "epsilon", "video"):
         ctx, experience = toys.policy_with_experience(objective, name)
         policy, noisy = ctx.policy, ctx.policy.corrupt(experience.x, experience.rng)
@@ -21,15 +21,15 @@ def test_the_likelihood_of_latents_is_the_error_of_what_the_network_says() -> No
         torch.testing.assert_close(toys.total(objective, ctx, experience), error)
 
 
-def test_dropped_captions_are_as_many_as_asked_for() -> None:
+def test_prompt_dropout_rate() -> None:
     policy = toys.policy("flow")
-    seen = Likelihood(drop=0.25).collect(toys.context(policy, 1000), toys.pictures(1000, 1, 0))
+    seen = Likelihood(prompt_dropout=0.25).collect(toys.context(policy, 1000), toys.pictures(1000, 1, 0))
     assert sum(prompt == "" for prompt in seen.cond.prompts) == pytest.approx(
         250, abs=4 * math.sqrt(1000 * 0.25 * 0.75)
     )
 
 
-def test_pictures_that_come_again_are_neither_moved_nor_encoded() -> None:
+def test_cached_latents_are_not_encoded_again() -> None:
     memory, asked = LatentCache(), []
 
     def encode(pixels: torch.Tensor) -> torch.Tensor:
@@ -38,6 +38,6 @@ def test_pictures_that_come_again_are_neither_moved_nor_encoded() -> None:
 
     pixels, here = torch.rand(4, 1, 3, 2, 2), torch.device("cpu")
     for numbers, fresh in (([0, 3], 2), ([3, 1, 0], 1), ([1, 3], 0)):
-        found = memory.recall(torch.tensor(numbers), pixels[numbers], encode, here)
+        found = memory.get_or_encode(torch.tensor(numbers), pixels[numbers], encode, here)
         torch.testing.assert_close(found, pixels[numbers].flatten(1).half().float())
         assert (len(asked.pop()) if fresh else 0) == fresh and not asked

@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,18 +21,19 @@ from tastemaker.config.registries import OBJECTIVES
 from tastemaker.core.objective import Objective
 from tastemaker.core.policy import Policy
 from tastemaker.core.randomness import Randomness
+from tastemaker.core.reward import Reward, RewardCard, RewardSpec
 from tastemaker.core.types import Metadata, Placement, PreferenceBatch, PromptBatch, Prompts
 from tastemaker.objectives.cca import CCA
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
-from tastemaker.objectives.forced_grpo import TeacherForcedGRPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.objectives.nft import NFT
 from tastemaker.objectives.online_dpo import OnlineDPO
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
-from tastemaker.rewards.color import Color
+from tastemaker.objectives.teacher_forced_grpo import TeacherForcedGRPO
+from tastemaker.rewards.color import ColorReward
 
 FLOWS, NOISE, TOKENS = ("flow", "video"), ("epsilon",), ("causal", "masked")
 LATENTS = (*FLOWS, *NOISE)
@@ -57,20 +58,20 @@ class Setting:
 
 # Colours are praised by name and blamed for being grey; the toy reward reads the colour named last.
 NAMED = SRPO(
-    grid=8,
-    span=(1, 6),
-    length=100,
-    kept=0.5,
-    praise=(" ",),
-    blame=("grey",),
+    num_grid_steps=8,
+    timestep_range=(1, 6),
+    num_train_timesteps=100,
+    groundtruth_ratio=0.5,
+    positive_words=(" ",),
+    negative_words=("grey",),
     template="{prompt} {word}",
-    boost_denoise=(3.0, 3.0),
-    boost_inversion=(0.0, 0.0),
-    margin=None,
+    discount_pos=(3.0, 3.0),
+    discount_inv=(0.0, 0.0),
+    reward_margin=None,
 )
 DENOISE = replace(NAMED, relative=False, branches=("denoise",))
 INVERSION = replace(NAMED, relative=False, branches=("inversion",))
-SINGLE = RewardGradient(through="single", span=(4, 7))
+SINGLE = RewardGradient(gradient_mode="single_step", step_range=(4, 7))
 # Tokens learn in small steps: what chance does to a policy grows with the square root of their number, what rewards do
 # with their number. On the noise path an error in what is predicted at the darkest level is 150 times as large in the
 # clean sample: there, steps are small too, and preferences steep, as in Diffusion-DPO, so that a pair once told apart
@@ -78,28 +79,28 @@ SINGLE = RewardGradient(through="single", span=(4, 7))
 SETTINGS = [
     Setting(Likelihood(), (*FLOWS, *TOKENS), steps=25),
     Setting(Likelihood(), NOISE, steps=80, cool=True),
-    Setting(RewardGradient(tail=2), FLOWS, rate=2e-3, steps=40, batch=16, name="tail"),
-    Setting(RewardGradient(tail=2), NOISE, rate=3e-4, steps=40, batch=16, name="tail"),
-    Setting(RewardGradient(through="random"), FLOWS, steps=40, batch=16, name="random"),
-    Setting(RewardGradient(through="random"), NOISE, rate=2e-4, steps=60, batch=16, name="random"),
+    Setting(RewardGradient(last_steps=2), FLOWS, rate=2e-3, steps=40, batch=16, name="tail"),
+    Setting(RewardGradient(last_steps=2), NOISE, rate=3e-4, steps=40, batch=16, name="tail"),
+    Setting(RewardGradient(gradient_mode="random"), FLOWS, steps=40, batch=16, name="random"),
+    Setting(RewardGradient(gradient_mode="random"), NOISE, rate=2e-4, steps=60, batch=16, name="random"),
     Setting(SINGLE, FLOWS, steps=40, batch=16, name="single"),
     Setting(SINGLE, NOISE, rate=3e-4, steps=40, batch=16, name="single"),
-    Setting(RewardGradient(through="renoised"), FLOWS, rate=2e-3, steps=40, batch=16, name="renoised"),
-    Setting(RewardGradient(through="renoised"), NOISE, rate=3e-4, steps=40, batch=16, name="renoised"),
+    Setting(RewardGradient(gradient_mode="renoise"), FLOWS, rate=2e-3, steps=40, batch=16, name="renoised"),
+    Setting(RewardGradient(gradient_mode="renoise"), NOISE, rate=3e-4, steps=40, batch=16, name="renoised"),
     Setting(NAMED, FLOWS, batch=32),
     Setting(NAMED, NOISE, rate=3e-4, batch=32),
     Setting(DENOISE, FLOWS, steps=30, batch=32, name="denoise"),
     Setting(DENOISE, NOISE, rate=3e-4, steps=30, batch=32, name="denoise"),
     Setting(INVERSION, ("flow",), rate=2e-3, batch=32, name="inversion"),
-    Setting(DDPO(clip=1e-3, track_from=8), LATENTS, steps=45),
-    Setting(DDPO(clip=0.2, track_from=8), TOKENS, rate=1e-4, steps=50),
-    Setting(GRPO(group=16, clip=1e-3), LATENTS, steps=45, batch=4),
-    Setting(GRPO(group=16, clip=0.2), TOKENS, rate=1e-4, steps=50, batch=4),
-    Setting(GRPO(group=16, clip=1e-3, kl=0.02), ("flow",), steps=40, batch=4, name="kl"),
-    Setting(GRPO(group=16, clip=0.2, kl=0.02), ("causal",), rate=1.5e-4, steps=30, batch=4, name="kl"),
-    Setting(TeacherForcedGRPO(group=16, clip=0.2), ("causal",), rate=1e-4, steps=50, batch=4),
+    Setting(DDPO(clip_range=1e-3, tracker_min_count=8), LATENTS, steps=45),
+    Setting(DDPO(clip_range=0.2, tracker_min_count=8), TOKENS, rate=1e-4, steps=50),
+    Setting(GRPO(group_size=16, clip_range=1e-3), LATENTS, steps=45, batch=4),
+    Setting(GRPO(group_size=16, clip_range=0.2), TOKENS, rate=1e-4, steps=50, batch=4),
+    Setting(GRPO(group_size=16, clip_range=1e-3, kl_coef=0.02), ("flow",), steps=40, batch=4, name="kl"),
+    Setting(GRPO(group_size=16, clip_range=0.2, kl_coef=0.02), ("causal",), rate=1.5e-4, steps=30, batch=4, name="kl"),
+    Setting(TeacherForcedGRPO(group_size=16, clip_range=0.2), ("causal",), rate=1e-4, steps=50, batch=4),
     Setting(
-        TeacherForcedGRPO(group=16, clip=0.2, prior=0.1, noise=0.5),
+        TeacherForcedGRPO(group_size=16, clip_range=0.2, ce_coef=0.1, token_noise=0.5),
         ("causal",),
         rate=1e-4,
         steps=80,
@@ -107,20 +108,32 @@ SETTINGS = [
         name="va",
     ),
     Setting(
-        TeacherForcedGRPO(group=16, clip=0.2, own=0.3, skip=0.5), ("causal",), rate=1e-4, steps=50, batch=4, name="own"
+        TeacherForcedGRPO(group_size=16, clip_range=0.2, own_token_ratio=0.3, token_dropout=0.5),
+        ("causal",),
+        rate=1e-4,
+        steps=50,
+        batch=4,
+        name="own",
     ),
-    Setting(CCA(beta=0.1, against=1.0), ("causal",), rate=3e-4, steps=20, batch=32),
-    Setting(CCA(beta=0.3, form="dpo"), ("causal",), rate=3e-4, steps=20, batch=32, name="dpo"),
+    Setting(CCA(beta=0.1, negative_weight=1.0), ("causal",), rate=3e-4, steps=20, batch=32),
+    Setting(CCA(beta=0.3, loss_type="dpo"), ("causal",), rate=3e-4, steps=20, batch=32, name="dpo"),
     Setting(DPO(beta=200.0), FLOWS, batch=32),
-    Setting(DPO(beta=2500.0, levels=2), NOISE, steps=60, batch=32, cool=True),
+    Setting(DPO(beta=2500.0, num_timesteps=2), NOISE, steps=60, batch=32, cool=True),
     Setting(DPO(beta=0.3), TOKENS, rate=3e-4, steps=25, batch=32),
     Setting(OnlineDPO(beta=1000.0), FLOWS, batch=16),
-    Setting(OnlineDPO(beta=10_000.0, levels=2, group=16), NOISE, steps=100, batch=16, cool=True),
+    Setting(OnlineDPO(beta=10_000.0, num_timesteps=2, group_size=16), NOISE, steps=100, batch=16, cool=True),
     Setting(OnlineDPO(beta=0.1), TOKENS, rate=3e-4, steps=20, batch=16),
-    Setting(OnlineDPO(beta=1000.0, round=30), ("flow",), batch=16, name="rounds"),
-    Setting(OnlineDPO(beta=0.1, round=10), TOKENS, rate=3e-4, steps=20, batch=16, name="rounds"),
-    Setting(OnlineDPO(beta=0.1, round=10, guide=0.1), TOKENS, rate=3e-4, steps=20, batch=16, name="guided"),
-    Setting(NFT(group=8, anchor=0.1), LATENTS, rate=3e-4, steps=45, batch=8),
+    Setting(OnlineDPO(beta=1000.0, round_steps=30), ("flow",), batch=16, name="rounds"),
+    Setting(OnlineDPO(beta=0.1, round_steps=10), TOKENS, rate=3e-4, steps=20, batch=16, name="rounds"),
+    Setting(
+        OnlineDPO(beta=0.1, round_steps=10, reward_guidance_coef=0.1),
+        TOKENS,
+        rate=3e-4,
+        steps=20,
+        batch=16,
+        name="guided",
+    ),
+    Setting(NFT(group_size=8, kl_coef=0.1), LATENTS, rate=3e-4, steps=45, batch=8),
 ]
 # In the fast set each objective learns once and each family is taught once.
 FAST = {
@@ -154,14 +167,15 @@ def control(setting: Setting, family: str) -> list[pytest.MarkDecorator]:
 
 
 @dataclass(frozen=True)
-class Shuffled:
+class Shuffled(RewardSpec, Reward):
     """A colour reward that cannot be learned of: each picture gets the score of another one."""
 
-    color: Color = Color()
+    color: ColorReward = ColorReward()
     chance: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), hash=False)
     batch_size = 100_000  # all rows at once
+    card: ClassVar[RewardCard] = RewardCard(range="any", failure_modes="anything")
     differentiable = False
-    reads = "frames"
+    modality = "image"
     runs_on = "device"
 
     def load(self, placement: Placement) -> Shuffled:
@@ -177,14 +191,15 @@ class Shuffled:
 
 
 @dataclass(frozen=True)
-class Misread:
+class Misread(RewardSpec, Reward):
     """A colour reward with gradients that cannot be learned of: each picture is held against another one's prompt."""
 
-    color: Color = Color()
+    color: ColorReward = ColorReward()
     chance: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), hash=False)
     batch_size = 100_000
+    card: ClassVar[RewardCard] = RewardCard(range="any", failure_modes="anything")
     differentiable = True
-    reads = "frames"
+    modality = "image"
     runs_on = "device"
 
     def load(self, placement: Placement) -> Misread:
@@ -225,7 +240,7 @@ def measured(policy: Policy[Any], likelihood: bool) -> Tensor:
     seen = toys.pictures(512, policy.model.pixels[0], 999_999)
     cond, x, rng = policy.embed(seen.prompts), policy.encode(seen.pixels), Randomness(3, 0, torch.arange(512))
     noisy = [policy.corrupt(x, rng, draw=draw) for draw in range(16)]
-    return torch.stack([policy.likelihood(cond, x, n) / policy.process.hidden(n) for n in noisy]).mean(0)
+    return torch.stack([policy.likelihood(cond, x, n) / policy.process.count_hidden(n) for n in noisy]).mean(0)
 
 
 @cache
@@ -240,7 +255,7 @@ def train(setting: Setting, family: str, shuffled: bool) -> tuple[float, str]:
     false = Misread() if objective.needs_gradient else Shuffled()
     data = batches(setting, policy.model.pixels[0], shuffled)
     cool = setting.steps if setting.cool else math.inf
-    toys.fit(policy, objective, data, setting.rate, false if shuffled else Color(), cool)
+    toys.fit(policy, objective, data, setting.rate, false if shuffled else ColorReward(), cool)
     after = measured(policy, isinstance(objective, Likelihood))
     # Likelihoods are of the same pictures under the same noise, so only how they differ is chance.
     rise = toys.z_score(*((0 * before, after - before) if isinstance(objective, Likelihood) else (before, after)))
@@ -249,20 +264,20 @@ def train(setting: Setting, family: str, shuffled: bool) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize(("setting", "family"), cells(learning))
-def test_the_reward_rises_by_more_than_three_standard_errors(setting: Setting, family: str) -> None:
+def test_reward_rises_by_more_than_three_standard_errors(setting: Setting, family: str) -> None:
     rise, line = train(setting, family, shuffled=False)
     print(line)
     assert rise > 3, line
 
 
 @pytest.mark.parametrize(("setting", "family"), cells(control))
-def test_shuffled_rewards_teach_nothing(setting: Setting, family: str) -> None:
+def test_shuffled_rewards_do_not_raise_the_reward(setting: Setting, family: str) -> None:
     rise, line = train(setting, family, shuffled=True)
     print(line)
     assert rise < 3, line
 
 
-def test_every_objective_is_tested_on_every_family_it_can_train() -> None:
+def test_matrix_covers_every_objective_and_family() -> None:
     tested = {(type(setting.objective), family) for setting, family in CELLS}
     for kind in objectives():
         for name, family in toys.FAMILIES.items():
@@ -270,7 +285,7 @@ def test_every_objective_is_tested_on_every_family_it_can_train() -> None:
                 assert (kind, name) in tested, f"{kind.__name__} has no setting for {name}; add one to SETTINGS"
 
 
-def test_the_fast_set_has_every_objective_and_every_family() -> None:
+def test_fast_tests_cover_every_objective_and_family() -> None:
     fast = [(type(setting.objective), family) for setting, family in CELLS if not learning(setting, family)]
     assert {kind for kind, _ in fast} == set(objectives())
     assert {family for _, family in fast} == set(toys.FAMILIES)
@@ -283,14 +298,14 @@ PRETRAINING = [
 
 
 @pytest.mark.parametrize("family", PRETRAINING)
-def test_pretraining_from_random_weights_teaches_as_much_as_the_stored_weights_know(family: str) -> None:
+def test_pretraining_reaches_the_stored_toy_weights(family: str) -> None:
     random, fresh, stored = (
         toys.true_rewards(make(family)) for make in (toys.policy, toys.pretrained, toys.pretrained_policy)
     )
     assert toys.z_score(random, fresh) > 3 and abs(toys.z_score(stored, fresh)) < 5
 
 
-def test_every_registered_objective_lives_where_the_matrix_looks() -> None:
+def test_registered_objectives_are_in_the_objectives_package() -> None:
     assert {OBJECTIVES.find(name) for name in OBJECTIVES} == set(objectives())
 
 

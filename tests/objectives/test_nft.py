@@ -1,4 +1,4 @@
-"""DiffusionNFT: where it begins to go, and the weights it goes with."""
+"""DiffusionNFT: first gradient, KL term and decay of the old policy."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from tastemaker.objectives.nft import NFT
 
 
 @pytest.mark.parametrize("name", ["flow", "epsilon", "video"])
-def test_nft_begins_by_going_towards_good_samples_and_away_from_bad_ones(name: str) -> None:
+def test_first_nft_gradient_follows_positive_weight(name: str) -> None:
     """Where the present and the old weights agree, the gradient is that of the squared error, times 2 good - 1."""
-    objective = NFT(group=4, levels=1, anchor=0.0, beta=0.5)
+    objective = NFT(group_size=4, num_timesteps=1, kl_coef=0.0, beta=0.5)
     policy = toys.policy(name, snapshots=objective.snapshots())
     ctx = toys.context(policy, 8)
     experience = objective.collect(ctx, toys.prompts(8))
-    clean, good = experience.trajectory.final, experience.advantage / (2 * objective.strength) + 0.5
+    clean, good = experience.trajectory.final, experience.advantage / (2 * objective.advantage_clip) + 0.5
     noisy = policy.corrupt(clean, experience.rng)
     for row in (int(good.argmax()), int(good.argmin())):
         one = select_rows(experience, torch.tensor([row]))
         guess = policy.restore(one.trajectory.cond, select_rows(noisy, torch.tensor([row]))).mean
         error, scale = (guess - clean[row]).pow(2).mean(), (guess - clean[row]).abs().mean().detach()
-        wanted = objective.strength * (2 * good[row] - 1) / scale * toys.gradient(policy, error)
+        wanted = objective.advantage_clip * (2 * good[row] - 1) / scale * toys.gradient(policy, error)
         found = toys.gradient(policy, objective.loss(ctx, one, 0).rows.sum())
         torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
 
 
-def test_nfts_old_weights_trail_as_published() -> None:
+def test_nft_old_policy_decay_matches_published() -> None:
     objective = NFT()
     policy = toys.policy("flow", snapshots=objective.snapshots())
-    start = {key: x.clone() for key, x in policy.weights.stored()["old"].items()}
+    start = {key: x.clone() for key, x in policy.weights.snapshot_tensors()["old"].items()}
     toys.move(policy, 0.01)
     live = {key: p.detach().clone() for key, p in policy.weights.trainable().items()}
     objective.after_update(toys.context(policy, 8, step=200))
-    for key, x in policy.weights.stored()["old"].items():
+    for key, x in policy.weights.snapshot_tensors()["old"].items():
         torch.testing.assert_close(x, 0.2 * start[key] + 0.8 * live[key], rtol=1e-5, atol=1e-6)
     objective.after_update(toys.context(policy, 8, step=0))
-    assert all(torch.equal(x, live[key]) for key, x in policy.weights.stored()["old"].items())
+    assert all(torch.equal(x, live[key]) for key, x in policy.weights.snapshot_tensors()["old"].items())
 
 
-def test_nfts_anchor_is_the_squared_distance_of_what_the_networks_say() -> None:
-    tied, free = NFT(group=4, levels=1, anchor=0.5), NFT(group=4, levels=1, anchor=0.0)
+def test_nft_kl_is_squared_distance_of_outputs() -> None:
+    tied, free = NFT(group_size=4, num_timesteps=1, kl_coef=0.5), NFT(group_size=4, num_timesteps=1, kl_coef=0.0)
     for name in ("flow", "epsilon"):
         ctx, experience = toys.policy_with_experience(tied, name)
         policy, cond = ctx.policy, experience.trajectory.cond

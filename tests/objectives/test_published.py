@@ -13,7 +13,7 @@ from tastemaker.config.registries import OBJECTIVES as REGISTERED
 from tastemaker.core.lora import Lora
 from tastemaker.core.objective import Objective
 from tastemaker.core.policy import Policy
-from tastemaker.core.weights import FullFinetuning, HasUnusedParameters, Tuning
+from tastemaker.core.weights import FullFinetuning, Tuning
 from tastemaker.objectives.ddpo import DDPO
 from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.grpo import GRPO
@@ -25,24 +25,24 @@ from tastemaker.objectives.srpo import SRPO
 from tastemaker.processes.gaussian import GaussianProcess
 
 # Colours the toy reward knows stand for the control words.
-RELATIVE = SRPO(praise=("white",), blame=("grey",), template="{prompt} {word}", margin=None)
+RELATIVE = SRPO(positive_words=("white",), negative_words=("grey",), template="{prompt} {word}", reward_margin=None)
 OBJECTIVES = [
     Likelihood(),
-    RewardGradient(tail=2),
-    RewardGradient(through="single", span=(1, 3)),
-    RewardGradient(through="renoised"),
+    RewardGradient(last_steps=2),
+    RewardGradient(gradient_mode="single_step", step_range=(1, 3)),
+    RewardGradient(gradient_mode="renoise"),
     RELATIVE,
-    SRPO(relative=False, margin=None),
+    SRPO(relative=False, reward_margin=None),
     DDPO(),
-    GRPO(group=2),
-    GRPO(group=2, kl=0.1, divergence="exact"),
+    GRPO(group_size=2),
+    GRPO(group_size=2, kl_coef=0.1, kl_estimator="exact"),
     DPO(),
-    OnlineDPO(group=2),
-    NFT(group=2),
+    OnlineDPO(group_size=2),
+    NFT(group_size=2),
 ]
 TUNINGS = {"full": FullFinetuning(), "lora": Lora(rank=2)}
 ADAPTED = (GRPO, NFT, SRPO)  # what adapters are usually trained by
-SHORT = (RewardGradient(tail=2), GRPO(group=2))  # what models that are like others are tried with
+SHORT = (RewardGradient(last_steps=2), GRPO(group_size=2))  # what models that are like others are tried with
 MODELS = (*toys.PUBLISHED, *toys.CLIPS)
 # In the fast set every model is trained once and every objective at least once.
 QUICK = {(name, place % len(OBJECTIVES)) for place, name in enumerate(MODELS)}
@@ -93,27 +93,27 @@ def copies(values: Any) -> dict[str, Tensor]:
     return {key: x.detach().clone() for key, x in values.items()}
 
 
-def test_no_objective_is_left_out() -> None:
+def test_published_models_cover_every_objective() -> None:
     found = {REGISTERED.find(name) for name in REGISTERED}
     able = {kind for kind in found if issubclass(GaussianProcess, kind.needs)}  # type: ignore[attr-defined]
     assert {type(objective) for objective in OBJECTIVES} == able
 
 
 @pytest.mark.parametrize(("objective", "name", "tuning"), CELLS)
-def test_a_step_moves_what_trains_and_nothing_else(
+def test_step_updates_trainable_weights_only(
     objective: Objective[Any, Any, Any, Any], name: str, tuning: Tuning
 ) -> None:
     policy = toys.policy(name, tuning, objective.snapshots())
     if objective.snapshots() or isinstance(tuning, Lora):
         toys.move(policy, 0.01)  # where a policy is its own reference, preferences have no slope
     live, still = tensors(policy)
-    ctx = toys.context(policy, 4, objective.memory())
+    ctx = toys.context(policy, 4, objective.make_state())
     experience = objective.collect(ctx, toys.data(objective, 4, policy.model.pixels))
     losses = toys.backward(objective, ctx, experience)
     assert losses and all(loss.rows.isfinite().all() for loss in losses)
     step(policy)
     after, kept = tensors(policy)
-    vain = policy.model.net.idle if isinstance(policy.model.net, HasUnusedParameters) else ()
+    vain = policy.model.traits.unused_parameters
     assert all(x.isfinite().all() for x in after.values())
     assert [key for key, x in after.items() if x.equal(live[key]) and not key.startswith(vain)] == []
     assert still and [key for key, x in kept.items() if not x.equal(still[key])] == []
@@ -134,12 +134,12 @@ RATIOS = [
 
 
 @pytest.mark.parametrize(("name", "tuning"), RATIOS)
-def test_before_the_first_update_every_ratio_is_one(name: str, tuning: Tuning) -> None:
-    objective = GRPO(group=4, clip=1e-4)
+def test_first_ratio_is_one(name: str, tuning: Tuning) -> None:
+    objective = GRPO(group_size=4, clip_range=1e-4)
     policy = toys.policy(name, tuning)
     ctx = toys.context(policy, 4)
     experience = objective.collect(ctx, toys.prompts(4))
     assert objective.parts(experience)
     for part in objective.parts(experience):
         watched = objective.loss(ctx, experience, part).metrics
-        assert (watched["ratio"] == 1).all() and not watched["ratio_off"].any()
+        assert (watched["ratio"] == 1).all() and not watched["ratio_deviation"].any()

@@ -1,4 +1,4 @@
-"""Which calls of the network the gradient of a reward goes through."""
+"""Reward gradients: which network calls are in the graph, and which frames are scored."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from tastemaker.core.policy import Policy
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.types import Placement, select_rows
 from tastemaker.core.weights import FullFinetuning
-from tastemaker.models.toy import ToyFlow
-from tastemaker.objectives.frame_selection import decode_frames, select_frames
-from tastemaker.objectives.reward_gradient import RewardGradient
+from tastemaker.models.toy import ToyFlowSpec
+from tastemaker.objectives.reward_gradient import RewardGradient, decode_frames, select_frames
 from tastemaker.processes.dynamics import ODE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow
@@ -36,51 +35,51 @@ def marked(*places: int, of: int = 8) -> list[bool]:
     return [i in places for i in range(of)]
 
 
-def test_a_tail_is_the_last_steps() -> None:
+def test_last_steps_mode_keeps_final_graph() -> None:
     assert graphs(RewardGradient()) == marked(7)
-    assert graphs(RewardGradient(tail=3)) == marked(5, 6, 7)
-    assert graphs(RewardGradient(tail=8)) == graphs(RewardGradient(tail=20)) == [True] * 8
+    assert graphs(RewardGradient(last_steps=3)) == marked(5, 6, 7)
+    assert graphs(RewardGradient(last_steps=8)) == graphs(RewardGradient(last_steps=20)) == [True] * 8
 
 
-def test_a_specific_step_begins_the_graph() -> None:
-    assert graphs(RewardGradient(through="specific", step=5)) == marked(5, 6, 7)
+def test_from_step_mode_starts_graph_at_step() -> None:
+    assert graphs(RewardGradient(gradient_mode="from_step", from_step=5)) == marked(5, 6, 7)
 
 
-def test_a_random_step_begins_the_graph_and_any_may() -> None:
-    seen = {tuple(graphs(RewardGradient(through="random"), step)) for step in range(40)}
+def test_random_mode_starts_graph_at_any_step() -> None:
+    seen = {tuple(graphs(RewardGradient(gradient_mode="random"), step)) for step in range(40)}
     assert seen == {tuple(marked(*range(first, 8))) for first in range(8)}
 
 
-def test_listed_steps_alone_are_in_the_graph() -> None:
-    assert graphs(RewardGradient(through="steps", steps=(2, 5))) == marked(2, 5)
+def test_steps_mode_keeps_listed_steps_only() -> None:
+    assert graphs(RewardGradient(gradient_mode="steps", steps=(2, 5))) == marked(2, 5)
 
 
-def test_a_single_step_ends_the_rollout() -> None:
+def test_single_step_mode_ends_the_rollout() -> None:
     for step in range(10):
-        calls = graphs(RewardGradient(through="single", span=(4, 6)), step)
+        calls = graphs(RewardGradient(gradient_mode="single_step", step_range=(4, 6)), step)
         assert 5 <= len(calls) <= 7
         assert calls == marked(len(calls) - 1, of=len(calls))
 
 
-def test_renoised_copies_cost_one_call_each_after_the_rollout() -> None:
-    assert graphs(RewardGradient(through="renoised", copies=3)) == [False] * 8 + [True] * 3
+def test_renoise_mode_costs_one_call_per_copy() -> None:
+    assert graphs(RewardGradient(gradient_mode="renoise", num_renoise=3)) == [False] * 8 + [True] * 3
 
 
-def test_renoised_copies_go_back_to_where_the_last_step_begins() -> None:
-    assert RewardGradient(through="renoised").first(Randomness(0, 0, torch.arange(4)), 8) == 7
+def test_renoise_mode_uses_the_last_timestep() -> None:
+    assert RewardGradient(gradient_mode="renoise").first_step(Randomness(0, 0, torch.arange(4)), 8) == 7
 
 
-def test_each_copy_and_each_epoch_is_noised_anew() -> None:
-    objective, ctx = RewardGradient(through="renoised", copies=2), toys.context(toys.policy("flow"), 4)
+def test_renoise_draws_new_noise_per_copy_and_epoch() -> None:
+    objective, ctx = RewardGradient(gradient_mode="renoise", num_renoise=2), toys.context(toys.policy("flow"), 4)
     experience = objective.collect(ctx, toys.prompts(4))
     rows = [objective.loss(replace(ctx, epoch=e), experience, part).rows for e in (0, 1) for part in (0, 1)]
     assert len({tuple(row.tolist()) for row in rows}) == 4
 
 
-def test_the_truncated_step_is_normal_within_the_sampler_and_alike_on_all_ranks() -> None:
-    objective = RewardGradient(through="normal", mean=42.0, spread=5.0)
-    drawn = [objective.first(Randomness(0, step, torch.arange(4)), 50) for step in range(400)]
-    others = [objective.first(Randomness(0, step, torch.arange(4) + 4), 50) for step in range(400)]
+def test_truncated_normal_start_step_is_shared_by_ranks() -> None:
+    objective = RewardGradient(gradient_mode="truncated_normal", start_step_mean=42.0, start_step_std=5.0)
+    drawn = [objective.first_step(Randomness(0, step, torch.arange(4)), 50) for step in range(400)]
+    others = [objective.first_step(Randomness(0, step, torch.arange(4) + 4), 50) for step in range(400)]
     assert drawn == others
     assert min(drawn) >= 1
     assert max(drawn) <= 49
@@ -90,29 +89,29 @@ def test_the_truncated_step_is_normal_within_the_sampler_and_alike_on_all_ranks(
 @pytest.mark.parametrize(
     "objective",
     [
-        RewardGradient(through="specific", step=8),
-        RewardGradient(through="single", span=(4, 9)),
-        RewardGradient(through="steps", steps=(2, 9)),
+        RewardGradient(gradient_mode="from_step", from_step=8),
+        RewardGradient(gradient_mode="single_step", step_range=(4, 9)),
+        RewardGradient(gradient_mode="steps", steps=(2, 9)),
     ],
 )
-def test_a_step_the_sampler_does_not_have_is_a_sentence(objective: RewardGradient) -> None:
-    with pytest.raises(ValueError, match=r"reward_gradient reaches for step \d of a sampler of 8; ask for one below 8"):
+def test_step_beyond_the_sampler_is_refused(objective: RewardGradient) -> None:
+    with pytest.raises(ValueError, match=r"step \d of a sampler with 8 steps"):
         graphs(objective)
 
 
-@pytest.mark.parametrize("stop_input", [True, False])
-def test_stopping_the_input_keeps_the_straight_way(stop_input: bool) -> None:
+@pytest.mark.parametrize("detach_input", [True, False])
+def test_detach_input_keeps_the_skip_gradient(detach_input: bool) -> None:
     """On a straight path the next level is x plus a multiple of the velocity: with that held, d next / d x is one."""
     policy = replace(toys.policy("flow"), process=GaussianProcess(RectifiedFlow(), ODE(), 8))
     rollout = policy.rollout(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
     rollout.x = x = rollout.x.clone().requires_grad_()
-    rollout.step(stop_input=stop_input)
+    rollout.step(detach_input=detach_input)
     (gradient,) = torch.autograd.grad(rollout.x.sum(), x)
-    assert torch.allclose(gradient, torch.ones_like(x), atol=1e-5) == stop_input
+    assert torch.allclose(gradient, torch.ones_like(x), atol=1e-5) == detach_input
     assert rollout.x.requires_grad
 
 
-def test_a_frozen_call_is_a_constant_but_the_sample_goes_on() -> None:
+def test_frozen_call_is_constant_in_the_graph() -> None:
     policy = replace(toys.policy("flow"), process=GaussianProcess(RectifiedFlow(), ODE(), 8))
     rollout = policy.rollout(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
     rollout.step(frozen=True)
@@ -123,12 +122,14 @@ def test_a_frozen_call_is_a_constant_but_the_sample_goes_on() -> None:
 
 
 def small() -> Policy[Any]:
-    model = ToyFlow().tiny().load(Placement())
+    model = ToyFlowSpec().tiny().load(Placement())
     return Policy(model, GaussianProcess(RectifiedFlow(), ODE(), 3), FullFinetuning().apply(model, ()))
 
 
-@pytest.mark.parametrize("objective", [RewardGradient(tail=3), RewardGradient(tail=3, threshold=0.9, scale=2.0)])
-def test_the_gradient_through_the_whole_sampler_is_that_of_finite_differences(objective: RewardGradient) -> None:
+@pytest.mark.parametrize(
+    "objective", [RewardGradient(last_steps=3), RewardGradient(last_steps=3, reward_threshold=0.9, loss_scale=2.0)]
+)
+def test_gradient_through_sampler_matches_finite_differences(objective: RewardGradient) -> None:
     policy = small()
     ctx = toys.context(policy, 8)
     experience = objective.collect(ctx, toys.prompts(8))
@@ -149,12 +150,12 @@ def test_the_gradient_through_the_whole_sampler_is_that_of_finite_differences(ob
     assert (moved(step) - moved(-step)) / (2 * step) == pytest.approx(float(length), rel=1e-2)
 
 
-def test_rewards_above_the_threshold_earn_nothing_more() -> None:
+def test_rewards_above_threshold_have_no_gradient() -> None:
     ctx = toys.context(toys.policy("flow"), 8)
     experience = RewardGradient().collect(ctx, toys.prompts(8))
-    plain, held = (RewardGradient(threshold=t).loss(ctx, experience, 0) for t in (None, 0.6))
+    plain, held = (RewardGradient(reward_threshold=t).loss(ctx, experience, 0) for t in (None, 0.6))
     torch.testing.assert_close(held.rows, (0.6 + plain.rows).relu())
-    torch.testing.assert_close(plain.rows, -plain.metrics["reward"])
+    torch.testing.assert_close(plain.rows, -plain.metrics["reward/mean"])
     assert (held.rows == 0).any()
 
 
@@ -171,29 +172,29 @@ def test_rewards_above_the_threshold_earn_nothing_more() -> None:
         ((2, 0, 2), [2, 0]),
     ],
 )
-def test_only_the_frames_asked_for_are_scored(frames: Any, picked: list[int]) -> None:
+def test_only_selected_frames_are_scored(frames: Any, picked: list[int]) -> None:
     policy = toys.policy("video")
     ctx = toys.context(policy, 4)
     experience = RewardGradient().collect(ctx, toys.prompts(4))
-    found = RewardGradient(frames=frames).loss(ctx, experience, 0).metrics["reward"]
+    found = RewardGradient(frames=frames).loss(ctx, experience, 0).metrics["reward/mean"]
     clip = policy.decode(policy.sample(experience.cond, experience.rng).final)[:, picked]
     torch.testing.assert_close(found, ctx.rubric.score(clip, toys.PROMPTS).total, rtol=1e-4, atol=1e-5)
 
 
-def test_steps_before_the_first_are_refused() -> None:
-    for wrong in ({"through": "specific", "step": -1}, {"through": "steps", "steps": (2, -1)}):
+def test_negative_steps_are_refused() -> None:
+    for wrong in ({"gradient_mode": "from_step", "from_step": -1}, {"gradient_mode": "steps", "steps": (2, -1)}):
         with pytest.raises(ValueError, match="expected steps from 0"):
             RewardGradient(**wrong)
 
 
-def test_first_middle_last_and_every_second_frame_of_a_longer_clip() -> None:
+def test_named_frames_of_a_longer_video() -> None:
     assert select_frames("fml", 16) == [0, 8, 15]
     assert select_frames("fml", 1) == [0]
     assert select_frames("alt", 7) == [0, 2, 4, 6]
     assert select_frames("all", 7) is None
 
 
-def test_a_random_frame_is_each_clips_own_however_clips_are_cut_into_batches() -> None:
+def test_random_frame_per_video_does_not_depend_on_batches() -> None:
     policy = toys.policy("video")
     shown: list[Any] = []
     for step in range(12):
@@ -209,17 +210,17 @@ def test_a_random_frame_is_each_clips_own_however_clips_are_cut_into_batches() -
     assert {*shown} == {0, 1, 2} and len({*shown[:8]}) > 1
 
 
-def test_frames_no_clip_has_are_a_sentence() -> None:
+def test_invalid_frames_are_refused() -> None:
     for wrong in (-1, (0, -2), ()):
         with pytest.raises(ValueError, match="expected frames from 0, or the word random"):
             RewardGradient(frames=wrong)
-    with pytest.raises(ValueError, match="asks for frame 7 of a clip of 3; ask for one below 3"):
+    with pytest.raises(ValueError, match="frame 7 of a video of 3"):
         select_frames((1, 7), 3)
 
 
 @pytest.mark.parametrize(
     ("written", "found"), [("fml", "fml"), ("3", 3), ("[0, 4]", (0, 4)), ("alt", "alt"), ("random", "random")]
 )
-def test_frames_are_written_as_a_word_a_number_or_a_list(written: str, found: object) -> None:
+def test_frames_setting_takes_word_number_or_list(written: str, found: object) -> None:
     objective = load("reward-gradient-toy-video", [f"objective.frames={written}"]).objective
     assert isinstance(objective, RewardGradient) and objective.frames == found

@@ -1,30 +1,39 @@
-"""Direct-Align: the published levels, its identity, the signs of its branches, and its price."""
+"""SRPO: levels and strides as published, recovery of the clean sample, branches and network calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import toys
 from torch import Tensor, nn
 
-from tastemaker.core.policy import Policy
+from tastemaker.core.policy import Backbone, Policy
 from tastemaker.core.randomness import Randomness
+from tastemaker.core.reward import Reward, RewardCard, RewardSpec
 from tastemaker.core.types import Condition, Metadata, Placement, Prompts
 from tastemaker.core.weights import FullFinetuning
 from tastemaker.objectives.srpo import SRPO, Branch, DirectAlignBatch
 from tastemaker.processes.dynamics import DDIM, ODE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
-from tastemaker.rewards.color import Color
+from tastemaker.rewards.color import ColorReward
 
 HPS = SRPO()
-PICKSCORE = SRPO(span=(5, 30), boost_denoise=(0.1, 0.5), boost_inversion=(0.6, 0.01))
+PICKSCORE = SRPO(timestep_range=(5, 30), discount_pos=(0.1, 0.5), discount_inv=(0.6, 0.01))
 FLUX = GaussianProcess(RectifiedFlow(shift=3.0), ODE(), 25)
-TOY = SRPO(grid=8, span=(1, 6), length=100, praise=(" ",), blame=("grey",), template="{prompt} {word}", margin=None)
+TOY = SRPO(
+    num_grid_steps=8,
+    timestep_range=(1, 6),
+    num_train_timesteps=100,
+    positive_words=(" ",),
+    negative_words=("grey",),
+    template="{prompt} {word}",
+    reward_margin=None,
+)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +53,7 @@ TOY = SRPO(grid=8, span=(1, 6), length=100, praise=(" ",), blame=("grey",), temp
         (PICKSCORE, 990, "inversion", 0.958327, 0.961307, 0.021221),
     ],
 )
-def test_levels_and_boosts_are_the_published_ones(
+def test_levels_and_discounts_match_published(
     objective: SRPO, place: int, branch: Branch, source: float, target: float, boost: float
 ) -> None:
     levels = objective.levels(FLUX, torch.tensor([place]), branch)
@@ -53,19 +62,21 @@ def test_levels_and_boosts_are_the_published_ones(
 
 
 @pytest.mark.parametrize(("length", "kept", "stride"), [(1000, 0.9, 100), (100, 0.9, 10), (100, 0.6, 41)])
-def test_strides_are_the_published_ones(length: int, kept: float, stride: int) -> None:
-    levels = SRPO(length=length, kept=kept).levels(FLUX, torch.tensor([length // 2]), "denoise")
-    spacing = float(FLUX.path.grid(50)[5] - FLUX.path.grid(50)[25]) / (length - 1)
+def test_strides_match_published(length: int, kept: float, stride: int) -> None:
+    levels = SRPO(num_train_timesteps=length, groundtruth_ratio=kept).levels(
+        FLUX, torch.tensor([length // 2]), "denoise"
+    )
+    spacing = float(FLUX.path.timesteps(50)[5] - FLUX.path.timesteps(50)[25]) / (length - 1)
     assert float(levels.source - levels.target) / spacing == pytest.approx(stride, rel=1e-3)
 
 
-def test_places_are_drawn_between_the_edges_and_reach_both() -> None:
-    objective = replace(TOY, length=20)
-    places = objective.collect(toys.context(toys.policy("flow"), 400), toys.prompts(400)).place
+def test_grid_indices_are_within_margins() -> None:
+    objective = replace(TOY, num_train_timesteps=20)
+    places = objective.collect(toys.context(toys.policy("flow"), 400), toys.prompts(400)).grid_index
     assert places.unique().tolist() == list(range(5, 16))
 
 
-def test_both_branches_land_on_the_same_level_but_where_one_is_at_the_end() -> None:
+def test_branches_meet_at_the_same_level() -> None:
     places = torch.arange(5, 996)
     denoise, inversion = (HPS.levels(FLUX, places, branch) for branch in ("denoise", "inversion"))
     apart = (denoise.target - inversion.target).abs()
@@ -76,12 +87,12 @@ def test_both_branches_land_on_the_same_level_but_where_one_is_at_the_end() -> N
 
 
 @dataclass
-class Oracle:
+class Oracle(Backbone):
     """A denoiser that says what it is given."""
 
     says: Tensor
     net: nn.Module = field(default_factory=lambda: nn.Linear(1, 1))
-    passes: int = 1
+    forward_passes: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,7 +114,7 @@ class Oracle:
 
 
 PLACES = torch.tensor([5, 20, 100, 499, 500, 700, 899, 950, 995])
-SIGNAL = VariancePreserving(prediction="epsilon", ends_clean=True)
+SIGNAL = VariancePreserving(prediction_type="epsilon", set_alpha_to_one=True)
 
 
 def aligned(process: GaussianProcess, says: Tensor | None = None) -> tuple[Any, DirectAlignBatch, Tensor]:
@@ -119,30 +130,30 @@ def aligned(process: GaussianProcess, says: Tensor | None = None) -> tuple[Any, 
 
 @pytest.mark.parametrize("process", [FLUX, GaussianProcess(SIGNAL, DDIM(1.0), 25)])
 @pytest.mark.parametrize("branch", ["denoise", "inversion"])
-def test_a_perfect_model_gives_back_the_sample_wherever_it_enters(branch: Branch, process: GaussianProcess) -> None:
+def test_perfect_model_recovers_the_sample(branch: Branch, process: GaussianProcess) -> None:
     ctx, seen, clean = aligned(process)
-    recovered = HPS.recover(ctx, seen, HPS.levels(process, PLACES, branch))
+    recovered = HPS.recover_clean(ctx, seen, HPS.levels(process, PLACES, branch))
     torch.testing.assert_close(recovered, clean, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(("branch", "sign"), [("denoise", -1), ("inversion", 1)])
-def test_the_branches_pull_opposite_ways(branch: Branch, sign: int) -> None:
+def test_branches_have_opposite_gradients(branch: Branch, sign: int) -> None:
     """d clean / d velocity is -gap/(1 - level) on the way down and as much the other way on the way up."""
     velocity = torch.zeros(len(PLACES), 1, 3, 8, 8, requires_grad=True)
     ctx, seen, _ = aligned(FLUX, velocity)
     levels = HPS.levels(FLUX, PLACES, branch)
-    HPS.recover(ctx, seen, levels).sum().backward()
+    HPS.recover_clean(ctx, seen, levels).sum().backward()
     weight = sign * (levels.source - levels.target).abs() / (1 - levels.target)
     torch.testing.assert_close(velocity.grad, weight.view(-1, 1, 1, 1, 1).expand_as(velocity), rtol=1e-3, atol=1e-5)
 
 
-def test_the_published_weights_of_the_gradient() -> None:
+def test_gradient_weights_match_published() -> None:
     levels = HPS.levels(FLUX, torch.tensor([500, 899]), "denoise")
     gap = levels.source - levels.target
     torch.testing.assert_close(gap, torch.full((2,), 0.02145), rtol=2e-3, atol=0)
 
 
-def test_one_step_asks_the_network_once_a_sampling_step_and_once_a_branch() -> None:
+def test_network_calls_of_a_step() -> None:
     policy = toys.policy("flow")
     graphs: list[bool] = []
     policy.model.net.register_forward_hook(lambda net, inputs, output: graphs.append(output.requires_grad))
@@ -152,17 +163,17 @@ def test_one_step_asks_the_network_once_a_sampling_step_and_once_a_branch() -> N
     assert not experience.clean.requires_grad
     toys.backward(TOY, ctx, experience)
     assert graphs == [False] * 8 + [True]
-    toys.backward(replace(TOY, merged=False), ctx, experience)
+    toys.backward(replace(TOY, batch_branches=False), ctx, experience)
     assert graphs == [False] * 8 + [True] * 3
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_both_branches_in_one_pass_have_the_gradient_of_one_after_the_other(relative: bool) -> None:
+def test_batched_branches_match_sequential_branches(relative: bool) -> None:
     policy = toys.policy("flow")
     ctx = toys.context(policy, 8)
     found = []
     for merged in (True, False):
-        objective = replace(TOY, merged=merged, relative=relative, margin=0.7)
+        objective = replace(TOY, batch_branches=merged, relative=relative, reward_margin=0.7)
         experience = objective.collect(ctx, toys.prompts(8))
         parts = [objective.loss(ctx, experience, part) for part in objective.parts(experience)]
         total = torch.stack([loss.rows for loss in parts]).sum(0)
@@ -178,13 +189,14 @@ def test_both_branches_in_one_pass_have_the_gradient_of_one_after_the_other(rela
 
 
 @dataclass(frozen=True)
-class Overheard:
+class Overheard(RewardSpec, Reward):
     """A colour reward that remembers what it was asked."""
 
     heard: list[tuple[str, ...]] = field(default_factory=list, hash=False)
     batch_size: int = 1000
+    card: ClassVar[RewardCard] = RewardCard(range="any", failure_modes="anything")
     differentiable = True
-    reads = "frames"
+    modality = "image"
     runs_on = "device"
 
     def load(self, placement: Placement) -> Overheard:
@@ -195,12 +207,12 @@ class Overheard:
 
     def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
         self.heard.append(tuple(prompts))
-        return Color().score(pixels, ["a red"] * len(prompts), facts)
+        return ColorReward().score(pixels, ["a red"] * len(prompts), facts)
 
 
-def test_control_words_take_turns_and_change_places_under_inversion() -> None:
+def test_control_words_alternate_and_swap_under_inversion() -> None:
     policy, reward = toys.policy("flow"), Overheard()
-    objective = replace(HPS, grid=8, span=(1, 6), length=100, merged=False)
+    objective = replace(HPS, num_grid_steps=8, timestep_range=(1, 6), num_train_timesteps=100, batch_branches=False)
     for step in (0, 5):
         ctx = toys.context(policy, 4, step=step, spec=reward)
         experience = objective.collect(ctx, toys.prompts(4))
@@ -212,12 +224,12 @@ def test_control_words_take_turns_and_change_places_under_inversion() -> None:
     assert reward.heard[0][1] == "Detail. a green"
 
 
-def test_the_relative_reward_is_boosted_praise_less_blame_and_hinged() -> None:
+def test_relative_reward_is_boosted_and_hinged() -> None:
     policy, ctx = toys.policy("flow"), toys.context(toys.policy("flow"), 8)
-    plain, hinged = replace(TOY, branches=("denoise",)), replace(TOY, branches=("denoise",), margin=0.2)
+    plain, hinged = replace(TOY, branches=("denoise",)), replace(TOY, branches=("denoise",), reward_margin=0.2)
     experience = plain.collect(ctx, toys.prompts(8))
-    levels = plain.levels(policy.process, experience.place, "denoise")
-    pixels = ctx.policy.decode(plain.recover(ctx, experience, levels))
+    levels = plain.levels(policy.process, experience.grid_index, "denoise")
+    pixels = ctx.policy.decode(plain.recover_clean(ctx, experience, levels))
     praised = ctx.rubric.score(pixels, experience.cond.prompts).total
     blamed = ctx.rubric.score(pixels, ["a grey"] * 8).total
     earned = (1 + levels.boost) * praised - blamed
@@ -225,18 +237,18 @@ def test_the_relative_reward_is_boosted_praise_less_blame_and_hinged() -> None:
     torch.testing.assert_close(hinged.loss(ctx, experience, ("denoise",)).rows, (0.2 - earned).relu())
 
 
-def test_noise_is_shared_by_all_prompts_unless_each_shall_have_its_own() -> None:
+def test_shared_noise_setting() -> None:
     ctx = toys.context(toys.policy("flow"), 4)
     shared, own = (replace(TOY, shared_noise=s).collect(ctx, toys.prompts(4)).noise for s in (True, False))
     assert len(shared.flatten(1).unique(dim=0)) == 1
     assert len(own.flatten(1).unique(dim=0)) == 4
-    assert TOY.collect(ctx, toys.prompts(4)).place.unique().numel() > 1
+    assert TOY.collect(ctx, toys.prompts(4)).grid_index.unique().numel() > 1
 
 
-def test_impossible_settings_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     for wrong, sentence in (
-        ({"span": (5, 60)}, "expected two rising indices within a grid of 50 steps"),
-        ({"kept": 1.0}, "expected kept within 0 and 1"),
+        ({"timestep_range": (5, 60)}, "'timestep_range' is"),
+        ({"groundtruth_ratio": 1.0}, "groundtruth_ratio 1.0"),
         ({"branches": ()}, "no branches or no control words"),
         ({"template": "{word}"}, "expected {prompt}"),
     ):

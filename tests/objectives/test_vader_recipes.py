@@ -1,4 +1,4 @@
-"""The recipes for VADER: what is published of them, and a step of them at small size."""
+"""VADER recipes: published settings, and one step at tiny size."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 from tastemaker.config.build import build, make_tiny
 from tastemaker.config.check import find_problems
-from tastemaker.config.load import generator_recipes, load
+from tastemaker.config.load import list_generator_recipes, load
 from tastemaker.config.schema import RunConfig
 from tastemaker.core.lora import Lora
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
-from tastemaker.data.prompt_sets import PromptSet
+from tastemaker.data.prompts import PromptSet
 from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.training.loop import train_step
 
@@ -35,22 +35,22 @@ PUBLISHED = {f"vader-{model}-{reward}" for model in MODELS for reward in REWARDS
 TODAY = ("wan", "wan22", "cogvideox", "hunyuanvideo", "mochi", "ltx", "svd")
 
 
-def test_there_is_a_recipe_for_every_reward_of_every_published_model() -> None:
-    assert PUBLISHED | {f"vader-{model}-hps" for model in TODAY} <= set(generator_recipes())
+def test_vader_recipes_cover_rewards_and_models() -> None:
+    assert PUBLISHED | {f"vader-{model}-hps" for model in TODAY} <= set(list_generator_recipes())
 
 
 @pytest.mark.slow
-def test_no_recipe_of_a_published_model_has_a_complaint() -> None:
+def test_vader_recipes_pass_the_check() -> None:
     assert {name: found for name in sorted(PUBLISHED) if (found := find_problems(vader(name), 1))} == {}
 
 
 @pytest.mark.parametrize("model", [TODAY[0], *(pytest.param(model, marks=pytest.mark.slow) for model in TODAY[1:])])
-def test_todays_models_are_trained_likewise(model: str) -> None:
+def test_vader_recipes_of_newer_models(model: str) -> None:
     config = vader(f"vader-{model}-hps")
     assert find_problems(config, 1) == [] and config.model.frames > 1 and config.objective.needs_gradient
 
 
-def test_the_numbers_are_the_published_ones() -> None:
+def test_vader_settings_match_published() -> None:
     videocrafter, modelscope, opensora = (vader(f"vader-{model}-hps") for model in MODELS)
     for config, size, steps, scale in (
         (videocrafter, (12, 4, 40, 64), 25, 12.0),
@@ -58,11 +58,11 @@ def test_the_numbers_are_the_published_ones() -> None:
         (opensora, None, 30, 7.0),
     ):
         assert size is None or config.model.shape == size
-        assert getattr(config.process, "steps", 0) == steps and config.guidance and config.guidance.scale == scale
-        assert config.optim.lr == 2e-4 and config.optim.clip == 1.0
+        assert getattr(config.process, "num_steps", 0) == steps and config.guidance and config.guidance.scale == scale
+        assert config.optim.lr == 2e-4 and config.optim.max_grad_norm == 1.0
         objective = config.objective
         assert isinstance(objective, RewardGradient)
-        assert (objective.through, objective.tail, objective.frames) == ("tail", 1, "random")
+        assert (objective.gradient_mode, objective.last_steps, objective.frames) == ("last_steps", 1, "random")
     assert videocrafter.tuning == Lora(16, 8, ("to_q", "to_k", "to_v"), 0.01)
     assert opensora.tuning == Lora(16, 8, ("qkv", "q_linear", "kv_linear"), 0.01)
     assert modelscope.tuning == Lora(16, 16, "all-layers", 0.1)
@@ -76,29 +76,29 @@ def test_the_numbers_are_the_published_ones() -> None:
         pytest.param("vader-modelscope-actpred", (), marks=pytest.mark.slow),
         ("vader-opensora-aesthetic", ()),
         pytest.param("vader-modelscope-detection", ("objective.frames=fml",), marks=pytest.mark.slow),
-        pytest.param("vader-opensora-vjepa", ("objective.through=random",), marks=pytest.mark.slow),
-        pytest.param("vader-modelscope-hps", ("tuning.adapt=[net, text]",), marks=pytest.mark.slow),
-        ("vader-opensora-hps", ("tuning.adapt=[net, text]",)),
-        pytest.param("vader-videocrafter2-pickscore", ("tuning.adapt=[text]",), marks=pytest.mark.slow),
+        pytest.param("vader-opensora-vjepa", ("objective.gradient_mode=random",), marks=pytest.mark.slow),
+        pytest.param("vader-modelscope-hps", ("tuning.modules=[backbone, text_encoder]",), marks=pytest.mark.slow),
+        ("vader-opensora-hps", ("tuning.modules=[backbone, text_encoder]",)),
+        pytest.param("vader-videocrafter2-pickscore", ("tuning.modules=[text_encoder]",), marks=pytest.mark.slow),
     ],
 )
-def test_a_step_moves_what_is_adapted(name: str, changes: tuple[str, ...], tmp_path: Path) -> None:
+def test_step_updates_adapters(name: str, changes: tuple[str, ...], tmp_path: Path) -> None:
     config = make_tiny(vader(name, *SMALL, *changes))
-    run = build(replace(config, process=config.process.in_steps(2)), tmp_path)
+    run = build(replace(config, process=config.process.with_num_steps(2)), tmp_path)
     before = {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
     train_step(run, 0)
     moved = {key for key, p in run.policy.weights.trainable().items() if not p.detach().equal(before[key])}
     assert isinstance(config.tuning, Lora)
-    for part in config.tuning.adapt:
-        assert any(key.startswith("text_encoder") == (part == "text") for key in moved), part
+    for part in config.tuning.modules:
+        assert any(key.startswith("text_encoder") == (part == "text_encoder") for key in moved), part
 
 
-def test_all_layers_are_the_linear_ones_and_the_convolutions() -> None:
+def test_all_layers_are_linear_and_convolution_layers() -> None:
     model = make_tiny(vader("vader-modelscope-hps")).model
     backbone = model.load(Placement())
     kinds = (nn.Linear, nn.Conv2d, nn.Conv3d)
     count = sum(isinstance(module, kinds) for module in backbone.net.modules())
-    weights = Lora(2, targets="all-layers").apply(backbone, ())
+    weights = Lora(2, target_modules="all-layers").apply(backbone, ())
     assert len(weights.trainable()) == 2 * count
-    with pytest.raises(ConfigError, match=r"targets are 'to_q'; expected .*all-layers or a list of names"):
-        vader("vader-modelscope-hps", "tuning.targets=to_q")
+    with pytest.raises(ConfigError, match=r"'target_modules' is 'to_q'"):
+        vader("vader-modelscope-hps", "tuning.target_modules=to_q")

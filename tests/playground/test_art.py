@@ -5,55 +5,55 @@ import numpy as np
 import pytest
 import torch
 
-from tastemaker.playground.art import ART, CLASSES, COLORS, SHOWS, Style, atlas, extents, sprites
+from tastemaker.playground.art import ART, CLASSES, COLORS, MIN_ALPHA, Style, build_atlas, load_sprites, sprite_extents
 
 STYLES: tuple[Style, ...] = ("noto", "twemoji")
 
 
-def test_there_are_48_things_and_genevals_ten_colours() -> None:
+def test_there_are_48_classes_and_ten_colors() -> None:
     assert len(set(CLASSES)) == 48
     assert list(COLORS) == ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
     assert not set(CLASSES) & set(COLORS)  # an orange is a fruit elsewhere
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_every_thing_fills_its_square_in_one_direction(style: Style) -> None:
-    pictures = sprites(style)
+def test_sprites_fill_their_square(style: Style) -> None:
+    pictures = load_sprites(style)
     assert pictures.shape == (48, 4, 32, 32) and pictures.min() == 0 and pictures.max() == 1
-    assert extents(style).amax(1).min() > 0.9 and extents(style).max() <= 1
+    assert sprite_extents(style).amax(1).min() > 0.9 and sprite_extents(style).max() <= 1
 
 
-def test_the_two_styles_are_two() -> None:
-    assert (sprites("noto") - sprites("twemoji")).abs().flatten(1).mean(1).min() > 0.02
+def test_styles_differ() -> None:
+    assert (load_sprites("noto") - load_sprites("twemoji")).abs().flatten(1).mean(1).min() > 0.02
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_atlas_is_dyed_and_premultiplied(style: Style) -> None:
-    pages = atlas(style, "cpu")
+def test_atlas_has_premultiplied_alpha(style: Style) -> None:
+    pages = build_atlas(style, "cpu")
     assert pages.shape == (48, 11, 4, 32, 32)
     assert (pages[:, :, :3] <= pages[:, :, 3:] + 1e-6).all()
-    assert torch.equal(pages[:, 0, 3], sprites(style)[:, 3]) and torch.equal(pages[:, 5, 3], pages[:, 0, 3])
+    assert torch.equal(pages[:, 0, 3], load_sprites(style)[:, 3]) and torch.equal(pages[:, 5, 3], pages[:, 0, 3])
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_what_is_dyed_is_nearest_to_its_own_colour(style: Style) -> None:
+def test_dyed_sprites_are_nearest_to_their_color(style: Style) -> None:
     """The middle shade of every thing lies nearer to the colour asked for than to any other of the ten."""
-    pages, wanted = atlas(style, "cpu"), torch.tensor(list(COLORS.values()))
+    pages, wanted = build_atlas(style, "cpu"), torch.tensor(list(COLORS.values()))
     right = 0
     for thing in pages:
-        shows = thing[0, 3] > SHOWS
+        shows = thing[0, 3] > MIN_ALPHA
         for place, page in enumerate(thing[1:]):
             shade = (page[:3] / page[3:].clamp(min=1e-3))[:, shows].median(1).values
             right += int((wanted - shade).norm(dim=1).argmin()) == place
     assert right == 480
 
 
-def test_an_unknown_style_is_a_sentence() -> None:
+def test_unknown_style_is_refused() -> None:
     with pytest.raises(ValueError, match="no drawing style is called 'fluent'; expected one of noto, twemoji"):
-        sprites("fluent")  # type: ignore[arg-type]
+        load_sprites("fluent")  # type: ignore[arg-type]
 
 
-def test_the_files_are_small_plain_and_credited() -> None:
+def test_art_files_are_small_and_credited() -> None:
     credits = (ART / "CREDITS.md").read_text(encoding="utf-8")
     for style in STYLES:
         assert (ART / f"{style}.npz").stat().st_size <= 200_000 and f"{style}.npz" in credits
@@ -65,11 +65,11 @@ def test_the_files_are_small_plain_and_credited() -> None:
         assert f"LICENSE-{licence}.txt" in credits and (ART / f"LICENSE-{licence}.txt").is_file()
 
 
-def test_no_two_things_are_one_picture() -> None:
+def test_sprites_of_classes_differ() -> None:
     for style in STYLES:
-        assert len({hashlib.sha256(picture.numpy().tobytes()).hexdigest() for picture in sprites(style)}) == 48
+        assert len({hashlib.sha256(picture.numpy().tobytes()).hexdigest() for picture in load_sprites(style)}) == 48
 
 
-def test_the_tool_lists_the_same_things() -> None:
+def test_art_tool_lists_the_same_classes() -> None:
     source = (Path(__file__).parents[2] / "tools/make_sprites.py").read_text(encoding="utf-8")
     assert all(f'    "{name}": "' in source for name in CLASSES)

@@ -10,13 +10,10 @@ import torch
 from tastemaker.core.randomness import Randomness
 from tastemaker.models.weight_files import read_weights
 from tastemaker.playground import corruptions, train_reward_models
-from tastemaker.playground.blocks import first_frame
-from tastemaker.playground.caption_encoder import caption_words
 from tastemaker.playground.captions import parse_captions, sample_captions
 from tastemaker.playground.detector import CELL, CELLS, DetectorMaps, SceneDetector, decode_detections, detector_loss
-from tastemaker.playground.detector_evaluation import evaluate_detector
-from tastemaker.playground.judge import YesNoJudge
 from tastemaker.playground.network_files import copy_detector_stem, load_network, random_network
+from tastemaker.playground.networks import YesNoJudge, caption_words, first_frame
 from tastemaker.playground.scenes import sample_scenes
 from tastemaker.playground.train_reward_models import (
     ALL_NETWORKS,
@@ -26,36 +23,36 @@ from tastemaker.playground.train_reward_models import (
     network_file,
     update,
 )
-from tastemaker.playground.training_tasks import DetectorTask, ambiguous_color, paint_scenes
+from tastemaker.playground.training_tasks import DetectorTask, ambiguous_color, evaluate_detector, paint_scenes
 
 
 def rows(count: int, seed: int = 0) -> Randomness:
     return Randomness(seed, 0, torch.arange(count))
 
 
-def test_the_detector_has_as_many_weights_as_it_was_meant_to() -> None:
+def test_detector_parameter_count() -> None:
     assert sum(p.numel() for p in SceneDetector().parameters()) == pytest.approx(1.2e6, rel=0.01)
 
 
-def test_all_that_judge_fit_into_their_share_of_the_package() -> None:
+def test_reward_models_fit_their_size_budget() -> None:
     sizes = [
         sum(p.numel() for p in random_network(TASKS_BY_NAME[name][1], seed).parameters()) for name, seed in ALL_NETWORKS
     ]
     assert 2 * sum(sizes) <= 15e6  # bytes of float16
 
 
-def test_a_hot_cell_is_a_detection_where_its_maps_say() -> None:
+def test_decode_detections_reads_the_maps_at_peaks() -> None:
     heat = torch.full((1, 48, CELLS, CELLS), -9.0)
     heat[0, 7, 3, 5], heat[0, 8, 3, 6] = 3.0, 2.0  # the cooler neighbour is the same thing
     color, offset, size = torch.zeros(1, 10, CELLS, CELLS), torch.zeros(1, 2, CELLS, CELLS), torch.zeros(1, 2, 16, 16)
     color[0, 4, 3, 5], offset[0, 0, 3, 5] = 1.0, 0.25
     found = decode_detections(DetectorMaps(heat, color, offset, size))
     assert (found.score[0] > 0.3).sum() == 1
-    assert found.kind[0, 0] == 7 and found.color[0, 0] == 5
-    assert found.centre[0, 0].tolist() == [CELL * 5.75, CELL * 3.5]
+    assert found.class_id[0, 0] == 7 and found.color[0, 0] == 5
+    assert found.center[0, 0].tolist() == [CELL * 5.75, CELL * 3.5]
 
 
-def test_the_loss_is_least_at_the_truth() -> None:
+def test_detector_loss_is_smallest_at_the_truth() -> None:
     scenes = sample_scenes(parse_captions(["a photo of a red cake and a blue book"]), rows(1))
     maps = [torch.zeros(1, channels, CELLS, CELLS) for channels in (48, 10, 2, 2)]
     leaves = [m.requires_grad_() for m in maps]
@@ -65,14 +62,14 @@ def test_the_loss_is_least_at_the_truth() -> None:
         detector_loss(DetectorMaps(*leaves), scenes).sum().backward()
         optimizer.step()
     found = decode_detections(DetectorMaps(*(m.detach() for m in leaves)))
-    assert sorted(found.kind[0, :2].tolist()) == sorted(scenes.kind[0, :2].tolist())
+    assert sorted(found.class_id[0, :2].tolist()) == sorted(scenes.class_id[0, :2].tolist())
     assert (found.score[0] > 0.3).sum() == 2
-    place = found.kind[0, :2].argsort()
-    assert torch.allclose(found.centre[0, :2][place][:, 0], scenes.x[0, :2][scenes.kind[0, :2].argsort()], atol=0.5)
+    place = found.class_id[0, :2].argsort()
+    assert torch.allclose(found.center[0, :2][place][:, 0], scenes.x[0, :2][scenes.class_id[0, :2].argsort()], atol=0.5)
 
 
 @pytest.mark.slow
-def test_a_small_detector_learns_the_scenes_it_is_shown() -> None:
+def test_small_detector_overfits() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = SceneDetector((16, 32, 32))
@@ -89,7 +86,7 @@ def test_a_small_detector_learns_the_scenes_it_is_shown() -> None:
 
 
 @pytest.mark.parametrize("name", list(TASKS_BY_NAME))
-def test_every_judge_can_be_trained_written_and_read_back(name: str, tmp_path: Path) -> None:
+def test_reward_models_train_and_round_trip(name: str, tmp_path: Path) -> None:
     arguments = [name, "--tiny", "--steps", "2", "--batch", "8", "--lesson", "8", "--exam", "8", "--device", "cpu"]
     train_reward_models.main([*arguments, "--out", str(tmp_path)])
     (file,) = tmp_path.iterdir()
@@ -98,7 +95,7 @@ def test_every_judge_can_be_trained_written_and_read_back(name: str, tmp_path: P
     assert set(read_weights(file)[1]) == {"network", "widths", "exam"}
 
 
-def test_the_judge_begins_with_the_eyes_of_the_first_detector(tmp_path: Path) -> None:
+def test_judge_is_initialized_from_the_detector_stem(tmp_path: Path) -> None:
     settings = ["--tiny", "--steps", "1", "--batch", "8", "--lesson", "8", "--exam", "8", "--device", "cpu"]
     train_reward_models.main(["detector", *settings, "--out", str(tmp_path)])
     judge, detector = (
@@ -110,20 +107,20 @@ def test_the_judge_begins_with_the_eyes_of_the_first_detector(tmp_path: Path) ->
     assert not copy_detector_stem(random_network(YesNoJudge, 0), YesNoJudge.widths, tmp_path / "detector0.safetensors")
 
 
-def test_training_everyone_leaves_those_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_all_skips_existing_networks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, seed in ALL_NETWORKS:
         network_file(name, seed, tmp_path).touch()
     train_reward_models.main(["all", "--out", str(tmp_path)])
-    assert capsys.readouterr().out.count("is there already") == len(ALL_NETWORKS) == 7
+    assert capsys.readouterr().out.count("exists; remove") == len(ALL_NETWORKS) == 7
 
 
-def test_the_same_seed_trains_the_same_network() -> None:
+def test_training_is_deterministic_by_seed() -> None:
     courses = [DetectorTask(random_network(SceneDetector, 3, tiny=True)) for _ in range(2)]
-    first, second = (fit(course, TrainingBudget(steps=2, batch=8, lesson=8), 3) for course in courses)
+    first, second = (fit(course, TrainingBudget(steps=2, batch_size=8, chunk_size=8), 3) for course in courses)
     assert first == second
 
 
-def test_damage_grows_with_its_strength() -> None:
+def test_corruption_grows_with_strength() -> None:
     pixels = paint_scenes(sample_scenes(sample_captions(rows(10)), rows(10)), rows(10))
     for kind in range(5):
         flaws = [
@@ -135,12 +132,12 @@ def test_damage_grows_with_its_strength() -> None:
         assert apart[0] < apart[1] < apart[2]
 
 
-def test_a_preview_without_noise_is_the_picture() -> None:
+def test_preview_without_noise_is_the_image() -> None:
     pixels = paint_scenes(sample_scenes(sample_captions(rows(10)), rows(10)), rows(10))
     assert torch.allclose(corruptions.simulate_preview(pixels, torch.zeros(10), rows(10)), pixels, atol=1e-6)
 
 
-def test_captions_that_differ_have_words_that_differ() -> None:
+def test_caption_words_are_unique() -> None:
     texts = [
         "a photo of a dog",
         "a photo of a red dog",
@@ -154,5 +151,5 @@ def test_captions_that_differ_have_words_that_differ() -> None:
     assert len({tuple(row) for row in caption_words(parse_captions(texts)).tolist()}) == len(texts)
 
 
-def test_pictures_of_another_size_are_brought_to_the_one_networks_look_at() -> None:
+def test_first_frame_resizes_to_the_network_size() -> None:
     assert first_frame(torch.rand(2, 3, 3, 16, 16)).shape == (2, 3, 64, 64)

@@ -13,21 +13,23 @@ def rng(count: int, start: int = 0) -> Randomness:
     return Randomness(0, 0, torch.arange(start, start + count))
 
 
-def test_motions_are_drawn_said_and_read_back() -> None:
+def test_motions_round_trip_through_captions() -> None:
     places = motion.sample_motion(rng(600))
     assert torch.bincount(places).min() > 60
     assert torch.equal(motion.parse_motion(motion.motion_captions(sample_captions(rng(600)).texts(), places)), places)
-    with pytest.raises(ValueError, match="'a photo of a car' says no motion; expected it to end in one of moving left"):
+    with pytest.raises(
+        ValueError, match="'a photo of a car' names no motion; expected it to end in one of moving left"
+    ):
         motion.parse_motion(["a photo of a car"])
 
 
-def test_a_spoiled_motion_is_another() -> None:
+def test_corrupt_motion_changes_the_motion() -> None:
     places = motion.sample_motion(rng(600))
     assert (motion.corrupt_motion(places, 1.0, rng(600)) != places).all()
     assert torch.equal(motion.corrupt_motion(places, 0.0, rng(600)), places)
 
 
-def test_every_frame_shows_the_caption_inside_the_picture() -> None:
+def test_every_frame_shows_the_caption() -> None:
     captions, places = sample_captions(rng(1200)), torch.arange(1200) % len(MOTIONS)
     frames, angles = animate(sample_scenes(captions, rng(1200), 0.5), places)
     assert len(frames) == 1200 * FRAMES and angles.shape == frames.x.shape
@@ -38,7 +40,7 @@ def test_every_frame_shows_the_caption_inside_the_picture() -> None:
 
 
 @pytest.mark.parametrize(("said", "axis", "sign"), [("left", 0, -1), ("right", 0, 1), ("up", 1, -1), ("down", 1, 1)])
-def test_what_moves_moves_evenly_in_the_direction_said(said: str, axis: int, sign: int) -> None:
+def test_motion_is_uniform_in_its_direction(said: str, axis: int, sign: int) -> None:
     places = torch.full((32,), MOTIONS.index(f"moving {said}"))
     frames, _ = animate(sample_scenes(sample_captions(rng(32)), rng(32)), places)
     centres = torch.stack([frames.x, frames.y]).view(2, 32, FRAMES, 4)
@@ -47,7 +49,7 @@ def test_what_moves_moves_evenly_in_the_direction_said(said: str, axis: int, sig
     assert torch.allclose(steps[1 - axis], torch.tensor(0.0), atol=1e-4)
 
 
-def test_what_turns_stays_and_what_grows_grows() -> None:
+def test_turning_objects_stay_and_growing_objects_grow() -> None:
     scenes = sample_scenes(sample_captions(rng(32)), rng(32))
     turning, angles = animate(scenes, torch.full((32,), MOTIONS.index("turning")))
     assert (angles.view(32, FRAMES, 4).diff(dim=1) > 0.4).all() and (
@@ -58,7 +60,7 @@ def test_what_turns_stays_and_what_grows_grows() -> None:
     assert torch.allclose(growing.size.view(32, FRAMES, 4)[:, -1], scenes.size)
 
 
-def test_a_clip_alone_is_the_clip_of_a_batch_before_a_background_that_stands_still() -> None:
+def test_videos_do_not_depend_on_the_batch() -> None:
     captions, places = sample_captions(rng(12)), torch.arange(12) % len(MOTIONS)
     clips = paint_clips(Painter(), sample_scenes(captions, rng(12)), places, rng(12))
     assert clips.shape == (12, FRAMES, 3, 64, 64) and clips.min() >= 0 and clips.max() <= 1

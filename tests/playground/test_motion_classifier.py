@@ -9,40 +9,43 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.playground import motion
 from tastemaker.playground.captions import sample_captions
 from tastemaker.playground.detector import SceneDetector, decode_detections
-from tastemaker.playground.motion import FRAMES, MOTIONS, animate, paint_clips
-from tastemaker.playground.motion_classifier import (
+from tastemaker.playground.motion import (
+    FRAMES,
+    MOTIONS,
     NO_MOTION,
     MotionClassifier,
+    animate,
+    paint_clips,
     representative_frame,
     requested_motion,
     resize_clips,
 )
-from tastemaker.playground.motion_training import (
+from tastemaker.playground.network_files import load_network
+from tastemaker.playground.scenes import Painter, sample_scenes
+from tastemaker.playground.train_reward_models import update
+from tastemaker.playground.training_tasks import (
     CHANGING,
     FROZEN,
     NO_MOTION_KINDS,
     NOISE,
     MotionTask,
     augment_clips,
-    clocks,
     paint_training_clips,
+    sample_frame_times,
 )
-from tastemaker.playground.network_files import load_network
-from tastemaker.playground.scenes import Painter, sample_scenes
-from tastemaker.playground.train_reward_models import update
-from tastemaker.playground.verdict import verdict
+from tastemaker.playground.verdict import compute_verdict
 
 
 def rng(count: int) -> Randomness:
     return Randomness(0, 0, torch.arange(count))
 
 
-def test_the_watcher_fits_into_a_megabyte() -> None:
+def test_motion_classifier_fits_into_a_megabyte() -> None:
     assert 2 * sum(weights.numel() for weights in MotionClassifier().parameters()) < 0.95e6  # bytes of float16
 
 
 @pytest.mark.slow
-def test_a_small_watcher_learns_the_clips_it_is_shown() -> None:
+def test_small_motion_classifier_overfits() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = MotionClassifier((16, 16, 16))
@@ -55,14 +58,14 @@ def test_a_small_watcher_learns_the_clips_it_is_shown() -> None:
         assert (net(clips).argmax(1) == said).float().mean() > 0.9
 
 
-def test_a_lesson_holds_every_motion_and_clips_without_one() -> None:
-    lesson = MotionTask(MotionClassifier(MotionClassifier.tiny)).lesson(rng(56))
+def test_motion_batches_hold_every_class() -> None:
+    lesson = MotionTask(MotionClassifier(MotionClassifier.tiny)).sample_batch(rng(56))
     assert lesson["clips"].shape == (56, FRAMES, 3, 64, 64)
     assert (torch.bincount(lesson["shown"], minlength=NO_MOTION + 1) > 2).all()
     assert 0.25 < (lesson["shown"] == NO_MOTION).float().mean() < 0.55
 
 
-def test_what_is_frozen_stands_still_and_what_changes_is_something_else() -> None:
+def test_no_motion_kinds_freeze_or_change_objects() -> None:
     said = motion.sample_motion(rng(16))
     frozen = paint_training_clips(said, torch.full_like(said, FROZEN), rng(16), 1.0).diff(dim=1).abs().mean()
     moving = paint_training_clips(said, torch.full_like(said, -1), rng(16), 1.0).diff(dim=1).abs().mean()
@@ -72,21 +75,21 @@ def test_what_is_frozen_stands_still_and_what_changes_is_something_else() -> Non
 
 
 @pytest.mark.parametrize("way", range(-1, len(NO_MOTION_KINDS)))
-def test_only_clocks_of_clips_that_are_right_go_on_evenly(way: int) -> None:
+def test_only_valid_motions_have_steady_frame_times(way: int) -> None:
     said = torch.full((64,), MOTIONS.index("moving up"))
-    steps = clocks(said, torch.full_like(said, way), rng(64)).diff(dim=1)
+    steps = sample_frame_times(said, torch.full_like(said, way), rng(64)).diff(dim=1)
     steady = ((steps > 0.02) & (steps < 0.25)).all(1)
     told_by_clocks = ("frozen", "shuffled", "jumping", "to and fro", "shrinking")
     assert not steady.any() if way >= 0 and NO_MOTION_KINDS[way] in told_by_clocks else steady.all()
 
 
-def test_flaws_are_mild_and_leave_every_third_clip_alone() -> None:
+def test_augmentation_leaves_a_third_of_videos_unchanged() -> None:
     clips = paint_training_clips(motion.sample_motion(rng(24)), torch.full((24,), -1), rng(24), 1.0)
     apart = (augment_clips(clips, rng(24)) - clips).abs().mean((1, 2, 3, 4))
     assert 3 < (apart < 1e-6).sum() < 14 and apart.max() < 0.2
 
 
-def test_things_may_each_have_a_motion_of_their_own() -> None:
+def test_objects_can_have_separate_motions() -> None:
     scenes = sample_scenes(sample_captions(rng(6)), rng(6))
     each = torch.arange(4).expand(6, -1)  # left, right, up, down
     frames, _ = animate(scenes, each)
@@ -95,7 +98,7 @@ def test_things_may_each_have_a_motion_of_their_own() -> None:
         assert torch.equal(frames.x[:, thing], alone.x[:, thing]) and torch.equal(frames.y[:, thing], alone.y[:, thing])
 
 
-def test_what_grew_is_told_by_its_last_frame_and_the_others_from_nearer() -> None:
+def test_representative_frame_depends_on_the_motion() -> None:
     captions, said = sample_captions(rng(12)), torch.arange(12) % len(MOTIONS)
     scenes = sample_scenes(captions, rng(12))
     clips, still = paint_clips(Painter(), scenes, said, rng(12)), Painter().paint(scenes, rng(12))
@@ -106,34 +109,34 @@ def test_what_grew_is_told_by_its_last_frame_and_the_others_from_nearer() -> Non
     assert (told - still).abs().mean((1, 2, 3, 4)).max() < 0.03 < (clips[:, 0] - still[:, 0]).abs().mean()
 
 
-def test_the_frame_that_tells_passes_gradients_to_its_clip_alone() -> None:
+def test_representative_frame_gradient_stays_in_its_video() -> None:
     clips = torch.rand(2, FRAMES, 3, 64, 64).requires_grad_()
     representative_frame(clips, torch.tensor([4, 5])).sum().backward()
     assert clips.grad is not None
     assert clips.grad.abs().sum((2, 3, 4)).nonzero().tolist() == [[0, 0], [1, FRAMES - 1]]
 
 
-def test_a_detector_of_stills_finds_the_caption_in_the_frame_that_tells() -> None:
+def test_detector_works_on_representative_frames() -> None:
     captions, said = sample_captions(rng(72)), torch.arange(72) % len(MOTIONS)
     clips = paint_clips(Painter(), sample_scenes(captions, rng(72)), said, rng(72))
     with torch.no_grad():
         found = decode_detections(
             load_network(SceneDetector, "playground/detector1")(representative_frame(clips, said)[:, 0])
         )
-    assert verdict(found, captions).mean() > 0.97
+    assert compute_verdict(found, captions).mean() > 0.97
 
 
-def test_clips_of_other_lengths_and_sizes_are_brought_to_those_the_watcher_knows() -> None:
+def test_resize_clips_handles_lengths_and_sizes() -> None:
     assert (
         resize_clips(torch.rand(2, 3, 3, 16, 16)).shape
         == resize_clips(torch.rand(2, 8, 3, 64, 64)).shape
         == (2, 8, 3, 64, 64)
     )
-    with pytest.raises(ValueError, match="the clips have one frame; expected two or more"):
+    with pytest.raises(ValueError, match="two or more frames"):
         resize_clips(torch.rand(2, 1, 3, 64, 64))
 
 
-def test_a_motion_is_asked_for_by_facts_or_by_the_prompt() -> None:
+def test_requested_motion_comes_from_metadata_or_prompt() -> None:
     device = torch.device("cpu")
     texts = ["a photo of a dog turning", "a photo of a dog growing"]
     assert requested_motion(texts, [{}, {}], device).tolist() == [4, 5]

@@ -7,8 +7,7 @@ from torch import Tensor
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.types import concatenate, select_rows
 from tastemaker.playground.art import Style
-from tastemaker.playground.captions import SceneCaptions, parse_captions, sample_captions, sample_split_captions
-from tastemaker.playground.language import COLOR
+from tastemaker.playground.captions import COLOR, SceneCaptions, parse_captions, sample_captions, sample_split_captions
 from tastemaker.playground.scenes import Painter, Scenes, corrupt_captions, sample_scenes, shows_caption
 
 
@@ -28,14 +27,14 @@ def test_every_scene_shows_its_caption(snapped: float, strict: bool) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_spoiled_scenes_hardly_ever_show_their_caption(strict: bool) -> None:
+def test_corrupted_scenes_rarely_show_their_caption(strict: bool) -> None:
     captions, draws = sample_captions(rng(4096)), rng(4096)
     shown = shows_caption(sample_scenes(corrupt_captions(captions, 1.0, draws), draws, 0.5), captions, strict)
     for task in range(6):
         assert shown[captions.task == task].float().mean() < 0.01  # two relations hold on a few diagonals
 
 
-def test_as_many_scenes_are_spoiled_as_asked() -> None:
+def test_corruption_probability_is_met() -> None:
     captions, draws = sample_captions(rng(8192)), rng(8192)
     assert all(
         torch.equal(getattr(corrupt_captions(captions, 0.0, draws), f.name), getattr(captions, f.name))
@@ -46,7 +45,7 @@ def test_as_many_scenes_are_spoiled_as_asked() -> None:
 
 
 @pytest.mark.parametrize("snapped", [0.0, 1.0])
-def test_things_stay_in_the_picture_and_hardly_touch(snapped: float) -> None:
+def test_objects_stay_inside_with_little_overlap(snapped: float) -> None:
     scenes = sample_scenes(sample_captions(rng(2048)), rng(2048), snapped)
     centres, half = torch.stack([scenes.x, scenes.y], 2), scenes.size[..., None] / 2
     inside = scenes.present[..., None]
@@ -57,7 +56,7 @@ def test_things_stay_in_the_picture_and_hardly_touch(snapped: float) -> None:
     assert overlap[both].max() < 4 and (overlap[both] > 1e-4).float().mean() < 0.005
 
 
-def test_snapped_scenes_keep_to_few_sizes_and_a_grid() -> None:
+def test_snapped_scenes_use_the_grid() -> None:
     captions = sample_captions(rng(2048))
     scenes = sample_scenes(captions, rng(2048))
     corners = torch.stack([scenes.x - scenes.size / 2, scenes.y - scenes.size / 2])[:, scenes.present]
@@ -76,7 +75,7 @@ def scene(*things: tuple[str, float, float], colors: tuple[int, ...] = (0, 0, 0,
         return torch.tensor([[*values, *([0.0] * empty)]])
 
     return Scenes(
-        kind=filled([float(kind) for kind in kinds]).long(),
+        class_id=filled([float(kind) for kind in kinds]).long(),
         color=torch.tensor([colors]),
         x=filled([x for _, x, _ in things]),
         y=filled([y for _, _, y in things]),
@@ -89,7 +88,7 @@ def shows(one: Scenes, text: str, strict: bool) -> bool:
     return bool(shows_caption(one, parse_captions([f"a photo of {text}"]), strict))
 
 
-def test_only_the_strict_rule_minds_what_was_not_asked_for() -> None:
+def test_strict_rule_refuses_extra_objects() -> None:
     crowd = scene(("dog", 16, 16), ("dog", 48, 16), ("cat", 16, 48))
     assert shows(crowd, "a dog", strict=False) and not shows(crowd, "a dog", strict=True)
     assert shows(crowd, "a dog and a cat", strict=False) and not shows(crowd, "a dog and a cat", strict=True)
@@ -97,7 +96,7 @@ def test_only_the_strict_rule_minds_what_was_not_asked_for() -> None:
     assert not shows(crowd, "three dogs", strict=False) and not shows(crowd, "a bird", strict=False)
 
 
-def test_a_relation_is_seen_from_the_second_thing() -> None:
+def test_relation_is_relative_to_the_second_object() -> None:
     pair = scene(("dog", 14, 32), ("cat", 50, 32))
     assert shows(pair, "a dog left of a cat", strict=True) and shows(pair, "a cat right of a dog", strict=True)
     assert not shows(pair, "a cat left of a dog", strict=True) and not shows(pair, "a dog above a cat", strict=True)
@@ -105,7 +104,7 @@ def test_a_relation_is_seen_from_the_second_thing() -> None:
     assert shows(stack, "a dog below a cat", strict=True) and shows(stack, "a cat above a dog", strict=True)
 
 
-def test_a_things_own_colour_is_no_colour() -> None:
+def test_natural_color_is_no_color() -> None:
     plain, red = scene(("car", 32, 32)), scene(("car", 32, 32), colors=(1, 0, 0, 0))
     assert not shows(plain, "a red car", strict=False) and shows(red, "a red car", strict=True)
     assert shows(plain, "a car", strict=True) and shows(red, "a car", strict=True)
@@ -115,7 +114,7 @@ def test_a_things_own_colour_is_no_colour() -> None:
 
 
 @pytest.mark.parametrize("style", ["noto", "twemoji"])
-def test_a_row_alone_is_the_row_of_a_batch(style: Style) -> None:
+def test_scenes_do_not_depend_on_the_batch(style: Style) -> None:
     def made(draws: Randomness) -> tuple[Scenes, Tensor]:
         scenes = sample_scenes(corrupt_captions(sample_split_captions(draws, "train"), 0.3, draws), draws, 0.5)
         return scenes, Painter(style).paint(scenes, draws)
@@ -127,7 +126,7 @@ def test_a_row_alone_is_the_row_of_a_batch(style: Style) -> None:
     assert torch.equal(pixels, made(rng(10))[1]) and not torch.equal(pixels, made(rng(10, seed=1))[1])
 
 
-def test_large_batches_are_painted_in_parts_that_change_nothing() -> None:
+def test_painting_in_chunks_changes_nothing() -> None:
     captions = sample_captions(rng(600))
     scenes = sample_scenes(captions, rng(600))
     pixels = Painter().paint(scenes, rng(600))
@@ -136,7 +135,7 @@ def test_large_batches_are_painted_in_parts_that_change_nothing() -> None:
     assert Painter().paint(select_rows(scenes, last[:0]), rng(0)).shape == (0, 1, 3, 64, 64)
 
 
-def test_a_picture_shows_its_things_where_the_scene_says() -> None:
+def test_painted_objects_are_at_their_positions() -> None:
     captions = sample_captions(rng(64))
     scenes = sample_scenes(captions, rng(64))
     pixels, empty = (
@@ -153,7 +152,7 @@ def test_a_picture_shows_its_things_where_the_scene_says() -> None:
     assert (changed & boxes).flatten(1).sum(1).min() > 60
 
 
-def test_a_dyed_thing_is_painted_in_its_colour() -> None:
+def test_dyed_objects_are_painted_in_their_color() -> None:
     captions = sample_captions(rng(48), [float(task == COLOR) for task in range(6)])
     red = replace(captions, first_color=torch.ones_like(captions.first_color))
     blue = replace(captions, first_color=torch.full_like(captions.first_color, 5))
@@ -162,13 +161,13 @@ def test_a_dyed_thing_is_painted_in_its_colour() -> None:
     assert (difference[:, 0] > 0).all() and (difference[:, 2] < 0).all()
 
 
-def test_captions_move_between_devices_whole() -> None:
+def test_captions_move_between_devices() -> None:
     captions = sample_captions(rng(8))
     assert isinstance(captions.to("cpu"), SceneCaptions) and len(captions.to("cpu")) == 8
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; the same draws are made on every device")
-def test_a_gpu_makes_the_same_scenes() -> None:
+def test_gpu_samples_the_same_scenes() -> None:
     there = Randomness(0, 0, torch.arange(2048, device="cuda"))
     far = sample_scenes(sample_split_captions(there, "train"), there)
     near = sample_scenes(sample_split_captions(rng(2048), "train"), rng(2048))

@@ -42,7 +42,7 @@ def below_aim(name: str, seed: int, count: int, allowed: float) -> dict[str, flo
 
 
 @pytest.mark.parametrize(("name", "seed"), [each for each in ALL_NETWORKS if each != ("motion", 1)])
-def test_no_shipped_judge_is_broken(name: str, seed: int) -> None:
+def test_shipped_reward_models_load(name: str, seed: int) -> None:
     """A network that is read or asked wrongly fails on few scenes already."""
     count = 64 if TASKS_BY_NAME[name][0].frames == 1 else 32
     assert below_aim(name, seed, count, allowed=2 / count) == {}  # two scenes more than aimed at may be wrong
@@ -50,15 +50,15 @@ def test_no_shipped_judge_is_broken(name: str, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), ALL_NETWORKS)
-def test_a_shipped_judge_meets_its_accuracy_targets_on_fresh_scenes(name: str, seed: int) -> None:
+def test_shipped_reward_models_meet_accuracy_targets(name: str, seed: int) -> None:
     assert below_aim(name, seed, 1024 if TASKS_BY_NAME[name][0].frames == 1 else 256, allowed=0.0) == {}
 
 
-def test_the_shipped_judges_are_no_larger_than_agreed() -> None:
+def test_shipped_reward_models_meet_size_limits() -> None:
     assert sum(network_file(name, seed, WEIGHTS).stat().st_size for name, seed in ALL_NETWORKS) <= 15e6
 
 
 @pytest.mark.parametrize("name", TRAINED_TWICE)
-def test_those_who_are_twice_are_not_the_same(name: str) -> None:
+def test_networks_of_two_seeds_differ(name: str) -> None:
     first, second = (shipped(name, seed).net.head.weight for seed in (0, 1))
     assert not torch.equal(first, second)

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from tastemaker.core.randomness import Randomness
-from tastemaker.evaluation.detector_metrics import list_detections
 from tastemaker.evaluation.geneval_rules import PLAYEVAL
 from tastemaker.evaluation.geneval_rules import evaluate_detections as by_the_rules
+from tastemaker.evaluation.playeval import list_detections
 from tastemaker.playground.captions import CLASSES, SceneCaptions, parse_captions, sample_captions
-from tastemaker.playground.detector import CELL, CELLS, USUAL, Detections, DetectorMaps, decode_detections
+from tastemaker.playground.detector import CELL, CELLS, MEAN_LOG_SIZE, Detections, DetectorMaps, decode_detections
 from tastemaker.playground.scenes import Scenes, corrupt_captions, sample_scenes, shows_caption
-from tastemaker.playground.soft_verdict import soft_score
-from tastemaker.playground.verdict import partial_credit, verdict
+from tastemaker.playground.verdict import compute_verdict, partial_credit, soft_score
 
 
 def rows(count: int, seed: int = 0) -> Randomness:
@@ -31,10 +30,10 @@ def perfect(scenes: Scenes) -> DetectorMaps:
     for n, slot in scenes.present.nonzero().tolist():
         x, y = scenes.x[n, slot] / CELL, scenes.y[n, slot] / CELL
         column, row = int(x), int(y)
-        heat[n, scenes.kind[n, slot], row, column] = 4.0 + 0.1 * slot
+        heat[n, scenes.class_id[n, slot], row, column] = 4.0 + 0.1 * slot
         color[n, scenes.color[n, slot] - 1, row, column] = 5.0
         offset[n, :, row, column] = torch.stack([x - column, y - row]) - 0.5
-        size[n, :, row, column] = scenes.spans()[n, slot].log() - USUAL
+        size[n, :, row, column] = scenes.extents()[n, slot].log() - MEAN_LOG_SIZE
     return DetectorMaps(heat, color, offset, size)
 
 
@@ -51,7 +50,7 @@ def scattered(count: int, seed: int) -> Detections:
 def few(count: int, seed: int) -> SceneCaptions:
     """Captions of the two classes and colours that `scattered` has."""
     captions = sample_captions(rows(count, seed))
-    paired = captions.paired()
+    paired = captions.has_two_objects()
     return replace(
         captions,
         first=torch.zeros_like(captions.first),
@@ -62,49 +61,49 @@ def few(count: int, seed: int) -> SceneCaptions:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_the_verdict_agrees_with_the_rules_picture_by_picture(strict: bool) -> None:
+def test_verdict_matches_geneval_rules(strict: bool) -> None:
     found, captions = scattered(1000, 1), few(1000, 1)
-    all_at_once = verdict(found, captions, strict).bool().tolist()
+    all_at_once = compute_verdict(found, captions, strict).bool().tolist()
     rules = replace(PLAYEVAL, strict=strict)
     one_by_one = [
-        by_the_rules(d, fact, rules)[0] for d, fact in zip(list_detections(found), captions.facts(), strict=True)
+        by_the_rules(d, fact, rules)[0] for d, fact in zip(list_detections(found), captions.metadata(), strict=True)
     ]
     assert all_at_once == one_by_one
     for task in range(6):
-        verdicts = verdict(found, captions, strict)[captions.task == task]
+        verdicts = compute_verdict(found, captions, strict)[captions.task == task]
         assert 0 < verdicts.mean() < 1  # else the comparison says nothing of this task
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_perfect_detector_finds_the_truth(strict: bool) -> None:
+def test_verdict_of_perfect_detections_is_the_truth(strict: bool) -> None:
     captions = sample_captions(rows(400))
     scenes = sample_scenes(corrupt_captions(captions, 0.5, rows(400)), rows(400))
     colored = (captions.task == 3) | (captions.task == 5)
     settled = ~(colored & (scenes.present & (scenes.color == 0)).any(1))
-    agree = verdict(decode_detections(perfect(scenes)), captions, strict).bool() == shows_caption(
+    agree = compute_verdict(decode_detections(perfect(scenes)), captions, strict).bool() == shows_caption(
         scenes, captions, strict
     )
     assert agree[settled].all()
 
 
-def test_four_copies_pass_the_lenient_verdict_and_fail_the_strict_one() -> None:
+def test_four_copies_fail_the_strict_verdict_only() -> None:
     asked, drawn = parse_captions(["a photo of a book"]), parse_captions(["a photo of four books"])
     found = decode_detections(perfect(sample_scenes(drawn, rows(1))))
-    assert verdict(found, asked, strict=False).item() == 1
-    assert verdict(found, asked, strict=True).item() == 0
+    assert compute_verdict(found, asked, strict=False).item() == 1
+    assert compute_verdict(found, asked, strict=True).item() == 0
     assert partial_credit(found, asked, strict=True).item() == 0.5
-    assert verdict(found, drawn, strict=True).item() == 1
+    assert compute_verdict(found, drawn, strict=True).item() == 1
 
 
-def test_partial_credit_is_full_exactly_where_the_verdict_is_yes() -> None:
+def test_partial_credit_is_1_iff_the_verdict_is_yes() -> None:
     found, captions = scattered(3000, 2), few(3000, 2)
     for strict in (True, False):
-        yes, credit = verdict(found, captions, strict).bool(), partial_credit(found, captions, strict)
+        yes, credit = compute_verdict(found, captions, strict).bool(), partial_credit(found, captions, strict)
         assert ((credit >= 0) & (credit <= 1)).all()
         assert torch.equal(credit == 1, yes)
 
 
-def test_partial_credit_counts_what_is_right() -> None:
+def test_partial_credit_counts_correct_parts() -> None:
     shown = decode_detections(
         perfect(sample_scenes(parse_captions(["a photo of a red cake and a green book"]), rows(1)))
     )
@@ -113,7 +112,7 @@ def test_partial_credit_counts_what_is_right() -> None:
     assert partial_credit(shown, parse_captions(["a photo of a red cake and a blue dog"])).item() == pytest.approx(0.5)
 
 
-def test_the_soft_score_prefers_scenes_that_show_the_caption() -> None:
+def test_soft_score_prefers_correct_scenes() -> None:
     captions = sample_captions(rows(300))
     wrong = corrupt_captions(captions, 1.0, rows(300))
     right, spoiled = sample_scenes(captions, rows(300)), sample_scenes(wrong, rows(300))
@@ -123,7 +122,7 @@ def test_the_soft_score_prefers_scenes_that_show_the_caption() -> None:
     assert (good <= 0).all()
 
 
-def test_the_soft_score_of_copies_is_lower_only_where_it_is_strict() -> None:
+def test_soft_score_penalizes_copies_only_if_strict() -> None:
     asked, drawn = parse_captions(["a photo of a book"]), parse_captions(["a photo of four books"])
     one, four = perfect(sample_scenes(asked, rows(1))), perfect(sample_scenes(drawn, rows(1)))
     assert soft_score(four, asked, strict=True).item() < soft_score(one, asked, strict=True).item() - 1
@@ -132,7 +131,7 @@ def test_the_soft_score_of_copies_is_lower_only_where_it_is_strict() -> None:
     )
 
 
-def test_the_soft_scores_gradient_is_that_of_finite_differences() -> None:
+def test_soft_score_gradient_matches_finite_differences() -> None:
     captions = few(24, 3)
     rng = rows(24, 3)
     maps: list[Tensor] = [

@@ -1,4 +1,4 @@
-"""What may be drawn: temperature, the k likeliest, and the fewest that hold a probability."""
+"""Temperature, top-k and top-p sampling."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from tastemaker.processes.autoregressive import AutoregressiveProcess
 
 
 def probabilities(process: AutoregressiveProcess, *logits: float) -> Tensor:
-    return process.over(torch.tensor([[logits]])).mean[0, 0]
+    return process.sampler.distribution(torch.tensor([[logits]])).mean[0, 0]
 
 
-def test_temperature_divides_the_logits() -> None:
+def test_temperature_divides_logits() -> None:
     torch.testing.assert_close(
         probabilities(AutoregressiveProcess(temperature=0.5), 0.0, 1.0, 2.0), torch.tensor([0.0, 2.0, 4.0]).softmax(0)
     )
 
 
-def test_top_k_keeps_the_k_likeliest() -> None:
+def test_top_k_keeps_most_likely_tokens() -> None:
     kept = probabilities(AutoregressiveProcess(top_k=2), 3.0, 1.0, 2.0, 0.0)
     torch.testing.assert_close(kept, torch.tensor([3.0, -torch.inf, 2.0, -torch.inf]).softmax(0))
 
 
-def test_top_k_keeps_ties_with_the_last_it_keeps() -> None:
+def test_top_k_keeps_ties() -> None:
     kept = probabilities(AutoregressiveProcess(top_k=2), 3.0, 1.0, 1.0, 0.0)
     torch.testing.assert_close(kept, torch.tensor([3.0, 1.0, 1.0, -torch.inf]).softmax(0))
 
 
 @pytest.mark.parametrize("k", [0, 4, 5])
-def test_top_k_of_nothing_or_of_everything_changes_nothing(k: int) -> None:
+def test_top_k_of_zero_or_all_is_identity(k: int) -> None:
     torch.testing.assert_close(
         probabilities(AutoregressiveProcess(top_k=k), 3.0, 1.0, 2.0, 0.0), torch.tensor([3.0, 1.0, 2.0, 0.0]).softmax(0)
     )
 
 
-def test_top_p_keeps_the_token_that_crosses() -> None:
+def test_top_p_keeps_crossing_token() -> None:
     logits = torch.tensor([0.2, 0.5, 0.3]).log().tolist()
     for p, kept in ((0.4, [0.0, 1.0, 0.0]), (0.6, [0.0, 0.5 / 0.8, 0.3 / 0.8]), (0.9, [0.2, 0.5, 0.3])):
         torch.testing.assert_close(probabilities(AutoregressiveProcess(top_p=p), *logits), torch.tensor(kept))
 
 
-def test_top_p_always_keeps_one() -> None:
+def test_top_p_keeps_at_least_one_token() -> None:
     torch.testing.assert_close(probabilities(AutoregressiveProcess(top_p=1e-6), 0.0, 9.0), torch.tensor([0.0, 1.0]))
 
 
-def test_top_p_counts_what_top_k_has_left() -> None:
+def test_top_p_applies_after_top_k() -> None:
     logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log().tolist()
     # Of the two likeliest, 4/7 and 3/7, the first alone holds 0.55; of all four it would not.
     torch.testing.assert_close(probabilities(AutoregressiveProcess(top_k=2, top_p=0.55), *logits), torch.eye(4)[1])
@@ -54,19 +54,21 @@ def test_top_p_counts_what_top_k_has_left() -> None:
     torch.testing.assert_close(probabilities(AutoregressiveProcess(top_k=2, top_p=0.6), *logits), both)
 
 
-def test_what_is_filtered_out_is_never_drawn() -> None:
-    here = AutoregressiveProcess(top_k=2).over(torch.tensor([[[0.0, 5.0, 5.0, 1.0]]]).expand(1000, 1, 4))
+def test_filtered_tokens_are_never_sampled() -> None:
+    here = AutoregressiveProcess(top_k=2).sampler.distribution(
+        torch.tensor([[[0.0, 5.0, 5.0, 1.0]]]).expand(1000, 1, 4)
+    )
     uniform = torch.linspace(0, 1 - 2**-24, 1000)[:, None]
     assert here.quantile(uniform).unique().tolist() == [1, 2]
 
 
-def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
-    here = AutoregressiveProcess().over(torch.tensor([[[0.1, 0.6, 0.3]]]).log().expand(10_000, 1, 3))
+def test_token_frequencies_match_probabilities() -> None:
+    here = AutoregressiveProcess().sampler.distribution(torch.tensor([[[0.1, 0.6, 0.3]]]).log().expand(10_000, 1, 3))
     counts = here.quantile(torch.linspace(0, 1 - 2**-24, 10_000)[:, None]).flatten().bincount()
     assert counts.tolist() == pytest.approx([1000, 6000, 3000], abs=2)
 
 
-def test_impossible_settings_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     for process in ({"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}):
         with pytest.raises(ValueError, match="expected temperature above 0"):
             AutoregressiveProcess(**process)

@@ -1,4 +1,4 @@
-"""One step of every sampler, against numbers from the published functions and against formulas."""
+"""Sampler dynamics and SDE windows, against published values and formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tastemaker.core.distributions import Distribution, broadcast_to_shape
+from tastemaker.core.distributions import Distribution, expand_dims_like
+from tastemaker.core.policy import Backbone
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.types import Condition, Metadata, Prompts
 from tastemaker.processes.dynamics import CPS, DDIM, ODE, DanceSDE, DenoisingStep, FlowSDE, SamplerDynamics
@@ -30,9 +31,9 @@ def taken(dynamics: SamplerDynamics, steps: int, i: int) -> tuple[Distribution, 
     """The i-th step of a sampler whose grid is shifted by 3, and where it went."""
     path, (x, velocity, there) = RectifiedFlow(shift=3.0), drawn()
     process = GaussianProcess(path, dynamics, steps)
-    t, s = path.grid(steps)[i : i + 2, None].expand(2, 2)
+    t, s = path.timesteps(steps)[i : i + 2, None].expand(2, 2)
     clean = path.clean(x, t, velocity)
-    return dynamics.step(path, process.stride(x, t, s, clean)), there
+    return dynamics.step(path, process.denoising_step(x, t, s, clean)), there
 
 
 @pytest.mark.parametrize(
@@ -46,23 +47,23 @@ def taken(dynamics: SamplerDynamics, steps: int, i: int) -> tuple[Distribution, 
         (FlowSDE(0.7), 25, 24, 0.0824958, [-151.3678, -146.9629]),
     ],
 )
-def test_the_sde_steps_have_the_published_spread_and_log_probability(dynamics, steps, i, std, log_prob) -> None:
+def test_sde_std_and_log_prob_match_published(dynamics, steps, i, std, log_prob) -> None:
     here, there = taken(dynamics, steps, i)
     assert here.std.tolist() == pytest.approx([std, std], rel=2e-6)
     assert here.log_prob(there).flatten().tolist() == pytest.approx(log_prob, rel=2e-6)
 
 
 @pytest.mark.parametrize(("i", "g"), [(0, 5.980788), (3, 3.283289), (24, 0.247487)])
-def test_the_flow_sde_diffuses_as_published(i: int, g: float) -> None:
+def test_flow_sde_diffusion_matches_published(i: int, g: float) -> None:
     here, _ = taken(FlowSDE(0.7), 25, i)
-    t, s = RectifiedFlow(shift=3.0).grid(25)[i : i + 2]
+    t, s = RectifiedFlow(shift=3.0).timesteps(25)[i : i + 2]
     assert float(here.std[0] / (t - s).sqrt()) == pytest.approx(g, rel=2e-6)
 
 
-def test_coefficient_preserving_steps_follow_their_formula() -> None:
+def test_cps_step_matches_formula() -> None:
     x, velocity, there = drawn()
     here, _ = taken(CPS(0.8), 25, 3)
-    t, s = RectifiedFlow(shift=3.0).grid(25)[3:5]
+    t, s = RectifiedFlow(shift=3.0).timesteps(25)[3:5]
     std = s * math.sin(0.8 * math.pi / 2)
     mean = (1 - s) * (x - t * velocity) + (s**2 - std**2).sqrt() * (x + (1 - t) * velocity)
     torch.testing.assert_close(here.mean, mean, rtol=1e-5, atol=1e-5)
@@ -71,18 +72,18 @@ def test_coefficient_preserving_steps_follow_their_formula() -> None:
 
 
 @pytest.mark.parametrize("dynamics", [ODE(), DDIM(0.0), FlowSDE(0.0), DanceSDE(0.0), CPS(0.0)])
-def test_without_noise_every_step_is_eulers_on_a_straight_path(dynamics: SamplerDynamics) -> None:
+def test_dynamics_without_noise_are_euler_steps(dynamics: SamplerDynamics) -> None:
     x, velocity, _ = drawn()
     here, _ = taken(dynamics, 25, 3)
-    t, s = RectifiedFlow(shift=3.0).grid(25)[3:5]
+    t, s = RectifiedFlow(shift=3.0).timesteps(25)[3:5]
     torch.testing.assert_close(here.mean, x + (s - t) * velocity, rtol=1e-5, atol=1e-5)
     assert not here.std.any()
-    assert not dynamics.chance
+    assert not dynamics.stochastic
 
 
-@pytest.mark.parametrize("path", [RectifiedFlow(), VariancePreserving(), VariancePreserving(betas="cosine")])
+@pytest.mark.parametrize("path", [RectifiedFlow(), VariancePreserving(), VariancePreserving(beta_schedule="cosine")])
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
-def test_ddim_leaves_the_noise_level_it_promises(path: NoisePath, eta: float) -> None:
+def test_ddim_step_has_the_target_noise_level(path: NoisePath, eta: float) -> None:
     """A step from x_t with the true clean sample has the marginal of x_s, whatever eta."""
     clean, noise = torch.zeros(1, 4096), Randomness(0, 0, torch.arange(1)).normal("noise", 4096)
     t, s = torch.tensor([0.8]), torch.tensor([0.4])
@@ -93,20 +94,20 @@ def test_ddim_leaves_the_noise_level_it_promises(path: NoisePath, eta: float) ->
 
 
 @dataclass
-class Exact:
+class Exact(Backbone):
     """The best denoiser of samples whose elements are normal with a spread of 2."""
 
     process: GaussianProcess
     net: nn.Module = field(default_factory=nn.Identity)
     shape: tuple[int, ...] = (4096,)
     pixels: tuple[int, int, int, int] = (1, 3, 1, 1)
-    passes: int = 1
+    forward_passes: int = 1
 
     def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
         return Condition(tuple(prompts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        alpha, sigma = (broadcast_to_shape(f(t), x) for f in (self.process.path.alpha, self.process.path.sigma))
+        alpha, sigma = (expand_dims_like(f(t), x) for f in (self.process.path.alpha, self.process.path.sigma))
         clean = 4 * alpha / (4 * alpha**2 + sigma**2) * x
         return self.process.path.target(clean, (x - alpha * clean) / sigma, t)
 
@@ -126,55 +127,55 @@ class Exact:
         GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 100),
         GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 100, SDEWindow(20)),
         GaussianProcess(RectifiedFlow(), DanceSDE(0.3), 100),
-        GaussianProcess(VariancePreserving(ends_clean=True), ODE(), 100),
-        GaussianProcess(VariancePreserving(prediction="velocity", ends_clean=True), DDIM(1.0), 100),
-        GaussianProcess(VariancePreserving(betas="cosine", spacing="trailing"), DDIM(0.5), 100),
+        GaussianProcess(VariancePreserving(set_alpha_to_one=True), ODE(), 100),
+        GaussianProcess(VariancePreserving(prediction_type="v_prediction", set_alpha_to_one=True), DDIM(1.0), 100),
+        GaussianProcess(VariancePreserving(beta_schedule="cosine", timestep_spacing="trailing"), DDIM(0.5), 100),
     ],
 )
-def test_the_best_denoiser_samples_what_it_was_made_for(process: GaussianProcess) -> None:
+def test_optimal_denoiser_samples_the_data_distribution(process: GaussianProcess) -> None:
     """Coefficient-preserving sampling is not among these: it keeps the shares of clean and noise, not the spread."""
     model = Exact(process)
     rng = Randomness(0, 0, torch.arange(2))
     made = process.start(model, model.embed(["", ""]), rng).finish()
     assert float(made.final.std()) == pytest.approx(2.0, rel=0.05)
     assert float(made.final.mean()) == pytest.approx(0.0, abs=0.1)
-    steps = [s.action - process.decide(model, made.cond, s).mean for s in made.segments]
+    steps = [s.action - process.action_distribution(model, made.cond, s).mean for s in made.segments]
     for one, other in pairwise(steps):  # noise is drawn anew at every step
         assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.05
 
 
-def test_an_sde_is_refused_on_a_path_it_is_not_defined_on() -> None:
+def test_dynamics_on_unsupported_path_are_refused() -> None:
     with pytest.raises(ValueError, match="FlowSDE is defined on the RectifiedFlow path, found VariancePreserving"):
         GaussianProcess(VariancePreserving(), FlowSDE())
 
 
 def starts(window: SDEWindow, steps: int, training: int) -> list[int]:
     rows = torch.arange(2)
-    return [window.at(Randomness(0, step, rows), steps).start for step in range(training)]
+    return [window.step_range(Randomness(0, step, rows), steps).start for step in range(training)]
 
 
-def test_a_fixed_window_stays() -> None:
-    assert set(starts(SDEWindow(4, first=3, schedule="fixed"), 25, 60)) == {3}
+def test_fixed_sde_window() -> None:
+    assert set(starts(SDEWindow(4, start_min=3, schedule="fixed"), 25, 60)) == {3}
 
 
-def test_a_progressive_window_moves_and_begins_again() -> None:
-    window = SDEWindow(4, first=1, last=3, schedule="progressive", every=2)
+def test_progressive_sde_window() -> None:
+    window = SDEWindow(4, start_min=1, start_max=3, schedule="progressive", every=2)
     assert starts(window, 25, 10) == [1, 1, 2, 2, 3, 3, 1, 1, 2, 2]
-    strides = SDEWindow(2, first=0, last=4, schedule="progressive", every=1, stride=2)
+    strides = SDEWindow(2, start_min=0, start_max=4, schedule="progressive", every=1, stride=2)
     assert starts(strides, 10, 6) == [0, 2, 4, 1, 3, 0]
 
 
-def test_a_random_window_is_alike_on_all_ranks_and_never_holds_the_last_step() -> None:
-    window = SDEWindow(3, first=2)
+def test_random_sde_window_is_shared_and_excludes_last_step() -> None:
+    window = SDEWindow(3, start_min=2)
     seen = set()
     for step in range(200):
-        ranges = {window.at(Randomness(0, step, torch.arange(4) + 4 * rank), 10) for rank in range(3)}
+        ranges = {window.step_range(Randomness(0, step, torch.arange(4) + 4 * rank), 10) for rank in range(3)}
         assert len(ranges) == 1
         seen.add(ranges.pop())
     assert {r.start for r in seen} == {2, 3, 4, 5, 6}
     assert all(len(r) == 3 and r.stop <= 9 for r in seen)
 
 
-def test_a_window_that_does_not_fit_is_refused() -> None:
+def test_sde_window_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit before the last of 8 steps"):
-        GaussianProcess(RectifiedFlow(), FlowSDE(), 8, SDEWindow(4, first=4))
+        GaussianProcess(RectifiedFlow(), FlowSDE(), 8, SDEWindow(4, start_min=4))

@@ -1,4 +1,4 @@
-"""MaskGIT as Show-o runs it: schedules, one recorded generation with guidance and one without, and training masks."""
+"""Masked generation as in Show-o: schedules, recorded generations and training masks."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MASK = 92
         ("sigmoid", MaskedProcess(schedule="sigmoid")),
     ],
 )
-def test_schedules_hide_the_published_fractions(name: str, process: MaskedProcess) -> None:
+def test_mask_schedules_match_published(name: str, process: MaskedProcess) -> None:
     golden = load_file(SHOWO / "schedules.safetensors")
-    torch.testing.assert_close(process.left(golden["t"]), golden[name], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(process.mask_ratio(golden["t"]), golden[name], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("steps", "tokens"), [(12, 256), (18, 256), (50, 1024)])
-def test_as_many_tokens_stay_hidden_as_published(steps: int, tokens: int) -> None:
+def test_number_of_masked_tokens_matches_published(steps: int, tokens: int) -> None:
     """In float32, where cos 60 degrees is below one half: of 256 tokens 127 stay hidden at two thirds, not 128."""
     golden = load_file(SHOWO / "schedules.safetensors")[f"floor_masklen_T{steps}_N{tokens}"]
     process = MaskedProcess(steps)
@@ -51,14 +51,21 @@ def test_as_many_tokens_stay_hidden_as_published(steps: int, tokens: int) -> Non
 
 
 @pytest.mark.parametrize("steps", [12, 18, 50])
-def test_the_temperature_of_the_choice_compounds_as_published(steps: int) -> None:
+def test_compounding_temperature_matches_published(steps: int) -> None:
     golden = load_file(SHOWO / "schedules.safetensors")[f"temperature_T{steps}"]
     process = MaskedProcess(steps)
-    assert [process.heat(step) for step in range(steps)] == pytest.approx(golden.tolist(), rel=1e-6, abs=1e-12)
+    assert [process.annealed_temperature(step) for step in range(steps)] == pytest.approx(
+        golden.tolist(), rel=1e-6, abs=1e-12
+    )
 
 
-def test_the_temperature_may_fall_linearly_instead() -> None:
-    assert [MaskedProcess(4, temperature=2.0, annealing="linear").heat(i) for i in range(4)] == [1.5, 1.0, 0.5, 0.0]
+def test_linear_temperature_annealing() -> None:
+    assert [MaskedProcess(4, temperature=2.0, annealing="linear").annealed_temperature(i) for i in range(4)] == [
+        1.5,
+        1.0,
+        0.5,
+        0.0,
+    ]
 
 
 def of_picture(logits: Tensor, weight: float) -> Tensor:
@@ -71,7 +78,7 @@ def of_picture(logits: Tensor, weight: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "weight", "steps"), [("gen_cfg175_T6", 1.75, 6), ("gen_nocfg_T4", 0.0, 4)])
-def test_a_recorded_generation_is_repeated_step_by_step(name: str, weight: float, steps: int) -> None:
+def test_generation_matches_recorded_steps(name: str, weight: float, steps: int) -> None:
     golden, process = load_file(SHOWO / f"{name}.safetensors"), MaskedProcess(steps)
     rows = len(golden["out"])
     hidden = torch.ones(rows, 16, dtype=torch.bool)
@@ -85,7 +92,9 @@ def test_a_recorded_generation_is_repeated_step_by_step(name: str, weight: float
         guess = torch.where(hidden, drawn, written)
         sureness = here.log_prob(guess).exp()
         torch.testing.assert_close(sureness[hidden], golden["sel_probs"][step][hidden], rtol=1e-5, atol=1e-7)
-        assert process.heat(step) == pytest.approx(float(golden["temperature"][step]), rel=1e-6, abs=1e-12)
+        assert process.annealed_temperature(step) == pytest.approx(
+            float(golden["temperature"][step]), rel=1e-6, abs=1e-12
+        )
         uniform = golden["gumbel"][step].double().neg().exp().neg().exp().float()
         stay = process.remask(sureness, hidden, uniform, step)
         assert stay.sum(1).tolist() == golden["mask_len"][step].tolist()
@@ -94,7 +103,7 @@ def test_a_recorded_generation_is_repeated_step_by_step(name: str, weight: float
     assert torch.equal(guess, golden["out"])
 
 
-def test_known_tokens_are_never_hidden_again() -> None:
+def test_known_tokens_stay_unmasked() -> None:
     process, hidden = MaskedProcess(8), torch.arange(64)[None].expand(3, 64) % 2 == 0
     uniform = Randomness(0, 0, torch.arange(3)).uniform("reveal", 64)
     for step in range(7):
@@ -104,46 +113,46 @@ def test_known_tokens_are_never_hidden_again() -> None:
         hidden = stay
 
 
-def test_training_masks_are_the_published_ones() -> None:
+def test_training_masks_match_published() -> None:
     golden, process = load_file(SHOWO / "train_masking.safetensors"), MaskedProcess()
-    level = process.left(golden["u_timestep"])
+    level = process.mask_ratio(golden["u_timestep"])
     torch.testing.assert_close(level, golden["mask_prob"])
-    hidden = process.hide(golden["tokens"], level, golden["u_perm"])
+    hidden = process.mask_tokens(golden["tokens"], level, golden["u_perm"])
     assert torch.equal(hidden, golden["labels"] != -100)
     assert torch.equal(torch.where(hidden, MASK, golden["tokens"]), golden["input_ids"])
 
 
-def test_corruption_hides_the_share_it_says_and_at_least_one() -> None:
+def test_corruption_masks_the_given_share() -> None:
     process, x = MaskedProcess(), torch.arange(16).expand(5, 16)
     noisy = process.corrupt(x, Randomness(0, 0, torch.arange(5)), torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]))
-    assert process.hidden(noisy).tolist() == [1, 4, 8, 12, 16]
+    assert process.count_hidden(noisy).tolist() == [1, 4, 8, 12, 16]
     assert torch.equal(noisy.x == MASK_TOKEN_ID, noisy.noise)
     assert torch.equal(noisy.x[~noisy.noise], x[~noisy.noise])
 
 
-def test_impossible_settings_are_refused() -> None:
-    for process in ({"steps": 0}, {"temperature": -1.0}, {"exponent": 0.0}):
+def test_invalid_settings_are_refused() -> None:
+    for process in ({"num_steps": 0}, {"temperature": -1.0}, {"exponent": 0.0}):
         with pytest.raises(ValueError, match="expected 1 to 10000 steps"):
             MaskedProcess(**process)
 
 
 @pytest.mark.parametrize("rollouts_only", [False, True])
-def test_guided_samples_are_scored_with_a_ratio_of_one(rollouts_only: bool) -> None:
+def test_guided_samples_have_a_first_ratio_of_one(rollouts_only: bool) -> None:
     learner = toys.policy("masked", guidance=Guidance(3.0, rollouts_only=rollouts_only))
     cond = learner.embed(toys.PROMPTS)
     for segment in learner.sample(cond, Randomness(0, 0, torch.arange(4))).segments:
-        assert torch.equal(learner.decide(cond, segment).log_prob(segment.action), segment.log_prob)
+        assert torch.equal(learner.action_distribution(cond, segment).log_prob(segment.action), segment.log_prob)
 
 
-def test_a_likelihood_is_of_all_hidden_tokens_of_one_or_a_bound_of_all_tokens() -> None:
+def test_likelihood_weights() -> None:
     policy, x = toys.policy("masked"), torch.randint(0, 4, (3, 4), generator=torch.Generator().manual_seed(0))
     cond, hidden = policy.embed(["a red"] * 3), torch.tensor([[1, 0, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]]).bool()
     found = {}
-    for weight in ("sum", "mean", "bound"):
-        process = MaskedProcess(weight=weight)
+    for weight in ("sum", "mean", "elbo"):
+        process = MaskedProcess(likelihood_weight=weight)
         noisy = process.corrupt(x, Randomness(0, 0, torch.arange(3)), torch.ones(3), hidden)
         found[weight] = process.likelihood(policy.model, cond, x, noisy)
         # What is learned by likelihood alone is a mean over hidden tokens, however they are weighed.
-        torch.testing.assert_close(found[weight] / process.hidden(noisy), found["sum"] / hidden.sum(1))
+        torch.testing.assert_close(found[weight] / process.count_hidden(noisy), found["sum"] / hidden.sum(1))
     torch.testing.assert_close(found["mean"] * torch.tensor([1.0, 3.0, 4.0]), found["sum"])
-    torch.testing.assert_close(found["bound"], 4 * found["mean"])
+    torch.testing.assert_close(found["elbo"], 4 * found["mean"])

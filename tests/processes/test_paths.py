@@ -1,4 +1,4 @@
-"""Noise schedules: the levels visited, and DDPO's step on a video model's schedule."""
+"""Noise paths: timesteps, coefficients, and DDPO's DDIM step."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ VIDEO = File(__file__).parent.parent / "fixtures" / "video"
 PATHS = [
     RectifiedFlow(),
     RectifiedFlow(shift=3.0),
-    *(VariancePreserving(betas=b) for b in ("linear", "scaled_linear", "cosine")),
+    *(VariancePreserving(beta_schedule=b) for b in ("linear", "scaled_linear", "cosine")),
 ]
-MODELSCOPE = VariancePreserving("scaled_linear", 0.00085, 0.012, 1000, spacing="leading", offset=1, ends_clean=False)
+MODELSCOPE = VariancePreserving(
+    "scaled_linear", 0.00085, 0.012, 1000, timestep_spacing="leading", steps_offset=1, set_alpha_to_one=False
+)
 
 
-def test_the_leading_levels_are_the_published_ones() -> None:
+def test_leading_timesteps_match_published() -> None:
     golden = load_file(VIDEO / "ddpo_ddim_logprob.safetensors")
-    grid = MODELSCOPE.grid(25)
+    grid = MODELSCOPE.timesteps(25)
     assert (grid[:-1] * 1000).round().long().sub(1).tolist() == golden["timesteps25"].tolist()
     assert float(grid[-1]) == pytest.approx(1 / 1000)
 
 
-def test_ddim_scores_a_clip_as_ddpo_does() -> None:
+def test_ddim_log_prob_matches_ddpo() -> None:
     """The published code averages over each frame and then over frames: all elements, as here."""
     golden = load_file(VIDEO / "ddpo_ddim_logprob.safetensors")
     process = GaussianProcess(MODELSCOPE, DDIM(1.0), 25)
     t, s = (golden["t"] + 1) / 1000, (golden["t"] + 1 - 40) / 1000
     clean = MODELSCOPE.clean(golden["x"], t, golden["eps"])
-    here = process.dynamics.step(MODELSCOPE, process.stride(golden["x"], t, s, clean))
+    here = process.dynamics.step(MODELSCOPE, process.denoising_step(golden["x"], t, s, clean))
     log_prob = here.log_prob(golden["next"]).flatten()
     torch.testing.assert_close(log_prob, golden["logp_all_dims"], rtol=2e-5, atol=0)
     torch.testing.assert_close(log_prob, golden["logp_per_frame_mean"], rtol=2e-5, atol=0)
 
 
-def test_ddim_samples_a_clip_as_ddpo_does() -> None:
+def test_ddim_sample_matches_ddpo() -> None:
     """The recorded call takes frames for rows, and its noise from a generator seeded with 5."""
     golden = load_file(VIDEO / "ddpo_ddim_logprob.safetensors")
     x, eps, t = golden["x"][0], golden["eps"][0], ((golden["t"][:1] + 1) / 1000).expand(3)
@@ -51,41 +53,41 @@ def test_ddim_samples_a_clip_as_ddpo_does() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_levels_fall_from_all_noise_to_the_end(path: NoisePath) -> None:
+def test_timesteps_decrease_from_noise_to_end(path: NoisePath) -> None:
     for steps in (1, 2, 7, 50):
-        grid = path.grid(steps)
+        grid = path.timesteps(steps)
         assert len(grid) == steps + 1
         assert (grid.diff() < 0).all()
         assert (path.sigma(grid).diff() < 0).all()
 
 
-def test_the_shifted_grid_has_the_published_levels() -> None:
-    sampling, training = RectifiedFlow(shift=3.0).grid(25), RectifiedFlow(shift=3.0).grid(50)
+def test_shifted_timesteps_match_published() -> None:
+    sampling, training = RectifiedFlow(shift=3.0).timesteps(25), RectifiedFlow(shift=3.0).timesteps(50)
     t = torch.linspace(1, 0, 26)
     torch.testing.assert_close(sampling, 3 * t / (1 + 2 * t))
     assert [float(training[i]) for i in (5, 25, 30)] == pytest.approx([0.964286, 0.75, 0.666667], abs=1e-6)
 
 
 @pytest.mark.parametrize("path", PATHS[2:])
-def test_a_variance_preserving_path_preserves_variance(path: NoisePath) -> None:
+def test_variance_preserving_path_preserves_variance(path: NoisePath) -> None:
     t = torch.linspace(0, 1, 101)
     torch.testing.assert_close(path.alpha(t) ** 2 + path.sigma(t) ** 2, torch.ones(101))
 
 
-def test_the_cumulative_products_are_those_of_the_betas() -> None:
+def test_alphas_cumprod_match_betas() -> None:
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
     kept = (1 - betas).cumprod(0)
     levels = torch.tensor([0, 1, 499, 998, 999])
     torch.testing.assert_close(MODELSCOPE.alpha((levels + 1) / 1000), kept[levels].sqrt().float(), rtol=1e-6, atol=0)
 
 
-def test_trailing_levels_begin_at_the_darkest() -> None:
-    path = VariancePreserving(spacing="trailing", ends_clean=True)
-    assert (path.grid(4) * 1000).round().tolist() == [1000, 750, 500, 250, 0]
+def test_trailing_timesteps_start_at_the_noisiest() -> None:
+    path = VariancePreserving(timestep_spacing="trailing", set_alpha_to_one=True)
+    assert (path.timesteps(4) * 1000).round().tolist() == [1000, 750, 500, 250, 0]
 
 
-@pytest.mark.parametrize("path", [*PATHS, *(VariancePreserving(prediction=p) for p in ("velocity", "sample"))])
-def test_the_right_output_gives_back_the_clean_sample_and_weighs_errors_as_its_own(path: NoisePath) -> None:
+@pytest.mark.parametrize("path", [*PATHS, *(VariancePreserving(prediction_type=p) for p in ("v_prediction", "sample"))])
+def test_target_recovers_clean_sample_and_error_weight(path: NoisePath) -> None:
     chance = torch.Generator().manual_seed(0)
     clean, noise = (torch.randn(5, 3, 4, generator=chance) for _ in range(2))
     t = torch.tensor([0.02, 0.2, 0.5, 0.9, 1.0])
@@ -94,18 +96,18 @@ def test_the_right_output_gives_back_the_clean_sample_and_weighs_errors_as_its_o
     torch.testing.assert_close(path.clean(x, t, output), clean, rtol=1e-3, atol=1e-3)
     off = path.clean(x, t, output + 0.5) - path.clean(x, t, output)
     torch.testing.assert_close(
-        off.pow(2).flatten(1).mean(1) * path.weight(t), torch.full((5,), 0.25), rtol=1e-2, atol=0
+        off.pow(2).flatten(1).mean(1) * path.output_error_weight(t), torch.full((5,), 0.25), rtol=1e-2, atol=0
     )
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_training_levels_lie_within_the_path(path: NoisePath) -> None:
-    t = path.draw(torch.linspace(0, 1 - 2**-24, 1001))
+def test_training_timesteps_are_within_the_path(path: NoisePath) -> None:
+    t = path.sample_timesteps(torch.linspace(0, 1 - 2**-24, 1001))
     assert t.min() > 0
     assert t.max() <= 1
     assert (t.diff() >= 0).all()
 
 
-def test_more_steps_than_levels_are_refused() -> None:
-    with pytest.raises(ValueError, match="11 sampling steps on a path of 10 levels"):
-        GaussianProcess(VariancePreserving(levels=10), DDIM(), 11)
+def test_more_steps_than_timesteps_are_refused() -> None:
+    with pytest.raises(ValueError, match="11 sampling steps on a path of 10 timesteps"):
+        GaussianProcess(VariancePreserving(num_train_timesteps=10), DDIM(), 11)

@@ -1,4 +1,4 @@
-"""Runs that never were, with everything a run leaves behind."""
+"""Synthetic run directories with all files that a run writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tastemaker.training.loggers.sample_grids import SampleGridLogger
 
 PROMPTS = ("a red car", 'a <b>bold</b> & "quoted" prompt', "", "a very long prompt that goes on " * 8)
 CONFIG = """\
-objective: {type: grpo, group: 8}
+objective: {type: grpo, group_size: 8}
 model: {type: toy_flow}
 rewards:
   bright: {type: brightness, weight: 1.0}
@@ -36,46 +36,47 @@ name: %s
 
 
 def events(directory: Path, held: float, *, steps: int = 60, frames: int = 1, guard: bool = True) -> list[Event]:
-    """A reward that rises while a held-out one changes by so much."""
-    chance, told = random.Random(0), [TrainingStarted(0, steps, directory, 7)]
+    """Return events of a run whose reward rises while a held-out reward changes by `held`."""
+    rng, recorded = random.Random(0), [TrainingStarted(0, steps, directory, 7)]
     noise = torch.Generator().manual_seed(0)
     for step in range(steps + 1):
         t = step / steps
         values = {
-            "reward": 0.2 + 0.6 * t + chance.gauss(0, 0.01),
-            "reward/color": 0.5 + held * t + chance.gauss(0, 0.01),
+            "reward/mean": 0.2 + 0.6 * t + rng.gauss(0, 0.01),
+            "rewards/color": 0.5 + held * t + rng.gauss(0, 0.01),
         }
         if step:
-            rest = {"reward/bright": values["reward"], "kl": t, "grad_norm": 0.1, "loss": 0.0, "flat_groups": 0.1}
-            told.append(StepCompleted(step, {**values, **rest}, 0.5, 64))
+            rewards = {"rewards/bright": values["reward/mean"], "zero_std_groups": 0.1}
+            rest = {**rewards, "kl": t, "grad_norm": 0.1, "loss": 0.0}
+            recorded.append(StepCompleted(step, {**values, **rest}, 0.5, 64))
         if step % 20 == 0:
             pixels = torch.rand(len(PROMPTS), frames, 3, 16, 16, generator=noise)
-            told.append(SamplesGenerated(step, PROMPTS, pixels, {"bright": values["reward"]}))
+            recorded.append(SamplesGenerated(step, PROMPTS, pixels, {"bright": values["reward/mean"]}))
         if guard and step % 20 == 0:
             warning = (
                 f"probable reward hacking: fell from 0.5 to {0.5 + held * t:.2g}" if held < 0 and step > 20 else None
             )
-            told.append(GuardChecked(step, {**values, "diversity": 0.4, "variety": 0.5, "dark": 0.0}, warning))
-    return [*told, TrainingFinished(steps, "done")]
+            recorded.append(GuardChecked(step, {**values, "diversity": 0.4, "variety": 0.5, "dark": 0.0}, warning))
+    return [*recorded, TrainingFinished(steps, "done")]
 
 
 @cache
-def recorded(held: float, movies: str, settings: tuple[tuple[str, Any], ...]) -> dict[str, bytes]:
-    """The files that observers write of such a run, by their paths."""
+def record_files(held: float, video_suffix: str, settings: tuple[tuple[str, Any], ...]) -> dict[str, bytes]:
+    """Return the files that the loggers write, by path."""
     with TemporaryDirectory() as folder:
-        observers = (JsonlLogger(), SampleGridLogger())
+        loggers = (JsonlLogger(), SampleGridLogger())
         for event in events(Path(folder), held, **dict(settings)):
-            for observer in observers:
-                observer.see(event)
-        for observer in observers:
-            observer.close()
+            for logger in loggers:
+                logger.log(event)
+        for logger in loggers:
+            logger.close()
         files = [path for path in Path(folder).rglob("*") if path.is_file()]
         return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def fabricate(directory: Path, held: float, **settings: Any) -> Path:
-    """The directory of such a run."""
-    for name, content in recorded(held, sample_grids.video_suffix(), tuple(settings.items())).items():
+def write_fake_run(directory: Path, held: float, **settings: Any) -> Path:
+    """Write the directory of a synthetic run."""
+    for name, content in record_files(held, sample_grids.video_suffix(), tuple(settings.items())).items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
     (directory / "config.yaml").write_text(CONFIG % directory.name, encoding="utf-8")
@@ -83,18 +84,18 @@ def fabricate(directory: Path, held: float, **settings: Any) -> Path:
     return directory
 
 
-def remember(directory: Path, step: int, changes: Sequence[float]) -> None:
-    """A checkpoint in which the guard remembers two looks, each prompt's reward having changed by so much."""
+def write_guard_checkpoint(directory: Path, step: int, changes: Sequence[float]) -> None:
+    """Write a checkpoint with two measurements of the guard, between which each prompt's reward changed."""
     rows = ([0.5] * len(changes), [0.5 + change for change in changes])
-    guard = [{"step": at, "rows": {"reward": row}, "spread": {}} for at, row in zip((0, step), rows, strict=True)]
-    place = directory / f"checkpoints/step-{step:06d}"
-    place.mkdir(parents=True)
+    guard = [{"step": at, "rows": {"reward/mean": row}, "spread": {}} for at, row in zip((0, step), rows, strict=True)]
+    folder = directory / f"checkpoints/step-{step:06d}"
+    folder.mkdir(parents=True)
     state = {"format": 1, "step": step, "files": {}, "scaler": None, "extra": {"guard": guard}}
-    (place / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
 
-def evaluate(directory: Path, name: str, score: float) -> None:
+def write_evaluation(directory: Path, name: str, score: float) -> None:
     tasks = {"counting": {"strict": {"mean": score, "low": score - 0.05, "high": score + 0.05}}}
-    place = directory / "eval" / name
-    place.mkdir(parents=True)
-    (place / "report.json").write_text(json.dumps({"means": {"strict": score}, "by_tag": tasks}), encoding="utf-8")
+    folder = directory / "eval" / name
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text(json.dumps({"means": {"strict": score}, "by_tag": tasks}), encoding="utf-8")

@@ -16,16 +16,16 @@ from torch import Tensor
 from tastemaker.config.registries import REWARDS
 from tastemaker.config.validate import build_component
 from tastemaker.core.registry import ConfigError
-from tastemaker.core.reward import RewardError, RewardSpec, Rubric, WeightedReward
+from tastemaker.core.reward import Reward, RewardError, RewardSpec, Rubric, WeightedReward
 from tastemaker.core.types import Metadata, Placement
 from tastemaker.data.image_io import ImageError, read_image, save_image
-from tastemaker.rewards.color import Brightness
+from tastemaker.rewards.color import BrightnessReward
 
 INSIDE = {"type": "brightness"}
 NEEDED: dict[str, dict[str, Any]] = {
-    "clipped": {"of": INSIDE, "low": 0},
-    "relative": {"of": INSIDE, "praise": "good", "blame": "bad"},
-    "sum": {"of": [INSIDE]},
+    "clipped": {"reward": INSIDE, "min": 0},
+    "relative": {"reward": INSIDE, "positive_words": "good", "negative_words": "bad"},
+    "sum": {"rewards": [INSIDE]},
 }
 
 
@@ -39,7 +39,7 @@ def tiny(name: str) -> Rubric:
     try:
         spec = build_component(RewardSpec, {"type": name, **NEEDED.get(name, {})}).tiny()
     except ConfigError:
-        spec = build_component(RewardSpec, {"type": name, "of": INSIDE}).tiny()
+        spec = build_component(RewardSpec, {"type": name, "reward": INSIDE}).tiny()
     return Rubric({name: WeightedReward(spec, spec.load(Placement()), 0.0)})
 
 
@@ -59,13 +59,13 @@ PROMPTS = {
 
 
 SIZES = {"one pixel": (1, 1), "a row": (1, 12), "a column": (12, 1), "odd": (65, 63), "wide": (32, 96)}
-USUAL = 'a red dog that reads "exit"'
+MEAN_LOG_SIZE = 'a red dog that reads "exit"'
 
 
 @pytest.mark.parametrize("name", sorted(REWARDS))
 def test_any_prompt_and_any_size_get_a_finite_score_or_a_reward_error(name: str) -> None:
     cases = {f"prompt: {case}": (random(2, 4, 3, 64, 64), prompt) for case, prompt in PROMPTS.items()}
-    cases |= {f"size: {case}": (random(2, 4, 3, *size), USUAL) for case, size in SIZES.items()}
+    cases |= {f"size: {case}": (random(2, 4, 3, *size), MEAN_LOG_SIZE) for case, size in SIZES.items()}
     problems = {case: problem(name, *given) for case, given in cases.items()}
     assert not {case: found for case, found in problems.items() if found}
 
@@ -74,7 +74,7 @@ def problem(name: str, pixels: Tensor, prompt: str) -> str:
     """What is wrong with a reward's answer, or nothing."""
     known = [facts(*pixels.shape[1:2], *pixels.shape[3:])] * len(pixels)
     try:
-        scores = tiny(name).score(pixels, [prompt] * len(pixels), known).parts[name]
+        scores = tiny(name).score(pixels, [prompt] * len(pixels), known).rewards[name]
     except RewardError as error:
         # What a library raises from within explains nothing to users; what we raise names what was expected.
         ours = any(kind in str(error) for kind in ("ValueError", "ConfigError", "PictureError"))
@@ -87,15 +87,15 @@ def problem(name: str, pixels: Tensor, prompt: str) -> str:
 def test_pixels_that_are_no_numbers_name_their_rows_before_a_reward_sees_them(bad: float) -> None:
     seen: list[int] = []
 
-    class Watchful:
+    class Watchful(Reward):
         def score(self, pixels: Tensor, prompts: Any, facts: Any) -> Tensor:
             seen.append(len(pixels))
             return pixels.mean((1, 2, 3, 4))
 
     pixels = random(5, 2, 3, 4, 4)
     pixels[1, 0, 0, 0, 0] = pixels[4, 1, 2, 3, 3] = bad
-    rubric = Rubric({"it": WeightedReward(Brightness(), Watchful())})
-    with pytest.raises(RewardError, match=r"pixels of row 1, 4 hold NaN or infinity \(of \['b', 'e'\]\)"):
+    rubric = Rubric({"it": WeightedReward(BrightnessReward(), Watchful())})
+    with pytest.raises(RewardError, match=r"sample 1, 4 hold NaN or infinity \(prompts \['b', 'e'\]\)"):
         rubric.score(pixels, list("abcde"))
     assert not seen
     rubric.score(pixels[[0, 2, 3]], list("acd"))
@@ -104,13 +104,13 @@ def test_pixels_that_are_no_numbers_name_their_rows_before_a_reward_sees_them(ba
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_pixels_of_any_precision_are_scored(dtype: torch.dtype) -> None:
-    rubric = Rubric({"it": WeightedReward(Brightness(), Brightness())})
+    rubric = Rubric({"it": WeightedReward(BrightnessReward(), BrightnessReward())})
     assert rubric.score(torch.ones(2, 1, 3, 512, 512, dtype=dtype), ["a", "b"]).total.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 1, 4, 8, 8), (2, 1, 1, 8, 8), (2, 0, 3, 8, 8), (2, 1, 3, 0, 8)])
 def test_pixels_of_another_shape_are_a_sentence(shape: tuple[int, ...]) -> None:
-    rubric = Rubric({"it": WeightedReward(Brightness(), Brightness())})
+    rubric = Rubric({"it": WeightedReward(BrightnessReward(), BrightnessReward())})
     with pytest.raises(ValueError, match=r"a rubric was given pixels \[.*; expected \[B, F, 3, H, W\]"):
         rubric.score(torch.zeros(shape), ["a", "b"])
 
@@ -127,7 +127,7 @@ def test_pictures_of_every_mode_say_the_same_grey(tmp_path: Path) -> None:
     Image.fromarray(grey).save(tmp_path / "grey.jpg")
     files = sorted(tmp_path.iterdir())
     assert len(files) == 8
-    rubric = Rubric({"it": WeightedReward(Brightness(), Brightness())})
+    rubric = Rubric({"it": WeightedReward(BrightnessReward(), BrightnessReward())})
     for file in files:
         pixels = read_image(file)
         assert pixels.shape == (1, 3, 3, 5) and pixels.dtype == torch.float32, file
@@ -155,7 +155,7 @@ def test_a_file_that_ends_early_is_a_sentence_or_what_there_is(tmp_path: Path, s
     try:
         pixels = read_image(path)
     except ImageError as error:
-        assert str(error).count("\n") == 0 and f"read as a {'clip' if suffix == 'mp4' else 'picture'}" in str(error)
+        assert str(error).count("\n") == 0 and f"read as {'a video' if suffix == 'mp4' else 'an image'}" in str(error)
     else:
         # Only GIF, whose frames end where they end, may come back without a complaint.
         assert suffix == "gif" and pixels.shape == (1, 3, 64, 64)

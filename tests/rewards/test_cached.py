@@ -7,33 +7,33 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from tastemaker.core.registry import ConfigError
-from tastemaker.core.reward import RewardError, Rubric, WeightedReward
+from tastemaker.core.reward import Reward, RewardCard, RewardError, RewardSpec, Rubric, WeightedReward
 from tastemaker.core.types import Metadata, Placement, Prompts
-from tastemaker.rewards.cached import Cached
-from tastemaker.rewards.color import Brightness
-from tastemaker.rewards.combinators import Clipped
-from tastemaker.rewards.score_cache import ScoreCache, reward_fingerprint, score_key
+from tastemaker.rewards.cached import CachedReward, ScoreCache, reward_fingerprint, score_key
+from tastemaker.rewards.color import BrightnessReward
+from tastemaker.rewards.wrappers import ClippedReward
 
 PIXELS = torch.rand(4, 1, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 PROMPTS = ("a", "b", "c", "")
 
 
 @dataclass(frozen=True, eq=False)
-class Slow:
+class Slow(RewardSpec, Reward):
     """The mean, and a note of every row it was asked about."""
 
     asked: list[str] = field(default_factory=list, repr=False)
     weights: str = ""
     batch_size: int = 64
+    card: ClassVar[RewardCard] = RewardCard(range="any", failure_modes="anything")
     differentiable: bool = True
-    reads: Literal["frames", "clip"] = "frames"
+    modality: Literal["image", "video"] = "image"
     runs_on: Literal["device", "host", "remote"] = "device"
 
     def load(self, placement: Placement) -> Slow:
@@ -53,8 +53,8 @@ def scored(spec: Any, pixels: Tensor = PIXELS, prompts: Prompts = PROMPTS, facts
 
 def test_the_same_row_is_asked_about_once_and_scores_alike() -> None:
     slow = Slow()
-    reward = Cached(slow).load(Placement())
-    rubric = Rubric({"it": WeightedReward(Cached(slow), reward)})
+    reward = CachedReward(slow).load(Placement())
+    rubric = Rubric({"it": WeightedReward(CachedReward(slow), reward)})
     first, again = (rubric.score(PIXELS, PROMPTS).total for _ in range(2))
     assert slow.asked == list(PROMPTS)
     assert first.equal(again) and first.equal(PIXELS.mean((1, 2, 3, 4)))
@@ -62,7 +62,7 @@ def test_the_same_row_is_asked_about_once_and_scores_alike() -> None:
 
 def test_equal_rows_of_one_batch_are_asked_about_once() -> None:
     slow = Slow()
-    found = scored(Cached(slow), PIXELS[[0, 1, 0, 0]], ["a", "b", "a", "a"])
+    found = scored(CachedReward(slow), PIXELS[[0, 1, 0, 0]], ["a", "b", "a", "a"])
     assert sorted(slow.asked) == ["a", "b"]
     assert found.equal(PIXELS[[0, 1, 0, 0]].mean((1, 2, 3, 4)))
 
@@ -83,8 +83,10 @@ def test_pixels_prompt_facts_and_settings_tell_scores_apart() -> None:
     ]
     assert len(set(keys)) == len(keys)
     assert score_key("one", row, "a", {"x": 1, "y": 2}) == score_key("one", row.clone(), "a", {"y": 2, "x": 1})
-    assert reward_fingerprint(Brightness()) != reward_fingerprint(Brightness(0.5))
-    assert reward_fingerprint(Clipped(Brightness(), 0.0)) != reward_fingerprint(Clipped(Brightness(0.5), 0.0))
+    assert reward_fingerprint(BrightnessReward()) != reward_fingerprint(BrightnessReward(0.5))
+    assert reward_fingerprint(ClippedReward(BrightnessReward(), 0.0)) != reward_fingerprint(
+        ClippedReward(BrightnessReward(0.5), 0.0)
+    )
 
 
 def test_weights_that_were_written_anew_are_another_reward(tmp_path: Path) -> None:
@@ -101,21 +103,21 @@ def test_weights_that_were_written_anew_are_another_reward(tmp_path: Path) -> No
 
 
 def test_facts_no_key_can_be_made_of_are_a_sentence() -> None:
-    with pytest.raises(RewardError, match="found a object among the facts"):
-        scored(Cached(Slow()), facts=[{"thing": object()}] * 4)
+    with pytest.raises(RewardError, match="metadata holds a object"):
+        scored(CachedReward(Slow()), facts=[{"thing": object()}] * 4)
 
 
 def test_scores_on_disk_serve_the_next_run(tmp_path: Path) -> None:
     first, second = Slow(), Slow()
-    one, two = (scored(Cached(slow, tmp_path / "deep")) for slow in (first, second))
+    one, two = (scored(CachedReward(slow, tmp_path / "deep")) for slow in (first, second))
     assert first.asked == list(PROMPTS) and second.asked == []
     assert one.equal(two)
 
 
 def test_where_gradients_flow_the_reward_itself_is_asked(tmp_path: Path) -> None:
     slow = Slow()
-    reward = Cached(slow).load(Placement())
-    rubric, pixels = Rubric({"it": WeightedReward(Cached(slow), reward)}), PIXELS.clone().requires_grad_()
+    reward = CachedReward(slow).load(Placement())
+    rubric, pixels = Rubric({"it": WeightedReward(CachedReward(slow), reward)}), PIXELS.clone().requires_grad_()
     rubric.score(PIXELS, PROMPTS)
     (gradient,) = torch.autograd.grad(rubric.score(pixels, PROMPTS).total.sum(), pixels)
     torch.testing.assert_close(gradient, torch.full_like(PIXELS, 1 / PIXELS[0].numel()))
@@ -159,7 +161,7 @@ def test_several_processes_write_at_once(tmp_path: Path) -> None:
 def test_a_broken_file_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "scores.sqlite").write_bytes(b"not a database" * 100)
     with pytest.raises(ConfigError, match=r"score cache .*scores.sqlite cannot be used .*; remove it, or move it"):
-        Cached(Slow(), tmp_path).load(Placement())
+        CachedReward(Slow(), tmp_path).load(Placement())
 
 
 def test_a_score_that_is_not_finite_is_told_and_not_remembered(tmp_path: Path) -> None:
@@ -169,13 +171,13 @@ def test_a_score_that_is_not_finite_is_told_and_not_remembered(tmp_path: Path) -
             return torch.full((len(pixels),), float("nan"))
 
     with pytest.raises(RewardError, match="returned NaN or infinity"):
-        scored(Cached(Odd(), tmp_path))
+        scored(CachedReward(Odd(), tmp_path))
     with pytest.raises(RewardError, match="returned NaN or infinity"):
-        scored(Cached(Odd(), tmp_path))
+        scored(CachedReward(Odd(), tmp_path))
 
 
 def test_it_follows_the_reward_inside() -> None:
-    spec = Cached(Brightness(batch_size=3), Path("somewhere"))
-    assert (spec.differentiable, spec.reads, spec.runs_on, spec.batch_size) == (True, "frames", "device", 3)
-    assert spec.tiny().folder is None
-    assert hash(spec) == hash(Cached(Brightness(batch_size=3), Path("somewhere")))
+    spec = CachedReward(BrightnessReward(batch_size=3), Path("somewhere"))
+    assert (spec.differentiable, spec.modality, spec.runs_on, spec.batch_size) == (True, "image", "device", 3)
+    assert spec.tiny().directory is None
+    assert hash(spec) == hash(CachedReward(BrightnessReward(batch_size=3), Path("somewhere")))

@@ -9,23 +9,23 @@ import torch
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
-from tastemaker.rewards.backbones.loading import TINY
-from tastemaker.rewards.classifier import NAMES, Classifier
+from tastemaker.rewards.backbones.frozen_models import TINY
+from tastemaker.rewards.classifier import NAMES, ClassifierReward
 
 
 def test_probabilities_of_all_classes_add_up_to_one() -> None:
-    scorer = Classifier(weights=TINY).load(Placement())
+    scorer = ClassifierReward(weights=TINY).load(Placement())
     pixels = torch.rand(1, 1, 3, 32, 32).expand(10, 1, 3, 32, 32)
     scores = scorer.score(pixels, NAMES, [{}] * 10)
     torch.testing.assert_close(scores.sum(), torch.tensor(1.0))
-    logs = Classifier(weights=TINY, says="log_probability").load(Placement()).score(pixels, NAMES, [{}] * 10)
+    logs = ClassifierReward(weights=TINY, output="log_probability").load(Placement()).score(pixels, NAMES, [{}] * 10)
     torch.testing.assert_close(logs.exp(), scores)
-    right = Classifier(weights=TINY, says="correct").load(Placement()).score(pixels, NAMES, [{}] * 10)
+    right = ClassifierReward(weights=TINY, output="correct").load(Placement()).score(pixels, NAMES, [{}] * 10)
     assert right.sum() == 1 and right.argmax() == scores.argmax()
 
 
 def test_a_prompt_may_be_a_name_a_number_or_a_sentence() -> None:
-    scorer = Classifier(weights=TINY).load(Placement())
+    scorer = ClassifierReward(weights=TINY).load(Placement())
     pixels = torch.rand(1, 1, 3, 40, 40).expand(3, 1, 3, 40, 40)  # of another size
     assert scorer.score(pixels, ("ship", "8", "a photo of a ship"), [{}] * 3).unique().numel() == 1
     with pytest.raises(ConfigError):
@@ -34,10 +34,10 @@ def test_a_prompt_may_be_a_name_a_number_or_a_sentence() -> None:
 
 def test_gradients_reach_the_pixels() -> None:
     pixels = torch.rand(2, 1, 3, 32, 32, requires_grad=True)
-    Classifier(weights=TINY).load(Placement()).score(pixels, ("cat", "dog"), [{}] * 2).sum().backward()
+    ClassifierReward(weights=TINY).load(Placement()).score(pixels, ("cat", "dog"), [{}] * 2).sum().backward()
     assert pixels.grad is not None and pixels.grad.abs().sum() > 0
 
 
 def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make it with tools/cifar_classifier"):
-        Classifier(weights=str(tmp_path / "none.safetensors")).load(Placement())
+        ClassifierReward(weights=str(tmp_path / "none.safetensors")).load(Placement())

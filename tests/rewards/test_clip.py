@@ -26,10 +26,10 @@ from transformers import (
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
-from tastemaker.rewards.backbones.naflex import NaflexPreprocessing
+from tastemaker.rewards.backbones.preprocessing import NaflexPreprocessing
 from tastemaker.rewards.backbones.tokenizers import tiny_clip_tokenizer
 from tastemaker.rewards.clip import ClipReward
-from tastemaker.rewards.pickscore import PickScore
+from tastemaker.rewards.pickscore import PickScoreReward
 
 PROMPTS = ["a red cat", "", "Two dogs & a boat, it's late", "word " * 2000]
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, **HALF}
@@ -91,7 +91,7 @@ def test_logits_are_those_of_transformers(case: tuple[Any, Any, str], shape: tup
     if kind.startswith("siglip"):
         texts.pop("attention_mask")  # it was trained to read its padding
     expected = net(**texts, **processor(pictures, return_tensors="pt")).logits_per_image.diagonal()
-    found = ClipReward(weights=folder, form="logit").load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
+    found = ClipReward(weights=folder, output="logit").load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
     assert expected.std() > 0.05 * float(net.logit_scale.exp())
     # Where pictures are resized, processors round to 8 bits, which moves the features of so small a network.
     close = 1e-5 if shape == (28, 28) and kind != "siglip2" else 0.02
@@ -109,9 +109,9 @@ def test_a_cosine_a_logit_and_a_probability_are_forms_of_one(tmp_path: Path) -> 
         spec.load(Placement()).score(seen, PROMPTS, NO_FACTS)
         for spec in (
             ClipReward(weights=folder),
-            ClipReward(weights=folder, form="logit"),
-            ClipReward(weights=folder, form="probability"),
-            ClipReward(weights=folder, form="logit", divide=100),
+            ClipReward(weights=folder, output="logit"),
+            ClipReward(weights=folder, output="probability"),
+            ClipReward(weights=folder, output="logit", divide_by=100),
         )
     )
     torch.testing.assert_close(logit, cosine * torch.tensor(2.0).exp() - 1.5)
@@ -121,7 +121,7 @@ def test_a_cosine_a_logit_and_a_probability_are_forms_of_one(tmp_path: Path) -> 
 
 def test_a_probability_is_not_divided() -> None:
     with pytest.raises(ValueError, match="a probability is not divided"):
-        ClipReward(form="probability", divide=2)
+        ClipReward(output="probability", divide_by=2)
 
 
 @torch.no_grad()
@@ -132,7 +132,7 @@ def test_larger_pictures_are_seen_with_places_between_those_learned(tmp_path: Pa
     processor = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=56)
     ids = tiny_clip_tokenizer()(PROMPTS, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
     out = net(**ids, **processor(pictures, return_tensors="pt"), interpolate_pos_encoding=True)
-    found = ClipReward(weights=folder, size=56).load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
+    found = ClipReward(weights=folder, image_size=56).load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
     torch.testing.assert_close(found, (out.image_embeds * out.text_embeds).sum(1), atol=1e-5, rtol=0)
 
 
@@ -142,14 +142,14 @@ def test_pickscore_is_the_cosine_times_the_scale_of_the_file_whatever_the_precis
     folder = save_folder(net, tmp_path)
     seen = pixels(photographs(61, 97))
     cosine = ClipReward(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
-    whole = PickScore(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
+    whole = PickScoreReward(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
     torch.testing.assert_close(whole, cosine * torch.tensor(4.6052).exp())
     torch.testing.assert_close(
-        PickScore(weights=folder, divide=26).load(Placement()).score(seen, PROMPTS, NO_FACTS), whole / 26
+        PickScoreReward(weights=folder, divide_by=26).load(Placement()).score(seen, PROMPTS, NO_FACTS), whole / 26
     )
     # 4.6052 in sixteen bits would be 4.59375, and its exponential 98.9.
-    half = PickScore(weights=folder).load(Placement(dtype=torch.bfloat16))
-    assert half.ending.scale == pytest.approx(100.0, abs=0.01)
+    half = PickScoreReward(weights=folder).load(Placement(dtype=torch.bfloat16))
+    assert half.head.scale == pytest.approx(100.0, abs=0.01)
 
 
 @torch.no_grad()
@@ -160,9 +160,9 @@ def test_a_clip_without_processor_or_tokenizer_is_prepared_as_usual(tmp_path: Pa
         if file.name not in ("config.json", "model.safetensors"):
             file.unlink()
     seen = pixels(photographs(61, 97))
-    expected = PickScore(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
+    expected = PickScoreReward(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
     for weights in (bare, bare / "model.safetensors"):
-        found = PickScore(weights=str(weights), tokenizer=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
+        found = PickScoreReward(weights=str(weights), tokenizer=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
         torch.testing.assert_close(found, expected)
 
 
@@ -215,5 +215,5 @@ def test_patches_of_any_picture_are_those_of_transformers() -> None:
 def test_gradients_pass_through_patches() -> None:
     torch.manual_seed(0)
     picture = torch.rand(1, 3, 10, 17, dtype=torch.float64, requires_grad=True)
-    looks = NaflexPreprocessing(patch=8, most=6)
+    looks = NaflexPreprocessing(patch_size=8, max_patches=6)
     assert torch.autograd.gradcheck(lambda x: looks(x)["pixel_values"], picture)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tastemaker.rewards.compression import Compression
-from tastemaker.rewards.jpeg import Jpeg
+from tastemaker.rewards.compression import CompressionReward, JpegReward
 
 
 def pictures(count: int, height: int, width: int) -> Tensor:
@@ -33,14 +32,14 @@ def ranks(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("quality", [95, 50])
 def test_the_proxy_ranks_pictures_like_the_size_of_their_jpeg(height: int, width: int, quality: int) -> None:
     pixels, blank = pictures(60, height, width), [""] * 60
-    real = Jpeg(quality=quality).score(pixels, blank, [{}] * 60)
-    proxy = Compression(quality=quality).score(pixels, blank, [{}] * 60)
+    real = JpegReward(quality=quality).score(pixels, blank, [{}] * 60)
+    proxy = CompressionReward(quality=quality).score(pixels, blank, [{}] * 60)
     assert torch.corrcoef(torch.stack([ranks(real), ranks(proxy)]))[0, 1] > 0.9
 
 
 def test_a_flat_picture_costs_nothing_whatever_its_color() -> None:
     pixels = torch.rand(4, 1, 3, 1, 1, generator=torch.Generator().manual_seed(1)).expand(4, 1, 3, 16, 16)
-    torch.testing.assert_close(Compression().score(pixels, [""] * 4, [{}] * 4), torch.zeros(4), atol=1e-6, rtol=0)
+    torch.testing.assert_close(CompressionReward().score(pixels, [""] * 4, [{}] * 4), torch.zeros(4), atol=1e-6, rtol=0)
 
 
 def test_one_cosine_costs_what_the_formula_says() -> None:
@@ -51,14 +50,14 @@ def test_one_cosine_costs_what_the_formula_says() -> None:
     pixels = (0.5 + amplitude * wave).expand(1, 1, 3, 8, 8)
     coefficient = 255 * amplitude * 4 * 2**0.5  # orthonormal: sum of cos^2 over 8 is 4, over rows 8; sqrt(8) * 2
     bits = 2 * torch.log2(torch.tensor(1 + (coefficient / 11) ** 2))
-    torch.testing.assert_close(Compression(quality=50).score(pixels, [""], [{}])[0], -bits / 8000)
+    torch.testing.assert_close(CompressionReward(quality=50).score(pixels, [""], [{}])[0], -bits / 8000)
 
 
 def test_ascent_on_the_proxy_shrinks_the_real_jpeg() -> None:
     pixels = pictures(4, 32, 32)
-    before = Jpeg().score(pixels, [""] * 4, [{}] * 4)
+    before = JpegReward().score(pixels, [""] * 4, [{}] * 4)
     for _ in range(20):
         pixels.requires_grad_()
-        score = Compression().score(pixels, [""] * 4, [{}] * 4).sum()
+        score = CompressionReward().score(pixels, [""] * 4, [{}] * 4).sum()
         pixels = (pixels + 0.01 * torch.autograd.grad(score, pixels)[0].sign()).detach().clamp(0, 1)
-    assert bool((Jpeg().score(pixels, [""] * 4, [{}] * 4) > before).all())
+    assert bool((JpegReward().score(pixels, [""] * 4, [{}] * 4) > before).all())

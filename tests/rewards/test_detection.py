@@ -13,14 +13,15 @@ from torch import Tensor
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
-from tastemaker.rewards.backbones.detection_scores import (
-    geneval_shares,
+from tastemaker.rewards.backbones.detectors import DetectorOutput, ObjectDetector, load_detector, resize_for_detector
+from tastemaker.rewards.detection import (
+    DetectionReward,
+    DetectionScorer,
+    geneval_fractions,
     mean_confidence,
     objects_in_prompt,
     requested_objects,
 )
-from tastemaker.rewards.backbones.detectors import DetectorOutput, ObjectDetector, load_detector, resize_for_detector
-from tastemaker.rewards.detection import DetectionReward, DetectionScorer
 
 KINDS = ["yolos", "grounding-dino"]
 
@@ -49,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         net: Any = scorer.net
         net.net.save_pretrained(folder)
         if kind == "grounding-dino":
-            net.words.save_pretrained(folder)
+            net.tokenizer.save_pretrained(folder)
         found[kind] = folder
     return found
 
@@ -73,8 +74,8 @@ def test_grounding_dino_scores_are_the_mean_of_what_transformers_keeps() -> None
 
     scorer, pixels = tiny("grounding-dino"), random(4, 1, 3, 60, 90)
     net: Any = scorer.net
-    processor = GroundingDinoProcessor(GroundingDinoImageProcessorPil(), net.words)
-    words = net.words(["cat."] * 4, return_tensors="pt")
+    processor = GroundingDinoProcessor(GroundingDinoImageProcessorPil(), net.tokenizer)
+    words = net.tokenizer(["cat."] * 4, return_tensors="pt")
     with torch.no_grad():
         out = net.net(pixel_values=resize_for_detector(pixels[:, 0], 96), **words)
     kept = processor.post_process_grounded_object_detection(out, words["input_ids"], threshold=0.4, text_threshold=0.3)
@@ -89,7 +90,7 @@ def test_boxes_are_transformers_own() -> None:
     net: Any = tiny().net
     pixels = random(1, 3, 64, 64)
     with torch.no_grad():
-        out, found = net.net(pixel_values=resize_for_detector(pixels, 96)), net.find(pixels, [["cat"]], 96)
+        out, found = net.net(pixel_values=resize_for_detector(pixels, 96)), net.detect(pixels, [["cat"]], 96)
     kept = YolosImageProcessorPil().post_process_object_detection(out, threshold=-1)
     torch.testing.assert_close(found.boxes[0], kept[0]["boxes"])
 
@@ -106,7 +107,7 @@ def test_pictures_are_brought_to_the_height_without_smoothing() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_of_the_hubs_layout_scores_the_same(kind: str, folders: dict[str, Path]) -> None:
     pixels = random(2, 1, 3, 64, 64)
-    loaded = DetectionReward(str(folders[kind]), target="cat", height=96).load(Placement())
+    loaded = DetectionReward(str(folders[kind]), objects="cat", image_height=96).load(Placement())
     torch.testing.assert_close(loaded.score(pixels, ["", ""], [{}, {}]), tiny(kind).score(pixels, ["", ""], [{}, {}]))
     net: Any = loaded.net
     assert not any(p.requires_grad for p in net.net.parameters())
@@ -115,7 +116,7 @@ def test_a_folder_of_the_hubs_layout_scores_the_same(kind: str, folders: dict[st
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_row_depends_on_its_company(kind: str) -> None:
-    scorer, pixels = DetectionScorer(DetectionReward(kind, height=96), tiny(kind).net), random(3, 1, 3, 64, 64)
+    scorer, pixels = DetectionScorer(DetectionReward(kind, image_height=96), tiny(kind).net), random(3, 1, 3, 64, 64)
     prompts = ["cat", "a dog. a cup and a book.", "mouse"]
     together = scorer.score(pixels, prompts, [{}] * 3)
     alone = [scorer.score(pixels[i : i + 1], prompts[i : i + 1], [{}]).item() for i in range(3)]
@@ -134,7 +135,7 @@ def doubled() -> Iterator[None]:
 @pytest.mark.parametrize("form", ["confidence", "best"])
 @pytest.mark.usefixtures("doubled")
 def test_gradients_agree_with_finite_differences(kind: str, form: Any) -> None:
-    scorer = tiny(kind, Placement(dtype=torch.float64), form=form)
+    scorer = tiny(kind, Placement(dtype=torch.float64), output=form)
     pixels = (0.2 + 0.6 * random(1, 1, 3, 48, 48)).double().requires_grad_()
     score = scorer.score(pixels, [""], [{}])
     assert score.item() > 0
@@ -150,14 +151,14 @@ def test_what_is_not_found_scores_nought_and_only_the_best_place_has_a_gradient(
     assert blind.tolist() == [0, 0]
     assert pixels.grad is not None
     assert not pixels.grad.any()
-    tiny(kind, threshold=0.9999, form="best").score(pixels, ["", ""], [{}, {}]).sum().backward()
+    tiny(kind, threshold=0.9999, output="best").score(pixels, ["", ""], [{}, {}]).sum().backward()
     assert pixels.grad.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_to_be_absent_scores_one_less_its_confidence(kind: str) -> None:
     pixels, rest = random(2, 1, 3, 64, 64), (["", ""], [{}, {}])
-    torch.testing.assert_close(tiny(kind, want="absent").score(pixels, *rest), 1 - tiny(kind).score(pixels, *rest))
+    torch.testing.assert_close(tiny(kind, expect="absent").score(pixels, *rest), 1 - tiny(kind).score(pixels, *rest))
 
 
 def test_the_names_to_look_for() -> None:
@@ -171,7 +172,7 @@ def test_the_names_to_look_for() -> None:
     assert requested_objects("", "A hot dog, two cups and buses", {}, known) == ["hot dog", "cup", "bus"]
     assert requested_objects("", "A red thing. Another", {}, ()) == ["a red thing", "another"]
     assert objects_in_prompt("hotdog dogma", known) == []
-    with pytest.raises(ValueError, match="'a red thing' names nothing the detector knows; give a `target`"):
+    with pytest.raises(ValueError, match="'a red thing' names nothing"):
         requested_objects("", "a red thing", {}, known)
 
 
@@ -195,7 +196,7 @@ def seen(*things: tuple[int, float, tuple[float, float]]) -> DetectorOutput:
 
 
 def test_counts_and_positions_are_marked_by_genevals_rules() -> None:
-    scorer = tiny(form="graded")
+    scorer = tiny(output="graded")
     names, rules, size = [["cat", "dog"]], scorer.net.rules, (100, 200)
     pair = seen((0, 0.95, (0.2, 0.5)), (1, 0.95, (0.8, 0.5)))
     left, right = (
@@ -205,15 +206,17 @@ def test_counts_and_positions_are_marked_by_genevals_rules() -> None:
         }
         for side in ("left of", "right of")
     )
-    assert geneval_shares(pair, names, [left], rules, size).item() == 1
-    assert geneval_shares(pair, names, [right], rules, size).item() == 0.5
+    assert geneval_fractions(pair, names, [left], rules, size).item() == 1
+    assert geneval_fractions(pair, names, [right], rules, size).item() == 0.5
     three = seen(*[(0, 0.95, (0.2 * k, 0.5)) for k in range(1, 4)])
     count = {"tag": "counting", "include": [{"class": "cat", "count": 3}], "exclude": [{"class": "cat", "count": 4}]}
-    assert geneval_shares(three, names, [count], rules, size).item() == 1
+    assert geneval_fractions(three, names, [count], rules, size).item() == 1
     more = seen(*[(0, 0.95, (0.2 * k, 0.5)) for k in range(1, 5)])
-    assert geneval_shares(more, names, [count], rules, size).item() == 0.5
+    assert geneval_fractions(more, names, [count], rules, size).item() == 0.5
     unsure = seen(*[(0, 0.8, (0.2 * k, 0.5)) for k in range(1, 4)])
-    assert geneval_shares(unsure, names, [count], rules, size).item() == 0.5, "counted are only things of 0.9 and more"
+    assert geneval_fractions(unsure, names, [count], rules, size).item() == 0.5, (
+        "counted are only things of 0.9 and more"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,20 +224,20 @@ def test_the_rules_are_applied_to_what_the_network_finds(kind: str) -> None:
     pixels = random(3, 1, 3, 64, 64)
     demand = [{"tag": "", "include": [{"class": name, "count": 1}]} for name in ("cat", "computer mouse", "cat")]
     demand[2]["exclude"] = [{"class": "cat", "count": 1}]
-    graded = tiny(kind, form="graded", threshold=0.3).score(pixels, ["a", "b", "c"], demand)
-    verdict = tiny(kind, form="verdict", threshold=0.3).score(pixels, ["a", "b", "c"], demand)
-    assert not DetectionReward(form="graded").differentiable
+    graded = tiny(kind, output="graded", threshold=0.3).score(pixels, ["a", "b", "c"], demand)
+    verdict = tiny(kind, output="verdict", threshold=0.3).score(pixels, ["a", "b", "c"], demand)
+    assert not DetectionReward(output="graded").differentiable
     assert graded[0] == 1
     assert graded[2] == 0.5
     assert verdict.tolist() == [float(share == 1) for share in graded.tolist()]
-    strict = tiny(kind, form="graded", threshold=0.0, strict=True).score(pixels, ["a", "b", "c"], demand)
+    strict = tiny(kind, output="graded", threshold=0.0, strict=True).score(pixels, ["a", "b", "c"], demand)
     assert strict[0] < 1, "six things are found where one was asked for"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(1, 1), (3, 200), (200, 3)])
 def test_pictures_of_any_size_and_prompts_of_any_length_are_scored(kind: str, size: tuple[int, int]) -> None:
-    scorer = DetectionScorer(DetectionReward(kind, height=96), tiny(kind).net)
+    scorer = DetectionScorer(DetectionReward(kind, image_height=96), tiny(kind).net)
     prompts = ["a cat. " + "x " * 1000, "dog"]
     assert scorer.score(random(2, 1, 3, *size), prompts, [{}, {}]).isfinite().all()
 
@@ -244,25 +247,25 @@ def test_pictures_of_any_size_and_prompts_of_any_length_are_scored(kind: str, si
 def test_pixels_that_are_no_numbers_have_no_score(kind: str, form: Any) -> None:
     pixels = torch.full((1, 1, 3, 64, 64), float("nan"))
     fact = {"include": [{"class": "dog", "count": 1}]}
-    assert tiny(kind, form=form).score(pixels, ["dog"], [fact]).isnan().all()
+    assert tiny(kind, output=form).score(pixels, ["dog"], [fact]).isnan().all()
 
 
 @pytest.mark.parametrize(
     ("form", "fact", "sentence"),
     [
         ("confidence", {"object": "dgo"}, "the detector knows no 'dgo'; did you mean 'dog'?"),
-        ("verdict", {}, "'a dog' has no fact 'include' or 'exclude'"),
-        ("verdict", {"include": [{"class": "dog", "count": 1, "color": "red"}]}, "'a dog' asks for a colour"),
+        ("verdict", {}, "'a dog' has no metadata 'include'"),
+        ("verdict", {"include": [{"class": "dog", "count": 1, "color": "red"}]}, "'a dog' asks for a color"),
     ],
 )
 def test_what_cannot_be_looked_for_is_a_sentence(form: Any, fact: dict[str, Any], sentence: str) -> None:
-    scorer = DetectionScorer(DetectionReward(form=form, height=96), tiny().net)
+    scorer = DetectionScorer(DetectionReward(output=form, image_height=96), tiny().net)
     with pytest.raises(ValueError, match=sentence):
         scorer.score(random(1, 1, 3, 64, 64), ["a dog"], [fact])
 
 
 def test_wrong_folders_are_sentences(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"not here; expected a local path, or hustvl/yolos-base .*Apache-2.0"):
+    with pytest.raises(ConfigError, match=r"expected a local path, or hustvl/yolos-base .*Apache-2.0"):
         DetectionReward("nobody/nothing").load(Placement())
     with pytest.raises(ConfigError, match=r"no readable config\.json"):
         DetectionReward(str(tmp_path)).load(Placement())
@@ -288,6 +291,6 @@ def test_wrong_folders_are_sentences(folders: dict[str, Path], tmp_path: Path) -
     ],
 )
 def test_vaders_short_names_are_those_of_the_hub(short: str, hub: str) -> None:
-    assert [source.hub for source in DetectionReward(short).about.sources] == [hub]
-    with pytest.raises(ConfigError, match=f"'{hub}' are not here; .* `tastemaker download {hub}` fetches"):
+    assert [source.hub for source in DetectionReward(short).card.sources] == [hub]
+    with pytest.raises(ConfigError, match=f"'{hub}' were not found; .* `tastemaker download {hub}`"):
         DetectionReward(short).load(Placement())

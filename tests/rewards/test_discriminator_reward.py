@@ -32,8 +32,8 @@ def weights(golden: dict[str, Tensor], tmp_path: Path) -> Path:
     for key, x in found.items():
         if key.endswith(("running_mean", "running_var", "num_batches_tracked")):
             x.fill_(key.endswith("running_var"))
-    save_file(found, tmp_path / "critic.safetensors")
-    return tmp_path / "critic.safetensors"
+    save_file(found, tmp_path / "discriminator.safetensors")
+    return tmp_path / "discriminator.safetensors"
 
 
 def test_it_is_the_mean_of_the_published_logits(golden: dict[str, Tensor], weights: Path) -> None:
@@ -46,20 +46,31 @@ def test_it_is_the_mean_of_the_published_logits(golden: dict[str, Tensor], weigh
 
 @pytest.mark.parametrize("form", ["consolidated", "sharded"])
 def test_it_is_read_from_the_run_of_a_tokenizer(form: str, tmp_path: Path) -> None:
-    small = ["engine.device=cpu", "engine.precision=fp32", "rows=4", "data.device=cpu", "sample.every=0", "steps=1"]
-    rest = ["validation.every=0", f"checkpoint.form={form}"]
-    config = make_tiny_any(load_any_config("llamagen-vq", [*small, "critic={start: 0, layers: 2}", *rest]))
-    assert isinstance(config, AutoencoderRunConfig) and config.critic is not None
+    small = [
+        "engine.device=cpu",
+        "engine.precision=fp32",
+        "batch_size=4",
+        "data.device=cpu",
+        "sample.every=0",
+        "steps=1",
+    ]
+    rest = ["validation.every=0", f"checkpoint.format={form}"]
+    config = make_tiny_any(
+        load_any_config("llamagen-vq", [*small, "discriminator={start_step: 0, num_layers: 2}", *rest])
+    )
+    assert isinstance(config, AutoencoderRunConfig) and config.discriminator is not None
     run = build_autoencoder(config, tmp_path / "run")
     list(train(run))
-    assert run.critic is not None
-    scorer = DiscriminatorReward(str(tmp_path / "run"), width=config.critic.width, layers=2).load(Placement())
-    learned = run.critic.net.state_dict()
+    assert run.discriminator is not None
+    scorer = DiscriminatorReward(str(tmp_path / "run"), width=config.discriminator.width, num_layers=2).load(
+        Placement()
+    )
+    learned = run.discriminator.net.state_dict()
     assert all(x.equal(learned[key]) for key, x in scorer.net.state_dict().items())
 
 
 def test_weights_that_are_not_there_or_of_another_size_are_a_sentence(weights: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is nothing at 'nowhere.pt'; expected a file of a discriminator"):
+    with pytest.raises(ConfigError, match=r"nowhere\.pt"):
         DiscriminatorReward("nowhere.pt").load(Placement())
     with pytest.raises(ConfigError, match="set the sizes they were trained with"):
         DiscriminatorReward(str(weights), width=16).load(Placement())

@@ -66,7 +66,7 @@ def one(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
 def test_photographs_are_marked_right(
     lite: str, photos: dict[str, Tensor], photo: str, facts: dict[str, Any], expected: float
 ) -> None:
-    scorer = DetectionReward(lite, form="graded").load(Placement())
+    scorer = DetectionReward(lite, output="graded").load(Placement())
     assert scorer.score(photos[photo], ["a photo"], [facts]).item() == expected
 
 

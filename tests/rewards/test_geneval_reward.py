@@ -15,19 +15,22 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.evaluation.geneval_rules import CLASSES, DetectedObject, GenEvalRules
 from tastemaker.playground.art import COLORS
-from tastemaker.rewards.backbones.color_classifier import crop_object, load_color_classifier
-from tastemaker.rewards.backbones.detector_selftest import (
-    ACROSS,
+from tastemaker.rewards.backbones.mask2former import Instances, load_mask2former
+from tastemaker.rewards.geneval import (
     CELL,
-    DOWN,
+    COLUMNS,
+    ROWS,
+    GenevalChecker,
+    GenevalReward,
+    GenevalScorer,
+    apply_rules,
+    color_candidates,
+    crop_object,
+    load_color_classifier,
     require_selftest,
     run_selftest,
     selftest_image,
 )
-from tastemaker.rewards.backbones.geneval_checker import GenevalChecker, apply_rules, color_candidates
-from tastemaker.rewards.backbones.instance_segmentation import Instances
-from tastemaker.rewards.backbones.mask2former import load_mask2former
-from tastemaker.rewards.geneval import Geneval, GenevalScorer
 
 
 def fact(tag: str, *include: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -46,7 +49,7 @@ class Seer:
     scores: tuple[float, ...]
     variant: str = "seer"
 
-    def find(self, pixels: Tensor, floor: float) -> list[Instances]:
+    def detect(self, pixels: Tensor, floor: float) -> list[Instances]:
         height, width = pixels.shape[-2:]
         mask = torch.zeros(len(self.names), height, width, dtype=torch.bool)
         mask[:, :, : width // 2] = True
@@ -58,9 +61,9 @@ class Seer:
 class Painter:
     """Tells colours by the pixels of what is cut out."""
 
-    size = 32
+    image_size = 32
 
-    def tell(self, crops: Any, names: Any) -> list[str]:
+    def classify(self, crops: Any, names: Any) -> list[str]:
         plain = {color: torch.tensor(rgb) for color, rgb in COLORS.items()}
         mean, std = (
             torch.tensor([0.48145466, 0.4578275, 0.40821073]),
@@ -84,8 +87,8 @@ def halves(left: str, right: str) -> Tensor:
 
 def test_the_colour_is_that_of_the_thing_and_not_of_what_is_around_it() -> None:
     pixels = halves("red", "blue")
-    assert sight("car").look(pixels, [fact("colors", thing("car", color="red"))])[0].correct
-    told = sight("car").look(pixels, [fact("colors", thing("car", color="blue"))])[0]
+    assert sight("car").check(pixels, [fact("colors", thing("car", color="red"))])[0].correct
+    told = sight("car").check(pixels, [fact("colors", thing("car", color="blue"))])[0]
     assert not told.correct and told.reasons == ("expected blue car>=1, found 0 blue; and 1 red",)
 
 
@@ -114,17 +117,17 @@ def test_only_the_surest_that_are_asked_for_are_looked_at_closely() -> None:
 
 def test_colours_of_a_class_are_directions_of_three_sentences() -> None:
     teller = load_color_classifier("tiny", Placement())
-    known = teller.classifier("hot dog")
-    assert known.shape[0] == 10 and teller.classifier("hot dog") is known
+    known = teller.class_embeddings("hot dog")
+    assert known.shape[0] == 10 and teller.class_embeddings("hot dog") is known
     torch.testing.assert_close(known.norm(dim=1), torch.ones(10))
     texts = ["a photo of a green hot dog", "a photo of a green-colored hot dog", "a photo of a green object"]
-    read = teller.net.get_text_features(**teller.words(texts, torch.device("cpu"))).pooler_output
+    read = teller.net.get_text_features(**teller.tokenize(texts, torch.device("cpu"))).pooler_output
     mean = torch.nn.functional.normalize(torch.nn.functional.normalize(read, dim=-1).mean(0), dim=0)
     torch.testing.assert_close(known[3], mean)
 
 
 def scorer(*names: str, score: float = 0.95, **settings: Any) -> GenevalScorer:
-    spec = Geneval(**settings)
+    spec = GenevalReward(**settings)
     return GenevalScorer(spec, replace(sight(*names, score=score), rules=spec.rules))
 
 
@@ -132,7 +135,7 @@ def test_the_score_is_the_verdict_or_the_share_that_holds() -> None:
     pixels = halves("red", "blue")[:, None]
     both = fact("two_object", thing("car"), thing("dog"))
     assert scorer("car").score(pixels, ["it"], [both]).tolist() == [0]
-    assert scorer("car", form="graded").score(pixels, ["it"], [both]).tolist() == [0.5]
+    assert scorer("car", output="graded").score(pixels, ["it"], [both]).tolist() == [0.5]
     assert scorer("car", "dog").score(pixels, ["it"], [both]).tolist() == [1]
     assert scorer("car", "dog", "cat", strict=True).score(pixels, ["it"], [both]).tolist() == [0]
 
@@ -143,7 +146,7 @@ def test_counted_are_only_things_that_are_surer() -> None:
     assert scorer("car", "car").score(pixels, ["it"], [asked]).item() == 1
     assert scorer("car", "car", score=0.8).score(pixels, ["it"], [asked]).item() == 0
     assert scorer("car", "car", score=0.8, counting_threshold=0.7).score(pixels, ["it"], [asked]).item() == 1
-    assert scorer("car", "car", overlap=0.5).score(pixels, ["it"], [asked]).item() == 0, (
+    assert scorer("car", "car", nms_threshold=0.5).score(pixels, ["it"], [asked]).item() == 0, (
         "one on top of the other is one"
     )
 
@@ -152,8 +155,8 @@ def test_all_conditions_are_counted_in_the_share() -> None:
     asked = fact("counting", thing("car", 2), exclude=[thing("car", 3)])
     three = [DetectedObject("car", (20 * k, 0, 20 * k + 9, 9), 0.95) for k in range(3)]
     assert (
-        apply_rules(three, asked, GenEvalRules()).share == 0.5
-        and apply_rules(three[:2], asked, GenEvalRules()).share == 1
+        apply_rules(three, asked, GenEvalRules()).fraction_correct == 0.5
+        and apply_rules(three[:2], asked, GenEvalRules()).fraction_correct == 1
     )
 
 
@@ -162,7 +165,7 @@ def test_all_conditions_are_counted_in_the_share() -> None:
     [
         ({}, "'a dog': metadata have no 'tag' or no 'include'"),
         (fact("colors", thing("dgo")), "GenEval knows no class 'dgo'; did you mean 'dog'?"),
-        (fact("colors", thing("dog", color="rde")), "GenEval knows no colour 'rde'; did you mean 'red'?"),
+        (fact("colors", thing("dog", color="rde")), "GenEval knows no color 'rde'; did you mean 'red'?"),
         (fact("counting", thing("dog", 0)), "the count of 'dog' is 0; expected a whole number from 1"),
         (fact("position", thing("dog", position=["left of", 0])), "expected one of left of, right of, above, below"),
         (
@@ -171,7 +174,7 @@ def test_all_conditions_are_counted_in_the_share() -> None:
         ),
         (fact("position", thing("dog"), thing("cat", position=["above", "0"])), "the number of an object before it"),
         (fact("position", thing("dog"), thing("cat", position="above")), "the position of 'cat' is above; expected"),
-        (fact("colors", thing("dog", color=3)), "GenEval knows no colour '3'"),
+        (fact("colors", thing("dog", color=3)), "GenEval knows no color '3'"),
         (fact("counting", thing("dog", True)), "the count of 'dog' is True; expected a whole number"),
         ({"tag": "colors", "include": ["dog"]}, "objects are ['dog']; expected a list of mappings"),
         ({"tag": "colors", "include": thing("dog")}, "expected a list of mappings with 'class' and 'count'"),
@@ -185,9 +188,9 @@ def test_metadata_that_cannot_be_used_are_a_sentence(facts: dict[str, Any], sent
 
 
 def test_no_row_depends_on_its_company() -> None:
-    tiny = Geneval(form="graded").tiny().load(Placement())
+    tiny = GenevalReward(output="graded").tiny().load(Placement())
     pixels = torch.rand(3, 1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    found = [tiny.sight.detector.find(x[None, 0], 0.3)[0] for x in pixels]
+    found = [tiny.checker.detector.detect(x[None, 0], 0.3)[0] for x in pixels]
     names = [CLASSES[row.label[0]] for row in found]
     asked = [fact("two_object", thing(name), thing("dog", color="red")) for name in names]
     together = tiny.score(pixels, ["a", "b", "c"], asked)
@@ -196,15 +199,13 @@ def test_no_row_depends_on_its_company() -> None:
 
 
 def test_a_random_detector_fails_its_trial_loudly() -> None:
-    with pytest.raises(
-        ConfigError, match=r"the detector 'random' fails its trial: \d of 48 drawings .*name other weights"
-    ):
+    with pytest.raises(ConfigError, match=r"'random' fails its self-test: \d of 48"):
         require_selftest(
             GenevalChecker(load_mask2former("tiny", Placement()), load_color_classifier("tiny", Placement())),
             Placement(),
         )
-    with pytest.raises(ConfigError, match="fails its trial"):
-        replace(Geneval().tiny(), trial=True).load(Placement())
+    with pytest.raises(ConfigError, match="fails its self-test"):
+        replace(GenevalReward().tiny(), self_test=True).load(Placement())
 
 
 @dataclass(frozen=True)
@@ -214,13 +215,13 @@ class Reader:
     sheets: list[int]
     variant: str = "reader"
 
-    def find(self, pixels: Tensor, floor: float) -> list[Instances]:
+    def detect(self, pixels: Tensor, floor: float) -> list[Instances]:
         from tastemaker.playground.art import CLASSES as DRAWN
 
         first = 6 * len(self.sheets)
         self.sheets.append(first)
-        assert torch.equal(pixels[0], selftest_image(first)) and pixels.shape[-2:] == (DOWN * CELL, ACROSS * CELL)
-        corners = [(CELL * (k % ACROSS), CELL * (k // ACROSS)) for k in range(6)]
+        assert torch.equal(pixels[0], selftest_image(first)) and pixels.shape[-2:] == (ROWS * CELL, COLUMNS * CELL)
+        corners = [(CELL * (k % COLUMNS), CELL * (k // COLUMNS)) for k in range(6)]
         boxes = torch.tensor([[x + 20.0, y + 20.0, x + 100.0, y + 100.0] for x, y in corners])
         labels = torch.tensor([CLASSES.index(name) for name in DRAWN[first : first + 6]])
         return [Instances(labels, torch.full((6,), 0.9), boxes, torch.zeros(6, 1, 1, dtype=torch.bool))]
@@ -230,5 +231,5 @@ def test_who_knows_the_drawings_and_the_colours_passes() -> None:
     reader: Any = Reader([])
     painter: Any = Painter()
     outcome = run_selftest(GenevalChecker(reader, painter), Placement())
-    assert (outcome.found, outcome.colors) == (48, 10)
-    assert str(outcome) == "48 of 48 drawings and 10 of 10 colours were known"
+    assert (outcome.recognized, outcome.colors) == (48, 10)
+    assert str(outcome) == "48 of 48 drawings and 10 of 10 colors recognized"

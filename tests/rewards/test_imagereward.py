@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
-from tastemaker.rewards.backbones.blip import MEAN, STD, UNUSED, Blip, _renamed, read_blip
 from tastemaker.rewards.backbones.tokenizers import tiny_bert_tokenizer
-from tastemaker.rewards.imagereward import ImageReward
+from tastemaker.rewards.imagereward import MEAN, STD, UNUSED_KEYS, Blip, ImageReward, _convert_key, read_blip
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "imagereward"
 PROMPTS = ["a red cat", "", "Two dogs & a boat, it's late", "word " * 2000]
@@ -33,8 +32,8 @@ def state(recorded: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_the_network_gives_the_numbers_of_the_published_code(recorded: dict[str, Tensor]) -> None:
-    net = read_blip(state(recorded), "tiny", heads=(4, 4)).placed(Placement())
-    seen = net.see(recorded["input.pixel_values"])
+    net = read_blip(state(recorded), "tiny", num_heads=(4, 4)).freeze(Placement())
+    seen = net.encode_images(recorded["input.pixel_values"])
     torch.testing.assert_close(seen, recorded["output.image_embeds"], atol=1e-5, rtol=1e-5)
     raw = net(seen, recorded["input.input_ids"], recorded["input.attention_mask"])
     torch.testing.assert_close(raw[:, None], recorded["output.mlp_raw"], atol=1e-5, rtol=1e-6)
@@ -43,12 +42,12 @@ def test_the_network_gives_the_numbers_of_the_published_code(recorded: dict[str,
 
 def test_every_tensor_of_the_published_file_has_its_place() -> None:
     told = json.loads((FIXTURES / "keymap.json").read_text())
-    found = {key: _renamed(key) for key in told["map"]}
+    found = {key: _convert_key(key) for key in told["map"]}
     expected = {key: None if new is None else new.replace("mlp.layers.", "head.") for key, new in told["map"].items()}
-    assert {key: new for key, new in found.items() if not UNUSED.fullmatch(key)} == {
+    assert {key: new for key, new in found.items() if not UNUSED_KEYS.fullmatch(key)} == {
         key: new for key, new in expected.items() if new is not None
     }
-    assert sorted(key for key in found if UNUSED.fullmatch(key)) == sorted(told["dropped"])
+    assert sorted(key for key in found if UNUSED_KEYS.fullmatch(key)) == sorted(told["dropped"])
 
 
 def test_the_published_shapes_make_the_published_network() -> None:
@@ -63,7 +62,7 @@ def test_the_published_shapes_make_the_published_network() -> None:
     with torch.device("meta"):
         net = Blip(vision, text)
     own = {key: list(x.shape) for key, x in net.state_dict().items()}
-    assert own == {_renamed(key): told["shape"] for key, told in shapes.items() if not UNUSED.fullmatch(key)}
+    assert own == {_convert_key(key): told["shape"] for key, told in shapes.items() if not UNUSED_KEYS.fullmatch(key)}
 
 
 def published(folder: Path) -> str:
@@ -102,7 +101,7 @@ def test_a_file_narrower_than_a_head_is_a_sentence(recorded: dict[str, Tensor]) 
 
 def test_prompts_are_read_as_bert_reads_them_up_to_35_tokens() -> None:
     scorer = ImageReward().tiny().load(Placement())
-    ids = scorer.words(PROMPTS, torch.device("cpu"))
+    ids = scorer.tokenizer(PROMPTS, torch.device("cpu"))
     assert ids["input_ids"].shape == (4, 35)
     assert ids["input_ids"][:, 0].tolist() == [2] * 4  # [CLS], for [ENC] is never put in
     assert ids["input_ids"][1, :3].tolist() == [2, 3, 0]
@@ -111,9 +110,9 @@ def test_prompts_are_read_as_bert_reads_them_up_to_35_tokens() -> None:
 
 
 def test_padding_changes_nothing(recorded: dict[str, Tensor]) -> None:
-    net = read_blip(state(recorded), "tiny", heads=(4, 4)).placed(Placement())
+    net = read_blip(state(recorded), "tiny", num_heads=(4, 4)).freeze(Placement())
     ids, mask = recorded["input.input_ids"], recorded["input.attention_mask"]
-    seen = net.see(recorded["input.pixel_values"])
+    seen = net.encode_images(recorded["input.pixel_values"])
     longest = int(mask.sum(1).max())
     torch.testing.assert_close(
         net(seen, ids[:, :longest], mask[:, :longest]), net(seen, ids, mask), atol=1e-5, rtol=1e-6

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
-from tastemaker.rewards.backbones.instance_segmentation import (
+from tastemaker.rewards.backbones.mask2former import (
     DetectorPreprocessing,
+    Mask2FormerNetwork,
     ResizedFrame,
+    load_mask2former,
+    load_mmdet,
     resize_bilinear,
     select_instances,
 )
-from tastemaker.rewards.backbones.mask2former import Mask2FormerNetwork, load_mask2former, load_mmdet
 from tastemaker.rewards.backbones.mask2former_keys import convert_keys, mask2former_config, reorder_patch_merging
 
 HOME = Path(__file__).parent.parent / "fixtures/mask2former"
@@ -51,8 +53,8 @@ def test_pictures_are_padded_with_grey_to_multiples_of_32() -> None:
     assert frame == ResizedFrame((300, 200), (1200, 800), (1216, 800)) and seen.shape == (1, 3, 1216, 800)
     assert seen[0, 0, -1, 0].item() == pytest.approx((128 - 123.675) / 58.395)
     assert seen[0, 0, 0, 0].item() == pytest.approx((255 - 123.675) / 58.395)
-    assert DetectorPreprocessing()(torch.ones(1, 3, 512, 512))[1].inner == (800, 800)
-    assert DetectorPreprocessing()(torch.ones(1, 3, 100, 1000))[1].inner == (133, 1333), (
+    assert DetectorPreprocessing()(torch.ones(1, 3, 512, 512))[1].resized == (800, 800)
+    assert DetectorPreprocessing()(torch.ones(1, 3, 100, 1000))[1].resized == (133, 1333), (
         "the longer side has a limit of its own"
     )
 
@@ -71,7 +73,7 @@ def test_things_are_those_that_mmdet_finds(case: str, row: int) -> None:
     padded = tuple(GOLDEN[f"{case}.input.pixel_values"].shape[-2:])
     frame = ResizedFrame(tuple(shapes["ori_shape"]), tuple(shapes["img_shape"]), (padded[0], padded[1]))
     classes, masks = (GOLDEN[f"{case}.output.{name}_logits"][row] for name in ("class", "mask"))
-    found = select_instances(classes, masks, frame, most=most)
+    found = select_instances(classes, masks, frame, max_instances=most)
     theirs = {name: GOLDEN[f"{case}.post.{row}.{name}"] for name in ("bboxes", "labels", "masks")}
     # mmdet tells them in no order, so both are put in one.
     order, other = _order(found.label, found.boxes, found.score), _order(theirs["labels"], *_split(theirs["bboxes"]))
@@ -94,7 +96,7 @@ def _order(label: Tensor, boxes: Tensor, score: Tensor) -> list[int]:
 def test_a_floor_drops_only_what_is_below_it() -> None:
     frame = ResizedFrame((45, 40), (90, 80), (96, 80))
     logits = GOLDEN["a.output.class_logits"][0], GOLDEN["a.output.mask_logits"][0]
-    everything, some = select_instances(*logits, frame), select_instances(*logits, frame, floor=0.1)
+    everything, some = select_instances(*logits, frame), select_instances(*logits, frame, threshold=0.1)
     surer = everything.score[everything.score > 0.1].sort().values
     assert 0 < len(surer) < len(everything.score)
     torch.testing.assert_close(some.score[some.score > 0.1].sort().values, surer)
@@ -103,7 +105,7 @@ def test_a_floor_drops_only_what_is_below_it() -> None:
 def test_a_picture_without_things_has_none() -> None:
     classes = torch.zeros(5, 81)
     classes[:, -1] = 20
-    found = select_instances(classes, torch.zeros(5, 4, 4), ResizedFrame((9, 7), (16, 12), (32, 32)), floor=0.3)
+    found = select_instances(classes, torch.zeros(5, 4, 4), ResizedFrame((9, 7), (16, 12), (32, 32)), threshold=0.3)
     assert len(found.label) == 0 and found.boxes.shape == (0, 4) and found.masks.shape == (0, 9, 7)
 
 
@@ -157,7 +159,7 @@ def test_a_folder_of_the_hubs_layout_finds_the_same(tmp_path: Path) -> None:
     loaded = load_mask2former(str(folder(tiny.net, tmp_path / "hub")), Placement())
     assert loaded.variant == "transformers: hub" and not any(p.requires_grad for p in loaded.net.parameters())
     with torch.no_grad():
-        inputs = tiny.looks(pixels)[0]
+        inputs = tiny.preprocessing(pixels)[0]
         for ours, theirs in zip(loaded.net(inputs), tiny.net(inputs), strict=True):
             assert torch.equal(ours, theirs)
 

@@ -13,15 +13,14 @@ from tastemaker.config.validate import build_component
 from tastemaker.core.registry import Registry
 from tastemaker.core.reward import RewardSpec, Rubric, WeightedReward, load_shared_reward
 from tastemaker.core.types import Placement
-from tastemaker.rewards.aesthetic import Aesthetic
-from tastemaker.rewards.color import Brightness, Color
+from tastemaker.rewards.clip_heads import AestheticReward, WeatherReward
+from tastemaker.rewards.color import BrightnessReward, ColorReward
+from tastemaker.rewards.compression import JpegReward
 from tastemaker.rewards.detection import DetectionReward
-from tastemaker.rewards.hps import Hps
-from tastemaker.rewards.jpeg import Jpeg
-from tastemaker.rewards.pickscore import PickScore
-from tastemaker.rewards.stillness import Stillness
-from tastemaker.rewards.sum import Sum
-from tastemaker.rewards.weather import Weather
+from tastemaker.rewards.hps import HpsReward
+from tastemaker.rewards.motion import StillnessReward
+from tastemaker.rewards.pickscore import PickScoreReward
+from tastemaker.rewards.wrappers import SumReward
 
 PIXELS = torch.rand(4, 3, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 PROMPTS = ("red", "green", "blue", "grey")
@@ -32,51 +31,58 @@ def total(spec: RewardSpec, pixels: torch.Tensor = PIXELS) -> torch.Tensor:
 
 
 def test_a_sum_is_what_a_rubric_of_the_same_weights_says() -> None:
-    found = total(Sum((Brightness(), Color(), Stillness()), (0.5, -2.0, 3.0)))
-    torch.testing.assert_close(found, 0.5 * total(Brightness()) - 2 * total(Color()) + 3 * total(Stillness()))
-    torch.testing.assert_close(total(Sum((Brightness(), Jpeg()))), total(Brightness()) + total(Jpeg()))
+    found = total(SumReward((BrightnessReward(), ColorReward(), StillnessReward()), (0.5, -2.0, 3.0)))
+    torch.testing.assert_close(
+        found, 0.5 * total(BrightnessReward()) - 2 * total(ColorReward()) + 3 * total(StillnessReward())
+    )
+    torch.testing.assert_close(
+        total(SumReward((BrightnessReward(), JpegReward()))), total(BrightnessReward()) + total(JpegReward())
+    )
 
 
 def test_a_sum_passes_gradients_if_all_that_counts_has_them() -> None:
     pixels = PIXELS.clone().requires_grad_()
-    spec = Sum((Brightness(), Color()), (2.0, 0.0))
+    spec = SumReward((BrightnessReward(), ColorReward()), (2.0, 0.0))
     (gradient,) = torch.autograd.grad(total(spec, pixels).sum(), pixels)
     torch.testing.assert_close(gradient, torch.full_like(PIXELS, 2 / PIXELS[0].numel()))
-    assert not Sum((Brightness(), Jpeg())).differentiable
-    assert Sum((Brightness(), Jpeg()), (1.0, 0.0)).differentiable
+    assert not SumReward((BrightnessReward(), JpegReward())).differentiable
+    assert SumReward((BrightnessReward(), JpegReward()), (1.0, 0.0)).differentiable
 
 
 def test_a_sum_follows_the_rewards_inside() -> None:
-    mixed = Sum((Jpeg(batch_size=3), Stillness(batch_size=7)))
-    assert (mixed.reads, mixed.runs_on, mixed.batch_size) == ("clip", "device", 7)
-    assert Sum((Jpeg(),)).runs_on == "host"
-    assert "plain white" in Sum((Brightness(), Color())).about.hacked_by
+    mixed = SumReward((JpegReward(batch_size=3), StillnessReward(batch_size=7)))
+    assert (mixed.modality, mixed.runs_on, mixed.batch_size) == ("video", "device", 7)
+    assert SumReward((JpegReward(),)).runs_on == "host"
+    assert "plain white" in SumReward((BrightnessReward(), ColorReward())).card.failure_modes
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 2.0, 3.0)])
 def test_weights_that_do_not_fit_are_refused(weights: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"2 rewards and \d weights"):
-        Sum((Brightness(), Color()), weights)
+        SumReward((BrightnessReward(), ColorReward()), weights)
 
 
 def test_the_originals_names_are_accepted() -> None:
-    assert build_component(RewardSpec, {"type": "pick_score", "batch_size": 3}) == PickScore(batch_size=3)
+    assert build_component(RewardSpec, {"type": "pick_score", "batch_size": 3}) == PickScoreReward(batch_size=3)
     assert isinstance(build_component(RewardSpec, {"type": "objectDetection"}), DetectionReward)
     assert [build_component(RewardSpec, {"type": name}) for name in ("rainy", "snowy")] == [
-        Weather("rainy"),
-        Weather("snowy"),
+        WeatherReward("rainy"),
+        WeatherReward("snowy"),
     ]
     both = build_component(RewardSpec, {"type": "aesthetic_hps"})
-    assert both == Sum((Aesthetic(), Hps(fit="stretch")), (0.5, 7.5))  # (aesthetic + 15 hps) / 2
+    assert both == SumReward(
+        (AestheticReward(), HpsReward(resize_mode="stretch")), (0.5, 7.5)
+    )  # (aesthetic + 15 hps) / 2
     assert build_component(RewardSpec, {"type": "aesthetic_hps", "weights": [1, 2]}).weights == (1.0, 2.0)
 
 
 def test_an_alias_is_found_but_not_listed_and_written_by_its_name() -> None:
-    known = Registry("colour", {"red": "colorsys:rgb_to_hsv", "hue": "fractions:Fraction"}, {"rouge": {"type": "hue"}})
+    known = Registry("colour", {"red": "colorsys:rgb_to_hsv", "hue": "fractions:Fraction"})
+    known.add_alias("rouge", {"type": "hue"})
     assert list(known) == ["hue", "red"] and known.aliases("hue") == ["rouge"] and known.aliases("red") == []
     assert known.find("rouge") is known.find("hue")
     assert known.name(known.find("rouge")) == "hue"
-    assert known.spelled({"type": "rouge", "a": 1}) == {"type": "hue", "a": 1}
+    assert known.resolve_alias({"type": "rouge", "a": 1}) == {"type": "hue", "a": 1}
 
 
 def test_no_reward_has_a_setting_by_the_name_of_one_that_says_how_it_counts() -> None:

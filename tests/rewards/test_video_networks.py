@@ -15,10 +15,8 @@ from torch import Tensor
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.reward import RewardError, RewardSpec, Rubric, WeightedReward
 from tastemaker.core.types import Placement
-from tastemaker.rewards.actpred import Actpred
-from tastemaker.rewards.backbones.videomae import ACTION_ALIASES, sinusoidal_positions
-from tastemaker.rewards.backbones.vjepa import BLOCKS, sample_block_mask
-from tastemaker.rewards.vjepa import Vjepa
+from tastemaker.rewards.actpred import ACTION_ALIASES, ActionReward, sinusoidal_positions
+from tastemaker.rewards.vjepa import BLOCKS, VjepaReward, sample_block_mask
 
 NAMES = ["abseiling", "jogging", "playing piano", "chopping wood", "playing violin"]
 EXACT = Placement(dtype=torch.float64)
@@ -79,8 +77,10 @@ def test_clips_of_any_length_score_as_by_a_network_made_for_them(kinetics: Path,
         logits = made((pixels - mean) / std).logits
     prompts, places = ["jogging", "A person playing the piano in a hall"], torch.tensor([1, 2])
     expected = -torch.nn.functional.cross_entropy(logits, places, reduction="none")
-    torch.testing.assert_close(score(Actpred(weights=str(kinetics)), pixels, prompts), expected, atol=1e-5, rtol=1e-5)
-    plain = score(Actpred(weights=str(kinetics), logarithm=False), pixels, prompts)
+    torch.testing.assert_close(
+        score(ActionReward(weights=str(kinetics)), pixels, prompts), expected, atol=1e-5, rtol=1e-5
+    )
+    plain = score(ActionReward(weights=str(kinetics), log_prob=False), pixels, prompts)
     torch.testing.assert_close(plain, logits.softmax(-1)[[0, 1], places], atol=1e-6, rtol=1e-5)
 
 
@@ -93,33 +93,35 @@ def test_positions_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (50, 70), (20, 16)])
 def test_frames_are_stretched_as_the_processor_does(kinetics: Path, height: int, width: int) -> None:
     frame = picture(height, width)
-    net = Actpred(weights=str(kinetics)).load(Placement()).net
+    net = ActionReward(weights=str(kinetics)).load(Placement()).net
     theirs = fitted(frame, size={"height": 32, "width": 32}, do_center_crop=False)
-    assert (net.fitted(frame[None])[0] - theirs).abs().mean() * 0.226 <= 1e-3
+    assert (net.preprocessing(frame[None])[0] - theirs).abs().mean() * 0.226 <= 1e-3
 
 
 def test_an_odd_last_frame_and_every_other_frame_can_be_left_out(kinetics: Path) -> None:
-    spec, pixels = Actpred(weights=str(kinetics)), clips(2, 9)
+    spec, pixels = ActionReward(weights=str(kinetics)), clips(2, 9)
     prompts = ["jogging", "jogging"]
     assert torch.equal(score(spec, pixels, prompts), score(spec, pixels[:, :8], prompts))
-    assert torch.equal(score(replace(spec, every=2), pixels[:, :8], prompts), score(spec, pixels[:, :8:2], prompts))
-    with pytest.raises(ValueError, match="2 frames or more, but the clips have 1"):
+    assert torch.equal(
+        score(replace(spec, frame_stride=2), pixels[:, :8], prompts), score(spec, pixels[:, :8:2], prompts)
+    )
+    with pytest.raises(ValueError, match="2 frames or more"):
         score(spec, pixels[:, :1], prompts)
 
 
 def test_a_prompt_means_the_first_action_it_names(kinetics: Path) -> None:
-    net = Actpred(weights=str(kinetics)).load(Placement()).net
-    assert net.place("abseiling", None) == 0  # a label as it is
-    assert net.place("a violin on a piano", None) == NAMES.index("playing piano")  # VADER's order, not the prompt's
-    assert net.place("a man is chopping wood", None) == NAMES.index("chopping wood")
-    assert net.place("a cat", "abseiling") == 0
+    net = ActionReward(weights=str(kinetics)).load(Placement()).net
+    assert net.label_id("abseiling", None) == 0  # a label as it is
+    assert net.label_id("a violin on a piano", None) == NAMES.index("playing piano")  # VADER's order, not the prompt's
+    assert net.label_id("a man is chopping wood", None) == NAMES.index("chopping wood")
+    assert net.label_id("a cat", "abseiling") == 0
     assert [*ACTION_ALIASES][:3] == ["piano", "guitar", "doughnuts"] and len(ACTION_ALIASES) == 13
 
 
 def test_prompts_and_labels_that_name_no_action_are_refused(kinetics: Path) -> None:
-    spec = Actpred(weights=str(kinetics))
+    spec = ActionReward(weights=str(kinetics))
     rubric = Rubric({"actpred": WeightedReward(spec, spec.load(Placement()))})
-    with pytest.raises(RewardError, match="the prompt 'a cat' names no action the classifier knows"):
+    with pytest.raises(RewardError, match="'a cat' names no action"):
         rubric.score(clips(1, 4), ["a cat"])
     with pytest.raises(ValueError, match=r"the label 'juggling' is no action .* such as 'jogging'"):
         score(replace(spec, label="juggling"), clips(1, 4), ["jogging"])
@@ -147,20 +149,20 @@ def jepa_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_loaded_jepa_encodes_as_transformers_does(jepa_folder: Path) -> None:
-    net = Vjepa(weights=str(jepa_folder)).load(Placement()).net
-    seen = net._fit(clips(2, 4))
+    net = VjepaReward(weights=str(jepa_folder)).load(Placement()).net
+    seen = net._preprocess(clips(2, 4))
     with torch.no_grad():
         theirs = jepa()(seen)
         places = net.net.encoder.embeddings(seen)
-        torch.testing.assert_close(net._encoded(places, torch.arange(places.shape[1])), theirs.last_hidden_state)
+        torch.testing.assert_close(net._encode(places, torch.arange(places.shape[1])), theirs.last_hidden_state)
 
 
 def test_the_score_is_minus_the_training_loss(jepa_folder: Path) -> None:
-    spec = Vjepa(weights=str(jepa_folder), masks=2, seed=5)
+    spec = VjepaReward(weights=str(jepa_folder), num_masks=2, seed=5)
     pixels, own, losses = clips(2, 4), jepa(), []
     net = spec.load(Placement()).net
     with torch.no_grad():
-        seen = net._fit(pixels)
+        seen = net._preprocess(pixels)
         target = torch.nn.functional.layer_norm(own(seen, skip_predictor=True).last_hidden_state, [36])
         for seed in (5, 6):
             for blocks, share in BLOCKS:
@@ -178,11 +180,11 @@ def test_the_score_is_minus_the_training_loss(jepa_folder: Path) -> None:
 
 
 def test_what_is_hidden_stays_hidden_from_the_context(jepa_folder: Path) -> None:
-    net = Vjepa(weights=str(jepa_folder)).load(Placement()).net
+    net = VjepaReward(weights=str(jepa_folder)).load(Placement()).net
     shown, missing = sample_block_mask(2, 4, *BLOCKS[0], 0)
     places = torch.rand(1, 32, 36, generator=torch.Generator().manual_seed(0))
     other = places.index_fill(1, missing, 0.0)
-    assert torch.equal(net._encoded(places, shown), net._encoded(other, shown))
+    assert torch.equal(net._encode(places, shown), net._encode(other, shown))
 
 
 def test_masks_are_blocks_through_all_frames_and_the_same_each_time() -> None:
@@ -200,15 +202,19 @@ def test_masks_are_blocks_through_all_frames_and_the_same_each_time() -> None:
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (50, 70)])
 def test_frames_are_cropped_as_the_processor_does(jepa_folder: Path, height: int, width: int) -> None:
     clip = picture(height, width).expand(1, 2, 3, height, width)
-    net = Vjepa(weights=str(jepa_folder)).load(Placement()).net
+    net = VjepaReward(weights=str(jepa_folder)).load(Placement()).net
     enlarged = int(32 * 256 / 224)  # as VJEPA2VideoProcessor, which asks for torchvision
     theirs = fitted(clip[0, 0], size={"shortest_edge": enlarged}, crop_size={"height": 32, "width": 32})
-    assert (net._fit(clip)[0, 0] - theirs).abs().mean() * 0.226 <= 1e-3
+    assert (net._preprocess(clip)[0, 0] - theirs).abs().mean() * 0.226 <= 1e-3
 
 
-@pytest.mark.parametrize("spec", [Actpred(label="jogging"), Actpred(label="jogging", logarithm=False), Vjepa()])
-def test_gradients_agree_with_finite_differences(spec: Actpred | Vjepa, kinetics: Path, jepa_folder: Path) -> None:
-    scorer = replace(spec, weights=str(kinetics if isinstance(spec, Actpred) else jepa_folder)).load(EXACT)
+@pytest.mark.parametrize(
+    "spec", [ActionReward(label="jogging"), ActionReward(label="jogging", log_prob=False), VjepaReward()]
+)
+def test_gradients_agree_with_finite_differences(
+    spec: ActionReward | VjepaReward, kinetics: Path, jepa_folder: Path
+) -> None:
+    scorer = replace(spec, weights=str(kinetics if isinstance(spec, ActionReward) else jepa_folder)).load(EXACT)
     pixels = (0.2 + 0.6 * clips(1, 4, 36, 44).double()).requires_grad_()
     step = 1e-6 * torch.randn(pixels.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     up, down = (scorer.score(pixels.detach() + sign * step, [""], [{}]).item() for sign in (1, -1))
@@ -216,9 +222,9 @@ def test_gradients_agree_with_finite_differences(spec: Actpred | Vjepa, kinetics
     assert (slope * step).sum().item() == pytest.approx((up - down) / 2, rel=1e-3, abs=1e-12)
 
 
-@pytest.mark.parametrize("spec", [Actpred().tiny(), Vjepa().tiny()])
+@pytest.mark.parametrize("spec", [ActionReward().tiny(), VjepaReward().tiny()])
 @pytest.mark.parametrize("shape", [(64, 64), (512, 320), (1, 1)])
-def test_small_ones_score_any_clip_alike_each_time(spec: Actpred | Vjepa, shape: tuple[int, int]) -> None:
+def test_small_ones_score_any_clip_alike_each_time(spec: ActionReward | VjepaReward, shape: tuple[int, int]) -> None:
     pixels = clips(2, 5, *shape).requires_grad_()
     one, two = (
         Rubric({"it": WeightedReward(spec, spec.load(Placement()))}).score(pixels, ["", "x" * 10_000]).total
@@ -229,13 +235,13 @@ def test_small_ones_score_any_clip_alike_each_time(spec: Actpred | Vjepa, shape:
     assert not any(p.requires_grad for p in spec.load(Placement()).net.net.parameters())
 
 
-@pytest.mark.parametrize("spec", [Actpred(), Vjepa()])
+@pytest.mark.parametrize("spec", [ActionReward(), VjepaReward()])
 def test_weights_that_are_missing_wrong_or_cut_off_are_told_in_a_sentence(
-    spec: Actpred | Vjepa, kinetics: Path, jepa_folder: Path, tmp_path: Path
+    spec: ActionReward | VjepaReward, kinetics: Path, jepa_folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=f"not here; expected a local path, or {spec.weights} from the hub"):
+    with pytest.raises(ConfigError, match=f"expected a local path, or {spec.weights} from the hub"):
         replace(spec, weights=spec.weights).load(Placement())
-    right, wrong = (kinetics, jepa_folder) if isinstance(spec, Actpred) else (jepa_folder, kinetics)
+    right, wrong = (kinetics, jepa_folder) if isinstance(spec, ActionReward) else (jepa_folder, kinetics)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((right / name).read_bytes())
     (tmp_path / "model.safetensors").write_bytes((wrong / "model.safetensors").read_bytes())

@@ -20,12 +20,11 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.reward import Verifier
 from tastemaker.core.types import Placement, PromptBatch
-from tastemaker.rewards.vlm import Vlm, VlmScorer
+from tastemaker.rewards.vlm import VlmReward, VlmScorer
 from tastemaker.search.base import Search, start_candidates
 from tastemaker.search.best_of_n import BestOfN
 from tastemaker.search.parm import PARMSearch
-from tastemaker.search.refine import ExplainingVerifier
-from tastemaker.vlm.chat_model import ChatOutput
+from tastemaker.vlm.chat_model import ChatOutput, YesNoModel
 from tastemaker.vlm.chat_processors import Conversation, OneVisionProcessor
 from tastemaker.vlm.judge import VlmJudge
 from tastemaker.vlm.yes_no import (
@@ -56,22 +55,22 @@ def logits(told: dict[str, float]) -> Tensor:
 
 
 @dataclass
-class Scripted:
+class Scripted(YesNoModel):
     """A judge that gives the answers it is told to, in order, and counts the questions."""
 
     queue: list[Tensor]
-    words: AnswerTokens = WORDS
+    answer_tokens: AnswerTokens = WORDS
     asked: list[str] = field(default_factory=list)
 
-    def plain(self, prompt: str) -> str:
+    def strip_special_tokens(self, prompt: str) -> str:
         return prompt
 
-    def ask(self, pixels: Tensor, conversations: Sequence[Conversation], keep: bool = False) -> ChatOutput:
+    def ask(self, pixels: Tensor, conversations: Sequence[Conversation], keep_cache: bool = False) -> ChatOutput:
         self.asked += [turns[-1] for turns in conversations]
         rows = torch.cat([self.queue.pop(0) for _ in conversations])
         return ChatOutput(rows, pixels, tuple(conversations), torch.ones(len(rows), 1))
 
-    def follow(self, heard: ChatOutput, rows: Tensor, answer: str, question: str) -> Tensor:
+    def ask_followup(self, heard: ChatOutput, rows: Tensor, answer: str, question: str) -> Tensor:
         assert answer == "yes"
         return self.ask(heard.pixels[rows], [(question,)] * len(rows)).logits
 
@@ -85,25 +84,25 @@ def said(token: str, told: dict[str, float]) -> Tensor:
 def test_conversations_are_worded_as_recorded() -> None:
     speech, prompt = OneVisionProcessor(None, None), "a photo of a red dog"
     clarity = CLARITY.replace("{prompt}", prompt)
-    assert speech.written((QUESTIONS["orm"].replace("{prompt}", prompt),)) == FLOW["orm_prompt"]
-    assert speech.written((clarity,)) == FLOW["clarity_prompt"]
-    assert speech.written((clarity, "yes", POTENTIAL)) == FLOW["potential_prompt"]
+    assert speech.render((QUESTIONS["orm"].replace("{prompt}", prompt),)) == FLOW["orm_prompt"]
+    assert speech.render((clarity,)) == FLOW["clarity_prompt"]
+    assert speech.render((clarity, "yes", POTENTIAL)) == FLOW["potential_prompt"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case["fn"] == "orm"], ids=str)
 def test_outcomes_score_as_recorded(case: dict[str, Any]) -> None:
     token = torch.tensor([VOCABULARY.index(case["token"])])
     answer = parse_answer(logits(case["logits"]), WORDS, "upstream_generate", 0.5, token)
-    assert answer.agrees.item() is case["ret"][0]
+    assert answer.is_yes.item() is case["ret"][0]
     assert answer.score.item() == pytest.approx(case["ret"][1], abs=1e-5)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c["fn"] == "parm" and not c["clear_in"]], ids=str)
 def test_previews_are_judged_as_recorded(case: dict[str, Any]) -> None:
     judge = Scripted([said(token, told) for token, told in case["queue"]])
-    verdict = VlmJudge(judge, "upstream_generate", 0.5).preview(PICTURES[:1, 0], ["a cat"])
+    verdict = VlmJudge(judge, "upstream_generate", 0.5).judge_preview(PICTURES[:1, 0], ["a cat"])
     promising, cost, clear = case["ret"]
-    assert (verdict.promising.item(), verdict.clear.item()) == (promising, clear)
+    assert (verdict.promising.item(), verdict.judgeable.item()) == (promising, clear)
     assert 1 - verdict.score.item() == pytest.approx(cost, abs=1e-5)
     assert len(judge.asked) == case["vlm_calls"]
 
@@ -123,7 +122,7 @@ def test_sampling_settings_change_the_published_score_alone() -> None:
     told = torch.randn(6, 45, generator=torch.Generator().manual_seed(1)) * 3
     few = replace(WORDS, top_k=7, top_p=0.8)
     theirs = TopPLogitsWarper(0.8)(None, TopKLogitsWarper(7)(None, told))
-    torch.testing.assert_close(few.warped(told).softmax(-1), theirs.softmax(-1))
+    torch.testing.assert_close(few.warp_logits(told).softmax(-1), theirs.softmax(-1))
     for mode in MODES[:2]:
         assert torch.equal(parse_answer(told, few, mode, 0.5).score, parse_answer(told, WORDS, mode, 0.5).score)
     sure = logits({"yes": 3.0, "no": 1.0})
@@ -145,8 +144,8 @@ class Reader(Scripted):
     previews: dict[int, list[tuple[bool, float, bool]]] = field(default_factory=dict)
     unclear: list[int] = field(default_factory=list)
 
-    def ask(self, pixels: Tensor, conversations: Sequence[Conversation], keep: bool = False) -> ChatOutput:
-        if not keep:
+    def ask(self, pixels: Tensor, conversations: Sequence[Conversation], keep_cache: bool = False) -> ChatOutput:
+        if not keep_cache:
             return Scripted.ask(self, pixels, conversations)
         assert len(conversations) == len(self.unclear)
         looks = [self.previews[each].pop(0) for each in self.unclear]
@@ -155,7 +154,7 @@ class Reader(Scripted):
         rows = torch.cat([answer(0.9 if clear else 0.1) for _, _, clear in looks])
         return ChatOutput(rows, pixels, tuple(conversations), torch.ones(len(rows), 1))
 
-    def follow(self, heard: ChatOutput, rows: Tensor, answer: str, question: str) -> Tensor:
+    def ask_followup(self, heard: ChatOutput, rows: Tensor, answer: str, question: str) -> Tensor:
         return torch.cat(self.later)
 
 
@@ -174,14 +173,14 @@ def split(name: str) -> dict[int, list[tuple[bool, float, bool]]]:
 def pick(search: Search, judge: Verifier, count: int) -> int:
     """Which candidate a search takes."""
     policy, batch, rng = toys.policy("masked"), PromptBatch(("a red",), ({},)), Randomness(3, 0, torch.arange(1))
-    found = search.find(policy, judge, batch, rng)
-    cond = policy.embed(batch.prompts, batch.facts).repeat(count)
+    found = search.run(policy, judge, batch, rng)
+    cond = policy.embed(batch.prompts, batch.metadata).repeat(count)
     finals = start_candidates(policy, cond, rng.repeat(count)).finish().final
     return next(k for k in range(count) if torch.equal(finals[k], found.x[0]))
 
 
 def scorer(talker: Scripted) -> VlmScorer:
-    return VlmScorer(Vlm(mode="upstream_generate"), VlmJudge(talker, "upstream_generate", 0.5))
+    return VlmScorer(VlmReward(answer_mode="upstream_generate"), VlmJudge(talker, "upstream_generate", 0.5))
 
 
 def test_the_best_of_several_is_the_recorded_one() -> None:
@@ -200,20 +199,19 @@ def test_a_search_with_previews_takes_the_recorded_one(name: str, finals: tuple[
 
 
 def test_it_says_what_is_wrong_for_a_search_that_reflects() -> None:
-    judge = Vlm(batch_size=2).tiny().load(Placement())
-    assert isinstance(judge, ExplainingVerifier)
-    told = judge.reasons(PICTURES, PROMPTS, [{}] * 5)
+    judge = VlmReward(batch_size=2).tiny().load(Placement())
+    told = judge.explain(PICTURES, PROMPTS, [{}] * 5)
     assert len(told) == 5 and all(isinstance(reason, str) for reason in told)
-    assert told == judge.reasons(PICTURES, PROMPTS, [{}] * 5)
+    assert told == judge.explain(PICTURES, PROMPTS, [{}] * 5)
     with pytest.raises(ValueError, match="Scripted answers in one word"):
-        scorer(Scripted([])).reasons(PICTURES, PROMPTS, [{}] * 5)
+        scorer(Scripted([])).explain(PICTURES, PROMPTS, [{}] * 5)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_judge_that_answers_neither_yes_nor_no_is_a_sentence(mode: AnswerMode) -> None:
     panel = VlmJudge(Scripted([logits({"maybe": 3.0}), logits({"yes": 3.0})]), mode, 0.5, "my/judge")
-    with pytest.warns(UserWarning, match="the judge 'my/judge' answers neither yes nor no to some pictures"):
-        said = panel.outcome(PICTURES[:2, 0], ["a cat", "a dog"], "orm")
+    with pytest.warns(UserWarning, match="'my/judge' answers neither yes nor no"):
+        said = panel.judge_finished(PICTURES[:2, 0], ["a cat", "a dog"], "orm")
     assert said.score.isfinite().all() and said.score[0] < said.score[1]
 
 
@@ -221,7 +219,7 @@ def test_a_judge_that_answers_is_not_complained_of() -> None:
     panel = VlmJudge(Scripted([logits({"No": 3.0})]), "yes_no_logits", 0.5, "my/judge")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        panel.outcome(PICTURES[:1, 0], ["a cat"], "orm")
+        panel.judge_finished(PICTURES[:1, 0], ["a cat"], "orm")
 
 
 def test_a_top_k_of_nought_keeps_every_word() -> None:
@@ -245,8 +243,8 @@ def test_words_in_capitals_are_yes_and_no_too() -> None:
 def test_a_prm_is_asked_its_own_question_at_every_step() -> None:
     judge = Scripted([logits({"yes": 1.0, "no": 0.0}), logits({"yes": 0.0, "no": 1.0})])
     for progress, likely in ((0.3, 1.0), (1.0, -1.0)):
-        said = VlmJudge(judge, "yes_no_logits", 0.5).verdict(PICTURES[:1, 0], ["a cat"], "prm", progress)
-        assert said.clear.all() and said.score.item() == pytest.approx(1 / (1 + math.exp(-likely)), rel=1e-5)
+        said = VlmJudge(judge, "yes_no_logits", 0.5).judge(PICTURES[:1, 0], ["a cat"], "prm", progress)
+        assert said.judgeable.all() and said.score.item() == pytest.approx(1 / (1 + math.exp(-likely)), rel=1e-5)
     assert judge.asked == [QUESTIONS["prm"].replace("{prompt}", "a cat")] * 2
 
 
@@ -255,4 +253,4 @@ def test_what_sampling_leaves_is_what_transformers_leaves(top_k: int, top_p: flo
     told = torch.randn(64, 90, generator=torch.Generator().manual_seed(0)).mul(3).round()  # with many equals
     theirs = TopKLogitsWarper(top_k)(torch.zeros(0), told) if top_k else told
     theirs = TopPLogitsWarper(top_p)(torch.zeros(0), theirs) if top_p < 1 else theirs
-    assert torch.equal(AnswerTokens((0,), (1,), top_k, top_p).warped(told), theirs)
+    assert torch.equal(AnswerTokens((0,), (1,), top_k, top_p).warp_logits(told), theirs)

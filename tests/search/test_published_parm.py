@@ -14,11 +14,11 @@ import toys
 from torch import Tensor
 
 from tastemaker.core.randomness import Randomness
-from tastemaker.core.reward import Verdict
+from tastemaker.core.reward import Verdict, Verifier
 from tastemaker.core.types import Metadata, PromptBatch, Prompts
 from tastemaker.search.base import RubricVerifier, SearchCost, start_candidates
 from tastemaker.search.best_of_n import BestOfN
-from tastemaker.search.published_parm import PublishedPARMSearch
+from tastemaker.search.parm import PublishedPARMSearch
 from tastemaker.search.refine import Refine
 
 FLOWS = json.loads((Path(__file__).parents[1] / "fixtures/showo/reward_flow.json").read_text())["flows"]
@@ -26,7 +26,7 @@ ONE = PromptBatch(("a red",), ({},))
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recorded(Verifier):
     """Answers of a recording, candidate by candidate; pictures are told apart by when they come."""
 
     previews: list[list[tuple[bool, float, bool]]]  # of each candidate: promising, cost, clear
@@ -57,25 +57,25 @@ def recorded(flow: dict[str, Any]) -> Recorded:
 
 
 @pytest.mark.parametrize("flow", [flow for flow in FLOWS if flow["mod"] == "parm"], ids=lambda flow: flow["name"])
-def test_a_published_search_takes_the_recorded_one_and_asks_as_often(flow: dict[str, Any]) -> None:
+def test_published_parm_reproduces_recorded_runs(flow: dict[str, Any]) -> None:
     policy, judge, count = toys.policy("masked"), recorded(flow), flow["search"]
-    policy = type(policy)(policy.model, policy.process.in_steps(3), policy.weights)
+    policy = type(policy)(policy.model, policy.process.with_num_steps(3), policy.weights)
     rng = Randomness(3, 0, torch.arange(1))
-    found = PublishedPARMSearch(count, reset=True).find(policy, judge, ONE, rng)
+    found = PublishedPARMSearch(count, reset_temperature=True).run(policy, judge, ONE, rng)
     cond = policy.embed(ONE.prompts).repeat(count)
     finals = start_candidates(policy, cond, rng.repeat(count)).finish().final
     assert [next(k for k in range(count) if torch.equal(finals[k], found.x[0]))] == flow["picked"]
     assert judge.asked == [call.partition(":")[0] for call in flow["calls"]]
-    assert found.price == SearchCost(3 * count, len(flow["calls"]))
+    assert found.cost == SearchCost(3 * count, len(flow["calls"]))
 
 
 @pytest.mark.parametrize("search", [BestOfN, PublishedPARMSearch])
-def test_without_a_reset_all_candidates_but_the_first_are_made_without_chance(search: Any) -> None:
+def test_without_temperature_reset_later_candidates_are_greedy(search: Any) -> None:
     policy, rng = toys.policy("masked"), Randomness(3, 0, torch.arange(2))
     batch = PromptBatch(("a red", "a blue"), ({}, {}))
 
     @dataclass(frozen=True)
-    class Nth:
+    class Nth(Verifier):
         place: int
 
         def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
@@ -86,25 +86,25 @@ def test_without_a_reset_all_candidates_but_the_first_are_made_without_chance(se
 
     cond, draws = policy.embed(batch.prompts).repeat(3), rng.repeat(3)
     warm = start_candidates(policy, cond, draws).finish().final
-    cold_policy = type(policy)(policy.model, toys.MaskedProcess(steps=4, temperature=0.0), policy.weights)
+    cold_policy = type(policy)(policy.model, toys.MaskedProcess(num_steps=4, temperature=0.0), policy.weights)
     cold = start_candidates(cold_policy, cond, draws).finish().final
     for place in range(3):
-        found = search(3, reset=False).find(policy, Nth(place), batch, rng)
+        found = search(3, reset_temperature=False).run(policy, Nth(place), batch, rng)
         assert torch.equal(found.x, (cold if place else warm)[place::3])
-        again = search(3, reset=True).find(policy, Nth(place), batch, rng)
+        again = search(3, reset_temperature=True).run(policy, Nth(place), batch, rng)
         assert torch.equal(again.x, warm[place::3])
     assert not torch.equal(warm, cold)
 
 
-def test_only_masked_generators_have_a_temperature_to_keep() -> None:
-    with pytest.raises(ValueError, match="only masked generators have a temperature"):
-        BestOfN(2, reset=False).find(
+def test_reset_temperature_false_requires_a_masked_generator() -> None:
+    with pytest.raises(ValueError, match="only masked generators"):
+        BestOfN(2, reset_temperature=False).run(
             toys.policy("flow"), RubricVerifier(toys.rubric()), ONE, Randomness(0, 0, torch.arange(1))
         )
 
 
 @dataclass(frozen=True)
-class Complaining:
+class Complaining(Verifier):
     """Says what is wrong, and hears what is told of it."""
 
     least: float
@@ -115,30 +115,30 @@ class Complaining:
         score = toys.rubric().score(pixels, prompts).total
         return Verdict(score >= -9, score >= self.least, score)
 
-    def reasons(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> list[str]:
+    def explain(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> list[str]:
         return [f"this is not {prompt}" for prompt in prompts]
 
 
 @pytest.mark.parametrize("name", ["flow", "causal", "masked"])
-def test_reflection_makes_again_what_is_not_right_and_says_why(name: str) -> None:
+def test_refine_regenerates_rejected_samples_with_feedback(name: str) -> None:
     policy, batch, rng = toys.pretrained_policy(name), toys.prompts(64), Randomness(5, 0, torch.arange(64))
     judge = Complaining(0.8)
     once, found = (
-        BestOfN(1).find(policy, RubricVerifier(toys.rubric()), batch, rng),
-        Refine(rounds=3).find(policy, judge, batch, rng),
+        BestOfN(1).run(policy, RubricVerifier(toys.rubric()), batch, rng),
+        Refine(max_rounds=3).run(policy, judge, batch, rng),
     )
     assert toys.z_score(once.score, found.score) > 3
     kept = once.score >= 0.8
     assert torch.equal(found.x[kept], once.x[kept])
     assert ("a red", "this is not a red") in judge.heard
     wrong = int((~kept).sum())
-    assert found.price.calls >= once.price.calls * (1 + wrong / 64) and found.price.calls < 4 * once.price.calls
+    assert found.cost.calls >= once.cost.calls * (1 + wrong / 64) and found.cost.calls < 4 * once.cost.calls
     assert torch.equal(found.score, toys.rubric().score(policy.decode(found.x), batch.prompts).total)
 
 
-def test_whoever_is_content_pays_once() -> None:
+def test_refine_stops_when_all_are_promising() -> None:
     policy, batch, rng = toys.policy("flow"), toys.prompts(8), Randomness(5, 0, torch.arange(8))
-    found = Refine(BestOfN(2)).find(policy, RubricVerifier(toys.rubric(), promising_at=-9), batch, rng)
-    assert found.price == SearchCost(2 * 8 * 8, 2 * 8 + 8)
+    found = Refine(BestOfN(2)).run(policy, RubricVerifier(toys.rubric(), promising_score=-9), batch, rng)
+    assert found.cost == SearchCost(2 * 8 * 8, 2 * 8 + 8)
     with pytest.raises(ValueError, match="expected at least one"):
-        Refine(rounds=0)
+        Refine(max_rounds=0)

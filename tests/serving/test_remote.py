@@ -1,4 +1,4 @@
-"""A remote reward whose server is late, silent, unwilling or wrong: asked again where that may help, then told."""
+"""The remote reward when its server is missing, late, slow or wrong: retries and errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.reward import RewardError
 from tastemaker.core.types import Metadata, Placement, Prompts
-from tastemaker.rewards.color import Color
-from tastemaker.rewards.remote import Remote
-from tastemaker.rewards.stillness import Stillness
+from tastemaker.rewards.color import ColorReward
+from tastemaker.rewards.motion import StillnessReward
+from tastemaker.rewards.remote import RemoteReward
 
 
 def free_port() -> int:
@@ -23,23 +23,25 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_a_server_that_is_not_there_is_tried_again_and_then_told() -> None:
-    with pytest.raises(RewardError, match=r"no reward answers at http://127.0.0.1:\d+, asked 3 times .*serve-reward"):
-        Remote(f"http://127.0.0.1:{free_port()}", retries=2, pause=0.01).load(Placement())
+def test_missing_server_is_retried_then_reported() -> None:
+    with pytest.raises(RewardError, match=r"after 3 attempts .*serve-reward"):
+        RemoteReward(f"http://127.0.0.1:{free_port()}", max_retries=2, retry_delay=0.01).load(Placement())
 
 
-def test_a_server_that_comes_late_is_waited_for() -> None:
+def test_late_server_is_waited_for() -> None:
     port, reward = free_port(), []
     url = f"http://127.0.0.1:{port}"
-    waiting = threading.Thread(target=lambda: reward.append(Remote(url, retries=50, pause=0.01).load(Placement())))
-    waiting.start()
-    with serve_on_free_port(Color(), port=port):
-        waiting.join(20)
+    client = threading.Thread(
+        target=lambda: reward.append(RemoteReward(url, max_retries=50, retry_delay=0.01).load(Placement()))
+    )
+    client.start()
+    with serve_on_free_port(ColorReward(), port=port):
+        client.join(20)
         assert len(reward) == 1
 
 
-def test_a_connection_that_breaks_is_tried_again_with_a_longer_pause_each_time() -> None:
-    """A server that hangs up twice before it answers."""
+def test_broken_connections_are_retried() -> None:
+    """The server closes two connections before it responds."""
     calls: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -50,20 +52,20 @@ def test_a_connection_that_breaks_is_tried_again_with_a_longer_pause_each_time()
                 with connection:
                     calls.append(len(connection.recv(10_000)))
                     if not hang_up:
-                        told = b'{"reads": "frames"}'
-                        connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(told), told))
+                        body = b'{"modality": "image"}'
+                        connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
 
         thread = threading.Thread(target=answer)
         thread.start()
-        Remote(url, retries=2, pause=0.01).load(Placement())
+        RemoteReward(url, max_retries=2, retry_delay=0.01).load(Placement())
         thread.join(20)
     assert len(calls) == 3
 
 
-def test_refusals_and_slow_answers_are_not_tried_again() -> None:
+def test_refusals_and_timeouts_are_not_retried() -> None:
     calls: list[int] = []
 
-    def broken(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def broken(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         calls.append(len(pixels))
         raise ValueError("a bad day")
 
@@ -71,43 +73,46 @@ def test_refusals_and_slow_answers_are_not_tried_again() -> None:
         serve_on_free_port(FunctionReward(broken)) as url,
         pytest.raises(RewardError, match=r"reward 'it' failed.*refused \(422\).*a bad day"),
     ):
-        score_locally(Remote(url, pause=0.01), PIXELS[:, :1])
+        score_locally(RemoteReward(url, retry_delay=0.01), PIXELS[:, :1])
     assert calls == [5]
     go = threading.Event()
 
-    def slow(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def slow(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         calls.append(len(pixels))
         assert go.wait(20)
         return pixels.mean((1, 2, 3, 4))
 
     with serve_on_free_port(FunctionReward(slow)) as url:
-        with pytest.raises(RewardError, match=r"gave no answer within 0.2 seconds; raise 'timeout'"):
-            score_locally(Remote(url, timeout=0.2, pause=0.01), PIXELS[:, :1])
+        with pytest.raises(RewardError, match="raise 'timeout'"):
+            score_locally(RemoteReward(url, timeout=0.2, retry_delay=0.01), PIXELS[:, :1])
         go.set()
     assert calls == [5, 5]
 
 
-def test_a_request_above_the_servers_limit_is_not_sent() -> None:
+def test_oversized_request_is_not_sent() -> None:
     with (
-        serve_on_free_port(Color(), limit=2000) as url,
-        pytest.raises(RewardError, match=r"above the server's limit; lower batch"),
+        serve_on_free_port(ColorReward(), max_bytes=2000) as url,
+        pytest.raises(RewardError, match=r"limit.*batch_size"),
     ):
-        score_locally(Remote(url))
+        score_locally(RemoteReward(url))
 
 
-def test_reading_otherwise_than_the_served_reward_is_refused() -> None:
-    with serve_on_free_port(Stillness()) as url, pytest.raises(ConfigError, match="reads clip, but 'reads' is frames"):
-        Remote(url).load(Placement())
+def test_other_modality_than_the_served_reward_is_refused() -> None:
+    with (
+        serve_on_free_port(StillnessReward()) as url,
+        pytest.raises(ConfigError, match="modality"),
+    ):
+        RemoteReward(url).load(Placement())
 
 
 @pytest.mark.parametrize(
     "answer", [b'{"scores": [1]}', b'{"scores": [1, null]}', b'{"scores": "no"}', b"[]", b"<html>"]
 )
-def test_an_answer_that_is_no_scores_is_refused(answer: bytes) -> None:
+def test_invalid_response_is_refused(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def reply() -> None:
-            for body in (b'{"reads": "frames"}', answer):
+            for body in (b'{"modality": "image"}', answer):
                 connection, _ = server.accept()
                 with connection:
                     connection.recv(100_000)
@@ -117,12 +122,12 @@ def test_an_answer_that_is_no_scores_is_refused(answer: bytes) -> None:
 
         thread = threading.Thread(target=reply)
         thread.start()
-        with pytest.raises(RewardError, match=r"expected a number each|no JSON object"):
-            score_locally(Remote(f"http://127.0.0.1:{server.getsockname()[1]}"), PIXELS[:2, :1])
+        with pytest.raises(RewardError, match=r"expected 2 finite numbers|no JSON object"):
+            score_locally(RemoteReward(f"http://127.0.0.1:{server.getsockname()[1]}"), PIXELS[:2, :1])
         thread.join(20)
 
 
 @pytest.mark.parametrize("url", ["http://:1", "http://a:99999", "http://a:0"])
-def test_a_url_that_leads_nowhere_is_refused(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError):
-        Remote(url)
+        RemoteReward(url)

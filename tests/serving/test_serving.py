@@ -1,4 +1,4 @@
-"""A reward served on a real port and asked over it: the same numbers, and a sentence where there are none."""
+"""A reward server on a real port: equal scores, batching, limits and errors."""
 
 from __future__ import annotations
 
@@ -17,110 +17,114 @@ from torch import Tensor
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.reward import RewardError, RewardSpec, Rubric, WeightedReward
 from tastemaker.core.types import Metadata, Placement, Prompts
-from tastemaker.rewards.color import Brightness, Color
-from tastemaker.rewards.jpeg import Jpeg
-from tastemaker.rewards.remote import Remote
-from tastemaker.rewards.stillness import Stillness
-from tastemaker.serving.batch_queue import BatchQueue
-from tastemaker.serving.launcher import describe_reward
+from tastemaker.rewards.color import BrightnessReward, ColorReward
+from tastemaker.rewards.compression import JpegReward
+from tastemaker.rewards.motion import StillnessReward
+from tastemaker.rewards.remote import RemoteReward
 from tastemaker.serving.protocol import JSON, NPZ, ScoreRequest, encode_request
+from tastemaker.serving.server import BatchQueue, describe_reward
 
 
-def ask(url: str, path: str, kind: str = "", body: bytes = b"", **headers: str) -> tuple[int, Any]:
+def send(url: str, path: str, kind: str = "", body: bytes = b"", **headers: str) -> tuple[int, Any]:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
     headers |= {"Content-Type": kind} if kind else {}
     connection.request("POST" if kind else "GET", path, body or None, headers)
     response = connection.getresponse()
-    told = json.loads(response.read())
+    content = json.loads(response.read())
     connection.close()
-    return response.status, told
+    return response.status, content
 
 
 @pytest.mark.parametrize(
-    "spec", [Color(), Jpeg(), Brightness(0.3), Stillness()], ids=["color", "jpeg", "target", "clip"]
+    "spec",
+    [ColorReward(), JpegReward(), BrightnessReward(0.3), StillnessReward()],
+    ids=["color", "jpeg", "target", "clip"],
 )
-def test_a_remote_reward_gives_the_very_numbers_of_a_local_one(spec: RewardSpec) -> None:
+def test_remote_reward_equals_local_reward(spec: RewardSpec) -> None:
     with serve_on_free_port(spec) as url:
-        remote = Remote(url, reads=spec.reads, batch_size=2)
+        remote = RemoteReward(url, modality=spec.modality, batch_size=2)
         assert score_locally(remote).equal(score_locally(spec))
 
 
-def test_png_bodies_give_the_numbers_of_pictures_in_files() -> None:
-    with serve_on_free_port(Color()) as url:
-        rounded = (PIXELS * 255).round() / 255
-        torch.testing.assert_close(score_locally(Remote(url, form="png")), score_locally(Color(), rounded))
-
-
-def test_clips_travel_as_animated_png() -> None:
-    with serve_on_free_port(Stillness()) as url:
+def test_png_requests_score_8bit_images() -> None:
+    with serve_on_free_port(ColorReward()) as url:
         rounded = (PIXELS * 255).round() / 255
         torch.testing.assert_close(
-            score_locally(Remote(url, form="png", reads="clip")), score_locally(Stillness(), rounded)
+            score_locally(RemoteReward(url, encoding="png")), score_locally(ColorReward(), rounded)
         )
 
 
-def test_facts_travel_and_say_which_frame_a_row_was() -> None:
-    seen: list[Metadata] = []
-
-    def which(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
-        seen.extend(facts)
-        return torch.tensor([float(fact["row"] * 10 + fact["frame"]) for fact in facts])
-
-    with serve_on_free_port(FunctionReward(which)) as url:
-        facts = [{"row": i, "objects": [{"class": "dog", "count": 2}], "text": "Grüße"} for i in range(5)]
-        assert score_locally(Remote(url), facts=facts).tolist() == [10.0 * i + 1 for i in range(5)]
-        assert seen[4] == {**facts[1], "frame": 1}
+def test_videos_are_sent_as_animated_png() -> None:
+    with serve_on_free_port(StillnessReward()) as url:
+        rounded = (PIXELS * 255).round() / 255
+        torch.testing.assert_close(
+            score_locally(RemoteReward(url, encoding="png", modality="video")),
+            score_locally(StillnessReward(), rounded),
+        )
 
 
-def test_facts_that_cannot_travel_are_a_sentence() -> None:
+def test_metadata_is_sent_with_frame_numbers() -> None:
+    received: list[Metadata] = []
+
+    def frame_number(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        received.extend(metadata)
+        return torch.tensor([float(each["row"] * 10 + each["frame"]) for each in metadata])
+
+    with serve_on_free_port(FunctionReward(frame_number)) as url:
+        metadata = [{"row": i, "objects": [{"class": "dog", "count": 2}], "text": "Grüße"} for i in range(5)]
+        assert score_locally(RemoteReward(url), metadata=metadata).tolist() == [10.0 * i + 1 for i in range(5)]
+        assert received[4] == {**metadata[1], "frame": 1}
+
+
+def test_metadata_that_is_not_json_is_refused() -> None:
     with (
-        serve_on_free_port(Brightness()) as url,
-        pytest.raises(RewardError, match=r"facts cannot travel as JSON \(found a Tensor"),
+        serve_on_free_port(BrightnessReward()) as url,
+        pytest.raises(RewardError, match=r"found a Tensor"),
     ):
-        score_locally(Remote(url), facts=[{"target": PIXELS[0]}] * 5)
+        score_locally(RemoteReward(url), metadata=[{"target": PIXELS[0]}] * 5)
 
 
-def test_health_and_version_tell_of_the_reward() -> None:
-    with serve_on_free_port(Jpeg(quality=80)) as url:
-        assert ask(url, "/health") == (200, {"status": "ok", "waiting": 0})
-        status, told = ask(url, "/version")
-        assert status == 200 and told["reads"] == "frames" and told["limit"] == 256 * 2**20
-        assert told["reward"]["type"] == "jpeg" and told["reward"]["quality"] == 80
-        assert told["version"] != describe_reward("it", Jpeg())["version"]
+def test_health_and_version() -> None:
+    with serve_on_free_port(JpegReward(quality=80)) as url:
+        assert send(url, "/health") == (200, {"status": "ok", "waiting": 0})
+        status, response = send(url, "/version")
+        assert status == 200 and response["modality"] == "image" and response["limit"] == 256 * 2**20
+        assert response["reward"]["type"] == "jpeg" and response["reward"]["quality"] == 80
+        assert response["version"] != describe_reward("it", JpegReward())["version"]
 
 
-def test_what_waits_is_scored_together_and_sizes_are_kept_apart() -> None:
+def test_pending_requests_of_one_size_are_batched() -> None:
     begun, go = threading.Event(), threading.Event()
     sizes: list[tuple[int, int]] = []
 
-    def slow(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def slow(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         sizes.append((len(pixels), pixels.shape[-1]))
         begun.set()
         assert go.wait(20)
         return pixels.mean((1, 2, 3, 4))
 
-    def question(rows: int, side: int) -> ScoreRequest:
+    def request(rows: int, side: int) -> ScoreRequest:
         return ScoreRequest(torch.rand(rows, 1, 3, side, side), ("",) * rows, ({},) * rows)
 
     spec = FunctionReward(slow, batch_size=4)
-    desk = BatchQueue(Rubric({"it": WeightedReward(spec, spec)}), CPU)
-    first = desk.ask(question(1, 4))
+    queue = BatchQueue(Rubric({"it": WeightedReward(spec, spec)}), CPU)
+    first = queue.submit(request(1, 4))
     assert begun.wait(20)
-    asked = [question(*sizes) for sizes in [(2, 4), (1, 8), (2, 4), (1, 4)]]
-    waiting = [desk.ask(one) for one in asked]
-    assert desk.waiting() == 4
+    requests = [request(*sizes) for sizes in [(2, 4), (1, 8), (2, 4), (1, 4)]]
+    futures = [queue.submit(each) for each in requests]
+    assert queue.num_pending() == 4
     go.set()
-    found = [future.result(20) for future in waiting]
-    desk.close()
+    results = [future.result(20) for future in futures]
+    queue.close()
     assert first.done() and sizes == [(1, 4), (4, 4), (1, 8), (1, 4)]
-    for one, scores in zip(asked, found, strict=True):
-        assert scores == pytest.approx(one.pixels.mean((1, 2, 3, 4)).tolist())
+    for each, scores in zip(requests, results, strict=True):
+        assert scores == pytest.approx(each.pixels.mean((1, 2, 3, 4)).tolist())
 
 
-def test_a_bad_request_does_not_fail_those_it_is_scored_with() -> None:
+def test_failing_eachdoes_not_fail_its_batch() -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def picky(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def picky(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         begun.set()
         assert go.wait(20)
         if "bad" in prompts:
@@ -128,95 +132,93 @@ def test_a_bad_request_does_not_fail_those_it_is_scored_with() -> None:
         return pixels.mean((1, 2, 3, 4))
 
     spec = FunctionReward(picky)
-    desk = BatchQueue(Rubric({"it": WeightedReward(spec, spec)}), CPU)
-    first = desk.ask(ScoreRequest(PIXELS[:1, :1], ("good",), ({},)))
+    queue = BatchQueue(Rubric({"it": WeightedReward(spec, spec)}), CPU)
+    first = queue.submit(ScoreRequest(PIXELS[:1, :1], ("good",), ({},)))
     assert begun.wait(20)
-    bad = desk.ask(ScoreRequest(PIXELS[:1, :1], ("bad",), ({},)))
-    good = desk.ask(ScoreRequest(PIXELS[1:2, :1], ("good",), ({},)))
+    bad = queue.submit(ScoreRequest(PIXELS[:1, :1], ("bad",), ({},)))
+    good = queue.submit(ScoreRequest(PIXELS[1:2, :1], ("good",), ({},)))
     go.set()
     assert len(first.result(20)) == len(good.result(20)) == 1
     assert "cannot be judged" in str(bad.exception(20))
-    desk.close()
+    queue.close()
 
 
-def test_a_full_queue_refuses_in_a_sentence_and_health_still_answers() -> None:
+def test_full_queue_refuses_requests() -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def slow(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def slow(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         begun.set()
         assert go.wait(20)
         return pixels.mean((1, 2, 3, 4))
 
     kind, body = encode_request(ScoreRequest(PIXELS[:, :1], PROMPTS, ({},) * 5), "npz")
-    with serve_on_free_port(FunctionReward(slow), queue=1) as url:
-        found: list[Any] = []
-        asking = threading.Thread(target=lambda: found.append(ask(url, "/score", kind, body)))
-        asking.start()
+    with serve_on_free_port(FunctionReward(slow), max_requests=1) as url:
+        responses: list[Any] = []
+        client = threading.Thread(target=lambda: responses.append(send(url, "/score", kind, body)))
+        client.start()
         assert begun.wait(20)
-        status, told = ask(url, "/score", kind, body)
-        assert status == 503 and "1 requests wait already; ask again later" in told["error"]
-        assert ask(url, "/health")[0] == 200
-        with pytest.raises(RewardError, match=r"refused \(503\): 1 requests wait already"):
-            score_locally(Remote(url))
+        status, response = send(url, "/score", kind, body)
+        assert status == 503 and "1 requests are pending" in response["error"]
+        assert send(url, "/health")[0] == 200
+        with pytest.raises(RewardError, match=r"refused \(503\)"):
+            score_locally(RemoteReward(url))
         go.set()
-        asking.join(20)
-        assert found[0][0] == 200
+        client.join(20)
+        assert responses[0][0] == 200
         for _ in range(20):
-            assert ask(url, "/score", kind, body)[0] == 200  # the place is free again as soon as there is an answer
+            assert send(url, "/score", kind, body)[0] == 200  # the place is free again as soon as there is an answer
 
 
-def test_a_token_is_asked_for_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, body = encode_request(ScoreRequest(PIXELS[:1, :1], ("red",), ({},)), "npz")
-    with serve_on_free_port(Color(), token="hush") as url:
-        assert ask(url, "/health")[0] == 200
+    with serve_on_free_port(ColorReward(), token="hush") as url:
+        assert send(url, "/health")[0] == 200
         for given in ({}, {"Authorization": "Bearer husk"}, {"Authorization": "Bearer h\xfcsh"}):
-            assert ask(url, "/version", **given)[0] == 401
-            assert ask(url, "/score", kind, body, **given)[0] == 401
-        assert ask(url, "/score", kind, body, Authorization="Bearer hush")[0] == 200
+            assert send(url, "/version", **given)[0] == 401
+            assert send(url, "/score", kind, body, **given)[0] == 401
+        assert send(url, "/score", kind, body, Authorization="Bearer hush")[0] == 200
         monkeypatch.setenv("REWARD_TOKEN", "hush")
-        assert score_locally(Remote(url, token="REWARD_TOKEN")).equal(score_locally(Color()))
+        assert score_locally(RemoteReward(url, token_env="REWARD_TOKEN")).equal(score_locally(ColorReward()))
         monkeypatch.setenv("REWARD_TOKEN", "wrong")
         with pytest.raises(RewardError, match=r"refused \(401\): the token is missing or wrong"):
-            score_locally(Remote(url, token="REWARD_TOKEN", retries=1))
+            score_locally(RemoteReward(url, token_env="REWARD_TOKEN", max_retries=1))
         monkeypatch.delenv("REWARD_TOKEN")
         with pytest.raises(ConfigError, match="environment variable REWARD_TOKEN"):
-            Remote(url, token="REWARD_TOKEN").load(Placement())
+            RemoteReward(url, token_env="REWARD_TOKEN").load(Placement())
 
 
 @pytest.mark.parametrize(
-    ("path", "kind", "body", "status", "sentence"),
+    ("path", "kind", "body", "status", "message"),
     [
         ("/score", NPZ, b"not a zip", 400, "the npz cannot be read"),
         ("/score", NPZ, b"", 400, "the npz cannot be read"),
         ("/score", JSON, b"{", 400, "not JSON"),
         ("/score", JSON, b"[]", 400, "no JSON object"),
-        ("/score", JSON, b'{"pictures": [], "prompts": []}', 400, "0 pictures"),
-        ("/score", JSON, b'{"pictures": ["?"], "prompts": ["a"]}', 400, "picture 0 cannot be read"),
-        ("/score", JSON, b'{"pictures": ["aGk="], "prompts": ["a"]}', 400, "picture 0 cannot be read"),
+        ("/score", JSON, b'{"images": [], "prompts": []}', 400, "0 images"),
+        ("/score", JSON, b'{"images": ["?"], "prompts": ["a"]}', 400, "image 0 cannot be read"),
+        ("/score", JSON, b'{"images": ["aGk="], "prompts": ["a"]}', 400, "image 0 cannot be read"),
         ("/score", "text/plain", b"{}", 400, "content type is 'text/plain'"),
         ("/score", "application/octet-stream", b"\x80\x04.", 400, "content type"),
         ("/scores", JSON, b"{}", 404, "expected /score"),
-        ("/score", JSON, b"x" * 3000, 413, "at most 2000 are taken"),
+        ("/score", JSON, b"x" * 3000, 413, "limit is 2000"),
     ],
 )
-def test_a_request_that_cannot_be_read_is_a_sentence(
-    path: str, kind: str, body: bytes, status: int, sentence: str
-) -> None:
-    with serve_on_free_port(Color(), limit=2000) as url:
-        found, told = ask(url, path, kind, body)
-        assert found == status and sentence in told["error"]
-        assert ask(url, "/nothing")[0] == 404
+def test_invalid_requests_are_refused(path: str, kind: str, body: bytes, status: int, message: str) -> None:
+    with serve_on_free_port(ColorReward(), max_bytes=2000) as url:
+        response_status, response = send(url, path, kind, body)
+        assert response_status == status and message in response["error"]
+        assert send(url, "/nothing")[0] == 404
 
 
-def test_a_request_without_a_length_or_cut_short_is_refused() -> None:
+def test_eachwithout_length_or_cut_short_is_refused() -> None:
     with (
-        serve_on_free_port(Color()) as url,
+        serve_on_free_port(ColorReward()) as url,
         socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 20) as line,
     ):
         line.sendall(b"POST /score HTTP/1.0\r\nContent-Type: application/json\r\n\r\n")
         assert b"411" in line.recv(100)
     with (
-        serve_on_free_port(Color()) as url,
+        serve_on_free_port(ColorReward()) as url,
         socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 20) as line,
     ):
         line.sendall(b"POST /score HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")

@@ -1,4 +1,4 @@
-"""Trains and tells of every saved checkpoint, until it is done or killed."""
+"""Trains and prints the step of every saved checkpoint, until it is done or killed."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from tastemaker.config.load import load_any_config
 from tastemaker.config.schema import AutoencoderRunConfig
 from tastemaker.training import checkpoint
 from tastemaker.training.events import CheckpointSaved, TrainingStarted
-from tastemaker.training.session import training_events
+from tastemaker.training.trainer import training_events
 
 torch.set_num_threads(1)
 recipe, directory, *overrides = sys.argv[1:]
@@ -19,9 +19,9 @@ if isinstance(config, AutoencoderRunConfig):
     run = build_autoencoder(make_tiny_any(config), Path(directory))
 else:
     run = build(config, Path(directory))
-found = checkpoint.latest(Path(directory))
-if found is not None:
-    run.resume(found)
+result = checkpoint.latest_checkpoint(Path(directory))
+if result is not None:
+    run.resume(result)
 for event in training_events(run):
     if isinstance(event, (TrainingStarted, CheckpointSaved)) and run.engine.comm.rank == 0:
         print(event.step, flush=True)

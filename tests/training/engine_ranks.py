@@ -1,4 +1,4 @@
-"""What several ranks must get right, run as a script by each of them: engine_ranks.py FOLDER RANK WORLD CHECK..."""
+"""Checks of the engine on several ranks; each rank runs engine_ranks.py FOLDER RANK WORLD CHECK..."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tastemaker.config.schema import CheckpointConfig, OptimConfig
 from tastemaker.core.lora import LoraWeights
-from tastemaker.core.weights import FrozenCopyFinetuning, FrozenCopyWeights
+from tastemaker.core.weights import FrozenCopyFinetuning, FrozenCopyWeights, NetworkTraits, TrainableModel
 from tastemaker.training import checkpoint, safetensors_io
 from tastemaker.training.checkpoint import CheckpointError
 from tastemaker.training.engine import TrainingError
@@ -34,7 +34,7 @@ def raises(kind, call) -> str:
 
 
 def borrowed(folder: Path, strategy: str) -> None:
-    """Snapshots reach the forward pass, also right after a live one, and the live weights come back bit for bit."""
+    """`weights.use` reaches the forward pass, also right after a live one, and restores the live weights exactly."""
     weights = full_weights("old", "ema")
     engine = ready(weights, strategy=strategy)
     x = data()
@@ -51,16 +51,16 @@ def borrowed(folder: Path, strategy: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(weights.net(x), after, rtol=0, atol=0)
     equal(whole(weights.trainable()), live)
-    weights.blend("ema", 0.5)
+    weights.update_snapshot("ema", 0.5)
     start = dict(network().named_parameters())
-    same(whole(weights.stored()["ema"]), {name: (start[name] + live[name]).detach() / 2 for name in live})
+    same(whole(weights.snapshot_tensors()["ema"]), {name: (start[name] + live[name]).detach() / 2 for name in live})
     learn(engine, weights, 2)
 
 
 def twins(folder: Path, strategy: str) -> None:
-    """A twin is sharded like the live network and stands in for it."""
+    """A frozen copy is sharded like the live network and replaces it in `weights.use`."""
 
-    class Holder:
+    class Holder(TrainableModel):
         net = network()
 
     weights = FrozenCopyFinetuning().apply(Holder, ("reference", "ema"))
@@ -71,7 +71,7 @@ def twins(folder: Path, strategy: str) -> None:
     learn(engine, weights, 0)
     with weights.use("reference"):
         assert torch.equal(Holder.net(data()), before)
-    weights.blend("ema")
+    weights.update_snapshot("ema")
     with weights.use("ema"):
         theirs = Holder.net(data())
     with torch.no_grad():
@@ -79,12 +79,12 @@ def twins(folder: Path, strategy: str) -> None:
 
 
 def lora(folder: Path, strategy: str) -> None:
-    """Only the live adapter trains and is reduced; the base, in bf16, and other adapters stay."""
+    """Only the live adapter is trained and reduced; the bf16 base and other adapters do not change."""
     torch.manual_seed(dist.get_rank())
     net = network().to(torch.bfloat16)
     weights = LoraWeights(net, LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False), ("old",))
     engine = ready(weights, OptimConfig(lr=0.1), strategy=strategy, precision="bf16")
-    with torch.no_grad(), engine.computing():
+    with torch.no_grad(), engine.autocast():
         before = weights.net(data())
     start = whole(dict(net.named_parameters()))
     for step in range(2):
@@ -93,18 +93,18 @@ def lora(folder: Path, strategy: str) -> None:
     moved = {name for name in start if not torch.equal(start[name], end[name])}
     assert moved == {name for name in start if ".live." in name}, moved
     assert {p.dtype for p in weights.trainable().values()} == {torch.float32}
-    with engine.computing(), weights.use("old"):
+    with engine.autocast(), weights.use("old"):
         torch.testing.assert_close(weights.net(data()), before, rtol=0, atol=0)
     everywhere = engine.comm.gather_objects([{name: x.float().sum().item() for name, x in end.items()}])
     assert all(each == everywhere[0] for each in everywhere)
 
 
 def refused(folder: Path, strategy: str) -> None:
-    """A loss that is not finite on the last rank stops every rank before the update."""
+    """A non-finite loss on the last rank stops every rank before the update."""
     weights = full_weights()
     engine = ready(weights, strategy=strategy)
     before = whole(weights.trainable())
-    last = engine.comm.rank == engine.comm.world - 1
+    last = engine.comm.rank == engine.comm.world_size - 1
     engine.backward(share(engine, weights, rows_of(engine)) * (float("nan") if last else 1.0), last=True)
     assert "nan or infinite" in raises(TrainingError, lambda: engine.step(0))
     equal(whole(weights.trainable()), before)
@@ -112,17 +112,17 @@ def refused(folder: Path, strategy: str) -> None:
 
 
 def called_by_turns(folder: Path, strategy: str) -> None:
-    """A network whose parts are called by turns is not sharded: its ranks would wait for each other."""
+    """A network with a data-dependent forward pass is not sharded, because its ranks would deadlock."""
     weights = full_weights()
-    weights.net.partial = True
-    found = raises(TrainingError, lambda: ready(weights, strategy=strategy))
-    assert "ranks would wait for ever; set it to replicated" in found, found
+    weights.traits = NetworkTraits(data_dependent_forward=True)
+    result = raises(TrainingError, lambda: ready(weights, strategy=strategy))
+    assert "deadlock" in result, result
 
 
 def team(folder: Path, strategy: str) -> None:
-    """Ranks gather rows of unequal number, objects, booleans and means."""
+    """Collectives: tensors of unequal length, objects, booleans and means."""
     engine = ready(full_weights(), strategy=strategy)
-    comm, rank, world = engine.comm, engine.comm.rank, engine.comm.world
+    comm, rank, world = engine.comm, engine.comm.rank, engine.comm.world_size
     rows = torch.full((rank + 1, 2), float(rank))
     assert comm.gather(rows)[:, 0].tolist() == [float(r) for r in range(world) for _ in range(r + 1)]
     assert comm.gather(torch.tensor([rank == 0])).tolist() == [True] + [False] * (world - 1)
@@ -134,7 +134,7 @@ def team(folder: Path, strategy: str) -> None:
 
 
 def checkpoints(folder: Path, strategy: str) -> None:
-    """What one process saved is read here, and what is written here reads back, whole and in shards."""
+    """Checkpoints of one process load on several ranks, and those of several ranks load again, in both formats."""
     trained, old = load_file(folder / "trained.safetensors"), load_file(folder / "old.safetensors")
     for form in ("consolidated", "sharded"):
         weights = full_weights("old", seed=5)
@@ -142,21 +142,25 @@ def checkpoints(folder: Path, strategy: str) -> None:
         extra = checkpoint.load(folder / f"one-{form}" / "checkpoints" / "step-000003", engine, weights)
         assert extra == {"step": 3, "memory": {"a": [1, 2]}}
         equal(whole(weights.trainable()), trained)
-        equal(whole(weights.stored()["old"]), old)
+        equal(whole(weights.snapshot_tensors()["old"]), old)
         learn(engine, weights, 3)
         same(whole(weights.trainable()), load_file(folder / "fourth.safetensors"))
         path = checkpoint.save(
-            folder / f"{strategy}-{form}", 4, engine, weights, {"step": 4}, CheckpointConfig(form=form)
+            folder / f"{strategy}-{form}", 4, engine, weights, {"step": 4}, CheckpointConfig(format=form)
         )
-        written = whole(weights.trainable()) | {f"optimizer/{k}": v for k, v in whole(engine.optimizer.state()).items()}
+        written = whole(weights.trainable()) | {
+            f"optimizer/{k}": v for k, v in whole(engine.optimizer.state_dict()).items()
+        }
         learn(engine, weights, 4)
         checkpoint.load(path, engine, weights)
-        again = whole(weights.trainable()) | {f"optimizer/{k}": v for k, v in whole(engine.optimizer.state()).items()}
+        again = whole(weights.trainable()) | {
+            f"optimizer/{k}": v for k, v in whole(engine.optimizer.state_dict()).items()
+        }
         equal(again, written)
 
 
 def full_disk(folder: Path, strategy: str) -> None:
-    """A disk that fills up on one rank is told on all, and leaves nothing half-written."""
+    """A full disk on one rank raises on all ranks and leaves no partial checkpoint."""
     weights = full_weights("old")
     engine = ready(weights, strategy=strategy)
     run = folder / f"full-{strategy}"
@@ -170,13 +174,13 @@ def full_disk(folder: Path, strategy: str) -> None:
 
     safetensors_io.SafetensorsWriter._write = full if engine.comm.rank == 0 else write
     for form in ("consolidated", "sharded"):
-        config = CheckpointConfig(form=form)
-        found = raises(CheckpointError, lambda: checkpoint.save(run, 2, engine, weights, {}, config))  # noqa: B023
-        assert "the disk is full" in found, found
+        config = CheckpointConfig(format=form)
+        result = raises(CheckpointError, lambda: checkpoint.save(run, 2, engine, weights, {}, config))  # noqa: B023
+        assert "the disk is full" in result, result
     safetensors_io.SafetensorsWriter._write = write
     engine.comm.barrier()
     assert [path.name for path in first.parent.iterdir()] == ["step-000001"]
-    assert checkpoint.latest(run) == first
+    assert checkpoint.latest_checkpoint(run) == first
 
 
 CHECKS = {

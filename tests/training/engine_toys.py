@@ -1,4 +1,4 @@
-"""A small network and what the engine's tests do with it, on one process or on several."""
+"""A small network and helpers for tests of the engine, on one process or several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Widths that two and four ranks cannot share out evenly."""
+    """A network whose widths two and four ranks cannot split evenly."""
 
     def __init__(self, width: int = 5, depth: int = 3) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 class Recorder:
-    """An optimizer that keeps the gradients it is given and moves nothing."""
+    """An optimizer that records gradients and updates nothing."""
 
     def __init__(self, engine: Engine) -> None:
         self.parameters, self.gradients = engine.parameters, {}
@@ -57,12 +57,12 @@ class Recorder:
             name: distributed.full_tensor(p.grad).clone() for name, p in self.parameters.items() if p.grad is not None
         }
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return {}
 
 
 def environment() -> dict[str, str]:
-    """What a process of its own needs to find these files and the package."""
+    """Return the environment of a subprocess that imports these files and the package."""
     here = Path(__file__).parent
     paths = [str(here.parents[1]), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -79,7 +79,7 @@ def data() -> Tensor:
 
 
 def rows_of(engine: Engine) -> Tensor:
-    count = ROWS // engine.comm.world
+    count = ROWS // engine.comm.world_size
     return data().to(engine.device)[engine.comm.rank * count : (engine.comm.rank + 1) * count]
 
 
@@ -94,13 +94,13 @@ def full_weights(*snapshots: str, seed: int = 0) -> FullWeights:
 
 
 def share(engine: Engine, weights: Weights, x: Tensor) -> Tensor:
-    """This rank's share of the mean loss over all rows."""
-    with engine.computing(), engine.keeping():
+    """Return this rank's share of the mean loss over all samples."""
+    with engine.autocast(), engine.offload_activations():
         return (weights.net(x).float() - x).square().mean(1).sum() / ROWS
 
 
 def learn(engine: Engine, weights: Weights, step: int, parts: int = 2) -> float:
-    """One update from parts of this rank's rows; returns the loss over all ranks."""
+    """Update on micro-batches of this rank's samples; return the loss over all ranks."""
     pieces = rows_of(engine).chunk(parts)
     total = torch.zeros(())
     for i, piece in enumerate(pieces):
@@ -108,7 +108,7 @@ def learn(engine: Engine, weights: Weights, step: int, parts: int = 2) -> float:
         engine.backward(value, last=i == len(pieces) - 1)
         total += value.detach()
     engine.step(step)
-    return float(engine.comm.total(total))
+    return float(engine.comm.sum(total))
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Starts training in processes of its own, on one rank or several."""
+"""Start training in subprocesses, on one rank or several."""
 
 import json
 import os
@@ -18,7 +18,9 @@ Process = subprocess.Popen | ForkedProcess
 
 def launch(recipe: str, directory: Path, *overrides: str, ranks: int = 1, fresh: bool = False) -> list[Process]:
     """Train in forked processes, or in fresh interpreters, which hash and import anew."""
-    rows = "rows=4" if "-v" in recipe or "vae" in recipe else "batch.prompts=4"  # an autoencoder's, or a generator's
+    rows = (
+        "batch_size=4" if "-v" in recipe or "vae" in recipe else "batch.prompts=4"
+    )  # an autoencoder's, or a generator's
     command = [sys.executable, str(HERE / "endless_run.py"), recipe, str(directory), *QUIET, rows, *overrides]
     return [start(command, each, fresh=fresh) for each in environments(ranks)]
 
@@ -30,7 +32,7 @@ def start(command: Sequence[str], settings: dict[str, str], *, fresh: bool = Fal
 
 
 def environments(ranks: int) -> list[dict[str, str]]:
-    """What torchrun would tell each of so many ranks; of one alone, what finds the package."""
+    """Return the environment that torchrun would set for each rank; for one rank, only PYTHONPATH."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -43,7 +45,7 @@ def environments(ranks: int) -> list[dict[str, str]]:
 
 
 def on_ranks(count: int, *arguments: str) -> None:
-    """A command in as many processes, as torchrun would start them."""
+    """Run a command on several ranks, as torchrun does."""
     with ExitStack() as stack:
         started = []
         for settings in environments(count):
@@ -51,18 +53,18 @@ def on_ranks(count: int, *arguments: str) -> None:
             started.append(stack.enter_context(process))
             stack.callback(process.kill)  # one that waits for another that failed
         for process in started:
-            told = process.communicate(timeout=240)[1]
-            assert process.returncode == 0, told
+            reported = process.communicate(timeout=240)[1]
+            assert process.returncode == 0, reported
 
 
 def finish(processes: Sequence[Process]) -> None:
     for process in processes:
-        told = process.communicate(timeout=240)[1]
-        assert process.returncode == 0, told
+        reported = process.communicate(timeout=240)[1]
+        assert process.returncode == 0, reported
 
 
 def report(script: str, folder: Path, world: int, *arguments: str) -> list[dict[str, str]]:
-    """What each rank of a script (FOLDER RANK WORLD ...) wrote of every check into report-WORLD-RANK.json."""
+    """Run a script (FOLDER RANK WORLD ...) on every rank; return the checks in report-WORLD-RANK.json."""
     finished = []
     for rank in range(world):
         command = [sys.executable, str(HERE / script), str(folder), str(rank), str(world), *arguments]
@@ -74,6 +76,6 @@ def report(script: str, folder: Path, world: int, *arguments: str) -> list[dict[
 
 
 def failures(reports: list[dict[str, str]], checks: Sequence[str]) -> list[str]:
-    """Every check that did not pass on every rank, with what that rank said of it."""
-    found = [(rank, check, each.get(check, "not reached")) for rank, each in enumerate(reports) for check in checks]
-    return [f"{check} on rank {rank}: {told}" for rank, check, told in found if told != "passed"]
+    """Return every check that failed on a rank, with its message."""
+    result = [(rank, check, each.get(check, "not reached")) for rank, each in enumerate(reports) for check in checks]
+    return [f"{check} on rank {rank}: {reported}" for rank, check, reported in result if reported != "passed"]

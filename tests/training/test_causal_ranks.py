@@ -1,4 +1,4 @@
-"""Published token generators and what learns of pictures train on several ranks as on one, and go on after a stop."""
+"""Autoregressive generators train on several ranks as on one, and resume."""
 
 from __future__ import annotations
 
@@ -11,13 +11,25 @@ from test_run_ranks import close, read
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
 SMALL = (
-    *("model.size=tiny", "model.weights=null", "model.codec=null", "model.pixels=32", "model.downsample=8"),
-    *("model.codes=64", "data.size=32", "engine.precision=fp32", "engine.reduce=fp32", "guard.every=0"),
+    *(
+        "model.variant=tiny",
+        "model.weights=null",
+        "model.autoencoder=null",
+        "model.image_size=32",
+        "model.downsample_factor=8",
+    ),
+    *(
+        "model.codebook_size=64",
+        "data.image_size=32",
+        "engine.precision=fp32",
+        "engine.reduce_dtype=fp32",
+        "guard.every=0",
+    ),
 )
 CASES = {
     "forced-grpo-toy-causal": ("guard.every=0",),
     "cca-toy-causal": ("guard.every=0",),
-    "grpo-llamagen-tf": (*SMALL, "batch.updates=1", "optim.lr=1e-3"),
+    "grpo-llamagen-tf": (*SMALL, "batch.minibatches=1", "optim.lr=1e-3"),
 }
 Tensors = dict[str, torch.Tensor]
 
@@ -35,9 +47,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensors]:
 
 
 @pytest.mark.parametrize("recipe", ["forced-grpo-toy-causal", "cca-toy-causal"])
-def test_learning_of_pictures_on_two_ranks_is_learning_on_one(
-    recipe: str, alone: dict[str, Tensors], tmp_path: Path
-) -> None:
+def test_causal_training_on_two_ranks_equals_one(recipe: str, alone: dict[str, Tensors], tmp_path: Path) -> None:
     finish(launch(recipe, tmp_path, "steps=4", "engine.strategy=fsdp", *CASES[recipe], ranks=2))
     close(alone[recipe], trained(tmp_path))
 
@@ -45,11 +55,11 @@ def test_learning_of_pictures_on_two_ranks_is_learning_on_one(
 @pytest.mark.parametrize(
     ("strategy", "ranks", "form"), [("sdp", 2, "consolidated"), ("fsdp", 2, "sharded"), ("hsdp", 4, "sharded")]
 )
-def test_a_small_llamagen_goes_on_where_its_ranks_stopped(
+def test_llamagen_resumes_on_another_number_of_ranks(
     strategy: str, ranks: int, form: str, alone: dict[str, Tensors], tmp_path: Path
 ) -> None:
     recipe = "grpo-llamagen-tf"
-    settings = (*CASES[recipe], f"engine.strategy={strategy}", f"checkpoint.form={form}")
+    settings = (*CASES[recipe], f"engine.strategy={strategy}", f"checkpoint.format={form}")
     for steps in (2, 4):
         finish(launch(recipe, tmp_path, f"steps={steps}", *settings, ranks=ranks))
     close(alone[recipe], trained(tmp_path))

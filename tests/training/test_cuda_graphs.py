@@ -1,4 +1,4 @@
-"""Recorded calls say what the network would say now, whatever it runs on; others are made as ever."""
+"""Captured CUDA graphs give the results of eager calls with the current weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tastemaker.training.cuda_graphs import MAX_GRAPHS, CudaGraphForward, make_c
 
 
 def taped(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """What a GPU does with a graph: the same lines once more, on what lies in the same memory."""
+    """A capture without a GPU: replay runs the same code on the same memory."""
     made = tree_map(torch.clone, work())
 
     def play() -> None:
@@ -29,7 +29,7 @@ def taped(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 
 
 class Net(nn.Module):
-    """Counts how often its lines are run."""
+    """Counts its forward calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, level: Tensor, scale: float = 1.0, more: Any = None) -> dict[str, Tensor]:
         self.runs += 1
-        return {"said": self.layer(x) * scale + level[:, None]}
+        return {"output": self.layer(x) * scale + level[:, None]}
 
 
 def recorded(net: nn.Module, alike: Callable[[], str | None] = lambda: "") -> CudaGraphForward:
@@ -47,62 +47,62 @@ def recorded(net: nn.Module, alike: Callable[[], str | None] = lambda: "") -> Cu
     return made
 
 
-def test_what_is_played_is_what_would_be_said_and_stays() -> None:
+def test_replayed_outputs_equal_eager_outputs_and_are_copies() -> None:
     net = Net()
     forward, made = net.forward, recorded(net)
     with torch.no_grad():
-        said = []
+        output = []
         for _ in range(4):
             x, level = torch.randn(3, 4), torch.rand(3)
-            found = net(x, level)["said"]
-            assert torch.equal(found, forward(x, level)["said"])
-            said.append((found, found.clone()))
-        assert all(torch.equal(held, as_said) for held, as_said in said)  # nobody writes into what was given out
-    assert [take is not None for take in made.takes.values()] == [True]
+            result = net(x, level)["output"]
+            assert torch.equal(result, forward(x, level)["output"])
+            output.append((result, result.clone()))
+        assert all(torch.equal(held, as_said) for held, as_said in output)  # nobody writes into what was given out
+    assert [take is not None for take in made.graphs.values()] == [True]
 
 
-def test_every_shape_number_and_precision_has_a_recording_of_its_own() -> None:
+def test_each_shape_argument_and_dtype_has_its_own_graph() -> None:
     net = Net()
     forward, made = net.forward, recorded(net)
     with torch.no_grad():
         for _ in range(3):
             for rows, scale in ((2, 1.0), (3, 1.0), (2, 0.5)):
                 x, level = torch.randn(rows, 4), torch.rand(rows)
-                assert torch.equal(net(x, level, scale)["said"], forward(x, level, scale)["said"])
-                assert torch.equal(net(x, level, scale=scale)["said"], forward(x, level, scale)["said"])
+                assert torch.equal(net(x, level, scale)["output"], forward(x, level, scale)["output"])
+                assert torch.equal(net(x, level, scale=scale)["output"], forward(x, level, scale)["output"])
         with torch.autocast("cpu", torch.bfloat16):
             for _ in range(3):
-                assert net(torch.randn(2, 4), torch.zeros(2, dtype=torch.bfloat16))["said"].dtype == torch.bfloat16
-    assert len(made.takes) == 7
+                assert net(torch.randn(2, 4), torch.zeros(2, dtype=torch.bfloat16))["output"].dtype == torch.bfloat16
+    assert len(made.graphs) == 7
     with torch.no_grad():
         for rows in range(4, 40):
             for _ in range(2):
                 net(torch.randn(rows, 4), torch.rand(rows))
-    assert len(made.takes) == MAX_GRAPHS
+    assert len(made.graphs) == MAX_GRAPHS
 
 
-def test_calls_with_a_gradient_or_with_things_unknown_are_not_recorded() -> None:
+def test_calls_with_gradient_or_unknown_arguments_are_not_captured() -> None:
     net = Net()
     made = recorded(net)
     for _ in range(3):
-        net(torch.randn(3, 4), torch.rand(3))["said"].sum().backward()
+        net(torch.randn(3, 4), torch.rand(3))["output"].sum().backward()
     assert net.layer.weight.grad is not None
     with torch.no_grad():
         for _ in range(3):
             net(torch.randn(3, 4), torch.rand(3), more=object())
-    assert not made.takes
+    assert not made.graphs
 
 
 @torch.no_grad()
-def test_weights_that_are_borrowed_moved_or_learned_are_those_that_speak() -> None:
+def test_replay_uses_swapped_moved_and_updated_weights() -> None:
     net = Net()
     weights, forward = FullWeights(net, ["old"]), net.forward
-    recorded(net, weights.alike)
+    recorded(net, weights.graph_key)
     x, level = torch.randn(3, 4), torch.rand(3)
 
     def agrees() -> None:
         for _ in range(3):
-            assert torch.equal(net(x, level)["said"], forward(x, level)["said"])
+            assert torch.equal(net(x, level)["output"], forward(x, level)["output"])
 
     agrees()
     net.layer.weight.add_(1)  # as an optimizer does
@@ -114,30 +114,30 @@ def test_weights_that_are_borrowed_moved_or_learned_are_those_that_speak() -> No
 
 
 @torch.no_grad()
-def test_adapters_speak_or_not_as_they_are_switched_and_dropout_is_never_recorded() -> None:
+def test_lora_switches_are_respected_and_dropout_is_not_captured() -> None:
     net = Net()
     weights = LoraWeights(net, LoraConfig(r=2, target_modules=["layer"], lora_dropout=0.5), ["reference", "old"])
     for key, p in net.named_parameters():
         if "lora_B" in key:
             nn.init.normal_(p)
-    forward, made = net.forward, recorded(net, weights.alike)
+    forward, made = net.forward, recorded(net, weights.graph_key)
     x, level = torch.randn(3, 4), torch.rand(3)
-    said = {}
+    output = {}
     for name in (LIVE_ADAPTER, "reference", "old"):
         with weights.use(name):
             for _ in range(3):
-                said[name] = net(x, level)["said"]
-                assert torch.equal(said[name], forward(x, level)["said"])
-    assert not torch.equal(said[LIVE_ADAPTER], said["reference"])
-    assert not torch.equal(said["old"], said[LIVE_ADAPTER])
-    kept = len(made.takes)
-    with weights.dropping(Randomness(0, 0, torch.arange(3))):
+                output[name] = net(x, level)["output"]
+                assert torch.equal(output[name], forward(x, level)["output"])
+    assert not torch.equal(output[LIVE_ADAPTER], output["reference"])
+    assert not torch.equal(output["old"], output[LIVE_ADAPTER])
+    kept = len(made.graphs)
+    with weights.dropout_masks(Randomness(0, 0, torch.arange(3))):
         for _ in range(3):
             net(x, level)
-    assert len(made.takes) == kept
+    assert len(made.graphs) == kept
 
 
-def test_a_network_that_cannot_be_recorded_goes_on_as_it_was_and_says_so_once() -> None:
+def test_failed_capture_warns_once_and_runs_eagerly() -> None:
     def refused(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
@@ -146,16 +146,14 @@ def test_a_network_that_cannot_be_recorded_goes_on_as_it_was_and_says_so_once() 
     x, level = torch.randn(3, 4), torch.rand(3)
     with torch.no_grad():
         net(x, level)
-        with pytest.warns(
-            UserWarning, match=r"cannot be recorded \(operation not permitted when stream is capturing\)"
-        ):
-            said = net(x, level)["said"]
-        assert torch.equal(said, net(x, level)["said"])
+        with pytest.warns(UserWarning, match=r"engine.cuda_graphs"):
+            output = net(x, level)["output"]
+        assert torch.equal(output, net(x, level)["output"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here, where recordings are graphs")
 @torch.no_grad()
-def test_graphs_say_what_calls_say() -> None:
+def test_cuda_graphs_match_eager_calls() -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
     forward = net.forward
     use_cuda_graphs(net, lambda: "", make_capture())

@@ -1,4 +1,4 @@
-"""`engine.precision: auto`: what each device is given, that a run records and keeps it, and what users are told."""
+"""`engine.precision: auto`: the choice for each device, its record in the run directory, and warnings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tastemaker.training.device_precision import (
     resolve_for_planning,
     resolve_precision,
 )
-from tastemaker.training.session import run_training
+from tastemaker.training.trainer import run_training
 
 CPU = torch.device("cpu")
 SAPPHIRE_RAPIDS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
@@ -122,7 +122,7 @@ def test_explicit_precision_and_bf16_weights_come_first(amx: pytest.MonkeyPatch)
     assert choose_precision(EngineConfig(), CPU).precision == "bf16"
     emulate(amx)
     assert choose_precision(EngineConfig(), CPU).precision == "fp32"
-    assert choose_precision(EngineConfig(trainable="bf16"), CPU).precision == "bf16"
+    assert choose_precision(EngineConfig(param_dtype="bf16"), CPU).precision == "bf16"
 
 
 def test_measurement_is_cached_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,21 +148,21 @@ def test_measurement_is_cached_in_a_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_run_records_its_precision_and_keeps_it_when_resumed(tmp_path: Path, amx: pytest.MonkeyPatch) -> None:
     place = tmp_path / "run"
-    settings = [*TOY, f"output={tmp_path}", "name=run", "engine.precision=auto"]
+    settings = [*TOY, f"output_dir={tmp_path}", "name=run", "engine.precision=auto"]
     assert run_training(load("grpo-toy-flow", [*settings, "steps=1"]), console=QUIET)
     assert yaml.safe_load((place / "config.yaml").read_text())["engine"]["precision"] == "bf16"
-    found = json.loads((place / "environment.json").read_text())
-    assert found["precision"] == "bf16"
-    assert found["precision_reason"].startswith("auto: the CPU has AMX-BF16")
-    assert {"torch", "device", "cpu", "cpu_capability"} <= found.keys()
+    result = json.loads((place / "environment.json").read_text())
+    assert result["precision"] == "bf16"
+    assert result["precision_reason"].startswith("auto: the CPU has AMX-BF16")
+    assert {"torch", "device", "cpu", "cpu_capability"} <= result.keys()
 
     emulate(amx)
     more = load("grpo-toy-flow", [*settings, "steps=2"])
     with pytest.warns(UserWarning, match=r"bf16 is emulated on this CPU and measured 6\.2x slower .*=auto"):
-        assert run_training(more, allowed=["steps"], console=QUIET)
+        assert run_training(more, allow_change=["steps"], console=QUIET)
     assert yaml.safe_load((place / "config.yaml").read_text())["engine"]["precision"] == "bf16"
-    found = json.loads((place / "environment.json").read_text())
-    assert found["precision_reason"].startswith("auto: the CPU has AMX-BF16")
+    result = json.loads((place / "environment.json").read_text())
+    assert result["precision_reason"].startswith("auto: the CPU has AMX-BF16")
 
     page = write_report([place]).read_text()
     assert '<th scope="row">precision</th><td>bf16</td>' in page
@@ -175,7 +175,7 @@ def test_run_records_its_precision_and_keeps_it_when_resumed(tmp_path: Path, amx
 
 
 class SecondRank:
-    """A rank that is sent what rank 0 chose."""
+    """A rank that receives the choice of rank 0."""
 
     rank, world = 1, 2
 
@@ -231,8 +231,8 @@ def test_explicit_bf16_on_a_cpu_without_units_warns(amx: pytest.MonkeyPatch, tmp
     emulate(amx)
     with pytest.warns(UserWarning, match=r"6\.2x slower than fp32; set engine\.precision=auto.* fp32 here"):
         build(load("grpo-toy-flow", settings), tmp_path)
-    both = describe_emulation(EngineConfig(precision="bf16", trainable="bf16"), CPU)
-    assert both and "engine.trainable=fp32" in both
+    both = describe_emulation(EngineConfig(precision="bf16", param_dtype="bf16"), CPU)
+    assert both and "engine.param_dtype=fp32" in both
     emulate(amx, factor=1.0)
     assert describe_emulation(EngineConfig(precision="bf16"), CPU) is None  # not slower
 
@@ -244,7 +244,7 @@ def test_check_says_which_precision_and_why(amx: pytest.MonkeyPatch, capsys: pyt
     call("check", "grpo-toy-flow", "engine.device=cpu", "engine.precision=bf16")
     printed = capsys.readouterr().out
     assert "precision: bf16 (set by engine.precision)" in printed
-    assert "caution: engine.precision: bf16 is emulated on this CPU and measured 6.2x slower" in printed
+    assert "warning: engine.precision: bf16 is emulated on this CPU and measured 6.2x slower" in printed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is here decides")

@@ -1,4 +1,4 @@
-"""Several ranks do what one does: two processes (four for hsdp) run every check of engine_ranks.py in one launch."""
+"""Several ranks equal one: two processes (four for HSDP) run all checks of engine_ranks.py in one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch_ranks import failures, report
 from safetensors.torch import save_file
 
 from tastemaker.config.schema import CheckpointConfig, OptimConfig
-from tastemaker.training import checkpoint, low_bit_adamw
+from tastemaker.training import checkpoint, optimizer
 from tastemaker.training.distributed import mesh_shape
 from tastemaker.training.engine import TrainingError
 
@@ -30,42 +30,42 @@ FOUR = [f"{check}:hsdp" for check in ("gradient", "norm", "held_back", "borrowed
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process finds, for the ranks to compare with."""
+    """Results of one process, for the ranks to compare with."""
     torch.set_num_threads(1)
-    found = tmp_path_factory.mktemp("ranks")
+    result = tmp_path_factory.mktemp("ranks")
     weights = full_weights()
-    engine = ready(weights, OptimConfig(clip=0))
+    engine = ready(weights, OptimConfig(max_grad_norm=0))
     recorder = Recorder(engine)
     loss = learn(engine, weights, 0)
-    save_file({"loss": torch.tensor(loss), **recorder.gradients}, found / "gradient.safetensors")
+    save_file({"loss": torch.tensor(loss), **recorder.gradients}, result / "gradient.safetensors")
     engine.backward((weights.net(weights.net(data())) + weights.net(2 * data())).sum(), last=True)
     engine.step(0)
-    save_file(recorder.gradients, found / "repeated.safetensors")
+    save_file(recorder.gradients, result / "repeated.safetensors")
     weights = full_weights("old")
     engine = ready(weights)
     for step in range(3):
         learn(engine, weights, step)
     for form in ("consolidated", "sharded"):
         extra = {"step": 3, "memory": {"a": [1, 2]}}
-        checkpoint.save(found / f"one-{form}", 3, engine, weights, extra, CheckpointConfig(form=form))  # type: ignore[arg-type]
-    save_file(whole(weights.trainable()), found / "trained.safetensors")
-    save_file(whole(weights.stored()["old"]), found / "old.safetensors")
+        checkpoint.save(result / f"one-{form}", 3, engine, weights, extra, CheckpointConfig(format=form))  # type: ignore[arg-type]
+    save_file(whole(weights.trainable()), result / "trained.safetensors")
+    save_file(whole(weights.snapshot_tensors()["old"]), result / "old.safetensors")
     learn(engine, weights, 3)
-    save_file(whole(weights.trainable()), found / "fourth.safetensors")
+    save_file(whole(weights.trainable()), result / "fourth.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(low_bit_adamw, "MIN_BLOCK", 1)
-        save_file(few_bits(), found / "few_bits.safetensors")
-    return found
+        patch.setattr(optimizer, "MIN_BLOCK", 1)
+        save_file(few_bits(), result / "few_bits.safetensors")
+    return result
 
 
 def few_bits() -> dict[str, torch.Tensor]:
     weights = full_weights()
-    engine = ready(weights, OptimConfig(lr=1e-2, moments="int8"), precision="bf16", trainable="bf16")
+    engine = ready(weights, OptimConfig(lr=1e-2, state_dtype="int8"), precision="bf16", param_dtype="bf16")
     for step in range(3):
         for p in engine.parameters.values():
             p.grad = torch.ones_like(p)
         engine.optimizer.update(1e-2 / (step + 1))
-    return whole(weights.trainable()) | whole(engine.optimizer.state())
+    return whole(weights.trainable()) | whole(engine.optimizer.state_dict())
 
 
 def test_two_ranks_agree_with_one(folder: Path) -> None:
@@ -80,30 +80,30 @@ def test_four_ranks_in_two_replicas_agree_with_one(folder: Path) -> None:
 
 
 def one_process_reads(path: Path) -> None:
-    """What ranks saved, with its optimizer, or its weights alone."""
+    """Load what the ranks saved: everything, or the weights alone."""
     weights = full_weights("old", seed=9)
     engine = ready(weights)
     assert checkpoint.load(path, engine, weights) == {"step": 4}
     theirs = full_weights()
     checkpoint.initialize_weights(path, theirs)
     equal(whole(theirs.trainable()), whole(weights.trainable()))
-    assert engine.optimizer.state()["enter.weight.step"] == 4
+    assert engine.optimizer.state_dict()["enter.weight.step"] == 4
 
 
-def test_replicas_must_divide_the_ranks() -> None:
+def test_hsdp_replicas_must_divide_the_world_size() -> None:
     assert mesh_shape("hsdp", 2, 8) == (2, 4)
     assert mesh_shape("fsdp", 2, 8) == (8,)
-    with pytest.raises(TrainingError, match=r"engine.replicas is 3, which does not divide the 8 ranks"):
+    with pytest.raises(TrainingError, match=r"engine.hsdp_replicas"):
         mesh_shape("hsdp", 3, 8)
 
 
 @pytest.mark.slow
-def test_torchrun_starts_ranks_and_close_ends_them() -> None:
+def test_engine_joins_and_leaves_the_process_group_of_torchrun() -> None:
     program = """
 from engine_toys import full_weights, learn, ready
 weights = full_weights()
 engine = ready(weights, strategy="fsdp")
-assert engine.comm.world == 2
+assert engine.comm.world_size == 2
 learn(engine, weights, 0)
 engine.close()
 """

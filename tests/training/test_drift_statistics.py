@@ -1,4 +1,4 @@
-"""What the guard measures in pictures and clips, and which courses of fabricated runs are suspected."""
+"""Image and motion statistics of the guard, and its warnings on synthetic runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tastemaker.training.guard import image_statistics, motion_statistics, sampl
 Course = Callable[[float], float]  # of a value, from the start at 0 to the end at 1
 
 
-def told(
+def has_warning(
     reward: Course, held: Course, diversity: Course, variety: Course, seed: int = 0, looks: int = 30
 ) -> list[bool]:
-    """Whether a fabricated run was suspected, look by look: 16 prompts, each look with fresh noise of its own."""
+    """Return for each check of a synthetic run whether there is a warning: 16 prompts, independent noise."""
     chance, history, suspected = random.Random(seed), GuardHistory(["held"]), []
     prompts = [chance.gauss(0, 1) for _ in range(16)]
 
@@ -28,14 +28,14 @@ def told(
     for i in range(looks):
         t = i / (looks - 1)
         values = {
-            "reward": rows(reward, t, 0.5, 0.7),
-            "reward/held": rows(held, t, 0.5, 0.7),  # four samples a prompt, each with noise of one
+            "reward/mean": rows(reward, t, 0.5, 0.7),
+            "rewards/held": rows(held, t, 0.5, 0.7),  # four samples a prompt, each with noise of one
             "diversity": rows(diversity, t, 0.02),
             "variety": rows(variety, t, 0.02),
             **{name: [0.5] * 16 for name in ("entropy", "edges", "saturation", "dark")},
         }
-        history.add(GuardMeasurement(50 * i, values, {"reward/held": 1.2}))
-        suspected.append(history.suspicion() is not None)
+        history.add(GuardMeasurement(50 * i, values, {"rewards/held": 1.2}))
+        suspected.append(history.hacking_warning() is not None)
     return suspected
 
 
@@ -56,9 +56,9 @@ def flat(t: float) -> float:
         pytest.param(flat, lambda t: 0.4 - 0.36 * min(1, 2 * t), flat, id="samples of a prompt become the same"),
     ],
 )
-def test_a_gamed_reward_is_suspected_and_stays_so(held: Course, diversity: Course, variety: Course) -> None:
+def test_hacked_reward_is_detected(held: Course, diversity: Course, variety: Course) -> None:
     for seed in range(20):
-        suspected = told(rising, held, diversity, variety, seed)
+        suspected = has_warning(rising, held, diversity, variety, seed)
         assert all(suspected[-5:]) and not any(suspected[:2])
 
 
@@ -67,7 +67,7 @@ def test_a_gamed_reward_is_suspected_and_stays_so(held: Course, diversity: Cours
     [
         pytest.param(rising, rising, flat, flat, id="everything rises"),
         pytest.param(rising, flat, flat, flat, id="noise alone"),
-        pytest.param(rising, rising, lambda t: 0.4 - 0.3 * t, lambda t: 0.4 + 0.3 * t, id="prompts are told apart"),
+        pytest.param(rising, rising, lambda t: 0.4 - 0.3 * t, lambda t: 0.4 + 0.3 * t, id="prompts become distinct"),
         pytest.param(rising, rising, lambda t: 0.4 - 0.2 * t, flat, id="prompts are met better"),
         pytest.param(flat, lambda t: -2 * t, flat, flat, id="nothing is gained"),
         pytest.param(
@@ -75,13 +75,13 @@ def test_a_gamed_reward_is_suspected_and_stays_so(held: Course, diversity: Cours
         ),
     ],
 )
-def test_an_honest_run_is_not_suspected(reward: Course, held: Course, diversity: Course, variety: Course) -> None:
+def test_honest_run_has_no_warning(reward: Course, held: Course, diversity: Course, variety: Course) -> None:
     # Noise that is fresh at every look is the hardest case: one run in twenty may be suspected by chance.
-    assert sum(any(told(reward, held, diversity, variety, seed)) for seed in range(20)) <= 1
+    assert sum(any(has_warning(reward, held, diversity, variety, seed)) for seed in range(20)) <= 1
 
 
 def verdicts(shares: list[float], seed: int, prompts: int = 64) -> list[bool]:
-    """Whether a run was suspected whose held-out reward is a verdict, right of so many pictures at each look."""
+    """Return whether a run is suspected whose yes/no held-out reward has these shares of yes at each check."""
     chance, history, suspected = random.Random(seed), GuardHistory(["strict"]), []
     skill = [chance.betavariate(1, 2) * 1.5 for _ in range(prompts)]  # some prompts are far easier than others
     others = dict.fromkeys(("diversity", "variety", "entropy", "edges", "saturation", "dark"), [0.5] * prompts)
@@ -90,13 +90,15 @@ def verdicts(shares: list[float], seed: int, prompts: int = 64) -> list[bool]:
         right = [sum(chance.random() < min(1, 2 * share * each) for _ in range(4)) / 4 for each in skill]
         spread = math.sqrt(share * (1 - share))
         history.add(
-            GuardMeasurement(20 * i, {"reward": reward, "reward/strict": right, **others}, {"reward/strict": spread})
+            GuardMeasurement(
+                20 * i, {"reward/mean": reward, "rewards/strict": right, **others}, {"rewards/strict": spread}
+            )
         )
-        suspected.append(history.suspicion() is not None)
+        suspected.append(history.hacking_warning() is not None)
     return suspected
 
 
-def test_a_verdict_that_was_seldom_right_and_then_hardly_ever_is_a_fall() -> None:
+def test_fall_of_a_rare_yes_no_reward_is_detected() -> None:
     # What four copies of everything do to a strict verdict; half a standard deviation is more than there is to lose.
     gamed = [verdicts([0.26, 0.23, 0.12, 0.09, 0.09, 0.1, 0.09], seed) for seed in range(20)]
     assert sum(any(each) for each in gamed) >= 17
@@ -104,25 +106,29 @@ def test_a_verdict_that_was_seldom_right_and_then_hardly_ever_is_a_fall() -> Non
     assert sum(any(each) for each in honest) <= 1
 
 
-def test_the_warning_names_what_fell_and_what_it_was_traded_for() -> None:
+def test_warning_names_the_fall_and_the_drift() -> None:
     history = GuardHistory(["taste"], patience=1)
     same = dict.fromkeys(("diversity", "variety", "entropy", "edges", "saturation"), [0.5] * 4)
-    history.add(GuardMeasurement(0, {"reward": [0.1] * 4, "reward/taste": [0.9] * 4, "dark": [0.1] * 4, **same}, {}))
-    history.add(GuardMeasurement(50, {"reward": [0.8] * 4, "reward/taste": [0.2] * 4, "dark": [0.9] * 4, **same}, {}))
-    assert history.suspicion() == (
+    history.add(
+        GuardMeasurement(0, {"reward/mean": [0.1] * 4, "rewards/taste": [0.9] * 4, "dark": [0.1] * 4, **same}, {})
+    )
+    history.add(
+        GuardMeasurement(50, {"reward/mean": [0.8] * 4, "rewards/taste": [0.2] * 4, "dark": [0.9] * 4, **same}, {})
+    )
+    assert history.hacking_warning() == (
         "probable reward hacking: the training reward rose from 0.1 to 0.8 since step 0, while the held-out reward "
-        "'taste' fell from 0.9 to 0.2 since step 0 (the pictures changed too: dark 0.1 -> 0.9)"
+        "'taste' fell from 0.9 to 0.2 since step 0 (image statistics changed too: dark 0.1 -> 0.9)"
     )
 
 
-def test_a_look_at_other_prompts_begins_anew() -> None:
+def test_other_prompts_start_a_new_history() -> None:
     history = GuardHistory([])
-    history.add(GuardMeasurement(0, {"reward": [0.0] * 4}, {}))
-    history.add(GuardMeasurement(5, {"reward": [0.0] * 8}, {}))
-    assert [look.step for look in history.looks] == [5]
+    history.add(GuardMeasurement(0, {"reward/mean": [0.0] * 4}, {}))
+    history.add(GuardMeasurement(5, {"reward/mean": [0.0] * 8}, {}))
+    assert [look.step for look in history.measurements] == [5]
 
 
-def test_features_are_what_they_say() -> None:
+def test_image_statistics_of_known_images() -> None:
     black, white = torch.zeros(1, 2, 3, 8, 8), torch.ones(1, 2, 3, 8, 8)
     board = (torch.arange(8)[:, None] + torch.arange(8)).remainder(2).float().expand(1, 1, 3, 8, 8)
     red = torch.tensor([1.0, 0, 0]).view(1, 1, 3, 1, 1).expand(1, 1, 3, 8, 8)
@@ -134,23 +140,23 @@ def test_features_are_what_they_say() -> None:
     assert image_statistics(red)["saturation"] == 1 and image_statistics(board)["saturation"] == 0
 
 
-def test_likeness_is_the_mean_distance_within_and_between_prompts() -> None:
+def test_diversity_and_variety_are_mean_distances() -> None:
     pictures = torch.tensor([[[0.0], [1.0]], [[5.0], [5.0]], [[0.0], [1.0]]])  # [P, K, D], two texts of three prompts
-    found = sample_diversity(pictures, ("a", "b", "a"))
-    assert found["diversity"].tolist() == [1, 0, 1]
-    assert found["variety"].tolist() == [4.5, 4.5, 4.5]
+    result = sample_diversity(pictures, ("a", "b", "a"))
+    assert result["diversity"].tolist() == [1, 0, 1]
+    assert result["variety"].tolist() == [4.5, 4.5, 4.5]
     assert "variety" not in sample_diversity(pictures, ("a", "a", "a"))
 
 
 def clip(speed: int, frames: int = 6) -> torch.Tensor:
-    """A bright bar that moves so many pixels a frame: [1, F, 3, 32, 32]."""
+    """Return a video of a bright bar that moves `speed` pixels per frame: [1, F, 3, 32, 32]."""
     pixels = torch.zeros(1, frames, 3, 32, 32)
     for k in range(frames):
         pixels[:, k, :, 8:24, 4 + k * speed : 10 + k * speed] = 1
     return pixels
 
 
-def test_movement_tells_a_moving_clip_from_a_frozen_and_a_flickering_one() -> None:
+def test_motion_statistics_of_moving_frozen_and_flickering_videos() -> None:
     moving, frozen = motion_statistics(clip(2)), motion_statistics(clip(0))
     light = torch.tensor([1.0, 0.2] * 3).view(1, 6, 1, 1, 1)
     flickering = motion_statistics(clip(0) * light)
@@ -160,20 +166,20 @@ def test_movement_tells_a_moving_clip_from_a_frozen_and_a_flickering_one() -> No
 
 
 def rested(motion: Course, frames: Course) -> list[str]:
-    """What is said of a fabricated run whose clips move and differ so much."""
-    chance, history, said = random.Random(0), GuardHistory([]), []
+    """Return the warnings of a synthetic run with these motions and frame distances."""
+    chance, history, output = random.Random(0), GuardHistory([]), []
     others = dict.fromkeys(("diversity", "variety", "entropy", "edges", "saturation", "dark", "flicker"), [0.01] * 16)
     for i in range(12):
-        courses = {"reward": rising, "motion": motion, "frames": frames}
+        courses = {"reward/mean": rising, "motion": motion, "frames": frames}
         noisy = {name: [path(i / 11) + chance.gauss(0, 0.05) for _ in range(16)] for name, path in courses.items()}
         history.add(GuardMeasurement(10 * i, {**noisy, **others}, {}))
-        said.append(history.suspicion() or "")
-    return said
+        output.append(history.hacking_warning() or "")
+    return output
 
 
-def test_clips_that_come_to_rest_while_the_reward_rises_are_suspected() -> None:
-    told = rested(lambda t: 2 - 1.6 * t, lambda t: 1 - 0.8 * t)
-    assert "the clips came to rest: their motion fell from 2" in told[-1] and not any(told[:4])
+def test_frozen_videos_are_detected() -> None:
+    warnings = rested(lambda t: 2 - 1.6 * t, lambda t: 1 - 0.8 * t)
+    assert "motion fell from 2" in warnings[-1] and not any(warnings[:4])
 
 
 @pytest.mark.parametrize(
@@ -184,5 +190,5 @@ def test_clips_that_come_to_rest_while_the_reward_rises_are_suspected() -> None:
         pytest.param(lambda t: 2 + t, lambda t: 1 + t, id="livelier"),
     ],
 )
-def test_clips_that_go_on_moving_are_not(motion: Course, frames: Course) -> None:
+def test_moving_videos_have_no_warning(motion: Course, frames: Course) -> None:
     assert not any(rested(motion, frames))

@@ -1,4 +1,4 @@
-"""The guard of real runs speaks where a reward is gamed, is silent where it is earned, and changes nothing."""
+"""The guard in real runs: it warns of hacked rewards, not of honest ones, and does not change training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launch_ranks import finish, launch
 
 from tastemaker.config.build import build
 from tastemaker.config.load import load
-from tastemaker.training import checkpoint, run_directory
+from tastemaker.training import checkpoint
 from tastemaker.training.drift_statistics import GuardMeasurement
 from tastemaker.training.events import CheckpointSaved, Event, GuardChecked, TrainingFinished
 from tastemaker.training.guard import run_guard
@@ -19,14 +19,21 @@ from tastemaker.training.loop import train
 
 QUICK = ["sample.every=0", "guard.every=10"]
 GAMED = ["rewards.color.weight=0", "rewards.bright.type=brightness"]
-SMALL = ["sample.every=0", "steps=4", "batch.prompts=4", "guard.every=2", "guard.prompts=4", "guard.per_prompt=2"]
+SMALL = [
+    "sample.every=0",
+    "steps=4",
+    "batch.prompts=4",
+    "guard.every=2",
+    "guard.prompts=4",
+    "guard.samples_per_prompt=2",
+]
 
 
 @pytest.mark.slow
-def test_a_real_run_paid_for_its_pictures_alone_freezes_its_clips_and_is_suspected(tmp_path: Path) -> None:
+def test_real_run_that_freezes_its_videos_is_detected(tmp_path: Path) -> None:
     paid = [*GAMED, "rewards.still.weight=0", "steps=30", "optim.lr=5e-3"]
-    told = warnings(watched("reward-gradient-toy-video", tmp_path, *QUICK, *paid))
-    assert told and "the clips came to rest: their motion fell from" in told[-1]
+    reported = warnings(watched("reward-gradient-toy-video", tmp_path, *QUICK, *paid))
+    assert reported and "their motion fell from" in reported[-1]
 
 
 def watched(recipe: str, place: Path, *overrides: str) -> list[Event]:
@@ -39,54 +46,58 @@ def warnings(events: list[Event]) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", ["grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "reward-gradient-toy-video"])
-def test_every_family_is_guarded(recipe: str, tmp_path: Path) -> None:
+def test_guard_runs_on_every_model_family(recipe: str, tmp_path: Path) -> None:
     looks = [event for event in watched(recipe, tmp_path, *SMALL) if isinstance(event, GuardChecked)]
     assert [look.step for look in looks] == [0, 2, 4]
-    wanted = {"reward", "diversity", "variety", "entropy", "edges", "saturation", "dark"}
+    wanted = {"reward/mean", "diversity", "variety", "entropy", "edges", "saturation", "dark"}
     assert wanted <= set(looks[0].metrics) and all(math.isfinite(x) for look in looks for x in look.metrics.values())
 
 
 @pytest.mark.parametrize("recipe", ["grpo-toy-flow", "grpo-toy-causal", "ddpo-toy-causal", "nft-toy-flow"])
-def test_the_guard_changes_no_bit_of_the_weights(recipe: str, tmp_path: Path) -> None:
-    found = []
+def test_guard_does_not_change_training(recipe: str, tmp_path: Path) -> None:
+    result = []
     for every in (0, 1):
-        run = build(load(recipe, [*SMALL, "ema=0.9", "sample.use=ema", f"guard.every={every}"]), tmp_path / str(every))
+        run = build(
+            load(recipe, [*SMALL, "ema_decay=0.9", "sample.weights=ema", f"guard.every={every}"]), tmp_path / str(every)
+        )
         list(train(run))
-        found.append({key: p.detach().clone() for key, p in run.policy.weights.trainable().items()})
-    assert all(found[0][key].equal(found[1][key]) for key in found[0])
+        result.append({key: p.detach().clone() for key, p in run.policy.weights.trainable().items()})
+    assert all(result[0][key].equal(result[1][key]) for key in result[0])
 
 
-def test_the_same_weights_are_judged_alike_in_any_chunks(tmp_path: Path) -> None:
+def test_guard_metrics_do_not_depend_on_chunks(tmp_path: Path) -> None:
     looks = []
     for rows in ("null", "3"):
-        looks.append(run_guard(build(load("grpo-toy-causal", [*SMALL, f"batch.rollout={rows}"]), tmp_path), 0).metrics)
+        looks.append(
+            run_guard(build(load("grpo-toy-causal", [*SMALL, f"batch.rollout_batch_size={rows}"]), tmp_path), 0).metrics
+        )
     assert looks[0] == pytest.approx(looks[1], abs=1e-5)
 
 
-def test_without_rewards_there_is_nothing_to_guard(tmp_path: Path) -> None:
+def test_no_guard_without_rewards(tmp_path: Path) -> None:
     assert not any(isinstance(event, GuardChecked) for event in watched("likelihood-toy-flow", tmp_path, *SMALL))
 
 
 @pytest.mark.parametrize("recipe", ["draft-toy-flow", pytest.param("grpo-toy-masked", marks=pytest.mark.slow)])
-def test_a_real_run_whose_reward_is_gamed_is_suspected(recipe: str, tmp_path: Path) -> None:
-    told = warnings(watched(recipe, tmp_path, *QUICK, *GAMED, "steps=40"))
-    assert told and "held-out reward 'color' fell" in told[-1]
+def test_real_run_with_a_hacked_reward_is_detected(recipe: str, tmp_path: Path) -> None:
+    reported = warnings(watched(recipe, tmp_path, *QUICK, *GAMED, "steps=40"))
+    assert reported and "held-out reward 'color' fell" in reported[-1]
 
 
 @pytest.mark.parametrize("recipe", ["draft-toy-flow", pytest.param("grpo-toy-causal", marks=pytest.mark.slow)])
-def test_a_real_run_that_learns_what_was_meant_is_not(recipe: str, tmp_path: Path) -> None:
+def test_real_honest_run_has_no_warning(recipe: str, tmp_path: Path) -> None:
     assert not warnings(watched(recipe, tmp_path, *QUICK, "steps=60"))
 
 
 @pytest.mark.slow
-def test_a_run_that_narrows_because_it_was_taught_well_before_is_not_suspected(tmp_path: Path) -> None:
+def test_less_diversity_after_good_training_has_no_warning(tmp_path: Path) -> None:
     watched("likelihood-toy-flow", tmp_path / "base", "sample.every=0", "steps=300")
     run = build(load("draft-toy-flow", [*QUICK, "steps=60"]), tmp_path / "more", init_from=tmp_path / "base")
     assert not warnings(list(train(run)))
 
 
-def test_the_guard_stops_a_run_if_asked(tmp_path: Path) -> None:
-    events = watched("draft-toy-flow", tmp_path, *QUICK, *GAMED, "steps=100", "guard.stop=true")
+def test_guard_stops_the_run_if_configured(tmp_path: Path) -> None:
+    events = watched("draft-toy-flow", tmp_path, *QUICK, *GAMED, "steps=100", "guard.stop_on_warning=true")
     end, saved = events[-1], events[-2]
     assert (
         isinstance(end, TrainingFinished)
@@ -97,47 +108,47 @@ def test_the_guard_stops_a_run_if_asked(tmp_path: Path) -> None:
     assert end.reason.startswith(f"stopped by the guard after step {end.step}: probable reward hacking")
 
 
-def test_a_better_held_out_score_is_saved_and_named(tmp_path: Path) -> None:
+def test_best_checkpoint_has_the_highest_held_out_score(tmp_path: Path) -> None:
     twin = "rewards={color: {type: color}, twin: {type: color, weight: 0}}"
     events = watched("draft-toy-flow", tmp_path, *QUICK, twin, "steps=30", "checkpoint.every=100")
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [10, 20, 30]
-    assert (tmp_path / "checkpoints/best").resolve() == run_directory.checkpoint_path(tmp_path, 30).resolve()
+    assert (tmp_path / "checkpoints/best").resolve() == checkpoint.checkpoint_path(tmp_path, 30).resolve()
     again = build(load("draft-toy-flow", [*QUICK, twin]), tmp_path / "b", init_from=tmp_path / "checkpoints/best")
     assert again.policy.weights.trainable()
 
 
-def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
-    run = build(load("draft-toy-flow", [*QUICK, *GAMED, "checkpoint.keep=1"]), tmp_path)
+def test_best_checkpoint_is_not_pruned(tmp_path: Path) -> None:
+    run = build(load("draft-toy-flow", [*QUICK, *GAMED, "checkpoint.keep_last=1"]), tmp_path)
     kept = []
     for step, score in ((0, 0.5), (2, 0.9), (4, 0.6), (6, 0.4), (8, 1.0), (10, 0.3)):
-        run.history.add(GuardMeasurement(step, {"reward": [score] * 4, "reward/color": [score] * 4}, {}))
+        run.guard_history.add(GuardMeasurement(step, {"reward/mean": [score] * 4, "rewards/color": [score] * 4}, {}))
         if step:
             run.save(step)
             kept.append(sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")))
     two, four, six, eight, ten = (f"step-{step:06d}" for step in (2, 4, 6, 8, 10))
     assert kept == [[two], [two, four], [two, six], [eight], [eight, ten]]
     assert (tmp_path / "checkpoints/best").resolve().name == eight
-    assert checkpoint.latest(tmp_path) == run_directory.checkpoint_path(tmp_path, 10)
+    assert checkpoint.latest_checkpoint(tmp_path) == checkpoint.checkpoint_path(tmp_path, 10)
 
 
-def test_a_resumed_run_remembers_what_it_saw(tmp_path: Path) -> None:
+def test_guard_history_is_restored_on_resume(tmp_path: Path) -> None:
     whole = build(load("grpo-toy-flow", [*SMALL, "steps=6"]), tmp_path / "whole")
     list(train(whole))
     list(train(build(load("grpo-toy-flow", [*SMALL, "steps=4"]), tmp_path / "parts")))
     later = build(load("grpo-toy-flow", [*SMALL, "steps=6"]), tmp_path / "parts")
-    found = checkpoint.latest(tmp_path / "parts")
-    assert found is not None
-    later.resume(found)
-    assert [look.step for look in later.history.looks] == [0, 2, 4]
+    result = checkpoint.latest_checkpoint(tmp_path / "parts")
+    assert result is not None
+    later.resume(result)
+    assert [look.step for look in later.guard_history.measurements] == [0, 2, 4]
     list(train(later))
-    assert later.history.state() == whole.history.state()
+    assert later.guard_history.state_dict() == whole.guard_history.state_dict()
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_several_ranks_see_what_one_sees(tmp_path: Path) -> None:
+def test_guard_metrics_do_not_depend_on_ranks(tmp_path: Path) -> None:
     # Fifteen samples do not divide among two ranks: one is made twice, and counted once.
-    settings = ("steps=2", "guard.every=1", "guard.prompts=5", "guard.per_prompt=3", "engine.strategy=fsdp")
+    settings = ("steps=2", "guard.every=1", "guard.prompts=5", "guard.samples_per_prompt=3", "engine.strategy=fsdp")
     looks = []
     for ranks in (1, 2):
         place = tmp_path / str(ranks)
@@ -149,5 +160,5 @@ def test_several_ranks_see_what_one_sees(tmp_path: Path) -> None:
 
 
 def test_guard_draws_the_same_noise_at_every_check(tmp_path: Path) -> None:
-    run = build(load("grpo-toy-flow", ["guard.prompts=4", "guard.per_prompt=2"]), tmp_path)
+    run = build(load("grpo-toy-flow", ["guard.prompts=4", "guard.samples_per_prompt=2"]), tmp_path)
     assert run_guard(run, 0).metrics == run_guard(run, 10).metrics

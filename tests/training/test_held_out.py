@@ -1,4 +1,4 @@
-"""Held-out rewards are scored by the guard and on displayed samples, never at a training step."""
+"""Held-out rewards are scored by the guard and on samples, never in training steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.training.events import GuardChecked, SamplesGenerated, StepCompleted
 from tastemaker.training.loop import train
 
-SHORT = ["steps=2", "batch.prompts=4", "sample.every=2", "guard.every=2", "guard.prompts=4", "guard.per_prompt=2"]
+SHORT = [
+    "steps=2",
+    "batch.prompts=4",
+    "sample.every=2",
+    "guard.every=2",
+    "guard.prompts=4",
+    "guard.samples_per_prompt=2",
+]
 
 
 def test_held_out_rewards_are_not_scored_at_training_steps(tmp_path: Path) -> None:
@@ -20,14 +27,14 @@ def test_held_out_rewards_are_not_scored_at_training_steps(tmp_path: Path) -> No
     for held_out in ("true", "false"):
         reward = f"rewards.dark={{type: brightness, weight: 0, held_out: {held_out}}}"
         run = build(load("grpo-toy-flow", [*SHORT, reward]), tmp_path / held_out)
-        scored = {StepCompleted: "reward/dark", GuardChecked: "reward/dark", SamplesGenerated: "dark"}
-        found = {kind: set[bool]() for kind in scored}
+        scored = {StepCompleted: "rewards/dark", GuardChecked: "rewards/dark", SamplesGenerated: "dark"}
+        result = {kind: set[bool]() for kind in scored}
         for event in train(run):
             if isinstance(event, StepCompleted | GuardChecked):
-                found[type(event)].add(scored[type(event)] in event.metrics)
+                result[type(event)].add(scored[type(event)] in event.metrics)
             elif isinstance(event, SamplesGenerated):
-                found[SamplesGenerated].add("dark" in event.scores)
-        assert found == {StepCompleted: {held_out == "false"}, GuardChecked: {True}, SamplesGenerated: {True}}
+                result[SamplesGenerated].add("dark" in event.scores)
+        assert result == {StepCompleted: {held_out == "false"}, GuardChecked: {True}, SamplesGenerated: {True}}
         weights.append({key: p.detach().clone() for key, p in run.policy.weights.trainable().items()})
     assert all(weights[0][key].equal(weights[1][key]) for key in weights[0])
 

@@ -1,4 +1,4 @@
-"""Calls without a gradient that copy less say what they said, but for a rounding."""
+"""Inference norms and channels_last change outputs only by rounding."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tastemaker.core.lora import LoraWeights
+from tastemaker.core.weights import NetworkTraits
+from tastemaker.models.modelscope import TINY_CONFIGS
 from tastemaker.models.nets.unet3d import VideoUnet
-from tastemaker.models.video_unet import SMALL
 from tastemaker.training.inference_norms import (
     InputDtypeNorms,
     PreserveChannelsLast,
@@ -25,6 +26,7 @@ from tastemaker.training.inference_norms import (
 from tastemaker.training.precision import Fp32Norms
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+CHANNELS_LAST = NetworkTraits(channels_last=True)
 KERNELS = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="a kernel for GPUs; TRITON_INTERPRET=1 runs it here"
 )
@@ -32,7 +34,7 @@ KERNELS = pytest.mark.skipif(
 
 def clips() -> tuple[Any, tuple[Tensor, ...]]:
     torch.manual_seed(0)
-    net: Any = VideoUnet(**SMALL["unet"]).eval().requires_grad_(False).bfloat16()
+    net: Any = VideoUnet(**TINY_CONFIGS["unet"]).eval().requires_grad_(False).bfloat16()
     weights = LoraWeights(net, LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"]))
     for p in weights.trainable().values():
         p.data = torch.randn_like(p, dtype=torch.float32) / 10
@@ -42,57 +44,53 @@ def clips() -> tuple[Any, tuple[Tensor, ...]]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("turned", [False, True], ids=["as they lie", "turned"])
-def test_a_network_of_clips_is_as_near_to_the_exact_one_as_before(turned: bool) -> None:
+def test_inference_norms_are_as_accurate_as_autocast(turned: bool) -> None:
     net, inputs = clips()
     exact = deepcopy(net).float()(*(x.float() for x in inputs))
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Fp32Norms():
         before = net(*inputs)
         if turned:
-            convert_to_channels_last(net)
-        use_inference_norms(net, torch.bfloat16)
+            convert_to_channels_last(net, CHANNELS_LAST)
+        use_inference_norms(net, torch.bfloat16, CHANNELS_LAST)
         after = net(*inputs)
     assert not torch.equal(before, after)
     assert (after - exact).norm() < 1.3 * (before - exact).norm() < 0.02 * exact.norm()
     assert all(p.dtype == torch.float32 for key, p in net.named_parameters() if "lora" in key)
 
 
-def test_calls_with_a_gradient_are_as_they_were() -> None:
+def test_calls_with_gradient_are_unchanged() -> None:
     net, inputs = clips()
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Fp32Norms():
         before = net(*inputs)
-        use_inference_norms(net, torch.bfloat16)
+        use_inference_norms(net, torch.bfloat16, CHANNELS_LAST)
         assert torch.equal(net(*inputs), before)
 
 
 @pytest.mark.parametrize("kind", [nn.GroupNorm(2, 4), nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False)])
-def test_norms_keep_the_precision_of_what_they_see(kind: nn.Module) -> None:
+def test_norms_keep_the_dtype_of_their_input(kind: nn.Module) -> None:
     x = torch.randn(3, 4, 5, 8).bfloat16()
     exact = kind(x.float())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), InputDtypeNorms():
-        said = kind(x)
-        assert said.dtype == torch.bfloat16 and kind(x.float()).dtype == torch.float32
-    assert (said.float() - exact).norm() < 0.01 * exact.norm()
+        output = kind(x)
+        assert output.dtype == torch.bfloat16 and kind(x.float()).dtype == torch.float32
+    assert (output.float() - exact).norm() < 0.01 * exact.norm()
 
 
-def test_what_is_not_cast_is_left_alone() -> None:
+def test_without_autocast_norms_are_unchanged() -> None:
     x, norm = torch.randn(3, 4, 5), nn.GroupNorm(2, 4)
     with torch.no_grad(), InputDtypeNorms():
         assert torch.equal(norm(x), norm(x.float()))
 
 
-class Turns(nn.Sequential):
-    turnable = True
-
-
-def test_only_frozen_convolutions_of_networks_that_bear_it_are_turned() -> None:
+def test_only_frozen_convolutions_become_channels_last() -> None:
     frozen, learns, other = nn.Conv2d(4, 6, 3).requires_grad_(False), nn.Conv2d(4, 6, 3), nn.Conv3d(4, 6, 1)
-    convert_to_channels_last(Turns(frozen, learns))
-    convert_to_channels_last(nn.Sequential(other.requires_grad_(False)))
+    convert_to_channels_last(nn.Sequential(frozen, learns), CHANNELS_LAST)
+    convert_to_channels_last(nn.Sequential(other.requires_grad_(False)), NetworkTraits())
     assert frozen.weight.is_contiguous(memory_format=torch.channels_last)
     assert learns.weight.is_contiguous() and other.weight.is_contiguous()
 
 
-def test_channels_side_by_side_stay_so() -> None:
+def test_channels_last_is_preserved() -> None:
     pictures = torch.randn(2, 5, 3, 4).permute(0, 3, 1, 2)  # [B, C, h, w]
     clips = torch.randn(2, 5, 3, 6, 4).permute(0, 3, 4, 1, 2)  # [B, F, C, h, w]
     plain, few = torch.randn(2, 4, 5, 3), torch.randn(2, 3, 4).transpose(1, 2)
@@ -109,9 +107,7 @@ def test_channels_side_by_side_stay_so() -> None:
 @pytest.mark.parametrize(
     ("shape", "groups"), [((2, 12, 5, 7), 4), ((3, 320, 6, 6), 32), ((1, 64, 3, 9, 4), 32), ((2, 40, 33, 17), 8)]
 )
-def test_group_norms_of_channels_side_by_side_are_pytorchs(
-    shape: tuple[int, ...], groups: int, dtype: torch.dtype
-) -> None:
+def test_triton_group_norm_matches_pytorch(shape: tuple[int, ...], groups: int, dtype: torch.dtype) -> None:
     from tastemaker.training.triton_group_norm import triton_group_norm
 
     torch.manual_seed(0)
@@ -119,7 +115,7 @@ def test_group_norms_of_channels_side_by_side_are_pytorchs(
     order = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     x = (2 * torch.randn(shape, device=device) + 1).to(dtype).contiguous(memory_format=order)
     weight, bias = (torch.randn(shape[1], device=device).to(dtype) for _ in range(2))
-    said = triton_group_norm(x, groups, weight, bias, 1e-5)
+    output = triton_group_norm(x, groups, weight, bias, 1e-5)
     exact = functional.group_norm(x.float(), groups, weight.float(), bias.float(), 1e-5)
-    assert said.is_contiguous(memory_format=order) and said.dtype == dtype
-    assert (said.float() - exact).norm() < (1e-6 if dtype == torch.float32 else 0.005) * exact.norm()
+    assert output.is_contiguous(memory_format=order) and output.dtype == dtype
+    assert (output.float() - exact).norm() < (1e-6 if dtype == torch.float32 else 0.005) * exact.norm()

@@ -1,4 +1,4 @@
-"""Runs that are killed, asked to stop, or broken off lose nothing that was completed."""
+"""Killed and interrupted runs lose no completed checkpoint and resume exactly."""
 
 import random
 import signal
@@ -23,7 +23,7 @@ def equal(one: dict, other: dict) -> bool:
 
 
 def kill_after(processes: list[Process], saved: int, delay: float) -> int:
-    """SIGKILL to all ranks a moment after so many checkpoints were announced; the last one announced."""
+    """Kill all ranks `delay` seconds after `saved` checkpoints were printed; return the last one printed."""
     last = 0
     for line in processes[0].stdout:
         last, saved = int(line), saved - 1  # the first line tells the start
@@ -47,41 +47,41 @@ KILLED = [
 
 
 @pytest.mark.parametrize("recipe", KILLED)
-def test_three_steps_a_kill_and_three_more_are_six(recipe, tmp_path):
+def test_killed_run_resumes_bit_for_bit(recipe, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     straight = launch(recipe, whole, "steps=6")
     first = launch(recipe, broken, "steps=6", "checkpoint.every=3")
     kill_after(first, saved=1, delay=0.0)
     finish(straight)
-    assert checkpoint.latest(broken) is not None
+    assert checkpoint.latest_checkpoint(broken) is not None
     # One of them in a fresh interpreter, which hashes anew: no order of a set may matter.
     finish(launch(recipe, broken, "steps=6", "checkpoint.every=3", fresh=recipe == KILLED[0]))
     assert equal(final(whole, 6), final(broken, 6))
 
 
-def test_a_request_to_stop_saves_and_ends(tmp_path):
+def test_sigterm_saves_a_checkpoint_and_stops(tmp_path):
     (process,) = launch("grpo-toy-flow", tmp_path, "steps=100000", "checkpoint.every=100000")
     assert process.stdout.readline().strip() == "0"  # it has started
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     saved, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and found.name == f"step-{int(saved):06d}" and int(saved) > 0
+    result = checkpoint.latest_checkpoint(tmp_path)
+    assert result is not None and result.name == f"step-{int(saved):06d}" and int(saved) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy", "kills"), [(1, "replicated", 14), (2, "fsdp", 4)])
-def test_kills_at_random_moments_lose_no_completed_checkpoint(ranks, strategy, kills, tmp_path):
-    """A checkpoint a step makes a good part of the time one of writing."""
+def test_random_kills_lose_no_complete_checkpoint(ranks, strategy, kills, tmp_path):
+    """With a checkpoint at every step, kills often interrupt a save."""
     chance = random.Random(ranks)
-    settings = (f"steps={5 * kills}", f"engine.strategy={strategy}", "checkpoint.form=consolidated", "ema=0.9")
+    settings = (f"steps={5 * kills}", f"engine.strategy={strategy}", "checkpoint.format=consolidated", "ema_decay=0.9")
     broken = tmp_path / "broken"
     for i in range(kills):
         processes = launch("nft-toy-flow", broken, *settings, ranks=ranks)
         announced = kill_after(processes, saved=chance.randint(1, 3), delay=chance.random() * 0.05)
-        found = checkpoint.latest(broken)
-        assert found is not None and int(found.name.split("-")[1]) >= announced, f"kill {i}"
+        result = checkpoint.latest_checkpoint(broken)
+        assert result is not None and int(result.name.split("-")[1]) >= announced, f"kill {i}"
     finish(launch("nft-toy-flow", broken, *settings, ranks=ranks))
     whole = tmp_path / "whole"
     finish(launch("nft-toy-flow", whole, *settings, ranks=ranks))

@@ -14,10 +14,10 @@ from tastemaker.training.loggers.jsonl import JsonlLogger
 
 def run(directory: Path, first: int, last: int, loss: float = 0.5) -> None:
     observer = JsonlLogger()
-    observer.see(TrainingStarted(first, 100, directory, 10))
+    observer.log(TrainingStarted(first, 100, directory, 10))
     for step in range(first + 1, last + 1):
-        observer.see(StepCompleted(step, {"loss": loss, "reward": step / 10}, 0.25, 16))
-    observer.see(TrainingFinished(last, "finished"))
+        observer.log(StepCompleted(step, {"loss/policy": loss, "reward/mean": step / 10}, 0.25, 16))
+    observer.log(TrainingFinished(last, "finished"))
     observer.close()
 
 
@@ -25,35 +25,42 @@ def rows(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_step_is_a_row(tmp_path: Path) -> None:
+def test_each_step_is_a_row(tmp_path: Path) -> None:
     run(tmp_path / "new", 0, 3)
-    assert rows(tmp_path / "new")[1] == {"step": 2, "seconds": 0.25, "samples": 16, "loss": 0.5, "reward": 0.2}
+    assert rows(tmp_path / "new")[1] == {
+        "step": 2,
+        "time/step": 0.25,
+        "samples": 16,
+        "samples_per_second": 64.0,
+        "loss/policy": 0.5,
+        "reward/mean": 0.2,
+    }
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_null(tmp_path: Path, bad: float) -> None:
+def test_non_finite_values_are_null(tmp_path: Path, bad: float) -> None:
     run(tmp_path, 0, 1, bad)
-    assert rows(tmp_path)[0]["loss"] is None
+    assert rows(tmp_path)[0]["loss/policy"] is None
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_drops_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, 0, 7, loss=1.0)
     run(tmp_path, 4, 9, loss=2.0)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, 10))
-    assert [row["loss"] for row in rows(tmp_path)] == [1.0] * 4 + [2.0] * 5
+    assert [row["loss/policy"] for row in rows(tmp_path)] == [1.0] * 4 + [2.0] * 5
 
 
-def test_a_run_begun_anew_starts_an_empty_file(tmp_path: Path) -> None:
+def test_new_run_starts_an_empty_file(tmp_path: Path) -> None:
     run(tmp_path, 0, 7)
     run(tmp_path, 0, 2)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    "torn", ['{"step": 3, "lo', '{"step": 3, "loss": 1.0}', '{"step": "x"}\n', "[3]\n", "\x00\x00\n", "3"]
+    "torn", ['{"step": 3, "lo', '{"step": 3, "loss/policy": 1.0}', '{"step": "x"}\n', "[3]\n", "\x00\x00\n", "3"]
 )
-def test_a_row_that_a_kill_left_torn_is_dropped(tmp_path: Path, torn: str) -> None:
+def test_incomplete_row_is_dropped(tmp_path: Path, torn: str) -> None:
     run(tmp_path, 0, 2)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)
@@ -61,22 +68,22 @@ def test_a_row_that_a_kill_left_torn_is_dropped(tmp_path: Path, torn: str) -> No
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_rows_are_on_disk_at_once(tmp_path: Path) -> None:
+def test_rows_are_flushed_at_once(tmp_path: Path) -> None:
     observer = JsonlLogger()
-    observer.see(TrainingStarted(0, 2, tmp_path, 1))
-    observer.see(StepCompleted(1, {"loss": 1.0}, 0.1, 1))
+    observer.log(TrainingStarted(0, 2, tmp_path, 1))
+    observer.log(StepCompleted(1, {"loss/policy": 1.0}, 0.1, 1))
     assert len(rows(tmp_path)) == 1
     observer.close()
 
 
-def test_what_the_guard_saw_is_a_row_of_its_own_and_a_new_run_looks_anew(tmp_path: Path) -> None:
+def test_guard_checks_are_rows_of_their_own(tmp_path: Path) -> None:
     for _ in range(2):
         observer = JsonlLogger()
-        observer.see(TrainingStarted(0, 2, tmp_path, 1))
-        observer.see(GuardChecked(0, {"reward": 0.5, "diversity": float("nan")}, None))
-        observer.see(GuardChecked(1, {"reward": 0.75}, "too good"))
+        observer.log(TrainingStarted(0, 2, tmp_path, 1))
+        observer.log(GuardChecked(0, {"reward/mean": 0.5, "diversity": float("nan")}, None))
+        observer.log(GuardChecked(1, {"reward/mean": 0.75}, "too good"))
         observer.close()
     assert rows(tmp_path) == [
-        {"step": 0, "guard/reward": 0.5, "guard/diversity": None},
-        {"step": 1, "guard/reward": 0.75, "warning": "too good"},
+        {"step": 0, "guard/reward/mean": 0.5, "guard/diversity": None},
+        {"step": 1, "guard/reward/mean": 0.75, "warning": "too good"},
     ]

@@ -1,13 +1,17 @@
-"""What the loop promises whatever it runs on."""
+"""The training loop: events, determinism, minibatches, EMA and samples."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
 
+import tastemaker
+from tastemaker.cli import train as commands
 from tastemaker.config.build import build
 from tastemaker.config.load import load
 from tastemaker.core.randomness import Randomness
+from tastemaker.objectives.grpo import GRPO
 from tastemaker.training.events import (
     CheckpointSaved,
     GuardChecked,
@@ -18,6 +22,7 @@ from tastemaker.training.events import (
 )
 from tastemaker.training.loop import split_minibatches, train, train_step
 
+PACKAGE = str(Path(tastemaker.__file__).parent)
 QUIET = ["sample.every=0", "steps=2", "batch.prompts=8"]
 
 
@@ -41,29 +46,29 @@ def trained(recipe: str, place: Path, *overrides: str) -> dict[str, torch.Tensor
         pytest.param("srpo-toy-flow", marks=pytest.mark.slow),
     ],
 )
-def test_cutting_a_step_in_chunks_changes_only_rounding(recipe, tmp_path):
+def test_micro_batches_and_rollout_chunks_change_only_rounding(recipe, tmp_path):
     whole = trained(recipe, tmp_path / "whole")
-    for cut in ("batch.rollout=3", "batch.microbatch=3"):
+    for cut in ("batch.rollout_batch_size=3", "batch.micro_batch_size=3"):
         chunked = trained(recipe, tmp_path / cut, cut)
         for key, x in whole.items():
             torch.testing.assert_close(chunked[key], x, atol=2e-4, rtol=1e-3, msg=lambda m: f"{cut}, {key}: {m}")  # noqa: B023
 
 
-def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path):
+def test_training_is_deterministic(tmp_path):
     one, two = (trained("grpo-lora-toy-flow", tmp_path / name) for name in "ab")
     assert all(one[key].equal(two[key]) for key in one)
 
 
-def test_another_seed_is_another_run(tmp_path):
+def test_another_seed_gives_other_weights(tmp_path):
     one, two = trained("grpo-toy-flow", tmp_path / "a"), trained("grpo-toy-flow", tmp_path / "b", "seed=1")
     assert any(not one[key].equal(two[key]) for key in one)
 
 
-def test_several_updates_and_epochs_pass_over_every_row(tmp_path):
-    run = build(load("grpo-toy-causal", [*QUIET, "batch.updates=4", "batch.epochs=2"]), tmp_path)
-    seen = train_step(run, 0)
-    assert seen.samples == 8 * run.objective.group
-    assert seen.metrics["ratio_off"] > 0  # later updates see weights that have moved
+def test_minibatches_and_epochs_use_every_sample(tmp_path):
+    run = build(load("grpo-toy-causal", [*QUIET, "batch.minibatches=4", "batch.epochs=2"]), tmp_path)
+    received = train_step(run, 0).to_event()
+    assert received.samples == 8 * run.objective.group_size
+    assert received.metrics["ratio_deviation"] > 0  # later updates see weights that have moved
 
 
 def test_events_come_in_order(tmp_path):
@@ -73,23 +78,37 @@ def test_events_come_in_order(tmp_path):
     assert kinds == [TrainingStarted, SamplesGenerated, GuardChecked, *step, *step, TrainingFinished]
 
 
-def test_the_average_follows_the_live_weights(tmp_path):
-    run = build(load("grpo-toy-flow", [*QUIET, "ema=0.9", "sample.use=ema"]), tmp_path)
+def test_ema_follows_the_live_weights(tmp_path):
+    run = build(load("grpo-toy-flow", [*QUIET, "ema_decay=0.9", "sample.weights=ema"]), tmp_path)
     start = weights(run)
     list(train(run))
-    live, average = weights(run), run.policy.weights.stored()["ema"]
+    live, average = weights(run), run.policy.weights.snapshot_tensors()["ema"]
     key = max(live, key=lambda k: (live[k] - start[k]).abs().max().item())
     assert not average[key].equal(live[key]) and not average[key].equal(start[key])
 
 
-def test_samples_to_look_at_come_from_the_same_noise(tmp_path):
+def test_samples_use_the_same_noise_at_every_step(tmp_path):
     run = build(load("grpo-toy-flow", ["steps=1", "sample.every=1", "optim.lr=0", "batch.prompts=4"]), tmp_path)
     first, last = (event.pixels for event in train(run) if isinstance(event, SamplesGenerated))
     assert first.equal(last)
 
 
-def test_minibatches_are_shuffled_anew_every_epoch():
+def test_minibatches_are_shuffled_in_every_epoch():
     rng = Randomness(0, 0, torch.arange(16))
     first, second = (torch.cat(list(split_minibatches(16, 2, rng, epoch))) for epoch in (0, 1))
     assert first.sort().values.equal(torch.arange(16)) and second.sort().values.equal(torch.arange(16))
     assert not first.equal(second)
+
+
+def test_train_command_reaches_the_loss_of_grpo_in_six_calls(tmp_path, monkeypatch):
+    stacks: list[list[str]] = []
+    original = GRPO.loss
+
+    def loss(*arguments):
+        frames = inspect.stack()[1:]
+        stacks.append([frame.function for frame in reversed(frames) if frame.filename.startswith(PACKAGE)])
+        return original(*arguments)
+
+    monkeypatch.setattr(GRPO, "loss", loss)
+    commands.train("grpo-toy-flow", [*QUIET, "steps=1", "guard.every=0", f"output_dir={tmp_path}"])
+    assert [*stacks[0], "loss"] == ["train", "run_training", "train", "train_step", "update", "loss"]

@@ -1,4 +1,4 @@
-"""What the display says, on a terminal and in a log file."""
+"""The progress display on a terminal and in a log file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tastemaker.training.events import (
     TrainingStarted,
 )
 from tastemaker.training.loggers.progress import ProgressLogger, Throughput
-from tastemaker.training.session import build_loggers
+from tastemaker.training.trainer import build_loggers
 
 
 def update(step: int, seconds: float = 2.0, samples: int = 8) -> StepCompleted:
@@ -29,10 +29,10 @@ def update(step: int, seconds: float = 2.0, samples: int = 8) -> StepCompleted:
         "loss": -0.0123,
         "grad_norm": 0.53,
         "lr": 1e-5,
-        "reward": 0.6 + step / 100,
+        "reward/mean": 0.6 + step / 100,
         "kl": 0.002,
-        "reward/a": 1.0,
-        "reward/b": 0.2,
+        "rewards/a": 1.0,
+        "rewards/b": 0.2,
     }
     return StepCompleted(step, metrics, seconds, samples)
 
@@ -49,7 +49,7 @@ def stream(steps: int, first: int = 0) -> list[Event]:
 
 
 class Clock:
-    """A second passes at each look."""
+    """A clock that advances by a second at each call."""
 
     def __init__(self) -> None:
         self._ticks = count()
@@ -63,14 +63,14 @@ def shown(events: list[Event], terminal: bool) -> str:
     console = Console(file=out, width=80, force_terminal=terminal, color_system=None, legacy_windows=False)
     progress = ProgressLogger(console, Clock())
     for event in events:
-        progress.see(event)
+        progress.log(event)
     progress.close()
     return out.getvalue()
 
 
-def test_a_log_file_gets_plain_lines_now_and_then_and_the_last_step() -> None:
+def test_log_file_gets_plain_lines_and_the_last_step() -> None:
     lines = shown(stream(40), terminal=False).splitlines()
-    assert lines[0] == "runs/demo: 40 steps, 12,345 parameters train"
+    assert lines[0] == "runs/demo: 40 steps, 12,345 trainable parameters"
     assert lines[1].startswith(
         "step 1/40  reward 0.61  loss -0.0123  KL 0.002  grad norm 0.53  lr 1e-05  4 images/s  0:"
     )
@@ -80,18 +80,18 @@ def test_a_log_file_gets_plain_lines_now_and_then_and_the_last_step() -> None:
     assert "\x1b" not in "".join(lines)
 
 
-def test_the_summary_says_how_the_reward_went_and_where_the_checkpoint_is() -> None:
+def test_summary_has_reward_and_checkpoint() -> None:
     last = shown(stream(40), terminal=False).splitlines()[-1]
     assert last.startswith("all 40 steps done (reward 0.61 -> 1, took 0:")
     assert last.endswith(", saved in runs/demo/checkpoints/last)")
 
 
-def test_a_terminal_shows_a_bar_the_numbers_and_each_reward_in_eighty_columns() -> None:
+def test_terminal_shows_bar_metrics_and_rewards() -> None:
     out = StringIO()
     progress = ProgressLogger(Console(file=StringIO(), width=80, force_terminal=True), Clock())
     for event in stream(40)[:21]:
-        progress.see(event)
-    Console(file=out, width=80, color_system=None).print(progress._picture())
+        progress.log(event)
+    Console(file=out, width=80, color_system=None).print(progress._render())
     progress.close()
     bar, numbers, parts = out.getvalue().splitlines()
     assert max(len(line) for line in (bar, numbers, parts)) <= 80
@@ -100,32 +100,32 @@ def test_a_terminal_shows_a_bar_the_numbers_and_each_reward_in_eighty_columns() 
     assert parts.split() == ["a", "1", "b", "0.2"]
 
 
-def test_a_whole_run_can_be_shown_on_a_terminal() -> None:
+def test_whole_run_on_a_terminal() -> None:
     assert "reward 0.61 -> 0.7" in shown(stream(10), terminal=True)
 
 
-def test_a_resumed_run_says_from_where() -> None:
+def test_resumed_run_shows_its_first_step() -> None:
     lines = shown(stream(40, first=30), terminal=False).splitlines()
-    assert lines[0] == "runs/demo: 40 steps from step 30, 12,345 parameters train"
+    assert lines[0] == "runs/demo: 40 steps from step 30, 12,345 trainable parameters"
     assert lines[1].startswith("step 31/40")
 
 
-def test_clips_are_called_clips() -> None:
+def test_videos_are_called_videos() -> None:
     sampled = SamplesGenerated(0, ("a",), torch.zeros(1, 4, 3, 8, 8), {})
-    assert "4 clips/s" in shown([*stream(2)[:1], sampled, update(1), update(2)], terminal=False)
+    assert "4 videos/s" in shown([*stream(2)[:1], sampled, update(1), update(2)], terminal=False)
 
 
-@pytest.mark.parametrize(("recipe", "word"), [("grpo-toy-video", "clips"), ("grpo-toy-flow", "images")])
-def test_clips_are_called_clips_before_any_is_shown(recipe: str, word: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "word"), [("grpo-toy-video", "videos"), ("grpo-toy-flow", "images")])
+def test_noun_of_samples_is_known_before_the_first_samples(recipe: str, word: str, tmp_path: Path) -> None:
     out = StringIO()
     watching = build_loggers(load_any_config(recipe), Console(file=out, width=80))
     for event in [TrainingStarted(0, 2, tmp_path, 1), update(1)]:
-        watching.see(event)
+        watching.log(event)
     watching.close()
     assert f"4 {word}/s" in " ".join(out.getvalue().split())
 
 
-def test_a_run_without_rewards_is_summed_up_by_its_loss() -> None:
+def test_summary_without_rewards_has_the_loss() -> None:
     events = [
         TrainingStarted(0, 2, Path("r"), 1),
         *(StepCompleted(k, {"loss": 1.0 / k}, 1.0, 1) for k in (1, 2)),
@@ -134,7 +134,7 @@ def test_a_run_without_rewards_is_summed_up_by_its_loss() -> None:
     assert "stopped (loss 1 -> 0.5, took 0:" in shown(list(events), terminal=False)
 
 
-def test_a_run_that_ends_before_its_first_step_is_summed_up() -> None:
+def test_summary_without_any_step() -> None:
     text = shown(
         [TrainingStarted(0, 5, Path("[bold]odd[/bold]"), 1), TrainingFinished(0, "interrupted")], terminal=False
     )
@@ -142,18 +142,18 @@ def test_a_run_that_ends_before_its_first_step_is_summed_up() -> None:
     assert "interrupted (took 0:" in text
 
 
-def test_speed_follows_recent_steps() -> None:
+def test_throughput_follows_recent_steps() -> None:
     pace = Throughput()
     for _ in range(50):
         pace.add(update(1, seconds=4.0))
-    assert pace.rate == pytest.approx(2.0)
+    assert pace.samples_per_second == pytest.approx(2.0)
     for _ in range(50):
         pace.add(update(1, seconds=1.0))
-    assert pace.rate == pytest.approx(8.0, rel=0.05)
+    assert pace.samples_per_second == pytest.approx(8.0, rel=0.05)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_warning_is_said_when_it_arises_and_not_at_every_look(terminal: bool) -> None:
+def test_guard_warning_is_printed_once(terminal: bool) -> None:
     looks = [GuardChecked(step, {}, "probable reward hacking" if step > 1 else None) for step in range(1, 5)]
-    told = shown([*stream(5)[:2], *looks, *stream(5)[2:]], terminal)
-    assert told.count("warning, step 2: probable reward hacking") == 1 and told.count("reward hacking") == 1
+    reported = shown([*stream(5)[:2], *looks, *stream(5)[2:]], terminal)
+    assert reported.count("warning, step 2: probable reward hacking") == 1 and reported.count("reward hacking") == 1

@@ -1,4 +1,4 @@
-"""Two ranks that share a published generator, its weights or its tokens, learn what one learns; all in one launch."""
+"""Published generators on two ranks, sharded or context parallel, train as on one; all in one launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_two_ranks_learn_what_one_learns(tmp_path: Path) -> None:
+def test_published_models_on_two_ranks_equal_one(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     for case in CASES:
         save_file(trained(case, {}), tmp_path / f"{case}.safetensors")

@@ -1,4 +1,4 @@
-"""A whole run on several ranks is the run on one, however the network is spread, and may change ranks on the way."""
+"""Whole runs on several ranks equal the run on one, and resume on another number of ranks."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ RECIPE = "grpo-toy-causal"
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict[str, torch.Tensor]:
     place = tmp_path_factory.mktemp("alone")
-    finish(launch(RECIPE, place, "steps=4", "ema=0.9"))
+    finish(launch(RECIPE, place, "steps=4", "ema_decay=0.9"))
     return final(place)
 
 
@@ -45,14 +45,18 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         pytest.param("hsdp", 4, "sharded", marks=pytest.mark.slow),
     ],
 )
-def test_several_ranks_train_as_one(strategy, ranks, form, alone, tmp_path):
-    settings = ("steps=4", "ema=0.9", f"engine.strategy={strategy}", f"checkpoint.form={form}")
+def test_training_on_several_ranks_equals_one(strategy, ranks, form, alone, tmp_path):
+    settings = ("steps=4", "ema_decay=0.9", f"engine.strategy={strategy}", f"checkpoint.format={form}")
     finish(launch(RECIPE, tmp_path, *settings, ranks=ranks))
     close(alone, final(tmp_path))
 
 
 @pytest.mark.slow
-def test_a_run_may_go_on_with_other_ranks(alone, tmp_path):
-    finish(launch(RECIPE, tmp_path, "steps=2", "ema=0.9", "engine.strategy=fsdp", "checkpoint.form=sharded", ranks=2))
-    finish(launch(RECIPE, tmp_path, "steps=4", "ema=0.9"))
+def test_run_resumes_on_another_number_of_ranks(alone, tmp_path):
+    finish(
+        launch(
+            RECIPE, tmp_path, "steps=2", "ema_decay=0.9", "engine.strategy=fsdp", "checkpoint.format=sharded", ranks=2
+        )
+    )
+    finish(launch(RECIPE, tmp_path, "steps=4", "ema_decay=0.9"))
     close(alone, final(tmp_path))

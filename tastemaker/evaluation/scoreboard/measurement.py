@@ -1,4 +1,4 @@
-"""One measurement of a bench: train or search, make the benchmark's pictures, and write down what came of it."""
+"""One measurement of a bench: train or search, evaluate on the benchmark, and write the result."""
 
 from __future__ import annotations
 
@@ -25,139 +25,150 @@ from ...core.weights import FrozenCopyWeights
 from ...models.weight_files import shipped_weights_path
 from ...playground.network_files import TINY
 from ...report.run_record import read_run
-from ...search.single import SingleSample
-from ...training import checkpoint, resume
+from ...search.base import Search
+from ...search.best_of_n import SingleSample
+from ...training import checkpoint, run_directory
 from ...training.device_precision import resolve_locally
 from ...training.events import Event, GuardChecked, StepCompleted, TrainingFinished
 from ...training.loggers.jsonl import JsonlLogger
 from ...training.loop import train
 from ...training.run import Run
-from .. import benchmark_run
+from ..benchmark_run import SCORERS, EvaluationOptions, build_sample_fn, load_benchmark
 from ..benchmarks import Benchmark
 from ..evaluate import COST_FIELDS, REPORT, evaluate
 from . import results
-from .plan import ScoreboardJob, ScoreboardPlan, describe_cell, with_shuffled_rewards
+from .plan import ScoreboardJob, ScoreboardPlan, SearchSettings, describe_cell, with_shuffled_rewards
 from .results import Result
 
-ROWS, ROWS_ON_A_GPU = 64, 512  # frames of samples made at a time
+FRAMES_PER_BATCH, GPU_FRAMES_PER_BATCH = 64, 512  # frames generated at a time
+MIN_BATCH_SIZE = 16
 
 
 class MeasurementInterrupted(Exception):
-    """The run was asked to stop before its end; it can go on."""
+    """Training was asked to stop before its end. It can be resumed."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all measurements of a bench share."""
+    """Settings that all measurements of a bench share."""
 
     plan: ScoreboardPlan
     out: Path
     prompts: int = 504
-    count: int = 2  # pictures of each prompt
+    samples_per_prompt: int = 2
     overrides: tuple[str, ...] = ()
     tiny: bool = False
 
     @cached_property
-    def _known(self) -> dict[str, tuple[RunConfig, list[Any]]]:
-        """Of every cell asked about its run, and what says how its pictures are made and judged."""
+    def _cells(self) -> dict[str, tuple[RunConfig, list[Any]]]:
+        """Cache of `_cell`."""
         return {}
 
     def _cell(self, cell: str) -> tuple[RunConfig, list[Any]]:
-        if cell not in self._known:
-            # Nobody looks at samples while so many runs go on, and each look would cost.
+        """Return the configuration of a cell, and what identifies its evaluation."""
+        if cell not in self._cells:
+            # Sample grids cost time, and no one looks at those of a bench.
             config = self.plan.config(cell, [*self.overrides, "sample.every=0"])
             config = replace(config, engine=resolve_locally(config.engine)[0])
             process = self.plan.process(self.plan.cells[cell].family)
-            made = [type(process).__name__, dataclass_to_dict(process, terse=True)]
-            asked = [self.benchmark(cell).fingerprint(), *made, self.tiny]
-            self._known[cell] = config, asked
-        return self._known[cell]
+            process_identity = [type(process).__name__, dataclass_to_dict(process, terse=True)]
+            self._cells[cell] = config, [self.benchmark(cell).fingerprint(), *process_identity, self.tiny]
+        return self._cells[cell]
 
     def config(self, job: ScoreboardJob) -> RunConfig:
-        """The run of a job."""
+        """Return the configuration of a job's run."""
         config = replace(self._cell(job.cell)[0], seed=job.seed, name=job.key)
         config = with_shuffled_rewards(config) if job.kind == "control" else config
         return make_tiny(config) if self.tiny else config
 
     def benchmark(self, cell: str) -> Benchmark:
         family = self.plan.families[self.plan.cells[cell].family]
-        return _benchmark(family.benchmark, self.prompts, self.count)
+        return _load_benchmark(family.benchmark, self.prompts, self.samples_per_prompt)
 
-    def based(self, job: ScoreboardJob) -> ScoreboardJob:
-        """The same job with the measurement it is compared with: of the same weights, sampled in the same way."""
-        config, asked = self._cell(job.cell)
-        told = [
-            asked,
-            *(to_plain(x, None, terse=True) for x in (config.model, config.guidance)),
-            config.engine.precision,
-        ]
-        return replace(job, base=f"before-{self.plan.cells[job.cell].family}-{_digest(told)[:6]}")
+    def with_baseline(self, job: ScoreboardJob) -> ScoreboardJob:
+        """Return the job with the key of its baseline, which has the same weights and the same evaluation."""
+        config, evaluation = self._cell(job.cell)
+        components = [to_plain(component, None, terse=True) for component in (config.model, config.guidance)]
+        digest = _digest([evaluation, *components, config.engine.precision])
+        return replace(job, baseline=f"before-{self.plan.cells[job.cell].family}-{digest[:6]}")
 
     def fingerprint(self, job: ScoreboardJob) -> str:
         """Return a hash of everything the measurement depends on: recipe, weights and prompts."""
         if job.kind == "before":
-            return job.base
-        told = dataclass_to_dict(self.config(job), terse=True)  # so that a key added later changes no fingerprint
-        config = {key: value for key, value in told.items() if key not in resume.IGNORED_KEYS}
+            return job.baseline
+        # Defaults are left out, so that a new key changes no fingerprint.
+        config = dataclass_to_dict(self.config(job), terse=True)
+        config = {key: value for key, value in config.items() if key not in run_directory.IGNORED_KEYS}
         search = self.plan.cells[job.cell].search
-        return _digest([self._cell(job.cell)[1], config, job.n, search.told if search else [], job.base])
+        search_identity = search.fingerprint_parts if search else []
+        return _digest([self._cell(job.cell)[1], config, job.num_candidates, search_identity, job.baseline])
 
 
 @cache
-def _benchmark(name: str, prompts: int, count: int) -> Benchmark:
-    return benchmark_run.load_benchmark(name, prompts, count)
+def _load_benchmark(name: str, prompts: int, samples_per_prompt: int) -> Benchmark:
+    return load_benchmark(name, prompts, samples_per_prompt)
 
 
-def _digest(told: Any) -> str:
-    """Of settings and of the files of weights they name."""
-    files = {text: _contents(shipped_weights_path(text)) for text in sorted(set(_texts(told))) if _ships(text)}
-    return hashlib.sha256(json.dumps([told, files], sort_keys=True, default=str).encode()).hexdigest()[:16]
+def _digest(identity: Any) -> str:
+    """Return a hash of settings and of the contents of the weights files that they name."""
+    files = {text: _file_digest(shipped_weights_path(text)) for text in sorted(set(_strings(identity))) if _ships(text)}
+    return hashlib.sha256(json.dumps([identity, files], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _texts(tree: Any) -> Iterator[str]:
+def _strings(tree: Any) -> Iterator[str]:
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, Mapping):
-        yield from (text for value in tree.values() for text in _texts(value))
+        yield from (text for value in tree.values() for text in _strings(value))
     elif isinstance(tree, list | tuple):
-        yield from (text for value in tree for text in _texts(value))
+        yield from (text for value in tree for text in _strings(value))
 
 
 @cache
-def _ships(text: str) -> bool:
+def _ships(name: str) -> bool:
+    """Whether a name is that of weights in the package."""
     try:
-        return "/" in text and shipped_weights_path(text).is_file()
+        return "/" in name and shipped_weights_path(name).is_file()
     except ConfigError:
         return False
 
 
 @cache
-def _contents(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def run_measurement(bench: Bench, job: ScoreboardJob) -> Result:
-    """Do one job, or what is left of it, and write its result."""
+    """Run a job, or what is left of it, and write its result."""
     before = None
     if job.kind != "before":
-        before = results.read_result(bench.out, job.base)
+        before = results.read_result(bench.out, job.baseline)
         if before is None:
-            raise ConfigError(f"{job.key} cannot be compared: {job.base} is not measured")
-    began, cell = time.perf_counter(), bench.plan.cells[job.cell]
+            raise ConfigError(f"{job.key} cannot be compared: {job.baseline} is not measured")
+    start, cell = time.perf_counter(), bench.plan.cells[job.cell]
     trains = job.kind != "before" and (cell.search is None or cell.search.trained)
-    place = bench.out / "runs" / (job.key if job.kind == "before" else f"{job.key}-{bench.fingerprint(job)[:6]}")
-    run = build(bench.config(job), place)
+    name = job.key if job.kind == "before" else f"{job.key}-{bench.fingerprint(job)[:6]}"
+    run_dir = bench.out / "runs" / name
+    run = build(bench.config(job), run_dir)
     if trains:
-        train_to_end(run, bench.config(job), place)
-    after = evaluate_run(bench, job, run, place)
-    result: Result = {"key": job.key, "cell": job.cell, "kind": job.kind, "seed": job.seed, "n": job.n}
-    result |= {"fingerprint": bench.fingerprint(job), "about": describe_cell(cell), "after": after}
+        train_to_end(run, bench.config(job), run_dir)
+    after = evaluate_run(bench, job, run, run_dir)
+    result: Result = {
+        "key": job.key,
+        "cell": job.cell,
+        "kind": job.kind,
+        "seed": job.seed,
+        "n": job.num_candidates,
+        "fingerprint": bench.fingerprint(job),
+        "about": describe_cell(cell),
+        "after": after,
+    }
     if before is not None:
         result["before"] = before["after"]
         result["difference"] = results.score_differences(before["after"]["rows"], after["rows"])
     if trains:
-        result["training"] = results.summarize_training(read_run(place))
-    result |= {"environment": describe_environment(run), "took": round(time.perf_counter() - began, 2)}
+        result["training"] = results.summarize_training(read_run(run_dir))
+    result |= {"environment": describe_environment(run), "took": round(time.perf_counter() - start, 2)}
     results.write_result(result, bench.out)
     run.engine.close()
     del run
@@ -167,41 +178,42 @@ def run_measurement(bench: Bench, job: ScoreboardJob) -> Result:
     return result
 
 
-def train_to_end(run: Run, config: RunConfig, place: Path) -> None:
-    """Train to the end, going on where an earlier try stopped; only the record watches."""
-    found = checkpoint.latest(place)
-    if found is not None:
-        run.resume(found)
-    resume.write_run_config(config, place)
-    record, counter, last = JsonlLogger(), NetworkCallCounter(run), 0
+def train_to_end(run: Run, config: RunConfig, run_dir: Path) -> None:
+    """Train to the last step, resuming an earlier attempt. Only metrics.jsonl is written."""
+    latest = checkpoint.latest_checkpoint(run_dir)
+    if latest is not None:
+        run.resume(latest)
+    run_directory.write_run_config(config, run_dir)
+    logger, counter, last_step = JsonlLogger(), NetworkCallCounter(run), 0
     try:
         for event in train(run):
-            record.see(counter.noted(event))
-            last = event.step if isinstance(event, TrainingFinished) else last
+            logger.log(counter.annotate(event))
+            last_step = event.step if isinstance(event, TrainingFinished) else last_step
     finally:
-        record.close()
+        logger.close()
         counter.close()
-    if last < run.steps and not run.guard.stop:
+    if last_step < run.steps and not run.guard.stop_on_warning:
         raise MeasurementInterrupted
 
 
 class NetworkCallCounter:
-    """Counts rows times network calls of each step, leaving out what the guard looks at."""
+    """Counts the network calls of each training step, per sample. Calls of the guard do not count."""
 
     def __init__(self, run: Run) -> None:
         weights = run.policy.weights
-        nets = [weights.net, *(weights.twins.values() if isinstance(weights, FrozenCopyWeights) else ())]
+        nets = [weights.net, *(weights.copies.values() if isinstance(weights, FrozenCopyWeights) else ())]
         self.calls = 0
         self._hooks = [net.register_forward_hook(self._count) for net in nets]
 
     def _count(self, net: nn.Module, inputs: Any, output: Any) -> None:
         self.calls += len(output if isinstance(output, torch.Tensor) else output[0])
 
-    def noted(self, event: Event) -> Event:
+    def annotate(self, event: Event) -> Event:
+        """Add the calls since the last event to the metrics of a step."""
         if isinstance(event, StepCompleted | GuardChecked):
-            paid, self.calls = self.calls, 0
+            calls, self.calls = self.calls, 0
             if isinstance(event, StepCompleted):
-                return replace(event, metrics={**event.metrics, "calls": paid})
+                return replace(event, metrics={**event.metrics, "network_calls": calls})
         return event
 
     def close(self) -> None:
@@ -209,35 +221,47 @@ class NetworkCallCounter:
             hook.remove()
 
 
-def evaluate_run(bench: Bench, job: ScoreboardJob, run: Run, place: Path) -> dict[str, Any]:
-    """What the benchmark says of the run's weights, sampled as its family is."""
-    cell, questions = bench.plan.cells[job.cell], bench.benchmark(job.cell)
+def evaluate_run(bench: Bench, job: ScoreboardJob, run: Run, run_dir: Path) -> dict[str, Any]:
+    """Evaluate a run's weights on the benchmark, sampling with the process of its family."""
+    cell, benchmark = bench.plan.cells[job.cell], bench.benchmark(job.cell)
     run.policy = replace(run.policy, process=bench.plan.process(cell.family))
-    hunt, weights = cell.search if job.kind == "after" else None, "ema" if run.ema else "live"
-    early = {key: x for key, x in (("first", hunt.first), ("keep", hunt.keep)) if x} if hunt else {}
-    search = SEARCHES.find(hunt.type)(n=job.n, **early) if hunt else SingleSample()
-    # Training is judged on the noise it was judged on before; a search's seed is that of its candidates.
-    exam = benchmark_run.EvaluationOptions(
-        questions, search, hunt.judge if hunt else "", weights, seed=job.seed if hunt else 0
+    weights = "ema" if run.ema_decay else "live"
+    settings = cell.search if job.kind == "after" else None
+    # Trained models are evaluated on the same noise as before training; the seed of a search is that of its candidates.
+    options = EvaluationOptions(
+        benchmark,
+        _build_search(settings, job.num_candidates),
+        settings.verifier if settings else "",
+        weights,
+        seed=job.seed if settings else 0,
     )
-    marker = benchmark_run.METRICS[questions.name](TINY if bench.tiny else exam.detector, run.engine.device)
-    at_once = ROWS_ON_A_GPU if run.engine.device.type == "cuda" else ROWS
-    rows = max(16, at_once // (job.n or 1) // run.policy.model.pixels[0])
-    folder = place / "evaluations" / questions.name
-    for _ in evaluate(
-        questions, benchmark_run.sample_maker(run, exam, weights, tiny=bench.tiny), marker, folder, job.key, rows
-    ):
+    scorer = SCORERS[benchmark.name](TINY if bench.tiny else options.detector, run.engine.device)
+    sample_fn = build_sample_fn(run, options, weights, tiny=bench.tiny)
+    num_frames = GPU_FRAMES_PER_BATCH if run.engine.device.type == "cuda" else FRAMES_PER_BATCH
+    batch_size = max(MIN_BATCH_SIZE, num_frames // (job.num_candidates or 1) // run.policy.model.pixels[0])
+    folder = run_dir / "evaluations" / benchmark.name
+    for _ in evaluate(benchmark, sample_fn, scorer, folder, job.key, batch_size):
         pass
-    told: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     kept = ("benchmark", "prompts", "pictures", *COST_FIELDS, "scores", "frechet", "diversity")
     return {
-        **{key: told[key] for key in kept if key in told},
-        "rows": results.mean_scores_by_prompt(folder, questions.numbers),
+        **{key: report[key] for key in kept if key in report},
+        "rows": results.mean_scores_by_prompt(folder, benchmark.score_names),
     }
 
 
+def _build_search(settings: SearchSettings | None, num_candidates: int | None) -> Search:
+    if settings is None:
+        return SingleSample()
+    pruning = {"start_progress": settings.start_progress, "top_k": settings.top_k}
+    search: Search = SEARCHES.find(settings.type)(
+        n=num_candidates, **{key: value for key, value in pruning.items() if value}
+    )
+    return search
+
+
 def describe_environment(run: Run) -> dict[str, str]:
-    """What it was measured on."""
+    """Return device, precision and versions of a measurement."""
     device = run.engine.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     precision = run.engine.config.precision

@@ -15,170 +15,174 @@ from ...config.schema import RunConfig
 from ...config.validate import build_component
 from ...core.policy import Process
 from ...core.registry import ConfigError, suggest_name
-from ...rewards.shuffled import Shuffled
+from ...rewards.wrappers import ShuffledReward
 
 PLAN_FOLDER = Path(__file__).parent
-Share = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True)
 class CellTarget:
-    """What was hoped for, written down before anything was measured; all that is given must hold."""
+    """Targets of a cell, set before measuring. All that are given must hold."""
 
-    score: Share | None = None  # on average at least, after
-    gain: Share | None = None  # by so much the score rises on average
-    learns: bool = False  # the score rises beyond its interval, and by more than the control's
-    frechet: bool = False  # the distance to real scenes falls
-    reward: bool = False  # rises
-    keeps: bool = False  # the score does not fall beyond its interval
-    like: str = ""  # at least the score of this cell, or of a search and so many candidates: best-of-masked-20
-    share: Share = 1.0  # and at most so much of its samples, or of a search's calls
-    warns: bool = False  # the guard says that the reward is being gamed
+    min_score: Fraction | None = None  # mean score afterwards
+    min_gain: Fraction | None = None  # mean increase of the score
+    improves: bool = False  # the score rises beyond its interval, and by more than in the control
+    frechet_falls: bool = False
+    reward_rises: bool = False
+    no_regression: bool = False  # the score does not fall beyond its interval
+    baseline: str = ""  # key of a row whose score must be reached, such as grpo-flow or best-of-masked-20
+    max_cost_ratio: Fraction = 1.0  # samples, or network calls of a search, relative to the baseline's
+    guard_warns: bool = False  # the guard reports reward hacking
 
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Searches of the generator, one for each number of candidates."""
+    """Searches with a generator, one for each number of candidates."""
 
     type: Literal["best_of_n", "parm"]
-    n: tuple[PositiveInt, ...]
-    judge: str = "playground_judge"
-    first: Annotated[float, Field(ge=0, le=1)] = 0.0  # PARM's: progress before which nobody is judged
-    keep: PositiveInt | None = None  # likewise: how many of a prompt go on once they were judged
-    trained: bool = False  # by the cell's recipe before it is searched
+    candidates: tuple[PositiveInt, ...]
+    verifier: str = "playground_judge"
+    start_progress: Annotated[float, Field(ge=0, le=1)] = 0.0  # PARM: previews are judged from this progress on
+    top_k: PositiveInt | None = None  # PARM: candidates per prompt that continue after they were judged
+    trained: bool = False  # train with the cell's recipe before searching
 
     @property
-    def told(self) -> list[str | float]:
-        """What makes it another measurement; what is not asked for is not in it, so that a key added later is not."""
-        trained, keep = ["trained"] if self.trained else [], [f"keep {self.keep}"] if self.keep else []
-        return [self.judge, self.first, *trained, *keep]
+    def fingerprint_parts(self) -> list[str | float]:
+        """Settings that identify a measurement. Defaults are left out, so that new settings change no fingerprint."""
+        trained, top_k = ["trained"] if self.trained else [], [f"top_k {self.top_k}"] if self.top_k else []
+        return [self.verifier, self.start_progress, *trained, *top_k]
 
 
 @dataclass(frozen=True)
 class ScoreboardCell:
-    """One line of the scoreboard."""
+    """One experiment of the scoreboard."""
 
     recipe: str
     family: str
-    objective: str  # as the table calls it
-    reward: str  # likewise
+    objective: str  # label in the table
+    reward: str  # label in the table
     overrides: tuple[str, ...] = ()
-    control: bool = False  # whether it is run with shuffled rewards too
+    control: bool = False  # also run with shuffled rewards
     search: SearchSettings | None = None  # instead of training, or after it
-    seeds: PositiveInt | None = None  # at most so many of those asked for
-    aim: CellTarget | None = None
+    seeds: PositiveInt | None = None  # upper limit on the number of seeds
+    target: CellTarget | None = None
 
 
 @dataclass(frozen=True)
 class GeneratorFamily:
-    """How the pictures of a family are made when they are judged, whatever they were trained with."""
+    """How samples of a family are generated for evaluation, whatever they were trained with."""
 
-    process: str  # the recipe whose process it is
+    process: str  # recipe whose process is used
     benchmark: str = "playeval"
 
 
 @dataclass(frozen=True)
 class ScoreboardPlan:
-    """A bench."""
+    """All families and cells of a bench."""
 
     families: dict[str, GeneratorFamily]
     cells: dict[str, ScoreboardCell]
     name: str = "bench"
 
     def process(self, family: str) -> Process:
-        """By which the family's pictures are made when they are judged."""
+        """Return the process that generates a family's samples for evaluation."""
         section = read_recipe(self.families[family].process).get("process")
-        found: Process = build_component(Process, section, f"families.{family}.process")
-        return found
+        process: Process = build_component(Process, section, f"families.{family}.process")
+        return process
 
     def config(self, cell: str, overrides: Sequence[str] = ()) -> RunConfig:
-        """A cell's run, every complaint a sentence that names the cell."""
+        """Return the checked configuration of a cell's run. Errors name the cell."""
         chosen = self.cells[cell]
         try:
             config = load(chosen.recipe, [*chosen.overrides, *overrides])
         except ConfigError as error:
             raise ConfigError(f"cells.{cell}: {error}") from error
-        found = find_problems(config, 1)
-        if found:
-            raise ConfigError("\n".join(f"cells.{cell}: {sentence}" for sentence in found))
+        problems = find_problems(config, 1)
+        if problems:
+            raise ConfigError("\n".join(f"cells.{cell}: {problem}" for problem in problems))
         return config
 
 
 @dataclass(frozen=True)
 class ScoreboardJob:
-    """One measurement: of a family before, of a cell after training or search, or of its control."""
+    """One measurement: of a family before training, of a cell after training or search, or of its control."""
 
     cell: str
     kind: Literal["before", "after", "control"]
     seed: int = 0
-    n: int | None = None  # candidates of a search
-    base: str = ""  # the measurement before it, which cells of one family share
+    num_candidates: int | None = None  # of a search
+    baseline: str = ""  # key of the measurement before training, which cells of a family may share
 
     @property
     def key(self) -> str:
-        """What its files are called."""
+        """Name of the job's files."""
         if self.kind == "before":
-            return self.base
-        candidates, control = [str(self.n)] if self.n else [], ["shuffled"] if self.kind == "control" else []
+            return self.baseline
+        candidates = [str(self.num_candidates)] if self.num_candidates else []
+        control = ["shuffled"] if self.kind == "control" else []
         return "-".join([self.cell, *candidates, *control, str(self.seed)])
 
 
 def row_keys(plan: ScoreboardPlan) -> set[str]:
-    """What lines of the table are called: cells, and searches with their number of candidates."""
-    counts = {name: cell.search.n if cell.search else () for name, cell in plan.cells.items()}
-    return {name for name, n in counts.items() if not n} | {f"{name}-{n}" for name in counts for n in counts[name]}
+    """Return the keys of all rows: cells, and searches with their number of candidates."""
+    keys: set[str] = set()
+    for name, cell in plan.cells.items():
+        keys |= {f"{name}-{n}" for n in cell.search.candidates} if cell.search else {name}
+    return keys
 
 
 def load_plan(name: str) -> ScoreboardPlan:
-    """A bench of the package, or of a YAML file."""
+    """Load a plan of the package by name, or from a YAML file."""
     known = sorted(path.stem for path in PLAN_FOLDER.glob("*.yaml"))
     if not name.endswith((".yaml", ".yml")) and name not in known:
         raise ConfigError(f"there is no bench '{name:.60}'{suggest_name(name, known)}; a file's path ends in .yaml")
     path = PLAN_FOLDER / f"{name}.yaml" if name in known else find_recipe(name, Path())
-    found: ScoreboardPlan = build_component(ScoreboardPlan, {"name": path.stem, **read_yaml_mapping(path)})
-    for key, cell in found.cells.items():
-        if cell.family not in found.families:
+    plan: ScoreboardPlan = build_component(ScoreboardPlan, {"name": path.stem, **read_yaml_mapping(path)})
+    for key, cell in plan.cells.items():
+        if cell.family not in plan.families:
             raise ConfigError(f"cells.{key}: there is no family '{cell.family:.60}'; add it to families")
-        if cell.aim and cell.aim.like and cell.aim.like not in row_keys(found):
-            raise ConfigError(f"cells.{key}.aim.like: there is no cell '{cell.aim.like:.60}'; name another")
-    return found
+        if cell.target and cell.target.baseline and cell.target.baseline not in row_keys(plan):
+            baseline = cell.target.baseline
+            raise ConfigError(f"cells.{key}.target.baseline: there is no cell '{baseline:.60}'; name another")
+    return plan
 
 
-def select_cells(found: ScoreboardPlan, names: Sequence[str]) -> tuple[str, ...]:
-    """The cells asked for, or all of them."""
+def select_cells(plan: ScoreboardPlan, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the named cells in the order of the plan, or all of them if no names are given."""
     for name in names:
-        if name not in found.cells:
-            raise ConfigError(f"--cells: there is no cell '{name:.60}'{suggest_name(name, list(found.cells))}")
-    return tuple(name for name in found.cells if not names or name in names)
+        if name not in plan.cells:
+            raise ConfigError(f"--cells: there is no cell '{name:.60}'{suggest_name(name, list(plan.cells))}")
+    return tuple(name for name in plan.cells if not names or name in names)
 
 
 def list_jobs(
-    found: ScoreboardPlan, cells: Sequence[str], seeds: Sequence[int], control_seeds: Sequence[int]
+    plan: ScoreboardPlan, cells: Sequence[str], seeds: Sequence[int], control_seeds: Sequence[int]
 ) -> list[ScoreboardJob]:
-    """All there is to measure, the first seed of every cell first, each seed's controls after its cells."""
-    listed: list[ScoreboardJob] = []
-    for place, seed in enumerate(seeds):
-        own = [name for name in cells if place < (found.cells[name].seeds or len(seeds))]
-        for name in own:
-            search = found.cells[name].search
-            listed += [ScoreboardJob(name, "after", seed, n) for n in (search.n if search else (None,))]
-        controlled = [name for name in own if found.cells[name].control and seed in control_seeds]
-        listed += [ScoreboardJob(name, "control", seed) for name in controlled]
-    return listed
+    """List all measurements: the first seed of every cell, then its controls, then the next seed."""
+    jobs: list[ScoreboardJob] = []
+    for number, seed in enumerate(seeds):
+        names = [name for name in cells if number < (plan.cells[name].seeds or len(seeds))]
+        for name in names:
+            search = plan.cells[name].search
+            jobs += [ScoreboardJob(name, "after", seed, n) for n in (search.candidates if search else (None,))]
+        controlled = [name for name in names if plan.cells[name].control and seed in control_seeds]
+        jobs += [ScoreboardJob(name, "control", seed) for name in controlled]
+    return jobs
 
 
 def with_shuffled_rewards(config: RunConfig) -> RunConfig:
-    """The same run, paid for what others did; rewards that are only watched stay true."""
+    """Return the control of a run: samples get the rewards of other samples. Held-out rewards are not shuffled."""
     rewards = {
-        name: replace(reward, spec=Shuffled(reward.spec)) if reward.weight else reward
+        name: replace(reward, spec=ShuffledReward(reward.spec)) if reward.weight else reward
         for name, reward in config.rewards.items()
     }
     return replace(config, rewards=rewards)
 
 
 def describe_cell(cell: ScoreboardCell) -> dict[str, Any]:
-    """What a result says of its cell."""
-    search: dict[str, Any] = {"search": cell.search.type, "judge": cell.search.judge} if cell.search else {}
+    """Return the description of a cell that its results contain."""
+    search: dict[str, Any] = {"search": cell.search.type, "judge": cell.search.verifier} if cell.search else {}
     search |= {"trained": True} if cell.search and cell.search.trained else {}
-    told = {"objective": cell.objective, "family": cell.family, "reward": cell.reward, "recipe": cell.recipe}
-    return {**told, "overrides": list(cell.overrides), **search}
+    labels = {"objective": cell.objective, "family": cell.family, "reward": cell.reward, "recipe": cell.recipe}
+    return {**labels, "overrides": list(cell.overrides), **search}

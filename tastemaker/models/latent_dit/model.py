@@ -1,4 +1,4 @@
-"""DiT over the latents of any autoencoder: told nothing, a class or words; noise, velocity or flow as the path says."""
+"""DiT (Peebles and Xie 2023) on the latents of any autoencoder: unconditional, or given a class, words or a caption."""
 
 from __future__ import annotations
 
@@ -14,233 +14,292 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
-from ...core.autoencoder import ContinuousAutoencoder
-from ...core.policy import Process
+from ...core.autoencoder import AutoencoderNet
+from ...core.model_spec import DiffusersConversion, ModelSpec
+from ...core.policy import Backbone, Process
 from ...core.registry import ConfigError
 from ...core.types import Condition, LatentBatch, Metadata, Placement, Prompts, to_device
+from ...core.weights import NetworkTraits
 from ...data.class_labels import ClassLabels, make_class_labels
 from ...processes.gaussian import GaussianProcess
-from .. import autoencoder_fingerprint, loading
+from .. import loading, weight_files
 from ..caption_encoder import CachedCaptionEncoder, build_caption_encoder, tiny_feature_size
+from ..image_backbone import cast_to_network_dtype, unet_timestep
 from ..nets.latent_dit import EMBEDDING_CONVENTIONS, LatentDiT, LatentDiTConfig, position_embedding_2d
 from ..pipeline_components import TINY
-from ..pipeline_layout import DiffusersConversion
-from ..pretrained import HUB, WeightsSource
-from ..unet_common import cast_to_network_dtype, unet_timestep
-from ..vae import load_vae
-from . import checkpoint_formats, diffusers_format
+from ..pretrained import HUB_ID, WeightsSource
+from ..pretrained_autoencoder import autoencoder_fingerprint, load_vae
+from .checkpoint import (
+    check_convertible,
+    describe_differences,
+    diffusers_config,
+    read_dit_checkpoint,
+    to_diffusers_keys,
+)
 
 Count = Annotated[int, Field(ge=1, le=256)]
 DiTConditioning = Literal["nothing", "class", "words", "caption"]
-DiTSize = Literal["S", "B", "L", "XL"]
-SIZES: dict[DiTSize, tuple[int, int, int]] = {
+DiTVariant = Literal["S", "B", "L", "XL"]
+VARIANTS: dict[DiTVariant, tuple[int, int, int]] = {  # width, depth and heads
     "S": (384, 12, 6),
     "B": (768, 12, 12),
     "L": (1024, 24, 16),
     "XL": (1152, 28, 16),
-}  # width, depth and heads
-FACEBOOK = {
-    hub: WeightsSource(hub, size="3.0 GB", licence="CC-BY-NC-4.0")
+}
+FACEBOOK_RELEASES = {
+    hub: WeightsSource(hub, size="3.0 GB", license="CC-BY-NC-4.0")
     for hub in ("facebook/DiT-XL-2-256", "facebook/DiT-XL-2-512")
 }
 T5 = "google/flan-t5-base"
-HASH_VOCABULARY_SIZE = 8192  # words, by what their letters add up to; 0 stands for none
-MAX_SCALE_ERROR = 1.25  # how far from one the deviation of latents may be
+HASH_VOCABULARY_SIZE = 8192  # word ids are hashes; 0 is padding
+MAX_SCALE_ERROR = 1.25  # largest factor by which the standard deviation of latents may differ from 1
 
 
 def hash_words(prompts: Prompts, length: int) -> Tensor:
-    """Each word by a number of its own, whatever the language: no list of words is needed, and two seldom meet."""
-    return torch.stack([_spelled(prompt, length) for prompt in prompts])
+    """Return hashes of words as ids, [B, length]: no vocabulary file is needed, and collisions are rare."""
+    return torch.stack([_hash_prompt(prompt, length) for prompt in prompts])
 
 
-@lru_cache(maxsize=2**16)  # captions come again, and a step has hundreds
-def _spelled(prompt: str, length: int) -> Tensor:
-    said = [1 + zlib.crc32(word.encode()) % (HASH_VOCABULARY_SIZE - 1) for word in prompt.lower().split()][:length]
-    return torch.tensor(said + [0] * (length - len(said)))
+@lru_cache(maxsize=2**16)  # prompts repeat, and a step has hundreds of them
+def _hash_prompt(prompt: str, length: int) -> Tensor:
+    ids = [1 + zlib.crc32(word.encode()) % (HASH_VOCABULARY_SIZE - 1) for word in prompt.lower().split()][:length]
+    return torch.tensor(ids + [0] * (length - len(ids)))
 
 
-class LatentDitBackbone:
-    """Denoises [1, C, h, w] latents."""
+class LatentDitBackbone(Backbone):
+    """Denoises latents [1, C, h, w]; the path's prediction type says what the output is."""
 
-    passes = 1
+    forward_passes = 1
+    # One projection follows attention, so that the gradient of attention is a tensor of its own.
+    traits = NetworkTraits(cudnn_backward=True)
 
     def __init__(
-        self, spec: LatentDit, codec: ContinuousAutoencoder, net: nn.Module, captions: CachedCaptionEncoder | None
+        self,
+        spec: LatentDitSpec,
+        autoencoder: AutoencoderNet,
+        net: nn.Module,
+        caption_encoder: CachedCaptionEncoder | None,
     ) -> None:
-        self.spec, self.codec, self.net, self.captions = spec, codec, net, captions
+        self.spec, self.autoencoder, self.net, self.caption_encoder = spec, autoencoder, net, caption_encoder
         self.device = next(net.parameters()).device
-        self.shape, self.pixels = spec.shape, (1, 3, spec.pixels, spec.pixels)
+        self.shape, self.pixels = spec.shape, (1, 3, spec.image_size, spec.image_size)
 
     @cached_property
     def fingerprint(self) -> str:
-        return autoencoder_fingerprint.autoencoder_fingerprint(self.codec)
+        """Identity of the autoencoder, by which stored latents are checked."""
+        return autoencoder_fingerprint(self.autoencoder)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        said = self.captions(prompts)["features"] if self.captions is not None else self.spec.said(prompts)
-        return Condition(tuple(prompts), {} if said is None else {"said": to_device(said, self.device)}, tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        if self.caption_encoder is not None:
+            condition: Tensor | None = self.caption_encoder(prompts)["features"]
+        else:
+            condition = self.spec.condition_ids(prompts)
+        tensors = {} if condition is None else {"condition": to_device(condition, self.device)}
+        return Condition(tuple(prompts), tensors, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        (seen,) = cast_to_network_dtype(self.net, x[:, 0])
-        out: Tensor = self.net(seen, unet_timestep(t), cond.tensors.get("said"))
-        return out[:, None, : self.shape[1]]  # the variance, where one was learned, is no part of any path
+        (latents,) = cast_to_network_dtype(self.net, x[:, 0])
+        out: Tensor = self.net(latents, unet_timestep(t), cond.tensors.get("condition"))
+        return out[:, None, : self.shape[1]]  # without the learned variance, which no sampler here uses
 
     def encode(self, pixels: Tensor) -> Tensor:
         if pixels.shape[1:] != self.pixels:
-            high, wide = pixels.shape[-2:]
+            data_height, data_width = pixels.shape[-2:]
             raise ConfigError(
-                f"data: pictures are {wide}x{high}, the model makes {self.pixels[3]}x{self.pixels[2]}; "
-                f"set data.size={self.pixels[3]}, or model.pixels"
+                f"data: images are {data_width}x{data_height}, the model makes {self.pixels[3]}x{self.pixels[2]}; "
+                f"set data.image_size={self.pixels[3]}, or model.image_size"
             )
-        return self.codec.encode(pixels.flatten(0, 1)).float().view(-1, *self.shape) * self.spec.scale
+        return self.autoencoder.encode(pixels.flatten(0, 1)).float().view(-1, *self.shape) * self.spec.scaling_factor
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        shown = x if frames is None else x[:, list(frames)]
-        made = self.codec.decode(shown.flatten(0, 1) / self.spec.scale)
-        return made.view(*shown.shape[:2], *self.pixels[1:])
+        latents = x if frames is None else x[:, list(frames)]
+        pixels = self.autoencoder.decode(latents.flatten(0, 1) / self.spec.scaling_factor)
+        return pixels.view(*latents.shape[:2], *self.pixels[1:])
 
-    def taken(self, latents: LatentBatch) -> Tensor:
-        if latents.codec != self.fingerprint:
+    def from_latents(self, latents: LatentBatch) -> Tensor:
+        if latents.autoencoder != self.fingerprint:
             raise ConfigError(
-                f"data: the latents were made by the autoencoder {latents.codec:.40}, the model's codec is "
-                f"{self.fingerprint}; encode the pictures again with `tastemaker encode`, or set model.codec"
+                f"data: the latents were made by the autoencoder {latents.autoencoder:.40}, the model's is "
+                f"{self.fingerprint}; encode the images again with `tastemaker encode`, or set model.autoencoder"
             )
         if latents.x.shape[1:] != self.shape[1:]:
-            found, wanted = (list(shape[1:]) for shape in (latents.x.shape, self.shape))
-            raise ConfigError(f"data: latents are {found}, the model has {wanted}; set model.pixels as they were made")
-        self._scaled(latents.deviation)
-        return to_device(latents.x, self.device).float().view(-1, *self.shape) * self.spec.scale
+            stored, expected = (list(shape[1:]) for shape in (latents.x.shape, self.shape))
+            raise ConfigError(
+                f"data: latents are {stored}, the model has {expected}; set model.image_size as they were made"
+            )
+        self._check_scale(latents.std)
+        return to_device(latents.x, self.device).float().view(-1, *self.shape) * self.spec.scaling_factor
 
-    def _scaled(self, deviation: float) -> None:
-        """Refuse latents that are far too large or small to begin with; weights that were trained may know them so."""
-        if 1 / MAX_SCALE_ERROR < deviation * self.spec.scale < MAX_SCALE_ERROR:
+    def _check_scale(self, std: float) -> None:
+        """Refuse latents far from unit variance for new weights; warn for trained ones, which may expect them."""
+        factor = self.spec.scaling_factor
+        if 1 / MAX_SCALE_ERROR < std * factor < MAX_SCALE_ERROR:
             return
-        found = f"model.scale: the latents' deviation is {deviation:.4g}, times {self.spec.scale:g} it is far from 1"
+        message = f"model.scaling_factor: the latents' deviation is {std:.4g}, times {factor:g} it is far from 1"
         if self.spec.weights in (None, TINY):
-            raise ConfigError(f"{found}, which the path expects; set model.scale={1 / deviation:.4g}")
-        warnings.warn(f"{found}; right only if '{self.spec.weights!s:.200}' were trained on such", stacklevel=3)
+            raise ConfigError(f"{message}, which the path expects; set model.scaling_factor={1 / std:.4g}")
+        warnings.warn(f"{message}; right only if '{self.spec.weights!s:.200}' were trained on such", stacklevel=3)
 
 
-def build_network(spec: LatentDit, placement: Placement) -> LatentDiT:
-    if spec.weights in (None, TINY):  # a small one begins open, or tests would look right whatever its blocks did
-        return loading.init_random(lambda: LatentDiT(spec.net(), closed=not spec.weights), spec.seed, placement)
+def load_latent_dit(spec: LatentDitSpec, placement: Placement) -> LatentDiT:
+    """Build the network with the weights of a checkpoint, or random ones."""
+    config = spec.network_config()
+    if spec.weights in (None, TINY):
+        # Without zero initialization in tests: otherwise outputs would not depend on the blocks.
+        return loading.init_random(lambda: LatentDiT(config, zero_init=not spec.weights), spec.seed, placement)
     with torch.device("meta"):
-        net = LatentDiT(spec.net())
-    tensors = checkpoint_formats.read_dit_checkpoint(str(spec.weights), spec.habit, spec.patch)
+        net = LatentDiT(config)
+    tensors = read_dit_checkpoint(str(spec.weights), spec.convention, spec.patch_size)
     loading.assign_state_dict(net, tensors, loading.trainable_dtype(placement), str(spec.weights))
-    net.place = position_embedding_2d(net.shape.side // net.shape.patch, net.shape.width, net.shape.habit)[None]
+    # The position table is in no checkpoint.
+    net.place = position_embedding_2d(config.side // config.patch_size, config.width, config.convention)[None]
     return net.to(placement.device)
 
 
 @dataclass(frozen=True)
-class LatentDit:
-    """DiT in its published sizes, or any other; told nothing, a class, words of its own, or captions T5 has read."""
+class LatentDitSpec(ModelSpec):
+    """DiT of a published or any other size: unconditional, or given a class, hashed words, or a caption read by T5."""
 
-    size: DiTSize = "S"
-    told: DiTConditioning = "nothing"
-    weights: str | None = None  # a run, a file, diffusers' folder, or facebook's on the hub; at random if not given
-    codec: str | None = "playground/vae"  # a run, a file or diffusers' AutoencoderKL; without, coarse pixels
-    pixels: Annotated[int, Field(ge=8, le=4096)] = 64  # a side
-    patch: Count = 2  # latents a side that one token stands for
-    channels: Annotated[int, Field(ge=1, le=256)] = 16  # of the codec
-    factor: Literal[1, 2, 4, 8, 16, 32] = 8  # of the codec
-    scale: PositiveFloat = 1.0  # what the codec's latents are multiplied by to have deviation 1; `encode` measures it
-    classes: Annotated[int, Field(ge=1, le=10**6)] = 1000
-    names: tuple[str, ...] = ()  # of the classes, in order; a thousand without are ImageNet's
-    words: Annotated[int, Field(ge=1, le=512)] = 24  # of a prompt that are read
-    t5: str = T5  # the encoder of captions: a folder, or its name on the hub
-    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no encoder is loaded
-    features: Annotated[int, Field(ge=1, le=16384)] = 768  # of a word of T5's
-    sigma: bool = False  # a variance comes out too, as of facebook's; it is kept, and neither used nor trained
-    habit: Literal["facebook", "diffusers", "explainingai"] = "facebook"  # how time and places are counted
-    width: Annotated[int, Field(ge=8, le=16384)] | None = None  # likewise below: instead of the size's
+    variant: DiTVariant = "S"
+    conditioning: DiTConditioning = "nothing"
+    weights: str | None = None  # run, file, diffusers folder, or facebook's hub ids; random if not given
+    autoencoder: str | None = "playground/vae"  # run, file or diffusers' AutoencoderKL; without, coarse pixels
+    image_size: Annotated[int, Field(ge=8, le=4096)] = 64  # pixels per side
+    patch_size: Count = 2  # latents per token and side
+    latent_channels: Annotated[int, Field(ge=1, le=256)] = 16  # of the autoencoder
+    downsample_factor: Literal[1, 2, 4, 8, 16, 32] = 8  # of the autoencoder
+    scaling_factor: PositiveFloat = 1.0  # makes the autoencoder's latents unit variance; `encode` measures it
+    num_classes: Annotated[int, Field(ge=1, le=10**6)] = 1000
+    class_names: tuple[str, ...] = ()  # in order; a thousand classes without names are ImageNet's
+    max_text_tokens: Annotated[int, Field(ge=1, le=512)] = 24  # words, or tokens of a caption
+    text_encoder: str = T5  # of captions: folder or hub id
+    embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
+    text_embed_dim: Annotated[int, Field(ge=1, le=16384)] = 768  # T5's hidden size
+    learn_sigma: bool = False  # the network also outputs a variance, as facebook's; it is neither used nor trained
+    convention: Literal["facebook", "diffusers", "explainingai"] = "facebook"  # how time and position are embedded
+    width: Annotated[int, Field(ge=8, le=16384)] | None = None  # this and those below replace the variant's
     depth: Count | None = None
     heads: Count | None = None
-    head: Annotated[int, Field(ge=2, le=1024)] | None = None  # width of one; all are the width together
-    inner: Annotated[int, Field(ge=8, le=65536)] | None = None  # of the perceptrons; four times the width
-    waves: Annotated[int, Field(ge=4, le=16384, multiple_of=2)] = 256  # that tell the time
+    head_dim: Annotated[int, Field(ge=2, le=1024)] | None = None  # width / heads if not given
+    intermediate_size: Annotated[int, Field(ge=8, le=65536)] | None = None  # of the MLPs; four times the width
+    timestep_embed_dim: Annotated[int, Field(ge=4, le=16384, multiple_of=2)] = 256  # of the sinusoidal embedding
     seed: int = 0
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = GaussianProcess
+    process_type: ClassVar[type[Process]] = GaussianProcess
 
     def __post_init__(self) -> None:
-        unit, shape = self.factor * self.patch, self.net()
-        if self.pixels % unit:
-            raise ValueError(f"'pixels' is {self.pixels}; expected a multiple of factor times patch, which is {unit}")
-        if shape.mixed % shape.heads or shape.width % 4:
+        unit, config = self.downsample_factor * self.patch_size, self.network_config()
+        if self.image_size % unit:
             raise ValueError(
-                f"'width' is {shape.width}; expected a multiple of 4 and of 'heads', which is {shape.heads}"
+                f"'image_size' is {self.image_size}; expected a multiple of downsample_factor times patch_size, {unit}"
             )
-        if self.told == "class":
-            self.known()
+        if config.attention_width % config.heads or config.width % 4:
+            raise ValueError(
+                f"'width' is {config.width}; expected a multiple of 4 and of 'heads', which is {config.heads}"
+            )
+        if self.conditioning == "class":
+            self.class_labels()
 
-    def known(self) -> ClassLabels:
-        return make_class_labels(self.classes, self.names)
+    def class_labels(self) -> ClassLabels:
+        return make_class_labels(self.num_classes, self.class_names)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        side = self.pixels // self.factor
-        return 1, self.channels, side, side
+        side = self.image_size // self.downsample_factor
+        return 1, self.latent_channels, side, side
 
     @property
     def sources(self) -> tuple[WeightsSource, ...]:
-        asked = [name for name in (self.weights, self.codec) if name and HUB.fullmatch(name)]
-        away = [
-            name
-            for name in dict.fromkeys(asked)
-            if not Path(name).exists() and not autoencoder_fingerprint.is_shipped(name)
-        ]
-        return tuple(FACEBOOK.get(name, WeightsSource(name)) for name in away)
+        hub_ids = [name for name in (self.weights, self.autoencoder) if name and HUB_ID.fullmatch(name)]
+        return tuple(
+            FACEBOOK_RELEASES.get(name, WeightsSource(name))
+            for name in dict.fromkeys(hub_ids)
+            if not Path(name).exists() and not weight_files.is_shipped(name)
+        )
 
-    def net(self) -> LatentDiTConfig:
-        width, depth, heads = SIZES[self.size]
-        width = self.width or width
+    def network_config(self) -> LatentDiTConfig:
+        width, depth, heads = VARIANTS[self.variant]
+        width, has_words = self.width or width, self.conditioning in ("words", "caption")
+        features = tiny_feature_size(self.text_encoder) or self.text_embed_dim
         return LatentDiTConfig(
-            self.channels, self.pixels // self.factor, self.patch, width, self.depth or depth, self.heads or heads,
-            inner=self.inner or 4 * width,
-            outputs=self.channels * (2 if self.sigma else 1),
-            classes=self.classes if self.told == "class" else 0,
-            vocabulary=HASH_VOCABULARY_SIZE if self.told == "words" else 0,
-            features=tiny_feature_size(self.t5) or self.features if self.told == "caption" else 0,
-            words=self.words if self.told in ("words", "caption") else 0,
-            waves=self.waves,
-            habit=EMBEDDING_CONVENTIONS[self.habit],
-            head=self.head or 0,
-        )  # fmt: skip
+            self.latent_channels,
+            self.image_size // self.downsample_factor,
+            self.patch_size,
+            width,
+            self.depth or depth,
+            self.heads or heads,
+            intermediate_size=self.intermediate_size or 4 * width,
+            outputs=self.latent_channels * (2 if self.learn_sigma else 1),
+            num_classes=self.num_classes if self.conditioning == "class" else 0,
+            vocabulary=HASH_VOCABULARY_SIZE if self.conditioning == "words" else 0,
+            text_embed_dim=features if self.conditioning == "caption" else 0,
+            max_text_tokens=self.max_text_tokens if has_words else 0,
+            timestep_embed_dim=self.timestep_embed_dim,
+            convention=EMBEDDING_CONVENTIONS[self.convention],
+            head_dim=self.head_dim or 0,
+        )
 
-    def said(self, prompts: Prompts) -> Tensor | None:
-        """Numbers of classes [B] or of words [B, W]; the empty prompt is the class after the last, or no words."""
-        if self.told == "words":
-            return hash_words(prompts, self.words)
-        if self.told != "class":
+    def condition_ids(self, prompts: Prompts) -> Tensor | None:
+        """Return class ids [B] or word ids [B, L]; the empty prompt is class `num_classes`, or no words."""
+        if self.conditioning == "words":
+            return hash_words(prompts, self.max_text_tokens)
+        if self.conditioning != "class":
             return None
-        known = self.known()
-        return torch.tensor([known.number(prompt) if prompt.strip() else self.classes for prompt in prompts])
+        labels = self.class_labels()
+        return torch.tensor([labels.find_class(prompt) if prompt.strip() else self.num_classes for prompt in prompts])
 
-    def texts(self, placement: Placement) -> CachedCaptionEncoder:
-        if self.told != "caption":
-            raise ConfigError(f"model: told {self.told}, there is no caption to embed; set model.told=caption")
-        return build_caption_encoder(self.t5, self.words, None, placement, self.embeddings)
+    def load_prompt_encoder(self, placement: Placement) -> CachedCaptionEncoder:
+        if self.conditioning != "caption":
+            raise ConfigError(
+                f"model.conditioning is {self.conditioning}, so there is no caption to embed; "
+                "set model.conditioning=caption"
+            )
+        return build_caption_encoder(self.text_encoder, self.max_text_tokens, None, placement, self.embeddings)
 
-    def moved(self, tensors: Mapping[str, Tensor]) -> DiffusersConversion:
-        shape, count = self.net(), self.classes if self.told == "class" else 1  # one that adds nothing
-        diffusers_format.check_convertible(shape)
-        labels = {str(i): self.known().name(i) for i in range(count)} if shape.classes else {}
+    @property
+    def converts_to_diffusers(self) -> bool:
+        return True
+
+    def to_diffusers(self, tensors: Mapping[str, Tensor]) -> DiffusersConversion:
+        config = self.network_config()
+        check_convertible(config)
+        count = config.num_classes or 1  # an unconditional network gets one class, whose embedding is zero
+        labels = {str(i): self.class_labels().name(i) for i in range(count)} if config.num_classes else {}
+        class_names = self.class_names if config.num_classes else ()
         return DiffusersConversion(
-            "DiTTransformer2DModel", "transformer", "DiTPipeline",
-            settings=diffusers_format.diffusers_config(shape),
-            tensors=diffusers_format.to_diffusers_keys(tensors, shape),
-            index={"id2label": labels} if labels else {},
-            reads={"told": "class", "classes": count, "names": self.names if shape.classes else ()},
-            differs=diffusers_format.describe_differences(shape),
-        )  # fmt: skip
+            "DiTTransformer2DModel",
+            "transformer",
+            "DiTPipeline",
+            config=diffusers_config(config),
+            tensors=to_diffusers_keys(tensors, config),
+            model_index={"id2label": labels} if labels else {},
+            spec_fields={"conditioning": "class", "num_classes": count, "class_names": class_names},
+            differences=describe_differences(config),
+            autoencoder=self.autoencoder,
+            scaling_factor=self.scaling_factor,
+        )
 
     def load(self, placement: Placement) -> LatentDitBackbone:
-        known = load_vae(self.codec, self.channels, self.factor, placement)
-        texts = self.texts(placement) if self.told == "caption" else None
-        return LatentDitBackbone(self, known, build_network(self, placement), texts)
+        autoencoder = load_vae(self.autoencoder, self.latent_channels, self.downsample_factor, placement)
+        captions = self.load_prompt_encoder(placement) if self.conditioning == "caption" else None
+        return LatentDitBackbone(self, autoencoder, load_latent_dit(self, placement), captions)
 
-    def tiny(self) -> LatentDit:
-        small = replace(self, weights=TINY, codec=None, channels=16, factor=8, scale=1.0)
-        patch = max(1, self.pixels // 8 // 2)
-        net = replace(small, patch=patch, width=32, depth=1, heads=2, head=None, inner=None, waves=32, embeddings=None)
-        return replace(net, t5=TINY, words=min(self.words, 8))
+    def tiny(self) -> LatentDitSpec:
+        return replace(
+            self,
+            weights=TINY,
+            autoencoder=None,
+            latent_channels=16,
+            downsample_factor=8,
+            scaling_factor=1.0,
+            patch_size=max(1, self.image_size // 8 // 2),
+            width=32,
+            depth=1,
+            heads=2,
+            head_dim=None,
+            intermediate_size=None,
+            timestep_embed_dim=32,
+            embeddings=None,
+            text_encoder=TINY,
+            max_text_tokens=min(self.max_text_tokens, 8),
+        )

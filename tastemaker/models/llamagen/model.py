@@ -1,4 +1,4 @@
-"""LlamaGen in its published sizes: pictures of a class or of a caption, written token by token."""
+"""LlamaGen in its published sizes: autoregressive image tokens, conditioned on a class or a caption."""
 
 from __future__ import annotations
 
@@ -13,220 +13,272 @@ from torch import Tensor, nn
 
 from ...core.distributions import TokenSampler
 from ...core.guidance import batch_conditions
-from ...core.policy import Guidance, Process, TokenDecoder
+from ...core.model_spec import ModelSpec
+from ...core.policy import Backbone, Guidance, Process, TokenDecoder
 from ...core.registry import ConfigError
 from ...core.types import Condition, Metadata, Placement, Prompts, to_device
+from ...core.weights import NetworkTraits
 from ...data.class_labels import ClassLabels, make_class_labels
 from ...processes.autoregressive import AutoregressiveProcess
 from .. import loading
 from ..caption_encoder import FEATURE_SIZE, T5, CachedCaptionEncoder, build_caption_encoder, tiny_feature_size
-from ..nets.decoder_pool import DecoderPool, hidden_states_and_head
-from ..nets.gpt import GPT, CaptionFeatureEmbedder, GPTConfig, KVCache
+from ..image_tokenizer import LLAMAGEN, LLAMAGEN_TEXT, PUBLISHED_TOKENIZERS, CodebookSize, Count, load_image_tokenizer
+from ..nets.cuda_graph_decoder import DecoderPool
+from ..nets.gpt import GPT, CaptionFeatureEmbedder, GPTConfig, KVCache, hidden_states_and_head
 from ..nets.token_decoder import DecodeRequest
 from ..pretrained import WeightsSource
-from ..vq import LLAMAGEN, LLAMAGEN_TEXT, PUBLISHED, Codes, Count, load_image_tokenizer
-from .sizes import SIZES, LlamagenConditioning, LlamagenSize, released_source
+
+LlamagenConditioning = Literal["class", "caption"]
+LlamagenVariant = Literal["B", "L", "XL", "XXL", "XXXL", "1B", "3B", "7B", "tiny"]
+# Width, depth and heads.
+VARIANTS: dict[LlamagenVariant, tuple[int, int, int]] = {
+    "B": (768, 12, 12),
+    "L": (1024, 24, 16),
+    "XL": (1280, 36, 20),
+    "XXL": (1536, 48, 24),
+    "XXXL": (2560, 48, 40),
+    "1B": (2048, 22, 32),
+    "3B": (3200, 24, 32),
+    "7B": (4096, 32, 32),
+    "tiny": (32, 2, 2),
+}
+DOWNLOAD_SIZES = {"B": "0.4 GB", "L": "1.4 GB", "XL": "3.1 GB", "XXL": "2.8 GB", "3B": "6.2 GB"}
+# Variants and image sizes with released weights.
+RELEASED_VARIANTS: dict[LlamagenConditioning, tuple[str, ...]] = {
+    "class": ("B 256", "L 256", "B 384", "L 384", "XL 384", "XXL 384", "3B 384"),
+    "caption": ("XL 256", "XL 512"),
+}
 
 
-class LlamagenBackbone:
-    """Is told a class or a caption, then writes a square of tokens row by row."""
+class LlamagenBackbone(Backbone):
+    """Reads a class or a caption, then generates a square of tokens row by row."""
 
-    passes = 1
+    forward_passes = 1
+    has_unconditional = True
+    traits = NetworkTraits(extra_forward_methods=(GPT.hidden_states.__name__,))
 
-    def __init__(self, spec: Llamagen, placement: Placement) -> None:
-        self.device, self.classes = placement.device, spec.known() if spec.told == "class" else None
+    def __init__(self, spec: LlamagenSpec, placement: Placement) -> None:
+        self.device, self.class_labels = placement.device, spec.class_labels() if spec.conditioning == "class" else None
         self.shape: tuple[int, ...] = spec.shape
-        self.codes = spec.codes
-        self.pixels = (1, 3, spec.pixels, spec.pixels)
-        self.codec = load_image_tokenizer(spec.codec, spec.codes, spec.side, spec.pixels, placement)
+        self.codebook_size = spec.codebook_size
+        self.pixels = (1, 3, spec.image_size, spec.image_size)
+        self.autoencoder = load_image_tokenizer(
+            spec.autoencoder, spec.codebook_size, spec.grid_size, spec.image_size, placement
+        )
         net = build_network(spec, placement)
-        net.factors = net.factors.to(placement.device)
-        self.captions: CachedCaptionEncoder | None = None
-        if isinstance(
-            net.cls_embedding, CaptionFeatureEmbedder
-        ):  # never trained, so that it can be kept beside the network
-            self.captions = spec.texts(placement, net.cls_embedding.uncond_embedding.detach().clone())
+        net.rotary_factors = net.rotary_factors.to(placement.device)
+        self.caption_encoder: CachedCaptionEncoder | None = None
+        if isinstance(net.cls_embedding, CaptionFeatureEmbedder):
+            null_embedding = net.cls_embedding.uncond_embedding.detach().clone()  # never trained, so a copy stays valid
+            self.caption_encoder = spec.load_prompt_encoder(placement, null_embedding)
         self.net: nn.Module = net
-        self.desk = DecoderPool()
+        self.decoder_pool = DecoderPool()
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        if self.captions is not None:
-            return Condition(tuple(prompts), self.captions(prompts), tuple(facts))
-        assert self.classes is not None
-        known = {said: self.classes.number(said) if said.strip() else self.classes.count for said in {*prompts}}
-        numbers = [known[prompt] for prompt in prompts]
-        return Condition(tuple(prompts), {"label": to_device(torch.tensor(numbers), self.device)}, tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        if self.caption_encoder is not None:
+            return Condition(tuple(prompts), self.caption_encoder(prompts), tuple(metadata))
+        assert self.class_labels is not None
+        labels = self.class_labels
+        index = {prompt: labels.find_class(prompt) if prompt.strip() else labels.count for prompt in {*prompts}}
+        label = to_device(torch.tensor([index[prompt] for prompt in prompts]), self.device)
+        return Condition(tuple(prompts), {"label": label}, tuple(metadata))
 
-    def without(self, cond: Condition) -> Condition:
-        """The same rows told nothing; what hides the filling of captions stays, as the network was trained."""
+    def without_prompt(self, cond: Condition) -> Condition:
+        """The unconditional rows. The padding mask of the captions stays, as in the network's training."""
         tensors = self.embed([""] * len(cond)).tensors
         return replace(cond, tensors={**tensors, **{key: x for key, x in cond.tensors.items() if key == "shown"}})
 
-    def told(self, cond: Condition) -> tuple[Tensor, Tensor | None]:
-        """What the network reads first, and which of it is no filling."""
-        if self.captions is None:
+    def condition_tokens(self, cond: Condition) -> tuple[Tensor, Tensor | None]:
+        """The input of the network's condition embedder, and which condition tokens are not padding."""
+        if self.caption_encoder is None:
             return cond.tensors["label"], None
         return cond.tensors["features"].to(next(self.net.parameters()).dtype), cond.tensors["shown"]
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        told, shown = self.told(cond)
-        logits: Tensor = self.net(x[:, :-1], told, None, shown)[0]
+        condition, mask = self.condition_tokens(cond)
+        logits: Tensor = self.net(x[:, :-1], condition, None, mask)[0]
         return logits
 
-    def states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
-        return hidden_states_and_head(self.net, x, *self.told(cond))
+    def hidden_states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
+        return hidden_states_and_head(self.net, x, *self.condition_tokens(cond))
 
-    def begin(self, cond: Condition) -> KVCache:
+    def init_cache(self, cond: Condition) -> KVCache:
         return ()
 
-    def extend(self, ids: Tensor | None, cache: KVCache, cond: Condition) -> tuple[Tensor, KVCache]:
-        told, shown = self.told(cond)
-        fresh = None if ids is None else ids[:, None]
-        logits, cache = self.net(fresh, told if ids is None else None, cache, shown)
+    def decode_step(self, ids: Tensor | None, cache: KVCache, cond: Condition) -> tuple[Tensor, KVCache]:
+        condition, mask = self.condition_tokens(cond)
+        new_ids = None if ids is None else ids[:, None]
+        logits, cache = self.net(new_ids, condition if ids is None else None, cache, mask)
         return logits[:, -1], cache
 
-    def scribe(
+    def make_decoder(
         self, cond: Condition, uniform: Tensor, choice: TokenSampler, guidance: Guidance | None
     ) -> TokenDecoder | None:
-        told, shown = self.told(batch_conditions(cond) if guidance else cond)
-        return self.desk.scribe(self.net, DecodeRequest(told, shown, uniform, choice, guidance))
+        condition, mask = self.condition_tokens(batch_conditions(cond) if guidance else cond)
+        return self.decoder_pool.make_decoder(self.net, DecodeRequest(condition, mask, uniform, choice, guidance))
 
     def encode(self, pixels: Tensor) -> Tensor:
-        with torch.autocast(pixels.device.type, enabled=False):  # rounded, other codes would be the nearest
-            ids = self.codec.encode(pixels[:, 0].float())
+        with torch.autocast(pixels.device.type, enabled=False):  # rounding would change the nearest codes
+            ids = self.autoencoder.encode(pixels[:, 0].float())
         return loading.check_token_count(ids, pixels, self.shape, self.pixels[-1])
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        return self.codec.decode(x)[:, None]
+        return self.autoencoder.decode(x)[:, None]
 
-    def vectors(self, ids: Tensor) -> Tensor:
-        return self.codec.vectors(ids)
+    def token_embeddings(self, ids: Tensor) -> Tensor:
+        return self.autoencoder.token_embeddings(ids)
 
-    def latents(self, pixels: Tensor) -> Tensor:
+    def encode_continuous(self, pixels: Tensor) -> Tensor:
         with torch.autocast(pixels.device.type, enabled=False):
-            return self.codec.latents(pixels[:, 0].float()).flatten(2).transpose(1, 2)
+            return self.autoencoder.encode_continuous(pixels[:, 0].float()).flatten(2).transpose(1, 2)
 
 
-def build_network(spec: Llamagen, placement: Placement) -> GPT:
-    """Of published weights, without having been filled before; or at random, where and as it will be."""
+def build_network(spec: LlamagenSpec, placement: Placement) -> GPT:
+    """The transformer with its published weights, assigned without initializing it first, or with random ones."""
     dtype = loading.trainable_dtype(placement)
     if spec.weights is not None:
         with torch.device("meta"):
-            net = GPT(spec.sizes())
+            net = GPT(spec.network_config())
         loading.assign_state_dict(
             net, check_weights_size(loading.read_checkpoint(spec.weights, spec.source), spec), dtype, spec.weights
         )
         return net.to(placement.device)
-    return loading.init_random(lambda: GPT(spec.sizes()), spec.seed, placement)
+    return loading.init_random(lambda: GPT(spec.network_config()), spec.seed, placement)
 
 
-def check_weights_size(tensors: loading.Tensors, spec: Llamagen) -> loading.Tensors:
-    """Refuse the weights of another size by its name."""
+def check_weights_size(tensors: loading.Tensors, spec: LlamagenSpec) -> loading.Tensors:
+    """The tensors themselves; refuse weights of another variant or conditioning, and name it."""
     if "tok_embeddings.weight" not in tensors:
         return tensors
     width, depth = tensors["tok_embeddings.weight"].shape[1], 0
     while f"layers.{depth}.attention.wo.weight" in tensors:
         depth += 1
-    shape = spec.sizes()
-    told = "caption" if any(key.startswith("cls_embedding.cap_proj.") for key in tensors) else "class"
-    found = next((size for size, known in SIZES.items() if known[:2] == (width, depth)), None)
-    if (width, depth) != (shape.width, shape.depth):
-        advice = f"set model.size={found}" if found else "set model.width, model.depth and model.heads"
+    config = spec.network_config()
+    conditioning = "caption" if any(key.startswith("cls_embedding.cap_proj.") for key in tensors) else "class"
+    variant = next((name for name, sizes in VARIANTS.items() if sizes[:2] == (width, depth)), None)
+    if (width, depth) != (config.width, config.depth):
+        advice = f"set model.variant={variant}" if variant else "set model.width, model.depth and model.heads"
         raise ConfigError(
-            f"model.weights: '{spec.weights!s:.200}' are of width {width} and depth {depth}, the model has "
-            f"{shape.width} and {shape.depth}; {advice}"
+            f"model.weights: '{spec.weights!s:.200}' have width {width} and depth {depth}, the model has "
+            f"{config.width} and {config.depth}; {advice}"
         )
-    if told != spec.told:
+    if conditioning != spec.conditioning:
         raise ConfigError(
-            f"model.weights: '{spec.weights!s:.200}' are told a {told}, the model a {spec.told}; set model.told={told}"
+            f"model.weights: '{spec.weights!s:.200}' are conditioned on a {conditioning}, the model on a "
+            f"{spec.conditioning}; set model.conditioning={conditioning}"
         )
     return tensors
 
 
 @dataclass(frozen=True)
-class Llamagen:
-    """LlamaGen, told a class by its number or name, or a caption read by T5."""
+class LlamagenSpec(ModelSpec):
+    """LlamaGen, conditioned on a class (by index or name) or on a caption (encoded by T5)."""
 
-    size: LlamagenSize = "B"
-    told: LlamagenConditioning = "class"
-    weights: str | None = LLAMAGEN  # a file, a folder, a run, or as released on the hub; at random if not given
-    codec: str | None = "vq_ds16_c2i"  # as released by that name, a file or a run; without, tokens are colours of cells
-    pixels: Annotated[int, Field(ge=8, le=1024)] = 256  # a side
-    downsample: Literal[1, 2, 4, 8, 16, 32] = 16  # pixels a token, each way
-    codes: Codes = 16384  # of the codec
-    classes: Annotated[int, Field(ge=1, le=10**6)] = 1000
-    names: tuple[str, ...] = ()  # of the classes, in order; a thousand without are ImageNet's
-    width: Annotated[int, Field(ge=8, le=16384)] | None = None  # likewise below: instead of the size's
+    variant: LlamagenVariant = "B"
+    conditioning: LlamagenConditioning = "class"
+    weights: str | None = LLAMAGEN  # a hub name, a file, a folder or a run; None: random weights
+    autoencoder: str | None = "vq_ds16_c2i"  # a released name, a file or a run; None: tokens are the colors of cells
+    image_size: Annotated[int, Field(ge=8, le=1024)] = 256  # pixels per side
+    downsample_factor: Literal[1, 2, 4, 8, 16, 32] = 16  # pixels per token, in each direction
+    codebook_size: CodebookSize = 16384
+    num_classes: Annotated[int, Field(ge=1, le=10**6)] = 1000
+    class_names: tuple[str, ...] = ()  # in order; by default those of ImageNet if there are 1000 classes
+    width: Annotated[int, Field(ge=8, le=16384)] | None = None  # this and the next two override the variant's sizes
     depth: Annotated[int, Field(ge=1, le=256)] | None = None
     heads: Annotated[int, Field(ge=1, le=256)] | None = None
-    kv_heads: Count | None = None  # heads of keys and values, as many as of queries if not given
-    words: Annotated[int, Field(ge=1, le=512)] = 120  # of a caption, filled up on the left
-    t5: str = T5.hub  # the encoder of captions: a folder, or its name on the hub
-    embeddings: Path | None = None  # a folder `tastemaker embed` wrote; without others, no encoder is loaded
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where gradients are wanted; pretraining has 0.1
+    kv_heads: Count | None = None  # heads of keys and values; None: as many as `heads`
+    max_text_tokens: Annotated[int, Field(ge=1, le=512)] = 120  # of a caption, padded on the left
+    text_encoder: str = T5.hub  # of captions: a folder or a hub name
+    embeddings: Path | None = None  # a folder written by `tastemaker embed`; then no text encoder is loaded
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where gradients are enabled; 0.1 in pretraining
     seed: int = 0
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = AutoregressiveProcess
+    process_type: ClassVar[type[Process]] = AutoregressiveProcess
 
     def __post_init__(self) -> None:
-        self.sizes()
-        self.known()
-        if self.pixels % self.downsample:
-            raise ValueError(
-                f"'pixels' is {self.pixels}; expected a multiple of 'downsample', which is {self.downsample}"
-            )
+        self.network_config()
+        self.class_labels()
+        size, factor = self.image_size, self.downsample_factor
+        if size % factor:
+            raise ValueError(f"'image_size' is {size}; expected a multiple of 'downsample_factor', which is {factor}")
 
-    def known(self) -> ClassLabels:
-        return make_class_labels(self.classes, self.names)
+    def class_labels(self) -> ClassLabels:
+        return make_class_labels(self.num_classes, self.class_names)
 
-    def sizes(self) -> GPTConfig:
-        width, depth, heads = SIZES[self.size]
-        caption, tiny = self.told == "caption", self.size == "tiny"
+    def network_config(self) -> GPTConfig:
+        width, depth, heads = VARIANTS[self.variant]
+        caption, tiny = self.conditioning == "caption", self.variant == "tiny"
         return GPTConfig(
             self.width or width,
             self.depth or depth,
             self.heads or heads,
             self.kv_heads,
-            self.codes,
-            self.side,
-            told=self.told,
-            prefix=self.words if caption else 1,
-            vocabulary=(tiny_feature_size(self.t5) or FEATURE_SIZE) if caption else self.classes,
-            multiple=16 if tiny else 256,
+            self.codebook_size,
+            self.grid_size,
+            conditioning=self.conditioning,
+            prefix_length=self.max_text_tokens if caption else 1,
+            vocabulary=(tiny_feature_size(self.text_encoder) or FEATURE_SIZE) if caption else self.num_classes,
+            multiple_of=16 if tiny else 256,
             dropout=self.dropout,
         )
 
     @property
-    def side(self) -> int:
-        """Tokens a side."""
-        return self.pixels // self.downsample
+    def grid_size(self) -> int:
+        """Tokens per side."""
+        return self.image_size // self.downsample_factor
 
     @property
     def shape(self) -> tuple[int]:
-        return (self.side * self.side,)
+        return (self.grid_size * self.grid_size,)
 
     @property
     def source(self) -> WeightsSource | None:
-        """The released file of these settings."""
+        """The released file of this variant, if `weights` is one of the released repositories."""
         if self.weights not in (LLAMAGEN, LLAMAGEN_TEXT):
             return None
-        return released_source(self.size, self.pixels, self.told)
+        variant, size, conditioning = self.variant, self.image_size, self.conditioning
+        released = RELEASED_VARIANTS[conditioning]
+        if f"{variant} {size}" not in released:
+            raise ConfigError(
+                f"model: no weights were released for variant {variant} at {size} pixels with conditioning "
+                f"{conditioning}, only {', '.join(released)}; choose one of these, or set model.weights"
+            )
+        if conditioning == "class":
+            return WeightsSource(LLAMAGEN, f"c2i_{variant}_{size}.pt", DOWNLOAD_SIZES[variant], "MIT")
+        stage = "stage1_256" if size == 256 else "stage2_512"
+        return WeightsSource(LLAMAGEN_TEXT, f"t2i_{variant}_{stage}.pt", DOWNLOAD_SIZES[variant], "MIT")
 
     @property
     def sources(self) -> tuple[WeightsSource, ...]:
-        codec = PUBLISHED.get(self.codec or "")
-        encoder = T5 if self.told == "caption" and self.t5 == T5.hub and self.embeddings is None else None
-        return tuple(source for source in (self.source, codec, encoder) if source is not None)
+        encodes = self.conditioning == "caption" and self.text_encoder == T5.hub and self.embeddings is None
+        sources = (self.source, PUBLISHED_TOKENIZERS.get(self.autoencoder or ""), T5 if encodes else None)
+        return tuple(source for source in sources if source is not None)
 
-    def texts(self, placement: Placement, nothing: Tensor | None = None) -> CachedCaptionEncoder:
-        if self.told == "class":
-            raise ConfigError("model: told a class there is no caption to embed; set model.told=caption")
-        return build_caption_encoder(self.t5, self.words, nothing, placement, self.embeddings)
+    def load_prompt_encoder(self, placement: Placement, null_embedding: Tensor | None = None) -> CachedCaptionEncoder:
+        if self.conditioning == "class":
+            raise ConfigError("model: with conditioning=class there are no captions; set model.conditioning=caption")
+        return build_caption_encoder(
+            self.text_encoder, self.max_text_tokens, null_embedding, placement, self.embeddings
+        )
 
     def load(self, placement: Placement) -> LlamagenBackbone:
         return LlamagenBackbone(self, placement)
 
-    def tiny(self) -> Llamagen:
-        sized = replace(self, size="tiny", width=None, depth=None, heads=None, words=min(self.words, 8))
-        small = replace(sized, weights=None, codec=None, pixels=32, downsample=8, codes=64, t5="tiny", embeddings=None)
-        return replace(small, kv_heads=1 if self.kv_heads else None, dropout=0.0)
+    def tiny(self) -> LlamagenSpec:
+        return replace(
+            self,
+            variant="tiny",
+            weights=None,
+            autoencoder=None,
+            image_size=32,
+            downsample_factor=8,
+            codebook_size=64,
+            width=None,
+            depth=None,
+            heads=None,
+            kv_heads=1 if self.kv_heads else None,
+            max_text_tokens=min(self.max_text_tokens, 8),
+            text_encoder="tiny",
+            embeddings=None,
+            dropout=0.0,
+        )

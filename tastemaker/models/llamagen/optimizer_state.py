@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...core.registry import ConfigError
 from ..loading import CONSOLIDATED_FILE, SHARD_PATTERN, STATE_TYPE_FILE, STEP_FILE, list_rank_files
-from ..safe_unpickling import load_pickle
+from ..safe_unpickling import load_trainer_pickle
 
 ParameterShapes = Mapping[str, tuple[int, ...]]
 OPTIMIZER_PATTERN = "optimizer.*.pth"
-FSDP_ALIGNMENT_BYTES = 16  # bytes, at multiples of which FSDP begins every parameter within the one it makes of a block
+FSDP_ALIGNMENT_BYTES = 16  # FSDP aligns every parameter within its flat parameter
 
 
 def is_llamagen_checkpoint(folder: Path) -> bool:
@@ -28,72 +28,71 @@ def is_llamagen_checkpoint(folder: Path) -> bool:
 
 
 def read_step(folder: Path) -> int:
-    """Steps done when a checkpoint was written; its name, where its file is missing, as in released ones."""
+    """The step of a checkpoint, from its file, or from the folder's name where released ones lack the file."""
     file = folder / STEP_FILE
-    said = file.read_text(encoding="utf-8").strip() if file.is_file() else folder.name.rpartition("-")[2]
-    if not said.isdecimal():
-        raise ConfigError(f"{folder}: '{said:.60}' is no step; write the number of steps done into {STEP_FILE}")
-    return int(said)
+    step = file.read_text(encoding="utf-8").strip() if file.is_file() else folder.name.rpartition("-")[2]
+    if not step.isdecimal():
+        raise ConfigError(f"{folder}: '{step:.60}' is no step; write the number of completed steps into {STEP_FILE}")
+    return int(step)
 
 
 def optimizer_parameter_order(names: Sequence[str]) -> list[str]:
-    """Parameters as the optimizer counts them: those that decay first, which have no "norm" in their names."""
+    """Parameters in the order of the optimizer: with weight decay first, which have no "norm" in their names."""
     return [name for name in names if "norm" not in name] + [name for name in names if "norm" in name]
 
 
 def read_optimizer_state(folder: Path, shapes: ParameterShapes) -> dict[str, Tensor]:
-    """Of every parameter, as `<parameter>.<what>`; what ranks held put end to end is the whole."""
-    ranks = [_state(path) for path in list_rank_files(folder, OPTIMIZER_PATTERN)]
+    """The state of every parameter as `<parameter>.<state>`, with the shards of all ranks concatenated."""
+    ranks = [_read_rank_state(path) for path in list_rank_files(folder, OPTIMIZER_PATTERN)]
     if not ranks:
-        raise ConfigError(f"{folder} holds no {OPTIMIZER_PATTERN}; start from its weights alone, as model.weights")
-    found: dict[str, Tensor] = {}
+        raise ConfigError(f"{folder} holds no {OPTIMIZER_PATTERN}; start from its weights only, with model.weights")
+    state: dict[str, Tensor] = {}
     for number, name in enumerate(optimizer_parameter_order(list(shapes))):
-        held = [rank[number] for rank in ranks if number in rank]
-        if not held:
-            raise ConfigError(
-                f"{folder}: the optimizer remembers nothing of '{name}'; was another model trained there?"
-            )
-        found[f"{name}.step"] = torch.as_tensor(held[0]["step"], dtype=torch.float32)
-        for what in ("exp_avg", "exp_avg_sq"):
-            found[f"{name}.{what}"] = _whole([state[what] for state in held], shapes[name], f"{folder}: '{name}'")
-    return found
-
-
-def _state(path: Path) -> Mapping[int, Mapping[str, Any]]:
-    data = load_pickle(path)
-    state = data.get("state") if isinstance(data, Mapping) else None
-    if not isinstance(state, Mapping):
-        raise ConfigError(f"{path} is no state of an optimizer; expected what torch's optimizers save")
+        shards = [rank[number] for rank in ranks if number in rank]
+        if not shards:
+            raise ConfigError(f"{folder}: the optimizer has no state of '{name}'; it belongs to another model")
+        state[f"{name}.step"] = torch.as_tensor(shards[0]["step"], dtype=torch.float32)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            pieces = [shard[moment] for shard in shards]
+            state[f"{name}.{moment}"] = _join_shards(pieces, shapes[name], f"{folder}: '{name}'")
     return state
 
 
-def _whole(pieces: Sequence[Tensor], shape: tuple[int, ...], what: str) -> Tensor:
+def _read_rank_state(path: Path) -> Mapping[int, Mapping[str, Any]]:
+    data = load_trainer_pickle(path)
+    state = data.get("state") if isinstance(data, Mapping) else None
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"{path} is no optimizer state; expected the state dict of a torch optimizer")
+    return state
+
+
+def _join_shards(pieces: Sequence[Tensor], shape: tuple[int, ...], name: str) -> Tensor:
     count = torch.Size(shape).numel()
-    flat = torch.cat([piece.reshape(-1) for piece in pieces])[:count]  # with hybrid sharding all of it comes again
+    flat = torch.cat([piece.reshape(-1) for piece in pieces])[:count]  # hybrid sharding repeats all shards
     if len(flat) != count:
-        raise ConfigError(f"{what} has {len(flat)} moments for {count} weights; set the sizes it was trained with")
+        raise ConfigError(f"{name} has {len(flat)} moments for {count} weights; set the sizes it was trained with")
     return flat.view(shape).clone()
 
 
-def fsdp_flat_ranges(shapes: ParameterShapes, world: int, bytes_each: int = 4) -> list[dict[str, tuple[int, int]]]:
-    """Of every rank, the first element and the count of what FSDP leaves it of each parameter.
+def fsdp_flat_ranges(shapes: ParameterShapes, world_size: int, bytes_each: int = 4) -> list[dict[str, tuple[int, int]]]:
+    """For every rank, the first element and the number of elements of each parameter that FSDP keeps there.
 
-    FSDP lays the parameters of a block end to end, and those outside of blocks, and cuts either into equal parts.
+    FSDP concatenates the parameters of each block, and those outside of blocks, and splits each into equal parts.
     """
     blocks: dict[str, list[str]] = {}
     for name in shapes:
         parts = name.split(".")
         blocks.setdefault(".".join(parts[:2]) if parts[0] == "layers" else "", []).append(name)
-    held: list[dict[str, tuple[int, int]]] = [{} for _ in range(world)]
+    ranges: list[dict[str, tuple[int, int]]] = [{} for _ in range(world_size)]
     for names in blocks.values():
-        begins, total = {}, 0
+        offsets, total = {}, 0
         for name in names:
-            begins[name] = total = total + -total % (FSDP_ALIGNMENT_BYTES // bytes_each)
+            offsets[name] = total = total + -total % (FSDP_ALIGNMENT_BYTES // bytes_each)
             total += torch.Size(shapes[name]).numel()
-        share = (total + -total % world) // world
-        for rank in range(world):
+        part = (total + -total % world_size) // world_size
+        for rank in range(world_size):
             for name in names:
                 count = torch.Size(shapes[name]).numel()
-                first = min(max(rank * share - begins[name], 0), count)
-                held[rank][name] = first, max(0, min((rank + 1) * share - begins[name], count) - first)
-    return held
+                first = min(max(rank * part - offsets[name], 0), count)
+                ranges[rank][name] = first, max(0, min((rank + 1) * part - offsets[name], count) - first)
+    return ranges

@@ -1,4 +1,4 @@
-"""MAGVIT-v2's picture tokenizer as Show-o published it: a convolutional autoencoder around the signs of 13 channels."""
+"""MAGVIT-v2's image tokenizer as published with Show-o: a convolutional autoencoder with lookup-free quantization."""
 
 from __future__ import annotations
 
@@ -9,48 +9,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .quantizers import LookupFreeQuantizer
-from .vq import BATCH_PIXELS, AttnBlock, Downsample, ResnetBlock, Upsample, group_norm
+from .vae import split_batch
+from .vq import AttnBlock, Downsample, LookupFreeQuantizer, ResnetBlock, Upsample, group_norm
 
 
 @dataclass(frozen=True)
 class MagvitStages:
-    """Sizes of one half: multipliers of the channels and blocks of each level, the finest first."""
+    """Channel multipliers and residual blocks of each level of encoder or decoder, the finest level first."""
 
-    multipliers: tuple[int, ...]
-    blocks: tuple[int, ...]
+    channel_multipliers: tuple[int, ...]
+    num_res_blocks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.multipliers) != len(self.blocks):
-            raise ValueError(f"found {len(self.multipliers)} multipliers, {len(self.blocks)} blocks; both are by level")
+        if len(self.channel_multipliers) != len(self.num_res_blocks):
+            levels, blocks = len(self.channel_multipliers), len(self.num_res_blocks)
+            raise ValueError(f"found {levels} multipliers and {blocks} block counts; expected one of each per level")
 
 
 @dataclass(frozen=True)
 class MagvitConfig:
-    """Sizes of a tokenizer; as given, those published."""
+    """Sizes of a tokenizer; the defaults are the published ones."""
 
     channels: int = 128
     bits: int = 13
     encoder: MagvitStages = MagvitStages((1, 2, 2, 4, 4), (4, 3, 4, 3, 4))
     decoder: MagvitStages = MagvitStages((1, 1, 2, 2, 4), (4, 4, 3, 4, 3))
-    groups: int = 32  # of channels that are normalised together
+    norm_num_groups: int = 32
 
     @property
-    def codes(self) -> int:
+    def codebook_size(self) -> int:
         return int(2**self.bits)
 
     @property
     def stride(self) -> int:
-        """Pixels a token, each way."""
-        return int(2 ** (len(self.encoder.blocks) - 1))
+        """Pixels per token, in each direction."""
+        return int(2 ** (len(self.encoder.num_res_blocks) - 1))
 
 
 class MagvitLevel(nn.Module):
-    """Blocks at one resolution and the way to the next."""
+    """Residual blocks at one resolution, then the change to the next resolution."""
 
-    def __init__(self, before: int, after: int, blocks: int, groups: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, blocks: int, groups: int) -> None:
         super().__init__()
-        self.block = nn.ModuleList(ResnetBlock(before if i == 0 else after, after, groups) for i in range(blocks))
+        self.block = nn.ModuleList(
+            ResnetBlock(in_channels if i == 0 else out_channels, out_channels, groups) for i in range(blocks)
+        )
         self.downsample: nn.Module = nn.Identity()
         self.upsample: nn.Module = nn.Identity()
 
@@ -73,21 +76,20 @@ class MagvitMiddle(nn.Module):
 
 
 class MagvitEncoder(nn.Module):
-    def __init__(self, shape: MagvitConfig) -> None:
+    def __init__(self, config: MagvitConfig) -> None:
         super().__init__()
-        widths = [shape.channels * multiplier for multiplier in shape.encoder.multipliers]
-        self.conv_in = nn.Conv2d(3, shape.channels, 3, padding=1)
+        widths = [config.channels * multiplier for multiplier in config.encoder.channel_multipliers]
+        self.conv_in = nn.Conv2d(3, config.channels, 3, padding=1)
         self.down = nn.ModuleList()
         for i, width in enumerate(widths):
-            level = MagvitLevel(widths[i - 1] if i else shape.channels, width, shape.encoder.blocks[i], shape.groups)
+            in_channels = widths[i - 1] if i else config.channels
+            level = MagvitLevel(in_channels, width, config.encoder.num_res_blocks[i], config.norm_num_groups)
             level.downsample = nn.Identity() if i == len(widths) - 1 else Downsample(width)
             self.down.append(level)
-        self.mid = MagvitMiddle(widths[-1], shape.groups)
-        self.norm_out, self.conv_out = (
-            group_norm(widths[-1], shape.groups),
-            nn.Conv2d(widths[-1], shape.bits, 3, padding=1),
-        )
-        self.quant_conv = nn.Conv2d(shape.bits, shape.bits, 1)
+        self.mid = MagvitMiddle(widths[-1], config.norm_num_groups)
+        self.norm_out = group_norm(widths[-1], config.norm_num_groups)
+        self.conv_out = nn.Conv2d(widths[-1], config.bits, 3, padding=1)
+        self.quant_conv = nn.Conv2d(config.bits, config.bits, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
@@ -98,19 +100,20 @@ class MagvitEncoder(nn.Module):
 
 
 class MagvitDecoder(nn.Module):
-    def __init__(self, shape: MagvitConfig) -> None:
+    def __init__(self, config: MagvitConfig) -> None:
         super().__init__()
-        widths = [shape.channels * multiplier for multiplier in shape.decoder.multipliers]
-        self.post_quant_conv = nn.Conv2d(shape.bits, shape.bits, 1)
-        self.conv_in = nn.Conv2d(shape.bits, widths[-1], 3, padding=1)
-        self.mid = MagvitMiddle(widths[-1], shape.groups)
+        widths = [config.channels * multiplier for multiplier in config.decoder.channel_multipliers]
+        self.post_quant_conv = nn.Conv2d(config.bits, config.bits, 1)
+        self.conv_in = nn.Conv2d(config.bits, widths[-1], 3, padding=1)
+        self.mid = MagvitMiddle(widths[-1], config.norm_num_groups)
         self.up = nn.ModuleList()
         for i, width in enumerate(widths):
-            before = widths[min(i + 1, len(widths) - 1)]
-            level = MagvitLevel(before, width, shape.decoder.blocks[i], shape.groups)
+            in_channels = widths[min(i + 1, len(widths) - 1)]
+            level = MagvitLevel(in_channels, width, config.decoder.num_res_blocks[i], config.norm_num_groups)
             level.upsample = Upsample(width) if i else nn.Identity()
             self.up.append(level)
-        self.norm_out, self.conv_out = group_norm(widths[0], shape.groups), nn.Conv2d(widths[0], 3, 3, padding=1)
+        self.norm_out = group_norm(widths[0], config.norm_num_groups)
+        self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.mid(self.conv_in(self.post_quant_conv(z)))
@@ -121,44 +124,42 @@ class MagvitDecoder(nn.Module):
 
 
 class LFQTables(nn.Module):
-    """The signs of channels, with the tables that published files hold of them."""
+    """Lookup-free quantization, with the tables that published files hold as buffers."""
 
     embedding: Tensor
     power_vals: Tensor
 
-    def __init__(self, codes: int) -> None:
+    def __init__(self, codebook_size: int) -> None:
         super().__init__()
-        self.signs = LookupFreeQuantizer(codes)
-        self.register_buffer("embedding", self.signs.look_up(torch.arange(codes)))  # [codes, bits]
+        self.signs = LookupFreeQuantizer(codebook_size)
+        self.register_buffer("embedding", self.signs.lookup(torch.arange(codebook_size)))  # [codes, bits]
         self.register_buffer("power_vals", 2 ** torch.arange(self.signs.bits - 1, -1, -1))
 
 
 class Magvit(nn.Module):
-    """Pixels to tokens and back; both sides in [0, 1], the network itself in [-1, 1]."""
+    """Pixels in [0, 1] to tokens and back; the network itself works in [-1, 1]."""
 
-    def __init__(self, shape: MagvitConfig) -> None:
+    def __init__(self, config: MagvitConfig) -> None:
         super().__init__()
-        self.shape = shape
-        self.encoder, self.decoder, self.quantize = MagvitEncoder(shape), MagvitDecoder(shape), LFQTables(shape.codes)
+        self.config = config
+        self.encoder, self.decoder = MagvitEncoder(config), MagvitDecoder(config)
+        self.quantize = LFQTables(config.codebook_size)
 
-    def latents(self, pixels: Tensor) -> Tensor:
-        """What is quantised: [N, bits, h, w] of [N, 3, H, W]."""
+    def encode_continuous(self, pixels: Tensor) -> Tensor:
+        """Latents in_channels quantization: [N, bits, h, w] of [N, 3, H, W]."""
         out: Tensor = self.encoder(2 * pixels - 1)
         return out
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Tokens [N, h * w], row by row."""
-        return self.quantize.signs.choose(self.latents(pixels))
+        return self.quantize.signs.assign_codes(self.encode_continuous(pixels))
 
     def decode(self, ids: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        """Pixels [N, 3, H, W] of pictures of so many tokens down and across, of square ones if not said."""
+        """Pixels [N, 3, H, W] of tokens; `size` is the height and width in tokens, by default those of a square."""
         height, width = size or (math.isqrt(ids.shape[1]),) * 2
-        rows = max(
-            1, BATCH_PIXELS // (ids.shape[1] * self.shape.stride**2)
-        )  # what lies between is many times their size
-        return torch.cat([self._decode(part, height, width) for part in torch.split(ids, rows)])
+        chunks = split_batch(ids.reshape(len(ids), height, width), self.config.stride)
+        return torch.cat([self._decode(chunk) for chunk in chunks])
 
-    def _decode(self, ids: Tensor, height: int, width: int) -> Tensor:
-        vectors = self.quantize.signs.look_up(ids).transpose(1, 2)
-        pixels: Tensor = self.decoder(vectors.reshape(len(ids), -1, height, width)).float()
+    def _decode(self, ids: Tensor) -> Tensor:
+        pixels: Tensor = self.decoder(self.quantize.signs.lookup(ids).permute(0, 3, 1, 2)).float()
         return (pixels / 2 + 0.5).clamp(0, 1)

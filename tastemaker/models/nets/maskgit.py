@@ -1,4 +1,4 @@
-"""A transformer that reads a caption and a picture some of whose tokens are hidden, and predicts them all (MaskGIT)."""
+"""MaskGIT transformer: predicts all image tokens from a caption and the tokens that are not masked."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class MaskGITConfig:
     width: int = 192
     depth: int = 6
     heads: int = 6
-    codes: int = 1024
-    side: int = 8  # tokens a side
-    prefix: int = 16  # words
-    vocabulary: int = 128  # of words
+    codebook_size: int = 1024
+    grid_size: int = 8  # tokens per side
+    prefix_length: int = 16  # number of caption words
+    vocabulary: int = 128  # number of distinct words
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
-            raise ValueError(f"found width {self.width}, heads {self.heads}; heads must divide the width")
+            raise ValueError(f"found width {self.width} and heads {self.heads}; expected heads that divide the width")
 
 
 class MaskGITBlock(nn.Module):
-    """Attention among all places with normalised queries and keys, then two layers at each place alone."""
+    """Bidirectional attention with normalized queries and keys, then an MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -41,28 +41,28 @@ class MaskGITBlock(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         qkv = self.qkv(self.attention_norm(h)).unflatten(2, (3, self.heads, -1))  # [B, n, 3, heads, head]
-        both = F.rms_norm(qkv[:, :, :2].float(), qkv.shape[-1:], eps=1e-6) * self.scale
-        q, k, v = (x.transpose(1, 2) for x in (*both.to(qkv.dtype).unbind(2), qkv[:, :, 2]))
+        qk = F.rms_norm(qkv[:, :, :2].float(), qkv.shape[-1:], eps=1e-6) * self.scale
+        q, k, v = (x.transpose(1, 2) for x in (*qk.to(qkv.dtype).unbind(2), qkv[:, :, 2]))
         h = h + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         out: Tensor = h + self.down(F.gelu(self.up(self.norm(h)), approximate="tanh"))
         return out
 
 
 class MaskGIT(nn.Module):
-    def __init__(self, shape: MaskGITConfig) -> None:
+    def __init__(self, config: MaskGITConfig) -> None:
         super().__init__()
-        self.shape = shape
-        self.words = nn.Embedding(shape.vocabulary, shape.width)
-        self.tokens = nn.Embedding(shape.codes + 1, shape.width)  # the last is the mask
-        self.places = nn.Embedding(shape.prefix + shape.side * shape.side, shape.width)
-        self.blocks = nn.ModuleList(MaskGITBlock(shape.width, shape.heads) for _ in range(shape.depth))
-        self.norm, self.head = nn.LayerNorm(shape.width), nn.Linear(shape.width, shape.codes)
+        self.config = config
+        self.words = nn.Embedding(config.vocabulary, config.width)
+        self.tokens = nn.Embedding(config.codebook_size + 1, config.width)  # the last is the mask
+        self.places = nn.Embedding(config.prefix_length + config.grid_size * config.grid_size, config.width)
+        self.blocks = nn.ModuleList(MaskGITBlock(config.width, config.heads) for _ in range(config.depth))
+        self.norm, self.head = nn.LayerNorm(config.width), nn.Linear(config.width, config.codebook_size)
         self.apply(_initialize)
 
     def forward(self, ids: Tensor, words: Tensor) -> Tensor:
-        """Logits [B, side * side, codes] of tokens [B, side * side], -1 where hidden, and words [B, prefix]."""
-        shown = torch.where(ids == MASK_TOKEN_ID, self.shape.codes, ids)
-        h = torch.cat([self.words(words), self.tokens(shown)], 1) + self.places.weight
+        """Logits [B, N, codes] for tokens [B, N], which are -1 where masked, and words [B, prefix]."""
+        inputs = torch.where(ids == MASK_TOKEN_ID, self.config.codebook_size, ids)
+        h = torch.cat([self.words(words), self.tokens(inputs)], 1) + self.places.weight
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h[:, words.shape[1] :])).float()  # type: ignore[no-any-return]  # modules are untyped

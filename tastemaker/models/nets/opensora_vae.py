@@ -1,6 +1,6 @@
-"""The autoencoder of Open-Sora 1.2: frames by themselves, then their latents along time, seventeen frames by five.
+"""The autoencoder of Open-Sora 1.2: an image VAE per frame, then a causal VAE over time, 17 frames to 5 latents.
 
-Its names of tensors are the published ones, so that the authors' file fits.
+Tensor names are those of the published file.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_FRAMES, CHUNK_LATENTS = 17, 5  # frames that are coded together, and the latents they make
-TEMPORAL_STRIDE = 4  # frames of one latent
-IMAGE_SCALE = 0.18215  # what latents of single frames are multiplied by
-LATENT_SCALE, LATENT_SHIFT = (3.85, 2.32, 2.33, 3.06), (-0.10, 0.34, 0.27, 0.98)  # of latents of the whole, by channel
+CHUNK_FRAMES, CHUNK_LATENTS = 17, 5  # frames per chunk of the temporal VAE, and its latents
+TEMPORAL_STRIDE = 4  # frames per latent
+IMAGE_SCALE = 0.18215  # scale of the image VAE's latents
+LATENT_SCALE, LATENT_SHIFT = (3.85, 2.32, 2.33, 3.06), (-0.10, 0.34, 0.27, 0.98)  # of the final latents, per channel
 
 
 def num_latents(frames: int) -> int:
-    """How many latents so many frames make."""
+    """Number of latents of a video."""
     return frames // CHUNK_FRAMES * CHUNK_LATENTS + -(-(frames % CHUNK_FRAMES) // TEMPORAL_STRIDE)
 
 
 def latent_index(frame: int, count: int) -> int:
-    """The latent that a frame of so many is of; the first of a chunk may have fewer than the others."""
+    """Index of the latent that holds a frame of `count`; chunks are padded at the front."""
     chunk, within = divmod(frame, CHUNK_FRAMES)
-    filling = -min(CHUNK_FRAMES, count - chunk * CHUNK_FRAMES) % TEMPORAL_STRIDE
-    return chunk * CHUNK_LATENTS + (within + filling) // TEMPORAL_STRIDE
+    padding = -min(CHUNK_FRAMES, count - chunk * CHUNK_FRAMES) % TEMPORAL_STRIDE
+    return chunk * CHUNK_LATENTS + (within + padding) // TEMPORAL_STRIDE
 
 
 class CausalConv3d(nn.Module):
-    """A convolution that sees what was before, and nothing before the first."""
+    """3-D convolution that is causal in time, with zeros before the first frame."""
 
     def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1, *, bias: bool = True) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class TemporalEncoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
-        for blocks, shorten in zip(self.block_res_blocks, [*self.conv_blocks, nn.Identity()], strict=True):
-            x = shorten(run_blocks(blocks, x))
+        for blocks, downsample in zip(self.block_res_blocks, [*self.conv_blocks, nn.Identity()], strict=True):
+            x = downsample(run_blocks(blocks, x))
         out: Tensor = self.conv2(F.silu(self.norm1(run_blocks(self.res_blocks, x))))
         return out
 
@@ -108,20 +108,20 @@ class TemporalDecoder(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         x = run_blocks(self.res_blocks, self.conv1(z))
-        for blocks, lengthen in zip(
+        for blocks, expand in zip(
             reversed(self.block_res_blocks), [*reversed(self.conv_blocks), nn.Identity()], strict=True
         ):
             x = run_blocks(blocks, x)
-            twice = lengthen(x)
-            if twice.shape[1] != x.shape[1]:  # every other channel is the later of two frames
-                twice = twice.unflatten(1, (-1, 2)).permute(0, 1, 3, 2, 4, 5).flatten(2, 3)
-            x = twice
+            expanded = expand(x)
+            if expanded.shape[1] != x.shape[1]:  # every other channel belongs to the later of two frames
+                expanded = expanded.unflatten(1, (-1, 2)).permute(0, 1, 3, 2, 4, 5).flatten(2, 3)
+            x = expanded
         out: Tensor = self.conv_out(F.silu(self.norm1(x)))
         return out
 
 
 class TemporalVae(nn.Module):
-    """Latents of single frames [B, 4, n, h, w] to latents of four frames each, the first padded; and back."""
+    """Image latents [B, 4, n, h, w] to latents of four frames each, padded at the front, and back."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class TemporalVae(nn.Module):
         self.decoder = TemporalDecoder(channels, widths, halved, blocks, groups)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Means and logarithms of variances: [B, 8, m, h, w]."""
+        """Means and log-variances: [B, 8, m, h, w]."""
         out: Tensor = self.quant_conv(self.encoder(F.pad(x, (0, 0, 0, 0, -x.shape[2] % TEMPORAL_STRIDE, 0))))
         return out
 
@@ -153,7 +153,7 @@ class TemporalVae(nn.Module):
 
 
 class SpatialVae(nn.Module):
-    """Where the published file keeps the autoencoder of single frames."""
+    """Wraps the image VAE, for the prefix `spatial_vae.module` of the published file."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -161,63 +161,67 @@ class SpatialVae(nn.Module):
 
 
 class OpenSoraVae(nn.Module):
-    """Clips [B, 3, n, H, W] in [-1, 1] to latents [B, 4, m, h, w] and back, `together` frames in one call."""
+    """Videos [B, 3, n, H, W] in [-1, 1] to latents [B, 4, m, h, w] and back; frames are coded in small batches."""
 
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, still: nn.Module, temporal: TemporalVae, together: int = 4) -> None:
+    def __init__(self, spatial: nn.Module, temporal: TemporalVae, decode_chunk_size: int = 4) -> None:
         super().__init__()
-        self.spatial_vae, self.temporal_vae, self.together = SpatialVae(still), temporal, together
-        self.recompute = False
+        self.spatial_vae, self.temporal_vae, self.decode_chunk_size = SpatialVae(spatial), temporal, decode_chunk_size
+        self.checkpoint_decoder = False
         self.register_buffer("scale", torch.tensor(LATENT_SCALE).view(1, -1, 1, 1, 1))
         self.register_buffer("shift", torch.tensor(LATENT_SHIFT).view(1, -1, 1, 1, 1))
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """The middle of what both encoders believe."""
-        x = torch.cat([self._still(part) for part in torch.split(flatten_frames(pixels), self.together)])
+        """Means of the posteriors of both VAEs, normalized."""
+        x = torch.cat(
+            [self._encode_frames(part) for part in torch.split(flatten_frames(pixels), self.decode_chunk_size)]
+        )
         x = torch.unflatten(x, 0, (len(pixels), -1)).transpose(1, 2)
         z = torch.cat([self.temporal_vae.encode(part).chunk(2, 1)[0] for part in torch.split(x, CHUNK_FRAMES, 2)], 2)
         return (z - self.shift) / self.scale
 
     def decode(self, z: Tensor, count: int, frames: Sequence[int] | None = None) -> Tensor:
-        """All of `count` frames, or those asked for, of which only the chunks are decoded."""
-        wanted = range(count) if frames is None else [range(count)[k] for k in frames]
-        chunks = {k // CHUNK_FRAMES for k in wanted}
-        made = {number: self._chunk(z, number, count) for number in sorted(chunks)}
-        return self._shown(torch.stack([made[k // CHUNK_FRAMES][:, :, k % CHUNK_FRAMES] for k in wanted], 2))
+        """All of `count` frames, or the given ones; only their chunks are decoded."""
+        indices = range(count) if frames is None else [range(count)[k] for k in frames]
+        chunks = {k // CHUNK_FRAMES for k in indices}
+        decoded = {number: self._decode_chunk(z, number, count) for number in sorted(chunks)}
+        return self._decode_frames(
+            torch.stack([decoded[k // CHUNK_FRAMES][:, :, k % CHUNK_FRAMES] for k in indices], 2)
+        )
 
-    def decode_alone(self, z: Tensor, places: Sequence[int]) -> Tensor:
-        """The frames that single latents show by themselves, as VADER decodes them: not those of the whole clip."""
+    def decode_single_latents(self, z: Tensor, indices: Sequence[int]) -> Tensor:
+        """Frames of latents decoded one by one, as VADER does; they differ from the frames of the decoded video."""
         raw = z * self.scale + self.shift
-        return self._shown(torch.cat([self._along(raw[:, :, k : k + 1], 1) for k in places], 2))
+        return self._decode_frames(torch.cat([self._decode_temporal(raw[:, :, k : k + 1], 1) for k in indices], 2))
 
-    def _chunk(self, z: Tensor, number: int, count: int) -> Tensor:
+    def _decode_chunk(self, z: Tensor, number: int, count: int) -> Tensor:
         raw = z[:, :, number * CHUNK_LATENTS : (number + 1) * CHUNK_LATENTS] * self.scale + self.shift
-        return self._along(raw, min(CHUNK_FRAMES, count - number * CHUNK_FRAMES))
+        return self._decode_temporal(raw, min(CHUNK_FRAMES, count - number * CHUNK_FRAMES))
 
-    def _along(self, raw: Tensor, frames: int) -> Tensor:
+    def _decode_temporal(self, raw: Tensor, frames: int) -> Tensor:
         decode = self.temporal_vae.decode
-        if not (self.recompute and torch.is_grad_enabled()):
+        if not (self.checkpoint_decoder and torch.is_grad_enabled()):
             return decode(raw, frames)
         out: Tensor = checkpoint(decode, raw, frames, use_reentrant=False)
         return out
 
-    def _shown(self, x: Tensor) -> Tensor:
-        """Few at a time: each keeps little for its gradient, but the one being computed takes gigabytes."""
+    def _decode_frames(self, x: Tensor) -> Tensor:
+        """Decode frames in small batches: with checkpointing each keeps little, but takes gigabytes while it runs."""
         net: Any = self.spatial_vae.module
         parts = [
             net.decode(part / IMAGE_SCALE, return_dict=False)[0]
-            for part in torch.split(flatten_frames(x), self.together)
+            for part in torch.split(flatten_frames(x), self.decode_chunk_size)
         ]
         return torch.unflatten(torch.cat(parts), 0, (len(x), -1)).transpose(1, 2)
 
-    def _still(self, pixels: Tensor) -> Tensor:
+    def _encode_frames(self, pixels: Tensor) -> Tensor:
         net: Any = self.spatial_vae.module
         mean: Tensor = net.encode(pixels).latent_dist.mode()
         return mean * IMAGE_SCALE
 
 
 def flatten_frames(clips: Tensor) -> Tensor:
-    """Every frame of every clip by itself: [B * n, C, H, W]."""
+    """Frames of all videos: [B * n, C, H, W]."""
     return clips.transpose(1, 2).flatten(0, 1)

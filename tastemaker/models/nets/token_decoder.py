@@ -1,8 +1,9 @@
-"""Writing by LlamaGen's transformer with a cache laid out once: both halves of guidance in one call, none copied.
+"""Decode the tokens of LlamaGen's transformer with a preallocated KV cache, the two halves of guidance in one batch.
 
-What a step must move is every weight but the embeddings, and the keys and values of what was read: in bfloat16
-2 (P - D (V + C)) + 4 depth rows kv_heads head read bytes. For 8 guided pictures of 576 tokens that is on average
-0.36, 1.1, 2.4, 4.1 and 7.5 GB for B, L, XL, XXL and 3B: 0.05, 0.15, 0.31, 0.55 and 1.0 s a batch at 4.3 TB/s.
+Lower bound of a decoding step: it reads every weight except the embedding tables, and the keys and values of all
+previous positions. In bfloat16 that is 2 (P - D (V + C)) + 4 depth rows kv_heads head_dim positions bytes. For 8 guided
+images of 576 tokens the average is 0.36, 1.1, 2.4, 4.1 and 7.5 GB for B, L, XL, XXL and 3B, which takes 0.05, 0.15,
+0.31, 0.55 and 1.0 s per batch at 4.3 TB/s.
 """
 
 from __future__ import annotations
@@ -23,89 +24,105 @@ from .gpt import GPT, GPTAttention, GPTBlock, GPTConfig, KVCache, apply_rotary_e
 
 @dataclass(frozen=True)
 class DecodeRequest:
-    """A batch to decode. With guidance the conditional rows come first, then the unconditional ones."""
+    """A batch of B sequences to decode.
 
-    cond: Tensor  # [R, ...] as the network reads it
-    shown: Tensor | None  # [R, prefix] which condition tokens are no padding
-    uniform: Tensor  # [B, L] what decides each token
-    choice: TokenSampler
+    The network reads R rows: R = B without guidance; with guidance R = 2 B, conditional rows first.
+    """
+
+    cond: Tensor  # [R, ...] input of the network's condition embedder
+    prefix_mask: Tensor | None  # [R, prefix] bool, False at padding
+    uniform: Tensor  # [B, L] the random number that decides each token
+    sampler: TokenSampler
     guidance: Guidance | None
 
     @cached_property
-    def guided(self) -> int:
-        """How many tokens need both halves."""
+    def num_guided_tokens(self) -> int:
+        """Number of leading tokens for which the unconditional rows have to be read."""
         return count_guided_tokens(self.guidance, self.uniform.shape[1]) if self.guidance else 0
 
     @cached_property
-    def inside(self) -> list[bool]:
-        """Which tokens are guided."""
+    def guided_tokens(self) -> list[bool]:
+        """Whether guidance applies, for each of the L tokens."""
         length = self.uniform.shape[1]
         if self.guidance is None:
             return [False] * length
         return in_interval(token_levels(length), self.guidance.interval).tolist()
 
-    def combined(self, logits: Tensor, place: int) -> Tensor:
-        """Logits [B, V] of a place by those of one half or both."""
-        at = torch.full((1,), place, device=logits.device)
-        return self.led(logits, at) if self.inside[place] else logits[: len(self.uniform)]
+    def apply_guidance(self, logits: Tensor, index: int) -> Tensor:
+        """Logits [B, V] to sample token `index` from, given the logits [R, V] or [B, V] of the rows."""
+        if not self.guided_tokens[index]:
+            return logits[: len(self.uniform)]
+        return self.extrapolate(logits, torch.full((1,), index, device=logits.device))
 
-    def led(self, logits: Tensor, place: Tensor) -> Tensor:
-        """Logits [B, V] of both halves of a place [1] that is guided."""
+    def extrapolate(self, logits: Tensor, index: Tensor) -> Tensor:
+        """Guided logits [B, V] from those of both halves [2 B, V], for the token `index` [1]."""
         assert self.guidance is not None
-        given, without = logits.chunk(2)
-        return apply_guidance(self.guidance, given, without, 1 - place / self.uniform.shape[1])
+        conditional, unconditional = logits.chunk(2)
+        return apply_guidance(self.guidance, conditional, unconditional, 1 - index / self.uniform.shape[1])
+
+    def select(self, indices: Tensor) -> DecodeRequest:
+        """The request of some of the B sequences."""
+        rows = with_unconditional(indices, len(self.uniform), len(self.cond))
+        mask = None if self.prefix_mask is None else self.prefix_mask[rows]
+        return DecodeRequest(self.cond[rows], mask, self.uniform[indices], self.sampler, self.guidance)
 
 
 def transformer_blocks(net: GPT) -> list[GPTBlock]:
+    """The layers of the network, with their type."""
     return [block for block in net.layers if isinstance(block, GPTBlock)]
 
 
-def guided_rows(rows: Tensor, count: int, total: int) -> Tensor:
-    """Numbers of some rows of `count`, in the second half too where there is one."""
-    return torch.cat([rows, rows + count]) if total > count else rows
+def with_unconditional(indices: Tensor, count: int, rows: int) -> Tensor:
+    """Row indices of some of `count` sequences; if there are more rows than sequences, their unconditional rows too."""
+    return torch.cat([indices, indices + count]) if rows > count else indices
 
 
-def prefill(net: GPT, order: DecodeRequest) -> tuple[Tensor, KVCache, Tensor]:
-    """Prefill: logits [R, V] of the first token, the KV cache of distinct rows, and each row's index [R].
+def to_indices(selection: Tensor, count: int, device: torch.device) -> Tensor:
+    """Indices of a selection of `count` sequences, given as indices or as a boolean mask."""
+    return torch.arange(count, device=selection.device)[selection].to(device)
 
-    Equal neighbours, as the samples of a group and all rows without a prompt, are read once.
+
+def prefill(net: GPT, request: DecodeRequest) -> tuple[Tensor, KVCache, Tensor]:
+    """Read the conditions: logits [R, V] of the first token, the KV cache of distinct rows, and each row's index in it.
+
+    Equal neighbors are read once: the samples of a group share their prompt, and all unconditional rows are the same.
     """
-    cond, shown = order.cond, order.shown
-    fresh = torch.ones(len(cond), dtype=torch.bool, device=cond.device)
-    for x in (cond, shown):
+    cond, mask = request.cond, request.prefix_mask
+    distinct = torch.ones(len(cond), dtype=torch.bool, device=cond.device)
+    for x in (cond, mask):
         if x is not None and len(x) > 1:
             changed = (x[1:] != x[:-1]).flatten(1).any(1) if x.ndim > 1 else x[1:] != x[:-1]
-            fresh[1:] = changed if x is cond else fresh[1:] | changed
-    first, number = fresh.nonzero().flatten(), fresh.cumsum(0) - 1
-    logits, past = net(None, cond[first], (), None if shown is None else shown[first])
-    return logits[number, -1], past, number
+            distinct[1:] = changed if x is cond else distinct[1:] | changed
+    rows, index = distinct.nonzero().flatten(), distinct.cumsum(0) - 1
+    logits, cache = net(None, cond[rows], (), None if mask is None else mask[rows])
+    return logits[index, -1], cache, index
 
 
-def allocate_kv_cache(shape: GPTConfig, rows: int, like: Tensor, stride: int) -> Tensor:
-    """An empty cache [depth, 2, rows, kv heads, places, stride]."""
-    places = shape.prefix + shape.side**2
-    return like.new_zeros(shape.depth, 2, rows, shape.kv_heads or shape.heads, places, stride)
+def allocate_kv_cache(config: GPTConfig, rows: int, like: Tensor, stride: int) -> Tensor:
+    """An empty cache [depth, 2, rows, kv heads, positions, stride], where stride is at least the head dimension."""
+    positions = config.prefix_length + config.grid_size**2
+    return like.new_zeros(config.depth, 2, rows, config.kv_heads or config.heads, positions, stride)
 
 
-def fill_kv_cache(cache: Tensor, past: KVCache, number: Tensor) -> None:
+def fill_kv_cache(cache: Tensor, prefilled: KVCache, index: Tensor) -> None:
     """Copy the prefilled keys and values of each row into the static cache."""
-    for own, (keys, values) in zip(cache, past, strict=True):
-        read, head = keys.shape[2:]
-        own[0, :, :, :read, :head], own[1, :, :, :read, :head] = keys[number], values[number]
+    for layer, (keys, values) in zip(cache, prefilled, strict=True):
+        length, head_dim = keys.shape[2:]
+        layer[0, :, :, :length, :head_dim], layer[1, :, :, :length, :head_dim] = keys[index], values[index]
 
 
 class StaticKVCacheDecoder:
     """Token decoder with a preallocated KV cache that calls the network's own modules, on any device."""
 
     @torch.no_grad()
-    def __init__(self, net: GPT, order: DecodeRequest) -> None:
-        self.net, self.order, self.written = net, order, 0
-        self.logits, past, number = prefill(net, order)
-        self.cache = allocate_kv_cache(net.shape, len(order.cond), past[0][0], net.shape.head)
-        fill_kv_cache(self.cache, past, number)
-        self._ids = torch.zeros_like(order.uniform, dtype=torch.long)
-        self._log_prob = torch.zeros_like(order.uniform)
-        self.last = self._ids[:, 0]  # what is read next, once something is written
+    def __init__(self, net: GPT, request: DecodeRequest) -> None:
+        self.net, self.request, self.num_decoded = net, request, 0
+        self.logits, prefilled, index = prefill(net, request)
+        self.cache = allocate_kv_cache(net.config, len(request.cond), prefilled[0][0], net.config.head_dim)
+        fill_kv_cache(self.cache, prefilled, index)
+        self._ids = torch.zeros_like(request.uniform, dtype=torch.long)
+        self._log_prob = torch.zeros_like(request.uniform)
+        self.last = self._ids[:, 0]  # the next input of the network, once the first token is decoded
 
     @property
     def ids(self) -> Tensor:
@@ -116,59 +133,52 @@ class StaticKVCacheDecoder:
         return self._log_prob.clone()
 
     @torch.no_grad()
-    def write(self) -> None:
-        order, i = self.order, self.written
+    def decode_next(self) -> None:
+        request, i = self.request, self.num_decoded
         if i:
-            last, place = self.last, self.net.shape.prefix + i - 1
-            fresh = torch.cat([last, last]) if i < order.guided else last
-            self.logits = decode_step(self.net, fresh, order.shown, self.cache, place)
-        logits = order.combined(self.logits, i)
-        self.last, self._log_prob[:, i] = order.choice.take(logits, order.uniform[:, i])
-        self._ids[:, i], self.written = self.last, i + 1
+            last, position = self.last, self.net.config.prefix_length + i - 1
+            inputs = torch.cat([last, last]) if i < request.num_guided_tokens else last
+            self.logits = decode_step(self.net, inputs, request.prefix_mask, self.cache, position)
+        logits = request.apply_guidance(self.logits, i)
+        self.last, self._log_prob[:, i] = request.sampler.sample(logits, request.uniform[:, i])
+        self._ids[:, i], self.num_decoded = self.last, i + 1
 
-    def amend(self, ids: Tensor) -> None:
+    def replace_last(self, ids: Tensor) -> None:
         self.last = ids
 
     def select(self, rows: Tensor) -> Self:
-        order, count = self.order, len(self.order.uniform)
-        rows = torch.arange(count, device=rows.device)[rows].to(order.uniform.device)
-        self.logits = self.logits[guided_rows(rows, count, len(self.logits))]
-        self.order = select_requests(order, rows)
-        self.cache = self.cache[:, :, guided_rows(rows, count, self.cache.shape[2])]
-        self._ids, self._log_prob, self.last = self._ids[rows], self._log_prob[rows], self.last[rows]
+        count = len(self.request.uniform)
+        indices = to_indices(rows, count, self.request.uniform.device)
+        self.logits = self.logits[with_unconditional(indices, count, len(self.logits))]
+        self.cache = self.cache[:, :, with_unconditional(indices, count, self.cache.shape[2])]
+        self.request = self.request.select(indices)
+        self._ids, self._log_prob, self.last = self._ids[indices], self._log_prob[indices], self.last[indices]
         return self
 
 
-def select_requests(order: DecodeRequest, rows: Tensor) -> DecodeRequest:
-    """Some rows of an order."""
-    both = guided_rows(rows, len(order.uniform), len(order.cond))
-    shown = None if order.shown is None else order.shown[both]
-    return DecodeRequest(order.cond[both], shown, order.uniform[rows], order.choice, order.guidance)
-
-
-def decode_step(net: GPT, ids: Tensor, shown: Tensor | None, cache: Tensor, place: int) -> Tensor:
-    """Logits [R, V] after tokens [R] that stand at `place`, which the cache then holds too."""
+def decode_step(net: GPT, ids: Tensor, prefix_mask: Tensor | None, cache: Tensor, position: int) -> Tensor:
+    """Logits [R, V] after reading tokens [R] at `position`; their keys and values are written into the cache."""
     h: Tensor = net.tok_embeddings(ids[:, None])
-    factors = net.factors[:, place : place + 1]
-    mask = None if shown is None else padded_causal_mask(shown[: len(ids)], place, 1)
-    for layer, kept in zip(transformer_blocks(net), cache, strict=True):
-        h = h + attend_with_cache(layer.attention, layer.attention_norm(h), factors, mask, kept, place)
+    factors = net.rotary_factors[:, position : position + 1]
+    mask = None if prefix_mask is None else padded_causal_mask(prefix_mask[: len(ids)], position, 1)
+    for layer, layer_cache in zip(transformer_blocks(net), cache, strict=True):
+        h = h + attend_with_cache(layer.attention, layer.attention_norm(h), factors, mask, layer_cache, position)
         h = h + layer.feed_forward(layer.ffn_norm(h))
     logits: Tensor = net.output(net.norm(h))
     return logits[:, 0].float()
 
 
 def attend_with_cache(
-    attention: GPTAttention, x: Tensor, factors: Tensor, mask: Tensor | None, cache: Tensor, place: int
+    attention: GPTAttention, x: Tensor, factors: Tensor, mask: Tensor | None, cache: Tensor, position: int
 ) -> Tensor:
-    """As the module itself would, of one new place [R, 1, D], kept in the cache [2, rows, kv heads, room, head]."""
-    rows, both = len(x), attention.heads + attention.kv_heads
-    qkv = attention.wqkv(x).view(rows, 1, both + attention.kv_heads, attention.head)
-    turned = apply_rotary_emb(qkv[:, :, :both], factors)
-    q, k, v = (part.transpose(1, 2) for part in (*turned.tensor_split([attention.heads], 2), qkv[:, :, both:]))
-    own = cache[:, :rows, :, : place + 1]
-    own[0, :, :, -1:], own[1, :, :, -1:] = k, v
+    """Output of an attention layer for one new position [R, 1, D], with a cache [2, rows, kv heads, positions, d]."""
+    rows, num_rotary = len(x), attention.heads + attention.kv_heads
+    qkv = attention.wqkv(x).view(rows, 1, num_rotary + attention.kv_heads, attention.head)
+    rotated = apply_rotary_emb(qkv[:, :, :num_rotary], factors)
+    q, k, v = (part.transpose(1, 2) for part in (*rotated.tensor_split([attention.heads], 2), qkv[:, :, num_rotary:]))
+    visible = cache[:, :rows, :, : position + 1]
+    visible[0, :, :, -1:], visible[1, :, :, -1:] = k, v
     grouped = attention.heads != attention.kv_heads
-    mixed = F.scaled_dot_product_attention(q, own[0], own[1], mask, enable_gqa=grouped)
+    mixed = F.scaled_dot_product_attention(q, visible[0], visible[1], mask, enable_gqa=grouped)
     out: Tensor = attention.wo(mixed.transpose(1, 2).reshape(rows, 1, -1))
     return out

@@ -1,4 +1,4 @@
-"""The UNet of ModelScope and VideoCrafter: diffusers' for clips, which may be told their frames per second too."""
+"""The video UNet of ModelScope and VideoCrafter: diffusers' UNet3DConditionModel, optionally with an fps embedding."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ UP_BLOCKS = ("UpBlock3D",) + ("CrossAttnUpBlock3D",) * 3
 
 
 class TimeAndFpsEmbedding(nn.Module):
-    """What is said of the level, and what was said of the speed besides; tensors named as diffusers names them."""
+    """The timestep embedding plus an fps embedding; tensors keep the names of diffusers' timestep embedding."""
 
-    def __init__(self, level: Any) -> None:
+    def __init__(self, time_embedding: Any) -> None:
         super().__init__()
-        self.linear_1, self.act, self.linear_2 = level.linear_1, level.act, level.linear_2
+        self.linear_1, self.act = time_embedding.linear_1, time_embedding.act
+        self.linear_2 = time_embedding.linear_2
 
-    def forward(self, level: Tensor, speed: Tensor) -> Tensor:
-        said: Tensor = self.linear_2(self.act(self.linear_1(level)))
-        return said + speed
+    def forward(self, timestep: Tensor, fps_embedding: Tensor) -> Tensor:
+        embedding: Tensor = self.linear_2(self.act(self.linear_1(timestep)))
+        return embedding + fps_embedding
 
 
 class VideoUnet(BaseUnet):  # type: ignore[misc]
-    """Takes and gives [B, F, C, h, w]; with `fps_cond` it is told [B] frames per second."""
-
-    turnable = True  # in whatever order numbers lie
+    """Maps latents [B, F, C, h, w] to the same shape; with `fps_cond` conditioned on the frame rate [B]."""
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
@@ -70,15 +69,17 @@ class VideoUnet(BaseUnet):  # type: ignore[misc]
             attention_head_dim=attention_head_dim,
         )
         for module in [module for module in self.modules() if isinstance(module, TemporalConvLayer)]:
-            last: Any = module.conv4[-1]  # which diffusers begins at nothing, so that nothing before it would count
+            last: Any = module.conv4[-1]  # zero-initialized by diffusers, which would disable the whole layer
             last.reset_parameters()
         if fps_cond:
             width = block_out_channels[0]
             self.fps_embedding = TimestepEmbedding(width, 4 * width, act_fn=act_fn)
             self.add_module("time_embedding", TimeAndFpsEmbedding(self.get_submodule("time_embedding")))
 
-    def forward(self, x: Tensor, level: Tensor, words: Tensor, fps: Tensor | None = None) -> Tensor:
-        """Its own dropout stays off: what was sampled is scored by the same network."""
-        speed = None if fps is None else self.fps_embedding(self.time_proj(fps).to(x.dtype))
-        out: Tensor = super().forward(x.transpose(1, 2), level, words, timestep_cond=speed, return_dict=False)[0]
+    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, fps: Tensor | None = None) -> Tensor:
+        """Predict without the network's dropout, so that samples are scored by the network that made them."""
+        fps_embedding = None if fps is None else self.fps_embedding(self.time_proj(fps).to(x.dtype))
+        out: Tensor = super().forward(
+            x.transpose(1, 2), timestep, text, timestep_cond=fps_embedding, return_dict=False
+        )[0]
         return out.transpose(1, 2).clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Frames of a clip that are known beforehand: which latents are held, from what pictures, and until which level."""
+"""Reference frames of Open-Sora: which latents are fixed, from which images, and down to which timestep."""
 
 from __future__ import annotations
 
@@ -13,86 +13,90 @@ from ...core.types import Metadata
 from ...data.image_io import read_image
 from ..nets.opensora_vae import CHUNK_LATENTS
 
-EncodePixels = Callable[[Tensor], Tensor]  # of pixels [F, 3, H, W] of any size, latents [m, C, h, w]
-DEFAULT_RULE = ("0", "0", "0", "0", "1", "0")  # what a rule that breaks off goes on with
+EncodePixels = Callable[[Tensor], Tensor]  # pixels [F, 3, H, W] of any size to latents [m, C, h, w]
+DEFAULT_RULE = ("0", "0", "0", "0", "1", "0")  # completes rules with fewer values
 
 
 @dataclass(frozen=True)
 class MaskStrategyRule:
-    """Latents of one reference that stand in the clip, and the level below which they are drawn anew."""
+    """Latents of a reference that are copied into the video, and the timestep below which they are generated again."""
 
     reference: int
-    first: int  # in the reference, from its end if below 0
-    place: int  # in the clip, likewise
+    source_start: int  # in the reference; counted from its end if negative
+    target_start: int  # in the video; counted from its end if negative
     length: int
-    level: float
+    edit_ratio: float  # in [0, 1]
 
 
 def parse_mask_strategy(strategy: str) -> list[MaskStrategyRule]:
-    """As Open-Sora writes them: `loop, reference, first, place, length, level` and a semicolon between two rules."""
-    found = []
+    """Rules in Open-Sora's format `loop,reference,source_start,target_start,length,edit_ratio;...`."""
+    rules = []
     for text in filter(None, (part.strip() for part in strategy.split(";"))):
-        told = text.split(",")
+        values = text.split(",")
         try:
-            numbers = [float(value) for value in (*told, *DEFAULT_RULE[len(told) :])]
+            numbers = [float(value) for value in (*values, *DEFAULT_RULE[len(values) :])]
         except ValueError:
             numbers = []
         if len(numbers) != len(DEFAULT_RULE) or numbers[0] != 0 or numbers[1] < 0 or not 0 <= numbers[5] <= 1:
             raise ValueError(
-                f"the fact 'mask_strategy' says '{text:.60}'; expected up to six numbers, loop (0), reference, first, "
-                "place, length and level, such as 0,0,0,0,1,0"
+                f"metadata: 'mask_strategy' has the rule '{text:.60}'; expected up to six numbers: loop (0), "
+                "reference, source start, target start, length and edit ratio, such as 0,0,0,0,1,0"
             )
-        reference, first, place, length = (int(number) for number in numbers[1:5])
-        found.append(MaskStrategyRule(reference, first, place, length, numbers[5]))
-    return found
+        reference, source_start, target_start, length = (int(number) for number in numbers[1:5])
+        rules.append(MaskStrategyRule(reference, source_start, target_start, length, numbers[5]))
+    return rules
 
 
 def reference_latents(
-    facts: Sequence[Metadata], shape: tuple[int, ...], encode: EncodePixels, device: torch.device
+    metadata: Sequence[Metadata], shape: tuple[int, ...], encode: EncodePixels, device: torch.device
 ) -> dict[str, Tensor]:
-    """What facts `image` (paths or pixels) and `mask_strategy` hold: `held` latents [B, m, C, h, w], `until` [B, m].
+    """Fixed latents `held` [B, m, C, h, w] and timesteps `until` [B, m] from the metadata `image` and `mask_strategy`.
 
-    A latent is held while the level is above `until`, which is 1 where nothing is held; without facts there is nothing.
+    A latent is fixed while t is above `until`, which is 1 for latents without a reference. Without metadata: empty.
     """
-    if all(fact.get("image") is None for fact in facts):
+    if all(entry.get("image") is None for entry in metadata):
         return {}
-    latents, until = torch.zeros(len(facts), *shape, device=device), torch.ones(len(facts), shape[0], device=device)
-    for row, fact in enumerate(facts):
-        if fact.get("image") is not None:
-            known = [encode(pixels) for pixels in _pixels(fact["image"])]
-            _place(latents[row], until[row], known, parse_mask_strategy(str(fact.get("mask_strategy", "0"))))
+    count = len(metadata)
+    latents, until = torch.zeros(count, *shape, device=device), torch.ones(count, shape[0], device=device)
+    for row, entry in enumerate(metadata):
+        if entry.get("image") is not None:
+            references = [encode(pixels) for pixels in _read_references(entry["image"])]
+            rules = parse_mask_strategy(str(entry.get("mask_strategy", "0")))
+            _apply_rules(latents[row], until[row], references, rules)
     return {"held": latents, "until": until}
 
 
-def _pixels(image: object) -> list[Tensor]:
-    """Pixels themselves, or those of files, a semicolon between two of them."""
+def _read_references(image: object) -> list[Tensor]:
+    """Pixels of one or more files, separated by semicolons; or the given pixels."""
     if isinstance(image, Tensor):
         return [image]
     if isinstance(image, (str, Path)):
         return [read_image(Path(path.strip())) for path in str(image).split(";")]
-    raise ValueError(f"the fact 'image' is {type(image).__name__}; expected a path, several of them, or pixels")
+    raise ValueError(f"metadata: 'image' is {type(image).__name__}; expected a path, several of them, or pixels")
 
 
-def _place(latents: Tensor, until: Tensor, known: Sequence[Tensor], found: Sequence[MaskStrategyRule]) -> None:
-    for rule in found:
-        if rule.reference >= len(known):
+def _apply_rules(
+    latents: Tensor, until: Tensor, references: Sequence[Tensor], rules: Sequence[MaskStrategyRule]
+) -> None:
+    for rule in rules:
+        if rule.reference >= len(references):
             raise ValueError(
-                f"the fact 'mask_strategy' asks for reference {rule.reference}, and 'image' names {len(known)}; "
-                "they are counted from 0"
+                f"metadata: 'mask_strategy' uses reference {rule.reference}, but 'image' has {len(references)}; "
+                "references are numbered from 0"
             )
-        source = known[rule.reference]
-        first, place = (
-            nearest_chunk_start(at if at >= 0 else count + at, count)
-            for at, count in ((rule.first, len(source)), (rule.place, len(latents)))
+        source = references[rule.reference]
+        start, target = (
+            nearest_chunk_start(index if index >= 0 else count + index, count)
+            for index, count in ((rule.source_start, len(source)), (rule.target_start, len(latents)))
         )
-        length = max(0, min(rule.length, len(latents) - place, len(source) - first))
-        latents[place : place + length] = source[first : first + length]
-        until[place : place + length] = rule.level
+        length = max(0, min(rule.length, len(latents) - target, len(source) - start))
+        latents[target : target + length] = source[start : start + length]
+        until[target : target + length] = rule.edit_ratio
 
 
-def nearest_chunk_start(at: int, count: int) -> int:
-    """The beginning of a chunk that is next to a place, for latents mean what they do only in their own place."""
-    chunk = at // CHUNK_LATENTS
-    if at % CHUNK_LATENTS > CHUNK_LATENTS / 2 and chunk < count // CHUNK_LATENTS - 1:
+def nearest_chunk_start(index: int, count: int) -> int:
+    """The nearest start of a chunk, because a latent can be decoded only at its own position within a chunk."""
+    chunk = index // CHUNK_LATENTS
+    if index % CHUNK_LATENTS > CHUNK_LATENTS / 2 and chunk < count // CHUNK_LATENTS - 1:
         chunk += 1
     return chunk * CHUNK_LATENTS

@@ -1,4 +1,4 @@
-"""What Open-Sora 1.2 calls sizes, shapes and lengths of clips, and how it words what else a clip should be."""
+"""Open-Sora 1.2's names of resolutions and durations, its timestep shift, and its prompt format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import urllib.parse
 
 from ..nets.opensora_vae import CHUNK_FRAMES, CHUNK_LATENTS
 
-# Height to width, and below heights and widths in this order: the sizes it was trained on.
+# Height : width; below, the sizes the model was trained on, as height x width in the same order.
 ASPECT_RATIOS = ["3:8", "9:21", "12:25", "1:2", "9:17", "27:50", "9:16", "5:8", "2:3", "3:4", "1:1"]
 ASPECT_RATIOS += ["4:3", "3:2", "16:9", "17:9", "2:1", "50:27"]
 RESOLUTIONS = {
@@ -33,10 +33,10 @@ RESOLUTIONS = {
 }
 DURATIONS = {"2s": 51, "4s": 102, "8s": 204, "16s": 408, "32s": 816}
 DURATIONS |= {"1x": 51, "2x": 102, "4x": 204, "8x": 408, "16x": 816}
-IMAGE_FPS = 120  # frames a second that a still is said to have
-BASE_SIDE = 512  # pixels a side that levels were first made for
+IMAGE_FPS = 120  # frame rate of a single image
+BASE_SIDE = 512  # pixels per side at which the timestep shift is 1
 FILES = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
-# What the captions of its training were rid of, in this order; each rule sees what those before it left.
+# Replacements that clean the training captions, applied in this order.
 RULES = (
     (r"https?:\S*|\bwww\.\S+|\b[a-z0-9.-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)", ""),
     (r"<[^<>]*>|@\w+|[\u31c0-\u9fff]+", ""),
@@ -51,7 +51,7 @@ RULES = (
     (r"\\n|\.{2,}|[#\u00ae\u2022\u00a9\u2122&@\u00b7\u00ba\u00bd\u00be\u00bf\u00a1\u00a7~()\[\]{}|\\/*]+", " "),
     (r"\s+\.\s+", " "),
 )
-LATER = (  # likewise, once words joined by signs are apart
+RULES_AFTER_SPLITTING = (  # applied after words joined by hyphens and underscores are split
     (r"\b[a-z]{1,3}\d{3,15}\b|\b[a-z]+\d+[a-z]+\b|\b\d+[a-z]+\d+\b", ""),
     (r"(?:worldwide\s+)?(?:free\s+)?shipping|(?:free\s)?download(?:\sfree)?|\bclick\b\s(?:for|on)\s\w+", ""),
     (rf"\b(?:{FILES})(?:\simages?)?|\bpage\s+\d+\b", ""),
@@ -63,27 +63,28 @@ LATER = (  # likewise, once words joined by signs are apart
     (r"^[\"']([\w\W]+)[\"']$", r"\1"),
     (r"^['_,:;-]|['_,:+-]$", ""),
 )
-JOINED = re.compile(r"[-_]")  # of many, a caption was made of a file's name
+JOINED = re.compile(r"[-_]")  # a caption with many of these was made from a file name
 
 
-def resolve_size(resolution: str, shape: str) -> tuple[int, int]:
-    """Height and width by name, such as 240p of 3:4, or in pixels, such as 276x368."""
+def resolve_size(resolution: str, aspect_ratio: str) -> tuple[int, int]:
+    """Height and width of a name and an aspect ratio, such as 240p and 3:4, or of pixels, such as 276x368."""
     pixels = re.fullmatch(r"(\d+)x(\d+)", resolution)
     if pixels:
         height, width = int(pixels[1]), int(pixels[2])
         if not (16 <= height <= 8192 and 16 <= width <= 8192):
-            raise ValueError(f"'resolution' is {resolution}; expected 16 to 8192 pixels a side")
+            raise ValueError(f"'resolution' is {resolution}; expected 16 to 8192 pixels per side")
         return height, width
     if resolution not in RESOLUTIONS:
         known = ", ".join(RESOLUTIONS)
         raise ValueError(f"'resolution' is {resolution:.40}; expected {known}, or height and width such as 276x368")
-    if shape not in ASPECT_RATIOS:
-        raise ValueError(f"'aspect' is {shape:.40}; expected height to width, one of {', '.join(ASPECT_RATIOS)}")
-    return resolve_size(RESOLUTIONS[resolution].split()[ASPECT_RATIOS.index(shape)], shape)
+    if aspect_ratio not in ASPECT_RATIOS:
+        known = ", ".join(ASPECT_RATIOS)
+        raise ValueError(f"'aspect_ratio' is {aspect_ratio:.40}; expected height:width, one of {known}")
+    return resolve_size(RESOLUTIONS[resolution].split()[ASPECT_RATIOS.index(aspect_ratio)], aspect_ratio)
 
 
 def resolve_num_frames(duration: str | int) -> int:
-    """Frames of a duration, such as 2s; a number is that of frames, and one of them a still."""
+    """Number of frames of a duration, such as 2s; a number is returned as it is."""
     frames = DURATIONS.get(str(duration), -1)
     if frames < 0 and str(duration).isdecimal():
         frames = int(duration)
@@ -94,35 +95,35 @@ def resolve_num_frames(duration: str | int) -> int:
 
 
 def timestep_shift(height: int, width: int, frames: int) -> float:
-    """The `shift` of a straight path for clips of a size: larger and longer ones spend more steps on noisy levels.
+    """The `shift` of a rectified flow: larger and longer videos spend more steps at high noise.
 
-    Less than a chunk counts as a still; as published, such clips would have no levels but the first.
+    Videos shorter than a chunk count as images; the published formula would give them a shift of 0.
     """
     return math.sqrt(height * width) / BASE_SIDE * math.sqrt(max(1, frames // CHUNK_FRAMES * CHUNK_LATENTS))
 
 
 def add_score_tags(prompt: str, aesthetic: float | None, motion: float | None, camera: str | None) -> str:
-    """A prompt with what it does not say yet of beauty, motion and camera, in the words of the training captions."""
-    said = {
+    """The prompt with scores and camera motion in the format of the training captions, unless it has them."""
+    tags = {
         "aesthetic score": None if aesthetic is None else f"{aesthetic:.1f}",
         "motion score": None if motion is None else f"{motion:.1f}",
         "camera motion": camera,
     }
-    added = [f"{name}: {value}." for name, value in said.items() if value is not None and f"{name}:" not in prompt]
+    added = [f"{name}: {value}." for name, value in tags.items() if value is not None and f"{name}:" not in prompt]
     return " ".join([prompt, *added])
 
 
 def clean_opensora_prompt(text: str) -> str:
-    """As the captions of its training: lower case on one line, without addresses, handles, codes and signs; twice."""
+    """Clean a prompt twice, like the training captions: lower case, without URLs, handles, codes and symbols."""
     for _ in range(2):
-        text = _replaced(html.unescape(urllib.parse.unquote_plus(text)).strip().lower(), RULES)
+        text = _apply_replacements(html.unescape(urllib.parse.unquote_plus(text)).strip().lower(), RULES)
         text = JOINED.sub(" ", text) if len(JOINED.findall(text)) > 3 else text
         text = html.unescape(html.unescape(unicodedata.normalize("NFC", text)))
-        text = _replaced(text, LATER).strip()
+        text = _apply_replacements(text, RULES_AFTER_SPLITTING).strip()
     return text
 
 
-def _replaced(text: str, rules: tuple[tuple[str, str], ...]) -> str:
-    for found, instead in rules:
-        text = re.sub(found, instead, text)
+def _apply_replacements(text: str, rules: tuple[tuple[str, str], ...]) -> str:
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text)
     return text

@@ -1,4 +1,4 @@
-"""Pictures some of whose tokens are known beforehand: painted over in part, or continued beyond an edge."""
+"""Images of which some tokens are known beforehand: inpainting and outpainting."""
 
 from __future__ import annotations
 
@@ -23,45 +23,48 @@ QUARTER_TURNS: dict[Edge, int] = {
     "down": 1,
     "left": 2,
     "up": 3,
-}  # quarter turns that bring an edge to the right
+}  # that move the edge to the right
 
 
-def known_tokens(model: Backbone, facts: Sequence[Metadata], codes: int) -> Tensor | None:
-    """What facts tell of tokens: [B, N], hidden elsewhere.
+def known_tokens(model: Backbone, metadata: Sequence[Metadata], codebook_size: int) -> Tensor | None:
+    """Tokens [B, N] that the metadata of the prompts give, masked elsewhere; None if they give none.
 
-    Either `tokens` [N] themselves, or `image` and `mask`, paths or pixels [F, 3, H, W], white where to paint anew.
+    Metadata hold either `tokens` [N], or `image` and `mask` (paths or pixels [F, 3, H, W]), white where to inpaint.
     """
-    if not any("tokens" in fact or "mask" in fact for fact in facts):
+    if not any("tokens" in entry or "mask" in entry for entry in metadata):
         return None
-    return torch.stack([_row(model, fact, codes) for fact in facts])
+    return torch.stack([_known_tokens_of(model, entry, codebook_size) for entry in metadata])
 
 
-def _row(model: Backbone, fact: Metadata, codes: int) -> Tensor:
-    if "tokens" in fact:
-        given: Tensor = torch.as_tensor(fact["tokens"])
-        if given.shape != model.shape:
-            raise ConfigError(
-                f"'tokens' are {list(given.shape)}; expected {list(model.shape)}, {MASK_TOKEN_ID} where hidden"
-            )
-        if given.is_floating_point() or not bool(((given >= MASK_TOKEN_ID) & (given < codes)).all()):
-            found = f"{given.min()} to {given.max()}"
-            raise ConfigError(
-                f"'tokens' are {found}; expected whole numbers below {codes}, {MASK_TOKEN_ID} where hidden"
-            )
-        return given.to(_device(model))
-    if "mask" not in fact:
+def _known_tokens_of(model: Backbone, metadata: Metadata, codebook_size: int) -> Tensor:
+    if "tokens" in metadata:
+        return _check_tokens(model, torch.as_tensor(metadata["tokens"]), codebook_size).to(_device(model))
+    if "mask" not in metadata:
         return torch.full(model.shape, MASK_TOKEN_ID, device=_device(model))
-    if "image" not in fact:
-        raise ConfigError("there is a fact 'mask', but no 'image' to paint over; give both, paths or pixels")
-    picture, mask = (_pixels(model, fact[name]) for name in ("image", "mask"))
+    if "image" not in metadata:
+        raise ConfigError("metadata: found 'mask' but no 'image' to inpaint; give both, as paths or pixels")
+    image, mask = (_read_pixels(model, metadata[name]) for name in ("image", "mask"))
     side = int(model.shape[0] ** 0.5)
-    anew = F.interpolate(mask[:, 0].mean(1, keepdim=True), (side, side), mode="bicubic") >= 0.5
-    return torch.where(anew.flatten(), MASK_TOKEN_ID, model.encode(picture)[0])
+    masked = F.interpolate(mask[:, 0].mean(1, keepdim=True), (side, side), mode="bicubic") >= 0.5
+    return torch.where(masked.flatten(), MASK_TOKEN_ID, model.encode(image)[0])
 
 
-def _pixels(model: Backbone, given: Any) -> Tensor:
-    """[1, 1, 3, H, W] at the model's size."""
-    pixels: Tensor = read_image(Path(given)) if isinstance(given, (str, Path)) else given
+def _check_tokens(model: Backbone, tokens: Tensor, codebook_size: int) -> Tensor:
+    if tokens.shape != model.shape:
+        raise ConfigError(
+            f"'tokens' have shape {list(tokens.shape)}; expected {list(model.shape)}, {MASK_TOKEN_ID} where masked"
+        )
+    if tokens.is_floating_point() or not bool(((tokens >= MASK_TOKEN_ID) & (tokens < codebook_size)).all()):
+        raise ConfigError(
+            f"'tokens' are {tokens.min()} to {tokens.max()}; expected integers below {codebook_size}, "
+            f"{MASK_TOKEN_ID} where masked"
+        )
+    return tokens
+
+
+def _read_pixels(model: Backbone, image: Any) -> Tensor:
+    """Pixels [1, 1, 3, H, W] of a path or of pixels, at the model's size."""
+    pixels: Tensor = read_image(Path(image)) if isinstance(image, (str, Path)) else image
     return resize_area(pixels[None, :1].to(_device(model)), *model.pixels[2:])
 
 
@@ -71,28 +74,26 @@ def _device(model: Backbone) -> torch.device:
 
 @torch.no_grad()
 def outpaint(policy: Policy[Any], tokens: Tensor, prompt: str, edge: Edge, count: int, rng: Randomness) -> Tensor:
-    """Tokens [h, w] with `count` rows or columns more beyond an edge, painted by what shows beside it.
+    """Extend tokens [h, w] by `count` rows or columns beyond an edge, conditioned on the tokens beside it.
 
-    A window as large as the model's pictures slides over the edge; what is wider, it goes along piece by piece.
+    A window of the model's size covers the new tokens; if the edge is longer, several windows are sampled along it.
     """
     side = int(policy.model.shape[0] ** 0.5)
     if not (0 < count < side and min(tokens.shape) >= side):
         raise ValueError(
-            f"found {list(tokens.shape)} tokens and {count} to add; expected at least {side} each way, and 1 to "
-            f"{side - 1} to add at a time"
+            f"found {list(tokens.shape)} tokens and {count} to add; expected at least {side} in each direction, and 1 "
+            f"to {side - 1} to add at a time"
         )
-    turned = torch.rot90(tokens, QUARTER_TURNS[edge])
-    grown = F.pad(turned, (0, count), value=MASK_TOKEN_ID)
-    for number, top in enumerate(_tops(len(grown), side)):
-        window = torch.rot90(grown[top : top + side, -side:], -QUARTER_TURNS[edge])
+    canvas = F.pad(torch.rot90(tokens, QUARTER_TURNS[edge]), (0, count), value=MASK_TOKEN_ID)
+    for number, top in enumerate(_window_starts(len(canvas), side)):
+        window = torch.rot90(canvas[top : top + side, -side:], -QUARTER_TURNS[edge])
         cond = policy.embed([prompt], [{"tokens": window.flatten()}])
-        drawn = replace(rng, rows=rng.rows + number)
-        painted = policy.sample(cond, drawn).final.view(side, side)
-        grown[top : top + side, -side:] = torch.rot90(painted, QUARTER_TURNS[edge])
-    return torch.rot90(grown, -QUARTER_TURNS[edge])
+        window_rng = replace(rng, rows=rng.rows + number)
+        sampled = policy.sample(cond, window_rng).final.view(side, side)
+        canvas[top : top + side, -side:] = torch.rot90(sampled, QUARTER_TURNS[edge])
+    return torch.rot90(canvas, -QUARTER_TURNS[edge])
 
 
-def _tops(rows: int, side: int) -> list[int]:
-    """Where windows begin so that together they cover all rows."""
-    tops = list(range(0, rows - side, side))
-    return [*tops, rows - side]
+def _window_starts(length: int, side: int) -> list[int]:
+    """Starts of windows of `side` that together cover `length`."""
+    return [*range(0, length - side, side), length - side]

@@ -1,214 +1,265 @@
-"""Show-o as configurations name it: words and pictures by one transformer, pictures a few codes at a time."""
+"""Show-o: one transformer over text and image tokens that generates images by masked-token prediction."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from ...core.distributions import Categorical
 from ...core.guidance import batch_conditions
-from ...core.policy import Guidance, Process
+from ...core.model_spec import ModelSpec
+from ...core.policy import Backbone, Guidance, Process
 from ...core.types import Condition, Corrupted, Metadata, Placement, Prompts
 from ...processes.masked import MaskedProcess
 from .. import loading
-from ..nets.color_tokenizer import ColorTokenizer
+from ..image_tokenizer import CodebookSize, Count
 from ..nets.magvit import Magvit, MagvitConfig, MagvitStages
-from ..nets.showo import ShowoConfig, ShowoVocabulary, omni_attention_mask
-from ..nets.showo import ShowoTransformer as Network
-from ..nets.showo_prefix_cache import PromptPrefixCache, trim_left_padding
+from ..nets.showo import (
+    PromptPrefixCache,
+    ShowoConfig,
+    ShowoTransformer,
+    ShowoVocabulary,
+    omni_attention_mask,
+    trim_left_padding,
+)
+from ..nets.vq import ColorTokenizer
 from ..pipeline_components import TINY
 from ..pretrained import WeightsSource
-from ..vq import Codes, Count
-from .answer_scoring import AnswerLogits, score_answers
 from .inpainting import known_tokens
 from .prompt_tokenizer import BYTE_TOKENIZER, PHI, ShowoPromptTokenizer, load_text_tokenizer
 from .vision_encoder import CLIP, ClipVisionEncoder, vision_feature_size
+from .vqa import AnswerLogits, score_answers
 
 COT = "ZiyuG/Image-Generation-CoT"
 FILE = "pytorch_model.safetensors"
 MAGVIT = WeightsSource("showlab/magvitv2", FILE, "0.4 GB", "MIT")
-SHOWO = {"show-o": "MIT", "show-o-512x512": "Apache-2.0", "show-o-512x512-wo-llava-tuning": "Apache-2.0"}  # painters
-CLIP_VIT_RELEASES = ("show-o-w-clip-vit", "show-o-w-clip-vit-512x512")  # that read features of CLIP
+SHOWO_LICENSES = {"show-o": "MIT", "show-o-512x512": "Apache-2.0", "show-o-512x512-wo-llava-tuning": "Apache-2.0"}
+CLIP_VIT_RELEASES = ("show-o-w-clip-vit", "show-o-w-clip-vit-512x512")  # these read CLIP features
 COT_STAGES = {
     "dpo": "dpo",
     "dpo_iter": "dpo_iter",
-    "dpo_iter_parm_guide": "dpo_iter_parm_gudie",  # spelt so where it is published
+    "dpo_iter_parm_guide": "dpo_iter_parm_gudie",  # the folder is misspelled on the hub
     "dpo_iter_parm_gudie": "dpo_iter_parm_gudie",
 }
-PUBLISHED = {
-    **{f"showlab/{name}": WeightsSource(f"showlab/{name}", FILE, "5.8 GB", licence) for name, licence in SHOWO.items()},
+# Released weights, by the names that `weights` takes.
+PUBLISHED_SHOWO = {
+    **{
+        f"showlab/{name}": WeightsSource(f"showlab/{name}", FILE, "5.8 GB", license)
+        for name, license in SHOWO_LICENSES.items()
+    },
     **{f"showlab/{name}": WeightsSource(f"showlab/{name}", FILE, "5.8 GB") for name in CLIP_VIT_RELEASES},
     **{name: WeightsSource(COT, f"{folder}/pytorch_model.bin", "2.9 GB") for name, folder in COT_STAGES.items()},
-}  # by the names that `weights` takes
+}
 
 
-class ShowoBackbone:
-    """Reads a prompt and what shows of a square of codes, and predicts all of them."""
+class ShowoBackbone(Backbone):
+    """Predicts all image tokens from a prompt and the tokens that are not masked."""
 
-    passes = 1
+    forward_passes = 1
+    answers_questions = True
 
-    def __init__(self, spec: Showo, placement: Placement) -> None:
-        self.device, self.scored = placement.device, spec.scored
+    def __init__(self, spec: ShowoSpec, placement: Placement) -> None:
+        self.device, self.likelihood_scope = placement.device, spec.likelihood_scope
         self.shape: tuple[int, ...] = spec.shape
-        self.pixels = (1, 3, spec.pixels, spec.pixels)
-        self.vocabulary = spec.sizes().vocabulary
-        self.prompter = ShowoPromptTokenizer(
-            self.vocabulary, load_text_tokenizer(spec.tokenizer, self.vocabulary), spec.words + 1
-        )
-        self.codec = load_image_tokenizer(spec, placement)
-        self.eyes = None if spec.vision is None else ClipVisionEncoder(spec.vision, placement, spec.seed)
+        self.pixels = (1, 3, spec.image_size, spec.image_size)
+        self.vocabulary = spec.network_config().vocabulary
+        tokenizer = load_text_tokenizer(spec.tokenizer, self.vocabulary)
+        self.prompt_tokenizer = ShowoPromptTokenizer(self.vocabulary, tokenizer, spec.max_text_tokens + 1)
+        self.autoencoder = load_magvit(spec, placement)
+        vision = spec.vision_encoder
+        self.vision_encoder = None if vision is None else ClipVisionEncoder(vision, placement, spec.seed)
         self.net: nn.Module = build_network(spec, placement)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        tensors = {"text": self.prompter(prompts).to(self.device)}
-        given = known_tokens(self, facts, self.vocabulary.codes)
-        return Condition(tuple(prompts), tensors if given is None else {**tensors, "known": given}, tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        tensors = {"text": self.prompt_tokenizer(prompts).to(self.device)}
+        known = known_tokens(self, metadata, self.vocabulary.codebook_size)
+        return Condition(tuple(prompts), tensors if known is None else {**tensors, "known": known}, tuple(metadata))
 
-    def canvas(self, cond: Condition) -> Tensor | None:
-        """What is known of the pictures beforehand: [B, N], hidden elsewhere; none if nothing is."""
+    def known_tokens(self, cond: Condition) -> Tensor | None:
         return cond.tensors.get("known")
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        return self._read(x, cond, slice(1, x.shape[1] + 1), self.vocabulary.pictures)
+        return self._logits(x, cond, slice(1, x.shape[1] + 1), self.vocabulary.image_ids)
 
-    def _read(self, x: Tensor, cond: Condition, places: slice, tokens: slice) -> Tensor:
-        """Logits of some tokens at some places of the picture, the mark that opens it being the first."""
-        text, padding, gone = trim_left_padding(cond.tensors["text"], self.vocabulary.filling)
-        ids = torch.cat([text, self.vocabulary.framed(x)], 1)
+    def _logits(self, x: Tensor, cond: Condition, positions: slice, vocabulary: slice) -> Tensor:
+        """Logits of a slice of the vocabulary at a slice of the image's positions, of which <|soi|> is the first."""
+        text, padding, removed = trim_left_padding(cond.tensors["text"], self.vocabulary.pad_id)
+        ids = torch.cat([text, self.vocabulary.wrap_image_tokens(x)], 1)
         start = text.shape[1]
-        allowed = omni_attention_mask(padding, start, ids.shape[1])
-        within = slice(start + (places.start or 0), None if places.stop is None else start + places.stop)
-        logits: Tensor = self.net(ids, allowed, places=within, tokens=tokens, first=gone)[0]
+        mask = omni_attention_mask(padding, start, ids.shape[1])
+        within = slice(start + (positions.start or 0), None if positions.stop is None else start + positions.stop)
+        logits: Tensor = self.net(ids, mask, positions=within, vocabulary=vocabulary, start_position=removed)[0]
         return logits
 
-    def reading(self, cond: Condition, guidance: Guidance | None) -> PromptPrefixCache:
-        """Who predicts for as long as weights and prompts stay the same."""
+    def make_predictor(self, cond: Condition, guidance: Guidance | None) -> PromptPrefixCache:
         text = (batch_conditions(cond) if guidance else cond).tensors["text"]
         return PromptPrefixCache(self.net, self.vocabulary, text, guidance)
 
     def likelihood(self, x: Tensor, noisy: Corrupted, cond: Condition) -> Tensor | None:
-        """Among all ids, not codes alone; as published of the marks around the picture too, which always show."""
-        if self.scored == "codes":
+        """Log-likelihood of the masked tokens among the whole vocabulary; with <|soi|> and <|eoi|> if "sequence"."""
+        if self.likelihood_scope == "codebook":
             return None
-        logits = self._read(noisy.x, cond, slice(None), slice(None))
-        counted = torch.nn.functional.pad(noisy.noise, (1, 1), value=self.scored == "sequence")
-        return (Categorical(logits).log_prob(self.vocabulary.framed(x)) * counted).sum(1)
+        logits = self._logits(noisy.x, cond, slice(None), slice(None))
+        counted = F.pad(noisy.noise, (1, 1), value=self.likelihood_scope == "sequence")
+        return (Categorical(logits).log_prob(self.vocabulary.wrap_image_tokens(x)) * counted).sum(1)
 
-    def tell(self, pixels: Tensor, turns: Sequence[Sequence[str]], said: Sequence[str]) -> AnswerLogits:
-        """What answers about pictures [B, 3, H, W] are scored by."""
+    def score_answers(self, pixels: Tensor, turns: Sequence[Sequence[str]], said: Sequence[str]) -> AnswerLogits:
         return score_answers(self, pixels, turns, said)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        with torch.no_grad(), torch.autocast(pixels.device.type, enabled=False):  # rounded, signs would be others
-            ids = self.codec.encode(pixels[:, 0].float())
+        # In float32, because rounding would change the signs that tokens are made of.
+        with torch.no_grad(), torch.autocast(pixels.device.type, enabled=False):
+            ids = self.autoencoder.encode(pixels[:, 0].float())
         return loading.check_token_count(ids, pixels, self.shape, self.pixels[-1])
 
     def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        return self.codec.decode(x.clamp(min=0))[:, None]  # what is still hidden shows as the first code
+        return self.autoencoder.decode(x.clamp(min=0))[:, None]  # masked tokens are decoded as token 0
 
 
-def build_network(spec: Showo, placement: Placement) -> Network:
-    """Of published weights, without having been filled before; or at random, where and as it will be."""
+def build_network(spec: ShowoSpec, placement: Placement) -> ShowoTransformer:
+    """The transformer with its published weights, assigned without initializing it first, or with random ones."""
     dtype = loading.trainable_dtype(placement)
     if spec.weights is not None:
         with torch.device("meta"):
-            net = Network(spec.sizes())
-        source = PUBLISHED.get(spec.weights)
+            net = ShowoTransformer(spec.network_config())
+        source = PUBLISHED_SHOWO.get(spec.weights)
         tensors = loading.read_checkpoint(source.hub if source else spec.weights, source)
         loading.assign_state_dict(net, tensors, dtype, spec.weights)
         return net.to(placement.device)
-    return loading.init_random(lambda: Network(spec.sizes()), spec.seed, placement)
+    return loading.init_random(lambda: ShowoTransformer(spec.network_config()), spec.seed, placement)
 
 
-def load_image_tokenizer(spec: Showo, placement: Placement) -> Magvit | ColorTokenizer:
-    """The published tokenizer, frozen; without a name, the colours of cells in its place."""
-    if spec.codec is None:
-        return ColorTokenizer(spec.codes, spec.side, spec.pixels).to(placement.device)
+def load_magvit(spec: ShowoSpec, placement: Placement) -> Magvit | ColorTokenizer:
+    """The frozen image tokenizer; a ColorTokenizer if none is configured."""
+    if spec.autoencoder is None:
+        return ColorTokenizer(spec.codebook_size, spec.grid_size, spec.image_size).to(placement.device)
     with torch.device("meta"):
-        net = Magvit(spec.magvit())
-    source = MAGVIT if spec.codec == MAGVIT.hub else None
-    # In float32 whatever else computes in: rounded, other signs would be found.
-    loading.assign_state_dict(net, loading.read_checkpoint(spec.codec, source), torch.float32, spec.codec)
+        net = Magvit(spec.autoencoder_config())
+    source = MAGVIT if spec.autoencoder == MAGVIT.hub else None
+    # Always in float32, because rounding would change the signs that tokens are made of.
+    loading.assign_state_dict(net, loading.read_checkpoint(spec.autoencoder, source), torch.float32, spec.autoencoder)
     return net.to(placement.device).eval().requires_grad_(False)
 
 
 @dataclass(frozen=True)
-class Showo:
-    """Show-o: Phi-1.5 with the codes of pictures among its words, which paints by revealing them."""
+class ShowoSpec(ModelSpec):
+    """Show-o: Phi-1.5 with image tokens in its vocabulary; it generates images by unmasking their tokens."""
 
-    weights: str | None = "showlab/show-o"  # as released by that name, a file, a folder or a run; at random without
-    codec: str | None = MAGVIT.hub  # likewise; without one, tokens are the colours of cells
-    tokenizer: str = PHI.hub  # of words: a folder, or its name on the hub
-    vision: str | None = None  # CLIP, where pictures are told of by its features: a folder, or its name on the hub
-    pixels: Annotated[int, Field(ge=8, le=2048)] = 256  # a side
-    downsample: Annotated[int, Field(ge=1, le=32)] = 16  # pixels a token, each way
-    words: Annotated[int, Field(ge=4, le=1024)] = 128  # tokens of a prompt, longer ones are cut
-    # Hidden codes among codes, or among the whole vocabulary; as published the sequence, with both ends of the picture.
-    scored: Literal["codes", "vocabulary", "sequence"] = "codes"
-    codes: Codes = 8192
-    vocabulary: Annotated[int, Field(ge=8, le=10**6)] = 50295  # of the tokenizer
-    end: Annotated[int, Field(ge=0, le=10**6)] = 50256  # the id of its end of texts
+    weights: str | None = "showlab/show-o"  # a released name, a file, a folder or a run; None: random weights
+    autoencoder: str | None = MAGVIT.hub  # a hub name, file or folder; None: tokens are the colors of cells
+    tokenizer: str = PHI.hub  # the text tokenizer: a folder or a hub name
+    vision_encoder: str | None = None  # CLIP, for weights that read image features: a folder or a hub name
+    image_size: Annotated[int, Field(ge=8, le=2048)] = 256  # pixels per side
+    downsample_factor: Annotated[int, Field(ge=1, le=32)] = 16  # pixels per token, in each direction
+    max_text_tokens: Annotated[int, Field(ge=4, le=1024)] = 128  # longer prompts are truncated
+    # The likelihood of masked tokens among the codebook, among the whole vocabulary, or as published of the whole
+    # sequence with <|soi|> and <|eoi|>.
+    likelihood_scope: Literal["codebook", "vocabulary", "sequence"] = "codebook"
+    codebook_size: CodebookSize = 8192
+    text_vocab_size: Annotated[int, Field(ge=8, le=10**6)] = 50295
+    eos_token_id: Annotated[int, Field(ge=0, le=10**6)] = 50256
     width: Annotated[int, Field(ge=8, le=16384)] = 2048
     depth: Count = 24
     heads: Annotated[int, Field(ge=1, le=256)] = 32
-    inner: Annotated[int, Field(ge=8, le=65536)] = 8192
-    channels: Annotated[int, Field(ge=8, le=1024)] = 128  # likewise below: of the codec
-    encoder: tuple[tuple[Count, Count], ...] = ((1, 4), (2, 3), (2, 4), (4, 3), (4, 4))  # multiplier, blocks by level
-    decoder: tuple[tuple[Count, Count], ...] = ((1, 4), (1, 4), (2, 3), (2, 4), (4, 3))
+    intermediate_size: Annotated[int, Field(ge=8, le=65536)] = 8192
+    autoencoder_channels: Annotated[int, Field(ge=8, le=1024)] = 128
+    # Channel multiplier and residual blocks of each level of the autoencoder.
+    encoder_levels: tuple[tuple[Count, Count], ...] = ((1, 4), (2, 3), (2, 4), (4, 3), (4, 4))
+    decoder_levels: tuple[tuple[Count, Count], ...] = ((1, 4), (1, 4), (2, 3), (2, 4), (4, 3))
     seed: int = 0
     frames: ClassVar[int] = 1
-    suits: ClassVar[type[Process]] = MaskedProcess
+    process_type: ClassVar[type[Process]] = MaskedProcess
 
     def __post_init__(self) -> None:
-        self.sizes()
-        if self.pixels % self.downsample:
-            found = f"'pixels' is {self.pixels}; expected a multiple of 'downsample', which is {self.downsample}"
-            raise ValueError(found)
-        if self.end >= self.vocabulary:
-            raise ValueError(f"'end' is {self.end}; expected an id below 'vocabulary', which is {self.vocabulary}")
-        if self.codec is not None and (2 ** (self.codes.bit_length() - 1), self.magvit().stride) != (
-            self.codes,
-            self.downsample,
-        ):
+        self.network_config()
+        size, factor = self.image_size, self.downsample_factor
+        if size % factor:
+            raise ValueError(f"'image_size' is {size}; expected a multiple of 'downsample_factor', which is {factor}")
+        if self.eos_token_id >= self.text_vocab_size:
+            vocab = self.text_vocab_size
+            raise ValueError(f"'eos_token_id' is {self.eos_token_id}; expected less than 'text_vocab_size', {vocab}")
+        stride = self.autoencoder_config().stride
+        power_of_two = self.codebook_size & (self.codebook_size - 1) == 0
+        if self.autoencoder is not None and (not power_of_two or stride != factor):
             raise ValueError(
-                f"found {self.codes} codes of {self.downsample} pixels a side; expected a power of two, and "
-                f"{self.magvit().stride} pixels, for so many levels has the codec"
+                f"'codebook_size' is {self.codebook_size} and 'downsample_factor' {factor}; expected a power of two, "
+                f"and {stride}, because the autoencoder has {len(self.encoder_levels)} levels"
             )
 
-    def sizes(self) -> ShowoConfig:
-        words = ShowoVocabulary(self.vocabulary, self.end, self.codes)
-        return ShowoConfig(self.width, self.depth, self.heads, self.inner, words, vision_feature_size(self.vision))
+    def network_config(self) -> ShowoConfig:
+        vocabulary = ShowoVocabulary(self.text_vocab_size, self.eos_token_id, self.codebook_size)
+        features = vision_feature_size(self.vision_encoder)
+        return ShowoConfig(self.width, self.depth, self.heads, self.intermediate_size, vocabulary, features)
 
-    def magvit(self) -> MagvitConfig:
-        halves = (self.encoder, self.decoder)
-        first, last = (MagvitStages(tuple(m for m, _ in half), tuple(blocks for _, blocks in half)) for half in halves)
-        return MagvitConfig(self.channels, self.codes.bit_length() - 1, first, last)
+    def autoencoder_config(self) -> MagvitConfig:
+        encoder, decoder = (
+            MagvitStages(tuple(multiplier for multiplier, _ in levels), tuple(blocks for _, blocks in levels))
+            for levels in (self.encoder_levels, self.decoder_levels)
+        )
+        return MagvitConfig(self.autoencoder_channels, self.codebook_size.bit_length() - 1, encoder, decoder)
 
     @property
-    def side(self) -> int:
-        """Tokens a side."""
-        return self.pixels // self.downsample
+    def grid_size(self) -> int:
+        """Tokens per side."""
+        return self.image_size // self.downsample_factor
 
     @property
     def shape(self) -> tuple[int]:
-        return (self.side * self.side,)
+        return (self.grid_size * self.grid_size,)
 
     @property
     def sources(self) -> tuple[WeightsSource, ...]:
-        named = (PUBLISHED.get(self.weights or ""), MAGVIT if self.codec == MAGVIT.hub else None)
-        words = PHI if self.tokenizer == PHI.hub else None
-        vision = CLIP if self.vision == CLIP.hub else None
-        return tuple(source for source in (*named, words, vision) if source is not None)
+        sources = (
+            PUBLISHED_SHOWO.get(self.weights or ""),
+            MAGVIT if self.autoencoder == MAGVIT.hub else None,
+            PHI if self.tokenizer == PHI.hub else None,
+            CLIP if self.vision_encoder == CLIP.hub else None,
+        )
+        return tuple(source for source in sources if source is not None)
 
     def load(self, placement: Placement) -> ShowoBackbone:
         return ShowoBackbone(self, placement)
 
-    def tiny(self) -> Showo:
-        small = replace(self, weights=None, codec=None, tokenizer=BYTE_TOKENIZER, pixels=32, downsample=8, words=11)
-        small = replace(small, vision=self.vision and TINY)
-        return replace(small, codes=64, vocabulary=60, end=59, width=32, depth=2, heads=2, inner=64)
+    def tiny(self) -> ShowoSpec:
+        return replace(
+            self,
+            weights=None,
+            autoencoder=None,
+            tokenizer=BYTE_TOKENIZER,
+            vision_encoder=self.vision_encoder and TINY,
+            image_size=32,
+            downsample_factor=8,
+            max_text_tokens=11,
+            codebook_size=64,
+            text_vocab_size=60,
+            eos_token_id=59,
+            width=32,
+            depth=2,
+            heads=2,
+            intermediate_size=64,
+        )
+
+
+def infer_showo_spec(name: str) -> ShowoSpec | None:
+    """The spec of a released name or of a local folder with Show-o's config.json; None for anything else."""
+    if name in PUBLISHED_SHOWO:
+        size = 512 if "512" in name else 256
+        return ShowoSpec(name, image_size=size, vision_encoder=CLIP.hub if "clip" in name else None)
+    try:
+        config: Any = json.loads((Path(name).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict) or config.get("_class_name") != "Showo":
+        return None
+    spec = ShowoSpec(name, vision_encoder=CLIP.hub if config.get("w_clip_vit") else None)
+    grid_size = math.isqrt(int(config.get("num_vq_tokens", 256)))
+    return replace(spec, image_size=grid_size * spec.downsample_factor)

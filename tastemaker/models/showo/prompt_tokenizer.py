@@ -15,62 +15,63 @@ from ..nets.showo import ShowoVocabulary
 from ..pretrained import WeightsSource, find_weights
 
 PHI = WeightsSource("microsoft/phi-1_5", "tokenizer.json", "2 MB", "MIT")
-BYTE_TOKENIZER = "letters"  # a tokenizer without files, for random networks
+BYTE_TOKENIZER = "letters"  # a tokenizer without files, for networks with random weights
 TextTokenizer = Callable[[str], list[int]]
 Detokenizer = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
 class ShowoPromptTokenizer:
-    """Tokenize prompts to rows of `length` ids, including the task token, BOS and EOS."""
+    """Tokenizes prompts to `length` ids each, including the task token, BOS and EOS."""
 
     vocabulary: ShowoVocabulary
     tokenizer: TextTokenizer
     length: int = 129
 
     def __call__(self, prompts: Prompts) -> Tensor:
-        """What a picture is to be painted of: [B, length]."""
-        return torch.tensor([self.filled(self.told(prompt)) for prompt in prompts])
+        """Ids [B, length] of prompts for text-to-image generation, left-padded."""
+        return torch.tensor([self._pad(self._token_ids(prompt)) for prompt in prompts])
 
-    def told(self, prompt: str) -> list[int]:
-        words, end = self.tokenizer(prompt), self.vocabulary.end
-        begun = words if words[:1] == [end] else [end, *words]
-        return [self.vocabulary.painting, *begun, end]
+    def _token_ids(self, prompt: str) -> list[int]:
+        words, end = self.tokenizer(prompt), self.vocabulary.eos_id
+        with_bos = words if words[:1] == [end] else [end, *words]
+        return [self.vocabulary.t2i_id, *with_bos, end]
 
-    def filled(self, ids: Sequence[int]) -> list[int]:
+    def _pad(self, ids: Sequence[int]) -> list[int]:
         if len(ids) > self.length:
-            return [*ids[: self.length - 1], self.vocabulary.end]
-        return [self.vocabulary.filling] * (self.length - len(ids)) + list(ids)
+            return [*ids[: self.length - 1], self.vocabulary.eos_id]
+        return [self.vocabulary.pad_id] * (self.length - len(ids)) + list(ids)
 
 
 def load_text_tokenizer(name: str, vocabulary: ShowoVocabulary) -> TextTokenizer:
-    """Phi's, of a file or folder or as fetched of the hub; or the letters themselves."""
+    """Phi's tokenizer from a file, a folder or the hub cache; or the bytes of the text."""
     if name == BYTE_TOKENIZER:
-        return lambda text: [letter % (vocabulary.words - 1) for letter in text.encode()]
-    words = _phi(name, vocabulary)
-    return lambda text: list(words(text)["input_ids"])
+        return lambda text: [byte % (vocabulary.text_vocab_size - 1) for byte in text.encode()]
+    tokenizer = _load_phi_tokenizer(name, vocabulary)
+    return lambda text: list(tokenizer(text)["input_ids"])
 
 
 def load_detokenizer(name: str, vocabulary: ShowoVocabulary) -> Detokenizer:
-    """The way back, from ids to what they spell."""
+    """The inverse of `load_text_tokenizer`: text of token ids."""
     if name == BYTE_TOKENIZER:
-        return lambda ids: "".join(chr(32 + number % 95) for number in ids)
-    words = _phi(name, vocabulary)
-    return lambda ids: str(words.decode(list(ids), skip_special_tokens=True)).strip()
+        return lambda ids: "".join(chr(32 + token % 95) for token in ids)
+    tokenizer = _load_phi_tokenizer(name, vocabulary)
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
 
-def _phi(name: str, vocabulary: ShowoVocabulary) -> Any:
+def _load_phi_tokenizer(name: str, vocabulary: ShowoVocabulary) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    loader: Any = PreTrainedTokenizerFast
+    tokenizer_class: Any = PreTrainedTokenizerFast
     path = find_weights(name, PHI)
     file = path / PHI.file if path.is_dir() else path
     try:
-        words = loader(tokenizer_file=str(file))
-    except Exception as error:  # of the library in Rust, which has no class for its errors
+        tokenizer = tokenizer_class(tokenizer_file=str(file))
+    except Exception as error:  # the Rust library raises plain exceptions
         raise ConfigError(f"model.tokenizer: {path} holds no tokenizer; name a folder with Phi's, or {PHI}") from error
-    if len(words) != vocabulary.words:
+    if len(tokenizer) != vocabulary.text_vocab_size:
         raise ConfigError(
-            f"model.tokenizer: {path} has {len(words)} words, the model {vocabulary.words}; name a folder with Phi's"
+            f"model.tokenizer: {path} has {len(tokenizer)} tokens, the model {vocabulary.text_vocab_size}; "
+            "name a folder with Phi's tokenizer"
         )
-    return words
+    return tokenizer

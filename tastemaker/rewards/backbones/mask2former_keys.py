@@ -1,4 +1,4 @@
-"""Mask2Former as mmdet publishes it, under the names of transformers; the names of mmdet 2 and of mmdet 3 are read."""
+"""Conversion of mmdet's Mask2Former checkpoints (mmdet 2 and 3) to transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.registry import ConfigError
 
-MARK = "panoptic_head.cls_embed.weight"  # only mmdet's files have it
+MARKER = "panoptic_head.cls_embed.weight"  # a key that only mmdet's files have
 SWIN = r"model.pixel_level_module.encoder.swin."
 PIXELS = r"model.pixel_level_module.decoder."
 QUERIES = r"model.transformer_module."
@@ -19,10 +19,10 @@ PIXEL_LAYER = r"panoptic_head\.pixel_decoder\.encoder\.layers\.(\d+)\."
 QUERY_LAYER = r"panoptic_head\.transformer_decoder\.layers\.(\d+)\."
 BLOCK = r"backbone\.stages\.(\d+)\.blocks\.(\d+)\."
 STAGE = r"backbone\.stages\.(\d+)\."
-FEED = r"(?:ffns\.0|ffn)\.layers"  # mmdet 2, mmdet 3
+MLP = r"(?:ffns\.0|ffn)\.layers"  # mmdet 2, mmdet 3
 END = r"(weight|bias)"
 
-# A target with {} takes three tensors out of one: those of queries, keys and values.
+# A target with {} splits a fused tensor into those of queries, keys and values.
 RULES: tuple[tuple[str, str], ...] = (
     (rf"backbone\.patch_embed\.projection\.{END}", rf"{SWIN}embeddings.patch_embeddings.projection.\1"),
     (rf"backbone\.patch_embed\.norm\.{END}", rf"{SWIN}embeddings.norm.\1"),
@@ -48,8 +48,8 @@ RULES: tuple[tuple[str, str], ...] = (
         rf"{PIXEL_LAYER}(?:attentions\.0|self_attn)\.(sampling_offsets|attention_weights|value_proj|output_proj)\.{END}",
         rf"{PIXELS}encoder.layers.\1.self_attn.\2.\3",
     ),
-    (rf"{PIXEL_LAYER}{FEED}\.0\.0\.{END}", rf"{PIXELS}encoder.layers.\1.fc1.\2"),
-    (rf"{PIXEL_LAYER}{FEED}\.1\.{END}", rf"{PIXELS}encoder.layers.\1.fc2.\2"),
+    (rf"{PIXEL_LAYER}{MLP}\.0\.0\.{END}", rf"{PIXELS}encoder.layers.\1.fc1.\2"),
+    (rf"{PIXEL_LAYER}{MLP}\.1\.{END}", rf"{PIXELS}encoder.layers.\1.fc2.\2"),
     (rf"{PIXEL_LAYER}norms\.0\.{END}", rf"{PIXELS}encoder.layers.\1.self_attn_layer_norm.\2"),
     (rf"{PIXEL_LAYER}norms\.1\.{END}", rf"{PIXELS}encoder.layers.\1.final_layer_norm.\2"),
     (r"panoptic_head\.pixel_decoder\.level_encoding\.weight", rf"{PIXELS}level_embed"),
@@ -70,8 +70,8 @@ RULES: tuple[tuple[str, str], ...] = (
         rf"{QUERY_LAYER}(?:attentions\.1|self_attn)\.attn\.out_proj\.{END}",
         rf"{QUERIES}decoder.layers.\1.self_attn.out_proj.\2",
     ),
-    (rf"{QUERY_LAYER}{FEED}\.0\.0\.{END}", rf"{QUERIES}decoder.layers.\1.fc1.\2"),
-    (rf"{QUERY_LAYER}{FEED}\.1\.{END}", rf"{QUERIES}decoder.layers.\1.fc2.\2"),
+    (rf"{QUERY_LAYER}{MLP}\.0\.0\.{END}", rf"{QUERIES}decoder.layers.\1.fc1.\2"),
+    (rf"{QUERY_LAYER}{MLP}\.1\.{END}", rf"{QUERIES}decoder.layers.\1.fc2.\2"),
     (rf"{QUERY_LAYER}norms\.0\.{END}", rf"{QUERIES}decoder.layers.\1.cross_attn_layer_norm.\2"),
     (rf"{QUERY_LAYER}norms\.1\.{END}", rf"{QUERIES}decoder.layers.\1.self_attn_layer_norm.\2"),
     (rf"{QUERY_LAYER}norms\.2\.{END}", rf"{QUERIES}decoder.layers.\1.final_layer_norm.\2"),
@@ -91,19 +91,19 @@ RULES: tuple[tuple[str, str], ...] = (
 
 
 def convert_keys(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Every tensor of mmdet's under its name in transformers."""
-    found: dict[str, Tensor] = {}
+    """mmdet's tensors under transformers' keys."""
+    converted: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         if key.endswith("relative_position_index") or key.startswith("data_preprocessor."):
-            continue  # made anew, and the same
-        target = next((rule.expand(to) for rule, to in _matches(key)), None)
+            continue  # transformers computes them
+        target = next((match.expand(to) for match, to in _matches(key)), None)
         if target is None:
             raise ConfigError(f"{name} holds '{key:.100}', which is no part of mmdet's Mask2Former; name another file")
         if "{}" in target:
-            found |= {target.format(part): x for part, x in zip("qkv", tensor.chunk(3), strict=True)}
+            converted |= {target.format(part): x for part, x in zip("qkv", tensor.chunk(3), strict=True)}
         else:
-            found[target] = reorder_patch_merging(tensor) if ".downsample." in key else tensor
-    return found
+            converted[target] = reorder_patch_merging(tensor) if ".downsample." in key else tensor
+    return converted
 
 
 def _matches(key: str) -> list[tuple[re.Match[str], str]]:
@@ -111,13 +111,13 @@ def _matches(key: str) -> list[tuple[re.Match[str], str]]:
 
 
 def reorder_patch_merging(tensor: Tensor) -> Tensor:
-    """Inputs of patch merging [..., 4 C] from mmdet's order, channel by channel, to Swin's, corner by corner."""
-    corners = tensor.view(*tensor.shape[:-1], -1, 4)[..., [0, 2, 1, 3]]  # Swin goes down before it goes right
+    """Reorder the inputs of patch merging [..., 4 C] from mmdet's channel-major order to Swin's corner-major one."""
+    corners = tensor.view(*tensor.shape[:-1], -1, 4)[..., [0, 2, 1, 3]]  # Swin takes the lower left corner second
     return corners.transpose(-1, -2).flatten(-2)
 
 
 def mask2former_config(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The sizes of a network of mmdet's, read from its tensors."""
+    """The settings of transformers' Mask2FormerConfig, derived from mmdet's tensors."""
     table = tensors["backbone.stages.0.blocks.0.attn.w_msa.relative_position_bias_table"]
     stages = _count(tensors, r"backbone\.stages\.(\d+)\.")
     depths = [_count(tensors, rf"backbone\.stages\.{k}\.blocks\.(\d+)\.") for k in range(stages)]
@@ -135,21 +135,21 @@ def mask2former_config(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     }
     return {
         "backbone_config": swin,
-        "num_labels": tensors[MARK].shape[0] - 1,
+        "num_labels": tensors[MARKER].shape[0] - 1,
         "num_queries": queries.shape[0],
         "hidden_dim": queries.shape[1],
         "feature_size": queries.shape[1],
         "mask_feature_size": sizes[f"{PIXELS}mask_projection.weight"][0],
         "encoder_feedforward_dim": sizes[f"{PIXELS}encoder.layers.0.fc1.weight"][0],
         "encoder_layers": _count(tensors, PIXEL_LAYER),
-        "decoder_layers": _count(tensors, QUERY_LAYER) + 1,  # transformers counts the look before the first
+        "decoder_layers": _count(tensors, QUERY_LAYER) + 1,  # transformers counts the prediction before the first layer
         "num_attention_heads": sizes[f"{PIXELS}encoder.layers.0.self_attn.attention_weights.weight"][0] // 12,
         "dim_feedforward": sizes[f"{QUERIES}decoder.layers.0.fc1.weight"][0],
     }
 
 
 def _target(key: str) -> str:
-    return next((rule.expand(to) for rule, to in _matches(key)), key)
+    return next((match.expand(to) for match, to in _matches(key)), key)
 
 
 def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
@@ -157,6 +157,6 @@ def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
 
 
 def unused_norm(width: int) -> dict[str, Tensor]:
-    """A norm that transformers makes and never uses, which some files lack."""
+    """A norm that transformers builds but never uses, and that some files lack."""
     key = f"{SWIN}layernorm."
     return {f"{key}weight": torch.ones(width), f"{key}bias": torch.zeros(width)}

@@ -1,4 +1,4 @@
-"""CLIP as open_clip's files hold it, brought under transformers' names."""
+"""Conversion of open_clip checkpoints to transformers' CLIP."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...core.registry import ConfigError
 
-MARK = "visual.conv1.weight"  # a name that only this layout has
-SETTINGS = "open_clip_config.json"  # beside the weights, where their own folder was copied whole
-HEADS = {1280: 16, 1408: 16, 1664: 16}  # of the picture half by width: ViT-H, g and bigG; others have 64 numbers a head
-NAMES = {
+MARKER = "visual.conv1.weight"  # a key that only this layout has
+SETTINGS = "open_clip_config.json"  # beside the weights in open_clip's repositories
+HEADS = {1280: 16, 1408: 16, 1664: 16}  # of ViT-H, g and bigG by width; other image encoders have 64 channels a head
+KEYS = {
     "logit_scale": "logit_scale",
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
     "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
@@ -29,9 +29,9 @@ NAMES = {
     "ln_final.weight": "text_model.final_layer_norm.weight",
     "ln_final.bias": "text_model.final_layer_norm.bias",
 }
-TURNED = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}  # from x W to W x
+TRANSPOSED = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}
 BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)\.(weight|bias)")
-INNER = {
+BLOCK_KEYS = {
     "attn.out_proj": "self_attn.out_proj",
     "ln_1": "layer_norm1",
     "ln_2": "layer_norm2",
@@ -42,80 +42,80 @@ FUSED = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.attn\.in_proj_(we
 
 
 def convert_keys(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The same tensors under transformers' names; attention's fused projection comes apart."""
-    return {key: x.contiguous() for old, tensor in tensors.items() for key, x in _renamed(old, tensor, name)}
+    """The tensors under transformers' keys, with the fused projection of attention split."""
+    return {key: x.contiguous() for old, tensor in tensors.items() for key, x in _convert(old, tensor, name)}
 
 
-def _renamed(old: str, tensor: Tensor, name: str) -> Iterator[tuple[str, Tensor]]:
+def _convert(old: str, tensor: Tensor, name: str) -> Iterator[tuple[str, Tensor]]:
     old = old.removeprefix("module.")
     block, fused = BLOCK.fullmatch(old), FUSED.fullmatch(old)
-    if old in NAMES:
-        yield NAMES[old], tensor
-    elif old in TURNED:
-        yield TURNED[old], tensor.t()
+    if old in KEYS:
+        yield KEYS[old], tensor
+    elif old in TRANSPOSED:
+        yield TRANSPOSED[old], tensor.t()
     elif fused:
         for part, x in zip("qkv", tensor.chunk(3), strict=True):
-            yield f"{_half(fused[1])}.encoder.layers.{fused[2]}.self_attn.{part}_proj.{fused[3]}", x
-    elif block and block[3] in INNER:
-        yield f"{_half(block[1])}.encoder.layers.{block[2]}.{INNER[block[3]]}.{block[4]}", tensor
+            yield f"{_encoder(fused[1])}.encoder.layers.{fused[2]}.self_attn.{part}_proj.{fused[3]}", x
+    elif block and block[3] in BLOCK_KEYS:
+        yield f"{_encoder(block[1])}.encoder.layers.{block[2]}.{BLOCK_KEYS[block[3]]}.{block[4]}", tensor
     else:
         raise ConfigError(f"the weights '{name:.200}' hold '{old:.100}', which no CLIP of open_clip has")
 
 
-def _half(visual: str | None) -> str:
+def _encoder(visual: str | None) -> str:
     return "vision_model" if visual else "text_model"
 
 
-def clip_config(tensors: Mapping[str, Tensor], name: str, heads: tuple[int, int] | None = None) -> Any:
-    """The sizes that converted tensors have; heads of pictures and texts follow from the widths unless given."""
+def clip_config(tensors: Mapping[str, Tensor], name: str, num_heads: tuple[int, int] | None = None) -> Any:
+    """The CLIPConfig of converted tensors; numbers of heads (image, text) follow from the widths unless given."""
     from transformers import CLIPConfig
 
     try:
         patches = tensors["vision_model.embeddings.patch_embedding.weight"]
-        places = tensors["vision_model.embeddings.position_embedding.weight"]
-        words = tensors["text_model.embeddings.token_embedding.weight"]
+        positions = tensors["vision_model.embeddings.position_embedding.weight"]
+        vocabulary = tensors["text_model.embeddings.token_embedding.weight"]
         length = len(tensors["text_model.embeddings.position_embedding.weight"])
-        joint = len(tensors["visual_projection.weight"])
-        seen, read = _half_sizes(tensors, "vision_model"), _half_sizes(tensors, "text_model")
+        projection = len(tensors["visual_projection.weight"])
+        vision, text = _encoder_sizes(tensors, "vision_model"), _encoder_sizes(tensors, "text_model")
     except (KeyError, IndexError) as error:
         raise ConfigError(f"the weights '{name:.200}' have no {error}; expected a whole CLIP of open_clip") from error
-    looking, reading = heads or (HEADS.get(len(patches), len(patches) // 64), words.shape[1] // 64)
-    _divided(((len(patches), looking), (words.shape[1], reading)), name)
-    side = round((len(places) - 1) ** 0.5) * patches.shape[-1]
+    vision_heads, text_heads = num_heads or (HEADS.get(len(patches), len(patches) // 64), vocabulary.shape[1] // 64)
+    _check_heads(((len(patches), vision_heads), (vocabulary.shape[1], text_heads)), name)
+    side = round((len(positions) - 1) ** 0.5) * patches.shape[-1]
     return CLIPConfig(
-        text_config=read
-        | {"num_attention_heads": reading, "vocab_size": len(words), "max_position_embeddings": length}
-        # The end of a text is its largest id, wherever its padding is: the rule that transformers keeps for id 2.
-        | {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "projection_dim": joint},
-        vision_config=seen
-        | {"num_attention_heads": looking, "image_size": side, "patch_size": patches.shape[-1]}
-        | {"projection_dim": joint},
-        projection_dim=joint,
+        text_config=text
+        | {"num_attention_heads": text_heads, "vocab_size": len(vocabulary), "max_position_embeddings": length}
+        # With eos_token_id 2 transformers takes the largest id as the end of a text, as open_clip does.
+        | {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "projection_dim": projection},
+        vision_config=vision
+        | {"num_attention_heads": vision_heads, "image_size": side, "patch_size": patches.shape[-1]}
+        | {"projection_dim": projection},
+        projection_dim=projection,
     )
 
 
-def _divided(halves: tuple[tuple[int, int], ...], name: str) -> None:
-    for width, heads in halves:
+def _check_heads(encoders: tuple[tuple[int, int], ...], name: str) -> None:
+    for width, heads in encoders:
         if heads < 1 or width % heads:
             found = f"the weights '{name:.200}' are {width} numbers wide, which does not tell how many heads they have"
             raise ConfigError(f"{found}; put {SETTINGS} beside them, as open_clip writes it")
 
 
 def read_head_counts(folder: Path) -> tuple[int, int] | None:
-    """Attention heads of pictures and of texts, if open_clip's settings are there."""
+    """Numbers of attention heads (image, text) from open_clip's settings, if they are there."""
     path = folder / SETTINGS
     if not path.is_file():
         return None
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        seen, read = (told.get("model_cfg", told)[half] for half in ("vision_cfg", "text_cfg"))
-        return int(seen["width"]) // int(seen.get("head_width", 64)), int(read["heads"])
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        vision, text = (settings.get("model_cfg", settings)[name] for name in ("vision_cfg", "text_cfg"))
+        return int(vision["width"]) // int(vision.get("head_width", 64)), int(text["heads"])
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{path} does not tell the heads of a ViT ({error!r:.100}); fetch it again") from error
+        raise ConfigError(f"{path} does not name the heads of a ViT ({error!r:.100}); fetch it again") from error
 
 
-def _half_sizes(tensors: Mapping[str, Tensor], half: str) -> dict[str, Any]:
-    wide = tensors[f"{half}.encoder.layers.0.mlp.fc1.weight"]
-    layers = 1 + max(int(key.split(".")[3]) for key in tensors if key.startswith(f"{half}.encoder.layers."))
-    sizes = {"hidden_size": wide.shape[1], "intermediate_size": len(wide), "num_hidden_layers": layers}
+def _encoder_sizes(tensors: Mapping[str, Tensor], encoder: str) -> dict[str, Any]:
+    fc1 = tensors[f"{encoder}.encoder.layers.0.mlp.fc1.weight"]
+    layers = 1 + max(int(key.split(".")[3]) for key in tensors if key.startswith(f"{encoder}.encoder.layers."))
+    sizes = {"hidden_size": fc1.shape[1], "intermediate_size": len(fc1), "num_hidden_layers": layers}
     return {**sizes, "hidden_act": "gelu"}

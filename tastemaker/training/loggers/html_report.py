@@ -1,4 +1,4 @@
-"""report.html, written when a run ends."""
+"""Writes report.html when a run ends."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..events import Event, TrainingFinished, TrainingStarted
 
 
 class HtmlReportLogger:
-    """Writes the report of the run and says where it is; the last to see an event, for it reads what others wrote."""
+    """Writes the HTML report and prints its path. It must be the last logger: it reads what the others wrote."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._directory = Path()
 
-    def see(self, event: Event) -> None:
+    def log(self, event: Event) -> None:
         if isinstance(event, TrainingStarted):
             self._directory = event.directory
         elif isinstance(event, TrainingFinished):

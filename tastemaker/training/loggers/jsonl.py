@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a step, and one for each look of the guard."""
+"""metrics.jsonl: one JSON object per step, and one per check of the guard."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ..events import Event, GuardChecked, StepCompleted, TrainingStarted
 
 
 class JsonlLogger:
-    """Appends step, seconds, samples and every metric of a step; a value that is not finite becomes null.
+    """Appends step, samples, metrics and timings of every step; values that are not finite become null.
 
-    What the guard saw is a row of its own, as guard/<metric>, with its warning if it has one.
+    A check of the guard is a row of its own with guard/METRIC, and `warning` if there is one.
     """
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
 
-    def see(self, event: Event) -> None:
+    def log(self, event: Event) -> None:
         if isinstance(event, TrainingStarted):
             self.close()
             path = event.directory / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            truncate_after(path, event.step or -1)  # a run that begins anew looks at step 0 anew
+            truncate_after(path, event.step or -1)  # a new run checks the guard at step 0 again
             self._file = path.open("a", encoding="utf-8")
         elif isinstance(event, StepCompleted):
-            self._write({**event.metrics, "step": event.step, "seconds": event.seconds, "samples": event.samples})
+            self._write({**event.scalars(), "step": event.step, "samples": event.samples})
         elif isinstance(event, GuardChecked):
             warning = {"warning": event.warning} if event.warning else {}
             self._write({"step": event.step, **{f"guard/{k}": x for k, x in event.metrics.items()}, **warning})
@@ -46,7 +46,7 @@ class JsonlLogger:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Drop rows after `step` and those a kill left half written, so that no step is written twice."""
+    """Drop rows after `step` and rows that were cut off by a kill, so that no step is written twice."""
     if not path.exists():
         return
     partial = path.with_name(f".{path.name}.partial")
@@ -56,13 +56,13 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def _step(line: str) -> float:
-    """The step of a whole row; of a broken one, later than any."""
+    """Return the step of a row; infinity if the row is incomplete."""
     try:
         row = json.loads(line)
     except ValueError:
         return math.inf
-    whole = line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int)
-    return int(row["step"]) if whole else math.inf
+    complete = line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int)
+    return int(row["step"]) if complete else math.inf
 
 
 def _finite(value: float | str) -> float | str | None:

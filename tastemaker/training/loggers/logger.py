@@ -13,39 +13,41 @@ from ..events import Event
 
 
 class Logger(Protocol):
-    def see(self, event: Event) -> None: ...
+    """Receives the events of a run."""
+
+    def log(self, event: Event) -> None: ...
     def close(self) -> None: ...
 
 
 class LoggerCollection:
-    """Pass each event to all loggers; one that raises is reported once and removed."""
+    """Passes each event to all loggers; a logger that raises is reported once and removed."""
 
-    def __init__(self, observers: Sequence[Logger], console: Console | None = None) -> None:
-        self._observers = list(observers)
+    def __init__(self, loggers: Sequence[Logger], console: Console | None = None) -> None:
+        self._loggers = list(loggers)
         self._console = console or Console(stderr=True)
 
-    def see(self, event: Event) -> None:
-        for observer in list(self._observers):
+    def log(self, event: Event) -> None:
+        for logger in list(self._loggers):
             try:
-                observer.see(event)
+                logger.log(event)
             except Exception as error:
-                self._drop(observer, error)
+                self._remove(logger, error)
 
     def close(self) -> None:
-        for observer in list(self._observers):
+        for logger in list(self._loggers):
             try:
-                observer.close()
+                logger.close()
             except Exception as error:
-                self._report(observer, error)
-        self._observers.clear()
+                self._report(logger, error)
+        self._loggers.clear()
 
-    def _drop(self, observer: Logger, error: Exception) -> None:
-        self._observers.remove(observer)
-        with suppress(Exception):  # it is broken already, and that is being said
-            observer.close()
-        self._report(observer, error)
+    def _remove(self, logger: Logger, error: Exception) -> None:
+        self._loggers.remove(logger)
+        with suppress(Exception):  # it failed before, which is what gets reported
+            logger.close()
+        self._report(logger, error)
 
-    def _report(self, observer: Logger, error: Exception) -> None:
-        who, what = type(observer).__name__, f"{type(error).__name__}: {error}"
-        line = escape(f"{who} watches no longer ({what}); the run goes on without it")
+    def _report(self, logger: Logger, error: Exception) -> None:
+        cause = f"{type(error).__name__}: {error}"
+        line = escape(f"{type(logger).__name__} failed and is switched off ({cause}); training continues")
         self._console.print(f"[yellow]warning[/] {line}", soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""samples/step-000050.png, or .mp4 for clips if PyAV is there, and what is in it as step-000050.json."""
+"""Grids of samples: samples/step-000050.png, or .mp4 for videos if PyAV is installed, with a JSON description."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..events import Event, SamplesGenerated, TrainingStarted
 
 
 class SampleGridLogger:
-    """Writes the samples of a step side by side, each above its prompt."""
+    """Writes the samples of a step into one image or video, each above its prompt."""
 
-    def __init__(self, clips: Literal["mp4", "gif", "png"] | None = None) -> None:
-        self._clips = clips or video_suffix()
+    def __init__(self, video_format: Literal["mp4", "gif", "png"] | None = None) -> None:
+        self._clips = video_format or video_suffix()
         self._directory = Path()
 
-    def see(self, event: Event) -> None:
+    def log(self, event: Event) -> None:
         if isinstance(event, TrainingStarted):
             self._directory = event.directory / "samples"
         elif isinstance(event, SamplesGenerated):
@@ -34,7 +34,7 @@ class SampleGridLogger:
 
 
 def _grid_metadata(event: SamplesGenerated, file: str) -> dict[str, Any]:
-    """The prompts and scores of a grid, and where in it each sample lies."""
+    """Return the prompts and scores of a grid, and the box of each sample in it."""
     count, frames, _, height, width = event.pixels.shape
     return {
         "step": event.step,

@@ -1,4 +1,4 @@
-"""TensorBoard: curves of every metric, and the samples."""
+"""TensorBoard: metrics and samples."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ from ..events import Event, GuardChecked, SamplesGenerated, StepCompleted, Train
 
 
 class TensorBoardLogger:
-    """Writes into the run's directory; steps that a resumed run takes again replace the old ones."""
+    """Writes into the directory of the run; a resumed run replaces the steps that it repeats."""
 
     def __init__(self) -> None:
         try:
             self._open = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         except ImportError as error:
-            sentence = "install it with 'pip install tensorboard', or set watch.tensorboard to false"
-            raise ConfigError(f"watch.tensorboard: the package tensorboard is missing ({error}); {sentence}") from error
+            advice = "install it with 'pip install tensorboard', or set loggers.tensorboard to false"
+            raise ConfigError(f"loggers.tensorboard: the package tensorboard is missing ({error}); {advice}") from error
         self._writer: Any = None
 
-    def see(self, event: Event) -> None:
+    def log(self, event: Event) -> None:
         if isinstance(event, TrainingStarted):
             self.close()
             self._writer = self._open(str(event.directory / "tensorboard"), purge_step=event.step + 1)
         elif isinstance(event, StepCompleted):
-            for name, value in {
-                **event.metrics,
-                "samples_per_second": event.samples / max(event.seconds, 1e-9),
-            }.items():
+            for name, value in event.scalars().items():
                 self._writer.add_scalar(name, value, event.step)
         elif isinstance(event, SamplesGenerated):
             self._writer.add_image("samples", make_contact_sheet(event.pixels, event.prompts).numpy(), event.step)

@@ -1,4 +1,4 @@
-"""Weights & Biases, offline unless WANDB_MODE says otherwise."""
+"""Weights & Biases: metrics and samples; offline unless WANDB_MODE is set."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from ..events import Event, GuardChecked, SamplesGenerated, StepCompleted, Train
 
 
 class WandbLogger:
-    """Logs metrics and samples to a project; a resumed run goes on under the same id."""
+    """Logs metrics and samples to a project; a resumed run keeps its id."""
 
     def __init__(self, project: str, config: Mapping[str, Any] | None = None) -> None:
         try:
             self._wandb = importlib.import_module("wandb")
         except ImportError as error:
-            sentence = "install it with 'pip install wandb', or remove watch.wandb"
-            raise ConfigError(f"watch.wandb: the package wandb is missing ({error}); {sentence}") from error
+            advice = "install it with 'pip install wandb', or remove loggers.wandb"
+            raise ConfigError(f"loggers.wandb: the package wandb is missing ({error}); {advice}") from error
         self._project, self._config = project, dict(config or {})
         self._run: Any = None
 
-    def see(self, event: Event) -> None:
+    def log(self, event: Event) -> None:
         if isinstance(event, TrainingStarted):
             self._start(event.directory)
         elif isinstance(event, StepCompleted):
-            speed = {"samples_per_second": event.samples / max(event.seconds, 1e-9)}
-            self._run.log({**event.metrics, **speed, "step": event.step})
+            self._run.log({**event.scalars(), "step": event.step})
         elif isinstance(event, SamplesGenerated):
             image = self._wandb.Image(to_uint8(make_contact_sheet(event.pixels, event.prompts)))
             scores = {f"samples/{name}": value for name, value in event.scores.items()}
             self._run.log({"samples": image, **scores, "step": event.step})
         elif isinstance(event, GuardChecked):
-            words = {"guard/warning": event.warning} if event.warning else {}
-            seen = {f"guard/{name}": value for name, value in event.metrics.items()}
-            self._run.log({**seen, **words, "step": event.step})
+            warning = {"guard/warning": event.warning} if event.warning else {}
+            metrics = {f"guard/{name}": value for name, value in event.metrics.items()}
+            self._run.log({**metrics, **warning, "step": event.step})
 
     def close(self) -> None:
         if self._run:
@@ -51,18 +50,19 @@ class WandbLogger:
         self._run = self._wandb.init(
             project=self._project,
             name=directory.name,
-            id=_identity(directory / "wandb-id"),
+            id=_run_id(directory / "wandb-id"),
             resume="allow",
             dir=str(directory),
             config=self._config,
             mode=os.environ.get("WANDB_MODE", "offline"),
-            settings=self._wandb.Settings(console="off"),  # it would record every frame of the progress display
+            settings=self._wandb.Settings(console="off"),  # or it records every frame of the progress display
         )
-        # Plotted over our own step, for wandb's refuses the steps that a resumed run takes again.
+        # Plotted over our own step: wandb's rejects the steps that a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
 
 
-def _identity(path: Path) -> str:
+def _run_id(path: Path) -> str:
+    """Return the id in a file, or write a new one."""
     if not path.exists() or not path.read_text():  # a kill can leave it empty
         path.write_text(uuid.uuid4().hex[:12])
     return path.read_text()

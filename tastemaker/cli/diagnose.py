@@ -1,0 +1,167 @@
+"""Commands that examine a configuration before training: check, plan and doctor."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..core.registry import ConfigError
+from .options import EXIT_FAILURE, Overrides, Recipe, RunDeviceOption, Tiny, merge_overrides, warn_unused_overrides
+
+if TYPE_CHECKING:
+    from ..config.schema import AutoencoderRunConfig, RunConfig
+    from ..diagnostics.plan import ResourceEstimate
+
+app = typer.Typer()
+
+GIB = 2**30
+STEP_COUNT_LABELS = {
+    "prompts": "prompts, images or pairs per step",
+    "samples": "samples per step",
+    "network_calls_per_sample": "network calls per sample",
+    "rollout_network_calls": "network calls per rollout",
+    "updates": "updates per step",
+    "minibatch_size": "samples per update",
+    "micro_batch_size": "micro-batch per GPU (samples)",
+    "total_updates": "updates in total",
+}
+MEMORY_LABELS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "snapshots": "weight snapshots (EMA, reference)",
+    "frozen": "autoencoder and rewards",
+    "kv_cache": "KV cache and copied weights",
+    "collect_activations": "activations of the rollout",
+    "update_activations": "activations of the update",
+}
+AUTOENCODER_MEMORY_LABELS = {
+    "weights": "weights, with the discriminator",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "snapshots": "weight snapshots (EMA)",
+    "frozen": "LPIPS",
+    "collect_activations": "activations of the discriminator's update",
+    "update_activations": "activations of the autoencoder's update",
+}
+VERDICTS = {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]", "skip": "[yellow]skip[/]"}
+
+
+@app.command()
+def check(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: torchrun's.")] = None,
+) -> None:
+    """Print the resolved configuration, the batch arithmetic of a step, and every problem found."""
+    from ..config import check as checks
+    from ..config.dump import config_to_yaml
+    from ..config.load import load_any_config
+    from ..training.device_precision import describe_precision
+
+    config, console = load_any_config(recipe, merge_overrides(overrides)), Console()
+    console.print(config_to_yaml(config), markup=False, highlight=False, soft_wrap=True)
+    table = Table("batch", "", title="one training step")
+    counts = asdict(checks.compute_step_counts(config, ranks or checks.torchrun_world_size()))
+    for key, label in STEP_COUNT_LABELS.items():
+        table.add_row(label, f"{counts[key]:,}")
+    console.print(table)
+    precision, emulation = describe_precision(config.engine)
+    console.print(f"precision: {precision}", markup=False, highlight=False, soft_wrap=True)
+    problems = checks.find_problems(config, ranks)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    for warning in [*checks.collect_warnings(config), *([emulation] if emulation else [])]:
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+    console.print("no problems found")
+
+
+@app.command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+    gpu_gib: Annotated[float, typer.Option(min=1, help="Memory of a GPU in GiB.")] = 80.0,
+    tflops: Annotated[float, typer.Option(min=1, help="TFLOP/s of a GPU: 540 on an H200, compiled, bf16.")] = 540.0,
+    tbps: Annotated[float, typer.Option(min=0.1, help="Memory bandwidth in TB/s: 4.3 on an H200.")] = 4.3,
+) -> None:
+    """Predict GPU memory and step time of a run without loading it, and suggest settings if it does not fit."""
+    from ..config.load import load_any_config
+    from ..config.schema import AutoencoderRunConfig, JudgeRunConfig
+    from ..diagnostics import plan as planner
+    from ..training.device_precision import resolve_for_planning
+
+    config = load_any_config(recipe, merge_overrides(overrides))
+    if isinstance(config, JudgeRunConfig):
+        raise ConfigError("plan: the recipe trains a judge, whose size is not known; run `tastemaker train` instead")
+    engine, precision = resolve_for_planning(config.engine)
+    config, console = replace(config, engine=engine), Console()
+    if isinstance(config, AutoencoderRunConfig):
+        estimate, labels = planner.estimate_autoencoder_resources(config, ranks), AUTOENCODER_MEMORY_LABELS
+    else:
+        estimate, labels = planner.estimate_resources(config, ranks), MEMORY_LABELS
+    table = Table("per GPU", "GiB", title=f"{config.name} on {ranks} GPU{'s' if ranks > 1 else ''}")
+    for key, label in labels.items():
+        table.add_row(label, f"{getattr(estimate, key) / GIB:.1f}")
+    table.add_row("peak", f"{estimate.total / GIB:.1f}", style="bold")
+    console.print(table)
+    console.print(f"precision: {precision}", highlight=False, markup=False, soft_wrap=True)
+    console.print(describe_batch(config, estimate, ranks))
+    console.print(describe_step_time(config.steps, estimate, tflops, tbps))
+    if estimate.total <= gpu_gib * GIB:
+        console.print(f"It fits into {gpu_gib:.0f} GiB.")
+        return
+    console.print(f"It does not fit into {gpu_gib:.0f} GiB. Settings that save memory:")
+    for override, total in (
+        planner.suggest_autoencoder_savings(config, ranks)
+        if isinstance(config, AutoencoderRunConfig)
+        else planner.suggest_savings(config, estimate, ranks)
+    ):
+        console.print(f"  {override}: {total / GIB:.1f} GiB", highlight=False)
+        if total <= gpu_gib * GIB:
+            break
+    raise typer.Exit(EXIT_FAILURE)
+
+
+def describe_batch(config: RunConfig | AutoencoderRunConfig, estimate: ResourceEstimate, ranks: int) -> str:
+    from ..config.check import compute_step_counts
+
+    counts = compute_step_counts(config, ranks)
+    rollout = f"{estimate.collect_batch} samples in rollouts, " if estimate.collect_batch else ""
+    total = f"{counts.samples or counts.prompts} samples and {counts.updates} update(s) per step"
+    return f"Batch of the network per GPU: {rollout}{estimate.update_batch} in updates; {total}."
+
+
+def describe_step_time(steps: int, estimate: ResourceEstimate, tflops: float, tbps: float) -> str:
+    seconds = estimate.seconds(tflops * 1e12, tbps * 1e12)
+    work, speed = f"{estimate.flops / 1e15:.3g} PFLOP", f"{tflops:.0f} TFLOP/s"
+    if estimate.collect_bytes_read:
+        work += f" and {estimate.collect_bytes_read / 1e12:.2g} TB read for decoding"
+        speed += f" and {tbps:.1f} TB/s"
+    total = steps * seconds
+    time = f"{total / 3600:.1f} h" if total >= 360 else f"{total / 60:.1f} min"
+    return f"A step takes {work}: {seconds:.2g} s at {speed}, {time} for {steps} steps."
+
+
+@app.command()
+def doctor(recipe: Recipe, overrides: Overrides = None, tiny: Tiny = False, device: RunDeviceOption = None) -> None:
+    """Check on the real configuration that training can work: ratios, gradients, rewards, pixels, resume, ranks."""
+    from ..config.load import load
+    from ..diagnostics.doctor import run_doctor
+
+    config, console, failures = load(recipe, merge_overrides(overrides, device)), Console(), 0
+    warn_unused_overrides(config, overrides, tiny=tiny)
+    for result in run_doctor(config, tiny=tiny):
+        failures += result.verdict == "fail"
+        console.print(f"{VERDICTS[result.verdict]}  {escape(result.name)}: {escape(result.number)}", highlight=False)
+        if result.advice:
+            console.print(f"      {escape(result.advice)}", highlight=False)
+    if failures:
+        console.print(f"{failures} check(s) failed: this run would not train as it should")
+        raise typer.Exit(EXIT_FAILURE)
+    console.print("all checks that apply passed")

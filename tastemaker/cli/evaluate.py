@@ -1,0 +1,220 @@
+"""Commands that measure samples: evaluate, bench, report, pack, reference, compare and reconstruct."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import (
+    Device,
+    Overrides,
+    RunDeviceOption,
+    SearchOption,
+    Tiny,
+    VerifierOption,
+    merge_overrides,
+    stderr_console,
+    warn_unused_overrides,
+)
+
+app = typer.Typer()
+
+
+class FeatureNetwork(StrEnum):
+    inception = "inception"
+    classifier = "classifier"
+
+
+FeatureNetworkOption = Annotated[
+    FeatureNetwork, typer.Option(help="Feature network: Inception (FID) or the CIFAR-10 classifier.")
+]
+FeatureWeightsOption = Annotated[str, typer.Option(help="Weights of the feature network.")]
+FeatureDeviceOption = Annotated[Device, typer.Option(help="Device.")]
+
+
+@app.command()
+def evaluate(
+    benchmark: Annotated[str, typer.Argument(help="geneval, playeval, playeval-motion or wordeval.")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", "--objective-run", help="A recipe or the directory of a run.")
+    ] = "",
+    overrides: Overrides = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; default: 504 (GenEval 553).")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Samples per prompt; default: 2, for GenEval 4.")] = None,
+    images: Annotated[Path | None, typer.Option(help="GenEval: score this folder instead of a model.")] = None,
+    metadata: Annotated[Path | None, typer.Option(help="GenEval: prompt file in GenEval's format.")] = None,
+    detector: Annotated[str, typer.Option(help="GenEval: a Mask2Former, or '{threshold: 0.4}'.")] = "",
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="GenEval: skip the detector's self-test.")] = False,
+    search: SearchOption = "single",
+    n: Annotated[
+        str,
+        typer.Option(
+            "--n",
+            "--candidates",
+            help="Candidates of the search; 1,4,20 gives a curve of scores.",
+        ),
+    ] = "4",
+    judge: VerifierOption = "",
+    weights: Annotated[str, typer.Option(help="Weights: live or a snapshot; default: ema if any.")] = "",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    out: Annotated[Path | None, typer.Option(help="Output folder; resumes if it exists.")] = None,
+    tiny: Tiny = False,
+    device: RunDeviceOption = None,
+) -> None:
+    """Evaluate a model on a benchmark (PlayEval, GenEval, …) with detectors that were not used as rewards."""
+    from ..evaluation import benchmark_run
+    from ..evaluation.geneval import parse_detector
+    from ..search import generation, settings
+    from ..training.precision import choose_placement
+
+    loaded = benchmark_run.load_benchmark(benchmark, prompts, count, metadata)
+    geneval_spec = parse_detector(detector, unchecked=unchecked)
+    if images is not None or not model:
+        where = choose_placement(device.value if device else "auto", "fp32")
+        benchmark_run.score_folder(loaded, images, geneval_spec, out, where, tiny=tiny, console=stderr_console())
+        return
+    config, checkpoint = generation.resolve_source(model, merge_overrides(overrides, device))
+    candidates = settings.parse_candidates(n)
+    warn_unused_overrides(config, overrides, tiny=tiny)
+    directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, settings.search_name(search))
+
+    verifier = judge or benchmark_run.default_verifier(benchmark)
+
+    def evaluate_search(count: int, folder: Path) -> dict[str, Any]:
+        chosen = settings.build_search(search, count)
+        options = benchmark_run.EvaluationOptions(loaded, chosen, verifier, weights, seed=seed, geneval=geneval_spec)
+        return benchmark_run.evaluate_model(config, checkpoint, options, folder, tiny=tiny, console=stderr_console())
+
+    if settings.is_curve_requested(search, candidates):
+        settings.evaluate_curve(settings.search_name(search), candidates, evaluate_search, directory, stderr_console())
+    else:
+        evaluate_search(candidates[0], directory)
+
+
+@app.command()
+def bench(
+    plan: Annotated[str, typer.Argument(help="playground, or a YAML file with cells.")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder; resumes if it exists.")] = None,
+    cells: Annotated[str, typer.Option(help="Only these cells, comma-separated.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds of every cell, comma-separated.")] = "0,1,2",
+    control_seeds: Annotated[str, typer.Option(help="Seeds of the controls with shuffled rewards.")] = "0",
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts of the benchmark.")] = 504,
+    count: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = 1,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Time limit: no job starts after it.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Markdown page whose results section is updated.")] = None,
+    summary: Annotated[Path | None, typer.Option(help="Only summarize this folder or results.json.")] = None,
+    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
+    tiny: Tiny = False,
+    device: RunDeviceOption = None,
+) -> None:
+    """Benchmark every objective on every model family, with shuffled-reward controls. Resumes if interrupted."""
+    from ..evaluation.scoreboard import page, runner
+    from ..evaluation.scoreboard.measurement import Bench
+    from ..evaluation.scoreboard.plan import load_plan
+
+    loaded = load_plan(plan)
+    if summary is not None:
+        return page.write_scoreboard(loaded, summary, write, stderr_console())
+    directory = out or Path("runs") / f"bench-{loaded.name}"
+    shared = Bench(loaded, directory, prompts, count, tuple(merge_overrides(overrides, device)), tiny)
+    all_seeds = runner.parse_seeds(seeds, "--seeds"), runner.parse_seeds(control_seeds, "--control-seeds")
+    options = runner.BenchOptions(shared, plan, tuple(cells.split(",")) if cells else (), *all_seeds, jobs, minutes)
+    return runner.run_worker(options) if worker else runner.run_bench(options, write, stderr_console())
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
+    out: Annotated[Path | None, typer.Option(help="Output file; default: report.html in the first run.")] = None,
+) -> None:
+    """Write an HTML report of one or several runs: samples, curves, warnings and settings."""
+    from ..core.output_paths import check_output_file
+    from ..report.page import write_report
+
+    path = write_report(runs, out and check_output_file(out))
+    stderr_console().print(f"the report is {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def pack(
+    pictures: Annotated[Path, typer.Argument(help="Folder of images of one size.")],
+    out: Annotated[Path, typer.Option(help="Output file.")] = Path("samples.npz"),
+) -> None:
+    """Pack a folder of samples into one `.npz` in the layout of ADM's evaluator."""
+    from ..evaluation import image_sets
+
+    image_sets.pack_images(pictures, out, stderr_console())
+
+
+@app.command()
+def reference(
+    pictures: Annotated[Path, typer.Argument(help="Real images: a folder, CIFAR-10, an .npz, or a reference of ADM.")],
+    weights: FeatureWeightsOption,
+    name: Annotated[str, typer.Option(help="Name of the dataset, such as cifar10.")],
+    split: Annotated[str, typer.Option(help="Split, such as train.")],
+    out: Annotated[Path, typer.Option(help="Output file.")] = Path("reference.safetensors"),
+    limit: Annotated[int, typer.Option(min=0, help="Number of images, at random; 0: all.")] = 0,
+    count: Annotated[int, typer.Option(min=0, help="Number of images behind the statistics of ADM's reference.")] = 0,
+    network: FeatureNetworkOption = FeatureNetwork.inception,
+    device: FeatureDeviceOption = Device.auto,
+) -> None:
+    """Compute reference features of real images, for `tastemaker compare`."""
+    from ..evaluation import image_sets
+    from ..evaluation.feature_extractors import load_feature_extractor
+    from ..training.precision import choose_placement
+
+    by = load_feature_extractor(network.value, weights, choose_placement(device.value, "fp32"))
+    image_sets.make_reference(
+        pictures, image_sets.ReferenceDescription(name, split, limit, count), by, out, stderr_console()
+    )
+
+
+@app.command()
+def compare(
+    samples: Annotated[Path, typer.Argument(help="An .npz or a folder of images.")],
+    reference: Annotated[Path, typer.Option(help="File written by `tastemaker reference`.")],
+    weights: FeatureWeightsOption,
+    name: Annotated[str, typer.Option(help="Expected dataset of the reference.")] = "",
+    split: Annotated[str, typer.Option(help="Expected split of the reference.")] = "",
+    count: Annotated[int, typer.Option(min=0, help="Expected number of images of the reference.")] = 0,
+    network: FeatureNetworkOption = FeatureNetwork.inception,
+    few: Annotated[bool, typer.Option("--few", help="Allow fewer samples than features.")] = False,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the metrics.")] = None,
+    device: FeatureDeviceOption = Device.auto,
+) -> None:
+    """Compute FID, KID, precision, recall and, if the network has classes, the Inception score of samples."""
+    from ..evaluation import image_sets
+    from ..evaluation.feature_extractors import load_feature_extractor
+    from ..training.precision import choose_placement
+
+    by = load_feature_extractor(network.value, weights, choose_placement(device.value, "fp32"))
+    claim = image_sets.ExpectedReference(name, split, count)
+    image_sets.write_metrics(
+        image_sets.compare_to_reference(samples, reference, claim, by, stderr_console(), allow_few=few), out
+    )
+
+
+@app.command()
+def reconstruct(
+    pictures: Annotated[Path, typer.Argument(help="Folder of images, searched recursively.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="Autoencoder: a run, a file, a folder or a YAML file.")],
+    out: Annotated[Path, typer.Option(help="Output folder; resumes if it exists.")] = Path("reconstructed"),
+    size: Annotated[int, typer.Option(min=0, help="Size of the center crop; 0: original size.")] = 0,
+    rows: Annotated[int, typer.Option(min=1, help="Batch size (images of one size).")] = 16,
+    skip: Annotated[int, typer.Option(min=0, help="Broken files to skip before stopping.")] = 10,
+    vgg: Annotated[str, typer.Option(help="VGG16 weights for LPIPS; default: the hub's, if downloaded.")] = "",
+    heads: Annotated[str, typer.Option(help="LPIPS heads; default: those of the package lpips.")] = "",
+    device: FeatureDeviceOption = Device.auto,
+) -> None:
+    """Reconstruct images with an autoencoder; writes PSNR, SSIM and LPIPS of each. Resumes if interrupted."""
+    from ..autoencoders.lpips import VGG16
+    from ..evaluation import reconstruction
+    from ..training.precision import choose_placement
+
+    order = reconstruction.ReconstructionOptions(pictures, model, out, size, rows, skip, vgg or VGG16.hub, heads)
+    reconstruction.reconstruct_images(order, choose_placement(device.value, "fp32"), stderr_console())

@@ -1,0 +1,75 @@
+"""Commands that train: train and demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import (
+    EXIT_INTERRUPTED,
+    Overrides,
+    RunDeviceOption,
+    Tiny,
+    merge_overrides,
+    stderr_console,
+    warn_unused_overrides,
+)
+
+app = typer.Typer()
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs/demo"),
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the training run; default: the recipe's.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of PlayEval prompts.")] = 252,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; default: the recipe's.")] = None,
+    device: RunDeviceOption = None,
+) -> None:
+    """Train a small text-to-image model with a reward, evaluate it before and after, and write a report.
+
+    Needs no GPU and no downloads. Resumes if interrupted.
+    """
+    finished = False
+    try:
+        from ..playground.demo import run_demo
+
+        chosen = [f"{key}={value}" for key, value in (("seed", seed), ("steps", steps)) if value is not None]
+        finished = run_demo(
+            out, [*merge_overrides(overrides, device), *chosen], prompts=prompts, console=stderr_console()
+        )
+    except KeyboardInterrupt:
+        pass  # finished stages and images are on disk
+    if not finished:
+        message = "Interrupted. Everything done so far is kept; run the same command again to continue."
+        stderr_console().print(f"\n{message}", soft_wrap=True)
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str, typer.Argument(help="Name of a recipe (see `list recipes`), a YAML file, or the directory of a run.")
+    ],
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue from this checkpoint, with optimizer and step.")] = None,
+    init_from: Annotated[Path | None, typer.Option(help="Start from the weights of this checkpoint or file.")] = None,
+    allow_change: Annotated[
+        list[str] | None, typer.Option(help="Key that may differ when resuming; repeatable.")
+    ] = None,
+    tiny: Tiny = False,
+    device: RunDeviceOption = None,
+) -> None:
+    """Train a model from a recipe. Given the directory of an earlier run, resume it."""
+    from ..training.trainer import load_run_config, run_training
+
+    config = load_run_config(recipe, merge_overrides(overrides, device))
+    warn_unused_overrides(config, overrides, tiny=tiny)
+    done = run_training(
+        config, tiny=tiny, resume=resume, init_from=init_from, allow_change=allow_change or (), console=stderr_console()
+    )
+    if not done:
+        raise typer.Exit(EXIT_INTERRUPTED)

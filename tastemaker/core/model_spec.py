@@ -1,0 +1,130 @@
+"""What a configuration says about a model, and how the model maps to diffusers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .cards import WeightsSource
+from .policy import Backbone, Process
+from .registry import ConfigError
+from .types import Placement, Prompts
+
+Tensors = dict[str, Tensor]
+# What prompt embeddings depend on: the kind of model, its settings, and digests of its encoders.
+EncoderFingerprint = Mapping[str, str]
+
+
+class PromptEncoder(Protocol):
+    """Embeds prompts: tensors by name, one row a prompt."""
+
+    max_cached_prompts: int  # prompts remembered
+
+    @property
+    def fingerprint(self) -> EncoderFingerprint: ...
+    def __call__(self, prompts: Prompts) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """Names of a model in diffusers, in ComfyUI and in its original checkpoint."""
+
+    pipeline_class: str  # of diffusers
+    component: str  # the component of the pipeline that trains
+    comfyui_lora_prefix: str  # before the names of adapters in ComfyUI
+    to_original: Callable[[Tensors, Mapping[str, Any]], Tensors]  # diffusers' tensors and config to the original names
+    comfyui_workflow: str = ""  # kind of ComfyUI workflow, if one is known
+    # Original names of layers to ours, if LoRAs are published under the original names.
+    original_lora_layers: Callable[[Sequence[str], Any], dict[str, str]] | None = None
+    original_lora_alpha: float = 8.0  # of such LoRA files, which do not store it: peft's default
+    component_prefixes: tuple[
+        tuple[str, str], ...
+    ] = ()  # components and their prefixes in the network, if several train
+
+    @property
+    def components(self) -> dict[str, str]:
+        """The components that train, with the prefix of their tensors in the network."""
+        return dict(self.component_prefixes) or {self.component: ""}
+
+
+@dataclass(frozen=True)
+class DiffusersConversion:
+    """A network converted to diffusers: class, config and renamed tensors."""
+
+    model_class: str  # of diffusers
+    component: str  # of the pipeline
+    pipeline_class: str  # of diffusers
+    config: Mapping[str, Any]
+    tensors: Tensors
+    model_index: Mapping[str, Any]  # further entries of model_index.json, such as class names
+    spec_fields: Mapping[str, Any]  # settings of the spec that loads it again
+    differences: str  # a sentence about what diffusers computes differently; empty if nothing
+    autoencoder: str | None = None  # by name or path
+    scaling_factor: float = 1.0  # of its latents
+
+
+class ModelSpec(ABC):
+    """The settings of a model, a frozen dataclass; `load` builds the backbone."""
+
+    @property
+    @abstractmethod
+    def process_type(self) -> type[Process]:
+        """The generation process its network was made for."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Of one clean sample in model space."""
+
+    @property
+    @abstractmethod
+    def frames(self) -> int:
+        """Frames of a sample; an image has one."""
+
+    @abstractmethod
+    def load(self, placement: Placement) -> Backbone: ...
+    @abstractmethod
+    def tiny(self) -> ModelSpec:
+        """Settings of a small random version, for tests."""
+
+    @property
+    def weights(self) -> str | None:
+        """Checkpoint of the network: a path or hub id; None for random weights."""
+        return None
+
+    @property
+    def sources(self) -> tuple[WeightsSource, ...]:
+        """Published weights that these settings need."""
+        return ()
+
+    @property
+    def timestep_shift(self) -> float | None:
+        """The timestep shift its weights were trained with at this size and length; None if it is not known."""
+        return None
+
+    @property
+    def needs_initial_image(self) -> bool:
+        """Whether every prompt must come with an image, because the model continues one and the settings name none."""
+        return False
+
+    @property
+    def layout(self) -> PipelineLayout | None:
+        """How the model maps to a published diffusers pipeline; None if there is none."""
+        return None
+
+    @property
+    def converts_to_diffusers(self) -> bool:
+        """Whether `moved` is implemented: the network is not published, but diffusers has one like it."""
+        return False
+
+    def to_diffusers(self, tensors: Mapping[str, Tensor]) -> DiffusersConversion:
+        """The network under diffusers' names; refused where diffusers computes something else."""
+        raise ConfigError(f"--layout: diffusers has no network like that of {type(self).__name__}; leave it out")
+
+    def load_prompt_encoder(self, placement: Placement) -> PromptEncoder:
+        """The text encoders alone, to embed prompts beforehand."""
+        raise ConfigError("embed: this model has no text encoder of its own; name one of another type")

@@ -1,0 +1,276 @@
+"""Estimate GPU memory and step time of a run before any weight is loaded, and settings that save memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..autoencoders.discriminator import DISCRIMINATOR_LOSSES, GENERATOR_LOSSES
+from ..autoencoders.lpips import TINY, LPIPSDistance, load_lpips
+from ..autoencoders.patchgan import PatchGANDiscriminator
+from ..autoencoders.reconstruction_loss import reconstruction_loss
+from ..config.check import compute_step_counts
+from ..config.schema import AutoencoderRunConfig, EngineConfig, RunConfig
+from ..core.autoencoder import AutoencoderSpec, as_autoencoder
+from ..core.types import Placement
+from ..core.weights import FullFinetuning
+from ..objectives.srpo import SRPO
+from ..training import activation_memory, precision
+from ..training.device_precision import resolve_for_planning
+from .fake_backbones import fake_modules
+from .fake_memory import count_flops, trace_peak_bytes
+from .fake_run import Measurement, frozen_dtype, measure, run_under_autocast
+
+OPTIMIZER_STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / 256}  # per weight
+LORA_SHARE = 0.02  # rough share of weights that LoRA trains
+Saving = tuple[str, float]  # overrides, and the total memory with them and all before
+
+
+@dataclass(frozen=True)
+class ResourceEstimate:
+    """Bytes on one GPU by purpose, and the work of a step on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer_state: float
+    snapshots: float
+    frozen: float  # autoencoder and rewards; LPIPS of an autoencoder's run
+    kv_cache: float  # with weights copied for decoding
+    collect_activations: float  # peak of sampling and scoring; of the discriminator's update
+    update_activations: float  # peak of forward and backward pass
+    collect_flops: float
+    update_flops: float
+    collect_bytes_read: float = 0.0  # of decoding token by token, which is bound by memory bandwidth
+    collect_batch: int = 0  # samples per call of the network
+    update_batch: int = 0
+
+    @property
+    def flops(self) -> float:
+        return self.collect_flops + self.update_flops
+
+    def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
+        """Time of a step."""
+        collect = max(self.collect_flops / flops_per_second, self.collect_bytes_read / bytes_per_second)
+        return collect + self.update_flops / flops_per_second
+
+    @property
+    def total(self) -> float:
+        """Peak memory. Gradients count while sampling too, since the allocator seldom reuses their memory."""
+        static = self.weights + self.gradients + self.optimizer_state + self.snapshots + self.frozen + self.kv_cache
+        return static + max(self.update_activations, self.collect_activations)
+
+
+def estimate_resources(config: RunConfig, world_size: int = 1) -> ResourceEstimate:
+    """Estimate a run that trains a generator."""
+    config = replace(config, engine=resolve_for_planning(config.engine)[0])
+    measured = measure(config, world_size)
+    weights, gradients, optimizer_state, snapshots = _parameter_bytes(config, world_size, measured)
+    return ResourceEstimate(
+        weights=weights,
+        gradients=gradients,
+        optimizer_state=optimizer_state,
+        snapshots=snapshots,
+        frozen=measured.frozen_bytes + _reward_bytes(config),
+        kv_cache=measured.kv_cache_bytes,
+        collect_activations=measured.collect_bytes,
+        update_activations=_offloaded(measured.update_bytes, config.engine),
+        collect_flops=measured.collect_flops,
+        update_flops=measured.update_flops,
+        collect_bytes_read=measured.collect_bytes_read,
+        collect_batch=measured.collect_batch,
+        update_batch=measured.update_batch,
+    )
+
+
+def _offloaded(activations: float, engine: EngineConfig) -> float:
+    return activations / 2 if engine.activation_memory == "offload" else activations
+
+
+def _num_shards(engine: EngineConfig, world_size: int) -> int:
+    if engine.strategy == "replicated":
+        return 1
+    return world_size // (engine.hsdp_replicas if engine.strategy == "hsdp" else 1)
+
+
+def _parameter_bytes(config: RunConfig, world_size: int, measured: Measurement) -> tuple[float, float, float, float]:
+    """Bytes of weights, gradients, optimizer state and snapshots on one rank."""
+    engine, trained = config.engine, measured.trainable
+    size, shards = precision.DTYPES[engine.param_dtype].itemsize, _num_shards(engine, world_size)
+    frozen = (measured.parameters - trained) * frozen_dtype(config).itemsize if config.tuning.is_adapter else 0
+    weights = frozen + (trained if config.tuning.is_adapter else measured.parameters) * size
+    state = trained * OPTIMIZER_STATE_BYTES[config.optim.state_dtype]
+    return weights / shards, trained * size / shards, state / shards, _snapshot_bytes(config, trained, size) / shards
+
+
+def _snapshot_bytes(config: RunConfig, trained: int, size: int) -> float:
+    names = [*config.objective.snapshots(), *(["ema"] if config.ema_decay else [])]
+    if isinstance(config.tuning, FullFinetuning) and config.tuning.snapshots_on_cpu:
+        return 0.0
+    # LoRA needs no copy of the reference: without adapters the network is the reference.
+    kept = [name for name in names if not (config.tuning.is_adapter and name == "reference")]
+    return float(sum(trained * (size if name == "reference" else 4) for name in kept))
+
+
+def _reward_bytes(config: RunConfig) -> float:
+    """Memory of the rewards on the GPU, from their cards."""
+    half = 0.5 if config.engine.precision in ("bf16", "fp16") else 1.0
+    units = {"GB": 1e9, "MB": 1e6}
+    total = 0.0
+    for reward in config.rewards.values():
+        memory = reward.spec.card.memory
+        match = re.search(r"([\d.]+) (GB|MB)", memory)
+        if match and reward.spec.runs_on == "device":
+            total += float(match[1]) * units[match[2]] * (half if "half of it" in memory else 1.0)
+    return total
+
+
+def suggest_savings(config: RunConfig, estimate: ResourceEstimate, world_size: int) -> list[Saving]:
+    """Settings that save memory, the cheapest first."""
+    savings: list[Saving] = []
+    engine, optim, batch = config.engine, config.optim, config.batch
+    if engine.activation_memory == "keep":
+        config = replace(config, engine=replace(engine, activation_memory="checkpoint"))
+        estimate = estimate_resources(config, world_size)
+        savings.append(("engine.activation_memory=checkpoint", estimate.total))
+    if engine.param_dtype == "fp32" and engine.precision == "bf16" and not config.tuning.is_adapter:
+        estimate = replace(estimate, weights=estimate.weights / 2, gradients=estimate.gradients / 2)
+        savings.append(("engine.param_dtype=bf16", estimate.total))
+    if optim.state_dtype != "int8":
+        share = OPTIMIZER_STATE_BYTES["int8"] / OPTIMIZER_STATE_BYTES[optim.state_dtype]
+        estimate = replace(estimate, optimizer_state=estimate.optimizer_state * share)
+        savings.append(("optim.state_dtype=int8", estimate.total))
+    if (batch.micro_batch_size or batch.prompts) > 1:
+        config = replace(config, batch=replace(batch, micro_batch_size=1, rollout_batch_size=1))
+        single = estimate_resources(config, world_size)
+        estimate = replace(
+            estimate,
+            kv_cache=single.kv_cache,
+            collect_activations=single.collect_activations,
+            update_activations=single.update_activations,
+        )
+        savings.append(("batch.micro_batch_size=1 batch.rollout_batch_size=1", estimate.total))
+    if isinstance(config.objective, SRPO) and config.objective.batch_branches and len(config.objective.branches) > 1:
+        estimate = replace(estimate, update_activations=estimate.update_activations / 2)
+        savings.append(("objective.batch_branches=false", estimate.total))
+    if not config.tuning.is_adapter:
+        gradients, state = LORA_SHARE * estimate.gradients, LORA_SHARE * estimate.optimizer_state
+        estimate = replace(estimate, gradients=gradients, optimizer_state=state, snapshots=0.0)
+        savings.append(("'tuning={type: lora}' (approximate)", estimate.total))
+    if world_size == 1:
+        static = estimate.total - estimate.update_activations
+        savings.append(("engine.strategy=fsdp on two GPUs (approximate)", estimate.total - static / 2))
+    return savings
+
+
+def estimate_autoencoder_resources(config: AutoencoderRunConfig, world_size: int = 1) -> ResourceEstimate:
+    """Estimate a run that trains an autoencoder, with its discriminator from the first step."""
+    config = replace(config, engine=resolve_for_planning(config.engine)[0])
+    micro_batch = compute_step_counts(config, world_size).micro_batch_size
+    image_size = _image_size(config)
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_modules():
+        step = FakeAutoencoderStep(config, image_size)
+        if config.engine.activation_memory == "checkpoint":
+            activation_memory.checkpoint_activations(step.net)
+        trained = [p for p in step.net.parameters() if p.requires_grad]
+        discriminator = [] if step.discriminator is None else [*step.discriminator.parameters()]
+        frozen = [*step.net.buffers(), *([] if step.lpips is None else step.lpips.parameters())]
+        for p in (*trained, *discriminator):
+            p.grad = torch.empty_like(p)
+        gradients = [p.grad for p in (*trained, *discriminator)]
+        existing = [*step.net.parameters(), *discriminator, *frozen, *gradients]
+        update = trace_peak_bytes(lambda: step.update_autoencoder(micro_batch), existing)
+        adversarial = trace_peak_bytes(lambda: step.update_discriminator(micro_batch), existing)
+        flops = count_flops(lambda: step.update_autoencoder(1)) + count_flops(lambda: step.update_discriminator(1))
+        count, others = (sum(p.numel() for p in parameters) for parameters in (trained, discriminator))
+        frozen_bytes = sum(x.numel() * x.itemsize for x in frozen)
+    shards = _num_shards(config.engine, world_size)
+    return ResourceEstimate(
+        weights=4 * count / shards + 4 * others,
+        gradients=4 * count / shards + 4 * others,
+        optimizer_state=OPTIMIZER_STATE_BYTES[config.optim.state_dtype] * (count / shards + others),
+        snapshots=4 * count / shards if config.ema_decay else 0.0,
+        frozen=frozen_bytes,
+        kv_cache=0.0,
+        collect_activations=adversarial,
+        update_activations=_offloaded(update, config.engine),
+        collect_flops=0.0,
+        update_flops=flops * config.batch_size / world_size,
+        update_batch=micro_batch,
+    )
+
+
+def suggest_autoencoder_savings(config: AutoencoderRunConfig, world_size: int) -> Iterator[Saving]:
+    """Settings that save memory, the cheapest first."""
+    if config.engine.precision == "fp32":
+        config = replace(config, engine=replace(config.engine, precision="bf16"))
+        yield "engine.precision=bf16", estimate_autoencoder_resources(config, world_size).total
+    if config.engine.activation_memory == "keep":
+        config = replace(config, engine=replace(config.engine, activation_memory="checkpoint"))
+        yield "engine.activation_memory=checkpoint", estimate_autoencoder_resources(config, world_size).total
+    size = compute_step_counts(config, world_size).micro_batch_size
+    while size > 1:
+        size = -(-size // 4)
+        config = replace(config, micro_batch_size=size)
+        yield f"micro_batch_size={size}", estimate_autoencoder_resources(config, world_size).total
+
+
+def _image_size(config: AutoencoderRunConfig) -> tuple[int, int]:
+    """Height and width of the first image of the data."""
+    pixels = config.data.load(config.seed).batch(0, 1, 0, 1).pixels
+    return int(pixels.shape[-2]), int(pixels.shape[-1])
+
+
+def _drop_weights(spec: AutoencoderSpec) -> AutoencoderSpec:
+    """The spec with random weights."""
+    settings: Any = spec
+    has_weights = "weights" in {f.name for f in fields(settings)}
+    return replace(settings, weights=None) if has_weights else spec
+
+
+class FakeAutoencoderStep:
+    """The networks of an autoencoder's run on fake tensors, and both of its updates."""
+
+    def __init__(self, config: AutoencoderRunConfig, image_size: tuple[int, int]) -> None:
+        self.config, self.image_size = config, image_size
+        self.net: nn.Module = _drop_weights(config.autoencoder).load(Placement())
+        self.discriminator: PatchGANDiscriminator | None = None
+        if (settings := config.discriminator) is not None:
+            self.discriminator = PatchGANDiscriminator(
+                settings.width, settings.num_layers, extra_layer=settings.extra_layer
+            )
+        self.lpips: LPIPSDistance | None = None
+        if config.loss.lpips:
+            is_tiny = config.loss.vgg_weights == TINY
+            self.lpips = load_lpips(TINY, "", Placement()) if is_tiny else LPIPSDistance().eval().requires_grad_(False)
+
+    def update_autoencoder(self, batch_size: int) -> None:
+        """Reconstruct, compute all losses, and back-propagate."""
+        pixels = torch.empty(batch_size, 3, *self.image_size)
+        run_under_autocast(self.config.engine, lambda: self._loss(pixels)).backward()
+
+    def _loss(self, pixels: Tensor) -> Tensor:
+        shape = as_autoencoder(self.net).latent_noise_shape(pixels)
+        noise = () if shape is None else (torch.empty(len(pixels), *shape),)
+        reconstruction, extra = self.net(pixels, *noise)
+        loss = reconstruction_loss(self.config.loss, reconstruction.float(), pixels, self.lpips).rows + extra
+        if self.discriminator is not None and self.config.discriminator is not None:
+            self.discriminator.requires_grad_(False)
+            generator_loss = GENERATOR_LOSSES[self.config.discriminator.generator_loss]
+            loss = loss + generator_loss(self.discriminator(reconstruction.float()))
+            self.discriminator.requires_grad_(True)
+        total: Tensor = loss.sum()
+        return total
+
+    def update_discriminator(self, batch_size: int) -> None:
+        """Compute the discriminator's loss on images and reconstructions, and back-propagate."""
+        if self.discriminator is None or self.config.discriminator is None:
+            return
+        discriminator, loss = self.discriminator, DISCRIMINATOR_LOSSES[self.config.discriminator.loss]
+        batches = [torch.empty(batch_size, 3, *self.image_size) for _ in range(2)]
+        run_under_autocast(self.config.engine, lambda: loss(*(discriminator(x) for x in batches)).sum()).backward()

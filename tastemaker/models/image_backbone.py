@@ -1,0 +1,146 @@
+"""Shared parts of the published image generators: frozen VAE, backbone, and how inputs reach the network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.policy import Backbone
+from ..core.registry import ConfigError
+from ..core.types import Condition, Metadata, Prompts
+from ..data.image_io import read_image
+from .text_encoders import CachedTextEncoder, disable_autocast
+
+NUM_TRAIN_TIMESTEPS = 1000  # of every published diffusion model here
+DECODE_BATCH_LATENTS = 1 << 13  # latent positions decoded in one call: one image of 720x720, or two of 512x512
+
+
+@dataclass(frozen=True)
+class FrozenVae:
+    """A frozen diffusers VAE: latents (raw - shift) * scale, [N, C, h, w], of images [N, 3, H, W] in [0, 1]."""
+
+    net: Any
+    shift: Tensor  # scalar, or per channel [C, 1, 1]
+    scale: Tensor
+    is_video: bool = False  # a video VAE, which encodes each image as a clip of one frame
+
+    @classmethod
+    def from_config(cls, net: Any, config: Mapping[str, Any], *, is_video: bool) -> FrozenVae:
+        """Take shift and scale from the VAE's config: mean and deviation per channel, or one factor of each."""
+        device = next(net.parameters()).device
+        means, deviations = config.get("latents_mean"), config.get("latents_std")
+        if means and deviations:
+            shift, std = (torch.tensor(x, device=device).view(-1, 1, 1) for x in (means, deviations))
+            return cls(net, shift, 1 / std, is_video)
+        shift = torch.tensor(config.get("shift_factor") or 0.0, device=device)
+        return cls(net, shift, torch.tensor(config.get("scaling_factor") or 1.0, device=device), is_video)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Encode images to the mode of the posterior, shifted and scaled."""
+        x = (2 * pixels - 1).to(self.net.dtype)
+        with disable_autocast(x):
+            raw: Tensor = self.net.encode(x[:, :, None] if self.is_video else x).latent_dist.mode().float()
+        return ((raw[:, :, 0] if self.is_video else raw) - self.shift) * self.scale
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode in small batches: the activations of one decoder call take gigabytes."""
+        batch_size = max(1, DECODE_BATCH_LATENTS // latents[0, 0].numel())
+        return torch.cat([self._decode(batch) for batch in torch.split(latents, batch_size)])
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        raw = (latents / self.scale + self.shift).to(self.net.dtype)
+        with disable_autocast(raw):
+            pixels: Tensor = self.net.decode(raw[:, :, None] if self.is_video else raw, return_dict=False)[0].float()
+        return ((pixels[:, :, 0] if self.is_video else pixels) / 2 + 0.5).clamp(0, 1)
+
+
+class ImageBackbone(Backbone):
+    """A denoiser of image latents [1, C, h, w] with a frozen VAE and cached prompt embeddings."""
+
+    forward_passes = 1
+    autoencoder: FrozenVae
+    prompt_encoder: CachedTextEncoder
+
+    def enable_text_encoder_training(self) -> dict[str, nn.Module]:
+        return self.prompt_encoder.enable_training()
+
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        return Condition(tuple(prompts), self.prompt_encoder(prompts), tuple(metadata))
+
+    def with_size(self, height: int, width: int) -> Self:
+        other, factor = copy(self), self.pixels[2] // self.shape[2]
+        other.shape, other.pixels = (1, self.shape[1], height // factor, width // factor), (1, 3, height, width)
+        return other
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.autoencoder.encode(pixels[:, 0])[:, None]
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        latents = x if frames is None else x[:, list(frames)]
+        pixels = self.autoencoder.decode(latents.flatten(0, 1))
+        return pixels.view(*latents.shape[:2], *pixels.shape[1:])
+
+
+def unet_timestep(t: Tensor) -> Tensor:
+    """Convert t in (0, 1] to the timestep index that networks were trained on: t = (k + 1) / 1000 is k.
+
+    Times between two training timesteps stay between them; rounding errors of those that are meant exactly are removed.
+    """
+    timestep = (t.float() * NUM_TRAIN_TIMESTEPS - 1).clamp(min=0)
+    nearest = timestep.round()
+    return torch.where((timestep - nearest).abs() < 1e-3, nearest, timestep)
+
+
+def cast_to_network_dtype(net: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Cast inputs to the dtype of the network's weights; autocast, if enabled, continues from there."""
+    dtype = next(net.parameters()).dtype
+    return tuple(x.to(dtype) for x in inputs)
+
+
+def check_image_size(height: int, width: int, multiple: int = 8) -> None:
+    """Refuse an image size that the autoencoder cannot represent."""
+    for name, side in (("height", height), ("width", width)):
+        if side % multiple or not multiple <= side <= 8192:
+            raise ValueError(f"'{name}' is {side}; expected a multiple of {multiple} from {multiple} to 8192")
+
+
+def check_image_shape(pixels: Tensor, expected: tuple[int, ...]) -> None:
+    """Refuse images [B, *] whose size differs from that of the model's samples."""
+    if pixels.shape[1:] != expected:
+        (data_height, data_width), (height, width) = pixels.shape[-2:], expected[-2:]
+        raise ConfigError(
+            f"the images are {data_width}x{data_height} and the model makes {width}x{height}; "
+            "set data.image_size, or model.height and model.width"
+        )
+
+
+def read_condition_image(image: object, height: int, width: int) -> Tensor | None:
+    """Read the image that a prompt comes with, a path or pixels [F, 3, H, W], at a size: [1, 3, height, width].
+
+    Of several frames the first is taken. None if the prompt has no image.
+    """
+    pixels = read_image(Path(image)) if isinstance(image, (str, Path)) else image
+    return resize_and_center_crop(pixels[:1], height, width) if isinstance(pixels, Tensor) else None
+
+
+def condition_image_key(image: object) -> int | str:
+    """Return a key by which the same image of several prompts is recognized, so that it is encoded once."""
+    return str(image) if isinstance(image, (str, Path)) else id(image)
+
+
+def resize_and_center_crop(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Resize images [N, 3, H, W] so that they cover a size, and crop the center: [N, 3, height, width]."""
+    scale = max(height / pixels.shape[2], width / pixels.shape[3])
+    size = max(height, round(pixels.shape[2] * scale)), max(width, round(pixels.shape[3] * scale))
+    if size != tuple(pixels.shape[2:]):
+        pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return pixels[..., top : top + height, left : left + width]

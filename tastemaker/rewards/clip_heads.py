@@ -1,0 +1,248 @@
+"""Small heads on the image embedding of CLIP ViT-L/14: aesthetic, weather and compression score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..core.registry import ConfigError
+from ..core.reward import BatchSize, Reward, RewardCard, RewardSpec
+from ..core.types import Metadata, Placement, Prompts
+from ..models.pretrained import WeightsSource, find_weights, load_state_dict, load_weights_into
+from .backbones.dual_encoder import CLIP_L, ClipImageEncoder, ClipResizeMode, load_clip_image_encoder
+from .backbones.frozen_models import TINY
+
+AESTHETIC_HEAD = WeightsSource(
+    "trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth", "3.7 MB", "Apache-2.0 upstream"
+)
+VADER = "https://github.com/mihirp1998/VADER"  # its heads are in `assets/` of the repository, not on the Hub
+MEMORY = "1.2 GB, half of it in 16 bits"
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """The known numberings of a head's linear layers in its file, and whether ReLUs are between them."""
+
+    layer_indices: tuple[tuple[int, ...], ...]
+    relu: bool = False
+
+
+LAION_LAYOUT = HeadLayout(((0, 2, 4, 6, 7), (0,)))  # five layers or one, with only dropout between them
+VADER_LAYOUT = HeadLayout(((0, 3, 6, 9), (0, 3, 6, 9, 12)), relu=True)  # of its checkpoint, and of its class
+
+
+@dataclass(frozen=True)
+class AestheticReward(RewardSpec):
+    """LAION's aesthetic predictor (2022): how much people like an image.
+
+    The head is version 2's `sac+logos+ava1-l14-linearMSE.pth` or version 1's `sa_0_4_vit_l_14_linear.pth`. With a
+    `target`, the score is minus the distance to it, as in VADER.
+    """
+
+    weights: str = CLIP_L.hub
+    head: str = AESTHETIC_HEAD.hub
+    resize_mode: ClipResizeMode = "stretch"  # VADER's; `crop` is how the heads were trained
+    target: float | None = None
+    batch_size: BatchSize = 64
+    card: ClassVar[RewardCard] = RewardCard(
+        range="4 to 7",
+        failure_modes="glow, saturated colors and smooth portraits; its gradient points one way for every image, "
+        "so textures with that embedding go far beyond 10",
+        memory=MEMORY,
+        sources=(CLIP_L, AESTHETIC_HEAD),
+    )
+    differentiable: ClassVar[bool] = True
+
+    def load(self, placement: Placement) -> AestheticScorer:
+        scorer = load_clip_head(self.weights, self.head, AESTHETIC_HEAD, LAION_LAYOUT, self.resize_mode, placement)
+        return AestheticScorer(scorer, self.target)
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY, head=TINY)
+
+
+@dataclass(frozen=True)
+class AestheticScorer(Reward):
+    clip_head: ClipHeadScorer
+    target: float | None
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        score = self.clip_head(pixels)
+        return score if self.target is None else -(score - self.target).abs()
+
+
+@dataclass(frozen=True)
+class WeatherReward(RewardSpec):
+    """The probability of rain or snow (VADER, Prabhudesai et al. 2024), by a linear head and a sigmoid.
+
+    The heads come with VADER's code as `assets/rainy_reward.pt` and `assets/snowy_reward.pt`.
+    """
+
+    kind: Literal["rainy", "snowy"] = "rainy"
+    weights: str = CLIP_L.hub
+    head: str = ""  # a path; `rainy_reward.pt` or `snowy_reward.pt` in the working directory if empty
+    resize_mode: ClipResizeMode = "stretch"
+    batch_size: BatchSize = 64
+    card: ClassVar[RewardCard] = RewardCard(
+        range="0 to 1",
+        failure_modes="gray haze and streaks for rain, white noise for snow",
+        memory=MEMORY,
+        sources=(CLIP_L,),
+    )
+    differentiable: ClassVar[bool] = True
+
+    def load(self, placement: Placement) -> WeatherScorer:
+        file = f"{self.kind}_reward.pt"
+        source = f"assets/{file} of {VADER}"
+        return WeatherScorer(
+            load_clip_head(self.weights, self.head or file, source, LAION_LAYOUT, self.resize_mode, placement)
+        )
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY, head=TINY)
+
+
+@dataclass(frozen=True)
+class WeatherScorer(Reward):
+    clip_head: ClipHeadScorer
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return self.clip_head(pixels).sigmoid()
+
+
+@dataclass(frozen=True)
+class CompressionScoreReward(RewardSpec):
+    """Minus the predicted kilobytes of the image's JPEG at quality 95 (VADER, Prabhudesai et al. 2024).
+
+    The head comes with VADER's code. `jpeg` counts real kilobytes; `compression` is differentiable without a network.
+    """
+
+    goal: Literal["compressible", "incompressible"] = "compressible"
+    weights: str = CLIP_L.hub
+    head: str = "compression_reward.pt"  # a path
+    resize_mode: ClipResizeMode = "stretch"
+    batch_size: BatchSize = 64
+    card: ClassVar[RewardCard] = RewardCard(
+        range="-20 to 0 kilobytes",
+        failure_modes="images that look plain to CLIP and are not; watch `jpeg` beside it",
+        memory=MEMORY,
+        sources=(CLIP_L,),
+    )
+    differentiable: ClassVar[bool] = True
+
+    def load(self, placement: Placement) -> CompressionScorer:
+        source = f"assets/compression_reward.pt of {VADER}"
+        scorer = load_clip_head(self.weights, self.head, source, VADER_LAYOUT, self.resize_mode, placement)
+        return CompressionScorer(scorer, -1 if self.goal == "compressible" else 1)
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY, head=TINY)
+
+
+@dataclass(frozen=True)
+class CompressionScorer(Reward):
+    clip_head: ClipHeadScorer
+    sign: int
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return self.sign * self.clip_head(pixels)
+
+
+class Head(nn.Module):
+    """Linear layers under the keys of the published files."""
+
+    def __init__(self, layer_indices: Sequence[int], widths: Sequence[int], relu: bool) -> None:
+        super().__init__()
+        pairs = zip(layer_indices, pairwise(widths), strict=True)
+        self.layers = nn.ModuleDict({str(index): nn.Linear(*sizes) for index, sizes in pairs})
+        self.relu = relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embeddings [N, D] to scores [N]."""
+        for count, layer in enumerate(self.layers.values(), 1):
+            x = layer(x)
+            if self.relu and count < len(self.layers):
+                x = x.relu()
+        return x[:, 0]
+
+
+@dataclass(frozen=True)
+class ClipHeadScorer:
+    encoder: ClipImageEncoder
+    resize_mode: ClipResizeMode
+    head: Head
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Output of the head for the first frame of each sample: [B]."""
+        scores: Tensor = self.head(self.encoder.embed(pixels[:, 0], self.resize_mode))
+        return scores
+
+
+def load_clip_head(
+    weights: str,
+    head: str,
+    source: WeightsSource | str,
+    layout: HeadLayout,
+    resize_mode: ClipResizeMode,
+    placement: Placement,
+) -> ClipHeadScorer:
+    """A head on CLIP's shared image encoder. `source` is where the head is published, on the Hub or elsewhere."""
+    encoder = load_clip_image_encoder(weights, placement)
+    net = _random_head(layout, encoder.width) if head == TINY else read_head(_find_head(head, source), layout)
+    width = next(iter(net.layers.values())).in_features
+    if width != encoder.width:
+        raise ConfigError(
+            f"the head '{head:.200}' takes embeddings of width {width}, but '{weights:.200}' has {encoder.width}; "
+            "name the CLIP that the head was trained on"
+        )
+    net = net.to(placement.device, torch.promote_types(placement.dtype, torch.float32))
+    return ClipHeadScorer(encoder, resize_mode, net.eval().requires_grad_(False))
+
+
+def read_head(path: Path, layout: HeadLayout) -> Head:
+    """A published head: numbered layers, or a single layer without a number."""
+    tensors = load_state_dict(path)
+    if set(tensors) == {"weight", "bias"}:
+        tensors = {f"layers.0.{key}": x for key, x in tensors.items()}
+    indices = tuple(sorted({int(key.split(".")[1]) for key in tensors if _is_layer_key(key)}))
+    if indices not in layout.layer_indices or len(tensors) != 2 * len(indices):
+        found, expected = list(tensors)[:3], " or ".join(str(list(known)) for known in layout.layer_indices)
+        raise ConfigError(f"{path} holds {found}; expected a head of the layers {expected}, each weight and bias")
+    head = Head(indices, _layer_widths(tensors, indices, path), layout.relu)
+    load_weights_into(head, tensors, path)
+    return head
+
+
+def _is_layer_key(key: str) -> bool:
+    parts = key.split(".")
+    return len(parts) == 3 and parts[0] == "layers" and parts[1].isdigit() and parts[2] in ("weight", "bias")
+
+
+def _layer_widths(tensors: Mapping[str, Tensor], indices: Sequence[int], path: Path) -> list[int]:
+    shapes = [tensors[f"layers.{index}.weight"].shape for index in indices if f"layers.{index}.weight" in tensors]
+    widths = [shape[1] for shape in shapes if len(shape) == 2] + [1]
+    if len(widths) != len(indices) + 1:
+        raise ConfigError(f"{path} has layers that are no matrices; name the published file")
+    return widths
+
+
+def _find_head(name: str, source: WeightsSource | str) -> Path:
+    if isinstance(source, WeightsSource):
+        return find_weights(name, source)
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"there is no head at '{name:.200}'; fetch it from {source} and give its path as `head`")
+    return path
+
+
+def _random_head(layout: HeadLayout, width: int) -> Head:
+    indices = layout.layer_indices[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Head(indices, [width, *([8] * (len(indices) - 1)), 1], layout.relu)

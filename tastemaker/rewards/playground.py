@@ -1,0 +1,244 @@
+"""Rewards of the playground by its small networks: verdict, soft, match, judge, taste, motion and content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from ..core.reward import BatchSize, Modality, Reward, RewardCard, RewardSpec, Verdict, Verifier
+from ..core.types import Metadata, Placement, Prompts
+from ..playground.captions import parse_captions
+from ..playground.detector import SceneDetector, decode_detections
+from ..playground.motion import MotionClassifier, representative_frame, requested_motion, resize_clips
+from ..playground.network_files import TINY, load_network
+from ..playground.networks import (
+    ImageTextScorer,
+    QualityScorer,
+    YesNoJudge,
+    first_frame,
+    requested_captions,
+    split_quality,
+)
+from ..playground.verdict import compute_verdict, partial_credit, soft_score
+from .wrappers import RewardWrapper, require_image_reward
+
+
+@dataclass(frozen=True)
+class PlaygroundVerdictReward(RewardSpec):
+    """PlayEval's verdict, partial credit for each requirement that holds, or the mean of both, which learns fastest."""
+
+    output: Literal["verdict", "graded", "mix"] = "mix"
+    strict: bool = True  # objects that nobody asked for count as wrong; GenEval's rule ignores them and can be hacked
+    weights: str = "playground/detector0"
+    batch_size: BatchSize = 256
+    card: ClassVar[RewardCard] = RewardCard(
+        range="0 to 1", failure_modes="without `strict`, four copies of everything", memory="2.4 MB"
+    )
+
+    def load(self, placement: Placement) -> PlaygroundVerdictScorer:
+        return PlaygroundVerdictScorer(self, load_network(SceneDetector, self.weights, placement.device))
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY)
+
+
+@dataclass(frozen=True)
+class PlaygroundVerdictScorer(Reward):
+    spec: PlaygroundVerdictReward
+    net: SceneDetector
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        captions = requested_captions(prompts, metadata, pixels.device)
+        detections = decode_detections(self.net(first_frame(pixels)))
+        if self.spec.output == "verdict":
+            return compute_verdict(detections, captions, self.spec.strict)
+        credit = partial_credit(detections, captions, self.spec.strict)
+        if self.spec.output == "graded":
+            return credit
+        return (credit + compute_verdict(detections, captions, self.spec.strict)) / 2
+
+
+@dataclass(frozen=True)
+class PlaygroundSoftReward(RewardSpec):
+    """The differentiable verdict: mean log-probability of what the caption asks for, less that of everything else."""
+
+    strict: bool = True  # objects that nobody asked for cost
+    weights: str = "playground/detector0"
+    batch_size: BatchSize = 256
+    card: ClassVar[RewardCard] = RewardCard(
+        range="-10 to 0", failure_modes="hard outlines; without `strict`, four copies of everything", memory="2.4 MB"
+    )
+    differentiable: ClassVar[bool] = True
+
+    def load(self, placement: Placement) -> PlaygroundSoftScorer:
+        return PlaygroundSoftScorer(self, load_network(SceneDetector, self.weights, placement.device))
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY)
+
+
+@dataclass(frozen=True)
+class PlaygroundSoftScorer(Reward):
+    spec: PlaygroundSoftReward
+    net: SceneDetector
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        captions = requested_captions(prompts, metadata, pixels.device)
+        return soft_score(self.net(first_frame(pixels)), captions, self.spec.strict)
+
+
+@dataclass(frozen=True)
+class PlaygroundMatchReward(RewardSpec):
+    """The cosine of image and caption, as CLIP's; `crisp. a photo of a dog` adds that of the word, for `relative`."""
+
+    weights: str = "playground/scorer"
+    batch_size: BatchSize = 256
+    card: ClassVar[RewardCard] = RewardCard(
+        range="-1 to 1", failure_modes="textures, which the verdict detects", memory="3.5 MB"
+    )
+    differentiable: ClassVar[bool] = True
+
+    def load(self, placement: Placement) -> PlaygroundMatchScorer:
+        return PlaygroundMatchScorer(load_network(ImageTextScorer, self.weights, placement.device))
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY)
+
+
+@dataclass(frozen=True)
+class PlaygroundMatchScorer(Reward):
+    net: ImageTextScorer
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        texts, quality = split_quality(prompts)
+        captions = parse_captions(texts).to(pixels.device)
+        out: Tensor = self.net(first_frame(pixels), captions, torch.tensor(quality, device=pixels.device))
+        return out
+
+
+@dataclass(frozen=True)
+class PlaygroundJudgeReward(RewardSpec):
+    """The probability of 'yes, this shows the caption'. In a search it also judges which previews are clear enough."""
+
+    clarity_threshold: float = 0.5  # probability from which a preview counts as clear
+    promise_threshold: float = 0.5  # probability of yes from which a clear preview is continued
+    weights: str = "playground/judge"
+    batch_size: BatchSize = 256
+    card: ClassVar[RewardCard] = RewardCard(
+        range="0 to 1", failure_modes="images unlike those it was trained on", memory="3.5 MB"
+    )
+    differentiable: ClassVar[bool] = True
+
+    def load(self, placement: Placement) -> PlaygroundJudgeScorer:
+        return PlaygroundJudgeScorer(self, load_network(YesNoJudge, self.weights, placement.device))
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY)
+
+
+@dataclass(frozen=True)
+class PlaygroundJudgeScorer(Reward, Verifier):
+    spec: PlaygroundJudgeReward
+    net: YesNoJudge
+
+    def verifier(self) -> Verifier:
+        return self
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return self._probabilities(pixels, prompts, metadata)[:, 0]
+
+    @torch.no_grad()
+    def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
+        with torch.autocast(pixels.device.type, enabled=False):  # a search runs in the model's precision
+            yes, clear = self._probabilities(pixels.float(), prompts, metadata or [{}] * len(prompts)).unbind(1)
+        return Verdict(clear >= self.spec.clarity_threshold, yes >= self.spec.promise_threshold, yes)
+
+    def _probabilities(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        """Of yes, and of a clear image: [B, 2]."""
+        logits: Tensor = self.net(first_frame(pixels), requested_captions(prompts, metadata, pixels.device))
+        return logits.sigmoid()
+
+
+@dataclass(frozen=True)
+class PlaygroundTasteReward(RewardSpec):
+    """Image quality: prefers crisp, intact images to noisy, blurry and broken ones, whatever they show."""
+
+    weights: str = "playground/taste"
+    batch_size: BatchSize = 256
+    card: ClassVar[RewardCard] = RewardCard(
+        range="-8 to 8", failure_modes="crisp images of something else", memory="0.5 MB"
+    )
+    differentiable: ClassVar[bool] = True
+
+    def load(self, placement: Placement) -> PlaygroundTasteScorer:
+        return PlaygroundTasteScorer(load_network(QualityScorer, self.weights, placement.device))
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY)
+
+
+@dataclass(frozen=True)
+class PlaygroundTasteScorer(Reward):
+    net: QualityScorer
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        out: Tensor = self.net(first_frame(pixels))
+        return out
+
+
+@dataclass(frozen=True)
+class PlaygroundMotionReward(RewardSpec):
+    """The probability of the caption's motion by a classifier of videos; one of its classes is no motion."""
+
+    output: Literal["log", "probability"] = "log"  # gradients follow the logarithm better, groups the probability
+    weights: str = "playground/motion0"
+    batch_size: BatchSize = 128
+    card: ClassVar[RewardCard] = RewardCard(
+        range="-10 to 0", failure_modes="blotches that move as asked, whatever they are", memory="0.9 MB"
+    )
+    differentiable: ClassVar[bool] = True
+    modality: ClassVar[Modality] = "video"
+
+    def load(self, placement: Placement) -> PlaygroundMotionScorer:
+        return PlaygroundMotionScorer(self, load_network(MotionClassifier, self.weights, placement.device))
+
+    def tiny(self) -> Self:
+        return replace(self, weights=TINY)
+
+
+@dataclass(frozen=True)
+class PlaygroundMotionScorer(Reward):
+    spec: PlaygroundMotionReward
+    net: MotionClassifier
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        motion = requested_motion(prompts, metadata, pixels.device)
+        log_probs: Tensor = self.net(resize_clips(pixels)).log_softmax(1)
+        score = log_probs[torch.arange(len(motion), device=motion.device), motion]
+        return score if self.spec.output == "log" else score.exp()
+
+
+@dataclass(frozen=True)
+class PlaygroundContentReward(RewardWrapper):
+    """An image reward of the one frame in which the objects of a video are upright and at full size.
+
+    The mean over all frames would reward rotating objects for standing upright all the time, and growing ones for being
+    large at once.
+    """
+
+    reward: RewardSpec
+
+    def __post_init__(self) -> None:
+        require_image_reward(self.reward)
+
+    @property
+    def modality(self) -> Modality:
+        return "video"
+
+    def score_with(self, inner: Reward, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        frame = representative_frame(pixels, requested_motion(prompts, metadata, pixels.device))
+        return inner.score(frame, prompts, metadata)

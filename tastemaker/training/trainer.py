@@ -1,0 +1,158 @@
+"""`tastemaker train`: build or resume a run, train it, and log its events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from ..autoencoders.training import AutoencoderRun
+from ..autoencoders.training import train as train_autoencoder
+from ..config.build import build, build_autoencoder, build_judge, make_tiny_any
+from ..config.check import require_valid
+from ..config.dump import config_to_dict
+from ..config.load import list_recipes, load_any_config
+from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
+from ..core.lora import Lora
+from ..core.registry import ConfigError
+from ..export.llamagen import resume_from_llamagen
+from ..export.lora import InitializedLora, is_external_lora, resolve_lora_path
+from ..models.llamagen import optimizer_state
+from ..vlm.finetuning import JudgeRun
+from ..vlm.finetuning import train as train_judge
+from . import run_directory
+from .events import Event, TrainingFinished
+from .loggers.html_report import HtmlReportLogger
+from .loggers.jsonl import JsonlLogger
+from .loggers.logger import Logger, LoggerCollection
+from .loggers.progress import ProgressLogger
+from .loggers.sample_grids import SampleGridLogger
+from .loop import train
+from .run import Run
+
+AnyRun = Run | AutoencoderRun | JudgeRun
+
+
+class TimeEstimator(Logger, Protocol):
+    """A logger that estimates the remaining time of work of which the run is only a part, such as the demo."""
+
+    def text(self) -> str:
+        """Return the estimate as a phrase; empty if there is none yet."""
+
+
+def build_loggers(config: AnyConfig, console: Console, timer: TimeEstimator | None = None) -> LoggerCollection:
+    """Return the loggers of a run: metrics.jsonl, progress, sample grids and report, and those in `loggers`."""
+    frames = config.model.frames if isinstance(config, RunConfig) else 1
+    progress = ProgressLogger(console, frames=frames, remaining_time=timer.text if timer else None)
+    loggers: list[Logger] = [JsonlLogger(), *([timer] if timer else []), progress, SampleGridLogger()]
+    if config.loggers.tensorboard:
+        from .loggers.tensorboard import TensorBoardLogger
+
+        loggers.append(TensorBoardLogger())
+    if config.loggers.wandb:
+        from .loggers.wandb import WandbLogger
+
+        loggers.append(WandbLogger(config.loggers.wandb, config_to_dict(config)))
+    return LoggerCollection([*loggers, HtmlReportLogger(console)], console)
+
+
+def load_run_config(recipe: str, overrides: Sequence[str]) -> AnyConfig:
+    """Load a recipe, a YAML file, or the configuration in the directory of an earlier run.
+
+    For a directory, output_dir and name are where it is now, which may not be where it was written.
+    """
+    directory = Path(recipe)
+    if recipe in list_recipes() or not (directory / run_directory.CONFIG_FILE).is_file():
+        return load_any_config(recipe, overrides)
+    directory = directory if directory.name not in ("", "..") else directory.resolve()
+    config = load_any_config(directory / run_directory.CONFIG_FILE, overrides)
+    changed = {key.partition("=")[0] for key in overrides}
+    output_dir = config.output_dir if "output_dir" in changed else directory.parent
+    return replace(config, output_dir=output_dir, name=config.name if "name" in changed else directory.name)
+
+
+def build_run(config: AnyConfig, directory: Path, init_from: Path | None) -> AnyRun:
+    """Build the run of a generator, an autoencoder or a judge, from the weights in `init_from` if given."""
+    if isinstance(config, JudgeRunConfig):
+        return build_judge(config, directory, init_from=init_from)
+    if isinstance(config, AutoencoderRunConfig):
+        return build_autoencoder(config, directory, init_from=init_from)
+    init_from = init_from and resolve_lora_path(init_from)
+    if init_from is not None and isinstance(config.tuning, Lora) and is_external_lora(init_from):
+        tuning = InitializedLora(config.tuning, init_from, config.model.layout)
+        return build(replace(config, tuning=tuning), directory)
+    return build(config, directory, init_from=init_from)
+
+
+def training_events(run: AnyRun) -> Iterator[Event]:
+    """Train a run of any kind: return the iterator over its events."""
+    if isinstance(run, JudgeRun):
+        return train_judge(run)
+    return train_autoencoder(run) if isinstance(run, AutoencoderRun) else train(run)
+
+
+@contextmanager
+def open_loggers(
+    run: AnyRun, config: AnyConfig, console: Console, timer: TimeEstimator | None = None
+) -> Iterator[LoggerCollection]:
+    """Write config.yaml and environment.json and yield the loggers of a run; only rank 0 writes and logs."""
+    if run.engine.comm.rank == 0:
+        run_directory.write_run_config(config, run.directory)
+        run_directory.write_environment(run.engine, run.directory)
+        loggers = build_loggers(config, console, timer)
+    else:
+        loggers = LoggerCollection([], console)
+    try:
+        yield loggers
+    finally:
+        loggers.close()
+
+
+def run_training(
+    config: AnyConfig,
+    *,
+    tiny: bool = False,
+    resume: Path | None = None,
+    init_from: Path | None = None,
+    allow_change: Sequence[str] = (),
+    console: Console,
+    timer: TimeEstimator | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> bool:
+    """Train as `tastemaker train` does: from the directory's last checkpoint if it has one, with loggers.
+
+    Returns whether all steps are done; they are not if the run was asked to stop.
+    """
+    if resume is not None and init_from is not None:
+        raise ConfigError(
+            "--resume and --init-from were both given; --resume restores everything, --init-from only the weights"
+        )
+    config = require_valid(make_tiny_any(config) if tiny else config)
+    directory = config.output_dir / (config.name or "run")
+    config = run_directory.keep_precision(config, directory, resume)
+    latest = run_directory.claim_run_directory(config, directory, allow_change)
+    if latest is not None and (resume or init_from):
+        raise ConfigError(
+            f"{directory} already has checkpoints; choose another name=... for a run that starts from other weights"
+        )
+    run = build_run(config, directory, init_from)
+    config = replace(config, engine=run.engine.config)
+    try:
+        if resume is not None and optimizer_state.is_llamagen_checkpoint(resume) and isinstance(run, Run):
+            resume_from_llamagen(run, resume)
+        elif (checkpoint := resume or latest) is not None:
+            run.resume(checkpoint)
+        completed = True
+        with open_loggers(run, config, console, timer) as loggers:
+            for event in training_events(run):
+                loggers.log(event)
+                if on_event is not None:
+                    on_event(event)
+                completed = not isinstance(event, TrainingFinished) or event.step >= run.steps
+        return completed
+    finally:
+        run.engine.close()

@@ -1,0 +1,105 @@
+"""The benchmark scripts run with small networks and write a result for every section."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
+
+
+def run_script(folder: Path, name: str, *arguments: str) -> tuple[Any, str]:
+    """Run a script on the CPU. Returns its results and its output."""
+    out = folder / "results.json"
+    command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), *arguments, "--out", str(out)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert process.returncode == 0, process.stderr
+    assert out.is_file(), process.stdout + process.stderr
+    return json.loads(out.read_text(encoding="utf-8")), process.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "sections", "column"),
+    [
+        pytest.param("dit", "matmul", "images/s", id="matmul"),
+        pytest.param("dit", "latents,pixels,vae,vae-diffusers", "images/s", marks=LONG, id="dit"),
+        pytest.param("flux", "plain", "s per prompt", marks=SLOW, id="flux-plain"),
+        pytest.param("flux", "parts,full,lora,grpo-sd35,grpo-flux", "s per prompt", marks=LONG, id="flux"),
+        pytest.param(
+            "llamagen", "B,grpo,kernels,agreement,L,XL,XXL,3B,XXL-64", "ms per step", marks=SLOW, id="llamagen"
+        ),
+        pytest.param("video", "modelscope,plain-modelscope", "s per video", marks=SLOW, id="modelscope"),
+        pytest.param("video", "videocrafter,plain-videocrafter,wan", "s per video", marks=SLOW, id="videocrafter-wan"),
+    ],
+)
+def test_every_section_writes_results(script: str, sections: str, column: str, tmp_path: Path) -> None:
+    results, output = run_script(tmp_path, script, "--tiny", "--sections", sections)
+    assert {result["section"] for result in results} == set(sections.split(",")), output
+    assert f"| {column} |" in output
+    for result in results:
+        assert result.get("images/s", 1) > 0 and result.get("seconds per prompt", 1) > 0
+        assert sum(result.get("shares", {"": 1}).values()) == pytest.approx(1)
+        assert result.get("recompiled", 0) == 0
+        if result.get("dtype", "").startswith("float32"):
+            assert result["equal tokens"] == 1
+
+
+@pytest.mark.slow
+def test_video_variants_are_measured(tmp_path: Path) -> None:
+    results, output = run_script(tmp_path, "video", "--tiny", "--sections", "modelscope")
+    expected = {"one frame", "all frames", "one frame, two videos at once"}
+    assert {result["frames"] for result in results} == expected, output
+
+
+@pytest.mark.slow
+def test_showo_tokens_are_equal(tmp_path: Path) -> None:
+    results, output = run_script(tmp_path, "showo", "--tiny")
+    by_name = {result["name"]: result for result in results}
+    assert set(by_name) == {"one by one", "together", "prompt read once", "equal in float32"}, output
+    assert by_name["equal in float32"]["of images"] == by_name["equal in float32"]["of steps"] == 1
+
+
+@pytest.mark.slow
+def test_paligemma_tokens_are_equal(tmp_path: Path) -> None:
+    results, output = run_script(tmp_path, "paligemma", "--tiny")
+    (equal,) = [result for result in results if "as generated" in result]
+    assert equal["name"] == "equal in float32" and equal["as generated"] == equal["step by step"] == 1
+    rates = {(result["rows"], result["way"]): result["tokens/s"] for result in results if "way" in result}
+    assert set(rates) == {(size, way) for size in (1, 3) for way in ("generate", "eager")}, output
+    assert min(rates.values()) > 0
+
+
+@pytest.mark.slow
+def test_geneval_phases_are_measured(tmp_path: Path) -> None:
+    results, _ = run_script(tmp_path, "geneval", "--tiny")
+    assert len(results) == 3
+    for result in results:
+        assert set(result["shares"]) == {"reading", "resizing", "network", "masks", "colors", "rules"}
+        assert sum(result["shares"].values()) == pytest.approx(1) and result["rate"] > 0 and result["objects"] > 0
+
+
+@pytest.mark.slow
+def test_vae_cases_are_measured(tmp_path: Path) -> None:
+    results, _ = run_script(tmp_path, "vae", "--tiny")
+    assert len(results) == 4 and all(result["images_per_second"] > 0 for result in results)
+
+
+@pytest.mark.slow
+def test_rewards_are_measured(tmp_path: Path) -> None:
+    results, _ = run_script(tmp_path, "rewards", "--tiny")
+    assert len(results) == 6 and all(result["rate"] > 0 for result in results)
+
+
+@pytest.mark.slow
+def test_image_loading_is_measured_for_all_file_sizes(tmp_path: Path) -> None:
+    report, _ = run_script(tmp_path, "image_loading", "--count", "8")
+    assert set(report["files"]) == {"256", "512", "1024"} and report["target"] == 250
+    assert all(sizes["gallery, folder, no threads"]["per core"] > 0 for sizes in report["files"].values())

@@ -1,0 +1,271 @@
+"""`tastemaker bench`: plans, order of jobs, measurements, failures and resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tastemaker.cli import main
+from tastemaker.config.check import find_problems
+from tastemaker.core.registry import ConfigError
+from tastemaker.evaluation.scoreboard.measurement import Bench
+from tastemaker.evaluation.scoreboard.page import BEGIN_MARK, END_MARK
+from tastemaker.evaluation.scoreboard.plan import (
+    ScoreboardJob,
+    ScoreboardPlan,
+    list_jobs,
+    load_plan,
+    with_shuffled_rewards,
+)
+from tastemaker.evaluation.scoreboard.results import load_results
+from tastemaker.evaluation.scoreboard.runner import BenchOptions, JobQueue, is_finished, plan_jobs
+from tastemaker.rewards.wrappers import ShuffledReward
+
+ROOT = Path(__file__).parent.parent.parent
+TOYS = """
+families: {flow: {process: models/toy-flow}}
+cells:
+  grpo: {recipe: grpo-toy-flow, family: flow, objective: GRPO, reward: colour, control: true, target: {improves: true}}
+  gradient: {recipe: draft-toy-flow, family: flow, objective: DRaFT, reward: colour, control: true}
+  best: {recipe: grpo-toy-flow, family: flow, objective: best of n, reward: judge, seeds: 1,
+         search: {type: best_of_n, candidates: [2]}}
+  broken: {recipe: grpo-toy-flow, family: flow, objective: GRPO, reward: colour, overrides: [optim.lr=1e30]}
+  both: {recipe: grpo-toy-flow, family: flow, objective: GRPO and best of n, reward: judge, control: true, seeds: 1,
+         search: {type: best_of_n, candidates: [2], trained: true}, target: {min_gain: 0.5}}
+  other: {recipe: grpo-playground-flow, family: flow, objective: GRPO, reward: verdict}
+"""
+QUICK = ["steps=2", "guard.every=1", "--prompts", "6", "--tiny", "--device", "cpu"]
+ONE = [*QUICK, "--seeds", "0", "--cells", "grpo", "--control-seeds", ""]
+
+
+@pytest.fixture
+def toys(tmp_path: Path) -> Path:
+    path = tmp_path / "toys.yaml"
+    path.write_text(TOYS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plan of a bench with one measured cell and no control."""
+    path = tmp_path_factory.mktemp("measured") / "toys.yaml"
+    path.write_text(TOYS)
+    assert bench(path, *ONE) == 0
+    return path
+
+
+def bench(toys: Path, *options: str) -> int | str | None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", str(toys), "--out", str(toys.parent / "out"), *options])
+    return exit_info.value.code
+
+
+def result(toys: Path, key: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((toys.parent / "out" / "cells" / f"{key}.json").read_text())
+    return data
+
+
+def test_every_cell_of_the_playground_plan_is_valid() -> None:
+    plan, wrong = load_plan("playground"), {}
+    for cell in plan.cells:
+        config = plan.config(cell)
+        problems = find_problems(with_shuffled_rewards(config), 1)
+        if problems or not isinstance(plan.process(plan.cells[cell].family), config.model.process_type):
+            wrong[cell] = problems
+    assert not wrong
+
+
+def test_trained_cells_of_the_playground_plan_have_a_control() -> None:
+    cells = load_plan("playground").cells.values()
+    learning = [cell for cell in cells if cell.search is None or cell.search.trained]
+    assert all(cell.control for cell in learning if cell.target and not cell.target.guard_warns)
+
+
+def test_jobs_are_ordered_by_seed_after_their_baseline(toys: Path) -> None:
+    plan = load_plan(str(toys))
+    jobs = plan_jobs(BenchOptions(Bench(plan, toys.parent), str(toys), ("grpo", "gradient", "best"), (0, 1), (0,)))
+    keys = [job.key for job in jobs]
+    assert keys[0].startswith("before-flow") and jobs[1].baseline == keys[0]
+    assert keys[1:] == [
+        *("grpo-0", "gradient-0", "best-2-0", "grpo-shuffled-0", "gradient-shuffled-0"),
+        *("grpo-1", "gradient-1"),
+    ]
+
+
+def test_cells_share_a_baseline_only_if_their_weights_are_equal(toys: Path) -> None:
+    plan = load_plan(str(toys))
+    bench = Bench(plan, toys.parent)
+    grpo, gradient, other = (
+        bench.with_baseline(ScoreboardJob(cell, "after")).baseline for cell in ("grpo", "gradient", "other")
+    )
+    assert grpo == gradient != other
+    assert replace(bench, prompts=6).with_baseline(ScoreboardJob("grpo", "after")).baseline != grpo
+
+
+def test_control_shuffles_training_rewards_only() -> None:
+    config = with_shuffled_rewards(load_plan("playground").config("grpo-flow"))
+    kinds = {name: isinstance(reward.spec, ShuffledReward) for name, reward in config.rewards.items()}
+    assert kinds == {"verdict": True, "taste": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cells: {a: {recipe: grpo-nowhere, family: f, objective: a, reward: b}}", "no recipe"),
+        ("cells: {a: {recipe: grpo-toy-flow, family: g, objective: a, reward: b}}", "no family 'g'"),
+        ("cells: {a: {recipe: grpo-toy-flow, family: f, objective: a}}", "cells.a"),
+        ("cells: {a: {recipe: ddpo-toy-causal, family: f, objective: a, reward: b, overrides: [steps=x]}}", "cells.a"),
+        (
+            "cells: {a: {recipe: grpo-toy-flow, family: f, objective: a, reward: b, target: {baseline: b}}}",
+            "no cell 'b'",
+        ),
+    ],
+)
+def test_invalid_cells_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"families: {{f: {{process: models/toy-flow}}}}\n{text}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_plan(str(path)).config("a")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cells", "grop"], "did you mean 'grpo'"),
+        (["--seeds", "one"], "expected whole numbers"),
+        (["--prompts", "3"], "at least 6"),
+    ],
+)
+def test_invalid_options_are_refused(
+    toys: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(toys, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_measures_all_cells_and_continues_after_a_failure(toys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = toys.parent / "page.md"
+    page.write_text(f"{BEGIN_MARK}\n{END_MARK}\n")
+    options = [*QUICK, "--seeds", "0", "--cells", "grpo,gradient,best,broken"]
+    assert bench(toys, *options, "--write", str(page)) == 1
+    output = capsys.readouterr().err
+    assert "broken" not in page.read_text() and "failed: broken-0" in output
+    trained, searched = result(toys, "grpo-0"), result(toys, "best-2-0")
+    assert set(trained["difference"]) == {"strict", "lenient", "graded"}
+    assert trained["training"]["steps"] == 2 and trained["training"]["samples"] == 128
+    assert trained["environment"]["device"] == "cpu" and len(trained["training"]["reward"]) == 2
+    assert trained["before"] == result(toys, baseline_key(toys))["after"]
+    assert searched["after"]["calls"] == 2 * searched["before"]["calls"] and "training" not in searched
+    assert result(toys, "gradient-shuffled-0")["kind"] == "control"
+    # A second run repeats the failed cell only.
+    before = (toys.parent / "out" / "cells" / "grpo-0.json").stat().st_mtime_ns
+    assert bench(toys, *options) == 1
+    assert (toys.parent / "out" / "cells" / "grpo-0.json").stat().st_mtime_ns == before
+    assert len(load_results(toys.parent / "out" / "results.json")) == 6
+
+
+def test_bench_resumes_from_merged_results(toys: Path, measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (toys.parent / "out").mkdir()
+    shutil.copy(measured.parent / "out" / "results.json", toys.parent / "out")
+    assert bench(toys, *ONE) == 0
+    assert "measurements to make: 0; made before: 2" in capsys.readouterr().err
+
+
+def baseline_key(toys: Path) -> str:
+    return next(path.stem for path in (toys.parent / "out" / "cells").glob("before-*.json"))
+
+
+def test_network_calls_of_training_are_counted(measured: Path) -> None:
+    training, config = result(measured, "grpo-0")["training"], load_plan(str(measured)).config("grpo")
+    steps = config.process.network_calls_per_sample(config.model.shape)
+    # All steps but the last are stochastic; the policy and the reference recompute each of these.
+    assert training["calls"] == 128 * (steps + 2 * (steps - 1))
+
+
+def test_changed_search_is_measured_again_and_another_benchmark_is_refused(
+    toys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--seeds", "0", "--cells", "best"]
+    assert bench(toys, *QUICK, *options) == 0
+    search = "search: {type: best_of_n, candidates: [2]"
+    toys.write_text(TOYS.replace(f"{search}}}", f"{search}, verifier: run}}"))
+    changed = Bench(
+        load_plan(str(toys)), toys.parent / "out", 6, 2, ("steps=2", "guard.every=1", "engine.device=cpu"), True
+    )
+    assert not is_finished(changed, changed.with_baseline(ScoreboardJob("best", "after", 0, 2)))
+    assert len(list((toys.parent / "out" / "stale").iterdir())) == 1
+    assert bench(toys, *QUICK, *options, "--count", "3") == 2
+    assert "choose another --out" in capsys.readouterr().err
+
+
+def test_expired_time_limit_starts_no_measurement(toys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(toys, *QUICK, "--minutes", "0", "--cells", "grpo") == 1
+    assert "grpo-0" in capsys.readouterr().err
+
+
+def test_job_waits_for_its_baseline() -> None:
+    first, second = ScoreboardJob("a", "before", baseline="before-x"), ScoreboardJob("a", "after", baseline="before-x")
+    queue = JobQueue([second, first], set())
+    assert queue.take() is first
+    queue.finish(first, "it broke")
+    assert queue.take() is None and queue.failed == {"before-x": "it broke", "a-0": "before-x failed"}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_interrupted_bench_resumes(toys: Path) -> None:
+    out = toys.parent / "out"
+    arguments = ["bench", str(toys), "steps=60", "checkpoint.every=10", "guard.every=0", "--out", str(out), "--tiny"]
+    arguments += ["--prompts", "6", "--device", "cpu", "--cells", "grpo", "--seeds", "0"]
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tastemaker", *arguments, "--jobs", "2"]
+    started = subprocess.Popen(command, env=settings, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    while started.poll() is None and len(list(out.glob("runs/grpo-*/checkpoints/step-*"))) < 2:
+        time.sleep(0.02)
+    os.killpg(started.pid, signal.SIGINT)
+    _, output = started.communicate(timeout=60)
+    assert started.returncode == 130 and "to resume" in output
+    assert [path.name for path in out.glob("cells/*")] == [f"{baseline_key(toys)}.json"]
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 0
+    assert all(result(toys, key)["training"]["steps"] == 60 for key in ("grpo-0", "grpo-shuffled-0"))
+    (record,) = out.glob("runs/grpo-0-*/metrics.jsonl")
+    assert [json.loads(line)["step"] for line in record.read_text().splitlines()] == list(range(1, 61))
+
+
+@pytest.mark.long
+def test_playground_bench_runs_tiny(tmp_path: Path) -> None:
+    small = ["steps=1", "batch.prompts=4", "guard.every=0", "--prompts", "6", "--tiny", "--device", "cpu"]
+    options = [*small, "--seeds", "0", "--control-seeds", "", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", "playground", *options])
+    assert exit_info.value.code == 0
+    plan = load_plan("playground")
+    assert {result["cell"] for result in load_results(tmp_path)} == set(plan.cells)
+    assert {path.name for path in (tmp_path / "scoreboard").iterdir()} == {"overview.svg", "curves.svg", "prices.svg"}
+
+
+def test_job_keys_are_unique() -> None:
+    plan: ScoreboardPlan = load_plan("playground")
+    jobs = list_jobs(plan, list(plan.cells), (0, 1, 2), (0, 1, 2))
+    assert len({job.key for job in jobs}) == len(jobs)
+
+
+def test_search_after_training(toys: Path) -> None:
+    assert bench(toys, *QUICK, "--seeds", "0", "--cells", "both") == 0
+    searched, control = result(toys, "both-2-0"), result(toys, "both-shuffled-0")
+    assert searched["about"]["trained"] and searched["training"]["steps"] == 2
+    assert searched["after"]["calls"] == 2 * control["after"]["calls"]
+    assert searched["after"]["judged"] == 2 and control["after"]["judged"] == 0
+    assert searched["after"]["flops"] > control["after"]["flops"] > 0

@@ -1,0 +1,156 @@
+"""Exports of video models: pipelines for diffusers, and LoRA files under the authors' names."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import transformers
+from rich.console import Console
+from tiers import fast
+from tiny_pipelines import CLIP_ENDS, byte_clip_tokenizer, random
+from torch import Tensor
+from untrained_runs import save_perturbed_run
+
+from tastemaker.config.load import load
+from tastemaker.core.registry import ConfigError
+from tastemaker.core.types import Placement
+from tastemaker.export.generator import GeneratorExport, export_generator
+from tastemaker.export.lora import ADAPTABLE_LAYERS, LoraFromFile
+from tastemaker.models.modelscope import TINY_CONFIGS, ModelscopeSpec
+from tastemaker.search.generation import resolve_source
+from tastemaker.training.run import Run
+from tastemaker.training.trainer import build_run
+
+CONSOLE = Console(quiet=True)
+LORA = "{type: lora, rank: 2, alpha: 6, target_modules: [to_q, to_k, to_v]}"
+SETTINGS = [
+    "engine={device: cpu, precision: fp32, param_dtype: fp32, activation_memory: keep, compile: false}",
+    "batch={prompts: 2}",
+    "guidance={scale: 2.0}",
+]
+RECIPE = """extends: [base, models/{name}, data/colors]
+model: {{weights: {weights}, frames: 2, height: 32, width: 32}}
+process: {{num_steps: 2}}
+objective: {{type: reward_gradient}}
+rewards: {{color: {{type: color}}}}
+steps: 1
+"""
+
+
+def save_pipeline(folder: Path) -> None:
+    """Save ModelScope's pipeline with random weights."""
+    words = transformers.CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS})
+    pipeline: Any = diffusers.TextToVideoSDPipeline(  # type: ignore[no-untyped-call]
+        vae=random(diffusers.AutoencoderKL, TINY_CONFIGS["vae"], 1),
+        text_encoder=random(transformers.CLIPTextModel, words, 2),
+        tokenizer=byte_clip_tokenizer(),
+        unet=random(diffusers.UNet3DConditionModel, TINY_CONFIGS["unet"], 3),
+        scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),  # type: ignore[no-untyped-call]
+    )
+    pipeline.save_pretrained(folder)
+
+
+def save_run(name: str, weights: str, tuning: str, folder: Path) -> tuple[Path, Path, Any]:
+    """Write a recipe and a run of it with perturbed weights. Returns both and the model."""
+    recipe = folder / f"{name}.yaml"
+    recipe.write_text(RECIPE.format(name=name, weights=weights), encoding="utf-8")
+    config = load(str(recipe), [*SETTINGS, f"tuning={tuning}", f"output_dir={folder}", "name=run"])
+    run = save_perturbed_run(config)
+    return recipe, run.directory, run.policy.model.unguided
+
+
+def network_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, words = torch.randn(2, 2, 4, 4, 4, generator=generator), torch.randn(2, 5, 16, generator=generator)
+    return x, torch.tensor([20.0, 700.0]), words
+
+
+@pytest.mark.parametrize("tuning", fast(["{type: full}", LORA], LORA), ids=["full", "merged"])
+def test_diffusers_pipeline_computes_the_same(tuning: str, tmp_path: Path) -> None:
+    save_pipeline(tmp_path / "base")
+    _, run, model = save_run("modelscope", str(tmp_path / "base"), tuning, tmp_path)
+    options = GeneratorExport(run, tmp_path / "out", "diffusers", dtype=torch.float32, merge=tuning == LORA)
+    export_generator(options, CONSOLE)
+    kind: Any = diffusers.TextToVideoSDPipeline
+    theirs = kind.from_pretrained(tmp_path / "out").unet
+    x, timestep, words = network_inputs()
+    with torch.no_grad():
+        actual = theirs(x.transpose(1, 2), timestep, words).sample.transpose(1, 2)
+        assert (model.net(x, timestep, words) - actual).abs().max() < 2e-5
+
+
+@pytest.mark.slow
+def test_lora_with_original_names_is_read_back(tmp_path: Path) -> None:
+    recipe, run, model = save_run("videocrafter2", "tiny", LORA, tmp_path)
+    export_generator(GeneratorExport(run, tmp_path / "liked", "authors"), CONSOLE)
+    file = tmp_path / "liked" / "liked.pt"
+    written = torch.load(file, weights_only=True)
+    first = "base_model.model.model.diffusion_model.init_attn.0.transformer_blocks.0.attn1.to_q.lora_A.weight"
+    assert first in written and all(x.dtype == torch.float32 for x in written.values())
+    config, _ = resolve_source(str(recipe), SETTINGS, file)
+    again: Any = config.model.load(Placement())
+    weights: Any = config.tuning.apply(again, ())
+    assert (weights.config.r, weights.config.lora_alpha) == (2, 8)
+    x, timestep, words = network_inputs()
+    with torch.no_grad():
+        expected, actual = (net(x, timestep, words, torch.tensor([24, 8])) for net in (model.net, again.net))
+        assert (expected - actual).abs().max() < 1e-5
+    assert repr(config.tuning) == f"LoraFromFile(path={file!r})"  # part of the sample file names
+
+
+@pytest.mark.parametrize("layout", fast(["authors", "comfyui", "diffusers"], "authors"))
+def test_training_continues_from_a_lora_file(layout: Any, tmp_path: Path) -> None:
+    recipe, run, model = save_run("videocrafter2", "tiny", LORA, tmp_path)
+    export_generator(GeneratorExport(run, tmp_path / "liked", layout, dtype=torch.float32), CONSOLE)
+    file = next(path for path in (tmp_path / "liked").iterdir() if path.suffix in (".pt", ".safetensors"))
+    overrides = [*SETTINGS, f"output_dir={tmp_path}", "name=again", "ema_decay=0.9"]
+    config = load(
+        str(recipe), [*overrides, "tuning={type: lora, rank: 2, alpha: 3, target_modules: [to_q, to_k, to_v]}"]
+    )
+    continued = build_run(config, tmp_path / "again", file)
+    assert isinstance(continued, Run)
+    x, timestep, words = network_inputs()
+    with torch.no_grad():
+        expected = model.net(x, timestep, words, torch.tensor([24, 8]))
+        for snapshot in (nullcontext(), continued.policy.weights.use("ema")):
+            with snapshot:
+                actual = continued.policy.model.net(x, timestep, words, torch.tensor([24, 8]))
+                assert (expected - actual).abs().max() < 1e-4
+    other = load(str(recipe), [*overrides, "tuning={type: lora, rank: 4, target_modules: [to_q, to_k, to_v]}"])
+    with pytest.raises(ConfigError, match=r"of rank 2 on \d+ layers, and tuning asks for rank 4 .* set tuning.rank=2"):
+        build_run(other, tmp_path / "other", file)
+
+
+@pytest.mark.slow
+def test_unnamed_factors_match_all_layers_in_order(tmp_path: Path) -> None:
+    """VADER saves adapters of ModelScope as a list; narrow layers have a lower rank."""
+    wanted, model = (ModelscopeSpec().tiny().load(Placement()) for _ in range(2))
+    generator, factors = torch.Generator().manual_seed(0), []
+    for module in [each for each in wanted.net.modules() if type(each) in ADAPTABLE_LAYERS]:
+        weight: Any = module.weight
+        rank = min(6, *weight.shape[:2])
+        up = 0.1 * torch.randn(len(weight), rank, *[1] * (weight.dim() - 2), generator=generator)
+        down = 0.1 * torch.randn(rank, *weight.shape[1:], generator=generator)
+        weight.data += (up.flatten(1) @ down.flatten(1)).view_as(weight)
+        factors += [up, down]
+    torch.save(factors, tmp_path / "1000_unet.pt")
+    weights: Any = LoraFromFile(tmp_path / "1000_unet.pt", ModelscopeSpec().layout).apply(model, ())
+    assert (weights.config.r, weights.config.lora_alpha) == (6, 6)
+    x, timestep, words = network_inputs()
+    with torch.no_grad():
+        assert (wanted.net(x, timestep, words) - model.net(x, timestep, words)).abs().max() < 1e-4
+    torch.save(factors[2:], tmp_path / "fewer.pt")
+    with pytest.raises(ConfigError, match="factors without names"):
+        LoraFromFile(tmp_path / "fewer.pt").apply(ModelscopeSpec().tiny().load(Placement()), ())
+
+
+@pytest.mark.slow
+def test_models_without_original_lora_layout_are_refused(tmp_path: Path) -> None:
+    _, run, _ = save_run("modelscope", "tiny", LORA, tmp_path)
+    with pytest.raises(ConfigError, match="no layout for adapters"):
+        export_generator(GeneratorExport(run, tmp_path / "out", "authors"), CONSOLE)

@@ -1,0 +1,185 @@
+"""Samples during training have their own size, steps and guidance, and do not change training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tastemaker.config.build import build, make_tiny
+from tastemaker.config.check import find_problems
+from tastemaker.config.load import load
+from tastemaker.core.policy import Guidance
+from tastemaker.core.randomness import Randomness
+from tastemaker.core.types import Placement, PromptBatch
+from tastemaker.models.flux import FluxSpec
+from tastemaker.models.flux_kontext import FluxKontextSpec
+from tastemaker.models.qwen_image import QwenImageSpec
+from tastemaker.models.sd3 import Sd3Spec
+from tastemaker.models.sd15 import Sd15Spec
+from tastemaker.models.sdxl import SdxlSpec
+from tastemaker.processes.dynamics import ODE, FlowSDE
+from tastemaker.processes.gaussian import GaussianProcess, SDEWindow
+from tastemaker.processes.masked import MaskedProcess
+from tastemaker.processes.paths import RectifiedFlow
+from tastemaker.search.best_of_n import SingleSample
+from tastemaker.search.generation import GenerationOptions, run_search
+from tastemaker.training.loop import train_step
+from tastemaker.training.run import SAMPLE_STEP, Run
+from tastemaker.training.samples import generate_samples, sample_pixels, sampling_policy
+
+SMALL = [
+    "engine={device: cpu, precision: fp32, param_dtype: fp32, activation_memory: keep}",
+    "rewards=null", "rewards={color: {type: color}}",
+    "data={type: prompts, prompts: [a red, a blue]}",
+    "batch={prompts: 2, rollout_batch_size: null, micro_batch_size: null}", "process.num_steps=3", "optim.lr=0.01",
+    "sample={count: 2, height: null, width: null, num_steps: null, guidance_scale: null}",
+]  # fmt: skip
+
+
+def run(recipe: str, folder: Path, *settings: str, **sample: Any) -> Run:
+    config = make_tiny(load(recipe, [*SMALL, f"output_dir={folder}", *settings]))
+    return build(replace(config, sample=replace(config.sample, **sample)))
+
+
+def shown(made: Run) -> Tensor:
+    return sample_pixels(made, ["a red", "a blue"], ({}, {}))
+
+
+SPECS = [FluxSpec(), FluxKontextSpec(), Sd3Spec(), QwenImageSpec(), Sd15Spec(), SdxlSpec()]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=[type(spec).__name__ for spec in SPECS])
+@torch.no_grad()
+def test_resized_model_equals_a_model_of_that_size(spec: Any) -> None:
+    model = spec.tiny().load(Placement())
+    other = model.with_size(64, 32)
+    wanted = replace(spec.tiny(), height=64, width=32).load(Placement())
+    assert (other.shape, other.pixels) == (wanted.shape, wanted.pixels) and other.net is model.net
+    assert model.pixels == (1, 3, 32, 32)  # as before
+    x, t = Randomness(0, 0, torch.arange(2)).normal("x", *wanted.shape), torch.tensor([0.5, 0.7])
+    cond = wanted.embed(["a cat", "two dogs"])
+    assert other.predict(x, t, other.embed(["a cat", "two dogs"])).equal(wanted.predict(x, t, cond))
+    assert other.decode(x).equal(wanted.decode(x))
+
+
+def test_flux_samples_use_guidance_scale_not_rollout_guidance_scale(tmp_path: Path) -> None:
+    pictures = {
+        (scale, drawn): shown(
+            run("srpo-flux-hps", tmp_path, f"model={{guidance_scale: {scale}, rollout_guidance_scale: {drawn}}}")
+        )
+        for scale, drawn in ((4.0, 1.0), (4.0, "null"), (1.0, "null"))
+    }
+    assert pictures[4.0, 1.0].equal(pictures[4.0, "null"])
+    assert not torch.allclose(pictures[4.0, 1.0], pictures[1.0, "null"], atol=1e-5)
+    asked = shown(
+        run("srpo-flux-hps", tmp_path, "model={guidance_scale: 4.0, rollout_guidance_scale: 2.0}", guidance_scale=1.0)
+    )
+    assert asked.equal(pictures[1.0, "null"])
+
+
+def test_sde_window_belongs_to_its_number_of_steps() -> None:
+    mixed = GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8, SDEWindow(2))
+    assert mixed.with_num_steps(3) == GaussianProcess(RectifiedFlow(), ODE(), 3)
+    assert GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8).with_num_steps(3) == GaussianProcess(
+        RectifiedFlow(), FlowSDE(0.7), 3
+    )
+    assert MaskedProcess(num_steps=8).with_num_steps(3) == MaskedProcess(num_steps=3)
+
+
+def test_generation_uses_the_sampling_guidance(tmp_path: Path) -> None:
+    batch = PromptBatch(("a red", "a blue"), ({}, {}))
+    order = GenerationOptions(batch, 1, 0, SingleSample(), "live", tmp_path)
+    pixels = [
+        run_search(
+            run("srpo-flux-hps", tmp_path, f"model={{guidance_scale: 4.0, rollout_guidance_scale: {drawn}}}"),
+            order,
+            [0, 1],
+        )[0]
+        for drawn in (1.0, "null")
+    ]
+    assert pixels[0].equal(pixels[1])
+
+
+def test_samples_have_the_configured_size_and_steps(tmp_path: Path) -> None:
+    made = run("srpo-flux-hps", tmp_path, height=64, width=48, num_steps=5)
+    picture = generate_samples(made, 0).pixels
+    assert picture.shape == (2, 1, 3, 64, 48)
+    received = sampling_policy(made.policy, made.sample)
+    assert received.process.num_steps == 5 and received.model.net is made.policy.model.net
+    spec = replace(make_tiny(load("srpo-flux-hps", SMALL)).model, height=64, width=48, rollout_guidance_scale=None)
+    model: Any = spec.load(Placement())
+    rng = Randomness(made.seed, SAMPLE_STEP, torch.arange(2))
+    with torch.no_grad():
+        final = received.process.start(model, model.embed(["a red", "a blue"]), rng).finish().final
+    assert model.decode(final).equal(picture)
+
+
+def test_sample_guidance_scale_sets_classifier_free_guidance(tmp_path: Path) -> None:
+    made = run("draft-sd15", tmp_path, "guidance.scale=5", guidance_scale=2.0)
+    model: Any = sampling_policy(made.policy, made.sample).model
+    assert model.guidance.scale == 2.0 and made.policy.model.guidance.scale == 5.0  # type: ignore[attr-defined]
+    alone: Any = sampling_policy(made.policy, replace(made.sample, guidance_scale=1.0)).model
+    assert alone.forward_passes == 1
+    plain = run("grpo-toy-flow", tmp_path, "objective.group_size=4", guidance_scale=3.0)
+    assert sampling_policy(plain.policy, plain.sample).model.guidance == Guidance(3.0)  # type: ignore[attr-defined]
+
+
+def test_sampling_does_not_change_training(tmp_path: Path) -> None:
+    metrics = []
+    for looked in (False, True):
+        made = run("srpo-flux-hps", tmp_path, height=64, width=48, num_steps=5, guidance_scale=2.0)
+        result = []
+        for step in range(2):
+            if looked:
+                generate_samples(made, step)
+            result.append(train_step(made, step).to_event().metrics)
+        metrics.append((result, [p.detach().clone() for p in made.policy.weights.trainable().values()]))
+    (plain, before), (received, after) = metrics
+    # Not to the bit: where MKL finds a matrix in memory decides the order of its sums, and AdamW makes whole steps of
+    # gradients near zero, whose sign that order decides.
+    assert plain == [pytest.approx(each, rel=1e-4) for each in received]
+    far = torch.cat([((a - b).abs() > 1e-4).flatten() for a, b in zip(before, after, strict=True)])
+    assert far.float().mean() < 0.01
+
+
+@pytest.mark.slow
+def test_sampling_runs_uncompiled(tmp_path: Path) -> None:
+    made, compiled = run("grpo-toy-flow", tmp_path, "objective.group_size=4"), []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    made.engine.config = replace(made.engine.config, compile=True)
+    made.policy.model.net.compile(backend=count)
+    generate_samples(made, 0)
+    assert not compiled
+    train_step(made, 0)
+    assert compiled
+
+
+def test_samples_are_generated_in_rollout_batches(tmp_path: Path) -> None:
+    whole = run("srpo-flux-hps", tmp_path)
+    parts = run("srpo-flux-hps", tmp_path, "batch.rollout_batch_size=1")
+    torch.testing.assert_close(shown(parts), shown(whole), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting", "reported"),
+    [
+        ("grpo-toy-flow", "sample.height=64", "sample.height: "),
+        (
+            "grpo-toy-causal",
+            "sample.num_steps=4",
+            "sample.num_steps: AutoregressiveProcess",
+        ),
+        ("srpo-flux-hps", "sample.width=100", "sample.width: "),
+    ],
+)
+def test_unsupported_sample_settings_are_refused(recipe: str, setting: str, reported: str) -> None:
+    assert any(reported in sentence for sentence in find_problems(load(recipe, [setting])))
