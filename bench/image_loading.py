@@ -28,7 +28,7 @@ from PIL import Image, features
 
 from tastemaker.data.image_io import read_image
 from tastemaker.data.image_transforms import center_crop, decode_square
-from tastemaker.data.images import Gallery
+from tastemaker.data.images import ImageCollection
 
 CROP_SIZE = 256  # pixels
 FILE_SIZES = (256, 512, 1024)  # pixels
@@ -101,7 +101,7 @@ def decode_files(files: list[Path]) -> None:
 
 def load_batches(path: Path, num_workers: int, batch_size: int) -> Callable[[], None]:
     """Return a function that loads the next batches of a data set whose prefetching is in a steady state."""
-    data, steps = Gallery(path, CROP_SIZE, num_workers=num_workers).load(0), count()
+    data, steps = ImageCollection(path, CROP_SIZE, num_workers=num_workers).load(0), count()
 
     def work() -> None:
         for _ in range(STEPS):
@@ -123,11 +123,11 @@ def measure_file_size(folder: Path, side: int, num_files: int) -> dict[str, Any]
             lambda: [center_crop(read_image(file)[0], CROP_SIZE) for file in few], len(few)
         ),
         "decode_square": measure(lambda: decode_crops(files), num_files),
-        "gallery, folder, no threads": measure(load_batches(folder / "files", 0, batch_size), num_images),
-        "gallery, folder, 2 threads": measure(load_batches(folder / "files", 2, batch_size), num_images),
+        "collection, folder, no threads": measure(load_batches(folder / "files", 0, batch_size), num_images),
+        "collection, folder, 2 threads": measure(load_batches(folder / "files", 2, batch_size), num_images),
         "decode_square, 2 threads": measure_two_workers(ThreadPoolExecutor, files),
         "decode_square, 2 processes": measure_two_workers(ProcessPoolExecutor, files),
-        "gallery, tar, 2 threads": measure(load_batches(tar, 2, batch_size), num_images),
+        "collection, tar, 2 threads": measure(load_batches(tar, 2, batch_size), num_images),
     }
 
 
@@ -138,7 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = {side: measure_file_size(Path(folder) / str(side), side, options.count) for side in FILE_SIZES}
-    rate = results[CROP_SIZE]["gallery, folder, no threads"]["per core"]
+    rate = results[CROP_SIZE]["collection, folder, no threads"]["per core"]
     report = {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),

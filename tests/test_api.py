@@ -184,7 +184,7 @@ def test_register_model_makes_a_spec_available_to_recipes(tmp_path: Path) -> Non
     assert register_model("copier")(CopierSpec) is CopierSpec and "copier" in list_models()
     assert "copier" in [row["name"] for row in catalog.component_rows("autoencoders")]
     built = build_model(
-        validate_config({"autoencoder": {"type": "copier", "width": 3}, "data": {"type": "toy_pictures"}}), "cpu"
+        validate_config({"autoencoder": {"type": "copier", "width": 3}, "data": {"type": "toy_images"}}), "cpu"
     )
     assert isinstance(built, Copier) and built.into.out_channels == 3
     with pytest.raises(ConfigError, match="already registered"):
@@ -196,7 +196,7 @@ def test_network_with_from_config_is_found_by_name_or_import_path(tmp_path: Path
     register_model("my_copier")(Copier)
     for name in ("my_copier", f"{Copier.__module__}:Copier"):
         told = {"type": "from_config", "class_path": name, "params": {"width": 5}}
-        settings = validate_config({"autoencoder": told, "data": {"type": "toy_pictures"}, "loss": {"lpips": 0.0}})
+        settings = validate_config({"autoencoder": told, "data": {"type": "toy_images"}, "loss": {"lpips": 0.0}})
         assert isinstance(settings, AutoencoderRunConfig)
         net = build_model(settings, "cpu")
         assert isinstance(net, Copier) and net.into.out_channels == 5

@@ -58,7 +58,7 @@ PY
   finished pictures
 fi
 if has_stage vae; then
-  tastemaker train vae-playground "data={type: gallery, path: pictures, image_size: 64}" "validation={data: null, split: 0.02}" \
+  tastemaker train vae-playground "data={type: image_collection, path: pictures, image_size: 64}" "validation={data: null, split: 0.02}" \
     "steps=$vae" ${VAE_SETTINGS:-} "$@"
   mkdir -p some && find pictures -name '00000?.png' -exec cp {} some/ \;
   tastemaker reconstruct some --model runs/vae-playground --out copies

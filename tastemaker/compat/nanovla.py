@@ -78,7 +78,7 @@ def convert_image_folder(entry: Mapping[str, Any], where: str) -> Settings:
     if channels not in GRAYSCALE:
         raise ConfigError(f"{where}: im_channels is {channels!r:.40}; expected 1 or 3")
     size = {"image_size": entry["im_size"]} if "im_size" in entry else {}
-    return {"type": "gallery", **others, **size, **({"grayscale": True} if GRAYSCALE[channels] else {})}
+    return {"type": "image_collection", **others, **size, **({"grayscale": True} if GRAYSCALE[channels] else {})}
 
 
 def convert_new_vae(data: Mapping[str, Any], model: Mapping[str, Any]) -> Settings:

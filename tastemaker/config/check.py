@@ -46,7 +46,7 @@ BATCH_NAMES = {
 }
 DATA_TYPES = {
     PromptBatch: "prompts or prompt_file",
-    ImageBatch: "toy_pictures or picture_folder",
+    ImageBatch: "toy_images or captioned_folder",
     PreferenceBatch: "toy_pairs or pair_file",
 }  # registered types that yield such batches
 SHIFT_TOLERANCE = 0.01  # relative
@@ -300,7 +300,7 @@ def check_judge_data(config: JudgeRunConfig, world_size: int) -> str | None:
         if data is not None and data.batch_type is not QuestionAnswerBatch:
             yields = BATCH_NAMES.get(data.batch_type, data.batch_type.__name__)
             name = component_name(data)
-            return f"{key}: a judge trains on questions with answers, but '{name}' yields {yields}; use answer_file"
+            return f"{key}: a judge trains on questions with answers, but '{name}' yields {yields}; use vqa_file"
     return None
 
 

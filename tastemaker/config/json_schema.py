@@ -91,4 +91,8 @@ def expand_readers(schema: Any) -> Any:
     if isinstance(reader, RewardReader):
         # null removes an inherited reward.
         return {"anyOf": [{"$ref": f"#/$defs/{WEIGHTED}"}, {"type": "null"}]}
-    return {key: expand_readers(item) for key, item in schema.items() if key != "title"}
+    expanded = {key: expand_readers(item) for key, item in schema.items() if key != "title"}
+    if "enum" in expanded:
+        # Python caches Literal["a", "b"] and Literal["b", "a"] as one type, so their order depends on imports.
+        expanded["enum"] = sorted(expanded["enum"], key=str)
+    return expanded

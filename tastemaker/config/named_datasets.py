@@ -27,7 +27,9 @@ def resolve_named_dataset(settings: Mapping[str, Any]) -> dict[str, Any]:
     kind = entry.get("type") if isinstance(entry, Mapping) else None
     if not isinstance(kind, str) or kind == NAMED_DATASET:
         problem = f"has the type {kind!r:.40}" if isinstance(entry, Mapping) else f"is {entry!r:.60}"
-        raise ConfigError(f"{file}: '{name:.60}' {problem}; expected settings such as {{type: gallery, path: faces}}")
+        raise ConfigError(
+            f"{file}: '{name:.60}' {problem}; expected settings such as {{type: image_collection, path: faces}}"
+        )
     overrides = {key: value for key, value in settings.items() if key not in ("type", "name", "file")}
     return {**convert_dataset(entry, f"{file}: {name}"), **overrides}
 

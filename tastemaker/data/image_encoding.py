@@ -34,7 +34,7 @@ from .cifar10 import is_cifar10, load_cifar10
 from .image_io import ImageError
 from .image_sources import READ_ERRORS, ImageSource, open_class_folder
 from .image_transforms import center_and_flip, center_crop, decode_square, ten_crop
-from .images import Gallery, GalleryDataset, ImageCaptionSource
+from .images import ImageCaptionSource, ImageCollection, ImageCollectionDataset
 from .latents import (
     MANIFEST,
     SHARD_METADATA,
@@ -125,11 +125,11 @@ def encode_latents(options: LatentEncodingOptions, placement: Placement, console
     return options.out
 
 
-def open_images(options: LatentEncodingOptions) -> GalleryDataset:
+def open_images(options: LatentEncodingOptions) -> ImageCollectionDataset:
     """The images with captions; by default with class ids where there are no captions but several classes."""
 
-    def load(caption_source: ImageCaptionSource | None) -> GalleryDataset:
-        return Gallery(options.images, options.size, caption_source=caption_source, num_workers=0).load(0)
+    def load(caption_source: ImageCaptionSource | None) -> ImageCollectionDataset:
+        return ImageCollection(options.images, options.size, caption_source=caption_source, num_workers=0).load(0)
 
     images = load(options.caption_source)
     unlabeled = options.caption_source is None and images.caption_source == "empty"
@@ -149,7 +149,7 @@ def load_continuous_autoencoder(name: str, size: int, placement: Placement) -> A
 
 
 def describe_latents(
-    options: LatentEncodingOptions, images: GalleryDataset, autoencoder: AutoencoderNet
+    options: LatentEncodingOptions, images: ImageCollectionDataset, autoencoder: AutoencoderNet
 ) -> LatentManifest:
     side = options.size // autoencoder.stride
     return LatentManifest(
@@ -221,7 +221,7 @@ class LatentEncoder:
     """Encodes images to shards of latents."""
 
     autoencoder: AutoencoderNet
-    images: GalleryDataset
+    images: ImageCollectionDataset
     manifest: LatentManifest
     placement: Placement
     skipped: SkippedFiles

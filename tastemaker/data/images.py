@@ -145,10 +145,10 @@ class CroppedImageDataset(Dataset):
 
 
 @dataclass(frozen=True)
-class GalleryDataset(CroppedImageDataset):
+class ImageCollectionDataset(CroppedImageDataset):
     """Images decoded straight to squares; center crops are kept in memory as far as they fit."""
 
-    spec: Gallery
+    spec: ImageCollection
     caption_source: ImageCaptionSource
 
     @cached_property
@@ -194,7 +194,7 @@ class GalleryDataset(CroppedImageDataset):
                 break
         return repeat_prompts(prompts or [""], count)
 
-    def split(self, held_out: int, seed: int) -> tuple[GalleryDataset, GalleryDataset]:
+    def split(self, held_out: int, seed: int) -> tuple[ImageCollectionDataset, ImageCollectionDataset]:
         """A training set, and a validation set of center crops."""
         order = self.indices[epoch_permutation(len(self), self.seed, 0)]
         validation = replace(self.spec, crop="center", random_flip=False)
@@ -205,7 +205,7 @@ class GalleryDataset(CroppedImageDataset):
 
 
 @dataclass(frozen=True)
-class Gallery:
+class ImageCollection:
     """Images in folders at any depth, in tar shards, or saved by `datasets`, cropped to squares."""
 
     path: Path  # of CelebAMask-HQ, only the images are read
@@ -220,11 +220,11 @@ class Gallery:
     num_workers: Annotated[int, Field(ge=0, le=256)] = NUM_WORKERS  # threads per rank that load images in advance
     batch_type: ClassVar[type] = ImageBatch
 
-    def load(self, seed: int) -> GalleryDataset:
+    def load(self, seed: int) -> ImageCollectionDataset:
         source = open_image_source(self.path, self.file_pattern, self.split)
         caption_source = self.caption_source or ("caption" if source.captioned else "empty")
         prompts = class_captions(source.class_names, caption_source)
-        return GalleryDataset(
+        return ImageCollectionDataset(
             source,
             torch.arange(len(source)),
             prompts,
@@ -316,7 +316,7 @@ class ClassImages:
 
 
 @dataclass(frozen=True)
-class ImageFolderDataset(Dataset):
+class CaptionedFolderDataset(Dataset):
     """Captioned images and videos on disk, decoded when they are needed."""
 
     files: tuple[Path, ...]
@@ -345,7 +345,7 @@ class ImageFolderDataset(Dataset):
 
 
 @dataclass(frozen=True)
-class ImageFolder:
+class CaptionedFolder:
     """Images and videos in a folder, with captions in a .txt beside each or all in a metadata.jsonl."""
 
     path: Path | None = None  # by default a few small images of classes, to try a recipe
@@ -355,13 +355,13 @@ class ImageFolder:
     def __post_init__(self) -> None:
         check_image_size(self.image_size)
 
-    def load(self, seed: int) -> ImageFolderDataset:
+    def load(self, seed: int) -> CaptionedFolderDataset:
         folder = self.path or EXAMPLES
         metadata = folder / METADATA_FILE
         captions = self._read_metadata(metadata) if metadata.is_file() else self._read_text_files(folder)
         if not captions:
             raise ConfigError(f"{folder}: there are no images; expected files that end in {', '.join(FORMATS)}")
-        return ImageFolderDataset(tuple(captions), tuple(captions.values()), self.image_size, seed)
+        return CaptionedFolderDataset(tuple(captions), tuple(captions.values()), self.image_size, seed)
 
     def _read_metadata(self, metadata: Path) -> dict[Path, str]:
         captions = {}

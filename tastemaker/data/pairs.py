@@ -11,7 +11,7 @@ from ..core.types import PreferenceBatch, PromptBatch
 from .dataset import Dataset, batch_indices, repeat_prompts
 from .image_io import read_image
 from .image_transforms import center_square, check_image_size, stack_images
-from .images import FORMATS, ImageFolder, read_caption
+from .images import FORMATS, CaptionedFolder, read_caption
 from .text_files import MixtureRow, read_mixture, require_file
 
 
@@ -60,7 +60,7 @@ class PairFile:
         return PairDataset(prompts, files, tuple(row.location for row in rows), self.image_size, seed)
 
     def _load_examples(self, seed: int) -> PairDataset:
-        chosen = ImageFolder().load(seed)
+        chosen = CaptionedFolder().load(seed)
         rejected = (*chosen.files[1:], chosen.files[0])
         locations = tuple(str(file.parent) for file in chosen.files)
         files = tuple(zip(chosen.files, rejected, strict=True))

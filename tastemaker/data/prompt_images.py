@@ -113,7 +113,7 @@ class PromptImageDataset(Dataset):
 
 
 @dataclass(frozen=True)
-class IllustratedPrompts:
+class PromptsWithImages:
     """Prompts with an image each: a .jsonl with the columns `prompt` and `image`, or SRPO's .json or .pkl, which maps
     captions to images; paths are relative to the file."""
 

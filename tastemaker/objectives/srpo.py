@@ -154,7 +154,7 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
         cond = ctx.policy.embed(batch.prompts, batch.metadata)
         offline = self.offline_steps is None or ctx.rng.step < self.offline_steps
         if batch.images is None and offline and self.offline_steps is not None:
-            raise ConfigError("objective.offline_steps: the data has no images; set data.type to illustrated_prompts")
+            raise ConfigError("objective.offline_steps: the data has no images; set data.type to prompts_with_images")
         if batch.images is None or not offline:
             sample = ctx.sample(cond, start)
             return cond, sample.final, sample.start

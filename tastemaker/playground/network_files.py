@@ -63,7 +63,11 @@ def copy_detector_stem(net: nn.Module, widths: tuple[int, ...], detector: Path) 
     return True
 
 
-def save_network(net: nn.Module, widths: tuple[int, ...], path: Path, exam: dict[Style, dict[str, float]]) -> None:
+def save_network(
+    net: nn.Module, widths: tuple[int, ...], path: Path, evaluation: dict[Style, dict[str, float]]
+) -> None:
     """Write a network with its widths and the results of its evaluation."""
-    rounded = {style: {name: round(share, 5) for name, share in scores.items()} for style, scores in exam.items()}
-    write_weights(path, net.state_dict(), {"network": type(net).__name__, "widths": list(widths), "exam": rounded})
+    rounded = {style: {name: round(share, 5) for name, share in scores.items()} for style, scores in evaluation.items()}
+    write_weights(
+        path, net.state_dict(), {"network": type(net).__name__, "widths": list(widths), "evaluation": rounded}
+    )

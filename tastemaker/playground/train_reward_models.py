@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="instead of seconds")
     parser.add_argument("--batch", type=int, default=TrainingBudget.batch_size)
     parser.add_argument("--lesson", type=int, default=TrainingBudget.chunk_size, help="images painted at a time")
-    parser.add_argument("--exam", type=int, default=8192, help="new scenes to evaluate on")
+    parser.add_argument("--num-scenes", type=int, default=8192, help="new scenes to evaluate on")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.who == "all" and path.is_file():
             print_line(f"{path} exists; remove it to train it again")
             continue
-        train(name, seed, budget, options.out, tiny=options.tiny, count=options.exam)
+        train(name, seed, budget, options.out, tiny=options.tiny, count=options.num_scenes)
 
 
 if __name__ == "__main__":

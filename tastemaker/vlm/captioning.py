@@ -87,7 +87,7 @@ def caption_folder(model: AnsweringModel, options: CaptionOptions, files: Sequen
     write_captions(options, {**kept, **new}, rows)
     if empty := sum(not text for text in captions.values()):
         print_line(console, f"{empty} captions are empty and left out; ask another question with --prompt")
-    advice = f"data='{{type: gallery, path: {options.folder}}}'"
+    advice = f"data='{{type: image_collection, path: {options.folder}}}'"
     print_line(console, f"{len(new)} captions written, as {written_files(options)}; train with {advice}")
     if failure is not None:
         raise failure

@@ -1,4 +1,4 @@
-"""An autoencoder with a critic: both learn, in pieces and over resumes, and what is held out is looked at."""
+"""An autoencoder with a discriminator: both learn, in pieces and over resumes, and what is held out is looked at."""
 
 from __future__ import annotations
 

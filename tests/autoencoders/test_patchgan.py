@@ -1,4 +1,4 @@
-"""The critic is the published one, in both of its layouts, and its losses are what they are called."""
+"""The discriminator is the published one, in both of its layouts, and its losses are what they are called."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tastemaker.training.events import SamplesGenerated, StepCompleted
 # Of few pixels, for latents are settled on many pictures.
 TOYS = [
     "engine.device=cpu",
-    "data={type: toy_pictures}",
+    "data={type: toy_images}",
     "loss.lpips=0",
     "discriminator.num_layers=1",
     "batch_size=4",
@@ -69,8 +69,8 @@ def test_defaults_equal_published_ones() -> None:
 
 def test_losses_and_gradients_equal_published_trainer(tmp_path: Path) -> None:
     run = prepared(tmp_path, "discriminator.start_step=0", "autoencoder.kl_weight=0.01")
-    critic = run.discriminator
-    assert critic is not None and run.lpips is not None
+    discriminator = run.discriminator
+    assert discriminator is not None and run.lpips is not None
     pixels = run.pixels(0, 4)
     _, loss = reconstruct(run, 0, pixels)
     found = torch.autograd.grad(loss.rows.mean(), [*run.net.parameters()], retain_graph=True)
@@ -80,7 +80,7 @@ def test_losses_and_gradients_equal_published_trainer(tmp_path: Path) -> None:
     mean, log_variance = moments.chunk(2, 1)
     made = run.net.decode_unclamped(mean + (0.5 * log_variance).exp() * chance)  # type: ignore[operator]
     divergence = (0.5 * (log_variance.exp() + mean**2 - 1 - log_variance).sum((1, 2, 3))).mean()
-    fake = critic.net(made)
+    fake = discriminator.net(made)
     parts = [F.mse_loss(2 * made - 1, images), 0.01 * divergence, run.lpips(made, pixels).mean()]
     total = sum(parts) + 0.5 * F.mse_loss(fake, torch.ones_like(fake))
     torch.testing.assert_close(loss.rows.mean(), total)
@@ -88,9 +88,9 @@ def test_losses_and_gradients_equal_published_trainer(tmp_path: Path) -> None:
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-3)
     with torch.no_grad():
-        real, fake = critic.net(pixels), critic.net(made)
+        real, fake = discriminator.net(pixels), discriminator.net(made)
         disc = (F.mse_loss(fake, torch.zeros_like(fake)) + F.mse_loss(real, torch.ones_like(real))) / 2
-    assert float(critic.update(0, [pixels], [made.detach()])[0]["discriminator/loss"]) == pytest.approx(
+    assert float(discriminator.update(0, [pixels], [made.detach()])[0]["discriminator/loss"]) == pytest.approx(
         float(disc), rel=1e-4
     )
 

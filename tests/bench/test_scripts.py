@@ -102,4 +102,4 @@ def test_rewards_are_measured(tmp_path: Path) -> None:
 def test_image_loading_is_measured_for_all_file_sizes(tmp_path: Path) -> None:
     report, _ = run_script(tmp_path, "image_loading", "--count", "8")
     assert set(report["files"]) == {"256", "512", "1024"} and report["target"] == 250
-    assert all(sizes["gallery, folder, no threads"]["per core"] > 0 for sizes in report["files"].values())
+    assert all(sizes["collection, folder, no threads"]["per core"] > 0 for sizes in report["files"].values())

@@ -183,7 +183,7 @@ def test_adapters_alone_in_a_folder_are_found_there(tmp_path: Path) -> None:
 def test_of_data_that_say_nothing_as_many_are_made_as_asked_for(tmp_path: Path) -> None:
     for i in range(3):
         save_image(torch.rand(1, 3, 8, 8), tmp_path / "pictures" / f"{i}.png")
-    silent = load("dit-folder", [f"data={{type: gallery, path: {tmp_path / 'pictures'}, image_size: 64}}"])
+    silent = load("dit-folder", [f"data={{type: image_collection, path: {tmp_path / 'pictures'}, image_size: 64}}"])
     assert choose_prompts((), None, silent) == PromptBatch(("",), ({},))
     assert len(choose_prompts((), None, load("grpo-toy-flow"))) == 8
     (tmp_path / "pictures").rename(tmp_path / "others")

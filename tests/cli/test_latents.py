@@ -263,7 +263,7 @@ def test_a_generator_trains_from_them_as_from_pictures(place: Path, tmp_path: Pa
     run = build(config, tmp_path / "run")
     events = [event for event in train(run) if isinstance(event, StepCompleted)]
     assert len(events) == 2
-    gallery = f"data={{type: gallery, path: {place / 'told'}, image_size: 16}}"
+    gallery = f"data={{type: image_collection, path: {place / 'told'}, image_size: 16}}"
     other = build(load("dit-folder-text", [*small(place, tmp_path / "latents", "objective.prompt_dropout=0"), gallery]))
     batch, seen = run.data.batch(0, 4, 0, 1), other.data.batch(0, 4, 0, 1)
     assert batch.prompts == seen.prompts

@@ -118,7 +118,7 @@ def test_the_command_takes_other_autoencoders_and_a_configuration(place: Path, t
     torch.save({"model": VQ(VQConfig(32, (1, 2), 1, 16, 128, 8)).state_dict()}, tmp_path / "vq.pt")
     torch.save(SPEC.load(Placement()).state_dict(), tmp_path / "vae_autoencoder_ckpt.pth")
     settings = {**vars(SPEC), "type": "block_vae", "weights": str(tmp_path / "vae_autoencoder_ckpt.pth")}
-    text = json.dumps({"autoencoder": settings, "data": {"type": "toy_pictures"}}, default=list)
+    text = json.dumps({"autoencoder": settings, "data": {"type": "toy_images"}}, default=list)
     (tmp_path / "vae.yaml").write_text(text)
     for name in ("vq.pt", "vae.yaml"):
         out = tmp_path / name.replace(".", "_")

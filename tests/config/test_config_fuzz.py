@@ -49,7 +49,7 @@ JUNK: tuple[Any, ...] = (
 TYPES = (
     "gaussian",
     "masked",
-    "straight",
+    "rectified_flow",
     "ddim",
     "cps",
     "grpo",

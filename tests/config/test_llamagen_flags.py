@@ -80,11 +80,11 @@ SETTINGS = [
     "rewards.l1.weight=2",
     "rewards.lpips.type=lpips",
     "rewards.lpips.weight=1",
-    "rewards.critic.type=critic",
-    "rewards.critic.weight=1",
-    "rewards.critic.width=64",
-    "rewards.critic.num_layers=3",
-    "rewards.critic.weights=discriminator.safetensors",
+    "rewards.discriminator.type=discriminator",
+    "rewards.discriminator.weight=1",
+    "rewards.discriminator.width=64",
+    "rewards.discriminator.num_layers=3",
+    "rewards.discriminator.weights=discriminator.safetensors",
 ]
 
 

@@ -16,15 +16,15 @@ from tastemaker.config.schema import AutoencoderRunConfig
 from tastemaker.config.validate import build_component, validate_config
 from tastemaker.core.registry import ConfigError
 from tastemaker.data.dataset import DataSpec
-from tastemaker.data.images import Gallery
+from tastemaker.data.images import ImageCollection
 from tastemaker.data.toy import ToyImages
 from tastemaker.models.block_vae import BlockVaeSpec
 from tastemaker.models.vae import CustomAutoencoderSpec
 
 DATASETS = """
-faces: {type: gallery, path: pictures, image_size: 64, max_skipped: 3}
+faces: {type: image_collection, path: pictures, image_size: 64, max_skipped: 3}
 celebhq: {path: pictures, im_size: 128, im_channels: 1, type: image_folder}
-toys: {type: toy_pictures, num_samples: 16}
+toys: {type: toy_images, num_samples: 16}
 """
 BASE = """
 train: {seed: 1111, batch_size: 4, lr: 0.00001, weight_decay: 0.01, epochs: 100, save_every: 100, output_dir: outputs}
@@ -75,30 +75,30 @@ def data(**settings: Any) -> Any:
 
 
 def test_named_dataset_with_overrides() -> None:
-    assert data(name="faces") == Gallery(Path("pictures"), 64, max_skipped=3)
-    assert data(name="faces", image_size=32, random_flip=True) == Gallery(
+    assert data(name="faces") == ImageCollection(Path("pictures"), 64, max_skipped=3)
+    assert data(name="faces", image_size=32, random_flip=True) == ImageCollection(
         Path("pictures"), 32, max_skipped=3, random_flip=True
     )
     assert data(name="toys", file="configs/datasets.yaml") == ToyImages(num_samples=16)
 
 
 def test_nanovla_dataset_entries_are_converted() -> None:
-    assert data(name="celebhq") == Gallery(Path("pictures"), 128, grayscale=True)
+    assert data(name="celebhq") == ImageCollection(Path("pictures"), 128, grayscale=True)
 
 
 def test_datasets_file_in_the_current_directory_has_precedence(here: Path) -> None:
-    (here / "datasets.yaml").write_text("faces: {type: toy_pictures}")
+    (here / "datasets.yaml").write_text("faces: {type: toy_images}")
     assert data(name="faces") == ToyImages()
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fases: {type: gallery, path: x}", "did you mean 'fases'"),
+        ("fases: {type: image_collection, path: x}", "did you mean 'fases'"),
         ("faces: pictures", "'faces' is 'pictures'; expected settings such as"),
         ("faces: {path: x}", "'faces' has the type None"),
         ("faces: {type: named, name: faces}", "'faces' has the type 'named'"),
-        ("faces: {type: galery, path: x}", "no data is called 'galery'; did you mean 'gallery'"),
+        ("faces: {type: image_colection, path: x}", "no data is called 'image_colection'; did you mean 'image_collection'"),
         ("faces: {type: image_folder, path: x, im_channels: 4}", "im_channels is 4; expected 1 or 3"),
         ("[]", "expected names of datasets"),
     ],
@@ -114,7 +114,7 @@ def test_invalid_dataset_files_are_reported(here: Path, text: str, said: str) ->
 def test_named_dataset_is_resolved_in_the_dump() -> None:
     config = validate_config({"autoencoder": {"type": "vae"}, "data": {"type": "named", "name": "toys"}})
     told = config_to_dict(config)
-    assert told["data"]["type"] == "toy_pictures" and validate_config(told) == config
+    assert told["data"]["type"] == "toy_images" and validate_config(told) == config
 
 
 def test_new_nanovla_vae_config_is_converted(here: Path) -> None:
@@ -122,7 +122,7 @@ def test_new_nanovla_vae_config_is_converted(here: Path) -> None:
     assert isinstance(config, AutoencoderRunConfig)
     assert config.autoencoder == BlockVaeSpec(
         1, 4, (32, 64), (64,), (True,), (False,), 32, 4, 2, 2, 2, kl_weight=5e-6
-    ) and config.data == Gallery(Path("pictures"), 128, grayscale=True)
+    ) and config.data == ImageCollection(Path("pictures"), 128, grayscale=True)
     assert (config.batch_size, config.micro_batch_size, config.steps, config.seed) == (
         4,
         2,
@@ -131,7 +131,7 @@ def test_new_nanovla_vae_config_is_converted(here: Path) -> None:
     )  # five pictures in fours
     assert (config.output_dir, config.name) == (Path("outputs"), "celebhq_vae")
     assert (config.optim.lr, config.optim.weight_decay) == (1e-5, 0.01)
-    # Batches there, of which two make an update: the critic plays once the seventh batch is behind.
+    # Batches there, of which two make an update: the discriminator plays once the seventh batch is behind.
     assert (config.sample.every, config.checkpoint.every, config.discriminator and config.discriminator.start_step) == (
         32,
         50,

@@ -15,7 +15,7 @@ from tastemaker.config.schema import AutoencoderRunConfig
 from tastemaker.config.validate import validate_config
 from tastemaker.core.registry import ConfigError
 from tastemaker.data.image_io import read_image
-from tastemaker.data.images import Gallery
+from tastemaker.data.images import ImageCollection
 from tastemaker.data.latents import LatentFolder
 from tastemaker.models.latent_dit.model import LatentDitSpec
 from tastemaker.processes.gaussian import GaussianProcess
@@ -68,7 +68,7 @@ def test_stage_override_selects_the_dit() -> None:
         0.03,
         "epsilon",
     )
-    assert config.data == Gallery(Path("pictures"), 32)
+    assert config.data == ImageCollection(Path("pictures"), 32)
     assert (config.batch.prompts, config.batch.micro_batch_size, config.steps) == (4, 2, 6)  # five pictures in fours
     assert (config.optim.lr, config.optim.weight_decay, config.seed) == (3e-5, 0, 5)
     assert (config.output_dir, config.name, config.checkpoint.every) == (Path("tasks"), "faces-dit", 2)

@@ -18,7 +18,7 @@ TUNINGS = [FullFinetuning(), FullFinetuning(snapshots_on_cpu=True), FrozenCopyFi
 SNAPSHOTS = ("reference", "old", "ema")
 
 
-@pytest.fixture(params=TUNINGS, ids=["full", "host", "twin", "lora"])
+@pytest.fixture(params=TUNINGS, ids=["full", "host", "frozen_copy", "lora"])
 def tuning(request: pytest.FixtureRequest) -> Tuning:
     return request.param
 

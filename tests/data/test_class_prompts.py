@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tastemaker.data.class_labels import imagenet_labels
-from tastemaker.data.images import ImageFolder
+from tastemaker.data.images import CaptionedFolder
 from tastemaker.data.prompts import ClassPrompts
 
 
@@ -30,7 +30,7 @@ def test_template_must_contain_the_class_name() -> None:
 
 
 def test_example_images_show_imagenet_classes() -> None:
-    rows = ImageFolder(image_size=32).load(0)
+    rows = CaptionedFolder(image_size=32).load(0)
     batch = rows.batch(0, 3, 0, 1)
     assert sorted(batch.prompts) == ["airliner", "mountain bike", "pizza"]
     assert batch.pixels.shape == (3, 1, 3, 32, 32)

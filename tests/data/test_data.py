@@ -10,7 +10,7 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.toy_colors import TOY_COLORS
 from tastemaker.data.dataset import batch_indices
 from tastemaker.data.image_io import ImageError
-from tastemaker.data.images import ImageFolder
+from tastemaker.data.images import CaptionedFolder
 from tastemaker.data.pairs import PairFile
 from tastemaker.data.prompts import InlinePrompts, PromptFile
 from tastemaker.data.toy import ToyImages, ToyPairs
@@ -138,7 +138,7 @@ def test_image_folder_reads_txt_captions(tmp_path: Path) -> None:
     for color in ("red", "blue"):
         picture(tmp_path / f"{color}.png", color=color)
         (tmp_path / f"{color}.txt").write_text(f"a {color}\n")
-    data = ImageFolder(tmp_path).load(SEED)
+    data = CaptionedFolder(tmp_path).load(SEED)
     batch = data.batch(0, 2, 0, 1)
     assert len(data) == 2 and batch.pixels.shape == (2, 1, 3, 8, 8)
     assert torch.equal(batch.pixels[batch.prompts.index("a blue"), 0, :, 0, 0], torch.tensor([0.0, 0.0, 1.0]))
@@ -149,22 +149,22 @@ def test_image_folder_reads_metadata_jsonl(tmp_path: Path) -> None:
     picture(tmp_path / "two.jpg", (4, 4))
     rows = [{"file_name": "one.png", "prompt": "first"}, {"file_name": "two.jpg", "prompt": "second"}]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert ImageFolder(tmp_path, image_size=4).load(SEED).batch(0, 2, 0, 1).pixels.shape == (2, 1, 3, 4, 4)
+    assert CaptionedFolder(tmp_path, image_size=4).load(SEED).batch(0, 2, 0, 1).pixels.shape == (2, 1, 3, 4, 4)
     with pytest.raises(ConfigError, match=r"one\.png has 1 frames of 16x8 pixels|two\.jpg has 1 frames of 4x4 pixels"):
-        ImageFolder(tmp_path).load(SEED).batch(0, 2, 0, 1)
+        CaptionedFolder(tmp_path).load(SEED).batch(0, 2, 0, 1)
 
 
 def test_invalid_image_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such folder; check the path"):
-        ImageFolder(tmp_path / "none").load(SEED)
+        CaptionedFolder(tmp_path / "none").load(SEED)
     with pytest.raises(ConfigError, match=r"there are no images; expected files that end in \.png"):
-        ImageFolder(tmp_path).load(SEED)
+        CaptionedFolder(tmp_path).load(SEED)
     picture(tmp_path / "a.png")
     with pytest.raises(ConfigError, match=r"the caption of .*a\.png: there is no file .*a\.txt"):
-        ImageFolder(tmp_path).load(SEED)
+        CaptionedFolder(tmp_path).load(SEED)
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "b.png", "prompt": "x"}')
     with pytest.raises(ConfigError, match=r"metadata\.jsonl, line 1: there is no file .*b\.png"):
-        ImageFolder(tmp_path).load(SEED)
+        CaptionedFolder(tmp_path).load(SEED)
 
 
 def pairs(folder: Path, *lines: dict[str, Any]) -> Path:

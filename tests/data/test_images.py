@@ -20,7 +20,7 @@ from tastemaker.core.types import ImageBatch
 from tastemaker.data.dataset import split_dataset
 from tastemaker.data.image_io import ImageError, read_image
 from tastemaker.data.image_transforms import center_crop, decode_square, random_crop
-from tastemaker.data.images import Gallery, GalleryDataset
+from tastemaker.data.images import ImageCollection, ImageCollectionDataset
 
 SHADES = [(250, 0, 0), (0, 250, 0), (0, 0, 250)]
 
@@ -57,23 +57,23 @@ def of_depths(path: Path) -> Path:
 
 
 def test_gallery_reads_nested_folders_without_hidden_files(tmp_path: Path) -> None:
-    data = Gallery(of_depths(tmp_path), 8).load(0)
+    data = ImageCollection(of_depths(tmp_path), 8).load(0)
     batch = data.batch(0, 4, 0, 1)
     assert len(data) == 4 and batch.pixels.shape == (4, 1, 3, 8, 8) and batch.pixels.dtype == torch.float32
     assert seen(batch) == {("", 0): 2, ("", 1): 1, ("", 2): 1}
-    assert len(Gallery(tmp_path, 8, file_pattern="*.jp*g").load(0)) == 2
+    assert len(ImageCollection(tmp_path, 8, file_pattern="*.jp*g").load(0)) == 2
     with pytest.raises(ConfigError, match=r"there are no images that match x\*"):
-        Gallery(tmp_path, 8, file_pattern="x*").load(0)
+        ImageCollection(tmp_path, 8, file_pattern="x*").load(0)
 
 
 def test_gallery_class_is_the_top_folder(tmp_path: Path) -> None:
     path = of_depths(tmp_path)
-    data = Gallery(path, 8, caption_source="class_name", max_skipped=1).load(0)
+    data = ImageCollection(path, 8, caption_source="class_name", max_skipped=1).load(0)
     with pytest.warns(UserWarning, match=r"a.png is skipped \(it lies in .* itself.*1 of 1"):
         found = {prompt for step in range(4) for prompt in data.batch(step, 1, 0, 1).prompts}
     assert found == {"cats", "dogs"} and data.first_prompts(3).prompts == ("cats", "dogs", "cats")
     (path / "a.png").unlink()
-    assert {*Gallery(path, 8, caption_source="class_id").load(0).batch(0, 3, 0, 1).prompts} == {"0", "1"}
+    assert {*ImageCollection(path, 8, caption_source="class_id").load(0).batch(0, 3, 0, 1).prompts} == {"0", "1"}
 
 
 def test_symlinks_are_followed_without_cycles(tmp_path: Path) -> None:
@@ -81,31 +81,31 @@ def test_symlinks_are_followed_without_cycles(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to(tmp_path / "there")
     (tmp_path / "there" / "back").symlink_to(tmp_path / "there")
-    assert len(Gallery(tmp_path / "here", 8).load(0)) == 1
+    assert len(ImageCollection(tmp_path / "here", 8).load(0)) == 1
 
 
 def test_celeba_hq_masks_are_ignored(tmp_path: Path) -> None:
     for number in range(3):
         saved(tmp_path / "CelebA-HQ-img" / f"{number}.jpg", number)
         saved(tmp_path / "CelebAMask-HQ-mask-anno" / "0" / f"0000{number}_hair.png", number)
-    assert len(Gallery(tmp_path, 8).load(0)) == 3
+    assert len(ImageCollection(tmp_path, 8).load(0)) == 3
 
 
 def test_gallery_reads_txt_captions_or_metadata_jsonl(tmp_path: Path) -> None:
     for number, name in enumerate(["x/a.png", "x/y/b.png"]):
         saved(tmp_path / name, number).with_suffix(".txt").write_text(f" picture\n{number} \n")
-    assert seen(Gallery(tmp_path, 8).load(0).batch(0, 2, 0, 1)) == {("picture 0", 0): 1, ("picture 1", 1): 1}
+    assert seen(ImageCollection(tmp_path, 8).load(0).batch(0, 2, 0, 1)) == {("picture 0", 0): 1, ("picture 1", 1): 1}
     rows = [{"file_name": "x/a.png", "text": "red"}, {"file_name": "x/y/b.png", "text": "green"}]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = Gallery(tmp_path, 8).load(0)
+    data = ImageCollection(tmp_path, 8).load(0)
     assert seen(data.batch(0, 2, 0, 1)) == {("red", 0): 1, ("green", 1): 1} and data.first_prompts(2).prompts == (
         "red",
         "green",
     )
-    assert Gallery(tmp_path, 8, caption_source="empty").load(0).batch(0, 2, 0, 1).prompts == ("", "")
+    assert ImageCollection(tmp_path, 8, caption_source="empty").load(0).batch(0, 2, 0, 1).prompts == ("", "")
     (tmp_path / "metadata.jsonl").write_text(json.dumps(rows[0]))
     with pytest.raises(ConfigError, match=r"b.png cannot be used \(it has no caption, expected b.txt beside it\)"):
-        Gallery(tmp_path, 8).load(0).batch(0, 2, 0, 1)
+        ImageCollection(tmp_path, 8).load(0).batch(0, 2, 0, 1)
 
 
 def tar(path: Path, files: dict[str, bytes]) -> Path:
@@ -124,11 +124,13 @@ def test_webdataset_samples_are_grouped_by_key(tmp_path: Path) -> None:
     tar(tmp_path / "train-0.tar", {**first, "d/1.json": told, "readme": b"-"})
     tar(tmp_path / "train-1.tar", {"2.WEBP": encoded(2, "WEBP"), "2.txt": b"blue", "2.cls": b"5", "3.txt": b"alone"})
     tar(tmp_path / "test-0.tar", {"9.png": encoded(0)})
-    data = Gallery(tmp_path, 8, file_pattern="train-*").load(0)
+    data = ImageCollection(tmp_path, 8, file_pattern="train-*").load(0)
     assert seen(data.batch(0, 3, 0, 1)) == {("red", 0): 1, ("green", 1): 1, ("blue", 2): 1}
-    numbered = Gallery(tmp_path, 8, file_pattern="train-*", caption_source="class_id").load(0)
+    numbered = ImageCollection(tmp_path, 8, file_pattern="train-*", caption_source="class_id").load(0)
     assert seen(numbered.batch(0, 3, 0, 1)) == {("4", 0): 1, ("7", 1): 1, ("5", 2): 1}
-    assert len(Gallery(tmp_path / "test-0.tar", 8).load(0)) == 1 and len(Gallery(tmp_path, 8).load(0)) == 4
+    assert (
+        len(ImageCollection(tmp_path / "test-0.tar", 8).load(0)) == 1 and len(ImageCollection(tmp_path, 8).load(0)) == 4
+    )
 
 
 def test_broken_shards_are_refused_by_name(tmp_path: Path) -> None:
@@ -140,13 +142,13 @@ def test_broken_shards_are_refused_by_name(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=why):
-            Gallery(tmp_path / name, 8).load(0)
+            ImageCollection(tmp_path / name, 8).load(0)
     tar(tmp_path / "words.tar", {"0.txt": b"a"})
     with pytest.raises(ConfigError, match="its shards hold no images"):
-        Gallery(tmp_path / "words.tar", 8).load(0)
+        ImageCollection(tmp_path / "words.tar", 8).load(0)
     tar(tmp_path / "b.tar", {"0.png": encoded(0), "0.cls": b"cat"})
     with pytest.raises(ConfigError, match=r"0 in .*b.tar cannot be used \(its class is 'cat', expected a number"):
-        Gallery(tmp_path / "b.tar", 8, caption_source="class_id").load(0).batch(0, 1, 0, 1)
+        ImageCollection(tmp_path / "b.tar", 8, caption_source="class_id").load(0).batch(0, 1, 0, 1)
 
 
 def test_gallery_reads_saved_datasets_without_classes(tmp_path: Path) -> None:
@@ -154,9 +156,13 @@ def test_gallery_reads_saved_datasets_without_classes(tmp_path: Path) -> None:
     table: dict[str, Any] = {"image": [{"bytes": encoded(i), "path": None} for i in range(3)], "text": ["r", "g", "b"]}
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
     datasets.Dataset.from_dict(table, features=features).save_to_disk(str(tmp_path / "set"))
-    assert seen(Gallery(tmp_path / "set", 8).load(0).batch(0, 3, 0, 1)) == {("r", 0): 1, ("g", 1): 1, ("b", 2): 1}
+    assert seen(ImageCollection(tmp_path / "set", 8).load(0).batch(0, 3, 0, 1)) == {
+        ("r", 0): 1,
+        ("g", 1): 1,
+        ("b", 2): 1,
+    }
     with pytest.raises(ConfigError, match="has no class, expected one of the columns label"):
-        Gallery(tmp_path / "set", 8, caption_source="class_name").load(0).batch(0, 1, 0, 1)
+        ImageCollection(tmp_path / "set", 8, caption_source="class_name").load(0).batch(0, 1, 0, 1)
 
 
 def many(path: Path, count: int = 12) -> Path:
@@ -165,8 +171,8 @@ def many(path: Path, count: int = 12) -> Path:
     return path
 
 
-def loaded(path: Path, **settings: Any) -> GalleryDataset:
-    return Gallery(path, 8, **settings).load(3)
+def loaded(path: Path, **settings: Any) -> ImageCollectionDataset:
+    return ImageCollection(path, 8, **settings).load(3)
 
 
 @pytest.mark.parametrize("crop", ["center", "random"])
@@ -218,7 +224,7 @@ def test_validation_split_is_disjoint_and_center_cropped(tmp_path: Path) -> None
     numbers = {*kept.image_ids.tolist()}
     cuts = torch.stack([decode_square(plain.source.encoded(n), "", 8) for n in kept.image_ids.tolist()])
     assert torch.equal(cuts.movedim(-1, 1) / 255, kept.pixels[:, 0])
-    assert isinstance(learned, GalleryDataset) and not numbers & {*learned.indices.tolist()}
+    assert isinstance(learned, ImageCollectionDataset) and not numbers & {*learned.indices.tolist()}
     assert numbers | {*learned.indices.tolist()} == {*range(12)}
 
 
@@ -263,14 +269,14 @@ def test_center_crops_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for i in range(12):
         textured(20, 24 + i).save(tmp_path / f"{i:02}.png")
     plain, mirrored, random = (
-        Gallery(tmp_path, 16, **more).load(1)  # type: ignore[arg-type]
+        ImageCollection(tmp_path, 16, **more).load(1)  # type: ignore[arg-type]
         for more in ({}, {"random_flip": True}, {"crop": "random"})
     )
     before = [(rows, [rows.batch(step, 6, 0, 1) for step in range(4)]) for rows in (plain, mirrored)]
     random.batch(0, 12, 0, 1)
     assert (len(plain.cache), len(mirrored.cache), len(random.cache)) == (12, 12, 0)
     for rows, batches in before:
-        fresh = Gallery(tmp_path, 16, random_flip=rows.spec.random_flip, num_workers=0).load(1)
+        fresh = ImageCollection(tmp_path, 16, random_flip=rows.spec.random_flip, num_workers=0).load(1)
         monkeypatch.setattr("tastemaker.data.images.MAX_CACHED_BYTES", 0)
         for step, batch in enumerate(batches):
             assert fresh.batch(step, 6, 0, 1).pixels.equal(batch.pixels)

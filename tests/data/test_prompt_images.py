@@ -14,7 +14,7 @@ from tastemaker.data.image_io import image_size, resize_lanczos, save_image
 from tastemaker.data.prompt_images import (
     BUCKET_STEP,
     MAX_SIDE,
-    IllustratedPrompts,
+    PromptsWithImages,
     default_buckets,
     nearest_bucket,
     schedule_bucket,
@@ -66,7 +66,7 @@ def test_steps_have_one_bucket_and_epochs_all_samples() -> None:
 
 
 def test_bucketed_batches_have_one_size_on_all_ranks(folder: Path) -> None:
-    data = IllustratedPrompts(folder / "rows.jsonl", SMALL).load(0)
+    data = PromptsWithImages(folder / "rows.jsonl", SMALL).load(0)
     seen: set[str] = set()
     for step in range(3):
         whole = data.batch(step, 2, 0, 1)
@@ -89,9 +89,9 @@ def test_all_layouts_give_the_same_entries(folder: Path) -> None:
     (folder / "dict.pkl").write_bytes(pickle.dumps(captions))
     rows = [{"caption": caption, "file_name": file} for caption, file in captions.items()]
     (folder / "other.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    wanted = IllustratedPrompts(folder / "rows.jsonl").load(0)
+    wanted = PromptsWithImages(folder / "rows.jsonl").load(0)
     for name in ("dict.json", "dict.pkl", "other.jsonl"):
-        found = IllustratedPrompts(folder / name).load(0)
+        found = PromptsWithImages(folder / name).load(0)
         assert [(e.prompt, e.file) for e in found.entries] == [(e.prompt, e.file) for e in wanted.entries]
 
 
@@ -103,25 +103,25 @@ class Trap:
 def test_pickles_with_code_and_empty_files_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "trap.pkl").write_bytes(pickle.dumps({"a": Trap()}))
     with pytest.raises(ConfigError, match="which could run code"):
-        IllustratedPrompts(folder / "trap.pkl").load(0)
+        PromptsWithImages(folder / "trap.pkl").load(0)
     assert capsys.readouterr().out == ""
     for name, content in (("a.json", "[]"), ("b.json", '{"a": 1}'), ("c.json", "{"), ("d.pkl", "x")):
         (folder / name).write_text(content)
         with pytest.raises(ConfigError, match=name):
-            IllustratedPrompts(folder / name).load(0)
+            PromptsWithImages(folder / name).load(0)
     (folder / "gone.json").write_text('{"a": "gone.png"}')
     with pytest.raises(ConfigError, match=r"there is no file .*gone\.png"):
-        IllustratedPrompts(folder / "gone.json").load(0)
+        PromptsWithImages(folder / "gone.json").load(0)
     (folder / "rows.jsonl").write_text('{"prompt": "a"}')
     with pytest.raises(ConfigError, match="line 1: 'image' is missing"):
-        IllustratedPrompts(folder / "rows.jsonl").load(0)
+        PromptsWithImages(folder / "rows.jsonl").load(0)
 
 
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected a file that ends in \.jsonl, \.json, \.pkl"):
-        IllustratedPrompts(Path("x.txt"))
+        PromptsWithImages(Path("x.txt"))
     with pytest.raises(ValueError, match="expected multiples of 16"):
-        IllustratedPrompts(Path("x.json"), ((100, 64),))
+        PromptsWithImages(Path("x.json"), ((100, 64),))
 
 
 def test_image_size_and_lanczos_resize(folder: Path) -> None:

@@ -97,10 +97,14 @@ def test_autoencoder_memory_includes_discriminator_and_lpips() -> None:
     config = load_any_config("vae-celebhq", VAE)
     assert isinstance(config, AutoencoderRunConfig)
     with torch.device("meta"):
-        critic = sum(p.numel() for p in PatchGANDiscriminator(64, 3, extra_layer=False).parameters())
+        discriminator = sum(p.numel() for p in PatchGANDiscriminator(64, 3, extra_layer=False).parameters())
     own = sum(p.numel() for p in config.autoencoder.load(Placement()).parameters())
     found = copying()
-    assert (found.weights, found.optimizer_state, found.snapshots) == (4 * (own + critic), 8 * (own + critic), 4 * own)
+    assert (found.weights, found.optimizer_state, found.snapshots) == (
+        4 * (own + discriminator),
+        8 * (own + discriminator),
+        4 * own,
+    )
     assert found.frozen > 4 * 14_714_688 and found.collect_activations > 0  # the convolutions of VGG16
     alone = copying("discriminator=null", "loss.lpips=0", "ema_decay=0")
     assert (alone.weights, alone.snapshots, alone.collect_activations) == (4 * own, 0, 0)

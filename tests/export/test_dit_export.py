@@ -135,7 +135,7 @@ def test_differences_of_diffusers_are_reported(vae: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_flow_and_unknown_autoencoder_are_exported_as_components(vae: Path, tmp_path: Path) -> None:
-    output, flow = StringIO(), "process={type: gaussian, path: {type: straight}}"
+    output, flow = StringIO(), "process={type: gaussian, path: {type: rectified_flow}}"
     directory, model = save_run(tmp_path / "flow", vae, "process=null", flow)
     folder = export(directory, tmp_path / "out", Console(file=output, width=300))
     assert "predicts a flow" in output.getvalue() and not (folder / "model_index.json").exists()

@@ -56,7 +56,7 @@ def shaken(net: nn.Module) -> None:
 
 @pytest.mark.parametrize("kernels", fast([None, TORCH], TORCH))
 @pytest.mark.parametrize(
-    "tuning", [FullFinetuning(), FrozenCopyFinetuning(), Lora(rank=2)], ids=["full", "twin", "lora"]
+    "tuning", [FullFinetuning(), FrozenCopyFinetuning(), Lora(rank=2)], ids=["full", "frozen_copy", "lora"]
 )
 @pytest.mark.parametrize("scale", fast([1.0, 2.0], 2.0))
 def test_decoder_uses_updated_and_swapped_weights(

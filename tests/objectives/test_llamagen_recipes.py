@@ -114,7 +114,7 @@ def test_precomputed_tokens_give_the_loss_of_their_images() -> None:
 
 
 def test_token_data_is_accepted_by_its_objectives(tmp_path: Path) -> None:
-    data = f"data={{type: code_folder, path: {tmp_path}}}"
+    data = f"data={{type: token_folder, path: {tmp_path}}}"
     assert find_problems(load("llamagen-pretrain", [data])) == []
     (found,) = find_problems(load("grpo-llamagen-tf", [data]))
-    assert found.startswith("data: 'forced_grpo' trains on captioned images, but 'code_folder' yields tokens")
+    assert found.startswith("data: 'teacher_forced_grpo' trains on captioned images, but 'token_folder' yields tokens")

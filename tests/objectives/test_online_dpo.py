@@ -72,7 +72,7 @@ def weights(run: Any) -> list[Tensor]:
     return [p.detach().clone() for p in run.policy.weights.trainable().values()]
 
 
-FULL, TWIN, LORA = "tuning={type: full}", "tuning={type: twin}", "tuning={type: lora, rank: 2}"
+FULL, TWIN, LORA = "tuning={type: full}", "tuning={type: frozen_copy}", "tuning={type: lora, rank: 2}"
 QUICK = [("masked", FULL), ("causal", TWIN), ("flow", LORA)]
 RESUMED = [(family, tuning) for family in ("masked", "causal", "flow") for tuning in (FULL, TWIN, LORA)]
 

@@ -237,7 +237,7 @@ def test_run_trains_offline_then_online(tmp_path: Path) -> None:
         save_image(torch.rand(1, 3, *size), tmp_path / f"{name}.png")
     rows = [{"prompt": f"picture {name}", "image": f"{name}.png"} for name in "abc"]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = f"data={{type: illustrated_prompts, path: {tmp_path}/rows.jsonl, buckets: [[32, 64], [64, 32]]}}"
+    data = f"data={{type: prompts_with_images, path: {tmp_path}/rows.jsonl, buckets: [[32, 64], [64, 32]]}}"
     changes = ["objective.offline_steps=2", "steps=3", "batch.prompts=2", "sample.every=0", "engine.device=cpu", data]
     for recipe in ("srpo-flux-hps", "srpo-qwen-image"):
         run = build(load(recipe, [*changes, "process.num_steps=3"]), tmp_path / recipe, tiny=True)

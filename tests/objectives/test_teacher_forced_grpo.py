@@ -268,12 +268,12 @@ def test_guided_samples_have_a_first_ratio_of_one(rollouts_only: bool) -> None:
 def test_emulated_bugs_are_warned_about() -> None:
     settings = ["objective.ce_coef=0", "objective.emulate_bugs=[sampled_context, dropout]"]
     with pytest.warns(UserWarning, match="is on") as told:
-        build(load("forced-grpo-toy-causal", settings))
+        build(load("teacher-forced-grpo-toy-causal", settings))
     assert ["'dropout' is on" in str(each.message) for each in told] == [False, True]
 
 
 def test_displayed_samples_are_scored_against_images(tmp_path: Path) -> None:
-    run = build(load("forced-grpo-toy-causal", ["steps=1"]), tmp_path)
+    run = build(load("teacher-forced-grpo-toy-causal", ["steps=1"]), tmp_path)
     seen = [event for event in train(run) if isinstance(event, SamplesGenerated)]
     assert [{"mse"} == event.scores.keys() for event in seen] == [True, True]
 
@@ -287,7 +287,7 @@ def test_dropout_is_refused_with_log_probs() -> None:
 
 
 def test_teacher_forced_grpo_needs_rewards() -> None:
-    (found,) = find_problems(load("forced-grpo-toy-causal", ["rewards.mse.weight=0"]))
+    (found,) = find_problems(load("teacher-forced-grpo-toy-causal", ["rewards.mse.weight=0"]))
     assert found.startswith("rewards: ") and "weight 0" in found
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer's critic as a reward."""
+"""A tokenizer's discriminator as a reward."""
 
 from __future__ import annotations
 

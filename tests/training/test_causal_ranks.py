@@ -27,7 +27,7 @@ SMALL = (
     ),
 )
 CASES = {
-    "forced-grpo-toy-causal": ("guard.every=0",),
+    "teacher-forced-grpo-toy-causal": ("guard.every=0",),
     "cca-toy-causal": ("guard.every=0",),
     "grpo-llamagen-tf": (*SMALL, "batch.minibatches=1", "optim.lr=1e-3"),
 }
@@ -46,7 +46,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensors]:
     return {recipe: trained(place) for recipe, place in places.items()}
 
 
-@pytest.mark.parametrize("recipe", ["forced-grpo-toy-causal", "cca-toy-causal"])
+@pytest.mark.parametrize("recipe", ["teacher-forced-grpo-toy-causal", "cca-toy-causal"])
 def test_causal_training_on_two_ranks_equals_one(recipe: str, alone: dict[str, Tensors], tmp_path: Path) -> None:
     finish(launch(recipe, tmp_path, "steps=4", "engine.strategy=fsdp", *CASES[recipe], ranks=2))
     close(alone[recipe], trained(tmp_path))

@@ -90,7 +90,7 @@ def test_failing_autoencoder_run_saves_a_checkpoint(tmp_path):
         Image.new("RGB", (32, 32), (40 * number, 90, 30)).save(pictures / f"{number}.png")
     (pictures / "5.png").write_text("no picture")
     settings = [
-        f"data={{type: gallery, path: {pictures}, image_size: 32}}",
+        f"data={{type: image_collection, path: {pictures}, image_size: 32}}",
         "autoencoder={type: vae, latent_channels: 4, width: 8, downsample_factor: 8}",
         "discriminator=null", "validation=null", "batch_size=1", "steps=20", "sample.every=0", "checkpoint.every=100",
         "engine={device: cpu, precision: fp32}",

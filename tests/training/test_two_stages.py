@@ -61,7 +61,7 @@ def tell(place: Path, *arguments: str) -> str:
 
 
 def trained_vae(place: Path, *more: str) -> None:
-    gallery = "data={type: gallery, path: pictures, image_size: 64}"
+    gallery = "data={type: image_collection, path: pictures, image_size: 64}"
     tell(place, "train", "vae-playground", gallery, *VAE, "batch_size=4", "steps=3", "sample.every=0", *more)
 
 
@@ -110,7 +110,7 @@ def test_two_stages_from_a_folder_of_images(place: Path) -> None:
 def test_two_stages_on_two_ranks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     codec(place)
-    gallery = "data={type: gallery, path: pictures, image_size: 64}"
+    gallery = "data={type: image_collection, path: pictures, image_size: 64}"
     on_ranks(2, "train", "vae-playground", gallery, *VAE, "batch_size=4", "steps=2", "sample.every=0", "name=vae-two")
     on_ranks(2, "encode", "pictures", "--vae", "runs/vae-two", "--size", "64", "--rows", "5", "--out", "two")
     data = f"data={{type: latent_folder, path: {place / 'two'}}}"

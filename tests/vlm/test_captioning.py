@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tastemaker.cli import EXIT_USAGE, main
 from tastemaker.data.image_io import save_image
-from tastemaker.data.images import Gallery, ImageFolder
+from tastemaker.data.images import CaptionedFolder, ImageCollection
 from tastemaker.vlm.captioning import CaptionOptions, caption_folder, find_images
 
 # PaliGemma's processor itself asks numpy for what it will no longer do.
@@ -51,7 +51,7 @@ def test_captions_stand_where_training_looks_for_them(model: Path, shelf: Path) 
     assert run("caption", str(shelf), *settings(model)) == 0
     record = [json.loads(line) for line in (shelf / "captions.jsonl").read_text().splitlines()]
     assert len(record) == 4 and {row["question"] for row in record} == {"caption en"}
-    data = ImageFolder(shelf).load(0)
+    data = CaptionedFolder(shelf).load(0)
     said = {Path(row["file"]): " ".join(row["answer"].split()) for row in record}
     assert dict(zip(data.files, data.prompts, strict=True)) == said
 
@@ -59,11 +59,11 @@ def test_captions_stand_where_training_looks_for_them(model: Path, shelf: Path) 
 @pytest.mark.parametrize("form", ["jsonl", "both"])
 def test_a_list_is_read_as_the_texts_are(form: str, model: Path, shelf: Path) -> None:
     assert run("caption", str(shelf), *settings(model), "--form", form) == 0
-    listed = ImageFolder(shelf).load(0)
+    listed = CaptionedFolder(shelf).load(0)
     assert len(captions(shelf)) == (4 if form == "both" else 0)
     (shelf / "metadata.jsonl").unlink()
     assert run("caption", str(shelf), *settings(model)) == 0
-    assert ImageFolder(shelf).load(0).prompts == listed.prompts
+    assert CaptionedFolder(shelf).load(0).prompts == listed.prompts
 
 
 def test_captions_that_are_there_stay_and_others_are_added(
@@ -143,5 +143,5 @@ def test_captions_of_folders_within_the_folder_are_learned_from_too(form: str, m
     save_image(torch.rand(1, 3, 20, 20), shelf / "more" / "b.png")
     assert run("caption", str(shelf), *settings(model), "--form", form) == 0
     record = [json.loads(line) for line in (shelf / "captions.jsonl").read_text().splitlines()]
-    batch = Gallery(shelf, image_size=8, num_workers=0).load(0).batch(0, 5, 0, 1)
+    batch = ImageCollection(shelf, image_size=8, num_workers=0).load(0).batch(0, 5, 0, 1)
     assert sorted(batch.prompts) == sorted(" ".join(row["answer"].split()) for row in record)

@@ -67,8 +67,8 @@ def metrics(run: JudgeRun) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("tuning", SLOW_FULL)
 def test_a_tiny_judge_learns_to_say_yes_and_no(tuning: str, reds: Path, tmp_path: Path) -> None:
-    data = f"data={{type: answer_file, path: {reds}/train.jsonl}}"
-    held = f"validation={{every: 60, num_samples: 8, data: {{type: answer_file, path: {reds}/held.jsonl}}}}"
+    data = f"data={{type: vqa_file, path: {reds}/train.jsonl}}"
+    held = f"validation={{every: 60, num_samples: 8, data: {{type: vqa_file, path: {reds}/held.jsonl}}}}"
     told = metrics(build_judge(config(tuning, data, held), tmp_path))
     assert told[0]["loss"] > 1
     assert told[-1]["loss"] < 0.2 * told[0]["loss"]
@@ -167,7 +167,7 @@ def scored(weights: Path) -> torch.Tensor:
 @pytest.mark.parametrize("tuning", SLOW_LORA)
 def test_what_is_exported_is_a_reward(tuning: str, reds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    data = f"data={{type: answer_file, path: {reds}/train.jsonl}}"
+    data = f"data={{type: vqa_file, path: {reds}/train.jsonl}}"
     asked = [
         "train",
         "orm-onevision",
@@ -191,7 +191,7 @@ def test_paligemma_learns_answers_and_is_a_reward(
 ) -> None:
     """From image, question and answer in a JSONL, by the recipe; what is exported is asked, and judges."""
     monkeypatch.chdir(tmp_path)
-    data = f"data={{type: answer_file, path: {reds}/train.jsonl}}"
+    data = f"data={{type: vqa_file, path: {reds}/train.jsonl}}"
     model, short = f"judge.weights={folders['paligemma']}", ["batch_size=16", "micro_batch_size=16", "steps=40"]
     assert run("train", "paligemma-finetune", *TUNINGS[tuning], data, model, *short, "name=told") == 0
     lines = [json.loads(line) for line in Path("runs/told/metrics.jsonl").read_text().splitlines()]
@@ -274,7 +274,7 @@ def test_a_recipe_trains_one_thing() -> None:
 def test_two_ranks_learn_as_one(tuning: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     asked = ["train", "orm-onevision", *TUNINGS[tuning], "batch_size=8", "micro_batch_size=4", "steps=3", "--tiny"]
-    held = "validation={every: 1, num_samples: 8, data: {type: toy_answers, start_index: 1000}}"
+    held = "validation={every: 1, num_samples: 8, data: {type: toy_vqa, start_index: 1000}}"
     assert run(*asked, held, "name=one") == 0
     on_ranks(2, *asked, held, "name=two", f"engine.strategy={strategy}")
     one, two = (

@@ -25,7 +25,7 @@ from tastemaker.training.run_directory import write_run_config
 from tastemaker.vlm.finetuning import JudgeRun, train
 from tastemaker.vlm.judge_models import GeneratorJudge, load_generator_judge
 
-RECIPES = ("showo-answers", "showo-answers-clip")
+RECIPES = ("showo-vqa", "showo-vqa-clip")
 PICTURES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 ROWS: list[dict[str, Any]] = [
     {"turns": (f"{IMAGE_PLACEHOLDER}\nIs it red?",), "answer": "no"},
@@ -56,7 +56,7 @@ def losses(run: JudgeRun) -> list[float]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_tiny_one_learns_its_answers(recipe: str, tmp_path: Path) -> None:
-    toys = "data={type: toy_answers, colors: [red, blue], num_samples: 16}"
+    toys = "data={type: toy_vqa, colors: [red, blue], num_samples: 16}"
     found = losses(build_judge(config(recipe, "steps=25", toys), tmp_path))
     assert found[0] > 2 and found[-1] < 0.4 * found[0]
 
@@ -110,7 +110,7 @@ def test_a_conversation_is_read_in_order_and_its_picture_is_not_named() -> None:
 
 
 def test_what_was_learned_is_exported_as_published_and_read_again(tmp_path: Path) -> None:
-    made = config("showo-answers", "steps=1", "tuning={type: lora, rank: 2}")
+    made = config("showo-vqa", "steps=1", "tuning={type: lora, rank: 2}")
     write_run_config(made, tmp_path / "run")
     run = build_judge(made, tmp_path / "run")
     losses(run)
