@@ -242,7 +242,7 @@ def test_train_evaluate_and_generate_do_what_the_commands_do(tmp_path: Path) -> 
     files = tm.generate(tmp_path / "run", ["a red", "a blue"], out=tmp_path / "images", count=2, console=QUIET)
     assert len(files) == 4 and all(file.is_file() for file in files)
     report = tm.evaluate(
-        "playeval", "grpo-playground-flow", prompts=6, count=1, out=tmp_path / "report", tiny=True, console=QUIET
+        "playeval", "grpo-playground-flow", num_prompts=6, count=1, out=tmp_path / "report", tiny=True, console=QUIET
     )
     assert report["scores"]
 

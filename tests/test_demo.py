@@ -77,7 +77,7 @@ def finish(command: list[str], folder: Path) -> str:
 
 def run_demo(*options: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        main(["demo", "--prompts", "12", "--device", "cpu", *options, *SHORT])
+        main(["demo", "--num-prompts", "12", "--device", "cpu", *options, *SHORT])
     return int(ended.value.code or 0)
 
 
@@ -202,7 +202,7 @@ def test_an_interrupted_training_goes_on_where_it_stopped(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_an_interrupted_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> None:
     out = tmp_path / "before"
-    chosen = ["--model", RECIPE, "process.num_steps=4", "--prompts", "126", "--out", str(out)]
+    chosen = ["--model", RECIPE, "process.num_steps=4", "--num-prompts", "126", "--out", str(out)]
     command = tastemaker("evaluate", "playeval", *chosen)
     process = start(command, tmp_path)
     told = interrupt(process, lambda: any(out.glob(".prices/[0-9]*")))

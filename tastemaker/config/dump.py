@@ -8,14 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from .schema import AnyConfig, RewardConfig
+from .schema import AnyConfig, CommonConfig, RewardConfig
 from .validate import COMPONENT_REGISTRIES
 from .yaml_io import render_yaml
 
 
 def config_to_dict(config: AnyConfig) -> dict[str, Any]:
-    """Convert a configuration to plain data that validates to an equal one."""
-    return dataclass_to_dict(config)
+    """Convert a configuration to plain data that validates to an equal one, with the settings of all runs last."""
+    common = {f.name for f in fields(CommonConfig)}
+    return dict(sorted(dataclass_to_dict(config).items(), key=lambda setting: setting[0] in common))
 
 
 def config_to_yaml(config: AnyConfig) -> str:

@@ -115,6 +115,14 @@ class Context(Generic[P]):
         )
 
 
+def require_settings(objective: object, names: str, valid: bool, expected: str) -> None:
+    """Raise ValueError with the values of the named settings, and what is expected of them, unless they are valid."""
+    if not valid:
+        values = [(name, getattr(objective, name)) for name in names.split()]
+        found = ", ".join(f"{name} {list(value) if isinstance(value, tuple) else value}" for name, value in values)
+        raise ValueError(f"found {found}; expected {expected}")
+
+
 class Objective(ABC, Generic[P, B, E, Q]):
     """A training algorithm: a frozen dataclass of hyperparameters with `collect` and `loss`.
 

@@ -46,7 +46,7 @@ class EmbedOptions:
 def embed_prompts(options: EmbedOptions, placement: Placement, *, tiny: bool, console: Console) -> None:
     """Embed the prompts that are missing; the same command resumes after an interruption."""
     if options.layout not in LAYOUTS:
-        raise ConfigError(f"--layout: found '{options.layout:.60}'; expected {' or '.join(LAYOUTS)}")
+        raise ConfigError(f"--format: found '{options.layout:.60}'; expected {' or '.join(LAYOUTS)}")
     output_paths.check_output_directory(options.out)
     settings = resolve_settings(options.model, options.overrides)
     spec = build_embedding_model(settings, tiny=tiny)
@@ -113,5 +113,5 @@ def open_layout(options: EmbedOptions, encoder: PromptEncoder, negatives: Sequen
     if options.layout == "tastemaker":
         return ShardedEmbeddingStore(options.out, encoder.fingerprint, negatives, options.rank)
     if options.world_size > 1:
-        raise ConfigError("--layout: srpo's list is written by one process; start it without torchrun")
+        raise ConfigError("--format: srpo's list is written by one process; start it without torchrun")
     return SRPOEmbeddingStore(options.out / CAPTIONS[0], encoder.fingerprint)

@@ -71,7 +71,7 @@ class SkippedFiles:
         count = len(self.messages)
         if count > self.limit:
             before = f", and {count - 1} before it" if count > 1 else ""
-            failure = f"{message}{before}; or allow more of them with --skip {2 * count}"
+            failure = f"{message}{before}; or allow more of them with --max-skipped {2 * count}"
             if os.environ.get("RANK", "0") != "0":  # torchrun shows the errors of the first rank only
                 console.print(f"error: {failure}", markup=False, highlight=False, soft_wrap=True)
             raise ConfigError(failure) from error

@@ -71,7 +71,8 @@ class LabelRules:
     def __post_init__(self) -> None:
         if self.unclear > self.clear:
             raise ConfigError(
-                f"found --unclear {self.unclear} and --clear {self.clear}; expected --clear to be at least --unclear"
+                f"found --unclear-until {self.unclear} and --clear-from {self.clear}; "
+                "expected --clear-from to be at least --unclear-until"
             )
 
     def is_correct(self, row: Row) -> bool:
@@ -230,7 +231,7 @@ def parse_progress(text: str, option: str) -> tuple[float, ...]:
 def benchmark_prompts(name: str) -> PromptBatch:
     """The prompts of a benchmark or of a file."""
     if Path(name).is_file():
-        data = open_prompt_file(Path(name), "--against").load(0)
+        data = open_prompt_file(Path(name), "--exclude").load(0)
         return data.first_prompts(len(data))
     benchmark = load_benchmark(name, MAX_BENCHMARK_PROMPTS, 1)
     return PromptBatch(benchmark.prompts, benchmark.metadata)
@@ -327,10 +328,10 @@ def write_samples(
 
 def load_labeler(options: PreferenceOptions, *, tiny: bool) -> tuple[str, RewardSpec]:
     """Name and spec of the reward; missing weights and unsuitable prompts are refused before anything is sampled."""
-    name, spec = parse_reward(LABELER_ALIASES.get(options.labeler, options.labeler), "--by")
+    name, spec = parse_reward(LABELER_ALIASES.get(options.labeler, options.labeler), "--labeler")
     if isinstance(spec, GenevalReward):
         for prompt, metadata in zip(options.prompts.prompts, options.prompts.metadata, strict=True):
-            validate_metadata(metadata, f"--by geneval, '{prompt:.80}'")
+            validate_metadata(metadata, f"--labeler geneval, '{prompt:.80}'")
     if tiny:
         return name, spec.tiny()
     for source in spec.sources:

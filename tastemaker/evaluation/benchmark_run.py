@@ -89,7 +89,7 @@ def load_benchmark(name: str, prompts: int | None, count: int | None, metadata: 
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"--prompts, --count: {error}") from error
+        raise ConfigError(f"--num-prompts, --count: {error}") from error
 
 
 def default_verifier(benchmark: str) -> str:

@@ -198,7 +198,7 @@ def _check_complete(folder: Path, missing: Sequence[str], extra: Sequence[str], 
         if names:
             raise ConfigError(
                 f"{folder} {verb} {len(names)} {what}, {names[0]} the first; complete it, or describe it with "
-                "--prompts, --count and --metadata"
+                "--num-prompts, --count and --metadata"
             )
 
 
@@ -231,17 +231,17 @@ class GenEvalBenchmarkScorer(BenchmarkScorer):
         return rows
 
 
-def parse_detector(detector: str, *, unchecked: bool) -> GenevalReward:
+def parse_detector(detector: str, *, self_test: bool) -> GenevalReward:
     """Parse --detector: empty for GenEval's own, a path or hub id, or settings such as {threshold: 0.4}."""
     if not detector.lstrip().startswith("{"):
-        return GenevalReward(weights=detector or GenevalReward.weights, self_test=not unchecked)
+        return GenevalReward(weights=detector or GenevalReward.weights, self_test=self_test)
     settings = parse_yaml(detector, "--detector")
     spec: RewardSpec = build_component(
         RewardSpec, {"type": "geneval", **(settings if isinstance(settings, dict) else {})}, "--detector"
     )
     if not isinstance(spec, GenevalReward):
         raise ConfigError(f"--detector: found '{detector:.60}'; expected settings of GenEval's, as {{threshold: 0.4}}")
-    return replace(spec, self_test=spec.self_test and not unchecked)
+    return replace(spec, self_test=spec.self_test and self_test)
 
 
 def load_geneval_scorer(spec: GenevalReward, placement: Placement, *, tiny: bool) -> GenEvalBenchmarkScorer:

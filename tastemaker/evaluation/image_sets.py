@@ -175,11 +175,13 @@ def make_reference(
     adm_statistics = read_adm_statistics(source) if source.suffix == ".npz" else None
     if adm_statistics is not None and not description.count:
         raise ConfigError(
-            f"{source} has statistics of more images than it contains, but not of how many; give --count, "
+            f"{source} has statistics of more images than it contains, but not of how many; give --num-images, "
             "which is 1281167 for the train split of ImageNet"
         )
     if adm_statistics is None and description.count:
-        raise ConfigError(f"--count is {description.count}, but {source} has no statistics; leave --count out")
+        raise ConfigError(
+            f"--num-images is {description.count}, but {source} has no statistics; leave --num-images out"
+        )
     images = load_image_set(source, description.split)
     if description.max_images:
         generator = torch.Generator().manual_seed(0)
@@ -258,7 +260,7 @@ def compare_to_reference(
     if len(images) <= len(reference.mean) and not allow_few:
         raise ConfigError(
             f"there are {len(images)} samples for {len(reference.mean)} features, too few to estimate a covariance; "
-            "give more samples, or --few for numbers that cannot be compared with published ones"
+            "give more samples, or --allow-few-samples for numbers that cannot be compared with published ones"
         )
     label = reference.label
     header = {"samples": str(samples), "reference": str(label), "preprocessing": label.preprocessing}

@@ -163,7 +163,7 @@ def open_annotation_writer(out: Path | None, weights: Path | None, *, folder: bo
     """Check the options for drawing before a large model is loaded; None if nothing is to be drawn."""
     if out is None:
         if weights is not None:
-            raise ConfigError(f"--outlines {weights} draws nothing without --draw; say where to draw to")
+            raise ConfigError(f"--mask-decoder {weights} draws nothing without --draw; say where to draw to")
         return None
     if not folder and out.suffix.lower() not in IMAGE_SUFFIXES:
         raise ConfigError(f"--draw {out} is no image; expected a name that ends in {', '.join(IMAGE_SUFFIXES)}")
@@ -180,7 +180,7 @@ def annotate_images(
     annotated = {file: detections for file, detections in by_file.items() if detections}
     if writer.decoder is None and any(x.codes for detections in annotated.values() for x in detections):
         print_line(
-            console, "masks are drawn as boxes, because their decoder is missing; name it by --outlines FILE.npz"
+            console, "masks are drawn as boxes, because their decoder is missing; name it by --mask-decoder FILE.npz"
         )
     for file, detections in annotated.items():
         pixels = read_image(file)

@@ -60,7 +60,7 @@ def find_images(options: CaptionOptions) -> list[Path]:
     if not options.writes_metadata and (options.folder / METADATA).is_file():
         raise ConfigError(
             f"{options.folder / METADATA} exists, and training reads it instead of .txt files; "
-            "add to it with --form jsonl or both, or move it away"
+            "add to it with --format jsonl or both, or move it away"
         )
     return files
 

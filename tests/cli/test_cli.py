@@ -156,7 +156,7 @@ def test_check_prints_configuration_and_step_counts(capsys):
 
 def test_check_prints_all_problems(capsys):
     arguments = ["objective={type: reward_gradient}", "rewards.jpeg={type: jpeg}", "rewards.still={type: stillness}"]
-    code, told = refused(capsys, "check", "draft-toy-flow", *arguments, "--ranks", "3")
+    code, told = refused(capsys, "check", "draft-toy-flow", *arguments, "--world-size", "3")
     assert code == EXIT_USAGE
     assert "jpeg" in told and "'still'" in told and "3 ranks" in told
 

@@ -87,7 +87,7 @@ def test_broken_pictures_are_named_counted_and_left_out(place: Path, tmp_path: P
     shutil.copytree(place / "pictures", pictures)
     (pictures / "cat/1.png").write_bytes(b"none")
     asked = replace(order(place, tmp_path / "out"), images=pictures)
-    with pytest.raises(ConfigError, match=r"1\.png cannot be read .*or allow more of them with --skip 2"):
+    with pytest.raises(ConfigError, match=r"1\.png cannot be read .*or allow more of them with --max-skipped 2"):
         encode_tokens(replace(asked, max_skipped=0), Placement(), QUIET)
     encode_tokens(asked, Placement(), Console(file=said, width=200))
     assert "skipped: " in said.getvalue() and "1 could not be read" in said.getvalue()

@@ -144,7 +144,9 @@ def test_broken_pictures_are_named_counted_and_left_out(place: Path, broken: Pat
 
 def test_one_more_than_are_borne_ends_it_and_what_was_done_stays(place: Path, broken: Path, tmp_path: Path) -> None:
     asked = replace(order(place, tmp_path / "out"), images=broken, caption_source="caption", max_skipped=1)
-    with pytest.raises(ConfigError, match=r"4\.png cannot be read .*, and 1 before it; or allow more .* --skip 4"):
+    with pytest.raises(
+        ConfigError, match=r"4\.png cannot be read .*, and 1 before it; or allow more .* --max-skipped 4"
+    ):
         encode_latents(asked, Placement(), QUIET)
     assert [file.name for file in (tmp_path / "out").glob("latents-*")] == ["latents-00000-of-00003.safetensors"]
     with pytest.raises(ConfigError, match=r"5\.png cannot be used .*, and 2 before it"):  # one was there before

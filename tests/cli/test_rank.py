@@ -33,7 +33,7 @@ class Late(ColorReward):
         return super().score(pixels, prompts, facts)
 """
 PROMPTS = ("a red", "a blue", "a green")
-COLOR = ["--by", "color", "--yes", "0.6"]
+COLOR = ["--labeler", "color", "--threshold", "0.6"]
 SHORT = ["rank", "grpo-toy-flow", "--prompts", "prompts.txt", "--count", "6", "--device", "cpu", *COLOR]
 
 
@@ -82,7 +82,7 @@ def test_of_eighteen_steps_those_below_ten_are_unclear_and_those_above_eleven_cl
     told = parm_examples([{**row(0, 1.0), "previews": seen}], LabelRules())
     said = {each["image"]: each["conversations"][1]["value"] for each in told}
     assert said == {f"{step}.png": "no" if step < 10 else "yes" for step in range(1, 18) if step not in (10, 11)}
-    with pytest.raises(ConfigError, match=r"found --unclear 0.9 and --clear 0.5; expected"):
+    with pytest.raises(ConfigError, match=r"found --unclear-until 0.9 and --clear-from 0.5; expected"):
         LabelRules(unclear=0.9, clear=0.5)
 
 
@@ -130,7 +130,7 @@ def test_it_goes_on_where_it_stopped_and_labels_anew_without_sampling_anew() -> 
     assert run(*SHORT, "--out", "ranked") == 0
     assert files("ranked") == before
     assert Path("ranked/orm.json").read_text() == told
-    assert run(*SHORT, "--by", "brightness", "--out", "ranked") == 0
+    assert run(*SHORT, "--labeler", "brightness", "--out", "ranked") == 0
     assert files("ranked") == before
     assert len(Path("ranked/labels.jsonl").read_text().splitlines()) == 36
 
@@ -150,15 +150,15 @@ def test_labels_of_other_prompts_are_not_taken_for_those_of_new_samples() -> Non
 @pytest.mark.parametrize(
     ("by", "sentence"),
     [
-        ("colour", "--by: no reward is called 'colour'; did you mean 'color'?"),
-        ("geneval", "--by geneval, 'a red': metadata have no 'tag' or no 'include'"),
+        ("colour", "--labeler: no reward is called 'colour'; did you mean 'color'?"),
+        ("geneval", "--labeler geneval, 'a red': metadata have no 'tag' or no 'include'"),
         ("{type: vlm, weights: nobody/nothing}", "the weights 'nobody/nothing' were not found"),
     ],
 )
 def test_who_cannot_label_is_told_before_anything_is_sampled(
     by: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*SHORT, "--by", by, "--out", "ranked") == EXIT_USAGE
+    assert run(*SHORT, "--labeler", by, "--out", "ranked") == EXIT_USAGE
     assert sentence in " ".join(capsys.readouterr().err.split())
     assert not Path("ranked").exists()
 
@@ -177,17 +177,17 @@ def test_two_ranks_make_the_lessons_of_one() -> None:
 @pytest.mark.ranks
 def test_labels_of_a_rank_that_is_late_are_waited_for() -> None:
     Path("late.py").write_text(LATE)
-    on_ranks(2, *SHORT, "--by", "{type: 'late:Late'}", "--out", "ranked")
+    on_ranks(2, *SHORT, "--labeler", "{type: 'late:Late'}", "--out", "ranked")
     assert len(json.loads(Path("ranked/orm.json").read_text())) == 18
 
 
 def test_a_benchmark_is_left_out_by_name_or_file(capsys: pytest.CaptureFixture[str]) -> None:
     Path("asked.txt").write_text("A blue!\n")
-    assert run(*SHORT, "--against", "asked.txt", "--out", "ranked") == 0
+    assert run(*SHORT, "--exclude", "asked.txt", "--out", "ranked") == 0
     assert "1 prompts left out, such as 'a blue'" in capsys.readouterr().err
     assert len(json.loads(Path("ranked/orm.json").read_text())) == 12
     Path("prompts.txt").write_text("\n".join(playeval(12, 1).prompts))
-    assert run(*SHORT, "--against", "playeval", "--out", "none") == EXIT_USAGE
+    assert run(*SHORT, "--exclude", "playeval", "--out", "none") == EXIT_USAGE
     assert "no prompt is left" in capsys.readouterr().err
 
 
@@ -195,9 +195,9 @@ def test_mistakes_are_told_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> 
     for more, told in (
         (["--previews", "0.2,high"], "--previews: found '0.2,high'"),
         (["--previews", "1.5"], "expected numbers above 0 and below 1"),
-        (["--by", "colour"], "colour"),
+        (["--labeler", "colour"], "colour"),
         (["--weights", "ema"], "--weights:"),
-        (["--against", "nobody"], "there is no benchmark 'nobody'"),
+        (["--exclude", "nobody"], "there is no benchmark 'nobody'"),
     ):
         assert run(*SHORT, *more, "--out", "ranked") == EXIT_USAGE
         assert told in " ".join(capsys.readouterr().err.split())
@@ -207,8 +207,8 @@ def test_the_rules_of_geneval_label_prompts_with_its_metadata(capsys: pytest.Cap
     dogs = {"tag": "counting", "include": [{"class": "dog", "count": 2}], "prompt": "two dogs in a field"}
     bench = {"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "one bench"}
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (dogs, bench)))
-    asked = ["rank", "grpo-toy-flow", "--prompts", "prompts.jsonl", "--count", "2", "--by", "geneval", "--tiny"]
-    assert run(*asked, "--against", "geneval", "--device", "cpu", "--out", "ranked") == 0
+    asked = ["rank", "grpo-toy-flow", "--prompts", "prompts.jsonl", "--count", "2", "--labeler", "geneval", "--tiny"]
+    assert run(*asked, "--exclude", "geneval", "--device", "cpu", "--out", "ranked") == 0
     assert "1 prompts left out, such as 'one bench'" in capsys.readouterr().err  # in other words, GenEval asks it too
     labels = Path("ranked/labels.jsonl").read_text().splitlines()
     assert {json.loads(line)["score"] for line in labels} <= {0.0, 1.0} and len(labels) == 2
@@ -216,7 +216,7 @@ def test_the_rules_of_geneval_label_prompts_with_its_metadata(capsys: pytest.Cap
 
 def test_the_playground_labels_its_own_prompts() -> None:
     asked = ["rank", "grpo-playground-masked", "--limit", "2", "--count", "2", "--tiny", "--device", "cpu"]
-    assert run(*asked, "--against", "playeval", "--out", "ranked") == 0
+    assert run(*asked, "--exclude", "playeval", "--out", "ranked") == 0
     assert len(json.loads(Path("ranked/orm.json").read_text())) == 4
     labels = Path("ranked/labels.jsonl").read_text().splitlines()
     assert {json.loads(line)["score"] for line in labels} <= {0.0, 1.0}

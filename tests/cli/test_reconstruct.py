@@ -108,7 +108,7 @@ def test_squares_and_what_cannot_be_measured(place: Path, tmp_path: Path) -> Non
 
 
 def test_broken_files_are_borne_up_to_a_limit(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"broken\.jpg cannot be read .*--skip 2"):
+    with pytest.raises(ConfigError, match=r"broken\.jpg cannot be read .*--max-skipped 2"):
         reconstruct_images(replace(order(place, tmp_path), max_unreadable=0), Placement(), Console(quiet=True))
     with pytest.raises(ConfigError, match="there is no such folder"):
         reconstruct_images(replace(order(place, tmp_path), images=tmp_path / "none"), Placement(), Console(quiet=True))
@@ -124,6 +124,6 @@ def test_the_command_takes_other_autoencoders_and_a_configuration(place: Path, t
         out = tmp_path / name.replace(".", "_")
         arguments = ["reconstruct", str(place / "pictures"), "--model", str(tmp_path / name), "--out", str(out)]
         with pytest.raises(SystemExit) as ended:
-            main([*arguments, "--vgg", TINY, "--device", "cpu"])
+            main([*arguments, "--vgg-weights", TINY, "--device", "cpu"])
         assert ended.value.code == 0
         assert len(lines(out)) == 4

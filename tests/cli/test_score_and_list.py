@@ -58,7 +58,10 @@ def test_pictures_of_all_sizes_are_scored_in_their_order_with_prompts_from_their
     for i, side in enumerate([8, 16, 8, 16, 8]):
         paint(f"made/{i}-a_red-bird.png", i / 10, side)
     paint("made/5-clip.mp4", 0.2, 16, frames=3)
-    assert run("score", "made", "--reward", "brightness", "--reward", "{type: jpeg, quality: 80}", "--batch", "2") == 0
+    assert (
+        run("score", "made", "--reward", "brightness", "--reward", "{type: jpeg, quality: 80}", "--batch-size", "2")
+        == 0
+    )
     found = lines()
     assert [Path(row["file"]).name[0] for row in found] == list("012345")
     assert found[0]["prompt"] == "0 a red bird"
@@ -211,9 +214,9 @@ def test_a_reward_is_served_from_the_command_line_until_it_is_interrupted() -> N
     ("arguments", "sentence"),
     [
         (["color", "--host", "0.0.0.0"], "--host: other machines can reach 0.0.0.0, so a token is needed"),
-        (["color", "--token", "UNSET_TOKEN"], "the environment variable UNSET_TOKEN holds no plain text"),
+        (["color", "--token-env", "UNSET_TOKEN"], "the environment variable UNSET_TOKEN holds no plain text"),
         (["colour"], "did you mean 'color'?"),
-        (["color", "--host", "203.0.113.7", "--token", "SET_TOKEN"], "cannot serve at 203.0.113.7:8800"),
+        (["color", "--host", "203.0.113.7", "--token-env", "SET_TOKEN"], "cannot serve at 203.0.113.7:8800"),
         (["{type: color"], "is not a name or a mapping"),
     ],
 )

@@ -23,7 +23,7 @@ from tastemaker.search.parm import PARMSearch, PublishedPARMSearch
 from tastemaker.search.refine import Refine
 from tastemaker.search.settings import build_search, evaluate_curve, is_curve_requested, search_name
 
-QUICK = ["--tiny", "--device", "cpu", "--prompts", "6", "--count", "1"]
+QUICK = ["--tiny", "--device", "cpu", "--num-prompts", "6", "--count", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def rows(folder: str) -> list[dict[str, Any]]:
 
 def test_every_picture_of_a_search_states_its_price(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["generate", "grpo-toy-masked", "-p", "a red", "-p", "a blue", "--device", "cpu"]
-    assert run(*asked, "--search", "parm", "--n", "20", "--out", "found") == 0
+    assert run(*asked, "--search", "parm", "--num-candidates", "20", "--out", "found") == 0
     told = capsys.readouterr().err
     found = rows("found")
     assert all(row["calls"] <= 20 * 8 and row["judged"] >= 20 and row["flops"] > 0 for row in found)
@@ -60,15 +60,17 @@ def test_every_picture_of_a_search_states_its_price(capsys: pytest.CaptureFixtur
 
 def test_a_search_asks_whom_it_is_told_to() -> None:
     asked = ["generate", "grpo-playground-masked", "--tiny", "--device", "cpu", "--count", "1", "--search", "best_of_n"]
-    assert run(*asked, "--n", "2", "--out", "own") == 0
-    assert run(*asked, "--n", "2", "--judge", "playground_judge", "--out", "judged") == 0
+    assert run(*asked, "--num-candidates", "2", "--out", "own") == 0
+    assert run(*asked, "--num-candidates", "2", "--verifier", "playground_judge", "--out", "judged") == 0
     assert all(0 < row["score"] < 1 for row in rows("judged"))
     assert rows("own")[0]["made"] != rows("judged")[0]["made"]
 
 
 def test_several_numbers_of_candidates_draw_score_against_price(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["evaluate", "playeval", "-m", "grpo-playground-masked", *QUICK]
-    assert run(*asked, "--search", "{type: parm, start_progress: 0.5}", "--n", "1,3", "--out", "curve") == 0
+    assert (
+        run(*asked, "--search", "{type: parm, start_progress: 0.5}", "--num-candidates", "1,3", "--out", "curve") == 0
+    )
     told = json.loads(Path("curve/prices.json").read_text())
     assert told["search"] == "parm" and [point["n"] for point in told["points"]] == [1, 3]
     one, three = told["points"]
@@ -80,7 +82,7 @@ def test_several_numbers_of_candidates_draw_score_against_price(capsys: pytest.C
         key: three[key] for key in ("calls", "judged", "flops")
     }
     assert "cost per sample" in capsys.readouterr().err
-    assert run(*asked, "--search", "parm", "--n", "two") == EXIT_USAGE
+    assert run(*asked, "--search", "parm", "--num-candidates", "two") == EXIT_USAGE
     assert "expected integers, as in 1,4,20" in capsys.readouterr().err
 
 
@@ -121,13 +123,15 @@ def test_of_several_ranks_the_first_alone_draws_score_against_price(monkeypatch:
     told = {"benchmark": "playeval", "scores": {"strict": {"overall": overall}}, "calls": 1, "judged": 0, "flops": 0}
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        assert evaluate_curve("parm", (1, 2), lambda n, out: told, Path(), Console(quiet=True)) == [told, told]
+        curve = evaluate_curve("parm", (1, 2), lambda n, out: told, Path(), Console(quiet=True))
+        points = [{"n": n, "score": "strict", **overall, "calls": 1, "judged": 0, "flops": 0} for n in (1, 2)]
+        assert curve == {"search": "parm", "points": points}
         assert Path("prices.json").is_file() == Path("prices.svg").is_file() == (rank == "0")
 
 
 def test_candidates_have_a_name_that_torchrun_does_not_take_for_its_own() -> None:
     asked = ["generate", "grpo-toy-masked", "-p", "a red", "--device", "cpu", "--search", "best_of_n"]
-    assert run(*asked, "--candidates", "3", "--out", "found") == 0
+    assert run(*asked, "--num-candidates", "3", "--out", "found") == 0
     assert rows("found")[0]["judged"] == 3
 
 
@@ -141,6 +145,6 @@ def test_a_warning_of_our_own_is_a_sentence_and_the_first_rank_says_it(monkeypat
 
 @pytest.mark.parametrize("search", ["single", "{type: parm, n: 4}", "{type: refine}"])
 def test_a_curve_of_candidates_that_do_not_vary_is_refused(search: str) -> None:
-    with pytest.raises(ConfigError, match=r"--n: found 2 numbers, but --search .* does not use them"):
+    with pytest.raises(ConfigError, match=r"--num-candidates: found 2 numbers, but --search .* does not use them"):
         is_curve_requested(search, (1, 2))
     assert not is_curve_requested(search, (4,)) and is_curve_requested("{type: parm, start_progress: 0.5}", (1, 2))

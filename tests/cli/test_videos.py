@@ -30,7 +30,7 @@ def rows(file: str) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize(("asked", "suffix"), [("", "mp4"), ("gif", "gif"), ("frames", "frames"), ("png", "png")])
 def test_clips_are_written_as_asked_found_again_and_scored(asked: str, suffix: str) -> None:
-    chosen = ("--clips", asked, "--fps", "4") if asked else ()
+    chosen = ("--video-format", asked, "--fps", "4") if asked else ()
     for _ in range(2):  # the second time all of them are there
         assert run("generate", "grpo-toy-video", "-p", "a red", "-p", "a blue", "--out", "made", *chosen) == 0
     told = rows("made/metadata.jsonl")
@@ -53,7 +53,7 @@ def test_a_folder_of_clips_of_every_kind_is_scored_and_broken_ones_are_told(caps
         if number != 2:
             save_image(clip[number][None], Path(f"all/e/{number}.png"))
     Path("all/f.mp4").write_bytes(b"nothing")
-    assert run("score", "all", "--reward", "stillness", "--frames", "--out", "found.jsonl") == EXIT_FAILURE
+    assert run("score", "all", "--reward", "stillness", "--frame-folders", "--out", "found.jsonl") == EXIT_FAILURE
     found = {Path(str(row["file"])).name: row for row in rows("found.jsonl")}
     assert list(found) == ["a.mp4", "b.gif", "c.frames", "d", "e", "f.mp4"]
     assert all(abs(float(str(found[name]["stillness"])) - 2 / 3) < 0.02 for name in ("a.mp4", "b.gif", "c.frames", "d"))

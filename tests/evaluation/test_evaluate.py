@@ -127,9 +127,9 @@ def test_too_few_prompts_are_refused() -> None:
 
 @pytest.mark.parametrize("search", ["single", "parm"])
 def test_evaluate_command_runs_a_recipe(search: str, tmp_path: Path) -> None:
-    arguments = ["evaluate", "playeval", "--model", "grpo-toy-flow", "--tiny", "--prompts", "6", "--device", "cpu"]
+    arguments = ["evaluate", "playeval", "--model", "grpo-toy-flow", "--tiny", "--num-prompts", "6", "--device", "cpu"]
     with pytest.raises(SystemExit) as exit_info:
-        main([*arguments, "--search", search, "--n", "2", "--out", str(tmp_path)])
+        main([*arguments, "--search", search, "--num-candidates", "2", "--out", str(tmp_path)])
     assert exit_info.value.code == 0
     report = json.loads((tmp_path / REPORT).read_text("utf-8"))
     assert report["pictures"] == 12 and (search == "parm") == (report["calls"] > 10)
@@ -138,7 +138,7 @@ def test_evaluate_command_runs_a_recipe(search: str, tmp_path: Path) -> None:
 def test_evaluate_command_refuses_a_directory_of_other_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["evaluate", "playeval", "--model", "grpo-toy-masked", "--tiny", "--prompts", "6", "--count", "1"]
+    arguments = ["evaluate", "playeval", "--model", "grpo-toy-masked", "--tiny", "--num-prompts", "6", "--count", "1"]
     arguments += ["--device", "cpu", "--out", str(tmp_path)]
     for overrides, code in (([], 0), ([], 0), (["process.num_steps=2"], 2), (["model.seed=5"], 2)):
         with pytest.raises(SystemExit) as exit_info:
@@ -188,7 +188,7 @@ def test_evaluate_command_runs_wordeval(tmp_path: Path) -> None:
         "--model",
         "nft-playground-words",
         "--tiny",
-        "--prompts",
+        "--num-prompts",
         "3",
         "--device",
         "cpu",

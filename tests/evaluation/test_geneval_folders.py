@@ -89,7 +89,7 @@ def test_folder_metadata_may_span_several_lines(tmp_path: Path) -> None:
 def test_changed_images_are_not_taken_for_those_scored_before(tmp_path: Path) -> None:
     folder, benchmark = tmp_path / "pictures", geneval(1, 2)
     write_images(folder, benchmark)
-    arguments = ["evaluate", "geneval", "--images", str(folder), "--prompts", "1", "--count", "2", "--tiny"]
+    arguments = ["evaluate", "geneval", "--images", str(folder), "--num-prompts", "1", "--count", "2", "--tiny"]
     arguments += ["--device", "cpu", "--out", str(tmp_path / "out")]
     for code in (0, 0, 2):
         with pytest.raises(SystemExit) as exit_info:
@@ -236,7 +236,7 @@ def test_evaluate_command_scores_a_folder_of_mixed_sizes(tmp_path: Path, capsys:
         "geneval",
         "--images",
         str(tmp_path / "images"),
-        "--prompts",
+        "--num-prompts",
         "4",
         "--count",
         "2",
@@ -250,15 +250,27 @@ def test_evaluate_command_scores_a_folder_of_mixed_sizes(tmp_path: Path, capsys:
 
 
 def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
-    arguments = ["evaluate", "geneval", "--model", "grpo-toy-flow", "--tiny", "--prompts", "3", "--count", "2"]
+    arguments = ["evaluate", "geneval", "--model", "grpo-toy-flow", "--tiny", "--num-prompts", "3", "--count", "2"]
     out = tmp_path / "out"
     assert (
-        run(*arguments, "--device", "cpu", "--out", str(out), "--search", "best_of_n", "--n", "2", "--judge", "jpeg")
+        run(
+            *arguments,
+            "--device",
+            "cpu",
+            "--out",
+            str(out),
+            "--search",
+            "best_of_n",
+            "--num-candidates",
+            "2",
+            "--verifier",
+            "jpeg",
+        )
         == 0
     )
     first = json.loads((out / REPORT).read_text("utf-8"))
     assert first["prompts"] == 3 and first["calls"] > 0
-    arguments = ["evaluate", "geneval", "--images", str(out / "images"), "--prompts", "3", "--count", "2", "--tiny"]
+    arguments = ["evaluate", "geneval", "--images", str(out / "images"), "--num-prompts", "3", "--count", "2", "--tiny"]
     assert run(*arguments, "--device", "cpu", "--out", str(tmp_path / "again")) == 0
     second = json.loads((tmp_path / "again" / REPORT).read_text("utf-8"))
     assert first["scores"] == second["scores"]
@@ -271,7 +283,7 @@ def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
         (["geneval", "--images", "nowhere", "--tiny"], "nowhere is no folder"),
         (["playeval", "--images", "nowhere"], "only geneval scores a folder"),
         (["playeval", "--model", "grpo-toy-flow", "--metadata", "it.jsonl"], "only geneval takes others"),
-        (["geneval", "--model", "grpo-toy-flow", "--objective-run", "nosuch"], "nosuch"),
+        (["geneval", "--model", "grpo-toy-flow", "--model", "nosuch"], "nosuch"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,7 +295,7 @@ def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsy
 @pytest.mark.ranks
 def test_two_ranks_score_a_folder_like_one(tmp_path: Path) -> None:
     write_images(tmp_path / "images", geneval(40, 2), side=40)
-    arguments = ["evaluate", "geneval", "--images", "images", "--prompts", "40", "--count", "2", "--tiny"]
+    arguments = ["evaluate", "geneval", "--images", "images", "--num-prompts", "40", "--count", "2", "--tiny"]
     arguments += ["--device", "cpu"]
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tastemaker"]

@@ -80,14 +80,14 @@ def test_detector_settings_are_parsed_and_described() -> None:
     )
     assert spec.rules == GenEvalRules(0.5, 0.9, 4, 0.9, 0.2) and not spec.self_test
     assert (
-        parse_detector("mine.pth", unchecked=False) == GenevalReward(weights="mine.pth")
-        and parse_detector("", unchecked=False) == GenevalReward()
+        parse_detector("mine.pth", self_test=True) == GenevalReward(weights="mine.pth")
+        and parse_detector("", self_test=True) == GenevalReward()
     )
     assert "threshold=0.5" in load_geneval_scorer(spec, Placement(), tiny=True).detector
     assert load_geneval_scorer(GenevalReward(), Placement(), tiny=True).detector == "detector random, without self-test"
     for text, message in (("{treshold: 1}", "did you mean 'threshold'"), ("{type: jpeg}", "settings of GenEval's")):
         with pytest.raises(ConfigError, match=message):
-            parse_detector(text, unchecked=False)
+            parse_detector(text, self_test=True)
 
 
 def test_summary_has_the_format_of_genevals_script() -> None:

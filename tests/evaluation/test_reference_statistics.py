@@ -169,7 +169,7 @@ def test_mismatched_references_are_refused(reference: tuple[Path, Path, FeatureE
     folder, path, extractor = reference
     for expected, message in {
         ExpectedReference(split="test"): "--split is test",
-        ExpectedReference(count=50000): "--count is 50000",
+        ExpectedReference(count=50000): "--num-images is 50000",
         ExpectedReference(name="cifar10"): "--name is cifar10",
     }.items():
         with pytest.raises(ConfigError, match=message):
@@ -197,7 +197,7 @@ def test_pack_keptand_compare_commands(reference: tuple[Path, Path, FeatureExtra
     for arguments in (
         ["pack", folder, "--out", str(tmp_path / "a.npz")],
         ["reference", folder, "--name", "noise", "--split", "train", "--out", path, *same],
-        ["compare", str(tmp_path / "a.npz"), "--reference", path, "--out", str(out), "--few", *same],
+        ["compare", str(tmp_path / "a.npz"), "--reference", path, "--out", str(out), "--allow-few-samples", *same],
     ):
         with pytest.raises(SystemExit) as exit_info:
             main(arguments)
@@ -224,9 +224,9 @@ def test_statistics_of_adm_references_are_kept(reference: tuple[Path, Path, Feat
         allow_few=True,
     )
     assert metrics["fid"] > 0 and "1281167" in metrics["reference"]
-    with pytest.raises(ConfigError, match="give --count"):
+    with pytest.raises(ConfigError, match="give --num-images"):
         make_reference(file, ReferenceDescription("noise", "train"), extractor, tmp_path / "none", CONSOLE)
-    with pytest.raises(ConfigError, match="leave --count out"):
+    with pytest.raises(ConfigError, match="leave --num-images out"):
         make_reference(folder, description, extractor, tmp_path / "none", CONSOLE)
     np.savez(file, arr_0=some, mu=mean + 100, sigma=covariance)
     with pytest.raises(ConfigError, match="give the Inception"):

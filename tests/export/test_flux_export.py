@@ -88,7 +88,7 @@ def test_diffusers_pipeline_gives_the_same_images(full: UntrainedRun, tmp_path: 
 
 
 def test_ema_is_exported_by_default_in_the_requested_dtype(full: UntrainedRun, tmp_path: Path) -> None:
-    export_generator(GeneratorExport(full.run.directory, tmp_path / "out", "diffusers", bare=True), CONSOLE)
+    export_generator(GeneratorExport(full.run.directory, tmp_path / "out", "diffusers", network_only=True), CONSOLE)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "recipe.yaml", "transformer"]
     tensors = load_file(next((tmp_path / "out/transformer").glob("*.safetensors")))
     kept = full.run.policy.weights.snapshot_tensors()["ema"]
@@ -182,8 +182,8 @@ def test_generate_from_an_exported_pipeline(full: UntrainedRun, tmp_path: Path) 
     export_generator(GeneratorExport(directory, tmp_path / "whole", "diffusers", "live", torch.float32), CONSOLE)
     made = generate_images(str(tmp_path / "whole"), tmp_path / "a")
     assert (made - generate_images(str(directory), tmp_path / "b")).abs().max() <= 1 / 255 + 1e-6
-    export_generator(GeneratorExport(directory, tmp_path / "part", "diffusers", bare=True), CONSOLE)
-    with pytest.raises(ConfigError, match="without --bare"):
+    export_generator(GeneratorExport(directory, tmp_path / "part", "diffusers", network_only=True), CONSOLE)
+    with pytest.raises(ConfigError, match="without --network-only"):
         generate_images(str(tmp_path / "part"), tmp_path / "c")
 
 
@@ -208,7 +208,7 @@ def test_model_card_has_recipe_scores_and_credits(full: UntrainedRun, tmp_path: 
     report = full.run.directory / "eval/geneval/report.json"
     report.parent.mkdir(parents=True)
     report.write_text(json.dumps({"scores": {"right": {"overall": {"mean": 0.7, "low": 0.65, "high": 0.75}}}}))
-    export_generator(GeneratorExport(full.run.directory, tmp_path / "out", "diffusers", bare=True), CONSOLE)
+    export_generator(GeneratorExport(full.run.directory, tmp_path / "out", "diffusers", network_only=True), CONSOLE)
     page = (tmp_path / "out/README.md").read_text()
     assert "- geneval: right 0.7 (0.65 to 0.75)" in page
     assert "| reward/mean | 0.25 | 0.5 |" in page and "Direct-Align" in page

@@ -201,5 +201,5 @@ def test_tiny_weights_have_no_pipeline(tmp_path: Path) -> None:
     run = build(config)
     run.save(1)
     write_run_config(config, run.directory)
-    with pytest.raises(ConfigError, match="add --bare"):
+    with pytest.raises(ConfigError, match="add --network-only"):
         export_generator(GeneratorExport(run.directory, tmp_path / "out", "diffusers"), CONSOLE)

@@ -128,7 +128,7 @@ def test_file_fingerprint_samples_the_whole_file(tmp_path: Path) -> None:
 
 def test_srpo_layout_round_trip(listed: Path, tmp_path: Path) -> None:
     out = tmp_path / "rl_embeddings"
-    assert embed("flux", "--prompts", str(listed), "--out", str(out), "--layout", "srpo") == 0
+    assert embed("flux", "--prompts", str(listed), "--out", str(out), "--format", "srpo") == 0
     entries = json.loads((out / CAPTIONS[0]).read_text(encoding="utf-8"))
     assert [entry["caption"] for entry in entries] == PROMPTS[:3]
     assert entries[1].keys() == {"prompt_embed_path", "text_ids", "pooled_prompt_embeds_path", "caption"}
@@ -153,7 +153,7 @@ def test_srpo_layout_round_trip(listed: Path, tmp_path: Path) -> None:
 
 
 def test_srpo_folder_is_read_without_running_code(listed: Path, tmp_path: Path) -> None:
-    assert embed("flux", "--prompts", str(listed), "--out", str(tmp_path), "--layout", "srpo") == 0
+    assert embed("flux", "--prompts", str(listed), "--out", str(tmp_path), "--format", "srpo") == 0
     (tmp_path / "made_by.json").unlink()
     for name in ("prompt_embed", "pooled_prompt_embeds"):
         full = torch.load(tmp_path / name / "0.pt", weights_only=True)
@@ -192,7 +192,7 @@ def test_ranks_share_the_prompts(listed: Path, tmp_path: Path, monkeypatch: pyte
     torch.testing.assert_close(texts(PROMPTS), FluxSpec().tiny().load_prompt_encoder(HERE)(PROMPTS), atol=1e-6, rtol=0)
     assert texts._loaded is None
     assert set(PromptFile(out / INDEX).load(0).prompts) == set(PROMPTS[:3])
-    assert embed("flux", "--prompts", str(listed), "--out", str(out), "--layout", "srpo") == 2
+    assert embed("flux", "--prompts", str(listed), "--out", str(out), "--format", "srpo") == 2
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.delenv("RANK")
     assert embed("flux", "--prompts", str(listed), "--out", str(out)) == 0
@@ -212,8 +212,8 @@ def test_embed_command_reads_training_and_sample_prompts_of_a_recipe(tmp_path: P
     [
         (["models/flux"], "--prompts: the recipe names none"),
         (["grpo-toy-flow"], "model: toy_flow has no text encoder that could be left out"),
-        (["srpo-flux-hps", "--layout", "fish"], "--layout: found 'fish'; expected tastemaker or srpo"),
-        (["flowgrpo-sd35", "--layout", "srpo"], "is of embeddings of FLUX"),
+        (["srpo-flux-hps", "--format", "fish"], "--format: found 'fish'; expected tastemaker or srpo"),
+        (["flowgrpo-sd35", "--format", "srpo"], "is of embeddings of FLUX"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], sentence: str, tmp_path: Path, capsys: Any) -> None:
@@ -252,7 +252,7 @@ def test_prompt_without_embedding_or_encoder_is_refused(tmp_path: Path) -> None:
 
 def test_embedding_folders_are_prompt_datasets(listed: Path, tmp_path: Path) -> None:
     for layout in ("tastemaker", "srpo"):
-        assert embed("flux", "--prompts", str(listed), "--out", str(tmp_path / layout), "--layout", layout) == 0
+        assert embed("flux", "--prompts", str(listed), "--out", str(tmp_path / layout), "--format", layout) == 0
     for path in (tmp_path / "tastemaker" / INDEX, tmp_path / "srpo" / CAPTIONS[0]):
         rows = PromptFile(path).load(0)
         assert rows.first_prompts(3).prompts == tuple(PROMPTS[:3]) and len(rows) == 3

@@ -96,11 +96,11 @@ def test_two_stages_from_a_folder_of_images(place: Path) -> None:
     assert checkpoint.latest_checkpoint(place / "runs/aligned") is not None
     aligned = ("generate", "runs/reward-gradient-dit-folder", "-p", "a photo of a dog", "-p", "a photo of two cats")
     tell(place, *aligned, "--device", "cpu", "--out", "ours")
-    solver = ("--scheduler", "DPMSolverMultistepScheduler", "--steps", "4")
+    solver = ("--scheduler", "DPMSolverMultistepScheduler", "--num-inference-steps", "4")
     reported = tell(place, *aligned, "--device", "cpu", "--out", "theirs", *solver)
     assert "8 network calls" in reported
     assert len(list((place / "theirs").glob("0*.png"))) == len(list((place / "ours").glob("0*.png"))) == 2
-    exam = ("evaluate", "playeval", "--model", "runs/grpo-dit-folder", "--prompts", "6", "--count", "1")
+    exam = ("evaluate", "playeval", "--model", "runs/grpo-dit-folder", "--num-prompts", "6", "--count", "1")
     tell(place, *exam, "--device", "cpu", "--out", "exam")
     assert (place / "exam/report.json").is_file()
 
@@ -112,7 +112,7 @@ def test_two_stages_on_two_ranks(place: Path, monkeypatch: pytest.MonkeyPatch) -
     codec(place)
     gallery = "data={type: image_collection, path: pictures, image_size: 64}"
     on_ranks(2, "train", "vae-playground", gallery, *VAE, "batch_size=4", "steps=2", "sample.every=0", "name=vae-two")
-    on_ranks(2, "encode", "pictures", "--vae", "runs/vae-two", "--size", "64", "--rows", "5", "--out", "two")
+    on_ranks(2, "encode", "pictures", "--vae", "runs/vae-two", "--size", "64", "--shard-size", "5", "--out", "two")
     data = f"data={{type: latent_folder, path: {place / 'two'}}}"
     own = (
         f"model.autoencoder={place / 'runs/vae-two'}",

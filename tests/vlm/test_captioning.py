@@ -40,7 +40,7 @@ def run(*arguments: str) -> int:
 
 
 def settings(model: Path) -> list[str]:
-    return ["--model", str(model), "--max-tokens", "6", "--device", "cpu", "--precision", "fp32", "--batch", "3"]
+    return ["--model", str(model), "--max-tokens", "6", "--device", "cpu", "--precision", "fp32", "--batch-size", "3"]
 
 
 def captions(shelf: Path) -> dict[str, str]:
@@ -58,7 +58,7 @@ def test_captions_stand_where_training_looks_for_them(model: Path, shelf: Path) 
 
 @pytest.mark.parametrize("form", ["jsonl", "both"])
 def test_a_list_is_read_as_the_texts_are(form: str, model: Path, shelf: Path) -> None:
-    assert run("caption", str(shelf), *settings(model), "--form", form) == 0
+    assert run("caption", str(shelf), *settings(model), "--format", form) == 0
     listed = CaptionedFolder(shelf).load(0)
     assert len(captions(shelf)) == (4 if form == "both" else 0)
     (shelf / "metadata.jsonl").unlink()
@@ -78,14 +78,14 @@ def test_captions_that_are_there_stay_and_others_are_added(
     assert run("caption", str(shelf), *settings(model)) == 0
     assert captions(shelf) == first
     assert len((shelf / "captions.jsonl").read_text().splitlines()) == 3
-    assert run("caption", str(shelf), *settings(model), "--again") == 0
+    assert run("caption", str(shelf), *settings(model), "--overwrite") == 0
     assert captions(shelf)["a_1.txt"] != "a cat by hand\n"
 
 
 def test_what_a_list_knows_beside_the_prompt_stays(model: Path, shelf: Path) -> None:
     row = {"file_name": "a_0.png", "prompt": "by hand", "license": "mine"}
     (shelf / "metadata.jsonl").write_text(json.dumps(row) + "\n")
-    assert run("caption", str(shelf), *settings(model), "--form", "jsonl") == 0
+    assert run("caption", str(shelf), *settings(model), "--format", "jsonl") == 0
     rows = [json.loads(line) for line in (shelf / "metadata.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and rows[0] == row | {"file": "a_0.png"}
 
@@ -135,13 +135,13 @@ def test_mistakes_are_told_in_a_sentence(model: Path, shelf: Path, capsys: pytes
     (shelf / "metadata.jsonl").write_text('{"file_name": "a_0.png", "prompt": "x"}\n')
     assert "metadata.jsonl exists" in complaint(str(shelf), *settings(model))
     (shelf / "metadata.jsonl").write_text('{"prompt": "x"}\n')
-    assert "no 'file_name'" in complaint(str(shelf), *settings(model), "--form", "jsonl")
+    assert "no 'file_name'" in complaint(str(shelf), *settings(model), "--format", "jsonl")
 
 
 @pytest.mark.parametrize("form", ["txt", "jsonl"])
 def test_captions_of_folders_within_the_folder_are_learned_from_too(form: str, model: Path, shelf: Path) -> None:
     save_image(torch.rand(1, 3, 20, 20), shelf / "more" / "b.png")
-    assert run("caption", str(shelf), *settings(model), "--form", form) == 0
+    assert run("caption", str(shelf), *settings(model), "--format", form) == 0
     record = [json.loads(line) for line in (shelf / "captions.jsonl").read_text().splitlines()]
     batch = ImageCollection(shelf, image_size=8, num_workers=0).load(0).batch(0, 5, 0, 1)
     assert sorted(batch.prompts) == sorted(" ".join(row["answer"].split()) for row in record)

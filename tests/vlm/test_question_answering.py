@@ -106,7 +106,7 @@ def test_one_picture_is_answered_on_the_screen(
 
 
 def test_a_folder_is_answered_line_by_line_and_gone_on_with(folders: dict[str, Path], shelf: Path) -> None:
-    asked = ["ask", str(shelf), "Is this {prompt}?", *settings(folders["qwen2_5_vl"]), "--batch", "2"]
+    asked = ["ask", str(shelf), "Is this {prompt}?", *settings(folders["qwen2_5_vl"]), "--batch-size", "2"]
     assert run(*asked) == 0
     record = shelf / "answers.jsonl"
     before = {row["file"]: row for row in rows(record)}
@@ -129,13 +129,13 @@ def test_another_question_is_added_to_the_same_file(folders: dict[str, Path], sh
 def test_several_questions_are_asked_in_one_go(
     folders: dict[str, Path], shelf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["What?", *settings(folders["paligemma"]), "--also", "Why {prompt}?", "--also", "What?"]
-    assert run("ask", str(shelf), *asked, "--batch", "2") == 0
+    asked = ["What?", *settings(folders["paligemma"]), "--question", "Why {prompt}?", "--question", "What?"]
+    assert run("ask", str(shelf), *asked, "--batch-size", "2") == 0
     found = {(row["file"], row["question"]): row["answer"] for row in rows(shelf / "answers.jsonl")}
     assert len(found) == 10 and (str(shelf / "a_3.png"), "Why a 3?") in found
     record = (shelf / "answers.jsonl").read_text().splitlines(keepends=True)
     (shelf / "answers.jsonl").write_text("".join(record[:3]))
-    assert run("ask", str(shelf), *asked, "--batch", "4") == 0
+    assert run("ask", str(shelf), *asked, "--batch-size", "4") == 0
     assert {(row["file"], row["question"]): row["answer"] for row in rows(shelf / "answers.jsonl")} == found
     capsys.readouterr()
     assert run("ask", str(shelf / "a_0.png"), *asked) == 0
@@ -178,8 +178,8 @@ def test_places_are_drawn_on_the_pictures_of_a_folder(
 
 def test_draws_do_not_depend_on_who_is_beside(folders: dict[str, Path], shelf: Path, tmp_path: Path) -> None:
     asked = ["ask", str(shelf), "What?", *settings(folders["llava_onevision"]), "--temperature", "1", "--seed", "7"]
-    assert run(*asked, "--out", str(tmp_path / "one.jsonl"), "--batch", "1") == 0
-    assert run(*asked, "--out", str(tmp_path / "many.jsonl"), "--batch", "8") == 0
+    assert run(*asked, "--out", str(tmp_path / "one.jsonl"), "--batch-size", "1") == 0
+    assert run(*asked, "--out", str(tmp_path / "many.jsonl"), "--batch-size", "8") == 0
     one, many = ({row["file"]: row["answer"] for row in rows(tmp_path / f"{name}.jsonl")} for name in ("one", "many"))
     assert one == many
 
@@ -222,8 +222,8 @@ model: {type: showo, weights: null, autoencoder: null, tokenizer: letters, image
 def test_a_generator_that_reads_is_asked_by_its_recipe(shelf: Path, tmp_path: Path, more: list[str]) -> None:
     (tmp_path / "showo.yaml").write_text(SHOWO)
     asked = ["ask", str(shelf), "What is this?", *settings(tmp_path / "showo.yaml"), *more]
-    assert run(*asked, "--batch", "1", "--out", str(tmp_path / "one.jsonl")) == 0
-    assert run(*asked, "--batch", "8", "--out", str(tmp_path / "many.jsonl")) == 0
+    assert run(*asked, "--batch-size", "1", "--out", str(tmp_path / "one.jsonl")) == 0
+    assert run(*asked, "--batch-size", "8", "--out", str(tmp_path / "many.jsonl")) == 0
     one, many = ({row["file"]: row["answer"] for row in rows(tmp_path / f"{name}.jsonl")} for name in ("one", "many"))
     assert one == many and len(one) == 5
 

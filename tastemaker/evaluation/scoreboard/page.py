@@ -38,7 +38,7 @@ def write_scoreboard(plan: ScoreboardPlan, source: Path, page: Path | None, cons
     if page is not None:
         if not page.is_file():
             raise ConfigError(
-                f"--write: there is no page {page}; expected one with the lines '{BEGIN_MARK}' and '{END_MARK}'"
+                f"--page: there is no page {page}; expected one with the lines '{BEGIN_MARK}' and '{END_MARK}'"
             )
         pages[page] = page.read_text(encoding="utf-8")
     for path, text in pages.items():

@@ -322,7 +322,7 @@ def worker_arguments(options: BenchOptions) -> Sequence[str]:
     """Return the command-line arguments of a worker of the same bench."""
     bench = options.bench
     arguments = ["bench", options.name, *bench.overrides, "--worker", "--out", str(bench.out)]
-    arguments += ["--prompts", str(bench.prompts), "--count", str(bench.samples_per_prompt)]
+    arguments += ["--num-prompts", str(bench.prompts), "--count", str(bench.samples_per_prompt)]
     arguments += ["--tiny"] if bench.tiny else []
     arguments += ["--seeds", ",".join(map(str, options.seeds))]
     arguments += ["--control-seeds", ",".join(map(str, options.control_seeds))]
