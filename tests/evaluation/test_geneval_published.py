@@ -76,7 +76,7 @@ def test_details_list_classes_in_the_published_order() -> None:
 
 def test_detector_settings_are_parsed_and_described() -> None:
     spec = parse_detector(
-        "{threshold: 0.5, max_objects: 4, nms_threshold: 0.9, position_threshold: 0.2}", unchecked=True
+        "{threshold: 0.5, max_objects: 4, nms_threshold: 0.9, position_threshold: 0.2}", self_test=False
     )
     assert spec.rules == GenEvalRules(0.5, 0.9, 4, 0.9, 0.2) and not spec.self_test
     assert (
