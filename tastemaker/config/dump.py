@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from .schema import AnyConfig, CommonConfig, RewardConfig
+from .schema import AnyConfig, RewardConfig, ordered_fields
 from .validate import COMPONENT_REGISTRIES
 from .yaml_io import render_yaml
 
 
 def config_to_dict(config: AnyConfig) -> dict[str, Any]:
-    """Convert a configuration to plain data that validates to an equal one, with the settings of all runs last."""
-    common = {f.name for f in fields(CommonConfig)}
-    return dict(sorted(dataclass_to_dict(config).items(), key=lambda setting: setting[0] in common))
+    """Convert a configuration to plain data that validates to an equal one."""
+    return dataclass_to_dict(config)
 
 
 def config_to_yaml(config: AnyConfig) -> str:
@@ -28,7 +27,7 @@ def dataclass_to_dict(section: Any, *, terse: bool = False) -> dict[str, Any]:
     """Convert the fields of a dataclass to plain data by name; with `terse` only those that are not the default."""
     cls: type = type(section)
     hints = _hints(cls)
-    chosen = [f for f in fields(section) if f.init and not (terse and getattr(section, f.name) == default_value(f))]
+    chosen = [f for f in ordered_fields(cls) if f.init and not (terse and getattr(section, f.name) == default_value(f))]
     return {f.name: to_plain(getattr(section, f.name), hints[f.name], terse=terse) for f in chosen}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -143,6 +144,12 @@ class CommonConfig:
     def directory(self) -> Path:
         """The directory of the run."""
         return self.output_dir / (self.name or "run")
+
+
+def ordered_fields(cls: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass, with those that runs of all kinds have last."""
+    common = CommonConfig.__dataclass_fields__ if issubclass(cls, CommonConfig) else {}
+    return sorted(fields(cls), key=lambda f: f.name in common)
 
 
 @dataclass(frozen=True, kw_only=True)

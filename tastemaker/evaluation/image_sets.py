@@ -141,10 +141,10 @@ class ExpectedReference:
     count: int = 0
 
     def check(self, reference: ReferenceStatistics, path: Path) -> None:
-        for field in ("name", "split", "count"):
+        for field, option in (("name", "--name"), ("split", "--split"), ("count", "--num-images")):
             expected, actual = getattr(self, field), getattr(reference.label, field)
             if expected and expected != actual:
-                raise ConfigError(f"--{field} is {expected}, but {path} is {reference.label}; give another reference")
+                raise ConfigError(f"{option} is {expected}, but {path} is {reference.label}; give another reference")
 
 
 def compute_reference(
