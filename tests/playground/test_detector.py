@@ -107,7 +107,7 @@ def test_reward_models_train_and_round_trip(name: str, tmp_path: Path) -> None:
     (file,) = tmp_path.iterdir()
     net = load_network(TASKS_BY_NAME[name][1], file)
     assert not any(p.requires_grad for p in net.parameters())
-    assert set(read_weights(file)[1]) == {"network", "widths", "exam"}
+    assert set(read_weights(file)[1]) == {"network", "widths", "evaluation"}
 
 
 def test_judge_is_initialized_from_the_detector_stem(tmp_path: Path) -> None:
