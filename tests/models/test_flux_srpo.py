@@ -33,39 +33,39 @@ from tastemaker.rewards.backbones.preprocessing import Preprocessing
 from tastemaker.rewards.hps import HpsReward
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "srpo"
-FLUX = GaussianProcess(RectifiedFlow(shift=3.0), num_steps=25)
+PROCESS = GaussianProcess(RectifiedFlow(shift=3.0), num_steps=25)
 
 
 @dataclass(frozen=True)
-class Case:
-    """A recorded step: tensors going in and out, and the settings it was run with."""
+class RecordedStep:
+    """A recorded training step: its inputs, outputs and settings."""
 
     kind: str
     tensors: dict[str, Tensor]
-    told: dict[str, Any]
+    settings: dict[str, Any]
 
     @classmethod
-    def read(cls, kind: str) -> Case:
+    def read(cls, kind: str) -> RecordedStep:
         path = FIXTURES / f"case_{kind}_s500.safetensors"
         with safe_open(path, "pt") as file:
-            told = {
+            settings = {
                 key: text if key in ("pos", "neg", "caption", "reward") else json.loads(text)
                 for key, text in file.metadata().items()
             }
-        return cls(kind, load_file(path), told)
+        return cls(kind, load_file(path), settings)
 
     @property
     def objective(self) -> SRPO:
-        flags = self.told["flags"]
+        flags = self.settings["flags"]
         return SRPO(
             timestep_range=tuple(flags["train_timestep"]),
             discount_pos=tuple(flags["discount_pos"]),
             discount_inv=tuple(flags["discount_inv"]),
         )
 
-    def ids(self, texts: Sequence[str], where: torch.device) -> dict[str, Tensor]:
-        names = {self.told["pos"]: "pos", self.told["neg"]: "neg"}
-        return {"input_ids": torch.cat([self.tensors[f"in.ids.{names[text]}"] for text in texts]).to(where)}
+    def ids(self, texts: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        names = {self.settings["pos"]: "pos", self.settings["neg"]: "neg"}
+        return {"input_ids": torch.cat([self.tensors[f"in.ids.{names[text]}"] for text in texts]).to(device)}
 
     def rubric(self) -> Rubric:
         """The recorded reward network, with the recorded ids of its two prompts."""
@@ -74,75 +74,88 @@ class Case:
         tensors = open_clip.convert_keys(tensors, self.kind) if self.kind == "hps" else tensors
         config = open_clip.clip_config(tensors, self.kind, num_heads=(2, 2))
         net = load_network(CLIPModel, config, FIXTURES, Placement(), tensors)
-        looks, words = ImagePreprocessing(Preprocessing(224, "crop", overshoot="keep", crop_rounding="round")), self.ids
+        preprocessing, tokenize = (
+            ImagePreprocessing(Preprocessing(224, "crop", overshoot="keep", crop_rounding="round")),
+            self.ids,
+        )
         return Rubric(
-            {"it": WeightedReward(HpsReward().tiny(), DualEncoderScorer(net, looks, words, CosineHead(scale)))}
+            {
+                "reward": WeightedReward(
+                    HpsReward().tiny(), DualEncoderScorer(net, preprocessing, tokenize, CosineHead(scale))
+                )
+            }
         )
 
 
-def saved(place: Path) -> str:
-    """The recorded generator in diffusers' layout, its prompts read by anything, for their embeddings are recorded."""
+def save_pipeline(folder: Path) -> str:
+    """Save the recorded generator in diffusers' layout. Text encoders are random, because embeddings are recorded."""
     tensors = load_file(FIXTURES / "tiny_flux_vae.safetensors")
     with safe_open(FIXTURES / "tiny_flux_vae.safetensors", "pt") as file:
-        settings = file.metadata()
-    for part, prefix in (("transformer", "flux"), ("vae", "vae")):
-        (place / part).mkdir()
-        (place / part / "config.json").write_text(settings[prefix])
-        own = {key.removeprefix(f"{prefix}."): x for key, x in tensors.items() if key.startswith(f"{prefix}.")}
-        save_file(own, place / part / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+        configs = file.metadata()
+    for component, prefix in (("transformer", "flux"), ("vae", "vae")):
+        (folder / component).mkdir()
+        (folder / component / "config.json").write_text(configs[prefix])
+        component_tensors = {
+            key.removeprefix(f"{prefix}."): x for key, x in tensors.items() if key.startswith(f"{prefix}.")
+        }
+        save_file(component_tensors, folder / component / "diffusion_pytorch_model.safetensors", {"format": "pt"})
     clip = CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS})
-    random(CLIPTextModel, clip).save_pretrained(place / "text_encoder")
-    random(T5EncoderModel, T5Config(**TINY_CONFIGS["text_encoder_2"])).save_pretrained(place / "text_encoder_2")
-    byte_clip_tokenizer().save_pretrained(place / "tokenizer")
-    byte_t5_tokenizer().save_pretrained(place / "tokenizer_2")
-    return str(place)
+    random(CLIPTextModel, clip).save_pretrained(folder / "text_encoder")
+    random(T5EncoderModel, T5Config(**TINY_CONFIGS["text_encoder_2"])).save_pretrained(folder / "text_encoder_2")
+    byte_clip_tokenizer().save_pretrained(folder / "tokenizer")
+    byte_t5_tokenizer().save_pretrained(folder / "tokenizer_2")
+    return str(folder)
 
 
-def near(actual: Tensor | None, expected: Tensor, share: float = 3e-5) -> None:
-    """Alike but for a share of the largest number."""
+def assert_close(actual: Tensor | None, expected: Tensor, tolerance: float = 3e-5) -> None:
+    """Check that values are equal up to a share of the largest expected one."""
     assert actual is not None
-    torch.testing.assert_close(actual, expected, atol=share * float(expected.abs().max()), rtol=0)
+    torch.testing.assert_close(actual, expected, atol=tolerance * float(expected.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["hps", "clip"])
 def test_training_step_equals_the_published_one(kind: str, tmp_path: Path) -> None:
-    case = Case.read(kind)
-    tensors, told, objective = case.tensors, case.told, case.objective
-    rollout_guidance = float(told["flags"]["train_guidence"])
+    step = RecordedStep.read(kind)
+    tensors, settings, objective = step.tensors, step.settings, step.objective
+    rollout_guidance = float(settings["flags"]["train_guidence"])
     model = FluxSpec(
-        saved(tmp_path), height=64, width=64, rollout_guidance_scale=rollout_guidance, truncate_timesteps=True
+        save_pipeline(tmp_path), height=64, width=64, rollout_guidance_scale=rollout_guidance, truncate_timesteps=True
     ).load(Placement())
     embeddings = {"words": tensors["in.prompt_embeds"], "pooled": tensors["in.pooled"]}
     model.prompt_encoder = lambda prompts: embeddings  # type: ignore[assignment]
-    policy = Policy(model, FLUX, FullFinetuning().apply(model, ()))
-    ctx = Context(policy, case.rubric(), Randomness(0, told["step"], torch.arange(1)), SingleProcess(), NoState())
-    given: Any = FixedNoise(tensors["in.noise"][:, None])
-    made = policy.sample(policy.embed([told["caption"]], [{}]), given)
-    place = torch.tensor([told["s"]])
-    seen = DirectAlignBatch(made.cond, made.final, made.start, place, torch.tensor([told["step"]]))
+    policy = Policy(model, PROCESS, FullFinetuning().apply(model, ()))
+    ctx = Context(policy, step.rubric(), Randomness(0, settings["step"], torch.arange(1)), SingleProcess(), NoState())
+    fixed_noise: Any = FixedNoise(tensors["in.noise"][:, None])
+    trajectory = policy.sample(policy.embed([settings["caption"]], [{}]), fixed_noise)
+    timestep = torch.tensor([settings["s"]])
+    batch = DirectAlignBatch(
+        trajectory.cond, trajectory.final, trajectory.start, timestep, torch.tensor([settings["step"]])
+    )
 
     for number, branch in enumerate(objective.branches):
-        levels = objective.levels(FLUX, place, branch)
-        noisy = FLUX.corrupt(seen.clean, ctx.rng, levels.source, seen.noise)
-        near(pack_latents(noisy.x[:, 0]), tensors[f"out.branch_input.{branch}"])
-        near(pack_latents(model.predict(noisy.x, noisy.t, made.cond)[:, 0]), tensors[f"out.velocity.{branch}"])
-        near(policy.decode(objective.recover_clean(ctx, seen, levels))[:, 0], tensors[f"out.image.{branch}"])
-        loss = objective.loss(ctx, seen, (branch,))
-        near(loss.metrics[f"relative_reward/{branch}"], tensors["out.reward"][number : number + 1])
+        levels = objective.levels(PROCESS, timestep, branch)
+        noisy = PROCESS.corrupt(batch.clean, ctx.rng, levels.source, batch.noise)
+        assert_close(pack_latents(noisy.x[:, 0]), tensors[f"out.branch_input.{branch}"])
+        assert_close(
+            pack_latents(model.predict(noisy.x, noisy.t, trajectory.cond)[:, 0]), tensors[f"out.velocity.{branch}"]
+        )
+        assert_close(policy.decode(objective.recover_clean(ctx, batch, levels))[:, 0], tensors[f"out.image.{branch}"])
+        loss = objective.loss(ctx, batch, (branch,))
+        assert_close(loss.metrics[f"relative_reward/{branch}"], tensors["out.reward"][number : number + 1])
         loss.rows.sum().backward()
-    assert loss.rows.item() == pytest.approx(told["last_loss"], abs=1e-6)
+    assert loss.rows.item() == pytest.approx(settings["last_loss"], abs=1e-6)
     gradients = {f"grad.{key}": p.grad for key, p in policy.weights.trainable().items()}
     for p in policy.weights.trainable().values():
         p.grad = None
-    (both,) = objective.parts(seen)
-    objective.loss(ctx, seen, both).rows.sum().backward()
+    (branches,) = objective.parts(batch)
+    objective.loss(ctx, batch, branches).rows.sum().backward()
     for key, p in policy.weights.trainable().items():
         if gradients[f"grad.{key}"] is not None:
-            near(p.grad, gradients[f"grad.{key}"])
+            assert_close(p.grad, gradients[f"grad.{key}"])
 
     recorded = [key for key in tensors if key.startswith("grad.")]
     assert len(recorded) == 17
     for key in recorded:
-        near(gradients[key], tensors[key])
+        assert_close(gradients[key], tensors[key])
     norm = torch.stack([x.norm() for x in gradients.values() if x is not None]).norm()
-    near(norm[None], tensors["out.grad_norm"])
+    assert_close(norm[None], tensors["out.grad_norm"])
