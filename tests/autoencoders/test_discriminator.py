@@ -122,9 +122,8 @@ def test_adaptive_weight_is_the_gradient_ratio(tmp_path: Path) -> None:
     reconstruction_norm, adversarial_norm = (
         torch.autograd.grad(loss, layer.weight, retain_graph=True)[0].norm() for loss in losses
     )
-    torch.testing.assert_close(
-        weight, reconstruction_norm / (adversarial_norm + 1e-4), rtol=1e-3, atol=0
-    )  # pixels in [0, 1] instead of [-1, 1]
+    # Pixels are in [0, 1] instead of [-1, 1].
+    torch.testing.assert_close(weight, reconstruction_norm / (adversarial_norm + 1e-4), rtol=1e-3, atol=0)
     assert isinstance(run.adaptive_weight, AdaptiveWeight) and run.adaptive_weight.layer_input is None
     with pytest.raises(ConfigError, match=r"discriminator\.adaptive_weight"):
         build_adaptive_weight(nn.Conv2d(3, 3, 1))

@@ -52,9 +52,8 @@ def test_non_saturating_loss_differs_from_published_one(golden: dict[str, Tensor
     torch.testing.assert_close(swapped[None], golden["out.non_saturating_gen_loss"])
     expected = F.binary_cross_entropy_with_logits(fake, torch.ones_like(fake))
     torch.testing.assert_close(GENERATOR_LOSSES["non_saturating"](fake).mean(), expected)
-    assert (
-        GENERATOR_LOSSES["non_saturating"](fake + 5).mean() < expected
-    )  # a more convincing reconstruction has a lower loss
+    # A more convincing reconstruction has a lower loss.
+    assert GENERATOR_LOSSES["non_saturating"](fake + 5).mean() < expected
 
 
 def test_discriminators_have_published_parameter_counts() -> None:

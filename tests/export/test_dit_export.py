@@ -93,7 +93,7 @@ def test_class_conditional_dit_round_trip(vae: Path, tmp_path: Path) -> None:
     assert "DiTPipeline.from_pretrained" in (folder / "README.md").read_text()
 
 
-def test_diffusers_pipeline_computes_the_same(vae: Path, tmp_path: Path) -> None:
+def test_diffusers_pipeline_gives_the_same_prediction(vae: Path, tmp_path: Path) -> None:
     directory, model = save_run(tmp_path, vae, "model.learn_sigma=true")
     pipeline_class: Any = diffusers.DiTPipeline
     pipeline = pipeline_class.from_pretrained(export(directory, tmp_path / "out"))

@@ -71,7 +71,7 @@ def network_inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("tuning", fast(["{type: full}", LORA], LORA), ids=["full", "merged"])
-def test_diffusers_pipeline_computes_the_same(tuning: str, tmp_path: Path) -> None:
+def test_diffusers_pipeline_gives_the_same_prediction(tuning: str, tmp_path: Path) -> None:
     save_pipeline(tmp_path / "base")
     _, run, model = save_run("modelscope", str(tmp_path / "base"), tuning, tmp_path)
     options = GeneratorExport(run, tmp_path / "out", "diffusers", dtype=torch.float32, merge=tuning == LORA)

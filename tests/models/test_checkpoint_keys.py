@@ -1,4 +1,4 @@
-"""Conversion to the original checkpoint keys, undone by diffusers' converters."""
+"""Conversion to the original checkpoint keys, inverted by diffusers' converters."""
 
 from __future__ import annotations
 

@@ -123,12 +123,12 @@ def test_init_weights_of_an_image_model_start_a_video_model(tmp_path: Path) -> N
     video_spec = replace(
         image_spec, frames=2, max_text_tokens=10, seed=4, init_weights=str(tmp_path / "image.safetensors")
     )
-    initialized, fresh = (
+    initialized, random_init = (
         spec.load(Placement()).net.state_dict() for spec in (video_spec, replace(video_spec, init_weights=None))
     )
     assert initialized["word_place"][:, :8].equal(image_weights["word_place"])
-    assert initialized["word_place"][:, 8:].equal(fresh["word_place"][:, 8:])
-    assert initialized["frame_place"].equal(fresh["frame_place"])
+    assert initialized["word_place"][:, 8:].equal(random_init["word_place"][:, 8:])
+    assert initialized["frame_place"].equal(random_init["frame_place"])
     assert all(initialized[key].equal(x) for key, x in image_weights.items() if key != "word_place")
 
 

@@ -128,5 +128,5 @@ def test_reference_images_are_read_from_files(tmp_path: Path) -> None:
 
 
 def test_tiny_recipe_has_reference_images() -> None:
-    shown = EditFile().load(0).first_prompts(4).metadata
-    assert [read_image(Path(fact["image"])).shape for fact in shown] == [(1, 3, 64, 64)] * 4
+    metadata = EditFile().load(0).first_prompts(4).metadata
+    assert [read_image(Path(entry["image"])).shape for entry in metadata] == [(1, 3, 64, 64)] * 4

@@ -90,7 +90,7 @@ def test_llamagen_cached_calls_equal_the_full_call(conditioning: str) -> None:
         last = ids[:, position]
 
 
-def test_class_prompts_by_index_name_and_empty() -> None:
+def test_class_prompts_are_indices_names_or_empty() -> None:
     model = LlamagenSpec().tiny().load(Placement())
     cond = model.embed(["207", "a photo of a golden retriever", ""], [{"seen": 1}] * 3)
     assert cond.tensors["label"].tolist() == [207, 207, 1000] and cond.metadata[0] == {"seen": 1}
@@ -98,7 +98,7 @@ def test_class_prompts_by_index_name_and_empty() -> None:
         model.embed(["golden retreiver"])
 
 
-def test_custom_class_names() -> None:
+def test_custom_class_names_are_prompts() -> None:
     model = replace(LlamagenSpec().tiny(), num_classes=2, class_names=("cat", "dog")).load(Placement())
     assert model.embed(["dog", "cat", "1", ""]).tensors["label"].tolist() == [1, 0, 1, 2]
     with pytest.raises(ValueError, match=r"'class_names'.* 2"):
@@ -156,7 +156,7 @@ def test_caption_padding_is_masked() -> None:
     torch.testing.assert_close(one, two)
 
 
-def test_dropout_needs_gradients() -> None:
+def test_dropout_is_active_only_with_gradients() -> None:
     model = replace(LlamagenSpec().tiny(), dropout=0.5).load(Placement())
     torch.nn.init.normal_(model.net.get_parameter("output.weight"))
     cond, ids = model.embed(["1", "2"]), torch.arange(32).view(2, 16)
@@ -222,6 +222,6 @@ def test_indivisible_image_size_is_refused() -> None:
         LlamagenSpec(image_size=250)
 
 
-def test_published_tokenizers_of_both_strides() -> None:
+def test_shape_follows_the_downsample_factor() -> None:
     for downsample, side in ((16, 16), (8, 32)):
         assert LlamagenSpec(downsample_factor=downsample).shape == (side * side,)  # type: ignore[arg-type]

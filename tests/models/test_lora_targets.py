@@ -21,7 +21,7 @@ JOINT = ATTENTION | {"add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}
 
 
 def adapted_layers(spec: ModelSpec, tuning: Lora) -> set[str]:
-    """The last names of the layers with adapters."""
+    """The last parts of the names of layers with adapters."""
     weights = tuning.apply(spec.tiny().load(Placement(torch.device("cpu"), torch.float32)), ())
     layers = {key.partition(".lora_")[0] for key in weights.trainable()}
     return {

@@ -80,7 +80,7 @@ def small_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(VIDEOCRAFTER.configs, SOURCE.hub, {"unet": UNET, "vae": VAE, "text_encoder": TEXT})
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_configs")
 def test_published_checkpoint_loads(tmp_path: Path) -> None:
     spec = VideocrafterSpec(str(save_checkpoint(tmp_path / "model.ckpt")), frames=3, height=32, width=32)
     model = spec.load(Placement())
@@ -98,14 +98,14 @@ def test_published_checkpoint_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_configs")
 def test_deepspeed_checkpoint_loads(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "model.ckpt", prefix="_forward_module.", wrapper="module")
     model = VideocrafterSpec(str(path), frames=2, height=32, width=32).load(Placement())
     assert all(x.equal(model.net.state_dict()[key]) for key, x in network().state_dict().items())
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_configs")
 def test_text_encoder_equals_open_clip(tmp_path: Path) -> None:
     spec = VideocrafterSpec(str(save_checkpoint(tmp_path / "model.ckpt")), frames=2, height=32, width=32)
     prompt_encoder = spec.load_prompt_encoder(Placement())
@@ -134,7 +134,7 @@ def encode_with_open_clip(weights: Mapping[str, Tensor], ids: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_configs")
 def test_unet_in_diffusers_layout_replaces_the_checkpoints(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "model.ckpt")
     net = network()
@@ -152,7 +152,7 @@ def test_unet_in_diffusers_layout_replaces_the_checkpoints(tmp_path: Path) -> No
         assert all(x.equal(loaded[key]) for key, x in net.state_dict().items())
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_configs")
 def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.ckpt"
     torch.save({"state_dict": {"model.diffusion_model.a": torch.zeros(1)}}, other)

@@ -149,7 +149,7 @@ def test_videocrafter_unet_works_with_modelscope_components(folder: Path, tmp_pa
         replace(videocrafter, unet=None).load(Placement())
 
 
-def test_clips_of_another_size_are_refused(folder: Path) -> None:
+def test_videos_of_another_size_are_refused(folder: Path) -> None:
     model = make_spec(folder).load(Placement())
     assert model.encode(torch.rand(2, *model.pixels)).shape == (2, 3, 4, 3, 3)
     with pytest.raises(ConfigError, match=r"2 frames of 24x24.* 3 of 24x24"):

@@ -88,9 +88,8 @@ def test_autoencoder_has_published_size() -> None:
     vae_class: Any = AutoencoderKL
     with torch.device("meta"):
         state_dict = OpenSoraVae(vae_class(**SD_VAE), TemporalVae()).state_dict()
-    assert (
-        0 < 1_573_430_548 - 4 * sum(x.numel() for x in state_dict.values()) < 100_000
-    )  # the safetensors header with keys and shapes
+    # The rest of the published file is the safetensors header with keys and shapes.
+    assert 0 < 1_573_430_548 - 4 * sum(x.numel() for x in state_dict.values()) < 100_000
 
 
 def test_stdit3_output_equals_published_one(net: STDiT3, recording: Mapping[str, Tensor]) -> None:
@@ -179,9 +178,8 @@ def test_requested_frames_decode_only_their_chunk(vae: OpenSoraVae) -> None:
     x = recording["pipe.z"].transpose(1, 2)
     assert x.shape[1:] == model.shape
     full = model.decode(x)
-    assert (
-        relative_error(full, (recording["pipe.dec18"] / 2 + 0.5).clamp(0, 1).transpose(1, 2)) < 5e-6
-    )  # computed in another batch size
+    # The recording was computed with another batch size.
+    assert relative_error(full, (recording["pipe.dec18"] / 2 + 0.5).clamp(0, 1).transpose(1, 2)) < 5e-6
     for frame in range(18):
         assert torch.equal(model.decode(x, [frame]), full[:, [frame]])
     assert torch.equal(model.decode(x, [17, 3, -1, 3]), full[:, [17, 3, 17, 3]])

@@ -185,10 +185,10 @@ def original_state_dict(net: UNet2DConditionModel) -> dict[str, Tensor]:
     }
     renamed = {}
     for key, x in net.state_dict().items():
-        start = next(name for name in blocks if key.startswith(name + "."))
+        start = next(native for native in blocks if key.startswith(native + "."))
         rest = key.removeprefix(start)
-        for ours, name in inner.items() if ".resnets." in start else ():
-            rest = rest.replace(ours + ".", name + ".")
+        for native, original in inner.items() if ".resnets." in start else ():
+            rest = rest.replace(native + ".", original + ".")
         renamed[blocks[start] + rest] = x.clone()
     return renamed
 

@@ -232,5 +232,5 @@ def test_invalid_settings_are_refused(pipeline: tuple[Any, Path], tmp_path: Path
     with pytest.raises(ConfigError, match=r"1024x32.*512"):
         Sd3Spec(weights=str(pipeline[1]), height=1024, width=32).load(Placement())
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
-    with pytest.raises(ConfigError, match=r"a\.safetensors.*this transformer"):
+    with pytest.raises(ConfigError, match=r"this transformer \('a'"):
         replace(SPEC, weights=str(pipeline[1]), transformer=str(tmp_path / "a.safetensors")).load(Placement())

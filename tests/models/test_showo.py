@@ -66,7 +66,7 @@ def test_prompt_tokens_equal_published_ones() -> None:
     assert torch.equal(VOCABULARY.wrap_image_tokens(torch.full((5, 16), MASK_TOKEN_ID)), expected["cond_ids"][:, TEXT:])
 
 
-def test_special_and_image_token_ids() -> None:
+def test_special_and_image_token_ids_equal_published_ones() -> None:
     vocabulary = ShowoVocabulary()
     assert (vocabulary.pad_id, vocabulary.soi_id, vocabulary.eoi_id, vocabulary.t2i_id, vocabulary.mmu_id) == (
         50295, 50296, 50297, 50300, 50301,
@@ -163,9 +163,8 @@ def preference(side: str) -> tuple[Tensor, Corrupted, Condition]:
     recording = golden("dpo_step")
     ids, labels = recording[f"{side}_ids"], recording[f"{side}_labels"]
     hidden = labels[:, IMAGE] != -100
-    x = (
-        recording[f"raw_{side}_codes"] % VOCABULARY.image_ids.start
-    )  # recorded with or without their offset in the vocabulary
+    # Codes are recorded with or without their offset in the vocabulary.
+    x = recording[f"raw_{side}_codes"] % VOCABULARY.image_ids.start
     noisy = Corrupted(torch.where(hidden, MASK_TOKEN_ID, x), hidden.float().mean(1), hidden)
     assert torch.equal(VOCABULARY.wrap_image_tokens(noisy.x), ids[:, TEXT:])
     return x, noisy, Condition(("",) * len(ids), {"text": ids[:, :TEXT]})
@@ -199,7 +198,7 @@ def sequence_attention_mask(cond: Condition) -> Tensor:
     return omni_attention_mask((cond.tensors["text"] == VOCABULARY.pad_id).sum(1), TEXT, TEXT + 18)
 
 
-def test_codebook_likelihood_scope() -> None:
+def test_likelihood_scope_selects_tokens_and_vocabulary() -> None:
     model = RECORDED.load(Placement())
     x, noisy, cond = preference("chosen")
     with torch.no_grad():

@@ -72,9 +72,8 @@ def test_sources_follow_settings() -> None:
         str(PUBLISHED_SHOWO["dpo_iter_parm_guide"])
         == "ZiyuG/Image-Generation-CoT/dpo_iter_parm_gudie/pytorch_model.bin"
     )
-    assert (
-        PUBLISHED_SHOWO["dpo_iter_parm_gudie"] == PUBLISHED_SHOWO["dpo_iter_parm_guide"]
-    )  # the published file name has this typo
+    # The published file name has this typo.
+    assert PUBLISHED_SHOWO["dpo_iter_parm_gudie"] == PUBLISHED_SHOWO["dpo_iter_parm_guide"]
     assert TINY.sources == ()
 
 

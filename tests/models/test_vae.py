@@ -39,7 +39,7 @@ def test_measuring_latents_keeps_reconstructions() -> None:
     assert torch.allclose(net.decode(net.encode(pixels)), before, atol=1e-4)
 
 
-def test_latent_noise_in_training_only() -> None:
+def test_latent_noise_is_added_in_training_only() -> None:
     net, pixels = VaeSpec(latent_channels=4, width=8, latent_noise=0.5).load(Placement()), torch.rand(2, 3, 16, 16)
     assert not net(pixels)[0].equal(net(pixels)[0])
     net.eval()

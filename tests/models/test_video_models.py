@@ -146,7 +146,7 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # tests/diagnostics/test_plan_video.py plans clips of other models and of Wan 2.2
-def test_wan_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_activations_grow_with_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         wan.WAN.configs,
         WanSpec.weights,

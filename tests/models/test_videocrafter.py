@@ -131,12 +131,11 @@ def test_every_published_key_is_mapped() -> None:
     }
     actual = {key: x.shape for key, x in lvdm_checkpoint.vae_to_diffusers(empty, vae.config).items()}
     assert actual == {key: x.shape for key, x in vae.state_dict().items()}
-    assert (
-        sum(p.numel() for p in text_encoder.parameters()) == 340_387_840
-    )  # open_clip's without the last layer and projection
+    # The parameters of open_clip's encoder without the last layer and projection.
+    assert sum(p.numel() for p in text_encoder.parameters()) == 340_387_840
 
 
-def test_unet_output_equals_the_authors() -> None:
+def test_unet_output_equals_published_one() -> None:
     golden = load_file(VIDEO / "lvdm_unet_tiny_io.safetensors")
     model = make_backbone({f"row {i}": golden["context"][i : i + 1] for i in range(2)}, fps=24)
     policy = Policy(model, GaussianProcess(PATH, DDIM(1.0), 25), FullFinetuning().apply(model, ()))
@@ -307,7 +306,7 @@ def test_only_selected_frames_are_decoded_in_small_batches(monkeypatch: pytest.M
     assert (model.decode(x, [1]) - full[:, 1:2]).abs().max() < 1e-5 and batch_sizes == [2, 1]
 
 
-def test_predictions_are_deterministic() -> None:
+def test_dropout_is_off_in_training() -> None:
     model = VideocrafterSpec().tiny().load(Placement())
     cond, x, t = model.embed(("a fox",)), torch.randn(1, *model.shape), torch.tensor([0.5])
     assert model.predict(x, t, cond).equal(model.predict(x, t, cond))

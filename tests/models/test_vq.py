@@ -175,7 +175,7 @@ def clustered_latents(generator: torch.Generator, batch_size: int = 16) -> Tenso
     )
 
 
-def test_codebook_usage() -> None:
+def test_codebook_usage_is_the_share_of_codes_in_use() -> None:
     net = VqSpec().tiny().load(Placement())
     pixels = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     assert net.codebook_usage(pixels) == len(set(net.encode(pixels).flatten().tolist())) / 64

@@ -109,7 +109,7 @@ def test_sampling_equals_published_rectified_flow() -> None:
     torch.testing.assert_close(trajectory.final, z.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
-def test_with_size_and_single_images() -> None:
+def test_with_size_changes_shapes_and_single_images_decode() -> None:
     model = SPEC.load(Placement()).with_size(24, 36)
     assert (model.shape, model.pixels, model.size) == ((2, 4, 3, 4), (6, 3, 24, 32), (24, 36))
     x = torch.randn(1, *model.shape)

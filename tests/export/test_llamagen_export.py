@@ -1,4 +1,4 @@
-"""Checkpoints of LlamaGen's trainers: written, read and resumed, consolidated and in shards."""
+"""Export to checkpoints of LlamaGen's trainers and resumes from them, consolidated and sharded."""
 
 from __future__ import annotations
 

@@ -163,7 +163,9 @@ def test_two_ranks_equal_one(recipe: str, tmp_path: Path) -> None:
     ("recipe", "ranks", "strategy"),
     [("vae-celebhq", 1, "replicated"), ("vae-celebhq", 2, "replicated"), ("vae-diffusers", 2, "fsdp")],
 )
-def test_kill_with_active_discriminator_loses_nothing(recipe: str, ranks: int, strategy: str, tmp_path: Path) -> None:
+def test_resume_after_a_kill_with_discriminator_is_exact(
+    recipe: str, ranks: int, strategy: str, tmp_path: Path
+) -> None:
     overrides = [
         *TOYS,
         "steps=4",

@@ -143,7 +143,7 @@ def wrap_network(family: Family, kind: str, folder: Path, net: Any) -> Backbone:
 
 
 @pytest.mark.parametrize("kind", fast(FAMILIES, "sd15"))
-def test_exported_network_is_the_pipelines(kind: str, tmp_path: Path) -> None:
+def test_pipeline_loads_the_exported_network(kind: str, tmp_path: Path) -> None:
     directory, model = save_run(FAMILIES[kind], kind, "{type: full}", tmp_path)
     export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), CONSOLE)
     pipeline = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out")
@@ -161,7 +161,7 @@ def test_exported_network_is_the_pipelines(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", fast(FAMILIES, "sd3"))
-def test_diffusers_lora_computes_the_same(kind: str, tmp_path: Path) -> None:
+def test_diffusers_lora_gives_the_same_prediction(kind: str, tmp_path: Path) -> None:
     directory, model = save_run(FAMILIES[kind], kind, "{type: lora, rank: 4, alpha: 12}", tmp_path)
     export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), CONSOLE)
     assert (tmp_path / "out" / DIFFUSERS_LORA_FILE).is_file() and not (tmp_path / "out/model_index.json").exists()
@@ -176,7 +176,7 @@ def test_diffusers_lora_computes_the_same(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])
-def test_diffusers_text_encoder_lora_computes_the_same(kind: str, tmp_path: Path) -> None:
+def test_diffusers_text_encoder_lora_gives_the_same_embeddings(kind: str, tmp_path: Path) -> None:
     tuning = "{type: lora, rank: 4, alpha: 12, modules: [backbone, text_encoder]}"
     directory, _ = save_run(FAMILIES[kind], kind, tuning, tmp_path)
     export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), CONSOLE)
@@ -194,7 +194,7 @@ def test_diffusers_text_encoder_lora_computes_the_same(kind: str, tmp_path: Path
             assert not torch.allclose(after, before[name], atol=1e-2)
 
 
-def test_tiny_weights_have_no_pipeline(tmp_path: Path) -> None:
+def test_pipeline_export_of_tiny_weights_is_refused(tmp_path: Path) -> None:
     config = load(
         "draft-sd15", [*SETTINGS, f"output_dir={tmp_path}", "name=run", "model.weights=tiny", "tuning={type: full}"]
     )
