@@ -220,7 +220,7 @@ def test_model_card_has_recipe_scores_and_credits(full: UntrainedRun, tmp_path: 
 
 def test_invalid_options_are_refused(full: UntrainedRun, tmp_path: Path) -> None:
     directory = full.run.directory
-    with pytest.raises(ConfigError, match=r"folder"):
+    with pytest.raises(ConfigError, match=r"x\.safetensors.* a file"):
         export_generator(GeneratorExport(directory, tmp_path / "x.safetensors", "comfyui"), CONSOLE)
     with pytest.raises(ConfigError, match="exists already"):
         export_generator(GeneratorExport(directory, tmp_path, "comfyui"), CONSOLE)
@@ -228,7 +228,7 @@ def test_invalid_options_are_refused(full: UntrainedRun, tmp_path: Path) -> None
         export_generator(GeneratorExport(directory, tmp_path / "x", "comfyui", merge=True), CONSOLE)
     with pytest.raises(ConfigError, match=r"'old' \(.*live, ema\)"):
         export_generator(GeneratorExport(directory, tmp_path / "x", "comfyui", "old"), CONSOLE)
-    with pytest.raises(ConfigError, match="has no checkpoint to export"):
+    with pytest.raises(ConfigError, match="no checkpoint"):
         export_generator(GeneratorExport(tmp_path, tmp_path / "x", "comfyui"), CONSOLE)
     assert not (tmp_path / "x").exists()
 

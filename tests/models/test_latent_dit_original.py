@@ -107,7 +107,7 @@ def test_attention_with_other_head_dim_equals_the_original() -> None:
     ]
     expected = torch.cat(heads, -1) @ tensors["out.weight"].T + tensors["out.bias"]
     torch.testing.assert_close(attention(h), expected, atol=2e-4, rtol=1e-4)
-    with pytest.raises(ConfigError, match=r"24.* 32"):
+    with pytest.raises(ConfigError, match=r"width 24.* 32"):
         replace(spec, convention="diffusers", intermediate_size=128).to_diffusers({})
 
 

@@ -158,7 +158,7 @@ def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {"model.diffusion_model.a": torch.zeros(1)}}, other)
     with pytest.raises(ConfigError, match="'first_stage_model"):
         VideocrafterSpec(str(other)).load(Placement())
-    with pytest.raises(ConfigError, match=r"VideoCrafter/VideoCrafter2/model\.ckpt"):
+    with pytest.raises(ConfigError, match=r"tastemaker download VideoCrafter/VideoCrafter2/model\.ckpt"):
         VideocrafterSpec().load(Placement())
     with pytest.raises(ConfigError, match=r"diffusion_pytorch_model\.safetensors"):
         VideocrafterSpec(str(save_checkpoint(tmp_path / "model.ckpt")), str(tmp_path)).load(Placement())

@@ -225,7 +225,7 @@ def test_single_file_in_the_original_layout_loads(pipeline: tuple[Any, Path], tm
 
 
 def test_invalid_settings_are_refused(pipeline: tuple[Any, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"stabilityai/stable-diffusion-3\.5"):
+    with pytest.raises(ConfigError, match=r"tastemaker download stabilityai/stable-diffusion-3\.5"):
         Sd3Spec().load(Placement())
     with pytest.raises(ConfigError, match=r"transformer/config\.json"):
         Sd3Spec(weights=str(tmp_path)).load(Placement())

@@ -90,7 +90,7 @@ def test_published_names_give_their_spec(name: str, image_size: int, has_vision_
 
 
 def test_mask_without_image_is_refused() -> None:
-    with pytest.raises(ValueError, match="'image'"):
+    with pytest.raises(ValueError, match="no 'image'"):
         make_policy().embed(["a red"], [{"mask": torch.ones(1, 3, 32, 32)}])
 
 

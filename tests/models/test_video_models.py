@@ -127,14 +127,14 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
         LtxSpec(width=700)
     with pytest.raises(ValueError, match=r"'fps'.*0\.0"):
         LtxSpec(fps=0.0)
-    with pytest.raises(ConfigError, match="Wan-AI/Wan2"):
+    with pytest.raises(ConfigError, match="tastemaker download Wan-AI/Wan2"):
         WanSpec().load(Placement())
     with pytest.raises(ConfigError, match=r"1 frames of 32x32.* 5 of"):
         WanSpec().tiny().load(Placement()).encode(torch.zeros(1, 1, 3, 32, 32))
     with pytest.raises(ValueError, match="no `image`"):
         SvdSpec().tiny().load(Placement()).embed(["", ""], [{"image": torch.zeros(1, 3, 32, 32)}, {}])
     for metadata in ((), ({}, {})):
-        with pytest.raises(ConfigError, match=r"model\.image"):
+        with pytest.raises(ConfigError, match=r"model\.image\b"):
             SvdSpec().tiny().load(Placement()).embed(["", ""], metadata)
     with pytest.raises(ValueError, match="'rescale_betas_zero_snr'"):
         VariancePreserving(rescale_betas_zero_snr=True)
