@@ -222,7 +222,7 @@ def test_latent_count_and_index() -> None:
     assert [latent_index(frame, 6) for frame in range(6)] == [0, 0, 1, 1, 1, 1]
 
 
-def test_published_files_load_and_others_are_refused(tmp_path: Path, recording: Mapping[str, Tensor]) -> None:
+def test_published_files_load_and_others_are_refused(tmp_path: Path) -> None:
     tensors = golden("stdit3_tiny_state.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
     network = build_network(str(tmp_path), 0, Placement())

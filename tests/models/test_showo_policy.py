@@ -45,7 +45,7 @@ def test_prefix_cache_gives_the_same_samples(guidance: Guidance | None) -> None:
     cond = policy.embed(PROMPTS)
     with torch.no_grad():
         cached, uncached = (policy.rollout(cond, RANDOMNESS) for _ in range(2))
-        uncached.reading = UncachedMaskedPredictor(policy.model, cond)  # type: ignore[attr-defined]
+        uncached.predictor = UncachedMaskedPredictor(policy.model, cond)  # type: ignore[attr-defined]
         first, second = cached.finish(), uncached.finish()
     assert torch.equal(first.final, second.final)
     for one, two in zip(first.segments, second.segments, strict=True):
