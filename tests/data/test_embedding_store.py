@@ -59,10 +59,10 @@ def store_embeddings(spec: Any, folder: Path, prompts: list[str] = PROMPTS, size
 def test_stored_embeddings_equal_the_text_encoders_output(spec: Any, tmp_path: Path) -> None:
     tiny = spec.tiny()
     assert store_embeddings(tiny, tmp_path) == [4]
-    output, read = (each.load(CPU).embed(PROMPTS[::-1]) for each in (tiny, replace(tiny, embeddings=tmp_path)))
-    assert output.tensors.keys() == read.tensors.keys()
-    for name, x in output.tensors.items():
-        torch.testing.assert_close(read.tensors[name], x, atol=1e-6, rtol=0)
+    encoded, stored = (s.load(CPU).embed(PROMPTS[::-1]) for s in (tiny, replace(tiny, embeddings=tmp_path)))
+    assert encoded.tensors.keys() == stored.tensors.keys()
+    for name, x in encoded.tensors.items():
+        torch.testing.assert_close(stored.tensors[name], x, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
@@ -156,8 +156,8 @@ def test_srpo_folder_is_read_without_running_code(prompt_file: Path, tmp_path: P
     assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(tmp_path), "--layout", "srpo") == 0
     (tmp_path / "made_by.json").unlink()
     for name in ("prompt_embed", "pooled_prompt_embeds"):
-        full = torch.load(tmp_path / name / "0.pt", weights_only=True)
-        torch.save(full[None], tmp_path / name / "0.pt")
+        embedding = torch.load(tmp_path / name / "0.pt", weights_only=True)
+        torch.save(embedding[None], tmp_path / name / "0.pt")
     encoder = replace(FluxSpec().tiny(), embeddings=tmp_path).load_prompt_encoder(CPU)
     assert encoder(PROMPTS[:1])["words"].shape == (1, 16, 32)
     with pytest.raises(ConfigError, match=r"model\.max_text_tokens=16"):

@@ -58,7 +58,7 @@ def test_samples_equal_the_diffusers_pipeline(saved: tuple[Any, str], edited: bo
     noise, images = torch.randn(2, *model.shape, generator=torch.Generator().manual_seed(0)), random_images(96, 64)
     fixed_noise: Any = FixedNoise(noise)
     cond = model.embed(PROMPTS, [{"image": reference} for reference in images] if edited else [])
-    latents_ours = (
+    sampled = (
         GaussianProcess(RectifiedFlow(dynamic_shift(tokens=24)), num_steps=5)
         .start(model, cond, fixed_noise)
         .finish()
@@ -68,9 +68,9 @@ def test_samples_equal_the_diffusers_pipeline(saved: tuple[Any, str], edited: bo
     options |= {"max_area": 96 * 64, "_auto_resize": False, "guidance_scale": 2.5, "latents": pack_latents(noise[:, 0])}
     image = images[:, 0] if edited else None
     latents = pipeline(**options, image=image, output_type="latent").images
-    torch.testing.assert_close(pack_latents(latents_ours[:, 0]), latents, atol=1e-5, rtol=0)
+    torch.testing.assert_close(pack_latents(sampled[:, 0]), latents, atol=1e-5, rtol=0)
     pixels = pipeline(**options, image=image, output_type="pt").images
-    torch.testing.assert_close(model.decode(latents_ours)[:, 0], pixels, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.decode(sampled)[:, 0], pixels, atol=1e-5, rtol=0)
 
 
 def test_prediction_depends_on_each_samples_reference_image(tmp_path: Path) -> None:
