@@ -48,27 +48,29 @@ def test_top_p_keeps_at_least_one_token() -> None:
 
 def test_top_p_applies_after_top_k() -> None:
     logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log().tolist()
-    # Of the two likeliest, 4/7 and 3/7, the first alone holds 0.55; of all four it would not.
+    # After top-k the probabilities are 4/7 and 3/7, so the first token is enough for top-p 0.55; before it is 0.4.
     torch.testing.assert_close(probabilities(AutoregressiveProcess(top_k=2, top_p=0.55), *logits), torch.eye(4)[1])
     both = torch.tensor([0.0, 4 / 7, 3 / 7, 0.0])
     torch.testing.assert_close(probabilities(AutoregressiveProcess(top_k=2, top_p=0.6), *logits), both)
 
 
 def test_filtered_tokens_are_never_sampled() -> None:
-    here = AutoregressiveProcess(top_k=2).sampler.distribution(
+    distribution = AutoregressiveProcess(top_k=2).sampler.distribution(
         torch.tensor([[[0.0, 5.0, 5.0, 1.0]]]).expand(1000, 1, 4)
     )
     uniform = torch.linspace(0, 1 - 2**-24, 1000)[:, None]
-    assert here.quantile(uniform).unique().tolist() == [1, 2]
+    assert distribution.quantile(uniform).unique().tolist() == [1, 2]
 
 
 def test_token_frequencies_match_probabilities() -> None:
-    here = AutoregressiveProcess().sampler.distribution(torch.tensor([[[0.1, 0.6, 0.3]]]).log().expand(10_000, 1, 3))
-    counts = here.quantile(torch.linspace(0, 1 - 2**-24, 10_000)[:, None]).flatten().bincount()
+    distribution = AutoregressiveProcess().sampler.distribution(
+        torch.tensor([[[0.1, 0.6, 0.3]]]).log().expand(10_000, 1, 3)
+    )
+    counts = distribution.quantile(torch.linspace(0, 1 - 2**-24, 10_000)[:, None]).flatten().bincount()
     assert counts.tolist() == pytest.approx([1000, 6000, 3000], abs=2)
 
 
 def test_invalid_settings_are_refused() -> None:
-    for process in ({"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}):
-        with pytest.raises(ValueError, match="expected temperature above 0"):
-            AutoregressiveProcess(**process)
+    for key, value in (("temperature", 0.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5)):
+        with pytest.raises(ValueError, match=f"{key}.* {value}"):
+            AutoregressiveProcess(**{key: value})
