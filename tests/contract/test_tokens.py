@@ -1,4 +1,4 @@
-"""Contract of token generators: caches do not change results, and hidden tokens are not read."""
+"""Contract of token generators: caches do not change results, and masked tokens are not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout of adapters depends on row and step only, not on micro-batches or recomputation."""
+"""LoRA dropout depends on row and step only, not on micro-batches or recomputation."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_interval_includes_its_bounds() -> None:
 
 def test_no_unconditional_calls_after_last_guided_token() -> None:
     network_calls = []
-    for interval in ((0.0, 1.0), (0.75, 1.0)):  # of sixteen tokens the first five, from 1 down to 0.75
+    for interval in ((0.0, 1.0), (0.75, 1.0)):  # the second guides the first five of sixteen tokens, from t = 1 to 0.75
         policy, rows = toys.policy("causal", guidance=Guidance(3.0, interval=interval)), list[int]()
         layer = next(layer for layer in policy.model.net.modules() if isinstance(layer, nn.Linear))
         layer.register_forward_hook(lambda layer, inputs, output, rows=rows: rows.append(len(output)))
@@ -194,7 +194,7 @@ def test_no_unconditional_calls_after_last_guided_token() -> None:
 
 
 def test_guidance_raises_the_reward() -> None:
-    """A network trained with dropped captions has something to extrapolate from."""
+    """Guidance needs a network that was trained with prompt dropout."""
     policy = toys.pretrained_policy("flow")
     guided = type(policy)(policy.process.wrap_guidance(policy.model, Guidance(3.0)), policy.process, policy.weights)
     assert toys.z_score(toys.true_rewards(policy), toys.true_rewards(guided)) > 3

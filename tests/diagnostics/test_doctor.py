@@ -73,7 +73,7 @@ def test_doctor_detects_ranks_with_the_same_samples():
 
 @pytest.mark.slow
 @pytest.mark.fresh_interpreters
-def test_two_ranks_agree_with_one():
+def test_two_ranks_equal_one():
     last = list(run_doctor(load("grpo-lora-toy-flow", SMALL)))[-1]
     assert last.verdict == "pass", last
 

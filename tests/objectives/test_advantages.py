@@ -1,4 +1,4 @@
-"""Advantages and the clipped surrogate, against the published code's numbers."""
+"""Advantages and the clipped surrogate, compared with published code."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_token_advantages_match_published_trainer() -> None:
 
 @pytest.mark.parametrize(
     ("name", "clip_range", "clip_fraction"),
-    [  # with the share of tokens outside the clip that the published run reports
+    [  # with the clip fraction of the published run
         ("gtctx_clip1e-4", 1e-4, 1.0),
         ("gtctx_clip0.2", 0.2, 0.0390625),
         ("seed_first_commit_sampledctx_clip1e-4", 1e-4, 1.0),
@@ -190,11 +190,11 @@ def test_advantages_do_not_depend_on_number_of_ranks(objective: Any) -> None:
     full = collect(slice(0, 8))
     half = len(full) // 2
     prompts = full.trajectory.cond.prompts
-    for rank, own_prompts, own in ((0, slice(0, 4), slice(0, half)), (1, slice(4, 8), slice(half, None))):
-        other = slice(half, None) if rank == 0 else slice(0, half)
-        result = collect(own_prompts, KnownOtherRank(rank, full.reward[other], prompts[other]))
-        torch.testing.assert_close(result.reward, full.reward[own], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(result.advantage, full.advantage[own], rtol=1e-3, atol=1e-3)
+    for rank, own_prompts, own_samples in ((0, slice(0, 4), slice(0, half)), (1, slice(4, 8), slice(half, None))):
+        other_samples = slice(half, None) if rank == 0 else slice(0, half)
+        result = collect(own_prompts, KnownOtherRank(rank, full.reward[other_samples], prompts[other_samples]))
+        torch.testing.assert_close(result.reward, full.reward[own_samples], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(result.advantage, full.advantage[own_samples], rtol=1e-3, atol=1e-3)
 
 
 def test_global_advantages_use_all_rewards() -> None:
@@ -263,7 +263,7 @@ def test_combine_setting_of_grpo_and_nft(objective_type: Any) -> None:
     assert experience["rewards"].reward.equal(experience["advantages"].reward)
 
 
-def test_combining_one_reward_changes_nothing() -> None:
+def test_combine_setting_has_no_effect_on_one_reward() -> None:
     ctx = toys.context(toys.policy("flow"), 4)
     advantages = [
         GRPO(group_size=4, combine=combine).collect(ctx, toys.prompts(4)).advantage

@@ -33,7 +33,7 @@ def test_dpo_loss_matches_published() -> None:
     rng, ones = Randomness(0, 0, torch.arange(count)), torch.ones(count)
     pairs = PreferenceExperience(Condition(("",) * count), chosen, rejected, ones, rng, ones)
     noisy = Corrupted(chosen, ones, chosen), Corrupted(rejected, ones, rejected)
-    loss = dpo_loss(policy, pairs, noisy, case["beta"] / 2, 0.0)  # Diffusion-DPO has beta/2 where we have beta
+    loss = dpo_loss(policy, pairs, noisy, case["beta"] / 2, 0.0)  # beta of Diffusion-DPO is twice ours
     assert float(loss.rows.mean().detach()) == pytest.approx(case["loss"], rel=1e-6)
     assert float(loss.metrics["accuracy"].mean()) == case["implicit_acc"]
 
@@ -87,10 +87,10 @@ def test_online_pairs_are_best_and_worst_of_group() -> None:
 def test_each_epoch_draws_new_corruptions(name: str) -> None:
     objective = DPO()
     ctx, experience = toys.policy_with_experience(objective, name)
-    first = objective.loss(ctx, experience, 0).rows
-    later = objective.loss(replace(ctx, epoch=1), experience, 0).rows
-    assert torch.equal(first, objective.loss(ctx, experience, 0).rows)
-    assert torch.equal(first, later) == (name == "causal")  # corruption of a sequence is not random
+    first_epoch = objective.loss(ctx, experience, 0).rows
+    second_epoch = objective.loss(replace(ctx, epoch=1), experience, 0).rows
+    assert torch.equal(first_epoch, objective.loss(ctx, experience, 0).rows)
+    assert torch.equal(first_epoch, second_epoch) == (name == "causal")  # corruption of a sequence is not random
 
 
 def test_more_timesteps_reduce_loss_variance() -> None:

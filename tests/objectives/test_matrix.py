@@ -187,7 +187,9 @@ class ShuffledScoreReward(RewardSpec, Reward):
         return self
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
-        frames = 1 + max((each.get("frame", 0) for each in metadata), default=0)  # frames of one clip go together
+        frames = 1 + max(
+            (sample.get("frame", 0) for sample in metadata), default=0
+        )  # frames of one video stay together
         order = torch.randperm(len(pixels) // frames, generator=self.generator)
         return self.color.score(pixels, prompts, metadata).view(-1, frames)[order].flatten()
 

@@ -87,7 +87,7 @@ def test_truncated_normal_start_step_is_shared_by_ranks() -> None:
     assert steps == steps_of_other_rank
     assert min(steps) >= 1
     assert max(steps) <= 49
-    assert sum(steps) / len(steps) == pytest.approx(41, abs=1)  # truncation to whole steps, and at the last
+    assert sum(steps) / len(steps) == pytest.approx(41, abs=1)  # truncated to integers and at the last step
 
 
 @pytest.mark.parametrize(
