@@ -37,7 +37,7 @@ class ColorReward(RewardSpec, Reward):
 
     colors: Mapping[str, tuple[float, float, float]] = field(default_factory=lambda: dict(TOY_COLORS), hash=False)
     batch_size: BatchSize = 64
-    card: ClassVar[RewardCard] = RewardCard(range="0 to 1", failure_modes="a plain field of the color named")
+    card: ClassVar[RewardCard] = RewardCard(range="0 to 1", failure_modes="a plain field of the named color")
     differentiable: ClassVar[bool] = True
 
     def load(self, placement: Placement) -> Self:

@@ -22,7 +22,7 @@ class MseReward(RewardSpec, Reward):
     """Minus the mean squared difference to the image in the metadata field `target`."""
 
     batch_size: BatchSize = 64
-    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="nothing but the target itself")
+    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="none: the target itself has the best score")
     differentiable: ClassVar[bool] = True
 
     def load(self, placement: Placement) -> Self:
@@ -37,7 +37,7 @@ class L1Reward(RewardSpec, Reward):
     """Minus the mean absolute difference to the image in the metadata field `target`."""
 
     batch_size: BatchSize = 64
-    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="nothing but the target itself")
+    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="none: the target itself has the best score")
     differentiable: ClassVar[bool] = True
 
     def load(self, placement: Placement) -> Self:
@@ -56,7 +56,7 @@ class LpipsReward(RewardSpec):
     batch_size: BatchSize = 32
     card: ClassVar[RewardCard] = RewardCard(
         range="-0.8 to 0",
-        failure_modes="nothing but the target itself, though fine grain may differ",
+        failure_modes="none: the target itself has the best score; fine grain may differ from the target",
         memory="59 MB",
         sources=(VGG16,),
     )
