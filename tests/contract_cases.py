@@ -17,7 +17,7 @@ from tastemaker.core.types import Condition, Trajectory
 GUIDED = Guidance(scale=2.0, interval=(0.2, 0.9))
 KINDS = [(name, guidance) for name in toys.GENERATORS for guidance in (None, GUIDED)]
 ROWS = 8
-LIKE_OTHERS = (*toys.LIKE_OTHERS, "sdxl", "videocrafter")  # which are built as sd15 and modelscope are
+LIKE_OTHERS = (*toys.SIMILAR, "sdxl", "videocrafter")  # which are built as sd15 and modelscope are
 
 
 def tier(name: str, guidance: Guidance | None) -> list[pytest.MarkDecorator]:

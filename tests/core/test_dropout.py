@@ -39,7 +39,7 @@ def adapted(name: str, folder: Path, adapt: str = "backbone") -> Policy[Any]:
     (folder / "clips.yaml").write_text(f"extends: [base, models/{name}]\ndata: {{type: prompts, prompts: [a cat]}}")
     tuning = f"tuning={{type: lora, rank: 2, target_modules: all-layers, dropout: 0.3, modules: [{adapt}]}}"
     told = ["objective={type: reward_gradient}", "rewards={a: {type: brightness}}", tuning]
-    config = load(folder / "clips.yaml", [*told, *([f"model.image={toys.PICTURE}"] if name == "svd" else [])])
+    config = load(folder / "clips.yaml", [*told, *([f"model.image={toys.IMAGE}"] if name == "svd" else [])])
     policy = build_policy(make_tiny(config), Placement())
     for i, p in enumerate(policy.weights.trainable().values()):
         nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(i))

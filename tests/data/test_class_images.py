@@ -216,7 +216,7 @@ def test_generator_trains_on_precomputed_tokens(tmp_path: Path) -> None:
     generator: Policy[Any] = Policy(model, AutoregressiveProcess(), FullFinetuning().apply(model, ()))
     data = TokenFolder(codes(tmp_path / "a", views=1)).load(0)
     batches: list[Any] = [data.batch(step, 8, 0, 1) for step in range(40)]
-    toys.fit(generator, Likelihood(prompt_dropout=0.0), batches, 1e-2)
+    toys.train(generator, Likelihood(prompt_dropout=0.0), batches, 1e-2)
     cond = generator.embed(["0", "1", "2", "3"])
     ids = torch.arange(4)[:, None].expand(4, 16)
     logits = generator.model.predict(ids, torch.ones(4), cond)
@@ -234,8 +234,8 @@ def test_tokens_of_another_length_or_codebook_are_refused(tmp_path: Path) -> Non
     generator: Policy[Any] = Policy(model, AutoregressiveProcess(), FullFinetuning().apply(model, ()))
     wrong: list[Any] = [TokenBatch(("1", "2"), torch.zeros(2, 9, dtype=torch.long))]
     with pytest.raises(ConfigError, match="9 tokens, the model generates 16"):
-        toys.fit(generator, Likelihood(), wrong, 1e-2)
+        toys.train(generator, Likelihood(), wrong, 1e-2)
     others: list[Any] = [TokenBatch(("1", "2"), torch.full((2, 16), 64))]
     for objective in (Likelihood(), CCA()):
         with pytest.raises(ConfigError, match="has the token 64"):
-            toys.fit(generator, objective, others, 1e-2)
+            toys.train(generator, objective, others, 1e-2)

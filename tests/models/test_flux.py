@@ -214,6 +214,6 @@ def test_every_objective_changes_the_weights(objective: Any, tuning: Any) -> Non
     model = FluxSpec().tiny().load(Placement())
     policy = Policy(model, SDE, tuning.apply(model, objective.snapshots()))
     before = {key: p.detach().clone() for key, p in policy.weights.trainable().items()}
-    toys.fit(policy, objective, [toys.prompts(4)], 1e-3)
+    toys.train(policy, objective, [toys.prompts(4)], 1e-3)
     assert any(not p.equal(before[key]) for key, p in policy.weights.trainable().items())
     assert all(torch.isfinite(p).all() for p in policy.weights.trainable().values())

@@ -95,7 +95,10 @@ def test_loss_of_a_row_is_independent_of_the_batch(place: int, name: str) -> Non
     objective, (ctx, experience) = OBJECTIVES[place], ready(place, name)
     rows = torch.tensor([5, 0, 2])
     with torch.no_grad():
-        whole, part = toys.total(objective, ctx, experience), toys.total(objective, ctx, select_rows(experience, rows))
+        whole, part = (
+            toys.total_loss(objective, ctx, experience),
+            toys.total_loss(objective, ctx, select_rows(experience, rows)),
+        )
     assert whole.shape == (len(experience),)
     torch.testing.assert_close(part, whole[rows], rtol=1e-3, atol=1e-5)
 
@@ -103,7 +106,7 @@ def test_loss_of_a_row_is_independent_of_the_batch(place: int, name: str) -> Non
 @pytest.mark.parametrize(("place", "name"), CELLS)
 def test_parts_and_micro_batches_sum_to_full_gradient(place: int, name: str) -> None:
     objective, (ctx, experience) = OBJECTIVES[place], ready(place, name)
-    whole = toys.gradient(ctx.policy, toys.total(objective, ctx, experience).sum())
+    whole = toys.gradient(ctx.policy, toys.total_loss(objective, ctx, experience).sum())
     halves = torch.arange(len(experience)).chunk(2)
     added = torch.zeros_like(whole)
     for mini in (select_rows(experience, rows) for rows in halves):
@@ -139,7 +142,7 @@ def test_on_policy_loss_is_minus_the_advantage(objective: Any, name: str) -> Non
     ctx = toys.context(policy, 8, objective.make_state())
     experience = objective.collect(ctx, toys.prompts(8))
     assert experience.advantage.abs().max() > 0.1
-    torch.testing.assert_close(toys.total(objective, ctx, experience), -experience.advantage, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(toys.total_loss(objective, ctx, experience), -experience.advantage, rtol=1e-4, atol=1e-5)
     watched = objective.loss(ctx, experience, 0).metrics
     assert (watched["ratio"] == 1).all()
     assert not watched["ratio_deviation"].any()
@@ -166,7 +169,7 @@ def test_segments_are_weighted_by_number_of_actions() -> None:
 def test_kl_gradient_points_to_the_reference(divergence: Any, name: str) -> None:
     tied, free = (GRPO(group_size=4, kl_coef=kl, kl_estimator=divergence) for kl in (1.0, 1e-9))
     ctx, experience = toys.policy_with_experience(tied, name)
-    pull = [toys.total(o, ctx, experience) for o in (tied, free)]
+    pull = [toys.total_loss(o, ctx, experience) for o in (tied, free)]
     assert (pull[0] - pull[1] > 0).all()
     assert toys.gradient(ctx.policy, (pull[0] - pull[1]).sum()).abs().max() > 0
     away = tied.loss(ctx, experience, 0).metrics["kl"]
@@ -176,7 +179,7 @@ def test_kl_gradient_points_to_the_reference(divergence: Any, name: str) -> None
 def test_k3_and_exact_kl_agree_in_expectation() -> None:
     """k3 estimates the exact divergence without bias where the samples are the policy's own."""
     policy = toys.policy("causal", snapshots=("reference",))
-    toys.move(policy, 0.05)
+    toys.perturb(policy, 0.05)
     ctx = toys.context(policy, 8)
     experience = GRPO(group_size=128).collect(ctx, toys.prompts(8))
     found = [
@@ -219,8 +222,8 @@ def test_zero_std_groups_are_counted_and_have_no_gradient(objective: Any) -> Non
     assert objective.metrics(experience)["zero_std_groups"] == 0.25
     red = torch.arange(len(experience) // 4)  # the first prompt is red
     flat, others = select_rows(experience, red), select_rows(experience, torch.arange(len(red), len(experience)))
-    assert not toys.gradient(policy, toys.total(objective, ctx, flat).sum()).any()
-    assert toys.gradient(policy, toys.total(objective, ctx, others).sum()).any()
+    assert not toys.gradient(policy, toys.total_loss(objective, ctx, flat).sum()).any()
+    assert toys.gradient(policy, toys.total_loss(objective, ctx, others).sum()).any()
 
 
 def test_equal_rewards_have_zero_advantage_despite_rounding() -> None:
@@ -266,12 +269,12 @@ def test_tokens_outside_top_k_have_finite_loss(divergence: Any, process: Autoreg
     """Truncation is for drawing: scored with it, a token outside of the reference's few likeliest is infinitely far."""
     objective = GRPO(group_size=16, kl_coef=0.1, kl_estimator=divergence)
     policy = replace(toys.policy("causal", FrozenCopyFinetuning(), objective.snapshots()), process=process)
-    toys.move(policy, 0.3)
+    toys.perturb(policy, 0.3)
     ctx = toys.context(policy, 8)
     experience = objective.collect(ctx, toys.prompts(8))
     loss = objective.loss(ctx, experience, 0)
     torch.testing.assert_close(loss.metrics["ratio"], torch.ones(128), rtol=1e-4, atol=1e-4)
     assert torch.isfinite(loss.rows).all()
     assert torch.isfinite(toys.gradient(policy, loss.rows.sum())).all()
-    toys.move(policy, 0.3)
+    toys.perturb(policy, 0.3)
     assert torch.isfinite(toys.gradient(policy, objective.loss(ctx, experience, 0).rows.sum())).all()

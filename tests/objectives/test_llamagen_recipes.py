@@ -72,7 +72,7 @@ def test_first_ratios_are_exactly_one(recipe: str, precision: str, tmp_path: Pat
     bright = ("rewards={bright: {type: brightness}}",) if recipe in ("grpo-llamagen", "ar-grpo") else ()
     settings = [*QUIET, *bright, f"engine.precision={precision}", "batch.minibatches=1", "batch.micro_batch_size=4"]
     run = build(load(recipe, settings), tmp_path, tiny=True)
-    toys.move(run.policy, 0.05)
+    toys.perturb(run.policy, 0.05)
     metrics = train_step(run, 0).to_event().metrics
     # Where MKL finds a matrix in memory decides the order of its sums, so that float32 may differ in its last bit.
     off = pytest.approx(0, abs=1e-7 if precision == "fp32" else 0)
@@ -102,13 +102,13 @@ def test_dropout_is_reproducible_after_resume(tmp_path: Path) -> None:
 
 
 def test_precomputed_tokens_give_the_loss_of_their_images() -> None:
-    learner, batch = toys.policy("causal", snapshots=("reference",)), toys.pictures(8, 1, 0)
+    learner, batch = toys.policy("causal", snapshots=("reference",)), toys.image_batch(8, 1, 0)
     tokens = TokenBatch(batch.prompts, learner.encode(batch.pixels))
     for objective in (Likelihood(), CCA()):
         ctx = toys.context(learner, 8)
         one, other = (objective.collect(ctx, seen) for seen in (batch, tokens))  # type: ignore[attr-defined]
         assert one.x.equal(other.x)
-        assert toys.total(objective, ctx, one).equal(toys.total(objective, ctx, other))  # type: ignore[arg-type]
+        assert toys.total_loss(objective, ctx, one).equal(toys.total_loss(objective, ctx, other))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="4 tokens, the model generates 16"):
         Likelihood().collect(toys.context(learner, 8), TokenBatch(batch.prompts, tokens.ids[:, :4]))
 

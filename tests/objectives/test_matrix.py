@@ -223,7 +223,7 @@ def batches(setting: Setting, frames: int, shuffled: bool) -> Iterator[Any]:
             yield flipped(pairs, chance) if shuffled else pairs
         else:
             # A colour drawn whatever the caption is a caption drawn whatever the colour.
-            yield toys.pictures(setting.batch, frames, 10_000 + step, wrong=float(shuffled))
+            yield toys.image_batch(setting.batch, frames, 10_000 + step, label_noise=float(shuffled))
 
 
 def flipped(pairs: PreferenceBatch, chance: torch.Generator) -> PreferenceBatch:
@@ -237,7 +237,7 @@ def measured(policy: Policy[Any], likelihood: bool) -> Tensor:
     """What the objective is about: the likelihood of pictures not trained on, or the reward of fresh samples."""
     if not likelihood:
         return toys.true_rewards(policy)
-    seen = toys.pictures(512, policy.model.pixels[0], 999_999)
+    seen = toys.image_batch(512, policy.model.pixels[0], 999_999)
     cond, x, rng = policy.embed(seen.prompts), policy.encode(seen.pixels), Randomness(3, 0, torch.arange(512))
     noisy = [policy.corrupt(x, rng, draw=draw) for draw in range(16)]
     return torch.stack([policy.likelihood(cond, x, n) / policy.process.count_hidden(n) for n in noisy]).mean(0)
@@ -255,7 +255,7 @@ def train(setting: Setting, family: str, shuffled: bool) -> tuple[float, str]:
     false = Misread() if objective.needs_gradient else Shuffled()
     data = batches(setting, policy.model.pixels[0], shuffled)
     cool = setting.steps if setting.cool else math.inf
-    toys.fit(policy, objective, data, setting.rate, false if shuffled else ColorReward(), cool)
+    toys.train(policy, objective, data, setting.rate, false if shuffled else ColorReward(), cool)
     after = measured(policy, isinstance(objective, Likelihood))
     # Likelihoods are of the same pictures under the same noise, so only how they differ is chance.
     rise = toys.z_score(*((0 * before, after - before) if isinstance(objective, Likelihood) else (before, after)))

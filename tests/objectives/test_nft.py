@@ -32,7 +32,7 @@ def test_nft_old_policy_decay_matches_published() -> None:
     objective = NFT()
     policy = toys.policy("flow", snapshots=objective.snapshots())
     start = {key: x.clone() for key, x in policy.weights.snapshot_tensors()["old"].items()}
-    toys.move(policy, 0.01)
+    toys.perturb(policy, 0.01)
     live = {key: p.detach().clone() for key, p in policy.weights.trainable().items()}
     objective.after_update(toys.context(policy, 8, step=200))
     for key, x in policy.weights.snapshot_tensors()["old"].items():
@@ -50,5 +50,5 @@ def test_nft_kl_is_squared_distance_of_outputs() -> None:
         with policy.weights.use("reference"):
             reference = policy.model.predict(noisy.x, noisy.t, cond)
         apart = (policy.model.predict(noisy.x, noisy.t, cond) - reference).pow(2).flatten(1).mean(1)
-        extra = toys.total(tied, ctx, experience) - toys.total(free, ctx, experience)
+        extra = toys.total_loss(tied, ctx, experience) - toys.total_loss(free, ctx, experience)
         torch.testing.assert_close(extra, 0.5 * apart, rtol=2e-2, atol=1e-4)

@@ -35,7 +35,7 @@ def test_samples_of_a_round_use_its_initial_weights(name: str) -> None:
     policy = toys.policy(name, FrozenCopyFinetuning(), objective.snapshots())
     assert objective.snapshots() == ("round",)
     before = collected(objective, policy)
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     assert torch.equal(before.chosen, collected(objective, policy).chosen)
     objective.after_update(toys.context(policy, 8, step=0))  # the round has two steps
     assert torch.equal(before.chosen, collected(objective, policy).chosen)
@@ -47,9 +47,9 @@ def test_samples_of_a_round_use_its_initial_weights(name: str) -> None:
 def test_reset_reference_at_each_round(renew: bool) -> None:
     objective = OnlineDPO(round_steps=1, reset_reference=renew)
     policy = toys.policy("masked", FrozenCopyFinetuning(), objective.snapshots())
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     objective.after_update(toys.context(policy, 8))
-    losses = toys.total(objective, toys.context(policy, 8, step=1), collected(objective, policy, 1))
+    losses = toys.total_loss(objective, toys.context(policy, 8, step=1), collected(objective, policy, 1))
     same = torch.allclose(losses[losses > 0], torch.tensor(math.log(2)))
     assert same == renew and bool((losses > 0).any())
 
@@ -119,8 +119,8 @@ def test_reward_guidance_adds_to_dpo_gradient(name: str) -> None:
     ctx = toys.context(policy, 8)
     seen = objective.collect(ctx, toys.prompts(8))
     plain = replace(objective, reward_guidance_coef=0.0)
-    alone = toys.gradient(policy, toys.total(plain, ctx, replace(seen, reward_guidance=None)).sum())
-    assert (toys.gradient(policy, toys.total(objective, ctx, seen).sum()) - alone).abs().max() > 0
+    alone = toys.gradient(policy, toys.total_loss(plain, ctx, replace(seen, reward_guidance=None)).sum())
+    assert (toys.gradient(policy, toys.total_loss(objective, ctx, seen).sum()) - alone).abs().max() > 0
 
 
 def test_reward_guidance_advantage_is_relative_to_group() -> None:

@@ -43,7 +43,7 @@ OBJECTIVES = [
 TUNINGS = {"full": FullFinetuning(), "lora": Lora(rank=2)}
 ADAPTED = (GRPO, NFT, SRPO)  # what adapters are usually trained by
 SHORT = (RewardGradient(last_steps=2), GRPO(group_size=2))  # what models that are like others are tried with
-MODELS = (*toys.PUBLISHED, *toys.CLIPS)
+MODELS = (*toys.PUBLISHED, *toys.VIDEO_MODELS)
 # In the fast set every model is trained once and every objective at least once.
 QUICK = {(name, place % len(OBJECTIVES)) for place, name in enumerate(MODELS)}
 BROAD = ("flux", "sd15", "wan")  # one network of each kind, which adapters and all settings are tried on
@@ -56,7 +56,7 @@ def marks(name: str, place: int, kind: str) -> list[pytest.MarkDecorator]:
     adapted = isinstance(objective, ADAPTED) and place % 2 == 0
     if (name, place) in QUICK and kind == ("lora" if adapted else "full"):
         return []
-    first = FIRST[type(objective)] == place if name not in toys.LIKE_OTHERS else objective in SHORT
+    first = FIRST[type(objective)] == place if name not in toys.SIMILAR else objective in SHORT
     return [pytest.mark.slow if name in BROAD or (kind == "full" and first) else pytest.mark.long]
 
 
@@ -105,10 +105,10 @@ def test_step_updates_trainable_weights_only(
 ) -> None:
     policy = toys.policy(name, tuning, objective.snapshots())
     if objective.snapshots() or isinstance(tuning, Lora):
-        toys.move(policy, 0.01)  # where a policy is its own reference, preferences have no slope
+        toys.perturb(policy, 0.01)  # where a policy is its own reference, preferences have no slope
     live, still = tensors(policy)
     ctx = toys.context(policy, 4, objective.make_state())
-    experience = objective.collect(ctx, toys.data(objective, 4, policy.model.pixels))
+    experience = objective.collect(ctx, toys.make_batch(objective, 4, policy.model.pixels))
     losses = toys.backward(objective, ctx, experience)
     assert losses and all(loss.rows.isfinite().all() for loss in losses)
     step(policy)

@@ -170,7 +170,7 @@ def test_cca_without_condition_has_positive_term_only(golden: dict[str, Tensor])
 
 def test_cca_negative_is_the_next_prompt() -> None:
     learner = toys.policy("causal", snapshots=("reference",))
-    batch = toys.pictures(8, 1, 0)
+    batch = toys.image_batch(8, 1, 0)
     seen = CCA(prompt_dropout=0.0).collect(toys.context(learner, 8), batch)
     others = batch.prompts[1:] + batch.prompts[:1]
     assert seen.positive.prompts == batch.prompts
@@ -183,7 +183,7 @@ def test_first_ratios_are_one_and_first_loss_is_zero() -> None:
     learner = toys.policy("causal")
     for objective in (TeacherForcedGRPO(), TeacherForcedGRPO(token_noise=0.5)):
         ctx = toys.context(learner, 8, spec=MseReward())
-        seen = objective.collect(ctx, toys.pictures(8, 1, 0))
+        seen = objective.collect(ctx, toys.image_batch(8, 1, 0))
         loss = objective.loss(ctx, seen, None)
         assert not loss.metrics["ratio_deviation"].any()
         torch.testing.assert_close(loss.rows, torch.zeros(8), rtol=0, atol=1e-5)
@@ -192,8 +192,8 @@ def test_first_ratios_are_one_and_first_loss_is_zero() -> None:
 
 def test_samples_are_teacher_forced() -> None:
     learner = toys.policy("causal")
-    toys.move(learner, 0.3)
-    ctx, batch = toys.context(learner, 8, spec=MseReward()), toys.pictures(8, 1, 0)
+    toys.perturb(learner, 0.3)
+    ctx, batch = toys.context(learner, 8, spec=MseReward()), toys.image_batch(8, 1, 0)
     seen = TeacherForcedGRPO(group_size=512).collect(ctx, batch)
     wanted = learner.model.predict(seen.clean, torch.ones(8), seen.cond).softmax(-1)  # [B, K, V]
     found = torch.nn.functional.one_hot(seen.samples, wanted.shape[-1]).float().mean(1)
@@ -202,7 +202,7 @@ def test_samples_are_teacher_forced() -> None:
 
 
 def test_rewards_get_the_target_image() -> None:
-    learner, batch = toys.policy("causal"), toys.pictures(4, 1, 0)
+    learner, batch = toys.policy("causal"), toys.image_batch(4, 1, 0)
     seen = TeacherForcedGRPO(group_size=3).collect(toys.context(learner, 4, spec=MseReward()), batch)
     made = learner.decode(seen.samples.flatten(0, 1)).view(4, 3, *batch.pixels.shape[1:])
     wanted = -(made - batch.pixels[:, None]).square().flatten(2).mean(2)
@@ -213,7 +213,7 @@ def test_rewards_get_the_target_image() -> None:
 def test_samples_do_not_depend_on_rollout_batch_size() -> None:
     learner, batch, objective = (
         toys.policy("causal"),
-        toys.pictures(8, 1, 0),
+        toys.image_batch(8, 1, 0),
         TeacherForcedGRPO(group_size=4, token_noise=0.5),
     )
     whole = toys.context(learner, 8, spec=MseReward())
@@ -223,7 +223,7 @@ def test_samples_do_not_depend_on_rollout_batch_size() -> None:
 
 
 def test_token_noise_rate() -> None:
-    learner, batch = toys.policy("causal"), toys.pictures(400, 1, 0)
+    learner, batch = toys.policy("causal"), toys.image_batch(400, 1, 0)
     ctx = replace(toys.context(learner, 400, spec=MseReward()), rollout_batch_size=None)
     seen = TeacherForcedGRPO(group_size=2, token_noise=0.5).collect(ctx, batch)
     other = float((seen.context[:, 0] != seen.clean).float().mean())

@@ -138,7 +138,7 @@ CLIPS = {
 def test_video_models_sample_with_common_schedulers(name: str, tmp_path: Files) -> None:
     (tmp_path / "clips.yaml").write_text(f"extends: [base, models/{name}]\ndata: {{type: prompts, prompts: [a cat]}}")
     told = ["objective={type: reward_gradient}", "rewards={bright: {type: brightness}}", "engine.precision=fp32"]
-    told += [f"model.image={toys.PICTURE}"] if name == "svd" else []
+    told += [f"model.image={toys.IMAGE}"] if name == "svd" else []
     config = make_tiny(load(tmp_path / "clips.yaml", [*told, "process.num_steps=4", "process.dynamics={type: ode}"]))
     policy = replace(build_policy(config, Placement()), process=replace(config.process, num_steps=4))
 
