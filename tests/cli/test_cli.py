@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_runner import run_cli
 from safetensors.torch import load_file
 
-from tastemaker.cli import EXIT_FAILURE, EXIT_USAGE, main
+from tastemaker.cli import EXIT_FAILURE, EXIT_USAGE
 from tastemaker.core.registry import ConfigError
 from tastemaker.data.prompts import PromptSet
 from tastemaker.diagnostics.doctor import pass_check
@@ -25,14 +26,8 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "diagnostics"))
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
-
-
 def refused(capsys, *arguments: str) -> tuple[int, str]:
-    code = run(*arguments)
+    code = run_cli(*arguments)
     told = capsys.readouterr().err
     assert "Traceback" not in told
     return code, re.sub(r"\s+", " ", told)
@@ -43,7 +38,7 @@ def weights(run_name: str, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_train_writes_metrics_samples_and_checkpoints():
-    assert run("train", "grpo-toy-flow", *QUICK) == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK) == 0
     place = Path("runs/grpo-toy-flow")
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]  # the guard looks at the start and at the end
@@ -53,10 +48,10 @@ def test_train_writes_metrics_samples_and_checkpoints():
 
 
 def test_train_resumes_an_interrupted_run():
-    assert run("train", "grpo-toy-flow", *QUICK, "name=whole") == 0
-    assert run("train", "grpo-toy-flow", *QUICK, "name=parts") == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK, "name=whole") == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK, "name=parts") == 0
     shutil.rmtree("runs/parts/checkpoints/step-000004")
-    assert run("train", "grpo-toy-flow", *QUICK, "name=parts") == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK, "name=parts") == 0
     whole, parts = weights("whole", 4), weights("parts", 4)
     assert all(whole[key].equal(parts[key]) for key in whole)
     rows = [json.loads(line)["step"] for line in Path("runs/parts/metrics.jsonl").read_text().splitlines()]
@@ -65,83 +60,84 @@ def test_train_resumes_an_interrupted_run():
 
 @pytest.mark.slow
 def test_train_resumes_a_moved_run_directory(capsys):
-    assert run("train", "grpo-toy-flow", *QUICK, "name=whole") == 0
-    assert run("train", "grpo-toy-flow", *QUICK, "name=parts") == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK, "name=whole") == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK, "name=parts") == 0
     shutil.rmtree("runs/parts/checkpoints/step-000004")
     Path("elsewhere").mkdir()
     Path("runs/parts").rename("elsewhere/moved")
     capsys.readouterr()
-    assert run("train", "elsewhere/moved") == 0
+    assert run_cli("train", "elsewhere/moved") == 0
     assert "elsewhere/moved: 4 steps from step 2" in capsys.readouterr().err and not Path("runs/parts").exists()
     whole, moved = weights("whole", 4), load_file("elsewhere/moved/checkpoints/step-000004/weights.safetensors")
     assert all(whole[key].equal(moved[key]) for key in whole)
     code, told = refused(capsys, "train", "elsewhere/moved/", "steps=5")
     assert code == EXIT_USAGE and "steps: 4 -> 5" in told and "--allow-change steps" in told
-    assert run("train", "elsewhere/moved/", "steps=5", "--allow-change", "steps") == 0
-    assert run("train", "elsewhere/moved", "name=again", "steps=1") == 0
+    assert run_cli("train", "elsewhere/moved/", "steps=5", "--allow-change", "steps") == 0
+    assert run_cli("train", "elsewhere/moved", "name=again", "steps=1") == 0
     assert Path("elsewhere/again/checkpoints/step-000001").is_dir()
 
 
 def test_changed_configuration_is_refused(capsys):
-    assert run("train", "grpo-toy-flow", *QUICK) == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK) == 0
     code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "optim.lr=5e-4")
     assert code == EXIT_USAGE
     assert "optim.lr: 0.001 -> 0.0005" in told and "--allow-change optim.lr" in told
     many = f"data={{type: prompts, prompts: [{', '.join(f'a red number {i}' for i in range(200))}]}}"
     assert len(refused(capsys, "train", "grpo-toy-flow", *QUICK, many)[1]) < 1000
-    assert run("train", "grpo-toy-flow", *QUICK, "steps=5", "--allow-change", "steps") == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK, "steps=5", "--allow-change", "steps") == 0
     assert Path("runs/grpo-toy-flow/checkpoints/step-000005").is_dir()
 
 
 def test_init_from_loads_weights_only():
-    assert run("train", "likelihood-toy-flow", "steps=4", "sample.every=0", "batch.prompts=8") == 0
-    assert run("train", "grpo-toy-flow", *QUICK, "--init-from", "runs/likelihood-toy-flow") == 0
+    assert run_cli("train", "likelihood-toy-flow", "steps=4", "sample.every=0", "batch.prompts=8") == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK, "--init-from", "runs/likelihood-toy-flow") == 0
     base, start = weights("likelihood-toy-flow", 4), weights("grpo-toy-flow", 2)
     apart = max((base[key] - start[key]).abs().max().item() for key in base)
     assert 0 < apart < 0.02  # two small updates away
 
 
 def test_resume_continues_under_another_name():
-    assert run("train", "grpo-toy-flow", *QUICK, "name=first") == 0
-    assert run("train", "grpo-toy-flow", *QUICK, "name=second", "--resume", "runs/first/checkpoints/step-000002") == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK, "name=first") == 0
+    checkpoint = "runs/first/checkpoints/step-000002"
+    assert run_cli("train", "grpo-toy-flow", *QUICK, "name=second", "--resume", checkpoint) == 0
     first, second = weights("first", 4), weights("second", 4)
     assert all(first[key].equal(second[key]) for key in first)
 
 
 def test_generated_samples_can_be_scored(capsys):
-    assert run("train", "grpo-toy-causal", *QUICK, "ema_decay=0.9") == 0
+    assert run_cli("train", "grpo-toy-causal", *QUICK, "ema_decay=0.9") == 0
     for search in ("single", "best_of_n", "parm"):
         out = f"made-{search}"
         arguments = ["--prompt", "a red", "--count", "2", "--search", search, "--out", out, "--weights", "ema"]
-        assert run("generate", "runs/grpo-toy-causal", *arguments) == 0
+        assert run_cli("generate", "runs/grpo-toy-causal", *arguments) == 0
         rows = [json.loads(line) for line in Path(out, "metadata.jsonl").read_text().splitlines()]
         assert [row["prompt"] for row in rows] == ["a red", "a red"] and Path(out, rows[0]["file"]).is_file()
     capsys.readouterr()
-    assert run("score", "made-parm", "--reward", "color", "--reward", "{type: jpeg, quality: 80}") == 0
+    assert run_cli("score", "made-parm", "--reward", "color", "--reward", "{type: jpeg, quality: 80}") == 0
     scores = [json.loads(line) for line in Path("made-parm/scores.jsonl").read_text().splitlines()]
     assert len(scores) == 2 and {"color", "jpeg", "file", "prompt"} <= set(scores[0])
 
 
 def test_samples_do_not_depend_on_the_batch():
-    assert run("generate", "grpo-toy-flow", "-p", "a red", "-p", "a blue", "--out", "both") == 0
-    assert run("generate", "grpo-toy-flow", "-p", "a red", "--out", "one") == 0
+    assert run_cli("generate", "grpo-toy-flow", "-p", "a red", "-p", "a blue", "--out", "both") == 0
+    assert run_cli("generate", "grpo-toy-flow", "-p", "a red", "--out", "one") == 0
     name = "00000-a-red.png"
     assert Path("both", name).read_bytes() == Path("one", name).read_bytes()
 
 
 def test_videos_are_written():
-    assert run("generate", "grpo-toy-video", "-p", "a red", "--out", "clips") == 0
+    assert run_cli("generate", "grpo-toy-video", "-p", "a red", "--out", "clips") == 0
     assert Path("clips/00000-a-red.mp4").stat().st_size > 0 and Path("clips/sheet.png").is_file()
 
 
 @pytest.mark.parametrize("kind", ["models", "rewards", "objectives", "recipes", "data", "searches", "prompts"])
 def test_list_prints_every_kind(kind, capsys):
-    assert run("list", kind) == 0
+    assert run_cli("list", kind) == 0
     assert len(capsys.readouterr().out.splitlines()) > 5
 
 
 def test_list_prints_prompt_set_sizes(capsys):
-    assert run("list", "prompts", "--json") == 0
+    assert run_cli("list", "prompts", "--json") == 0
     found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     for name, row in found.items():
         assert row["count"] == len(PromptSet(name).load(0)), name
@@ -149,7 +145,7 @@ def test_list_prints_prompt_set_sizes(capsys):
 
 
 def test_check_prints_configuration_and_step_counts(capsys):
-    assert run("check", "grpo-toy-flow") == 0
+    assert run_cli("check", "grpo-toy-flow") == 0
     told = capsys.readouterr().out
     assert "type: grpo" in told and "samples per step" in told and "no problems found" in told
 
@@ -247,7 +243,7 @@ def test_image_is_refused_as_prompt_file(command, capsys):
 
 
 def test_failing_reward_stops_the_run_with_a_checkpoint(capsys):
-    assert run("train", "grpo-toy-flow", *QUICK) == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK) == 0
     broken = ["rewards.color={type: 'faults:Constant', broken: true}", "--allow-change", "rewards"]
     code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "steps=6", "--allow-change", "steps", *broken)
     assert code == EXIT_FAILURE and "reward 'color' returned NaN or infinity" in told
@@ -255,7 +251,7 @@ def test_failing_reward_stops_the_run_with_a_checkpoint(capsys):
 
 
 def test_truncated_checkpoint_is_reported(capsys):
-    assert run("train", "grpo-toy-flow", *QUICK) == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK) == 0
     file = Path("runs/grpo-toy-flow/checkpoints/step-000004/weights.safetensors")
     file.write_bytes(file.read_bytes()[:-100])
     code, told = refused(capsys, "train", "grpo-toy-flow", *QUICK, "steps=6", "--allow-change", "steps")
@@ -270,7 +266,7 @@ def test_unsafe_pickle_is_refused(capsys, tmp_path):
 
 @pytest.mark.parametrize("command", ["train", "generate", "score", "check", "doctor", "list"])
 def test_help_explains_every_command(command, capsys):
-    assert run(command, "--help") == 0
+    assert run_cli(command, "--help") == 0
     told = capsys.readouterr().out
     assert "Usage" in told and len(told) > 300
 
@@ -282,12 +278,12 @@ def one_process(monkeypatch):
 
 
 def test_doctor_prints_every_check(one_process, capsys):
-    assert run("doctor", "grpo-toy-flow", "--tiny") == 0
+    assert run_cli("doctor", "grpo-toy-flow", "--tiny") == 0
     told = capsys.readouterr().out
     assert told.count("pass") + told.count("skip") >= 10 and "all checks that apply passed" in told
 
 
 def test_doctor_prints_advice_on_failure(one_process, capsys):
-    assert run("doctor", "grpo-toy-flow", "model={type: 'faults:WrongRange'}") == EXIT_FAILURE
+    assert run_cli("doctor", "grpo-toy-flow", "model={type: 'faults:WrongRange'}") == EXIT_FAILURE
     told = capsys.readouterr().out
     assert "FAIL" in told and "[0, 1]" in told

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runner import run_cli
 
-from tastemaker.cli import EXIT_USAGE, main
+from tastemaker.cli import EXIT_USAGE
 from tastemaker.config.load import load
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import PromptBatch
@@ -30,12 +31,6 @@ LORA = ["tuning={type: lora, rank: 4}", "optim.lr=0.3"]
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def rows(folder: str) -> list[dict[str, Any]]:
@@ -71,7 +66,7 @@ def on_ranks(count: int, *arguments: str) -> None:
 def test_two_ranks_make_the_pictures_of_one(tmp_path: Path) -> None:
     Path("prompts.txt").write_text("\n".join(f"a {name}" for name in ("red", "blue", "green", "white", "red")))
     asked = ["generate", "grpo-toy-flow", "--prompts", "prompts.txt", "--count", "3", "--device", "cpu"]
-    assert run(*asked, "--out", "one") == 0
+    assert run_cli(*asked, "--out", "one") == 0
     on_ranks(2, *asked, "batch.rollout_batch_size=4", "--out", "two")  # four shares of four, four, four and three
     assert len(rows("one")) == 15
     assert [row["file"] for row in rows("two")] == sorted(row["file"] for row in rows("one"))
@@ -83,48 +78,48 @@ def test_two_ranks_make_the_pictures_of_one(tmp_path: Path) -> None:
 def test_what_was_trained_makes_pictures_though_its_data_is_gone() -> None:
     file = Path("prompts.txt")
     file.write_text("a red\na blue")
-    assert run("train", "grpo-toy-flow", "steps=1", "data={type: prompt_file, path: prompts.txt}") == 0
+    assert run_cli("train", "grpo-toy-flow", "steps=1", "data={type: prompt_file, path: prompts.txt}") == 0
     file.unlink()
-    assert run("generate", "runs/grpo-toy-flow", "-p", "a red", "--out", "made") == 0
+    assert run_cli("generate", "runs/grpo-toy-flow", "-p", "a red", "--out", "made") == 0
     assert len(rows("made")) == 1
 
 
 def test_pictures_that_are_there_stay_and_the_rest_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["generate", "grpo-toy-flow", "-p", "a red", "-p", "a blue", "--count", "2", "--out", "made"]
-    assert run(*asked) == 0
+    assert run_cli(*asked) == 0
     files = [Path("made", row["file"]) for row in rows("made")]
     before = [path.read_bytes() for path in files]
     files[1].unlink()
     files[2].touch()
     stamp = files[0].stat().st_mtime_ns
     capsys.readouterr()
-    assert run(*asked) == 0
+    assert run_cli(*asked) == 0
     assert "4 images in made (3 existed before)" in capsys.readouterr().err
     assert [path.read_bytes() for path in files] == before and files[0].stat().st_mtime_ns == stamp
-    assert run(*asked, "--seed", "1") == 0  # other pictures, though of the same names
+    assert run_cli(*asked, "--seed", "1") == 0  # other pictures, though of the same names
     assert "existed before" not in capsys.readouterr().err
     assert [path.read_bytes() for path in files] != before
 
 
 def test_what_an_interrupted_rank_wrote_down_counts() -> None:
     asked = ["generate", "grpo-toy-flow", "-p", "a red", "--count", "2", "--out", "made"]
-    assert run(*asked) == 0
+    assert run_cli(*asked) == 0
     lines = Path("made/metadata.jsonl").read_text().splitlines()
     Path("made/metadata.jsonl").unlink()
     Path("made/metadata.jsonl.1").write_text(lines[0] + "\n" + lines[1][:20])
     stamp = Path("made", json.loads(lines[0])["file"]).stat().st_mtime_ns
-    assert run(*asked) == 0
+    assert run_cli(*asked) == 0
     assert len(rows("made")) == 2 and Path("made", rows("made")[0]["file"]).stat().st_mtime_ns == stamp
     assert not Path("made/metadata.jsonl.1").exists()
 
 
 def test_adapters_count_as_much_as_asked_for() -> None:
-    assert run("train", "grpo-toy-flow", *QUICK, *LORA) == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK, *LORA) == 0
     asked = ["-p", "a red", "--count", "4"]
-    assert run("generate", "runs/grpo-toy-flow", *asked, "--out", "whole") == 0
-    assert run("generate", "runs/grpo-toy-flow", *asked, "--lora-scale", "0", "--out", "none") == 0
-    assert run("generate", "runs/grpo-toy-flow", *asked, "--lora-scale", "0.5", "--out", "half") == 0
-    assert run("generate", "grpo-toy-flow", *asked, "--out", "base") == 0
+    assert run_cli("generate", "runs/grpo-toy-flow", *asked, "--out", "whole") == 0
+    assert run_cli("generate", "runs/grpo-toy-flow", *asked, "--lora-scale", "0", "--out", "none") == 0
+    assert run_cli("generate", "runs/grpo-toy-flow", *asked, "--lora-scale", "0.5", "--out", "half") == 0
+    assert run_cli("generate", "grpo-toy-flow", *asked, "--out", "base") == 0
     assert pixels("none").equal(pixels("base"))
     assert not pixels("whole").equal(pixels("base"))
     assert not pixels("half").equal(pixels("base")) and not pixels("half").equal(pixels("whole"))
@@ -145,26 +140,26 @@ def test_a_lora_run_exported_to_one_file_is_what_the_run_paints() -> None:
         "ema_decay=0",
         "sample.weights=live",
     ]
-    assert run("train", "playground-flow16", *quick, *LORA, "name=run", "--device", "cpu") == 0
-    assert run("export", "runs/run", "--out", "flow.safetensors", "--bits", "32") == 0
+    assert run_cli("train", "playground-flow16", *quick, *LORA, "name=run", "--device", "cpu") == 0
+    assert run_cli("export", "runs/run", "--out", "flow.safetensors", "--bits", "32") == 0
     asked = ["-p", "a photo of a red car", "--device", "cpu"]
-    assert run("generate", "runs/run", *asked, "--out", "one") == 0
+    assert run_cli("generate", "runs/run", *asked, "--out", "one") == 0
     settings = [*quick, "model.weights=flow.safetensors"]
-    assert run("generate", "playground-flow16", *settings, *asked, "--out", "two") == 0
+    assert run_cli("generate", "playground-flow16", *settings, *asked, "--out", "two") == 0
     assert (pixels("one") - pixels("two")).abs().max() <= 1 / 255 + 1e-6
 
 
 def test_mistakes_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora-scale", "0.5") == EXIT_USAGE
+    assert run_cli("generate", "grpo-toy-flow", "-p", "a red", "--lora-scale", "0.5") == EXIT_USAGE
     assert "these weights have no LoRA" in " ".join(capsys.readouterr().err.split())
-    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "gone.pt") == EXIT_USAGE
+    assert run_cli("generate", "grpo-toy-flow", "-p", "a red", "--lora", "gone.pt") == EXIT_USAGE
     assert "--lora: there is no file gone.pt; pass a LoRA file" in " ".join(capsys.readouterr().err.split())
     Path("a.png").write_bytes(b"")
-    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "a.png") == EXIT_USAGE
+    assert run_cli("generate", "grpo-toy-flow", "-p", "a red", "--lora", "a.png") == EXIT_USAGE
     assert "a.png ends in '.png'; expected a directory, .safetensors" in " ".join(capsys.readouterr().err.split())
-    assert run("train", "grpo-toy-flow", *QUICK) == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK) == 0
     capsys.readouterr()
-    assert run("generate", "runs/grpo-toy-flow", "--lora", "x.safetensors") == EXIT_USAGE
+    assert run_cli("generate", "runs/grpo-toy-flow", "--lora", "x.safetensors") == EXIT_USAGE
     assert "is a run, which has weights of its own" in " ".join(capsys.readouterr().err.split())
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runner import run_cli
 from launch_ranks import on_ranks
 
-from tastemaker.cli import EXIT_USAGE, main
+from tastemaker.cli import EXIT_USAGE
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import PromptBatch
 from tastemaker.data.pairs import PairFile
@@ -42,12 +43,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     Path("prompts.txt").write_text("\n".join(PROMPTS))
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def row(index: int, score: float, group: int = 0) -> dict[str, Any]:
@@ -98,7 +93,7 @@ def test_prompts_of_a_benchmark_are_known_again_in_other_words() -> None:
 
 
 def test_one_command_goes_from_prompts_to_lessons(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*SHORT, "--previews", "0.3,0.8", "--out", "ranked") == 0
+    assert run_cli(*SHORT, "--previews", "0.3,0.8", "--out", "ranked") == 0
     labels = [json.loads(line) for line in Path("ranked/labels.jsonl").read_text().splitlines()]
     assert [label["index"] for label in labels] == list(range(18))
     assert "18 samples" in capsys.readouterr().err
@@ -121,25 +116,25 @@ def files(folder: str) -> dict[str, bytes]:
 
 
 def test_it_goes_on_where_it_stopped_and_labels_anew_without_sampling_anew() -> None:
-    assert run(*SHORT, "--out", "ranked") == 0
+    assert run_cli(*SHORT, "--out", "ranked") == 0
     before, told = files("ranked"), Path("ranked/orm.json").read_text()
     Path("ranked/samples/00001/0002.png").unlink()
     labels = Path("ranked/labels.jsonl").read_text().splitlines(keepends=True)
     Path("ranked/labels.jsonl").write_text("".join(labels[:5]))
     Path("ranked/labels.jsonl.0").write_text("".join(labels[5:9]) + '{"index": 1')
-    assert run(*SHORT, "--out", "ranked") == 0
+    assert run_cli(*SHORT, "--out", "ranked") == 0
     assert files("ranked") == before
     assert Path("ranked/orm.json").read_text() == told
-    assert run(*SHORT, "--by", "brightness", "--out", "ranked") == 0
+    assert run_cli(*SHORT, "--by", "brightness", "--out", "ranked") == 0
     assert files("ranked") == before
     assert len(Path("ranked/labels.jsonl").read_text().splitlines()) == 36
 
 
 def test_labels_of_other_prompts_are_not_taken_for_those_of_new_samples() -> None:
-    assert run(*SHORT, "--out", "ranked") == 0
+    assert run_cli(*SHORT, "--out", "ranked") == 0
     Path("prompts.txt").write_text("\n".join(("a red", "a grey", "a green")))
-    assert run(*SHORT, "--out", "ranked") == 0
-    assert run(*SHORT, "--out", "fresh") == 0
+    assert run_cli(*SHORT, "--out", "ranked") == 0
+    assert run_cli(*SHORT, "--out", "fresh") == 0
     changed, fresh = (
         [json.loads(line)["score"] for line in Path(name, "labels.jsonl").read_text().splitlines()]
         for name in ("ranked", "fresh")
@@ -158,7 +153,7 @@ def test_labels_of_other_prompts_are_not_taken_for_those_of_new_samples() -> Non
 def test_who_cannot_label_is_told_before_anything_is_sampled(
     by: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*SHORT, "--by", by, "--out", "ranked") == EXIT_USAGE
+    assert run_cli(*SHORT, "--by", by, "--out", "ranked") == EXIT_USAGE
     assert sentence in " ".join(capsys.readouterr().err.split())
     assert not Path("ranked").exists()
 
@@ -166,7 +161,7 @@ def test_who_cannot_label_is_told_before_anything_is_sampled(
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_make_the_lessons_of_one() -> None:
-    assert run(*SHORT, "--out", "one") == 0
+    assert run_cli(*SHORT, "--out", "one") == 0
     on_ranks(2, *SHORT, "batch.rollout_batch_size=5", "--out", "two")
     one, two = (json.loads(Path(name, "orm.json").read_text()) for name in ("one", "two"))
     assert one == two
@@ -183,11 +178,11 @@ def test_labels_of_a_rank_that_is_late_are_waited_for() -> None:
 
 def test_a_benchmark_is_left_out_by_name_or_file(capsys: pytest.CaptureFixture[str]) -> None:
     Path("asked.txt").write_text("A blue!\n")
-    assert run(*SHORT, "--against", "asked.txt", "--out", "ranked") == 0
+    assert run_cli(*SHORT, "--against", "asked.txt", "--out", "ranked") == 0
     assert "1 prompts left out, such as 'a blue'" in capsys.readouterr().err
     assert len(json.loads(Path("ranked/orm.json").read_text())) == 12
     Path("prompts.txt").write_text("\n".join(playeval(12, 1).prompts))
-    assert run(*SHORT, "--against", "playeval", "--out", "none") == EXIT_USAGE
+    assert run_cli(*SHORT, "--against", "playeval", "--out", "none") == EXIT_USAGE
     assert "no prompt is left" in capsys.readouterr().err
 
 
@@ -199,7 +194,7 @@ def test_mistakes_are_told_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> 
         (["--weights", "ema"], "--weights:"),
         (["--against", "nobody"], "there is no benchmark 'nobody'"),
     ):
-        assert run(*SHORT, *more, "--out", "ranked") == EXIT_USAGE
+        assert run_cli(*SHORT, *more, "--out", "ranked") == EXIT_USAGE
         assert told in " ".join(capsys.readouterr().err.split())
 
 
@@ -208,7 +203,7 @@ def test_the_rules_of_geneval_label_prompts_with_its_metadata(capsys: pytest.Cap
     bench = {"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "one bench"}
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (dogs, bench)))
     asked = ["rank", "grpo-toy-flow", "--prompts", "prompts.jsonl", "--count", "2", "--by", "geneval", "--tiny"]
-    assert run(*asked, "--against", "geneval", "--device", "cpu", "--out", "ranked") == 0
+    assert run_cli(*asked, "--against", "geneval", "--device", "cpu", "--out", "ranked") == 0
     assert "1 prompts left out, such as 'one bench'" in capsys.readouterr().err  # in other words, GenEval asks it too
     labels = Path("ranked/labels.jsonl").read_text().splitlines()
     assert {json.loads(line)["score"] for line in labels} <= {0.0, 1.0} and len(labels) == 2
@@ -216,7 +211,7 @@ def test_the_rules_of_geneval_label_prompts_with_its_metadata(capsys: pytest.Cap
 
 def test_the_playground_labels_its_own_prompts() -> None:
     asked = ["rank", "grpo-playground-masked", "--limit", "2", "--count", "2", "--tiny", "--device", "cpu"]
-    assert run(*asked, "--against", "playeval", "--out", "ranked") == 0
+    assert run_cli(*asked, "--against", "playeval", "--out", "ranked") == 0
     assert len(json.loads(Path("ranked/orm.json").read_text())) == 4
     labels = Path("ranked/labels.jsonl").read_text().splitlines()
     assert {json.loads(line)["score"] for line in labels} <= {0.0, 1.0}

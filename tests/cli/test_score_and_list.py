@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runner import run_cli
 
-from tastemaker.cli import EXIT_FAILURE, EXIT_USAGE, main
+from tastemaker.cli import EXIT_FAILURE, EXIT_USAGE
 from tastemaker.config.catalog import component_rows
 from tastemaker.config.registries import REWARDS
 from tastemaker.core.reward import Rubric, WeightedReward
@@ -32,12 +33,6 @@ ROOT = Path(__file__).parent.parent.parent
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def told(capsys: Any) -> str:
@@ -58,7 +53,8 @@ def test_pictures_of_all_sizes_are_scored_in_their_order_with_prompts_from_their
     for i, side in enumerate([8, 16, 8, 16, 8]):
         paint(f"made/{i}-a_red-bird.png", i / 10, side)
     paint("made/5-clip.mp4", 0.2, 16, frames=3)
-    assert run("score", "made", "--reward", "brightness", "--reward", "{type: jpeg, quality: 80}", "--batch", "2") == 0
+    rewards = ("--reward", "brightness", "--reward", "{type: jpeg, quality: 80}")
+    assert run_cli("score", "made", *rewards, "--batch", "2") == 0
     found = lines()
     assert [Path(row["file"]).name[0] for row in found] == list("012345")
     assert found[0]["prompt"] == "0 a red bird"
@@ -85,23 +81,24 @@ def test_prompts_and_facts_come_from_a_file(suffix: str) -> None:
     paint("made/deep/two.png")
     paint("made/unnamed.png")
     rows = [{"file": "one.png", "prompt": "a red", "text": "x"}, {"file": "deep/two.png", "prompt": "a blue, twice"}]
-    with Path(f"said.{suffix}").open("w", newline="") as file:
+    with Path(f"prompts.{suffix}").open("w", newline="") as file:
         if suffix == "jsonl":
             file.writelines(json.dumps(row) + "\n" for row in rows)
         else:
             writer = csv.DictWriter(file, ["file", "prompt", "text"], restval="")
             writer.writeheader()
             writer.writerows(rows)
-    assert run("score", "made", "--reward", "color", "--prompts", f"said.{suffix}", "--out", "deep/out.jsonl") == 0
+    options = ("--reward", "color", "--prompts", f"prompts.{suffix}")
+    assert run_cli("score", "made", *options, "--out", "deep/out.jsonl") == 0
     assert [row["prompt"] for row in lines("deep/out.jsonl")] == ["a red", "a blue, twice"]
-    assert run("score", "made/one.png", "--reward", "color", "--prompts", f"said.{suffix}", "--out", "one.jsonl") == 0
+    assert run_cli("score", "made/one.png", *options, "--out", "one.jsonl") == 0
     assert len(lines("one.jsonl")) == 1
 
 
 def test_columns_may_have_the_names_that_other_tools_write() -> None:
     paint("made/one.png")
     Path("made/metadata.jsonl").write_text('{"file_name": "one.png", "text": "a red"}\n')
-    assert run("score", "made", "--reward", "color") == 0
+    assert run_cli("score", "made", "--reward", "color") == 0
     assert [row["prompt"] for row in lines()] == ["a red"]
 
 
@@ -109,7 +106,7 @@ def test_what_is_broken_is_told_and_the_rest_is_scored(capsys: Any) -> None:
     for name in ("a_red", "no_colour", "z_blue"):
         paint(f"made/{name}.png")
     Path("made/m_broken.png").write_bytes(Path("made/a_red.png").read_bytes()[:50])
-    assert run("score", "made", "--reward", "color", "--reward", "brightness") == EXIT_FAILURE
+    assert run_cli("score", "made", "--reward", "color", "--reward", "brightness") == EXIT_FAILURE
     found = {Path(row["file"]).stem: row for row in lines()}
     assert {name for name, row in found.items() if "error" in row} == {"no_colour", "m_broken"}
     assert found["a_red"]["color"] == found["z_blue"]["color"] > 0.5
@@ -122,8 +119,8 @@ def test_what_is_broken_is_told_and_the_rest_is_scored(capsys: Any) -> None:
 
 def test_a_row_whose_picture_is_missing_is_told(capsys: Any) -> None:
     paint("made/one.png")
-    Path("said.jsonl").write_text('{"file": "one.png", "prompt": "a"}\n{"file": "gone.png", "prompt": "b"}\n')
-    assert run("score", "made", "--reward", "brightness", "--prompts", "said.jsonl") == EXIT_FAILURE
+    Path("prompts.jsonl").write_text('{"file": "one.png", "prompt": "a"}\n{"file": "gone.png", "prompt": "b"}\n')
+    assert run_cli("score", "made", "--reward", "brightness", "--prompts", "prompts.jsonl") == EXIT_FAILURE
     assert "there is no image at made/gone.png" in told(capsys)
     assert len(lines()) == 2
 
@@ -131,11 +128,11 @@ def test_a_row_whose_picture_is_missing_is_told(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "name", "sentence"),
     [
-        ("", "said.jsonl", "the file is empty"),
-        ("{}\n", "said.jsonl", "line 1: 'file' is missing"),
-        ("file,prompt\na\n", "said.csv", "line 2: expected 2 columns"),
-        ("x", "said.txt", "expected a .jsonl or .csv"),
-        ('{"file": "other.png", "prompt": "a"}', "said.jsonl", "it has no row for made/one.png"),
+        ("", "prompts.jsonl", "the file is empty"),
+        ("{}\n", "prompts.jsonl", "line 1: 'file' is missing"),
+        ("file,prompt\na\n", "prompts.csv", "line 2: expected 2 columns"),
+        ("x", "prompts.txt", "expected a .jsonl or .csv"),
+        ('{"file": "other.png", "prompt": "a"}', "prompts.jsonl", "it has no row for made/one.png"),
     ],
 )
 def test_a_file_of_prompts_that_cannot_be_used_is_a_sentence(
@@ -143,19 +140,19 @@ def test_a_file_of_prompts_that_cannot_be_used_is_a_sentence(
 ) -> None:
     paint("made/one.png")
     Path(name).write_text(content)
-    assert run("score", "made/one.png", "--reward", "brightness", "--prompts", name) == EXIT_USAGE
+    assert run_cli("score", "made/one.png", "--reward", "brightness", "--prompts", name) == EXIT_USAGE
     assert sentence in told(capsys)
 
 
 def test_scores_that_cannot_be_written_say_where_to(capsys: Any) -> None:
     paint("made/one.png")
     Path("file").write_text("")
-    assert run("score", "made", "--reward", "brightness", "--out", "file/scores.jsonl") == EXIT_USAGE
+    assert run_cli("score", "made", "--reward", "brightness", "--out", "file/scores.jsonl") == EXIT_USAGE
     assert "name another file with --out" in told(capsys)
 
 
 def test_the_table_of_rewards_fits_a_hundred_columns_and_tells_what_matters(capsys: Any) -> None:
-    assert run("list", "rewards") == 0
+    assert run_cli("list", "rewards") == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 100
     for name in REWARDS:
@@ -166,13 +163,13 @@ def test_the_table_of_rewards_fits_a_hundred_columns_and_tells_what_matters(caps
 
 
 def test_everything_is_listed_for_programs_too(capsys: Any) -> None:
-    assert run("list", "rewards", "--json") == 0
+    assert run_cli("list", "rewards", "--json") == 0
     found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(found) == list(REWARDS)
     assert found["pickscore"]["aliases"] == ["pick_score"] and "pick_score" not in found
     assert found["brightness"]["differentiable"] is True and found["stillness"]["modality"] == "video"
     assert found["hps"]["sources"][0]["hub"] == "xswu/HPSv2"
-    assert run("list", "models", "--json") == 0
+    assert run_cli("list", "models", "--json") == 0
     assert {"name", "description"} == set(json.loads(capsys.readouterr().out)[0])
 
 
@@ -221,5 +218,5 @@ def test_what_cannot_be_served_is_a_sentence(
     arguments: list[str], sentence: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SET_TOKEN", "hush")
-    assert run("serve-reward", *arguments) == EXIT_USAGE
+    assert run_cli("serve-reward", *arguments) == EXIT_USAGE
     assert sentence in told(capsys)

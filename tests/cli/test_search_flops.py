@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import toys
+from cli_runner import run_cli
 from rich.console import Console
 
 from tastemaker import cli
-from tastemaker.cli import EXIT_USAGE, main
+from tastemaker.cli import EXIT_USAGE
 from tastemaker.core.policy import Guidance
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
@@ -32,19 +33,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
-
-
 def rows(folder: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(folder, "metadata.jsonl").read_text().splitlines()]
 
 
 def test_every_picture_of_a_search_states_its_price(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["generate", "grpo-toy-masked", "-p", "a red", "-p", "a blue", "--device", "cpu"]
-    assert run(*asked, "--search", "parm", "--n", "20", "--out", "found") == 0
+    assert run_cli(*asked, "--search", "parm", "--n", "20", "--out", "found") == 0
     told = capsys.readouterr().err
     found = rows("found")
     assert all(row["calls"] <= 20 * 8 and row["judged"] >= 20 and row["flops"] > 0 for row in found)
@@ -53,22 +48,22 @@ def test_every_picture_of_a_search_states_its_price(capsys: pytest.CaptureFixtur
         f"{sum(row['judged'] for row in found):,.0f} verifier calls and {format_flops(sum(r['flops'] for r in found))}"
         in told
     )
-    assert run(*asked, "--out", "single") == 0
+    assert run_cli(*asked, "--out", "single") == 0
     assert [row["judged"] for row in rows("single")] == [0, 0]
     assert rows("single")[0]["flops"] < found[0]["flops"]
 
 
 def test_a_search_asks_whom_it_is_told_to() -> None:
     asked = ["generate", "grpo-playground-masked", "--tiny", "--device", "cpu", "--count", "1", "--search", "best_of_n"]
-    assert run(*asked, "--n", "2", "--out", "own") == 0
-    assert run(*asked, "--n", "2", "--judge", "playground_judge", "--out", "judged") == 0
+    assert run_cli(*asked, "--n", "2", "--out", "own") == 0
+    assert run_cli(*asked, "--n", "2", "--judge", "playground_judge", "--out", "judged") == 0
     assert all(0 < row["score"] < 1 for row in rows("judged"))
     assert rows("own")[0]["made"] != rows("judged")[0]["made"]
 
 
 def test_several_numbers_of_candidates_draw_score_against_price(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["evaluate", "playeval", "-m", "grpo-playground-masked", *QUICK]
-    assert run(*asked, "--search", "{type: parm, start_progress: 0.5}", "--n", "1,3", "--out", "curve") == 0
+    assert run_cli(*asked, "--search", "{type: parm, start_progress: 0.5}", "--n", "1,3", "--out", "curve") == 0
     told = json.loads(Path("curve/prices.json").read_text())
     assert told["search"] == "parm" and [point["n"] for point in told["points"]] == [1, 3]
     one, three = told["points"]
@@ -80,7 +75,7 @@ def test_several_numbers_of_candidates_draw_score_against_price(capsys: pytest.C
         key: three[key] for key in ("calls", "judged", "flops")
     }
     assert "cost per sample" in capsys.readouterr().err
-    assert run(*asked, "--search", "parm", "--n", "two") == EXIT_USAGE
+    assert run_cli(*asked, "--search", "parm", "--n", "two") == EXIT_USAGE
     assert "expected integers, as in 1,4,20" in capsys.readouterr().err
 
 
@@ -127,7 +122,7 @@ def test_of_several_ranks_the_first_alone_draws_score_against_price(monkeypatch:
 
 def test_candidates_have_a_name_that_torchrun_does_not_take_for_its_own() -> None:
     asked = ["generate", "grpo-toy-masked", "-p", "a red", "--device", "cpu", "--search", "best_of_n"]
-    assert run(*asked, "--candidates", "3", "--out", "found") == 0
+    assert run_cli(*asked, "--candidates", "3", "--out", "found") == 0
     assert rows("found")[0]["judged"] == 3
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_runner import run
+from cli_runner import run_cli
 from PIL import Image
 
 from tastemaker.config.dump import config_to_dict
@@ -113,11 +113,11 @@ def test_existing_latents_and_checkpoints_are_used(here: Path) -> None:
 
 def test_both_stages_train_in_sequence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--device", "cpu", "steps=1", "sample.every=0", "engine.precision=fp32"]
-    assert run("train", "both.yaml", "stage=dit", *small) == 2
+    assert run_cli("train", "both.yaml", "stage=dit", *small) == 2
     assert "model.autoencoder: there are no weights 'tasks/faces'" in capsys.readouterr().err
-    assert run("train", "both.yaml", *small, "loss.lpips=0", "discriminator=null") == 0
-    assert run("train", "both.yaml", "stage=dit", *small) == 0
-    assert run("generate", "tasks/faces-dit", "process.num_steps=2", "--count", "2", "--out", "made") == 0
+    assert run_cli("train", "both.yaml", *small, "loss.lpips=0", "discriminator=null") == 0
+    assert run_cli("train", "both.yaml", "stage=dit", *small) == 0
+    assert run_cli("generate", "tasks/faces-dit", "process.num_steps=2", "--count", "2", "--out", "made") == 0
     assert read_image(here / "made" / "sheet.png").shape[-1] >= 64
 
 

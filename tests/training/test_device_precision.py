@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cli_runner import run as call
+from cli_runner import run_cli
 from engine_toys import environment
 from rich.console import Console
 
@@ -239,9 +239,9 @@ def test_explicit_bf16_on_a_cpu_without_units_warns(amx: pytest.MonkeyPatch, tmp
 
 def test_check_says_which_precision_and_why(amx: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     emulate(amx)
-    call("check", "grpo-playground-flow", "engine.device=cpu")
+    run_cli("check", "grpo-playground-flow", "engine.device=cpu")
     assert "precision: fp32 (auto: the CPU has no bf16 units" in capsys.readouterr().out
-    call("check", "grpo-toy-flow", "engine.device=cpu", "engine.precision=bf16")
+    run_cli("check", "grpo-toy-flow", "engine.device=cpu", "engine.precision=bf16")
     printed = capsys.readouterr().out
     assert "precision: bf16 (set by engine.precision)" in printed
     assert "warning: engine.precision: bf16 is emulated on this CPU and measured 6.2x slower" in printed
@@ -251,5 +251,5 @@ def test_check_says_which_precision_and_why(amx: pytest.MonkeyPatch, capsys: pyt
 def test_plan_assumes_a_gpu_with_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     assert resolve_for_planning(EngineConfig())[0].precision == "bf16"
     assert resolve_for_planning(EngineConfig(device="cpu"))[0].precision == "fp32"
-    call("plan", "vae-playground")
+    run_cli("plan", "vae-playground")
     assert "precision: bf16 (auto: a GPU of compute capability 8.0 or later is assumed)" in capsys.readouterr().out
