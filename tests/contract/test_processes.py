@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 import toys
-from contract_cases import ROWS, built, kinds, prompts_for, recorded, rescore, rows, sample_rollout
+from contract_cases import (
+    BATCH_SIZE,
+    cached_policy,
+    cached_rollout,
+    generator_params,
+    make_rng,
+    prompts_for,
+    rescore,
+    sample_rollout,
+)
 
 from tastemaker.core.policy import Backbone, Guidance, Policy
 from tastemaker.core.randomness import Randomness
@@ -17,7 +26,7 @@ from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.processes.gaussian import GaussianProcess
 
 
-@pytest.fixture(params=kinds())
+@pytest.fixture(params=generator_params())
 def kind(request: pytest.FixtureRequest) -> tuple[str, Guidance | None]:
     chosen: tuple[str, Guidance | None] = request.param
     return chosen
@@ -25,13 +34,13 @@ def kind(request: pytest.FixtureRequest) -> tuple[str, Guidance | None]:
 
 @pytest.fixture
 def policy(kind: tuple[str, Guidance | None]) -> Policy[Any]:
-    return built(*kind)
+    return cached_policy(*kind)
 
 
 @pytest.fixture
 def seen(kind: tuple[str, Guidance | None]) -> Trajectory:
     """What the policy samples, recorded without gradients as training does it."""
-    return recorded(*kind)
+    return cached_rollout(*kind)
 
 
 def test_rescored_log_probs_match_rollout(policy: Policy[Any], seen: Trajectory) -> None:
@@ -53,7 +62,7 @@ def test_encode_decode_round_trip(name: str) -> None:
     """Those of a published one do not: its small autoencoder is random."""
     policy = toys.policy(name)
     frames = policy.model.pixels[0]
-    pixels = toys.PALETTE[torch.arange(ROWS)].view(ROWS, 1, 3, 1, 1).expand(ROWS, frames, 3, 8, 8)
+    pixels = toys.PALETTE[torch.arange(BATCH_SIZE)].view(BATCH_SIZE, 1, 3, 1, 1).expand(BATCH_SIZE, frames, 3, 8, 8)
     torch.testing.assert_close(policy.decode(policy.encode(pixels)), pixels, rtol=0, atol=1e-5)
 
 
@@ -61,8 +70,8 @@ def test_encode_decode_round_trip(name: str) -> None:
 def test_decoded_samples_have_the_declared_size(policy: Policy[Any], seen: Trajectory) -> None:
     final = seen.final
     pixels = policy.decode(final)
-    assert pixels.shape == (ROWS, *policy.model.pixels)
-    assert final.shape == policy.encode(pixels).shape == (ROWS, *policy.model.shape)
+    assert pixels.shape == (BATCH_SIZE, *policy.model.pixels)
+    assert final.shape == policy.encode(pixels).shape == (BATCH_SIZE, *policy.model.shape)
     assert pixels.min() >= 0
     assert pixels.max() <= 1
 
@@ -75,13 +84,13 @@ def test_decode_single_frames() -> None:
 
 def test_corruption_uses_given_level_and_noise(policy: Policy[Any], seen: Trajectory) -> None:
     x = seen.final
-    free = policy.corrupt(x, rows())
-    again = policy.corrupt(x, rows(), free.t, free.noise)
-    other = policy.corrupt(x, rows(), draw=1)
+    free = policy.corrupt(x, make_rng())
+    again = policy.corrupt(x, make_rng(), free.t, free.noise)
+    other = policy.corrupt(x, make_rng(), draw=1)
     assert free.x.shape == x.shape
-    assert free.t.shape == (ROWS,)
+    assert free.t.shape == (BATCH_SIZE,)
     assert torch.equal(free.x, again.x)
-    assert torch.equal(free.x, policy.corrupt(x, rows()).x)
+    assert torch.equal(free.x, policy.corrupt(x, make_rng()).x)
     if not isinstance(policy.process, AutoregressiveProcess):
         assert not torch.equal(free.x, other.x)
 
@@ -89,10 +98,10 @@ def test_corruption_uses_given_level_and_noise(policy: Policy[Any], seen: Trajec
 @torch.no_grad()
 def test_likelihood_is_independent_of_the_batch(policy: Policy[Any], seen: Trajectory) -> None:
     x, cond = seen.final, seen.cond
-    noisy = policy.corrupt(x, rows())
+    noisy = policy.corrupt(x, make_rng())
     whole = policy.likelihood(cond, x, noisy)
     some = torch.tensor([5, 2])
-    assert whole.shape == (ROWS,)
+    assert whole.shape == (BATCH_SIZE,)
     assert (policy.process.count_hidden(noisy) > 0).all()
     part = policy.likelihood(select_rows(cond, some), x[some], select_rows(noisy, some))
     torch.testing.assert_close(part, whole[some], rtol=1e-4, atol=1e-5)
@@ -111,7 +120,7 @@ def test_likelihood_ignores_guidance(name: str) -> None:
 
 
 def test_pixel_gradients_exist_for_latent_models_only(policy: Policy[Any]) -> None:
-    rollout = policy.rollout(prompts_for(policy), rows())
+    rollout = policy.rollout(prompts_for(policy), make_rng())
     pixels = policy.decode(rollout.finish().final)
     assert pixels.requires_grad == isinstance(policy.process, GaussianProcess)
     if pixels.requires_grad:
@@ -123,7 +132,7 @@ def test_pixel_gradients_exist_for_latent_models_only(policy: Policy[Any]) -> No
 
 
 def test_pruned_rollout_uses_the_same_random_numbers(policy: Policy[Any], seen: Trajectory) -> None:
-    pruned = policy.rollout(prompts_for(policy), rows())
+    pruned = policy.rollout(prompts_for(policy), make_rng())
     kept = torch.tensor([6, 1, 3])
     with torch.no_grad():
         pruned.step()
@@ -136,7 +145,7 @@ def test_pruned_rollout_uses_the_same_random_numbers(policy: Policy[Any], seen: 
 @torch.no_grad()
 def test_samples_are_independent_of_the_batch(policy: Policy[Any], seen: Trajectory) -> None:
     for row in (0, 5):
-        alone = policy.sample(select_rows(prompts_for(policy), torch.tensor([row])), rows(row))
+        alone = policy.sample(select_rows(prompts_for(policy), torch.tensor([row])), make_rng(row))
         same(alone, select_rows(seen, torch.tensor([row])))
 
 
@@ -155,20 +164,20 @@ def same(one: Trajectory, other: Trajectory) -> None:
 @torch.no_grad()
 def test_samples_are_reproducible_and_differ_by_row_and_step(policy: Policy[Any], seen: Trajectory) -> None:
     first = seen.final
-    later = policy.sample(prompts_for(policy), Randomness(0, 1, torch.arange(ROWS))).final
+    later = policy.sample(prompts_for(policy), Randomness(0, 1, torch.arange(BATCH_SIZE))).final
     assert torch.equal(first, sample_rollout(policy).final)
     assert not torch.equal(first, later)
-    assert len(first.flatten(1).unique(dim=0)) == ROWS
+    assert len(first.flatten(1).unique(dim=0)) == BATCH_SIZE
 
 
 def test_rollout_progress_and_previews(policy: Policy[Any]) -> None:
-    rollout = policy.rollout(prompts_for(policy), rows())
+    rollout = policy.rollout(prompts_for(policy), make_rng())
     seen = [rollout.progress]
     with torch.no_grad():
         while rollout.progress < 1:
             rollout.step()
             seen.append(rollout.progress)
-            assert policy.decode(rollout.preview()).shape == (ROWS, *policy.model.pixels)
+            assert policy.decode(rollout.preview()).shape == (BATCH_SIZE, *policy.model.pixels)
     assert seen[0] == 0
     assert seen[-1] == 1
     assert seen == sorted(set(seen))
@@ -193,7 +202,7 @@ def test_network_calls_are_counted(policy: Policy[Any]) -> None:
             policy, process=AutoregressiveProcess(recompute_log_probs=False)
         )  # the record is not part of the sampler's price
     counted = Counting(policy.model.net)
-    rollout = policy.rollout(prompts_for(policy), rows())
+    rollout = policy.rollout(prompts_for(policy), make_rng())
     with torch.no_grad():
         rollout.step()
         rollout.select(torch.arange(3))
@@ -204,12 +213,12 @@ def test_network_calls_are_counted(policy: Policy[Any]) -> None:
         policy.model.guidance,
         policy.process.network_calls_per_sample(policy.model.shape),
     )
-    read = ROWS + 3 * (calls - 1)
+    read = BATCH_SIZE + 3 * (calls - 1)
     price = read * inner.forward_passes
     if guidance is not None:  # some levels lie outside its interval, of tokens those after the last it reaches
         assert price < rollout.network_calls < read * policy.model.forward_passes
         price = (
-            price + ROWS + 3 * int(0.8 * calls)
+            price + BATCH_SIZE + 3 * int(0.8 * calls)
             if type(inner).make_decoder is not Backbone.make_decoder
             else counted.rows
         )
@@ -220,12 +229,12 @@ def test_network_calls_are_counted(policy: Policy[Any]) -> None:
 
 def test_condition_tensors_have_one_row_per_prompt(seen: Trajectory) -> None:
     cond = seen.cond
-    assert len(cond) == ROWS
-    assert len(cond.metadata) == ROWS
+    assert len(cond) == BATCH_SIZE
+    assert len(cond.metadata) == BATCH_SIZE
     assert cond.tensors
-    assert all(len(x) == ROWS for x in cond.tensors.values())
+    assert all(len(x) == BATCH_SIZE for x in cond.tensors.values())
     assert cond.repeat(2).prompts[:4] == (cond.prompts[0],) * 2 + (cond.prompts[1],) * 2
-    assert all(len(x) == 2 * ROWS for x in cond.repeat(2).tensors.values())
+    assert all(len(x) == 2 * BATCH_SIZE for x in cond.repeat(2).tensors.values())
 
 
 def test_select_rows_of_nested_trees(policy: Policy[Any], seen: Trajectory) -> None:
@@ -238,7 +247,7 @@ def test_select_rows_of_nested_trees(policy: Policy[Any], seen: Trajectory) -> N
     for here, there in zip(few.segments, seen.segments, strict=True):
         for name in ("t", "s", "state", "action", "log_prob", "mask"):
             assert torch.equal(vars(here)[name], vars(there)[name][some])
-    noisy = policy.corrupt(seen.final, rows())
+    noisy = policy.corrupt(seen.final, make_rng())
     assert torch.equal(select_rows(noisy, some).x, noisy.x[some])
 
 

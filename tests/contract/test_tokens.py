@@ -12,8 +12,8 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.processes.masked import MaskedProcess
 
-ROWS = 8
-RNG = Randomness(0, 0, torch.arange(ROWS))
+BATCH_SIZE = 8
+RNG = Randomness(0, 0, torch.arange(BATCH_SIZE))
 ASKED = toys.PROMPTS * 2
 
 
@@ -34,7 +34,7 @@ def test_cached_decoding_matches_causal_call() -> None:
         cond = policy.embed(ASKED)
         ids = policy.sample(cond, RNG).final
         with torch.no_grad():
-            whole = policy.model.predict(ids, torch.ones(ROWS), cond)
+            whole = policy.model.predict(ids, torch.ones(BATCH_SIZE), cond)
             cache, last = policy.model.init_cache(cond), None
             for place in range(ids.shape[1]):
                 logits, cache = policy.model.decode_step(last, cache, cond)
@@ -49,17 +49,17 @@ def test_causal_call_ignores_later_tokens() -> None:
     changed = ids.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % 8
     with torch.no_grad():
-        before, after = (policy.model.predict(x, torch.ones(ROWS), cond) for x in (ids, changed))
+        before, after = (policy.model.predict(x, torch.ones(BATCH_SIZE), cond) for x in (ids, changed))
     assert torch.equal(before[:, :8], after[:, :8])
     assert not torch.equal(before[:, 8:], after[:, 8:])
 
 
 def test_masked_call_ignores_masked_tokens() -> None:
     policy = toys.policy("masked")
-    x, other = torch.zeros(ROWS, 16, dtype=torch.long), torch.ones(ROWS, 16, dtype=torch.long)
-    hidden = torch.arange(16).expand(ROWS, 16) < 9
+    x, other = torch.zeros(BATCH_SIZE, 16, dtype=torch.long), torch.ones(BATCH_SIZE, 16, dtype=torch.long)
+    hidden = torch.arange(16).expand(BATCH_SIZE, 16) < 9
     one, two = (
-        policy.corrupt(ids, RNG, torch.full((ROWS,), 0.5), hidden) for ids in (x, torch.where(hidden, other, x))
+        policy.corrupt(ids, RNG, torch.full((BATCH_SIZE,), 0.5), hidden) for ids in (x, torch.where(hidden, other, x))
     )
     assert torch.equal(one.x, two.x)
 
@@ -78,7 +78,7 @@ def test_every_token_is_one_action() -> None:
     for name in ("causal", "masked"):
         policy = toys.policy(name)
         made = policy.sample(policy.embed(ASKED), RNG)
-        assert torch.equal(sum(segment.mask for segment in made.segments), torch.ones(ROWS, 16))
+        assert torch.equal(sum(segment.mask for segment in made.segments), torch.ones(BATCH_SIZE, 16))
         for segment in made.segments:
             assert torch.equal(segment.action[segment.mask > 0], made.final[segment.mask > 0])
 
