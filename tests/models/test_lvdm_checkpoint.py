@@ -29,7 +29,7 @@ VAE: dict[str, Any] = {
     "scaling_factor": 0.18215,
 }
 TEXT: dict[str, Any] = {
-    **tiny_pipelines.CLIP_ENDS,
+    **tiny_pipelines.CLIP_TOKENS,
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,

@@ -53,9 +53,9 @@ def pipeline(name: str, **settings: Any) -> Any:
     """Diffusers' pipeline of random weights."""
     small = {"sd15": sd15.TINY_CONFIGS, "sdxl": sdxl.TINY_CONFIGS}[name]
     parts: dict[str, Any] = {
-        "unet": tiny_pipelines.random(UNet2DConditionModel, small["unet"]),
-        "vae": tiny_pipelines.random(AutoencoderKL, small["vae"]),
-        "text_encoder": tiny_pipelines.random(CLIPTextModel, CLIPTextConfig(**small["text_encoder"])),
+        "unet": tiny_pipelines.random_network(UNet2DConditionModel, small["unet"]),
+        "vae": tiny_pipelines.random_network(AutoencoderKL, small["vae"]),
+        "text_encoder": tiny_pipelines.random_network(CLIPTextModel, CLIPTextConfig(**small["text_encoder"])),
         "tokenizer": tiny_pipelines.byte_clip_tokenizer(),
         "scheduler": scheduler(**settings),
     }
@@ -67,7 +67,7 @@ def pipeline(name: str, **settings: Any) -> Any:
         second = CLIPTextConfig(**small["text_encoder_2"])
         made = StableDiffusionXLPipeline(
             **parts,
-            text_encoder_2=tiny_pipelines.random(CLIPTextModelWithProjection, second),
+            text_encoder_2=tiny_pipelines.random_network(CLIPTextModelWithProjection, second),
             tokenizer_2=tiny_pipelines.byte_clip_tokenizer(),
         )
     made.set_progress_bar_config(disable=True)
