@@ -13,12 +13,13 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.rewards.backbones.tokenizers import tiny_clip_tokenizer
 
+# Of `byte_clip_tokenizer`.
 CLIP_TOKENS = {
     "vocab_size": 514,
     "bos_token_id": 512,
     "eos_token_id": 513,
     "pad_token_id": 513,
-}  # of `byte_clip_tokenizer`
+}
 T5_VOCAB_SIZE = 128  # of `byte_t5_tokenizer`, rounded up
 
 
@@ -35,9 +36,8 @@ def byte_t5_tokenizer() -> Any:
 
     characters = ["<pad>", "</s>", "<unk>", "▁", *map(chr, range(33, 127))]
     tokenizer_class: Any = T5TokenizerFast
-    return tokenizer_class(
-        vocab=[(character, -1.0 - 0.01 * index) for index, character in enumerate(characters)], extra_ids=0
-    )
+    vocab = [(character, -1.0 - 0.01 * index) for index, character in enumerate(characters)]
+    return tokenizer_class(vocab=vocab, extra_ids=0)
 
 
 def random_network(network_class: Any, config: Any, seed: int = 0) -> Any:
