@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launch_ranks import on_ranks
-from vlm_stubs import MAKERS, make_folders
+from vlm_stubs import BUILDERS, save_checkpoints
 
 from tastemaker.cli import EXIT_USAGE, main
 from tastemaker.config.build import build_judge, make_tiny_any
@@ -101,10 +101,10 @@ def test_microbatches_add_up_to_the_batch(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_folders(tmp_path_factory.mktemp)
+    return save_checkpoints(tmp_path_factory.mktemp)
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", BUILDERS)
 def test_an_answer_is_as_likely_when_taught_as_when_asked(family: str, folders: dict[str, Path]) -> None:
     """Token by token: what is said before an answer, then the answer itself, gives the same probabilities."""
     judge = load_chat_model(str(folders[family]), Placement())
