@@ -40,7 +40,7 @@ def save_llava_onevision(path: Path) -> None:
     tokenizer.save_pretrained(path)
 
 
-def save_qwen(kind: str, path: Path) -> None:
+def save_qwen(prefix: str, path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
@@ -54,16 +54,16 @@ def save_qwen(kind: str, path: Path) -> None:
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4, "mrope_interleaved": True}
     text = TEXT | {"vocab_size": len(tokenizer), "rope_parameters": rope}
     vision: dict[str, Any] = {"depth": 1, "hidden_size": 32, "num_heads": 2, "initializer_range": INITIALIZER_RANGE}
-    if kind == "Qwen2VL":
+    if prefix == "Qwen2VL":
         vision |= {"embed_dim": 32, "mlp_ratio": 2}
     else:
         vision |= {"out_hidden_size": 32, "intermediate_size": 64}
-        vision |= {"fullatt_block_indexes": [0]} if kind == "Qwen2_5_VL" else {"deepstack_visual_indexes": [0]}
+        vision |= {"fullatt_block_indexes": [0]} if prefix == "Qwen2_5_VL" else {"deepstack_visual_indexes": [0]}
     library: Any = transformers
-    config = getattr(library, f"{kind}Config")(text_config=text, vision_config=vision, **ids)
-    getattr(library, f"{kind}ForConditionalGeneration")(config).save_pretrained(path)
+    config = getattr(library, f"{prefix}Config")(text_config=text, vision_config=vision, **ids)
+    getattr(library, f"{prefix}ForConditionalGeneration")(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
-    patch = 16 if kind == "Qwen3VL" else 14
+    patch = 16 if prefix == "Qwen3VL" else 14
     library.Qwen2VLImageProcessorPil(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 16, patch_size=patch).save_pretrained(
         path
     )
@@ -80,10 +80,10 @@ def save_llava(path: Path) -> None:
     text = TEXT | {"model_type": "llama", "vocab_size": len(tokenizer)}
     settings: Any = {"image_token_id": tokenizer.convert_tokens_to_ids("<image>")}
     LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, **settings)).save_pretrained(path)
-    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    image_processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     processor_class: Any = LlavaProcessor
     processor_class(
-        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        image_processor, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
         chat_template=VICUNA,
     ).save_pretrained(path)  # fmt: skip
 
@@ -99,10 +99,10 @@ def save_paligemma(path: Path) -> None:
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer(("<|endoftext|>", "<|im_end|>", "<bos>", "<image>"))
     tokenizer.bos_token = "<bos>"
-    images: Any = SiglipImageProcessorPil(size={"height": 28, "width": 28})
-    images.image_seq_length = 4
+    image_processor: Any = SiglipImageProcessorPil(size={"height": 28, "width": 28})
+    image_processor.image_seq_length = 4
     processor_class: Any = PaliGemmaProcessor
-    processor = processor_class(images, tokenizer)
+    processor = processor_class(image_processor, tokenizer)
     text = TEXT | {"model_type": "gemma", "vocab_size": len(tokenizer) + 8, "num_image_tokens": 4}
     vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_use_head": False}

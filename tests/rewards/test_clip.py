@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from tiny_clip import ENDS, HALF, clip, random_clip, save_folder
+from tiny_clip import SPECIAL_TOKENS, TOWER, build_clip, random_clip, save_checkpoint
 from torch import Tensor
 from transformers import (
     AltCLIPConfig,
@@ -32,9 +32,9 @@ from tastemaker.rewards.clip import ClipReward
 from tastemaker.rewards.pickscore import PickScoreReward
 
 PROMPTS = ["a red cat", "", "Two dogs & a boat, it's late", "word " * 2000]
-SMALL = {"hidden_size": 64, "num_attention_heads": 2, **HALF}
+SMALL = {"hidden_size": 64, "num_attention_heads": 2, **TOWER}
 SEEN = {**SMALL, "image_size": 28, "patch_size": 14}
-READ = {**SMALL, **ENDS, "vocab_size": 520, "max_position_embeddings": 64}
+READ = {**SMALL, **SPECIAL_TOKENS, "vocab_size": 520, "max_position_embeddings": 64}
 NO_FACTS: list[dict[str, Any]] = [{}] * 4
 
 
@@ -52,11 +52,11 @@ def pixels(pictures: list[Image.Image]) -> Tensor:
 
 
 def clip_case() -> tuple[Any, Any]:
-    return clip(), CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
+    return build_clip(), CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
 
 
 def altclip_case() -> tuple[Any, Any]:
-    text = {**SMALL, **ENDS, "vocab_size": 520, "project_dim": 48, "max_position_embeddings": 700}
+    text = {**SMALL, **SPECIAL_TOKENS, "vocab_size": 520, "project_dim": 48, "max_position_embeddings": 700}
     config = AltCLIPConfig(text_config=text, vision_config=SEEN, projection_dim=32)
     return random_clip(AltCLIPModel, config), clip_case()[1]
 
@@ -77,7 +77,7 @@ CASES = {"clip": clip_case, "altclip": altclip_case, "siglip": siglip_case, "sig
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, str]:
     net, processor = CASES[request.param]()
-    return net, processor, save_folder(net, tmp_path_factory.mktemp(request.param), processor)
+    return net, processor, save_checkpoint(net, tmp_path_factory.mktemp(request.param), processor)
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def test_a_cosine_a_logit_and_a_probability_are_forms_of_one(tmp_path: Path) -> 
     net, processor = siglip_case()
     net.logit_scale.data.fill_(2.0)
     net.logit_bias.data.fill_(-1.5)
-    folder = save_folder(net, tmp_path, processor)
+    folder = save_checkpoint(net, tmp_path, processor)
     seen = pixels(photographs(28, 28))
     cosine, logit, probability, divided = (
         spec.load(Placement()).score(seen, PROMPTS, NO_FACTS)
@@ -126,8 +126,8 @@ def test_a_probability_is_not_divided() -> None:
 
 @torch.no_grad()
 def test_larger_pictures_are_seen_with_places_between_those_learned(tmp_path: Path) -> None:
-    net = clip()
-    folder = save_folder(net, tmp_path)
+    net = build_clip()
+    folder = save_checkpoint(net, tmp_path)
     pictures = photographs(56, 56)
     processor = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=56)
     ids = tiny_clip_tokenizer()(PROMPTS, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
@@ -138,8 +138,8 @@ def test_larger_pictures_are_seen_with_places_between_those_learned(tmp_path: Pa
 
 @torch.no_grad()
 def test_pickscore_is_the_cosine_times_the_scale_of_the_file_whatever_the_precision(tmp_path: Path) -> None:
-    net = clip(logit_scale_init_value=4.6052)
-    folder = save_folder(net, tmp_path)
+    net = build_clip(logit_scale_init_value=4.6052)
+    folder = save_checkpoint(net, tmp_path)
     seen = pixels(photographs(61, 97))
     cosine = ClipReward(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
     whole = PickScoreReward(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
@@ -154,8 +154,8 @@ def test_pickscore_is_the_cosine_times_the_scale_of_the_file_whatever_the_precis
 
 @torch.no_grad()
 def test_a_clip_without_processor_or_tokenizer_is_prepared_as_usual(tmp_path: Path) -> None:
-    folder = save_folder(clip(), tmp_path / "whole")
-    bare = Path(save_folder(clip(), tmp_path / "bare"))
+    folder = save_checkpoint(build_clip(), tmp_path / "whole")
+    bare = Path(save_checkpoint(build_clip(), tmp_path / "bare"))
     for file in bare.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             file.unlink()
@@ -169,19 +169,19 @@ def test_a_clip_without_processor_or_tokenizer_is_prepared_as_usual(tmp_path: Pa
 def test_the_published_altclip_names_its_layers_otherwise_and_is_read(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    folder = save_folder(altclip_case()[0], tmp_path)
+    folder = save_checkpoint(altclip_case()[0], tmp_path)
     with safe_open(Path(folder, "model.safetensors"), "pt") as file:
         assert "text_model.roberta.encoder.layer.0.output.dense.weight" in file.keys()  # noqa: SIM118
     ClipReward(weights=folder).load(Placement())
 
 
 def test_folders_that_cannot_be_used_are_refused_with_a_sentence(tmp_path: Path) -> None:
-    folder = Path(save_folder(siglip_case()[0], tmp_path / "siglip", siglip_case()[1]))
+    folder = Path(save_checkpoint(siglip_case()[0], tmp_path / "siglip", siglip_case()[1]))
     for path in folder.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(ConfigError, match="holds no tokenizer"):  # another network's would do harm unseen
         ClipReward(weights=str(folder)).load(Placement())
-    other = Path(save_folder(clip(), tmp_path / "other"))
+    other = Path(save_checkpoint(build_clip(), tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     with pytest.raises(ConfigError, match="holds a 'bert'; expected the folder of one of clip, altclip"):

@@ -10,7 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tiny_clip import ENDS, clip, open_clip_state, random_clip, save_folder, save_published
+from tiny_clip import (
+    SPECIAL_TOKENS,
+    build_clip,
+    open_clip_state,
+    random_clip,
+    save_checkpoint,
+    save_original_checkpoints,
+)
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
@@ -29,17 +36,17 @@ NO_FACTS: list[dict[str, Any]] = [{}] * 4
 
 @pytest.fixture(scope="module")
 def net() -> Any:
-    return clip()
+    return build_clip()
 
 
 @pytest.fixture(scope="module")
 def folder(net: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_folder(net, tmp_path_factory.mktemp("clip"))
+    return save_checkpoint(net, tmp_path_factory.mktemp("clip"))
 
 
 @pytest.fixture(scope="module")
 def published(net: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return save_published(net, tmp_path_factory.mktemp("hps") / "files")
+    return save_original_checkpoints(net, tmp_path_factory.mktemp("hps") / "files")
 
 
 def cosines(net: Any, prepared: Tensor) -> Tensor:
@@ -102,9 +109,9 @@ def narrow(net_heads: tuple[int, int], place: Path) -> tuple[Any, str, str]:
     looking, reading = net_heads
     small = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "hidden_act": "gelu"}
     seen = {**small, "num_attention_heads": looking, "image_size": 28, "patch_size": 14}
-    read = {**small, "num_attention_heads": reading, **ENDS}
+    read = {**small, "num_attention_heads": reading, **SPECIAL_TOKENS}
     net = random_clip(CLIPModel, CLIPConfig(text_config=read, vision_config=seen, projection_dim=16))
-    return net, save_published(net, place / "files")[1], save_folder(net, place / "clip")
+    return net, save_original_checkpoints(net, place / "files")[1], save_checkpoint(net, place / "clip")
 
 
 @torch.no_grad()
@@ -167,7 +174,7 @@ def test_texts_of_the_web_are_put_right_as_open_clip_does() -> None:
 
 
 def test_files_that_are_no_hps_are_refused_with_a_sentence(net: Any, folder: str, tmp_path: Path) -> None:
-    whole = Path(save_published(net, tmp_path / "files")[0])
+    whole = Path(save_original_checkpoints(net, tmp_path / "files")[0])
     cut = tmp_path / "cut.pt"
     cut.write_bytes(whole.read_bytes()[:5000])
     state = open_clip_state(net)
@@ -195,7 +202,7 @@ def test_a_tokenizer_that_is_not_there_or_of_another_network_is_refused(
     with pytest.raises(ConfigError, match="holds no tokenizer"):
         HpsReward(weights=published[1], tokenizer=str(Path(published[1]).parent)).load(Placement())
     Path(folder, "small").mkdir(exist_ok=True)
-    small = clip()
+    small = build_clip()
     state = open_clip_state(small)
     state["token_embedding.weight"] = state["token_embedding.weight"][:400]
     torch.save({"state_dict": state}, Path(folder, "small", "hps.pt"))
