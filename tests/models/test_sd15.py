@@ -18,7 +18,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from safetensors.torch import save_file
-from stable_diffusion_toys import PROMPTS, SPECS, rows
+from stable_diffusion_toys import PROMPTS, SPECS, make_rng
 from tiers import fast
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -104,7 +104,7 @@ def test_samples_equal_the_diffusers_pipeline(
     prompts = PROMPTS if name == "sd15" else tuple(prompt for prompt in PROMPTS if prompt)  # "" is its own test
     process = GaussianProcess(VariancePreserving(prediction_type=prediction), ODE(), steps)
     policy = opened(name, folders, process, scale)
-    made = policy.sample(policy.embed(prompts), rows(len(prompts)))
+    made = policy.sample(policy.embed(prompts), make_rng(len(prompts)))
     pipe = pipeline(name, prediction_type="epsilon" if prediction == "epsilon" else "v_prediction")
     latents, pixels = theirs(pipe, prompts, made.start, num_inference_steps=steps, guidance_scale=scale)
     assert (made.final[:, 0] - latents).abs().max() < 2e-5 * latents.abs().max()
@@ -115,7 +115,7 @@ def test_samples_equal_the_diffusers_pipeline(
 def test_stochastic_ddim_equals_the_diffusers_scheduler(name: str, folders: dict[str, Path]) -> None:
     process = GaussianProcess(VariancePreserving(), DDIM(1.0), 5)
     policy = opened(name, folders, process, 5.0)
-    made = policy.sample(policy.embed(PROMPTS), rows())
+    made = policy.sample(policy.embed(PROMPTS), make_rng())
     known = scheduler()
     known.set_timesteps(5)
     assert len(made.segments) == 5
@@ -133,7 +133,7 @@ def test_stochastic_ddim_equals_the_diffusers_scheduler(name: str, folders: dict
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
 def test_set_alpha_to_one_equals_sdxls_sampler(folders: dict[str, Path]) -> None:
     policy = opened("sdxl", folders, GaussianProcess(VariancePreserving(set_alpha_to_one=True), ODE(), 6), 5.0)
-    made = policy.sample(policy.embed(PROMPTS[:2]), rows(2))
+    made = policy.sample(policy.embed(PROMPTS[:2]), make_rng(2))
     pipe = pipeline("sdxl")
     pipe.scheduler = EulerDiscreteScheduler(**SCHEDULE, timestep_spacing="leading")
     latents, _ = theirs(pipe, PROMPTS[:2], made.start, num_inference_steps=6, guidance_scale=5.0)

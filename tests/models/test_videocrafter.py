@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
-from videocrafter_toys import VIDEO, network, read_fixture
+from videocrafter_toys import FIXTURES, build_unet, read_fixture
 
 from tastemaker.core.lora import LoraWeights
 from tastemaker.core.objective import Context, NoState, SingleProcess
@@ -66,7 +66,7 @@ class Shown:
 def backbone(words: dict[str, Tensor], fps: int) -> VideoUnetBackbone:
     codec: Any = Shown()
     output: Any = Said(words)
-    model = VideoUnetBackbone(network(), codec, output, SPEC, fps)
+    model = VideoUnetBackbone(build_unet(), codec, output, SPEC, fps)
     model.pixels = (4, 3, 16, 8)  # as it is decoded here
     return model
 
@@ -133,7 +133,7 @@ def test_every_published_key_is_mapped() -> None:
 
 
 def test_unet_output_equals_the_authors() -> None:
-    golden = load_file(VIDEO / "lvdm_unet_tiny_io.safetensors")
+    golden = load_file(FIXTURES / "lvdm_unet_tiny_io.safetensors")
     model = backbone({f"row {i}": golden["context"][i : i + 1] for i in range(2)}, fps=24)
     policy = Policy(model, GaussianProcess(SHRINKING, DDIM(1.0), 25), FullFinetuning().apply(model, ()))
     cond = policy.embed(("row 0", "row 1"), [{"fps": int(fps)} for fps in golden["fps"]])
@@ -153,7 +153,7 @@ def test_unet_output_equals_the_authors() -> None:
 
 
 def test_fps_of_the_prompt_metadata_takes_precedence() -> None:
-    golden = load_file(VIDEO / "lvdm_unet_tiny_io.safetensors")
+    golden = load_file(FIXTURES / "lvdm_unet_tiny_io.safetensors")
     model = backbone({f"row {i}": golden["context"][i : i + 1] for i in range(2)}, fps=16)
     cond = model.embed(("row 0", "row 1"))
     assert cond.tensors["fps"].tolist() == [16, 16]
@@ -169,7 +169,7 @@ def test_fps_of_the_prompt_metadata_takes_precedence() -> None:
 
 def adapted(tmp_path: Path) -> tuple[Policy[GaussianProcess], dict[str, Tensor], Path]:
     """The recorded policy, guided, with adapters read from a file as VADER publishes them."""
-    golden = load_file(VIDEO / "vader_ddim_lora_tiny.safetensors")
+    golden = load_file(FIXTURES / "vader_ddim_lora_tiny.safetensors")
     file = tmp_path / "vader.pt"
     torch.save({key.removeprefix("lora."): x for key, x in golden.items() if key.startswith("lora.")}, file)
     model = backbone({"asked": golden["context"], "": golden["uncond_context"]}, fps=int(golden["fps"]))
@@ -194,7 +194,7 @@ def test_samples_equal_vader(tmp_path: Path) -> None:
 
 
 def test_noise_schedule_equals_vader() -> None:
-    golden = load_file(VIDEO / "vader_ddim_lora_tiny.safetensors")
+    golden = load_file(FIXTURES / "vader_ddim_lora_tiny.safetensors")
     levels = SHRINKING.timesteps(5)
     t, s = levels[:-1].flip(0), levels[1:].flip(0)
     kept = golden["ddim_alphas"]
