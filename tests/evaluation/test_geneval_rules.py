@@ -20,7 +20,7 @@ from tastemaker.evaluation.geneval_rules import (
     spatial_relations,
 )
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "fixtures/showo/geneval.json").read_text("utf-8"))
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures/showo/geneval.json").read_text("utf-8"))
 
 
 def detections(case: dict[str, Any]) -> list[DetectedObject]:

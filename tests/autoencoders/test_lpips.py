@@ -19,7 +19,7 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
 from tastemaker.rewards.target_image import LpipsReward
 
-TOOL = Path(__file__).parents[1] / "tools" / "lpips_weights.py"
+TOOL = Path(__file__).parents[2] / "tools" / "lpips_weights.py"
 WIDTHS = (3, 4, 5, 6, 7)
 PLACES = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)  # of VGG16's convolutions, as published
 

@@ -27,7 +27,7 @@ from tastemaker.training.drift_statistics import compare_measurements
 from tastemaker.training.events import GuardChecked, StepCompleted, TrainingStarted
 from tastemaker.training.loop import train
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECIPE = "reward-gradient-playground"
 SECOND = "rewards.second={type: playground_verdict, output: verdict, weights: playground/detector1, weight: 0}"
 # The fewest steps that learn beyond noise, judged by another detector too.

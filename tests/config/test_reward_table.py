@@ -12,7 +12,7 @@ from tastemaker.config.registries import REWARDS
 from tastemaker.config.validate import RewardReader, reader_adapter
 from tastemaker.config.yaml_io import parse_yaml
 
-PAGE = Path(__file__).parent.parent / "docs" / "rewards.md"
+PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
