@@ -83,8 +83,8 @@ def save_llava(path: Path) -> None:
     image_processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     processor_class: Any = LlavaProcessor
     processor_class(
-        image_processor, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template=VICUNA,
+        image_processor, tokenizer, patch_size=14, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1, chat_template=VICUNA,
     ).save_pretrained(path)  # fmt: skip
 
 
