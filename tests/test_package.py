@@ -1,4 +1,4 @@
-"""The package as others get it: what an import costs, what a wheel holds, and that it runs far from its clone."""
+"""The distributed package: import cost, file encodings, pinned dependencies, and an installed wheel."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ HEAVY = (
 )
 
 
-def run(command: list[str], folder: Path, **settings: str) -> str:
+def run_command(command: list[str], folder: Path, **settings: str) -> str:
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment = {**inherited, "OMP_NUM_THREADS": "1", **settings}
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+    assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"
+    return process.stdout
 
 
 IMPORTED = f"""
@@ -51,99 +51,104 @@ import tastemaker.training.trainer; print([name for name in ("peft", "transforme
 """
 
 
-def test_imports_of_the_package_of_recipes_and_of_training_load_nothing_heavy(tmp_path: Path) -> None:
-    told = run([sys.executable, "-c", IMPORTED], tmp_path, PYTHONPATH=str(ROOT)).splitlines()
-    assert told == ["[]", "[]", "[]"]  # after each of the three imports, the heavy modules that came with it
+def test_imports_load_no_heavy_packages(tmp_path: Path) -> None:
+    output = run_command([sys.executable, "-c", IMPORTED], tmp_path, PYTHONPATH=str(ROOT)).splitlines()
+    assert output == ["[]", "[]", "[]"]  # heavy modules loaded after each of the three imports
 
 
-def test_every_public_name_is_there() -> None:
+def test_public_names_exist() -> None:
     assert len(set(tastemaker.__all__)) == len(tastemaker.__all__)
     for name in tastemaker.__all__:
         assert getattr(tastemaker, name) is not None
 
 
-def test_an_unknown_public_name_is_an_attribute_error() -> None:
+def test_unknown_public_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = tastemaker.trian
 
 
-def sources() -> list[Path]:
-    parts = [ROOT / "tastemaker", ROOT / "tests", ROOT / "docs"]
+def text_files() -> list[Path]:
+    roots = [ROOT / "tastemaker", ROOT / "tests", ROOT / "docs"]
     kinds = (".py", ".md", ".yaml", ".json", ".toml", ".txt")
-    below = [path for part in parts for path in part.rglob("*") if path.suffix in kinds]
-    return [*below, *(path for path in ROOT.iterdir() if path.suffix in kinds), ROOT / "Makefile", ROOT / ".ci/run"]
+    nested = [path for part in roots for path in part.rglob("*") if path.suffix in kinds]
+    return [*nested, *(path for path in ROOT.iterdir() if path.suffix in kinds), ROOT / "Makefile", ROOT / ".ci/run"]
 
 
-def test_every_file_is_utf_8_with_plain_line_ends() -> None:
-    for path in sources():
+def test_text_files_are_utf_8_with_unix_line_ends() -> None:
+    for path in text_files():
         content = path.read_bytes()
         content.decode("utf-8")
         assert b"\r" not in content, path
         assert not content or content.endswith(b"\n") or "fixtures" in path.parts, path
 
 
-def test_the_version_is_said_once_and_alike() -> None:
+def test_version_matches_pyproject() -> None:
     assert f'\nversion = "{tastemaker.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_everything_asked_for_is_pinned() -> None:
+def test_all_dependencies_are_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *(name for extra in project["optional-dependencies"].values() for name in extra)]
-    names = {re.split(r"[^\w-]", name)[0].lower() for name in asked} - {"tastemaker"}
+    requirements = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    names = {re.split(r"[^\w-]", name)[0].lower() for name in requirements} - {"tastemaker"}
     pinned = {
         line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     }
     assert names <= pinned
 
 
-def test_the_pipeline_runs_the_command_of_the_readme() -> None:
+def test_ci_runs_the_readme_command() -> None:
     assert os.access(ROOT / ".ci/run", os.X_OK)
-    for place in (ROOT / ".ci/run", ROOT / "README.md"):
-        assert "make test" in place.read_text().splitlines()
+    for file in (ROOT / ".ci/run", ROOT / "README.md"):
+        assert "make test" in file.read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
-def far_away(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the built wheel in it; torch and the like are borrowed from this one."""
-    folder = tmp_path_factory.mktemp("far")
+def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with the built wheel installed; dependencies come from the current environment."""
+    folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    run(command, folder)
+    run_command(command, folder)
     (wheel,) = folder.glob("tastemaker-*.whl")
     venv.create(folder / "venv", with_pip=True)
     python = str(folder / "venv/bin/python")
-    run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)], folder)
-    # Behind the environment's own packages, and without the .pth by which an editable clone would come along.
-    borrowed = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n"
-    site = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip()
-    Path(site, "borrowed.pth").write_text(borrowed)
+    run_command([python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)], folder)
+    # Appended after the environment's own packages, and without the .pth file of an editable install.
+    path_hook = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n"
+    site = run_command([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip()
+    Path(site, "dependencies.pth").write_text(path_hook)
     return folder
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_is_what_runs(far_away: Path) -> None:
-    asked = "import tastemaker; print(tastemaker.__file__)"
-    found = Path(run([str(far_away / "venv/bin/python"), "-c", asked], far_away).strip())
-    assert found.is_relative_to(far_away)
-    assert (found.parent / "py.typed").is_file()
-    assert (found.parent / "recipes/schema.json").is_file()
+def test_installed_wheel_is_imported(installed_wheel: Path) -> None:
+    program = "import tastemaker; print(tastemaker.__file__)"
+    package_file = Path(run_command([str(installed_wheel / "venv/bin/python"), "-c", program], installed_wheel).strip())
+    assert package_file.is_relative_to(installed_wheel)
+    assert (package_file.parent / "py.typed").is_file()
+    assert (package_file.parent / "recipes/schema.json").is_file()
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_helps_and_lists(far_away: Path) -> None:
-    command = str(far_away / "venv/bin/tastemaker")
-    assert "train" in run([command, "--help"], far_away)
-    assert "grpo-toy-flow" in run([command, "list", "recipes"], far_away, COLUMNS="200")
+def test_installed_wheel_prints_help_and_lists(installed_wheel: Path) -> None:
+    command = str(installed_wheel / "venv/bin/tastemaker")
+    assert "train" in run_command([command, "--help"], installed_wheel)
+    assert "grpo-toy-flow" in run_command([command, "list", "recipes"], installed_wheel, COLUMNS="200")
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_trains_two_steps(far_away: Path) -> None:
-    command = str(far_away / "venv/bin/tastemaker")
-    run([command, "train", "grpo-lora-toy-flow", "steps=2", "name=far", "--tiny", "--device", "cpu"], far_away)
-    assert len((far_away / "runs/far/metrics.jsonl").read_text().splitlines()) >= 2
-    assert (far_away / "runs/far/checkpoints/step-000002").is_dir()
+def test_installed_wheel_trains_two_steps(installed_wheel: Path) -> None:
+    command = str(installed_wheel / "venv/bin/tastemaker")
+    run_command(
+        [command, "train", "grpo-lora-toy-flow", "steps=2", "name=wheel", "--tiny", "--device", "cpu"], installed_wheel
+    )
+    assert len((installed_wheel / "runs/wheel/metrics.jsonl").read_text().splitlines()) >= 2
+    assert (installed_wheel / "runs/wheel/checkpoints/step-000002").is_dir()
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_starts_as_a_module(far_away: Path) -> None:
-    command = [str(far_away / "venv/bin/python"), "-m", "tastemaker", "check", "grpo-toy-flow"]
-    assert "no problems" in run(command, far_away)
+def test_installed_wheel_runs_as_a_module(installed_wheel: Path) -> None:
+    command = [str(installed_wheel / "venv/bin/python"), "-m", "tastemaker", "check", "grpo-toy-flow"]
+    assert "no problems" in run_command(command, installed_wheel)
