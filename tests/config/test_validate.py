@@ -75,7 +75,7 @@ def test_invalid_setting_is_reported_in_one_line(change: str, key: str, fragment
 
 
 @pytest.mark.parametrize("tuning", [{}, {"snapshots_on_cpu": True}])
-def test_section_without_type_lists_the_types(tuning: dict[str, Any]) -> None:
+def test_missing_type_lists_the_types(tuning: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"^tuning: 'type'.* frozen_copy, full, lora$"):
         validate_config({**read_recipe("grpo-toy-flow"), "tuning": tuning})
 
