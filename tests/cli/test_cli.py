@@ -181,7 +181,7 @@ def test_check_prints_all_problems(capsys):
         (["generate", "grpo-toy-flow", "-p", "a red", "--weights", "ema"], "'ema'"),
     ],
 )
-def test_mistake_is_reported_without_traceback(arguments, fragment, capsys):
+def test_mistakes_are_reported_with_an_exit_code(arguments, fragment, capsys):
     code, error = run_and_read_error(capsys, *arguments)
     assert code in (EXIT_USAGE, EXIT_FAILURE) and fragment in error
 
