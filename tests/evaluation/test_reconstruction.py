@@ -1,4 +1,4 @@
-"""Pictures are written beside their copies with their scores, and a second run goes on."""
+"""Reconstructions are written beside their images with scores, and an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SPEC = BlockVaeSpec(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures at two depths and of two sizes, one of them grey and one broken, and an autoencoder."""
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nested images of two sizes, one of them gray and one broken, and an autoencoder."""
     folder = tmp_path_factory.mktemp("reconstruct")
     torch.manual_seed(0)
     for name, size in {"a.png": (18, 20), "in/b.png": (18, 20), "in/deep/c.png": (32, 16)}.items():
@@ -43,16 +43,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def order(place: Path, out: Path) -> ReconstructionOptions:
-    return ReconstructionOptions(place / "pictures", str(place / "vae.safetensors"), out, vgg_weights=TINY)
+def reconstruction_options(inputs: Path, out: Path) -> ReconstructionOptions:
+    return ReconstructionOptions(inputs / "pictures", str(inputs / "vae.safetensors"), out, vgg_weights=TINY)
 
 
-def lines(out: Path) -> list[dict[str, object]]:
+def read_scores(out: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (out / "scores.jsonl").read_text().splitlines()]
 
 
-def test_of_celeba_hq_the_faces_are_copied_and_what_is_too_small_is_named(tmp_path: Path) -> None:
-    spec = replace(SPEC, norm_channels=8)  # a channel each, whose norm of a single latent there is none of
+def test_celeba_hq_masks_and_too_small_images_are_skipped(tmp_path: Path) -> None:
+    spec = replace(SPEC, norm_channels=8)  # one channel per group, which has no norm for a single latent
     settings = {"type": "block_vae", **vars(spec)}
     write_weights(
         tmp_path / "vae.safetensors", spec.load(Placement()).state_dict(), {"autoencoder": settings}, torch.float32
@@ -64,57 +64,63 @@ def test_of_celeba_hq_the_faces_are_copied_and_what_is_too_small_is_named(tmp_pa
         "CelebAMask-HQ-mask-anno/0/hair.png": 16,
     }.items():
         save_image(torch.rand(1, 3, side, side), faces / name)
-    said, asked = (
+    log, options = (
         StringIO(),
         ReconstructionOptions(faces, str(tmp_path / "vae.safetensors"), tmp_path / "out", vgg_weights=TINY),
     )
-    rows = reconstruct_images(asked, Placement(), Console(file=said, width=400))
+    rows = reconstruct_images(options, Placement(), Console(file=log, width=400))
     assert [row["file"] for row in rows] == ["CelebA-HQ-img/0.png"]
-    assert "1.png cannot be reconstructed at this size" in said.getvalue() and "1 could not be read" in said.getvalue()
+    assert "1.png cannot be reconstructed at this size" in log.getvalue() and "1 could not be read" in log.getvalue()
 
 
-def test_each_picture_lies_beside_its_copy_with_its_scores(place: Path, tmp_path: Path) -> None:
-    said = StringIO()
-    rows = reconstruct_images(order(place, tmp_path), Placement(), Console(file=said, width=200))
+def test_image_pairs_and_scores_are_written(inputs: Path, tmp_path: Path) -> None:
+    log = StringIO()
+    rows = reconstruct_images(reconstruction_options(inputs, tmp_path), Placement(), Console(file=log, width=200))
     assert [row["file"] for row in rows] == ["a.png", "grey.png", "in/b.png", "in/deep/c.png"]
-    assert lines(tmp_path) == rows and all(set(row) >= {"psnr", "ssim", "lpips"} for row in rows)
-    both = read_image(tmp_path / "pictures" / "in/deep/c.png.png")[0]
-    original, made = both[..., :16], both[..., 16:]
-    assert original.equal(read_image(place / "pictures/in/deep/c.png")[0])
-    found = -10 * (original - made).square().mean().log10()
-    assert float(found) == pytest.approx(rows[3]["psnr"], abs=1e-3)
-    assert "broken.jpg cannot be read" in said.getvalue() and "1 could not be read" in said.getvalue()
-    assert "psnr" in said.getvalue() and "4 images beside their reconstructions" in said.getvalue()
+    assert read_scores(tmp_path) == rows and all(set(row) >= {"psnr", "ssim", "lpips"} for row in rows)
+    pair = read_image(tmp_path / "pictures" / "in/deep/c.png.png")[0]
+    original, reconstruction = pair[..., :16], pair[..., 16:]
+    assert original.equal(read_image(inputs / "pictures/in/deep/c.png")[0])
+    psnr = -10 * (original - reconstruction).square().mean().log10()
+    assert float(psnr) == pytest.approx(rows[3]["psnr"], abs=1e-3)
+    assert "broken.jpg cannot be read" in log.getvalue() and "1 could not be read" in log.getvalue()
+    assert "psnr" in log.getvalue() and "4 images beside their reconstructions" in log.getvalue()
 
 
-def test_it_goes_on_where_it_was_cut_off(place: Path, tmp_path: Path) -> None:
-    whole = reconstruct_images(order(place, tmp_path), Placement(), Console(quiet=True))
+def test_interrupted_reconstruction_resumes(inputs: Path, tmp_path: Path) -> None:
+    complete = reconstruct_images(reconstruction_options(inputs, tmp_path), Placement(), Console(quiet=True))
     text = (tmp_path / "scores.jsonl").read_text().splitlines()
-    marked = json.dumps({**whole[0], "psnr": 99.0})  # to see that it is not computed again
+    marked = json.dumps({**complete[0], "psnr": 99.0})  # to detect that it is not recomputed
     (tmp_path / "scores.jsonl").write_text(f"{marked}\n{text[1]}\n{text[2][:20]}")
     (tmp_path / "pictures" / "grey.png.png").unlink()
-    again = reconstruct_images(order(place, tmp_path), Placement(), Console(quiet=True))
-    assert again == [{**whole[0], "psnr": 99.0}, *whole[1:]] == lines(tmp_path)
+    resumed = reconstruct_images(reconstruction_options(inputs, tmp_path), Placement(), Console(quiet=True))
+    assert resumed == [{**complete[0], "psnr": 99.0}, *complete[1:]] == read_scores(tmp_path)
     with pytest.raises(ConfigError, match=r"has another size \(0, now 16\)"):
-        reconstruct_images(replace(order(place, tmp_path), size=16), Placement(), Console(quiet=True))
+        reconstruct_images(replace(reconstruction_options(inputs, tmp_path), size=16), Placement(), Console(quiet=True))
 
 
-def test_squares_and_what_cannot_be_measured(place: Path, tmp_path: Path) -> None:
-    said = StringIO()
-    asked = replace(order(place, tmp_path), size=16, vgg_weights="nobody/vgg", batch_size=2)
-    rows = reconstruct_images(asked, Placement(), Console(file=said, width=400))
+def test_fixed_size_and_missing_lpips_weights(inputs: Path, tmp_path: Path) -> None:
+    log = StringIO()
+    options = replace(reconstruction_options(inputs, tmp_path), size=16, vgg_weights="nobody/vgg", batch_size=2)
+    rows = reconstruct_images(options, Placement(), Console(file=log, width=400))
     assert {(row["width"], row["height"]) for row in rows} == {(16, 16)} and "lpips" not in rows[0]
-    assert "LPIPS was not measured" in said.getvalue()
+    assert "LPIPS was not measured" in log.getvalue()
 
 
-def test_broken_files_are_borne_up_to_a_limit(place: Path, tmp_path: Path) -> None:
+def test_broken_files_are_allowed_up_to_a_limit(inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"broken\.jpg cannot be read .*--skip 2"):
-        reconstruct_images(replace(order(place, tmp_path), max_unreadable=0), Placement(), Console(quiet=True))
+        reconstruct_images(
+            replace(reconstruction_options(inputs, tmp_path), max_unreadable=0), Placement(), Console(quiet=True)
+        )
     with pytest.raises(ConfigError, match="there is no such folder"):
-        reconstruct_images(replace(order(place, tmp_path), images=tmp_path / "none"), Placement(), Console(quiet=True))
+        reconstruct_images(
+            replace(reconstruction_options(inputs, tmp_path), images=tmp_path / "none"),
+            Placement(),
+            Console(quiet=True),
+        )
 
 
-def test_the_command_takes_other_autoencoders_and_a_configuration(place: Path, tmp_path: Path) -> None:
+def test_command_accepts_checkpoints_and_configurations(inputs: Path, tmp_path: Path) -> None:
     torch.save({"model": VQ(VQConfig(32, (1, 2), 1, 16, 128, 8)).state_dict()}, tmp_path / "vq.pt")
     torch.save(SPEC.load(Placement()).state_dict(), tmp_path / "vae_autoencoder_ckpt.pth")
     settings = {**vars(SPEC), "type": "block_vae", "weights": str(tmp_path / "vae_autoencoder_ckpt.pth")}
@@ -122,8 +128,8 @@ def test_the_command_takes_other_autoencoders_and_a_configuration(place: Path, t
     (tmp_path / "vae.yaml").write_text(text)
     for name in ("vq.pt", "vae.yaml"):
         out = tmp_path / name.replace(".", "_")
-        arguments = ["reconstruct", str(place / "pictures"), "--model", str(tmp_path / name), "--out", str(out)]
-        with pytest.raises(SystemExit) as ended:
+        arguments = ["reconstruct", str(inputs / "pictures"), "--model", str(tmp_path / name), "--out", str(out)]
+        with pytest.raises(SystemExit) as exit_info:
             main([*arguments, "--vgg", TINY, "--device", "cpu"])
-        assert ended.value.code == 0
-        assert len(lines(out)) == 4
+        assert exit_info.value.code == 0
+        assert len(read_scores(out)) == 4
