@@ -73,25 +73,28 @@ def test_other_columns_become_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "start", "fragment"),
     [
-        ("p.txt", b"", ": the file is empty; expected at least one row"),
-        ("p.txt", b" \n\n", ": the file is empty; expected at least one row"),
-        ("p.txt", b"a red\n\xff", ": byte 6 is not UTF-8; save the file as UTF-8 text"),
-        ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', ", line 2: 'prompt' is missing; found text"),
-        ("p.jsonl", b'{"prompt": 3}', ", line 1: 'prompt' is 3, expected text"),
-        ("p.jsonl", b'\n["a"]', ', line 2: expected an object such as {"prompt": ...}, found ["a"]'),
-        ("p.csv", b"text,tag\na,b\n", ", line 2: 'prompt' is missing; found text, tag"),
-        ("p.csv", b"prompt,tag\na,b,c\n", ", line 2: expected 2 columns as in the first line; check its commas"),
-        ("p.csv", b"prompt,tag\na\n", ", line 2: expected 2 columns as in the first line; check its commas"),
-        ("p.csv", b"prompt\n", ": there are no rows below the line of column names; expected at least one"),
+        ("p.txt", b"", ": ", "empty"),
+        ("p.txt", b" \n\n", ": ", "empty"),
+        ("p.txt", b"a red\n\xff", ": ", "byte 6"),
+        ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', ", line 2: 'prompt'", "text"),
+        ("p.jsonl", b'{"prompt": 3}', ", line 1: 'prompt'", "3"),
+        ("p.jsonl", b'\n["a"]', ", line 2: ", '["a"]'),
+        ("p.csv", b"text,tag\na,b\n", ", line 2: 'prompt'", "text, tag"),
+        ("p.csv", b"prompt,tag\na,b,c\n", ", line 2: ", "2 columns"),
+        ("p.csv", b"prompt,tag\na\n", ", line 2: ", "2 columns"),
+        ("p.csv", b"prompt\n", ": ", "no rows"),
     ],
 )
-def test_invalid_prompt_file_error_names_the_line(tmp_path: Path, name: str, text: bytes, message: str) -> None:
+def test_invalid_prompt_file_error_names_the_line(
+    tmp_path: Path, name: str, text: bytes, start: str, fragment: str
+) -> None:
     (tmp_path / name).write_bytes(text)
     with pytest.raises(ConfigError) as error:
         PromptFile(tmp_path / name).load(SEED)
-    assert str(error.value) == f"{tmp_path / name}{message}"
+    message = str(error.value).removeprefix(str(tmp_path / name))
+    assert message.startswith(start) and fragment in message
 
 
 @pytest.mark.parametrize(("name", "start"), [("p.jsonl", ", line 1: not JSON ("), ("none.txt", ": cannot be read (")])
