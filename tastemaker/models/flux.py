@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
+from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename, swap_scale_shift
 from .component_configs import CLIP_L, T5_XXL, VAE, ComponentConfigs
 from .image_backbone import ImageBackbone
 from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
@@ -224,20 +224,16 @@ def to_diffusers_keys(tensors: dict[str, Tensor], components: PipelineComponents
         return tensors
     from diffusers import FluxTransformer2DModel
 
-    return flux_from_original(tensors, components.tensor_shapes("transformer", FluxTransformer2DModel))
+    shapes = components.tensor_shapes("transformer", FluxTransformer2DModel)
+    renamed = split_and_rename(tensors, shapes, KEY_RULES)
+    swapped = {key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith("norm_out.linear.")}
+    return {**renamed, **swapped}
 
 
 def flux_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """Rename a transformer's tensors as Black Forest Labs do."""
     swapped = {key: swap_scale_shift(x) for key, x in tensors.items() if key.startswith("norm_out.linear.")}
     return rename_and_concat({**tensors, **swapped}, KEY_RULES)
-
-
-def flux_from_original(tensors: Tensors, shapes: TensorShapes) -> Tensors:
-    """Undo `flux_to_original` for a network of these shapes."""
-    renamed = split_and_rename(tensors, shapes, KEY_RULES)
-    swapped = {key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith("norm_out.linear.")}
-    return {**renamed, **swapped}
 
 
 @dataclass(frozen=True)

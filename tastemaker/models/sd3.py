@@ -16,7 +16,7 @@ from ..core.model_spec import PipelineLayout, Tensors
 from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
+from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename, swap_scale_shift
 from .component_configs import CLIP_G, CLIP_L, T5_XXL, VAE, ComponentConfigs
 from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone, cast_to_network_dtype
 from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
@@ -220,7 +220,10 @@ def to_diffusers_keys(tensors: dict[str, Tensor], components: PipelineComponents
         return tensors
     from diffusers import SD3Transformer2DModel
 
-    return sd3_from_original(tensors, components.tensor_shapes("transformer", SD3Transformer2DModel))
+    shapes = components.tensor_shapes("transformer", SD3Transformer2DModel)
+    blocks = [int(key.split(".")[1]) for key in shapes if key.startswith("transformer_blocks.")]
+    renamed, prefixes = split_and_rename(tensors, shapes, KEY_RULES), _continuous_norms(1 + max(blocks))
+    return {**renamed, **{key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith(prefixes)}}
 
 
 def sd3_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
@@ -228,15 +231,6 @@ def sd3_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     prefixes = _continuous_norms(config["num_layers"])
     swapped = {key: swap_scale_shift(x) for key, x in tensors.items() if key.startswith(prefixes)}
     return rename_and_concat({**tensors, **swapped}, KEY_RULES)
-
-
-def sd3_from_original(tensors: Tensors, shapes: TensorShapes) -> Tensors:
-    """Undo `sd3_to_original` for a network of these shapes."""
-    renamed = split_and_rename(tensors, shapes, KEY_RULES)
-    prefixes = _continuous_norms(
-        1 + max(int(key.split(".")[1]) for key in shapes if key.startswith("transformer_blocks."))
-    )
-    return {**renamed, **{key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith(prefixes)}}
 
 
 def _continuous_norms(num_layers: int) -> tuple[str, str]:
