@@ -63,7 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "data.image_io",
         "evaluation.geneval_rules",
         "models.pretrained",
-        "models.safe_unpickling",
+        "models.restricted_unpickler",
         "rewards.backbones.preprocessing",
     ),
     ("core.dropout",),

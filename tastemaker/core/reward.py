@@ -227,8 +227,10 @@ class Rubric:
         metadata = metadata or [{}] * len(prompt_sets[0])
         for prompts in prompt_sets:
             if not len(pixels) == len(prompts) == len(metadata):
-                found = f"{len(pixels)} samples, {len(prompts)} prompts and {len(metadata)} metadata entries"
-                raise ValueError(f"a rubric was given {found}; expected one prompt and one entry per sample")
+                raise ValueError(
+                    f"a rubric was given {len(pixels)} samples, {len(prompts)} prompts and {len(metadata)} metadata "
+                    "entries; expected one prompt and one entry per sample"
+                )
         pixels = check_pixels(pixels, prompt_sets[0]).float()
         futures = self._submit(pixels, prompt_sets, metadata)
         with torch.autocast(pixels.device.type, enabled=False):  # a reward's precision is not the run's
@@ -324,9 +326,9 @@ def _score_chunk(
 def _check_scores(name: str, reward: WeightedReward, pixels: Tensor, prompts: Prompts, value: object) -> Tensor:
     """Refuse scores of the wrong shape, scores that are not finite, and missing gradients."""
     if not isinstance(value, Tensor) or value.shape != (len(pixels),):
-        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        result = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise RewardError(
-            f"reward '{name}' returned {found} for {len(pixels)} samples {list(prompts[:3])}; expected one score each"
+            f"reward '{name}' returned {result} for {len(pixels)} samples {list(prompts[:3])}; expected one score each"
         )
     finite = torch.isfinite(value.detach())
     if not bool(finite.all()):

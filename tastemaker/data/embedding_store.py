@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.model_spec import EncoderFingerprint, PromptEncoder
 from ..core.registry import ConfigError
-from ..models.safe_unpickling import load_pickle
+from ..models.restricted_unpickler import load_pickle
 
 STEM = "embeddings"
 INDEX = f"{STEM}.json"

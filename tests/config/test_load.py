@@ -252,6 +252,9 @@ class NotADataclass:
     """A class without settings."""
 
 
+MODULE_CONSTANT = 3  # neither a class nor a function
+
+
 def class_path(name: str) -> str:
     return f"{__name__}:{name}"
 
@@ -274,7 +277,7 @@ def test_custom_component_by_module_and_class() -> None:
         (class_path("IncompleteReward"), ["card, load"]),
         (class_path("NotADataclass"), ["dataclass"]),
         (class_path("Sharp"), [f"'{__name__}'", "'Sharp'"]),
-        (class_path("class_path"), ["is a function"]),
+        (class_path("MODULE_CONSTANT"), ["is a int"]),
         ("no.such:Thing", ["ModuleNotFoundError", "'no'"]),
         (":", ["ValueError"]),
     ],
