@@ -49,8 +49,8 @@ class ScriptedModel(Backbone):
     def __init__(self) -> None:
         self.net: nn.Module = ScriptedNetwork()
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), {}, tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        return Condition(tuple(prompts), {}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         said: Tensor = self.net(x)

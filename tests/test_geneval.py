@@ -37,13 +37,13 @@ def lines(reason: str) -> list[Any]:
 
 
 def reproduced(case: dict[str, Any], golden: dict[str, Any], rules: GenEvalRules) -> None:
-    found, facts = detections(case), case["metadata"]
+    found, metadata = detections(case), case["metadata"]
     kept = {
         name: [[*d.box, d.score] for d in group]
-        for name, group in filter_detections(found, facts["tag"], rules).items()
+        for name, group in filter_detections(found, metadata["tag"], rules).items()
     }
     assert kept == golden["kept"]
-    correct, reasons = evaluate_detections(found, facts, rules)
+    correct, reasons = evaluate_detections(found, metadata, rules)
     assert correct == golden["correct"]
     assert lines("\n".join(reasons)) == lines(golden["reason"])
 
@@ -116,13 +116,13 @@ def test_the_colours_are_the_published_ones() -> None:
 def test_four_copies_pass_the_published_rule_and_fail_the_strict_one() -> None:
     corners: list[Box] = [(0, 0, 20, 20), (40, 0, 60, 20), (0, 40, 20, 60), (40, 40, 60, 60)]
     copies = [DetectedObject("book", box, 0.95) for box in corners]
-    facts = {"tag": "single_object", "include": [{"class": "book", "count": 1}], "prompt": "a book"}
-    assert evaluate_detections(copies, facts) == (True, [])
-    assert evaluate_detections(copies, facts, GenEvalRules(strict=True)) == (
+    metadata = {"tag": "single_object", "include": [{"class": "book", "count": 1}], "prompt": "a book"}
+    assert evaluate_detections(copies, metadata) == (True, [])
+    assert evaluate_detections(copies, metadata, GenEvalRules(strict=True)) == (
         False,
         ["expected 1 objects in all, found 4"],
     )
-    assert evaluate_detections(copies[:1], facts, GenEvalRules(strict=True))[0]
+    assert evaluate_detections(copies[:1], metadata, GenEvalRules(strict=True))[0]
 
 
 def test_centres_on_top_of_each_other_stand_in_no_relation() -> None:

@@ -122,8 +122,8 @@ def test_the_same_picture_is_at_no_distance_and_has_no_gradient() -> None:
 def test_gradients_agree_with_finite_differences() -> None:
     scorer = LpipsReward().tiny().load(Placement(dtype=torch.float64))
     pixels = random(2, 1, 3, 17, 20).double().requires_grad_()
-    facts = [{"target": random(1, 3, 17, 20, seed=1).double()}] * 2
-    assert torch.autograd.gradcheck(lambda x: scorer.score(x, ["", ""], facts), (pixels,), fast_mode=True)
+    metadata = [{"target": random(1, 3, 17, 20, seed=1).double()}] * 2
+    assert torch.autograd.gradcheck(lambda x: scorer.score(x, ["", ""], metadata), (pixels,), fast_mode=True)
 
 
 def test_the_reward_is_minus_the_distance_to_the_target() -> None:
@@ -135,16 +135,16 @@ def test_the_reward_is_minus_the_distance_to_the_target() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "size", "sentence"),
+    ("metadata", "size", "sentence"),
     [
         ({}, 32, "'cat' has no metadata 'target'"),
         ({"target": torch.zeros(1, 3, 8, 8)}, 32, r"target of 'cat' is \[1, 3, 8, 8\]"),
         ({"target": torch.zeros(1, 3, 9, 9)}, 9, "images of 9x9 pixels; expected 16"),
     ],
 )
-def test_what_cannot_be_compared_is_a_sentence(facts: dict[str, Any], size: int, sentence: str) -> None:
+def test_what_cannot_be_compared_is_a_sentence(metadata: dict[str, Any], size: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        LpipsReward().tiny().load(Placement()).score(torch.zeros(1, 1, 3, size, size), ["cat"], [facts])
+        LpipsReward().tiny().load(Placement()).score(torch.zeros(1, 1, 3, size, size), ["cat"], [metadata])
 
 
 def test_wrong_files_are_sentences(files: dict[str, Path], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, PromptBatch
 from .dataset import Dataset, batch_indices, epoch_permutation, repeat_prompts
@@ -150,7 +150,7 @@ class Cifar10Dataset(Dataset):
         image_ids = 2 * indices + flipped
         if self.random_shift:
             ways = 2 * self.random_shift + 1
-            draws = Randomness(self.seed, 0, positions).uniform("shift", 2)
+            draws = Randomness(self.seed, 0, positions).uniform(Purpose.SHIFT, 2)
             down, right = (draws * ways).long().clamp(max=ways - 1).unbind(1)
             pixels = shift_images(pixels, down, right, self.random_shift)
             image_ids = (image_ids * ways + down) * ways + right

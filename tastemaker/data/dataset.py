@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, PromptBatch, concatenate
 
@@ -26,7 +26,7 @@ POOL_CHUNK = 4096  # samples generated per call
 @lru_cache(maxsize=8)
 def epoch_permutation(length: int, seed: int, epoch: int) -> Tensor:
     """The order of all samples in an epoch: [length]."""
-    words = Randomness(seed, epoch, torch.arange(length)).words("order", 2)
+    words = Randomness(seed, epoch, torch.arange(length)).words(Purpose.DATA_ORDER, 2)
     return (words[:, 0] << 31 ^ words[:, 1]).argsort(stable=True)
 
 

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, PromptBatch
 from .class_labels import imagenet_labels, wordnet_class_ids
@@ -120,7 +120,7 @@ class CroppedImageDataset(Dataset):
 
     def _jobs(self, shard: BatchShard) -> list[Callable[[], list[CroppedImage]]]:
         positions = batch_indices(len(self), self.seed, shard.step, shard.batch_size, shard.rank, shard.world_size)
-        draws = Randomness(self.seed, shard.step, shard.rows).uniform("crop", 4)
+        draws = Randomness(self.seed, shard.step, shard.rows).uniform(Purpose.CROP, 4)
         samples = list(zip(positions, draws.tolist(), strict=True))
         return [partial(self._load, samples[i : i + CHUNK]) for i in range(0, len(samples), CHUNK)]
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import LatentBatch, PromptBatch
 from .dataset import Dataset, batch_indices, repeat_prompts
@@ -163,7 +163,7 @@ class LatentDataset(Dataset):
         return self.prefetcher.get(BatchShard(step, batch_size, rank, world_size))
 
     def _load(self, shard: BatchShard) -> LatentBatch:
-        manifest, draws = self.manifest, Randomness(self.seed, shard.step, shard.rows).uniform("view", 1)
+        manifest, draws = self.manifest, Randomness(self.seed, shard.step, shard.rows).uniform(Purpose.VIEW, 1)
         views = (draws.flatten() * manifest.views).long().tolist()
         indices = batch_indices(len(self), self.seed, shard.step, shard.batch_size, shard.rank, shard.world_size)
         if 2 * math.prod(manifest.shape) * manifest.views * manifest.num_images <= MAX_CACHED_BYTES:

@@ -17,6 +17,7 @@ from ..core.types import ImageBatch, PromptBatch
 from ..playground import motion, signs
 from ..playground.art import Style
 from ..playground.captions import TASKS, WEIGHTS, Split, sample_split_captions, sample_weighted
+from ..playground.purposes import PlaygroundPurpose
 from ..playground.scenes import Painter, corrupt_captions, sample_scenes
 from .dataset import Dataset, FinitePool, batch_indices, rank_range
 from .toy import check_num_samples
@@ -70,7 +71,7 @@ class SceneDataset(Dataset):
         scenes = sample_scenes(corrupt_captions(captions, spec.caption_noise, rng), rng, spec.snap_probability)
         if not spec.motion:
             return ImageBatch(captions.texts(), self.painter.paint(scenes, rng))
-        motions = sample_weighted(rng.uniform("motion", 1)[:, 0], spec.motion_weights)
+        motions = sample_weighted(rng.uniform(PlaygroundPurpose.MOTION, 1)[:, 0], spec.motion_weights)
         painted = motion.corrupt_motion(motions, spec.caption_noise, rng)
         videos = motion.paint_clips(self.painter, scenes, painted, rng)
         return ImageBatch(motion.motion_captions(captions.texts(), motions), videos)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import PromptBatch, TokenBatch
 from .class_labels import make_class_labels
@@ -47,7 +47,7 @@ class TokenDataset(Dataset):
         return self.prefetcher.get(BatchShard(step, batch_size, rank, world_size))
 
     def _load(self, shard: BatchShard) -> TokenBatch:
-        draws = Randomness(self.seed, shard.step, shard.rows).uniform("view", 2)
+        draws = Randomness(self.seed, shard.step, shard.rows).uniform(Purpose.VIEW, 2)
         indices = batch_indices(len(self), self.seed, shard.step, shard.batch_size, shard.rank, shard.world_size)
         samples = [self._load_readable(index, *draw) for index, draw in zip(indices, draws.tolist(), strict=True)]
         lengths = {len(ids) for _, ids in samples}

@@ -19,6 +19,7 @@ from ..core.randomness import Randomness
 from ..core.types import Metadata, select_rows
 from .art import ART
 from .captions import SIGN, Split
+from .purposes import PlaygroundPurpose
 from .scenes import CHUNK, SIDE, Painter
 
 WORDS: tuple[str, ...] = tuple((ART / "words.txt").read_text(encoding="utf-8").split())
@@ -53,13 +54,16 @@ def held_out_words() -> Tensor:
 def load_lexicon() -> tuple[str, ...]:
     """All words, followed by pseudowords."""
     rng = Randomness(0, 0, torch.arange(NUM_PSEUDOWORDS + 100))  # some are drawn twice, or are words
-    lengths, letters = 3 + rng.words("length", 1)[:, 0] % 4, rng.words("letters", 6) % 26
-    spelled = ["".join(ascii_uppercase[k] for k in row) for row in letters.tolist()]
-    cut = [word[:length] for word, length in zip(spelled, lengths.tolist(), strict=True)]
+    lengths = 3 + rng.words(PlaygroundPurpose.PSEUDOWORD_LENGTH, 1)[:, 0] % 4
+    letters = rng.words(PlaygroundPurpose.PSEUDOWORD_LETTERS, 6) % 26
+    rows = zip(letters.tolist(), lengths.tolist(), strict=True)
+    cut = ["".join(ascii_uppercase[k] for k in row[:length]) for row, length in rows]
     return tuple(dict.fromkeys([*WORDS, *cut]))[: len(WORDS) + NUM_PSEUDOWORDS]
 
 
-def sample_words(rng: Randomness, split: Split, purpose: str = "word", pseudoword_ratio: float = 0.0) -> Tensor:
+def sample_words(
+    rng: Randomness, split: Split, purpose: str = PlaygroundPurpose.WORD, pseudoword_ratio: float = 0.0
+) -> Tensor:
     """Sample words as indices into the lexicon, with a fraction of pseudowords: [N]."""
     places = (held_out_words() == (split == "held_out")).nonzero()[:, 0].to(rng.rows.device)
     drawn = rng.words(purpose, 1)[:, 0]
@@ -73,8 +77,8 @@ def corrupt_words(
     words: Tensor, probability: float, rng: Randomness, split: Split, pseudoword_ratio: float = 0.0
 ) -> Tensor:
     """Resample words with a probability: [N]."""
-    bad = rng.uniform("spoiled word", 1)[:, 0] < probability
-    return torch.where(bad, sample_words(rng, split, "another word", pseudoword_ratio), words)
+    bad = rng.uniform(PlaygroundPurpose.CORRUPT_WORD, 1)[:, 0] < probability
+    return torch.where(bad, sample_words(rng, split, PlaygroundPurpose.WRONG_WORD, pseudoword_ratio), words)
 
 
 def sign_captions(words: Tensor) -> tuple[str, ...]:
@@ -157,7 +161,7 @@ class SignPainter:
 
     def arrange(self, words: Tensor, rng: Randomness) -> SignLayouts:
         """Sample a layout for each word."""
-        draws = rng.uniform("sign", 7).to(self.device)
+        draws = rng.uniform(PlaygroundPurpose.SIGN, 7).to(self.device)
         words, fonts = words.to(self.device), (draws[:, 0] * len(FONTS)).long()
         after = (len(FONTS) - 1) * len(WORDS)  # pseudowords come after all words in all fonts
         ink = torch.where(words < len(WORDS), words * len(FONTS) + fonts, words + after)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.reward import Modality, Reward, RewardCard, RewardSpec, Rubric, WeightedReward, load_shared_reward
 from ..core.types import Metadata, Placement, Prompts
 
@@ -167,7 +167,7 @@ def derangement(pixels: Tensor) -> list[int]:
         raise ValueError("a shuffled reward got one image; expected at least two to exchange scores")
     means = pixels.detach().float().flatten(1).mean(1).cpu()
     key = zlib.crc32(means.numpy().tobytes())
-    cycle = Randomness(0, key, torch.arange(len(pixels))).uniform("shuffled", 1).flatten().argsort()
+    cycle = Randomness(0, key, torch.arange(len(pixels))).uniform(Purpose.SHUFFLED_REWARD, 1).flatten().argsort()
     others = torch.empty_like(cycle)
     others[cycle] = cycle.roll(-1)
     return [int(i) for i in others]

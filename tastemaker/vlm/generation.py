@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from .chat_model import ChatModel
 from .chat_processors import ChatInputs, ChatProcessor
@@ -68,7 +68,7 @@ class GumbelSampling:
         dropped = torch.zeros_like(logits, dtype=torch.bool)
         dropped.scatter_(1, indices, probabilities.cumsum(-1) - probabilities >= self.settings.top_p)
         rng = Randomness(self.settings.seed, ids.shape[1] - self.prompt_length, self.sample_ids)
-        uniform = rng.uniform("answer", logits.shape[1]).clamp(1e-12, 1 - 1e-7)
+        uniform = rng.uniform(Purpose.ANSWER, logits.shape[1]).clamp(1e-12, 1 - 1e-7)
         return logits.masked_fill(dropped, -torch.inf) - (-uniform.log()).log()
 
 

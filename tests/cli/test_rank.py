@@ -28,9 +28,9 @@ import os, time
 from tastemaker.rewards.color import ColorReward
 
 class Late(ColorReward):
-    def score(self, pixels, prompts, facts):
+    def score(self, pixels, prompts, metadata):
         time.sleep(2 * int(os.environ["RANK"]))
-        return super().score(pixels, prompts, facts)
+        return super().score(pixels, prompts, metadata)
 """
 PROMPTS = ("a red", "a blue", "a green")
 COLOR = ["--by", "color", "--yes", "0.6"]
@@ -87,10 +87,10 @@ def test_of_eighteen_steps_those_below_ten_are_unclear_and_those_above_eleven_cl
 
 
 def test_prompts_of_a_benchmark_are_known_again_in_other_words() -> None:
-    facts = {"include": [{"class": "dog", "count": 2}], "exclude": [{"class": "dog", "count": 3}]}
-    asked = PromptBatch(("A photo of two dogs.",), (facts,))
+    metadata = {"include": [{"class": "dog", "count": 2}], "exclude": [{"class": "dog", "count": 3}]}
+    asked = PromptBatch(("A photo of two dogs.",), (metadata,))
     own = PromptBatch(
-        ("two dogs", "the two DOGS!", "three dogs", "a pair of dogs", "three dogs"), ({}, {}, {}, facts, {})
+        ("two dogs", "the two DOGS!", "three dogs", "a pair of dogs", "three dogs"), ({}, {}, {}, metadata, {})
     )
     kept, dropped = exclude_benchmark_prompts(own, [asked])
     assert kept.prompts == ("three dogs",)

@@ -80,7 +80,7 @@ def test_batches_are_of_one_size_and_few_pictures_wait() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_prompts_and_facts_come_from_a_file(suffix: str) -> None:
+def test_prompts_and_metadata_come_from_a_file(suffix: str) -> None:
     paint("made/one.png")
     paint("made/deep/two.png")
     paint("made/unnamed.png")

@@ -98,7 +98,10 @@ def test_datasets_file_in_the_current_directory_has_precedence(here: Path) -> No
         ("faces: pictures", "'faces' is 'pictures'; expected settings such as"),
         ("faces: {path: x}", "'faces' has the type None"),
         ("faces: {type: named, name: faces}", "'faces' has the type 'named'"),
-        ("faces: {type: image_colection, path: x}", "no data is called 'image_colection'; did you mean 'image_collection'"),
+        (
+            "faces: {type: image_colection, path: x}",
+            "no data is called 'image_colection'; did you mean 'image_collection'",
+        ),
         ("faces: {type: image_folder, path: x, im_channels: 4}", "im_channels is 4; expected 1 or 3"),
         ("[]", "expected names of datasets"),
     ],

@@ -95,9 +95,9 @@ class Ramp(Backbone):
     def shape(self) -> tuple[int, ...]:
         return (self.length,)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
         return Condition(
-            tuple(prompts), {"on": torch.tensor([float(bool(prompt)) for prompt in prompts])}, tuple(facts)
+            tuple(prompts), {"on": torch.tensor([float(bool(prompt)) for prompt in prompts])}, tuple(metadata)
         )
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:

@@ -174,7 +174,7 @@ class Constant(RewardSpec, Reward):
     def tiny(self):
         return self
 
-    def score(self, pixels, prompts, facts) -> Tensor:
+    def score(self, pixels, prompts, metadata) -> Tensor:
         return torch.full((len(pixels),), torch.nan if self.broken else 1.0)
 
 

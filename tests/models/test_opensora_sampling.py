@@ -154,8 +154,8 @@ def test_reference_frames_stay_fixed(tmp_path: Path) -> None:
     model = replace(SPEC, duration=34).load(Placement())
     policy = Policy(model, GaussianProcess(RectifiedFlow(2.0), ODE(), 3), FullFinetuning().apply(model, ()))
     picture = torch.rand(1, 3, 20, 24, generator=torch.Generator().manual_seed(0))
-    facts: list[dict[str, Any]] = [{"image": picture, "mask_strategy": "0,0,0,0,1;0,0,0,-5,1,0.5"}, {}]
-    cond = policy.embed(["a cat", "a dog"], facts)
+    metadata: list[dict[str, Any]] = [{"image": picture, "mask_strategy": "0,0,0,0,1;0,0,0,-5,1,0.5"}, {}]
+    cond = policy.embed(["a cat", "a dog"], metadata)
     assert cond.tensors["until"].tolist() == [[0] + [1] * 4 + [0.5] + [1] * 4, [1] * 10]
     made, free = (
         policy.sample(given, Randomness(0, 0, torch.arange(2))) for given in (cond, policy.embed(cond.prompts))

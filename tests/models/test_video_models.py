@@ -133,9 +133,9 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
         WanSpec().tiny().load(Placement()).encode(torch.zeros(1, 1, 3, 32, 32))
     with pytest.raises(ValueError, match="a prompt has no `image`"):
         SvdSpec().tiny().load(Placement()).embed(["", ""], [{"image": torch.zeros(1, 3, 32, 32)}, {}])
-    for facts in ((), ({}, {})):
+    for metadata in ((), ({}, {})):
         with pytest.raises(ConfigError, match=r"found no image; set model\.image"):
-            SvdSpec().tiny().load(Placement()).embed(["", ""], facts)
+            SvdSpec().tiny().load(Placement()).embed(["", ""], metadata)
     with pytest.raises(ValueError, match="'rescale_betas_zero_snr'"):
         VariancePreserving(rescale_betas_zero_snr=True)
     with pytest.raises(ValueError, match="sigma_max"):

@@ -100,7 +100,7 @@ class Weighed(RewardSpec, Reward):
     def tiny(self) -> Weighed:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return (pixels * shown(self.by)).flatten(1).sum(1) / self.by.numel()
 
 

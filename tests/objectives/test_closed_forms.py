@@ -203,7 +203,7 @@ class Partly(RewardSpec, Reward):
     def tiny(self) -> Partly:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         seen = pixels.mean((1, 2, 3, 4))
         return torch.where(torch.tensor(["red" in prompt for prompt in prompts]), 0.7, seen)
 

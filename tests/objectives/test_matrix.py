@@ -184,10 +184,10 @@ class Shuffled(RewardSpec, Reward):
     def tiny(self) -> Shuffled:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
-        clips = 1 + max((fact.get("frame", 0) for fact in facts), default=0)  # frames of one clip go together
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        clips = 1 + max((fact.get("frame", 0) for fact in metadata), default=0)  # frames of one clip go together
         rows = torch.randperm(len(pixels) // clips, generator=self.chance)
-        return self.color.score(pixels, prompts, facts).view(-1, clips)[rows].flatten()
+        return self.color.score(pixels, prompts, metadata).view(-1, clips)[rows].flatten()
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,9 @@ class Misread(RewardSpec, Reward):
     def tiny(self) -> Misread:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         rows = torch.randperm(len(pixels), generator=self.chance).tolist()
-        return self.color.score(pixels, [prompts[i] for i in rows], facts)
+        return self.color.score(pixels, [prompts[i] for i in rows], metadata)
 
 
 def batches(setting: Setting, frames: int, shuffled: bool) -> Iterator[Any]:

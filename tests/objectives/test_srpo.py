@@ -100,8 +100,8 @@ class Oracle(Backbone):
 
     pixels = (1, 3, 8, 8)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), {}, tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        return Condition(tuple(prompts), {}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         return self.says
@@ -205,9 +205,9 @@ class Overheard(RewardSpec, Reward):
     def tiny(self) -> Overheard:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         self.heard.append(tuple(prompts))
-        return ColorReward().score(pixels, ["a red"] * len(prompts), facts)
+        return ColorReward().score(pixels, ["a red"] * len(prompts), metadata)
 
 
 def test_control_words_alternate_and_swap_under_inversion() -> None:

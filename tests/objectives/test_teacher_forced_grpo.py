@@ -52,8 +52,8 @@ class Recorded(Backbone):
     def __init__(self) -> None:
         self.net: nn.Module = GPT(GPTConfig(64, 2, 4, None, 96, 4, "class", 1, 10))
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), {"label": torch.tensor([int(p or 10) for p in prompts])}, tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        return Condition(tuple(prompts), {"label": torch.tensor([int(p or 10) for p in prompts])}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         logits: Tensor = self.net(x[:, :-1], cond.tensors["label"])[0]

@@ -87,7 +87,20 @@ def test_small_detector_overfits() -> None:
 
 @pytest.mark.parametrize("name", list(TASKS_BY_NAME))
 def test_reward_models_train_and_round_trip(name: str, tmp_path: Path) -> None:
-    arguments = [name, "--tiny", "--steps", "2", "--batch", "8", "--lesson", "8", "--num-scenes", "8", "--device", "cpu"]
+    arguments = [
+        name,
+        "--tiny",
+        "--steps",
+        "2",
+        "--batch",
+        "8",
+        "--lesson",
+        "8",
+        "--num-scenes",
+        "8",
+        "--device",
+        "cpu",
+    ]
     train_reward_models.main([*arguments, "--out", str(tmp_path)])
     (file,) = tmp_path.iterdir()
     net = load_network(TASKS_BY_NAME[name][1], file)

@@ -35,9 +35,9 @@ def test_a_fifth_of_the_words_is_held_out() -> None:
 
 def test_sign_prompts_have_text_metadata() -> None:
     drawn = words.sample_words(rng(50), "train")
-    prompts, facts = words.sign_captions(drawn), words.sign_metadata(drawn)
-    assert prompts[0] == f'a sign that says "{facts[0]["text"]}"'
-    assert words.requested_words(prompts) == tuple(fact["text"] for fact in facts)
+    prompts, metadata = words.sign_captions(drawn), words.sign_metadata(drawn)
+    assert prompts[0] == f'a sign that says "{metadata[0]["text"]}"'
+    assert words.requested_words(prompts) == tuple(fact["text"] for fact in metadata)
     assert tokenize(prompts).shape == (50, 16)
     with pytest.raises(ValueError, match="'a sign' describes no sign; expected 'a sign that says \"HELLO\"'"):
         words.requested_words(["a sign"])

@@ -103,7 +103,7 @@ class Exact(Backbone):
     pixels: tuple[int, int, int, int] = (1, 3, 1, 1)
     forward_passes: int = 1
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
         return Condition(tuple(prompts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:

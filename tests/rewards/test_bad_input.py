@@ -43,7 +43,7 @@ def tiny(name: str) -> Rubric:
     return Rubric({name: WeightedReward(spec, spec.load(Placement()), 0.0)})
 
 
-def facts(frames: int, height: int, width: int) -> Metadata:
+def metadata(frames: int, height: int, width: int) -> Metadata:
     """What some rewards must be told."""
     picture = random(frames, 3, height, width)
     return {"target": picture, "text": "exit", "include": [{"class": "dog", "count": 1}], "tag": "single_object"}
@@ -72,7 +72,7 @@ def test_any_prompt_and_any_size_get_a_finite_score_or_a_reward_error(name: str)
 
 def problem(name: str, pixels: Tensor, prompt: str) -> str:
     """What is wrong with a reward's answer, or nothing."""
-    known = [facts(*pixels.shape[1:2], *pixels.shape[3:])] * len(pixels)
+    known = [metadata(*pixels.shape[1:2], *pixels.shape[3:])] * len(pixels)
     try:
         scores = tiny(name).score(pixels, [prompt] * len(pixels), known).rewards[name]
     except RewardError as error:
@@ -88,7 +88,7 @@ def test_pixels_that_are_no_numbers_name_their_rows_before_a_reward_sees_them(ba
     seen: list[int] = []
 
     class Watchful(Reward):
-        def score(self, pixels: Tensor, prompts: Any, facts: Any) -> Tensor:
+        def score(self, pixels: Tensor, prompts: Any, metadata: Any) -> Tensor:
             seen.append(len(pixels))
             return pixels.mean((1, 2, 3, 4))
 

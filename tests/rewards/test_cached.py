@@ -42,13 +42,13 @@ class Slow(RewardSpec, Reward):
     def tiny(self) -> Slow:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         self.asked.extend(prompts)
         return pixels.mean((1, 2, 3, 4))
 
 
-def scored(spec: Any, pixels: Tensor = PIXELS, prompts: Prompts = PROMPTS, facts: Sequence[Metadata] = ()) -> Tensor:
-    return Rubric({"it": WeightedReward(spec, spec.load(Placement()))}).score(pixels, prompts, facts).total
+def scored(spec: Any, pixels: Tensor = PIXELS, prompts: Prompts = PROMPTS, metadata: Sequence[Metadata] = ()) -> Tensor:
+    return Rubric({"it": WeightedReward(spec, spec.load(Placement()))}).score(pixels, prompts, metadata).total
 
 
 def test_the_same_row_is_asked_about_once_and_scores_alike() -> None:
@@ -67,7 +67,7 @@ def test_equal_rows_of_one_batch_are_asked_about_once() -> None:
     assert found.equal(PIXELS[[0, 1, 0, 0]].mean((1, 2, 3, 4)))
 
 
-def test_pixels_prompt_facts_and_settings_tell_scores_apart() -> None:
+def test_pixels_prompt_metadata_and_settings_tell_scores_apart() -> None:
     row = PIXELS[0]
     changed = row.clone()
     changed[0, 0, 0, 0] += 1e-7
@@ -102,9 +102,9 @@ def test_weights_that_were_written_anew_are_another_reward(tmp_path: Path) -> No
     assert reward_fingerprint(folder) != before
 
 
-def test_facts_no_key_can_be_made_of_are_a_sentence() -> None:
+def test_metadata_no_key_can_be_made_of_are_a_sentence() -> None:
     with pytest.raises(RewardError, match="metadata holds a object"):
-        scored(CachedReward(Slow()), facts=[{"thing": object()}] * 4)
+        scored(CachedReward(Slow()), metadata=[{"thing": object()}] * 4)
 
 
 def test_scores_on_disk_serve_the_next_run(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_broken_file_is_a_sentence(tmp_path: Path) -> None:
 def test_a_score_that_is_not_finite_is_told_and_not_remembered(tmp_path: Path) -> None:
     @dataclass(frozen=True, eq=False)
     class Odd(Slow):
-        def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+        def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
             return torch.full((len(pixels),), float("nan"))
 
     with pytest.raises(RewardError, match="returned NaN or infinity"):

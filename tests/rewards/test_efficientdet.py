@@ -53,7 +53,7 @@ def one(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("photo", "facts", "expected"),
+    ("photo", "metadata", "expected"),
     [
         ("motorcycles", {"tag": "counting", "include": [one("motorcycle", 2)], "exclude": [one("motorcycle", 3)]}, 1.0),
         ("motorcycles", {"tag": "counting", "include": [one("motorcycle", 3)]}, 0.0),
@@ -64,10 +64,10 @@ def one(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_photographs_are_marked_right(
-    lite: str, photos: dict[str, Tensor], photo: str, facts: dict[str, Any], expected: float
+    lite: str, photos: dict[str, Tensor], photo: str, metadata: dict[str, Any], expected: float
 ) -> None:
     scorer = DetectionReward(lite, output="graded").load(Placement())
-    assert scorer.score(photos[photo], ["a photo"], [facts]).item() == expected
+    assert scorer.score(photos[photo], ["a photo"], [metadata]).item() == expected
 
 
 @pytest.mark.slow

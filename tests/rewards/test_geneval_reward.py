@@ -161,7 +161,7 @@ def test_all_conditions_are_counted_in_the_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "sentence"),
+    ("metadata", "sentence"),
     [
         ({}, "'a dog': metadata have no 'tag' or no 'include'"),
         (fact("colors", thing("dgo")), "GenEval knows no class 'dgo'; did you mean 'dog'?"),
@@ -181,9 +181,9 @@ def test_all_conditions_are_counted_in_the_share() -> None:
         ({"tag": "colors", "include": None}, "objects are None; expected a list of mappings"),
     ],
 )
-def test_metadata_that_cannot_be_used_are_a_sentence(facts: dict[str, Any], sentence: str) -> None:
+def test_metadata_that_cannot_be_used_are_a_sentence(metadata: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as told:
-        scorer("dog").score(halves("red", "blue")[:, None], ["a dog"], [facts])
+        scorer("dog").score(halves("red", "blue")[:, None], ["a dog"], [metadata])
     assert sentence in str(told.value)
 
 

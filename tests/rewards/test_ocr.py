@@ -30,10 +30,10 @@ def rubric(spec: OcrReward) -> Rubric:
 
 
 def test_real_signs_are_read_and_say_nothing_else(signs: tuple[Tensor, list[str], tuple[Metadata, ...]]) -> None:
-    pixels, prompts, facts = signs
-    right = rubric(OcrReward(strict=True)).score(pixels, prompts, facts).total
+    pixels, prompts, metadata = signs
+    right = rubric(OcrReward(strict=True)).score(pixels, prompts, metadata).total
     assert (right == 1).float().mean() >= 0.95 and right.mean() >= 0.98
-    wrong = rubric(OcrReward(strict=True)).score(pixels[:5], prompts[1:6], facts[1:6]).total
+    wrong = rubric(OcrReward(strict=True)).score(pixels[:5], prompts[1:6], metadata[1:6]).total
     assert wrong.mean() < 0.3 and wrong.min() >= 0
 
 
@@ -52,8 +52,8 @@ def test_signs_are_read_in_every_font() -> None:
 def test_the_quoted_text_of_a_prompt_is_as_good_as_a_fact(
     signs: tuple[Tensor, list[str], tuple[Metadata, ...]],
 ) -> None:
-    pixels, prompts, facts = (part[:3] for part in signs)
-    known, alone = (rubric(OcrReward()).score(pixels, prompts, some).total for some in (facts, ()))
+    pixels, prompts, metadata = (part[:3] for part in signs)
+    known, alone = (rubric(OcrReward()).score(pixels, prompts, some).total for some in (metadata, ()))
     assert torch.equal(known, alone)
     assert (
         expected_text('A neon "Open  Late" sign', {}) == "openlate"
@@ -62,9 +62,9 @@ def test_the_quoted_text_of_a_prompt_is_as_good_as_a_fact(
 
 
 def test_of_a_clip_every_frame_counts(signs: tuple[Tensor, list[str], tuple[Metadata, ...]]) -> None:
-    pixels, prompts, facts = (part[:2] for part in signs)
+    pixels, prompts, metadata = (part[:2] for part in signs)
     clip = torch.cat([pixels, torch.full_like(pixels, 0.5)], 1)
-    still, moving = (rubric(OcrReward()).score(frames, prompts, facts).total for frames in (pixels, clip))
+    still, moving = (rubric(OcrReward()).score(frames, prompts, metadata).total for frames in (pixels, clip))
     torch.testing.assert_close(moving, still / 2)
 
 

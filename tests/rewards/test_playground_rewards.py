@@ -59,7 +59,7 @@ def test_gradients_reach_the_pixels(spec: RewardSpec) -> None:
 )
 def test_without_metadata_the_prompt_says_what_is_asked(spec: RewardSpec) -> None:
     known, alone = (
-        rubric(spec).score(pictures(), CAPTIONS.texts(), facts).total for facts in (CAPTIONS.metadata(), ())
+        rubric(spec).score(pictures(), CAPTIONS.texts(), metadata).total for metadata in (CAPTIONS.metadata(), ())
     )
     assert torch.equal(known, alone)
 

@@ -47,9 +47,9 @@ class Own(RewardSpec, Reward):
     def tiny(self) -> Own:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         self.seen.append(len(pixels))
-        return self.function(pixels, prompts, facts)
+        return self.function(pixels, prompts, metadata)
 
 
 def rubric(weight: float = 1.0, **specs: RewardSpec) -> Rubric:
@@ -58,7 +58,7 @@ def rubric(weight: float = 1.0, **specs: RewardSpec) -> Rubric:
     )
 
 
-def mean(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+def mean(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
     return pixels.mean((1, 2, 3, 4))
 
 
@@ -128,14 +128,14 @@ def test_a_reward_of_frames_is_the_mean_over_frames() -> None:
     torch.testing.assert_close(rubric(color=ColorReward()).score(PIXELS, PROMPTS).total, each.mean(1))
 
 
-def test_a_lifted_row_knows_its_frame_and_keeps_its_facts() -> None:
-    def which(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
-        return torch.tensor([100.0 * fact["row"] + fact["frame"] for fact in facts])
+def test_a_lifted_row_knows_its_frame_and_keeps_its_metadata() -> None:
+    def which(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return torch.tensor([100.0 * fact["row"] + fact["frame"] for fact in metadata])
 
-    facts = [{"row": i} for i in range(5)]
-    total = rubric(own=Own(which, differentiable=False)).score(PIXELS, PROMPTS, facts).total
+    metadata = [{"row": i} for i in range(5)]
+    total = rubric(own=Own(which, differentiable=False)).score(PIXELS, PROMPTS, metadata).total
     assert total.tolist() == [100.0 * i + 1 for i in range(5)]  # the mean of frames 0, 1, 2
-    assert facts[0] == {"row": 0}
+    assert metadata[0] == {"row": 0}
 
 
 def test_a_reward_of_clips_sees_all_frames() -> None:
@@ -158,7 +158,7 @@ def test_a_differentiable_reward_on_the_host_keeps_its_gradient() -> None:
 def test_host_rewards_run_beside_device_rewards() -> None:
     met = threading.Barrier(2, timeout=20)
 
-    def meet(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def meet(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         met.wait()  # passes only if the other reward runs at the same time
         return pixels.mean((1, 2, 3, 4))
 
@@ -179,7 +179,7 @@ def test_a_reward_that_raises_names_itself_the_prompt_and_the_cause() -> None:
 
 
 def test_a_reward_that_raises_on_the_host_does_so_too() -> None:
-    def broken(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def broken(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         raise OSError("no server")
 
     with pytest.raises(RewardError, match=r"reward 'far' failed on \['red'.*OSError: no server"):
@@ -213,7 +213,7 @@ def test_a_reward_that_loses_the_gradient_it_promises_is_caught() -> None:
 
 
 def test_out_of_memory_is_not_disguised() -> None:
-    def large(pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def large(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         raise torch.OutOfMemoryError("no room")
 
     with pytest.raises(torch.OutOfMemoryError):

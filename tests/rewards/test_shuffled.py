@@ -76,7 +76,7 @@ class Short(RewardSpec, Reward):
     def tiny(self) -> Short:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         assert len(pixels) <= 3
         return pixels.mean((1, 2, 3, 4))
 

@@ -80,10 +80,10 @@ def test_colors_of_ones_own_replace_the_known_ones() -> None:
 
 def test_mse_and_l1_measure_the_distance_to_the_target() -> None:
     pixels, target = random(2, 1, 3, 4, 4), random(1, 3, 4, 4, seed=1)
-    facts = [{"target": target}] * 2
+    metadata = [{"target": target}] * 2
     gap = pixels[:, 0] - target
-    torch.testing.assert_close(MseReward().score(pixels, ["", ""], facts), -gap.square().mean((1, 2, 3)))
-    torch.testing.assert_close(L1Reward().score(pixels, ["", ""], facts), -gap.abs().mean((1, 2, 3)))
+    torch.testing.assert_close(MseReward().score(pixels, ["", ""], metadata), -gap.square().mean((1, 2, 3)))
+    torch.testing.assert_close(L1Reward().score(pixels, ["", ""], metadata), -gap.abs().mean((1, 2, 3)))
 
 
 def test_a_target_can_be_a_file(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_clip_is_compared_frame_by_frame_with_a_clip_and_every_frame_with_a_st
 
 
 @pytest.mark.parametrize(
-    ("facts", "sentence"),
+    ("metadata", "sentence"),
     [
         ({}, "'cat' has no metadata 'target'"),
         (
@@ -113,9 +113,9 @@ def test_a_clip_is_compared_frame_by_frame_with_a_clip_and_every_frame_with_a_st
         ({"target": "missing.png"}, "there is no image at missing.png"),
     ],
 )
-def test_a_target_that_does_not_fit_is_a_sentence(facts: dict[str, Any], sentence: str) -> None:
+def test_a_target_that_does_not_fit_is_a_sentence(metadata: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        L1Reward().score(torch.zeros(1, 1, 3, 4, 4), ["cat"], [facts])
+        L1Reward().score(torch.zeros(1, 1, 3, 4, 4), ["cat"], [metadata])
 
 
 def test_stillness_is_one_without_motion_and_falls_with_it() -> None:
@@ -149,9 +149,9 @@ def test_gradients_agree_with_finite_differences(
     # Nine pixels a side leave a block that is partly padding, and halves that do not divide.
     frames = 2 if reward.modality == "video" else 1
     pixels = random(2, frames, 3, 9, 9, seed=3).double().requires_grad_()
-    facts = [{"target": random(1, 3, 9, 9, seed=4)}] * 2
+    metadata = [{"target": random(1, 3, 9, 9, seed=4)}] * 2
     assert reward.differentiable
-    assert torch.autograd.gradcheck(lambda x: reward.score(x, ["red", "blue"], facts), (pixels,), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda x: reward.score(x, ["red", "blue"], metadata), (pixels,), fast_mode=True)
 
 
 def test_a_reward_without_weights_is_its_own_scorer_and_its_own_small_version() -> None:

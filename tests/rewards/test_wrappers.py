@@ -60,8 +60,8 @@ def test_per_frame_of_all_is_the_mean_over_frames() -> None:
 def test_per_frame_tells_a_target_which_frame_it_is() -> None:
     spec = PerFrameReward(MseReward(), "last")
     rubric = Rubric({"it": WeightedReward(spec, spec.load(Placement()))})
-    facts = [{"target": clip} for clip in PIXELS]
-    assert rubric.score(PIXELS, PROMPTS, facts).total.tolist() == [0.0] * 4
+    metadata = [{"target": clip} for clip in PIXELS]
+    assert rubric.score(PIXELS, PROMPTS, metadata).total.tolist() == [0.0] * 4
 
 
 def test_a_frame_that_is_not_there_is_refused() -> None:

@@ -160,8 +160,8 @@ class Spread(Backbone):
     def __init__(self, path: NoisePath) -> None:
         self.path = path
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), {}, tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        return Condition(tuple(prompts), {}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         alpha, sigma = (expand_dims_like(each(t), x) for each in (self.path.alpha, self.path.sigma))

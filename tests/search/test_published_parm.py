@@ -34,7 +34,7 @@ class Recorded(Verifier):
     asked: list[str] = field(default_factory=list)
     left: list[int] = field(default_factory=list)  # candidates that are not clear yet
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
         if progress == 1:
             self.asked.extend(["orm"] * len(pixels))
             score = torch.tensor(self.finals[: len(pixels)])
@@ -78,7 +78,7 @@ def test_without_temperature_reset_later_candidates_are_greedy(search: Any) -> N
     class Nth(Verifier):
         place: int
 
-        def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
+        def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
             yes = torch.ones(len(pixels), dtype=torch.bool)
             if progress < 1:
                 return Verdict(yes, yes, torch.ones(len(pixels)))
@@ -110,12 +110,12 @@ class Complaining(Verifier):
     least: float
     heard: list[tuple[str, str]] = field(default_factory=list)
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
-        self.heard.extend((prompt, str(fact.get("reason"))) for prompt, fact in zip(prompts, facts, strict=True))
+    def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
+        self.heard.extend((prompt, str(known.get("reason"))) for prompt, known in zip(prompts, metadata, strict=True))
         score = toys.rubric().score(pixels, prompts).total
         return Verdict(score >= -9, score >= self.least, score)
 
-    def explain(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> list[str]:
+    def explain(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> list[str]:
         return [f"this is not {prompt}" for prompt in prompts]
 
 

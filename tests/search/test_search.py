@@ -34,11 +34,11 @@ class Listening(Verifier):
     inner: Verifier
     seen: list[tuple[float, int]] = field(default_factory=list)
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
         assert len(pixels) == len(prompts)
-        assert len(facts) in (0, len(prompts))
+        assert len(metadata) in (0, len(prompts))
         self.seen.append((progress, len(pixels)))
-        return self.inner.judge(pixels, prompts, facts, progress)
+        return self.inner.judge(pixels, prompts, metadata, progress)
 
 
 def found(search: Search, name: str, **settings: float) -> tuple[SearchResult, Listening]:
@@ -142,7 +142,7 @@ def test_select_candidates_keeps_unclear_and_promising() -> None:
 class Indifferent(Verifier):
     """A verifier to whom all pictures are alike."""
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
         same = torch.full((len(pixels),), 0.5)
         return Verdict(same > 0, same > 0, same)
 
@@ -161,7 +161,7 @@ def test_ties_are_won_by_the_first(search: Search, name: str) -> None:
 class Contrary(Verifier):
     """Promises nothing of the best pictures and much of the others, then scores them truly."""
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
         score = toys.rubric().score(pixels, prompts).total
         return Verdict(torch.ones_like(score, dtype=torch.bool), score < 0.8, score)
 
@@ -177,7 +177,7 @@ def test_promising_candidates_rank_first() -> None:
 class Shortsighted(Verifier):
     """Makes out only bad pictures, and finds them promising."""
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
+    def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
         score = toys.rubric().score(pixels, prompts).total
         return Verdict(score < GOOD, score < GOOD, score)
 
@@ -216,9 +216,9 @@ def test_metadata_stays_with_its_prompt() -> None:
 
     @dataclass(frozen=True)
     class Noting(Verifier):
-        def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
-            heard.extend((prompt, fact["number"]) for prompt, fact in zip(prompts, facts, strict=True))
-            return RubricVerifier(toys.rubric(), 0.2, GOOD).judge(pixels, prompts, facts, progress)
+        def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
+            heard.extend((prompt, known["number"]) for prompt, known in zip(prompts, metadata, strict=True))
+            return RubricVerifier(toys.rubric(), 0.2, GOOD).judge(pixels, prompts, metadata, progress)
 
     batch = PromptBatch(toys.PROMPTS, tuple({"number": i} for i in range(4)))
     PARMSearch(4).run(policy, Noting(), batch, Randomness(11, 0, torch.arange(4)))
@@ -255,7 +255,7 @@ def test_prm_copies_diverge() -> None:
     class First(Verifier):
         """Prefers the first, and remembers what all looked like."""
 
-        def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
+        def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
             seen.append(pixels)
             score = -torch.arange(len(pixels)).float()
             return Verdict(score <= 0, score <= 0, score)
