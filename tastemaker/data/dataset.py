@@ -77,6 +77,26 @@ class DataSpec(Protocol):
     def load(self, seed: int) -> Dataset: ...
 
 
+class ShuffledDataset(Dataset):
+    """Samples by index, in a new order every epoch."""
+
+    prompts: tuple[str, ...]  # to display; one per sample, unless `__len__` is overridden
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> Any:
+        return self.collate(batch_indices(len(self), self.seed, step, batch_size, rank, world_size))
+
+    @abstractmethod
+    def collate(self, indices: list[int]) -> Any:
+        """The batch of some samples."""
+
+    def first_prompts(self, count: int) -> PromptBatch:
+        return repeat_prompts(self.prompts, count)
+
+
 def repeat_prompts(prompts: Sequence[str], count: int) -> PromptBatch:
     """The first `count` prompts without metadata, starting over if there are fewer."""
     return PromptBatch(tuple(prompts[i % len(prompts)] for i in range(count)), ({},) * count)
@@ -136,7 +156,9 @@ class FinitePool(Dataset):
         """All samples, with pixels as uint8."""
         size = min(POOL_CHUNK, self.length)
         chunks = [self.source.batch(i, size, 0, 1) for i in range(-(-self.length // size))]
-        return concatenate([ImageBatch(chunk.prompts, quantize_pixels(chunk.pixels)) for chunk in chunks])
+        return concatenate(
+            [ImageBatch(c.prompts, (c.pixels * 255).round().clamp(0, 255).to(torch.uint8)) for c in chunks]
+        )
 
     def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> ImageBatch:
         if (step + 1) * batch_size <= self.length:
@@ -157,8 +179,3 @@ class FinitePool(Dataset):
 
     def first_prompts(self, count: int) -> PromptBatch:
         return self.source.first_prompts(count)
-
-
-def quantize_pixels(pixels: Tensor) -> Tensor:
-    """Pixels in [0, 1] as uint8, rounded to nearest."""
-    return (pixels * 255).round().clamp(0, 255).to(torch.uint8)

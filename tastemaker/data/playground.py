@@ -19,7 +19,7 @@ from ..playground.art import Style
 from ..playground.captions import TASKS, WEIGHTS, Split, sample_split_captions, sample_weighted
 from ..playground.purposes import PlaygroundPurpose
 from ..playground.scenes import Painter, corrupt_captions, sample_scenes
-from .dataset import Dataset, FinitePool, batch_indices, rank_range
+from .dataset import Dataset, FinitePool, ShuffledDataset, rank_range
 from .toy import check_num_samples
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -99,22 +99,19 @@ class PlaygroundPrompts:
 
 
 @dataclass(frozen=True)
-class ScenePromptDataset(Dataset):
+class ScenePromptDataset(ShuffledDataset):
     spec: PlaygroundPrompts
     seed: int
 
     def __len__(self) -> int:
         return self.spec.num_prompts
 
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PromptBatch:
-        indices = batch_indices(len(self), self.seed, step, batch_size, rank, world_size)
-        return self._prompts(torch.tensor(indices, dtype=torch.int64))
+    def collate(self, indices: list[int]) -> PromptBatch:
+        rows = torch.tensor(indices, dtype=torch.int64)
+        return scene_prompts(rows, 0, self.spec.split, self.spec.task_weights, self.spec.motion)
 
     def first_prompts(self, count: int) -> PromptBatch:
-        return self._prompts(torch.arange(count) % len(self))
-
-    def _prompts(self, indices: Tensor) -> PromptBatch:
-        return scene_prompts(indices, 0, self.spec.split, self.spec.task_weights, self.spec.motion)
+        return self.collate([i % len(self) for i in range(count)])
 
 
 @dataclass(frozen=True)
@@ -172,18 +169,18 @@ class PlaygroundSignPrompts:
 
 
 @dataclass(frozen=True)
-class SignPromptDataset(Dataset):
+class SignPromptDataset(ShuffledDataset):
     words: Tensor  # [N] indices of the split's words
     seed: int
 
     def __len__(self) -> int:
         return len(self.words)
 
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PromptBatch:
-        return sign_prompts(self.words[batch_indices(len(self), self.seed, step, batch_size, rank, world_size)])
+    def collate(self, indices: list[int]) -> PromptBatch:
+        return sign_prompts(self.words[indices])
 
     def first_prompts(self, count: int) -> PromptBatch:
-        return sign_prompts(self.words[torch.arange(count) % len(self)])
+        return self.collate([i % len(self) for i in range(count)])
 
 
 def scene_prompts(indices: Tensor, seed: int, split: Split, task_weights: Weights, with_motion: bool) -> PromptBatch:

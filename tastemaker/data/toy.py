@@ -115,14 +115,10 @@ class ToyPairDataset(Dataset):
     def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PreferenceBatch:
         indices, source = self.images.indices(step, batch_size, rank, world_size), self.images.source
         chosen = source.images(indices, [source.color(index) for index in indices])
-        wrong = [source.color(index, self._offset(index)) for index in indices]
+        count = len(source.colors)  # every other color is rejected in turn
+        wrong = [source.color(index, 1 + index // count % (count - 1)) for index in indices]
         rejected = source.images(indices, wrong, Purpose.REJECTED_COLOR_DEVIATION)
         return PreferenceBatch(tuple(source.prompt(index) for index in indices), chosen, rejected)
-
-    def _offset(self, index: int) -> int:
-        """How far the wrong color is in the list of colors; every other color is rejected in turn."""
-        count = len(self.images.source.colors)
-        return 1 + index // count % (count - 1)
 
     def first_prompts(self, count: int) -> PromptBatch:
         return self.images.first_prompts(count)

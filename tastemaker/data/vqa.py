@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ..core.registry import ConfigError
-from ..core.types import PromptBatch, QuestionAnswerBatch
-from .dataset import Dataset, batch_indices, repeat_prompts
+from ..core.types import QuestionAnswerBatch
+from .dataset import ShuffledDataset
 from .image_io import read_image
 from .image_transforms import center_square, check_image_size, stack_images, stretch_to_square
 from .text_files import MixtureRow, read_mixture, require_file
@@ -28,7 +28,7 @@ class VqaExample:
 
 
 @dataclass(frozen=True)
-class VqaDataset(Dataset):
+class VqaDataset(ShuffledDataset):
     """Questions and answers in memory; images are decoded when they are needed."""
 
     examples: tuple[VqaExample, ...]
@@ -36,20 +36,20 @@ class VqaDataset(Dataset):
     resize_mode: ResizeMode
     seed: int
 
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        return tuple(example.turns[-1] for example in self.examples)
+
     def __len__(self) -> int:
         return len(self.examples)
 
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> QuestionAnswerBatch:
-        indices = batch_indices(len(self), self.seed, step, batch_size, rank, world_size)
+    def collate(self, indices: list[int]) -> QuestionAnswerBatch:
         examples = [self.examples[i] for i in indices]
         names = [f"{example.location}: {example.file.name}" for example in examples]
         resize = stretch_to_square if self.resize_mode == "stretch" else center_square
         images = [resize(read_image(example.file)[:1], self.image_size) for example in examples]
         metadata = tuple({"turns": example.turns, "answer": example.answer} for example in examples)
         return QuestionAnswerBatch(stack_images(images, names)[:, 0], metadata)
-
-    def first_prompts(self, count: int) -> PromptBatch:
-        return repeat_prompts([example.turns[-1] for example in self.examples], count)
 
 
 @dataclass(frozen=True)

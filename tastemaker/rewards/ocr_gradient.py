@@ -92,8 +92,9 @@ class TextRecognizer:
         """Return the text if the recognizer knows all of its characters."""
         unknown = [letter for letter in text if letter not in self.characters]
         if unknown:
-            found = f"'{text:.60}' has the character '{unknown[0]}'"
-            raise ValueError(f"{found}, which the recognizer does not know; leave it out")
+            raise ValueError(
+                f"'{text:.60}' has the character '{unknown[0]}', which the recognizer does not know; leave it out"
+            )
         return text
 
     def log_probs(self, lines: Sequence[Tensor]) -> list[Tensor]:

@@ -182,8 +182,10 @@ class SumReward(RewardSpec):
 
     def __post_init__(self) -> None:
         if not self.rewards or (self.weights and len(self.weights) != len(self.rewards)):
-            found = f"{len(self.rewards)} rewards and {len(self.weights)} weights"
-            raise ValueError(f"a sum has {found}; expected at least one reward, and as many weights or none")
+            raise ValueError(
+                f"a sum has {len(self.rewards)} rewards and {len(self.weights)} weights; expected at least one "
+                "reward, and as many weights or none"
+            )
 
     @property
     def differentiable(self) -> bool:

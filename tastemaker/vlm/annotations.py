@@ -55,7 +55,7 @@ def parse_detections(answer: str) -> list[PaliGemmaDetection]:
 
 def detections_as_json(answer: str, height: int, width: int) -> list[dict[str, Any]]:
     """The objects of an answer with boxes in pixels, for a row of JSON."""
-    return [{"label": found.label, "box": list(found.corners(width, height))} for found in parse_detections(answer)]
+    return [{"label": each.label, "box": list(each.corners(width, height))} for each in parse_detections(answer)]
 
 
 class MaskDecoderBlock(nn.Module):

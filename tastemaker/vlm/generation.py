@@ -49,8 +49,10 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.max_new_tokens < 1:
-            found = f"temperature {self.temperature}, top-p {self.top_p} and {self.max_new_tokens} tokens"
-            raise ConfigError(f"found {found}; expected at least 0, above 0 up to 1, and at least one token")
+            raise ConfigError(
+                f"found temperature {self.temperature}, top-p {self.top_p} and {self.max_new_tokens} tokens; "
+                "expected at least 0, above 0 up to 1, and at least one token"
+            )
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def test_it_goes_on_where_it_was_cut_off(place: Path, tmp_path: Path) -> None:
     (tmp_path / "pictures" / "grey.png.png").unlink()
     again = reconstruct_images(order(place, tmp_path), Placement(), Console(quiet=True))
     assert again == [{**whole[0], "psnr": 99.0}, *whole[1:]] == lines(tmp_path)
-    with pytest.raises(ConfigError, match=r"has another size \(0, now 16\)"):
+    with pytest.raises(ConfigError, match=r"another 'size' \(0, now 16\)"):
         reconstruct_images(replace(order(place, tmp_path), size=16), Placement(), Console(quiet=True))
 
 

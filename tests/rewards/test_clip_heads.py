@@ -160,10 +160,10 @@ def test_scores_are_those_of_transformers_clip_behind_its_own_processor(clip: Pa
 def test_several_rewards_look_through_one_tower(clip: Path, head: Path) -> None:
     specs = AestheticReward(str(clip), str(head)), WeatherReward(weights=str(clip), head=str(head))
     aesthetic, weather = (spec.load(Placement()) for spec in specs)
-    assert aesthetic.clip_head.encoder is weather.clip_head.encoder
-    assert aesthetic.clip_head.encoder is not specs[0].load(Placement(dtype=torch.bfloat16)).clip_head.encoder
+    assert aesthetic.encoder is weather.encoder
+    assert aesthetic.encoder is not specs[0].load(Placement(dtype=torch.bfloat16)).encoder
     assert not any(
-        p.requires_grad for p in [*weather.clip_head.head.parameters(), *weather.clip_head.encoder.net.parameters()]
+        p.requires_grad for p in [*weather.head.parameters(), *weather.encoder.net.parameters()]
     )
 
 

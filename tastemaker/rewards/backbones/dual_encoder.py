@@ -186,8 +186,8 @@ def _read_model_config(path: Path) -> Any:
     folder = _folder(path)
     model_type = _read_json(folder / "config.json").get("model_type")
     if model_type not in MODEL_CLASSES:
-        found = f"a '{model_type}'" if model_type else "no config.json with a model type"
-        raise ConfigError(f"{folder} holds {found}; expected the folder of one of {', '.join(MODEL_CLASSES)}")
+        content = f"a '{model_type}'" if model_type else "no config.json with a model type"
+        raise ConfigError(f"{folder} holds {content}; expected the folder of one of {', '.join(MODEL_CLASSES)}")
     return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
@@ -204,8 +204,10 @@ def _default_preprocessing(path: Path, model_type: str, image_size: int) -> Prep
     sizes = [_side(settings[name]) for name in names if name in settings]
     resample = settings.get("resample", 3)
     if len(set(sizes)) > 1 or resample not in FILTERS:
-        found = f"sizes {sizes} and filter {resample}"
-        raise ConfigError(f"the processor in {folder} has {found}; expected one size and a filter of {list(FILTERS)}")
+        raise ConfigError(
+            f"the processor in {folder} has sizes {sizes} and filter {resample}; expected one size and a filter of "
+            f"{list(FILTERS)}"
+        )
     return Preprocessing(sizes[0] if sizes else image_size, resize_mode, FILTERS[resample], mean, std)
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core.registry import ConfigError
+from ...core.reward import TINY as TINY
 from ...core.types import Placement
 from ...models.pretrained import load_state_dict
 
-TINY = "tiny"  # as `weights`: few random weights, in no file
 ROPE_FREQUENCIES = "inv_freq"  # transformers' name of the buffer
 
 

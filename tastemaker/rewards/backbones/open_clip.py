@@ -97,8 +97,10 @@ def clip_config(tensors: Mapping[str, Tensor], name: str, num_heads: tuple[int, 
 def _check_heads(encoders: tuple[tuple[int, int], ...], name: str) -> None:
     for width, heads in encoders:
         if heads < 1 or width % heads:
-            found = f"the weights '{name:.200}' are {width} numbers wide, which does not tell how many heads they have"
-            raise ConfigError(f"{found}; put {SETTINGS} beside them, as open_clip writes it")
+            raise ConfigError(
+                f"the weights '{name:.200}' are {width} numbers wide, which does not tell how many heads they have; "
+                f"put {SETTINGS} beside them, as open_clip writes it"
+            )
 
 
 def read_head_counts(folder: Path) -> tuple[int, int] | None:
