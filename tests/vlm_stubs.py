@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tastemaker.core.types import Placement
-from tastemaker.rewards.backbones.frozen_models import quiet_transformers
+from tastemaker.rewards.backbones.frozen_models import silence_transformers
 from tastemaker.vlm.chat_model import TINY_SPECIAL_TOKENS, tiny_chat, tiny_tokenizer
 
 SPREAD = 0.4  # of random weights: at the usual 0.02 no token would mind its place
@@ -134,7 +134,7 @@ class Folders(dict[str, Path]):
 
     def __missing__(self, name: str) -> Path:
         self[name] = self.parent(name)
-        with quiet_transformers():
+        with silence_transformers():
             MAKERS[name](self[name])
         return self[name]
 
@@ -142,7 +142,7 @@ class Folders(dict[str, Path]):
 def make_folders(parent: Callable[[str], Path]) -> dict[str, Path]:
     """A folder of each family, by its name."""
     found = {name: parent(name) for name in MAKERS}
-    with quiet_transformers():
+    with silence_transformers():
         for name, make in MAKERS.items():
             make(found[name])
     return found

@@ -37,7 +37,7 @@ def rank_range(step: int, batch_size: int, rank: int, world_size: int) -> range:
 
 
 def batch_indices(length: int, seed: int, step: int, batch_size: int, rank: int, world_size: int) -> list[int]:
-    """Indices of a rank's samples of a step, from a data set of `length` samples shuffled anew every epoch."""
+    """Indices of a rank's samples of a step, from a data set of `length` samples in a new order every epoch."""
     positions = rank_range(step, batch_size, rank, world_size)
     position, indices = positions.start, list[int]()
     while position < positions.stop:
@@ -138,7 +138,7 @@ def split_dataset(source: Dataset, fraction: float, seed: int) -> tuple[Dataset,
 
 @dataclass(frozen=True)
 class FinitePool(Dataset):
-    """The first `length` samples of an endless image data set, shuffled anew every epoch.
+    """The first `length` samples of an endless image data set, in a new order every epoch.
 
     The first epoch comes from the source as it is; later epochs come from memory, where pixels are kept as uint8 on
     the device that generated them.

@@ -34,14 +34,7 @@ from .image_sources import (
     read_metadata_captions,
     require_directory,
 )
-from .image_transforms import (
-    center_crop,
-    center_square,
-    check_image_size,
-    decode_square,
-    random_crop,
-    stack_images,
-)
+from .image_transforms import center_crop, center_square, check_image_size, decode_square, random_crop, stack_images
 from .prefetch import BatchShard, PrefetchedDataset, Prefetcher
 from .text_files import read_lines, require_file
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ..core.registry import ConfigError
-from ..core.types import QuestionAnswerBatch
-from .dataset import ShuffledDataset
+from ..core.types import PromptBatch, QuestionAnswerBatch
+from .dataset import ShuffledDataset, repeat_prompts
 from .image_io import read_image
 from .image_transforms import center_square, check_image_size, stack_images, stretch_to_square
 from .text_files import MixtureRow, read_mixture, require_file
@@ -36,10 +36,6 @@ class VqaDataset(ShuffledDataset):
     resize_mode: ResizeMode
     seed: int
 
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        return tuple(example.turns[-1] for example in self.examples)
-
     def __len__(self) -> int:
         return len(self.examples)
 
@@ -50,6 +46,9 @@ class VqaDataset(ShuffledDataset):
         images = [resize(read_image(example.file)[:1], self.image_size) for example in examples]
         metadata = tuple({"turns": example.turns, "answer": example.answer} for example in examples)
         return QuestionAnswerBatch(stack_images(images, names)[:, 0], metadata)
+
+    def first_prompts(self, count: int) -> PromptBatch:
+        return repeat_prompts([example.turns[-1] for example in self.examples], count)
 
 
 @dataclass(frozen=True)

@@ -192,11 +192,7 @@ def reconstruct_batch(
 
 
 def print_summary(
-    options: ReconstructionOptions,
-    rows: Sequence[Row],
-    skipped: SkippedFiles,
-    missing: Sequence[str],
-    console: Console,
+    options: ReconstructionOptions, rows: Sequence[Row], skipped: SkippedFiles, missing: Sequence[str], console: Console
 ) -> None:
     table = Table("metric", "images", "mean", "min", "max")
     for name in METRICS:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -170,7 +171,17 @@ def load_clip_head(
 ) -> ClipHeadScorer:
     """A head on CLIP's shared image encoder. `source` is where the head is published, on the Hub or elsewhere."""
     encoder = load_clip_image_encoder(spec.weights, placement)
-    net = _random_head(layout, encoder.width) if head == TINY else read_head(_find_head(head, source), layout)
+    if head == TINY:
+        indices = layout.layer_indices[0]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            net = Head(indices, [encoder.width, *([8] * (len(indices) - 1)), 1], layout.relu)
+    elif isinstance(source, WeightsSource):
+        net = read_head(find_weights(head, source), layout)
+    elif (path := Path(head).expanduser()).is_file():
+        net = read_head(path, layout)
+    else:
+        raise ConfigError(f"there is no head at '{head:.200}'; fetch it from {source} and give its path as `head`")
     width = next(iter(net.layers.values())).in_features
     if width != encoder.width:
         raise ConfigError(
@@ -186,41 +197,17 @@ def read_head(path: Path, layout: HeadLayout) -> Head:
     tensors = load_state_dict(path)
     if set(tensors) == {"weight", "bias"}:
         tensors = {f"layers.0.{key}": x for key, x in tensors.items()}
-    indices = tuple(sorted({int(key.split(".")[1]) for key in tensors if _is_layer_key(key)}))
+    keys = [re.fullmatch(r"layers\.(\d+)\.(weight|bias)", key) for key in tensors]
+    indices = tuple(sorted({int(key[1]) for key in keys if key}))
     if indices not in layout.layer_indices or len(tensors) != 2 * len(indices):
         layers = " or ".join(str(list(known)) for known in layout.layer_indices)
         raise ConfigError(
             f"{path} holds {list(tensors)[:3]}; expected a head of the layers {layers}, each weight and bias"
         )
-    head = Head(indices, _layer_widths(tensors, indices, path), layout.relu)
-    load_weights_into(head, tensors, path)
-    return head
-
-
-def _is_layer_key(key: str) -> bool:
-    parts = key.split(".")
-    return len(parts) == 3 and parts[0] == "layers" and parts[1].isdigit() and parts[2] in ("weight", "bias")
-
-
-def _layer_widths(tensors: Mapping[str, Tensor], indices: Sequence[int], path: Path) -> list[int]:
     shapes = [tensors[f"layers.{index}.weight"].shape for index in indices if f"layers.{index}.weight" in tensors]
     widths = [shape[1] for shape in shapes if len(shape) == 2] + [1]
     if len(widths) != len(indices) + 1:
         raise ConfigError(f"{path} has layers that are no matrices; name the published file")
-    return widths
-
-
-def _find_head(name: str, source: WeightsSource | str) -> Path:
-    if isinstance(source, WeightsSource):
-        return find_weights(name, source)
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"there is no head at '{name:.200}'; fetch it from {source} and give its path as `head`")
-    return path
-
-
-def _random_head(layout: HeadLayout, width: int) -> Head:
-    indices = layout.layer_indices[0]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Head(indices, [width, *([8] * (len(indices) - 1)), 1], layout.relu)
+    head = Head(indices, widths, layout.relu)
+    load_weights_into(head, tensors, path)
+    return head

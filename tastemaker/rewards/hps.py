@@ -8,13 +8,7 @@ from typing import ClassVar, Literal
 from ..core.reward import BatchSize, PretrainedReward, RewardCard
 from ..core.types import Placement
 from ..models.pretrained import WeightsSource
-from .backbones.dual_encoder import (
-    CosineHead,
-    DualEncoderScorer,
-    ImagePreprocessing,
-    ResizeMode,
-    load_image_text_model,
-)
+from .backbones.dual_encoder import CosineHead, DualEncoderScorer, ImagePreprocessing, ResizeMode, load_image_text_model
 from .backbones.preprocessing import Preprocessing
 from .backbones.tokenizers import CLIP_TOKENIZER
 

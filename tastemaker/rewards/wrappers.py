@@ -117,15 +117,13 @@ class PerFrameReward(RewardWrapper):
     def score_with(self, inner: Reward, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         if self.frames == "all":
             return inner.score(pixels, prompts, metadata)
-        frame = self._frame_index(pixels.shape[1])
-        return inner.score(pixels[:, frame, None], prompts, [{**fields, "frame": frame} for fields in metadata])
-
-    def _frame_index(self, count: int) -> int:
+        count = pixels.shape[1]
         names = {"first": 0, "middle": count // 2, "last": count - 1}
         index = names[self.frames] if isinstance(self.frames, str) else self.frames
         if not -count <= index < count:
             raise ValueError(f"'frames' is {index}, but the videos have {count} frames; choose one below {count}")
-        return index % count
+        frame = index % count
+        return inner.score(pixels[:, frame, None], prompts, [{**fields, "frame": frame} for fields in metadata])
 
 
 def require_image_reward(spec: RewardSpec) -> None:

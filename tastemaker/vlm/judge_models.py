@@ -17,7 +17,7 @@ from ..core.model_spec import ModelSpec
 from ..core.policy import Backbone
 from ..core.registry import ConfigError
 from ..core.types import Loss, Metadata, Placement
-from ..rewards.backbones.frozen_models import quiet_transformers
+from ..rewards.backbones.frozen_models import silence_transformers
 from .chat_model import ChatModel
 from .chat_processors import ChatInputs, ChatProcessor, Conversation
 from .yes_no import IMAGE
@@ -81,7 +81,7 @@ def _with_image(turns: Conversation) -> Conversation:
 
 def save_chat_model(chat: ChatModel, path: Path) -> None:
     """Save a folder in the Hub's layout, for transformers and for the reward `vlm`."""
-    with quiet_transformers():
+    with silence_transformers():
         chat.net.save_pretrained(path)
         for processor in chat.processor.saved_processors:
             processor.save_pretrained(path)

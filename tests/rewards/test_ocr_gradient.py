@@ -18,10 +18,9 @@ from tastemaker.rewards.backbones.ppocr import load_ppocr_recognizer, read_onnx
 from tastemaker.rewards.ocr import OcrEngine, recognizer_file
 from tastemaker.rewards.ocr_gradient import (
     OcrGradientReward,
-    TextRecognizer,
-    case_insensitive_ids,
     crop_quad,
     load_text_recognizer,
+    make_text_recognizer,
     prepare_line,
 )
 
@@ -100,7 +99,7 @@ def test_slopes_are_those_of_finite_differences(signs: tuple[Tensor, list[str]])
 
 def test_likelihoods_of_all_words_add_up() -> None:
     """With letters a and b and three places, every outcome is one of the words; in other cases and with spaces too."""
-    known = TextRecognizer(lambda x: x, case_insensitive_ids(["a", "b", "A"], first=1), (0, 4))
+    known = make_text_recognizer(lambda x: x, ["a", "b", "A"])
     said = torch.randn(3, 5, dtype=torch.float64).log_softmax(-1)
     texts = ["a", "b", "ab", "ba", "aa", "bb", "aba", "bab", "abb", "baa", "aab", "bba", "aaa", "bbb"]
     total = sum(float((known.log_likelihood(said, text) * len(text)).exp()) for text in texts)

@@ -11,15 +11,7 @@ from rich.table import Table
 
 from ...core.registry import ConfigError
 from .plan import ScoreboardPlan
-from .results import (
-    BeforeAfter,
-    ConfidenceInterval,
-    Result,
-    ScoreboardRow,
-    build_rows,
-    load_results,
-    mean_before_after,
-)
+from .results import BeforeAfter, ConfidenceInterval, Result, ScoreboardRow, build_rows, load_results, mean_before_after
 from .svg_charts import cost_chart, curve_charts, overview_chart
 
 SCOREBOARD_FILE = "scoreboard.md"

@@ -278,10 +278,7 @@ def find_missed_targets(
     checks = [
         (row.after.mean < (target.min_score or 0), f"{row.score} is below the target of {target.min_score or 0:g}"),
         (row.change.mean < (target.min_gain or -1), f"the gain is below the target of {target.min_gain or 0:g}"),
-        (
-            target.frechet_falls and not (frechet and frechet[1] < frechet[0]),
-            "the Frechet distance does not fall",
-        ),
+        (target.frechet_falls and not (frechet and frechet[1] < frechet[0]), "the Frechet distance does not fall"),
         (target.reward_rises and not (reward and reward[1] > reward[0]), "the reward does not rise"),
         (target.no_regression and row.change.high < 0, f"{row.score} falls"),
         (target.improves and not row.change.low > 0, f"{row.score} does not rise beyond its interval"),

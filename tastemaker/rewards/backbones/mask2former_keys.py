@@ -81,10 +81,7 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"panoptic_head\.level_embed\.weight", rf"{QUERIES}level_embed.weight"),
     (rf"panoptic_head\.cls_embed\.{END}", r"class_predictor.\1"),
     *(
-        (
-            rf"panoptic_head\.mask_embed\.{2 * k}\.{END}",
-            rf"{QUERIES}decoder.mask_predictor.mask_embedder.{k}.0.\1",
-        )
+        (rf"panoptic_head\.mask_embed\.{2 * k}\.{END}", rf"{QUERIES}decoder.mask_predictor.mask_embedder.{k}.0.\1")
         for k in range(3)
     ),
 )
