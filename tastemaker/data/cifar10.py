@@ -125,7 +125,7 @@ class Cifar10Dataset(PrefetchedDataset):
     seed: int
     random_flip: bool
     random_shift: int = 0
-    prompts: ClassVar[tuple[str, ...]] = NAMES
+    prompts: tuple[str, ...] = NAMES
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -39,9 +39,7 @@ class PlaygroundScenes:
     motion: bool = False  # videos of 8 frames, with the motion in the caption
     motion_weights: Weights = (1, 1, 1, 1, 1, 1)
     device: Device = "auto"  # where scenes are painted
-    pool_size: NonNegativeInt = (
-        0  # number of scenes that are kept in memory and repeated; 0 paints new ones without end
-    )
+    pool_size: NonNegativeInt = 0  # scenes that are kept in memory and repeated; 0 paints new ones without end
     batch_type: ClassVar[type] = ImageBatch
 
     def __post_init__(self) -> None:
@@ -124,7 +122,7 @@ class PlaygroundSigns:
     caption_noise: float = 0.0  # probability that a sign shows another word than its caption
     pseudoword_ratio: float = 0.0  # of signs with random letters, for a generator to learn spelling from
     device: Device = "auto"  # where signs are painted
-    pool_size: NonNegativeInt = 0  # number of signs that are kept in memory and repeated; 0 paints new ones without end
+    pool_size: NonNegativeInt = 0  # signs that are kept in memory and repeated; 0 paints new ones without end
     batch_type: ClassVar[type] = ImageBatch
 
     def __post_init__(self) -> None:

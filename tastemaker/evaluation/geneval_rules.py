@@ -55,8 +55,6 @@ class GenEvalRules:
 # Scores of the playground's detectors are nearly 0 or 1, so one threshold serves all tasks.
 PLAYEVAL = GenEvalRules(counting_threshold=0.3, strict=True)
 
-DetectionsByClass = Mapping[str, Sequence[DetectedObject]]
-
 
 def box_iou(a: Box, b: Box) -> float:
     """Intersection over union of boxes that include their last pixels."""

@@ -23,7 +23,7 @@ COLORS = ((230, 57, 70), (29, 131, 226), (42, 157, 80), (244, 162, 30), (142, 68
 MASK_OPACITY = 0.5
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 LOCATION_SCALE = 1024  # of <loc....>, along either side
-NUM_CODES, CODE_WIDTH, CODE_GRID = 16, 512, 4  # of a mask: its codes, their embeddings, and the side of their grid
+CODE_WIDTH, CODE_GRID = 512, 4  # of the embedding of a mask's code, and the side of the grid of its 16 codes
 DETECTION = re.compile(r"<loc(\d{4})>" * 4 + r"\s*((?:<seg\d{3}>){16})?(?:<seg\d{3}>)*\s*([^;<>]*)")
 MASK_DECODER_FILE = "PaliGemma's VQ-VAE, vae-oid.npz of big_vision"
 
