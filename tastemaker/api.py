@@ -20,7 +20,15 @@ from .config.check import torchrun_world_size
 from .config.dump import to_plain
 from .config.load import YAML_SUFFIXES, list_recipes
 from .config.registries import MODELS
-from .config.schema import AnyConfig, AutoencoderRunConfig, EngineConfig, JudgeRunConfig, ValidationConfig
+from .config.schema import (
+    AnyConfig,
+    AutoencoderRunConfig,
+    EngineConfig,
+    JudgeRunConfig,
+    RewardConfig,
+    RunConfig,
+    ValidationConfig,
+)
 from .config.validate import build_component
 from .core.autoencoder import AUTOENCODERS, AutoencoderSpec
 from .core.model_spec import ModelSpec
@@ -29,6 +37,7 @@ from .core.types import ImageBatch, Placement, PromptBatch
 from .data.dataset import Dataset
 from .evaluation import benchmark_run
 from .models.vae import NETWORKS, has_from_config
+from .rewards.function import FunctionReward, ScoringFunction, register_function
 from .search.generation import METADATA_FILE, GenerationOptions, choose_prompts, generate_samples, resolve_source
 from .search.settings import build_search, search_name
 from .training import run_directory
@@ -53,20 +62,38 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
 
 
 def build(
-    config: AnyConfig, directory: Path | None = None, *, tiny: bool = False, init_from: Path | None = None
+    config: AnyConfig,
+    directory: Path | None = None,
+    *,
+    rewards: Mapping[str, ScoringFunction] | None = None,
+    tiny: bool = False,
+    init_from: Path | None = None,
 ) -> AnyRun:
     """Load the model, the rewards and the data of a configuration, and place them on this process's device.
 
+    `rewards` are functions (images, prompts, **metadata) -> scores to add to those of the configuration, by name.
     `tiny` replaces every model by a small random one. `init_from` is a checkpoint or a LoRA file whose weights to
     start from. Call `run.engine.close()` when done.
     """
+    config = add_function_rewards(config, rewards or {})
     config = make_tiny_any(config) if tiny else config
     return build_run(config, directory or config.output_dir / (config.name or "run"), init_from)
+
+
+def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunction]) -> AnyConfig:
+    """Add functions to the rewards of a configuration, each with weight 1 and a batch size of 64."""
+    if not functions:
+        return config
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"rewards: a {type(config).__name__} has none; pass the configuration of a generator")
+    added = {name: RewardConfig(FunctionReward(register_function(each))) for name, each in functions.items()}
+    return replace(config, rewards={**config.rewards, **added})
 
 
 def train(
     run_or_config: AnyRun | AnyConfig,
     *,
+    rewards: Mapping[str, ScoringFunction] | None = None,
     resume: Path | None = None,
     init_from: Path | None = None,
     allow_change: Sequence[str] = (),
@@ -89,13 +116,15 @@ def train(
             on_event(event)
 
     if isinstance(run_or_config, AnyRun):
-        if resume or init_from or allow_change or tiny:
-            raise ConfigError("resume, init_from, allow_change and tiny need a configuration, but train() got a run")
+        if resume or init_from or allow_change or tiny or rewards:
+            raise ConfigError(
+                "rewards, resume, init_from, allow_change and tiny need a configuration, but train() got a run"
+            )
         for event in training_events(run_or_config):
             observe(event)
     else:
         run_training(
-            run_or_config,
+            add_function_rewards(run_or_config, rewards or {}),
             tiny=tiny,
             resume=resume,
             init_from=init_from,

@@ -64,9 +64,10 @@ def rewards(config: RunConfig, folder: Path) -> list[float]:
 )
 def test_the_examples_of_the_guides_learn(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = unpack(ROOT / "docs" / page, tmp_path)
-    assert [path.suffix for path in files] == [".py", ".yaml"]
+    (recipe,) = [path for path in files if path.suffix == ".yaml"]
+    assert any(path.suffix == ".py" for path in files)
     monkeypatch.syspath_prepend(tmp_path)
-    config = load(files[1], ["sample.every=0", "engine.device=cpu"])
+    config = load(recipe, ["sample.every=0", "engine.device=cpu"])
     earned = rewards(config, tmp_path / "run")
     assert sum(earned[-5:]) / 5 > sum(earned[:5]) / 5 + 0.05
 

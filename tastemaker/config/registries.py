@@ -97,6 +97,7 @@ REWARDS = Registry(
         "weather": "tastemaker.rewards.clip_heads:WeatherReward",
         "classifier": "tastemaker.rewards.classifier:ClassifierReward",
         "compression_score": "tastemaker.rewards.clip_heads:CompressionScoreReward",
+        "function": "tastemaker.rewards.function:FunctionReward",
         "detection": "tastemaker.rewards.detection:DetectionReward",
         "geneval": "tastemaker.rewards.geneval:GenevalReward",
         "ocr": "tastemaker.rewards.ocr:OcrReward",

@@ -207,11 +207,20 @@ class ComponentReader(ConfigReader):
             raise make_error(f"'type' is {format_value(data['type'])}; expected {choices}")
         try:
             data = resolve_named_dataset(data) if self.kind is DataSpec else data
+            data = resolve_function_reward(data) if self.kind is RewardSpec else data
             cls = check_component_class(registry.find(data["type"]), self.kind, data["type"])
         except ConfigError as error:
             raise make_error(str(error)) from error
         settings = {key: value for key, value in registry.resolve_alias(data).items() if key != "type"}
         return SectionReader(cls, ("type", *self.extra_keys)).read(settings)
+
+
+def resolve_function_reward(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace `type: module:function` by the reward that calls this function; return other rewards unchanged."""
+    name = data["type"]
+    if ":" in name and inspect.isfunction(registries.REWARDS.find_object(name)):
+        return {**data, "type": "function", "function": name}
+    return data
 
 
 REWARD_SETTINGS = tuple(f.name for f in fields(RewardConfig) if f.name != "spec")  # weight, normalize, ...

@@ -79,23 +79,29 @@ class Registry:
 
     def find(self, name: str, where: str = "") -> type:
         """Import the class of a name, an alias or "my_package.module:Class"."""
+        cls = self.find_object(name, where)
+        if not isinstance(cls, type):
+            prefix = f"{where}: " if where else ""
+            raise ConfigError(f"{prefix}'{name:.60}' is a {type(cls).__name__}; expected a class")
+        return cls
+
+    def find_object(self, name: str, where: str = "") -> Any:
+        """Import what a name, an alias or "my_package.module:attribute" stands for, which may not be a class."""
         prefix = f"{where}: " if where else ""
         location = self.locate(name)
         if not location:
             raise ConfigError(f"{prefix}no {self.kind} is called '{name:.60}'{suggest_name(name, self._names)}")
         module, _, attribute = location.partition(":")
         try:
-            cls = vars(importlib.import_module(module)).get(attribute)
+            component = vars(importlib.import_module(module)).get(attribute)
         except Exception as error:  # importing the module of a user may raise anything
             reason = f"{type(error).__name__}: {error!s:.300}"
             raise ConfigError(
                 f"{prefix}{self.kind} '{name:.60}' cannot be imported ({reason}); install or correct it"
             ) from error
-        if cls is None:
+        if component is None:
             raise ConfigError(f"{prefix}module '{module:.60}' has no '{attribute:.60}'; check the name after the colon")
-        if not isinstance(cls, type):
-            raise ConfigError(f"{prefix}'{name:.60}' is a {type(cls).__name__}; expected a class")
-        return cls
+        return component
 
 
 # Not in config.registries, because models load autoencoders by name and do not import config.

@@ -20,10 +20,18 @@ from tastemaker.core.reward import Reward, RewardError, RewardSpec, Rubric, Weig
 from tastemaker.core.types import Metadata, Placement
 from tastemaker.data.image_io import ImageError, read_image, save_image
 from tastemaker.rewards.color import BrightnessReward
+from tastemaker.rewards.function import register_function
 
 INSIDE = {"type": "brightness"}
+
+
+def mean_brightness(images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
+    return images.mean((1, 2, 3))
+
+
 NEEDED: dict[str, dict[str, Any]] = {
     "clipped": {"reward": INSIDE, "min": 0},
+    "function": {"function": register_function(mean_brightness)},
     "relative": {"reward": INSIDE, "positive_words": "good", "negative_words": "bad"},
     "sum": {"rewards": [INSIDE]},
 }
