@@ -80,8 +80,8 @@ def caption_folder(model: AnsweringModel, options: CaptionOptions, files: Sequen
     if empty := sum(not text for text in captions.values()):
         print_line(console, f"{empty} captions are empty and left out; ask another question with --prompt")
     advice = f"data='{{type: image_collection, path: {options.folder}}}'"
-    files = {"txt": ".txt beside the images", "jsonl": METADATA, "both": f".txt beside the images and {METADATA}"}
-    print_line(console, f"{len(new)} captions written, as {files[options.layout]}; train with {advice}")
+    written = {"txt": ".txt beside the images", "jsonl": METADATA, "both": f".txt beside the images and {METADATA}"}
+    print_line(console, f"{len(new)} captions written, as {written[options.layout]}; train with {advice}")
     if failure is not None:
         raise failure
     return len(new)
