@@ -40,7 +40,7 @@ LARGE_VAE = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, 
 
 
 @dataclass(frozen=True)
-class Options:
+class DitOptions:
     tiny: bool
     compile: bool
     batch_size: int
@@ -69,7 +69,7 @@ class ConstantData(Dataset):
 
 
 def median_step_seconds(
-    launch: Callable[[int], Callable[[], Any]], options: Options, section: str, max_steps: int
+    launch: Callable[[int], Callable[[], Any]], options: DitOptions, section: str, max_steps: int
 ) -> float:
     """Median time per step after three warm-up steps. As in training, a step is launched before the last is awaited."""
     start = time.perf_counter()
@@ -96,7 +96,7 @@ def await_later(metrics: StepMetrics) -> Callable[[], Any]:
     return lambda: metrics.to_event(copy())
 
 
-def measure_matmul(options: Options, section: str, record: Record) -> float:
+def measure_matmul(options: DitOptions, section: str, record: Record) -> float:
     """Return the TFLOP/s of large bfloat16 matrix products."""
     side = 256 if options.tiny else 8192
     a, b = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
@@ -115,7 +115,7 @@ def measure_matmul(options: Options, section: str, record: Record) -> float:
     return best
 
 
-def save_random_vae(options: Options, *, full_size: bool) -> Path:
+def save_random_vae(options: DitOptions, *, full_size: bool) -> Path:
     """Save a random autoencoder in diffusers' layout, of Stable Diffusion's size or small."""
     import diffusers
 
@@ -128,7 +128,7 @@ def save_random_vae(options: Options, *, full_size: bool) -> Path:
     return options.folder / "vae"
 
 
-def dit_spec(options: Options, vae: Path) -> LatentDitSpec:
+def dit_spec(options: DitOptions, vae: Path) -> LatentDitSpec:
     spec = LatentDitSpec(
         variant="XL",
         conditioning="class",
@@ -153,7 +153,7 @@ def count_forward_flops(spec: LatentDitSpec) -> float:
     return float(counter.get_total_flops())
 
 
-def measure_dit(options: Options, section: str, record: Record) -> None:
+def measure_dit(options: DitOptions, section: str, record: Record) -> None:
     """Time a training step of `tastemaker train`: noise, forward, backward, AdamW and EMA."""
     limit = measure_matmul(options, section, record) if section == "latents" else None
     spec, batch_size = dit_spec(options, save_random_vae(options, full_size=section == "pixels")), options.batch_size
@@ -181,7 +181,7 @@ def measure_dit(options: Options, section: str, record: Record) -> None:
     record({"section": section, "GFLOP": flops / 1e9, **numbers})
 
 
-def measure_vae(options: Options, section: str, record: Record) -> None:
+def measure_vae(options: DitOptions, section: str, record: Record) -> None:
     """Time a step of an autoencoder's recipe with discriminator, but without LPIPS, whose weights would be needed."""
     recipe = "vae-celebhq" if section == "vae" else "vae-diffusers"
     batch_size = 2 if options.tiny else 16
@@ -241,7 +241,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         compiled = CUDA and not chosen.eager and not chosen.tiny
-        options = Options(chosen.tiny, compiled, batch_size, Path(folder), section_deadline(chosen) - 3)
+        options = DitOptions(chosen.tiny, compiled, batch_size, Path(folder), section_deadline(chosen) - 3)
         measures.get(chosen.section, measure_dit)(options, chosen.section, result_writer(chosen.out))
 
 

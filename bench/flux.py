@@ -61,7 +61,7 @@ NoteFn = Callable[[str, float, int], None]  # name, milliseconds, batch size
 
 
 @dataclass(frozen=True)
-class Options:
+class FluxOptions:
     tiny: bool
     attention: str
     compile: bool
@@ -91,7 +91,7 @@ def sd35_spec(folder: Path, side: int, tiny: bool) -> Sd3Spec:
     return replace(spec, embeddings=write_random_embeddings(folder, words=(333, 4096), pooled=(2048,)))
 
 
-def run_config(options: Options, section: str) -> RunConfig:
+def run_config(options: FluxOptions, section: str) -> RunConfig:
     """Return the configuration of a section."""
     trains_all_weights = section in ("full", "parts")
     srpo = RunConfig(
@@ -121,7 +121,7 @@ def run_config(options: Options, section: str) -> RunConfig:
     return replace(grpo, model=sd35_spec(options.folder, 512, options.tiny), guidance=Guidance(4.5))
 
 
-def measure_training(options: Options, section: str, record: Record) -> None:
+def measure_training(options: FluxOptions, section: str, record: Record) -> None:
     run = build_run(run_config(options, section), section, options.folder, options.tiny)
     timeline = trace_phases(run)
     for number, sizes in enumerate(BATCHES[section]):
@@ -149,7 +149,7 @@ def batch_config(sizes: tuple[int, int, int]) -> BatchConfig:
     return BatchConfig(prompts, rollout_batch_size=rollout_batch_size, micro_batch_size=micro_batch_size)
 
 
-def measure_parts(options: Options, section: str, record: Record) -> None:
+def measure_parts(options: FluxOptions, section: str, record: Record) -> None:
     """Time decoder, reward, optimizer and network by themselves."""
     run = build_run(run_config(options, section), section, options.folder, options.tiny)
     model: Any = run.policy.model
@@ -211,14 +211,14 @@ def measure_optimizer(run: Run, note: NoteFn) -> None:
     free_gradients(run)
 
 
-def measure_baseline(options: Options, section: str, record: Record) -> None:
+def measure_baseline(options: FluxOptions, section: str, record: Record) -> None:
     sys.path.insert(0, str(Path(__file__).parent / "baselines"))
     from plain_srpo import measure
 
     record({"section": section, **measure(DEVICE, options.tiny, lambda text: log(section, text))})
 
 
-def add_planned_memory(results: Results, options: Options) -> None:
+def add_planned_memory(results: Results, options: FluxOptions) -> None:
     """Add the estimate of `tastemaker plan` to every measured peak."""
     from tastemaker.diagnostics.plan import estimate_resources
 
@@ -272,7 +272,7 @@ def main() -> None:
     torch.set_num_threads(1 if chosen.tiny else torch.get_num_threads())
     with tempfile.TemporaryDirectory() as folder:
         compiled, deadline = not chosen.eager and not chosen.tiny, time.monotonic() + chosen.seconds
-        options = Options(chosen.tiny, chosen.attention, compiled, chosen.all_batches, deadline, Path(folder))
+        options = FluxOptions(chosen.tiny, chosen.attention, compiled, chosen.all_batches, deadline, Path(folder))
         if chosen.plan:
             results = json.loads(Path(chosen.plan).read_text(encoding="utf-8"))
             add_planned_memory(results, options)

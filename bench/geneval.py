@@ -161,7 +161,7 @@ def build_variants(tiny: bool, num_images: int) -> list[Variant]:
     ]
 
 
-class Bench:
+class GenevalBenchmark:
     """Measures variants. Those of one dtype share their networks."""
 
     def __init__(self, tiny: bool, files: list[Path], metadata: list[Metadata]) -> None:
@@ -212,7 +212,7 @@ def write_images(folder: Path, count: int, side: int) -> list[Path]:
         return list(pool.map(write_image, range(count)))
 
 
-def measure_variants(bench: Bench, options: argparse.Namespace, num_images: int) -> Results:
+def measure_variants(bench: GenevalBenchmark, options: argparse.Namespace, num_images: int) -> Results:
     results, record = Results(), result_writer(options.out)
     for variant in build_variants(options.tiny, num_images):
         if time.monotonic() > section_deadline(options) - 10:
@@ -251,7 +251,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = write_images(Path(folder), count, side)
         log("geneval", f"{count} images of {side}x{side} written")
-        results = measure_variants(Bench(options.tiny, files, metadata), options, count)
+        results = measure_variants(GenevalBenchmark(options.tiny, files, metadata), options, count)
     print(f"{count} images of {side}x{side} on {device_name()}")
     print_table(results)
 

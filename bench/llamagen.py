@@ -31,7 +31,7 @@ from device import (  # beside this file, in no package
 )
 from llamagen_compile import compare_with_compile
 from llamagen_grpo import measure_grpo
-from llamagen_networks import Options, build_gpt, bytes_per_batch, decode_all, gpt_config, make_request
+from llamagen_networks import LlamagenOptions, build_gpt, bytes_per_batch, decode_all, gpt_config, make_request
 from sections import Record, Results, log, result_writer, run_sections, section_parser
 from torch import Tensor
 
@@ -55,7 +55,7 @@ ATTENTION_TILINGS = [  # stages, elements and warps
 GATED_LINEAR_TILINGS = [(16, 128, 4), (16, 128, 6), (16, 256, 4), (32, 128, 4), (32, 64, 6)]  # columns, depth, stages
 
 
-def measure_sampling(section: str, options: Options, record: Record) -> None:
+def measure_sampling(section: str, options: LlamagenOptions, record: Record) -> None:
     """Time a batch of images with our decoder and with the plain implementation."""
     size, _, count = section.partition("-")
     num_images = (4 if options.tiny else int(count)) if count else (2 if options.tiny else 8)
@@ -112,7 +112,7 @@ def measure_decoder(section: str, config: GPTConfig, dtype: torch.dtype, num_ima
     record({"section": section, "name": "guidance in the first half", "ms": 1000 * seconds})
 
 
-def measure_agreement(section: str, options: Options, record: Record) -> None:
+def measure_agreement(section: str, options: LlamagenOptions, record: Record) -> None:
     """Compare tokens and log-probs of our decoder with one causal call, and with one call per token."""
     for dtype in (torch.float32, torch.bfloat16):
         config = gpt_config("B", options.tiny)
@@ -152,7 +152,7 @@ def sample_with_call_per_token(net: GPT, request: DecodeRequest) -> Tensor:
     return ids
 
 
-def measure_kernels(section: str, options: Options, record: Record) -> None:
+def measure_kernels(section: str, options: LlamagenOptions, record: Record) -> None:
     """Time each kernel of a decoding step, and different tilings of attention and of the gated product."""
     record({"section": section, "name": "copy, TB/s", "ms": copy_bandwidth() / 1e12})
     for size, num_images in (("XL", 8), ("XXL", 64)):
@@ -265,7 +265,7 @@ def main() -> None:
     torch.set_num_threads(1 if options.tiny else torch.get_num_threads())
     measures = {"kernels": measure_kernels, "agreement": measure_agreement, "grpo": measure_grpo}
     measures |= dict.fromkeys(COMPILE_SECTIONS, compare_with_compile)
-    section_options = Options(options.tiny, time.monotonic() + options.seconds)
+    section_options = LlamagenOptions(options.tiny, time.monotonic() + options.seconds)
     measures.get(options.section, measure_sampling)(options.section, section_options, result_writer(options.out))
 
 

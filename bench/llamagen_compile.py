@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from device import CUDA, median_seconds, reset_memory, synchronize  # beside this file, in no package
-from llamagen_networks import Options, build_gpt, decode_all, gpt_config, make_request
+from llamagen_networks import LlamagenOptions, build_gpt, decode_all, gpt_config, make_request
 from sections import Record, log
 from torch import Tensor, nn
 
@@ -140,7 +140,7 @@ def compile_step(section: str, sampler: StaticCacheSampler, request: DecodeReque
     raise RuntimeError("torch.compile failed on the whole step and on the network alone")
 
 
-def compare_with_compile(section: str, options: Options, record: Record) -> None:
+def compare_with_compile(section: str, options: LlamagenOptions, record: Record) -> None:
     """Record seconds per batch of both samplers, their ratio, and the share of equal tokens."""
     size, num_images = section.removeprefix("compile-"), 2 if options.tiny else 8
     config, guidance = gpt_config(size, options.tiny), Guidance(4.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from device import CUDA, DEVICE, PhaseTimer, median_seconds, peak_gib, reset_memory  # beside this file, in no package
-from llamagen_networks import Options
+from llamagen_networks import LlamagenOptions
 from sections import Record, log
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ from tastemaker.objectives.teacher_forced_grpo import sample_tokens, teacher_for
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 
 
-def measure_grpo(section: str, options: Options, record: Record) -> None:
+def measure_grpo(section: str, options: LlamagenOptions, record: Record) -> None:
     """Time a GRPO step of GPT-XL with 8 samples for each of 32 prompts, free-running and teacher-forced."""
     tiny = options.tiny
     num_prompts, group_size, rollout_size, micro_size = (4, 2, 4, 2) if tiny else (32, 8, 128, 16)

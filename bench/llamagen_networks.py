@@ -18,7 +18,7 @@ from tastemaker.models.nets.token_decoder import DecodeRequest
 
 
 @dataclass(frozen=True)
-class Options:
+class LlamagenOptions:
     tiny: bool
     deadline: float  # by time.monotonic()
 

@@ -34,7 +34,7 @@ GenerateFn = Callable[[ChatInputs, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class PaligemmaCase:
     text_config: dict[str, Any]
     vision_config: dict[str, Any]
     max_new_tokens: int
@@ -69,7 +69,7 @@ class Case:
         return ChatInputs(ids, torch.ones_like(ids), extra)
 
 
-FULL = Case(
+FULL = PaligemmaCase(
     {
         "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18, "num_attention_heads": 8,
         "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 257216,
@@ -81,7 +81,7 @@ FULL = Case(
     128,
     (1, 8),
 )  # fmt: skip
-SMALL = Case(
+SMALL = PaligemmaCase(
     {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 160, "initializer_range": 0.4,
@@ -121,8 +121,8 @@ def time_call(action: Callable[[], Tensor]) -> tuple[float, Tensor]:
 
 
 @dataclass(frozen=True)
-class Bench:
-    case: Case
+class PaligemmaBenchmark:
+    case: PaligemmaCase
     section: str
     record: Record
 
@@ -215,7 +215,7 @@ def main() -> None:
     if not options.section:
         print_table(run_sections(__file__, SECTIONS, options))
         return
-    bench = Bench(SMALL if options.tiny else FULL, options.section, result_writer(options.out))
+    bench = PaligemmaBenchmark(SMALL if options.tiny else FULL, options.section, result_writer(options.out))
     {"answers": bench.run_answers, "compiled": bench.run_compiled}[options.section]()
 
 

@@ -46,7 +46,7 @@ PROMPT = "a photo of a red bench below a clock"
 
 
 @dataclass(frozen=True)
-class Case:
+class ShowoCase:
     spec: ShowoSpec
     candidates: int
     steps: int
@@ -70,8 +70,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Bench:
-    case: Case
+class ShowoBenchmark:
+    case: ShowoCase
     section: str
     record: Record
 
@@ -117,7 +117,7 @@ class Bench:
         note = f"extrapolated from the median of 3 of {case.candidates}"
         self.measure("one by one", lambda: sample(1), 3, case.candidates, note)
 
-    def compare_tokens(self, case: Case, model: ShowoBackbone, dtype: torch.dtype) -> None:
+    def compare_tokens(self, case: ShowoCase, model: ShowoBackbone, dtype: torch.dtype) -> None:
         name = f"equal in {dtype}".replace("torch.", "")
         with log_errors(self.section, name):
             shares = equal_token_shares(case, model)
@@ -135,7 +135,7 @@ class Bench:
 
 
 @torch.no_grad()
-def equal_token_shares(case: Case, model: ShowoBackbone) -> dict[str, float]:
+def equal_token_shares(case: ShowoCase, model: ShowoBackbone) -> dict[str, float]:
     """Return the share of tokens that are equal whether the prompt is read once or at every step.
 
     In whole images a different token changes all later ones; single steps start from the same state.
@@ -173,8 +173,8 @@ def main() -> None:
         print_table(run_sections(__file__, SECTIONS, options))
         return
     spec = replace(ShowoSpec(), weights=None, autoencoder=None, tokenizer=BYTE_TOKENIZER)
-    case = Case(spec.tiny(), 4, 4) if options.tiny else Case(spec, 20, 18)
-    bench = Bench(case, options.section, result_writer(options.out))
+    case = ShowoCase(spec.tiny(), 4, 4) if options.tiny else ShowoCase(spec, 20, 18)
+    bench = ShowoBenchmark(case, options.section, result_writer(options.out))
     {"eager": bench.run_eager, "compiled": bench.run_compiled}[options.section]()
 
 

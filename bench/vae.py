@@ -50,7 +50,7 @@ class RandomImages(Dataset):
 
 
 @dataclass(frozen=True)
-class Case:
+class VaeCase:
     name: str
     spec: AutoencoderSpec
     image_size: int
@@ -58,7 +58,7 @@ class Case:
     discriminator: bool = True
 
 
-def build_run(case: Case, steps: int, *, tiny: bool, compiled: bool) -> AutoencoderRun:
+def build_run(case: VaeCase, steps: int, *, tiny: bool, compiled: bool) -> AutoencoderRun:
     engine_config = EngineConfig(device="auto", precision="bf16" if CUDA else "fp32", compile=compiled)
     spec, optim = case.spec.tiny() if tiny else case.spec, OptimConfig(max_grad_norm=0.0)
     engine = Engine(engine_config, optim, steps, 0)
@@ -84,7 +84,7 @@ def build_run(case: Case, steps: int, *, tiny: bool, compiled: bool) -> Autoenco
     )
 
 
-def measure(case: Case, steps: int, *, tiny: bool, compiled: bool) -> dict[str, Any]:
+def measure(case: VaeCase, steps: int, *, tiny: bool, compiled: bool) -> dict[str, Any]:
     """Return the median time of the second half of the steps. The first half warms up."""
     reset_memory()
     run, times = build_run(case, steps, tiny=tiny, compiled=compiled), list[float]()
@@ -108,14 +108,14 @@ def measure(case: Case, steps: int, *, tiny: bool, compiled: bool) -> dict[str, 
     }
 
 
-def build_cases(tiny: bool) -> list[Case]:
+def build_cases(tiny: bool) -> list[VaeCase]:
     """Return the cases, the most important first."""
     few, many, small, large = (2, 2, 32, 32) if tiny else (16, 32, 128, 256)
     return [
-        Case("block_vae, as published", BlockVaeSpec(mid_channels=(384,)), small, many),
-        Case("autoencoder_kl", AutoencoderKLSpec(), large, few),
-        Case("block_vae, with attention", BlockVaeSpec(), small, many),
-        Case("block_vae, without discriminator", BlockVaeSpec(), small, many, discriminator=False),
+        VaeCase("block_vae, as published", BlockVaeSpec(mid_channels=(384,)), small, many),
+        VaeCase("autoencoder_kl", AutoencoderKLSpec(), large, few),
+        VaeCase("block_vae, with attention", BlockVaeSpec(), small, many),
+        VaeCase("block_vae, without discriminator", BlockVaeSpec(), small, many, discriminator=False),
     ]
 
 

@@ -55,14 +55,14 @@ PATH = VariancePreserving(
 
 
 @dataclass(frozen=True)
-class Options:
+class VideoOptions:
     tiny: bool
     compile: bool
     deadline: float  # by time.monotonic()
     folder: Path
 
 
-def build_model(section: str, options: Options) -> tuple[Any, Any, Guidance, tuple[str, ...]]:
+def build_model(section: str, options: VideoOptions) -> tuple[Any, Any, Guidance, tuple[str, ...]]:
     """Return model, process, guidance and LoRA target modules of a section."""
     num_steps = 4 if options.tiny else 25
     attention = ("to_q", "to_k", "to_v")
@@ -83,7 +83,7 @@ def build_model(section: str, options: Options) -> tuple[Any, Any, Guidance, tup
     return replace(spec, embeddings=folder), process, guidance, targets
 
 
-def build_section_run(options: Options, section: str) -> Run:
+def build_section_run(options: VideoOptions, section: str) -> Run:
     spec, process, guidance, targets = build_model(section, options)
     # Calls of Wan are long enough to hide their launches, and a compiled network has its own CUDA graph.
     cuda_graphs = not (section.startswith("wan") or section.endswith((COMPILED, EAGER)))
@@ -104,7 +104,7 @@ def build_section_run(options: Options, section: str) -> Run:
     return build_run(config, section, options.folder, options.tiny)
 
 
-def measure_training(options: Options, section: str, record: Record) -> None:
+def measure_training(options: VideoOptions, section: str, record: Record) -> None:
     run, is_wan = build_section_run(options, section), section.startswith("wan")
     timeline, seconds = trace_phases(run), 0.0
     for number, (name, frames, batch_size) in enumerate(VARIANTS[:2] if is_wan else VARIANTS):
@@ -126,7 +126,7 @@ def measure_training(options: Options, section: str, record: Record) -> None:
         seconds = time.monotonic() - start
 
 
-def measure_baseline(options: Options, section: str, record: Record) -> None:
+def measure_baseline(options: VideoOptions, section: str, record: Record) -> None:
     sys.path.insert(0, str(Path(__file__).parent / "baselines"))
     from plain_vader import measure
 
@@ -158,7 +158,7 @@ def main() -> None:
     torch.set_num_threads(1 if options.tiny else torch.get_num_threads())
     with tempfile.TemporaryDirectory() as folder:
         compiled = options.section.endswith(COMPILED) and not options.tiny
-        section_options = Options(options.tiny, compiled, section_deadline(options), Path(folder))
+        section_options = VideoOptions(options.tiny, compiled, section_deadline(options), Path(folder))
         measure = measure_baseline if options.section in BASELINES else measure_training
         measure(section_options, options.section, result_writer(options.out))
 

@@ -46,7 +46,7 @@ def reward_network(tiny: bool) -> nn.Module:
     )
 
 
-class Trainer:
+class SrpoTrainer:
     def __init__(self, device: torch.device, tiny: bool) -> None:
         sizes = TINY_CONFIGS if tiny else FLUX_DEV
         self.device, self.steps = device, 4 if tiny else 25
@@ -138,7 +138,7 @@ def time_call(work: Callable[[], None], device: torch.device) -> float:
 
 def measure(device: torch.device, tiny: bool, log: Callable[[str], None]) -> dict[str, Any]:
     """Measure the minimal time per prompt, with its share of the optimizer step."""
-    trainer = Trainer(device, tiny)
+    trainer = SrpoTrainer(device, tiny)
     log("built")
     trainer.train_prompt(2)
     trainer.update()

@@ -23,7 +23,7 @@ from tastemaker.models.modelscope import CONFIGS, TINY_CONFIGS
 VIDEOS_PER_UPDATE = 8
 
 
-class Trainer:
+class VaderTrainer:
     def __init__(self, device: torch.device, tiny: bool, shape: tuple[int, int, int], guidance: float) -> None:
         sizes = TINY_CONFIGS if tiny else CONFIGS
         self.device, self.guidance, self.steps = device, guidance, 4 if tiny else 25
@@ -92,7 +92,7 @@ def measure(
     device: torch.device, tiny: bool, shape: tuple[int, int, int], guidance: float, log: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """Measure the minimal time per video, with one frame decoded and with all frames. Yields each result at once."""
-    trainer = Trainer(device, tiny, shape, guidance)
+    trainer = VaderTrainer(device, tiny, shape, guidance)
     log("built")
     for all_frames in (False, True):
         if device.type == "cuda":

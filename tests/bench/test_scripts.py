@@ -99,7 +99,7 @@ def test_rewards_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_image_loading_is_measured_for_all_file_sizes(tmp_path: Path) -> None:
-    report, _ = run_script(tmp_path, "image_loading", "--count", "8")
+def test_image_loader_is_measured_for_all_file_sizes(tmp_path: Path) -> None:
+    report, _ = run_script(tmp_path, "image_loader", "--count", "8")
     assert set(report["files"]) == {"256", "512", "1024"} and report["target"] == 250
     assert all(sizes["collection, folder, no threads"]["per core"] > 0 for sizes in report["files"].values())

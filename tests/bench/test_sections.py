@@ -1,4 +1,4 @@
-"""Sections of benchmark scripts: results are kept, whoever stops them."""
+"""Sections of benchmark scripts: results are kept when a section or the script is stopped."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_stopped_section_keeps_results_and_late_section_is_skipped(tmp_path: Pat
 def test_results_are_written_at_once_and_no_process_outlives_the_script(
     tmp_path: Path,
 ) -> None:
-    bench, until = start_script(tmp_path), time.monotonic() + 30
-    while [line["section"] for line in read_results(tmp_path)] != ["quick", "slow"] and time.monotonic() < until:
+    script, deadline = start_script(tmp_path), time.monotonic() + 30
+    while [line["section"] for line in read_results(tmp_path)] != ["quick", "slow"] and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [line["section"] for line in read_results(tmp_path)] == ["quick", "slow"]
-    inner = int((tmp_path / "process").read_text())
-    bench.send_signal(signal.SIGTERM)
-    assert bench.wait(20) == 143
-    assert bench.stdout is not None
-    bench.stdout.close()
+    section_pid = int((tmp_path / "process").read_text())
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(20) == 143
+    assert script.stdout is not None
+    script.stdout.close()
     with pytest.raises(ProcessLookupError):
-        os.kill(inner, 0)
+        os.kill(section_pid, 0)

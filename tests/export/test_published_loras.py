@@ -1,4 +1,4 @@
-"""Published LoRA files by name: downloaded ones are found, others are refused with the command to download them."""
+"""Published LoRA files by name: cached files are resolved, missing ones are refused with the download command."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def test_vader_names_are_resolved(name: str, cache: Path) -> None:
 
 
 def test_hub_id_is_resolved_to_its_only_file(cache: Path) -> None:
-    # Reading it reports that it is missing.
-    assert resolve_lora_path(Path("someone/theirs")) == Path("someone/theirs")
-    folder = write_cache(cache, "someone/theirs", "adapters.safetensors", "README.md")
-    assert resolve_lora_path(Path("someone/theirs")) == folder / "adapters.safetensors"
-    write_cache(cache, "someone/theirs", "more.safetensors")
-    with pytest.raises(ConfigError, match=r"holds adapters.safetensors, more.safetensors; give its path"):
-        resolve_lora_path(Path("someone/theirs"))
+    # Missing files are reported when they are read.
+    assert resolve_lora_path(Path("someone/lora")) == Path("someone/lora")
+    folder = write_cache(cache, "someone/lora", "adapters.safetensors", "README.md")
+    assert resolve_lora_path(Path("someone/lora")) == folder / "adapters.safetensors"
+    write_cache(cache, "someone/lora", "more.safetensors")
+    with pytest.raises(ConfigError, match=r"adapters\.safetensors, more\.safetensors"):
+        resolve_lora_path(Path("someone/lora"))
 
 
 def test_path_is_returned_unchanged(cache: Path) -> None:
-    file = cache / "mine.pt"
+    file = cache / "lora.pt"
     file.write_text("")
     assert resolve_lora_path(file) == file and resolve_lora_path(Path("runs/gone.pt")) == Path("runs/gone.pt")

@@ -1,4 +1,4 @@
-"""Exports of SD 1.5: diffusers' pipeline and ComfyUI's file hold the same network."""
+"""Exports of SD 1.5: diffusers' pipeline and ComfyUI's file contain the same network."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def sd15_run(tmp_path_factory: pytest.TempPathFactory) -> UntrainedRun:
 
 @pytest.mark.slow
 def test_diffusers_and_comfyui_exports_are_equal(sd15_run: UntrainedRun, tmp_path: Path) -> None:
-    adapted = "lora" in type(sd15_run.run.policy.weights).__name__.lower()
+    merge = "lora" in type(sd15_run.run.policy.weights).__name__.lower()
     for layout in LAYOUTS:
         directory = sd15_run.run.directory
         export_generator(
-            GeneratorExport(directory, tmp_path / layout, layout, "live", torch.float32, merge=adapted), CONSOLE
+            GeneratorExport(directory, tmp_path / layout, layout, "live", torch.float32, merge=merge), CONSOLE
         )
     pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "diffusers")
-    own = pipeline.unet.state_dict()
+    unet = pipeline.unet.state_dict()
     tensors = {f"model.diffusion_model.{k}": x for k, x in load_file(tmp_path / "comfyui/comfyui.safetensors").items()}
     convert: Any = single_file_utils.convert_ldm_unet_checkpoint
-    back = convert(tensors, dict(pipeline.unet.config))
-    assert set(back) == set(own) and all(x.equal(own[key]) for key, x in back.items())
+    converted = convert(tensors, dict(pipeline.unet.config))
+    assert set(converted) == set(unet) and all(x.equal(unet[key]) for key, x in converted.items())
     assert not (tmp_path / "comfyui/workflow.json").exists()
     model = Sd15Spec(str(tmp_path / "diffusers"), height=32, width=32).load(Placement())
     process = GaussianProcess(VariancePreserving(), num_steps=3)
-    ours = sample_latents(model, process, PROMPTS, sd15_run.noise())
-    torch.testing.assert_close(model.decode(ours)[:, 0], sd15_run.pixels(process), atol=1e-4, rtol=0)
+    latents = sample_latents(model, process, PROMPTS, sd15_run.noise())
+    torch.testing.assert_close(model.decode(latents)[:, 0], sd15_run.pixels(process), atol=1e-4, rtol=0)

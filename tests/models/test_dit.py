@@ -35,34 +35,34 @@ def policy(request: pytest.FixtureRequest) -> Policy[Any]:
     spec, process = KINDS[request.param]
     model = spec.tiny().load(Placement())
     assert isinstance(model, Backbone)
-    with torch.no_grad():  # a fresh one leaves its blocks out, and would look right whatever they did
+    with torch.no_grad():  # blocks of a new network have no effect on its output
         for number, p in enumerate(model.net.parameters()):
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number)))
     return Policy(model, process, FullFinetuning().apply(model, ()))
 
 
-def rows(count: int = 4) -> Randomness:
+def randomness(count: int = 4) -> Randomness:
     return Randomness(0, 0, torch.arange(count))
 
 
 def test_recorded_log_probs_equal_recomputed_ones(policy: Policy[Any]) -> None:
-    made = policy.sample(policy.embed(PROMPTS), rows())
-    pixels = policy.decode(made.final)
+    trajectory = policy.sample(policy.embed(PROMPTS), randomness())
+    pixels = policy.decode(trajectory.final)
     assert pixels.shape == (4, *policy.model.pixels)
     assert pixels.min() >= 0 and pixels.max() <= 1
-    for segment in made.segments:
-        assert policy.action_distribution(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+    for segment in trajectory.segments:
+        assert policy.action_distribution(trajectory.cond, segment).log_prob(segment.action).equal(segment.log_prob)
 
 
 def test_predictions_do_not_depend_on_the_batch(policy: Policy[Any]) -> None:
-    together = policy.sample(policy.embed(PROMPTS), rows()).final
+    batched = policy.sample(policy.embed(PROMPTS), randomness()).final
     single = policy.sample(policy.embed(PROMPTS[2:3]), Randomness(0, 0, torch.tensor([2]))).final
-    assert torch.allclose(together[2:3], single, atol=1e-4)
+    assert torch.allclose(batched[2:3], single, atol=1e-4)
 
 
-def test_prediction_depends_on_words_and_their_order(policy: Policy[Any]) -> None:
+def test_prediction_depends_on_word_order(policy: Policy[Any]) -> None:
     texts = ("a photo of a dog left of a cat", "a photo of a cat left of a dog", "a photo of a dog right of a cat")
-    x, t = rows(1).normal("x", *policy.model.shape).expand(3, -1, -1, -1, -1), torch.full((3,), 0.5)
+    x, t = randomness(1).normal("x", *policy.model.shape).expand(3, -1, -1, -1, -1), torch.full((3,), 0.5)
     out = policy.model.predict(x, t, policy.embed(texts))
     assert not torch.allclose(out[0], out[1], atol=1e-4)
     assert not torch.allclose(out[0], out[2], atol=1e-4)
@@ -71,12 +71,12 @@ def test_prediction_depends_on_words_and_their_order(policy: Policy[Any]) -> Non
 def test_every_parameter_gets_a_gradient(policy: Policy[Any]) -> None:
     cond = policy.embed(PROMPTS)
     x = policy.encode(torch.rand(4, *policy.model.pixels))
-    policy.likelihood(cond, x, policy.corrupt(x, rows())).sum().backward()
+    policy.likelihood(cond, x, policy.corrupt(x, randomness())).sum().backward()
     assert [key for key, p in policy.weights.trainable().items() if p.grad is None or not bool(p.grad.any())] == []
 
 
 def test_decoding_selected_frames_equals_decoding_all(policy: Policy[Any]) -> None:
-    x = rows().normal("x", *policy.model.shape)
+    x = randomness().normal("x", *policy.model.shape)
     last = policy.model.pixels[0] - 1
     assert policy.decode(x, [last]).allclose(policy.decode(x)[:, [last]], atol=1e-6)
 
@@ -89,9 +89,9 @@ def test_unpatchify_inverts_patchify() -> None:
 
 
 def test_invalid_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="'image_size' is 60; expected a multiple of"):
+    with pytest.raises(ValueError, match=r"'image_size'.*60"):
         DitSpec(image_size=60)
-    with pytest.raises(ValueError, match="'width' is 100; expected a multiple of 'heads', which is 3"):
+    with pytest.raises(ValueError, match=r"'width'.*100.*'heads'.*3"):
         DitSpec(width=100)
     with pytest.raises(ConfigError, match=r"prompt: .* 'unicorn'"):
         DitSpec().tiny().load(Placement()).embed(["a photo of a unicorn"])
@@ -117,23 +117,29 @@ def test_tiny_model_learns() -> None:
 
 
 def test_init_weights_of_an_image_model_start_a_video_model(tmp_path: Path) -> None:
-    still = replace(DitSpec(max_text_tokens=8).tiny(), seed=3)
-    own = still.load(Placement()).net.state_dict()
-    weight_files.write_weights(tmp_path / "still.safetensors", own, {}, torch.float32)
-    moving = replace(still, frames=2, max_text_tokens=10, seed=4, init_weights=str(tmp_path / "still.safetensors"))
-    begun, fresh = (spec.load(Placement()).net.state_dict() for spec in (moving, replace(moving, init_weights=None)))
-    assert begun["word_place"][:, :8].equal(own["word_place"])
-    assert begun["word_place"][:, 8:].equal(fresh["word_place"][:, 8:])
-    assert begun["frame_place"].equal(fresh["frame_place"])
-    assert all(begun[key].equal(x) for key, x in own.items() if key != "word_place")
+    image_spec = replace(DitSpec(max_text_tokens=8).tiny(), seed=3)
+    image_weights = image_spec.load(Placement()).net.state_dict()
+    weight_files.write_weights(tmp_path / "image.safetensors", image_weights, {}, torch.float32)
+    video_spec = replace(
+        image_spec, frames=2, max_text_tokens=10, seed=4, init_weights=str(tmp_path / "image.safetensors")
+    )
+    initialized, random_init = (
+        spec.load(Placement()).net.state_dict() for spec in (video_spec, replace(video_spec, init_weights=None))
+    )
+    assert initialized["word_place"][:, :8].equal(image_weights["word_place"])
+    assert initialized["word_place"][:, 8:].equal(random_init["word_place"][:, 8:])
+    assert initialized["frame_place"].equal(random_init["frame_place"])
+    assert all(initialized[key].equal(x) for key, x in image_weights.items() if key != "word_place")
 
 
 def test_init_weights_of_a_video_model_are_all_used(tmp_path: Path) -> None:
-    known = replace(DitSpec(max_text_tokens=8).tiny(), frames=2, seed=3)
-    own = known.load(Placement()).net.state_dict()
-    weight_files.write_weights(tmp_path / "clips.safetensors", own, {}, torch.float32)
-    begun = replace(known, seed=4, init_weights=str(tmp_path / "clips.safetensors")).load(Placement()).net.state_dict()
-    assert all(begun[key].equal(x) for key, x in own.items())
+    spec = replace(DitSpec(max_text_tokens=8).tiny(), frames=2, seed=3)
+    weights = spec.load(Placement()).net.state_dict()
+    weight_files.write_weights(tmp_path / "video.safetensors", weights, {}, torch.float32)
+    initialized = (
+        replace(spec, seed=4, init_weights=str(tmp_path / "video.safetensors")).load(Placement()).net.state_dict()
+    )
+    assert all(initialized[key].equal(x) for key, x in weights.items())
 
 
 def test_init_weights_of_another_size_are_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ PROMPTS = ["a red cat", "Two dogs, on a boat", ""]
 SDE = GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 4)
 
 
-def published(*, distilled: bool) -> FluxPipeline:
+def make_pipeline(*, distilled: bool) -> FluxPipeline:
     settings = {**TINY_CONFIGS["transformer"], "guidance_embeds": distilled}
     return FluxPipeline(
         FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=distilled, shift=3.0 if distilled else 1.0),
@@ -52,25 +52,25 @@ def published(*, distilled: bool) -> FluxPipeline:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["dev", "schnell"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, bool]:
-    pipeline, place = published(distilled=request.param), tmp_path_factory.mktemp("flux")
-    pipeline.save_pretrained(place)
-    return pipeline, str(place), request.param
+    pipeline, folder = make_pipeline(distilled=request.param), tmp_path_factory.mktemp("flux")
+    pipeline.save_pretrained(folder)
+    return pipeline, str(folder), request.param
 
 
 @torch.no_grad()
 def test_samples_equal_the_diffusers_pipeline(saved: tuple[Any, str, bool]) -> None:
-    pipeline, place, distilled = saved
+    pipeline, folder, distilled = saved
     pipeline.set_progress_bar_config(disable=True)
-    model = FluxSpec(place, height=96, width=64, max_text_tokens=24).load(Placement())
+    model = FluxSpec(folder, height=96, width=64, max_text_tokens=24).load(Placement())
     noise = torch.randn(3, 1, *model.shape[1:], generator=torch.Generator().manual_seed(0))
-    moved = dynamic_shift(tokens=24) if distilled else 1.0
-    ours = sample_latents(model, GaussianProcess(RectifiedFlow(moved), num_steps=5), PROMPTS, noise)
+    shift = dynamic_shift(tokens=24) if distilled else 1.0
+    sampled = sample_latents(model, GaussianProcess(RectifiedFlow(shift), num_steps=5), PROMPTS, noise)
     options = {"prompt": PROMPTS, "height": 96, "width": 64, "num_inference_steps": 5, "max_sequence_length": 24}
     start = pack_latents(noise[:, 0])
     latents = pipeline(**options, latents=start, output_type="latent").images
-    torch.testing.assert_close(pack_latents(ours[:, 0]), latents, atol=1e-5, rtol=0)
+    torch.testing.assert_close(pack_latents(sampled[:, 0]), latents, atol=1e-5, rtol=0)
     pixels = pipeline(**options, latents=start, output_type="pt").images
-    torch.testing.assert_close(model.decode(ours)[:, 0], pixels, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.decode(sampled)[:, 0], pixels, atol=1e-5, rtol=0)
     assert not torch.allclose(latents[0], latents[1], atol=1e-2)
 
 
@@ -81,58 +81,60 @@ def policy() -> Policy[Any]:
     return Policy(model, SDE, FullFinetuning().apply(model, ()))
 
 
-def rows(count: int = 3) -> Randomness:
+def randomness(count: int = 3) -> Randomness:
     return Randomness(0, 0, torch.arange(count))
 
 
 def test_recorded_log_probs_equal_recomputed_ones(policy: Policy[Any]) -> None:
-    made = policy.sample(policy.embed(PROMPTS), rows())
-    pixels = policy.decode(made.final)
+    trajectory = policy.sample(policy.embed(PROMPTS), randomness())
+    pixels = policy.decode(trajectory.final)
     assert pixels.shape == (3, *policy.model.pixels)
     assert pixels.min() >= 0 and pixels.max() <= 1
-    assert policy.encode(pixels).shape == made.final.shape
-    for segment in made.segments:
-        assert policy.action_distribution(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+    assert policy.encode(pixels).shape == trajectory.final.shape
+    for segment in trajectory.segments:
+        assert policy.action_distribution(trajectory.cond, segment).log_prob(segment.action).equal(segment.log_prob)
 
 
 def test_predictions_do_not_depend_on_the_batch(policy: Policy[Any]) -> None:
-    together = policy.sample(policy.embed(PROMPTS), rows()).final
+    batched = policy.sample(policy.embed(PROMPTS), randomness()).final
     single = policy.sample(policy.embed(PROMPTS[1:2]), Randomness(0, 0, torch.tensor([1]))).final
-    torch.testing.assert_close(together[1:2], single, atol=1e-5, rtol=0)
+    torch.testing.assert_close(batched[1:2], single, atol=1e-5, rtol=0)
 
 
 def test_only_the_transformer_gets_gradients(policy: Policy[Any]) -> None:
     x = policy.encode(torch.rand(3, *policy.model.pixels))
-    policy.likelihood(policy.embed(PROMPTS), x, policy.corrupt(x, rows())).sum().backward()
+    policy.likelihood(policy.embed(PROMPTS), x, policy.corrupt(x, randomness())).sum().backward()
     assert [key for key, p in policy.weights.trainable().items() if p.grad is None or not bool(p.grad.any())] == []
     model: Any = policy.model
-    read = model.prompt_encoder.encoders
-    assert not [p for part in (model.autoencoder, read.clip, read.t5) for p in part.net.parameters() if p.requires_grad]
+    encoders = model.prompt_encoder.encoders
+    assert not [
+        p for part in (model.autoencoder, encoders.clip, encoders.t5) for p in part.net.parameters() if p.requires_grad
+    ]
 
 
 def test_decoder_gradient_is_the_same_with_checkpointing() -> None:
-    slopes = []
+    gradients = []
     for recompute in (True, False):
         model = replace(FluxSpec(), checkpoint_decoder=recompute).tiny().load(Placement())
-        x = rows(1).normal("x", *model.shape).requires_grad_()
+        x = randomness(1).normal("x", *model.shape).requires_grad_()
         model.decode(x).square().sum().backward()
-        slopes.append(x.grad)
-    assert bool(slopes[0].any()) and slopes[0].equal(slopes[1])
+        gradients.append(x.grad)
+    assert bool(gradients[0].any()) and gradients[0].equal(gradients[1])
 
 
 def test_each_prompt_is_encoded_once(policy: Policy[Any]) -> None:
     model: Any = policy.model
-    read: list[int] = []
-    model.prompt_encoder.encoders.t5.net.register_forward_hook(lambda *_: read.append(1))
+    calls: list[int] = []
+    model.prompt_encoder.encoders.t5.net.register_forward_hook(lambda *_: calls.append(1))
     first = policy.embed(PROMPTS)
-    again = policy.embed([PROMPTS[2], PROMPTS[0], PROMPTS[0]])
-    assert len(read) == 1
-    assert again.tensors["words"][1].equal(first.tensors["words"][0])
-    assert again.tensors["pooled"][0].equal(first.tensors["pooled"][2])
+    second = policy.embed([PROMPTS[2], PROMPTS[0], PROMPTS[0]])
+    assert len(calls) == 1
+    assert second.tensors["words"][1].equal(first.tensors["words"][0])
+    assert second.tensors["pooled"][0].equal(first.tensors["pooled"][2])
 
 
 def test_distilled_guidance_may_differ_in_rollouts() -> None:
-    x, t = rows(1).normal("x", 1, 16, 4, 4), torch.tensor([0.5])
+    x, t = randomness(1).normal("x", 1, 16, 4, 4), torch.tensor([0.5])
     weak, strong, both = (
         replace(FluxSpec().tiny(), guidance_scale=scale, rollout_guidance_scale=other).load(Placement())
         for scale, other in ((1.0, None), (4.0, None), (4.0, 1.0))
@@ -146,8 +148,8 @@ def test_distilled_guidance_may_differ_in_rollouts() -> None:
 
 def test_classifier_free_guidance_works_beside_distilled_guidance(policy: Policy[Any]) -> None:
     guided = SDE.wrap_guidance(policy.model, Guidance(2.0, "blurry"))
-    made = SDE.start(guided, guided.embed(PROMPTS), rows()).finish()
-    assert torch.isfinite(made.final).all()
+    trajectory = SDE.start(guided, guided.embed(PROMPTS), randomness()).finish()
+    assert torch.isfinite(trajectory.final).all()
 
 
 def test_unpack_inverts_pack_and_image_ids_are_positions() -> None:
@@ -159,50 +161,50 @@ def test_unpack_inverts_pack_and_image_ids_are_positions() -> None:
 
 @pytest.mark.slow
 def test_single_file_replaces_the_transformer(saved: tuple[Any, str, bool], tmp_path: Path) -> None:
-    pipeline, place, _ = saved
+    pipeline, folder, _ = saved
     other = {key: x + 1 for key, x in pipeline.transformer.state_dict().items()}
     for prefix in ("", "model.diffusion_model."):
         save_file({prefix + key: x for key, x in other.items()}, tmp_path / "one.safetensors")
-        net = FluxSpec(place, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
+        net = FluxSpec(folder, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
         assert all(x.equal(other[key]) for key, x in net.state_dict().items())
         assert all(p.requires_grad for p in net.parameters())
 
 
-@pytest.mark.parametrize("beside", fast([False, True], True), ids=["alone", "whole"])
-def test_single_file_in_the_original_layout_loads(saved: tuple[Any, str, bool], beside: bool, tmp_path: Path) -> None:
-    """Of any width, and with an autoencoder and encoders in the file, as ComfyUI's checkpoints are."""
-    pipeline, place, _ = saved
+@pytest.mark.parametrize("complete", fast([False, True], True), ids=["transformer", "complete"])
+def test_single_file_in_the_original_layout_loads(saved: tuple[Any, str, bool], complete: bool, tmp_path: Path) -> None:
+    """Files may contain the other components as well, as ComfyUI's checkpoints do."""
+    pipeline, folder, _ = saved
     other = {key: x + 1 for key, x in pipeline.transformer.state_dict().items()}
-    made = {key: x.clone() for key, x in flux.flux_to_original(other, pipeline.transformer.config).items()}
-    if beside:
-        made = {f"model.diffusion_model.{key}": x for key, x in made.items()} | {"vae.scale": torch.ones(1)}
-    save_file(made, tmp_path / "one.safetensors")
-    net = FluxSpec(place, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
+    tensors = {key: x.clone() for key, x in flux.flux_to_original(other, pipeline.transformer.config).items()}
+    if complete:
+        tensors = {f"model.diffusion_model.{key}": x for key, x in tensors.items()} | {"vae.scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "one.safetensors")
+    net = FluxSpec(folder, transformer=str(tmp_path / "one.safetensors")).load(Placement()).net
     assert all(x.equal(other[key]) for key, x in net.state_dict().items())
-    save_file({key: x[:1].clone() for key, x in made.items()}, tmp_path / "one.safetensors")
-    with pytest.raises(ConfigError, match="the file's tensors are not of this transformer"):
-        FluxSpec(place, transformer=str(tmp_path / "one.safetensors")).load(Placement())
+    save_file({key: x[:1].clone() for key, x in tensors.items()}, tmp_path / "one.safetensors")
+    with pytest.raises(ConfigError, match="this transformer"):
+        FluxSpec(folder, transformer=str(tmp_path / "one.safetensors")).load(Placement())
 
 
 def test_invalid_settings_are_refused(saved: tuple[Any, str, bool], tmp_path: Path) -> None:
-    _, place, _ = saved
-    with pytest.raises(ConfigError, match=r"'no/where' were not found; expected .* `tastemaker download no/where`"):
+    _, folder, _ = saved
+    with pytest.raises(ConfigError, match=r"'no/where'.*`tastemaker download no/where`"):
         FluxSpec("no/where").load(Placement())
     save_file({"x": torch.zeros(1)}, tmp_path / "one.safetensors")
-    with pytest.raises(ConfigError, match="not of this transformer"):
-        FluxSpec(place, transformer=str(tmp_path / "one.safetensors")).load(Placement())
-    with pytest.raises(ConfigError, match="is a file; expected a folder in diffusers' layout"):
+    with pytest.raises(ConfigError, match="this transformer"):
+        FluxSpec(folder, transformer=str(tmp_path / "one.safetensors")).load(Placement())
+    with pytest.raises(ConfigError, match=r"one\.safetensors.*diffusers' layout"):
         FluxSpec(str(tmp_path / "one.safetensors")).load(Placement())
     with pytest.raises(ConfigError, match="transformer cannot be read"):
         FluxSpec(str(tmp_path)).load(Placement())
-    full = Path(place) / "vae" / "config.json"
-    kept = full.read_text()
+    config_file = Path(folder) / "vae" / "config.json"
+    config = config_file.read_text()
     try:
-        full.write_text(json.dumps({**json.loads(kept), "block_out_channels": [8, 8, 8, 16]}))
+        config_file.write_text(json.dumps({**json.loads(config), "block_out_channels": [8, 8, 8, 16]}))
         with pytest.raises(ConfigError, match="vae cannot be read"):
-            FluxSpec(place).load(Placement())
+            FluxSpec(folder).load(Placement())
     finally:
-        full.write_text(kept)
+        config_file.write_text(config)
 
 
 @pytest.mark.slow  # one of each is in objectives/test_published.py

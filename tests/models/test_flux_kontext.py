@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext compared with diffusers' pipeline, and how reference images reach it."""
+"""FLUX.1 Kontext compared with diffusers' pipeline: samples and reference images."""
 
 from __future__ import annotations
 
@@ -41,41 +41,44 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
         random(FluxTransformer2DModel, TINY_CONFIGS["transformer"], 4),
     )
     pipeline.set_progress_bar_config(disable=True)
-    place = tmp_path_factory.mktemp("kontext")
-    pipeline.save_pretrained(place)
-    return pipeline, str(place)
+    folder = tmp_path_factory.mktemp("kontext")
+    pipeline.save_pretrained(folder)
+    return pipeline, str(folder)
 
 
-def pictures(height: int, width: int) -> Tensor:
+def random_images(height: int, width: int) -> Tensor:
     return torch.rand(2, 1, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("seen", [True, False], ids=["edited", "from-nothing"])
+@pytest.mark.parametrize("edited", [True, False], ids=["edit", "text-to-image"])
 @torch.no_grad()
-def test_samples_equal_the_diffusers_pipeline(saved: tuple[Any, str], seen: bool) -> None:
-    pipeline, place = saved
-    model = FluxKontextSpec(place, height=96, width=64, max_text_tokens=24).load(Placement())
-    noise, shown = torch.randn(2, *model.shape, generator=torch.Generator().manual_seed(0)), pictures(96, 64)
-    given: Any = FixedNoise(noise)
-    cond = model.embed(PROMPTS, [{"image": picture} for picture in shown] if seen else [])
-    ours = (
-        GaussianProcess(RectifiedFlow(dynamic_shift(tokens=24)), num_steps=5).start(model, cond, given).finish().final
+def test_samples_equal_the_diffusers_pipeline(saved: tuple[Any, str], edited: bool) -> None:
+    pipeline, folder = saved
+    model = FluxKontextSpec(folder, height=96, width=64, max_text_tokens=24).load(Placement())
+    noise, images = torch.randn(2, *model.shape, generator=torch.Generator().manual_seed(0)), random_images(96, 64)
+    fixed_noise: Any = FixedNoise(noise)
+    cond = model.embed(PROMPTS, [{"image": reference} for reference in images] if edited else [])
+    sampled = (
+        GaussianProcess(RectifiedFlow(dynamic_shift(tokens=24)), num_steps=5)
+        .start(model, cond, fixed_noise)
+        .finish()
+        .final
     )
     options = {"prompt": PROMPTS, "height": 96, "width": 64, "num_inference_steps": 5, "max_sequence_length": 24}
     options |= {"max_area": 96 * 64, "_auto_resize": False, "guidance_scale": 2.5, "latents": pack_latents(noise[:, 0])}
-    image = shown[:, 0] if seen else None
+    image = images[:, 0] if edited else None
     latents = pipeline(**options, image=image, output_type="latent").images
-    torch.testing.assert_close(pack_latents(ours[:, 0]), latents, atol=1e-5, rtol=0)
+    torch.testing.assert_close(pack_latents(sampled[:, 0]), latents, atol=1e-5, rtol=0)
     pixels = pipeline(**options, image=image, output_type="pt").images
-    torch.testing.assert_close(model.decode(ours)[:, 0], pixels, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.decode(sampled)[:, 0], pixels, atol=1e-5, rtol=0)
 
 
 def test_prediction_depends_on_each_samples_reference_image(tmp_path: Path) -> None:
     model = FluxKontextSpec().tiny().load(Placement())
     assert isinstance(model, Backbone)
-    shown = pictures(48, 40)
-    save_image(shown[0], tmp_path / "a.png")
-    cond = model.embed(["a", "a"], [{"image": str(tmp_path / "a.png")}, {"image": shown[1]}])
+    images = random_images(48, 40)
+    save_image(images[0], tmp_path / "a.png")
+    cond = model.embed(["a", "a"], [{"image": str(tmp_path / "a.png")}, {"image": images[1]}])
     x, t = Randomness(0, 0, torch.arange(1)).normal("x", *model.shape).expand(2, -1, -1, -1, -1), torch.full((2,), 0.5)
     out, plain = model.predict(x, t, cond), model.predict(x, t, model.embed(["a", "a"]))
     assert not torch.allclose(out[0], out[1], atol=1e-5) and not torch.allclose(out, plain, atol=1e-5)
@@ -86,7 +89,7 @@ def test_prediction_depends_on_each_samples_reference_image(tmp_path: Path) -> N
 def test_unconditional_branch_keeps_the_reference_image() -> None:
     process = GaussianProcess(num_steps=2)
     guided = process.wrap_guidance(FluxKontextSpec().tiny().load(Placement()), Guidance(2.0))
-    cond = guided.embed(PROMPTS, [{"image": picture} for picture in pictures(32, 32)])
+    cond = guided.embed(PROMPTS, [{"image": image} for image in random_images(32, 32)])
     assert cond.tensors["reference"].equal(cond.tensors["negative.reference"])
     assert process.start(guided, cond, Randomness(0, 0, torch.arange(2))).finish().final.isfinite().all()
 
@@ -103,27 +106,27 @@ def test_reference_images_are_center_cropped() -> None:
 
 def test_batch_with_a_missing_reference_image_is_refused() -> None:
     model = FluxKontextSpec().tiny().load(Placement())
-    with pytest.raises(ValueError, match="'b' has no `image`"):
-        model.embed(["a", "b"], [{"image": pictures(32, 32)[0]}, {}])
+    with pytest.raises(ValueError, match=r"'b'.*`image`"):
+        model.embed(["a", "b"], [{"image": random_images(32, 32)[0]}, {}])
     with pytest.raises(ConfigError, match=r"FLUX\.1-Kontext-dev"):
         FluxKontextSpec().load(Placement())
 
 
 def test_reference_images_are_read_from_files(tmp_path: Path) -> None:
-    save_image(pictures(8, 8)[0], tmp_path / "a.png")
+    save_image(random_images(8, 8)[0], tmp_path / "a.png")
     (tmp_path / "edits.jsonl").write_text(json.dumps({"prompt": "redder", "image": "a.png", "text": "x"}))
-    rows = EditFile(tmp_path / "edits.jsonl").load(0)
-    assert rows.first_prompts(1).metadata == ({"image": str(tmp_path / "a.png"), "text": "x"},)
+    dataset = EditFile(tmp_path / "edits.jsonl").load(0)
+    assert dataset.first_prompts(1).metadata == ({"image": str(tmp_path / "a.png"), "text": "x"},)
     (tmp_path / "none.jsonl").write_text(json.dumps({"prompt": "redder"}))
-    with pytest.raises(ConfigError, match=r"none\.jsonl, line 1: there is no 'image'"):
+    with pytest.raises(ConfigError, match=r"none\.jsonl, line 1: .*'image'"):
         EditFile(tmp_path / "none.jsonl").load(0)
     (tmp_path / "lost.csv").write_text("prompt,image\nredder,b.png\n")
-    with pytest.raises(ConfigError, match=r"lost\.csv, line 2: there is no file .*b\.png"):
+    with pytest.raises(ConfigError, match=r"lost\.csv, line 2: .*b\.png"):
         EditFile(tmp_path / "lost.csv").load(0)
-    with pytest.raises(ValueError, match=r"expected a file that ends in \.jsonl or \.csv"):
+    with pytest.raises(ValueError, match=r"\.jsonl or \.csv"):
         EditFile(Path("edits.txt"))
 
 
 def test_tiny_recipe_has_reference_images() -> None:
-    shown = EditFile().load(0).first_prompts(4).metadata
-    assert [read_image(Path(fact["image"])).shape for fact in shown] == [(1, 3, 64, 64)] * 4
+    metadata = EditFile().load(0).first_prompts(4).metadata
+    assert [read_image(Path(entry["image"])).shape for entry in metadata] == [(1, 3, 64, 64)] * 4

@@ -24,14 +24,13 @@ from tastemaker.models.nets.latent_dit import LatentDiT, LatentDiTConfig
 from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.processes.dynamics import DDIM, FlowSDE
 from tastemaker.processes.gaussian import GaussianProcess
-from tastemaker.processes.paths import NoisePath as NoisePath
-from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
+from tastemaker.processes.paths import NoisePath, RectifiedFlow, VariancePreserving
 
 LINEAR = VariancePreserving(
     beta_schedule="linear", beta_start=1e-4, beta_end=0.02, steps_offset=0, set_alpha_to_one=True
 )
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 4, "num_embeds_ada_norm": 5}
-OURS = LatentDitSpec(
+SPEC = LatentDitSpec(
     conditioning="class",
     num_classes=5,
     autoencoder=None,
@@ -46,58 +45,60 @@ OURS = LatentDitSpec(
 )
 
 
-def shared_embedders(net: nn.Module) -> None:
-    """As facebook's weights were converted: what embeds time and class is the same in every block."""
+def share_embedders(net: nn.Module) -> None:
+    """Give every block the same time and class embedder, as in the converted weights of facebook."""
     first, *others = (block.norm1.emb for block in net.transformer_blocks)  # type: ignore[union-attr]
     for other in others:
         other.load_state_dict(first.state_dict())
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A small random DiT of diffusers with a learned variance, and the pipeline's folder it lies in."""
+def diffusers_dit(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A small random diffusers DiT with a learned variance, and its pipeline folder."""
     torch.manual_seed(0)
     net = diffusers.DiTTransformer2DModel(in_channels=4, out_channels=8, **SMALL)
-    shared_embedders(net)
+    share_embedders(net)
     folder = tmp_path_factory.mktemp("dit")
     net.eval().save_pretrained(folder / "transformer")
     return net, folder
 
 
-def test_diffusers_dit_gives_the_same_outputs(theirs: tuple[Any, Path]) -> None:
-    net, folder = theirs
-    ours = load_latent_dit(replace(OURS, weights=str(folder)), Placement())
-    x, steps, classes = torch.randn(4, 4, 4, 4), torch.tensor([0, 17, 500, 999]), torch.tensor([0, 4, 5, 2])
+def test_diffusers_dit_gives_the_same_outputs(diffusers_dit: tuple[Any, Path]) -> None:
+    net, folder = diffusers_dit
+    loaded = load_latent_dit(replace(SPEC, weights=str(folder)), Placement())
+    x, timesteps, classes = torch.randn(4, 4, 4, 4), torch.tensor([0, 17, 500, 999]), torch.tensor([0, 4, 5, 2])
     with torch.no_grad():
-        wanted, actual = net(x, steps, classes).sample, ours(x, steps, classes)
-    assert actual.shape == (4, 8, 4, 4) and wanted.std() > 0.1 and not torch.allclose(wanted[0], wanted[1], atol=0.1)
-    torch.testing.assert_close(actual, wanted, rtol=0, atol=5e-6)
+        expected, actual = net(x, timesteps, classes).sample, loaded(x, timesteps, classes)
+    assert (
+        actual.shape == (4, 8, 4, 4) and expected.std() > 0.1 and not torch.allclose(expected[0], expected[1], atol=0.1)
+    )
+    torch.testing.assert_close(actual, expected, rtol=0, atol=5e-6)
 
 
 def test_diffusers_checkpoint_with_different_block_embedders_is_refused(tmp_path: Path) -> None:
     diffusers.DiTTransformer2DModel(in_channels=4, out_channels=8, **SMALL).save_pretrained(tmp_path / "transformer")
-    with pytest.raises(ConfigError, match="one for all blocks"):
-        load_latent_dit(replace(OURS, weights=str(tmp_path)), Placement())
+    with pytest.raises(ConfigError, match="all blocks"):
+        load_latent_dit(replace(SPEC, weights=str(tmp_path)), Placement())
 
 
 def test_facebook_checkpoint_loads(tmp_path: Path) -> None:
-    spec = replace(OURS, convention="facebook")
+    spec = replace(SPEC, convention="facebook")
     net = load_latent_dit(spec, Placement())
-    theirs = {"pos_embed": torch.zeros(1, 4, 16)}
+    facebook = {"pos_embed": torch.zeros(1, 4, 16)}
     for key, x in net.state_dict().items():
-        for pattern, ours in checkpoint.FACEBOOK_KEY_RULES:
-            prefix = ours.replace(r"\1", r"(\d+)")
+        for pattern, native in checkpoint.FACEBOOK_KEY_RULES:
+            prefix = native.replace(r"\1", r"(\d+)")
             if re.match(prefix, key):
                 number = re.findall(r"^blocks\.(\d+)", key)
                 name = pattern.replace(r"(\d+)\.", f"{number[0]}." if number else "").replace("\\", "")
-                theirs[name + key.rsplit(".", 1)[1]] = x + 0.01
-    torch.save({"ema": theirs, "model": {}}, tmp_path / "DiT.pt")
-    assert "blocks.1.attn.qkv.weight" in theirs and "y_embedder.embedding_table.weight" in theirs
-    actual = load_latent_dit(replace(spec, weights=str(tmp_path / "DiT.pt")), Placement()).state_dict()
-    assert all(actual[key].equal(x + 0.01) for key, x in net.state_dict().items())
+                facebook[name + key.rsplit(".", 1)[1]] = x + 0.01
+    torch.save({"ema": facebook, "model": {}}, tmp_path / "DiT.pt")
+    assert "blocks.1.attn.qkv.weight" in facebook and "y_embedder.embedding_table.weight" in facebook
+    loaded = load_latent_dit(replace(spec, weights=str(tmp_path / "DiT.pt")), Placement()).state_dict()
+    assert all(loaded[key].equal(x + 0.01) for key, x in net.state_dict().items())
 
 
-def test_facebook_dit_has_our_tensors() -> None:
+def test_facebook_dit_has_native_keys_and_shapes() -> None:
     spec = LatentDitSpec(
         variant="XL",
         conditioning="class",
@@ -109,17 +110,17 @@ def test_facebook_dit_has_our_tensors() -> None:
     )
     with torch.device("meta"):
         net = diffusers.DiTTransformer2DModel(in_channels=4, out_channels=8)
-        ours = LatentDiT(spec.network_config()).state_dict()
-    actual = checkpoint.to_native_keys(net.state_dict(), "diffusers", 2, "")
-    assert {key: x.shape for key, x in actual.items()} == {key: x.shape for key, x in ours.items()}
-    assert sum(x.numel() for x in ours.values()) == 674_834_720  # with the null class, as published: 675 M
+        native = LatentDiT(spec.network_config()).state_dict()
+    converted = checkpoint.to_native_keys(net.state_dict(), "diffusers", 2, "")
+    assert {key: x.shape for key, x in converted.items()} == {key: x.shape for key, x in native.items()}
+    assert sum(x.numel() for x in native.values()) == 674_834_720  # with the null class; published as 675 M
 
 
-@pytest.mark.parametrize(("size", "millions"), [("S", 33), ("B", 130), ("L", 458), ("XL", 675)])
+@pytest.mark.parametrize(("variant", "millions"), [("S", 33), ("B", 130), ("L", 458), ("XL", 675)])
 @pytest.mark.parametrize("patch", [2, 4, 8])
-def test_variants_have_the_published_sizes(size: Any, millions: int, patch: int) -> None:
+def test_variants_have_the_published_sizes(variant: Any, millions: int, patch: int) -> None:
     spec = LatentDitSpec(
-        variant=size,
+        variant=variant,
         conditioning="class",
         autoencoder=None,
         image_size=256,
@@ -160,20 +161,20 @@ def prompts(policy: Policy[Any]) -> tuple[str, ...]:
     return PROMPTS.get(policy.model.spec.conditioning, TEXTS)  # type: ignore[attr-defined]
 
 
-def rows(count: int = 4) -> Randomness:
+def randomness(count: int = 4) -> Randomness:
     return Randomness(0, 0, torch.arange(count))
 
 
 def test_recorded_log_probs_equal_recomputed_ones(policy: Policy[Any]) -> None:
-    made = policy.sample(policy.embed(prompts(policy)), rows())
-    pixels = policy.decode(made.final)
+    trajectory = policy.sample(policy.embed(prompts(policy)), randomness())
+    pixels = policy.decode(trajectory.final)
     assert pixels.shape == (4, *policy.model.pixels) and pixels.min() >= 0 and pixels.max() <= 1
-    for segment in made.segments:
-        assert policy.action_distribution(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+    for segment in trajectory.segments:
+        assert policy.action_distribution(trajectory.cond, segment).log_prob(segment.action).equal(segment.log_prob)
 
 
 def test_prediction_depends_on_the_condition(policy: Policy[Any]) -> None:
-    x, t = rows(1).normal("x", *policy.model.shape).expand(4, -1, -1, -1, -1), torch.full((4,), 0.5)
+    x, t = randomness(1).normal("x", *policy.model.shape).expand(4, -1, -1, -1, -1), torch.full((4,), 0.5)
     out = policy.model.predict(x, t, policy.embed(prompts(policy)))
     differ = not torch.allclose(out[0], out[1], atol=1e-4)
     assert differ == (policy.model.spec.conditioning != "nothing")  # type: ignore[attr-defined]
@@ -181,12 +182,12 @@ def test_prediction_depends_on_the_condition(policy: Policy[Any]) -> None:
 
 def test_every_parameter_but_the_variance_gets_a_gradient(policy: Policy[Any]) -> None:
     x = policy.encode(torch.rand(4, *policy.model.pixels))
-    policy.likelihood(policy.embed(prompts(policy)), x, policy.corrupt(x, rows())).sum().backward()
+    policy.likelihood(policy.embed(prompts(policy)), x, policy.corrupt(x, randomness())).sum().backward()
     assert [key for key, p in policy.weights.trainable().items() if p.grad is None or not bool(p.grad.any())] == []
     spec = policy.model.spec  # type: ignore[attr-defined]
-    leave = policy.weights.trainable()["leave.weight"].grad
-    assert leave is not None
-    heads = leave.view(-1, spec.latent_channels * (2 if spec.learn_sigma else 1), leave.shape[1])
+    gradient = policy.weights.trainable()["leave.weight"].grad
+    assert gradient is not None
+    heads = gradient.view(-1, spec.latent_channels * (2 if spec.learn_sigma else 1), gradient.shape[1])
     assert not heads[:, spec.latent_channels :].any()
 
 
@@ -233,25 +234,25 @@ def test_latents_of_another_autoencoder_size_or_scale_are_refused() -> None:
     model = LatentDitSpec().tiny().load(Placement())
     x = torch.randn(2, *model.shape[1:])
     assert model.from_latents(LatentBatch(("", ""), x, model.fingerprint, 1.0)).shape == (2, *model.shape)
-    with pytest.raises(ConfigError, match="made by the autoencoder other"):
+    with pytest.raises(ConfigError, match="autoencoder other"):
         model.from_latents(LatentBatch(("", ""), x, "other", 1.0))
-    with pytest.raises(ConfigError, match=r"set model\.image_size"):
+    with pytest.raises(ConfigError, match=r"model\.image_size"):
         model.from_latents(LatentBatch(("", ""), x[..., :4], model.fingerprint, 1.0))
-    with pytest.raises(ConfigError, match=r"set model\.scaling_factor=0\.1818"):
+    with pytest.raises(ConfigError, match=r"model\.scaling_factor=0\.1818"):
         model.from_latents(LatentBatch(("", ""), x, model.fingerprint, 5.5))
-    model.spec = replace(model.spec, weights="dit_ckpt.pth")  # explainingai never scales latents, and so was it trained
-    with pytest.warns(UserWarning, match=r"it is far from 1; right only if 'dit_ckpt.pth' were trained on such"):
+    model.spec = replace(model.spec, weights="dit_ckpt.pth")  # explainingai trains on unscaled latents
+    with pytest.warns(UserWarning, match=r"'dit_ckpt\.pth'"):
         assert model.from_latents(LatentBatch(("", ""), x, model.fingerprint, 5.5)).equal(x.view(2, *model.shape))
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
-        ({"image_size": 72}, "image_size.*multiple of .*16"),
-        ({"width": 30, "heads": 2}, "multiple of 4 and of 'heads'"),
+        ({"image_size": 72}, "'image_size'.*16"),
+        ({"width": 30, "heads": 2}, "'heads'"),
         ({"conditioning": "class", "num_classes": 3, "class_names": ("a",)}, "class_names"),
     ],
 )
-def test_invalid_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         LatentDitSpec(**settings)

@@ -54,7 +54,7 @@ def test_default_size_has_the_originals_parameter_count() -> None:
 
 @pytest.fixture
 def original(golden: dict[str, Tensor], tmp_path: Path) -> LatentDitSpec:
-    """The original's checkpoint, as its trainer saves it, and the settings it was trained with."""
+    """A spec with the original trainer's checkpoint and the settings it was trained with."""
     torch.save({key[2:]: x.float() for key, x in golden.items() if key.startswith("w.")}, tmp_path / "dit_ckpt.pth")
     return LatentDitSpec(
         autoencoder=None,
@@ -101,19 +101,19 @@ def test_attention_with_other_head_dim_equals_the_original() -> None:
     attention.load_state_dict(tensors)
     h = torch.randn(2, 5, 32)
     q, k, v = (h @ tensors["qkv.weight"].T + tensors["qkv.bias"]).split(24, -1)
-    mixed = [
-        torch.softmax(q[..., at] @ k[..., at].transpose(1, 2) / 8**0.5, -1) @ v[..., at]
-        for at in (slice(0, 8), slice(8, 16), slice(16, 24))
+    heads = [
+        torch.softmax(q[..., head] @ k[..., head].transpose(1, 2) / 8**0.5, -1) @ v[..., head]
+        for head in (slice(0, 8), slice(8, 16), slice(16, 24))
     ]
-    wanted = torch.cat(mixed, -1) @ tensors["out.weight"].T + tensors["out.bias"]
-    torch.testing.assert_close(attention(h), wanted, atol=2e-4, rtol=1e-4)
-    with pytest.raises(ConfigError, match=r"attention of width 24.* 32"):
+    expected = torch.cat(heads, -1) @ tensors["out.weight"].T + tensors["out.bias"]
+    torch.testing.assert_close(attention(h), expected, atol=2e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match=r"width 24.* 32"):
         replace(spec, convention="diffusers", intermediate_size=128).to_diffusers({})
 
 
 def test_path_equals_the_originals_scheduler(golden: dict[str, Tensor]) -> None:
-    levels = torch.arange(1, 1001) / 1000
-    torch.testing.assert_close(LINEAR.alpha(levels) ** 2, golden["sched.alpha_cum_prod"], rtol=2e-5, atol=1e-7)
+    timesteps = torch.arange(1, 1001) / 1000
+    torch.testing.assert_close(LINEAR.alpha(timesteps) ** 2, golden["sched.alpha_cum_prod"], rtol=2e-5, atol=1e-7)
     process, rng = GaussianProcess(LINEAR, DDIM(1.0), 1000), Randomness(0, 0, torch.arange(2))
     x, noise = golden["in.x"], golden["in.noise"]
     noisy = process.corrupt(x, rng, (golden["in.t"] + 1) / 1000, noise)
@@ -123,12 +123,12 @@ def test_path_equals_the_originals_scheduler(golden: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("k", [0, 500, 999])
 def test_ddim_step_equals_the_originals_sampler(k: int, golden: dict[str, Tensor]) -> None:
     process = GaussianProcess(LINEAR, DDIM(1.0), 1000)
-    x, output, fresh = golden["in.x"], golden["in.noise"], golden["in.step_noise"]
+    x, output, step_noise = golden["in.x"], golden["in.noise"], golden["in.step_noise"]
     t, s = torch.full((2,), (k + 1) / 1000), torch.full((2,), k / 1000)
     clean = LINEAR.clean(x, t, output)
     torch.testing.assert_close(clean.clamp(-1, 1), golden[f"out.x0_t{k}"], rtol=0, atol=2e-5)
-    there = process.dynamics.step(LINEAR, process.denoising_step(x, t, s, clean))
-    actual = there.mean + there.std.view(-1, 1, 1, 1) * fresh  # type: ignore[attr-defined]
+    step = process.dynamics.step(LINEAR, process.denoising_step(x, t, s, clean))
+    actual = step.mean + step.std.view(-1, 1, 1, 1) * step_noise  # type: ignore[attr-defined]
     torch.testing.assert_close(actual, golden[f"out.prev_t{k}"], rtol=0, atol=5e-4 if k == 0 else 1e-5)
 
 

@@ -33,7 +33,7 @@ from tastemaker.processes.paths import VariancePreserving
 VIDEO = Path(__file__).parent.parent / "fixtures" / "video"
 PROMPTS = ("a photo of a dog", "two red cars, oil on canvas", "")
 PATH = VariancePreserving("scaled_linear", 0.00085, 0.012, 1000, timestep_spacing="leading", steps_offset=1)
-SIDE = 24  # pixels, so that the lower of two levels is not half as large
+SIDE = 24  # pixels, an odd latent size: the lower of two levels is not half as large
 UNET: dict[str, Any] = {
     **modelscope.TINY_CONFIGS["unet"],
     "block_out_channels": (8, 16),
@@ -43,10 +43,10 @@ UNET: dict[str, Any] = {
 TEXT = {**modelscope.TINY_CONFIGS["text_encoder"], **tiny_pipelines.CLIP_ENDS}
 
 
-def pipeline() -> Any:
-    """Diffusers' own, of random weights."""
-    kind: Any = TextToVideoSDPipeline
-    made = kind(
+def make_pipeline() -> Any:
+    """Diffusers' pipeline with random weights."""
+    pipeline_class: Any = TextToVideoSDPipeline
+    pipeline = pipeline_class(
         unet=tiny_pipelines.random(UNet3DConditionModel, UNET),
         vae=tiny_pipelines.random(AutoencoderKL, modelscope.TINY_CONFIGS["vae"]),
         text_encoder=tiny_pipelines.random(CLIPTextModel, CLIPTextConfig(**TEXT)),
@@ -60,62 +60,62 @@ def pipeline() -> Any:
             set_alpha_to_one=False,
         ),
     )
-    made.set_progress_bar_config(disable=True)
-    return made
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("modelscope")
-    pipeline().save_pretrained(path)
+    make_pipeline().save_pretrained(path)
     return path
 
 
-def spec(folder: Path) -> ModelscopeSpec:
+def make_spec(folder: Path) -> ModelscopeSpec:
     return ModelscopeSpec(str(folder), frames=3, height=SIDE, width=SIDE)
 
 
 @pytest.mark.parametrize("scale", fast([1.0, 9.0], 9.0))
 def test_samples_equal_the_diffusers_pipeline(scale: float, folder: Path) -> None:
-    model, process = spec(folder).load(Placement()), GaussianProcess(PATH, ODE(), 4)
+    model, process = make_spec(folder).load(Placement()), GaussianProcess(PATH, ODE(), 4)
     guided = model if scale == 1 else process.wrap_guidance(model, Guidance(scale))
     policy: Policy[Any] = Policy(guided, process, FullFinetuning().apply(model, ()))
-    made = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(len(PROMPTS))))
-    options = {"prompt": list(PROMPTS), "latents": made.start.transpose(1, 2), "num_frames": 3}
+    trajectory = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(len(PROMPTS))))
+    options = {"prompt": list(PROMPTS), "latents": trajectory.start.transpose(1, 2), "num_frames": 3}
     options |= {"height": SIDE, "width": SIDE, "num_inference_steps": 4, "guidance_scale": scale}
-    pipe = pipeline()
+    pipe = make_pipeline()
     latents, pixels = (pipe(**options, output_type=kind).frames for kind in ("latent", "pt"))
-    assert (made.final.transpose(1, 2) - latents).abs().max() < 2e-5 * latents.abs().max()
-    shown = policy.decode(made.final)
-    assert (shown - pixels).abs().max() < 1e-5
-    assert (policy.decode(made.final, [2]) - shown[:, [2]]).abs().max() < 1e-5
+    assert (trajectory.final.transpose(1, 2) - latents).abs().max() < 2e-5 * latents.abs().max()
+    decoded = policy.decode(trajectory.final)
+    assert (decoded - pixels).abs().max() < 1e-5
+    assert (policy.decode(trajectory.final, [2]) - decoded[:, [2]]).abs().max() < 1e-5
 
 
-class Recorded(nn.Module):
-    """Says what was recorded, and keeps what it was asked."""
+class RecordedUnet(nn.Module):
+    """A UNet that returns the recorded output and keeps the timesteps of its last call."""
 
-    def __init__(self, said: Tensor) -> None:
+    def __init__(self, output: Tensor) -> None:
         super().__init__()
-        self.weight, self.said = nn.Parameter(torch.zeros(1)), said
-        self.levels = torch.zeros(0)
+        self.weight, self.output = nn.Parameter(torch.zeros(1)), output
+        self.timesteps = torch.zeros(0)
 
-    def forward(self, x: Tensor, level: Tensor, words: Tensor, fps: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, timestep: Tensor, text_embeds: Tensor, fps: Tensor | None) -> Tensor:
         assert fps is None
-        self.levels = level
-        return self.said
+        self.timesteps = timestep
+        return self.output
 
 
 def test_log_probs_equal_ddpo() -> None:
     golden = load_file(VIDEO / "ddpo_ddim_logprob.safetensors")
     model = ModelscopeSpec().tiny().load(Placement())
-    model.net = Recorded(golden["eps"])
+    model.net = RecordedUnet(golden["eps"])
     policy: Policy[Any] = Policy(model, GaussianProcess(PATH, DDIM(1.0), 25), FullFinetuning().apply(model, ()))
-    t, nothing = (golden["t"] + 1) / 1000, torch.zeros(2, 1)
-    segment = Segment(t, t - 0.04, golden["x"], golden["next"], nothing, nothing + 1)
+    t, zeros = (golden["t"] + 1) / 1000, torch.zeros(2, 1)
+    segment = Segment(t, t - 0.04, golden["x"], golden["next"], zeros, zeros + 1)
     actual = policy.action_distribution(Condition(("", ""), {"words": torch.zeros(2, 1, 1)}), segment).log_prob(
         segment.action
     )
-    assert model.net.levels.tolist() == golden["t"].tolist()
+    assert model.net.timesteps.tolist() == golden["t"].tolist()
     torch.testing.assert_close(actual.flatten(), golden["logp_all_dims"], rtol=2e-5, atol=0)
 
 
@@ -131,9 +131,9 @@ def test_parameter_count_equals_the_published_one() -> None:
 def test_single_file_replaces_the_unet(folder: Path, tmp_path: Path) -> None:
     net = tiny_pipelines.random(UNet3DConditionModel, UNET, seed=1)
     save_file(net.state_dict(), tmp_path / "other.safetensors")
-    save_file(lvdm_checkpoint.unet_to_original(net.state_dict(), net.config), tmp_path / "theirs.safetensors")
-    for name in ("other", "theirs"):
-        model = replace(spec(folder), unet=str(tmp_path / f"{name}.safetensors")).load(Placement())
+    save_file(lvdm_checkpoint.unet_to_original(net.state_dict(), net.config), tmp_path / "original.safetensors")
+    for name in ("other", "original"):
+        model = replace(make_spec(folder), unet=str(tmp_path / f"{name}.safetensors")).load(Placement())
         assert all(x.equal(model.net.state_dict()[key]) for key, x in net.state_dict().items())
 
 
@@ -141,24 +141,24 @@ def test_single_file_replaces_the_unet(folder: Path, tmp_path: Path) -> None:
 def test_videocrafter_unet_works_with_modelscope_components(folder: Path, tmp_path: Path) -> None:
     net = tiny_pipelines.random(VideoUnet, {**UNET, "fps_cond": True})
     net.save_pretrained(tmp_path)
-    crafter = VideocrafterSpec(str(folder), str(tmp_path), frames=2, height=SIDE, width=SIDE)
-    model = crafter.load(Placement())
+    videocrafter = VideocrafterSpec(str(folder), str(tmp_path), frames=2, height=SIDE, width=SIDE)
+    model = videocrafter.load(Placement())
     assert isinstance(model, VideoUnetBackbone) and model.embed(("a",)).tensors["fps"].tolist() == [28]
     assert all(x.equal(model.net.state_dict()[key]) for key, x in net.state_dict().items())
-    with pytest.raises(ConfigError, match=r"set model.type to modelscope"):
-        replace(crafter, unet=None).load(Placement())
+    with pytest.raises(ConfigError, match=r"model\.type.*modelscope"):
+        replace(videocrafter, unet=None).load(Placement())
 
 
-def test_clips_of_another_size_are_refused(folder: Path) -> None:
-    model = spec(folder).load(Placement())
+def test_videos_of_another_size_are_refused(folder: Path) -> None:
+    model = make_spec(folder).load(Placement())
     assert model.encode(torch.rand(2, *model.pixels)).shape == (2, 3, 4, 3, 3)
-    with pytest.raises(ConfigError, match=r"the clips are 2 frames of 24x24 and the model makes 3 of 24x24"):
+    with pytest.raises(ConfigError, match=r"2 frames of 24x24.* 3 of 24x24"):
         model.encode(torch.rand(1, 2, 3, SIDE, SIDE))
     larger = model.with_size(32, 48)
     assert (larger.shape, larger.pixels) == ((3, 4, 4, 6), (3, 3, 32, 48)) and model.pixels == (3, 3, SIDE, SIDE)
-    for wrong in ({"frames": 0}, {"height": 250}):
-        with pytest.raises(ValueError, match="expected"):
-            ModelscopeSpec(**wrong)  # type: ignore[arg-type]
+    for settings in ({"frames": 0}, {"height": 250}):
+        with pytest.raises(ValueError, match=f"'{next(iter(settings))}'"):
+            ModelscopeSpec(**settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_random_weights_have_the_published_size(tmp_path: Path) -> None:
         net = replace(spec, embeddings=tmp_path).load(meta).net
         assert sum(p.numel() for p in net.parameters()) == count
         assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
-    with pytest.raises(ConfigError, match="the size of 'a/b' is not known"):
+    with pytest.raises(ConfigError, match="'a/b'"):
         FluxSpec("random:a/b").load(meta)
 
 
@@ -57,16 +57,16 @@ def test_temporarily_on_device_restores_the_cpu_tensors() -> None:
     with temporarily_on_device(net, host):
         assert net(torch.ones(1, 3)).shape == (1, 3)
     assert all(net.state_dict()[key].equal(x) for key, x in before.items())
-    readers: Any = FluxSpec().tiny().load(Placement()).prompt_encoder.encoders
-    assert {p.device for p in readers.t5.net.parameters()} == {host}
+    encoders: Any = FluxSpec().tiny().load(Placement()).prompt_encoder.encoders
+    assert {p.device for p in encoders.t5.net.parameters()} == {host}
 
 
 def test_decoding_in_small_batches_equals_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FluxSpec().tiny().load(Placement())
     x = torch.randn(3, *model.shape, generator=torch.Generator().manual_seed(0))
-    together = model.decode(x)
+    expected = model.decode(x)
     monkeypatch.setattr(image_backbone, "DECODE_BATCH_LATENTS", 1)
-    torch.testing.assert_close(model.decode(x), together, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.decode(x), expected, atol=1e-5, rtol=0)
 
 
 class RotaryNetwork(nn.Module):

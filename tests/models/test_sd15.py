@@ -36,7 +36,7 @@ from tastemaker.processes.dynamics import DDIM, ODE
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
 
-SIDE = 24  # pixels
+SIZE = 24  # pixels
 SCHEDULE: dict[str, Any] = {
     "beta_start": 0.00085,
     "beta_end": 0.012,
@@ -45,52 +45,52 @@ SCHEDULE: dict[str, Any] = {
 }
 
 
-def scheduler(**settings: Any) -> DDIMScheduler:
+def make_scheduler(**settings: Any) -> DDIMScheduler:
     return DDIMScheduler(**SCHEDULE, clip_sample=False, set_alpha_to_one=False, **settings)
 
 
-def pipeline(name: str, **settings: Any) -> Any:
-    """Diffusers' pipeline of random weights."""
-    small = {"sd15": sd15.TINY_CONFIGS, "sdxl": sdxl.TINY_CONFIGS}[name]
-    parts: dict[str, Any] = {
-        "unet": tiny_pipelines.random(UNet2DConditionModel, small["unet"]),
-        "vae": tiny_pipelines.random(AutoencoderKL, small["vae"]),
-        "text_encoder": tiny_pipelines.random(CLIPTextModel, CLIPTextConfig(**small["text_encoder"])),
+def make_pipeline(name: str, **settings: Any) -> Any:
+    """Diffusers' pipeline with random weights."""
+    configs = {"sd15": sd15.TINY_CONFIGS, "sdxl": sdxl.TINY_CONFIGS}[name]
+    components: dict[str, Any] = {
+        "unet": tiny_pipelines.random(UNet2DConditionModel, configs["unet"]),
+        "vae": tiny_pipelines.random(AutoencoderKL, configs["vae"]),
+        "text_encoder": tiny_pipelines.random(CLIPTextModel, CLIPTextConfig(**configs["text_encoder"])),
         "tokenizer": tiny_pipelines.byte_clip_tokenizer(),
-        "scheduler": scheduler(**settings),
+        "scheduler": make_scheduler(**settings),
     }
     if name == "sd15":
-        made: Any = StableDiffusionPipeline(
-            **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+        pipeline: Any = StableDiffusionPipeline(
+            **components, safety_checker=None, feature_extractor=None, requires_safety_checker=False
         )
     else:
-        second = CLIPTextConfig(**small["text_encoder_2"])
-        made = StableDiffusionXLPipeline(
-            **parts,
+        second = CLIPTextConfig(**configs["text_encoder_2"])
+        pipeline = StableDiffusionXLPipeline(
+            **components,
             text_encoder_2=tiny_pipelines.random(CLIPTextModelWithProjection, second),
             tokenizer_2=tiny_pipelines.byte_clip_tokenizer(),
         )
-    made.set_progress_bar_config(disable=True)
-    return made
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in SPECS}
-    for name, path in made.items():
-        pipeline(name).save_pretrained(path)
-    return made
+    paths = {name: tmp_path_factory.mktemp(name) for name in SPECS}
+    for name, path in paths.items():
+        make_pipeline(name).save_pretrained(path)
+    return paths
 
 
-def opened(name: str, folders: dict[str, Path], process: GaussianProcess, scale: float = 1.0) -> Policy[Any]:
-    model = replace(SPECS[name], weights=str(folders[name]), height=SIDE, width=SIDE).load(Placement())
+def load_policy(name: str, folders: dict[str, Path], process: GaussianProcess, scale: float = 1.0) -> Policy[Any]:
+    model = replace(SPECS[name], weights=str(folders[name]), height=SIZE, width=SIZE).load(Placement())
     weights = FullFinetuning().apply(model, ())
     return Policy(model if scale == 1 else process.wrap_guidance(model, Guidance(scale)), process, weights)
 
 
-def theirs(pipe: Any, prompts: tuple[str, ...], start: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-    """Latents and pixels of a pipeline that begins with our noise."""
-    options = {"prompt": list(prompts), "latents": start[:, 0], "height": SIDE, "width": SIDE, **settings}
+def sample_pipeline(pipe: Any, prompts: tuple[str, ...], start: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Latents and pixels that a pipeline samples from this noise."""
+    options = {"prompt": list(prompts), "latents": start[:, 0], "height": SIZE, "width": SIZE, **settings}
     return tuple(pipe(**options, output_type=kind).images for kind in ("latent", "pt"))  # type: ignore[return-value]
 
 
@@ -101,47 +101,47 @@ def theirs(pipe: Any, prompts: tuple[str, ...], start: Tensor, **settings: Any) 
 def test_samples_equal_the_diffusers_pipeline(
     name: str, prediction: Any, scale: float, steps: int, folders: dict[str, Path]
 ) -> None:
-    prompts = PROMPTS if name == "sd15" else tuple(prompt for prompt in PROMPTS if prompt)  # "" is its own test
+    prompts = PROMPTS if name == "sd15" else tuple(prompt for prompt in PROMPTS if prompt)  # "" has a separate test
     process = GaussianProcess(VariancePreserving(prediction_type=prediction), ODE(), steps)
-    policy = opened(name, folders, process, scale)
-    made = policy.sample(policy.embed(prompts), rows(len(prompts)))
-    pipe = pipeline(name, prediction_type="epsilon" if prediction == "epsilon" else "v_prediction")
-    latents, pixels = theirs(pipe, prompts, made.start, num_inference_steps=steps, guidance_scale=scale)
-    assert (made.final[:, 0] - latents).abs().max() < 2e-5 * latents.abs().max()
-    assert (policy.decode(made.final)[:, 0] - pixels).abs().max() < 1e-5
+    policy = load_policy(name, folders, process, scale)
+    trajectory = policy.sample(policy.embed(prompts), rows(len(prompts)))
+    pipe = make_pipeline(name, prediction_type="epsilon" if prediction == "epsilon" else "v_prediction")
+    latents, pixels = sample_pipeline(pipe, prompts, trajectory.start, num_inference_steps=steps, guidance_scale=scale)
+    assert (trajectory.final[:, 0] - latents).abs().max() < 2e-5 * latents.abs().max()
+    assert (policy.decode(trajectory.final)[:, 0] - pixels).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_stochastic_ddim_equals_the_diffusers_scheduler(name: str, folders: dict[str, Path]) -> None:
     process = GaussianProcess(VariancePreserving(), DDIM(1.0), 5)
-    policy = opened(name, folders, process, 5.0)
-    made = policy.sample(policy.embed(PROMPTS), rows())
-    known = scheduler()
-    known.set_timesteps(5)
-    assert len(made.segments) == 5
-    for segment, timestep in zip(made.segments, known.timesteps, strict=True):
-        values = policy.process.action_distribution(policy.model, made.cond, segment)
+    policy = load_policy(name, folders, process, 5.0)
+    trajectory = policy.sample(policy.embed(PROMPTS), rows())
+    scheduler = make_scheduler()
+    scheduler.set_timesteps(5)
+    assert len(trajectory.segments) == 5
+    for segment, timestep in zip(trajectory.segments, scheduler.timesteps, strict=True):
+        distribution = policy.process.action_distribution(policy.model, trajectory.cond, segment)
         assert unet_timestep(segment.t).eq(timestep).all()
-        noise = (segment.action - values.mean) / values.std.view(-1, 1, 1, 1, 1)
+        noise = (segment.action - distribution.mean) / distribution.std.view(-1, 1, 1, 1, 1)
         with torch.no_grad():
-            output = policy.model.predict(segment.state, segment.t, made.cond)
-        stepped = known.step(output, int(timestep), segment.state, eta=1.0, variance_noise=noise).prev_sample
+            output = policy.model.predict(segment.state, segment.t, trajectory.cond)
+        stepped = scheduler.step(output, int(timestep), segment.state, eta=1.0, variance_noise=noise).prev_sample
         assert (stepped - segment.action).abs().max() < 1e-5 * segment.action.abs().max()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
 def test_set_alpha_to_one_equals_sdxls_sampler(folders: dict[str, Path]) -> None:
-    policy = opened("sdxl", folders, GaussianProcess(VariancePreserving(set_alpha_to_one=True), ODE(), 6), 5.0)
-    made = policy.sample(policy.embed(PROMPTS[:2]), rows(2))
-    pipe = pipeline("sdxl")
+    policy = load_policy("sdxl", folders, GaussianProcess(VariancePreserving(set_alpha_to_one=True), ODE(), 6), 5.0)
+    trajectory = policy.sample(policy.embed(PROMPTS[:2]), rows(2))
+    pipe = make_pipeline("sdxl")
     pipe.scheduler = EulerDiscreteScheduler(**SCHEDULE, timestep_spacing="leading")
-    latents, _ = theirs(pipe, PROMPTS[:2], made.start, num_inference_steps=6, guidance_scale=5.0)
-    assert (made.final[:, 0] - latents).abs().max() < 1e-4 * latents.abs().max()
+    latents, _ = sample_pipeline(pipe, PROMPTS[:2], trajectory.start, num_inference_steps=6, guidance_scale=5.0)
+    assert (trajectory.final[:, 0] - latents).abs().max() < 1e-4 * latents.abs().max()
 
 
 def test_sdxl_empty_prompt_is_zeros_or_encoded(folders: dict[str, Path]) -> None:
-    pipe = pipeline("sdxl")
+    pipe = make_pipeline("sdxl")
     spec = replace(SdxlSpec(), weights=str(folders["sdxl"]))
     for empty, negative in (("zeros", None), ("words", "")):
         values = pipe.encode_prompt("an owl", negative_prompt=negative)
@@ -150,8 +150,8 @@ def test_sdxl_empty_prompt_is_zeros_or_encoded(folders: dict[str, Path]) -> None
         assert torch.allclose(actual["summary"], torch.cat(values[2:]), atol=1e-6)
 
 
-def authors(net: UNet2DConditionModel) -> dict[str, Tensor]:
-    """The tensors of the small network under the names its authors gave them."""
+def original_state_dict(net: UNet2DConditionModel) -> dict[str, Tensor]:
+    """The tensors of the small network under their original keys."""
     blocks = {
         "conv_in": "input_blocks.0.0",
         "down_blocks.0.resnets.0": "input_blocks.1.0",
@@ -185,31 +185,31 @@ def authors(net: UNet2DConditionModel) -> dict[str, Tensor]:
     }
     renamed = {}
     for key, x in net.state_dict().items():
-        start = next(name for name in blocks if key.startswith(name + "."))
+        start = next(native for native in blocks if key.startswith(native + "."))
         rest = key.removeprefix(start)
-        for ours, name in inner.items() if ".resnets." in start else ():
-            rest = rest.replace(ours + ".", name + ".")
+        for native, original in inner.items() if ".resnets." in start else ():
+            rest = rest.replace(native + ".", original + ".")
         renamed[blocks[start] + rest] = x.clone()
     return renamed
 
 
-@pytest.mark.parametrize("layout", fast(["diffusers", "authors", "whole"], "authors"))
+@pytest.mark.parametrize("layout", fast(["diffusers", "original", "complete"], "original"))
 @pytest.mark.parametrize("name", SPECS)
 def test_single_file_replaces_the_unet(name: str, layout: str, folders: dict[str, Path], tmp_path: Path) -> None:
     spec = replace(SPECS[name], weights=str(folders[name]))
     other: Any = replace(SPECS[name].tiny(), seed=5).load(Placement()).net
-    own = {
+    tensors = {
         "diffusers": lambda: other.state_dict(),
-        "authors": lambda: authors(other),
-        "whole": lambda: {
+        "original": lambda: original_state_dict(other),
+        "complete": lambda: {
             "first_stage_model.quant_conv.bias": torch.zeros(8),
-            **{f"model.diffusion_model.{key}": x for key, x in authors(other).items()},
+            **{f"model.diffusion_model.{key}": x for key, x in original_state_dict(other).items()},
         },
     }[layout]()
-    save_file(own, tmp_path / "net.safetensors")
-    actual = replace(spec, unet=str(tmp_path / "net.safetensors")).load(Placement()).net.state_dict()
-    assert actual.keys() == other.state_dict().keys()
-    assert all(x.equal(actual[key]) for key, x in other.state_dict().items())
+    save_file(tensors, tmp_path / "net.safetensors")
+    loaded = replace(spec, unet=str(tmp_path / "net.safetensors")).load(Placement()).net.state_dict()
+    assert loaded.keys() == other.state_dict().keys()
+    assert all(x.equal(loaded[key]) for key, x in other.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -220,23 +220,23 @@ def test_unet_timestep_maps_times_to_training_timesteps(t: float, expected: floa
 
 
 def test_invalid_settings_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'width' is 500; expected a multiple of 8 from 8 to 8192"):
+    with pytest.raises(ValueError, match=r"'width'.*500.*8192"):
         Sd15Spec(width=500)
-    with pytest.raises(ConfigError, match=r"two text encoders; set model\.type to sdxl"):
+    with pytest.raises(ConfigError, match=r"model\.type.*sdxl"):
         Sd15Spec(str(folders["sdxl"])).load(Placement())
-    with pytest.raises(ConfigError, match=r"one text encoder; set model\.type to sd15"):
+    with pytest.raises(ConfigError, match=r"model\.type.*sd15"):
         SdxlSpec(str(folders["sd15"])).load(Placement())
-    with pytest.raises(ConfigError, match="expected a folder in diffusers' layout"):
+    with pytest.raises(ConfigError, match="diffusers' layout"):
         Sd15Spec(str(tmp_path)).load(Placement())
     assert Sd15Spec("no/such").sources == (WeightsSource("no/such"),) and Sd15Spec().tiny().sources == ()
     with pytest.raises(ConfigError, match="`tastemaker download no/such`"):
         Sd15Spec("no/such").load(Placement())
-    with pytest.raises(ConfigError, match=r"the images are 32x24 and the model makes 32x32; set data\.image_size"):
+    with pytest.raises(ConfigError, match=r"32x24.*32x32.*data\.image_size"):
         Sd15Spec().tiny().load(Placement()).encode(torch.rand(1, 1, 3, 24, 32))
-    small = Sd15Spec().tiny().load(Placement())
-    save_file(small.net.state_dict(), tmp_path / "sd15.safetensors")
-    with pytest.raises(ConfigError, match="the file's tensors are not of this unet"):
+    model = Sd15Spec().tiny().load(Placement())
+    save_file(model.net.state_dict(), tmp_path / "sd15.safetensors")
+    with pytest.raises(ConfigError, match=r"this unet"):
         SdxlSpec(str(folders["sdxl"]), unet=str(tmp_path / "sd15.safetensors")).load(Placement())
-    save_file(authors(small.net), tmp_path / "theirs.safetensors")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"lacks 'label_emb.*name a file of the same model"):
-        SdxlSpec(str(folders["sdxl"]), unet=str(tmp_path / "theirs.safetensors")).load(Placement())
+    save_file(original_state_dict(model.net), tmp_path / "original.safetensors")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"lacks 'label_emb"):
+        SdxlSpec(str(folders["sdxl"]), unet=str(tmp_path / "original.safetensors")).load(Placement())

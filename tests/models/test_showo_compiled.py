@@ -1,4 +1,4 @@
-"""Show-o's step compiled block by block, as its bench measures it."""
+"""Show-o with compiled transformer blocks, as its benchmark runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tastemaker.training.activation_memory import compile_blocks
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch, about itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside PyTorch
 @torch.no_grad()
 def test_compiled_step_gives_the_same_tokens_in_float32() -> None:
     from torch._dynamo.utils import counters
@@ -25,8 +25,8 @@ def test_compiled_step_gives_the_same_tokens_in_float32() -> None:
     process = MaskedProcess(6, recompute_log_probs=False)
     policy = Policy(process.wrap_guidance(model, Guidance(2.75)), process, FullFinetuning().apply(model, ()))
     cond, rng = policy.embed(["a dog"]).repeat(3), Randomness(0, 0, torch.arange(3))
-    plain = policy.sample(cond, rng).final
+    expected = policy.sample(cond, rng).final
     counters.clear()
     compile_blocks(model.net)
-    assert torch.equal(policy.sample(cond, rng).final, plain) and plain.unique().numel() > 10
+    assert torch.equal(policy.sample(cond, rng).final, expected) and expected.unique().numel() > 10
     assert counters["stats"]["unique_graphs"] > 0

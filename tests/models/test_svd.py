@@ -26,8 +26,8 @@ from tastemaker.processes.paths import KarrasPath, karras_sigma
 from tastemaker.rewards.backbones.preprocessing import CLIP_MEAN, CLIP_STD
 
 
-class Normalised:
-    """What CLIP's processor does of its own accord here."""
+class ClipNormalization:
+    """A feature extractor that only normalizes, as CLIP's processor does for images of the right size."""
 
     def __call__(self, images: Any, **options: Any) -> Any:
         mean, std = (torch.tensor(x).view(3, 1, 1) for x in (CLIP_MEAN, CLIP_STD))
@@ -44,14 +44,14 @@ def svd_pipeline(folder: Path) -> Any:
 
     with silence_libraries(), torch.random.fork_rng():
         torch.manual_seed(0)
-        parts = {
+        components = {
             "unet": UNetSpatioTemporalConditionModel(**svd.TINY_CONFIGS["unet"]),
             "vae": AutoencoderKLTemporalDecoder(**svd.TINY_CONFIGS["vae"]),
             "image_encoder": CLIPVisionModelWithProjection(CLIPVisionConfig(**svd.TINY_CONFIGS["image_encoder"])),
         }
-        for name, part in parts.items():
-            part.eval().save_pretrained(folder / name)
-        levels = EulerDiscreteScheduler(
+        for name, component in components.items():
+            component.eval().save_pretrained(folder / name)
+        scheduler = EulerDiscreteScheduler(
             beta_start=0.00085,
             beta_end=0.012,
             beta_schedule="scaled_linear",
@@ -64,40 +64,44 @@ def svd_pipeline(folder: Path) -> Any:
             timestep_type="continuous",
             steps_offset=1,
         )
-        made = StableVideoDiffusionPipeline(**parts, scheduler=levels, feature_extractor=Normalised())
-    made.set_progress_bar_config(disable=True)
-    return made
+        pipeline = StableVideoDiffusionPipeline(
+            **components, scheduler=scheduler, feature_extractor=ClipNormalization()
+        )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers' scheduler
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised by diffusers' scheduler
 @pytest.mark.parametrize("guidance", fast([None, (1.0, 3.0)], (1.0, 3.0)))
 def test_samples_equal_the_diffusers_pipeline(guidance: tuple[float, float] | None, tmp_path: Path) -> None:
-    theirs = svd_pipeline(tmp_path)
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), dtype=np.uint8))
-    picture.save(tmp_path / "first.png")
+    pipeline = svd_pipeline(tmp_path)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), dtype=np.uint8))
+    image.save(tmp_path / "first.png")
     spec = replace(SvdSpec().tiny(), weights=str(tmp_path), width=48, guidance_scale=guidance)
     model = spec.load(Placement())
     policy = Policy(model, GaussianProcess(KarrasPath(), num_steps=4), FullFinetuning().apply(model, ()))
-    made = policy.sample(policy.embed([""], [{"image": tmp_path / "first.png"}]), Randomness(0, 0, torch.arange(1)))
+    trajectory = policy.sample(
+        policy.embed([""], [{"image": tmp_path / "first.png"}]), Randomness(0, 0, torch.arange(1))
+    )
     low, high = guidance or (1.0, 1.0)
     options = {"height": 32, "width": 48, "num_frames": 3, "num_inference_steps": 4}
     options |= {"min_guidance_scale": low, "max_guidance_scale": high}
     with silence_libraries(), torch.no_grad():
         latents, pixels = (
-            theirs(
-                picture, latents=made.start, output_type=kind, generator=torch.Generator().manual_seed(0), **options
+            pipeline(
+                image, latents=trajectory.start, output_type=kind, generator=torch.Generator().manual_seed(0), **options
             ).frames
             for kind in ("latent", "pt")
         )
-    assert (made.final - latents).abs().max() <= 1e-4
-    assert (policy.decode(made.final) - pixels).abs().max() <= 1e-5
+    assert (trajectory.final - latents).abs().max() <= 1e-4
+    assert (policy.decode(trajectory.final) - pixels).abs().max() <= 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_timesteps_equal_the_diffusers_scheduler(tmp_path: Path) -> None:
-    theirs = svd_pipeline(tmp_path).scheduler
+    scheduler = svd_pipeline(tmp_path).scheduler
     for steps in (1, 10, 25):
-        theirs.set_timesteps(steps)
-        torch.testing.assert_close(karras_sigma(KarrasPath().timesteps(steps)), theirs.sigmas, rtol=2e-6, atol=0)
-    drawn = KarrasPath().sample_timesteps(torch.linspace(0, 1, 9))
-    assert drawn.min() > 0 and drawn.max() <= 1 and drawn.equal(drawn.sort().values)
+        scheduler.set_timesteps(steps)
+        torch.testing.assert_close(karras_sigma(KarrasPath().timesteps(steps)), scheduler.sigmas, rtol=2e-6, atol=0)
+    timesteps = KarrasPath().sample_timesteps(torch.linspace(0, 1, 9))
+    assert timesteps.min() > 0 and timesteps.max() <= 1 and timesteps.equal(timesteps.sort().values)

@@ -1,4 +1,4 @@
-"""Every way of writing chooses the tokens that one call of the network a token would."""
+"""Token decoders sample the same tokens as one call of the network per token."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tastemaker.models.nets.cuda_graph_decoder import CudaGraphDecoder, DecodeKe
 from tastemaker.models.nets.gpt import GPT, GPTConfig
 from tastemaker.models.nets.token_decoder import DecodeRequest, StaticKVCacheDecoder, prefill
 
-# Kernels are carried out on the host where Triton is there and told so, at half a minute a test.
+# Triton interprets kernels on the CPU if TRITON_INTERPRET is set; a test then takes about half a minute.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-SHAPES = {
+CONFIGS = {
     "class": GPTConfig(32, 2, 4, None, 60, 4, "class", 1, 10),
     "grouped": GPTConfig(32, 2, 4, 2, 60, 4, "class", 1, 10),
     "head of 100": GPTConfig(200, 1, 2, None, 60, 3, "class", 1, 10),
@@ -37,61 +37,66 @@ GUIDANCE = {
     "rescaled": Guidance(3.0, rescale=True),
     "rising": Guidance(3.0, power_schedule=1.5),
 }
-ROWS = 6
+BATCH_SIZE = 6
 
 
-def stirred(shape: GPTConfig) -> GPT:
+def random_gpt(config: GPTConfig) -> GPT:
     torch.manual_seed(0)
-    net = GPT(shape)
+    net = GPT(config)
     with torch.no_grad():
         for p in net.parameters():
             p.add_(0.2 * torch.randn_like(p))
     return net
 
 
-def ordered(shape: GPTConfig, choice: TokenSampler, guidance: Guidance | None, seed: int = 0) -> DecodeRequest:
-    """Two groups of three samples, and as many without a prompt."""
-    chance = torch.Generator().manual_seed(seed)
-    made: dict[str, Callable[[], Tensor]] = {
-        "class": lambda: torch.randint(0, 10, (2,), generator=chance),
-        "caption": lambda: torch.randn(2, shape.prefix_length, shape.vocabulary, generator=chance),
-        "words": lambda: torch.randint(0, shape.vocabulary, (2, shape.prefix_length), generator=chance),
+def make_request(config: GPTConfig, sampler: TokenSampler, guidance: Guidance | None, seed: int = 0) -> DecodeRequest:
+    """A request for two groups of three samples, followed by their unconditional rows if guided."""
+    generator = torch.Generator().manual_seed(seed)
+    conditionings: dict[str, Callable[[], Tensor]] = {
+        "class": lambda: torch.randint(0, 10, (2,), generator=generator),
+        "caption": lambda: torch.randn(2, config.prefix_length, config.vocabulary, generator=generator),
+        "words": lambda: torch.randint(0, config.vocabulary, (2, config.prefix_length), generator=generator),
     }
-    cond = made[shape.conditioning]().repeat_interleave(ROWS // 2, 0)
+    cond = conditionings[config.conditioning]().repeat_interleave(BATCH_SIZE // 2, 0)
     if guidance:
-        cond = torch.cat([cond, torch.full_like(cond, 10) if shape.conditioning == "class" else torch.zeros_like(cond)])
-    shown = None
-    if shape.conditioning == "caption":
-        shown = torch.arange(shape.prefix_length)[None] >= torch.arange(ROWS)[:, None] % 3
-        shown = torch.cat([shown, shown]) if guidance else shown
-    uniform = Randomness(seed, 0, torch.arange(ROWS)).uniform("token", shape.grid_size**2)
-    return DecodeRequest(cond, shown, uniform, choice, guidance)
+        cond = torch.cat(
+            [cond, torch.full_like(cond, 10) if config.conditioning == "class" else torch.zeros_like(cond)]
+        )
+    prefix_mask = None
+    if config.conditioning == "caption":
+        prefix_mask = torch.arange(config.prefix_length)[None] >= torch.arange(BATCH_SIZE)[:, None] % 3
+        prefix_mask = torch.cat([prefix_mask, prefix_mask]) if guidance else prefix_mask
+    uniform = Randomness(seed, 0, torch.arange(BATCH_SIZE)).uniform("token", config.grid_size**2)
+    return DecodeRequest(cond, prefix_mask, uniform, sampler, guidance)
 
 
 @torch.no_grad()
-def spelled(net: GPT, order: DecodeRequest, instead: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """By one call of the network a token, each half by itself; what is read may be other than what is written."""
-    count, length = order.uniform.shape
-    ids, log_prob = torch.zeros(count, length, dtype=torch.long), torch.zeros(count, length)
-    parts = [slice(0, count), slice(count, None)][: 1 + (order.guidance is not None)]
-    caches: list[tuple[tuple[Tensor, Tensor], ...]] = [()] * len(parts)
+def decode_eagerly(net: GPT, request: DecodeRequest, replacement: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities from one network call per token, conditional and unconditional rows apart.
+
+    With `replacement`, the network reads these tokens as inputs instead of the sampled ones.
+    """
+    batch_size, length = request.uniform.shape
+    ids, log_prob = torch.zeros(batch_size, length, dtype=torch.long), torch.zeros(batch_size, length)
+    halves = [slice(0, batch_size), slice(batch_size, None)][: 1 + (request.guidance is not None)]
+    caches: list[tuple[tuple[Tensor, Tensor], ...]] = [()] * len(halves)
     for i in range(length):
         logits = []
-        for n, part in enumerate(parts):
-            shown = None if order.prefix_mask is None else order.prefix_mask[part]
-            last = (ids if instead is None else instead)[:, i - 1 : i]
-            out, caches[n] = net(last if i else None, None if i else order.cond[part], caches[n], shown)
+        for n, half in enumerate(halves):
+            prefix_mask = None if request.prefix_mask is None else request.prefix_mask[half]
+            last = (ids if replacement is None else replacement)[:, i - 1 : i]
+            out, caches[n] = net(last if i else None, None if i else request.cond[half], caches[n], prefix_mask)
             logits.append(out[:, -1])
-        ids[:, i], log_prob[:, i] = order.sampler.sample(
-            order.apply_guidance(torch.cat(logits), i), order.uniform[:, i]
+        ids[:, i], log_prob[:, i] = request.sampler.sample(
+            request.apply_guidance(torch.cat(logits), i), request.uniform[:, i]
         )
     return ids, log_prob
 
 
-def written(scribe: StaticKVCacheDecoder | CudaGraphDecoder, length: int) -> tuple[Tensor, Tensor]:
+def decode_all(decoder: StaticKVCacheDecoder | CudaGraphDecoder, length: int) -> tuple[Tensor, Tensor]:
     for _ in range(length):
-        scribe.decode_next()
-    return scribe.ids, scribe.log_prob
+        decoder.decode_next()
+    return decoder.ids, decoder.log_prob
 
 
 def available_kernels() -> dict[str, DecodeKernels]:
@@ -103,7 +108,9 @@ def available_kernels() -> dict[str, DecodeKernels]:
 
 
 @pytest.fixture(params=["eager", *available_kernels()])
-def writer(request: pytest.FixtureRequest) -> Callable[[GPT, DecodeRequest], StaticKVCacheDecoder | CudaGraphDecoder]:
+def make_decoder(
+    request: pytest.FixtureRequest,
+) -> Callable[[GPT, DecodeRequest], StaticKVCacheDecoder | CudaGraphDecoder]:
     if request.param == "eager":
         return StaticKVCacheDecoder
     pool = DecoderPool(available_kernels()[request.param])
@@ -111,106 +118,112 @@ def writer(request: pytest.FixtureRequest) -> Callable[[GPT, DecodeRequest], Sta
 
 
 @pytest.mark.parametrize("guidance", fast(GUIDANCE, "none", "middle", "rising"))
-@pytest.mark.parametrize("shape", fast(SHAPES, "grouped", "caption"))
+@pytest.mark.parametrize("shape", fast(CONFIGS, "grouped", "caption"))
 def test_decoded_tokens_equal_uncached_sampling(
-    shape: str, guidance: str, writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
+    shape: str, guidance: str, make_decoder: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
 ) -> None:
-    sizes = SHAPES[shape]
-    net, order = stirred(sizes), ordered(sizes, TokenSampler(0.9, 20), GUIDANCE[guidance])
-    ids, log_prob = spelled(net, order)
-    found = written(writer(net, order), sizes.grid_size**2)
-    assert torch.equal(found[0], ids)
-    torch.testing.assert_close(found[1], log_prob, rtol=1e-4, atol=1e-4)
+    config = CONFIGS[shape]
+    net, request = random_gpt(config), make_request(config, TokenSampler(0.9, 20), GUIDANCE[guidance])
+    ids, log_prob = decode_eagerly(net, request)
+    decoded = decode_all(make_decoder(net, request), config.grid_size**2)
+    assert torch.equal(decoded[0], ids)
+    torch.testing.assert_close(decoded[1], log_prob, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("choice", [TokenSampler(), TokenSampler(0.7, 0, 0.8), TokenSampler(1.3, 10, 0.5)], ids=str)
+@pytest.mark.parametrize("sampler", [TokenSampler(), TokenSampler(0.7, 0, 0.8), TokenSampler(1.3, 10, 0.5)], ids=str)
 def test_decoder_applies_temperature_top_k_and_top_p(
-    choice: TokenSampler, writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
+    sampler: TokenSampler, make_decoder: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
 ) -> None:
-    net, order = stirred(SHAPES["class"]), ordered(SHAPES["class"], choice, Guidance(2.0, interval=(0.5, 1.0)))
-    assert torch.equal(written(writer(net, order), 16)[0], spelled(net, order)[0])
+    net, request = (
+        random_gpt(CONFIGS["class"]),
+        make_request(CONFIGS["class"], sampler, Guidance(2.0, interval=(0.5, 1.0))),
+    )
+    assert torch.equal(decode_all(make_decoder(net, request), 16)[0], decode_eagerly(net, request)[0])
 
 
 @pytest.mark.parametrize("guidance", ["none", "first"])
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("select_at", [0, 3])
 def test_replaced_token_is_read_instead_of_the_sampled_one(
-    after: int, guidance: str, writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
+    select_at: int, guidance: str, make_decoder: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
 ) -> None:
-    net, order = stirred(SHAPES["grouped"]), ordered(SHAPES["grouped"], TokenSampler(), GUIDANCE[guidance])
-    instead = torch.randint(0, 60, (ROWS, 16), generator=torch.Generator().manual_seed(0))
-    scribe, kept = writer(net, order), torch.tensor([4, 1])
+    net, request = random_gpt(CONFIGS["grouped"]), make_request(CONFIGS["grouped"], TokenSampler(), GUIDANCE[guidance])
+    replacement = torch.randint(0, 60, (BATCH_SIZE, 16), generator=torch.Generator().manual_seed(0))
+    decoder, kept = make_decoder(net, request), torch.tensor([4, 1])
     for i in range(16):
-        if i == after:
-            scribe = scribe.select(kept)
-        scribe.decode_next()
-        scribe.replace_last(instead[kept, i] if i >= after else instead[:, i])
-    ids, log_prob = spelled(net, order, instead)
-    assert torch.equal(scribe.ids, ids[kept])
-    torch.testing.assert_close(scribe.log_prob, log_prob[kept], rtol=1e-4, atol=1e-4)
-    assert not torch.equal(ids, spelled(net, order)[0])
+        if i == select_at:
+            decoder = decoder.select(kept)
+        decoder.decode_next()
+        decoder.replace_last(replacement[kept, i] if i >= select_at else replacement[:, i])
+    ids, log_prob = decode_eagerly(net, request, replacement)
+    assert torch.equal(decoder.ids, ids[kept])
+    torch.testing.assert_close(decoder.log_prob, log_prob[kept], rtol=1e-4, atol=1e-4)
+    assert not torch.equal(ids, decode_eagerly(net, request)[0])
 
 
-def test_second_batch_equals_first(
-    writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder],
+def test_every_batch_of_a_decoder_pool_equals_uncached_sampling(
+    make_decoder: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder],
 ) -> None:
-    net, shape = stirred(SHAPES["caption"]), SHAPES["caption"]
-    orders = [ordered(shape, TokenSampler(), Guidance(2.0), seed) for seed in (0, 1)]
-    for order in orders:
-        assert torch.equal(written(writer(net, order), 16)[0], spelled(net, order)[0])
+    net, config = random_gpt(CONFIGS["caption"]), CONFIGS["caption"]
+    requests = [make_request(config, TokenSampler(), Guidance(2.0), seed) for seed in (0, 1)]
+    for request in requests:
+        assert torch.equal(decode_all(make_decoder(net, request), 16)[0], decode_eagerly(net, request)[0])
 
 
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("num_steps", [0, 3])
 def test_selected_rows_continue_unchanged(
-    after: int, writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
+    num_steps: int, make_decoder: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder]
 ) -> None:
-    net, order = stirred(SHAPES["caption"]), ordered(SHAPES["caption"], TokenSampler(), Guidance(2.0))
+    net, request = random_gpt(CONFIGS["caption"]), make_request(CONFIGS["caption"], TokenSampler(), Guidance(2.0))
     kept = torch.tensor([4, 1])
-    scribe = writer(net, order)
-    for _ in range(after):
-        scribe.decode_next()
-    scribe = scribe.select(kept)
-    ids, log_prob = spelled(net, order)
-    found = written(scribe, 16 - after)
-    assert torch.equal(found[0], ids[kept])
-    torch.testing.assert_close(found[1], log_prob[kept], rtol=1e-4, atol=1e-4)
+    decoder = make_decoder(net, request)
+    for _ in range(num_steps):
+        decoder.decode_next()
+    decoder = decoder.select(kept)
+    ids, log_prob = decode_eagerly(net, request)
+    decoded = decode_all(decoder, 16 - num_steps)
+    assert torch.equal(decoded[0], ids[kept])
+    torch.testing.assert_close(decoded[1], log_prob[kept], rtol=1e-4, atol=1e-4)
 
 
 def test_interleaved_batches_are_independent(
-    writer: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder],
+    make_decoder: Callable[..., StaticKVCacheDecoder | CudaGraphDecoder],
 ) -> None:
-    net, shape = stirred(SHAPES["class"]), SHAPES["class"]
-    orders = [ordered(shape, TokenSampler(), None, seed) for seed in (0, 1)]
-    scribes = [writer(net, order) for order in orders]
+    net, config = random_gpt(CONFIGS["class"]), CONFIGS["class"]
+    requests = [make_request(config, TokenSampler(), None, seed) for seed in (0, 1)]
+    decoders = [make_decoder(net, request) for request in requests]
     for _ in range(16):
-        for scribe in scribes:
-            scribe.decode_next()
-    for scribe, order in zip(scribes, orders, strict=True):
-        assert torch.equal(scribe.ids, spelled(net, order)[0])
+        for decoder in decoders:
+            decoder.decode_next()
+    for decoder, request in zip(decoders, requests, strict=True):
+        assert torch.equal(decoder.ids, decode_eagerly(net, request)[0])
 
 
 def test_prefill_reads_equal_neighbors_once() -> None:
-    net, order = stirred(SHAPES["class"]), ordered(SHAPES["class"], TokenSampler(), Guidance(2.0))
+    net, request = random_gpt(CONFIGS["class"]), make_request(CONFIGS["class"], TokenSampler(), Guidance(2.0))
     with torch.no_grad():
-        logits, past, number = prefill(net, order)
+        logits, past, number = prefill(net, request)
     assert len(past[0][0]) == 3 and number.tolist() == [0] * 3 + [1] * 3 + [2] * 6
-    assert logits.shape == (2 * ROWS, 60)
+    assert logits.shape == (2 * BATCH_SIZE, 60)
 
 
 def test_unconditional_rows_are_skipped_after_last_guided_token() -> None:
     assert count_guided_tokens(Guidance(3.0, interval=(0.5, 1.0)), 16) == 9
     assert count_guided_tokens(Guidance(3.0), 16) == 16
     assert count_guided_tokens(Guidance(3.0, interval=(0.97, 0.98)), 16) == 0
-    net, seen = stirred(SHAPES["class"]), list[int]()
-    net.tok_embeddings.register_forward_hook(lambda _, given, out: seen.append(len(out)))
-    written(StaticKVCacheDecoder(net, ordered(SHAPES["class"], TokenSampler(), Guidance(3.0, interval=(0.5, 1.0)))), 16)
-    assert seen == [2 * ROWS] * 8 + [ROWS] * 7
+    net, batch_sizes = random_gpt(CONFIGS["class"]), list[int]()
+    net.tok_embeddings.register_forward_hook(lambda _, inputs, out: batch_sizes.append(len(out)))
+    decode_all(
+        StaticKVCacheDecoder(net, make_request(CONFIGS["class"], TokenSampler(), Guidance(3.0, interval=(0.5, 1.0)))),
+        16,
+    )
+    assert batch_sizes == [2 * BATCH_SIZE] * 8 + [BATCH_SIZE] * 7
 
 
 def test_fused_weights_share_storage_and_train() -> None:
-    net = stirred(SHAPES["class"])
+    net = random_gpt(CONFIGS["class"])
     before = {key: x.clone() for key, x in net.state_dict().items()}
     plain = copy.deepcopy(net)
-    CudaGraphDecoder(DecoderPool(TorchKernels()), net, ordered(SHAPES["class"], TokenSampler(), None))
+    CudaGraphDecoder(DecoderPool(TorchKernels()), net, make_request(CONFIGS["class"], TokenSampler(), None))
     forward = net.layers[0].feed_forward
     assert forward.w1.weight.untyped_storage().data_ptr() == forward.w3.weight.untyped_storage().data_ptr()
     assert all(torch.equal(x, before[key]) for key, x in net.state_dict().items())

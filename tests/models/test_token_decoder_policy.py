@@ -1,4 +1,4 @@
-"""A policy samples by its model's own scribe, which sees its weights as they are now."""
+"""Policies sample with the decoder of their model, which uses the current weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tastemaker.processes.autoregressive import AutoregressiveProcess, Autoregre
 TORCH = TorchKernels()
 
 
-def backbone(kernels: DecodeKernels | None) -> GptBackbone:
+def make_backbone(kernels: DecodeKernels | None) -> GptBackbone:
     model = replace(GptSpec().tiny(), depth=2).load(Placement())
     torch.manual_seed(0)
     with torch.no_grad():
@@ -34,20 +34,20 @@ def backbone(kernels: DecodeKernels | None) -> GptBackbone:
 
 
 RNG = Randomness(0, 0, torch.arange(4))
-ASKED = ("a photo of a cat", "a photo of a cat", "a photo of a dog", "")
+PROMPTS = ("a photo of a cat", "a photo of a cat", "a photo of a dog", "")
 
 
-def same(policy: Policy[AutoregressiveProcess]) -> None:
-    """That sampling, whoever writes, and one call a token agree."""
-    cond = policy.embed(ASKED)
-    slow = EagerDecoder(policy.model, cond, RNG.uniform("token", *policy.model.shape), policy.process.sampler)  # type: ignore[arg-type]
+def assert_samples_equal_eager_decoding(policy: Policy[AutoregressiveProcess]) -> None:
+    """Check that the policy samples the same tokens as one call of the network per token."""
+    cond = policy.embed(PROMPTS)
+    eager = EagerDecoder(policy.model, cond, RNG.uniform("token", *policy.model.shape), policy.process.sampler)  # type: ignore[arg-type]
     with torch.no_grad():
         for _ in range(policy.model.shape[0]):
-            slow.decode_next()
-    assert torch.equal(policy.sample(cond, RNG).final, slow.ids)
+            eager.decode_next()
+    assert torch.equal(policy.sample(cond, RNG).final, eager.ids)
 
 
-def shaken(net: nn.Module) -> None:
+def perturb(net: nn.Module) -> None:
     with torch.no_grad():
         for p in net.parameters():
             if p.requires_grad:
@@ -62,51 +62,51 @@ def shaken(net: nn.Module) -> None:
 def test_decoder_uses_updated_and_swapped_weights(
     tuning: FullFinetuning | FrozenCopyFinetuning | Lora, kernels: DecodeKernels | None, scale: float
 ) -> None:
-    model = backbone(kernels)
+    model = make_backbone(kernels)
     weights = tuning.apply(model, ("reference",))
     guided = AutoregressiveProcess().wrap_guidance(model, Guidance(scale)) if scale > 1 else model
     policy = Policy(guided, AutoregressiveProcess(top_k=40), weights)
-    before = policy.sample(policy.embed(ASKED), RNG).final
-    same(policy)
+    before = policy.sample(policy.embed(PROMPTS), RNG).final
+    assert_samples_equal_eager_decoding(policy)
     for _ in range(2):
-        shaken(weights.net)
-        same(policy)
-    assert not torch.equal(policy.sample(policy.embed(ASKED), RNG).final, before)
+        perturb(weights.net)
+        assert_samples_equal_eager_decoding(policy)
+    assert not torch.equal(policy.sample(policy.embed(PROMPTS), RNG).final, before)
     with weights.use("reference"):
-        same(policy)
-        assert torch.equal(policy.sample(policy.embed(ASKED), RNG).final, before)
-    same(policy)
+        assert_samples_equal_eager_decoding(policy)
+        assert torch.equal(policy.sample(policy.embed(PROMPTS), RNG).final, before)
+    assert_samples_equal_eager_decoding(policy)
 
 
 def test_graph_runner_is_reused_until_weights_move() -> None:
-    model = backbone(TORCH)
+    model = make_backbone(TORCH)
     policy = Policy(model, AutoregressiveProcess(), FullWeights(model.net))
-    policy.sample(policy.embed(ASKED), RNG)
+    policy.sample(policy.embed(PROMPTS), RNG)
     (first,) = model.decoder_pool.runners.values()
-    shaken(model.net)
-    policy.sample(policy.embed(ASKED), RNG)
+    perturb(model.net)
+    policy.sample(policy.embed(PROMPTS), RNG)
     assert list(model.decoder_pool.runners.values()) == [first]
     for p in model.net.parameters():
         p.data = p.data.clone()
-    same(policy)
+    assert_samples_equal_eager_decoding(policy)
     assert list(model.decoder_pool.runners.values()) != [first]
 
 
 @pytest.mark.parametrize("kernels", [None, TORCH])
 def test_decoder_follows_autocast_dtype(kernels: DecodeKernels | None) -> None:
-    model = backbone(kernels)
+    model = make_backbone(kernels)
     policy = Policy(model, AutoregressiveProcess(recompute_log_probs=False), FullWeights(model.net))
-    cond = policy.embed(ASKED)
+    cond = policy.embed(PROMPTS)
     with torch.autocast("cpu", torch.bfloat16):
         (segment,) = policy.sample(cond, RNG).segments
-        now = policy.action_distribution(cond, segment).log_prob(segment.action)
-    assert ((now - segment.log_prob).exp() - 1).abs().mean() < 0.03
+        log_prob = policy.action_distribution(cond, segment).log_prob(segment.action)
+    assert ((log_prob - segment.log_prob).exp() - 1).abs().mean() < 0.03
 
 
 def test_rollout_uses_the_models_decoder() -> None:
-    model = backbone(None)
-    rollout = AutoregressiveProcess().start(model, model.embed(ASKED), RNG)
+    model = make_backbone(None)
+    rollout = AutoregressiveProcess().start(model, model.embed(PROMPTS), RNG)
     assert isinstance(rollout, AutoregressiveRollout) and isinstance(rollout.decoder, StaticKVCacheDecoder)
     guided = AutoregressiveProcess().wrap_guidance(model, Guidance(2.0))
-    assert isinstance(AutoregressiveProcess().start(guided, guided.embed(ASKED), RNG).decoder, StaticKVCacheDecoder)
-    assert len(batch_conditions(guided.embed(ASKED)).tensors["words"]) == 2 * len(ASKED)
+    assert isinstance(AutoregressiveProcess().start(guided, guided.embed(PROMPTS), RNG).decoder, StaticKVCacheDecoder)
+    assert len(batch_conditions(guided.embed(PROMPTS)).tensors["words"]) == 2 * len(PROMPTS)

@@ -26,8 +26,8 @@ from tastemaker.models.svd import SvdSpec
 from tastemaker.models.wan import WanSpec
 from tastemaker.processes.paths import KarrasPath, VariancePreserving
 
-LONG: dict[str, tuple[Any, dict[tuple[int, ...], int]]] = {
-    # A spec, and by frames how many latents its decoder sees.
+LONG_VIDEOS: dict[str, tuple[Any, dict[tuple[int, ...], int]]] = {
+    # A spec, and how many latents its decoder processes for these frames.
     "wan": (replace(WanSpec().tiny(), frames=13), {(0,): 1, (4,): 2, (5, 0): 3, (12,): 4}),
     "cogvideox": (replace(CogVideoXSpec().tiny(), frames=25), {(0,): 3, (8, 3): 3, (9,): 5, (24,): 7}),
     "ltx": (replace(LtxSpec().tiny(), frames=17), {(0,): 3, (16, 2): 3}),
@@ -40,28 +40,28 @@ LONG: dict[str, tuple[Any, dict[tuple[int, ...], int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", fast(LONG, "wan", "hunyuanvideo"))
-def test_selected_frames_equal_the_whole_clip_with_fewer_latents_decoded(name: str) -> None:
-    spec, options = LONG[name]
+@pytest.mark.parametrize("name", fast(LONG_VIDEOS, "wan", "hunyuanvideo"))
+def test_selected_frames_equal_the_full_video_with_fewer_latents_decoded(name: str) -> None:
+    spec, num_latents = LONG_VIDEOS[name]
     model = spec.load(Placement())
     vae = model.autoencoder.net
-    seen: list[int] = []
-    vae.decoder.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[0 if name == "svd" else 2]))
+    decoded: list[int] = []
+    vae.decoder.register_forward_pre_hook(lambda _, inputs: decoded.append(inputs[0].shape[0 if name == "svd" else 2]))
     x = Randomness(0, 0, torch.arange(1)).normal("x", *model.shape)
     with torch.no_grad():
         full = model.decode(x)
         assert full.shape == (1, *model.pixels)
-        for frames, latents in options.items():
-            seen.clear()
+        for frames, latents in num_latents.items():
+            decoded.clear()
             torch.testing.assert_close(model.decode(x, frames), full[:, list(frames)], rtol=0, atol=2e-6)
-            assert sum(seen) == latents, frames
+            assert sum(decoded) == latents, frames
 
 
-@pytest.mark.parametrize("name", fast(LONG, "wan"))
+@pytest.mark.parametrize("name", fast(LONG_VIDEOS, "wan"))
 def test_decoder_gradient_is_the_same_with_checkpointing(name: str) -> None:
     grads = []
     for recompute in (True, False):
-        model = replace(LONG[name][0], checkpoint_decoder=recompute).load(Placement())
+        model = replace(LONG_VIDEOS[name][0], checkpoint_decoder=recompute).load(Placement())
         x = Randomness(0, 0, torch.arange(1)).normal("x", *model.shape).requires_grad_()
         model.decode(x, [2]).square().sum().backward()
         assert x.grad is not None and bool(x.grad.any())
@@ -72,18 +72,18 @@ def test_decoder_gradient_is_the_same_with_checkpointing(name: str) -> None:
 def test_wan_decoder_of_a_patchified_vae_equals_diffusers() -> None:
     from diffusers import AutoencoderKLWan
 
-    small = {"z_dim": 4, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4, "is_residual": True, "patch_size": 2}
+    config = {"z_dim": 4, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4, "is_residual": True, "patch_size": 2}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         vae = AutoencoderKLWan(
-            4, 4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, in_channels=12, out_channels=12, **small
+            4, 4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, in_channels=12, out_channels=12, **config
         ).eval()
     x = Randomness(0, 0, torch.arange(1)).normal("x", 4, 3, 2, 2)
     with torch.no_grad():
         full = vae.decode(x, return_dict=False)[0]
         assert torch.equal(wan.wan_decoder(vae, checkpoint_decoder=False)(x, range(9)), full)
-        some = wan.wan_decoder(vae, checkpoint_decoder=True)(x, [4, 1])
-        torch.testing.assert_close(some, full[:, :, [4, 1]], rtol=0, atol=2e-6)
+        selected = wan.wan_decoder(vae, checkpoint_decoder=True)(x, [4, 1])
+        torch.testing.assert_close(selected, full[:, :, [4, 1]], rtol=0, atol=2e-6)
 
 
 def test_each_expert_gets_the_samples_of_its_noise_levels() -> None:
@@ -93,20 +93,20 @@ def test_each_expert_gets_the_samples_of_its_noise_levels() -> None:
         p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
     x, t = Randomness(0, 0, torch.arange(4)).normal("x", *model.shape), torch.tensor([0.9, 0.2, 0.875, 0.8])
     cond = model.embed(["a", "b", "c", "d"])
-    together = model.predict(x, t, cond)
-    for expert, rows in ((experts.high, [0, 2]), (experts.low, [1, 3])):
+    mixed = model.predict(x, t, cond)
+    for expert, indices in ((experts.high, [0, 2]), (experts.low, [1, 3])):
         model.net = expert
-        single = model.predict(x[rows], t[rows], select_rows(cond, torch.tensor(rows)))
-        torch.testing.assert_close(together[rows], single, rtol=1e-4, atol=1e-5)
+        single = model.predict(x[indices], t[indices], select_rows(cond, torch.tensor(indices)))
+        torch.testing.assert_close(mixed[indices], single, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", fast(LONG, "wan"))
+@pytest.mark.parametrize("name", fast(LONG_VIDEOS, "wan"))
 def test_default_lora_targets_are_attention_layers(name: str) -> None:
-    ends = ("to_q", "to_k", "to_v", "to_out.0")
-    actual = Lora(rank=2).apply(LONG[name][0].load(Placement()), ()).trainable()
-    assert actual and all(key.partition(".lora_")[0].endswith(ends) for key in actual)
-    more = Lora(rank=2, target_modules="all-linear").apply(LONG[name][0].load(Placement()), ()).trainable()
-    assert len(more) > len(actual)
+    suffixes = ("to_q", "to_k", "to_v", "to_out.0")
+    adapters = Lora(rank=2).apply(LONG_VIDEOS[name][0].load(Placement()), ()).trainable()
+    assert adapters and all(key.partition(".lora_")[0].endswith(suffixes) for key in adapters)
+    all_linear = Lora(rank=2, target_modules="all-linear").apply(LONG_VIDEOS[name][0].load(Placement()), ()).trainable()
+    assert len(all_linear) > len(adapters)
 
 
 def test_latents_equal_the_published_ones() -> None:
@@ -121,20 +121,20 @@ def test_latents_equal_the_published_ones() -> None:
 
 @pytest.mark.slow
 def test_invalid_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'frames' is 80; expected one more than a multiple of 4, such as 81"):
+    with pytest.raises(ValueError, match=r"'frames'.*80.*81"):
         WanSpec(frames=80)
-    with pytest.raises(ValueError, match="'width' is 700; expected a multiple of 32"):
+    with pytest.raises(ValueError, match=r"'width'.*700.*32"):
         LtxSpec(width=700)
-    with pytest.raises(ValueError, match=r"'fps' is 0\.0; expected frames per second"):
+    with pytest.raises(ValueError, match=r"'fps'.*0\.0"):
         LtxSpec(fps=0.0)
-    with pytest.raises(ConfigError, match="were not found; expected a local path, or Wan-AI/Wan2"):
+    with pytest.raises(ConfigError, match="tastemaker download Wan-AI/Wan2"):
         WanSpec().load(Placement())
-    with pytest.raises(ConfigError, match=r"the clips are 1 frames of 32x32 and the model makes 5 of"):
+    with pytest.raises(ConfigError, match=r"1 frames of 32x32.* 5 of"):
         WanSpec().tiny().load(Placement()).encode(torch.zeros(1, 1, 3, 32, 32))
-    with pytest.raises(ValueError, match="a prompt has no `image`"):
+    with pytest.raises(ValueError, match="no `image`"):
         SvdSpec().tiny().load(Placement()).embed(["", ""], [{"image": torch.zeros(1, 3, 32, 32)}, {}])
     for metadata in ((), ({}, {})):
-        with pytest.raises(ConfigError, match=r"found no image; set model\.image"):
+        with pytest.raises(ConfigError, match=r"model\.image\b"):
             SvdSpec().tiny().load(Placement()).embed(["", ""], metadata)
     with pytest.raises(ValueError, match="'rescale_betas_zero_snr'"):
         VariancePreserving(rescale_betas_zero_snr=True)
@@ -146,21 +146,21 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # tests/diagnostics/test_plan_video.py plans clips of other models and of Wan 2.2
-def test_wan_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_activations_grow_with_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         wan.WAN.configs,
         WanSpec.weights,
         {"transformer": wan.TINY_CONFIGS["transformer"], "vae": wan.TINY_CONFIGS["vae"]},
     )
-    options = ["model.height=64", "model.width=64"]
+    overrides = ["model.height=64", "model.width=64"]
     short, long = (
-        estimate_resources(load("vader-wan-hps", [*options, f"model.frames={frames}"])) for frames in (5, 17)
+        estimate_resources(load("vader-wan-hps", [*overrides, f"model.frames={frames}"])) for frames in (5, 17)
     )
     assert 0 < short.update_activations < long.update_activations
     assert short.weights == long.weights
 
 
 def test_wan_refuses_a_vae_of_another_size() -> None:
-    options = replace(WanSpec().tiny(), height=64, width=64, latent_channels=48, downsample_factor=16)
-    with pytest.raises(ConfigError, match=r"has 16 channels and factor 8.*set model.latent_channels=16"):
-        options.load(Placement())
+    spec = replace(WanSpec().tiny(), height=64, width=64, latent_channels=48, downsample_factor=16)
+    with pytest.raises(ConfigError, match=r"16 channels.* 8.*model\.latent_channels=16"):
+        spec.load(Placement())

@@ -24,31 +24,31 @@ PROMPTS = ["a red cat on a mat", "two blue dogs"]
 ADAPTED = ("wan", "cogvideox-5b", "ltx", "hunyuanvideo", "mochi")
 
 
-@pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi's own
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # raised by Mochi
 @pytest.mark.parametrize("name", fast(CASES, "wan22", "cogvideox-5b"))
 def test_samples_equal_the_diffusers_pipeline(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    theirs = pipeline(case, tmp_path)
+    diffusers_pipeline = pipeline(case, tmp_path)
     model: Backbone = replace(case.spec, weights=str(tmp_path)).load(Placement())
     frames, _, height, width = model.pixels
     if case.guidance > 1:
         model = GuidedBackbone(model, Guidance(case.guidance))
     policy = Policy(model, case.process, FullFinetuning().apply(model, ()))
-    made = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
-    asked = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.num_steps}
-    asked |= {"guidance_scale": case.guidance, "max_sequence_length": case.spec.max_text_tokens, **(case.asked or {})}
+    trajectory = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
+    options = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.num_steps}
+    options |= {"guidance_scale": case.guidance, "max_sequence_length": case.spec.max_text_tokens, **(case.asked or {})}
     with silence_libraries(), torch.no_grad():
-        start = case.theirs(made.start)
-        latents = theirs(PROMPTS, latents=start, output_type="latent", **asked).frames
-        pixels = theirs(PROMPTS, latents=start, output_type="pt", **asked).frames
-    assert (case.theirs(made.final) - latents).abs().max() <= 1e-4
-    assert (policy.decode(made.final) - pixels).abs().max() <= 1e-5
+        start = case.theirs(trajectory.start)
+        latents = diffusers_pipeline(PROMPTS, latents=start, output_type="latent", **options).frames
+        pixels = diffusers_pipeline(PROMPTS, latents=start, output_type="pt", **options).frames
+    assert (case.theirs(trajectory.final) - latents).abs().max() <= 1e-4
+    assert (policy.decode(trajectory.final) - pixels).abs().max() <= 1e-5
 
 
 def test_timesteps_equal_the_diffusers_schedulers() -> None:
-    dark = cog_pipeline(rotary=False).scheduler
-    kept = DARK.alpha(torch.arange(1, 1001) / 1000) ** 2
-    torch.testing.assert_close(kept, dark.alphas_cumprod.float(), rtol=1e-5, atol=1e-9)
+    scheduler = cog_pipeline(rotary=False).scheduler
+    alphas_cumprod = DARK.alpha(torch.arange(1, 1001) / 1000) ** 2
+    torch.testing.assert_close(alphas_cumprod, scheduler.alphas_cumprod.float(), rtol=1e-5, atol=1e-9)
     assert all(RectifiedFlow(linear_quadratic_threshold=0.025).timesteps(steps)[-1] == 0 for steps in (1, 10, 25))
 
 
@@ -56,9 +56,9 @@ def test_timesteps_equal_the_diffusers_schedulers() -> None:
     "name", [pytest.param(name, marks=[] if name == "ltx" else [pytest.mark.slow]) for name in ADAPTED]
 )
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
-def test_diffusers_pipeline_loads_our_lora(name: str, tmp_path: Path) -> None:
+def test_diffusers_pipeline_loads_exported_lora(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    theirs = pipeline(case, tmp_path)
+    diffusers_pipeline = pipeline(case, tmp_path)
     spec = replace(case.spec, weights=str(tmp_path))
     model = spec.load(Placement())
     weights = Lora(rank=2).apply(model, ())
@@ -67,14 +67,14 @@ def test_diffusers_pipeline_loads_our_lora(name: str, tmp_path: Path) -> None:
         p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
     lora.write_diffusers_lora(weights, spec.layout, tmp_path / lora.DIFFUSERS_LORA_FILE, torch.float32)
     policy = Policy(model, case.process, weights)
-    made = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
+    trajectory = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
     frames, _, height, width = model.pixels
-    asked = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.num_steps}
-    asked |= {"guidance_scale": 1.0, "max_sequence_length": case.spec.max_text_tokens, **(case.asked or {})}
+    options = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.num_steps}
+    options |= {"guidance_scale": 1.0, "max_sequence_length": case.spec.max_text_tokens, **(case.asked or {})}
     with silence_libraries(), torch.no_grad():
-        start, kind = case.theirs(made.start), {"output_type": "latent"}
-        before = theirs(PROMPTS, latents=start, **kind, **asked).frames
-        theirs.load_lora_weights(tmp_path, weight_name=lora.DIFFUSERS_LORA_FILE)
-        after = theirs(PROMPTS, latents=start, **kind, **asked).frames
-    assert (case.theirs(made.final) - after).abs().max() <= 1e-4
+        start, output = case.theirs(trajectory.start), {"output_type": "latent"}
+        before = diffusers_pipeline(PROMPTS, latents=start, **output, **options).frames
+        diffusers_pipeline.load_lora_weights(tmp_path, weight_name=lora.DIFFUSERS_LORA_FILE)
+        after = diffusers_pipeline(PROMPTS, latents=start, **output, **options).frames
+    assert (case.theirs(trajectory.final) - after).abs().max() <= 1e-4
     assert (before - after).abs().max() > 1e-2

@@ -1,4 +1,4 @@
-"""The tokenizer agrees with the published one, and its codes are used."""
+"""The VQ tokenizer compared with the published one, and its codebook usage in training."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ KEYS = json.loads((LLAMAGEN / "keys_shapes.json").read_text("utf-8"))
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, Tensor]:
-    found = load_file(LLAMAGEN / "vq_tiny.safetensors")
-    return {key: x.float() if x.is_floating_point() else x for key, x in found.items()}
+    tensors = load_file(LLAMAGEN / "vq_tiny.safetensors")
+    return {key: x.float() if x.is_floating_point() else x for key, x in tensors.items()}
 
 
-def published(golden: dict[str, Tensor]) -> VQ:
+def published_vq(golden: dict[str, Tensor]) -> VQ:
     net = VQ(VQConfig(32, (1, 2), 1, 16, 128, 8, entropy_weight=0.1, dead_code_weight=0.0))
     net.load_state_dict({key[2:]: x for key, x in golden.items() if key.startswith("w.")})
     return net
@@ -42,45 +42,45 @@ def published(golden: dict[str, Tensor]) -> VQ:
 
 def test_tokens_equal_published_ones(golden: dict[str, Tensor]) -> None:
     pixels = (golden["in.image"] + 1) / 2
-    assert torch.equal(published(golden).encode(pixels).flatten(), golden["out.indices"])
+    assert torch.equal(published_vq(golden).encode(pixels).flatten(), golden["out.indices"])
 
 
 def test_autocast_does_not_change_tokens(golden: dict[str, Tensor]) -> None:
-    net = published(golden)
+    net = published_vq(golden)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(net.quantize.assign_codes(golden["out.pre_quant"]).flatten(), golden["out.indices"])
 
 
 def test_decoded_images_equal_published_ones(golden: dict[str, Tensor]) -> None:
-    net, wanted = published(golden), golden["out.decode_code"]
+    net, expected = published_vq(golden), golden["out.decode_code"]
     vectors = net.quantize.lookup(golden["in.codes"]).transpose(1, 2).reshape(2, 8, 8, 8)
     torch.testing.assert_close(vectors, golden["out.codebook_entry"])
-    torch.testing.assert_close(net.decode_unclamped(vectors) * 2 - 1, wanted, rtol=0, atol=1e-5)
-    torch.testing.assert_close(net.decode(golden["in.codes"]), ((wanted + 1) / 2).clamp(0, 1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(net.decode_unclamped(vectors) * 2 - 1, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(net.decode(golden["in.codes"]), ((expected + 1) / 2).clamp(0, 1), rtol=0, atol=1e-5)
 
 
 def test_latents_and_token_embeddings_equal_published_ones(golden: dict[str, Tensor]) -> None:
-    net = published(golden)
+    net = published_vq(golden)
     torch.testing.assert_close(
         net.encode_continuous((golden["in.image"] + 1) / 2), golden["out.pre_quant"], rtol=0, atol=1e-5
     )
-    found = net.token_embeddings(golden["in.codes"]).transpose(1, 2).reshape(2, 8, 8, 8)
-    torch.testing.assert_close(found, golden["out.codebook_entry"])
+    embeddings = net.token_embeddings(golden["in.codes"]).transpose(1, 2).reshape(2, 8, 8, 8)
+    torch.testing.assert_close(embeddings, golden["out.codebook_entry"])
 
 
 def test_quantizer_losses_equal_published_ones(golden: dict[str, Tensor]) -> None:
-    found = published(golden).quantize(golden["out.pre_quant"])
-    torch.testing.assert_close(found.latent, golden["out.quant"])
-    terms = torch.stack([found.codebook_loss, 0.25 * found.commitment_loss, 0.1 * found.entropy_loss])
-    wanted = torch.cat([golden["out.vq_loss"], golden["out.commit_loss"], golden["out.entropy_loss"]])
-    torch.testing.assert_close(terms, wanted)
+    output = published_vq(golden).quantize(golden["out.pre_quant"])
+    torch.testing.assert_close(output.latent, golden["out.quant"])
+    terms = torch.stack([output.codebook_loss, 0.25 * output.commitment_loss, 0.1 * output.entropy_loss])
+    expected = torch.cat([golden["out.vq_loss"], golden["out.commit_loss"], golden["out.entropy_loss"]])
+    torch.testing.assert_close(terms, expected)
 
 
 def test_straight_through_gradients_equal_published_ones(golden: dict[str, Tensor]) -> None:
-    net, image = published(golden), golden["in.image"]
-    made, extra = net((image + 1) / 2)
-    torch.testing.assert_close(made * 2 - 1, golden["out.rec"], rtol=0, atol=2e-5)
-    torch.autograd.backward((made * 2 - 1 - image).square().mean() + extra)
+    net, image = published_vq(golden), golden["in.image"]
+    reconstruction, extra_loss = net((image + 1) / 2)
+    torch.testing.assert_close(reconstruction * 2 - 1, golden["out.rec"], rtol=0, atol=2e-5)
+    torch.autograd.backward((reconstruction * 2 - 1 - image).square().mean() + extra_loss)
     torch.testing.assert_close(net.quantize.embedding.weight.grad, golden["out.grad.embedding"], rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(net.encoder.conv_in.weight.grad, golden["out.grad.enc_conv_in"], rtol=1e-3, atol=1e-5)
 
@@ -89,22 +89,24 @@ def test_straight_through_gradients_equal_published_ones(golden: dict[str, Tenso
 def test_published_vq_sizes_have_published_keys(name: str, multipliers: tuple[int, ...]) -> None:
     with torch.device("meta"):
         net = VQ(VQConfig(channel_multipliers=multipliers))
-    found = {key: list(x.shape) for key, x in net.state_dict().items()}
-    wanted = {key: torch.empty(shape, device="meta") for key, shape in KEYS[name]["keys"].items()}
-    assert found == {key: list(x.shape) for key, x in drop_usage_buffer(wanted).items()}
-    assert "quantize.codebook_used" in wanted
+    shapes = {key: list(x.shape) for key, x in net.state_dict().items()}
+    expected = {key: torch.empty(shape, device="meta") for key, shape in KEYS[name]["keys"].items()}
+    assert shapes == {key: list(x.shape) for key, x in drop_usage_buffer(expected).items()}
+    assert "quantize.codebook_used" in expected
 
 
 def test_lfq_first_channel_is_most_significant() -> None:
     z = torch.tensor([1.0, -1.0, 0.5, -0.5]).view(1, 4, 1, 1)
-    signs = LookupFreeQuantizer(16)
-    assert signs.assign_codes(z).tolist() == [[0b1010]]
-    assert signs.lookup(torch.tensor([[0b1010]])).tolist() == [[[1.0, -1.0, 1.0, -1.0]]]
-    assert torch.equal(signs.assign_codes(signs.lookup(torch.arange(16)).T.view(1, 4, 4, 4)), torch.arange(16)[None])
+    quantizer = LookupFreeQuantizer(16)
+    assert quantizer.assign_codes(z).tolist() == [[0b1010]]
+    assert quantizer.lookup(torch.tensor([[0b1010]])).tolist() == [[[1.0, -1.0, 1.0, -1.0]]]
+    assert torch.equal(
+        quantizer.assign_codes(quantizer.lookup(torch.arange(16)).T.view(1, 4, 4, 4)), torch.arange(16)[None]
+    )
 
 
 def test_lfq_needs_a_power_of_two() -> None:
-    with pytest.raises(ValueError, match="a power of two"):
+    with pytest.raises(ValueError, match="power of two"):
         VqSpec(quantizer="lfq", codebook_size=1000)
 
 
@@ -130,46 +132,50 @@ def test_lfq_needs_a_power_of_two() -> None:
     ids=["codebook", "lfq"],
 )
 def test_tokenizer_learns_to_reconstruct(spec: VqSpec) -> None:
-    """Pictures of four colours each; a tokenizer whose codes collapse stays at the mean colour, an error of 0.24."""
+    """Images of four colors each: a tokenizer with collapsed codes predicts the mean color, an error of 0.24."""
     net = spec.load(Placement())
     pixels = torch.rand(16, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     pixels = pixels.repeat_interleave(8, 2).repeat_interleave(8, 3)
     optimizer = torch.optim.Adam(net.parameters(), 3e-3)
     for _ in range(120):
-        made, extra = net(pixels)
+        reconstruction, extra_loss = net(pixels)
         optimizer.zero_grad()
-        torch.autograd.backward((made - pixels).abs().mean() + extra)
+        torch.autograd.backward((reconstruction - pixels).abs().mean() + extra_loss)
         optimizer.step()
     assert (net.decode(net.encode(pixels)) - pixels).abs().mean() < 0.17
-    assert net.codebook_usage(pixels) > 0.4  # of 64 codes, for 64 colours
+    assert net.codebook_usage(pixels) > 0.4  # of 64 codes, for 64 colors
 
 
 def test_dead_code_loss_revives_codes() -> None:
-    shares = {}
-    for help in (0.0, 1.0):
-        chance = torch.Generator().manual_seed(0)
+    usage = {}
+    for weight in (0.0, 1.0):
+        generator = torch.Generator().manual_seed(0)
         torch.manual_seed(0)
         codebook = VectorQuantizer(256, 8)
         optimizer = torch.optim.Adam(codebook.parameters(), 1e-3)
         for _ in range(60):
-            found = codebook(latents(chance))
+            output = codebook(clustered_latents(generator))
             optimizer.zero_grad()
-            torch.autograd.backward(found.codebook_loss + help * found.dead_code_loss)
+            torch.autograd.backward(output.codebook_loss + weight * output.dead_code_loss)
             optimizer.step()
-        ids = codebook.assign_codes(latents(chance, 64))
-        shares[help] = (torch.bincount(ids.flatten(), minlength=256) > 0).float().mean().item()
-    assert shares[1.0] > 0.9
-    assert shares[0.0] < 0.5
+        ids = codebook.assign_codes(clustered_latents(generator, 64))
+        usage[weight] = (torch.bincount(ids.flatten(), minlength=256) > 0).float().mean().item()
+    assert usage[1.0] > 0.9
+    assert usage[0.0] < 0.5
 
 
-def latents(chance: torch.Generator, rows: int = 16) -> Tensor:
-    """In forty heaps, all to one side of the codes: [rows, 8, 8, 8]."""
-    heaps = torch.randn(40, 8, generator=torch.Generator().manual_seed(1)) + torch.tensor([2.0] + [0.0] * 7)
-    chosen = heaps[torch.randint(0, 40, (rows * 64,), generator=chance)]
-    return (chosen + 0.2 * torch.randn(rows * 64, 8, generator=chance)).view(rows, 8, 8, 8).permute(0, 3, 1, 2)
+def clustered_latents(generator: torch.Generator, batch_size: int = 16) -> Tensor:
+    """Latents in forty clusters on one side of the codes: [batch_size, 8, 8, 8]."""
+    clusters = torch.randn(40, 8, generator=torch.Generator().manual_seed(1)) + torch.tensor([2.0] + [0.0] * 7)
+    chosen = clusters[torch.randint(0, 40, (batch_size * 64,), generator=generator)]
+    return (
+        (chosen + 0.2 * torch.randn(batch_size * 64, 8, generator=generator))
+        .view(batch_size, 8, 8, 8)
+        .permute(0, 3, 1, 2)
+    )
 
 
-def test_codebook_usage() -> None:
+def test_codebook_usage_is_the_share_of_codes_in_use() -> None:
     net = VqSpec().tiny().load(Placement())
     pixels = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     assert net.codebook_usage(pixels) == len(set(net.encode(pixels).flatten().tolist())) / 64
@@ -188,25 +194,24 @@ def test_tokenizer_file_round_trip(tmp_path: Path) -> None:
     } | {"norm_num_groups": 2}
     weight_files.write_weights(tmp_path / "vq.safetensors", net.state_dict(), {"autoencoder": settings}, torch.float32)
     pixels = PlaygroundScenes(device="cpu").load(0).batch(0, 4, 0, 1).pixels[:, 0]
-    found = load_image_tokenizer(str(tmp_path / "vq.safetensors"), 64, 8, 64, Placement())
-    assert torch.equal(found.encode(pixels), net.encode(pixels))
-    assert not any(p.requires_grad for p in found.parameters())
-    told = r"set model\.codebook_size=64"
-    with pytest.raises(ConfigError, match=told):
+    tokenizer = load_image_tokenizer(str(tmp_path / "vq.safetensors"), 64, 8, 64, Placement())
+    assert torch.equal(tokenizer.encode(pixels), net.encode(pixels))
+    assert not any(p.requires_grad for p in tokenizer.parameters())
+    with pytest.raises(ConfigError, match=r"model\.codebook_size=64"):
         load_image_tokenizer(str(tmp_path / "vq.safetensors"), 128, 8, 64, Placement())
 
 
 def test_weights_of_another_autoencoder_are_refused(tmp_path: Path) -> None:
     weight_files.write_weights(tmp_path / "other.safetensors", {"x": torch.zeros(1)}, {"autoencoder": {"type": "vae"}})
-    with pytest.raises(ConfigError, match="holds no vq"):
+    with pytest.raises(ConfigError, match=r"other\.safetensors.* vq"):
         load_image_tokenizer(str(tmp_path / "other.safetensors"), 64, 8, 64, Placement())
 
 
-def test_color_tokenizer() -> None:
-    palette = ColorTokenizer(64, 4, 16)
+def test_color_tokenizer_round_trip() -> None:
+    tokenizer = ColorTokenizer(64, 4, 16)
     pixels = torch.rand(8, 3, 4, 4, generator=torch.Generator().manual_seed(0)).repeat_interleave(4, 2)
     pixels = pixels.repeat_interleave(4, 3)
-    ids = palette.encode(pixels)
+    ids = tokenizer.encode(pixels)
     assert ids.shape == (8, 16) and int(ids.max()) < 64
-    assert (palette.decode(ids) - pixels).abs().max() <= 1 / 6 + 1e-6  # half a step of four levels
-    assert torch.equal(palette.encode(palette.decode(ids)), ids)
+    assert (tokenizer.decode(ids) - pixels).abs().max() <= 1 / 6 + 1e-6  # half a step of four levels
+    assert torch.equal(tokenizer.encode(tokenizer.decode(ids)), ids)

@@ -1,7 +1,7 @@
 """Images per second that one core reads, decodes and crops from folders and tar shards, and scaling with threads.
 
-    python bench/image_loading.py --out loading.json           # 192 generated JPEGs of each size
-    python bench/image_loading.py --count 40 --out tiny.json   # in a few seconds
+    python bench/image_loader.py --out loading.json           # 192 generated JPEGs of each size
+    python bench/image_loader.py --count 40 --out tiny.json   # in a few seconds
 
 "per core" is per second of CPU time of all threads together, which other jobs on the machine do not change; "per
 second" is wall-clock time. The lower bound is Pillow's decoding of the whole file.

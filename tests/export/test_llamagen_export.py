@@ -1,4 +1,4 @@
-"""Checkpoints of LlamaGen's trainers: written, read and resumed, consolidated and in shards."""
+"""Export to checkpoints of LlamaGen's trainers and resumes from them, consolidated and sharded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def string_console() -> Console:
     return Console(file=StringIO())
 
 
-def recipe(folder: Path, *overrides: str) -> RunConfig:
+def make_config(folder: Path, *overrides: str) -> RunConfig:
     path = folder / "recipe.yaml"
     path.write_text(RECIPE)
     return load(path, [f"output_dir={folder / 'runs'}", *overrides])
@@ -65,12 +65,12 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    run_training(recipe(folder, "name=one"), console=string_console())
+    run_training(make_config(folder, "name=one"), console=string_console())
     return folder / "runs" / "one"
 
 
 def build_new_run(folder: Path, *overrides: str) -> Run:
-    run = build(recipe(folder, "name=two", *overrides), folder / "two")
+    run = build(make_config(folder, "name=two", *overrides), folder / "two")
     run.engine.close()
     return run
 
@@ -87,8 +87,8 @@ def load_trained_run(trained: Path, folder: Path) -> Run:
 @pytest.mark.parametrize("num_shards", fast([0, 1, 3], 3))
 @pytest.mark.filterwarnings("ignore")
 def test_exported_checkpoint_is_resumed(num_shards: int, trained: Path, tmp_path: Path) -> None:
-    export_llamagen(LlamagenExport(trained, tmp_path / "theirs", num_shards=num_shards), string_console())
-    folder = tmp_path / "theirs" / "0000003"
+    export_llamagen(LlamagenExport(trained, tmp_path / "llamagen", num_shards=num_shards), string_console())
+    folder = tmp_path / "llamagen" / "0000003"
     assert (folder / "state_type.txt").read_text() == ("sharded" if num_shards else "full")
     assert (folder / "resume_step.txt").read_text() == "3"
     files = {f"model.shard.{r:05d}-of-{num_shards:05d}.pth" for r in range(num_shards)} or {"consolidated.pth"}
@@ -107,24 +107,26 @@ def test_exported_checkpoint_is_resumed(num_shards: int, trained: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_training_resumes_from_a_folder(trained: Path, tmp_path: Path) -> None:
-    export_llamagen(LlamagenExport(trained, tmp_path / "theirs", num_shards=2), string_console())
+    export_llamagen(LlamagenExport(trained, tmp_path / "llamagen", num_shards=2), string_console())
     run_training(
-        recipe(tmp_path, "name=more", "steps=5"), resume=tmp_path / "theirs" / "0000003", console=string_console()
+        make_config(tmp_path, "name=resumed", "steps=5"),
+        resume=tmp_path / "llamagen" / "0000003",
+        console=string_console(),
     )
-    run_training(recipe(tmp_path, "name=whole", "steps=5"), console=string_console())
-    more, whole = (rewards(tmp_path / "runs" / name) for name in ("more", "whole"))
-    assert [*more] == [4, 5] and [*whole] == [1, 2, 3, 4, 5]
-    assert all(more[step] == whole[step] for step in more)  # as without the interruption
+    run_training(make_config(tmp_path, "name=uninterrupted", "steps=5"), console=string_console())
+    resumed, uninterrupted = (read_rewards(tmp_path / "runs" / name) for name in ("resumed", "uninterrupted"))
+    assert [*resumed] == [4, 5] and [*uninterrupted] == [1, 2, 3, 4, 5]
+    assert all(resumed[step] == uninterrupted[step] for step in resumed)  # equal to the uninterrupted run
 
 
-def rewards(run: Path) -> dict[int, float]:
+def read_rewards(run: Path) -> dict[int, float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["reward/mean"] for line in lines if "reward/mean" in line}
 
 
 def test_weights_are_loaded_from_a_folder(trained: Path, tmp_path: Path) -> None:
     export_llamagen(LlamagenExport(trained, tmp_path), string_console())
-    config = recipe(tmp_path, f"model.weights={tmp_path / '0000003'}")
+    config = make_config(tmp_path, f"model.weights={tmp_path / '0000003'}")
     run = build(config, tmp_path / "run")
     before = load_trained_run(trained, tmp_path).policy.weights.trainable()
     assert all(torch.equal(p, before[key]) for key, p in run.policy.weights.trainable().items())
@@ -132,14 +134,14 @@ def test_weights_are_loaded_from_a_folder(trained: Path, tmp_path: Path) -> None
 
 def test_files_match_the_original_trainer(trained: Path, tmp_path: Path) -> None:
     export_llamagen(LlamagenExport(trained, tmp_path, dtype=torch.bfloat16), string_console())
-    bare = torch.load(tmp_path / "0000003" / "consolidated.pth", weights_only=True)
-    net = GPT(recipe(tmp_path).model.network_config())  # type: ignore[attr-defined]
-    assert [*bare] == [*net.state_dict()] and {x.dtype for x in bare.values()} == {torch.bfloat16}
+    weights = torch.load(tmp_path / "0000003" / "consolidated.pth", weights_only=True)
+    net = GPT(make_config(tmp_path).model.network_config())  # type: ignore[attr-defined]
+    assert [*weights] == [*net.state_dict()] and {x.dtype for x in weights.values()} == {torch.bfloat16}
     state = torch.load(tmp_path / "0000003" / "optimizer.00000-of-00001.pth", weights_only=True)
     named = list(net.named_parameters())
     groups = [[p for name, p in named if ("norm" in name) == last] for last in (False, True)]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups])
-    optimizer.load_state_dict(state)  # as the original trainer, which decays parameters without "norm" in their name
+    optimizer.load_state_dict(state)  # the original trainer decays parameters without "norm" in their name
     assert all(optimizer.state[p]["exp_avg"].shape == p.shape for _, p in named)
 
 
@@ -182,7 +184,7 @@ def test_unsuitable_checkpoints_are_refused(trained: Path, tmp_path: Path) -> No
     with pytest.raises((CheckpointError, ConfigError), match="0000003"):
         resume_from_llamagen(build_new_run(tmp_path, "tuning={type: lora, target_modules: [wqkv]}"), folder)
     (folder / "resume_step.txt").write_text("three")
-    with pytest.raises(ConfigError, match="'three' is no step"):
+    with pytest.raises(ConfigError, match="'three'"):
         resume_from_llamagen(build_new_run(tmp_path), folder)
     (folder / "optimizer.00000-of-00001.pth").unlink()
     with pytest.raises(ConfigError, match="holds no optimizer"):
@@ -202,5 +204,5 @@ def test_runs_of_other_models_are_refused(tmp_path: Path) -> None:
         "grpo-toy-causal", [f"output_dir={tmp_path}", "name=toy", "steps=1", "sample.every=0", "guard.every=0"]
     )
     run_training(config, console=string_console())
-    with pytest.raises(ConfigError, match="the run trained another model"):
+    with pytest.raises(ConfigError, match="another model"):
         export_llamagen(LlamagenExport(tmp_path / "toy", tmp_path / "out"), string_console())

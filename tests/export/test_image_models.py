@@ -42,47 +42,47 @@ SETTINGS = [
 ]
 
 
-def clip(kind: Any, config: dict[str, Any], seed: int) -> Any:
+def random_clip(kind: Any, config: dict[str, Any], seed: int) -> Any:
     return random(kind, transformers.CLIPTextConfig(**{**config, **CLIP_ENDS}), seed)
 
 
 def sd3_pipeline() -> Any:
-    small, projecting = sd3.TINY_CONFIGS, transformers.CLIPTextModelWithProjection
+    configs, clip_class = sd3.TINY_CONFIGS, transformers.CLIPTextModelWithProjection
     return diffusers.StableDiffusion3Pipeline(
-        transformer=random(diffusers.SD3Transformer2DModel, small["transformer"], 1),
+        transformer=random(diffusers.SD3Transformer2DModel, configs["transformer"], 1),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=random(diffusers.AutoencoderKL, small["vae"], 2),
-        text_encoder=clip(projecting, small["text_encoder"], 3),
+        vae=random(diffusers.AutoencoderKL, configs["vae"], 2),
+        text_encoder=random_clip(clip_class, configs["text_encoder"], 3),
         tokenizer=byte_clip_tokenizer(),
-        text_encoder_2=clip(projecting, small["text_encoder_2"], 4),
+        text_encoder_2=random_clip(clip_class, configs["text_encoder_2"], 4),
         tokenizer_2=byte_clip_tokenizer(),
         text_encoder_3=random(
             transformers.T5EncoderModel,
-            transformers.T5Config(**{**small["text_encoder_3"], "vocab_size": T5_WORDS}), 5,
+            transformers.T5Config(**{**configs["text_encoder_3"], "vocab_size": T5_WORDS}), 5,
         ),
         tokenizer_3=byte_t5_tokenizer(),
     )  # fmt: skip
 
 
 def qwen_pipeline() -> Any:
-    small = qwen_image.TINY_CONFIGS
-    ends = {"vocab_size": 300, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
-    spoken = {**small["text_encoder"]["text_config"], **ends}
-    config = transformers.Qwen2_5_VLConfig(**{**small["text_encoder"], "text_config": spoken})
+    configs = qwen_image.TINY_CONFIGS
+    special_tokens = {"vocab_size": 300, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+    text_config = {**configs["text_encoder"]["text_config"], **special_tokens}
+    config = transformers.Qwen2_5_VLConfig(**{**configs["text_encoder"], "text_config": text_config})
     letters = {letter: i for i, letter in enumerate(bytes_to_unicode().values())}
     return diffusers.QwenImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=random(diffusers.AutoencoderKLQwenImage, small["vae"], 1),
+        vae=random(diffusers.AutoencoderKLQwenImage, configs["vae"], 1),
         text_encoder=random(transformers.Qwen2_5_VLForConditionalGeneration, config, 2),
         tokenizer=transformers.Qwen2Tokenizer(vocab=letters, merges=[]),
-        transformer=random(diffusers.QwenImageTransformer2DModel, small["transformer"], 3),
+        transformer=random(diffusers.QwenImageTransformer2DModel, configs["transformer"], 3),
     )
 
 
 def sd15_pipeline() -> Any:
     return diffusers.StableDiffusionPipeline(
         random(diffusers.AutoencoderKL, sd15.TINY_CONFIGS["vae"], 1),
-        clip(transformers.CLIPTextModel, sd15.TINY_CONFIGS["text_encoder"], 2),
+        random_clip(transformers.CLIPTextModel, sd15.TINY_CONFIGS["text_encoder"], 2),
         byte_clip_tokenizer(),
         random(diffusers.UNet2DConditionModel, sd15.TINY_CONFIGS["unet"], 3),
         diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
@@ -93,8 +93,8 @@ def sd15_pipeline() -> Any:
 def sdxl_pipeline() -> Any:
     return diffusers.StableDiffusionXLPipeline(
         random(diffusers.AutoencoderKL, sdxl.TINY_CONFIGS["vae"], 1),
-        clip(transformers.CLIPTextModel, sdxl.TINY_CONFIGS["text_encoder"], 2),
-        clip(transformers.CLIPTextModelWithProjection, sdxl.TINY_CONFIGS["text_encoder_2"], 3),
+        random_clip(transformers.CLIPTextModel, sdxl.TINY_CONFIGS["text_encoder"], 2),
+        random_clip(transformers.CLIPTextModelWithProjection, sdxl.TINY_CONFIGS["text_encoder_2"], 3),
         byte_clip_tokenizer(),
         byte_clip_tokenizer(),
         random(diffusers.UNet2DConditionModel, sdxl.TINY_CONFIGS["unet"], 4),
@@ -106,7 +106,7 @@ def sdxl_pipeline() -> Any:
 class Family:
     pipeline: Callable[[], Any]
     recipe: str
-    more: str = ""  # settings of the model
+    model_settings: str = ""  # further settings of the model
 
 
 FAMILIES = {
@@ -120,9 +120,9 @@ FAMILIES = {
 def save_run(family: Family, kind: str, tuning: str, folder: Path) -> tuple[Path, Backbone]:
     """Save a run on the pipeline's weights with perturbed weights. Returns its directory and model."""
     family.pipeline().save_pretrained(folder / "base")
-    model = f"{{type: {kind}, weights: {folder / 'base'}, height: 32, width: 32{family.more}}}"
-    chosen = ["model=null", f"model={model}", "tuning=null", f"tuning={tuning}", f"output_dir={folder}", "name=run"]
-    config = load(family.recipe, [*SETTINGS, *chosen])
+    model = f"{{type: {kind}, weights: {folder / 'base'}, height: 32, width: 32{family.model_settings}}}"
+    overrides = ["model=null", f"model={model}", "tuning=null", f"tuning={tuning}", f"output_dir={folder}", "name=run"]
+    config = load(family.recipe, [*SETTINGS, *overrides])
     run = save_perturbed_run(config)
     return run.directory, run.policy.model.unguided
 
@@ -135,7 +135,7 @@ def predict(model: Backbone) -> Tensor:
 
 def wrap_network(family: Family, kind: str, folder: Path, net: Any) -> Backbone:
     """Return our backbone with the network of a pipeline."""
-    model = f"{{type: {kind}, weights: {folder / 'base'}, height: 32, width: 32{family.more}}}"
+    model = f"{{type: {kind}, weights: {folder / 'base'}, height: 32, width: 32{family.model_settings}}}"
     spec = load(family.recipe, [*SETTINGS, "model=null", f"model={model}"]).model
     backbone = spec.load(Placement())
     backbone.net = net
@@ -143,25 +143,25 @@ def wrap_network(family: Family, kind: str, folder: Path, net: Any) -> Backbone:
 
 
 @pytest.mark.parametrize("kind", fast(FAMILIES, "sd15"))
-def test_exported_network_is_the_pipelines(kind: str, tmp_path: Path) -> None:
+def test_pipeline_loads_the_exported_network(kind: str, tmp_path: Path) -> None:
     directory, model = save_run(FAMILIES[kind], kind, "{type: full}", tmp_path)
     export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), CONSOLE)
     pipeline = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out")
-    part = "unet" if "unet" in pipeline.components else "transformer"
-    net = pipeline.components[part]
+    component = "unet" if "unet" in pipeline.components else "transformer"
+    net = pipeline.components[component]
     assert type(pipeline).__name__ == type(FAMILIES[kind].pipeline()).__name__
     assert all(x.equal(model.net.state_dict()[key]) for key, x in net.state_dict().items())
     assert predict(wrap_network(FAMILIES[kind], kind, tmp_path, net)).equal(predict(model))
     export_generator(GeneratorExport(directory, tmp_path / "single", "comfyui", "live", torch.float32), CONSOLE)
-    one = f"type: {kind}, weights: {tmp_path / 'base'}, {part}: {tmp_path / 'single/single.safetensors'}"
-    chosen = ["model=null", f"model={{{one}, height: 32, width: 32}}"]
-    spec = load(FAMILIES[kind].recipe, [*SETTINGS, *chosen]).model
-    again = spec.load(Placement()).net.state_dict()  # reads the authors' names
-    assert all(x.equal(model.net.state_dict()[key]) for key, x in again.items())
+    settings = f"type: {kind}, weights: {tmp_path / 'base'}, {component}: {tmp_path / 'single/single.safetensors'}"
+    overrides = ["model=null", f"model={{{settings}, height: 32, width: 32}}"]
+    spec = load(FAMILIES[kind].recipe, [*SETTINGS, *overrides]).model
+    loaded = spec.load(Placement()).net.state_dict()  # reads the original keys
+    assert all(x.equal(model.net.state_dict()[key]) for key, x in loaded.items())
 
 
 @pytest.mark.parametrize("kind", fast(FAMILIES, "sd3"))
-def test_diffusers_lora_computes_the_same(kind: str, tmp_path: Path) -> None:
+def test_diffusers_lora_gives_the_same_prediction(kind: str, tmp_path: Path) -> None:
     directory, model = save_run(FAMILIES[kind], kind, "{type: lora, rank: 4, alpha: 12}", tmp_path)
     export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), CONSOLE)
     assert (tmp_path / "out" / DIFFUSERS_LORA_FILE).is_file() and not (tmp_path / "out/model_index.json").exists()
@@ -176,7 +176,7 @@ def test_diffusers_lora_computes_the_same(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])
-def test_diffusers_text_encoder_lora_computes_the_same(kind: str, tmp_path: Path) -> None:
+def test_diffusers_text_encoder_lora_gives_the_same_embeddings(kind: str, tmp_path: Path) -> None:
     tuning = "{type: lora, rank: 4, alpha: 12, modules: [backbone, text_encoder]}"
     directory, _ = save_run(FAMILIES[kind], kind, tuning, tmp_path)
     export_generator(GeneratorExport(directory, tmp_path / "out", "diffusers", "live", torch.float32), CONSOLE)
@@ -194,7 +194,7 @@ def test_diffusers_text_encoder_lora_computes_the_same(kind: str, tmp_path: Path
             assert not torch.allclose(after, before[name], atol=1e-2)
 
 
-def test_tiny_weights_have_no_pipeline(tmp_path: Path) -> None:
+def test_pipeline_export_of_tiny_weights_is_refused(tmp_path: Path) -> None:
     config = load(
         "draft-sd15", [*SETTINGS, f"output_dir={tmp_path}", "name=run", "model.weights=tiny", "tuning={type: full}"]
     )

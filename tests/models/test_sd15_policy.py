@@ -1,4 +1,4 @@
-"""Training Stable Diffusion 1.5 and XL: log-probabilities, gradients, dtypes and objectives."""
+"""Policies of Stable Diffusion 1.5 and XL: log-probabilities, gradients, dtypes and objectives."""
 
 from __future__ import annotations
 
@@ -46,35 +46,35 @@ def policy(request: pytest.FixtureRequest) -> Policy[Any]:
 
 
 def test_recorded_log_probs_equal_recomputed_ones(policy: Policy[Any]) -> None:
-    made = policy.sample(policy.embed(PROMPTS), rows())
-    pixels = policy.decode(made.final)
-    assert pixels.shape == (4, *policy.model.pixels) and made.final.shape[1:] == policy.model.shape
+    trajectory = policy.sample(policy.embed(PROMPTS), rows())
+    pixels = policy.decode(trajectory.final)
+    assert pixels.shape == (4, *policy.model.pixels) and trajectory.final.shape[1:] == policy.model.shape
     assert pixels.min() >= 0 and pixels.max() <= 1
-    for segment in made.segments:
-        assert policy.action_distribution(made.cond, segment).log_prob(segment.action).equal(segment.log_prob)
+    for segment in trajectory.segments:
+        assert policy.action_distribution(trajectory.cond, segment).log_prob(segment.action).equal(segment.log_prob)
 
 
 def test_predictions_do_not_depend_on_the_batch(policy: Policy[Any]) -> None:
-    together = policy.sample(policy.embed(PROMPTS), rows()).final
+    batched = policy.sample(policy.embed(PROMPTS), rows()).final
     single = policy.sample(policy.embed(PROMPTS[2:3]), Randomness(0, 0, torch.tensor([2]))).final
-    assert torch.allclose(together[2:3], single, atol=1e-4)
+    assert torch.allclose(batched[2:3], single, atol=1e-4)
 
 
-def test_prediction_depends_on_words_and_their_order(policy: Policy[Any]) -> None:
+def test_prediction_depends_on_word_order(policy: Policy[Any]) -> None:
     x, t = rows(1).normal("x", *policy.model.shape).expand(3, -1, -1, -1, -1), torch.full((3,), 0.5)
     out = policy.model.predict(x, t, policy.embed(("a dog left of a cat", "a cat left of a dog", "")))
     assert not torch.allclose(out[0], out[1], atol=1e-6) and not torch.allclose(out[0], out[2], atol=1e-6)
 
 
-def test_every_parameter_gets_a_gradient_with_and_without_checkpointing(policy: Policy[Any]) -> None:
-    x, actual = policy.encode(torch.rand(4, *policy.model.pixels)), []
+def test_checkpointing_gives_every_parameter_the_same_gradient(policy: Policy[Any]) -> None:
+    x, gradients = policy.encode(torch.rand(4, *policy.model.pixels)), []
     for _ in range(2):
         policy.likelihood(policy.embed(PROMPTS), x, policy.corrupt(x, rows())).sum().backward()
-        actual.append({key: p.grad.clone() for key, p in policy.weights.trainable().items() if p.grad is not None})
+        gradients.append({key: p.grad.clone() for key, p in policy.weights.trainable().items() if p.grad is not None})
         policy.model.net.zero_grad()
         activation_memory.checkpoint_activations(policy.model.net)
-    assert [key for key in policy.weights.trainable() if not bool(actual[0][key].any())] == []
-    assert all(torch.allclose(g, actual[1][key], atol=1e-5) for key, g in actual[0].items())
+    assert [key for key in policy.weights.trainable() if not bool(gradients[0][key].any())] == []
+    assert all(torch.allclose(g, gradients[1][key], atol=1e-5) for key, g in gradients[0].items())
 
 
 def test_pixels_carry_gradients_and_latents_are_scaled(policy: Policy[Any]) -> None:
@@ -101,20 +101,20 @@ OBJECTIVES: dict[str, Objective[Any, Any, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("objective", fast(OBJECTIVES, "alignprop", "refl"))  # others: objectives/test_published.py
-def test_every_objective_reaches_the_network(objective: str, policy: Policy[Any]) -> None:
-    chosen = OBJECTIVES[objective]
+@pytest.mark.parametrize("name", fast(OBJECTIVES, "alignprop", "refl"))  # others: objectives/test_published.py
+def test_every_objective_reaches_the_network(name: str, policy: Policy[Any]) -> None:
+    objective = OBJECTIVES[name]
     pixels = torch.rand(4, *policy.model.pixels)
     batch = {
         PromptBatch: PromptBatch(PROMPTS, ({},) * 4),
         PreferenceBatch: PreferenceBatch(PROMPTS, pixels, 1 - pixels),
         ImageBatch: ImageBatch(PROMPTS, pixels),
-    }[chosen.consumes]
-    ctx = toys.context(policy, len(batch), chosen.make_state(), spec=BrightnessReward())
-    losses = toys.backward(chosen, ctx, chosen.collect(ctx, batch))
+    }[objective.consumes]
+    ctx = toys.context(policy, len(batch), objective.make_state(), spec=BrightnessReward())
+    losses = toys.backward(objective, ctx, objective.collect(ctx, batch))
     assert all(loss.rows.isfinite().all() for loss in losses)
-    moved = sum(p.grad.abs().sum() for p in policy.weights.trainable().values() if p.grad is not None)
-    assert moved > 0
+    total = sum(p.grad.abs().sum() for p in policy.weights.trainable().values() if p.grad is not None)
+    assert total > 0
 
 
 def test_sdxl_vae_never_runs_in_fp16() -> None:
@@ -138,14 +138,14 @@ def test_bf16_embeddings_work_with_weights_of_either_dtype(name: str, dtype: tor
 
 
 def test_dpo_recipe_reads_pairs_from_a_file(tmp_path: Path) -> None:
-    for name, shade in (("light", 250), ("dark", 5)):
-        Image.new("RGB", (40, 40), (shade, shade, shade)).save(tmp_path / f"{name}.png")
+    for name, gray in (("light", 250), ("dark", 5)):
+        Image.new("RGB", (40, 40), (gray, gray, gray)).save(tmp_path / f"{name}.png")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a light", "chosen": "light.png", "rejected": "dark.png"}\n' * 4)
-    changes = [
+    overrides = [
         "objective={type: dpo, beta: 2500}",
         "rewards={}",
         f"data={{type: pair_file, path: {tmp_path}/pairs.jsonl, image_size: 32}}",
         *("batch={prompts: 4}", "steps=1", "sample.every=0", "guard.every=0", "engine.precision=fp32"),
     ]
-    run = build(load("dpo-sdxl", changes), tmp_path / "run", tiny=True)
+    run = build(load("dpo-sdxl", overrides), tmp_path / "run", tiny=True)
     assert [event.step for event in train(run) if isinstance(event, StepCompleted)] == [1]
