@@ -30,11 +30,11 @@ LATENTS = kinds(gaussian=True)
 )
 def test_rescored_log_probs_match_rollout_for_all_dynamics(process: GaussianProcess) -> None:
     policy = replace(toys.policy("flow"), process=process)
-    seen = sample_rollout(policy)
+    trajectory = sample_rollout(policy)
     steps = process.num_steps if process.path.timesteps(process.num_steps)[-1] > 0 else process.num_steps - 1
-    assert len(seen.segments) == (process.window.size if process.window else steps)
-    for now, then in rescore(policy, seen):
-        assert torch.equal(now, then)
+    assert len(trajectory.segments) == (process.window.size if process.window else steps)
+    for log_prob, rollout_log_prob in rescore(policy, trajectory):
+        assert torch.equal(log_prob, rollout_log_prob)
 
 
 @pytest.mark.parametrize("kind", LATENTS)
@@ -47,6 +47,6 @@ def test_corruption_at_level_zero_is_identity(kind: tuple[str, Guidance | None])
 @pytest.mark.parametrize("kind", LATENTS)
 @torch.no_grad()
 def test_restore_at_low_noise(kind: tuple[str, Guidance | None]) -> None:
-    policy, seen = built(*kind), recorded(*kind)
-    noisy = policy.corrupt(seen.final, rows(), torch.full((ROWS,), 1e-6))
-    torch.testing.assert_close(policy.restore(seen.cond, noisy).mean, seen.final, rtol=1e-2, atol=2e-2)
+    policy, trajectory = built(*kind), recorded(*kind)
+    noisy = policy.corrupt(trajectory.final, rows(), torch.full((ROWS,), 1e-6))
+    torch.testing.assert_close(policy.restore(trajectory.cond, noisy).mean, trajectory.final, rtol=1e-2, atol=2e-2)
