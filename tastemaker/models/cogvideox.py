@@ -88,7 +88,7 @@ TINY_CONFIGS: ComponentConfigs = {
 COGVIDEOX = PublishedModel(
     (
         WeightsSource("zai-org/CogVideoX-2b", size="14 GB", license="Apache-2.0"),
-        WeightsSource("zai-org/CogVideoX-5b", size="22 GB", license="CogVideoX licence"),
+        WeightsSource("zai-org/CogVideoX-5b", size="22 GB", license="CogVideoX license"),
     ),
     TINY_CONFIGS,
     {"zai-org/CogVideoX-2b": COGVIDEOX_2B, "zai-org/CogVideoX-5b": COGVIDEOX_5B},

@@ -50,7 +50,7 @@ class ActionReward(RewardSpec):
     batch_size: BatchSize = 4
     card: ClassVar[RewardCard] = RewardCard(
         range="-6 (chance) to 0; as a probability 0 to 1",
-        failure_modes="the object of the action held in view; textures the classifier likes",
+        failure_modes="the object of the action in view without the action; textures with a high classifier score",
         memory="0.35 GB",
         sources=(VIDEOMAE,),
     )

@@ -26,7 +26,7 @@ class ClipReward(PretrainedReward):
     batch_size: BatchSize = 64
     card: ClassVar[RewardCard] = RewardCard(
         range="0.15 to 0.35",
-        failure_modes="the prompt written into the image; many copies of its objects; textures, followed by gradient",
+        failure_modes="the prompt written into the image; many copies of its objects; with reward gradients, textures",
         memory="1.7 GB, half of it in 16 bits",
         sources=(CLIP_L,),
     )

@@ -125,7 +125,7 @@ class CompressionScoreReward(ClipHeadReward):
     batch_size: BatchSize = 64
     card: ClassVar[RewardCard] = RewardCard(
         range="-20 to 0 kilobytes",
-        failure_modes="images that look plain to CLIP and are not; watch `jpeg` beside it",
+        failure_modes="images that look plain to CLIP and are not; log `jpeg` beside it",
         memory=MEMORY,
         sources=(CLIP_L,),
     )

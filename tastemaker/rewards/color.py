@@ -34,7 +34,7 @@ class ColorReward(WeightlessReward):
 
     colors: Mapping[str, tuple[float, float, float]] = field(default_factory=lambda: dict(TOY_COLORS), hash=False)
     batch_size: BatchSize = 64
-    card: ClassVar[RewardCard] = RewardCard(range="0 to 1", failure_modes="a plain field of the color named")
+    card: ClassVar[RewardCard] = RewardCard(range="0 to 1", failure_modes="a plain field of the named color")
     differentiable: ClassVar[bool] = True
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:

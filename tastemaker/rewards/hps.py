@@ -33,8 +33,8 @@ class HpsReward(PretrainedReward):
     def card(self) -> RewardCard:
         return RewardCard(
             range="0.2 to 0.35",
-            failure_modes="oversaturated, glossy and painted looks; followed by gradient, oily textures and patches of "
-            "pattern",
+            failure_modes="oversaturated, glossy and painted looks; with reward gradients, oily textures and patches "
+            "of pattern",
             memory="3.9 GB, half of it in 16 bits",
             sources=(FILES[self.version], CLIP_TOKENIZER),
         )

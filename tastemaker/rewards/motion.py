@@ -40,7 +40,7 @@ class DynamicsReward(WeightlessReward):
     batch_size: BatchSize = 16
     card: ClassVar[RewardCard] = RewardCard(
         range="0 for a frozen video, 1 to 5 for a lively one, up to about 10",
-        failure_modes="camera shake, drifting or boiling textures; motion of any kind, asked for or not",
+        failure_modes="camera shake, drifting or boiling textures; motion that was not requested",
     )
     differentiable: ClassVar[bool] = True
     modality: ClassVar[Modality] = "video"

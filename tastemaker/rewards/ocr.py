@@ -37,7 +37,7 @@ class OcrReward(RewardSpec):
     batch_size: BatchSize = 64
     card: ClassVar[RewardCard] = RewardCard(
         range="0 to 1",
-        failure_modes="large plain letters; by the lenient rule also the word many times over",
+        failure_modes="large plain letters; with the lenient rule also many copies of the word",
         memory="15 MB",
     )
     runs_on: ClassVar[Literal["host"]] = "host"

@@ -28,7 +28,7 @@ class PickScoreReward(PretrainedReward):
     batch_size: BatchSize = 32
     card: ClassVar[RewardCard] = RewardCard(
         range="18 to 24",
-        failure_modes="bright, smooth and centered looks; followed by gradient, high-frequency patterns",
+        failure_modes="bright, smooth and centered looks; with reward gradients, high-frequency patterns",
         memory="3.9 GB, half of it in 16 bits",
         sources=(PICKSCORE, CONFIG, CLIP_TOKENIZER),
     )

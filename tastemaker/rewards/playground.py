@@ -101,7 +101,7 @@ class PlaygroundMatchReward(PlaygroundReward):
     batch_size: BatchSize = 256
     network: ClassVar[type[nn.Module]] = ImageTextScorer
     card: ClassVar[RewardCard] = RewardCard(
-        range="-1 to 1", failure_modes="textures, which the verdict detects", memory="3.5 MB"
+        range="-1 to 1", failure_modes="textures, which the verdict rejects", memory="3.5 MB"
     )
     differentiable: ClassVar[bool] = True
 
@@ -180,7 +180,7 @@ class PlaygroundMotionReward(PlaygroundReward):
     batch_size: BatchSize = 128
     network: ClassVar[type[nn.Module]] = MotionClassifier
     card: ClassVar[RewardCard] = RewardCard(
-        range="-10 to 0", failure_modes="blotches that move as asked, whatever they are", memory="0.9 MB"
+        range="-10 to 0", failure_modes="blotches that move as requested", memory="0.9 MB"
     )
     differentiable: ClassVar[bool] = True
     modality: ClassVar[Modality] = "video"

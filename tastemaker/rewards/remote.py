@@ -35,7 +35,7 @@ class RemoteReward(RewardSpec):
     max_retries: NonNegativeInt = 5  # after connection errors, and no others
     retry_delay: NonNegativeFloat = 0.5  # seconds before the first retry, doubled each time
     batch_size: BatchSize = 16
-    card: ClassVar[RewardCard] = RewardCard(range="the served reward's", failure_modes="what hacks the served reward")
+    card: ClassVar[RewardCard] = RewardCard(range="the served reward's", failure_modes="those of the served reward")
     runs_on: ClassVar[Literal["remote"]] = "remote"
 
     def __post_init__(self) -> None:

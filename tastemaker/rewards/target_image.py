@@ -22,7 +22,7 @@ class MseReward(WeightlessReward):
     """Minus the mean squared difference to the image in the metadata field `target`."""
 
     batch_size: BatchSize = 64
-    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="nothing but the target itself")
+    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="none: the target itself has the best score")
     differentiable: ClassVar[bool] = True
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
@@ -34,7 +34,7 @@ class L1Reward(WeightlessReward):
     """Minus the mean absolute difference to the image in the metadata field `target`."""
 
     batch_size: BatchSize = 64
-    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="nothing but the target itself")
+    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="none: the target itself has the best score")
     differentiable: ClassVar[bool] = True
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
@@ -50,7 +50,7 @@ class LpipsReward(PretrainedReward):
     batch_size: BatchSize = 32
     card: ClassVar[RewardCard] = RewardCard(
         range="-0.8 to 0",
-        failure_modes="nothing but the target itself, though fine grain may differ",
+        failure_modes="none: the target itself has the best score; fine grain may differ from the target",
         memory="59 MB",
         sources=(VGG16,),
     )

@@ -39,7 +39,7 @@ class VjepaReward(PretrainedReward):
     batch_size: BatchSize = 2
     card: ClassVar[RewardCard] = RewardCard(
         range="about -1 to 0, on a scale of its own for each size of the network; compare videos, not numbers",
-        failure_modes="frozen, blurred or empty videos, which are easy to predict: watch `dynamics` beside it",
+        failure_modes="frozen, blurred or empty videos, which are easy to predict: log `dynamics` beside it",
         memory="1.5 GB",
         sources=(VJEPA,),
     )

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 import toys
-from contract_cases import ROWS, built, kinds, prompts_for, recorded, rescore, rows, sample_rollout
+from contract_cases import (
+    BATCH_SIZE,
+    cached_policy,
+    cached_rollout,
+    generator_params,
+    make_rng,
+    prompts_for,
+    rescore,
+    sample_rollout,
+)
 
 from tastemaker.core.policy import Backbone, Guidance, Policy
 from tastemaker.core.randomness import Randomness
@@ -17,7 +26,7 @@ from tastemaker.processes.autoregressive import AutoregressiveProcess
 from tastemaker.processes.gaussian import GaussianProcess
 
 
-@pytest.fixture(params=kinds())
+@pytest.fixture(params=generator_params())
 def kind(request: pytest.FixtureRequest) -> tuple[str, Guidance | None]:
     chosen: tuple[str, Guidance | None] = request.param
     return chosen
@@ -25,13 +34,13 @@ def kind(request: pytest.FixtureRequest) -> tuple[str, Guidance | None]:
 
 @pytest.fixture
 def policy(kind: tuple[str, Guidance | None]) -> Policy[Any]:
-    return built(*kind)
+    return cached_policy(*kind)
 
 
 @pytest.fixture
 def trajectory(kind: tuple[str, Guidance | None]) -> Trajectory:
     """A rollout of the policy without gradients."""
-    return recorded(*kind)
+    return cached_rollout(*kind)
 
 
 def test_rescored_log_probs_match_rollout(policy: Policy[Any], trajectory: Trajectory) -> None:
@@ -55,7 +64,7 @@ def test_encode_decode_round_trip(name: str) -> None:
     """Only toys: the small autoencoders of published models are random."""
     policy = toys.policy(name)
     frames = policy.model.pixels[0]
-    pixels = toys.PALETTE[torch.arange(ROWS)].view(ROWS, 1, 3, 1, 1).expand(ROWS, frames, 3, 8, 8)
+    pixels = toys.PALETTE[torch.arange(BATCH_SIZE)].view(BATCH_SIZE, 1, 3, 1, 1).expand(BATCH_SIZE, frames, 3, 8, 8)
     torch.testing.assert_close(policy.decode(policy.encode(pixels)), pixels, rtol=0, atol=1e-5)
 
 
@@ -63,8 +72,8 @@ def test_encode_decode_round_trip(name: str) -> None:
 def test_decoded_samples_have_the_declared_size(policy: Policy[Any], trajectory: Trajectory) -> None:
     final = trajectory.final
     pixels = policy.decode(final)
-    assert pixels.shape == (ROWS, *policy.model.pixels)
-    assert final.shape == policy.encode(pixels).shape == (ROWS, *policy.model.shape)
+    assert pixels.shape == (BATCH_SIZE, *policy.model.pixels)
+    assert final.shape == policy.encode(pixels).shape == (BATCH_SIZE, *policy.model.shape)
     assert pixels.min() >= 0
     assert pixels.max() <= 1
 
@@ -77,13 +86,13 @@ def test_decode_single_frames() -> None:
 
 def test_corruption_uses_given_level_and_noise(policy: Policy[Any], trajectory: Trajectory) -> None:
     x = trajectory.final
-    random = policy.corrupt(x, rows())
-    repeated = policy.corrupt(x, rows(), random.t, random.noise)
-    second_draw = policy.corrupt(x, rows(), draw=1)
+    random = policy.corrupt(x, make_rng())
+    repeated = policy.corrupt(x, make_rng(), random.t, random.noise)
+    second_draw = policy.corrupt(x, make_rng(), draw=1)
     assert random.x.shape == x.shape
-    assert random.t.shape == (ROWS,)
+    assert random.t.shape == (BATCH_SIZE,)
     assert torch.equal(random.x, repeated.x)
-    assert torch.equal(random.x, policy.corrupt(x, rows()).x)
+    assert torch.equal(random.x, policy.corrupt(x, make_rng()).x)
     if not isinstance(policy.process, AutoregressiveProcess):
         assert not torch.equal(random.x, second_draw.x)
 
@@ -91,10 +100,10 @@ def test_corruption_uses_given_level_and_noise(policy: Policy[Any], trajectory: 
 @torch.no_grad()
 def test_likelihood_is_independent_of_the_batch(policy: Policy[Any], trajectory: Trajectory) -> None:
     x, cond = trajectory.final, trajectory.cond
-    noisy = policy.corrupt(x, rows())
+    noisy = policy.corrupt(x, make_rng())
     full = policy.likelihood(cond, x, noisy)
     indices = torch.tensor([5, 2])
-    assert full.shape == (ROWS,)
+    assert full.shape == (BATCH_SIZE,)
     assert (policy.process.count_hidden(noisy) > 0).all()
     subset = policy.likelihood(select_rows(cond, indices), x[indices], select_rows(noisy, indices))
     torch.testing.assert_close(subset, full[indices], rtol=1e-4, atol=1e-5)
@@ -113,7 +122,7 @@ def test_likelihood_ignores_guidance(name: str) -> None:
 
 
 def test_pixel_gradients_exist_for_latent_models_only(policy: Policy[Any]) -> None:
-    rollout = policy.rollout(prompts_for(policy), rows())
+    rollout = policy.rollout(prompts_for(policy), make_rng())
     pixels = policy.decode(rollout.finish().final)
     assert pixels.requires_grad == isinstance(policy.process, GaussianProcess)
     if pixels.requires_grad:
@@ -125,7 +134,7 @@ def test_pixel_gradients_exist_for_latent_models_only(policy: Policy[Any]) -> No
 
 
 def test_pruned_rollout_uses_the_same_random_numbers(policy: Policy[Any], trajectory: Trajectory) -> None:
-    pruned = policy.rollout(prompts_for(policy), rows())
+    pruned = policy.rollout(prompts_for(policy), make_rng())
     indices = torch.tensor([6, 1, 3])
     with torch.no_grad():
         pruned.step()
@@ -138,7 +147,7 @@ def test_pruned_rollout_uses_the_same_random_numbers(policy: Policy[Any], trajec
 @torch.no_grad()
 def test_samples_are_independent_of_the_batch(policy: Policy[Any], trajectory: Trajectory) -> None:
     for row in (0, 5):
-        single = policy.sample(select_rows(prompts_for(policy), torch.tensor([row])), rows(row))
+        single = policy.sample(select_rows(prompts_for(policy), torch.tensor([row])), make_rng(row))
         assert_trajectories_close(single, select_rows(trajectory, torch.tensor([row])))
 
 
@@ -157,20 +166,20 @@ def assert_trajectories_close(actual: Trajectory, expected: Trajectory) -> None:
 @torch.no_grad()
 def test_samples_are_reproducible_and_differ_by_row_and_step(policy: Policy[Any], trajectory: Trajectory) -> None:
     first = trajectory.final
-    next_step = policy.sample(prompts_for(policy), Randomness(0, 1, torch.arange(ROWS))).final
+    next_step = policy.sample(prompts_for(policy), Randomness(0, 1, torch.arange(BATCH_SIZE))).final
     assert torch.equal(first, sample_rollout(policy).final)
     assert not torch.equal(first, next_step)
-    assert len(first.flatten(1).unique(dim=0)) == ROWS
+    assert len(first.flatten(1).unique(dim=0)) == BATCH_SIZE
 
 
 def test_rollout_progress_and_previews(policy: Policy[Any]) -> None:
-    rollout = policy.rollout(prompts_for(policy), rows())
+    rollout = policy.rollout(prompts_for(policy), make_rng())
     progress = [rollout.progress]
     with torch.no_grad():
         while rollout.progress < 1:
             rollout.step()
             progress.append(rollout.progress)
-            assert policy.decode(rollout.preview()).shape == (ROWS, *policy.model.pixels)
+            assert policy.decode(rollout.preview()).shape == (BATCH_SIZE, *policy.model.pixels)
     assert progress[0] == 0
     assert progress[-1] == 1
     assert progress == sorted(set(progress))
@@ -195,7 +204,7 @@ def test_network_calls_are_counted(policy: Policy[Any]) -> None:
             policy, process=AutoregressiveProcess(recompute_log_probs=False)
         )  # recomputation is not counted as sampling
     counter = CallCounter(policy.model.net)
-    rollout = policy.rollout(prompts_for(policy), rows())
+    rollout = policy.rollout(prompts_for(policy), make_rng())
     with torch.no_grad():
         rollout.step()
         rollout.select(torch.arange(3))
@@ -206,12 +215,12 @@ def test_network_calls_are_counted(policy: Policy[Any]) -> None:
         policy.model.guidance,
         policy.process.network_calls_per_sample(policy.model.shape),
     )
-    rows_read = ROWS + 3 * (calls - 1)
+    rows_read = BATCH_SIZE + 3 * (calls - 1)
     expected = rows_read * unguided.forward_passes
     if guidance is not None:  # guidance is off at levels outside of its interval
         assert expected < rollout.network_calls < rows_read * policy.model.forward_passes
         expected = (
-            expected + ROWS + 3 * int(0.8 * calls)
+            expected + BATCH_SIZE + 3 * int(0.8 * calls)
             if type(unguided).make_decoder is not Backbone.make_decoder
             else counter.rows
         )
@@ -222,12 +231,12 @@ def test_network_calls_are_counted(policy: Policy[Any]) -> None:
 
 def test_condition_tensors_have_one_row_per_prompt(trajectory: Trajectory) -> None:
     cond = trajectory.cond
-    assert len(cond) == ROWS
-    assert len(cond.metadata) == ROWS
+    assert len(cond) == BATCH_SIZE
+    assert len(cond.metadata) == BATCH_SIZE
     assert cond.tensors
-    assert all(len(x) == ROWS for x in cond.tensors.values())
+    assert all(len(x) == BATCH_SIZE for x in cond.tensors.values())
     assert cond.repeat(2).prompts[:4] == (cond.prompts[0],) * 2 + (cond.prompts[1],) * 2
-    assert all(len(x) == 2 * ROWS for x in cond.repeat(2).tensors.values())
+    assert all(len(x) == 2 * BATCH_SIZE for x in cond.repeat(2).tensors.values())
 
 
 def test_select_rows_of_nested_trees(policy: Policy[Any], trajectory: Trajectory) -> None:
@@ -240,7 +249,7 @@ def test_select_rows_of_nested_trees(policy: Policy[Any], trajectory: Trajectory
     for segment, full_segment in zip(subset.segments, trajectory.segments, strict=True):
         for name in ("t", "s", "state", "action", "log_prob", "mask"):
             assert torch.equal(vars(segment)[name], vars(full_segment)[name][indices])
-    noisy = policy.corrupt(trajectory.final, rows())
+    noisy = policy.corrupt(trajectory.final, make_rng())
     assert torch.equal(select_rows(noisy, indices).x, noisy.x[indices])
 
 

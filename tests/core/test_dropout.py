@@ -39,7 +39,7 @@ def build_lora_policy(name: str, directory: Path, modules: str = "backbone") -> 
     (directory / "clips.yaml").write_text(f"extends: [base, models/{name}]\ndata: {{type: prompts, prompts: [a cat]}}")
     tuning = f"tuning={{type: lora, rank: 2, target_modules: all-layers, dropout: 0.3, modules: [{modules}]}}"
     settings = ["objective={type: reward_gradient}", "rewards={a: {type: brightness}}", tuning]
-    config = load(directory / "clips.yaml", [*settings, *([f"model.image={toys.PICTURE}"] if name == "svd" else [])])
+    config = load(directory / "clips.yaml", [*settings, *([f"model.image={toys.IMAGE}"] if name == "svd" else [])])
     policy = build_policy(make_tiny(config), Placement())
     for i, p in enumerate(policy.weights.trainable().values()):
         nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(i))

@@ -43,7 +43,7 @@ def copy_parameters(policy: Policy[Any]) -> dict[str, Tensor]:
 def test_live_weights_are_restored_after_use(family: str, tuning: Tuning) -> None:
     policy = toys.policy(family, tuning, SNAPSHOTS)
     base = predict(policy)
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     live, before = copy_parameters(policy), predict(policy)
     assert not torch.equal(base, before)
     for name in SNAPSHOTS:
@@ -57,7 +57,7 @@ def test_lora_reference_is_the_base_model(family: str) -> None:
     plain = predict(toys.policy(family))
     policy = toys.policy(family, Lora(rank=4), ("reference",))
     torch.testing.assert_close(predict(policy), plain, rtol=0, atol=0)
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     with policy.weights.use("reference"):
         assert torch.equal(predict(policy), plain)
     assert not torch.equal(predict(policy), plain)
@@ -65,7 +65,7 @@ def test_lora_reference_is_the_base_model(family: str) -> None:
 
 def test_live_weights_are_restored_after_an_error(tuning: Tuning) -> None:
     policy = toys.policy("flow", tuning, ("old",))
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     before = predict(policy)
     with pytest.raises(RuntimeError, match="planted"), policy.weights.use("old"):
         raise RuntimeError("planted")
@@ -77,7 +77,7 @@ def test_snapshots_run_without_gradients(family: str, tuning: Tuning) -> None:
     policy = toys.policy(family, tuning, ("old", "reference"))
     x = policy.sample(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4))).final
     noisy = policy.corrupt(x, Randomness(0, 1, torch.arange(4)))
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     with policy.weights.use("old"):
         assert not policy.likelihood(policy.embed(toys.PROMPTS), x, noisy).requires_grad
     policy.likelihood(policy.embed(toys.PROMPTS), x, noisy).sum().backward()
@@ -92,7 +92,7 @@ def test_snapshots_run_without_gradients(family: str, tuning: Tuning) -> None:
 def test_update_snapshot_is_an_ema_step(tuning: Tuning) -> None:
     policy = toys.policy("flow", tuning, ("old", "ema"))
     start = {key: x.detach().clone() for key, x in policy.weights.snapshot_tensors()["ema"].items()}
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     live = {key: p.detach().clone() for key, p in policy.weights.trainable().items()}
     policy.weights.update_snapshot("ema", 0.75)
     policy.weights.update_snapshot("old")
@@ -111,7 +111,7 @@ def test_training_does_not_change_snapshots(tuning: Tuning) -> None:
         name: {key: x.detach().clone() for key, x in tensors.items()}
         for name, tensors in policy.weights.snapshot_tensors().items()
     }
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     for name, snapshot in policy.weights.snapshot_tensors().items():
         assert all(torch.equal(x, before[name][key]) for key, x in snapshot.items())
 
@@ -142,7 +142,7 @@ def test_ema_decay_warmup() -> None:
 def test_frozen_copy_switches_the_guided_network() -> None:
     policy = toys.policy("flow", FrozenCopyFinetuning(), ("old",), Guidance(2.0))
     base = predict(policy)
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     with policy.weights.use("old"):
         assert torch.equal(predict(policy), base)
     assert not torch.equal(predict(policy), base)

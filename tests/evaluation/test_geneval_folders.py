@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runner import run
+from cli_runner import run_cli
 from torch import Tensor
 
 from tastemaker.cli import main
@@ -245,7 +245,7 @@ def test_evaluate_command_scores_a_folder_of_mixed_sizes(tmp_path: Path, capsys:
         "2",
         "--tiny",
     ]
-    assert run(*arguments, "--device", "cpu", "--out", str(tmp_path / "out")) == 0
+    assert run_cli(*arguments, "--device", "cpu", "--out", str(tmp_path / "out")) == 0
     report = json.loads((tmp_path / "out" / REPORT).read_text("utf-8"))
     assert report["pictures"] == 8 and "detector random" in report["model"] and (tmp_path / "out" / RESULTS).is_file()
     output = capsys.readouterr().err
@@ -256,13 +256,15 @@ def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
     arguments = ["evaluate", "geneval", "--model", "grpo-toy-flow", "--tiny", "--prompts", "3", "--count", "2"]
     out = tmp_path / "out"
     assert (
-        run(*arguments, "--device", "cpu", "--out", str(out), "--search", "best_of_n", "--n", "2", "--judge", "jpeg")
+        run_cli(
+            *arguments, "--device", "cpu", "--out", str(out), "--search", "best_of_n", "--n", "2", "--judge", "jpeg"
+        )
         == 0
     )
     first = json.loads((out / REPORT).read_text("utf-8"))
     assert first["prompts"] == 3 and first["calls"] > 0
     arguments = ["evaluate", "geneval", "--images", str(out / "images"), "--prompts", "3", "--count", "2", "--tiny"]
-    assert run(*arguments, "--device", "cpu", "--out", str(tmp_path / "rescored")) == 0
+    assert run_cli(*arguments, "--device", "cpu", "--out", str(tmp_path / "rescored")) == 0
     second = json.loads((tmp_path / "rescored" / REPORT).read_text("utf-8"))
     assert first["scores"] == second["scores"]
 
@@ -278,7 +280,7 @@ def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("evaluate", *arguments) == 2
+    assert run_cli("evaluate", *arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 

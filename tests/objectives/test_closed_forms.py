@@ -96,8 +96,8 @@ def test_loss_of_a_row_is_independent_of_the_batch(index: int, name: str) -> Non
     indices = torch.tensor([5, 0, 2])
     with torch.no_grad():
         full, subset = (
-            toys.total(objective, ctx, experience),
-            toys.total(objective, ctx, select_rows(experience, indices)),
+            toys.total_loss(objective, ctx, experience),
+            toys.total_loss(objective, ctx, select_rows(experience, indices)),
         )
     assert full.shape == (len(experience),)
     torch.testing.assert_close(subset, full[indices], rtol=1e-3, atol=1e-5)
@@ -106,7 +106,7 @@ def test_loss_of_a_row_is_independent_of_the_batch(index: int, name: str) -> Non
 @pytest.mark.parametrize(("index", "name"), CASES)
 def test_parts_and_micro_batches_sum_to_full_gradient(index: int, name: str) -> None:
     objective, (ctx, experience) = OBJECTIVES[index], cached_experience(index, name)
-    full = toys.gradient(ctx.policy, toys.total(objective, ctx, experience).sum())
+    full = toys.gradient(ctx.policy, toys.total_loss(objective, ctx, experience).sum())
     halves = torch.arange(len(experience)).chunk(2)
     total = torch.zeros_like(full)
     for micro_batch in (select_rows(experience, rows) for rows in halves):
@@ -134,7 +134,7 @@ def test_on_policy_loss_is_minus_the_advantage(objective: Any, name: str) -> Non
     ctx = toys.context(policy, 8, objective.make_state())
     experience = objective.collect(ctx, toys.prompts(8))
     assert experience.advantage.abs().max() > 0.1
-    torch.testing.assert_close(toys.total(objective, ctx, experience), -experience.advantage, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(toys.total_loss(objective, ctx, experience), -experience.advantage, rtol=1e-4, atol=1e-5)
     metrics = objective.loss(ctx, experience, 0).metrics
     assert (metrics["ratio"] == 1).all()
     assert not metrics["ratio_deviation"].any()
@@ -161,7 +161,7 @@ def test_segments_are_weighted_by_number_of_actions() -> None:
 def test_kl_gradient_points_to_the_reference(kl_estimator: Any, name: str) -> None:
     with_kl, almost_none = (GRPO(group_size=4, kl_coef=kl, kl_estimator=kl_estimator) for kl in (1.0, 1e-9))
     ctx, experience = toys.policy_with_experience(with_kl, name)
-    losses = [toys.total(o, ctx, experience) for o in (with_kl, almost_none)]
+    losses = [toys.total_loss(o, ctx, experience) for o in (with_kl, almost_none)]
     assert (losses[0] - losses[1] > 0).all()
     assert toys.gradient(ctx.policy, (losses[0] - losses[1]).sum()).abs().max() > 0
     kl = with_kl.loss(ctx, experience, 0).metrics["kl"]
@@ -171,7 +171,7 @@ def test_kl_gradient_points_to_the_reference(kl_estimator: Any, name: str) -> No
 def test_k3_and_exact_kl_agree_in_expectation() -> None:
     """k3 is an unbiased estimate of the exact KL on samples of the policy."""
     policy = toys.policy("causal", snapshots=("reference",))
-    toys.move(policy, 0.05)
+    toys.perturb(policy, 0.05)
     ctx = toys.context(policy, 8)
     experience = GRPO(group_size=128).collect(ctx, toys.prompts(8))
     kl = [
@@ -211,8 +211,8 @@ def test_zero_std_groups_are_counted_and_have_no_gradient(objective: Any) -> Non
     assert objective.metrics(experience)["zero_std_groups"] == 0.25
     red = torch.arange(len(experience) // 4)  # the first prompt is red
     tied, others = select_rows(experience, red), select_rows(experience, torch.arange(len(red), len(experience)))
-    assert not toys.gradient(policy, toys.total(objective, ctx, tied).sum()).any()
-    assert toys.gradient(policy, toys.total(objective, ctx, others).sum()).any()
+    assert not toys.gradient(policy, toys.total_loss(objective, ctx, tied).sum()).any()
+    assert toys.gradient(policy, toys.total_loss(objective, ctx, others).sum()).any()
 
 
 def test_equal_rewards_have_zero_advantage_despite_rounding() -> None:
@@ -260,12 +260,12 @@ def test_tokens_outside_top_k_have_finite_loss(kl_estimator: Any, process: Autor
     """Log-probabilities are not truncated: a token outside of the reference's top-k would have an infinite KL."""
     objective = GRPO(group_size=16, kl_coef=0.1, kl_estimator=kl_estimator)
     policy = replace(toys.policy("causal", FrozenCopyFinetuning(), objective.snapshots()), process=process)
-    toys.move(policy, 0.3)
+    toys.perturb(policy, 0.3)
     ctx = toys.context(policy, 8)
     experience = objective.collect(ctx, toys.prompts(8))
     loss = objective.loss(ctx, experience, 0)
     torch.testing.assert_close(loss.metrics["ratio"], torch.ones(128), rtol=1e-4, atol=1e-4)
     assert torch.isfinite(loss.rows).all()
     assert torch.isfinite(toys.gradient(policy, loss.rows.sum())).all()
-    toys.move(policy, 0.3)
+    toys.perturb(policy, 0.3)
     assert torch.isfinite(toys.gradient(policy, objective.loss(ctx, experience, 0).rows.sum())).all()

@@ -44,8 +44,8 @@ def test_first_dpo_loss_is_log_two(noise_sharing: Any, name: str) -> None:
     objective = DPO(noise_sharing=noise_sharing, num_timesteps=2)
     policy = toys.policy(name, FrozenCopyFinetuning(), objective.snapshots())
     ctx = toys.context(policy, 8)
-    experience = objective.collect(ctx, toys.data(objective, 8, policy.model.pixels))
-    losses = toys.total(objective, ctx, experience)
+    experience = objective.collect(ctx, toys.make_batch(objective, 8, policy.model.pixels))
+    losses = toys.total_loss(objective, ctx, experience)
     torch.testing.assert_close(losses, torch.full((8,), math.log(2)))
     assert toys.gradient(policy, losses.sum()).any()
 
@@ -65,7 +65,7 @@ def test_noise_sharing_of_pairs() -> None:
 def test_sft_term_is_the_likelihood_loss() -> None:
     plain, with_sft = DPO(), DPO(sft_coef=0.25)
     ctx, experience = toys.policy_with_experience(plain, "causal")
-    sft_term = toys.total(with_sft, ctx, experience) - toys.total(plain, ctx, experience)
+    sft_term = toys.total_loss(with_sft, ctx, experience) - toys.total_loss(plain, ctx, experience)
     noisy = ctx.policy.corrupt(experience.chosen, experience.rng)
     likelihood = ctx.policy.likelihood(experience.cond, experience.chosen, noisy) / 16
     torch.testing.assert_close(sft_term, -0.25 * likelihood, rtol=1e-4, atol=1e-5)
@@ -96,7 +96,7 @@ def test_each_epoch_draws_new_corruptions(name: str) -> None:
 def test_more_timesteps_reduce_loss_variance() -> None:
     policy = toys.policy("masked", FrozenCopyFinetuning(), ("reference",))
     pairs = DPO().collect(toys.context(policy, 8), toys.pairs(8, 1, 0))
-    toys.move(policy, 0.05)
+    toys.perturb(policy, 0.05)
     with torch.no_grad():
         losses = [dpo_loss(policy, pairs, corrupt_pair(policy, pairs, "shared", draw), 1.0, 0.0) for draw in range(64)]
     margins = torch.stack([loss.metrics["margin"] for loss in losses])

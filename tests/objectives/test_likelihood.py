@@ -18,12 +18,12 @@ def test_diffusion_likelihood_is_minus_the_output_error() -> None:
         policy, noisy = ctx.policy, ctx.policy.corrupt(experience.x, experience.rng)
         target = noisy.noise if name == "epsilon" else noisy.noise - experience.x
         error = (policy.model.predict(noisy.x, noisy.t, experience.cond) - target).pow(2).flatten(1).mean(1)
-        torch.testing.assert_close(toys.total(objective, ctx, experience), error)
+        torch.testing.assert_close(toys.total_loss(objective, ctx, experience), error)
 
 
 def test_prompt_dropout_rate() -> None:
     policy = toys.policy("flow")
-    experience = Likelihood(prompt_dropout=0.25).collect(toys.context(policy, 1000), toys.pictures(1000, 1, 0))
+    experience = Likelihood(prompt_dropout=0.25).collect(toys.context(policy, 1000), toys.image_batch(1000, 1, 0))
     assert sum(prompt == "" for prompt in experience.cond.prompts) == pytest.approx(
         250, abs=4 * math.sqrt(1000 * 0.25 * 0.75)
     )

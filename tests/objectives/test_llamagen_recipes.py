@@ -72,7 +72,7 @@ def test_first_ratios_are_exactly_one(recipe: str, precision: str, tmp_path: Pat
     rewards = ("rewards={bright: {type: brightness}}",) if recipe in ("grpo-llamagen", "ar-grpo") else ()
     settings = [*SETTINGS, *rewards, f"engine.precision={precision}", "batch.minibatches=1", "batch.micro_batch_size=4"]
     run = build(load(recipe, settings), tmp_path, tiny=True)
-    toys.move(run.policy, 0.05)
+    toys.perturb(run.policy, 0.05)
     metrics = train_step(run, 0).to_event().metrics
     # The order of sums in MKL depends on the alignment of matrices, so float32 may differ in its last bit.
     no_deviation = pytest.approx(0, abs=1e-7 if precision == "fp32" else 0)
@@ -102,13 +102,13 @@ def test_dropout_is_reproducible_after_resume(tmp_path: Path) -> None:
 
 
 def test_precomputed_tokens_give_the_loss_of_their_images() -> None:
-    policy, batch = toys.policy("causal", snapshots=("reference",)), toys.pictures(8, 1, 0)
+    policy, batch = toys.policy("causal", snapshots=("reference",)), toys.image_batch(8, 1, 0)
     tokens = TokenBatch(batch.prompts, policy.encode(batch.pixels))
     for objective in (Likelihood(), CCA()):
         ctx = toys.context(policy, 8)
         of_images, of_tokens = (objective.collect(ctx, data) for data in (batch, tokens))  # type: ignore[attr-defined]
         assert of_images.x.equal(of_tokens.x)
-        assert toys.total(objective, ctx, of_images).equal(toys.total(objective, ctx, of_tokens))  # type: ignore[arg-type]
+        assert toys.total_loss(objective, ctx, of_images).equal(toys.total_loss(objective, ctx, of_tokens))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"4 tokens.* 16"):
         Likelihood().collect(toys.context(policy, 8), TokenBatch(batch.prompts, tokens.ids[:, :4]))
 

@@ -227,7 +227,7 @@ def batches(setting: Setting, frames: int, shuffled: bool) -> Iterator[Any]:
             yield flip_half(pairs, generator) if shuffled else pairs
         else:
             # The color is drawn independently of the caption.
-            yield toys.pictures(setting.batch, frames, 10_000 + step, wrong=float(shuffled))
+            yield toys.image_batch(setting.batch, frames, 10_000 + step, label_noise=float(shuffled))
 
 
 def flip_half(pairs: PreferenceBatch, generator: torch.Generator) -> PreferenceBatch:
@@ -241,7 +241,7 @@ def measure(policy: Policy[Any], likelihood: bool) -> Tensor:
     """Return the likelihood of images not trained on, or the reward of new samples."""
     if not likelihood:
         return toys.true_rewards(policy)
-    images = toys.pictures(512, policy.model.pixels[0], 999_999)
+    images = toys.image_batch(512, policy.model.pixels[0], 999_999)
     cond, x, rng = policy.embed(images.prompts), policy.encode(images.pixels), Randomness(3, 0, torch.arange(512))
     noisy = [policy.corrupt(x, rng, draw=draw) for draw in range(16)]
     return torch.stack([policy.likelihood(cond, x, n) / policy.process.count_hidden(n) for n in noisy]).mean(0)
@@ -259,7 +259,7 @@ def train(setting: Setting, family: str, shuffled: bool) -> tuple[float, str]:
     shuffled_reward = ShuffledPromptReward() if objective.needs_gradient else ShuffledScoreReward()
     data = batches(setting, policy.model.pixels[0], shuffled)
     decay_steps = setting.steps if setting.decay_lr else math.inf
-    toys.fit(policy, objective, data, setting.lr, shuffled_reward if shuffled else ColorReward(), decay_steps)
+    toys.train(policy, objective, data, setting.lr, shuffled_reward if shuffled else ColorReward(), decay_steps)
     after = measure(policy, isinstance(objective, Likelihood))
     # Likelihoods are of the same images with the same noise: only their differences are random.
     z_score = toys.z_score(*((0 * before, after - before) if isinstance(objective, Likelihood) else (before, after)))

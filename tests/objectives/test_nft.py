@@ -32,7 +32,7 @@ def test_nft_old_policy_decay_matches_published() -> None:
     objective = NFT()
     policy = toys.policy("flow", snapshots=objective.snapshots())
     start = {key: x.clone() for key, x in policy.weights.snapshot_tensors()["old"].items()}
-    toys.move(policy, 0.01)
+    toys.perturb(policy, 0.01)
     live = {key: p.detach().clone() for key, p in policy.weights.trainable().items()}
     objective.after_update(toys.context(policy, 8, step=200))
     for key, x in policy.weights.snapshot_tensors()["old"].items():
@@ -50,5 +50,5 @@ def test_nft_kl_is_squared_distance_of_outputs() -> None:
         with policy.weights.use("reference"):
             reference = policy.model.predict(noisy.x, noisy.t, cond)
         squared_distance = (policy.model.predict(noisy.x, noisy.t, cond) - reference).pow(2).flatten(1).mean(1)
-        kl_term = toys.total(with_kl, ctx, experience) - toys.total(plain, ctx, experience)
+        kl_term = toys.total_loss(with_kl, ctx, experience) - toys.total_loss(plain, ctx, experience)
         torch.testing.assert_close(kl_term, 0.5 * squared_distance, rtol=2e-2, atol=1e-4)

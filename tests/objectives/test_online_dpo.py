@@ -35,7 +35,7 @@ def test_samples_of_a_round_use_its_initial_weights(name: str) -> None:
     policy = toys.policy(name, FrozenCopyFinetuning(), objective.snapshots())
     assert objective.snapshots() == ("round",)
     first = collect(objective, policy)
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     assert torch.equal(first.chosen, collect(objective, policy).chosen)
     objective.after_update(toys.context(policy, 8, step=0))  # the round has two steps
     assert torch.equal(first.chosen, collect(objective, policy).chosen)
@@ -47,9 +47,9 @@ def test_samples_of_a_round_use_its_initial_weights(name: str) -> None:
 def test_reset_reference_at_each_round(reset: bool) -> None:
     objective = OnlineDPO(round_steps=1, reset_reference=reset)
     policy = toys.policy("masked", FrozenCopyFinetuning(), objective.snapshots())
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     objective.after_update(toys.context(policy, 8))
-    losses = toys.total(objective, toys.context(policy, 8, step=1), collect(objective, policy, 1))
+    losses = toys.total_loss(objective, toys.context(policy, 8, step=1), collect(objective, policy, 1))
     is_log_two = torch.allclose(losses[losses > 0], torch.tensor(math.log(2)))
     assert is_log_two == reset and bool((losses > 0).any())
 
@@ -122,8 +122,8 @@ def test_reward_guidance_adds_to_dpo_gradient(name: str) -> None:
     ctx = toys.context(policy, 8)
     experience = objective.collect(ctx, toys.prompts(8))
     plain = replace(objective, reward_guidance_coef=0.0)
-    dpo_gradient = toys.gradient(policy, toys.total(plain, ctx, replace(experience, reward_guidance=None)).sum())
-    assert (toys.gradient(policy, toys.total(objective, ctx, experience).sum()) - dpo_gradient).abs().max() > 0
+    dpo_gradient = toys.gradient(policy, toys.total_loss(plain, ctx, replace(experience, reward_guidance=None)).sum())
+    assert (toys.gradient(policy, toys.total_loss(objective, ctx, experience).sum()) - dpo_gradient).abs().max() > 0
 
 
 def test_reward_guidance_advantage_is_relative_to_group() -> None:

@@ -46,7 +46,7 @@ FEW_OBJECTIVES = (
     RewardGradient(last_steps=2),
     GRPO(group_size=2),
 )  # objectives of models whose code is shared with another model
-MODELS = (*toys.PUBLISHED, *toys.CLIPS)
+MODELS = (*toys.PUBLISHED, *toys.VIDEO_MODELS)
 # In the fast set every model is trained once and every objective at least once.
 FAST = {(name, index % len(OBJECTIVES)) for index, name in enumerate(MODELS)}
 ALL_SETTINGS = ("flux", "sd15", "wan")  # one network of each kind, with LoRA and all settings
@@ -59,7 +59,7 @@ def marks(name: str, index: int, tuning: str) -> list[pytest.MarkDecorator]:
     with_lora = isinstance(objective, LORA_OBJECTIVES) and index % 2 == 0
     if (name, index) in FAST and tuning == ("lora" if with_lora else "full"):
         return []
-    first = FIRST[type(objective)] == index if name not in toys.LIKE_OTHERS else objective in FEW_OBJECTIVES
+    first = FIRST[type(objective)] == index if name not in toys.SIMILAR else objective in FEW_OBJECTIVES
     return [pytest.mark.slow if name in ALL_SETTINGS or (tuning == "full" and first) else pytest.mark.long]
 
 
@@ -108,10 +108,10 @@ def test_step_updates_trainable_weights_only(
 ) -> None:
     policy = toys.policy(name, tuning, objective.snapshots())
     if objective.snapshots() or isinstance(tuning, Lora):
-        toys.move(policy, 0.01)  # a policy that equals its reference may have no gradient
+        toys.perturb(policy, 0.01)  # a policy that equals its reference may have no gradient
     trainable, frozen = tensors(policy)
     ctx = toys.context(policy, 4, objective.make_state())
-    experience = objective.collect(ctx, toys.data(objective, 4, policy.model.pixels))
+    experience = objective.collect(ctx, toys.make_batch(objective, 4, policy.model.pixels))
     losses = toys.backward(objective, ctx, experience)
     assert losses and all(loss.rows.isfinite().all() for loss in losses)
     step(policy)

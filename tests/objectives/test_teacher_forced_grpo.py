@@ -177,7 +177,7 @@ def test_cca_without_condition_has_positive_term_only(recorded: dict[str, Tensor
 
 def test_cca_negative_is_the_next_prompt() -> None:
     policy = toys.policy("causal", snapshots=("reference",))
-    batch = toys.pictures(8, 1, 0)
+    batch = toys.image_batch(8, 1, 0)
     pairs = CCA(prompt_dropout=0.0).collect(toys.context(policy, 8), batch)
     next_prompts = batch.prompts[1:] + batch.prompts[:1]
     assert pairs.positive.prompts == batch.prompts
@@ -192,7 +192,7 @@ def test_first_ratios_are_one_and_first_loss_is_zero() -> None:
     policy = toys.policy("causal")
     for objective in (TeacherForcedGRPO(), TeacherForcedGRPO(token_noise=0.5)):
         ctx = toys.context(policy, 8, spec=MseReward())
-        samples = objective.collect(ctx, toys.pictures(8, 1, 0))
+        samples = objective.collect(ctx, toys.image_batch(8, 1, 0))
         loss = objective.loss(ctx, samples, None)
         assert not loss.metrics["ratio_deviation"].any()
         torch.testing.assert_close(loss.rows, torch.zeros(8), rtol=0, atol=1e-5)
@@ -201,8 +201,8 @@ def test_first_ratios_are_one_and_first_loss_is_zero() -> None:
 
 def test_samples_are_teacher_forced() -> None:
     policy = toys.policy("causal")
-    toys.move(policy, 0.3)
-    ctx, batch = toys.context(policy, 8, spec=MseReward()), toys.pictures(8, 1, 0)
+    toys.perturb(policy, 0.3)
+    ctx, batch = toys.context(policy, 8, spec=MseReward()), toys.image_batch(8, 1, 0)
     samples = TeacherForcedGRPO(group_size=512).collect(ctx, batch)
     expected = policy.model.predict(samples.clean, torch.ones(8), samples.cond).softmax(-1)  # [B, K, V]
     frequencies = torch.nn.functional.one_hot(samples.samples, expected.shape[-1]).float().mean(1)
@@ -211,7 +211,7 @@ def test_samples_are_teacher_forced() -> None:
 
 
 def test_rewards_get_the_target_image() -> None:
-    policy, batch = toys.policy("causal"), toys.pictures(4, 1, 0)
+    policy, batch = toys.policy("causal"), toys.image_batch(4, 1, 0)
     samples = TeacherForcedGRPO(group_size=3).collect(toys.context(policy, 4, spec=MseReward()), batch)
     images = policy.decode(samples.samples.flatten(0, 1)).view(4, 3, *batch.pixels.shape[1:])
     expected = -(images - batch.pixels[:, None]).square().flatten(2).mean(2)
@@ -222,7 +222,7 @@ def test_rewards_get_the_target_image() -> None:
 def test_samples_do_not_depend_on_rollout_batch_size() -> None:
     policy, batch, objective = (
         toys.policy("causal"),
-        toys.pictures(8, 1, 0),
+        toys.image_batch(8, 1, 0),
         TeacherForcedGRPO(group_size=4, token_noise=0.5),
     )
     ctx = toys.context(policy, 8, spec=MseReward())
@@ -235,7 +235,7 @@ def test_samples_do_not_depend_on_rollout_batch_size() -> None:
 
 
 def test_token_noise_rate() -> None:
-    policy, batch = toys.policy("causal"), toys.pictures(400, 1, 0)
+    policy, batch = toys.policy("causal"), toys.image_batch(400, 1, 0)
     ctx = replace(toys.context(policy, 400, spec=MseReward()), rollout_batch_size=None)
     samples = TeacherForcedGRPO(group_size=2, token_noise=0.5).collect(ctx, batch)
     replaced = float((samples.context[:, 0] != samples.clean).float().mean())

@@ -31,10 +31,10 @@ def num_with_prompt(prompts: tuple[str, ...]) -> int:
 @pytest.mark.parametrize("guidance", [None, Guidance(2.0), Guidance(2.0, rollouts_only=True)])
 def test_tokens_are_sampled_given_the_context(guidance: Guidance | None) -> None:
     policy = toys.policy("causal", guidance=guidance)
-    toys.move(policy, 0.3)
+    toys.perturb(policy, 0.3)
     ctx = toys.context(policy, 8, spec=MseReward())
     objective = TeacherForcedGRPO(group_size=4, own_token_ratio=0.5)
-    samples = objective.collect(ctx, toys.pictures(8, 1, 0))
+    samples = objective.collect(ctx, toys.image_batch(8, 1, 0))
     distribution = teacher_forced_distribution(policy, samples.cond.repeat(4), samples.context.flatten(0, 1))
     expected = Categorical(distribution.logits).quantile(ctx.rng.uniform("token", 4, 16).flatten(0, 1))
     assert expected.view(8, 4, 16).equal(samples.samples)
@@ -44,7 +44,7 @@ def test_tokens_are_sampled_given_the_context(guidance: Guidance | None) -> None
 
 
 def test_own_token_positions_are_shared_within_a_group() -> None:
-    policy, batch = toys.policy("causal"), toys.pictures(200, 1, 0)
+    policy, batch = toys.policy("causal"), toys.image_batch(200, 1, 0)
     for ratio in (0.3, 1.0):
         samples = TeacherForcedGRPO(group_size=2, own_token_ratio=ratio).collect(
             toys.context(policy, 200, spec=MseReward()), batch
@@ -57,7 +57,7 @@ def test_own_token_positions_are_shared_within_a_group() -> None:
 
 
 def test_mixed_context_samples_do_not_depend_on_rollout_batch_size() -> None:
-    policy, batch = toys.policy("causal"), toys.pictures(8, 1, 0)
+    policy, batch = toys.policy("causal"), toys.image_batch(8, 1, 0)
     objective, ctx = (
         TeacherForcedGRPO(group_size=4, own_token_ratio=0.5, token_noise=0.5, prompt_dropout=0.3),
         toys.context(policy, 8, spec=MseReward()),
@@ -71,7 +71,7 @@ def test_mixed_context_samples_do_not_depend_on_rollout_batch_size() -> None:
 
 
 def test_cross_entropy_uses_the_sampling_context() -> None:
-    policy, batch = toys.policy("causal"), toys.pictures(8, 1, 0)
+    policy, batch = toys.policy("causal"), toys.image_batch(8, 1, 0)
     objective, ctx = (
         TeacherForcedGRPO(group_size=4, own_token_ratio=0.5, ce_coef=0.1),
         toys.context(policy, 8, spec=MseReward()),
@@ -101,7 +101,7 @@ def test_token_dropout_keeps_at_least_one_token() -> None:
 
 
 def test_prompt_dropout_applies_to_sampling_and_scoring_but_not_rewards() -> None:
-    policy, batch = toys.policy("causal"), toys.pictures(400, 1, 0)
+    policy, batch = toys.policy("causal"), toys.image_batch(400, 1, 0)
     ctx, objective = (
         toys.context(policy, 400),
         TeacherForcedGRPO(group_size=2, prompt_dropout=0.3),
@@ -115,8 +115,8 @@ def test_prompt_dropout_applies_to_sampling_and_scoring_but_not_rewards() -> Non
 
 
 def test_emulated_dropout_bug_drops_prompts_in_scoring_only() -> None:
-    policy, batch = toys.policy("causal"), toys.pictures(64, 1, 0)
-    toys.move(policy, 0.3)
+    policy, batch = toys.policy("causal"), toys.image_batch(64, 1, 0)
+    toys.perturb(policy, 0.3)
     ctx, num_off_policy = toys.context(policy, 64), {}
     for prompt_dropout in (None, 0.0, 1.0):
         objective = TeacherForcedGRPO(group_size=2, prompt_dropout=prompt_dropout, emulate_bugs=("dropout",))
@@ -132,7 +132,7 @@ def llamagen() -> Policy[Any]:
 
 
 def test_latent_reward_is_cosine_of_token_embeddings() -> None:
-    policy, batch = llamagen(), replace(toys.pictures(4, 1, 0, side=32), prompts=("a", "b", "c", "d"))
+    policy, batch = llamagen(), replace(toys.image_batch(4, 1, 0, side=32), prompts=("a", "b", "c", "d"))
     ctx = toys.context(policy, 4, spec=MseReward())
     plain, samples = (
         TeacherForcedGRPO(group_size=3, latent_reward_weight=weight).collect(ctx, batch) for weight in (0.0, 2.0)
@@ -149,7 +149,7 @@ def test_latent_reward_needs_a_codebook() -> None:
     policy = toys.policy("causal")
     with pytest.raises(ConfigError, match=r"objective\.latent_reward_weight: "):
         TeacherForcedGRPO(latent_reward_weight=1.0).collect(
-            toys.context(policy, 4, spec=MseReward()), toys.pictures(4, 1, 0)
+            toys.context(policy, 4, spec=MseReward()), toys.image_batch(4, 1, 0)
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cli_runner import run as run_command
+from cli_runner import run_cli
 from engine_toys import subprocess_environment
 from rich.console import Console
 
@@ -241,9 +241,9 @@ def test_check_prints_the_precision_and_its_reason(
     amx_cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     emulate(amx_cpu)
-    run_command("check", "grpo-playground-flow", "engine.device=cpu")
+    run_cli("check", "grpo-playground-flow", "engine.device=cpu")
     assert re.search(r"precision: fp32 \(auto: .*no bf16 units", capsys.readouterr().out)
-    run_command("check", "grpo-toy-flow", "engine.device=cpu", "engine.precision=bf16")
+    run_cli("check", "grpo-toy-flow", "engine.device=cpu", "engine.precision=bf16")
     output = capsys.readouterr().out
     assert re.search(r"precision: bf16 \(.*engine\.precision\)", output)
     assert re.search(r"warning: engine\.precision: bf16 .*6\.2x", output)
@@ -253,5 +253,5 @@ def test_check_prints_the_precision_and_its_reason(
 def test_plan_assumes_a_gpu_with_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     assert resolve_for_planning(EngineConfig())[0].precision == "bf16"
     assert resolve_for_planning(EngineConfig(device="cpu"))[0].precision == "fp32"
-    run_command("plan", "vae-playground")
+    run_cli("plan", "vae-playground")
     assert re.search(r"precision: bf16 \(auto: .*\b8\.0\b", capsys.readouterr().out)
