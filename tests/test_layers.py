@@ -33,7 +33,7 @@ WORKFLOWS = (
     "export.weights",
     "models.downloads",
     "playground.demo",
-    "rewards.scoring",
+    "rewards.folder_scorer",
     "search.flops",
     "search.generation",
     "search.settings",

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
-from tastemaker.rewards.backbones.frozen_models import quiet_transformers
+from tastemaker.rewards.backbones.frozen_models import silence_transformers
 from tastemaker.rewards.backbones.tokenizers import tiny_clip_tokenizer
 
 TOWER = {"intermediate_size": 96, "num_hidden_layers": 2, "hidden_act": "gelu"}
@@ -81,7 +81,7 @@ def open_clip_state(net: Any) -> dict[str, Tensor]:
 
 def save_checkpoint(net: Any, folder: Path, processor: Any = None) -> str:
     """Save weights, tokenizer and processor in the hub's layout."""
-    with quiet_transformers():
+    with silence_transformers():
         net.save_pretrained(folder)
         tiny_clip_tokenizer().save_pretrained(folder)
         (processor or CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)).save_pretrained(folder)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tastemaker.core.types import Placement
-from tastemaker.rewards.backbones.frozen_models import quiet_transformers
+from tastemaker.rewards.backbones.frozen_models import silence_transformers
 from tastemaker.vlm.chat_model import TINY_SPECIAL_TOKENS, tiny_chat, tiny_tokenizer
 
 INITIALIZER_RANGE = 0.4  # at the default of 0.02 outputs would hardly depend on token positions
@@ -138,7 +138,7 @@ class CheckpointDirectories(dict[str, Path]):
 
     def __missing__(self, name: str) -> Path:
         self[name] = self.parent(name)
-        with quiet_transformers():
+        with silence_transformers():
             BUILDERS[name](self[name])
         return self[name]
 
@@ -146,7 +146,7 @@ class CheckpointDirectories(dict[str, Path]):
 def save_checkpoints(parent: Callable[[str], Path]) -> dict[str, Path]:
     """Save a checkpoint of every family and return the directories by family name."""
     directories = {name: parent(name) for name in BUILDERS}
-    with quiet_transformers():
+    with silence_transformers():
         for name, save in BUILDERS.items():
             save(directories[name])
     return directories

@@ -193,7 +193,7 @@ def compare(
     from ..training.precision import choose_placement
 
     by = load_feature_extractor(network.value, weights, choose_placement(device.value, "fp32"))
-    claim = image_sets.ExpectedReference(name, split, count)
+    claim = image_sets.ReferenceDescription(name, split, count=count)
     image_sets.write_metrics(
         image_sets.compare_to_reference(samples, reference, claim, by, stderr_console(), allow_few=few), out
     )

@@ -35,13 +35,13 @@ def score(
 
     Prompts come from --prompts, a metadata.jsonl in the folder, or the file names.
     """
-    from ..rewards import scoring
+    from ..rewards import folder_scorer
     from ..training.precision import choose_placement
 
-    jury = scoring.load_folder_scorer(reward, choose_placement(device.value, precision.value))
-    pictures = scoring.find_images_with_prompts(path, prompts, frame_folders=frames)
-    target = out or scoring.image_root(path) / "scores.jsonl"
-    scoring.score_images(jury, pictures, target, batch, stderr_console())
+    jury = folder_scorer.load_folder_scorer(reward, choose_placement(device.value, precision.value))
+    pictures = folder_scorer.find_images_with_prompts(path, prompts, frame_folders=frames)
+    target = out or folder_scorer.image_root(path) / "scores.jsonl"
+    folder_scorer.score_images(jury, pictures, target, batch, stderr_console())
 
 
 @app.command("serve-reward")

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +22,7 @@ from .errors import RewardError as RewardError
 from .types import Metadata, Placement, Prompts
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?")  # owner/name, or a file in it
+TINY = "tiny"  # as `weights`: few random weights, in no file
 Modality = Literal["image", "video"]
 BatchSize = Annotated[int, Field(ge=1)]  # samples per call of a scorer
 
@@ -114,6 +115,21 @@ class RewardSpec(ABC):
                 if not Path(value).expanduser().exists() and HUB_ID.fullmatch(value):
                     sources.append(WeightsSource(value))
         return tuple(dict.fromkeys(sources))
+
+
+class PretrainedReward(RewardSpec):
+    """A reward whose setting `weights` names its network; `tiny` is a small random one, for tests."""
+
+    def tiny(self) -> Self:
+        settings: Any = self  # every spec is a dataclass, which an abstract class cannot say
+        return replace(settings, weights=TINY)  # type: ignore[no-any-return]
+
+
+class WeightlessReward(RewardSpec, Reward):
+    """A reward without a network, which is its own scorer."""
+
+    def load(self, placement: Placement) -> Self:
+        return self
 
 
 _loaded: WeakValueDictionary[tuple[RewardSpec, Placement], Reward] = WeakValueDictionary()

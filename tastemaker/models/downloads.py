@@ -21,7 +21,7 @@ from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError, suggest_name
 from ..core.reward import HUB_ID
 from ..export.lora import PUBLISHED_LORAS, find_published_lora
-from ..rewards.scoring import parse_reward
+from ..rewards.folder_scorer import parse_reward
 from .pretrained import WeightsSource, find_cached, select_needed_files
 
 

@@ -116,9 +116,9 @@ class ActionClassifier:
         if action not in self.labels:
             close = difflib.get_close_matches(label or prompt, self.labels, 1)
             example = close[0] if close else next(iter(self.labels))
-            found = f"the label '{label:.80}' is no action" if label else f"the prompt '{prompt:.80}' names no action"
+            request = f"the label '{label:.80}' is no action" if label else f"the prompt '{prompt:.80}' names no action"
             expected = f"one of Kinetics-400, such as '{example}', in the prompt or as `label`"
-            raise ValueError(f"{found} that the classifier knows; expected {expected}")
+            raise ValueError(f"{request} that the classifier knows; expected {expected}")
         return self.labels[action]
 
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from ..core.reward import BatchSize, RewardCard, RewardSpec
+from ..core.reward import BatchSize, PretrainedReward, RewardCard
 from ..core.types import Placement
 from ..models.pretrained import WeightsSource
-from .backbones.dual_encoder import (
-    CosineHead,
-    DualEncoderScorer,
-    ImagePreprocessing,
-    ResizeMode,
-    load_image_text_model,
-)
-from .backbones.frozen_models import TINY
+from .backbones.dual_encoder import CosineHead, DualEncoderScorer, ImagePreprocessing, ResizeMode, load_image_text_model
 from .backbones.preprocessing import Preprocessing
 from .backbones.tokenizers import CLIP_TOKENIZER
 
@@ -26,7 +19,7 @@ FILES = {
 
 
 @dataclass(frozen=True)
-class HpsReward(RewardSpec):
+class HpsReward(PretrainedReward):
     """The cosine of image and prompt, without a scale: HPS v2.0 or v2.1, from the published open_clip file."""
 
     version: Literal["v2.0", "v2.1"] = "v2.1"
@@ -55,6 +48,3 @@ class HpsReward(RewardSpec):
         )
         tokenizer = model.tokenizer(self.tokenizer, clean_text=True)
         return DualEncoderScorer(model.net, ImagePreprocessing(preprocessing), tokenizer, CosineHead())
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)

@@ -51,8 +51,10 @@ class RemoteReward(RewardSpec):
         client = RewardClient(self.url, token, self.timeout, self.max_retries, self.retry_delay)
         info = client.request("/version")
         if info.get("modality") != self.modality:
-            found = f"has modality {info.get('modality')}, but 'modality' is {self.modality}"
-            raise ConfigError(f"the reward at {self.url} {found}; set it to that of the served reward")
+            raise ConfigError(
+                f"the reward at {self.url} has modality {info.get('modality')}, but 'modality' is {self.modality}; "
+                "set it to that of the served reward"
+            )
         return RemoteScorer(self, client, str(info.get("version", "")), int(info.get("limit", 2**63)))
 
     def tiny(self) -> Self:

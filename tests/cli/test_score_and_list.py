@@ -23,8 +23,8 @@ from tastemaker.core.reward import Rubric, WeightedReward
 from tastemaker.core.types import Placement
 from tastemaker.data.image_io import save_image
 from tastemaker.rewards.color import ColorReward
+from tastemaker.rewards.folder_scorer import batch_by_size, find_images_with_prompts
 from tastemaker.rewards.remote import RemoteReward
-from tastemaker.rewards.scoring import batch_by_size, find_images_with_prompts
 
 ROOT = Path(__file__).parent.parent.parent
 

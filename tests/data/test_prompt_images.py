@@ -75,9 +75,9 @@ def test_bucketed_batches_have_one_size_on_all_ranks(folder: Path) -> None:
         halves = [data.batch(step, 2, rank, 2) for rank in (0, 1)]
         assert whole.prompts == halves[0].prompts + halves[1].prompts
         assert whole.images.equal(torch.cat([half.images for half in halves if half.images is not None]))
-        for prompt, picture, facts in zip(whole.prompts, whole.images, whole.metadata, strict=True):
+        for prompt, picture, metadata in zip(whole.prompts, whole.images, whole.metadata, strict=True):
             name = prompt.removeprefix("a ")
-            assert facts == {"label": name}
+            assert metadata == {"label": name}
             assert picture.mean().item() == pytest.approx(list(SIZES).index(name) / 4, abs=3e-3)
     assert seen == {f"a {name}" for name in SIZES}
     assert data.first_prompts(2).images is None and data.first_prompts(5).prompts[4] == "a wide"

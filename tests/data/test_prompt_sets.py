@@ -31,21 +31,21 @@ def test_prompt_set_count_matches_vader() -> None:
 def test_prompt_sets_have_distinct_prompts_with_metadata(name: str) -> None:
     rows = set_prompts(name)
     assert len({prompt for prompt, _ in rows}) == len(rows) == (load_prompt_templates()[name].count or len(rows))
-    for prompt, facts in rows:
-        assert facts["set"] == name and len(facts) > 1
+    for prompt, metadata in rows:
+        assert metadata["set"] == name and len(metadata) > 1
         assert not re.search(r"[{}]|  | ,", prompt) and prompt == prompt.strip()
         assert not re.search(r"\ba [aeio]|\ban [bcdfgjklmnpqrstvwxyz]", prompt), prompt
 
 
 def test_actions_have_kinetics_names() -> None:
-    assert {facts["action"] for _, facts in set_prompts("actions")} == {
+    assert {metadata["action"] for _, metadata in set_prompts("actions")} == {
         "playing piano",
         "playing guitar",
         "chopping wood",
         "jogging",
     }
-    assert all(facts["action"] == prompt for prompt, facts in set_prompts("kinetics_50"))
-    piano = next(prompt for prompt, facts in set_prompts("actions") if facts["action"] == "playing piano")
+    assert all(metadata["action"] == prompt for prompt, metadata in set_prompts("kinetics_50"))
+    piano = next(prompt for prompt, metadata in set_prompts("actions") if metadata["action"] == "playing piano")
     assert "playing the piano" in piano
 
 

@@ -17,6 +17,7 @@ from cli_runner import run_cli
 from torch import Tensor
 
 from tastemaker.cli import main
+from tastemaker.core.objective import SingleProcess
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Metadata, PromptBatch, Prompts
 from tastemaker.data.image_io import save_image
@@ -26,7 +27,6 @@ from tastemaker.evaluation.evaluate import (
     SAMPLES,
     SCORES,
     BenchmarkScorer,
-    WorkerGroup,
     evaluate,
     evaluate_files,
     read_jsonl,
@@ -213,11 +213,12 @@ def test_ranks_share_sampling_and_scoring(tmp_path: Path) -> None:
 
     barrier, benchmark, scorers = threading.Barrier(2), geneval(40, 4), [BrightnessScorer(), BrightnessScorer()]
 
-    def wait() -> None:
-        barrier.wait(60)
+    class TwoWorkers(SingleProcess):
+        def barrier(self) -> None:
+            barrier.wait(60)
 
     def work(rank: int) -> None:
-        workers = WorkerGroup(rank, 2, wait)
+        workers = TwoWorkers(rank, 2)
         list(evaluate(benchmark, sample_fn(rank), scorers[rank], tmp_path / "two", workers=workers))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]

@@ -95,7 +95,7 @@ def test_interrupted_reconstruction_resumes(inputs: Path, tmp_path: Path) -> Non
     (tmp_path / "pictures" / "grey.png.png").unlink()
     resumed = reconstruct_images(reconstruction_options(inputs, tmp_path), Placement(), Console(quiet=True))
     assert resumed == [{**complete[0], "psnr": 99.0}, *complete[1:]] == read_scores(tmp_path)
-    with pytest.raises(ConfigError, match=r"has another size \(0, now 16\)"):
+    with pytest.raises(ConfigError, match=r"another 'size' \(0, now 16\)"):
         reconstruct_images(replace(reconstruction_options(inputs, tmp_path), size=16), Placement(), Console(quiet=True))
 
 
