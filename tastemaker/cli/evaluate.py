@@ -197,7 +197,7 @@ def compare(
     from ..training.precision import choose_placement
 
     extractor = load_feature_extractor(network, weights, choose_placement(device, "fp32"))
-    expected = image_sets.ExpectedReference(name, split, num_images)
+    expected = image_sets.ReferenceDescription(name, split, count=num_images)
     metrics = image_sets.compare_to_reference(
         samples, reference, expected, extractor, stderr_console(), allow_few=allow_few_samples
     )

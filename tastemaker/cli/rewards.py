@@ -34,13 +34,13 @@ def score(
 
     Prompts come from --prompts, a metadata.jsonl in the folder, or the file names.
     """
-    from ..rewards import scoring
+    from ..rewards import folder_scorer
     from ..training.precision import choose_placement
 
-    scorer = scoring.load_folder_scorer(reward, choose_placement(device, precision))
-    images = scoring.find_images_with_prompts(path, prompts, frame_folders=frame_folders)
-    target = out or scoring.image_root(path) / "scores.jsonl"
-    scoring.score_images(scorer, images, target, batch_size, stderr_console())
+    scorer = folder_scorer.load_folder_scorer(reward, choose_placement(device, precision))
+    images = folder_scorer.find_images_with_prompts(path, prompts, frame_folders=frame_folders)
+    target = out or folder_scorer.image_root(path) / "scores.jsonl"
+    folder_scorer.score_images(scorer, images, target, batch_size, stderr_console())
 
 
 @app.command("serve-reward")

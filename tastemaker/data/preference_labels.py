@@ -32,8 +32,8 @@ from ..core.types import Metadata, PromptBatch
 from ..evaluation.benchmark_run import load_benchmark
 from ..evaluation.geneval_rules import validate_metadata
 from ..models.pretrained import find_weights
+from ..rewards.folder_scorer import FolderScorer, ImageRecord, parse_reward
 from ..rewards.geneval import GenevalReward
-from ..rewards.scoring import FolderScorer, ImageRecord, parse_reward
 from ..search.base import start_candidates
 from ..search.generation import (
     DEFAULT_BATCH_SIZE,
@@ -98,9 +98,10 @@ def preference_pairs(rows: Sequence[Row], rules: LabelRules) -> list[dict[str, s
 def orm_examples(rows: Sequence[Row], rules: LabelRules) -> list[dict[str, Any]]:
     """Finished samples for an outcome reward model, in LLaVA's layout."""
     return [
-        llava_example(row["file"], (QUESTIONS["orm"], answer), row["prompt"], f"orm-{row['index']}")
+        llava_example(
+            row["file"], (QUESTIONS["orm"], _answer(rules.is_correct(row))), row["prompt"], f"orm-{row['index']}"
+        )
         for row in rows
-        for answer in [_answer(rules.is_correct(row))]
     ]
 
 
@@ -135,14 +136,8 @@ def write_preference_sets(out: Path, rows: Sequence[Row], rules: LabelRules) -> 
     texts = {PAIRS: "".join(json.dumps(row) + "\n" for row in pairs)}
     texts |= {ORM: json.dumps(orm, indent=1) + "\n", PARM: json.dumps(parm, indent=1) + "\n"}
     for name, text in texts.items():
-        write_text_atomically(out / name, text)
+        output_paths.write_text_atomically(out / name, text)
     return {PAIRS: len(pairs), ORM: len(orm), PARM: len(parm)}
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def prompt_signatures(prompt: str, metadata: Metadata) -> set[str]:
@@ -282,8 +277,15 @@ def sample_missing(
     rounds = split_over_ranks(missing, run.batch.rollout_batch_size, run.engine.comm)
     for indices, is_duplicate in track(rounds, "sampling", console=console):
         final, previews = sample_with_previews(run, options, indices)
-        if not is_duplicate:
-            write_samples(options, directory, indices, final, previews)
+        for row, index in enumerate([] if is_duplicate else indices):
+            group, sample = divmod(index, options.samples_per_prompt)
+            name, records = f"{group:05d}/{sample:04d}", []
+            for number, (progress, pixels) in enumerate(previews):
+                file = f"{name}-{number}.png"
+                save_image(pixels[row], directory.folder / file)
+                records.append({"file": f"{SAMPLES}/{file}", "progress": progress})
+            metadata = {"index": index, "group": group, "prompt": options.prompt(index), "previews": records}
+            directory.add(final[row], f"{name}.png", metadata)  # after its previews: a recorded sample has all of them
 
 
 @torch.no_grad()
@@ -305,25 +307,6 @@ def sample_with_previews(
                 due = [progress for progress in due if progress > rollout.progress]
         final = policy.decode(rollout.preview()).float().clamp(0, 1).cpu()
     return final, previews
-
-
-def write_samples(
-    options: PreferenceOptions,
-    directory: SampleDirectory,
-    indices: list[int],
-    final: Tensor,
-    previews: list[tuple[float, Tensor]],
-) -> None:
-    """Write samples, each after its previews, so that a recorded sample has all of them."""
-    for row, index in enumerate(indices):
-        group, sample = divmod(index, options.samples_per_prompt)
-        name, records = f"{group:05d}/{sample:04d}", []
-        for number, (progress, pixels) in enumerate(previews):
-            file = f"{name}-{number}.png"
-            save_image(pixels[row], directory.folder / file)
-            records.append({"file": f"{SAMPLES}/{file}", "progress": progress})
-        metadata = {"index": index, "group": group, "prompt": options.prompt(index), "previews": records}
-        directory.add(final[row], f"{name}.png", metadata)
 
 
 def load_labeler(options: PreferenceOptions, *, tiny: bool) -> tuple[str, RewardSpec]:
@@ -391,7 +374,9 @@ def write_outputs(options: PreferenceOptions, fingerprint: str, console: Console
     scores = read_labels(options, fingerprint)
     others = [row for row in read_records(options.out / LABELS) if not _is_label_of(row, options, fingerprint)]
     labels = [format_label(options, fingerprint, i, score) for i, score in sorted(scores.items())]
-    write_text_atomically(options.out / LABELS, "".join(json.dumps(row) + "\n" for row in [*others, *labels]))
+    output_paths.write_text_atomically(
+        options.out / LABELS, "".join(json.dumps(row) + "\n" for row in [*others, *labels])
+    )
     for path in options.out.glob(f"{LABELS}.*"):
         path.unlink()
     rows = [

@@ -26,7 +26,7 @@ from ..models.pretrained import (
     find_weights,
     load_state_dict,
 )
-from ..models.safe_unpickling import load_pickle
+from ..models.restricted_unpickler import load_pickle
 
 DIFFUSERS_LORA_FILE = "pytorch_lora_weights.safetensors"  # the name diffusers looks for in a folder
 METADATA_KEY = "lora_adapter_metadata"  # where diffusers, and no other program, stores rank and alpha

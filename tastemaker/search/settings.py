@@ -19,7 +19,7 @@ from ..core.registry import ConfigError
 from ..core.reward import Verifier, load_shared_reward
 from ..evaluation.scoreboard.results import ConfidenceInterval, ScoreboardRow
 from ..evaluation.scoreboard.svg_charts import cost_chart
-from ..rewards.scoring import parse_rewards
+from ..rewards.folder_scorer import parse_rewards
 from ..training import distributed
 from ..training.run import Run
 from .base import RubricVerifier, Search

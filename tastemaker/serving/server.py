@@ -25,7 +25,7 @@ from ..core.registry import ConfigError
 from ..core.reward import RewardError, RewardSpec, Rubric, WeightedReward, load_shared_reward
 from ..core.types import Placement
 from ..rewards.cached import reward_fingerprint
-from ..rewards.scoring import parse_reward
+from ..rewards.folder_scorer import parse_reward
 from .protocol import ProtocolError, ScoreRequest, decode_request
 
 READ_CHUNK = 2**20

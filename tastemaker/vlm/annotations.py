@@ -23,7 +23,7 @@ COLORS = ((230, 57, 70), (29, 131, 226), (42, 157, 80), (244, 162, 30), (142, 68
 MASK_OPACITY = 0.5
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 LOCATION_SCALE = 1024  # of <loc....>, along either side
-NUM_CODES, CODE_WIDTH, CODE_GRID = 16, 512, 4  # of a mask: its codes, their embeddings, and the side of their grid
+CODE_WIDTH, CODE_GRID = 512, 4  # of the embedding of a mask's code, and the side of the grid of its 16 codes
 DETECTION = re.compile(r"<loc(\d{4})>" * 4 + r"\s*((?:<seg\d{3}>){16})?(?:<seg\d{3}>)*\s*([^;<>]*)")
 MASK_DECODER_FILE = "PaliGemma's VQ-VAE, vae-oid.npz of big_vision"
 
@@ -55,7 +55,7 @@ def parse_detections(answer: str) -> list[PaliGemmaDetection]:
 
 def detections_as_json(answer: str, height: int, width: int) -> list[dict[str, Any]]:
     """The objects of an answer with boxes in pixels, for a row of JSON."""
-    return [{"label": found.label, "box": list(found.corners(width, height))} for found in parse_detections(answer)]
+    return [{"label": each.label, "box": list(each.corners(width, height))} for each in parse_detections(answer)]
 
 
 class MaskDecoderBlock(nn.Module):

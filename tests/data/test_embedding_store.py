@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
-from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random
+from tiny_pipelines import CLIP_TOKENS, T5_VOCAB_SIZE, byte_clip_tokenizer, byte_t5_tokenizer, random_network
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from tastemaker.cli import main
@@ -268,13 +268,13 @@ def test_embedding_folders_are_prompt_datasets(prompt_file: Path, tmp_path: Path
 def published(tmp_path: Path) -> Path:
     """A small FLUX in diffusers' layout."""
     folder = tmp_path / "flux"
-    random(FluxTransformer2DModel, TINY_CONFIGS["transformer"]).save_pretrained(folder / "transformer")
-    random(AutoencoderKL, TINY_CONFIGS["vae"]).save_pretrained(folder / "vae")
-    random(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS})).save_pretrained(
+    random_network(FluxTransformer2DModel, TINY_CONFIGS["transformer"]).save_pretrained(folder / "transformer")
+    random_network(AutoencoderKL, TINY_CONFIGS["vae"]).save_pretrained(folder / "vae")
+    random_network(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS})).save_pretrained(
         folder / "text_encoder"
     )
-    t5 = T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_WORDS})
-    random(T5EncoderModel, t5).save_pretrained(folder / "text_encoder_2")
+    t5 = T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_VOCAB_SIZE})
+    random_network(T5EncoderModel, t5).save_pretrained(folder / "text_encoder_2")
     byte_clip_tokenizer().save_pretrained(folder / "tokenizer")
     byte_t5_tokenizer().save_pretrained(folder / "tokenizer_2")
     return folder

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from tastemaker.cli import main
 from tastemaker.config.load import load
+from tastemaker.core.output_paths import write_text_atomically
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import PromptBatch
 from tastemaker.data.image_io import ImageError, save_image
 from tastemaker.evaluation.benchmark_run import EvaluationOptions, scores_fingerprint
 from tastemaker.evaluation.benchmarks import Benchmark, held_out_captions, playeval, wordeval
-from tastemaker.evaluation.evaluate import REPORT, SCORES, evaluate, prefetch_images, read_jsonl, write_atomically
+from tastemaker.evaluation.evaluate import REPORT, SCORES, evaluate, prefetch_images, read_jsonl
 from tastemaker.evaluation.playeval import PlayEvalScorer, load_playeval_scorer, load_wordeval_scorer
 from tastemaker.playground import signs
 from tastemaker.playground.captions import TASKS, parse_captions
@@ -202,7 +203,7 @@ def test_evaluate_command_runs_wordeval(tmp_path: Path) -> None:
 def test_concurrent_atomic_writes_leave_one_complete_file(tmp_path: Path) -> None:
     file, text = tmp_path / "benchmark.json", "x" * 10**5
     with ThreadPoolExecutor(8) as pool:  # threads share a process id, as containers may
-        list(pool.map(lambda _: write_atomically(file, text), range(200)))
+        list(pool.map(lambda _: write_text_atomically(file, text), range(200)))
     assert file.read_text("utf-8") == text and list(tmp_path.iterdir()) == [file]
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runner import run
+from cli_runner import run_cli
 from torch import Tensor
 
 from tastemaker.cli import main
+from tastemaker.core.objective import SingleProcess
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Metadata, PromptBatch, Prompts
 from tastemaker.data.image_io import save_image
@@ -26,7 +27,6 @@ from tastemaker.evaluation.evaluate import (
     SAMPLES,
     SCORES,
     BenchmarkScorer,
-    WorkerGroup,
     evaluate,
     evaluate_files,
     read_jsonl,
@@ -213,11 +213,12 @@ def test_ranks_share_sampling_and_scoring(tmp_path: Path) -> None:
 
     barrier, benchmark, scorers = threading.Barrier(2), geneval(40, 4), [BrightnessScorer(), BrightnessScorer()]
 
-    def wait() -> None:
-        barrier.wait(60)
+    class TwoWorkers(SingleProcess):
+        def barrier(self) -> None:
+            barrier.wait(60)
 
     def work(rank: int) -> None:
-        workers = WorkerGroup(rank, 2, wait)
+        workers = TwoWorkers(rank, 2)
         list(evaluate(benchmark, sample_fn(rank), scorers[rank], tmp_path / "two", workers=workers))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
@@ -244,7 +245,7 @@ def test_evaluate_command_scores_a_folder_of_mixed_sizes(tmp_path: Path, capsys:
         "2",
         "--tiny",
     ]
-    assert run(*arguments, "--device", "cpu", "--out", str(tmp_path / "out")) == 0
+    assert run_cli(*arguments, "--device", "cpu", "--out", str(tmp_path / "out")) == 0
     report = json.loads((tmp_path / "out" / REPORT).read_text("utf-8"))
     assert report["pictures"] == 8 and "detector random" in report["model"] and (tmp_path / "out" / RESULTS).is_file()
     output = capsys.readouterr().err
@@ -255,7 +256,7 @@ def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
     arguments = ["evaluate", "geneval", "--model", "grpo-toy-flow", "--tiny", "--num-prompts", "3", "--count", "2"]
     out = tmp_path / "out"
     assert (
-        run(
+        run_cli(
             *arguments,
             "--device",
             "cpu",
@@ -273,7 +274,7 @@ def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
     first = json.loads((out / REPORT).read_text("utf-8"))
     assert first["prompts"] == 3 and first["calls"] > 0
     arguments = ["evaluate", "geneval", "--images", str(out / "images"), "--num-prompts", "3", "--count", "2", "--tiny"]
-    assert run(*arguments, "--device", "cpu", "--out", str(tmp_path / "rescored")) == 0
+    assert run_cli(*arguments, "--device", "cpu", "--out", str(tmp_path / "rescored")) == 0
     second = json.loads((tmp_path / "rescored" / REPORT).read_text("utf-8"))
     assert first["scores"] == second["scores"]
 
@@ -289,7 +290,7 @@ def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("evaluate", *arguments) == 2
+    assert run_cli("evaluate", *arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runner import run
+from cli_runner import run_cli
 from rich.console import Console
 
 from tastemaker.core.registry import ConfigError
@@ -150,7 +150,7 @@ def test_download_command_lists_urls_and_writes_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path))
-    assert run("download", "geneval", "--list") == 0
+    assert run_cli("download", "geneval", "--list") == 0
     output = capsys.readouterr().err
     assert "download.openmmlab.com" in output and "raw.githubusercontent.com/djghosh13/geneval" in output
     assert "openai/clip-vit" in output and not list(tmp_path.rglob("*.jsonl"))

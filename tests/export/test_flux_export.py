@@ -11,7 +11,14 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random, sample_latents
+from tiny_pipelines import (
+    CLIP_TOKENS,
+    T5_VOCAB_SIZE,
+    byte_clip_tokenizer,
+    byte_t5_tokenizer,
+    random_network,
+    sample_latents,
+)
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 from untrained_runs import PLAIN, PROMPTS, UntrainedRun, make_untrained_run
@@ -34,12 +41,12 @@ PIPELINE = ("model.truncate_timesteps=false", "model.rollout_guidance_scale=null
 def make_flux_pipeline() -> FluxPipeline:
     return FluxPipeline(
         FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-        random(AutoencoderKL, TINY_CONFIGS["vae"], 1),
-        random(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS}), 2),
+        random_network(AutoencoderKL, TINY_CONFIGS["vae"], 1),
+        random_network(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS}), 2),
         byte_clip_tokenizer(),
-        random(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
+        random_network(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_VOCAB_SIZE}), 3),
         byte_t5_tokenizer(),
-        random(FluxTransformer2DModel, TINY_CONFIGS["transformer"], 4),
+        random_network(FluxTransformer2DModel, TINY_CONFIGS["transformer"], 4),
     )
 
 
