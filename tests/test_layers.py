@@ -39,6 +39,7 @@ WORKFLOWS = (
     "search.settings",
     "serving.server",
     "training.run_directory",
+    "training.sweep",
     "training.trainer",
     "vlm.annotations",
     "vlm.captioning",

@@ -6,24 +6,45 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from ..core.errors import CheckpointError, ConfigError, DownloadError, ImageError, RewardError, TrainingError
-from . import components, data, diagnose, evaluate, export, generate, rewards, train, vlm
+from . import components, data, diagnose, evaluate, export, generate, init, rewards, sweep, train, vlm
 from .options import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, stderr_console
+from .plain_help import CommandGroup, needs_plain_text
 from .thread_policy import choose_wait_policy
 
 app = typer.Typer(
     name="tastemaker",
+    cls=CommandGroup,
     help="Post-train image and video generators with rewards.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
+    epilog="Example: tastemaker demo",
 )
-for group in (train, generate, evaluate, diagnose, export, rewards, data, vlm, components):
+for group in (init, train, sweep, components, generate, evaluate, export, rewards, data, vlm, diagnose):
     app.add_typer(group.app)
+
+
+def print_version(requested: bool) -> None:
+    if requested:
+        from .. import __version__
+
+        typer.echo(f"tastemaker {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def set_up(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def explain_error(error: BaseException) -> tuple[str, int] | None:
@@ -56,6 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.formatwarning = format_warning
     choose_wait_policy()
     sys.path.insert(0, os.getcwd())  # for the user's own components
+    app.rich_markup_mode = None if needs_plain_text() else "markdown"
     try:
         app(arguments)
     except KeyboardInterrupt:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from textwrap import shorten
+import re
+from collections.abc import Mapping
+from textwrap import shorten, wrap
 from typing import Annotated, Any, Literal
 
 import typer
@@ -12,36 +14,92 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .options import stderr_console
+from ..core.registry import ConfigError, suggest_name
+from .options import LOOK, MODELS, stderr_console
 
 app = typer.Typer()
 
-ComponentKind = Literal["models", "autoencoders", "rewards", "objectives", "recipes", "data", "searches", "prompts"]
+KINDS = ("models", "autoencoders", "rewards", "objectives", "recipes", "data", "searches", "prompts")
 MAX_DESCRIPTION = 110  # characters of a reward's description in the table
+MIN_TABLE_COLUMNS = 90  # terminal width that the table of rewards needs
+MIN_ROOM = 30  # characters of a description beside a name; with less, it has a line of its own
 
 
-@app.command("list")
+@app.command("list", rich_help_panel=LOOK, epilog="Example: tastemaker list recipes --objective grpo --device cpu")
 def list_(
-    kind: Annotated[ComponentKind, typer.Argument(help="Kind of component.")],
+    kind: Annotated[
+        str, typer.Argument(help="models, autoencoders, rewards, objectives, recipes, data, searches or prompts.")
+    ],
+    objective: Annotated[str, typer.Option(help="Recipes of this objective, such as grpo.")] = "",
+    model: Annotated[str, typer.Option(help="Recipes of this model, such as flux.")] = "",
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="cpu: recipes that train on a CPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List models, rewards, objectives, data, searches, prompts or recipes by the names that configs use."""
     from ..config import catalog
 
-    rows = catalog.component_rows(kind)
+    if kind not in KINDS:
+        raise ConfigError(f"list: there is no kind '{kind:.60}'{suggest_name(kind, KINDS)}")
+    rows, filters = catalog.component_rows(kind), {"objective": objective, "model": model, "device": device or ""}
+    if any(filters.values()):
+        if kind != "recipes":
+            raise ConfigError(f"list {kind}: --objective, --model and --device select recipes; use `list recipes`")
+        rows = catalog.select_recipes(rows, **filters)
+    console = Console()
     if as_json:
-        Console().print_json(json.dumps(rows))
+        console.print_json(json.dumps(rows))
+    elif kind == "rewards" and console.width >= MIN_TABLE_COLUMNS:
+        console.print(reward_table(rows))
     else:
-        Console().print(reward_table(rows) if kind == "rewards" else component_table(kind, rows))
+        groups = group_rows(kind, rows, catalog.RECIPE_FAMILIES)
+        lines = format_groups(groups, console.width)
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def component_table(kind: str, rows: list[dict[str, Any]]) -> Table:
-    """A table of names and descriptions; recipes with their family, prompt sets with their size."""
-    extra = {"recipes": ["family"], "prompts": ["count"]}.get(kind, [])
-    table = Table("name", *extra, "first prompt" if kind == "prompts" else "description", title=kind)
-    for row in rows:
-        table.add_row(escape(row["name"]), *(str(row[key]) for key in extra), escape(row["description"]))
-    return table
+def group_rows(kind: str, rows: list[dict[str, Any]], families: Mapping[str, str]) -> dict[str, list[tuple[str, str]]]:
+    """Names and descriptions under headings: recipes by family, and all other components under their kind."""
+    if kind == "recipes":
+        grouped = {heading: [row for row in rows if row["family"] == family] for family, heading in families.items()}
+        return {
+            heading: [(row["name"], row["description"]) for row in members]
+            for heading, members in grouped.items()
+            if members
+        }
+    if kind == "prompts":
+        return {kind: [(row["name"], f"{row['count']} prompts, first: {row['description']}") for row in rows]}
+    if kind == "rewards":
+        return {kind: [(row["name"], describe_reward(row)) for row in rows]}
+    return {kind: [(row["name"], row["description"]) for row in rows]}
+
+
+def format_groups(groups: Mapping[str, list[tuple[str, str]]], width: int) -> list[str]:
+    """One line per component with as much of its description as fits; two lines if that would be little."""
+    lines: list[str] = []
+    for heading, rows in groups.items():
+        lines += [*([""] if lines else []), *wrap(heading, width)]
+        column = max(len(name) for name, _ in rows)
+        room = width - column - 4
+        if room >= MIN_ROOM:
+            lines += [f"  {name:{column}}  {fit_description(text, room)}" for name, text in rows]
+        else:
+            lines += [line for name, text in rows for line in (f"  {name}", f"    {fit_description(text, width - 4)}")]
+    return lines
+
+
+def fit_description(text: str, width: int) -> str:
+    """Shorten a description that is too long: first by the model after "on", which the recipe's name says too."""
+    if len(text) > width:
+        text = re.sub(r" on .*?(?=[.,:] )", "", text, count=1)
+    sentence = text.partition(". ")[0] + "."
+    if len(text) > width >= len(sentence) >= width / 2:
+        return sentence
+    return shorten(text, width, placeholder=" ...", break_on_hyphens=False)
+
+
+def describe_reward(row: dict[str, Any]) -> str:
+    gradient = {True: "gradient", False: "no gradient", None: ""}[row["differentiable"]]
+    properties = [each for each in (gradient, row["modality"], row["runs_on"]) if each]
+    return f"{row['description']} ({', '.join(properties)})" if properties else str(row["description"])
 
 
 def reward_table(rows: list[dict[str, Any]]) -> Table:
@@ -60,7 +118,7 @@ def reward_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS, epilog="Example: tastemaker download ddpo-sd15 --list")
 def download(
     names: Annotated[list[str], typer.Argument(help="Recipes, rewards, models or hub ids (owner/name).")],
     only_list: Annotated[bool, typer.Option("--list", help="Print what is needed and download nothing.")] = False,

@@ -9,6 +9,7 @@ import typer
 
 from ..core.registry import ConfigError
 from .options import (
+    DATA,
     Device,
     Overrides,
     Precision,
@@ -22,7 +23,7 @@ from .options import (
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=DATA, epilog="Example: tastemaker embed flux --prompts prompts.txt --out embeddings")
 def embed(
     model: Annotated[str, typer.Argument(help="A recipe, or a published model such as flux.")],
     overrides: Overrides = None,
@@ -49,7 +50,7 @@ def embed(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=DATA, epilog="Example: tastemaker encode images --vae runs/vae-playground --size 64")
 def encode(
     images: Annotated[Path, typer.Argument(help="Folder of images, with a subfolder per class or not, or CIFAR-10.")],
     tokenizer: Annotated[str, typer.Option(help="Tokenizer: a run, a file, or a name such as vq_ds16_c2i.")] = "",
@@ -93,7 +94,7 @@ def encode(
         image_encoding.encode_tokens(token_options, place, stderr_console())
 
 
-@app.command()
+@app.command(rich_help_panel=DATA, epilog="Example: tastemaker rank grpo-playground-flow --limit 100 --out ranked")
 def rank(
     recipe: Annotated[str, typer.Argument(help="A recipe, the directory of a run, or an export.")],
     overrides: Overrides = None,

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..core.registry import ConfigError
-from .options import EXIT_FAILURE, Overrides, Recipe, RunDeviceOption, Tiny, merge_overrides
+from .options import DIAGNOSE, EXIT_FAILURE, Overrides, Recipe, RunDeviceOption, Tiny, merge_overrides
 
 if TYPE_CHECKING:
     from ..config.schema import AutoencoderRunConfig, RunConfig
@@ -52,7 +52,7 @@ AUTOENCODER_MEMORY_LABELS = {
 VERDICTS = {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]", "skip": "[yellow]skip[/]"}
 
 
-@app.command()
+@app.command(rich_help_panel=DIAGNOSE, epilog="Example: tastemaker check grpo-playground-flow optim.lr=3e-4")
 def check(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -81,7 +81,7 @@ def check(
     console.print("no problems found")
 
 
-@app.command()
+@app.command(rich_help_panel=DIAGNOSE, epilog="Example: tastemaker plan flowgrpo-sd35 --gpu-gib 80 --world-size 8")
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -148,7 +148,7 @@ def describe_step_time(steps: int, estimate: ResourceEstimate, tflops: float, tb
     return f"A step takes {work}: {seconds:.2g} s at {speed}, {time} for {steps} steps."
 
 
-@app.command()
+@app.command(rich_help_panel=DIAGNOSE, epilog="Example: tastemaker doctor grpo-toy-flow")
 def doctor(recipe: Recipe, overrides: Overrides = None, tiny: Tiny = False, device: RunDeviceOption = None) -> None:
     """Check on the real configuration that training can work: ratios, gradients, rewards, pixels, resume, ranks."""
     from ..config.build import warn_ignored_overrides

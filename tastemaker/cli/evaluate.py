@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from .options import (
+    EVALUATE,
+    LOOK,
     Device,
     Overrides,
     RunDeviceOption,
@@ -29,7 +31,7 @@ FeatureWeightsOption = Annotated[str, typer.Option(help="Weights of the feature 
 DeviceOption = Annotated[Device, typer.Option(help="Device.")]
 
 
-@app.command()
+@app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker evaluate playeval --model runs/demo")
 def evaluate(
     benchmark: Annotated[str, typer.Argument(help="geneval, playeval, playeval-motion or wordeval.")],
     model: Annotated[str, typer.Option("--model", "-m", help="A recipe or the directory of a run.")] = "",
@@ -94,7 +96,7 @@ def evaluate(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker bench playground --num-prompts 48 --jobs 2")
 def bench(
     plan: Annotated[str, typer.Argument(help="playground, or a YAML file with cells.")],
     overrides: Overrides = None,
@@ -128,7 +130,7 @@ def bench(
     return runner.run_worker(options) if worker else runner.run_bench(options, page, stderr_console())
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK, epilog="Example: tastemaker report runs/demo")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
     out: Annotated[Path | None, typer.Option(help="Output file; default: report.html in the first run.")] = None,
@@ -141,7 +143,7 @@ def report(
     stderr_console().print(f"the report is {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker pack samples --out samples.npz")
 def pack(
     images: Annotated[Path, typer.Argument(help="Folder of images of one size.")],
     out: Annotated[Path, typer.Option(help="Output file.")] = Path("samples.npz"),
@@ -152,7 +154,10 @@ def pack(
     image_sets.pack_images(images, out, stderr_console())
 
 
-@app.command()
+@app.command(
+    rich_help_panel=EVALUATE,
+    epilog="Example: tastemaker reference images --weights inception.pth --name coco --split val",
+)
 def reference(
     images: Annotated[Path, typer.Argument(help="Real images: a folder, CIFAR-10, an .npz, or a reference of ADM.")],
     weights: FeatureWeightsOption,
@@ -176,7 +181,10 @@ def reference(
     image_sets.make_reference(images, description, extractor, out, stderr_console())
 
 
-@app.command()
+@app.command(
+    rich_help_panel=EVALUATE,
+    epilog="Example: tastemaker compare samples --reference coco.safetensors --weights inception.pth",
+)
 def compare(
     samples: Annotated[Path, typer.Argument(help="An .npz or a folder of images.")],
     reference: Annotated[Path, typer.Option(help="File written by `tastemaker reference`.")],
@@ -204,7 +212,7 @@ def compare(
     image_sets.write_metrics(metrics, out)
 
 
-@app.command()
+@app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker reconstruct images --model runs/vae-playground")
 def reconstruct(
     images: Annotated[Path, typer.Argument(help="Folder of images, searched recursively.")],
     model: Annotated[str, typer.Option("--model", "-m", help="Autoencoder: a run, a file, a folder or a YAML file.")],

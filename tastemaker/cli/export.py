@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import Precision, stderr_console
+from .options import MODELS, Precision, stderr_console
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS, epilog="Example: tastemaker export runs/demo --out demo.safetensors")
 def export(
     run: Annotated[Path, typer.Argument(help="Directory of the run.")],
     out: Annotated[Path, typer.Option(help="Output .safetensors file; a folder with --layout and for Show-o.")],

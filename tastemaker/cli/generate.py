@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from .options import (
+    LOOK,
     Overrides,
     PromptFileOption,
     RunDeviceOption,
@@ -23,7 +24,7 @@ app = typer.Typer()
 VideoFormat = Literal["mp4", "gif", "png", "frames"]
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK, epilog='Example: tastemaker generate runs/demo --prompt "two red circles"')
 def generate(
     recipe: Annotated[str, typer.Argument(help="A recipe, the directory of a run, or an export.")],
     overrides: Overrides = None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
+# Sections of `tastemaker --help`, in order.
+TRAIN, LOOK, EVALUATE, DATA, MODELS, DIAGNOSE = PANELS = ("Train", "Look", "Evaluate", "Data", "Models", "Diagnose")
 EXIT_USAGE, EXIT_FAILURE, EXIT_INTERRUPTED = 2, 1, 130
 
 Recipe = Annotated[str, typer.Argument(help="Name of a recipe (see `list recipes`) or path of a YAML file.")]
@@ -33,6 +36,13 @@ RewardPrecisionOption = Annotated[Precision, typer.Option(help="Precision of the
 
 def stderr_console() -> Console:
     return Console(stderr=True)
+
+
+def print_next_steps(*commands: str) -> None:
+    """Print commands that can follow, one per line, on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        text = "\n".join(["next:", *(f"  {command}" for command in commands)])
+        stderr_console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def merge_overrides(overrides: list[str] | None, device: Device | None = None) -> list[str]:

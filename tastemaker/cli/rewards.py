@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import RewardDeviceOption, RewardPrecisionOption, stderr_console
+from .options import EVALUATE, MODELS, RewardDeviceOption, RewardPrecisionOption, stderr_console
 
 app = typer.Typer()
 
@@ -15,7 +15,7 @@ app = typer.Typer()
 REWARD_HELP = "Name of a reward, or settings: '{type: jpeg, quality: 80}'."
 
 
-@app.command()
+@app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker score samples --reward aesthetic")
 def score(
     path: Annotated[Path, typer.Argument(help="Image, video, or folder of them.")],
     reward: Annotated[list[str], typer.Option(help=f"{REWARD_HELP} Repeatable.")],
@@ -43,7 +43,7 @@ def score(
     folder_scorer.score_images(scorer, images, target, batch_size, stderr_console())
 
 
-@app.command("serve-reward")
+@app.command("serve-reward", rich_help_panel=MODELS, epilog="Example: tastemaker serve-reward aesthetic --port 8800")
 def serve_reward(
     reward: Annotated[str, typer.Argument(help=REWARD_HELP)],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8800,

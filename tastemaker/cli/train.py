@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import EXIT_INTERRUPTED, Overrides, RunDeviceOption, Tiny, merge_overrides, stderr_console
+from .options import (
+    EXIT_INTERRUPTED,
+    TRAIN,
+    Overrides,
+    RunDeviceOption,
+    Tiny,
+    merge_overrides,
+    print_next_steps,
+    stderr_console,
+)
+
+if TYPE_CHECKING:
+    from ..config.schema import AnyConfig
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN, epilog="Example: tastemaker demo")
 def demo(
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs/demo"),
@@ -41,7 +53,7 @@ def demo(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN, epilog="Example: tastemaker train grpo-playground-flow steps=100")
 def train(
     recipe: Annotated[
         str, typer.Argument(help="Name of a recipe (see `list recipes`), a YAML file, or the directory of a run.")
@@ -67,3 +79,24 @@ def train(
     )
     if not done:
         raise typer.Exit(EXIT_INTERRUPTED)
+    print_next_steps(*suggest_commands(config))
+
+
+def suggest_commands(config: AnyConfig) -> list[str]:
+    """Commands that use a finished run: those that sample or apply it, measure it and export it."""
+    from ..config.dump import config_to_dict
+
+    directory, settings = config.directory, config_to_dict(config)
+    export = f"tastemaker export {directory} --out {directory.name}.safetensors"
+    if "autoencoder" in settings:
+        return [f"tastemaker reconstruct IMAGES --model {directory}", export]
+    if "judge" in settings:
+        return [f"tastemaker export {directory} --out {directory.name}"]
+    data, is_video = str(settings["data"]["type"]), settings["model"].get("frames", 1) > 1
+    benchmark = ""
+    if data.startswith("playground"):
+        benchmark = "wordeval" if "sign" in data else "playeval-motion" if is_video else "playeval"
+    elif "prompt" in data and not is_video and not str(settings["model"]["type"]).startswith("toy"):
+        benchmark = "geneval"
+    evaluate = [f"tastemaker evaluate {benchmark} --model {directory}"] if benchmark else []
+    return [f"tastemaker generate {directory}", *evaluate, export]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import Device, Precision, stderr_console
+from .options import DATA, Device, Precision, stderr_console
 
 app = typer.Typer()
 
@@ -24,7 +24,10 @@ CompileOption = Annotated[
 ]
 
 
-@app.command()
+@app.command(
+    rich_help_panel=DATA,
+    epilog='Example: tastemaker ask image.png "How many dogs?" --model google/paligemma2-3b-mix-448',
+)
 def ask(
     image: Annotated[Path, typer.Argument(help="Image, video, or folder of them.")],
     question: Annotated[str, typer.Argument(help="Question; {prompt} is replaced by the prompt of the image.")],
@@ -85,7 +88,7 @@ class AnswerPrinter:
         typer.echo(text, nl=False)
 
 
-@app.command()
+@app.command(rich_help_panel=DATA, epilog="Example: tastemaker caption images --model google/paligemma2-3b-mix-448")
 def caption(
     folder: Annotated[Path, typer.Argument(help="Folder of images, searched recursively.")],
     model: VlmOption,

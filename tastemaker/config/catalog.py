@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.cards import RewardCard
 from ..core.registry import ConfigError, Registry
 from . import named_datasets, registries
-from .recipes import list_trainable_recipes, recipe_paths
+from .recipes import list_trainable_recipes, merge_parents, recipe_paths
 from .static_source import NotStatic, StaticClass
 
 if TYPE_CHECKING:  # it imports torch
@@ -28,6 +28,16 @@ KINDS: dict[str, Registry] = {
     "data": registries.DATA,
     "searches": registries.SEARCHES,
 }
+RECIPE_FAMILIES = {  # folders of recipes, in the order of `tastemaker list recipes`
+    "playground": "Playground: small models whose weights are included; they train on a CPU",
+    "images": "Images: FLUX, Stable Diffusion, Qwen-Image and DiT",
+    "video": "Video: Wan, HunyuanVideo, CogVideoX, LTX, Mochi and others",
+    "tokens": "Image tokens: LlamaGen and Show-o",
+    "autoencoders": "Autoencoders: VAEs and tokenizers",
+    "judges": "Judges: vision-language models that answer questions about images",
+    "toys": "Toys: seconds to minutes on a CPU, to try a method or a change",
+}
+CPU_FAMILIES = ("playground", "toys")
 INHERITED = "as inside"  # a property of a combinator that is that of the reward inside
 Row = dict[str, Any]
 
@@ -110,6 +120,34 @@ def recipe_rows() -> list[Row]:
         description = first.removeprefix("#").strip() if first.startswith("#") else ""
         rows.append({"name": name, "family": path.parent.name, "description": description})
     return rows
+
+
+def select_recipes(rows: list[Row], *, objective: str = "", model: str = "", device: str = "") -> list[Row]:
+    """Return the recipes of an objective and a model, and with device "cpu" only those that train on a CPU.
+
+    A text matches if its words are among those of the component's type or of the recipe's name: "flux" matches
+    flux_kontext and srpo-flux-hps, and "dpo" does not match ddpo.
+    """
+    selected = [row for row in rows if device != "cpu" or row["family"] in CPU_FAMILIES]
+    for sections, text in ((("objective",), objective), (("model", "autoencoder", "judge"), model)):
+        wanted = _words(text)
+        selected = [row for row in selected if wanted <= _recipe_words(row["name"], sections)] if wanted else selected
+    if not selected:
+        filters = {"--objective": objective, "--model": model, "--device": device}
+        given = " ".join(f"{option} {value:.60}" for option, value in filters.items() if value)
+        raise ConfigError(f"no recipe matches {given}; `tastemaker list recipes` shows all of them")
+    return selected
+
+
+def _recipe_words(name: str, sections: tuple[str, ...]) -> set[str]:
+    """The words of a recipe's name and of the types in its sections."""
+    data = merge_parents(recipe_paths()[name])
+    components = [data[section] for section in sections if isinstance(data.get(section), dict)]
+    return _words(name) | {word for each in components for word in _words(str(each.get("type", "")))}
+
+
+def _words(text: str) -> set[str]:
+    return {word for word in re.split(r"[^a-z0-9.]+", text.lower()) if word}
 
 
 def prompt_set_rows() -> list[Row]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import or_
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
@@ -50,7 +50,15 @@ from ..processes.paths import NoisePath
 from ..search.base import Search
 from . import registries
 from .named_datasets import resolve_named_dataset
-from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RewardConfig, RunConfig, ordered_fields
+from .schema import (
+    AnyConfig,
+    AutoencoderRunConfig,
+    CommonConfig,
+    JudgeRunConfig,
+    RewardConfig,
+    RunConfig,
+    ordered_fields,
+)
 
 Location = tuple[int | str, ...]
 
@@ -68,6 +76,7 @@ COMPONENT_REGISTRIES: dict[type, Registry] = {
     Search: registries.SEARCHES,
 }
 MESSAGE = "message"  # the type of a pydantic error whose text is final
+MAX_SUGGESTED_PATHS = 4  # places of a setting that are named in a message
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 EXPECTED = {
     "int_type": "an integer",
@@ -178,7 +187,8 @@ class SectionReader(ConfigReader):
             values = type_adapter_for(self.cls).validate_python(data)
         except ValidationError as error:
             keys = [f.name for f in fields(self.cls) if f.init] + list(self.extra_keys)
-            raise describe_errors(error, keys) from None
+            places = partial(find_key_paths, self.cls, data) if issubclass(self.cls, CommonConfig) else None
+            raise describe_errors(error, keys, find_paths=places) from None
         except ConfigError as error:
             raise make_error(str(error)) from error
         try:
@@ -352,11 +362,23 @@ def make_error(text: str) -> PydanticCustomError:
     return PydanticCustomError(MESSAGE, "{text}", {"text": printable})
 
 
-def describe_errors(error: ValidationError, keys: Iterable[str], hidden_key: str = "") -> ValidationError:
-    """Replace pydantic's texts by ours. `keys` are for suggestions; `hidden_key` is not written by the user."""
+def describe_errors(
+    error: ValidationError,
+    keys: Iterable[str],
+    hidden_key: str = "",
+    find_paths: Callable[[str], list[str]] | None = None,
+) -> ValidationError:
+    """Replace pydantic's texts by ours.
+
+    `keys` are for suggestions; `hidden_key` is not written by the user. `find_paths` returns the paths of
+    settings of this name in other sections.
+    """
     lines = []
     for details in error.errors(include_url=False):
         where, text = describe_error(details, list(keys))
+        if details["type"] == "extra_forbidden" and find_paths and (paths := find_paths(str(details["loc"][-1]))):
+            suggestions = " or ".join(f"'{path}'" for path in paths[:MAX_SUGGESTED_PATHS])
+            text = f"unknown key '{details['loc'][-1]!s:.60}'; did you mean {suggestions}?"
         where = where[1:] if where[:1] == (hidden_key,) else where
         lines.append(InitErrorDetails(type=make_error(text), loc=where, input=None))
     return ValidationError.from_exception_data(error.title, lines)
@@ -384,6 +406,31 @@ def describe_error(error: ErrorDetails, keys: list[str]) -> tuple[Location, str]
         return where, f"expected {context['max_length']} items, got {context['actual_length']}"
     expected = EXPECTED[kind].format(**context) if kind in EXPECTED else error["msg"].removeprefix("Input should be ")
     return where, f"expected {expected}, got {format_value(value)}"
+
+
+def find_key_paths(cls: type, settings: Mapping[str, Any], key: str, prefix: str = "") -> list[str]:
+    """Where a setting such as `lr` is in the sections of a class: `optim.lr`. Components are those of the settings."""
+    paths = []
+    for name, hint in get_type_hints(cls).items():
+        value = settings.get(name)
+        section = find_section_class(hint, value)
+        if section is not None:
+            paths += [f"{prefix}{name}.{key}"] if key in {f.name for f in fields(section) if f.init} else []
+            paths += find_key_paths(section, value if isinstance(value, Mapping) else {}, key, f"{prefix}{name}.")
+    return paths
+
+
+def find_section_class(hint: Any, value: object) -> Any:
+    """The dataclass of a section: the type hint itself, or the component that its `type` names; None if neither."""
+    members = [member for member in get_args(hint) if member is not NoneType]
+    hint = members[0] if get_origin(hint) in (Union, UnionType) and len(members) == 1 else get_origin(hint) or hint
+    if hint in COMPONENT_REGISTRIES:
+        name = value.get("type") if isinstance(value, Mapping) else None
+        try:
+            hint = COMPONENT_REGISTRIES[hint].find(name) if isinstance(name, str) else None
+        except ConfigError:
+            return None
+    return hint if isinstance(hint, type) and is_dataclass(hint) else None
 
 
 def suggest_choice(word: object, choices: Iterable[str]) -> str:

@@ -55,7 +55,9 @@ class InlinePrompts:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """Prompts in a file: .txt with one per line, .jsonl or .csv with a column `prompt`; other columns are metadata.
+    """Prompts in a file: .txt with one per line, .jsonl or .csv with a column `prompt` or `caption`.
+
+    Other columns are metadata.
 
     A .json is a list of prompts, as HPDv2's, or the index of a folder of embeddings: SRPO's videos2caption.json, or
     our embeddings.json. A folder is a data set saved by `datasets`, with a column prompt, caption or text.
@@ -79,8 +81,9 @@ class PromptFile:
             prompts = list_embedded_prompts(self.path) if is_list else [line for _, line in read_lines(self.path)]
             return PromptDataset(tuple(prompts), ({},) * len(prompts), seed)
         rows = read_rows(self.path)
-        prompts = [get_text(self.path, number, row, "prompt") for number, row in rows]
-        return PromptDataset(tuple(prompts), tuple(row_metadata(row) for _, row in rows), seed)
+        column = "caption" if "caption" in rows[0][1] and "prompt" not in rows[0][1] else "prompt"
+        prompts = [get_text(self.path, number, row, column) for number, row in rows]
+        return PromptDataset(tuple(prompts), tuple(row_metadata(row, column) for _, row in rows), seed)
 
 
 def read_rows(path: Path) -> list[tuple[int, Row]]:

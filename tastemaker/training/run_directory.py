@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -58,16 +59,18 @@ def _shorten(value: object) -> str:
 def claim_run_directory(config: AnyConfig, directory: Path, allowed: Sequence[str]) -> Path | None:
     """Check that a directory can be used with a configuration, and return its latest checkpoint if it has one.
 
-    Raises ConfigError if it holds a run whose settings differ, except in the keys or sections in `allowed`.
+    Raises ConfigError if it holds a run whose settings differ, except in the keys or sections in `allowed`. More
+    steps than before are always allowed.
     """
     output_paths.check_output_directory(directory, "output_dir")
-    refused = {
-        name: change for name, change in diff_run_config(config, directory).items() if not _is_allowed(name, allowed)
-    }
+    changes = diff_run_config(config, directory)
+    if "steps" in changes and config.steps > _read_steps(directory):
+        del changes["steps"]
+    refused = {name: change for name, change in changes.items() if not _is_allowed(name, allowed)}
     if refused:
-        changes = "; ".join(f"{name}: {change}" for name, change in refused.items())
+        listed = "; ".join(f"{name}: {change}" for name, change in refused.items())
         advice = f"add {suggest_allow_change(list(refused))}, choose another name, or remove the directory"
-        raise ConfigError(f"{directory} holds a run with another configuration ({changes}); {advice}")
+        raise ConfigError(f"{directory} holds a run with another configuration ({listed}); {advice}")
     return checkpoint.latest_checkpoint(directory)
 
 
@@ -95,6 +98,12 @@ def diff_run_config(config: AnyConfig, directory: Path) -> dict[str, str]:
         return {}
     new = config_to_yaml(keep_precision(config, directory))
     return diff_settings(yaml.safe_load(file.read_text(encoding="utf-8")), yaml.safe_load(new))
+
+
+def _read_steps(directory: Path) -> int:
+    """Return the number of steps of the run in a directory; a very large one if it is not written."""
+    steps = yaml.safe_load((directory / CONFIG_FILE).read_text(encoding="utf-8")).get("steps")
+    return steps if isinstance(steps, int) else sys.maxsize
 
 
 def suggest_allow_change(names: Sequence[str]) -> str:

@@ -1,0 +1,42 @@
+"""Help in plain text for pipes and narrow terminals, with the commands in the same groups as on a wide terminal."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from typing import Any
+
+from typer import Context
+from typer.core import TyperGroup
+
+from .options import PANELS
+
+MIN_PANEL_COLUMNS = 80  # boxes around help texts need this many columns
+
+
+def needs_plain_text() -> bool:
+    """Whether help and usage errors are written without boxes: not to a terminal, or to one of under 80 columns."""
+    return not sys.stdout.isatty() or shutil.get_terminal_size().columns < MIN_PANEL_COLUMNS
+
+
+class CommandGroup(TyperGroup):
+    """All commands, listed by group."""
+
+    def list_commands(self, ctx: Context) -> list[str]:
+        return sorted(self.commands, key=lambda name: PANELS.index(self._panel(name)))
+
+    def format_commands(self, ctx: Context, formatter: Any) -> None:
+        """Write one section per group, each command with the first sentence of its help."""
+        width = max(map(len, self.commands))
+        for panel in PANELS:
+            names = [name for name in self.list_commands(ctx) if self._panel(name) == panel]
+            with formatter.section(panel):
+                formatter.write_dl([(f"{name:{width}}", self._first_sentence(name)) for name in names])
+
+    def _panel(self, name: str) -> str:
+        return str(vars(self.commands[name])["rich_help_panel"])
+
+    def _first_sentence(self, name: str) -> str:
+        paragraph = " ".join((self.commands[name].help or "").split("\n\n")[0].split())
+        return re.split(r"(?<=\.) ", paragraph, maxsplit=1)[0]
