@@ -36,9 +36,7 @@ def evaluate(
     benchmark: Annotated[str, typer.Argument(help="geneval, playeval, playeval-motion or wordeval.")],
     model: Annotated[str, typer.Option("--model", "-m", help="A recipe or the directory of a run.")] = "",
     overrides: Overrides = None,
-    num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Number of prompts; default: 504 (GenEval 553).")
-    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts; default: 504, for GenEval 553.")] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Samples per prompt; default: 2, for GenEval 4.")] = None,
     images: Annotated[Path | None, typer.Option(help="GenEval: score this folder instead of a model.")] = None,
     metadata: Annotated[Path | None, typer.Option(help="GenEval: prompt file in GenEval's format.")] = None,
@@ -47,9 +45,7 @@ def evaluate(
         bool, typer.Option("--skip-self-test", help="GenEval: skip the detector's self-test.")
     ] = False,
     search: SearchOption = "single",
-    num_candidates: Annotated[
-        str, typer.Option(help="Candidates of the search; 1,4,20 gives a curve of scores.")
-    ] = "4",
+    num_candidates: Annotated[str, typer.Option(help="Candidates of the search; 1,4,20 gives a curve.")] = "4",
     verifier: VerifierOption = "",
     weights: Annotated[str, typer.Option(help="Weights: live or a snapshot; default: ema if any.")] = "",
     seed: Annotated[int, typer.Option(min=0)] = 0,

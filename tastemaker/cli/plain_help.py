@@ -7,7 +7,6 @@ import shutil
 import sys
 from typing import Any
 
-from typer import Context
 from typer.core import TyperGroup
 
 from .options import PANELS
@@ -23,10 +22,10 @@ def needs_plain_text() -> bool:
 class CommandGroup(TyperGroup):
     """All commands, listed by group."""
 
-    def list_commands(self, ctx: Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return sorted(self.commands, key=lambda name: PANELS.index(self._panel(name)))
 
-    def format_commands(self, ctx: Context, formatter: Any) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write one section per group, each command with the first sentence of its help."""
         width = max(map(len, self.commands))
         for panel in PANELS:

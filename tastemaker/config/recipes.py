@@ -80,7 +80,7 @@ def suggest_recipes(name: str, known: list[str]) -> str:
 
     Similar are recipes that contain the words of the name, such as the method and the model, in any order.
     """
-    if similar := difflib.get_close_matches(name.lower(), known, 1, cutoff=0.8):
+    if similar := difflib.get_close_matches(name.lower(), known, 1, cutoff=0.75):
         return f"; did you mean '{similar[0]}'?"
     words = {word for word in re.split(r"[^a-z0-9]+", name.lower()) if word}
 

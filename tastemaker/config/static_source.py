@@ -124,17 +124,25 @@ class StaticClass:
         return any(isinstance(node, ast.AnnAssign) and node.value is None for node in self.node.body)
 
     def find_owner(self, name: str) -> StaticClass:
-        """The class that defines a member: this one, a base class in its module, or RewardSpec."""
+        """The class that defines a member: this one, or a base class in the same package."""
         if name in self.definitions:
             return self
-        bases = [base.id for base in self.node.bases if isinstance(base, ast.Name)]
-        for base in bases:
-            if isinstance(self.module.definitions.get(base), ast.ClassDef):
-                owner = StaticClass(f"{self.module.name}:{base}").find_owner(name)
-                if name in owner.definitions:
-                    return owner
-        spec = "tastemaker.core.reward:RewardSpec"
-        return StaticClass(spec) if "RewardSpec" in bases else self
+        for base in self._bases():
+            owner = base.find_owner(name)
+            if name in owner.definitions:
+                return owner
+        return self
+
+    def _bases(self) -> list[StaticClass]:
+        """The base classes whose source is in the same package as this one."""
+        places = []
+        for base in self.node.bases:
+            definition = self.module.definitions.get(base.id) if isinstance(base, ast.Name) else None
+            if isinstance(definition, ast.ClassDef):
+                places.append((self.module.name, definition.name))
+            elif isinstance(definition, tuple) and definition[0].split(".")[0] == self.module.name.split(".")[0]:
+                places.append(definition)
+        return [StaticClass(f"{module}:{name}") for module, name in places]
 
     def defaults(self) -> Any:
         """An object with the attributes an instance without settings has; properties are computed from these."""

@@ -37,8 +37,11 @@ def load_weights(run_name: str, step: int) -> dict[str, torch.Tensor]:
     return load_file(f"runs/{run_name}/checkpoints/step-{step:06d}/weights.safetensors")
 
 
-def test_train_writes_metrics_samples_and_checkpoints():
+def test_train_writes_metrics_samples_and_checkpoints(capsys):
     assert run_cli("train", "grpo-toy-flow", *QUICK) == 0
+    error = capsys.readouterr().err
+    assert error.index("the report is runs/grpo-toy-flow/report.html") < error.index("next:")
+    assert "tastemaker generate runs/grpo-toy-flow\n" in error and "tastemaker export runs/grpo-toy-flow --out" in error
     run_dir = Path("runs/grpo-toy-flow")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]  # the guard runs at the first and the last step
@@ -73,9 +76,9 @@ def test_train_resumes_a_moved_run_directory(capsys):
         load_file("archive/moved/checkpoints/step-000004/weights.safetensors"),
     )
     assert all(uninterrupted[key].equal(moved[key]) for key in uninterrupted)
-    code, output = run_and_read_error(capsys, "train", "archive/moved/", "steps=5")
-    assert code == EXIT_USAGE and "steps: 4 -> 5" in output and "--allow-change steps" in output
-    assert run_cli("train", "archive/moved/", "steps=5", "--allow-change", "steps") == 0
+    code, output = run_and_read_error(capsys, "train", "archive/moved/", "steps=3")
+    assert code == EXIT_USAGE and "steps: 4 -> 3" in output and "--allow-change steps" in output
+    assert run_cli("train", "archive/moved/", "steps=5") == 0
     assert run_cli("train", "archive/moved", "name=branch", "steps=1") == 0
     assert Path("archive/branch/checkpoints/step-000001").is_dir()
 
@@ -87,7 +90,7 @@ def test_changed_configuration_is_refused(capsys):
     assert "optim.lr: 0.001 -> 0.0005" in output and "--allow-change optim.lr" in output
     long_override = f"data={{type: prompts, prompts: [{', '.join(f'a red number {i}' for i in range(200))}]}}"
     assert len(run_and_read_error(capsys, "train", "grpo-toy-flow", *QUICK, long_override)[1]) < 1000
-    assert run_cli("train", "grpo-toy-flow", *QUICK, "steps=5", "--allow-change", "steps") == 0
+    assert run_cli("train", "grpo-toy-flow", *QUICK, "steps=5") == 0
     assert Path("runs/grpo-toy-flow/checkpoints/step-000005").is_dir()
 
 

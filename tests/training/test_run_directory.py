@@ -9,17 +9,29 @@ from tastemaker.config.load import load
 from tastemaker.core.registry import ConfigError
 from tastemaker.training.run_directory import claim_run_directory, suggest_allow_change, write_run_config
 
-OVERRIDES = ["sample.every=0", "guard.every=0", "batch.prompts=4", "steps=1"]
+OVERRIDES = ["sample.every=0", "guard.every=0", "batch.prompts=4", "steps=2"]
 
 
 def test_refused_changes_name_the_options_that_allow_them(tmp_path: Path) -> None:
     config = load("grpo-toy-flow", OVERRIDES)
     write_run_config(config, tmp_path)
     build(config, tmp_path).save(1)
-    changed = load("grpo-toy-flow", [*OVERRIDES, "steps=2", "optim.lr=0.5"])
+    changed = load("grpo-toy-flow", [*OVERRIDES, "steps=1", "optim.lr=0.5"])
     with pytest.raises(ConfigError, match=r"--allow-change optim\.lr --allow-change steps"):
         claim_run_directory(changed, tmp_path, ())
     assert claim_run_directory(changed, tmp_path, ["optim.lr", "steps"]) is not None
+
+
+def test_more_steps_are_always_allowed(tmp_path: Path) -> None:
+    config = load("grpo-toy-flow", OVERRIDES)
+    write_run_config(config, tmp_path)
+    build(config, tmp_path).save(2)
+    latest = tmp_path / "checkpoints/step-000002"
+    assert claim_run_directory(load("grpo-toy-flow", [*OVERRIDES, "steps=3"]), tmp_path, ()) == latest
+    with pytest.raises(ConfigError, match=r"\(steps: 2 -> 1\)"):
+        claim_run_directory(load("grpo-toy-flow", [*OVERRIDES, "steps=1"]), tmp_path, ())
+    with pytest.raises(ConfigError, match=r"\(optim\.lr: 0\.001 -> 0\.5\)"):
+        claim_run_directory(load("grpo-toy-flow", [*OVERRIDES, "steps=3", "optim.lr=0.5"]), tmp_path, ())
 
 
 def test_suggestion_groups_many_changes_by_section() -> None:
