@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..core.registry import ConfigError, suggest_name
+from ..core.registry import ConfigError
 from .yaml_io import parse_yaml
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -64,15 +64,18 @@ def find_recipe(name: str, folder: Path, where: str = "") -> Path:
 
 def _describe_unknown(name: str, *, is_parent: bool) -> str:
     """Explain a name that is no recipe. A path or a directory is meant as a run, for which no recipe is suggested."""
-    nearest = suggest_recipes(name, list_recipes() if is_parent else list_trainable_recipes())
-    is_part = any(name.startswith(f"{path.name}/") for path in PARTS.iterdir() if path.is_dir())
-    if os.path.isdir(name) and not is_parent:
+    unknown = f"there is no recipe '{name:.60}'"
+    if is_parent:
+        hint = f"the path of a file ends in .yaml, and the directory of a run has a {CONFIG_FILE}"
+        return f"{unknown}{suggest_recipes(name, list_recipes())}; {hint}"
+    if os.path.isdir(name):
         return f"{name:.300} is no run: it has no {CONFIG_FILE}; give the directory of a run, or the name of a recipe"
-    if "/" in name and not is_part and not is_parent:
+    if any(name.startswith(f"{path.name}/") for path in PARTS.iterdir() if path.is_dir()):
+        return f"{unknown}{suggest_recipes(name, [part for part in list_recipes() if '/' in part])}"
+    if "/" in name:
         return f"there is no run {name:.300}: no such directory; check the path, or give the name of a recipe"
-    if is_part:
-        return f"there is no recipe '{name:.60}'{suggest_name(name, [each for each in list_recipes() if '/' in each])}"
-    return f"there is no recipe '{name:.60}'{nearest}; `tastemaker list recipes` shows all, and a file ends in .yaml"
+    hint = "`tastemaker list recipes` shows all, and the path of a file ends in .yaml"
+    return f"{unknown}{suggest_recipes(name, list_trainable_recipes())}; {hint}"
 
 
 def suggest_recipes(name: str, known: list[str]) -> str:
