@@ -149,6 +149,6 @@ def _healthy_finding(record: RunRecord, num_checks: int) -> ReportFinding:
     if not num_checks:
         return ReportFinding("note", "The guard was off, so only the training reward was measured.")
     watched = " or ".join([*(f"the held-out reward '{name}'" for name in record.held_out), "diversity"])
-    return ReportFinding(
-        "good", f"No sign of reward hacking in {num_checks} checks: no fall of {watched} beyond noise."
-    )
+    text = f"No sign of reward hacking in {num_checks} checks: no fall of {watched} beyond noise."
+    # Diversity alone cannot show that the model improved.
+    return ReportFinding("good" if record.held_out else "note", text)
