@@ -14,7 +14,7 @@ from .metric_names import HIGHER, LOWER, Direction, name_benchmark, name_score
 from .run_record import RunRecord
 
 MAIN_SCORES = ("strict", "correct")  # scores of a benchmark that a headline prefers
-NOT_HELD_OUT = "This is no held-out score: `tastemaker evaluate` measures one."
+NOT_HELD_OUT = "This is no held-out score; the command tastemaker evaluate measures one."
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..core.registry import ConfigError
 from .charts import collect_evaluations, color_class, format_change, render_bars, render_curves
 from .findings import ReportFinding, collect_findings
 from .groups import IGNORED_SETTINGS, RunGroup, group_runs
-from .headline import Headline, make_headline
+from .headline import Headline, format_score, make_headline
 from .metric_names import name_metric
 from .run_record import RunRecord, read_run
 from .samples import NUM_PAIRS, read_before_and_after, render_before_and_after, render_filmstrip
@@ -100,22 +100,26 @@ def _metadata(groups: Sequence[RunGroup], share_image: str, script: str) -> str:
 
 
 def _names(groups: Sequence[RunGroup]) -> str:
-    *others, last = [group.label for group in groups]
+    *others, last = [group.name for group in groups]
     return f"{', '.join(others)} and {last}" if others else last
 
 
 def _page_heading(groups: Sequence[RunGroup]) -> str:
-    """Return the headline of one group, or what is compared."""
+    """Return the headline of one group, or the same quantity of several."""
     headlines = [headline for group in groups if (headline := make_headline(group))]
-    quantities = list(dict.fromkeys(headline.quantity for headline in headlines))
+    if len(groups) == 1 and not headlines:
+        return groups[0].name
+    same = len(headlines) == len(groups) and len({headline.quantity for headline in headlines}) == 1
     if len(groups) == 1:
-        text = headlines[0].text if headlines else groups[0].name
-    elif len(quantities) == 1 and len(headlines) == len(groups):
-        text = f"{quantities[0]}: {', '.join(headline.change for headline in headlines[:3])}"
-        text += ", ..." if len(headlines) > 3 else ""
-    else:
+        text = headlines[0].text
+    elif not same:
         text = f"{len(groups)} runs compared"
-    return text if len(groups) == 1 and not headlines else text[:1].upper() + text[1:]
+    elif len(groups) == 2:
+        text = f"{headlines[0].quantity} after training: {' and '.join(format_score(each.after) for each in headlines)}"
+    else:
+        low, high = (format_score(pick(each.after for each in headlines)) for pick in (min, max))
+        text = f"{headlines[0].quantity} after training: {low} to {high} in {len(groups)} settings"
+    return text[:1].upper() + text[1:]
 
 
 def _share_subtitle(groups: Sequence[RunGroup]) -> str:
@@ -123,7 +127,7 @@ def _share_subtitle(groups: Sequence[RunGroup]) -> str:
 
 
 def _header(groups: Sequence[RunGroup]) -> str:
-    names = f'<p class="names">{escape(_names(groups))}</p>'
+    names = f'<p class="names">{escape(groups[0].label)}</p>' if len(groups) == 1 else ""
     heading = f"<h1>{escape(_page_heading(groups))}</h1>"
     headlines = [(index, group, make_headline(group)) for index, group in enumerate(groups)]
     if len(groups) == 1:
@@ -152,7 +156,9 @@ def _describe_training(groups: Sequence[RunGroup]) -> str:
     texts = []
     for record in (group.first for group in groups):
         components = [record.config.get(key) for key in ("objective", "model")]
-        names = [str(each["type"]).replace("_", " ") for each in components if isinstance(each, Mapping) and "type" in each]
+        names = [
+            str(each["type"]).replace("_", " ") for each in components if isinstance(each, Mapping) and "type" in each
+        ]
         rewards = record.config.get("rewards")
         goals = [str(name) for name in rewards if name not in record.held_out] if isinstance(rewards, Mapping) else []
         goal = f" for {', '.join(goals)}" if goals else ""
@@ -164,13 +170,12 @@ def _per_group(groups: Sequence[RunGroup], render: Callable[[RunRecord], str]) -
     """Render the first run of each group, under its name if there are several runs."""
     if len(groups) == 1 and len(groups[0].records) == 1:
         return render(groups[0].first)
-    contents = [(index, group, render(group.first)) for index, group in enumerate(groups)]
-    return "".join(
-        f"<h3>{_color_key(index)}{escape(group.first.name)}{' (first of its seeds)' if len(group.records) > 1 else ''}"
-        f"</h3>{content}"
-        for index, group, content in contents
-        if content
-    )
+    html = ""
+    for index, group in enumerate(groups):
+        if content := render(group.first):
+            others = f" (one of {len(group.records)} seeds)" if len(group.records) > 1 else ""
+            html += f"<h3>{_color_key(index)}{escape(group.first.name)}{others}</h3>{content}"
+    return html
 
 
 def _color_key(index: int) -> str:

@@ -139,7 +139,7 @@ def _pairs_of_grids(record: RunRecord, count: int) -> BeforeAndAfter | None:
     rows = zip(last.prompts, read_grid(first, count), read_grid(last, count), strict=False)
     return BeforeAndAfter(
         tuple(SamplePair(*row) for row in rows), first.step, last.step,
-        f"Samples of training, not held out; same prompts and same noise.{_mean_scores(first, last)}",
+        "Samples written during training; same prompts and same noise.",
     )  # fmt: skip
 
 
@@ -208,7 +208,7 @@ def _count_verdicts(pairs: Sequence[SamplePair]) -> str:
         sum(pair.before.is_right is True for pair in judged),
         sum(pair.after.is_right is True for pair in judged),
     )
-    return f" Of {len(judged)} pictures, {before} are right before and {after} after training."
+    return f" Right: {before} of {len(judged)} before and {after} of {len(judged)} after training."
 
 
 def render_filmstrip(record: RunRecord) -> str:
@@ -264,15 +264,6 @@ def _prompt_label(prompt: str) -> str:
     if not prompt:
         return "<i>the empty prompt</i>"
     return f'<span class="prompt" title="{escape(prompt, quote=True)}">{escape(prompt)}</span>'
-
-
-def _mean_scores(first: SampleGrid, last: SampleGrid) -> str:
-    changes = [
-        f"{name} {first.scores[name]:.3g} \N{RIGHTWARDS ARROW} {score:.3g}"
-        for name, score in last.scores.items()
-        if name in first.scores
-    ]
-    return f" Their mean scores: {', '.join(changes)}." if changes else ""
 
 
 def _embedded_videos(first: SampleGrid, last: SampleGrid) -> str:

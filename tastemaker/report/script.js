@@ -60,6 +60,7 @@
     picture.className = image.classList.contains("pixels") ? "pixels" : "";
     picture.style.aspectRatio = image.getAttribute("width") + " / " + image.getAttribute("height");
     text.textContent = image.alt;
+    if (!picture.isConnected) box.prepend(picture);
     if (!box.open) box.showModal();
   };
   const close = () => { box.close(); images[current].focus(); };
@@ -68,7 +69,7 @@
     button("\u2190", "Previous picture", () => open(current - 1)),
     button("\u2192", "Next picture", () => open(current + 1)),
     button("Close", "Close", close));
-  box.append(picture, text, controls);
+  box.append(text, controls);
   box.setAttribute("aria-label", "Enlarged picture");
   box.addEventListener("keydown", event => {
     if (event.key === "ArrowLeft") open(current - 1);
