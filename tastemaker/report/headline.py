@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -28,14 +28,15 @@ class EvaluationPair:
 
 @dataclass(frozen=True)
 class Headline:
-    """A quantity before and after training, and where its values come from."""
+    """A quantity before and after training."""
 
     quantity: str
     after: float
     before: float | None = None
     spread: float | None = None  # standard deviation of `after` over seeds
     better: Direction = HIGHER
-    source: str = ""  # a sentence
+    source: str = ""  # where the values come from, in sentences
+    detail: str = ""  # the confidence intervals, as a sentence
 
     @property
     def change(self) -> str:
@@ -63,14 +64,17 @@ def make_headline(group: RunGroup) -> Headline | None:
     after = mean_and_spread([each.after for each in headlines])
     starts = [each.before for each in headlines if each.before is not None]
     before = fmean(starts) if len(starts) == len(headlines) else None
-    source = (
-        f"Mean and standard deviation over {len(headlines)} seeds. {re.sub(r'; 95 %.*$', '.', headlines[0].source)}"
-    )
+    source = f"Mean and standard deviation over {len(headlines)} seeds. {headlines[0].source}"
     return Headline(headlines[0].quantity, after.mean, before, after.spread, headlines[0].better, source)
 
 
 def _headline_of_run(record: RunRecord) -> Headline | None:
-    return _evaluation_headline(record) or _reward_headline(record) or _loss_headline(record)
+    return (
+        _evaluation_headline(record)
+        or _reconstruction_headline(record)
+        or _reward_headline(record)
+        or _loss_headline(record)
+    )
 
 
 def _evaluation_headline(record: RunRecord) -> Headline | None:
@@ -82,11 +86,14 @@ def _evaluation_headline(record: RunRecord) -> Headline | None:
     before = parse_scores(reports[0])[metric][OVERALL] if pair.before is not None else None
     benchmark = name_benchmark(str(reports[-1].get("benchmark", "")) or "evaluation")
     size = f", {reports[-1]['prompts']} prompts" if reports[-1].get("prompts") else ""
-    intervals = [f"{format_score(each.low)} to {format_score(each.high)}" for each in (before, after)
-                 if each is not None and each.low is not None and each.high is not None]  # fmt: skip
-    known = f"; 95 % intervals: {' before, '.join(intervals)} after" if len(intervals) == 2 else ""
+    intervals = [
+        f"{format_score(each.low)} to {format_score(each.high)}"
+        for each in (before, after)
+        if each is not None and each.low is not None and each.high is not None
+    ]
+    known = f"95 % intervals: {' before, '.join(intervals)} after." if len(intervals) == 2 else ""
     missing = "" if before else " The model was not evaluated before training."
-    source = f"Held-out evaluation{size}{known}.{missing}"
+    source = f"Held-out evaluation{size}.{missing}"
     short = metric if metric in (*MAIN_SCORES, "lenient") else name_score(metric).title
     return Headline(
         f"{short} {benchmark}",
@@ -94,7 +101,17 @@ def _evaluation_headline(record: RunRecord) -> Headline | None:
         before.mean if before else None,
         better=name_score(metric).better,
         source=source,
+        detail=known,
     )
+
+
+def _reconstruction_headline(record: RunRecord) -> Headline | None:
+    """Return the PSNR of an autoencoder."""
+    psnr = record.reconstruction.get("psnr")
+    if not isinstance(psnr, int | float):
+        return None
+    count = record.reconstruction.get("pictures", "Some")
+    return Headline("reconstruction PSNR", float(psnr), source=f"{count} held-out images, in dB.")
 
 
 def _reward_headline(record: RunRecord) -> Headline | None:
@@ -149,13 +166,12 @@ def _evaluated_step(name: str, report: Mapping[str, Any], last_step: int) -> int
 
 
 def _is_comparable(evaluations: Mapping[str, Mapping[str, Any]], first: str, second: str) -> bool:
-    """Whether two evaluations have the same benchmark, number of samples, search, seed and detector."""
+    """Whether two evaluations have the same benchmark, score, number of samples, search, seed and detector."""
     return _evaluation_settings(evaluations[first]) == _evaluation_settings(evaluations[second])
 
 
-def _evaluation_settings(report: Mapping[str, Any]) -> Sequence[object]:
+def _evaluation_settings(report: Mapping[str, Any]) -> list[object]:
+    metric, _ = _main_score(report) or ("", None)
     # The description lists the model, checkpoint, weights, search, seed, detector, and a hash of the model's settings.
-    return [
-        *(report.get(key) for key in ("benchmark", "prompts", "pictures")),
-        *str(report.get("model", "")).split(", ")[3:-1],
-    ]
+    settings = str(report.get("model", "")).split(", ")[3:-1]
+    return [metric, *(report.get(key) for key in ("benchmark", "prompts", "pictures")), *settings]

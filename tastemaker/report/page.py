@@ -131,7 +131,7 @@ def _header(groups: Sequence[RunGroup]) -> str:
     heading = f"<h1>{escape(_page_heading(groups))}</h1>"
     headlines = [(index, group, make_headline(group)) for index, group in enumerate(groups)]
     if len(groups) == 1:
-        lines = _headline_source(headlines[0][2])
+        lines = _headline_source(headlines[0][2], detailed=True)
     else:
         items = "".join(
             f"<li>{_color_key(index)}<b>{escape(group.label)}</b>: {escape(headline.text)}</li>"
@@ -145,11 +145,12 @@ def _header(groups: Sequence[RunGroup]) -> str:
     return f'{names}{heading}{lines}{warning}<p class="quiet">{escape(_describe_training(groups))}</p>'
 
 
-def _headline_source(headline: Headline | None) -> str:
+def _headline_source(headline: Headline | None, *, detailed: bool = False) -> str:
     if headline is None:
         return ""
     better = f"<b>{headline.better.capitalize()}.</b> " if headline.better else ""
-    return f"<p>{better}{escape(headline.source)}</p>"
+    text = f"{headline.source} {headline.detail}" if detailed and headline.detail else headline.source
+    return f"<p>{better}{escape(text)}</p>"
 
 
 def _describe_training(groups: Sequence[RunGroup]) -> str:
@@ -186,10 +187,10 @@ def _key_numbers(groups: Sequence[RunGroup]) -> str:
     """Render the first and last values of the most important metrics, as a table if there are several groups."""
     numbers = [_key_numbers_of_group(group) for group in groups]
     if len(groups) == 1:
-        cells = "".join(
-            f"<div><dt>{escape(label)}</dt><dd>{value}</dd>{f'<dd class=better>{better}</dd>' if better else ''}</div>"
-            for label, (value, better) in numbers[0].items()
-        )
+        cells = ""
+        for label, (value, better) in numbers[0].items():
+            note = f'<dd class="better">{better}</dd>' if better else ""
+            cells += f"<div><dt>{escape(label)}</dt><dd>{value}</dd>{note}</div>"
         return f'<dl class="numbers">{cells}</dl>'
     directions = {label: better for each in numbers for label, (_, better) in each.items()}
     columns = sorted(directions, key=lambda label: (not directions[label], "held out" in label))

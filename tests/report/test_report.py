@@ -232,6 +232,13 @@ def test_headline_without_an_evaluation_is_the_training_reward(tmp_path: Path) -
     assert f"<h1>Training reward {value}</h1>" in text and "no held-out score" in text
 
 
+def test_headline_of_an_autoencoder_is_its_reconstruction(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "copies.json").write_text('{"pictures": 9, "psnr": 21.5}')
+    headline = make_headline(group_runs([read_run(tmp_path)])[0])
+    assert headline and headline.text == "reconstruction PSNR 21.5" and "9 held-out images" in headline.source
+
+
 @pytest.mark.parametrize(
     ("first", "pair"),
     [
