@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..core.model_spec import EncoderFingerprint, PromptEncoder
+from ..core.output_paths import replace_file, write_text_atomically
 from ..core.registry import ConfigError
-from ..models.safe_unpickling import load_pickle
+from ..models.restricted_unpickler import load_pickle
 
 STEM = "embeddings"
 INDEX = f"{STEM}.json"
@@ -74,10 +75,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json_atomically(path: Path, data: Any) -> None:
-    """Write a JSON file atomically."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(data, ensure_ascii=False, indent=0), encoding="utf-8")
-    partial.replace(path)
+    write_text_atomically(path, json.dumps(data, ensure_ascii=False, indent=0))
 
 
 class ShardedEmbeddingStore(EmbeddingStore):
@@ -93,7 +91,11 @@ class ShardedEmbeddingStore(EmbeddingStore):
         self.shards: dict[str, list[str]] = {}  # prompts by file, of this rank
         self.others: dict[str, list[str]] = {}
         for path in sorted(folder.glob(f"{STEM}*.json")):
-            index = read_shard_index(path)
+            index = read_json(path)
+            if not isinstance(index, dict) or not all(
+                isinstance(index.get(key), dict) for key in ("made_by", "shards")
+            ):
+                raise ConfigError(f"{path} is no index of embeddings; compute them again in another folder")
             require_same_encoder(index["made_by"], made_by, folder)
             self.made_by = {**index["made_by"], **self.made_by}
             self.negatives += index.get("negatives", ())
@@ -120,36 +122,26 @@ class ShardedEmbeddingStore(EmbeddingStore):
     def take(self, texts: Sequence[str]) -> EmbeddingsByPrompt:
         from safetensors import safe_open
 
-        found: EmbeddingsByPrompt = {}
+        embeddings: EmbeddingsByPrompt = {}
         for file in dict.fromkeys(self._places[text][0] for text in texts):
             with safe_open(self.folder / file, "pt") as shard:
                 names = shard.keys()
                 for text in (text for text in texts if self._places[text][0] == file):
                     row = self._places[text][1]
-                    found[text] = {name: shard.get_slice(name)[row : row + 1][0] for name in names}
-        return found
+                    embeddings[text] = {name: shard.get_slice(name)[row : row + 1][0] for name in names}
+        return embeddings
 
     def add(self, texts: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save_file
 
-        self.folder.mkdir(parents=True, exist_ok=True)
         numbers = [int(Path(file).stem.split("-")[-1]) for file in self.shards]
         name = f"{STEM}-{f'{self.rank}-' if self.rank else ''}{max(numbers, default=-1) + 1:05d}.safetensors"
-        partial = self.folder / f"{name}.partial"
-        save_file({key: x.contiguous() for key, x in tensors.items()}, partial)
-        partial.replace(self.folder / name)
+        with replace_file(self.folder / name) as partial:
+            save_file({key: x.contiguous() for key, x in tensors.items()}, partial)
         self.shards[name] = list(texts)
         self.__dict__.pop("_places", None)
         index = {"made_by": self.made_by, "negatives": self.negatives, "shards": self.shards}
         write_json_atomically(self.index, index)
-
-
-def read_shard_index(path: Path) -> dict[str, Any]:
-    """The content of embeddings.json."""
-    index = read_json(path)
-    if not isinstance(index, dict) or not all(isinstance(index.get(key), dict) for key in ("made_by", "shards")):
-        raise ConfigError(f"{path} is no index of embeddings; compute them again in another folder")
-    return index
 
 
 class SRPOEmbeddingStore(EmbeddingStore):

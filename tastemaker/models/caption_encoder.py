@@ -43,10 +43,7 @@ class T5CaptionEncoder(TextEncoders):
 
     def __init__(self, text_encoder: TextEncoder) -> None:
         self.text_encoder = text_encoder
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return (self.text_encoder,)
+        self.text_encoders = (self.text_encoder,)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         captions = [clean_caption(prompt) for prompt in prompts]

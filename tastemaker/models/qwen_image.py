@@ -20,13 +20,13 @@ from ..core.weights import NetworkTraits
 from .checkpoint_keys import keep_names
 from .component_configs import ComponentConfigs
 from .flux import pack_latents, unpack_latents
-from .image_backbone import ImageBackbone
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, PipelineComponents, PublishedModel, PublishedSpec
+from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone
+from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, read_single_file
-from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
+from .text_encoders import TextEncoder, TextEncoders
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
-LATENT_CHANNELS, DOWNSAMPLE_FACTOR = 16, 8
+LATENT_CHANNELS = 16
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -79,7 +79,7 @@ TINY_CONFIGS: ComponentConfigs = {
     },
 }
 SOURCE = WeightsSource("Qwen/Qwen-Image", size="58 GB", license="Apache-2.0")
-QWEN_IMAGE = PublishedModel((SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
+QWEN_IMAGE = PublishedModel("qwen_image", (SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
 
 
 class SingleFrameVae:
@@ -119,10 +119,7 @@ class QwenPromptEncoder(TextEncoders):
         # Small random encoders read bytes: the template alone would exceed any length.
         self.template, self.prefix = ("{}", 0) if components.path is None else (TEMPLATE, TEMPLATE_PREFIX_TOKENS)
         self.text_encoder = load_language_model(components, max_text_tokens + self.prefix)
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return (self.text_encoder,)
+        self.text_encoders = (self.text_encoder,)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         texts = [self.template.format(prompt) for prompt in prompts]
@@ -204,7 +201,7 @@ def trim_padding(words: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor 
 
 
 @dataclass(frozen=True)
-class QwenImageSpec(PublishedSpec):
+class QwenImageSpec(ImageSpec):
     """Qwen-Image: a flow whose timestep shift depends on the image size and whose last timestep is 0.02."""
 
     weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
@@ -216,7 +213,6 @@ class QwenImageSpec(PublishedSpec):
     stretch_contrast: bool = False  # scale each image to the full range where a gradient is computed, as SRPO does
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
-    frames: ClassVar[int] = 1
     published: ClassVar[PublishedModel] = QWEN_IMAGE
     layout: ClassVar[PipelineLayout] = PipelineLayout("QwenImagePipeline", "transformer", "lora_unet", keep_names)
 
@@ -225,13 +221,8 @@ class QwenImageSpec(PublishedSpec):
         factor = 2 * DOWNSAMPLE_FACTOR
         return self.height // factor, self.width // factor, 4 * LATENT_CHANNELS
 
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: QwenPromptEncoder(components, self.max_text_tokens),
-            ("text_encoder",),
-            {"model": "qwen_image", "words": self.max_text_tokens},
-            self.embeddings,
-        )
+    def load_text_encoders(self, components: PipelineComponents) -> QwenPromptEncoder:
+        return QwenPromptEncoder(components, self.max_text_tokens)
 
     def load(self, placement: Placement) -> QwenImageBackbone:
         return QwenImageBackbone(self, placement)

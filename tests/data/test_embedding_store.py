@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
-from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random
+from tiny_pipelines import CLIP_TOKENS, T5_VOCAB_SIZE, byte_clip_tokenizer, byte_t5_tokenizer, random_network
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from tastemaker.cli import main
@@ -128,7 +128,7 @@ def test_file_fingerprint_samples_the_whole_file(tmp_path: Path) -> None:
 
 def test_srpo_layout_round_trip(prompt_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "rl_embeddings"
-    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(out), "--layout", "srpo") == 0
+    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(out), "--format", "srpo") == 0
     entries = json.loads((out / CAPTIONS[0]).read_text(encoding="utf-8"))
     assert [entry["caption"] for entry in entries] == PROMPTS[:3]
     assert entries[1].keys() == {"prompt_embed_path", "text_ids", "pooled_prompt_embeds_path", "caption"}
@@ -153,7 +153,7 @@ def test_srpo_layout_round_trip(prompt_file: Path, tmp_path: Path) -> None:
 
 
 def test_srpo_folder_is_read_without_running_code(prompt_file: Path, tmp_path: Path) -> None:
-    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(tmp_path), "--layout", "srpo") == 0
+    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(tmp_path), "--format", "srpo") == 0
     (tmp_path / "made_by.json").unlink()
     for name in ("prompt_embed", "pooled_prompt_embeds"):
         embedding = torch.load(tmp_path / name / "0.pt", weights_only=True)
@@ -194,7 +194,7 @@ def test_ranks_share_the_prompts(
     torch.testing.assert_close(encoder(PROMPTS), FluxSpec().tiny().load_prompt_encoder(CPU)(PROMPTS), atol=1e-6, rtol=0)
     assert encoder._loaded is None
     assert set(PromptFile(out / INDEX).load(0).prompts) == set(PROMPTS[:3])
-    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(out), "--layout", "srpo") == 2
+    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(out), "--format", "srpo") == 2
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.delenv("RANK")
     assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(out)) == 0
@@ -216,8 +216,8 @@ def test_embed_command_reads_training_and_sample_prompts_of_a_recipe(tmp_path: P
     [
         (["models/flux"], "--prompts: "),
         (["grpo-toy-flow"], "model: toy_flow has no text encoder"),
-        (["srpo-flux-hps", "--layout", "fish"], "--layout: found 'fish'"),
-        (["flowgrpo-sd35", "--layout", "srpo"], "embeddings of FLUX"),
+        (["srpo-flux-hps", "--format", "fish"], "--format: found 'fish'"),
+        (["flowgrpo-sd35", "--format", "srpo"], "embeddings of FLUX"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], fragment: str, tmp_path: Path, capsys: Any) -> None:
@@ -257,7 +257,7 @@ def test_prompt_without_embedding_or_encoder_is_refused(tmp_path: Path) -> None:
 def test_embedding_folders_are_prompt_datasets(prompt_file: Path, tmp_path: Path) -> None:
     for layout in ("tastemaker", "srpo"):
         assert (
-            run_embed("flux", "--prompts", str(prompt_file), "--out", str(tmp_path / layout), "--layout", layout) == 0
+            run_embed("flux", "--prompts", str(prompt_file), "--out", str(tmp_path / layout), "--format", layout) == 0
         )
     for path in (tmp_path / "tastemaker" / INDEX, tmp_path / "srpo" / CAPTIONS[0]):
         dataset = PromptFile(path).load(0)
@@ -268,13 +268,13 @@ def test_embedding_folders_are_prompt_datasets(prompt_file: Path, tmp_path: Path
 def published(tmp_path: Path) -> Path:
     """A small FLUX in diffusers' layout."""
     folder = tmp_path / "flux"
-    random(FluxTransformer2DModel, TINY_CONFIGS["transformer"]).save_pretrained(folder / "transformer")
-    random(AutoencoderKL, TINY_CONFIGS["vae"]).save_pretrained(folder / "vae")
-    random(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS})).save_pretrained(
+    random_network(FluxTransformer2DModel, TINY_CONFIGS["transformer"]).save_pretrained(folder / "transformer")
+    random_network(AutoencoderKL, TINY_CONFIGS["vae"]).save_pretrained(folder / "vae")
+    random_network(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS})).save_pretrained(
         folder / "text_encoder"
     )
-    t5 = T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_WORDS})
-    random(T5EncoderModel, t5).save_pretrained(folder / "text_encoder_2")
+    t5 = T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_VOCAB_SIZE})
+    random_network(T5EncoderModel, t5).save_pretrained(folder / "text_encoder_2")
     byte_clip_tokenizer().save_pretrained(folder / "tokenizer")
     byte_t5_tokenizer().save_pretrained(folder / "tokenizer_2")
     return folder

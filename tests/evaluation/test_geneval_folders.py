@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runner import run
+from cli_runner import run_cli
 from torch import Tensor
 
 from tastemaker.cli import main
+from tastemaker.core.objective import SingleProcess
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Metadata, PromptBatch, Prompts
 from tastemaker.data.image_io import save_image
@@ -26,7 +27,6 @@ from tastemaker.evaluation.evaluate import (
     SAMPLES,
     SCORES,
     BenchmarkScorer,
-    WorkerGroup,
     evaluate,
     evaluate_files,
     read_jsonl,
@@ -82,22 +82,22 @@ def test_folder_metadata_may_span_several_lines(tmp_path: Path) -> None:
         (tmp_path / f"{prompt:05d}" / "process").mkdir()
     assert len(find_images(benchmark, tmp_path)) == 6
     (tmp_path / "00001" / "metadata.jsonl").write_text('["a dog"]', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"00001.metadata.jsonl: has no 'prompt'; expected a mapping"):
+    with pytest.raises(ConfigError, match=r"00001.metadata\.jsonl.*'prompt'"):
         find_images(benchmark, tmp_path)
 
 
 def test_changed_images_are_not_taken_for_those_scored_before(tmp_path: Path) -> None:
-    folder, benchmark = tmp_path / "pictures", geneval(1, 2)
+    folder, benchmark = tmp_path / "images", geneval(1, 2)
     write_images(folder, benchmark)
-    arguments = ["evaluate", "geneval", "--images", str(folder), "--prompts", "1", "--count", "2", "--tiny"]
+    arguments = ["evaluate", "geneval", "--images", str(folder), "--num-prompts", "1", "--count", "2", "--tiny"]
     arguments += ["--device", "cpu", "--out", str(tmp_path / "out")]
     for code in (0, 0, 2):
         with pytest.raises(SystemExit) as exit_info:
             main(arguments)
         assert exit_info.value.code == code
-        if code == 0 and (tmp_path / "again").exists():
+        if code == 0 and (tmp_path / "second_run").exists():
             save_image(torch.ones(1, 3, 16, 16), folder / "00000" / "samples" / "00001.png")
-        (tmp_path / "again").touch()
+        (tmp_path / "second_run").touch()
 
 
 def damage(folder: Path, fault: str) -> None:
@@ -115,20 +115,20 @@ def damage(folder: Path, fault: str) -> None:
     if fault == "other":
         (folder / "00001" / "metadata.jsonl").write_text(json.dumps(published_prompts()[7]), encoding="utf-8")
     if fault == "class":
-        strange = {**published_prompts()[1], "include": [{"class": "unicorn", "count": 1}]}
-        (folder / "00001" / "metadata.jsonl").write_text(json.dumps(strange), encoding="utf-8")
+        unknown_class = {**published_prompts()[1], "include": [{"class": "unicorn", "count": 1}]}
+        (folder / "00001" / "metadata.jsonl").write_text(json.dumps(unknown_class), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("lost", r"samples lacks 1 images, 0001.png"),
-        ("extra", r"samples has too many: 1 images, 00002.png"),
-        ("stray", r"samples has too many: 1 images, note.txt"),
-        ("folder", r"has too many: 1 folders, 00003"),
-        ("metadata", r"00001 lacks metadata.jsonl or samples/"),
-        ("other", r"asks for 'a photo of .*', but prompt 1 is 'a photo of"),
-        ("class", r"GenEval knows no class 'unicorn'"),
+        ("lost", r"00001.samples.*lacks.*0001\.png"),
+        ("extra", r"00001.samples.*too many.*00002\.png"),
+        ("stray", r"00001.samples.*too many.*note\.txt"),
+        ("folder", r"too many.*00003"),
+        ("metadata", r"00001 .*metadata\.jsonl"),
+        ("other", r"'a photo of .*', .*prompt 1 .*'a photo of"),
+        ("class", r"class 'unicorn'"),
     ],
 )
 def test_incomplete_folder_is_refused(fault: str, message: str, tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_incomplete_folder_is_refused(fault: str, message: str, tmp_path: Path) 
     damage(write_images(tmp_path, benchmark), fault)
     with pytest.raises(ConfigError, match=message):
         find_images(benchmark, tmp_path)
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="nowhere"):
         find_images(benchmark, tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"lacks 5\d\d folders, 0000"):
+    with pytest.raises(ConfigError, match=r"5\d\d .*0000"):
         find_images(geneval(553, 2), tmp_path)
 
 
@@ -149,12 +149,12 @@ def test_interrupted_scoring_resumes(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         list(evaluate_files(benchmark, files, stopped, out, "it"))
     assert 0 < stopped.num_scored < 200 and not (out / SCORES).is_file()
-    again = BrightnessScorer()
-    list(evaluate_files(benchmark, files, again, out, "it"))
-    assert again.num_scored < 200
-    list(evaluate_files(benchmark, files, BrightnessScorer(), tmp_path / "whole", "it"))
-    assert (out / SCORES).read_text() == (tmp_path / "whole" / SCORES).read_text()
-    with pytest.raises(ConfigError, match="choose another --out"):
+    resumed = BrightnessScorer()
+    list(evaluate_files(benchmark, files, resumed, out, "it"))
+    assert resumed.num_scored < 200
+    list(evaluate_files(benchmark, files, BrightnessScorer(), tmp_path / "uninterrupted", "it"))
+    assert (out / SCORES).read_text() == (tmp_path / "uninterrupted" / SCORES).read_text()
+    with pytest.raises(ConfigError, match="--out"):
         list(evaluate_files(benchmark, files, BrightnessScorer(), out, "other"))
 
 
@@ -169,9 +169,11 @@ def test_report_has_genevals_scores_with_intervals(tmp_path: Path) -> None:
         cell = report["scores"]["correct"][tag]
         assert cell["mean"] == pytest.approx(sum(values) / len(values)) and cell["low"] < cell["mean"] < cell["high"]
     means = [sum(values) / len(values) for values in by_tag.values()]
-    assert report["scores"]["correct"]["overall"]["mean"] == pytest.approx(sum(means) / 2), "tasks count alike"
-    once = [max(rows[2 * k]["correct"], rows[2 * k + 1]["correct"]) for k in range(170)]
-    assert report["any"]["correct"] == pytest.approx(sum(once) / 170)
+    assert report["scores"]["correct"]["overall"]["mean"] == pytest.approx(sum(means) / 2), (
+        "all tasks have equal weight"
+    )
+    any_correct = [max(rows[2 * k]["correct"], rows[2 * k + 1]["correct"]) for k in range(170)]
+    assert report["any"]["correct"] == pytest.approx(sum(any_correct) / 170)
     assert "frechet" not in report
 
 
@@ -198,7 +200,7 @@ def test_generated_images_have_the_published_layout(tmp_path: Path) -> None:
 
 
 def test_ranks_share_sampling_and_scoring(tmp_path: Path) -> None:
-    """Two threads stand for two ranks, and meet at the barriers."""
+    """Two threads take the part of two ranks and synchronize at the barriers."""
     sampled: list[list[int]] = [[], []]
 
     def sample_fn(rank: int) -> Any:
@@ -211,11 +213,12 @@ def test_ranks_share_sampling_and_scoring(tmp_path: Path) -> None:
 
     barrier, benchmark, scorers = threading.Barrier(2), geneval(40, 4), [BrightnessScorer(), BrightnessScorer()]
 
-    def wait() -> None:
-        barrier.wait(60)
+    class TwoWorkers(SingleProcess):
+        def barrier(self) -> None:
+            barrier.wait(60)
 
     def work(rank: int) -> None:
-        workers = WorkerGroup(rank, 2, wait)
+        workers = TwoWorkers(rank, 2)
         list(evaluate(benchmark, sample_fn(rank), scorers[rank], tmp_path / "two", workers=workers))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
@@ -236,46 +239,58 @@ def test_evaluate_command_scores_a_folder_of_mixed_sizes(tmp_path: Path, capsys:
         "geneval",
         "--images",
         str(tmp_path / "images"),
-        "--prompts",
+        "--num-prompts",
         "4",
         "--count",
         "2",
         "--tiny",
     ]
-    assert run(*arguments, "--device", "cpu", "--out", str(tmp_path / "out")) == 0
+    assert run_cli(*arguments, "--device", "cpu", "--out", str(tmp_path / "out")) == 0
     report = json.loads((tmp_path / "out" / REPORT).read_text("utf-8"))
     assert report["pictures"] == 8 and "detector random" in report["model"] and (tmp_path / "out" / RESULTS).is_file()
     output = capsys.readouterr().err
-    assert "single_object" in output and "overall" in output and "have a correct image" in " ".join(output.split())
+    assert "single_object" in output and "overall" in output and "correct image" in " ".join(output.split())
 
 
 def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
-    arguments = ["evaluate", "geneval", "--model", "grpo-toy-flow", "--tiny", "--prompts", "3", "--count", "2"]
+    arguments = ["evaluate", "geneval", "--model", "grpo-toy-flow", "--tiny", "--num-prompts", "3", "--count", "2"]
     out = tmp_path / "out"
     assert (
-        run(*arguments, "--device", "cpu", "--out", str(out), "--search", "best_of_n", "--n", "2", "--judge", "jpeg")
+        run_cli(
+            *arguments,
+            "--device",
+            "cpu",
+            "--out",
+            str(out),
+            "--search",
+            "best_of_n",
+            "--num-candidates",
+            "2",
+            "--verifier",
+            "jpeg",
+        )
         == 0
     )
     first = json.loads((out / REPORT).read_text("utf-8"))
     assert first["prompts"] == 3 and first["calls"] > 0
-    arguments = ["evaluate", "geneval", "--images", str(out / "images"), "--prompts", "3", "--count", "2", "--tiny"]
-    assert run(*arguments, "--device", "cpu", "--out", str(tmp_path / "again")) == 0
-    second = json.loads((tmp_path / "again" / REPORT).read_text("utf-8"))
+    arguments = ["evaluate", "geneval", "--images", str(out / "images"), "--num-prompts", "3", "--count", "2", "--tiny"]
+    assert run_cli(*arguments, "--device", "cpu", "--out", str(tmp_path / "rescored")) == 0
+    second = json.loads((tmp_path / "rescored" / REPORT).read_text("utf-8"))
     assert first["scores"] == second["scores"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["geneval"], "there is nothing to evaluate"),
-        (["geneval", "--images", "nowhere", "--tiny"], "nowhere is no folder"),
-        (["playeval", "--images", "nowhere"], "only geneval scores a folder"),
-        (["playeval", "--model", "grpo-toy-flow", "--metadata", "it.jsonl"], "only geneval takes others"),
-        (["geneval", "--model", "grpo-toy-flow", "--objective-run", "nosuch"], "nosuch"),
+        (["geneval"], "nothing to evaluate"),
+        (["geneval", "--images", "nowhere", "--tiny"], "nowhere"),
+        (["playeval", "--images", "nowhere"], "only geneval"),
+        (["playeval", "--model", "grpo-toy-flow", "--metadata", "it.jsonl"], "only geneval"),
+        (["geneval", "--model", "grpo-toy-flow", "--model", "nosuch"], "nosuch"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("evaluate", *arguments) == 2
+    assert run_cli("evaluate", *arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -283,14 +298,14 @@ def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsy
 @pytest.mark.ranks
 def test_two_ranks_score_a_folder_like_one(tmp_path: Path) -> None:
     write_images(tmp_path / "images", geneval(40, 2), side=40)
-    arguments = ["evaluate", "geneval", "--images", "images", "--prompts", "40", "--count", "2", "--tiny"]
+    arguments = ["evaluate", "geneval", "--images", "images", "--num-prompts", "40", "--count", "2", "--tiny"]
     arguments += ["--device", "cpu"]
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tastemaker"]
     for launcher, out in ((torchrun, "two"), (["-m", "tastemaker"], "one")):
         command = [sys.executable, *launcher, *arguments, "--out", out]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300, check=False
+        completed = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
-        assert done.returncode == 0, done.stderr
+        assert completed.returncode == 0, completed.stderr
     assert (tmp_path / "one" / SCORES).read_text() == (tmp_path / "two" / SCORES).read_text()

@@ -44,14 +44,14 @@ def test_diversity_is_mean_distance_within_prompts() -> None:
     groups = torch.zeros(2, 3, 1, 2, 2)
     groups[0, 1], groups[1, :, 0] = 0.5, 1.0
     assert diversity(groups) == pytest.approx((0.5 + 0.5 + 0) / 3 / 2)
-    with pytest.raises(ValueError, match="at least two"):
+    with pytest.raises(ValueError, match="two"):
         diversity(groups[:, :1])
 
 
 def test_bootstrap_intervals_have_nominal_coverage() -> None:
-    trials = [bootstrap_interval(normal(100, 1, seed)[:, 0], draws=400, seed=seed) for seed in range(200)]
-    covered = sum(t["low"] <= 0 <= t["high"] for t in trials) / len(trials)
-    assert 0.90 <= covered <= 0.99
+    intervals = [bootstrap_interval(normal(100, 1, seed)[:, 0], draws=400, seed=seed) for seed in range(200)]
+    coverage = sum(t["low"] <= 0 <= t["high"] for t in intervals) / len(intervals)
+    assert 0.90 <= coverage <= 0.99
 
 
 def test_overall_score_is_unweighted_mean_of_tags() -> None:

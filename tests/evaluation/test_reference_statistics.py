@@ -25,7 +25,6 @@ from tastemaker.evaluation.feature_extractors import (
     resize_tf1,
 )
 from tastemaker.evaluation.image_sets import (
-    ExpectedReference,
     ReferenceDescription,
     compare_to_reference,
     load_image_set,
@@ -69,13 +68,13 @@ def test_kernel_distance_matches_its_definition() -> None:
 
 
 def test_inception_score_is_between_one_and_the_number_of_classes() -> None:
-    sure = F.one_hot(torch.arange(100) % 10, 10).float()
-    assert inception_score(sure)[0] == pytest.approx(10)
+    confident = F.one_hot(torch.arange(100) % 10, 10).float()
+    assert inception_score(confident)[0] == pytest.approx(10)
     assert inception_score(torch.full((100, 10), 0.1))[0] == pytest.approx(1)
-    chance = torch.rand(50, 4, generator=torch.Generator().manual_seed(0)).softmax(1)
-    p = chance.double().numpy()
+    probabilities = torch.rand(50, 4, generator=torch.Generator().manual_seed(0)).softmax(1)
+    p = probabilities.double().numpy()
     expected = np.exp((p * (np.log(p) - np.log(p.mean(0)))).sum(1).mean())
-    assert inception_score(chance, splits=1) == (pytest.approx(expected), 0)
+    assert inception_score(probabilities, splits=1) == (pytest.approx(expected), 0)
 
 
 def test_precision_and_recall_count_covered_points() -> None:
@@ -102,13 +101,13 @@ def test_inception_loads_both_published_layouts(tmp_path: Path) -> None:
         for p in (p for p in net.parameters() if p.ndim == 4):  # equal memory formats give equal sums
             p.data = p.data.contiguous(memory_format=torch.channels_last)
         assert loaded(pixels).equal(net(pixels)) and loaded(pixels).shape == (2, 2048)
-        torch.jit.save(torch.jit.script(Scripted(net)), tmp_path / "nvidia.pt")
+        torch.jit.save(torch.jit.script(NvidiaLayout(net)), tmp_path / "nvidia.pt")
         torch.testing.assert_close(load_inception(tmp_path / "nvidia.pt")(pixels), net(pixels))
-    with pytest.raises(ConfigError, match="there is no Inception at"):
+    with pytest.raises(ConfigError, match=r"Inception.*none\.pth"):
         load_inception(tmp_path / "none.pth")
 
 
-class Scripted(torch.nn.Module):
+class NvidiaLayout(torch.nn.Module):
     """The weights in NVIDIA's layout, whose norms have no scale."""
 
     def __init__(self, net: Inception) -> None:
@@ -149,16 +148,16 @@ def test_images_are_packed_in_adm_layout(reference: tuple[Path, Path, FeatureExt
         )
     assert load_image_set(file).equal(load_image_set(reference[0]))
     np.savez(tmp_path / "odd.npz", arr_0=np.zeros((2, 3)))
-    with pytest.raises(ConfigError, match=r"arr_0 is float64 \[2, 3\]; expected uint8"):
+    with pytest.raises(ConfigError, match=r"arr_0.*float64 \[2, 3\]"):
         load_image_set(tmp_path / "odd.npz")
     np.savez(tmp_path / "other.npz", mu=np.zeros(3))
-    with pytest.raises(ConfigError, match="holds no samples"):
+    with pytest.raises(ConfigError, match=r"other\.npz.*samples"):
         load_image_set(tmp_path / "other.npz")
 
 
 def test_metrics_of_a_set_against_itself(reference: tuple[Path, Path, FeatureExtractor]) -> None:
     folder, path, extractor = reference
-    expected = ExpectedReference("noise", "train", 40)
+    expected = ReferenceDescription("noise", "train", count=40)
     metrics = compare_to_reference(folder, path, expected, extractor, CONSOLE, allow_few=True)
     assert metrics["fid"] == pytest.approx(0, abs=1e-6) and metrics["precision"] == metrics["recall"] == 1
     assert metrics["reference"].startswith("noise train, 40 images of 32 pixels, by classifier-")
@@ -168,36 +167,45 @@ def test_metrics_of_a_set_against_itself(reference: tuple[Path, Path, FeatureExt
 def test_mismatched_references_are_refused(reference: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
     folder, path, extractor = reference
     for expected, message in {
-        ExpectedReference(split="test"): "--split is test",
-        ExpectedReference(count=50000): "--count is 50000",
-        ExpectedReference(name="cifar10"): "--name is cifar10",
+        ReferenceDescription(split="test"): "--split is test",
+        ReferenceDescription(count=50000): "--num-images is 50000",
+        ReferenceDescription(name="cifar10"): "--name is cifar10",
     }.items():
         with pytest.raises(ConfigError, match=message):
             compare_to_reference(folder, path, expected, extractor, CONSOLE, allow_few=True)
     other = replace(extractor, network="inception-1")  # type: ignore[type-var]
     with pytest.raises(ConfigError, match="another network"):
-        compare_to_reference(folder, path, ExpectedReference(), other, CONSOLE, allow_few=True)
+        compare_to_reference(folder, path, ReferenceDescription(), other, CONSOLE, allow_few=True)
     other = replace(extractor, preprocessing="cubic")  # type: ignore[type-var]
     with pytest.raises(ConfigError, match="another preprocessing"):
-        compare_to_reference(folder, path, ExpectedReference(), other, CONSOLE, allow_few=True)
+        compare_to_reference(folder, path, ReferenceDescription(), other, CONSOLE, allow_few=True)
     save_image(torch.rand(1, 3, 16, 16), tmp_path / "small" / "0.png")
-    with pytest.raises(ConfigError, match="16 pixels high, but"):
-        compare_to_reference(tmp_path / "small", path, ExpectedReference(), extractor, CONSOLE, allow_few=True)
+    with pytest.raises(ConfigError, match="16 pixels"):
+        compare_to_reference(tmp_path / "small", path, ReferenceDescription(), extractor, CONSOLE, allow_few=True)
     save_image(torch.rand(1, 3, 32, 32), tmp_path / "one" / "0.png")
-    with pytest.raises(ConfigError, match="there are 1 samples for 8 features"):
-        compare_to_reference(tmp_path / "one", path, ExpectedReference(), extractor, CONSOLE)
+    with pytest.raises(ConfigError, match="1 samples for 8 features"):
+        compare_to_reference(tmp_path / "one", path, ReferenceDescription(), extractor, CONSOLE)
     np.savez(tmp_path / "adm.npz", mu=np.zeros(3), sigma=np.zeros((3, 3)))
-    with pytest.raises(ConfigError, match="no labelled reference"):
+    with pytest.raises(ConfigError, match=r"adm\.npz.*reference"):
         load_reference(tmp_path / "adm.npz")
 
 
-def test_pack_keptand_compare_commands(reference: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
-    folder, path, out = str(reference[0]), str(tmp_path / "again.safetensors"), tmp_path / "metrics.json"
-    same = ["--network", "classifier", "--weights", TINY, "--device", "cpu"]
+def test_pack_reference_and_compare_commands(reference: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
+    folder, path, out = str(reference[0]), str(tmp_path / "reference.safetensors"), tmp_path / "metrics.json"
+    network_options = ["--network", "classifier", "--weights", TINY, "--device", "cpu"]
     for arguments in (
         ["pack", folder, "--out", str(tmp_path / "a.npz")],
-        ["reference", folder, "--name", "noise", "--split", "train", "--out", path, *same],
-        ["compare", str(tmp_path / "a.npz"), "--reference", path, "--out", str(out), "--few", *same],
+        ["reference", folder, "--name", "noise", "--split", "train", "--out", path, *network_options],
+        [
+            "compare",
+            str(tmp_path / "a.npz"),
+            "--reference",
+            path,
+            "--out",
+            str(out),
+            "--allow-few-samples",
+            *network_options,
+        ],
     ):
         with pytest.raises(SystemExit) as exit_info:
             main(arguments)
@@ -207,10 +215,10 @@ def test_pack_keptand_compare_commands(reference: tuple[Path, Path, FeatureExtra
 
 def test_statistics_of_adm_references_are_kept(reference: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
     folder, path, extractor = reference
-    own, file = load_reference(path), tmp_path / "VIRTUAL_noise32.npz"
-    mean, covariance = own.mean.numpy() + 1e-3, own.covariance.numpy() * 1.5
-    some = load_image_set(folder)[:20].numpy()
-    np.savez(file, arr_0=some, mu=mean, sigma=covariance, mu_s=np.zeros(3), sigma_s=np.zeros((3, 3)))
+    original, file = load_reference(path), tmp_path / "VIRTUAL_noise32.npz"
+    mean, covariance = original.mean.numpy() + 1e-3, original.covariance.numpy() * 1.5
+    images = load_image_set(folder)[:20].numpy()
+    np.savez(file, arr_0=images, mu=mean, sigma=covariance, mu_s=np.zeros(3), sigma_s=np.zeros((3, 3)))
     description = ReferenceDescription("noise", "train", count=1_281_167)
     kept = make_reference(file, description, extractor, tmp_path / "adm.safetensors", CONSOLE)
     assert str(kept.label).startswith("noise train, 1281167 images of 32 pixels") and len(kept.features) == 20
@@ -218,19 +226,19 @@ def test_statistics_of_adm_references_are_kept(reference: tuple[Path, Path, Feat
     metrics = compare_to_reference(
         folder,
         tmp_path / "adm.safetensors",
-        ExpectedReference("noise", "train", 1_281_167),
+        ReferenceDescription("noise", "train", count=1_281_167),
         extractor,
         CONSOLE,
         allow_few=True,
     )
     assert metrics["fid"] > 0 and "1281167" in metrics["reference"]
-    with pytest.raises(ConfigError, match="give --count"):
+    with pytest.raises(ConfigError, match="give --num-images"):
         make_reference(file, ReferenceDescription("noise", "train"), extractor, tmp_path / "none", CONSOLE)
-    with pytest.raises(ConfigError, match="leave --count out"):
+    with pytest.raises(ConfigError, match="leave --num-images out"):
         make_reference(folder, description, extractor, tmp_path / "none", CONSOLE)
-    np.savez(file, arr_0=some, mu=mean + 100, sigma=covariance)
-    with pytest.raises(ConfigError, match="give the Inception"):
+    np.savez(file, arr_0=images, mu=mean + 100, sigma=covariance)
+    with pytest.raises(ConfigError, match="Inception"):
         make_reference(file, description, extractor, tmp_path / "none", CONSOLE)
-    np.savez(file, arr_0=some, mu=np.zeros(3), sigma=np.zeros((3, 3)))
+    np.savez(file, arr_0=images, mu=np.zeros(3), sigma=np.zeros((3, 3)))
     with pytest.raises(ConfigError, match="3 features"):
         make_reference(file, description, extractor, tmp_path / "none", CONSOLE)

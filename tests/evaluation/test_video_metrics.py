@@ -41,15 +41,15 @@ def test_playeval_motion_has_every_motion_equally_often_in_every_task() -> None:
 
 
 def test_video_evaluation_reports_content_and_motion_by_task(scorer: PlayEvalMotionScorer, tmp_path: Path) -> None:
-    benchmark, painted = playeval_motion(36, 2), []
+    benchmark, clips = playeval_motion(36, 2), []
 
     def paint(batch: PromptBatch, indices: Tensor) -> tuple[Tensor, SearchCost]:
-        painted.append((scorer.real_samples(batch.prompts, batch.metadata, indices.tolist()) * 255).round() / 255)
-        return painted[-1], SearchCost(0)
+        clips.append((scorer.real_samples(batch.prompts, batch.metadata, indices.tolist()) * 255).round() / 255)
+        return clips[-1], SearchCost(0)
 
     list(evaluate(benchmark, paint, scorer, tmp_path))
     rows, report = read_jsonl(tmp_path / SCORES), json.loads((tmp_path / REPORT).read_text("utf-8"))
-    torch.testing.assert_close(torch.stack([read_image(tmp_path / row["file"]) for row in rows]), torch.cat(painted))
+    torch.testing.assert_close(torch.stack([read_image(tmp_path / row["file"]) for row in rows]), torch.cat(clips))
     assert list(report["scores"]["strict"]) == [*TASKS, *MOTIONS, "overall"]
     assert list(report["scores"]) == ["strict", "lenient", "graded", "content", "motion"]
     assert report["frechet"] < 0.01 and report["diversity"] > 0  # equal to the real samples
@@ -71,7 +71,7 @@ def test_video_with_another_motion_is_wrong(scorer: PlayEvalMotionScorer) -> Non
 
 def test_evaluate_command_runs_a_video_model(tmp_path: Path) -> None:
     recipe = "reward-gradient-playground-video"
-    arguments = ["evaluate", "playeval-motion", "--model", recipe, "--tiny", "--prompts", "6", "--device", "cpu"]
+    arguments = ["evaluate", "playeval-motion", "--model", recipe, "--tiny", "--num-prompts", "6", "--device", "cpu"]
     with pytest.raises(SystemExit) as exit_info:
         main([*arguments, "--out", str(tmp_path)])
     assert exit_info.value.code == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import CLIP_ENDS, FixedNoise, byte_clip_tokenizer, byte_t5_tokenizer, random
+from tiny_pipelines import CLIP_TOKENS, FixedNoise, byte_clip_tokenizer, byte_t5_tokenizer, random_network
 from torch import Tensor
 from transformers import CLIPModel, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
@@ -99,9 +99,11 @@ def save_pipeline(folder: Path) -> str:
             key.removeprefix(f"{prefix}."): x for key, x in tensors.items() if key.startswith(f"{prefix}.")
         }
         save_file(component_tensors, folder / component / "diffusion_pytorch_model.safetensors", {"format": "pt"})
-    clip = CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS})
-    random(CLIPTextModel, clip).save_pretrained(folder / "text_encoder")
-    random(T5EncoderModel, T5Config(**TINY_CONFIGS["text_encoder_2"])).save_pretrained(folder / "text_encoder_2")
+    clip = CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS})
+    random_network(CLIPTextModel, clip).save_pretrained(folder / "text_encoder")
+    random_network(T5EncoderModel, T5Config(**TINY_CONFIGS["text_encoder_2"])).save_pretrained(
+        folder / "text_encoder_2"
+    )
     byte_clip_tokenizer().save_pretrained(folder / "tokenizer")
     byte_t5_tokenizer().save_pretrained(folder / "tokenizer_2")
     return str(folder)

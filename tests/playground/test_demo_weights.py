@@ -1,4 +1,4 @@
-"""The wheel holds the playground weights that `tastemaker demo` needs, and names the way to the others."""
+"""The wheel holds the playground weights that `tastemaker demo` needs; the error for others says where they are."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def test_missing_playground_weights_name_the_repository(tmp_path: Path, monkeypa
     (tmp_path / "playground/weights").mkdir(parents=True)
     (tmp_path / "playground/weights/vae.safetensors").touch()
     monkeypatch.setattr(weight_files, "PACKAGE_ROOT", tmp_path)
-    with pytest.raises(ConfigError, match=r"'playground/judge'.* clone the repository, or copy .* has playground/vae"):
+    with pytest.raises(ConfigError, match=r"'playground/judge'.*repository.*playground/vae"):
         weight_files.read_weights("playground/judge")

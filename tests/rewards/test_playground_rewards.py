@@ -1,4 +1,4 @@
-"""The playground's rewards at small random size, through the rubric."""
+"""Playground rewards of images with tiny random networks, scored through a rubric."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPECS: list[RewardSpec] = [
 CAPTIONS = sample_captions(Randomness(0, 0, torch.arange(6)))
 
 
-def pictures(count: int = 6, frames: int = 1, size: int = 64) -> Tensor:
+def random_images(count: int = 6, frames: int = 1, size: int = 64) -> Tensor:
     return Randomness(1, 0, torch.arange(count)).uniform("pixels", frames, 3, size, size)
 
 
@@ -41,15 +41,15 @@ def rubric(spec: RewardSpec) -> Rubric:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_reward_scores_pictures_and_clips(spec: RewardSpec) -> None:
-    for pixels in (pictures(), pictures(frames=2), pictures(size=16)):
+def test_every_reward_scores_images_and_clips(spec: RewardSpec) -> None:
+    for pixels in (random_images(), random_images(frames=2), random_images(size=16)):
         total = rubric(spec).score(pixels, CAPTIONS.texts(), CAPTIONS.metadata()).total
         assert total.shape == (6,)
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.differentiable])
 def test_gradients_reach_the_pixels(spec: RewardSpec) -> None:
-    pixels = pictures().requires_grad_()
+    pixels = random_images().requires_grad_()
     rubric(spec).score(pixels, CAPTIONS.texts(), CAPTIONS.metadata()).total.sum().backward()
     assert pixels.grad is not None and (pixels.grad.flatten(1).abs().amax(1) > 0).all()
 
@@ -57,44 +57,46 @@ def test_gradients_reach_the_pixels(spec: RewardSpec) -> None:
 @pytest.mark.parametrize(
     "spec", [PlaygroundVerdictReward(), PlaygroundSoftReward(), PlaygroundJudgeReward(), PlaygroundMatchReward()]
 )
-def test_without_metadata_the_prompt_says_what_is_asked(spec: RewardSpec) -> None:
-    known, alone = (
-        rubric(spec).score(pictures(), CAPTIONS.texts(), facts).total for facts in (CAPTIONS.metadata(), ())
+def test_prompt_gives_the_scores_of_metadata(spec: RewardSpec) -> None:
+    from_metadata, from_prompt = (
+        rubric(spec).score(random_images(), CAPTIONS.texts(), metadata).total for metadata in (CAPTIONS.metadata(), ())
     )
-    assert torch.equal(known, alone)
+    assert torch.equal(from_metadata, from_prompt)
 
 
-def test_a_prompt_from_elsewhere_is_refused_in_a_sentence() -> None:
-    with pytest.raises(RewardError, match="no caption of the playground"):
-        rubric(PlaygroundVerdictReward()).score(pictures(1), ["a castle at dawn"])
+def test_prompt_that_is_no_playground_caption_is_refused() -> None:
+    with pytest.raises(RewardError, match="caption of the playground"):
+        rubric(PlaygroundVerdictReward()).score(random_images(1), ["a castle at dawn"])
 
 
-def test_a_word_before_the_caption_adds_what_it_alone_says() -> None:
+def test_style_word_adds_a_term_independent_of_the_caption() -> None:
     reward = PlaygroundMatchReward().tiny().load(Placement())
-    texts, none = CAPTIONS.texts(), [{}] * 6
-    plain = reward.score(pictures(), texts, none)
-    crisp = reward.score(pictures(), [f"crisp. {text}" for text in texts], none)
-    blurry = reward.score(pictures(), [f"blurry. {text}" for text in texts], none)
+    texts, no_metadata = CAPTIONS.texts(), [{}] * 6
+    plain = reward.score(random_images(), texts, no_metadata)
+    crisp = reward.score(random_images(), [f"crisp. {text}" for text in texts], no_metadata)
+    blurry = reward.score(random_images(), [f"blurry. {text}" for text in texts], no_metadata)
     relative = RelativeReward(PlaygroundMatchReward().tiny(), "crisp", "blurry", positive_boost=0.5)
-    assert torch.allclose(relative.load(Placement()).score(pictures(), texts, none), 1.5 * crisp - blurry, atol=1e-6)
-    other = reward.score(pictures(), texts[::-1], none)
-    added = reward.score(pictures(), [f"crisp. {text}" for text in texts[::-1]], none)
+    assert torch.allclose(
+        relative.load(Placement()).score(random_images(), texts, no_metadata), 1.5 * crisp - blurry, atol=1e-6
+    )
+    other = reward.score(random_images(), texts[::-1], no_metadata)
+    added = reward.score(random_images(), [f"crisp. {text}" for text in texts[::-1]], no_metadata)
     assert torch.allclose(added - other, crisp - plain, atol=1e-5)
 
 
-def test_a_word_the_scorer_never_learned_is_refused_in_a_sentence() -> None:
+def test_unknown_style_word_is_refused() -> None:
     with pytest.raises(RewardError, match="crisp, blurry, noisy"):
-        rubric(PlaygroundMatchReward()).score(pictures(1), ["sublime. a photo of a dog"])
+        rubric(PlaygroundMatchReward()).score(random_images(1), ["sublime. a photo of a dog"])
 
 
-def test_the_judge_is_a_verifier_and_says_what_is_clear() -> None:
+def test_judge_is_a_verifier() -> None:
     judge = PlaygroundJudgeReward().tiny().load(Placement())
     assert isinstance(judge, Verifier)
-    verdict = judge.judge(pictures(), CAPTIONS.texts(), (), 0.5)
+    verdict = judge.judge(random_images(), CAPTIONS.texts(), (), 0.5)
     assert verdict.judgeable.dtype == verdict.promising.dtype == torch.bool
     assert torch.equal(verdict.promising, verdict.score >= 0.5)
 
 
-def test_a_reward_is_loaded_from_nowhere_with_a_sentence() -> None:
-    with pytest.raises(ValueError, match="there are no weights 'playground/nobody'"):
+def test_unknown_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="'playground/nobody'"):
         PlaygroundTasteReward("playground/nobody").load(Placement())

@@ -1,4 +1,4 @@
-"""The control: what can be learned of a shuffled reward is nothing."""
+"""The shuffled reward: a control in which every sample gets the score of another one."""
 
 from __future__ import annotations
 
@@ -23,46 +23,50 @@ CLIPS = torch.rand(12, 5, 3, 6, 6, generator=torch.Generator().manual_seed(1))
 COLORS = [("red", "green", "blue", "yellow")[i % 4] for i in range(40)]
 
 
-def scores(spec: RewardSpec, pixels: Tensor, prompts: Prompts) -> Tensor:
+def compute_scores(spec: RewardSpec, pixels: Tensor, prompts: Prompts) -> Tensor:
     return Rubric({"it": WeightedReward(spec, spec.load(Placement()))}).score(pixels, prompts).total
 
 
-def test_everybody_gets_what_another_one_earned() -> None:
-    true, paid = (scores(spec, PIXELS, COLORS) for spec in (ColorReward(), ShuffledReward(ColorReward())))
-    assert not torch.isclose(true, paid).any()
-    torch.testing.assert_close(true.sort().values, paid.sort().values)
+def test_every_sample_gets_the_score_of_another() -> None:
+    original, shuffled = (
+        compute_scores(spec, PIXELS, COLORS) for spec in (ColorReward(), ShuffledReward(ColorReward()))
+    )
+    assert not torch.isclose(original, shuffled).any()
+    torch.testing.assert_close(original.sort().values, shuffled.sort().values)
 
 
-def test_the_order_is_the_same_for_the_same_pictures_and_another_for_others() -> None:
+def test_derangement_depends_only_on_the_pixels() -> None:
     assert derangement(PIXELS) == derangement(PIXELS.clone())
     assert derangement(PIXELS) != derangement(PIXELS * 0.9)
 
 
-def test_everybody_is_in_one_circle() -> None:
-    others, place, seen = derangement(PIXELS), 0, set()
-    while place not in seen:
-        seen.add(place)
-        place = others[place]
-    assert len(seen) == 40
+def test_derangement_is_a_single_cycle() -> None:
+    order, index, visited = derangement(PIXELS), 0, set()
+    while index not in visited:
+        visited.add(index)
+        index = order[index]
+    assert len(visited) == 40
 
 
-def test_where_gradients_flow_pictures_are_held_against_other_prompts() -> None:
+def test_differentiable_scores_use_shuffled_prompts() -> None:
     pixels = PIXELS.clone().requires_grad_()
-    paid = scores(ShuffledReward(ColorReward()), pixels, COLORS)
-    others = derangement(PIXELS)
-    torch.testing.assert_close(paid.detach(), scores(ColorReward(), PIXELS, [COLORS[i] for i in others]))
-    assert torch.autograd.grad(paid.sum(), pixels)[0].abs().sum() > 0
+    shuffled = compute_scores(ShuffledReward(ColorReward()), pixels, COLORS)
+    order = derangement(PIXELS)
+    torch.testing.assert_close(shuffled.detach(), compute_scores(ColorReward(), PIXELS, [COLORS[i] for i in order]))
+    assert torch.autograd.grad(shuffled.sum(), pixels)[0].abs().sum() > 0
 
 
-def test_frames_of_a_clip_stay_together() -> None:
-    true, paid = (scores(spec, CLIPS, [""] * 12) for spec in (BrightnessReward(), ShuffledReward(BrightnessReward())))
-    torch.testing.assert_close(true.sort().values, paid.sort().values)
-    assert not torch.isclose(true, paid).any()
+def test_frames_of_a_clip_are_shuffled_together() -> None:
+    original, shuffled = (
+        compute_scores(spec, CLIPS, [""] * 12) for spec in (BrightnessReward(), ShuffledReward(BrightnessReward()))
+    )
+    torch.testing.assert_close(original.sort().values, shuffled.sort().values)
+    assert not torch.isclose(original, shuffled).any()
 
 
 @dataclass(frozen=True)
-class Short(RewardSpec, Reward):
-    """A reward that bears three rows, which it counts."""
+class SmallBatchReward(RewardSpec, Reward):
+    """A reward that asserts its batch size of three."""
 
     batch_size: int = 3
     card: ClassVar[RewardCard] = RewardCard(range="any", failure_modes="anything")
@@ -70,29 +74,30 @@ class Short(RewardSpec, Reward):
     modality: ClassVar[Literal["image"]] = "image"
     runs_on: ClassVar[Literal["device"]] = "device"
 
-    def load(self, placement: Placement) -> Short:
+    def load(self, placement: Placement) -> SmallBatchReward:
         return self
 
-    def tiny(self) -> Short:
+    def tiny(self) -> SmallBatchReward:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         assert len(pixels) <= 3
         return pixels.mean((1, 2, 3, 4))
 
 
-def test_the_inner_reward_is_asked_about_no_more_than_it_can_bear() -> None:
+def test_batch_size_of_the_inner_reward_is_respected() -> None:
     torch.testing.assert_close(
-        scores(ShuffledReward(Short()), PIXELS, COLORS).sort().values, scores(Short(), PIXELS, COLORS).sort().values
+        compute_scores(ShuffledReward(SmallBatchReward()), PIXELS, COLORS).sort().values,
+        compute_scores(SmallBatchReward(), PIXELS, COLORS).sort().values,
     )
 
 
-def test_one_picture_alone_cannot_be_exchanged() -> None:
-    with pytest.raises(RewardError, match="at least two"):
-        scores(ShuffledReward(ColorReward()), PIXELS[:1], ["red"])
+def test_single_sample_is_refused() -> None:
+    with pytest.raises(RewardError, match="two"):
+        compute_scores(ShuffledReward(ColorReward()), PIXELS[:1], ["red"])
 
 
-def test_a_recipe_can_ask_for_it_and_says_so_when_resolved() -> None:
+def test_config_with_shuffled_reward_round_trips() -> None:
     config = load("grpo-toy-flow", ["rewards.color={type: shuffled, reward: {type: color}}"])
     assert config_to_dict(config)["rewards"]["color"]["type"] == "shuffled"
     assert validate_config(config_to_dict(config)) == config

@@ -1,4 +1,4 @@
-"""Rewards without weights: closed forms, gradients and sentences."""
+"""Rewards with no network: closed forms, gradients and refused inputs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def flat(color: tuple[float, float, float], size: int = 8) -> Tensor:
+def flat_image(color: tuple[float, float, float], size: int = 8) -> Tensor:
     return torch.tensor(color)[None, None, :, None, None].expand(1, 1, 3, size, size)
 
 
-def test_jpeg_counts_the_kilobytes_of_the_file() -> None:
+def test_jpeg_score_is_the_size_in_kilobytes() -> None:
     pixels = random(1, 1, 3, 32, 32)
     file = BytesIO()
     Image.fromarray(to_uint8(pixels[0, 0])).save(file, "JPEG", quality=80)
@@ -39,61 +39,65 @@ def test_jpeg_counts_the_kilobytes_of_the_file() -> None:
 
 
 @pytest.mark.parametrize("reward", [JpegReward(), CompressionReward()])
-def test_noise_compresses_worse_than_a_flat_picture(reward: JpegReward | CompressionReward) -> None:
-    pixels = torch.cat([random(1, 1, 3, 32, 32), flat((0.2, 0.5, 0.7), 32)])
+def test_noise_compresses_worse_than_a_flat_image(reward: JpegReward | CompressionReward) -> None:
+    pixels = torch.cat([random(1, 1, 3, 32, 32), flat_image((0.2, 0.5, 0.7), 32)])
     noise, plain = reward.score(pixels, ["", ""], [{}, {}]).tolist()
     assert noise < plain
 
 
 @pytest.mark.parametrize("kind", [JpegReward, CompressionReward])
 @pytest.mark.parametrize("quality", [0, 101])
-def test_a_quality_no_jpeg_has_is_refused(kind: type[JpegReward] | type[CompressionReward], quality: int) -> None:
-    with pytest.raises(ValueError, match=f"is {quality}; expected a whole number"):
+def test_invalid_jpeg_quality_is_refused(kind: type[JpegReward] | type[CompressionReward], quality: int) -> None:
+    with pytest.raises(ValueError, match=f"quality.* {quality}\\b"):
         kind(quality=quality)
 
 
 def test_brightness_is_the_mean_or_the_distance_to_a_target() -> None:
-    pixels = flat((0.2, 0.4, 0.9))
+    pixels = flat_image((0.2, 0.4, 0.9))
     assert BrightnessReward().score(pixels, [""], [{}]).item() == pytest.approx(0.5)
     assert BrightnessReward(0.75).score(pixels, [""], [{}]).item() == pytest.approx(-0.25)
 
 
 @pytest.mark.parametrize("name", TOY_COLORS)
-def test_the_color_named_scores_one(name: str) -> None:
-    assert ColorReward().score(flat(TOY_COLORS[name]), [f"a {name.upper()}, thing"], [{}]).item() == pytest.approx(1)
+def test_image_of_the_named_color_scores_one(name: str) -> None:
+    assert ColorReward().score(
+        flat_image(TOY_COLORS[name]), [f"a {name.upper()}, thing"], [{}]
+    ).item() == pytest.approx(1)
 
 
-def test_a_wrong_color_loses_its_mean_distance() -> None:
-    assert ColorReward().score(flat(TOY_COLORS["red"]), ["blue"], [{}]).item() == pytest.approx(1 - 1.6 / 3)
+def test_wrong_color_scores_one_minus_mean_distance() -> None:
+    assert ColorReward().score(flat_image(TOY_COLORS["red"]), ["blue"], [{}]).item() == pytest.approx(1 - 1.6 / 3)
 
 
-def test_the_last_color_of_the_prompt_counts() -> None:
-    assert ColorReward().score(flat(TOY_COLORS["red"]), ["a bluebird on blue and red"], [{}]).item() == pytest.approx(1)
+def test_last_color_of_the_prompt_is_used() -> None:
+    assert ColorReward().score(
+        flat_image(TOY_COLORS["red"]), ["a bluebird on blue and red"], [{}]
+    ).item() == pytest.approx(1)
 
 
-def test_colors_of_ones_own_replace_the_known_ones() -> None:
-    own = ColorReward({"teal": (0.0, 0.5, 0.5)})
-    assert own.score(flat((0.0, 0.5, 0.5)), ["teal"], [{}]).item() == pytest.approx(1)
-    with pytest.raises(ValueError, match="expected one of teal"):
-        own.score(flat(TOY_COLORS["red"]), ["red"], [{}])
+def test_custom_colors_replace_the_default_colors() -> None:
+    custom = ColorReward({"teal": (0.0, 0.5, 0.5)})
+    assert custom.score(flat_image((0.0, 0.5, 0.5)), ["teal"], [{}]).item() == pytest.approx(1)
+    with pytest.raises(ValueError, match="teal"):
+        custom.score(flat_image(TOY_COLORS["red"]), ["red"], [{}])
 
 
 def test_mse_and_l1_measure_the_distance_to_the_target() -> None:
     pixels, target = random(2, 1, 3, 4, 4), random(1, 3, 4, 4, seed=1)
-    facts = [{"target": target}] * 2
+    metadata = [{"target": target}] * 2
     gap = pixels[:, 0] - target
-    torch.testing.assert_close(MseReward().score(pixels, ["", ""], facts), -gap.square().mean((1, 2, 3)))
-    torch.testing.assert_close(L1Reward().score(pixels, ["", ""], facts), -gap.abs().mean((1, 2, 3)))
+    torch.testing.assert_close(MseReward().score(pixels, ["", ""], metadata), -gap.square().mean((1, 2, 3)))
+    torch.testing.assert_close(L1Reward().score(pixels, ["", ""], metadata), -gap.abs().mean((1, 2, 3)))
 
 
-def test_a_target_can_be_a_file(tmp_path: Path) -> None:
+def test_target_can_be_a_file(tmp_path: Path) -> None:
     pixels = random(1, 3, 4, 4).mul(255).round() / 255
     save_image(pixels, tmp_path / "target.png")
     for path in (tmp_path / "target.png", str(tmp_path / "target.png")):
         assert MseReward().score(pixels[None], [""], [{"target": path}]).item() == pytest.approx(0, abs=1e-12)
 
 
-def test_a_clip_is_compared_frame_by_frame_with_a_clip_and_every_frame_with_a_still() -> None:
+def test_clip_is_compared_with_a_target_clip_or_a_target_image() -> None:
     clip = random(1, 3, 3, 4, 4)
     rubric = Rubric({"mse": WeightedReward(MseReward(), MseReward())})
     assert rubric.score(clip, [""], [{"target": clip[0]}]).total.item() == 0
@@ -102,31 +106,31 @@ def test_a_clip_is_compared_frame_by_frame_with_a_clip_and_every_frame_with_a_st
 
 
 @pytest.mark.parametrize(
-    ("facts", "sentence"),
+    ("metadata", "pattern"),
     [
-        ({}, "'cat' has no metadata 'target'"),
+        ({}, "'cat'.*'target'"),
         (
             {"target": torch.zeros(1, 3, 5, 5)},
-            r"target of 'cat' is \[1, 3, 5, 5\]",
+            r"'cat'.*\[1, 3, 5, 5\]",
         ),
         ({"target": torch.zeros(2, 3, 4, 4), "frame": 2}, "frame 2"),
-        ({"target": "missing.png"}, "there is no image at missing.png"),
+        ({"target": "missing.png"}, r"missing\.png"),
     ],
 )
-def test_a_target_that_does_not_fit_is_a_sentence(facts: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        L1Reward().score(torch.zeros(1, 1, 3, 4, 4), ["cat"], [facts])
+def test_missing_or_mismatched_target_is_refused(metadata: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        L1Reward().score(torch.zeros(1, 1, 3, 4, 4), ["cat"], [metadata])
 
 
-def test_stillness_is_one_without_motion_and_falls_with_it() -> None:
+def test_stillness_is_one_for_a_static_clip_and_decreases_with_motion() -> None:
     still = random(1, 1, 3, 4, 4).expand(1, 5, 3, 4, 4)
     assert StillnessReward().score(still, [""], [{}]).item() == pytest.approx(1)
     moving = torch.tensor([0.0, 0.5, 0.0])[None, :, None, None, None].expand(1, 3, 3, 4, 4)
     assert StillnessReward().score(moving, [""], [{}]).item() == pytest.approx(0.5)
 
 
-def test_stillness_of_a_still_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 frames or more"):
+def test_stillness_of_a_single_frame_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 frames"):
         StillnessReward().score(random(1, 1, 3, 4, 4), [""], [{}])
 
 
@@ -146,15 +150,15 @@ def test_stillness_of_a_still_is_refused() -> None:
 def test_gradients_agree_with_finite_differences(
     reward: BrightnessReward | ColorReward | MseReward | L1Reward | StillnessReward | CompressionReward,
 ) -> None:
-    # Nine pixels a side leave a block that is partly padding, and halves that do not divide.
+    # A side of nine pixels gives a partly padded block and an odd size to halve.
     frames = 2 if reward.modality == "video" else 1
     pixels = random(2, frames, 3, 9, 9, seed=3).double().requires_grad_()
-    facts = [{"target": random(1, 3, 9, 9, seed=4)}] * 2
+    metadata = [{"target": random(1, 3, 9, 9, seed=4)}] * 2
     assert reward.differentiable
-    assert torch.autograd.gradcheck(lambda x: reward.score(x, ["red", "blue"], facts), (pixels,), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda x: reward.score(x, ["red", "blue"], metadata), (pixels,), fast_mode=True)
 
 
-def test_a_reward_without_weights_is_its_own_scorer_and_its_own_small_version() -> None:
+def test_network_free_reward_is_its_own_scorer_and_tiny_version() -> None:
     for reward in (
         JpegReward(),
         CompressionReward(),

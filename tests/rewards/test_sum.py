@@ -1,4 +1,4 @@
-"""Several rewards as one, and what others call them."""
+"""The sum of rewards, and aliases of reward names."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def total(spec: RewardSpec, pixels: torch.Tensor = PIXELS) -> torch.Tensor:
     return Rubric({"it": WeightedReward(spec, load_shared_reward(spec, Placement()))}).score(pixels, PROMPTS).total
 
 
-def test_a_sum_is_what_a_rubric_of_the_same_weights_says() -> None:
-    found = total(SumReward((BrightnessReward(), ColorReward(), StillnessReward()), (0.5, -2.0, 3.0)))
+def test_sum_equals_the_weighted_rubric_total() -> None:
+    scores = total(SumReward((BrightnessReward(), ColorReward(), StillnessReward()), (0.5, -2.0, 3.0)))
     torch.testing.assert_close(
-        found, 0.5 * total(BrightnessReward()) - 2 * total(ColorReward()) + 3 * total(StillnessReward())
+        scores, 0.5 * total(BrightnessReward()) - 2 * total(ColorReward()) + 3 * total(StillnessReward())
     )
     torch.testing.assert_close(
         total(SumReward((BrightnessReward(), JpegReward()))), total(BrightnessReward()) + total(JpegReward())
     )
 
 
-def test_a_sum_passes_gradients_if_all_that_counts_has_them() -> None:
+def test_sum_is_differentiable_if_all_weighted_rewards_are() -> None:
     pixels = PIXELS.clone().requires_grad_()
     spec = SumReward((BrightnessReward(), ColorReward()), (2.0, 0.0))
     (gradient,) = torch.autograd.grad(total(spec, pixels).sum(), pixels)
@@ -49,7 +49,7 @@ def test_a_sum_passes_gradients_if_all_that_counts_has_them() -> None:
     assert SumReward((BrightnessReward(), JpegReward()), (1.0, 0.0)).differentiable
 
 
-def test_a_sum_follows_the_rewards_inside() -> None:
+def test_sum_takes_traits_of_inner_rewards() -> None:
     mixed = SumReward((JpegReward(batch_size=3), StillnessReward(batch_size=7)))
     assert (mixed.modality, mixed.runs_on, mixed.batch_size) == ("video", "device", 7)
     assert SumReward((JpegReward(),)).runs_on == "host"
@@ -57,12 +57,12 @@ def test_a_sum_follows_the_rewards_inside() -> None:
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 2.0, 3.0)])
-def test_weights_that_do_not_fit_are_refused(weights: tuple[float, ...]) -> None:
+def test_wrong_number_of_weights_is_refused(weights: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"2 rewards and \d weights"):
         SumReward((BrightnessReward(), ColorReward()), weights)
 
 
-def test_the_originals_names_are_accepted() -> None:
+def test_upstream_reward_names_are_accepted() -> None:
     assert build_component(RewardSpec, {"type": "pick_score", "batch_size": 3}) == PickScoreReward(batch_size=3)
     assert isinstance(build_component(RewardSpec, {"type": "objectDetection"}), DetectionReward)
     assert [build_component(RewardSpec, {"type": name}) for name in ("rainy", "snowy")] == [
@@ -76,17 +76,17 @@ def test_the_originals_names_are_accepted() -> None:
     assert build_component(RewardSpec, {"type": "aesthetic_hps", "weights": [1, 2]}).weights == (1.0, 2.0)
 
 
-def test_an_alias_is_found_but_not_listed_and_written_by_its_name() -> None:
-    known = Registry("colour", {"red": "colorsys:rgb_to_hsv", "hue": "fractions:Fraction"})
-    known.add_alias("rouge", {"type": "hue"})
-    assert list(known) == ["hue", "red"] and known.aliases("hue") == ["rouge"] and known.aliases("red") == []
-    assert known.find("rouge") is known.find("hue")
-    assert known.name(known.find("rouge")) == "hue"
-    assert known.resolve_alias({"type": "rouge", "a": 1}) == {"type": "hue", "a": 1}
+def test_alias_resolves_to_its_registered_name_and_is_not_listed() -> None:
+    registry = Registry("color", {"red": "colorsys:rgb_to_hsv", "hue": "fractions:Fraction"})
+    registry.add_alias("rouge", {"type": "hue"})
+    assert list(registry) == ["hue", "red"] and registry.aliases("hue") == ["rouge"] and registry.aliases("red") == []
+    assert registry.find("rouge") is registry.find("hue")
+    assert registry.name(registry.find("rouge")) == "hue"
+    assert registry.resolve_alias({"type": "rouge", "a": 1}) == {"type": "hue", "a": 1}
 
 
-def test_no_reward_has_a_setting_by_the_name_of_one_that_says_how_it_counts() -> None:
-    taken = {f.name for f in fields(RewardConfig)} - {"spec"}
+def test_reward_settings_do_not_clash_with_reward_config_keys() -> None:
+    reserved = {f.name for f in fields(RewardConfig)} - {"spec"}
     for name in REWARDS:
         cls = REWARDS.find(name)
-        assert not taken & {f.name for f in fields(cls)}, name  # type: ignore[arg-type]  # every spec is a dataclass
+        assert not reserved & {f.name for f in fields(cls)}, name  # type: ignore[arg-type]  # every spec is a dataclass

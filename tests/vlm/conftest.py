@@ -1,4 +1,4 @@
-"""What several tests of rewards look at."""
+"""Fixtures that several tests of vision-language models share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Small random chat models, one of each family; nobody writes into their folders."""
-    from vlm_stubs import Folders
+    """Directories of small random chat models, one of each family; tests only read them."""
+    from vlm_stubs import CheckpointDirectories
 
-    return Folders(tmp_path_factory.mktemp)
+    return CheckpointDirectories(tmp_path_factory.mktemp)

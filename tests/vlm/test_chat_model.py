@@ -1,4 +1,4 @@
-"""Chat models out of folders as the hub and LLaVA-NeXT have them, small and random."""
+"""Small random chat models loaded from Hub and LLaVA-NeXT checkpoint layouts."""
 
 from __future__ import annotations
 
@@ -17,64 +17,64 @@ from vlm_stubs import FAMILIES
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
-from tastemaker.rewards.backbones.frozen_models import load_network, quiet_transformers
+from tastemaker.rewards.backbones.frozen_models import load_network, silence_transformers
 from tastemaker.rewards.vlm import VlmReward
 from tastemaker.vlm.chat_model import ChatModel, load_chat_model, tiny_chat, tiny_tokenizer
 from tastemaker.vlm.chat_processors import OneVisionProcessor
 from tastemaker.vlm.llava_keys import convert_keys
 from tastemaker.vlm.yes_no import CLARITY, POTENTIAL, QUESTIONS
 
-# PaliGemma's processor itself asks numpy for what it will no longer do.
+# PaliGemma's processor calls a deprecated numpy interface.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-PICTURES = torch.rand(4, 3, 40, 56, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.rand(4, 3, 40, 56, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a cat", "two dogs on a long bench", "", "a red car"]
 
 
-def asked(judge: ChatModel, rows: list[int], keep: bool, *more: str) -> Tensor:
+def ask_clarity(judge: ChatModel, rows: list[int], keep_cache: bool, *more: str) -> Tensor:
     turns = [(CLARITY.replace("{prompt}", PROMPTS[i]), *more) for i in rows]
-    return judge.ask(PICTURES[rows], turns, keep).logits
+    return judge.ask(IMAGES[rows], turns, keep_cache).logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_answers_in_batches_as_one_by_one(family: str, folders: dict[str, Path]) -> None:
+def test_batched_logits_match_single_logits(family: str, folders: dict[str, Path]) -> None:
     judge = load_chat_model(str(folders[family]), Placement())
-    together = asked(judge, [0, 1, 2, 3], False)
-    alone = torch.cat([asked(judge, [i], False) for i in range(4)])
-    torch.testing.assert_close(together, alone, atol=2e-4, rtol=1e-4)
-    assert (together[0] - together[1]).abs().max() > 0.1  # prompts and pictures are heard and seen
+    batched = ask_clarity(judge, [0, 1, 2, 3], False)
+    single = torch.cat([ask_clarity(judge, [i], False) for i in range(4)])
+    torch.testing.assert_close(batched, single, atol=2e-4, rtol=1e-4)
+    assert (batched[0] - batched[1]).abs().max() > 0.1  # prompts and images change the logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_asking_on_is_the_same_as_asking_anew(family: str, folders: dict[str, Path]) -> None:
+def test_followup_with_cache_matches_full_conversation(family: str, folders: dict[str, Path]) -> None:
     judge = load_chat_model(str(folders[family]), Placement())
     turns = [(CLARITY.replace("{prompt}", prompt),) for prompt in PROMPTS]
-    heard = judge.ask(PICTURES, turns, keep_cache=True)
-    assert (heard.kv_cache is not None) == (family not in ("llava", "paligemma"))
-    on = judge.ask_followup(heard, torch.tensor([1, 3]), "yes", POTENTIAL)
-    anew = torch.cat([asked(judge, [i], False, "yes", POTENTIAL) for i in (1, 3)])
-    torch.testing.assert_close(on, anew, atol=2e-4, rtol=1e-4)
+    output = judge.ask(IMAGES, turns, keep_cache=True)
+    assert (output.kv_cache is not None) == (family not in ("llava", "paligemma"))
+    followup = judge.ask_followup(output, torch.tensor([1, 3]), "yes", POTENTIAL)
+    expected = torch.cat([ask_clarity(judge, [i], False, "yes", POTENTIAL) for i in (1, 3)])
+    torch.testing.assert_close(followup, expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_a_reward_and_a_judge(family: str, folders: dict[str, Path]) -> None:
+def test_every_family_is_a_reward_and_a_verifier(family: str, folders: dict[str, Path]) -> None:
     judge = VlmReward(weights=str(folders[family])).load(Placement())
-    score = judge.score(PICTURES[:, None], PROMPTS, [{}] * 4)
+    score = judge.score(IMAGES[:, None], PROMPTS, [{}] * 4)
     assert score.isfinite().all() and score.std() > 1e-4
-    assert judge.judge(PICTURES[:, None], PROMPTS, (), 0.4).score.shape == (4,)
+    assert judge.judge(IMAGES[:, None], PROMPTS, (), 0.4).score.shape == (4,)
 
 
-def test_only_who_prepares_pictures_in_torch_gives_gradients(folders: dict[str, Path]) -> None:
+def test_pixel_gradient_requires_torch_preprocessing(folders: dict[str, Path]) -> None:
     VlmReward(weights=str(folders["llava_onevision"]), pixel_gradient=True).load(Placement())
-    with pytest.raises(ConfigError, match="outside PyTorch"):
+    with pytest.raises(ConfigError, match="PyTorch"):
         VlmReward(weights=str(folders["qwen2_vl"]), pixel_gradient=True).load(Placement())
 
 
-def test_one_forward_pass_is_the_first_step_of_greedy_generation(folders: dict[str, Path]) -> None:
+def test_logits_match_first_step_of_greedy_generation(folders: dict[str, Path]) -> None:
     judge = load_chat_model(str(folders["qwen2_5_vl"]), Placement())
     texts = [judge.processor.render((CLARITY.replace("{prompt}", prompt),)) for prompt in PROMPTS]
-    inputs = judge.processor.encode(PICTURES, texts)
+    inputs = judge.processor.encode(IMAGES, texts)
     out = judge.net.generate(
         inputs.input_ids,
         attention_mask=inputs.attention_mask,
@@ -84,29 +84,29 @@ def test_one_forward_pass_is_the_first_step_of_greedy_generation(folders: dict[s
         output_logits=True,
         return_dict_in_generate=True,
     )
-    torch.testing.assert_close(asked(judge, [0, 1, 2, 3], False), out.logits[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ask_clarity(judge, [0, 1, 2, 3], False), out.logits[0], atol=1e-4, rtol=1e-4)
 
 
-def test_a_padded_picture_passes_as_one_tile(folders: dict[str, Path]) -> None:
+def test_padded_image_is_one_tile(folders: dict[str, Path]) -> None:
     judge = load_chat_model(str(folders["llava_onevision"]), Placement())
     assert isinstance(judge.processor, OneVisionProcessor)
-    inputs = judge.processor.encode(PICTURES, [judge.processor.render((CLARITY,))] * 4)
-    sizes, count = torch.tensor([[56, 56]] * 4), torch.tensor([4])  # several pictures are not cut into tiles
+    inputs = judge.processor.encode(IMAGES, [judge.processor.render((CLARITY,))] * 4)
+    sizes, count = torch.tensor([[56, 56]] * 4), torch.tensor([4])  # several images are not split into tiles
     with torch.no_grad():
-        theirs = judge.net(
+        expected = judge.net(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
             position_ids=inputs.extra_inputs["position_ids"],
-            pixel_values=judge.processor.preprocess(PICTURES),
+            pixel_values=judge.processor.preprocess(IMAGES),
             image_sizes=sizes,
             batch_num_images=count,
             logits_to_keep=1,
         )
-    assert torch.equal(judge.ask(PICTURES, [(CLARITY,)] * 4).logits, theirs.logits[:, -1])
+    assert torch.equal(judge.ask(IMAGES, [(CLARITY,)] * 4).logits, expected.logits[:, -1])
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (40, 90), (90, 41), (1, 1)])
-def test_pictures_are_padded_and_resized_as_the_published_judges_do(height: int, width: int) -> None:
+def test_images_are_padded_and_resized_as_in_published_judges(height: int, width: int) -> None:
     from transformers import SiglipImageProcessorPil
 
     coarse = np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)
@@ -114,36 +114,38 @@ def test_pictures_are_padded_and_resized_as_the_published_judges_do(height: int,
     side = max(height, width)
     square = Image.new("RGB", (side, side), (127, 127, 127))
     square.paste(image, ((side - width) // 2, (side - height) // 2))
-    theirs = SiglipImageProcessorPil(size={"height": 30, "width": 30}, resample=3)(square, return_tensors="pt")
+    expected = SiglipImageProcessorPil(size={"height": 30, "width": 30}, resample=3)(square, return_tensors="pt")
     net, tokenizer = tiny_chat(Placement())
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
-    difference = (OneVisionProcessor(net, tokenizer).preprocess(pixels) - theirs["pixel_values"]).abs().mean() / 2
+    difference = (OneVisionProcessor(net, tokenizer).preprocess(pixels) - expected["pixel_values"]).abs().mean() / 2
     assert difference <= 1e-3
 
 
-def test_the_published_names_are_mapped_one_and_all() -> None:
-    told = json.loads((FIXTURES / "llava/onevision_7b_keymap.json").read_text(encoding="utf-8"))["map"]
+def test_all_published_keys_are_converted() -> None:
+    keymap = json.loads((FIXTURES / "llava/onevision_7b_keymap.json").read_text(encoding="utf-8"))["map"]
     empty = torch.zeros(0)
-    assert len(told) == 765
-    for old, new in told.items():
-        found = convert_keys({old: empty}, Path("parm"))
-        found.pop("lm_head.weight" if new != "lm_head.weight" else "", None)
-        assert [*found] == [new]
+    assert len(keymap) == 765
+    for old, new in keymap.items():
+        converted = convert_keys({old: empty}, Path("parm"))
+        converted.pop("lm_head.weight" if new != "lm_head.weight" else "", None)
+        assert [*converted] == [new]
 
 
-def published(folder: Path, path: Path, config: dict[str, Any]) -> None:
-    """A folder of transformers' as LLaVA-NeXT would have written it: other names, flat settings, shards."""
-    back = [
+def save_llava_next_layout(folder: Path, path: Path, config: dict[str, Any]) -> None:
+    """Rewrite a transformers checkpoint in LLaVA-NeXT's layout: its key names, flat config and shards."""
+    renames = [
         (r"model\.vision_tower\.(.+)", r"model.vision_tower.vision_tower.vision_model.\1"),
         (r"model\.multi_modal_projector\.linear_1\.(.+)", r"model.mm_projector.0.\1"),
         (r"model\.multi_modal_projector\.linear_2\.(.+)", r"model.mm_projector.2.\1"),
         (r"model\.language_model\.(.+)", r"model.\1"),
     ]
-    with quiet_transformers():
+    with silence_transformers():
         state = {k: v.clone() for k, v in load_chat_model(str(folder), Placement()).net.state_dict().items()}
     renamed = {}
     for key, value in state.items():
-        old = next((re.sub(ours, theirs, key) for ours, theirs in back if re.fullmatch(ours, key)), key)
+        old = next(
+            (re.sub(pattern, replacement, key) for pattern, replacement in renames if re.fullmatch(pattern, key)), key
+        )
         renamed[old] = value
     tower = "model.vision_tower.vision_tower.vision_model."
     renamed[f"{tower}head.probe"] = torch.zeros(1, 1, 72)
@@ -154,15 +156,15 @@ def published(folder: Path, path: Path, config: dict[str, Any]) -> None:
     shards = {"model-00001-of-00002.safetensors": names[:half], "model-00002-of-00002.safetensors": names[half:]}
     for shard, keys in shards.items():
         save_file({key: renamed[key] for key in keys}, path / shard)
-    where = {key: shard for shard, keys in shards.items() for key in keys}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    weight_map = {key: shard for shard, keys in shards.items() for key in keys}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (path / "config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 20, "top_p": 0.8}))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (path / file).write_bytes((folder / file).read_bytes())
 
 
-FLAT = {
+LLAVA_NEXT_CONFIG = {
     "architectures": ["LlavaQwenForCausalLM"], "model_type": "llava",
     "mm_vision_tower": "google/siglip-tiny-patch14-30", "mm_projector_type": "mlp2x_gelu",
     "image_aspect_ratio": "anyres_max_9", "hidden_size": 32, "intermediate_size": 64,
@@ -174,72 +176,79 @@ FLAT = {
 @pytest.fixture(scope="module")
 def parm(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parm")
-    published(folders["llava_onevision"], path, FLAT | {"vocab_size": len(tiny_tokenizer())})
+    save_llava_next_layout(folders["llava_onevision"], path, LLAVA_NEXT_CONFIG | {"vocab_size": len(tiny_tokenizer())})
     return path
 
 
 @pytest.mark.parametrize("mode", ["yes_no_logits", "full_softmax", "upstream_generate"])
-def test_a_published_judge_scores_as_its_twin_in_transformers(mode: Any, parm: Path, folders: dict[str, Path]) -> None:
-    own = VlmReward(weights=str(parm), answer_mode=mode).load(Placement())
-    twin = VlmReward(weights=str(folders["llava_onevision"]), answer_mode=mode).load(Placement())
-    one, two = (judge.vlm_judge.judge_finished(PICTURES, PROMPTS, "orm") for judge in (own, twin))
-    if mode != "upstream_generate":  # where the sampling of its generation_config.json counts
-        assert torch.equal(one.yes, two.yes)
-        verdicts = [judge.judge(PICTURES[:, None], PROMPTS, (), 0.5) for judge in (own, twin)]
+def test_published_layout_scores_match_transformers_layout(mode: Any, parm: Path, folders: dict[str, Path]) -> None:
+    published = VlmReward(weights=str(parm), answer_mode=mode).load(Placement())
+    converted = VlmReward(weights=str(folders["llava_onevision"]), answer_mode=mode).load(Placement())
+    first, second = (judge.vlm_judge.judge_finished(IMAGES, PROMPTS, "orm") for judge in (published, converted))
+    if mode != "upstream_generate":  # the sampling of generation_config.json changes that mode
+        assert torch.equal(first.yes, second.yes)
+        verdicts = [judge.judge(IMAGES[:, None], PROMPTS, (), 0.5) for judge in (published, converted)]
         assert torch.equal(verdicts[0].score, verdicts[1].score)
-    assert own.vlm_judge.model.answer_tokens.top_k == 20 and own.vlm_judge.model.answer_tokens.top_p == 0.8
+    assert published.vlm_judge.model.answer_tokens.top_k == 20 and published.vlm_judge.model.answer_tokens.top_p == 0.8
 
 
-def test_the_eyes_of_a_published_judge_are_those_of_its_name(parm: Path) -> None:
-    eyes = load_chat_model(str(parm), Placement()).net.config.vision_config
-    assert (eyes.image_size, eyes.patch_size, eyes.num_hidden_layers, eyes.num_attention_heads) == (30, 14, 2, 1)
+def test_vision_config_follows_the_vision_tower_name(parm: Path) -> None:
+    vision = load_chat_model(str(parm), Placement()).net.config.vision_config
+    assert (vision.image_size, vision.patch_size, vision.num_hidden_layers, vision.num_attention_heads) == (
+        30,
+        14,
+        2,
+        1,
+    )
 
 
-def test_paligemma_answers_as_recorded() -> None:
+def test_paligemma_logits_match_the_recording() -> None:
     from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
     path = FIXTURES / "paligemma"
     config = PaliGemmaConfig.from_pretrained(path)
     net = load_network(PaliGemmaForConditionalGeneration, config, path, Placement())
-    told = load_file(path / "expected.safetensors")
+    recording = load_file(path / "expected.safetensors")
     with torch.no_grad():
         out = net(
-            input_ids=told["in.input_ids"], attention_mask=told["in.attention_mask"],
-            pixel_values=told["in.pixel_values"], token_type_ids=torch.zeros_like(told["in.input_ids"]),
+            input_ids=recording["in.input_ids"], attention_mask=recording["in.attention_mask"],
+            pixel_values=recording["in.pixel_values"], token_type_ids=torch.zeros_like(recording["in.input_ids"]),
             logits_to_keep=1,
         )  # fmt: skip
-    torch.testing.assert_close(out.logits[:, -1], told["out.prefill_logits_token_type0"][:, -1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        out.logits[:, -1], recording["out.prefill_logits_token_type0"][:, -1], atol=1e-5, rtol=1e-5
+    )
 
 
-def test_paligemma_is_asked_with_its_picture_first_and_a_line_end(folders: dict[str, Path]) -> None:
+def test_paligemma_prompt_starts_with_image_tokens_and_ends_with_newline(folders: dict[str, Path]) -> None:
     judge = load_chat_model(str(folders["paligemma"]), Placement())
     text = judge.processor.render((QUESTIONS["orm"].replace("{prompt}", "a cat"),))
-    ids = judge.processor.encode(PICTURES[:1], [text]).input_ids[0]
+    ids = judge.processor.encode(IMAGES[:1], [text]).input_ids[0]
     assert judge.tokenizer.decode(ids) == "<image>" * 4 + "<bos>" + text.removeprefix("<image>") + "\n"
 
 
-def test_folders_that_will_not_do_are_told_in_a_sentence(parm: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"expected a local path, or llava-hf/.*16 GB"):
+def test_unusable_checkpoint_directories_are_refused(parm: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"llava-hf/.*16 GB"):
         VlmReward().load(Placement())
-    with pytest.raises(ConfigError, match=r"no readable config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         VlmReward(weights=str(tmp_path)).load(Placement())
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ConfigError, match="holds no vision-language model"):
+    with pytest.raises(ConfigError, match="vision-language model"):
         VlmReward(weights=str(tmp_path)).load(Placement())
     for file in folders["llava_onevision"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "model.safetensors").write_bytes((folders["llava_onevision"] / "model.safetensors").read_bytes()[:500])
-    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+    with pytest.raises(ConfigError, match="readable safetensors"):
         VlmReward(weights=str(tmp_path)).load(Placement())
-    with pytest.raises(ConfigError, match=r"'model\.other\.weight', which no LLaVA-OneVision has"):
+    with pytest.raises(ConfigError, match=r"'model\.other\.weight'"):
         convert_keys({"model.other.weight": torch.zeros(1)}, parm)
 
 
-def test_a_published_judge_without_its_tokenizer_or_a_tensor_is_refused(parm: Path, tmp_path: Path) -> None:
+def test_missing_tokenizer_or_tensor_is_refused(parm: Path, tmp_path: Path) -> None:
     for file in parm.iterdir():
         if not file.name.startswith("tokenizer"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ConfigError, match=r"the tokenizer or processor in .* cannot be used"):
+    with pytest.raises(ConfigError, match="tokenizer or processor"):
         VlmReward(weights=str(tmp_path)).load(Placement())
     shard = tmp_path / "model-00002-of-00002.safetensors"
     tensors = load_file(shard)

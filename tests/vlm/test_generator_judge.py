@@ -1,4 +1,4 @@
-"""Show-o learns to answer: by codes and by CLIP's features, from nothing but the answers, and is asked afterwards."""
+"""Fine-tuning Show-o to answer questions, from VQ codes or CLIP features: loss, export and reload."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from tastemaker.vlm.finetuning import JudgeRun, train
 from tastemaker.vlm.judge_models import GeneratorJudge, load_generator_judge
 
 RECIPES = ("showo-vqa", "showo-vqa-clip")
-PICTURES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-ROWS: list[dict[str, Any]] = [
+IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+CONVERSATIONS: list[dict[str, Any]] = [
     {"turns": (f"{IMAGE_PLACEHOLDER}\nIs it red?",), "answer": "no"},
     {"turns": ("Is it?", "yes", "Blue?"), "answer": "yes"},
 ]
 
 
 def config(recipe: str, *changes: str) -> JudgeRunConfig:
-    fast = ["engine={precision: fp32, device: cpu, activation_memory: keep}", "batch_size=8", "micro_batch_size=8"]
+    overrides = ["engine={precision: fp32, device: cpu, activation_memory: keep}", "batch_size=8", "micro_batch_size=8"]
     optim = "optim={lr: 3e-3, weight_decay: 0.0, warmup_steps: 0, lr_schedule: constant}"
-    found = make_tiny_any(load_any_config(recipe, [*fast, optim, *changes]))
-    assert isinstance(found, JudgeRunConfig)
-    return found
+    run_config = make_tiny_any(load_any_config(recipe, [*overrides, optim, *changes]))
+    assert isinstance(run_config, JudgeRunConfig)
+    return run_config
 
 
 def model(vision: str | None = None) -> ShowoBackbone:
-    found = ShowoSpec(vision_encoder=vision).tiny().load(Placement())
-    chance = torch.Generator().manual_seed(0)
-    for name, p in found.net.named_parameters():
+    backbone = ShowoSpec(vision_encoder=vision).tiny().load(Placement())
+    generator = torch.Generator().manual_seed(0)
+    for name, p in backbone.net.named_parameters():
         if p.dim() == 2 and "embed" not in name:
-            torch.nn.init.normal_(p, std=0.5, generator=chance)
-    return found
+            torch.nn.init.normal_(p, std=0.5, generator=generator)
+    return backbone
 
 
 def losses(run: JudgeRun) -> list[float]:
@@ -55,74 +55,83 @@ def losses(run: JudgeRun) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_tiny_one_learns_its_answers(recipe: str, tmp_path: Path) -> None:
-    toys = "data={type: toy_vqa, colors: [red, blue], num_samples: 16}"
-    found = losses(build_judge(config(recipe, "steps=25", toys), tmp_path))
-    assert found[0] > 2 and found[-1] < 0.4 * found[0]
+def test_tiny_model_learns_its_answers(recipe: str, tmp_path: Path) -> None:
+    data = "data={type: toy_vqa, colors: [red, blue], num_samples: 16}"
+    history = losses(build_judge(config(recipe, "steps=25", data), tmp_path))
+    assert history[0] > 2 and history[-1] < 0.4 * history[0]
 
 
 @pytest.mark.parametrize("vision", [None, "clip"])
-def test_only_the_answers_count(vision: str | None) -> None:
-    """A gradient is where answers and their ends are, and nowhere else: not on questions, pictures, or filling."""
+def test_loss_depends_only_on_answer_tokens(vision: str | None) -> None:
+    """Gradients are nonzero only at answer and end tokens, not at question, image or padding tokens."""
     backbone = model(vision)
-    told = score_answers(backbone, PICTURES, [row["turns"] for row in ROWS], [str(row["answer"]) for row in ROWS])
-    lengths = [len(backbone.prompt_tokenizer.tokenizer(f" {row['answer']}")) + 1 for row in ROWS]
-    assert told.logits.shape[1] == max(lengths) and told.mask.sum(1).tolist() == lengths
-    assert told.ids[:, -1].tolist() == [backbone.vocabulary.eos_id] * 2
-    kept: list[torch.Tensor] = []
-    pupil = GeneratorJudge(backbone)
+    scores = score_answers(
+        backbone, IMAGES, [row["turns"] for row in CONVERSATIONS], [str(row["answer"]) for row in CONVERSATIONS]
+    )
+    lengths = [len(backbone.prompt_tokenizer.tokenizer(f" {row['answer']}")) + 1 for row in CONVERSATIONS]
+    assert scores.logits.shape[1] == max(lengths) and scores.mask.sum(1).tolist() == lengths
+    assert scores.ids[:, -1].tolist() == [backbone.vocabulary.eos_id] * 2
+    logits: list[torch.Tensor] = []
+    judge = GeneratorJudge(backbone)
 
-    def keep(_: Any, __: Any, made: tuple[torch.Tensor, Any]) -> None:
-        made[0].retain_grad()
-        kept.append(made[0])
+    def retain_grad(_: Any, __: Any, output: tuple[torch.Tensor, Any]) -> None:
+        output[0].retain_grad()
+        logits.append(output[0])
 
-    pupil.net.register_forward_hook(keep)
-    loss = pupil(PICTURES, ROWS)
+    judge.net.register_forward_hook(retain_grad)
+    loss = judge(IMAGES, CONVERSATIONS)
     loss.rows.sum().backward()
-    assert torch.equal(kept[0].grad.abs().sum(-1) > 0, told.mask)  # type: ignore[union-attr]
-    each = told.logits.log_softmax(-1).gather(2, told.ids[..., None])[..., 0]
-    expected = [-each[i][told.mask[i]].mean() for i in range(2)]
+    assert torch.equal(logits[0].grad.abs().sum(-1) > 0, scores.mask)  # type: ignore[union-attr]
+    log_probs = scores.logits.log_softmax(-1).gather(2, scores.ids[..., None])[..., 0]
+    expected = [-log_probs[i][scores.mask[i]].mean() for i in range(2)]
     assert torch.allclose(loss.rows, torch.stack(expected), atol=1e-5)
 
 
-def test_only_the_first_word_counts_where_so_asked() -> None:
-    pupil = GeneratorJudge(model())
-    told = pupil.model.score_answers(PICTURES, [row["turns"] for row in ROWS], [str(row["answer"]) for row in ROWS])
-    first = told.mask.float().argmax(1)
-    each = told.logits.log_softmax(-1).gather(2, told.ids[..., None])[..., 0]
-    assert torch.allclose(pupil(PICTURES, ROWS, first=True).rows, -each[[0, 1], first], atol=1e-5)
+def test_first_scores_only_the_first_answer_token() -> None:
+    judge = GeneratorJudge(model())
+    scores = judge.model.score_answers(
+        IMAGES, [row["turns"] for row in CONVERSATIONS], [str(row["answer"]) for row in CONVERSATIONS]
+    )
+    first = scores.mask.float().argmax(1)
+    log_probs = scores.logits.log_softmax(-1).gather(2, scores.ids[..., None])[..., 0]
+    assert torch.allclose(judge(IMAGES, CONVERSATIONS, first=True).rows, -log_probs[[0, 1], first], atol=1e-5)
 
 
-def test_a_row_is_scored_alike_alone_and_beside_a_longer_one() -> None:
-    pupil = GeneratorJudge(model())
-    together = pupil(PICTURES, ROWS).rows
-    alone = [pupil(PICTURES[i : i + 1], ROWS[i : i + 1]).rows for i in range(2)]
-    assert torch.allclose(together, torch.cat(alone), atol=1e-4)
+def test_sample_loss_is_independent_of_the_batch() -> None:
+    judge = GeneratorJudge(model())
+    batched = judge(IMAGES, CONVERSATIONS).rows
+    single = [judge(IMAGES[i : i + 1], CONVERSATIONS[i : i + 1]).rows for i in range(2)]
+    assert torch.allclose(batched, torch.cat(single), atol=1e-4)
 
 
-def test_a_conversation_is_read_in_order_and_its_picture_is_not_named() -> None:
+def test_dialogue_tokens_are_in_order_with_no_image_placeholder() -> None:
     backbone = model()
-    words = backbone.prompt_tokenizer.tokenizer
-    found = tokenize_dialogue(backbone, (f"{IMAGE_PLACEHOLDER}\nIs it red?", "no", "Blue?"))
+    tokenizer = backbone.prompt_tokenizer.tokenizer
+    tokens = tokenize_dialogue(backbone, (f"{IMAGE_PLACEHOLDER}\nIs it red?", "no", "Blue?"))
     end = backbone.vocabulary.eos_id
-    expected = [*words("USER: \nIs it red? ASSISTANT:"), *words(" no"), end, *words("USER: Blue? ASSISTANT:")]
-    assert found == expected
+    expected = [
+        *tokenizer("USER: \nIs it red? ASSISTANT:"),
+        *tokenizer(" no"),
+        end,
+        *tokenizer("USER: Blue? ASSISTANT:"),
+    ]
+    assert tokens == expected
 
 
-def test_what_was_learned_is_exported_as_published_and_read_again(tmp_path: Path) -> None:
-    made = config("showo-vqa", "steps=1", "tuning={type: lora, rank: 2}")
-    write_run_config(made, tmp_path / "run")
-    run = build_judge(made, tmp_path / "run")
+def test_exported_model_has_the_published_layout_and_reloads(tmp_path: Path) -> None:
+    run_config = config("showo-vqa", "steps=1", "tuning={type: lora, rank: 2}")
+    write_run_config(run_config, tmp_path / "run")
+    run = build_judge(run_config, tmp_path / "run")
     losses(run)
-    export_judge(tmp_path / "run", tmp_path / "told", "", Console(quiet=True))
-    told = json.loads((tmp_path / "told/config.json").read_text())
-    assert told["_class_name"] == "Showo" and told["num_vq_tokens"] == 16
-    assert {*read_checkpoint(str(tmp_path / "told"))} == {*ShowoSpec().tiny().load(Placement()).net.state_dict()}
-    found = infer_showo_spec(str(tmp_path / "told"))
-    assert found is not None and found.vision_encoder is None
+    export_judge(tmp_path / "run", tmp_path / "exported", "", Console(quiet=True))
+    exported = json.loads((tmp_path / "exported/config.json").read_text())
+    assert exported["_class_name"] == "Showo" and exported["num_vq_tokens"] == 16
+    assert {*read_checkpoint(str(tmp_path / "exported"))} == {*ShowoSpec().tiny().load(Placement()).net.state_dict()}
+    spec = infer_showo_spec(str(tmp_path / "exported"))
+    assert spec is not None and spec.vision_encoder is None
 
 
-def test_a_generator_that_tells_nothing_is_refused() -> None:
+def test_generator_that_cannot_answer_is_refused() -> None:
     toy: Any = ToyFlowSpec()
-    with pytest.raises(ConfigError, match="expected type showo"):
+    with pytest.raises(ConfigError, match="showo"):
         load_generator_judge(toy, Placement())

@@ -1,4 +1,4 @@
-"""PaliGemma as recorded: what it sees, its logits, its answers and its loss, from whichever layout its weights have."""
+"""PaliGemma matches recorded features, logits, answers and loss, with every layout of its weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIXTURE = Path(__file__).parent.parent / "fixtures/paligemma"
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
-def loaded(tensors: Mapping[str, Tensor] | None = None) -> Any:
+def load_paligemma(tensors: Mapping[str, Tensor] | None = None) -> Any:
     from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
     config = PaliGemmaConfig.from_pretrained(FIXTURE)
@@ -31,96 +31,102 @@ def loaded(tensors: Mapping[str, Tensor] | None = None) -> Any:
 
 @pytest.fixture(scope="module")
 def net() -> Any:
-    return loaded()
+    return load_paligemma()
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Tensor]:
+def recording() -> dict[str, Tensor]:
     return load_file(FIXTURE / "expected.safetensors")
 
 
-def question(told: Mapping[str, Tensor], *, kinds: bool = True) -> ChatInputs:
-    ids = told["in.input_ids"]
-    more = {"pixel_values": told["in.pixel_values"]}
+def question_inputs(recording: Mapping[str, Tensor], *, token_types: bool = True) -> ChatInputs:
+    ids = recording["in.input_ids"]
+    extra_inputs = {"pixel_values": recording["in.pixel_values"]}
     return ChatInputs(
-        ids, told["in.attention_mask"], more | ({"token_type_ids": torch.zeros_like(ids)} if kinds else {})
+        ids,
+        recording["in.attention_mask"],
+        extra_inputs | ({"token_type_ids": torch.zeros_like(ids)} if token_types else {}),
     )
 
 
 @torch.no_grad()
-def prefill(net: Any, told: Mapping[str, Tensor]) -> Tensor:
-    logits: Tensor = net(**question(told).network_inputs).logits
+def prefill(net: Any, recording: Mapping[str, Tensor]) -> Tensor:
+    logits: Tensor = net(**question_inputs(recording).network_inputs).logits
     return logits
 
 
-def test_pictures_are_seen_as_recorded(net: Any, told: dict[str, Tensor]) -> None:
+def test_image_features_match_the_recording(net: Any, recording: dict[str, Tensor]) -> None:
     with torch.no_grad():
-        found = net.model.get_image_features(told["in.pixel_values"])
-    torch.testing.assert_close(found.last_hidden_state, told["out.vision_last_hidden"], **CLOSE)
-    torch.testing.assert_close(found.pooler_output, told["out.image_features"], **CLOSE)
+        features = net.model.get_image_features(recording["in.pixel_values"])
+    torch.testing.assert_close(features.last_hidden_state, recording["out.vision_last_hidden"], **CLOSE)
+    torch.testing.assert_close(features.pooler_output, recording["out.image_features"], **CLOSE)
 
 
-def test_logits_are_those_recorded(net: Any, told: dict[str, Tensor]) -> None:
-    logits = prefill(net, told)
-    torch.testing.assert_close(logits, told["out.prefill_logits_token_type0"], **CLOSE)
-    torch.testing.assert_close(logits, told["out.hkproj_prefill_logits"], atol=2e-5, rtol=2e-5)
+def test_logits_match_the_recording(net: Any, recording: dict[str, Tensor]) -> None:
+    logits = prefill(net, recording)
+    torch.testing.assert_close(logits, recording["out.prefill_logits_token_type0"], **CLOSE)
+    torch.testing.assert_close(logits, recording["out.hkproj_prefill_logits"], atol=2e-5, rtol=2e-5)
 
 
-def test_the_likeliest_answer_is_the_one_recorded(net: Any, told: dict[str, Tensor]) -> None:
-    written = ChatDecoderPool(net, DefaultChatProcessor(net, None)).generate(question(told), 8, 0)
-    assert written.tolist() == [told["out.hkproj_greedy"].tolist()]
-    assert written.tolist() == told["out.greedy_ids"][:, 9:].tolist()
+def test_greedy_answer_matches_the_recording(net: Any, recording: dict[str, Tensor]) -> None:
+    tokens = ChatDecoderPool(net, DefaultChatProcessor(net, None)).generate(question_inputs(recording), 8, 0)
+    assert tokens.tolist() == [recording["out.hkproj_greedy"].tolist()]
+    assert tokens.tolist() == recording["out.greedy_ids"][:, 9:].tolist()
 
 
-def test_the_loss_of_an_answer_is_the_one_recorded(net: Any, told: dict[str, Tensor]) -> None:
-    """Picture and question read in any order, the answer in order; the loss is of the answer alone."""
-    ids, labels, kinds = (told[f"in.train_{name}"] for name in ("ids", "labels", "token_type_ids"))
-    asked = int((kinds == 0).sum())
-    assert (labels[:, :asked] == -100).all() and (labels[:, asked:] == ids[:, asked:]).all()
-    before = ids[:, :asked]
-    more = {"pixel_values": told["in.pixel_values"], "token_type_ids": torch.zeros_like(before)}
-    said, answer = ChatInputs(before, torch.ones_like(before), more), ids[:, asked:]
-    loss = answer_loss(net, DefaultChatProcessor(net, None), said, answer, torch.ones_like(answer))
-    torch.testing.assert_close(loss.rows, told["out.train_loss"], **CLOSE)
+def test_answer_loss_matches_the_recording(net: Any, recording: dict[str, Tensor]) -> None:
+    """Attention is bidirectional over image and question and causal over the answer; only the answer has a loss."""
+    ids, labels, kinds = (recording[f"in.train_{name}"] for name in ("ids", "labels", "token_type_ids"))
+    num_prompt_tokens = int((kinds == 0).sum())
+    assert (labels[:, :num_prompt_tokens] == -100).all() and (
+        labels[:, num_prompt_tokens:] == ids[:, num_prompt_tokens:]
+    ).all()
+    prompt = ids[:, :num_prompt_tokens]
+    extra_inputs = {"pixel_values": recording["in.pixel_values"], "token_type_ids": torch.zeros_like(prompt)}
+    inputs, answer = ChatInputs(prompt, torch.ones_like(prompt), extra_inputs), ids[:, num_prompt_tokens:]
+    loss = answer_loss(net, DefaultChatProcessor(net, None), inputs, answer, torch.ones_like(answer))
+    torch.testing.assert_close(loss.rows, recording["out.train_loss"], **CLOSE)
 
 
-def renamed(layout: str) -> dict[str, Tensor]:
-    """The weights under the names that other versions of transformers gave them."""
-    found = {}
+def rename_keys(layout: str) -> dict[str, Tensor]:
+    """The weights with the key names of another version of transformers."""
+    state = {}
     for key, x in load_file(FIXTURE / "model.safetensors").items():
-        text, eyes = key.removeprefix("language_model.model."), key.removeprefix("vision_tower.")
-        if layout == "of the hub":  # 4.41 on, and what is on the hub: vision_tower.vision_model.*
-            name = f"vision_tower.vision_model.{eyes}" if eyes != key else key
-        elif layout == "of 4.52":  # model.language_model.*, model.vision_tower.vision_model.*
+        text, vision = key.removeprefix("language_model.model."), key.removeprefix("vision_tower.")
+        if layout == "hub":  # since 4.41, and on the Hub: vision_tower.vision_model.*
+            name = f"vision_tower.vision_model.{vision}" if vision != key else key
+        elif layout == "4.52":  # model.language_model.*, model.vision_tower.vision_model.*
             name = f"model.language_model.{text}" if text != key else f"model.{key}"
-            name = f"model.vision_tower.vision_model.{eyes}" if eyes != key else name
-        else:  # as the modules of 5.22 are named
+            name = f"model.vision_tower.vision_model.{vision}" if vision != key else name
+        else:  # module names of 5.22
             name = f"model.language_model.{text}" if text != key else f"model.{key}"
-        found[name] = x
-    return found
+        state[name] = x
+    return state
 
 
-@pytest.mark.parametrize("layout", ["of the hub", "of 4.52", "of the modules"])
-def test_every_layout_loads_the_same_network(layout: str, told: dict[str, Tensor]) -> None:
-    logits = prefill(loaded(renamed(layout)), told)
-    torch.testing.assert_close(logits, told["out.prefill_logits_token_type0"], **CLOSE)
+@pytest.mark.parametrize("layout", ["hub", "4.52", "modules"])
+def test_every_layout_loads_the_same_network(layout: str, recording: dict[str, Tensor]) -> None:
+    logits = prefill(load_paligemma(rename_keys(layout)), recording)
+    torch.testing.assert_close(logits, recording["out.prefill_logits_token_type0"], **CLOSE)
 
 
-def test_an_unknown_layout_fails_loudly() -> None:
-    """As the published loader did not, which left 37 tensors of the eyes at random."""
-    lost = {key.replace("vision_tower.", "eyes."): x for key, x in load_file(FIXTURE / "model.safetensors").items()}
-    with pytest.raises(ConfigError, match=r"lacks '.*vision_tower.*' and \d+ more tensors"):
-        loaded(lost)
+def test_unknown_layout_is_refused() -> None:
+    """The published loader accepted such a file and left 37 vision tensors at random values."""
+    misnamed = {
+        key.replace("vision_tower.", "unknown."): x for key, x in load_file(FIXTURE / "model.safetensors").items()
+    }
+    with pytest.raises(ConfigError, match=r"vision_tower.*\d+ more"):
+        load_paligemma(misnamed)
 
 
-def test_positions_stay_exact_in_a_low_precision(net: Any) -> None:
-    """Frequencies in bfloat16 would turn the hundreds of tokens of a picture by as much as a radian."""
+def test_rope_frequencies_stay_float32_in_bfloat16(net: Any) -> None:
+    """Frequencies in bfloat16 would rotate the hundreds of image tokens by as much as a radian."""
     from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
     config = PaliGemmaConfig.from_pretrained(FIXTURE)
-    low = load_network(PaliGemmaForConditionalGeneration, config, FIXTURE, Placement(dtype=torch.bfloat16))
+    bfloat16 = load_network(PaliGemmaForConditionalGeneration, config, FIXTURE, Placement(dtype=torch.bfloat16))
     exact = dict(net.named_buffers())
-    frequencies = {name: x for name, x in low.named_buffers() if name.endswith("inv_freq")}
-    assert frequencies and all(p.dtype == torch.bfloat16 for p in low.parameters())
+    frequencies = {name: x for name, x in bfloat16.named_buffers() if name.endswith("inv_freq")}
+    assert frequencies and all(p.dtype == torch.bfloat16 for p in bfloat16.parameters())
     for name, x in frequencies.items():
         assert torch.equal(x, exact[name]), name

@@ -22,7 +22,7 @@ from ..nets.opensora_vae import latent_index, num_latents
 from ..nets.stdit3 import STDiT3
 from ..pipeline_components import TINY, PipelineComponents, weight_sources
 from ..pretrained import WeightsSource
-from ..text_encoders import CachedTextEncoder, TextEncoder, TextEncoders, disable_autocast
+from ..text_encoders import CachedTextEncoder, TextEncoders, disable_autocast
 from ..video_backbone import check_clip_shape, encode_with_t5
 from .components import (
     CONFIGS,
@@ -56,10 +56,7 @@ class OpenSoraPromptEncoder(TextEncoders):
 
         length = spec.max_text_tokens
         self.spec, self.t5 = spec, components.load_text_encoder("text_encoder", T5EncoderModel, "tokenizer", length)
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return (self.t5,)
+        self.text_encoders = (self.t5,)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         spec = self.spec
