@@ -42,7 +42,8 @@ class Headline:
     def change(self) -> str:
         """The values in words, such as '.30 to .61'."""
         start = f"{format_score(self.before)} to " if self.before is not None else ""
-        spread = f" ± {format_score(self.spread)}" if self.spread is not None else ""
+        rounded = format_number if self.spread is None or self.spread < 0.005 else format_score
+        spread = f" ± {rounded(self.spread)}" if self.spread is not None else ""
         return f"{start}{format_score(self.after)}{spread}"
 
     @property

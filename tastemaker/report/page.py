@@ -221,12 +221,13 @@ def _key_numbers_of_group(group: RunGroup) -> dict[str, tuple[str, str]]:
             name = name_metric(metric, group.records)
             numbers[name.title] = format_change(group, metric), name.better
     numbers["steps"] = f"{record.steps:,}", ""
+    total = ", all seeds" if len(group.records) > 1 else ""
     if len(group.records) > 1:
         numbers["seeds"] = str(len(group.records)), ""
     if samples := sum(each.total("samples") for each in group.records):
-        numbers["samples"] = f"{samples:,.0f}", ""
+        numbers[f"samples{total}"] = f"{samples:,.0f}", ""
     if seconds := sum(each.total("time/step") for each in group.records):
-        numbers["training time"] = str(timedelta(seconds=round(seconds))), ""
+        numbers[f"training time{total}"] = str(timedelta(seconds=round(seconds))), ""
     return numbers
 
 
