@@ -128,7 +128,7 @@ def _pairs_of_evaluations(record: RunRecord, count: int) -> BeforeAndAfter | Non
     if not pairs:
         return None
     benchmark = name_benchmark(str(record.evaluations[names.after].get("benchmark", "the evaluation")))
-    source = f"The first {len(pairs)} prompts of {benchmark}, which are held out from training; same noise."
+    source = f"The first {len(pairs)} prompts of {benchmark}, from the same noise before and after."
     return BeforeAndAfter(tuple(pairs.values()), 0, names.step, source)
 
 
@@ -139,7 +139,7 @@ def _pairs_of_grids(record: RunRecord, count: int) -> BeforeAndAfter | None:
     rows = zip(last.prompts, read_grid(first, count), read_grid(last, count), strict=False)
     return BeforeAndAfter(
         tuple(SamplePair(*row) for row in rows), first.step, last.step,
-        "Samples written during training; same prompts and same noise.",
+        "Samples of the same prompts from the same noise, at the first and the last step.",
     )  # fmt: skip
 
 
