@@ -17,6 +17,7 @@ from .options import (
     RunDeviceOption,
     Tiny,
     merge_overrides,
+    print_next_steps,
     stderr_console,
 )
 
@@ -86,12 +87,14 @@ def encode(
             images, vae, out or Path("latents"), size, views == "flip", caption_source, shard_size, max_skipped
         )
         image_encoding.encode_latents(options, place, stderr_console())
+        print_next_steps(f"tastemaker train dit-folder 'data={{type: latent_folder, path: {options.out}}}'")
     else:
         target = out or Path("codes")
         token_options = image_encoding.TokenEncodingOptions(
             images, tokenizer, target, size, views or "flip", crop_range, name, split, max_skipped
         )
         image_encoding.encode_tokens(token_options, place, stderr_console())
+        print_next_steps(f"tastemaker train llamagen-pretrain 'data={{type: token_folder, path: {target}}}'")
 
 
 @app.command(rich_help_panel=DATA, epilog="Example: tastemaker rank grpo-playground-flow --limit 100 --out ranked")
@@ -135,3 +138,7 @@ def rank(
     progress = preference_labels.parse_progress(previews, "--previews")
     options = preference_labels.PreferenceOptions(batch, count, labeler, out, seed, weights, progress, rules)
     preference_labels.label_preferences(config, checkpoint, options, tiny=tiny, console=stderr_console())
+    print_next_steps(
+        f"tastemaker train DPO_RECIPE 'data={{type: pair_file, path: {out / preference_labels.PAIRS}}}'",
+        f"tastemaker train orm-onevision 'data={{type: vqa_file, path: {out / preference_labels.ORM}}}'",
+    )

@@ -55,8 +55,9 @@ def sweep(
         stderr_console().print("Interrupted; run the same command again to continue.", soft_wrap=True)
         raise typer.Exit(EXIT_INTERRUPTED)
     typer.echo(sweeps.format_sweep_table(results))
-    finished = [result.name for result in results if result.status != sweeps.FAILED]
+    finished = [result for result in results if result.status != sweeps.FAILED]
     if finished:
-        print_next_steps(f"tastemaker generate {folder / finished[0]}")
+        best = max(finished, key=lambda result: result.metrics.get("reward", float("-inf")))
+        print_next_steps(f"tastemaker generate {folder / best.name}")
     if len(finished) < len(results):
         raise typer.Exit(EXIT_FAILURE)
