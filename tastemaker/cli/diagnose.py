@@ -14,7 +14,7 @@ from ..core.registry import ConfigError
 from .options import EXIT_FAILURE, Overrides, Recipe, RunDeviceOption, Tiny, merge_overrides
 
 if TYPE_CHECKING:
-    from ..config.schema import AutoencoderRunConfig, RunConfig
+    from ..config.schema import AnyConfig, AutoencoderRunConfig, RunConfig
     from ..diagnostics.plan import ResourceEstimate
 
 app = typer.Typer()
@@ -58,8 +58,12 @@ def check(
     overrides: Overrides = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: torchrun's.")] = None,
 ) -> None:
-    """Print the resolved configuration, the batch arithmetic of a step, and every problem found."""
+    """Print the resolved configuration, the batch arithmetic of a step, the share of the data, and every problem.
+
+    Reads the data and looks for all files that the run needs, but loads no model.
+    """
     from ..config import check as checks
+    from ..config import config_warnings, required_files
     from ..config.dump import config_to_yaml
     from ..config.load import load_any_config
     from ..training.device_precision import describe_precision
@@ -73,12 +77,31 @@ def check(
     console.print(table)
     precision, emulation = describe_precision(config.engine)
     console.print(f"precision: {precision}", markup=False, highlight=False, soft_wrap=True)
-    problems = checks.find_problems(config, world_size)
+    problems = [*checks.find_problems(config, world_size), *required_files.find_missing_files(config)]
+    data, problem = read_data(config) if not checks.check_data_files(config, 1) else ("", "")
+    problems += [problem] if problem else []
     if problems:
         raise ConfigError("\n".join(problems))
-    for warning in [*checks.collect_warnings(config), *([emulation] if emulation else [])]:
+    if data:
+        console.print(f"data: {data}", markup=False, highlight=False, soft_wrap=True)
+    for warning in [
+        *config_warnings.collect_warnings(config),
+        *config_warnings.warn_small_lora_updates(config),
+        *required_files.find_missing_downloads(config),
+        *([emulation] if emulation else []),
+    ]:
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     console.print("no problems found")
+
+
+def read_data(config: AnyConfig) -> tuple[str, str]:
+    """Return how much of the data the run sees, and the problem of reading it; empty if there is none."""
+    from ..config import required_files
+
+    try:
+        return str(required_files.summarize_data(config) or ""), ""
+    except ConfigError as error:
+        return "", str(error)
 
 
 @app.command()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from tastemaker.config.check import collect_warnings, find_problems
+from tastemaker.config.check import find_problems
+from tastemaker.config.config_warnings import collect_warnings
 from tastemaker.config.load import load
 from tastemaker.config.schema import RunConfig
 from tastemaker.core.guidance import in_interval
