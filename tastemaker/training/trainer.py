@@ -16,7 +16,7 @@ from ..config.build import build, build_autoencoder, build_judge, make_tiny_any
 from ..config.check import require_valid
 from ..config.dump import config_to_dict
 from ..config.load import list_recipes, load_any_config
-from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
+from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, LoggerConfig, RunConfig
 from ..core.lora import Lora
 from ..core.registry import ConfigError
 from ..export.llamagen import resume_from_llamagen
@@ -35,6 +35,7 @@ from .loop import train
 from .run import Run
 
 AnyRun = Run | AutoencoderRun | JudgeRun
+DEFAULT_PROJECT = "tastemaker"  # of wandb and trackio
 
 
 class TimeEstimator(Logger, Protocol):
@@ -49,15 +50,24 @@ def build_loggers(config: AnyConfig, console: Console, timer: TimeEstimator | No
     frames = config.model.frames if isinstance(config, RunConfig) else 1
     progress = ProgressLogger(console, frames=frames, remaining_time=timer.text if timer else None)
     loggers: list[Logger] = [JsonlLogger(), *([timer] if timer else []), progress, SampleGridLogger()]
-    if config.loggers.tensorboard:
+    loggers += [build_logger(each, config) for each in config.loggers]
+    return LoggerCollection([*loggers, HtmlReportLogger(console)], console)
+
+
+def build_logger(settings: LoggerConfig, config: AnyConfig) -> Logger:
+    """Return an optional logger; its package is imported here."""
+    project = settings.project or DEFAULT_PROJECT
+    if settings.type == "tensorboard":
         from .loggers.tensorboard import TensorBoardLogger
 
-        loggers.append(TensorBoardLogger())
-    if config.loggers.wandb:
+        return TensorBoardLogger()
+    if settings.type == "wandb":
         from .loggers.wandb import WandbLogger
 
-        loggers.append(WandbLogger(config.loggers.wandb, config_to_dict(config)))
-    return LoggerCollection([*loggers, HtmlReportLogger(console)], console)
+        return WandbLogger(project, config_to_dict(config))
+    from .loggers.trackio import TrackioLogger
+
+    return TrackioLogger(project, config_to_dict(config))
 
 
 def load_run_config(recipe: str, overrides: Sequence[str]) -> AnyConfig:
