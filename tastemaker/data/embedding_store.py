@@ -22,8 +22,11 @@ STEM = "embeddings"
 INDEX = f"{STEM}.json"
 CAPTIONS = ("videos2caption.json", "videos2caption2.json")  # SRPO writes the first and reads the second
 MADE_BY = "made_by.json"  # the encoder's fingerprint, which SRPO's own files lack
-FOLDERS = {"words": "prompt_embed", "pooled": "pooled_prompt_embeds"}  # SRPO's folders, by our names of the tensors
-KEYS = {"words": "prompt_embed_path", "pooled": "pooled_prompt_embeds_path"}
+FOLDERS = {
+    "prompt_embeds": "prompt_embed",
+    "pooled_prompt_embeds": "pooled_prompt_embeds",
+}  # SRPO's folders, by our names of the tensors
+KEYS = {"prompt_embeds": "prompt_embed_path", "pooled_prompt_embeds": "pooled_prompt_embeds_path"}
 EmbeddingsByPrompt = dict[str, dict[str, Tensor]]  # by prompt, then by name
 
 
@@ -171,12 +174,12 @@ class SRPOEmbeddingStore(EmbeddingStore):
     def _tensor(self, entry: Mapping[str, str], name: str) -> Tensor:
         path = self.folder / FOLDERS[name] / entry[KEYS[name]]
         x = load_pickle(path)
-        dimensions = 2 if name == "words" else 1
+        dimensions = 2 if name == "prompt_embeds" else 1
         if not isinstance(x, Tensor) or x.dim() < dimensions or x.shape[-dimensions:].numel() != x.numel():
             raise ConfigError(f"{path} is not the embedding of one prompt; compute it again with `tastemaker embed`")
         x = x.view(x.shape[-dimensions:])
-        length = self.made_by.get("words")
-        if name == "words" and length not in (None, str(len(x))):
+        length = self.made_by.get("max_text_tokens")
+        if name == "prompt_embeds" and length not in (None, str(len(x))):
             raise ConfigError(
                 f"{path} holds {len(x)} tokens, but the model reads {length}; set model.max_text_tokens={len(x)}"
             )
@@ -190,7 +193,7 @@ class SRPOEmbeddingStore(EmbeddingStore):
             file = f"{first + row}.pt"
             for name, folder in FOLDERS.items():
                 torch.save(tensors[name][row].clone(), self.folder / folder / file)
-            torch.save(torch.zeros(3, dtype=tensors["words"].dtype), self.folder / "text_ids" / file)
+            torch.save(torch.zeros(3, dtype=tensors["prompt_embeds"].dtype), self.folder / "text_ids" / file)
             new.append({**dict.fromkeys((*KEYS.values(), "text_ids"), file), "caption": text})
         self.entries += new
         self.__dict__.pop("_entries", None)

@@ -91,10 +91,10 @@ COGVIDEOX = PublishedModel(
 
 
 class CogVideoXPromptEncoder(T5PromptEncoder):
-    """T5's features of all tokens, padding included: words [B, L, D]."""
+    """T5's features of all tokens, padding included: prompt_embeds [B, L, D]."""
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        return {"words": super().__call__(prompts)["words"]}
+        return {"prompt_embeds": super().__call__(prompts)["prompt_embeds"]}
 
 
 class CogVideoXBackbone(VideoBackbone):
@@ -109,7 +109,7 @@ class CogVideoXBackbone(VideoBackbone):
     def call_network(self, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
         velocity: Tensor = self.net(
             hidden_states=x,
-            encoder_hidden_states=conditioning["words"],
+            encoder_hidden_states=conditioning["prompt_embeds"],
             timestep=unet_timestep(t),
             image_rotary_emb=self.rotary,
             return_dict=False,

@@ -143,7 +143,7 @@ def latent_image_ids(height: int, width: int) -> Tensor:
 
 
 class FluxPromptEncoder(TextEncoders):
-    """T5's features: words [B, max_text_tokens, D]; CLIP's pooled output: pooled [B, P]."""
+    """T5's prompt_embeds [B, max_text_tokens, D]; CLIP's pooled_prompt_embeds [B, P]."""
 
     def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
         from transformers import CLIPTextModel, T5EncoderModel
@@ -153,7 +153,10 @@ class FluxPromptEncoder(TextEncoders):
         self.text_encoders = self.clip, self.t5
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        return {"words": self.t5(prompts).last_hidden_state, "pooled": self.clip(prompts).pooler_output}
+        return {
+            "prompt_embeds": self.t5(prompts).last_hidden_state,
+            "pooled_prompt_embeds": self.clip(prompts).pooler_output,
+        }
 
 
 class FluxBackbone(ImageBackbone):
@@ -183,16 +186,16 @@ class FluxBackbone(ImageBackbone):
     def predict_tokens(self, tokens: Tensor, img_ids: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """Return the velocity of packed latents [B, n, 64] at positions [n, 3]."""
         dtype = next(self.net.parameters()).dtype  # without autocast, all inputs need the dtype of the weights
-        words, pooled = (cond.tensors[name].to(dtype) for name in ("words", "pooled"))
+        prompt_embeds, pooled = (cond.tensors[name].to(dtype) for name in ("prompt_embeds", "pooled_prompt_embeds"))
         # With autocast, latents stay in float32: the network casts the timestep to the dtype of its latents.
         autocast = torch.is_autocast_enabled(tokens.device.type)
         velocity: Tensor = self.net(
             hidden_states=tokens if autocast else tokens.to(dtype),
             timestep=(t * 1000).floor() / 1000 if self.spec.truncate_timesteps else t,
             guidance=self._guidance_input(t),
-            encoder_hidden_states=words,
+            encoder_hidden_states=prompt_embeds,
             pooled_projections=pooled,
-            txt_ids=img_ids.new_zeros(words.shape[1], 3),
+            txt_ids=img_ids.new_zeros(prompt_embeds.shape[1], 3),
             img_ids=img_ids,
             return_dict=False,
         )[0]

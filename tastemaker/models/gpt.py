@@ -91,7 +91,7 @@ class GptBackbone(CausalTokenBackbone, PlaygroundBackbone):
         return self.autoencoder.encode(pixels[:, 0])
 
     def condition_tokens(self, cond: Condition) -> tuple[Tensor, Tensor | None]:
-        return cond.tensors["words"], None
+        return cond.tensors["token_ids"], None
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ HUNYUANVIDEO = PublishedModel("hunyuanvideo", (SOURCE,), TINY_CONFIGS, {SOURCE.h
 
 
 class HunyuanPromptEncoder(TextEncoders):
-    """Llama's features, words [B, L, D], their mask, seen [B, L], and CLIP's pooled output, pooled [B, P]."""
+    """Llama's prompt_embeds [B, L, D] and attention_mask [B, L], and CLIP's pooled_prompt_embeds [B, P]."""
 
     def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
         from transformers import CLIPTextModel, LlamaModel
@@ -106,9 +106,9 @@ class HunyuanPromptEncoder(TextEncoders):
         texts = [self.template.format(prompt) for prompt in prompts]
         llama = self.llama(texts, use_attention_mask=True, output_hidden_states=True)
         return {
-            "words": llama.hidden_states[LLAMA_LAYER][:, self.prefix :],
-            "seen": self.llama.tokenize(texts)["attention_mask"].bool()[:, self.prefix :],
-            "pooled": self.clip(prompts).pooler_output,
+            "prompt_embeds": llama.hidden_states[LLAMA_LAYER][:, self.prefix :],
+            "attention_mask": self.llama.tokenize(texts)["attention_mask"].bool()[:, self.prefix :],
+            "pooled_prompt_embeds": self.clip(prompts).pooler_output,
         }
 
 
@@ -126,9 +126,9 @@ class HunyuanVideoBackbone(VideoBackbone):
         velocity: Tensor = self.net(
             hidden_states=x.transpose(1, 2),
             timestep=1000 * t,
-            encoder_hidden_states=conditioning["words"],
-            encoder_attention_mask=conditioning["seen"].to(x.dtype),
-            pooled_projections=conditioning["pooled"],
+            encoder_hidden_states=conditioning["prompt_embeds"],
+            encoder_attention_mask=conditioning["attention_mask"].to(x.dtype),
+            pooled_projections=conditioning["pooled_prompt_embeds"],
             guidance=None if self.guidance_scale is None else torch.full_like(t, 1000 * self.guidance_scale),
             return_dict=False,
         )[0]

@@ -72,9 +72,9 @@ class LtxBackbone(VideoBackbone):
         (frames, channels, height, width), ratio = x.shape[1:], COMPRESSION.spatial_ratio
         velocity: Tensor = self.net(
             hidden_states=x.movedim(2, -1).reshape(len(x), -1, channels),
-            encoder_hidden_states=conditioning["words"],
+            encoder_hidden_states=conditioning["prompt_embeds"],
             timestep=1000 * t,
-            encoder_attention_mask=conditioning["seen"],
+            encoder_attention_mask=conditioning["attention_mask"],
             num_frames=frames,
             height=height,
             width=width,

@@ -31,7 +31,7 @@ class MaskgitBackbone(PlaygroundBackbone):
         self.net = net.to(placement.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        logits: Tensor = self.net(x, cond.tensors["words"])
+        logits: Tensor = self.net(x, cond.tensors["token_ids"])
         return logits
 
     def encode(self, pixels: Tensor) -> Tensor:

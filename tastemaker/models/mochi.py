@@ -83,9 +83,9 @@ class MochiBackbone(VideoBackbone):
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # of its autocast to float32 for positions
             velocity: Tensor = self.net(
                 hidden_states=x.transpose(1, 2),
-                encoder_hidden_states=conditioning["words"],
+                encoder_hidden_states=conditioning["prompt_embeds"],
                 timestep=1000 * (1 - t),
-                encoder_attention_mask=conditioning["seen"],
+                encoder_attention_mask=conditioning["attention_mask"],
                 return_dict=False,
             )[0]
         return -velocity.transpose(1, 2)

@@ -89,7 +89,7 @@ class VideoUnetBackbone(TextConditionedBackbone):
         cond = super().embed(prompts, metadata)
         if self.fps is not None:
             rates = [self._prompt_fps(each) for each in metadata or ({},) * len(prompts)]
-            cond.tensors["fps"] = torch.tensor(rates, device=cond.tensors["words"].device)
+            cond.tensors["fps"] = torch.tensor(rates, device=cond.tensors["prompt_embeds"].device)
         return cond
 
     def _prompt_fps(self, metadata: Metadata) -> int:
@@ -99,8 +99,8 @@ class VideoUnetBackbone(TextConditionedBackbone):
             raise ConfigError(f"data: of a prompt {error}") from error
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        latents, words = cast_to_network_dtype(self.net, x, cond.tensors["words"])
-        out: Tensor = self.net(latents, unet_timestep(t), words, cond.tensors.get("fps"))
+        latents, prompt_embeds = cast_to_network_dtype(self.net, x, cond.tensors["prompt_embeds"])
+        out: Tensor = self.net(latents, unet_timestep(t), prompt_embeds, cond.tensors.get("fps"))
         return out
 
     def with_size(self, height: int, width: int) -> VideoUnetBackbone:

@@ -58,7 +58,7 @@ class PublishedSpec(ModelSpec):
     process_type: ClassVar[type[Process]] = GaussianProcess
     text_encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)  # components of the pipeline
     # Settings that prompt embeddings depend on, by the keys under which they are stored with embeddings.
-    embedding_settings: ClassVar[Mapping[str, str]] = {"words": "max_text_tokens"}
+    embedding_settings: ClassVar[Mapping[str, str]] = {"max_text_tokens": "max_text_tokens"}
     weights: str
     embeddings: Path | None
     seed: int
@@ -187,8 +187,10 @@ class PipelineComponents:
         net = self.load_encoder(component, network_class)
         with silence_libraries():
             vocab_size = net.config.get_text_config().vocab_size
-            words: Any = ByteTokenizer(vocab_size) if self.path is None else load_tokenizer(self.path / tokenizer)
-        return TextEncoder(net, words, max_length, self.placement.device, component)
+            tokenizer_object: Any = (
+                ByteTokenizer(vocab_size) if self.path is None else load_tokenizer(self.path / tokenizer)
+            )
+        return TextEncoder(net, tokenizer_object, max_length, self.placement.device, component)
 
     def load_encoder(self, component: str, network_class: Any) -> Any:
         """Load a frozen transformers encoder, on the CPU."""

@@ -113,7 +113,7 @@ def stretch_contrast(x: Tensor) -> Tensor:
 
 
 class QwenPromptEncoder(TextEncoders):
-    """Features of the language model, words [B, max_text_tokens, D], padding last; and their number, lengths [B]."""
+    """The language model's prompt_embeds [B, max_text_tokens, D], padding last; and their number, lengths [B]."""
 
     def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
         # Small random encoders read bytes: the template alone would exceed any length.
@@ -125,8 +125,11 @@ class QwenPromptEncoder(TextEncoders):
         texts = [self.template.format(prompt) for prompt in prompts]
         mask = self.text_encoder.tokenize(texts)["attention_mask"]
         order = (1 - mask).argsort(dim=1, stable=True)[..., None]  # padding last, wherever the tokenizer puts it
-        words = self.text_encoder(texts, use_attention_mask=True).last_hidden_state * mask[..., None]
-        return {"words": words.take_along_dim(order, 1)[:, self.prefix :], "lengths": mask.sum(1) - self.prefix}
+        prompt_embeds = self.text_encoder(texts, use_attention_mask=True).last_hidden_state * mask[..., None]
+        return {
+            "prompt_embeds": prompt_embeds.take_along_dim(order, 1)[:, self.prefix :],
+            "lengths": mask.sum(1) - self.prefix,
+        }
 
 
 def load_language_model(components: PipelineComponents, max_length: int) -> TextEncoder:
@@ -165,11 +168,11 @@ class QwenImageBackbone(ImageBackbone):
         return Condition(tuple(prompts), {**tensors, "lengths": tensors["lengths"].cpu()}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        words, mask = trim_padding(cond.tensors["words"], cond.tensors.get("lengths"))
+        prompt_embeds, mask = trim_padding(cond.tensors["prompt_embeds"], cond.tensors.get("lengths"))
         dtype = next(self.net.parameters()).dtype  # without autocast, all inputs need the dtype of the weights
         velocity: Tensor = self.net(
             hidden_states=x.flatten(1, 2).to(dtype),
-            encoder_hidden_states=words.to(dtype),
+            encoder_hidden_states=prompt_embeds.to(dtype),
             encoder_hidden_states_mask=None if mask is None else mask.to(x.device),
             timestep=t,
             img_shapes=[[(1, x.shape[1], x.shape[2])]] * len(x),
@@ -191,13 +194,13 @@ class QwenImageBackbone(ImageBackbone):
         return pixels if frames is None else pixels[:, list(frames)]
 
 
-def trim_padding(words: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Trim words [B, L, D] to the longest prompt; return them and a mask of real tokens, None if all are."""
+def trim_padding(prompt_embeds: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Trim prompt_embeds [B, L, D] to the longest prompt; return them and a mask of real tokens, None if all are."""
     if lengths is None:
-        return words, None
+        return prompt_embeds, None
     longest = int(lengths.max())
     mask = torch.arange(longest) < lengths[:, None]
-    return words[:, :longest], None if bool(mask.all()) else mask
+    return prompt_embeds[:, :longest], None if bool(mask.all()) else mask
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ SD15 = PublishedModel("sd15", (SOURCE,), TINY_CONFIGS, {HUB_ID: CONFIGS})
 
 
 class ClipPromptEncoder(TextEncoders):
-    """CLIP's last hidden states: words [B, 77, D]."""
+    """CLIP's last hidden states: prompt_embeds [B, 77, D]."""
 
     def __init__(self, clip: TextEncoder) -> None:
         self.clip, self.text_encoders = clip, (clip,)
@@ -83,7 +83,7 @@ class ClipPromptEncoder(TextEncoders):
         return cls(components.load_text_encoder("text_encoder", CLIPTextModel, "tokenizer", CLIP_MAX_TOKENS))
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        return {"words": self.clip(prompts).last_hidden_state}
+        return {"prompt_embeds": self.clip(prompts).last_hidden_state}
 
 
 class Sd15Backbone(ImageBackbone):
@@ -105,8 +105,8 @@ class Sd15Backbone(ImageBackbone):
         self.net = components.load_trainable("unet", UNet2DConditionModel, tensors)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        latents, words = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["words"])
-        out: Tensor = self.net(latents, unet_timestep(t), words, return_dict=False)[0]
+        latents, prompt_embeds = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["prompt_embeds"])
+        out: Tensor = self.net(latents, unet_timestep(t), prompt_embeds, return_dict=False)[0]
         return out[:, None]
 
     def encode(self, pixels: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ KEY_RULES: KeyRules = (
 
 
 class Sd3PromptEncoder(TextEncoders):
-    """Both CLIPs side by side, then T5: words [B, 77 + max_text_tokens, D]; CLIP's pooled outputs: pooled [B, P]."""
+    """Both CLIPs side by side, then T5: prompt_embeds [B, 77 + max_text_tokens, D]; pooled_prompt_embeds [B, P]."""
 
     def __init__(self, components: PipelineComponents, spec: Sd3Spec) -> None:
         from transformers import CLIPTextModelWithProjection, T5EncoderModel
@@ -170,8 +170,11 @@ class Sd3PromptEncoder(TextEncoders):
             t5 = clip.new_zeros(len(prompts), self.max_text_tokens, self.width)
         else:
             t5 = self.t5(prompts).last_hidden_state
-        words = torch.cat([F.pad(clip, (0, self.width - clip.shape[-1])), t5], 1)
-        return {"words": words, "pooled": torch.cat([out.text_embeds for out in outputs], -1)}
+        prompt_embeds = torch.cat([F.pad(clip, (0, self.width - clip.shape[-1])), t5], 1)
+        return {
+            "prompt_embeds": prompt_embeds,
+            "pooled_prompt_embeds": torch.cat([out.text_embeds for out in outputs], -1),
+        }
 
 
 class Sd3Backbone(ImageBackbone):
@@ -196,10 +199,12 @@ class Sd3Backbone(ImageBackbone):
         self.prompt_encoder = spec.cached_prompt_encoder(components)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        latents, words, pooled = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["words"], cond.tensors["pooled"])
+        latents, prompt_embeds, pooled = cast_to_network_dtype(
+            self.net, x[:, 0], cond.tensors["prompt_embeds"], cond.tensors["pooled_prompt_embeds"]
+        )
         velocity: Tensor = self.net(
             hidden_states=latents,
-            encoder_hidden_states=words,
+            encoder_hidden_states=prompt_embeds,
             pooled_projections=pooled,
             timestep=1000 * t,
             return_dict=False,
@@ -254,7 +259,7 @@ class Sd3Spec(ImageSpec):
     latent_channels = LATENT_CHANNELS
     published: ClassVar[PublishedModel] = SD3
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
-    embedding_settings = {"words": "max_text_tokens", "t5": "use_t5"}
+    embedding_settings = {"max_text_tokens": "max_text_tokens", "t5": "use_t5"}
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "StableDiffusion3Pipeline", "transformer", "lora_transformer", sd3_to_original
     )

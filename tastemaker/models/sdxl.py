@@ -54,7 +54,7 @@ SDXL = PublishedModel("sdxl", (SOURCE,), TINY_CONFIGS, {HUB_ID: CONFIGS})
 
 
 class SdxlPromptEncoder(TextEncoders):
-    """Penultimate layers of both CLIPs side by side, words [B, 77, D]; the second's pooled output, summary [B, P]."""
+    """Penultimate layers of both CLIPs, prompt_embeds [B, 77, D]; the second's pooled_prompt_embeds [B, P]."""
 
     def __init__(self, components: PipelineComponents, empty_prompt: str) -> None:
         from transformers import CLIPTextModel, CLIPTextModelWithProjection
@@ -68,11 +68,14 @@ class SdxlPromptEncoder(TextEncoders):
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         first, second = (encoder(prompts, output_hidden_states=True) for encoder in self.text_encoders)
-        words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
+        prompt_embeds = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
         nonzero = torch.tensor(
-            [self.empty_prompt == "words" or prompt != "" for prompt in prompts], device=words.device
+            [self.empty_prompt == "encoded" or prompt != "" for prompt in prompts], device=prompt_embeds.device
         )
-        return {"words": words * nonzero[:, None, None], "summary": second.text_embeds * nonzero[:, None]}
+        return {
+            "prompt_embeds": prompt_embeds * nonzero[:, None, None],
+            "pooled_prompt_embeds": second.text_embeds * nonzero[:, None],
+        }
 
 
 class SdxlBackbone(Sd15Backbone):
@@ -85,11 +88,11 @@ class SdxlBackbone(Sd15Backbone):
         self.time_ids = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=placement.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        latents, words, summary = cast_to_network_dtype(
-            self.net, x[:, 0], cond.tensors["words"], cond.tensors["summary"]
+        latents, prompt_embeds, pooled = cast_to_network_dtype(
+            self.net, x[:, 0], cond.tensors["prompt_embeds"], cond.tensors["pooled_prompt_embeds"]
         )
-        added = {"text_embeds": summary, "time_ids": self.time_ids.expand(len(x), -1)}
-        out: Tensor = self.net(latents, unet_timestep(t), words, added_cond_kwargs=added, return_dict=False)[0]
+        added = {"text_embeds": pooled, "time_ids": self.time_ids.expand(len(x), -1)}
+        out: Tensor = self.net(latents, unet_timestep(t), prompt_embeds, added_cond_kwargs=added, return_dict=False)[0]
         return out[:, None]
 
     def with_size(self, height: int, width: int) -> Self:
@@ -106,7 +109,7 @@ class SdxlSpec(UnetImageSpec):
     unet: str | None = None  # file whose UNet replaces the pipeline's, with diffusers' or the authors' keys
     height: int = 1024
     width: int = 1024
-    empty_prompt: Literal["zeros", "words"] = "zeros"  # embedding of the empty prompt: zeros, or as encoded
+    empty_prompt: Literal["zeros", "encoded"] = "zeros"  # embedding of the empty prompt: zeros, or as encoded
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a seventh of its memory
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights

@@ -216,7 +216,7 @@ def check_clip_shape(pixels: Tensor, expected: tuple[int, int, int, int]) -> Non
 
 
 class T5PromptEncoder(TextEncoders):
-    """T5's features, words [B, L, D], and the mask of real tokens, seen [B, L].
+    """T5's features, prompt_embeds [B, L, D], and the mask of real tokens, attention_mask [B, L].
 
     Without `use_attention_mask` the encoder attends to padding too, as some generators were trained.
     """
@@ -232,8 +232,8 @@ class T5PromptEncoder(TextEncoders):
 
 
 def encode_with_t5(t5: TextEncoder, texts: list[str], *, use_attention_mask: bool) -> dict[str, Tensor]:
-    """Return T5's features, words [B, L, D], and the mask of real tokens, seen [B, L]."""
+    """Return T5's features, prompt_embeds [B, L, D], and the mask of real tokens, attention_mask [B, L]."""
     return {
-        "words": t5(texts, use_attention_mask=use_attention_mask).last_hidden_state,
-        "seen": t5.tokenize(texts)["attention_mask"].bool(),
+        "prompt_embeds": t5(texts, use_attention_mask=use_attention_mask).last_hidden_state,
+        "attention_mask": t5.tokenize(texts)["attention_mask"].bool(),
     }

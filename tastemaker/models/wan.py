@@ -128,7 +128,7 @@ class NoiseLevelExperts(nn.Module):
 
 
 class WanPromptEncoder(TextEncoders):
-    """UMT5's features, zero at padding: words [B, L, D]."""
+    """UMT5's features, zero at padding: prompt_embeds [B, L, D]."""
 
     def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
         from transformers import UMT5EncoderModel
@@ -138,7 +138,7 @@ class WanPromptEncoder(TextEncoders):
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         features = encode_with_t5(self.t5, [clean_prompt(prompt) for prompt in prompts], use_attention_mask=True)
-        return {"words": features["words"] * features["seen"][..., None]}
+        return {"prompt_embeds": features["prompt_embeds"] * features["attention_mask"][..., None]}
 
 
 def clean_prompt(text: str) -> str:
@@ -192,7 +192,7 @@ class WanBackbone(VideoBackbone):
         velocity: Tensor = self.net(
             hidden_states=x.transpose(1, 2),
             timestep=1000 * t,
-            encoder_hidden_states=conditioning["words"],
+            encoder_hidden_states=conditioning["prompt_embeds"],
             return_dict=False,
         )[0]
         return velocity.transpose(1, 2)

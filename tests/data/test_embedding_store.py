@@ -71,7 +71,7 @@ def test_text_encoders_are_loaded_only_for_missing_prompts(spec: Any, tmp_path: 
     encoder = replace(spec.tiny(), embeddings=tmp_path).load_prompt_encoder(CPU)
     encoder(PROMPTS[:2])
     assert encoder._loaded is None
-    assert encoder(["another", PROMPTS[0]])["words"][1].equal(encoder(PROMPTS[:1])["words"][0])
+    assert encoder(["another", PROMPTS[0]])["prompt_embeds"][1].equal(encoder(PROMPTS[:1])["prompt_embeds"][0])
     assert encoder._loaded is not None
 
 
@@ -80,7 +80,7 @@ def test_embeddings_have_the_dtype_of_the_run(tmp_path: Path) -> None:
     actual = replace(QwenImageSpec().tiny(), embeddings=tmp_path).load_prompt_encoder(Placement(dtype=torch.bfloat16))(
         PROMPTS
     )
-    assert actual["words"].dtype == torch.bfloat16 and actual["lengths"].dtype == torch.int64
+    assert actual["prompt_embeds"].dtype == torch.bfloat16 and actual["lengths"].dtype == torch.int64
 
 
 def test_shards_are_bounded_and_finished_ones_are_kept(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_interrupted_shard_is_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "difference"),
-    [({"seed": 1}, "text_encoder "), ({"max_text_tokens": 8}, r"words \(16, .* 8\)")],
+    [({"seed": 1}, "text_encoder "), ({"max_text_tokens": 8}, r"max_text_tokens \(16, .* 8\)")],
 )
 def test_embeddings_of_another_model_are_refused(changes: dict[str, int], difference: str, tmp_path: Path) -> None:
     store_embeddings(FluxSpec().tiny(), tmp_path)
@@ -141,14 +141,14 @@ def test_srpo_layout_round_trip(prompt_file: Path, tmp_path: Path) -> None:
         )
     }
     output = FluxSpec().tiny().load_prompt_encoder(CPU)(PROMPTS[1:2])
-    assert actual["prompt_embed"].equal(output["words"][0])
-    assert actual["pooled_prompt_embeds"].equal(output["pooled"][0])
+    assert actual["prompt_embed"].equal(output["prompt_embeds"][0])
+    assert actual["pooled_prompt_embeds"].equal(output["pooled_prompt_embeds"][0])
     assert actual["text_ids"].shape == (3,) and not actual["text_ids"].any()
 
     (out / CAPTIONS[0]).rename(out / CAPTIONS[1])  # the name that SRPO's training reads
     for path in (out, out / CAPTIONS[1]):
         encoder = replace(FluxSpec().tiny(), embeddings=path).load_prompt_encoder(CPU)
-        assert encoder(PROMPTS[:3])["words"][1].equal(output["words"][0])
+        assert encoder(PROMPTS[:3])["prompt_embeds"][1].equal(output["prompt_embeds"][0])
         assert encoder._loaded is None
 
 
@@ -159,7 +159,7 @@ def test_srpo_folder_is_read_without_running_code(prompt_file: Path, tmp_path: P
         embedding = torch.load(tmp_path / name / "0.pt", weights_only=True)
         torch.save(embedding[None], tmp_path / name / "0.pt")
     encoder = replace(FluxSpec().tiny(), embeddings=tmp_path).load_prompt_encoder(CPU)
-    assert encoder(PROMPTS[:1])["words"].shape == (1, 16, 32)
+    assert encoder(PROMPTS[:1])["prompt_embeds"].shape == (1, 16, 32)
     with pytest.raises(ConfigError, match=r"model\.max_text_tokens=16"):
         replace(FluxSpec().tiny(), embeddings=tmp_path, max_text_tokens=8).load_prompt_encoder(CPU)(PROMPTS[:1])
     (tmp_path / "prompt_embed" / "1.pt").write_bytes(pickle.dumps(print, 2))
@@ -300,7 +300,7 @@ def test_fingerprint_depends_on_weights_and_not_on_the_path(published: Path, tmp
     spec = FluxSpec(str(published), height=32, width=32, max_text_tokens=16, embeddings=store)
     store_embeddings(replace(spec, embeddings=None), store)
     moved = published.rename(tmp_path / "moved")
-    assert len(replace(spec, weights=str(moved)).load_prompt_encoder(CPU)(PROMPTS)["words"]) == 4
+    assert len(replace(spec, weights=str(moved)).load_prompt_encoder(CPU)(PROMPTS)["prompt_embeds"]) == 4
     net = CLIPTextModel.from_pretrained(moved / "text_encoder")
     net.get_input_embeddings().weight.data.add_(1e-3)
     net.save_pretrained(moved / "text_encoder")

@@ -136,8 +136,8 @@ def test_each_prompt_is_encoded_once(policy: Policy[Any]) -> None:
     first = policy.embed(PROMPTS)
     second = policy.embed([PROMPTS[2], PROMPTS[0], PROMPTS[0]])
     assert len(calls) == 1
-    assert second.tensors["words"][1].equal(first.tensors["words"][0])
-    assert second.tensors["pooled"][0].equal(first.tensors["pooled"][2])
+    assert second.tensors["prompt_embeds"][1].equal(first.tensors["prompt_embeds"][0])
+    assert second.tensors["pooled_prompt_embeds"][0].equal(first.tensors["pooled_prompt_embeds"][2])
 
 
 def test_distilled_guidance_may_differ_in_rollouts() -> None:

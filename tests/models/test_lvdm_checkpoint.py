@@ -110,7 +110,7 @@ def test_text_encoder_equals_open_clip(tmp_path: Path) -> None:
     spec = VideocrafterSpec(str(save_checkpoint(tmp_path / "model.ckpt")), frames=2, height=32, width=32)
     prompt_encoder = spec.load_prompt_encoder(Placement())
     prompts = ("a red fox, running", "", "A  Red fox")
-    actual = prompt_encoder(prompts)["words"]
+    actual = prompt_encoder(prompts)["prompt_embeds"]
     ids = prompt_encoder.encoders.clip.tokenize(prompts)["input_ids"]
     assert ids.shape == (3, 77) and ids[1].tolist() == [512, 513] + [0] * 75
     torch.testing.assert_close(actual, encode_with_open_clip(text_tensors(), ids), rtol=1e-5, atol=1e-5)

@@ -112,7 +112,7 @@ def test_log_probs_equal_ddpo() -> None:
     policy: Policy[Any] = Policy(model, GaussianProcess(PATH, DDIM(1.0), 25), FullFinetuning().apply(model, ()))
     t, zeros = (golden["t"] + 1) / 1000, torch.zeros(2, 1)
     segment = Segment(t, t - 0.04, golden["x"], golden["next"], zeros, zeros + 1)
-    actual = policy.action_distribution(Condition(("", ""), {"words": torch.zeros(2, 1, 1)}), segment).log_prob(
+    actual = policy.action_distribution(Condition(("", ""), {"prompt_embeds": torch.zeros(2, 1, 1)}), segment).log_prob(
         segment.action
     )
     assert model.net.timesteps.tolist() == golden["t"].tolist()

@@ -143,11 +143,11 @@ def test_set_alpha_to_one_equals_sdxls_sampler(folders: dict[str, Path]) -> None
 def test_sdxl_empty_prompt_is_zeros_or_encoded(folders: dict[str, Path]) -> None:
     pipe = make_pipeline("sdxl")
     spec = replace(SdxlSpec(), weights=str(folders["sdxl"]))
-    for empty, negative in (("zeros", None), ("words", "")):
+    for empty, negative in (("zeros", None), ("encoded", "")):
         values = pipe.encode_prompt("an owl", negative_prompt=negative)
         actual = replace(spec, empty_prompt=empty).load(Placement()).embed(["an owl", ""]).tensors  # type: ignore[arg-type]
-        assert torch.allclose(actual["words"], torch.cat(values[:2]), atol=1e-6)
-        assert torch.allclose(actual["summary"], torch.cat(values[2:]), atol=1e-6)
+        assert torch.allclose(actual["prompt_embeds"], torch.cat(values[:2]), atol=1e-6)
+        assert torch.allclose(actual["pooled_prompt_embeds"], torch.cat(values[2:]), atol=1e-6)
 
 
 def original_state_dict(net: UNet2DConditionModel) -> dict[str, Tensor]:

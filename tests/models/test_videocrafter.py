@@ -48,7 +48,7 @@ class RecordedTextEncoder:
     embeddings: dict[str, Tensor]  # [1, length, width] each
 
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]:
-        return {"words": torch.cat([self.embeddings[prompt] for prompt in prompts])}
+        return {"prompt_embeds": torch.cat([self.embeddings[prompt] for prompt in prompts])}
 
 
 def pack_channels(latents: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def test_training_step_equals_the_published_one(kind: str, tmp_path: Path) -> No
     model = FluxSpec(
         save_pipeline(tmp_path), height=64, width=64, rollout_guidance_scale=rollout_guidance, truncate_timesteps=True
     ).load(Placement())
-    embeddings = {"words": tensors["in.prompt_embeds"], "pooled": tensors["in.pooled"]}
+    embeddings = {"prompt_embeds": tensors["in.prompt_embeds"], "pooled_prompt_embeds": tensors["in.pooled"]}
     model.prompt_encoder = lambda prompts: embeddings  # type: ignore[assignment]
     policy = Policy(model, PROCESS, FullFinetuning().apply(model, ()))
     ctx = Context(policy, step.rubric(), Randomness(0, settings["step"], torch.arange(1)), SingleProcess(), NoState())

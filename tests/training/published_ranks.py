@@ -117,7 +117,7 @@ def refusal(name: str, world_size: int, num_text_tokens: int) -> str:
     try:
         engine.prepare(policy.weights)
         cond = policy.embed(["a"])
-        cond.tensors["words"] = cond.tensors["words"][:, :num_text_tokens]
+        cond.tensors["prompt_embeds"] = cond.tensors["prompt_embeds"][:, :num_text_tokens]
         policy.model.predict(torch.zeros(1, *policy.model.shape), torch.ones(1), cond)
     except TrainingError as error:
         return str(error)

@@ -88,12 +88,14 @@ class LlamagenBackbone(CausalTokenBackbone):
     def without_prompt(self, cond: Condition) -> Condition:
         """The unconditional rows. The padding mask of the captions stays, as in the network's training."""
         tensors = self.embed([""] * len(cond)).tensors
-        return replace(cond, tensors={**tensors, **{key: x for key, x in cond.tensors.items() if key == "shown"}})
+        return replace(
+            cond, tensors={**tensors, **{key: x for key, x in cond.tensors.items() if key == "attention_mask"}}
+        )
 
     def condition_tokens(self, cond: Condition) -> tuple[Tensor, Tensor | None]:
         if self.caption_encoder is None:
             return cond.tensors["label"], None
-        return cond.tensors["features"].to(next(self.net.parameters()).dtype), cond.tensors["shown"]
+        return cond.tensors["features"].to(next(self.net.parameters()).dtype), cond.tensors["attention_mask"]
 
     def encode(self, pixels: Tensor) -> Tensor:
         with torch.autocast(pixels.device.type, enabled=False):  # rounding would change the nearest codes
