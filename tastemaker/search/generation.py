@@ -168,7 +168,8 @@ def resolve_source(
     recipe = DEMO_MODEL if recipe == PLAYGROUND else recipe
     shipped = PLAYGROUND_MODELS.get(recipe)
     if shipped and not tiny and not any(override.startswith("model") for override in overrides):
-        overrides = [*overrides, f"model.weights={shipped}"]
+        # Compiling takes longer than the samples of such a small model.
+        overrides = [f"model.weights={shipped}", "engine.compile=false", *overrides]
     config, checkpoint = _resolve_source(recipe, overrides, lora)
     if tiny:
         warn_ignored_overrides(config, overrides)

@@ -179,7 +179,7 @@ def test_random_weights_warn(recipe: str, words: str) -> None:
 
 
 def test_generate_playground_writes_images_of_the_trained_model(capfd: pytest.CaptureFixture[str]) -> None:
-    prompt = ["-p", "a photo of a red car", "process.num_steps=2", "engine.compile=false", "--device", "cpu"]
+    prompt = ["-p", "a photo of a red car", "process.num_steps=2", "--device", "cpu"]
     assert run_cli("generate", "playground-flow", *prompt, "--out", "made") == 0
     assert read_pixels("made").shape == (1, 1, 3, 64, 64) and "random weights" not in capfd.readouterr().err
 
