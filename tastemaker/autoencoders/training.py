@@ -14,7 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import CheckpointConfig, ReconstructionLossConfig, SampleConfig, ValidationConfig
+from ..config.schema import (
+    AutoencoderRunConfig,
+    CheckpointConfig,
+    ReconstructionLossConfig,
+    SampleConfig,
+    ValidationConfig,
+)
 from ..core.autoencoder import AutoencoderNet, as_autoencoder
 from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
@@ -79,6 +85,7 @@ class AutoencoderRun:
     sample: SampleConfig = SampleConfig()
     start_step: int = 0  # steps completed
     checkpoint_metadata: Mapping[str, Any] = field(default_factory=dict)  # stored in every checkpoint
+    config: AutoencoderRunConfig | None = field(init=False, default=None)  # that it was built from, if any
     step_complete: bool = field(init=False, default=True)  # False during a step, when saving would mix two steps
     weights: WeightsWithBuffers = field(init=False)
     adaptive_weight: AdaptiveWeight | None = field(init=False, default=None)
