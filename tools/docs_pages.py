@@ -23,7 +23,7 @@ from mkdocs.structure.pages import Page
 
 import tastemaker
 from tastemaker.config import registries
-from tastemaker.config.catalog import INHERITED, find_docstring, first_sentence, recipe_rows, reward_row
+from tastemaker.config.catalog import INHERITED, find_docstring, recipe_rows, reward_row
 from tastemaker.config.dump import config_to_dict
 from tastemaker.config.load import load_any_config, read_recipe
 from tastemaker.config.recipes import PARTS, RECIPES, list_trainable_recipes, recipe_paths
@@ -96,7 +96,12 @@ def recipe_pages() -> tuple[Pages, list[Any]]:
         if not members:
             continue
         index.append(f"## {FAMILIES.get(family, family.capitalize())}")
-        index.append(table(["recipe", "what it does"], [[f"[`{row['name']}`]({row['name']}.md)", row["description"]] for row in members]))
+        index.append(
+            table(
+                ["recipe", "what it does"],
+                [[f"[`{row['name']}`]({row['name']}.md)", row["description"]] for row in members],
+            )
+        )
         for row in members:
             pages[f"recipes/{row['name']}.md"] = recipe_page(row["name"], row["description"])
         short = FAMILIES.get(family, family.capitalize()).partition(":")[0]
@@ -126,10 +131,11 @@ def recipe_page(name: str, description: str) -> str:
         "`check` validates the settings, `plan` computes the memory without loading weights, and `train` resumes if you"
         " run it again. Add `key=value` to change a setting."
         if "objective" in config
-        else "`check` validates the settings, and `train` resumes if you run it again. Add `key=value` to change a setting.",
+        else "`check` validates the settings, and `train` resumes if you run it again. Add `key=value` to change a"
+        " setting.",
         "## The recipe",
         f"`{path.relative_to(ROOT).as_posix()}` extends the parts that it names under `extends`.",
-        fenced("yaml", text.strip()),
+        fenced("yaml", "\n".join(text.splitlines()[len(header_lines(text)) :]).strip()),
         "## All settings",
         "With the parts merged and every default written out, as in the run's `config.yaml`:",
         fenced("yaml", render_yaml(config).strip()),
@@ -178,15 +184,16 @@ KINDS: dict[str, tuple[str, list[tuple[str, Registry]], str]] = {
     "models": (
         "Models",
         [("model", registries.MODELS)],
-        "`model.type` names the generator. Each model is one file that mentions no objective. Published weights are read"
-        " in the layout of diffusers or of their authors; [what is verified](../verification.md) says how they were tested.",
+        "`model.type` names the generator. Each model is one file that mentions no objective. Published weights are"
+        " read in the layout of diffusers or of their authors; [what is verified](../verification.md) says how they"
+        " were tested.",
     ),
     "rewards": (
         "Rewards",
         [("reward", registries.REWARDS)],
         "`rewards.NAME.type` names a reward. Every reward also takes `weight`, `normalize`, `clip` and `held_out`."
-        " [Choose a reward](../choose-a-reward.md) helps to decide, [Rewards](../rewards.md) compares all of them in one"
-        " table, and [your own](../add-a-reward.md) can be a plain function.",
+        " [Choose a reward](../choose-a-reward.md) helps to decide, [Rewards](../rewards.md) compares all of them in"
+        " one table, and [your own](../add-a-reward.md) can be a plain function.",
     ),
     "objectives": (
         "Objectives",
@@ -203,8 +210,8 @@ KINDS: dict[str, tuple[str, list[tuple[str, Registry]], str]] = {
     "data": (
         "Data",
         [("data", registries.DATA)],
-        "`data.type` names what a run trains on: prompts, images, pairs or videos. See [your own prompts](../own-prompts.md)"
-        " and [images to learn from](../data.md).",
+        "`data.type` names what a run trains on: prompts, images, pairs or videos. See"
+        " [your own prompts](../own-prompts.md) and [images to learn from](../data.md).",
     ),
     "tuning": (
         "Tuning",
@@ -219,7 +226,8 @@ KINDS: dict[str, tuple[str, list[tuple[str, Registry]], str]] = {
     "autoencoders": (
         "Autoencoders",
         [("autoencoder", registries.AUTOENCODERS)],
-        "`autoencoder.type` names what the training of a VAE or tokenizer builds. See [Train a VAE](../train-a-vae.md).",
+        "`autoencoder.type` names what the training of a VAE or tokenizer builds. See"
+        " [Train a VAE](../train-a-vae.md).",
     ),
 }
 
@@ -241,7 +249,9 @@ def component_pages() -> tuple[Pages, list[Any]]:
         pages[f"components/{page}.md"] = join(parts)
         rows.append([f"[{title}]({page}.md)", ", ".join(f"`{name}`" for name in names)])
     pages["components/settings.md"] = settings_page(schema)
-    rows.append(["[Other sections](settings.md)", "`optim`, `batch`, `engine`, `checkpoint`, `sample`, `guard`, `loggers` …"])
+    rows.append(
+        ["[Other sections](settings.md)", "`optim`, `batch`, `engine`, `checkpoint`, `sample`, `guard`, `loggers` …"]
+    )
     pages["components/index.md"] = join([*index, table(["page", "what is on it"], rows)])
     navigation = ["components/index.md", *({KINDS[page][0]: f"components/{page}.md"} for page in KINDS)]
     return pages, [*navigation, {"Other sections": "components/settings.md"}]
@@ -276,7 +286,12 @@ def reward_facts(name: str) -> str:
     facts = [
         ["range", row["range"]],
         ["gradient", "yes" if row["differentiable"] else "no"],
-        ["scores", {"image": "images, and each frame of a video", "video": "whole videos"}.get(row["modality"], row["modality"])],
+        [
+            "scores",
+            {"image": "images, and each frame of a video", "video": "whole videos"}.get(
+                row["modality"], row["modality"]
+            ),
+        ],
         ["memory", row["memory"]],
         ["known failure modes", row["failure_modes"]],
     ]
@@ -344,9 +359,51 @@ def find_schema(definition: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {"properties": {}}
 
 
+# Meanings of settings that many components share, where no comment stands beside the field.
+COMMON_SETTINGS = {
+    "advantage": "what rewards are compared with: mean and spread of the group; mean of the group and spread of the"
+    " batch; the batch (global); the latest rewards of the prompt (tracker)",
+    "advantage_clip": "advantages are clipped to plus and minus this",
+    "batch_size": "samples scored at once",
+    "beta": "scale of the log-ratios to the reference; a larger one stays nearer to it",
+    "depth": "number of blocks",
+    "dropout": "dropout of the adapters",
+    "dynamics": "how a sampling step removes noise",
+    "eta": "noise of a DDIM step: 0 for none, 1 for as much as DDPM",
+    "heads": "attention heads",
+    "kl_coef": "weight of the KL penalty to the reference policy; 0 for none",
+    "n": "candidates per prompt",
+    "noise_level": "amount of noise that a step adds",
+    "num_classes": "number of classes",
+    "num_steps": "sampling steps",
+    "path": "path of the file or folder",
+    "rank": "rank of the adapters",
+    "reward": "the reward inside",
+    "seed": "of random numbers",
+    "split": "which part of the data",
+    "target_modules": "names of the layers with adapters",
+    "temperature": "of the sampling distribution",
+    "top_p": "share of the probability from which tokens are sampled",
+    "weights": "a path, or an id on the Hugging Face Hub",
+    "window": "steps that use the SDE and are trained; the others follow the ODE",
+}
+CLIP_RANGE = "importance ratios are clipped to 1 - clip_range and 1 + clip_range."
+
+
+def meaning(name: str, comments: Mapping[str, str], settings: Mapping[str, Any]) -> str:
+    """What a setting means, by the comment of its field or by its common meaning."""
+    if name == "clip_range":
+        return f"{CLIP_RANGE} {comments.get(name, '')}"
+    if name in ("height", "width") and {"height", "width"} <= settings.keys():
+        return comments.get(name, "of a sample, in pixels")
+    if settings.get(name, {}).get("$ref", "").endswith("/path"):
+        return comments.get(name, "how noise is added")
+    return comments.get(name) or COMMON_SETTINGS.get(name, "")
+
+
 def settings_table(schema: Mapping[str, Any], comments: Mapping[str, str]) -> str:
     rows = [
-        [f"`{name}`", type_text(setting), default_text(setting), comments.get(name, "")]
+        [f"`{name}`", type_text(setting), default_text(setting), meaning(name, comments, schema["properties"])]
         for name, setting in schema["properties"].items()
         if name != "type"
     ]
@@ -471,7 +528,10 @@ def imported_from(tree: ast.Module, module: str, name: str) -> str:
 # The API reference
 
 API_PAGES = {
-    "run": ("Load, train, generate", (".api", ".config.schema", ".core.registry", ".training.run", ".training.trainer")),
+    "run": (
+        "Load, train, generate",
+        (".api", ".config.schema", ".core.registry", ".training.run", ".training.trainer"),
+    ),
     "policy": (
         "Models and processes",
         (
@@ -520,8 +580,8 @@ def api_pages() -> tuple[Pages, list[Any]]:
     pages["api/index.md"] = join(
         [
             "# API reference",
-            "`import tastemaker as tm` gives you these names. [From Python](../library.md) shows how they work together."
-            " Any other name may change without notice.",
+            "`import tastemaker as tm` gives you these names. [From Python](../library.md) shows how they work"
+            " together. Any other name may change without notice.",
             table(["name", "page"], sorted(rows, key=lambda row: row[0].lower())),
         ]
     )
@@ -548,7 +608,11 @@ def fenced(language: str, text: str) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([re.sub(r"(?<!\\)\|", r"\\|", " ".join(cell.split())) for cell in row] for row in rows)]
+    lines = [
+        head,
+        ["---"] * len(head),
+        *([re.sub(r"(?<!\\)\|", r"\\|", " ".join(cell.split())) for cell in row] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
