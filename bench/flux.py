@@ -81,14 +81,18 @@ def flux_spec(folder: Path, side: int, tiny: bool) -> FluxSpec:
     )
     if tiny:
         return spec.tiny()
-    return replace(spec, embeddings=write_random_embeddings(folder, words=(512, 4096), pooled=(768,)))
+    return replace(
+        spec, embeddings=write_random_embeddings(folder, prompt_embeds=(512, 4096), pooled_prompt_embeds=(768,))
+    )
 
 
 def sd35_spec(folder: Path, side: int, tiny: bool) -> Sd3Spec:
     spec = Sd3Spec(weights="random", height=side, width=side)
     if tiny:
         return spec.tiny()
-    return replace(spec, embeddings=write_random_embeddings(folder, words=(333, 4096), pooled=(2048,)))
+    return replace(
+        spec, embeddings=write_random_embeddings(folder, prompt_embeds=(333, 4096), pooled_prompt_embeds=(2048,))
+    )
 
 
 def run_config(options: FluxOptions, section: str) -> RunConfig:

@@ -79,7 +79,7 @@ def build_model(section: str, options: VideoOptions) -> tuple[Any, Any, Guidance
         process, guidance = GaussianProcess(path, DDIM(1.0), num_steps), Guidance(12.0)
     if options.tiny:
         return spec.tiny(), process, guidance, targets
-    folder = write_random_embeddings(options.folder, words=embeddings)
+    folder = write_random_embeddings(options.folder, prompt_embeds=embeddings)
     return replace(spec, embeddings=folder), process, guidance, targets
 
 

@@ -36,10 +36,11 @@ from .core.registry import ConfigError
 from .core.types import ImageBatch, Placement, PromptBatch
 from .data.dataset import Dataset
 from .evaluation import benchmark_run
+from .evaluation.geneval import parse_detector
 from .models.vae import NETWORKS, has_from_config
 from .rewards.function import FunctionReward, ScoringFunction, register_function
 from .search.generation import METADATA_FILE, GenerationOptions, choose_prompts, generate_samples, resolve_source
-from .search.settings import build_search, search_name
+from .search.settings import build_sampler, build_search, evaluate_curve, is_curve_requested, search_name
 from .training import run_directory
 from .training.events import Event, StepCompleted
 from .training.precision import select_device
@@ -77,7 +78,7 @@ def build(
     """
     config = add_function_rewards(config, rewards or {})
     config = make_tiny_any(config) if tiny else config
-    return build_run(config, directory or config.output_dir / (config.name or "run"), init_from)
+    return build_run(config, directory or config.directory, init_from)
 
 
 def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunction]) -> AnyConfig:
@@ -140,37 +141,48 @@ def evaluate(
     model: str | Path,
     overrides: Sequence[str] = (),
     *,
-    prompts: int | None = None,
+    num_prompts: int | None = None,
     count: int | None = None,
+    metadata: Path | None = None,
+    detector: str = "",
+    self_test: bool = True,
     search: str = "single",
-    n: int = 4,
-    judge: str = "",
+    num_candidates: int | Sequence[int] = 4,
+    verifier: str = "",
     weights: str = "",
     seed: int = 0,
     out: Path | None = None,
     tiny: bool = False,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a recipe or the directory of a run on a benchmark, and return the report as `tastemaker evaluate` does.
+    """Evaluate a recipe or the directory of a run on a benchmark, and return the report.
 
     Args:
         benchmark: geneval, playeval, playeval-motion or wordeval.
-        prompts: how many of its prompts; count: how many samples of each. By default, the benchmark's own numbers.
-        search: how samples are searched for, of `n` candidates that `judge` scores.
+        num_prompts: how many of its prompts; count: how many samples of each. By default, the benchmark's own numbers.
+        metadata: GenEval: a prompt file in its format.
+        detector: GenEval: a Mask2Former, or settings such as "{threshold: 0.4}"; self_test: whether to test it first.
+        search: how samples are searched for, of `num_candidates` that `verifier` scores. For several numbers of
+            candidates, the points of a curve of score against cost are returned.
         weights: live, or a snapshot such as ema; by default the EMA if there is one.
         out: the directory to write samples, scores and the report to; an evaluation that is there is resumed.
     """
-    config, checkpoint = resolve_source(str(model), overrides)
+    loaded = benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata)
+    geneval = parse_detector(detector, self_test=self_test)
+    config, checkpoint = resolve_source(str(model), overrides, tiny=tiny)
     directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, search_name(search))
-    options = benchmark_run.EvaluationOptions(
-        benchmark_run.load_benchmark(benchmark, prompts, count),
-        build_search(search, n),
-        judge or benchmark_run.default_verifier(benchmark),
-        weights,
-        seed=seed,
-    )
-    shown = console or Console(stderr=True)
-    return benchmark_run.evaluate_model(config, checkpoint, options, directory, tiny=tiny, console=shown)
+    verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or Console(stderr=True)
+
+    def evaluate_search(n: int, folder: Path) -> dict[str, Any]:
+        options = benchmark_run.EvaluationOptions(
+            loaded, build_search(search, n), verifier, weights, seed=seed, geneval=geneval
+        )
+        return benchmark_run.evaluate_model(config, checkpoint, options, folder, tiny=tiny, console=console)
+
+    counts = [num_candidates] if isinstance(num_candidates, int) else list(num_candidates)
+    if is_curve_requested(search, counts):
+        return evaluate_curve(search_name(search), counts, evaluate_search, directory, console)
+    return evaluate_search(counts[0], directory)
 
 
 def generate(
@@ -178,32 +190,49 @@ def generate(
     prompts: Sequence[str] = (),
     overrides: Sequence[str] = (),
     *,
+    prompt_file: Path | None = None,
     out: str | Path = "generated",
     count: int = 1,
     seed: int = 0,
     search: str = "single",
-    n: int = 4,
-    judge: str = "run",
+    num_candidates: int = 4,
+    verifier: str = "run",
+    scheduler: str = "",
+    num_inference_steps: int | None = None,
     weights: str = "live",
     lora: Path | None = None,
     lora_scale: float = 1.0,
+    video_format: str = "",
+    fps: int = 8,
     tiny: bool = False,
     console: Console | None = None,
 ) -> list[Path]:
-    """Generate images or videos as `tastemaker generate` does, and return their files in order.
+    """Generate images or videos, and return their files in order.
 
     Args:
         model: a recipe, the directory of a run, or what was exported from one.
-        prompts: by default, the first of the recipe's data.
+        prompts: by default, those of `prompt_file`, or the first of the recipe's data.
         out: the directory to write to; samples that are there are kept.
         count: samples of each prompt.
-        search: how samples are searched for, of `n` candidates that `judge` scores.
+        search: how samples are searched for, of `num_candidates` that `verifier` scores.
+        scheduler: a scheduler class of diffusers to sample with, in `num_inference_steps` steps.
         weights: live, or a snapshot such as ema or reference.
         lora: LoRA weights for the model, a file or an id on the hub.
+        video_format: mp4, gif, png or frames; by default mp4 if PyAV is installed, else png.
     """
-    config, checkpoint = resolve_source(str(model), overrides, lora)
-    batch = choose_prompts(prompts, None, config)
-    options = GenerationOptions(batch, count, seed, build_search(search, n), weights, Path(out), lora_scale, judge)
+    config, checkpoint = resolve_source(str(model), overrides, lora, tiny=tiny)
+    options = GenerationOptions(
+        choose_prompts(prompts, prompt_file, config),
+        count,
+        seed,
+        build_sampler(search, num_candidates, scheduler, num_inference_steps),
+        weights,
+        Path(out),
+        lora_scale,
+        verifier,
+        video_format,
+        fps,
+    )
     folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console or Console(stderr=True))
     rows = [json.loads(line) for line in (folder / METADATA_FILE).read_text(encoding="utf-8").splitlines()]
     return [folder / row["file"] for row in rows]
@@ -259,7 +288,7 @@ class VAETrainer:
             )
         engine = build_component(EngineConfig, {**to_plain(config.engine, EngineConfig), "device": device}, "engine")
         self.model, self.config = model, replace(config, engine=engine)
-        self.directory = config.output_dir / (config.name or "run")
+        self.directory = config.directory
 
     def train(self, loader: Iterable[Any], console: Console | None = None) -> dict[str, float]:
         """Train all steps, or those left since the last checkpoint, and return the metrics of the last step.

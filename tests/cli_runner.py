@@ -1,4 +1,4 @@
-"""The command line called in this process, and the code it leaves with."""
+"""Run the command line in this process and return its exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tastemaker.cli import main
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
+def run_cli(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_info:
         main(list(arguments))
-    return int(left.value.code or 0)
+    return int(exit_info.value.code or 0)

@@ -1,6 +1,6 @@
-"""One thread a process: tests run beside each other, and small matrices gain nothing from more.
+"""One thread per process: tests run in parallel, and small matrices gain nothing from more threads.
 
-No bf16 units: `engine.precision: auto` chooses fp32 in tests whatever the CPU, so that numbers are the same everywhere.
+bf16 instructions are disabled: `engine.precision: auto` chooses fp32 on every CPU, so that results are reproducible.
 """
 
 import gc
@@ -13,18 +13,18 @@ import torch
 
 torch.set_num_threads(1)
 if os.environ.get("ATEN_CPU_CAPABILITY", "").lower() == "avx2":
-    # torch.compile would go by what the CPU has and take vectors of 512 bits, beside headers for 256: wrong numbers.
+    # torch.compile reads the CPU's capabilities and would emit 512-bit vectors with headers for 256: wrong results.
     import torch._inductor.config
 
     torch._inductor.config.cpp.simdlen = 256
-# What is made while tests are collected stays to the end; looking through it for garbage takes a quarter of the time.
+# Objects created during collection live to the end; scanning them for garbage would take a quarter of the time.
 gc.disable()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As in a shell's background: programs that are interrupted in tests would inherit it, and go on for ever.
+    # A shell starts background jobs with SIGINT ignored. Child processes would inherit that and never stop.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from now on, but only among what tests make."""
+    """Enable garbage collection, restricted to objects that the tests create."""
     gc.freeze()
     gc.enable()

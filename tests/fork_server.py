@@ -1,6 +1,6 @@
-"""Python processes that start in a moment: forks of a server that has imported PyTorch and the package already.
+"""Python processes that start quickly: forks of a server that has already imported PyTorch and the package.
 
-A fresh interpreter spends three to six seconds on imports, several times what a tiny run of a few steps takes.
+A fresh interpreter spends three to six seconds on imports, several times as long as a tiny run of a few steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 class ForkedProcess:
-    """`subprocess.Popen` of a Python command, as far as tests use it; standard output is a pipe, errors are kept."""
+    """The part of `subprocess.Popen` that tests use. Standard output is a pipe, standard error a temporary file."""
 
     def __init__(
         self, command: Sequence[str], env: dict[str, str] | None = None, cwd: Path | None = None, **_: Any
@@ -40,8 +40,8 @@ class ForkedProcess:
         reader, writer = context.Pipe(duplex=False)
         self.errors = tempfile.NamedTemporaryFile("r", encoding="utf-8")  # noqa: SIM115
         self.stderr = ""
-        settings, place = dict(os.environ if env is None else env), str(cwd or Path.cwd())
-        self.process = context.Process(target=_run, args=(command[1:], settings, place, writer, self.errors.name))
+        settings, directory = dict(os.environ if env is None else env), str(cwd or Path.cwd())
+        self.process = context.Process(target=_run, args=(command[1:], settings, directory, writer, self.errors.name))
         threads, path = os.environ.get("OMP_NUM_THREADS"), os.environ.get("PYTHONPATH")
         os.environ["OMP_NUM_THREADS"], os.environ["PYTHONPATH"] = "1", os.pathsep.join([PACKAGE, path or ""])
         try:
@@ -67,7 +67,7 @@ class ForkedProcess:
         return self.process.exitcode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        self.wait(timeout)  # what these print fits into a pipe
+        self.wait(timeout)  # the output is short enough to fit into the pipe's buffer
         out = "" if self.stdout.closed else self.stdout.read()
         self.stdout.close()
         return out, self.stderr
@@ -87,8 +87,8 @@ class ForkedProcess:
         self.stdout.close()
 
 
-def _run(arguments: list[str], env: dict[str, str], place: str, writer: Connection, errors: str) -> None:
-    """What the interpreter does with `-m module …`, `-c program …` or `script.py …`, in the forked process."""
+def _run(arguments: list[str], env: dict[str, str], directory: str, writer: Connection, errors: str) -> None:
+    """Run `-m module …`, `-c program …` or `script.py …` in the forked process, as the interpreter does."""
     import torch
 
     os.dup2(writer.fileno(), 1)
@@ -96,12 +96,12 @@ def _run(arguments: list[str], env: dict[str, str], place: str, writer: Connecti
     sys.stdout, sys.stderr = (os.fdopen(n, "w", encoding="utf-8", errors="replace") for n in (1, 2))
     os.environ.clear()
     os.environ.update(env)
-    os.chdir(place)
+    os.chdir(directory)
     torch.set_num_threads(1)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     kind, rest = arguments[0], arguments[1:]
     if kind in ("-m", "-c"):
-        sys.path.insert(0, place)
+        sys.path.insert(0, directory)
     if kind == "-m":
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""A reward made of a function, and a reward server on a free port."""
+"""A reward that calls a function, and a reward server on a free port."""
 
 from __future__ import annotations
 

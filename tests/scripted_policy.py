@@ -18,7 +18,7 @@ from tastemaker.core.weights import FullWeights
 
 @dataclass(frozen=True)
 class FixedLogProb:
-    """Whatever the value, its log-probability is known."""
+    """A distribution whose log-probability is fixed, whatever the value."""
 
     mean: Tensor  # [B, K]
 
@@ -33,14 +33,14 @@ class FixedLogProb:
 
 
 class ScriptedNetwork(nn.Module):
-    """Reads [..., 2]: what to say now, and what the reference says."""
+    """Selects from [..., 2] the policy's log-probability or the reference's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reading = nn.Parameter(torch.tensor([0.0, 1.0]))
+        self.coefficients = nn.Parameter(torch.tensor([0.0, 1.0]))
 
-    def forward(self, lines: Tensor) -> Tensor:
-        return (lines * self.reading).sum(-1)
+    def forward(self, values: Tensor) -> Tensor:
+        return (values * self.coefficients).sum(-1)
 
 
 class ScriptedModel(Backbone):
@@ -49,12 +49,12 @@ class ScriptedModel(Backbone):
     def __init__(self) -> None:
         self.net: nn.Module = ScriptedNetwork()
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), {}, tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        return Condition(tuple(prompts), {}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        said: Tensor = self.net(x)
-        return said
+        log_prob: Tensor = self.net(x)
+        return log_prob
 
     def encode(self, pixels: Tensor) -> Tensor:
         return pixels
@@ -95,9 +95,9 @@ class ScriptedProcess(Process):
 
 
 def scripted_policy() -> Policy[Any]:
-    """A policy that says the first line now and the second as the reference."""
+    """A policy whose log-probability is the first input, and whose reference's is the second."""
     model = ScriptedModel()
     weights = FullWeights(model.net, ("reference",))
     with torch.no_grad():
-        model.net.reading.copy_(torch.tensor([1.0, 0.0]))
+        model.net.coefficients.copy_(torch.tensor([1.0, 0.0]))
     return Policy(model, ScriptedProcess(), weights)

@@ -1,4 +1,4 @@
-"""Both models of Stable Diffusion, what they are asked for, and the rows that chance is drawn by."""
+"""Specs of Stable Diffusion 1.5 and XL, prompts, and the randomness of their samples."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ Spec = Sd15Spec | SdxlSpec
 SPECS: dict[str, Spec] = {"sd15": Sd15Spec(), "sdxl": SdxlSpec()}
 
 
-def rows(count: int = len(PROMPTS)) -> Randomness:
+def make_rng(count: int = len(PROMPTS)) -> Randomness:
     return Randomness(0, 0, torch.arange(count))

@@ -32,43 +32,43 @@ from tastemaker.training.events import Event, TrainingFinished
 QUIET = Console(quiet=True)
 
 
-class Copier(nn.Module):
+class ConvPair(nn.Module):
     """A minimal autoencoder."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.into, self.back = nn.Conv2d(3, width, 1), nn.Conv2d(width, 3, 1)
+        self.encoder, self.decoder = nn.Conv2d(3, width, 1), nn.Conv2d(width, 3, 1)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        return self.back(self.into(pixels)), pixels.new_zeros(())
+        return self.decoder(self.encoder(pixels)), pixels.new_zeros(())
 
     @classmethod
-    def from_config(cls, params: Mapping[str, Any]) -> Copier:
+    def from_config(cls, params: Mapping[str, Any]) -> ConvPair:
         return cls(params["width"])
 
 
 @dataclass(frozen=True)
-class CopierSpec(AutoencoderSpec):
+class ConvPairSpec(AutoencoderSpec):
     """A minimal autoencoder with `width` channels."""
 
     width: int = 2
 
-    def load(self, placement: Placement) -> Copier:
-        return Copier(self.width).to(placement.device)
+    def load(self, placement: Placement) -> ConvPair:
+        return ConvPair(self.width).to(placement.device)
 
-    def tiny(self) -> CopierSpec:
+    def tiny(self) -> ConvPairSpec:
         return self
 
 
 @pytest.fixture
 def registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unregister the names of a test after it."""
+    """Restore the registries after the test."""
     for registry in (MODELS, AUTOENCODERS, NETWORKS):
         monkeypatch.setattr(registry, "_names", dict(vars(registry)["_names"]))
 
 
 def config(tmp_path: Path, *more: str) -> Any:
-    small = [
+    overrides = [
         "steps=3",
         "sample.every=0",
         "engine.device=cpu",
@@ -83,12 +83,12 @@ def config(tmp_path: Path, *more: str) -> Any:
         "sample.weights=live",
         "checkpoint.every=2",
     ]
-    return load("playground-vae", [*small, *plain, *more])
+    return load("playground-vae", [*overrides, *plain, *more])
 
 
-def pictures(count: int = 2, channels: int = 3) -> list[Tensor]:
-    chance = torch.Generator().manual_seed(0)
-    return [torch.rand(4, channels, 16, 16, generator=chance) for _ in range(count)]
+def random_batches(count: int = 2, channels: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.rand(4, channels, 16, 16, generator=generator) for _ in range(count)]
 
 
 def test_build_model_builds_every_kind_of_model(tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ def test_build_model_builds_every_kind_of_model(tmp_path: Path) -> None:
         build_model({"type": "vaee"}, "cpu")
 
 
-def test_a_bare_name_is_looked_for_in_configs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bare_names_are_looked_up_in_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
     for name in ("vae", "vae-playground"):
         (tmp_path / "configs" / f"{name}.yaml").write_text("extends: playground-vae\nsteps: 7")
     assert load("vae", ["batch_size=3"]).steps == 7 and load("vae").name == "vae"
-    assert load("vae-playground").steps == 4000  # the package's, for it has one
+    assert load("vae-playground").steps == 4000  # the package's own recipe comes first
     with pytest.raises(ConfigError, match="vay"):
         load("vay")
 
@@ -114,29 +114,29 @@ def test_vae_trainer_trains_on_a_loader_and_writes_a_run(tmp_path: Path) -> None
     settings = config(tmp_path)
     model = build_model(settings, "cpu")
     before = [p.clone() for p in model.parameters()]
-    metrics = VAETrainer(model, settings, "cpu").train(pictures(), QUIET)
+    metrics = VAETrainer(model, settings, "cpu").train(random_batches(), QUIET)
     assert metrics["loss"] > 0 and not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    place = tmp_path / "small"
-    assert (place / "config.yaml").is_file() and len((place / "metrics.jsonl").read_text().splitlines()) >= 3
-    assert (place / "checkpoints" / "step-000003").is_dir()
+    run_dir = tmp_path / "small"
+    assert (run_dir / "config.yaml").is_file() and len((run_dir / "metrics.jsonl").read_text().splitlines()) >= 3
+    assert (run_dir / "checkpoints" / "step-000003").is_dir()
 
 
 def test_vae_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
     once, twice = (config(tmp_path / folder, "steps=5") for folder in ("once", "twice"))
-    whole, stopped, resumed = (build_model(settings, "cpu") for settings in (once, twice, twice))
-    VAETrainer(whole, once, "cpu").train(pictures(3), QUIET)
+    uninterrupted, interrupted, resumed = (build_model(settings, "cpu") for settings in (once, twice, twice))
+    VAETrainer(uninterrupted, once, "cpu").train(random_batches(3), QUIET)
     with pytest.raises(KeyboardInterrupt):
-        VAETrainer(stopped, twice, "cpu").train(Halting(pictures(3), 3), QUIET)
-    VAETrainer(resumed, twice, "cpu").train(pictures(3), QUIET)
-    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        VAETrainer(interrupted, twice, "cpu").train(InterruptedLoader(random_batches(3), 3), QUIET)
+    VAETrainer(resumed, twice, "cpu").train(random_batches(3), QUIET)
+    for a, b in zip(uninterrupted.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-class Halting:
-    """A loader that is interrupted after so many batches."""
+class InterruptedLoader:
+    """A loader that raises KeyboardInterrupt after `max_batches` batches."""
 
-    def __init__(self, batches: list[Tensor], most: int) -> None:
-        self.batches, self.left = batches, most
+    def __init__(self, batches: list[Tensor], max_batches: int) -> None:
+        self.batches, self.left = batches, max_batches
 
     def __iter__(self) -> Iterator[Tensor]:
         for batch in self.batches:
@@ -147,64 +147,64 @@ class Halting:
 
 
 def test_loader_starts_over_and_caches_its_first_images() -> None:
-    data = LoaderDataset([(x, "label") for x in pictures(2, channels=1)])
+    data = LoaderDataset([(x, "label") for x in random_batches(2, channels=1)])
     first, second, third = (data.batch(step, 4, 0, 1).pixels for step in range(3))
     assert first.shape == (4, 1, 3, 16, 16) and torch.equal(first, third) and not torch.equal(first, second)
     assert torch.equal(data.batch(0, 6, 0, 1).pixels, torch.cat([first, second])[:6])
-    ours = LoaderDataset([ImageBatch(("",) * 4, pictures(1)[0][:, None])])
-    assert torch.equal(ours.batch(3, 4, 0, 1).pixels, pictures(1)[0][:, None])
+    ours = LoaderDataset([ImageBatch(("",) * 4, random_batches(1)[0][:, None])])
+    assert torch.equal(ours.batch(3, 4, 0, 1).pixels, random_batches(1)[0][:, None])
 
 
 @pytest.mark.parametrize(
-    ("loader", "said"),
+    ("loader", "message"),
     [
-        ([], "the loader has no batches"),
+        ([], "no batches"),
         (iter([torch.rand(2, 3, 8, 8)]), "ended after 1 batches"),
         ([torch.rand(2, 3, 8, 8) * 2 - 1], "expected 0 to 1"),
         ([torch.rand(2, 4, 8, 8)], "is of shape"),
-        (["a"], "is a str; expected pixels"),
+        (["a"], "is a str"),
     ],
 )
-def test_invalid_loader_is_refused(loader: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
-        VAETrainer(Copier(2), config(tmp_path), "cpu").train(loader, QUIET)
+def test_invalid_loader_is_refused(loader: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VAETrainer(ConvPair(2), config(tmp_path), "cpu").train(loader, QUIET)
 
 
 def test_vae_trainer_refuses_other_configurations_and_devices(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="RunConfig"):
-        VAETrainer(Copier(2), load("grpo-toy-flow"), "cpu")
+        VAETrainer(ConvPair(2), load("grpo-toy-flow"), "cpu")
     with pytest.raises(ConfigError, match=r"engine.device"):
         build_model({"type": "vae"}, "gpu")
     with pytest.raises(ConfigError, match=r"engine.device"):
-        VAETrainer(Copier(2), config(tmp_path), "gpu")
+        VAETrainer(ConvPair(2), config(tmp_path), "gpu")
 
 
 @pytest.mark.usefixtures("registries")
 def test_register_model_makes_a_spec_available_to_recipes(tmp_path: Path) -> None:
-    assert register_model("copier")(CopierSpec) is CopierSpec and "copier" in list_models()
+    assert register_model("copier")(ConvPairSpec) is ConvPairSpec and "copier" in list_models()
     assert "copier" in [row["name"] for row in catalog.component_rows("autoencoders")]
     built = build_model(
         validate_config({"autoencoder": {"type": "copier", "width": 3}, "data": {"type": "toy_images"}}), "cpu"
     )
-    assert isinstance(built, Copier) and built.into.out_channels == 3
-    with pytest.raises(ConfigError, match="already registered"):
-        register_model("copier")(CopierSpec)
+    assert isinstance(built, ConvPair) and built.encoder.out_channels == 3
+    with pytest.raises(ConfigError, match="'copier'"):
+        register_model("copier")(ConvPairSpec)
 
 
 @pytest.mark.usefixtures("registries")
-def test_network_with_from_config_is_found_by_name_or_import_path(tmp_path: Path) -> None:
-    register_model("my_copier")(Copier)
-    for name in ("my_copier", f"{Copier.__module__}:Copier"):
-        told = {"type": "from_config", "class_path": name, "params": {"width": 5}}
-        settings = validate_config({"autoencoder": told, "data": {"type": "toy_images"}, "loss": {"lpips": 0.0}})
+def test_from_config_network_is_resolved_by_name_or_import_path(tmp_path: Path) -> None:
+    register_model("my_copier")(ConvPair)
+    for name in ("my_copier", f"{ConvPair.__module__}:ConvPair"):
+        autoencoder = {"type": "from_config", "class_path": name, "params": {"width": 5}}
+        settings = validate_config({"autoencoder": autoencoder, "data": {"type": "toy_images"}, "loss": {"lpips": 0.0}})
         assert isinstance(settings, AutoencoderRunConfig)
         net = build_model(settings, "cpu")
-        assert isinstance(net, Copier) and net.into.out_channels == 5
+        assert isinstance(net, ConvPair) and net.encoder.out_channels == 5
     assert "my_copier" in list_models()
-    with pytest.raises(ConfigError, match="did you mean 'my_copier'"):
+    with pytest.raises(ConfigError, match="'my_copier'"):
         build_model({"type": "from_config", "class_path": "my_copyer"}, "cpu")
     with pytest.raises(ConfigError, match="from_config"):
-        build_model({"type": "from_config", "class_path": f"{Copier.__module__}:CopierSpec"}, "cpu")
+        build_model({"type": "from_config", "class_path": f"{ConvPair.__module__}:ConvPairSpec"}, "cpu")
 
 
 @pytest.mark.usefixtures("registries")
@@ -212,14 +212,14 @@ def test_register_model_refuses_other_classes() -> None:
     with pytest.raises(ConfigError, match="Console"):
         register_model("console")(Console)
 
-    class Inside(CopierSpec):
-        """Nobody finds it here."""
+    class LocalSpec(ConvPairSpec):
+        """A class that cannot be imported by name."""
 
     with pytest.raises(ConfigError, match="inside"):
-        register_model("inside")(Inside)
+        register_model("inside")(LocalSpec)
 
 
-def test_registered_name_is_found_in_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_class_is_resolved_in_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("somewhere")
     monkeypatch.setitem(sys.modules, "somewhere", module)
     registry = Registry("thing", {})
@@ -242,30 +242,30 @@ def test_train_evaluate_and_generate_do_what_the_commands_do(tmp_path: Path) -> 
     files = tm.generate(tmp_path / "run", ["a red", "a blue"], out=tmp_path / "images", count=2, console=QUIET)
     assert len(files) == 4 and all(file.is_file() for file in files)
     report = tm.evaluate(
-        "playeval", "grpo-playground-flow", prompts=6, count=1, out=tmp_path / "report", tiny=True, console=QUIET
+        "playeval", "grpo-playground-flow", num_prompts=6, count=1, out=tmp_path / "report", tiny=True, console=QUIET
     )
     assert report["scores"]
 
 
-def test_a_built_run_trains_without_loggers(tmp_path: Path) -> None:
+def test_built_run_trains_with_no_loggers(tmp_path: Path) -> None:
     quick = ["steps=2", "sample.every=0", "guard.every=0", "batch.prompts=4"]
     run = tm.build(load("grpo-toy-flow", quick), tmp_path)
     assert tm.train(run)["lr"] > 0 and not (tmp_path / "metrics.jsonl").exists()
-    with pytest.raises(ConfigError, match="need a configuration"):
+    with pytest.raises(ConfigError, match="tiny"):
         tm.train(run, tiny=True)
 
 
-class EncoderOutputNet(Copier):
+class EncoderOutputNet(ConvPair):
     """Returns the output of its encoder instead of a loss, as nanoVLA-RL's networks do."""
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        return self.back(self.into(pixels)), self.into(pixels)
+        return self.decoder(self.encoder(pixels)), self.encoder(pixels)
 
 
-def test_network_without_a_scalar_loss_is_refused(tmp_path: Path) -> None:
+def test_network_output_must_include_a_scalar_loss(tmp_path: Path) -> None:
     settings = config(tmp_path)
     with pytest.raises(ConfigError, match=r"\[4, 3, 16, 16\] and \[4, 2, 16, 16\]"):
-        VAETrainer(EncoderOutputNet(2), settings, "cpu").train(pictures(), QUIET)
-    place = f"{__name__}:Copier"
+        VAETrainer(EncoderOutputNet(2), settings, "cpu").train(random_batches(), QUIET)
+    class_path = f"{__name__}:ConvPair"
     with pytest.raises(ConfigError, match="from_config"):
-        config(tmp_path, f"autoencoder={{type: '{place}'}}")
+        config(tmp_path, f"autoencoder={{type: '{class_path}'}}")

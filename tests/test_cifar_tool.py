@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tastemaker.rewards.classifier import Cifar10Classifier
 
 ROOT = Path(__file__).parent.parent
-VQ = " ".join(
+VQ_SETTINGS = " ".join(
     [
         "batch_size=4",
         "autoencoder.channels=16",
@@ -29,15 +29,15 @@ VQ = " ".join(
         "validation.num_samples=4",
     ]
 )
-OTHERS = "model.width=32 model.depth=1 model.heads=2 batch.prompts=2 sample.every=0"
+GENERATOR = "model.width=32 model.depth=1 model.heads=2 batch.prompts=2 sample.every=0"
 
 
 @pytest.mark.slow
 def test_all_stages_of_cifar_sh_run_tiny(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    whole = np.random.default_rng(0).integers(0, 256, (24, 1024, 3), dtype=np.uint8)
-    Image.fromarray(whole).save(data / "data_batch_1.png")
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 1024, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(data / "data_batch_1.png")
     (data / "train_lables.json").write_text(json.dumps([i % 10 for i in range(24)]))
     torch.manual_seed(0)
     save_file(Cifar10Classifier().state_dict(), tmp_path / "classifier.safetensors")
@@ -49,7 +49,7 @@ def test_all_stages_of_cifar_sh_run_tiny(tmp_path: Path) -> None:
         "DEVICE": "cpu",
         "OMP_NUM_THREADS": "1",
     }
-    settings |= {"VQ_SETTINGS": VQ, "SETTINGS": OTHERS, "PYTHON": sys.executable}
+    settings |= {"VQ_SETTINGS": VQ_SETTINGS, "SETTINGS": GENERATOR, "PYTHON": sys.executable}
     environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT), "CIFAR_HOME": str(tmp_path)}
     script = [str(ROOT / "tools/cifar.sh"), str(data), str(tmp_path / "classifier.safetensors"), str(tmp_path / "out")]
     cpu = ["engine.device=cpu", "engine.precision=fp32"]
@@ -63,9 +63,9 @@ def test_all_stages_of_cifar_sh_run_tiny(tmp_path: Path) -> None:
         assert lines is not None and {*json.loads(lines.read())["nats per token"]} == {"training", "held_out"}
     command = [sys.executable, str(ROOT / "tools/cifar_samples.py"), "decode", "tokens-grpo-1.5.npz"]
     options = ["--classifier", str(tmp_path / "classifier.safetensors"), "--sheet", "sheet.png"]
-    rest = [str(tmp_path / "out/vq.safetensors"), "samples.npz", *options]
+    arguments = [str(tmp_path / "out/vq.safetensors"), "samples.npz", *options]
     process = subprocess.run(
-        [*command, *rest], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert 0 <= json.loads(process.stdout)["accuracy"] <= 1
     with np.load(tmp_path / "samples.npz") as samples:

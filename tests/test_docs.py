@@ -1,4 +1,4 @@
-"""What the documentation says is so: its examples run, its files exist, its table is true."""
+"""The documentation is correct: examples run, linked files and commands exist, and the table of objectives holds."""
 
 from __future__ import annotations
 
@@ -28,86 +28,93 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = vars(get_command(app))["commands"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NAMED = re.compile(r"# ([\w-]+\.(?:py|yaml))\n")
+FILE_NAME = re.compile(r"# ([\w-]+\.(?:py|yaml))\n")
 
 
-def blocks(page: Path, language: str) -> list[str]:
+def code_blocks(page: Path, language: str) -> list[str]:
     return [text for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
 
 
-def unpack(page: Path, folder: Path) -> list[Path]:
-    """Write every block that begins with a file's name to that file."""
-    found = []
+def write_named_blocks(page: Path, folder: Path) -> list[Path]:
+    """Write every code block that starts with a file name to that file, and return the files."""
+    files = []
     for _, text in BLOCK.findall(page.read_text(encoding="utf-8")):
-        if name := NAMED.match(text):
+        if name := FILE_NAME.match(text):
             path = folder / name[1]
             path.write_text(text, encoding="utf-8")
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
-def commands(page: Path) -> Iterator[str]:
-    """Every line of every console block, continued lines joined."""
-    for text in blocks(page, "console"):
+def console_lines(page: Path) -> Iterator[str]:
+    """Every line of every console block, with continuation lines joined."""
+    for text in code_blocks(page, "console"):
         yield from text.replace("\\\n", " ").splitlines()
 
 
-def rewards(config: RunConfig, folder: Path) -> list[float]:
+def train_and_collect_rewards(config: RunConfig, folder: Path) -> list[float]:
     run = build(config, folder)
-    earned = [event.metrics["reward/mean"] for event in train(run) if isinstance(event, StepCompleted)]
+    mean_rewards = [event.metrics["reward/mean"] for event in train(run) if isinstance(event, StepCompleted)]
     run.engine.close()
-    return earned
+    return mean_rewards
 
 
 @pytest.mark.parametrize(
     "page", ["add-a-reward.md", "add-an-objective.md", pytest.param("add-a-model.md", marks=pytest.mark.slow)]
 )
-def test_the_examples_of_the_guides_learn(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = unpack(ROOT / "docs" / page, tmp_path)
+def test_guide_examples_learn(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = write_named_blocks(ROOT / "docs" / page, tmp_path)
     (recipe,) = [path for path in files if path.suffix == ".yaml"]
     assert any(path.suffix == ".py" for path in files)
     monkeypatch.syspath_prepend(tmp_path)
     config = load(recipe, ["sample.every=0", "engine.device=cpu"])
-    earned = rewards(config, tmp_path / "run")
-    assert sum(earned[-5:]) / 5 > sum(earned[:5]) / 5 + 0.05
+    mean_rewards = train_and_collect_rewards(config, tmp_path / "run")
+    assert sum(mean_rewards[-5:]) / 5 > sum(mean_rewards[:5]) / 5 + 0.05
 
 
 @pytest.mark.parametrize("family", ["toy-flow", "toy-masked"])
-def test_the_objective_of_the_guide_trains_the_other_families(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, recipe = unpack(ROOT / "docs/add-an-objective.md", tmp_path)
+def test_guide_objective_trains_other_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, recipe = write_named_blocks(ROOT / "docs/add-an-objective.md", tmp_path)
     recipe.write_text(recipe.read_text().replace("models/toy-causal", f"models/{family}"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, module.stem, raising=False)
-    assert len(rewards(load(recipe, ["steps=2", "sample.every=0", "engine.device=cpu"]), tmp_path / "run")) == 2
+    assert (
+        len(
+            train_and_collect_rewards(
+                load(recipe, ["steps=2", "sample.every=0", "engine.device=cpu"]), tmp_path / "run"
+            )
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize("objective", ["reward_gradient", "nft", "srpo"])
-def test_the_model_of_the_guide_is_trained_by_other_objectives(
+def test_guide_model_trains_with_other_objectives(
     objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, recipe = unpack(ROOT / "docs/add-a-model.md", tmp_path)
+    _, recipe = write_named_blocks(ROOT / "docs/add-a-model.md", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    chosen = [f"objective={{type: {objective}}}", "steps=2", "sample.every=0", "engine.device=cpu"]
-    run = build(load(recipe, [*chosen, "tuning={type: lora, target_modules: [first, last]}"]), tmp_path / "run")
+    overrides = [f"objective={{type: {objective}}}", "steps=2", "sample.every=0", "engine.device=cpu"]
+    run = build(load(recipe, [*overrides, "tuning={type: lora, target_modules: [first, last]}"]), tmp_path / "run")
     assert sum(isinstance(event, StepCompleted) for event in train(run)) == 2
 
 
-def python(arguments: list[str], folder: Path) -> str:
+def run_python(arguments: list[str], folder: Path) -> str:
     paths = os.pathsep.join([str(ROOT), str(folder)])
     settings = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run(
+        command, cwd=folder, env=settings, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.fixture
-def printed(
+def run_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[Path], list[str]]:
-    """Runs a program on the CPU in this process and returns the lines that it prints."""
+    """A function that runs a script on the CPU in this process and returns its output lines."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
@@ -119,34 +126,34 @@ def printed(
     return run
 
 
-def test_the_library_examples_run_one_after_the_other(tmp_path: Path, printed: Callable[[Path], list[str]]) -> None:
-    first, loop, again, look, small = unpack(ROOT / "docs/library.md", tmp_path)
-    assert re.fullmatch(r"reward [\d.]+, 2 images", printed(first)[-1])
-    assert len(printed(loop)) == 20
-    assert printed(again) == ["resumed at step 20, ended at step 30"]
-    assert "color" in printed(look)[0]
+def test_library_examples_run_in_order(tmp_path: Path, run_script: Callable[[Path], list[str]]) -> None:
+    first, loop, resume, inspect, small = write_named_blocks(ROOT / "docs/library.md", tmp_path)
+    assert re.fullmatch(r"reward [\d.]+, 2 images", run_script(first)[-1])
+    assert len(run_script(loop)) == 20
+    assert run_script(resume) == ["resumed at step 20, ended at step 30"]
+    assert "color" in run_script(inspect)[0]
     assert (tmp_path / "red.png").is_file()
-    assert printed(small) == ["True"]
+    assert run_script(small) == ["True"]
 
 
-def test_the_example_of_the_readme_runs(tmp_path: Path, printed: Callable[[Path], list[str]]) -> None:
-    (example,) = unpack(ROOT / "README.md", tmp_path)
+def test_readme_example_runs(tmp_path: Path, run_script: Callable[[Path], list[str]]) -> None:
+    (example,) = write_named_blocks(ROOT / "README.md", tmp_path)
     assert len(example.read_text().splitlines()) <= 11
-    assert "2 images" in printed(example)[-1]
+    assert "2 images" in run_script(example)[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_the_library_example_runs_on_two_ranks(tmp_path: Path) -> None:
-    _, loop, *_ = unpack(ROOT / "docs/library.md", tmp_path)
-    alone = python([loop.name], tmp_path)
+def test_library_example_runs_on_two_ranks(tmp_path: Path) -> None:
+    _, loop, *_ = write_named_blocks(ROOT / "docs/library.md", tmp_path)
+    single_process_output = run_python([loop.name], tmp_path)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", loop.name]
     (tmp_path / "two").mkdir()
     loop.rename(tmp_path / "two" / loop.name)
-    assert python(launch, tmp_path / "two") == alone
+    assert run_python(launch, tmp_path / "two") == single_process_output
 
 
-def test_links_and_files_named_in_the_pages_exist() -> None:
+def test_linked_files_exist() -> None:
     missing = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -159,11 +166,11 @@ def test_links_and_files_named_in_the_pages_exist() -> None:
     assert not missing
 
 
-def mistakes(line: str, own: set[str]) -> Iterator[str]:
-    """What is wrong with one command: an unknown recipe, option, target or setting."""
+def find_mistakes(line: str, local_files: set[str]) -> Iterator[str]:
+    """The mistakes in one command line: an unknown recipe, command, option, make target or setting."""
     if (match := re.search(r"\btastemaker (train|check|doctor) ([\w./-]+)", line)) and match[2] not in {
         *list_recipes(),
-        *own,
+        *local_files,
     }:
         yield f"no recipe {match[2]}"
     if match := re.search(r"\btastemaker ([a-z-]+)(.*)", line):
@@ -182,45 +189,59 @@ def mistakes(line: str, own: set[str]) -> Iterator[str]:
             yield str(error)
 
 
-def test_commands_named_in_the_pages_are_right() -> None:
+def test_documented_commands_are_valid() -> None:
     wrong = []
     for page in PAGES:
-        own = {path.name for path in page.parent.glob("*")} | set(NAMED.findall(page.read_text(encoding="utf-8")))
-        wrong += [f"{page.name}: {line}: {told}" for line in commands(page) for told in mistakes(line, own)]
+        local_files = {path.name for path in page.parent.glob("*")} | set(
+            FILE_NAME.findall(page.read_text(encoding="utf-8"))
+        )
+        wrong += [
+            f"{page.name}: {line}: {mistake}"
+            for line in console_lines(page)
+            for mistake in find_mistakes(line, local_files)
+        ]
     assert not wrong
 
 
-def test_shell_scripts_in_the_pages_parse() -> None:
-    scripts = [text for page in PAGES for text in blocks(page, "bash")]
+def test_shell_scripts_parse() -> None:
+    scripts = [text for page in PAGES for text in code_blocks(page, "bash")]
     assert any("#SBATCH" in script for script in scripts)
     for script in scripts:
-        done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr
+        process = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+        assert process.returncode == 0, process.stderr
 
 
-def test_torchrun_knows_the_options_shown() -> None:
-    shown = {
+def test_torchrun_options_exist() -> None:
+    documented = {
         o for text in BLOCK.findall((ROOT / "docs/scale.md").read_text()) for o in re.findall(r"--[\w-]+", text[1])
     }
     known = get_args_parser().format_help()
-    ours = {"--device", "--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time"}
-    for option in shown - ours - {"--requeue", "--signal", "--open-mode"}:
+    other_options = {
+        "--device",
+        "--job-name",
+        "--nodes",
+        "--ntasks-per-node",
+        "--gpus-per-node",
+        "--cpus-per-task",
+        "--time",
+    }
+    for option in documented - other_options - {"--requeue", "--signal", "--open-mode"}:
         assert option in known, option
 
 
-def test_the_table_of_what_runs_is_true() -> None:
+def test_readme_table_matches_supported_processes() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     header, _, *rows = re.findall(r"^\|(.*)\|$", text[text.index("| objective |") :], re.MULTILINE)
     families = [cell.strip() for cell in header.split("|")][1:]
-    said = {}
+    documented = {}
     for row in rows:
         name, *cells = (cell.strip() for cell in row.split("|"))
-        said[name.strip("`")] = dict(zip(families, cells, strict=True))
+        documented[name.strip("`")] = dict(zip(families, cells, strict=True))
     processes = {
         family: load(f"grpo-toy-{family}" if family != "epsilon" else "ddpo-toy-epsilon").process for family in families
     }
     for name in OBJECTIVES:
         needs = OBJECTIVES.find(name).needs
-        true = {family: "yes" if isinstance(process, needs) else "-" for family, process in processes.items()}
-        assert said.pop(name) == true, name
-    assert not said
+        supported = {family: "yes" if isinstance(process, needs) else "-" for family, process in processes.items()}
+        assert documented.pop(name) == supported, name
+    assert not documented

@@ -1,4 +1,4 @@
-"""Which way imports point, how long things may get, and words that do not belong here: all read from the source."""
+"""Static rules for the source: import directions, lengths of files and functions, and forbidden names and calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tastemaker
 
 PACKAGE = Path(tastemaker.__file__).parent
 
-# What the command line calls: these put parts of the whole package together, each in the package of its subject.
+# Called by the command line: these combine parts of the whole package, each in the package of its subject.
 WORKFLOWS = (
     "api",
     "data.embedding_precompute",
@@ -33,7 +33,7 @@ WORKFLOWS = (
     "export.weights",
     "models.downloads",
     "playground.demo",
-    "rewards.scoring",
+    "rewards.folder_scorer",
     "search.flops",
     "search.generation",
     "search.settings",
@@ -45,7 +45,7 @@ WORKFLOWS = (
     "vlm.question_answering",
 )
 
-# From the ground up. A module imports what lies below it, and its own neighbours within one package.
+# From the bottom up. A module imports modules of lower layers, and modules of its own package in the same layer.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "core.cards",
@@ -63,7 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "data.image_io",
         "evaluation.geneval_rules",
         "models.pretrained",
-        "models.safe_unpickling",
+        "models.restricted_unpickler",
         "rewards.backbones.preprocessing",
     ),
     ("core.dropout",),
@@ -71,7 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "data.class_labels",
         "models.weight_files",
     ),
-    ("playground",),  # a world of its own, which knows nothing of who learns in it
+    ("playground",),  # the synthetic task, independent of models and training
     (
         "autoencoders.lpips",
         "autoencoders.patchgan",
@@ -127,17 +127,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-# Modules of one level that may import one another though they are in several packages: loops on the same engine.
+# Modules of one layer in several packages that may import one another: training loops on the same engine.
 PEERS = (("training", "autoencoders", "vlm.finetuning"), WORKFLOWS)
 
-# What else may be imported across or upwards, and why.
+# Exceptions, with reasons.
 ALLOWED = {
-    ("data.toy", "models.toy"): "images of the toys' own world, at their size",
+    ("data.toy", "models.toy"): "images for the toy models, at their size",
 }
 
-# The last two name classes in files.
+# Modules that may import torch.distributed. The last two only name classes that files contain.
 DISTRIBUTED = ("training.engine", "training.distributed", "training.context_parallel", "export.llamagen")
-LINES, FUNCTION = 500, 60  # of a file and of a function
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 ONLY_IN = {
     "data.hf_datasets": "datasets",
     "core.lora": "peft",
@@ -146,12 +146,12 @@ ONLY_IN = {
 }
 
 
-def name_of(path: Path) -> str:
+def module_name(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__").replace("__init__", "")
 
 
-def home(module: str) -> str:
-    """The entry of LAYERS a module belongs to: the longest that fits."""
+def find_layer(module: str) -> str:
+    """The entry of LAYERS that a module belongs to: the longest matching prefix."""
     parts = module.split(".")
     fitting = [".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in LEVEL]
     assert fitting, f"tastemaker.{module} has no layer; give it one in {Path(__file__).name}"
@@ -159,7 +159,7 @@ def home(module: str) -> str:
 
 
 def imports(path: Path, nodes: list[ast.AST]) -> Iterator[str]:
-    """Every module a file imports anywhere in it; ours without the package's name, as '.types'."""
+    """Every module that a file imports; those of the package start with a dot instead of its name, as '.types'."""
     package = list(path.relative_to(PACKAGE).parent.parts)
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -167,74 +167,74 @@ def imports(path: Path, nodes: list[ast.AST]) -> Iterator[str]:
                 yield re.sub(r"^tastemaker(?=\.|$)", "", alias.name) or "."
         elif isinstance(node, ast.ImportFrom) and node.level:
             base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
-            yield from own(".".join(part for part in base if part), node)
+            yield from resolve_names(".".join(part for part in base if part), node)
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
             if module == "tastemaker" or module.startswith("tastemaker."):
-                yield from own(module.removeprefix("tastemaker").lstrip("."), node)
+                yield from resolve_names(module.removeprefix("tastemaker").lstrip("."), node)
             else:
                 yield module
 
 
-def own(base: str, node: ast.ImportFrom) -> Iterator[str]:
-    """`from .train import engine` imports a module, `from .train.engine import Engine` a name in one."""
+def resolve_names(base: str, node: ast.ImportFrom) -> Iterator[str]:
+    """Distinguish `from .train import engine`, a module, from `from .train.engine import Engine`, a name in one."""
     for alias in node.names:
         inner = f"{base}.{alias.name}".strip(".")
-        place = PACKAGE.joinpath(*inner.split("."))
-        yield "." + (inner if place.is_dir() or place.with_suffix(".py").is_file() else base)
+        location = PACKAGE.joinpath(*inner.split("."))
+        yield "." + (inner if location.is_dir() or location.with_suffix(".py").is_file() else base)
 
 
 class Module(NamedTuple):
-    """What one file of the package holds."""
+    """A parsed file of the package."""
 
     name: str
     lines: int
     nodes: list[ast.AST]
-    ours: set[str]  # modules of the package that it imports
-    foreign: set[str]  # and modules of others
+    internal: set[str]  # imported modules of the package
+    external: set[str]  # imported modules of other packages
 
 
 @pytest.fixture(scope="module")
 def modules() -> list[Module]:
     """Every file of the package, parsed once."""
-    found = []
+    parsed = []
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         nodes = list(ast.walk(ast.parse(text)))
-        known = set(imports(path, nodes))
-        ours = {module[1:] for module in known if module.startswith(".") and module != "."}
-        foreign = {module for module in known if not module.startswith(".")}
-        found.append(Module(name_of(path), len(text.splitlines()), nodes, ours, foreign))
-    assert len(found) > 300
-    return found
+        imported = set(imports(path, nodes))
+        internal = {module[1:] for module in imported if module.startswith(".") and module != "."}
+        external = {module for module in imported if not module.startswith(".")}
+        parsed.append(Module(module_name(path), len(text.splitlines()), nodes, internal, external))
+    assert len(parsed) > 300
+    return parsed
 
 
-def within(module: str, *packages: str) -> bool:
+def is_within(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
-def allowed(module: str, other: str) -> bool:
-    return any(within(module, a) and within(other, b) for a, b in ALLOWED)
+def is_allowed(module: str, other: str) -> bool:
+    return any(is_within(module, a) and is_within(other, b) for a, b in ALLOWED)
 
 
 def test_imports_point_downwards(modules: list[Module]) -> None:
     wrong = []
-    for module, ours in ((each.name, each.ours) for each in modules if each.name):
-        for other in ours:
-            below = LEVEL[home(other)] < LEVEL[home(module)]
-            level = LEVEL[home(other)] == LEVEL[home(module)]
-            peers = level and any(within(module, *group) and within(other, *group) for group in PEERS)
-            neighbour = peers or (other.split(".")[0] == module.split(".")[0] and (below or level))
-            if not (below or neighbour or allowed(module, other)):
+    for module, internal in ((each.name, each.internal) for each in modules if each.name):
+        for other in internal:
+            below = LEVEL[find_layer(other)] < LEVEL[find_layer(module)]
+            level = LEVEL[find_layer(other)] == LEVEL[find_layer(module)]
+            peers = level and any(is_within(module, *group) and is_within(other, *group) for group in PEERS)
+            same_package = peers or (other.split(".")[0] == module.split(".")[0] and (below or level))
+            if not (below or same_package or is_allowed(module, other)):
                 wrong.append(f"tastemaker.{module} imports {other}, which is not below it")
     assert not wrong, "\n".join(wrong)
 
 
-# Modules that lie below all packages of the list that follows, wherever their subject puts them.
+# Modules in layers below all packages of the following list.
 BELOW = tuple(name for names in LAYERS[:9] for name in names)
 
-# What modules of some packages never import, and the modules excepted from that.
-NEVER: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
+# Packages, the packages that they must not import, and exceptions.
+FORBIDDEN: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("models",), ("objectives", "rewards", "training", "search", "data", "config"), BELOW),
     (("objectives", "search"), ("models", "rewards", "training", "data", "config"), BELOW),
     (("rewards",), ("models", "objectives", "processes", "training", "config"), BELOW),
@@ -243,55 +243,59 @@ NEVER: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
 )
 
 
-def test_nothing_but_the_package_root_imports_compat(modules: list[Module]) -> None:
-    importers = {each.name for each in modules if any(within(other, "compat") for other in each.ours)}
-    assert {name for name in importers if not within(name, "compat")} == {""}
+def test_only_the_package_root_imports_compat(modules: list[Module]) -> None:
+    importers = {each.name for each in modules if any(is_within(other, "compat") for other in each.internal)}
+    assert {name for name in importers if not is_within(name, "compat")} == {""}
 
 
-def test_what_each_part_never_imports(modules: list[Module]) -> None:
+def test_forbidden_imports(modules: list[Module]) -> None:
     wrong = []
     for module in modules:
-        for packages, others, excepted in NEVER:
-            if within(module.name, *packages) and not within(module.name, *WORKFLOWS):
-                wrong += [(module.name, m) for m in module.ours if within(m, *others) and not within(m, *excepted)]
-        if not within(module.name, "cli", "training.loggers", *WORKFLOWS):
-            wrong += [(module.name, m) for m in module.ours if within(m, "training.loggers")]
+        for packages, others, excepted in FORBIDDEN:
+            if is_within(module.name, *packages) and not is_within(module.name, *WORKFLOWS):
+                wrong += [
+                    (module.name, m) for m in module.internal if is_within(m, *others) and not is_within(m, *excepted)
+                ]
+        if not is_within(module.name, "cli", "training.loggers", *WORKFLOWS):
+            wrong += [(module.name, m) for m in module.internal if is_within(m, "training.loggers")]
     assert not wrong
 
 
-def test_heavy_packages_are_imported_in_one_place_each(modules: list[Module]) -> None:
+def test_heavy_packages_are_imported_in_one_module(modules: list[Module]) -> None:
     wrong = []
     for module in modules:
-        refused = {package for place, package in ONLY_IN.items() if module.name != place}
-        if not within(module.name, "cli", "training.loggers", *WORKFLOWS):
+        refused = {package for location, package in ONLY_IN.items() if module.name != location}
+        if not is_within(module.name, "cli", "training.loggers", *WORKFLOWS):
             refused |= {"typer", "rich", "wandb", "tensorboard"}
-        wrong += [(module.name, m) for m in module.foreign if m.split(".")[0] in refused]
-        if not within(module.name, *DISTRIBUTED):
-            wrong += [(module.name, m) for m in module.foreign if m.startswith("torch.distributed")]
+        wrong += [(module.name, m) for m in module.external if m.split(".")[0] in refused]
+        if not is_within(module.name, *DISTRIBUTED):
+            wrong += [(module.name, m) for m in module.external if m.startswith("torch.distributed")]
     assert not wrong
 
 
-def test_files_and_functions_stay_readable(modules: list[Module]) -> None:
-    wrong = [f"tastemaker.{module.name} has {module.lines} lines" for module in modules if module.lines > LINES]
+def test_files_and_functions_have_bounded_length(modules: list[Module]) -> None:
+    wrong = [
+        f"tastemaker.{module.name} has {module.lines} lines" for module in modules if module.lines > MAX_FILE_LINES
+    ]
     for module in modules:
         for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > FUNCTION:
+                if length > MAX_FUNCTION_LINES:
                     wrong.append(f"tastemaker.{module.name}: {node.name} has {length} lines")
     assert not wrong
 
 
-def test_words_that_do_not_belong_here(modules: list[Module]) -> None:
+def test_forbidden_names_and_calls(modules: list[Module]) -> None:
     wrong = []
     for module in modules:
         if re.search(r"(^|\.)(utils?|helpers?|misc|common)$", module.name):
-            wrong.append(f"tastemaker.{module.name}: say what is in it")
+            wrong.append(f"tastemaker.{module.name}: name the module after its content")
         for node in module.nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 if node.func.id == "hasattr":
-                    wrong.append(f"tastemaker.{module.name}: hasattr asks what a type should say")
-                if node.func.id == "print" and not within(module.name, "cli", "training.loggers", *WORKFLOWS):
+                    wrong.append(f"tastemaker.{module.name}: declare a method with a default instead of hasattr")
+                if node.func.id == "print" and not is_within(module.name, "cli", "training.loggers", *WORKFLOWS):
                     wrong.append(f"tastemaker.{module.name}: only the command line prints")
             if isinstance(node, ast.Name) and node.id == "runtime_checkable":
                 wrong.append(f"tastemaker.{module.name}: abilities are methods with defaults, not protocols to probe")

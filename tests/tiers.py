@@ -1,4 +1,4 @@
-"""Which parameters of a test are part of every run."""
+"""Marks for test parameters that only the slow set runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 
-def fast(values: Iterable[Any], *chosen: Any) -> list[Any]:
-    """Parameters of a test: those chosen are tried in every run, the others in the slow set."""
-    found = list(values)
-    assert all(value in found for value in chosen), f"{chosen} are not all among {found}"
-    return [value if value in chosen else pytest.param(value, marks=pytest.mark.slow) for value in found]
+def fast(values: Iterable[Any], *selected: Any) -> list[Any]:
+    """Test parameters: the selected ones run always, the others are marked slow."""
+    params = list(values)
+    assert all(value in params for value in selected), f"{selected} are not all among {params}"
+    return [value if value in selected else pytest.param(value, marks=pytest.mark.slow) for value in params]

@@ -1,4 +1,4 @@
-"""Tiny CLIPs in the layouts that CLIPs are published in."""
+"""Tiny CLIP models in the published checkpoint layouts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
-from tastemaker.rewards.backbones.frozen_models import quiet_transformers
+from tastemaker.rewards.backbones.frozen_models import silence_transformers
 from tastemaker.rewards.backbones.tokenizers import tiny_clip_tokenizer
 
-HALF = {"intermediate_size": 96, "num_hidden_layers": 2, "hidden_act": "gelu"}
-ENDS = {"vocab_size": 514, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
-INNER = {
+TOWER = {"intermediate_size": 96, "num_hidden_layers": 2, "hidden_act": "gelu"}
+SPECIAL_TOKENS = {"vocab_size": 514, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
+LAYER_NAMES = {
     "self_attn.out_proj": "attn.out_proj",
     "layer_norm1": "ln_1",
     "layer_norm2": "ln_2",
     "mlp.fc1": "mlp.c_fc",
     "mlp.fc2": "mlp.c_proj",
 }
-OUTER = {
+NAMES = {
     "logit_scale": "logit_scale",
     "vision_model.embeddings.class_embedding": "visual.class_embedding",
     "vision_model.embeddings.patch_embedding.weight": "visual.conv1.weight",
@@ -35,11 +35,11 @@ OUTER = {
 }
 
 
-def clip(**settings: Any) -> Any:
-    """A CLIP with heads of 64 numbers, as all have but the largest."""
+def build_clip(**settings: Any) -> Any:
+    """Build a CLIP with a head dimension of 64, like all published sizes but the largest."""
     config = CLIPConfig(
-        text_config={"hidden_size": 64, "num_attention_heads": 1, **HALF, **ENDS},
-        vision_config={"hidden_size": 128, "num_attention_heads": 2, "image_size": 28, "patch_size": 14, **HALF},
+        text_config={"hidden_size": 64, "num_attention_heads": 1, **TOWER, **SPECIAL_TOKENS},
+        vision_config={"hidden_size": 128, "num_attention_heads": 2, "image_size": 28, "patch_size": 14, **TOWER},
         projection_dim=32,
         **settings,
     )
@@ -47,11 +47,11 @@ def clip(**settings: Any) -> Any:
 
 
 @torch.no_grad()
-def random_clip(kind: Any, config: Any) -> Any:
-    """As made, texts and pictures are all alike to a network; to this one, always the same, they differ."""
+def random_clip(model_class: Any, config: Any) -> Any:
+    """Build a network with noise added to its weights, so that embeddings differ between texts and between images."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        net = kind(config).eval()
+        net = model_class(config).eval()
         for name, weights in net.named_parameters():
             if not name.startswith("logit_"):
                 weights.add_(0.15 * torch.randn_like(weights))
@@ -59,35 +59,37 @@ def random_clip(kind: Any, config: Any) -> Any:
 
 
 def open_clip_state(net: Any) -> dict[str, Tensor]:
-    """The tensors of a CLIP as open_clip names them: the map of the published files, the other way round."""
-    state, made = net.state_dict(), {}
+    """The state dict of a CLIP under open_clip's names, the inverse of the conversion of published files."""
+    state, renamed = net.state_dict(), {}
     for key, x in state.items():
-        for ours, theirs in OUTER.items():
+        for ours, theirs in NAMES.items():
             if key.startswith(ours):
-                made[key.replace(ours, theirs)] = x
-    made["visual.proj"] = state["visual_projection.weight"].t().contiguous()
-    made["text_projection"] = state["text_projection.weight"].t().contiguous()
-    for half, prefix in (("vision_model", "visual.transformer"), ("text_model", "transformer")):
+                renamed[key.replace(ours, theirs)] = x
+    renamed["visual.proj"] = state["visual_projection.weight"].t().contiguous()
+    renamed["text_projection"] = state["text_projection.weight"].t().contiguous()
+    for tower, prefix in (("vision_model", "visual.transformer"), ("text_model", "transformer")):
         for layer in range(2):
-            ours, theirs = f"{half}.encoder.layers.{layer}", f"{prefix}.resblocks.{layer}"
-            for end in ("weight", "bias"):
-                made |= {f"{theirs}.{new}.{end}": state[f"{ours}.{old}.{end}"] for old, new in INNER.items()}
-                parts = [state[f"{ours}.self_attn.{part}_proj.{end}"] for part in "qkv"]
-                made[f"{theirs}.attn.in_proj_{end}"] = torch.cat(parts)
-    return made
+            ours, theirs = f"{tower}.encoder.layers.{layer}", f"{prefix}.resblocks.{layer}"
+            for suffix in ("weight", "bias"):
+                renamed |= {
+                    f"{theirs}.{new}.{suffix}": state[f"{ours}.{old}.{suffix}"] for old, new in LAYER_NAMES.items()
+                }
+                parts = [state[f"{ours}.self_attn.{part}_proj.{suffix}"] for part in "qkv"]
+                renamed[f"{theirs}.attn.in_proj_{suffix}"] = torch.cat(parts)
+    return renamed
 
 
-def save_folder(net: Any, folder: Path, processor: Any = None) -> str:
-    """Weights, tokenizer and processor, as on the hub."""
-    with quiet_transformers():
+def save_checkpoint(net: Any, folder: Path, processor: Any = None) -> str:
+    """Save weights, tokenizer and processor in the hub's layout."""
+    with silence_transformers():
         net.save_pretrained(folder)
         tiny_clip_tokenizer().save_pretrained(folder)
         (processor or CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)).save_pretrained(folder)
     return str(folder)
 
 
-def save_published(net: Any, folder: Path) -> tuple[str, str]:
-    """A checkpoint as HPS comes, and one of the same tensors in safetensors; without a tokenizer beside them."""
+def save_original_checkpoints(net: Any, folder: Path) -> tuple[str, str]:
+    """Save a checkpoint in HPS's layout and one with equal tensors in safetensors, both without a tokenizer."""
     folder.mkdir()
     state = open_clip_state(net)
     torch.save({"epoch": 3, "state_dict": state}, folder / "HPS_v2.1_compressed.pt")

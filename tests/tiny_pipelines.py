@@ -13,31 +13,38 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.rewards.backbones.tokenizers import tiny_clip_tokenizer
 
-CLIP_ENDS = {"vocab_size": 514, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}  # its tokenizer's
-T5_WORDS = 128  # that `t5_words` knows
+# Of `byte_clip_tokenizer`.
+CLIP_TOKENS = {
+    "vocab_size": 514,
+    "bos_token_id": 512,
+    "eos_token_id": 513,
+    "pad_token_id": 513,
+}
+T5_VOCAB_SIZE = 128  # of `byte_t5_tokenizer`, rounded up
 
 
 def byte_clip_tokenizer() -> Any:
-    """A CLIP tokenizer that knows single bytes."""
-    words = tiny_clip_tokenizer()
-    words.model_max_length = 77
-    return words
+    """A CLIP tokenizer whose vocabulary is single bytes."""
+    tokenizer = tiny_clip_tokenizer()
+    tokenizer.model_max_length = 77
+    return tokenizer
 
 
 def byte_t5_tokenizer() -> Any:
-    """A T5 tokenizer that knows single letters."""
+    """A T5 tokenizer whose vocabulary is single characters."""
     from transformers import T5TokenizerFast
 
-    signs = ["<pad>", "</s>", "<unk>", "▁", *map(chr, range(33, 127))]
-    kind: Any = T5TokenizerFast
-    return kind(vocab=[(sign, -1.0 - 0.01 * place) for place, sign in enumerate(signs)], extra_ids=0)
+    characters = ["<pad>", "</s>", "<unk>", "▁", *map(chr, range(33, 127))]
+    tokenizer_class: Any = T5TokenizerFast
+    vocab = [(character, -1.0 - 0.01 * index) for index, character in enumerate(characters)]
+    return tokenizer_class(vocab=vocab, extra_ids=0)
 
 
-def random(kind: Any, config: Any, seed: int = 0) -> Any:
-    """A network whose every tensor is random, those that begin at nought or one as well."""
+def random_network(network_class: Any, config: Any, seed: int = 0) -> Any:
+    """A network with noise added to every parameter, including those initialized to zero or one."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        net = kind(**config) if isinstance(config, dict) else kind(config)
+        net = network_class(**config) if isinstance(config, dict) else network_class(config)
         for weights in net.parameters():
             weights.add_(0.05 * torch.randn_like(weights))
     return net.eval()
@@ -45,7 +52,7 @@ def random(kind: Any, config: Any, seed: int = 0) -> Any:
 
 @dataclass(frozen=True)
 class FixedNoise:
-    """Randomness that starts from given noise."""
+    """A stand-in for `Randomness` that returns fixed starting noise."""
 
     noise: Tensor
 
@@ -56,7 +63,7 @@ class FixedNoise:
 
 @torch.no_grad()
 def sample_latents(model: Backbone, process: GaussianProcess, prompts: list[str], noise: Tensor) -> Tensor:
-    """Clean latents made of that noise: [B, ...]."""
-    given: Any = FixedNoise(noise)
-    rng: Randomness = given
+    """Sample clean latents from the given starting noise: [B, ...]."""
+    fixed: Any = FixedNoise(noise)
+    rng: Randomness = fixed
     return process.start(model, model.embed(prompts), rng).finish().final

@@ -1,4 +1,4 @@
-"""Tiny generators of every family, pretrained ones too, with prompts, pictures and rewards to go with them."""
+"""Tiny generators of every family, random and pretrained, with prompts, images and rewards for tests."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from tastemaker.processes.masked import MaskedProcess
 from tastemaker.processes.paths import KarrasPath, RectifiedFlow, VariancePreserving
 from tastemaker.rewards.color import ColorReward
 
-# Of these four colours every channel is high in two and low in two: what favours no prompt favours no colour.
+# Each channel is high in two of these colors and low in the other two, so a prompt-independent bias gains no reward.
 NAMES = ("red", "green", "blue", "white")
 PROMPTS = tuple(f"a {name}" for name in NAMES)
 PALETTE = torch.tensor(list(TOY_COLORS.values()))
-# The mean of 64 pixels shows a colour through eight times their noise: a path must end this dark to start from none.
+# Averaging 64 pixels reduces the noise eightfold, so the terminal SNR must be this low for no color to leak into x_T.
 DARK = VariancePreserving(
     beta_schedule="linear",
     beta_start=0.001,
@@ -66,8 +66,8 @@ DARK = VariancePreserving(
 class Family:
     spec: ModelSpec
     process: Process
-    wrong: float = 0.5  # share of the pictures it is pretrained on whose colour is any, whatever the caption
-    rate: float = 3e-3
+    label_noise: float = 0.5  # share of pretraining images with a random color instead of the caption's
+    lr: float = 3e-3
     updates: int = 400
 
     @property
@@ -77,18 +77,18 @@ class Family:
 
 FAMILIES = {
     "flow": Family(ToyFlowSpec(), GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8)),
-    "epsilon": Family(ToyFlowSpec(), GaussianProcess(DARK, DDIM(1.0), 8), rate=1e-2, updates=600),
+    "epsilon": Family(ToyFlowSpec(), GaussianProcess(DARK, DDIM(1.0), 8), lr=1e-2, updates=600),
     "video": Family(ToyFlowSpec(frames=3), GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8)),
-    "causal": Family(ToyCausalSpec(), AutoregressiveProcess(), wrong=0.85),
-    "masked": Family(ToyMaskedSpec(), MaskedProcess(num_steps=4), wrong=0.85),
+    "causal": Family(ToyCausalSpec(), AutoregressiveProcess(), label_noise=0.85),
+    "masked": Family(ToyMaskedSpec(), MaskedProcess(num_steps=4), label_noise=0.85),
 }
-# Small random versions of published generators: they owe what all generators do, but nobody has taught them anything.
+# Small random versions of published generators. They satisfy the contract of all generators but are not trained.
 LATENT = VariancePreserving(
     beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, timestep_spacing="leading", steps_offset=1
 )
 PRETRAINED = Path(__file__).parent / "fixtures" / "toys"
-PICTURE = Path(__file__).parent / "fixtures" / "pictures" / "first.png"
-UNLIT = VariancePreserving(
+IMAGE = Path(__file__).parent / "fixtures" / "images" / "first.png"
+ZERO_SNR = VariancePreserving(
     prediction_type="v_prediction",
     timestep_spacing="trailing",
     set_alpha_to_one=True,
@@ -97,7 +97,7 @@ UNLIT = VariancePreserving(
 )
 DIT = replace(
     LatentDitSpec(conditioning="caption", image_size=16).tiny(), autoencoder="playground/vae"
-)  # coarse pixels favour no colour
+)  # coarse pixels favor no color
 PUBLISHED = {
     "flux": Family(FluxSpec().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
     "sd3": Family(Sd3Spec().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
@@ -113,28 +113,28 @@ PUBLISHED = {
     ),
     "latent_dit": Family(DIT, GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 4)),
 }
-CLIPS = {
+VIDEO_MODELS = {
     "wan": Family(WanSpec().tiny(), GaussianProcess(RectifiedFlow(3.0), FlowSDE(0.7), 4)),
-    "cogvideox": Family(CogVideoXSpec().tiny(), GaussianProcess(UNLIT, DDIM(1.0), 4)),
+    "cogvideox": Family(CogVideoXSpec().tiny(), GaussianProcess(ZERO_SNR, DDIM(1.0), 4)),
     "ltx": Family(LtxSpec().tiny(), GaussianProcess(RectifiedFlow(2.0, shift_terminal=0.1), FlowSDE(0.7), 4)),
     "hunyuanvideo": Family(HunyuanVideoSpec().tiny(), GaussianProcess(RectifiedFlow(7.0), FlowSDE(0.7), 4)),
     "mochi": Family(
         MochiSpec().tiny(), GaussianProcess(RectifiedFlow(linear_quadratic_threshold=0.025), FlowSDE(0.7), 4)
     ),
-    "svd": Family(SvdSpec(image=PICTURE, guidance_scale=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
-}  # likewise, of clips, by diffusers' parts
-LIKE_OTHERS = ("ltx", "hunyuanvideo", "mochi", "svd")  # of them; what costs more is tried of the others alone
-WRITERS = {
+    "svd": Family(SvdSpec(image=IMAGE, guidance_scale=None).tiny(), GaussianProcess(KarrasPath(), DDIM(1.0), 4)),
+}  # small random video generators, made of diffusers' components
+SIMILAR = ("ltx", "hunyuanvideo", "mochi", "svd")  # share their code with other video models; expensive tests skip them
+TOKEN_MODELS = {
     "llamagen": Family(LlamagenSpec(conditioning="caption").tiny(), AutoregressiveProcess()),
     "showo": Family(ShowoSpec().tiny(), MaskedProcess(num_steps=4)),
-}  # likewise, of tokens
-GENERATORS = {**FAMILIES, **PUBLISHED, **CLIPS, **WRITERS}
+}  # small random token generators
+GENERATORS = {**FAMILIES, **PUBLISHED, **VIDEO_MODELS, **TOKEN_MODELS}
 
 
 def policy(
     name: str, tuning: Tuning = FullFinetuning(), snapshots: Sequence[str] = (), guidance: Guidance | None = None
 ) -> Policy[Any]:
-    """A generator of random weights."""
+    """Build a generator with random weights."""
     family = GENERATORS[name]
     model = family.spec.load(Placement())
     weights = tuning.apply(model, snapshots)
@@ -143,7 +143,7 @@ def policy(
 
 
 def pretrained_policy(name: str, tuning: Tuning = FullFinetuning(), snapshots: Sequence[str] = ()) -> Policy[Any]:
-    """A generator that has seen captioned pictures, many of them captioned wrongly."""
+    """Build a generator pretrained on captioned images with label noise."""
     family = FAMILIES[name]
     model = family.spec.load(Placement())
     model.net.load_state_dict(_weights(name))
@@ -152,18 +152,18 @@ def pretrained_policy(name: str, tuning: Tuning = FullFinetuning(), snapshots: S
 
 @cache
 def _weights(name: str) -> dict[str, Tensor]:
-    """Of `pretrained`, stored in half precision, so that all machines start from the same ones."""
+    """Weights written by `pretrain`, stored in half precision, so that all machines start from the same ones."""
     return {key: x.float() for key, x in load_file(PRETRAINED / f"{name}.safetensors").items()}
 
 
-def pretrained(name: str) -> Policy[Any]:
-    """A random generator after some hundred steps on captioned pictures.
+def pretrain(name: str) -> Policy[Any]:
+    """Train a random generator for some hundred steps on captioned images.
 
-    `python tests/toys.py` writes the files of `PRETRAINED` anew; do so after a change of the toy networks.
+    `python tests/toys.py` rewrites the files of `PRETRAINED`. Run it after a change of the toy networks.
     """
     family, learner = FAMILIES[name], policy(name)
-    batches = (pictures(64, family.spec.frames, seed, family.wrong) for seed in range(family.updates))
-    fit(learner, Likelihood(), batches, family.rate, cool=family.updates)
+    batches = (image_batch(64, family.spec.frames, seed, family.label_noise) for seed in range(family.updates))
+    train(learner, Likelihood(), batches, family.lr, decay_steps=family.updates)
     return learner
 
 
@@ -172,96 +172,98 @@ def rubric(spec: RewardSpec = ColorReward()) -> Rubric:
 
 
 def prompts(count: int) -> PromptBatch:
-    """The four prompts in turn."""
+    """A batch that cycles through the four prompts."""
     return PromptBatch(PROMPTS * (count // 4), ({},) * count)
 
 
-def solid_images(colours: Tensor, frames: int, chance: torch.Generator, side: int = 8) -> Tensor:
-    """Plain pictures with a little noise: [B, F, 3, side, side]."""
-    plain = PALETTE[colours].view(-1, 1, 3, 1, 1).expand(-1, frames, 3, side, side)
-    return (plain + 0.05 * torch.randn(plain.shape, generator=chance)).clamp(0, 1)
+def solid_images(color_ids: Tensor, frames: int, generator: torch.Generator, side: int = 8) -> Tensor:
+    """Single-color images with a little noise: [B, F, 3, side, side]."""
+    plain = PALETTE[color_ids].view(-1, 1, 3, 1, 1).expand(-1, frames, 3, side, side)
+    return (plain + 0.05 * torch.randn(plain.shape, generator=generator)).clamp(0, 1)
 
 
-def _asked(count: int, chance: torch.Generator) -> tuple[tuple[str, ...], Tensor]:
-    words = torch.randint(0, 4, (count,), generator=chance).tolist()
-    return tuple(PROMPTS[i] for i in words), torch.tensor([list(TOY_COLORS).index(NAMES[i]) for i in words])
+def _random_captions(count: int, generator: torch.Generator) -> tuple[tuple[str, ...], Tensor]:
+    indices = torch.randint(0, 4, (count,), generator=generator).tolist()
+    return tuple(PROMPTS[i] for i in indices), torch.tensor([list(TOY_COLORS).index(NAMES[i]) for i in indices])
 
 
-def pictures(count: int, frames: int, seed: int, wrong: float = 0.0, side: int = 8) -> ImageBatch:
-    chance = torch.Generator().manual_seed(seed)
-    captions, right = _asked(count, chance)
-    strange = torch.rand(count, generator=chance) < wrong
-    colours = torch.where(strange, torch.randint(0, len(TOY_COLORS), (count,), generator=chance), right)
-    return ImageBatch(captions, solid_images(colours, frames, chance, side))
+def image_batch(count: int, frames: int, seed: int, label_noise: float = 0.0, side: int = 8) -> ImageBatch:
+    generator = torch.Generator().manual_seed(seed)
+    captions, color_ids = _random_captions(count, generator)
+    mislabeled = torch.rand(count, generator=generator) < label_noise
+    shown_ids = torch.where(mislabeled, torch.randint(0, len(TOY_COLORS), (count,), generator=generator), color_ids)
+    return ImageBatch(captions, solid_images(shown_ids, frames, generator, side))
 
 
 def pairs(count: int, frames: int, seed: int, side: int = 8) -> PreferenceBatch:
-    """The colour asked for is preferred to any other."""
-    chance = torch.Generator().manual_seed(10**6 + seed)
-    captions, right = _asked(count, chance)
-    other = (right + torch.randint(1, len(TOY_COLORS), (count,), generator=chance)) % len(TOY_COLORS)
+    """Preference pairs: the color in the caption against any other color."""
+    generator = torch.Generator().manual_seed(10**6 + seed)
+    captions, color_ids = _random_captions(count, generator)
+    wrong_ids = (color_ids + torch.randint(1, len(TOY_COLORS), (count,), generator=generator)) % len(TOY_COLORS)
     return PreferenceBatch(
-        captions, solid_images(right, frames, chance, side), solid_images(other, frames, chance, side)
+        captions, solid_images(color_ids, frames, generator, side), solid_images(wrong_ids, frames, generator, side)
     )
 
 
 def context(
     policy: Policy[Any],
     rows: int,
-    memory: ObjectiveState = NoState(),
+    state: ObjectiveState = NoState(),
     *,
     step: int = 0,
     spec: RewardSpec = ColorReward(),
 ) -> Context[Any]:
-    return Context(policy, rubric(spec), Randomness(0, step, torch.arange(rows)), SingleProcess(), memory)
+    return Context(policy, rubric(spec), Randomness(0, step, torch.arange(rows)), SingleProcess(), state)
 
 
-def data(objective: Objective[Any, Any, Any, Any], rows: int, pixels: tuple[int, int, int, int]) -> Any:
-    """A batch of what the objective learns of, for a generator of such pixels."""
+def make_batch(objective: Objective[Any, Any, Any, Any], rows: int, pixels: tuple[int, int, int, int]) -> Any:
+    """A batch of the type that the objective consumes, for a generator with this pixel shape."""
     if objective.consumes is PromptBatch:
         return prompts(rows)
     frames, side = pixels[0], pixels[3]
     return (
-        pairs(rows, frames, 0, side) if objective.consumes is PreferenceBatch else pictures(rows, frames, 0, side=side)
+        pairs(rows, frames, 0, side)
+        if objective.consumes is PreferenceBatch
+        else image_batch(rows, frames, 0, side=side)
     )
 
 
 def policy_with_experience(
     objective: Objective[Any, Any, Any, Any], name: str, tuning: Tuning = FrozenCopyFinetuning()
 ) -> tuple[Context[Any], Any]:
-    """A policy that has moved away from its snapshots, and experience of it from before it moved.
+    """A policy with perturbed weights, and experience that it collected before the perturbation.
 
-    Its snapshots are networks of their own, so that graphs of several parts can be held at once.
+    Its snapshots are separate networks, so that the graphs of several loss parts can be held at once.
     """
     learner = policy(name, tuning, objective.snapshots())
     ctx = context(learner, 8, objective.make_state())
-    experience = objective.collect(ctx, data(objective, 8, learner.model.pixels))
-    move(learner, 0.01)
+    experience = objective.collect(ctx, make_batch(objective, 8, learner.model.pixels))
+    perturb(learner, 0.01)
     return ctx, experience
 
 
-def move(policy: Policy[Any], by: float) -> None:
-    """A step of training, made up."""
-    chance = torch.Generator().manual_seed(0)
+def perturb(policy: Policy[Any], scale: float) -> None:
+    """Add Gaussian noise to the trainable weights, in place of a training step."""
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in policy.weights.trainable().values():
-            p.add_(by * torch.randn(p.shape, generator=chance))
+            p.add_(scale * torch.randn(p.shape, generator=generator))
 
 
-def total(objective: Objective[Any, Any, Any, Any], ctx: Context[Any], experience: Any) -> Tensor:
-    """The loss of each row, all parts together: [B]."""
+def total_loss(objective: Objective[Any, Any, Any, Any], ctx: Context[Any], experience: Any) -> Tensor:
+    """The loss of each sample, summed over the objective's parts: [B]."""
     return torch.stack([objective.loss(ctx, experience, part).rows for part in objective.parts(experience)]).sum(0)
 
 
 def gradient(policy: Policy[Any], value: Tensor) -> Tensor:
-    """Of a value, with respect to everything that trains: [parameters]."""
+    """The gradient of `value` with respect to all trainable weights, flattened: [parameters]."""
     parameters = list(policy.weights.trainable().values())
-    found = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
-    return torch.cat([g.flatten() for g in found])
+    gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in gradients])
 
 
 def backward(objective: Objective[Any, Any, Any, Any], ctx: Context[Any], experience: Any) -> list[Loss]:
-    """Each part's gradient on top of the others', as the engine does it."""
+    """Accumulate the gradients of all parts, as the engine does."""
     losses = []
     for part in objective.parts(experience):
         losses.append(objective.loss(ctx, experience, part))
@@ -269,23 +271,23 @@ def backward(objective: Objective[Any, Any, Any, Any], ctx: Context[Any], experi
     return losses
 
 
-def fit(
+def train(
     policy: Policy[Any],
     objective: Objective[Any, Any, Any, Any],
     batches: Iterable[Any],
-    rate: float,
+    lr: float,
     spec: RewardSpec = ColorReward(),
-    cool: float = math.inf,
+    decay_steps: float = math.inf,
 ) -> None:
-    """Train for as many steps as there are batches, at a rate that falls to nothing in `cool` steps."""
-    trainable, memory, rewards = list(policy.weights.trainable().values()), objective.make_state(), rubric(spec)
-    optimizer = torch.optim.AdamW(trainable, rate, weight_decay=0.0)
+    """Train one step per batch, with a learning rate that falls linearly to zero in `decay_steps` steps."""
+    trainable, state, rewards = list(policy.weights.trainable().values()), objective.make_state(), rubric(spec)
+    optimizer = torch.optim.AdamW(trainable, lr, weight_decay=0.0)
     for step, batch in enumerate(batches):
         rng = Randomness(0, step, torch.arange(len(batch)))
-        ctx = Context(policy, rewards, rng, SingleProcess(), memory)
+        ctx = Context(policy, rewards, rng, SingleProcess(), state)
         backward(objective, ctx, objective.collect(ctx, batch))
         torch.nn.utils.clip_grad_norm_(trainable, 1.0)
-        optimizer.param_groups[0]["lr"] = rate * (1 - step / cool)
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / decay_steps)
         optimizer.step()
         optimizer.zero_grad()
         objective.after_update(ctx)
@@ -293,20 +295,20 @@ def fit(
 
 @torch.no_grad()
 def true_rewards(policy: Policy[Any], count: int = 1024, seed: int = 7) -> Tensor:
-    """The true reward of fresh samples of all prompts: [count]."""
+    """The true reward of new samples of all prompts: [count]."""
     cond = policy.embed(PROMPTS).repeat(count // 4)
-    made = policy.sample(cond, Randomness(seed, 0, torch.arange(count)))
-    return rubric().score(policy.decode(made.final), cond.prompts).total
+    rollout = policy.sample(cond, Randomness(seed, 0, torch.arange(count)))
+    return rubric().score(policy.decode(rollout.final), cond.prompts).total
 
 
 def z_score(before: Tensor, after: Tensor) -> float:
-    """The change of the mean, in standard errors of both together."""
+    """The change of the mean in standard errors of the difference."""
     error = (before.var() / len(before) + after.var() / len(after)).sqrt()
     return float((after.mean() - before.mean()) / error)
 
 
 if __name__ == "__main__":
     PRETRAINED.mkdir(exist_ok=True)
-    for chosen in FAMILIES:
-        found = pretrained(chosen).model.net.state_dict()
-        save_file({key: x.half() for key, x in found.items()}, PRETRAINED / f"{chosen}.safetensors")
+    for name in FAMILIES:
+        state = pretrain(name).model.net.state_dict()
+        save_file({key: x.half() for key, x in state.items()}, PRETRAINED / f"{name}.safetensors")

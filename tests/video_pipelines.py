@@ -1,4 +1,4 @@
-"""Small pipelines of diffusers that make clips, each with the spec and the process it is compared with."""
+"""Small video pipelines of diffusers, each with the spec and the process that are compared with it."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import RectifiedFlow, VariancePreserving
 
 
-def t5_words() -> T5Tokenizer:
+def t5_tokenizer() -> T5Tokenizer:
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\N{LOWER ONE EIGHTH BLOCK}", -2.0)]
     return T5Tokenizer(vocab=[*pieces, *((chr(97 + i), -3.0) for i in range(26))], extra_ids=0)
 
 
-def wan_pipeline(two: bool) -> Any:
+def wan_pipeline(two_stages: bool) -> Any:
     from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 
     return WanPipeline(
-        tokenizer=t5_words(),
+        tokenizer=t5_tokenizer(),
         text_encoder=UMT5EncoderModel(UMT5Config(**wan.TINY_CONFIGS["text_encoder"])),
         vae=AutoencoderKLWan(**wan.TINY_CONFIGS["vae"]),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         transformer=WanTransformer3DModel(**wan.TINY_CONFIGS["transformer"]),
-        transformer_2=WanTransformer3DModel(**wan.TINY_CONFIGS["transformer_2"]) if two else None,
-        boundary_ratio=0.875 if two else None,
+        transformer_2=WanTransformer3DModel(**wan.TINY_CONFIGS["transformer_2"]) if two_stages else None,
+        boundary_ratio=0.875 if two_stages else None,
     )
 
 
@@ -63,7 +63,7 @@ def cog_pipeline(rotary: bool) -> Any:
     )
 
     return CogVideoXPipeline(
-        tokenizer=t5_words(),
+        tokenizer=t5_tokenizer(),
         text_encoder=T5EncoderModel(T5Config(**cogvideox.TINY_CONFIGS["text_encoder"])),
         vae=AutoencoderKLCogVideoX(**cogvideox.TINY_CONFIGS["vae"], scaling_factor=0.7),
         transformer=CogVideoXTransformer3DModel(
@@ -90,7 +90,7 @@ def ltx_pipeline() -> Any:
     vae.latents_mean += torch.linspace(-0.5, 0.5, 128)
     vae.latents_std += torch.linspace(0, 0.5, 128)
     return LTXPipeline(
-        tokenizer=t5_words(),
+        tokenizer=t5_tokenizer(),
         text_encoder=T5EncoderModel(T5Config(**ltx.TINY_CONFIGS["text_encoder"])),
         vae=vae,
         transformer=LTXVideoTransformer3DModel(**ltx.TINY_CONFIGS["transformer"]),
@@ -105,10 +105,10 @@ def ltx_pipeline() -> Any:
     )
 
 
-def clip_words() -> CLIPTokenizer:
-    letters = list(bytes_to_unicode().values())
-    known = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={word: i for i, word in enumerate(known)}, merges=[], model_max_length=77)
+def clip_tokenizer() -> CLIPTokenizer:
+    characters = list(bytes_to_unicode().values())
+    vocabulary = [*characters, *(f"{character}</w>" for character in characters), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={word: i for i, word in enumerate(vocabulary)}, merges=[], model_max_length=77)
 
 
 def hunyuan_pipeline() -> Any:
@@ -119,15 +119,15 @@ def hunyuan_pipeline() -> Any:
         HunyuanVideoTransformer3DModel,
     )
 
-    small = hunyuanvideo.TINY_CONFIGS
+    configs = hunyuanvideo.TINY_CONFIGS
     return HunyuanVideoPipeline(
-        text_encoder=LlamaModel(LlamaConfig(**small["text_encoder"])),
-        tokenizer=t5_words(),
-        transformer=HunyuanVideoTransformer3DModel(**small["transformer"]),
-        vae=AutoencoderKLHunyuanVideo(**small["vae"]),
+        text_encoder=LlamaModel(LlamaConfig(**configs["text_encoder"])),
+        tokenizer=t5_tokenizer(),
+        transformer=HunyuanVideoTransformer3DModel(**configs["transformer"]),
+        vae=AutoencoderKLHunyuanVideo(**configs["vae"]),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
-        text_encoder_2=CLIPTextModel(CLIPTextConfig(**small["text_encoder_2"])),
-        tokenizer_2=clip_words(),
+        text_encoder_2=CLIPTextModel(CLIPTextConfig(**configs["text_encoder_2"])),
+        tokenizer_2=clip_tokenizer(),
     )
 
 
@@ -143,25 +143,27 @@ def mochi_pipeline() -> Any:
         scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
         vae=AutoencoderKLMochi(**mochi.TINY_CONFIGS["vae"]),
         text_encoder=T5EncoderModel(T5Config(**mochi.TINY_CONFIGS["text_encoder"])),
-        tokenizer=t5_words(),
+        tokenizer=t5_tokenizer(),
         transformer=MochiTransformer3DModel(**mochi.TINY_CONFIGS["transformer"]),
     )
 
 
 @dataclass(frozen=True)
 class Case:
-    """A small pipeline of diffusers, its spec, its process, and what else the pipeline is called with."""
+    """A small diffusers pipeline, our spec and process for it, and further options of the pipeline call."""
 
     make: Callable[[], Any]
     spec: Any
     process: GaussianProcess
     guidance: float = 1.0
-    asked: dict[str, Any] | None = None
-    theirs: Callable[[Tensor], Tensor] = field(default=lambda x: x.transpose(1, 2))  # latents as the pipeline has them
+    call_options: dict[str, Any] | None = None
+    to_pipeline_latents: Callable[[Tensor], Tensor] = field(
+        default=lambda x: x.transpose(1, 2)
+    )  # to the pipeline's layout
 
 
-TWICE = RectifiedFlow(shift=3.0, sigma_min=0.002994012)  # as diffusers' scheduler, which shifts twice
-DARK = VariancePreserving(
+SHIFTED_TWICE = RectifiedFlow(shift=3.0, sigma_min=0.002994012)  # diffusers' scheduler applies the shift twice
+ZERO_SNR = VariancePreserving(
     prediction_type="v_prediction",
     timestep_spacing="trailing",
     set_alpha_to_one=True,
@@ -169,20 +171,22 @@ DARK = VariancePreserving(
     snr_shift_scale=3.0,
 )
 CASES = {
-    "wan": Case(lambda: wan_pipeline(two=False), WanSpec().tiny(), GaussianProcess(TWICE, num_steps=4), 5.0),
+    "wan": Case(
+        lambda: wan_pipeline(two_stages=False), WanSpec().tiny(), GaussianProcess(SHIFTED_TWICE, num_steps=4), 5.0
+    ),
     "cogvideox-2b": Case(
         lambda: cog_pipeline(rotary=False),
         CogVideoXSpec().tiny(),
-        GaussianProcess(DARK, num_steps=4),
+        GaussianProcess(ZERO_SNR, num_steps=4),
         6.0,
-        theirs=lambda x: x,
+        to_pipeline_latents=lambda x: x,
     ),
     "cogvideox-5b": Case(
         lambda: cog_pipeline(rotary=True),
         CogVideoXSpec().tiny(),
-        GaussianProcess(replace(DARK, snr_shift_scale=1.0), num_steps=4),
+        GaussianProcess(replace(ZERO_SNR, snr_shift_scale=1.0), num_steps=4),
         6.0,
-        theirs=lambda x: x,
+        to_pipeline_latents=lambda x: x,
     ),
     "ltx": Case(
         ltx_pipeline,
@@ -196,7 +200,7 @@ CASES = {
         hunyuan_pipeline,
         replace(HunyuanVideoSpec().tiny(), frames=29, max_text_tokens=512),
         GaussianProcess(RectifiedFlow(7.0), num_steps=3),
-        asked={"guidance_scale": 6.0},
+        call_options={"guidance_scale": 6.0},
     ),
     "mochi": Case(
         mochi_pipeline,
@@ -205,23 +209,28 @@ CASES = {
         4.5,
     ),
     "wan22": Case(
-        lambda: wan_pipeline(two=True), WanSpec(boundary_ratio=0.875).tiny(), GaussianProcess(TWICE, num_steps=4), 4.0
+        lambda: wan_pipeline(two_stages=True),
+        WanSpec(boundary_ratio=0.875).tiny(),
+        GaussianProcess(SHIFTED_TWICE, num_steps=4),
+        4.0,
     ),
 }
 
 
-def pipeline(case: Case, folder: Path) -> Any:
-    """Random weights that look at their prompts, in memory and in a folder."""
+def save_pipeline(case: Case, folder: Path) -> Any:
+    """Build the pipeline with random weights that depend on the prompt, and save it to a directory."""
     with silence_libraries(), torch.random.fork_rng():
         torch.manual_seed(0)
-        made = case.make()
-        for part in ("transformer", "transformer_2", "unet"):
-            net = made.components.get(part)
+        pipeline = case.make()
+        for component in ("transformer", "transformer_2", "unet"):
+            net = pipeline.components.get(component)
             for number, p in enumerate([] if net is None else net.parameters()):
-                p.data.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number + len(part))))
-        made.save_pretrained(folder)
-        for part in made.components.values():
-            if isinstance(part, torch.nn.Module):
-                part.eval()
-        made.set_progress_bar_config(disable=True)
-    return made
+                p.data.add_(
+                    0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number + len(component)))
+                )
+        pipeline.save_pretrained(folder)
+        for component in pipeline.components.values():
+            if isinstance(component, torch.nn.Module):
+                component.eval()
+        pipeline.set_progress_bar_config(disable=True)
+    return pipeline

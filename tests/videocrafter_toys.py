@@ -1,4 +1,4 @@
-"""VideoCrafter's network as small as the recordings', with the weights they were made with."""
+"""A small VideoCrafter UNet with the weights that the recorded fixtures were computed with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tastemaker.models import lvdm_checkpoint
 from tastemaker.models.nets.unet3d import VideoUnet
 from tastemaker.models.pipeline_components import parameters_on_meta
 
-VIDEO = Path(__file__).parent / "fixtures" / "video"
+FIXTURES = Path(__file__).parent / "fixtures" / "video"
 UNET: dict[str, Any] = {
     "down_block_types": ("CrossAttnDownBlock3D",) * 2,
     "up_block_types": ("CrossAttnUpBlock3D",) * 2,
@@ -28,27 +28,27 @@ UNET: dict[str, Any] = {
 
 
 def read_fixture(name: str) -> Any:
-    return json.loads((VIDEO / name).read_text(encoding="utf-8"))
+    return json.loads((FIXTURES / name).read_text(encoding="utf-8"))
 
 
-def draw_weights(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
-    """The weights the recordings were made with: drawn in order, rounded to fp16."""
-    chance, found = torch.Generator().manual_seed(seed), {}
+def random_weights(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
+    """The weights of the recorded fixtures: drawn in key order, rounded to fp16."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
     for key, shape in shapes.items():
-        x = torch.randn(tuple(shape), generator=chance)
+        x = torch.randn(tuple(shape), generator=generator)
         if len(shape) > 1:
             x = x * (1 / math.sqrt(math.prod(shape[1:])))
         else:
             x = 1 + 0.1 * x if key.endswith("weight") else 0.1 * x
-        found[key] = x.half().float()
-    return found
+        tensors[key] = x.half().float()
+    return tensors
 
 
 def unet_tensors() -> dict[str, Tensor]:
-    return draw_weights(read_fixture("lvdm_unet_tiny.json")["keys"], 0)
+    return random_weights(read_fixture("lvdm_unet_tiny.json")["keys"], 0)
 
 
-def network() -> Any:
+def build_unet() -> Any:
     with parameters_on_meta():
         net = VideoUnet(**UNET)
     net.load_state_dict(

@@ -95,9 +95,9 @@ for method in gradient grpo; do
 done
 if has_stage measure; then
   for run in dit-folder-text reward-gradient-dit-folder grpo-dit-folder; do
-    [ ! -d "runs/$run" ] || tastemaker evaluate playeval --model "runs/$run" --prompts "$prompts" --out "evaluations/$run"
+    [ ! -d "runs/$run" ] || tastemaker evaluate playeval --model "runs/$run" --num-prompts "$prompts" --out "evaluations/$run"
   done
   tastemaker generate runs/reward-gradient-dit-folder "${prompts_shown[@]}" --count 4 --out samples/solver \
-    --scheduler DPMSolverMultistepScheduler --steps 10
+    --scheduler DPMSolverMultistepScheduler --num-inference-steps 10
   finished evaluation
 fi

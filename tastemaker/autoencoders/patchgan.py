@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.registry import ConfigError
 from ..models.pretrained import load_state_dict, load_weights_into
-from ..models.safe_unpickling import load_pickle
+from ..models.restricted_unpickler import load_pickle
 
 MAX_MULTIPLIER = 8  # of the first width
 LAYER = re.compile(r"layers\.(\d+)\.([01])\.(\w+)")

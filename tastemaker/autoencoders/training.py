@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..config.schema import CheckpointConfig, ReconstructionLossConfig, SampleConfig, ValidationConfig
 from ..core.autoencoder import AutoencoderNet, as_autoencoder
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import Loss, to_device
 from ..core.weights import FullWeights, TensorDict, ema_decay_warmup
@@ -234,7 +234,7 @@ def draw_latent_noise(run: AutoencoderRun, step: int, pixels: Tensor, first: int
     if shape is None:
         return ()
     rows = torch.arange(first, first + len(pixels), device=pixels.device)
-    return (Randomness(run.seed, step, rows).normal("latents", *shape),)
+    return (Randomness(run.seed, step, rows).normal(Purpose.POSTERIOR_NOISE, *shape),)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from textwrap import shorten
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .options import ComponentKind, stderr_console
+from .options import stderr_console
 
 app = typer.Typer()
 
+ComponentKind = Literal["models", "autoencoders", "rewards", "objectives", "recipes", "data", "searches", "prompts"]
 MAX_DESCRIPTION = 110  # characters of a reward's description in the table
 
 
@@ -27,11 +28,11 @@ def list_(
     """List models, rewards, objectives, data, searches, prompts or recipes by the names that configs use."""
     from ..config import catalog
 
-    rows = catalog.component_rows(kind.value)
+    rows = catalog.component_rows(kind)
     if as_json:
         Console().print_json(json.dumps(rows))
     else:
-        Console().print(reward_table(rows) if kind is ComponentKind.rewards else component_table(kind.value, rows))
+        Console().print(reward_table(rows) if kind == "rewards" else component_table(kind, rows))
 
 
 def component_table(kind: str, rows: list[dict[str, Any]]) -> Table:

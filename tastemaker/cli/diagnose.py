@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..core.registry import ConfigError
-from .options import EXIT_FAILURE, Overrides, Recipe, RunDeviceOption, Tiny, merge_overrides, warn_unused_overrides
+from .options import EXIT_FAILURE, Overrides, Recipe, RunDeviceOption, Tiny, merge_overrides
 
 if TYPE_CHECKING:
     from ..config.schema import AutoencoderRunConfig, RunConfig
@@ -56,7 +56,7 @@ VERDICTS = {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]", "skip": "[yellow]s
 def check(
     recipe: Recipe,
     overrides: Overrides = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: torchrun's.")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: torchrun's.")] = None,
 ) -> None:
     """Print the resolved configuration, the batch arithmetic of a step, and every problem found."""
     from ..config import check as checks
@@ -67,13 +67,13 @@ def check(
     config, console = load_any_config(recipe, merge_overrides(overrides)), Console()
     console.print(config_to_yaml(config), markup=False, highlight=False, soft_wrap=True)
     table = Table("batch", "", title="one training step")
-    counts = asdict(checks.compute_step_counts(config, ranks or checks.torchrun_world_size()))
+    counts = asdict(checks.compute_step_counts(config, world_size or checks.torchrun_world_size()))
     for key, label in STEP_COUNT_LABELS.items():
         table.add_row(label, f"{counts[key]:,}")
     console.print(table)
     precision, emulation = describe_precision(config.engine)
     console.print(f"precision: {precision}", markup=False, highlight=False, soft_wrap=True)
-    problems = checks.find_problems(config, ranks)
+    problems = checks.find_problems(config, world_size)
     if problems:
         raise ConfigError("\n".join(problems))
     for warning in [*checks.collect_warnings(config), *([emulation] if emulation else [])]:
@@ -85,7 +85,7 @@ def check(
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+    world_size: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
     gpu_gib: Annotated[float, typer.Option(min=1, help="Memory of a GPU in GiB.")] = 80.0,
     tflops: Annotated[float, typer.Option(min=1, help="TFLOP/s of a GPU: 540 on an H200, compiled, bf16.")] = 540.0,
     tbps: Annotated[float, typer.Option(min=0.1, help="Memory bandwidth in TB/s: 4.3 on an H200.")] = 4.3,
@@ -102,25 +102,25 @@ def plan(
     engine, precision = resolve_for_planning(config.engine)
     config, console = replace(config, engine=engine), Console()
     if isinstance(config, AutoencoderRunConfig):
-        estimate, labels = planner.estimate_autoencoder_resources(config, ranks), AUTOENCODER_MEMORY_LABELS
+        estimate, labels = planner.estimate_autoencoder_resources(config, world_size), AUTOENCODER_MEMORY_LABELS
     else:
-        estimate, labels = planner.estimate_resources(config, ranks), MEMORY_LABELS
-    table = Table("per GPU", "GiB", title=f"{config.name} on {ranks} GPU{'s' if ranks > 1 else ''}")
+        estimate, labels = planner.estimate_resources(config, world_size), MEMORY_LABELS
+    table = Table("per GPU", "GiB", title=f"{config.name} on {world_size} GPU{'s' if world_size > 1 else ''}")
     for key, label in labels.items():
         table.add_row(label, f"{getattr(estimate, key) / GIB:.1f}")
     table.add_row("peak", f"{estimate.total / GIB:.1f}", style="bold")
     console.print(table)
     console.print(f"precision: {precision}", highlight=False, markup=False, soft_wrap=True)
-    console.print(describe_batch(config, estimate, ranks))
+    console.print(describe_batch(config, estimate, world_size))
     console.print(describe_step_time(config.steps, estimate, tflops, tbps))
     if estimate.total <= gpu_gib * GIB:
         console.print(f"It fits into {gpu_gib:.0f} GiB.")
         return
     console.print(f"It does not fit into {gpu_gib:.0f} GiB. Settings that save memory:")
     for override, total in (
-        planner.suggest_autoencoder_savings(config, ranks)
+        planner.suggest_autoencoder_savings(config, world_size)
         if isinstance(config, AutoencoderRunConfig)
-        else planner.suggest_savings(config, estimate, ranks)
+        else planner.suggest_savings(config, estimate, world_size)
     ):
         console.print(f"  {override}: {total / GIB:.1f} GiB", highlight=False)
         if total <= gpu_gib * GIB:
@@ -128,10 +128,10 @@ def plan(
     raise typer.Exit(EXIT_FAILURE)
 
 
-def describe_batch(config: RunConfig | AutoencoderRunConfig, estimate: ResourceEstimate, ranks: int) -> str:
+def describe_batch(config: RunConfig | AutoencoderRunConfig, estimate: ResourceEstimate, world_size: int) -> str:
     from ..config.check import compute_step_counts
 
-    counts = compute_step_counts(config, ranks)
+    counts = compute_step_counts(config, world_size)
     rollout = f"{estimate.collect_batch} samples in rollouts, " if estimate.collect_batch else ""
     total = f"{counts.samples or counts.prompts} samples and {counts.updates} update(s) per step"
     return f"Batch of the network per GPU: {rollout}{estimate.update_batch} in updates; {total}."
@@ -151,11 +151,13 @@ def describe_step_time(steps: int, estimate: ResourceEstimate, tflops: float, tb
 @app.command()
 def doctor(recipe: Recipe, overrides: Overrides = None, tiny: Tiny = False, device: RunDeviceOption = None) -> None:
     """Check on the real configuration that training can work: ratios, gradients, rewards, pixels, resume, ranks."""
+    from ..config.build import warn_ignored_overrides
     from ..config.load import load
     from ..diagnostics.doctor import run_doctor
 
     config, console, failures = load(recipe, merge_overrides(overrides, device)), Console(), 0
-    warn_unused_overrides(config, overrides, tiny=tiny)
+    if tiny:
+        warn_ignored_overrides(config, overrides or ())
     for result in run_doctor(config, tiny=tiny):
         failures += result.verdict == "fail"
         console.print(f"{VERDICTS[result.verdict]}  {escape(result.name)}: {escape(result.number)}", highlight=False)

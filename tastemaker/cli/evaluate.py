@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,47 +16,39 @@ from .options import (
     VerifierOption,
     merge_overrides,
     stderr_console,
-    warn_unused_overrides,
 )
 
 app = typer.Typer()
 
 
-class FeatureNetwork(StrEnum):
-    inception = "inception"
-    classifier = "classifier"
-
-
 FeatureNetworkOption = Annotated[
-    FeatureNetwork, typer.Option(help="Feature network: Inception (FID) or the CIFAR-10 classifier.")
+    Literal["inception", "classifier"],
+    typer.Option(help="Feature network: Inception (FID) or the CIFAR-10 classifier."),
 ]
 FeatureWeightsOption = Annotated[str, typer.Option(help="Weights of the feature network.")]
-FeatureDeviceOption = Annotated[Device, typer.Option(help="Device.")]
+DeviceOption = Annotated[Device, typer.Option(help="Device.")]
 
 
 @app.command()
 def evaluate(
     benchmark: Annotated[str, typer.Argument(help="geneval, playeval, playeval-motion or wordeval.")],
-    model: Annotated[
-        str, typer.Option("--model", "-m", "--objective-run", help="A recipe or the directory of a run.")
-    ] = "",
+    model: Annotated[str, typer.Option("--model", "-m", help="A recipe or the directory of a run.")] = "",
     overrides: Overrides = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts; default: 504 (GenEval 553).")] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Number of prompts; default: 504 (GenEval 553).")
+    ] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Samples per prompt; default: 2, for GenEval 4.")] = None,
     images: Annotated[Path | None, typer.Option(help="GenEval: score this folder instead of a model.")] = None,
     metadata: Annotated[Path | None, typer.Option(help="GenEval: prompt file in GenEval's format.")] = None,
     detector: Annotated[str, typer.Option(help="GenEval: a Mask2Former, or '{threshold: 0.4}'.")] = "",
-    unchecked: Annotated[bool, typer.Option("--unchecked", help="GenEval: skip the detector's self-test.")] = False,
+    skip_self_test: Annotated[
+        bool, typer.Option("--skip-self-test", help="GenEval: skip the detector's self-test.")
+    ] = False,
     search: SearchOption = "single",
-    n: Annotated[
-        str,
-        typer.Option(
-            "--n",
-            "--candidates",
-            help="Candidates of the search; 1,4,20 gives a curve of scores.",
-        ),
+    num_candidates: Annotated[
+        str, typer.Option(help="Candidates of the search; 1,4,20 gives a curve of scores.")
     ] = "4",
-    judge: VerifierOption = "",
+    verifier: VerifierOption = "",
     weights: Annotated[str, typer.Option(help="Weights: live or a snapshot; default: ema if any.")] = "",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="Output folder; resumes if it exists.")] = None,
@@ -65,33 +56,42 @@ def evaluate(
     device: RunDeviceOption = None,
 ) -> None:
     """Evaluate a model on a benchmark (PlayEval, GenEval, …) with detectors that were not used as rewards."""
-    from ..evaluation import benchmark_run
-    from ..evaluation.geneval import parse_detector
-    from ..search import generation, settings
-    from ..training.precision import choose_placement
-
-    loaded = benchmark_run.load_benchmark(benchmark, prompts, count, metadata)
-    geneval_spec = parse_detector(detector, unchecked=unchecked)
     if images is not None or not model:
-        where = choose_placement(device.value if device else "auto", "fp32")
-        benchmark_run.score_folder(loaded, images, geneval_spec, out, where, tiny=tiny, console=stderr_console())
+        from ..evaluation import benchmark_run
+        from ..evaluation.geneval import parse_detector
+        from ..training.precision import choose_placement
+
+        benchmark_run.score_folder(
+            benchmark_run.load_benchmark(benchmark, num_prompts, count, metadata),
+            images,
+            parse_detector(detector, self_test=not skip_self_test),
+            out,
+            choose_placement(device or "auto", "fp32"),
+            tiny=tiny,
+            console=stderr_console(),
+        )
         return
-    config, checkpoint = generation.resolve_source(model, merge_overrides(overrides, device))
-    candidates = settings.parse_candidates(n)
-    warn_unused_overrides(config, overrides, tiny=tiny)
-    directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, settings.search_name(search))
+    from .. import api
+    from ..search.settings import parse_candidates
 
-    verifier = judge or benchmark_run.default_verifier(benchmark)
-
-    def evaluate_search(count: int, folder: Path) -> dict[str, Any]:
-        chosen = settings.build_search(search, count)
-        options = benchmark_run.EvaluationOptions(loaded, chosen, verifier, weights, seed=seed, geneval=geneval_spec)
-        return benchmark_run.evaluate_model(config, checkpoint, options, folder, tiny=tiny, console=stderr_console())
-
-    if settings.is_curve_requested(search, candidates):
-        settings.evaluate_curve(settings.search_name(search), candidates, evaluate_search, directory, stderr_console())
-    else:
-        evaluate_search(candidates[0], directory)
+    api.evaluate(
+        benchmark,
+        model,
+        merge_overrides(overrides, device),
+        num_prompts=num_prompts,
+        count=count,
+        metadata=metadata,
+        detector=detector,
+        self_test=not skip_self_test,
+        search=search,
+        num_candidates=parse_candidates(num_candidates),
+        verifier=verifier,
+        weights=weights,
+        seed=seed,
+        out=out,
+        tiny=tiny,
+        console=stderr_console(),
+    )
 
 
 @app.command()
@@ -102,29 +102,30 @@ def bench(
     cells: Annotated[str, typer.Option(help="Only these cells, comma-separated.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds of every cell, comma-separated.")] = "0,1,2",
     control_seeds: Annotated[str, typer.Option(help="Seeds of the controls with shuffled rewards.")] = "0",
-    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts of the benchmark.")] = 504,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Number of prompts of the benchmark.")] = 504,
     count: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 2,
     jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = 1,
     minutes: Annotated[float | None, typer.Option(min=0, help="Time limit: no job starts after it.")] = None,
-    write: Annotated[Path | None, typer.Option(help="Markdown page whose results section is updated.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Markdown page whose results section is updated.")] = None,
     summary: Annotated[Path | None, typer.Option(help="Only summarize this folder or results.json.")] = None,
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
     tiny: Tiny = False,
     device: RunDeviceOption = None,
 ) -> None:
     """Benchmark every objective on every model family, with shuffled-reward controls. Resumes if interrupted."""
-    from ..evaluation.scoreboard import page, runner
+    from ..evaluation.scoreboard import runner
     from ..evaluation.scoreboard.measurement import Bench
+    from ..evaluation.scoreboard.page import write_scoreboard
     from ..evaluation.scoreboard.plan import load_plan
 
     loaded = load_plan(plan)
     if summary is not None:
-        return page.write_scoreboard(loaded, summary, write, stderr_console())
+        return write_scoreboard(loaded, summary, page, stderr_console())
     directory = out or Path("runs") / f"bench-{loaded.name}"
-    shared = Bench(loaded, directory, prompts, count, tuple(merge_overrides(overrides, device)), tiny)
+    shared = Bench(loaded, directory, num_prompts, count, tuple(merge_overrides(overrides, device)), tiny)
     all_seeds = runner.parse_seeds(seeds, "--seeds"), runner.parse_seeds(control_seeds, "--control-seeds")
     options = runner.BenchOptions(shared, plan, tuple(cells.split(",")) if cells else (), *all_seeds, jobs, minutes)
-    return runner.run_worker(options) if worker else runner.run_bench(options, write, stderr_console())
+    return runner.run_worker(options) if worker else runner.run_bench(options, page, stderr_console())
 
 
 @app.command()
@@ -142,36 +143,37 @@ def report(
 
 @app.command()
 def pack(
-    pictures: Annotated[Path, typer.Argument(help="Folder of images of one size.")],
+    images: Annotated[Path, typer.Argument(help="Folder of images of one size.")],
     out: Annotated[Path, typer.Option(help="Output file.")] = Path("samples.npz"),
 ) -> None:
     """Pack a folder of samples into one `.npz` in the layout of ADM's evaluator."""
     from ..evaluation import image_sets
 
-    image_sets.pack_images(pictures, out, stderr_console())
+    image_sets.pack_images(images, out, stderr_console())
 
 
 @app.command()
 def reference(
-    pictures: Annotated[Path, typer.Argument(help="Real images: a folder, CIFAR-10, an .npz, or a reference of ADM.")],
+    images: Annotated[Path, typer.Argument(help="Real images: a folder, CIFAR-10, an .npz, or a reference of ADM.")],
     weights: FeatureWeightsOption,
     name: Annotated[str, typer.Option(help="Name of the dataset, such as cifar10.")],
     split: Annotated[str, typer.Option(help="Split, such as train.")],
     out: Annotated[Path, typer.Option(help="Output file.")] = Path("reference.safetensors"),
     limit: Annotated[int, typer.Option(min=0, help="Number of images, at random; 0: all.")] = 0,
-    count: Annotated[int, typer.Option(min=0, help="Number of images behind the statistics of ADM's reference.")] = 0,
-    network: FeatureNetworkOption = FeatureNetwork.inception,
-    device: FeatureDeviceOption = Device.auto,
+    num_images: Annotated[
+        int, typer.Option(min=0, help="Number of images behind the statistics of ADM's reference.")
+    ] = 0,
+    network: FeatureNetworkOption = "inception",
+    device: DeviceOption = "auto",
 ) -> None:
     """Compute reference features of real images, for `tastemaker compare`."""
     from ..evaluation import image_sets
     from ..evaluation.feature_extractors import load_feature_extractor
     from ..training.precision import choose_placement
 
-    by = load_feature_extractor(network.value, weights, choose_placement(device.value, "fp32"))
-    image_sets.make_reference(
-        pictures, image_sets.ReferenceDescription(name, split, limit, count), by, out, stderr_console()
-    )
+    extractor = load_feature_extractor(network, weights, choose_placement(device, "fp32"))
+    description = image_sets.ReferenceDescription(name, split, limit, num_images)
+    image_sets.make_reference(images, description, extractor, out, stderr_console())
 
 
 @app.command()
@@ -181,40 +183,45 @@ def compare(
     weights: FeatureWeightsOption,
     name: Annotated[str, typer.Option(help="Expected dataset of the reference.")] = "",
     split: Annotated[str, typer.Option(help="Expected split of the reference.")] = "",
-    count: Annotated[int, typer.Option(min=0, help="Expected number of images of the reference.")] = 0,
-    network: FeatureNetworkOption = FeatureNetwork.inception,
-    few: Annotated[bool, typer.Option("--few", help="Allow fewer samples than features.")] = False,
+    num_images: Annotated[int, typer.Option(min=0, help="Expected number of images of the reference.")] = 0,
+    network: FeatureNetworkOption = "inception",
+    allow_few_samples: Annotated[
+        bool, typer.Option("--allow-few-samples", help="Allow fewer samples than features.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file for the metrics.")] = None,
-    device: FeatureDeviceOption = Device.auto,
+    device: DeviceOption = "auto",
 ) -> None:
     """Compute FID, KID, precision, recall and, if the network has classes, the Inception score of samples."""
     from ..evaluation import image_sets
     from ..evaluation.feature_extractors import load_feature_extractor
     from ..training.precision import choose_placement
 
-    by = load_feature_extractor(network.value, weights, choose_placement(device.value, "fp32"))
-    claim = image_sets.ExpectedReference(name, split, count)
-    image_sets.write_metrics(
-        image_sets.compare_to_reference(samples, reference, claim, by, stderr_console(), allow_few=few), out
+    extractor = load_feature_extractor(network, weights, choose_placement(device, "fp32"))
+    expected = image_sets.ReferenceDescription(name, split, count=num_images)
+    metrics = image_sets.compare_to_reference(
+        samples, reference, expected, extractor, stderr_console(), allow_few=allow_few_samples
     )
+    image_sets.write_metrics(metrics, out)
 
 
 @app.command()
 def reconstruct(
-    pictures: Annotated[Path, typer.Argument(help="Folder of images, searched recursively.")],
+    images: Annotated[Path, typer.Argument(help="Folder of images, searched recursively.")],
     model: Annotated[str, typer.Option("--model", "-m", help="Autoencoder: a run, a file, a folder or a YAML file.")],
     out: Annotated[Path, typer.Option(help="Output folder; resumes if it exists.")] = Path("reconstructed"),
     size: Annotated[int, typer.Option(min=0, help="Size of the center crop; 0: original size.")] = 0,
-    rows: Annotated[int, typer.Option(min=1, help="Batch size (images of one size).")] = 16,
-    skip: Annotated[int, typer.Option(min=0, help="Broken files to skip before stopping.")] = 10,
-    vgg: Annotated[str, typer.Option(help="VGG16 weights for LPIPS; default: the hub's, if downloaded.")] = "",
-    heads: Annotated[str, typer.Option(help="LPIPS heads; default: those of the package lpips.")] = "",
-    device: FeatureDeviceOption = Device.auto,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size (images of one size).")] = 16,
+    max_skipped: Annotated[int, typer.Option(min=0, help="Broken files to skip before stopping.")] = 10,
+    vgg_weights: Annotated[str, typer.Option(help="VGG16 weights for LPIPS; default: the hub's, if downloaded.")] = "",
+    lpips_weights: Annotated[str, typer.Option(help="LPIPS heads; default: those of the package lpips.")] = "",
+    device: DeviceOption = "auto",
 ) -> None:
     """Reconstruct images with an autoencoder; writes PSNR, SSIM and LPIPS of each. Resumes if interrupted."""
     from ..autoencoders.lpips import VGG16
     from ..evaluation import reconstruction
     from ..training.precision import choose_placement
 
-    order = reconstruction.ReconstructionOptions(pictures, model, out, size, rows, skip, vgg or VGG16.hub, heads)
-    reconstruction.reconstruct_images(order, choose_placement(device.value, "fp32"), stderr_console())
+    options = reconstruction.ReconstructionOptions(
+        images, model, out, size, batch_size, max_skipped, vgg_weights or VGG16.hub, lpips_weights
+    )
+    reconstruction.reconstruct_images(options, choose_placement(device, "fp32"), stderr_console())

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-
-if TYPE_CHECKING:  # it imports torch
-    from ..config.schema import AnyConfig
 
 EXIT_USAGE, EXIT_FAILURE, EXIT_INTERRUPTED = 2, 1, 130
 
@@ -18,56 +15,8 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change 
 Tiny = Annotated[bool, typer.Option("--tiny", help="Use tiny models with random weights.")]
 
 
-class Device(StrEnum):
-    auto = "auto"
-    cuda = "cuda"
-    mps = "mps"
-    cpu = "cpu"
-
-
-class Precision(StrEnum):
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-
-
-class ExportLayout(StrEnum):
-    diffusers = "diffusers"
-    comfyui = "comfyui"
-    authors = "authors"
-    llamagen = "llamagen"
-
-
-class VideoFormat(StrEnum):
-    mp4 = "mp4"
-    gif = "gif"
-    png = "png"
-    frames = "frames"
-
-
-class CropViews(StrEnum):
-    center_crop = "center"  # `center` is a method of str
-    flip = "flip"
-    ten_crop = "ten-crop"
-
-
-class CaptionSource(StrEnum):
-    caption = "caption"
-    class_name = "class_name"
-    class_id = "class_id"
-    empty = "empty"
-
-
-class ComponentKind(StrEnum):
-    models = "models"
-    autoencoders = "autoencoders"
-    rewards = "rewards"
-    objectives = "objectives"
-    recipes = "recipes"
-    data = "data"
-    searches = "searches"
-    prompts = "prompts"
-
+Device = Literal["auto", "cuda", "mps", "cpu"]
+Precision = Literal["fp32", "fp16", "bf16"]
 
 SearchOption = Annotated[
     str,
@@ -75,6 +24,9 @@ SearchOption = Annotated[
 ]
 VerifierOption = Annotated[str, typer.Option(help="Verifier of the search: a reward, or `run` for the run's rewards.")]
 RunDeviceOption = Annotated[Device | None, typer.Option(help="Device; default: the recipe's.")]
+PromptFileOption = Annotated[
+    Path | None, typer.Option(help="Prompt file: .txt, .jsonl or .csv; default: the recipe's data.")
+]
 RewardDeviceOption = Annotated[Device, typer.Option(help="Device of the rewards.")]
 RewardPrecisionOption = Annotated[Precision, typer.Option(help="Precision of the rewards.")]
 
@@ -84,12 +36,4 @@ def stderr_console() -> Console:
 
 
 def merge_overrides(overrides: list[str] | None, device: Device | None = None) -> list[str]:
-    return [*(overrides or []), *([f"engine.device={device.value}"] if device else [])]
-
-
-def warn_unused_overrides(config: AnyConfig, overrides: list[str] | None, *, tiny: bool) -> None:
-    """Warn about overrides that tiny models ignore."""
-    if tiny and overrides:
-        from ..config.build import warn_ignored_overrides
-
-        warn_ignored_overrides(config, overrides)
+    return [*(overrides or []), *([f"engine.device={device}"] if device else [])]

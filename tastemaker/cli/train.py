@@ -7,15 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    EXIT_INTERRUPTED,
-    Overrides,
-    RunDeviceOption,
-    Tiny,
-    merge_overrides,
-    stderr_console,
-    warn_unused_overrides,
-)
+from .options import EXIT_INTERRUPTED, Overrides, RunDeviceOption, Tiny, merge_overrides, stderr_console
 
 app = typer.Typer()
 
@@ -25,7 +17,7 @@ def demo(
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs/demo"),
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the training run; default: the recipe's.")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Number of PlayEval prompts.")] = 252,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Number of PlayEval prompts.")] = 252,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps; default: the recipe's.")] = None,
     device: RunDeviceOption = None,
 ) -> None:
@@ -39,7 +31,7 @@ def demo(
 
         chosen = [f"{key}={value}" for key, value in (("seed", seed), ("steps", steps)) if value is not None]
         finished = run_demo(
-            out, [*merge_overrides(overrides, device), *chosen], prompts=prompts, console=stderr_console()
+            out, [*merge_overrides(overrides, device), *chosen], prompts=num_prompts, console=stderr_console()
         )
     except KeyboardInterrupt:
         pass  # finished stages and images are on disk
@@ -64,10 +56,12 @@ def train(
     device: RunDeviceOption = None,
 ) -> None:
     """Train a model from a recipe. Given the directory of an earlier run, resume it."""
+    from ..config.build import warn_ignored_overrides
     from ..training.trainer import load_run_config, run_training
 
     config = load_run_config(recipe, merge_overrides(overrides, device))
-    warn_unused_overrides(config, overrides, tiny=tiny)
+    if tiny:
+        warn_ignored_overrides(config, overrides or ())
     done = run_training(
         config, tiny=tiny, resume=resume, init_from=init_from, allow_change=allow_change or (), console=stderr_console()
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,19 +12,13 @@ from .options import Device, Precision, stderr_console
 app = typer.Typer()
 
 
-class CaptionFormat(StrEnum):
-    txt = "txt"
-    jsonl = "jsonl"
-    both = "both"
-
-
 VlmOption = Annotated[str, typer.Option("--model", help="Vision-language model: a folder or a hub id.")]
 Temperature = Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: greedy.")]
 TopP = Annotated[float, typer.Option(min=0, max=1, help="Nucleus sampling.")]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Random seed.")]
-BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Batch size (images of one size).")]
-DeviceOption = Annotated[Device, typer.Option("--device", help="Device of the model.")]
-PrecisionOption = Annotated[Precision, typer.Option("--precision", help="Precision of the model.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Random seed.")]
+BatchSizeOption = Annotated[int, typer.Option(min=1, help="Batch size (images of one size).")]
+DeviceOption = Annotated[Device, typer.Option(help="Device of the model.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="Precision of the model.")]
 CompileOption = Annotated[
     bool, typer.Option("--compile", help="Compile the decoder: slow start, then faster on a GPU.")
 ]
@@ -33,10 +26,12 @@ CompileOption = Annotated[
 
 @app.command()
 def ask(
-    picture: Annotated[Path, typer.Argument(help="Image, video, or folder of them.")],
+    image: Annotated[Path, typer.Argument(help="Image, video, or folder of them.")],
     question: Annotated[str, typer.Argument(help="Question; {prompt} is replaced by the prompt of the image.")],
     model: VlmOption,
-    also: Annotated[list[str] | None, typer.Option(help="Another question; repeatable.")] = None,
+    more_questions: Annotated[
+        list[str] | None, typer.Option("--question", help="Another question; repeatable.")
+    ] = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer in tokens.")] = 128,
@@ -44,13 +39,13 @@ def ask(
     draw: Annotated[
         Path | None, typer.Option(help="Draw the boxes of an answer: output image, or folder for a folder.")
     ] = None,
-    outlines: Annotated[
+    mask_decoder: Annotated[
         Path | None, typer.Option(help="PaliGemma's vae-oid.npz, to draw segmentation masks instead of boxes.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Output JSONL; default for a folder: its answers.jsonl.")] = None,
-    batch: BatchOption = 8,
-    device: DeviceOption = Device.auto,
-    precision: PrecisionOption = Precision.bf16,
+    batch_size: BatchSizeOption = 8,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "bf16",
     compiled: CompileOption = False,
 ) -> None:
     """Ask a vision-language model about an image, or about every image in a folder. Resumes if interrupted."""
@@ -58,27 +53,23 @@ def ask(
     from ..vlm import annotations, question_answering
     from ..vlm.generation import GenerationSettings
 
-    order = question_answering.AskOptions(
-        (question, *(also or [])), model, GenerationSettings(temperature, top_p, max_tokens, seed), batch
+    options = question_answering.AskOptions(
+        (question, *(more_questions or [])), model, GenerationSettings(temperature, top_p, max_tokens, seed), batch_size
     )
-    question_answering.check_image(picture)
-    marker = annotations.open_annotation_writer(draw, outlines, folder=picture.is_dir())
-    answers = question_answering.load_answering_model(
-        model, choose_placement(device.value, precision.value), "compiled" if compiled else None
+    question_answering.check_image(image)
+    writer = annotations.open_annotation_writer(draw, mask_decoder, folder=image.is_dir())
+    answerer = question_answering.load_answering_model(
+        model, choose_placement(device, precision), "compiled" if compiled else None
     )
-    if picture.is_dir() or out is not None:
-        home = picture if picture.is_dir() else picture.parent
-        rows = question_answering.answer_folder(
-            answers, order, picture, out or home / question_answering.RECORD, stderr_console()
-        )
+    if image.is_dir() or out is not None:
+        record = out or (image if image.is_dir() else image.parent) / question_answering.RECORD
+        rows = question_answering.answer_folder(answerer, options, image, record, stderr_console())
         results = [(Path(row["file"]), str(row["answer"])) for row in rows]
     else:
-        several = len(order.questions) > 1
-        results = [
-            (picture, text) for text in question_answering.answer_image(answers, order, picture, AnswerPrinter(several))
-        ]
-    if marker is not None:
-        annotations.annotate_images(marker, results, picture if picture.is_dir() else None, stderr_console())
+        printer = AnswerPrinter(len(options.questions) > 1)
+        results = [(image, text) for text in question_answering.answer_image(answerer, options, image, printer)]
+    if writer is not None:
+        annotations.annotate_images(writer, results, image if image.is_dir() else None, stderr_console())
 
 
 class AnswerPrinter:
@@ -99,18 +90,19 @@ def caption(
     folder: Annotated[Path, typer.Argument(help="Folder of images, searched recursively.")],
     model: VlmOption,
     prompt: Annotated[str | None, typer.Option(help="Captioning prompt; default: the model's own.")] = None,
-    form: Annotated[
-        CaptionFormat, typer.Option(help="Format: a .txt beside each image, a metadata.jsonl, or both.")
-    ] = CaptionFormat.txt,
-    again: Annotated[bool, typer.Option("--again", help="Overwrite existing captions.")] = False,
+    caption_format: Annotated[
+        Literal["txt", "jsonl", "both"],
+        typer.Option("--format", help="Format: a .txt beside each image, a metadata.jsonl, or both."),
+    ] = "txt",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite existing captions.")] = False,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a caption in tokens.")] = 64,
     seed: SeedOption = 0,
     out: Annotated[Path | None, typer.Option(help="Record to resume from; default: captions.jsonl.")] = None,
-    batch: BatchOption = 8,
-    device: DeviceOption = Device.auto,
-    precision: PrecisionOption = Precision.bf16,
+    batch_size: BatchSizeOption = 8,
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "bf16",
     compiled: CompileOption = False,
 ) -> None:
     """Caption every image in a folder with a vision-language model. Resumes if interrupted."""
@@ -118,10 +110,10 @@ def caption(
     from ..vlm import captioning, question_answering
     from ..vlm.generation import GenerationSettings
 
-    manner = GenerationSettings(temperature, top_p, max_tokens, seed)
-    wish = captioning.CaptionOptions(folder, model, prompt, manner, batch, form.value, again, out)
-    files = captioning.find_images(wish)
-    talker = question_answering.load_answering_model(
-        model, choose_placement(device.value, precision.value), "compiled" if compiled else None
+    settings = GenerationSettings(temperature, top_p, max_tokens, seed)
+    options = captioning.CaptionOptions(folder, model, prompt, settings, batch_size, caption_format, overwrite, out)
+    files = captioning.find_images(options)
+    answerer = question_answering.load_answering_model(
+        model, choose_placement(device, precision), "compiled" if compiled else None
     )
-    captioning.caption_folder(talker, wish, files, stderr_console())
+    captioning.caption_folder(answerer, options, files, stderr_console())

@@ -179,8 +179,7 @@ def build(
     """
     config = require_valid(make_tiny(config) if tiny else config, load_data=load_data)
     emit_config_warnings(config)
-    engine = Engine(config.engine, config.optim, config.steps, config.seed)
-    warn_bf16_emulation(engine)
+    engine = start_engine(config)
     placement = engine.placement(is_adapter=config.tuning.is_adapter)
     return Run(
         policy=build_policy(config, placement, init_from),
@@ -188,7 +187,7 @@ def build(
         rubric=build_rubric(config.rewards, engine.placement()),
         data=(config.data if load_data else InlinePrompts(("",))).load(config.seed),
         engine=engine,
-        directory=directory or config.output_dir / (config.name or "run"),
+        directory=directory or config.directory,
         steps=config.steps,
         seed=config.seed,
         batch=config.batch,
@@ -199,19 +198,25 @@ def build(
     )
 
 
+def start_engine(config: AnyConfig) -> Engine:
+    """Return the engine of a run. Warn if the device emulates its precision."""
+    engine = Engine(config.engine, config.optim, config.steps, config.seed)
+    warn_bf16_emulation(engine)
+    return engine
+
+
 def build_autoencoder(
     config: AutoencoderRunConfig, directory: Path | None = None, *, init_from: Path | None = None
 ) -> AutoencoderRun:
     """Build a run that trains an autoencoder."""
     config = require_valid(config)
-    engine = Engine(config.engine, config.optim, config.steps, config.seed)
-    warn_bf16_emulation(engine)
+    engine = start_engine(config)
     data, validation_data = load_train_and_validation_data(config)
     run = AutoencoderRun(
         net=config.autoencoder.load(engine.placement()),
         data=data,
         engine=engine,
-        directory=directory or config.output_dir / (config.name or "run"),
+        directory=directory or config.directory,
         steps=config.steps,
         loss=config.loss,
         lpips=build_lpips(config, engine),
@@ -234,8 +239,7 @@ def build_autoencoder(
 def build_judge(config: JudgeRunConfig, directory: Path | None = None, *, init_from: Path | None = None) -> JudgeRun:
     """Build a run that fine-tunes a judge."""
     config = require_valid(config)
-    engine = Engine(config.engine, config.optim, config.steps, config.seed)
-    warn_bf16_emulation(engine)
+    engine = start_engine(config)
     placement = engine.placement(is_adapter=config.tuning.is_adapter)
     data, validation_data = load_train_and_validation_data(config)
     with torch.random.fork_rng(devices=[]):
@@ -249,7 +253,7 @@ def build_judge(config: JudgeRunConfig, directory: Path | None = None, *, init_f
         weights=weights,
         data=data,
         engine=engine,
-        directory=directory or config.output_dir / (config.name or "run"),
+        directory=directory or config.directory,
         steps=config.steps,
         validation_data=validation_data,
         validation=config.validation,

@@ -493,4 +493,4 @@ def warn_bf16_emulation(engine: Engine) -> None:
     """Warn on rank 0 if the device emulates bf16, with the measured slowdown."""
     message = describe_emulation(engine.config, engine.device) if engine.comm.rank == 0 else None
     if message:
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from .schema import AnyConfig, RewardConfig
+from .schema import AnyConfig, RewardConfig, ordered_fields
 from .validate import COMPONENT_REGISTRIES
 from .yaml_io import render_yaml
 
@@ -27,7 +27,7 @@ def dataclass_to_dict(section: Any, *, terse: bool = False) -> dict[str, Any]:
     """Convert the fields of a dataclass to plain data by name; with `terse` only those that are not the default."""
     cls: type = type(section)
     hints = _hints(cls)
-    chosen = [f for f in fields(section) if f.init and not (terse and getattr(section, f.name) == default_value(f))]
+    chosen = [f for f in ordered_fields(cls) if f.init and not (terse and getattr(section, f.name) == default_value(f))]
     return {f.name: to_plain(getattr(section, f.name), hints[f.name], terse=terse) for f in chosen}
 
 

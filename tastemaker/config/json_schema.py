@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -13,7 +13,7 @@ from . import named_datasets
 from .dump import to_plain
 from .load import RECIPES
 from .named_datasets import DATASETS_FILES, NAMED_DATASET
-from .schema import AutoencoderRunConfig, JudgeRunConfig, RewardConfig, RunConfig
+from .schema import AutoencoderRunConfig, JudgeRunConfig, RewardConfig, RunConfig, ordered_fields
 from .validate import COMPONENT_REGISTRIES, ComponentReader, RewardReader, SectionReader, type_adapter_for
 
 Schema = dict[str, Any]
@@ -64,7 +64,7 @@ def class_schema(cls: type) -> Schema:
     hints = get_type_hints(cls)
     properties = {
         f.name: {**expand_readers(schema["properties"][f.name]), **default_schema(f, hints[f.name])}
-        for f in fields(cls)
+        for f in ordered_fields(cls)
         if f.init
     }
     about = {"description": cls.__doc__.strip().split("\n")[0]} if cls.__doc__ else {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from .recipes import RECIPES as RECIPES
 from .recipes import list_recipes as list_recipes
 from .recipes import list_trainable_recipes as list_trainable_recipes
 from .recipes import recipe_paths
-from .registries import convert_config
+from .registries import MODELS, OBJECTIVES, PROCESSES, TUNINGS, convert_config
 from .schema import AnyConfig, JudgeRunConfig, RunConfig
 from .validate import validate_config
 from .yaml_io import parse_yaml
@@ -25,6 +26,9 @@ CONFIG_FILE = "config.yaml"  # in the directory of a run
 RUN_KINDS = {"objective", "autoencoder", "judge"}  # every complete recipe has one of these sections
 # What null means for sections with a period: deleted, they would have their defaults instead.
 DISABLED_SECTIONS = {"sample": {"every": 0}, "guard": {"every": 0}, "validation": {"every": 0}}
+
+# Sections whose settings a class of your own takes over, as far as it has them.
+CUSTOMIZABLE_SECTIONS = {"objective": OBJECTIVES, "model": MODELS, "process": PROCESSES, "tuning": TUNINGS}
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -173,10 +177,30 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
                 raise ConfigError(f"{place}: '{parent}' is {section!r:.60}, which has no keys; set '{parent}' itself")
             section = section or {}
         patch = parse_yaml(text, place)
+        if keys[1:] == ["type"] and isinstance(patch, str) and ":" in patch:
+            patch, keys = keep_shared_settings(keys[0], data.get(keys[0]), patch), keys[:1]
         for key in reversed(keys):
             patch = {key: patch}
         data = merge_mappings(data, disable_null_sections(patch))
     return data
+
+
+def keep_shared_settings(section: str, settings: Any, location: str) -> dict[str, Any]:
+    """Return a section with your own class "module:Class" as its type, and the settings that this class also has.
+
+    A subclass keeps all settings of the recipe; a warning names those that another class does not have.
+    """
+    registry = CUSTOMIZABLE_SECTIONS.get(section)
+    if registry is None or not isinstance(settings, Mapping):
+        return {"type": location}
+    cls = registry.find(location, section)
+    known = {field.name for field in fields(cls)} if is_dataclass(cls) else set()
+    kept = {key: value for key, value in settings.items() if key in known}
+    dropped = sorted(set(settings) - set(kept) - {"type"})
+    if dropped:
+        named = ", ".join(f"{section}.{key}={settings[key]}" for key in dropped)
+        warnings.warn(f"{section}.type: {location} has no such settings, so these are dropped: {named}", stacklevel=2)
+    return {"type": location, **kept}
 
 
 def _suggest_complete_recipe(part: str) -> str:

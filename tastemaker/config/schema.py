@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -121,8 +122,38 @@ class RewardConfig:
             raise ValueError(f"'clip' is {list(self.clip)}; expected a lower and a higher bound")
 
 
-@dataclass(frozen=True)
-class RunConfig:
+@dataclass(frozen=True, kw_only=True)
+class CommonConfig:
+    """Settings of a run of any kind."""
+
+    optim: OptimConfig = OptimConfig()
+    engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    loggers: LoggersConfig = LoggersConfig()
+    ema_decay: Decay = 0.0  # 0: no EMA
+    steps: PositiveInt = 100
+    seed: int = 0
+    output_dir: Path = Path("runs")
+    name: str | None = None  # of the run's directory; default: the recipe's
+
+    def __post_init__(self) -> None:
+        if self.name in ("", ".", "..") or any(mark in (self.name or "") for mark in "/\\\0"):
+            raise ValueError(f"'name' is {self.name!r:.60}; expected the name of a directory, without slashes")
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the run."""
+        return self.output_dir / (self.name or "run")
+
+
+def ordered_fields(cls: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass, with those that runs of all kinds have last."""
+    common = CommonConfig.__dataclass_fields__ if issubclass(cls, CommonConfig) else {}
+    return sorted(fields(cls), key=lambda f: f.name in common)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(CommonConfig):
     """A run that trains a generator."""
 
     model: ModelSpec
@@ -132,21 +163,9 @@ class RunConfig:
     tuning: Tuning
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     guidance: Guidance | None = None
-    optim: OptimConfig = OptimConfig()
     batch: BatchConfig = BatchConfig()
-    engine: EngineConfig = EngineConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     guard: GuardConfig = GuardConfig()
-    loggers: LoggersConfig = LoggersConfig()
-    ema_decay: Decay = 0.0  # 0: no EMA
-    steps: PositiveInt = 100
-    seed: int = 0
-    output_dir: Path = Path("runs")
-    name: str | None = None  # of the run's directory; default: the recipe's
-
-    def __post_init__(self) -> None:
-        validate_run_name(self.name)
 
 
 @dataclass(frozen=True)
@@ -189,30 +208,24 @@ class ValidationConfig:
     inception_weights: Path | None = None  # for reconstruction FID at the end
 
 
-@dataclass(frozen=True)
-class AutoencoderRunConfig:
+@dataclass(frozen=True, kw_only=True)
+class SupervisedConfig(CommonConfig):
+    """Settings of a run that trains an autoencoder or a judge."""
+
+    data: DataSpec
+    validation: ValidationConfig = ValidationConfig()
+    batch_size: PositiveInt = 64  # images or answers per step, over all ranks
+    micro_batch_size: PositiveInt | None = None  # samples per backward pass and rank; default: all
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoencoderRunConfig(SupervisedConfig):
     """A run that trains an autoencoder."""
 
     autoencoder: AutoencoderSpec
-    data: DataSpec
     loss: ReconstructionLossConfig = ReconstructionLossConfig()
     discriminator: DiscriminatorConfig | None = None
-    validation: ValidationConfig = ValidationConfig()
-    batch_size: PositiveInt = 64  # images per step, over all ranks
-    micro_batch_size: PositiveInt | None = None  # samples per backward pass and rank; default: all
-    optim: OptimConfig = OptimConfig()
-    engine: EngineConfig = EngineConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
-    loggers: LoggersConfig = LoggersConfig()
-    ema_decay: Decay = 0.0
-    steps: PositiveInt = 100
-    seed: int = 0
-    output_dir: Path = Path("runs")
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        validate_run_name(self.name)
 
 
 @dataclass(frozen=True)
@@ -223,34 +236,12 @@ class JudgeModelConfig:
     model: ModelSpec | None = None  # instead, a generator that answers questions, such as Show-o
 
 
-@dataclass(frozen=True)
-class JudgeRunConfig:
+@dataclass(frozen=True, kw_only=True)
+class JudgeRunConfig(SupervisedConfig):
     """A run that fine-tunes a judge on questions with answers."""
 
     judge: JudgeModelConfig
-    data: DataSpec
     tuning: Tuning
-    validation: ValidationConfig = ValidationConfig()
-    batch_size: PositiveInt = 64  # answers per step, over all ranks
-    micro_batch_size: PositiveInt | None = None  # samples per backward pass and rank; default: all
-    optim: OptimConfig = OptimConfig()
-    engine: EngineConfig = EngineConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    loggers: LoggersConfig = LoggersConfig()
-    ema_decay: Decay = 0.0
-    steps: PositiveInt = 100
-    seed: int = 0
-    output_dir: Path = Path("runs")
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        validate_run_name(self.name)
 
 
 AnyConfig = RunConfig | AutoencoderRunConfig | JudgeRunConfig
-
-
-def validate_run_name(name: str | None) -> None:
-    """Refuse a name that is no directory name."""
-    if name in ("", ".", "..") or any(mark in (name or "") for mark in "/\\\0"):
-        raise ValueError(f"'name' is {name!r:.60}; expected the name of a directory, without slashes")

@@ -50,7 +50,7 @@ from ..processes.paths import NoisePath
 from ..search.base import Search
 from . import registries
 from .named_datasets import resolve_named_dataset
-from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RewardConfig, RunConfig
+from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RewardConfig, RunConfig, ordered_fields
 
 Location = tuple[int | str, ...]
 
@@ -297,7 +297,7 @@ def field_types(cls: type) -> dict[str, Any]:
     hints = get_type_hints(cls, include_extras=True)
     return {
         f.name: (Required if f.default is f.default_factory is MISSING else NotRequired)[strict_type(hints[f.name])]
-        for f in fields(cls)
+        for f in ordered_fields(cls)
         if f.init
     }
 

@@ -14,8 +14,8 @@ class WeightsSource:
 
     hub: str  # owner/name on the hub
     file: str = ""  # the file that is needed; the whole repository if empty
-    size: str = "of a size its page tells"
-    license: str = "under a licence its page tells"
+    size: str = "size on its page"
+    license: str = "license on its page"
     gated: bool = False  # access must be requested on its page
 
     def __str__(self) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from .distributions import expand_dims_like
-from .policy import Backbone, Guidance
-from .types import Condition, LatentBatch, Metadata, Prompts
+from .policy import Backbone, BackboneWrapper, Guidance
+from .types import Condition, Metadata, Prompts
 
 NEGATIVE = "negative."  # prefix of the unconditional tensors in a guided condition
 
@@ -101,7 +101,7 @@ def scoring_model(model: Backbone, cond: Condition) -> tuple[Backbone, Condition
     return without_guidance(model, cond) if rollouts_only else (model, cond)
 
 
-class GuidedBackbone(Backbone):
+class GuidedBackbone(BackboneWrapper):
     """Classifier-free guidance by two predictions in one batched call, or one call where guidance is off.
 
     Optional abilities that depend on the prompt are those of `unguided`; their callers apply the guidance themselves.
@@ -110,17 +110,12 @@ class GuidedBackbone(Backbone):
     guidance: Guidance
 
     def __init__(self, model: Backbone, guidance: Guidance) -> None:
-        self.model, self.guidance, self.traits = model, guidance, model.traits
-        self.shape, self.pixels, self.codebook_size = model.shape, model.pixels, model.codebook_size
-        self.forward_passes, self.answers_questions = 2 * model.forward_passes, model.answers_questions
+        super().__init__(model)
+        self.guidance, self.answers_questions = guidance, model.answers_questions
+        self.forward_passes = 2 * model.forward_passes
 
-    @property
-    def net(self) -> nn.Module:
-        return self.model.net
-
-    @net.setter
-    def net(self, net: nn.Module) -> None:
-        self.model.net = net
+    def rewrap(self, model: Backbone) -> Self:
+        return type(self)(model, self.guidance)
 
     @property
     def unguided(self) -> Backbone:
@@ -143,22 +138,6 @@ class GuidedBackbone(Backbone):
         both = self.model.predict(torch.cat([x, x]), torch.cat([t, t]), batch_conditions(cond))
         conditional, uncond = both.chunk(2)
         return conditional, uncond
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        return self.model.encode(pixels)
-
-    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        return self.model.decode(x, frames)
-
-    def with_size(self, height: int, width: int) -> Backbone:
-        return type(self)(self.model.with_size(height, width), self.guidance)
-
-    def with_guidance_scale(self, scale: float | None) -> Backbone | None:
-        model = self.model.with_guidance_scale(scale)
-        return None if model is None else type(self)(model, self.guidance)
-
-    def from_latents(self, latents: LatentBatch) -> Tensor:
-        return self.model.from_latents(latents)
 
     def token_embeddings(self, ids: Tensor) -> Tensor:
         return self.model.token_embeddings(ids)

@@ -214,8 +214,10 @@ class Lora:
 
     def __post_init__(self) -> None:
         if not (1 <= self.rank <= 65_536 and 0 <= self.dropout < 1 and (self.alpha is None or self.alpha > 0)):
-            found = f"rank {self.rank}, alpha {self.alpha}, dropout {self.dropout}"
-            raise ValueError(f"found {found}; expected rank of at least 1, alpha above 0, dropout from 0 to below 1")
+            raise ValueError(
+                f"found rank {self.rank}, alpha {self.alpha}, dropout {self.dropout}; "
+                "expected rank of at least 1, alpha above 0, dropout from 0 to below 1"
+            )
         for key in ("target_modules", "text_target_modules"):
             targets = getattr(self, key)
             if isinstance(targets, str) and targets not in ("default", "all-linear", "all-layers"):

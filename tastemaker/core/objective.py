@@ -32,6 +32,7 @@ class Comm(Protocol):
         """Concatenate the rows of all ranks, in rank order."""
 
     def gather_objects(self, items: Sequence[Any]) -> list[Any]: ...
+    def barrier(self) -> None: ...
     def mean(self, x: Tensor) -> Tensor: ...
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on any rank."""
@@ -113,6 +114,14 @@ class Context(Generic[P]):
         return concatenate(
             [self.policy.sample(select_rows(cond, r), select_rows(rng, r)) for r in self.chunks(len(cond))]
         )
+
+
+def require_settings(objective: object, names: str, valid: bool, expected: str) -> None:
+    """Raise ValueError with the values of the named settings, and what is expected of them, unless they are valid."""
+    if not valid:
+        values = [(name, getattr(objective, name)) for name in names.split()]
+        found = ", ".join(f"{name} {list(value) if isinstance(value, tuple) else value}" for name, value in values)
+        raise ValueError(f"found {found}; expected {expected}")
 
 
 class Objective(ABC, Generic[P, B, E, Q]):

@@ -1,9 +1,12 @@
-"""Checks of output paths, before a command loads anything."""
+"""Output files: checks of their paths before a command loads anything, and atomic writes."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from .registry import ConfigError
 
@@ -24,3 +27,23 @@ def check_output_file(path: Path, option: str = "--out") -> Path:
         raise ConfigError(f"{option}: {path} is a directory; expected a file to write to, such as one in it")
     check_output_directory(path.parent, option)
     return path
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """A temporary path whose file replaces `path` at the end of the block: readers see all of it or nothing.
+
+    The temporary name is random, because processes on several machines may have the same process id.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    with replace_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")

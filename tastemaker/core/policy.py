@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 from pydantic import PositiveFloat
-from torch import Tensor
+from torch import Tensor, nn
 
 from .distributions import Distribution, TokenSampler
 from .randomness import Randomness
@@ -155,6 +155,42 @@ class Backbone(TrainableModel, ABC):
     def score_answers(self, pixels: Tensor, turns: Sequence[Sequence[str]], answers: Sequence[str]) -> Any:
         """Logits [B, A, V] of answers about images, their token ids and which of them count; see AnswerLogits."""
         raise ConfigError(f"{type(self).__name__} answers no questions about images; expected type showo")
+
+
+class BackboneWrapper(Backbone):
+    """A backbone around another one: the same network, shapes and autoencoder."""
+
+    def __init__(self, model: Backbone) -> None:
+        self.model, self.traits, self.codebook_size = model, model.traits, model.codebook_size
+        self.shape, self.pixels, self.forward_passes = model.shape, model.pixels, model.forward_passes
+
+    @abstractmethod
+    def rewrap(self, model: Backbone) -> Self:
+        """The same wrapper around another model."""
+
+    @property
+    def net(self) -> nn.Module:
+        return self.model.net
+
+    @net.setter
+    def net(self, net: nn.Module) -> None:
+        self.model.net = net
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.model.encode(pixels)
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return self.model.decode(x, frames)
+
+    def with_size(self, height: int, width: int) -> Self:
+        return self.rewrap(self.model.with_size(height, width))
+
+    def with_guidance_scale(self, scale: float | None) -> Self | None:
+        model = self.model.with_guidance_scale(scale)
+        return None if model is None else self.rewrap(model)
+
+    def from_latents(self, latents: LatentBatch) -> Tensor:
+        return self.model.from_latents(latents)
 
 
 class Rollout(ABC):

@@ -94,6 +94,8 @@ class Purpose:
     VIEW = "view"  # which encoded view of an image
     SHIFT = "shift"  # of CIFAR-10 images
     ANSWER = "answer"  # a token of a generated answer
+    COLOR_DEVIATION = "picture"  # of a toy image from the exact shade of its color
+    REJECTED_COLOR_DEVIATION = "rejected"
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +22,7 @@ from .errors import RewardError as RewardError
 from .types import Metadata, Placement, Prompts
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?")  # owner/name, or a file in it
+TINY = "tiny"  # as `weights`: few random weights, in no file
 Modality = Literal["image", "video"]
 BatchSize = Annotated[int, Field(ge=1)]  # samples per call of a scorer
 
@@ -114,6 +115,21 @@ class RewardSpec(ABC):
                 if not Path(value).expanduser().exists() and HUB_ID.fullmatch(value):
                     sources.append(WeightsSource(value))
         return tuple(dict.fromkeys(sources))
+
+
+class PretrainedReward(RewardSpec):
+    """A reward whose setting `weights` names its network; `tiny` is a small random one, for tests."""
+
+    def tiny(self) -> Self:
+        settings: Any = self  # every spec is a dataclass, which an abstract class cannot say
+        return replace(settings, weights=TINY)  # type: ignore[no-any-return]
+
+
+class WeightlessReward(RewardSpec, Reward):
+    """A reward without a network, which is its own scorer."""
+
+    def load(self, placement: Placement) -> Self:
+        return self
 
 
 _loaded: WeakValueDictionary[tuple[RewardSpec, Placement], Reward] = WeakValueDictionary()
@@ -227,8 +243,10 @@ class Rubric:
         metadata = metadata or [{}] * len(prompt_sets[0])
         for prompts in prompt_sets:
             if not len(pixels) == len(prompts) == len(metadata):
-                found = f"{len(pixels)} samples, {len(prompts)} prompts and {len(metadata)} metadata entries"
-                raise ValueError(f"a rubric was given {found}; expected one prompt and one entry per sample")
+                raise ValueError(
+                    f"a rubric was given {len(pixels)} samples, {len(prompts)} prompts and {len(metadata)} metadata "
+                    "entries; expected one prompt and one entry per sample"
+                )
         pixels = check_pixels(pixels, prompt_sets[0]).float()
         futures = self._submit(pixels, prompt_sets, metadata)
         with torch.autocast(pixels.device.type, enabled=False):  # a reward's precision is not the run's
@@ -324,9 +342,9 @@ def _score_chunk(
 def _check_scores(name: str, reward: WeightedReward, pixels: Tensor, prompts: Prompts, value: object) -> Tensor:
     """Refuse scores of the wrong shape, scores that are not finite, and missing gradients."""
     if not isinstance(value, Tensor) or value.shape != (len(pixels),):
-        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        result = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise RewardError(
-            f"reward '{name}' returned {found} for {len(pixels)} samples {list(prompts[:3])}; expected one score each"
+            f"reward '{name}' returned {result} for {len(pixels)} samples {list(prompts[:3])}; expected one score each"
         )
     finite = torch.isfinite(value.detach())
     if not bool(finite.all()):

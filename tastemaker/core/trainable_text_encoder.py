@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .distributions import expand_dims_like
-from .policy import Backbone
-from .types import Condition, LatentBatch, Metadata, Prompts
+from .policy import Backbone, BackboneWrapper
+from .types import Condition, Metadata, Prompts
 from .weights import Weights
 
 PROMPT_INDEX = "prompt"  # tensor with the index i of each prompt in the table; -1 - i: without the prompt
@@ -35,27 +36,20 @@ class PromptTable:
         return index
 
 
-class TrainableTextEncoderBackbone(Backbone):
+class TrainableTextEncoderBackbone(BackboneWrapper):
     """A model whose conditions hold prompt indices; prompts are encoded at every network call.
 
     Gradients reach the text encoders, and every snapshot of the weights encodes with its own adapters.
     """
 
     def __init__(self, model: Backbone, weights: Weights, prompt_table: PromptTable | None = None) -> None:
-        self.model, self.weights = model, weights
+        super().__init__(model)
+        self.weights, self.has_unconditional = weights, model.has_unconditional
         self.prompt_table = PromptTable() if prompt_table is None else prompt_table
-        self.shape, self.pixels, self.forward_passes = model.shape, model.pixels, model.forward_passes
-        self.traits, self.codebook_size = model.traits, model.codebook_size
-        self.has_unconditional = model.has_unconditional
         self._cached: tuple[object, Condition] | None = None  # of the latest call without gradient, with its key
 
-    @property
-    def net(self) -> nn.Module:
-        return self.model.net
-
-    @net.setter
-    def net(self, net: nn.Module) -> None:
-        self.model.net = net
+    def rewrap(self, model: Backbone) -> Self:
+        return type(self)(model, self.weights, self.prompt_table)
 
     def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
         self._cached = None
@@ -87,22 +81,6 @@ class TrainableTextEncoderBackbone(Backbone):
         uncond, dropped = self.model.without_prompt(encoded).tensors, cond.tensors[PROMPT_INDEX] < 0
         tensors = {key: torch.where(expand_dims_like(dropped, x), uncond[key], x) for key, x in encoded.tensors.items()}
         return Condition(encoded.prompts, tensors, encoded.metadata)
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        return self.model.encode(pixels)
-
-    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        return self.model.decode(x, frames)
-
-    def with_size(self, height: int, width: int) -> Backbone:
-        return TrainableTextEncoderBackbone(self.model.with_size(height, width), self.weights, self.prompt_table)
-
-    def with_guidance_scale(self, scale: float | None) -> Backbone | None:
-        model = self.model.with_guidance_scale(scale)
-        return None if model is None else TrainableTextEncoderBackbone(model, self.weights, self.prompt_table)
-
-    def from_latents(self, latents: LatentBatch) -> Tensor:
-        return self.model.from_latents(latents)
 
     @property
     def _device(self) -> torch.device:

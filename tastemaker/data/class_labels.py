@@ -26,12 +26,12 @@ class ClassLabels:
     def _ids_by_name(self) -> dict[str, tuple[int, ...]]:
         """Class ids by lower-case name; the usual name of a class refers to no class that has it as a synonym."""
         synonyms: dict[str, tuple[int, ...]] = {}
-        usual: dict[str, tuple[int, ...]] = {}
+        primary: dict[str, tuple[int, ...]] = {}
         for class_id, names in enumerate(self.names):
             for name in dict.fromkeys(name.lower() for name in names):
                 synonyms[name] = (*synonyms.get(name, ()), class_id)
-            usual[names[0].lower()] = (*usual.get(names[0].lower(), ()), class_id)
-        return synonyms | usual
+            primary[names[0].lower()] = (*primary.get(names[0].lower(), ()), class_id)
+        return synonyms | primary
 
     def find_class(self, prompt: str) -> int:
         """The class id that a prompt names; refuses a prompt that names none or several."""

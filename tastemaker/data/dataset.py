@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, PromptBatch, concatenate
 
@@ -26,7 +26,7 @@ POOL_CHUNK = 4096  # samples generated per call
 @lru_cache(maxsize=8)
 def epoch_permutation(length: int, seed: int, epoch: int) -> Tensor:
     """The order of all samples in an epoch: [length]."""
-    words = Randomness(seed, epoch, torch.arange(length)).words("order", 2)
+    words = Randomness(seed, epoch, torch.arange(length)).words(Purpose.DATA_ORDER, 2)
     return (words[:, 0] << 31 ^ words[:, 1]).argsort(stable=True)
 
 
@@ -37,7 +37,7 @@ def rank_range(step: int, batch_size: int, rank: int, world_size: int) -> range:
 
 
 def batch_indices(length: int, seed: int, step: int, batch_size: int, rank: int, world_size: int) -> list[int]:
-    """Indices of a rank's samples of a step, from a data set of `length` samples shuffled anew every epoch."""
+    """Indices of a rank's samples of a step, from a data set of `length` samples in a new order every epoch."""
     positions = rank_range(step, batch_size, rank, world_size)
     position, indices = positions.start, list[int]()
     while position < positions.stop:
@@ -75,6 +75,26 @@ class DataSpec(Protocol):
         """PromptBatch, ImageBatch, TokenBatch, LatentBatch, PreferenceBatch or QuestionAnswerBatch."""
 
     def load(self, seed: int) -> Dataset: ...
+
+
+class ShuffledDataset(Dataset):
+    """Samples by index, in a new order every epoch."""
+
+    prompts: tuple[str, ...]  # to display; one per sample, unless `__len__` is overridden
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> Any:
+        return self.collate(batch_indices(len(self), self.seed, step, batch_size, rank, world_size))
+
+    @abstractmethod
+    def collate(self, indices: list[int]) -> Any:
+        """The batch of some samples."""
+
+    def first_prompts(self, count: int) -> PromptBatch:
+        return repeat_prompts(self.prompts, count)
 
 
 def repeat_prompts(prompts: Sequence[str], count: int) -> PromptBatch:
@@ -118,7 +138,7 @@ def split_dataset(source: Dataset, fraction: float, seed: int) -> tuple[Dataset,
 
 @dataclass(frozen=True)
 class FinitePool(Dataset):
-    """The first `length` samples of an endless image data set, shuffled anew every epoch.
+    """The first `length` samples of an endless image data set, in a new order every epoch.
 
     The first epoch comes from the source as it is; later epochs come from memory, where pixels are kept as uint8 on
     the device that generated them.
@@ -136,7 +156,9 @@ class FinitePool(Dataset):
         """All samples, with pixels as uint8."""
         size = min(POOL_CHUNK, self.length)
         chunks = [self.source.batch(i, size, 0, 1) for i in range(-(-self.length // size))]
-        return concatenate([ImageBatch(chunk.prompts, quantize_pixels(chunk.pixels)) for chunk in chunks])
+        return concatenate(
+            [ImageBatch(c.prompts, (c.pixels * 255).round().clamp(0, 255).to(torch.uint8)) for c in chunks]
+        )
 
     def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> ImageBatch:
         if (step + 1) * batch_size <= self.length:
@@ -157,8 +179,3 @@ class FinitePool(Dataset):
 
     def first_prompts(self, count: int) -> PromptBatch:
         return self.source.first_prompts(count)
-
-
-def quantize_pixels(pixels: Tensor) -> Tensor:
-    """Pixels in [0, 1] as uint8, rounded to nearest."""
-    return (pixels * 255).round().clamp(0, 255).to(torch.uint8)

@@ -16,7 +16,7 @@ from ..config.load import apply_overrides, read_recipe
 from ..config.registries import DATA, MODELS
 from ..config.validate import build_component
 from ..core import output_paths
-from ..core.model_spec import ModelSpec, PromptEncoder
+from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from .dataset import DataSpec
@@ -46,17 +46,26 @@ class EmbedOptions:
 def embed_prompts(options: EmbedOptions, placement: Placement, *, tiny: bool, console: Console) -> None:
     """Embed the prompts that are missing; the same command resumes after an interruption."""
     if options.layout not in LAYOUTS:
-        raise ConfigError(f"--layout: found '{options.layout:.60}'; expected {' or '.join(LAYOUTS)}")
+        raise ConfigError(f"--format: found '{options.layout:.60}'; expected {' or '.join(LAYOUTS)}")
+    if options.layout == "srpo" and options.world_size > 1:
+        raise ConfigError("--format: srpo's list is written by one process; start it without torchrun")
     output_paths.check_output_directory(options.out)
-    settings = resolve_settings(options.model, options.overrides)
+    if options.model in MODELS:
+        settings = apply_overrides({"model": {"type": options.model}}, options.overrides)
+    else:
+        settings = read_recipe(options.model, options.overrides)
     spec = build_embedding_model(settings, tiny=tiny)
     prompts = load_prompts(options, settings)
     negatives = [text for text in extra_prompts(settings) if text not in set(prompts)]
     encoder = spec.load_prompt_encoder(placement)
     encoder.max_cached_prompts = BATCH_SIZE  # no prompt is embedded twice
-    store = open_layout(options, encoder, negatives)
-    # SRPO would train on negative prompts if they were in its list.
-    prompts = [*prompts, *(negatives if options.layout == "tastemaker" else ())][options.rank :: options.world_size]
+    store: EmbeddingStore
+    if options.layout == "tastemaker":
+        store = ShardedEmbeddingStore(options.out, encoder.fingerprint, negatives, options.rank)
+        prompts += negatives  # on which SRPO would train if they were in its list
+    else:
+        store = SRPOEmbeddingStore(options.out / CAPTIONS[0], encoder.fingerprint)
+    prompts = prompts[options.rank :: options.world_size]
     missing = len({text for text in prompts if text not in store})
     columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=options.rank > 0) as progress:
@@ -71,11 +80,6 @@ def embed_prompts(options: EmbedOptions, placement: Placement, *, tiny: bool, co
         )
         sentence = f"{missing} prompts embedded{shared}; use them with model.embeddings={options.out}"
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-
-
-def resolve_settings(name: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """The settings of a recipe; of a model's name, a configuration with that model only."""
-    return apply_overrides({"model": {"type": name}}, overrides) if name in MODELS else read_recipe(name, overrides)
 
 
 def build_embedding_model(settings: dict[str, Any], *, tiny: bool) -> ModelSpec:
@@ -106,12 +110,3 @@ def extra_prompts(settings: dict[str, Any]) -> list[str]:
     """The prompts that a run embeds beside its data: negative prompts, and those of displayed samples."""
     guidance, samples = (settings.get(section) or {} for section in ("guidance", "sample"))
     return list(dict.fromkeys(["", str(guidance.get("negative_prompt", "")), *map(str, samples.get("prompts") or ())]))
-
-
-def open_layout(options: EmbedOptions, encoder: PromptEncoder, negatives: Sequence[str]) -> EmbeddingStore:
-    """The store to write to, with its existing embeddings."""
-    if options.layout == "tastemaker":
-        return ShardedEmbeddingStore(options.out, encoder.fingerprint, negatives, options.rank)
-    if options.world_size > 1:
-        raise ConfigError("--layout: srpo's list is written by one process; start it without torchrun")
-    return SRPOEmbeddingStore(options.out / CAPTIONS[0], encoder.fingerprint)

@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 
 from ..core.model_spec import EncoderFingerprint, PromptEncoder
+from ..core.output_paths import replace_file, write_text_atomically
 from ..core.registry import ConfigError
-from ..models.safe_unpickling import load_pickle
+from ..models.restricted_unpickler import load_pickle
 
 STEM = "embeddings"
 INDEX = f"{STEM}.json"
 CAPTIONS = ("videos2caption.json", "videos2caption2.json")  # SRPO writes the first and reads the second
 MADE_BY = "made_by.json"  # the encoder's fingerprint, which SRPO's own files lack
-FOLDERS = {"words": "prompt_embed", "pooled": "pooled_prompt_embeds"}  # SRPO's folders, by our names of the tensors
-KEYS = {"words": "prompt_embed_path", "pooled": "pooled_prompt_embeds_path"}
+FOLDERS = {
+    "prompt_embeds": "prompt_embed",
+    "pooled_prompt_embeds": "pooled_prompt_embeds",
+}  # SRPO's folders, by our names of the tensors
+KEYS = {"prompt_embeds": "prompt_embed_path", "pooled_prompt_embeds": "pooled_prompt_embeds_path"}
 EmbeddingsByPrompt = dict[str, dict[str, Tensor]]  # by prompt, then by name
 
 
@@ -74,10 +78,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json_atomically(path: Path, data: Any) -> None:
-    """Write a JSON file atomically."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(data, ensure_ascii=False, indent=0), encoding="utf-8")
-    partial.replace(path)
+    write_text_atomically(path, json.dumps(data, ensure_ascii=False, indent=0))
 
 
 class ShardedEmbeddingStore(EmbeddingStore):
@@ -93,7 +94,11 @@ class ShardedEmbeddingStore(EmbeddingStore):
         self.shards: dict[str, list[str]] = {}  # prompts by file, of this rank
         self.others: dict[str, list[str]] = {}
         for path in sorted(folder.glob(f"{STEM}*.json")):
-            index = read_shard_index(path)
+            index = read_json(path)
+            if not isinstance(index, dict) or not all(
+                isinstance(index.get(key), dict) for key in ("made_by", "shards")
+            ):
+                raise ConfigError(f"{path} is no index of embeddings; compute them again in another folder")
             require_same_encoder(index["made_by"], made_by, folder)
             self.made_by = {**index["made_by"], **self.made_by}
             self.negatives += index.get("negatives", ())
@@ -120,36 +125,26 @@ class ShardedEmbeddingStore(EmbeddingStore):
     def take(self, texts: Sequence[str]) -> EmbeddingsByPrompt:
         from safetensors import safe_open
 
-        found: EmbeddingsByPrompt = {}
+        embeddings: EmbeddingsByPrompt = {}
         for file in dict.fromkeys(self._places[text][0] for text in texts):
             with safe_open(self.folder / file, "pt") as shard:
                 names = shard.keys()
                 for text in (text for text in texts if self._places[text][0] == file):
                     row = self._places[text][1]
-                    found[text] = {name: shard.get_slice(name)[row : row + 1][0] for name in names}
-        return found
+                    embeddings[text] = {name: shard.get_slice(name)[row : row + 1][0] for name in names}
+        return embeddings
 
     def add(self, texts: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save_file
 
-        self.folder.mkdir(parents=True, exist_ok=True)
         numbers = [int(Path(file).stem.split("-")[-1]) for file in self.shards]
         name = f"{STEM}-{f'{self.rank}-' if self.rank else ''}{max(numbers, default=-1) + 1:05d}.safetensors"
-        partial = self.folder / f"{name}.partial"
-        save_file({key: x.contiguous() for key, x in tensors.items()}, partial)
-        partial.replace(self.folder / name)
+        with replace_file(self.folder / name) as partial:
+            save_file({key: x.contiguous() for key, x in tensors.items()}, partial)
         self.shards[name] = list(texts)
         self.__dict__.pop("_places", None)
         index = {"made_by": self.made_by, "negatives": self.negatives, "shards": self.shards}
         write_json_atomically(self.index, index)
-
-
-def read_shard_index(path: Path) -> dict[str, Any]:
-    """The content of embeddings.json."""
-    index = read_json(path)
-    if not isinstance(index, dict) or not all(isinstance(index.get(key), dict) for key in ("made_by", "shards")):
-        raise ConfigError(f"{path} is no index of embeddings; compute them again in another folder")
-    return index
 
 
 class SRPOEmbeddingStore(EmbeddingStore):
@@ -179,12 +174,12 @@ class SRPOEmbeddingStore(EmbeddingStore):
     def _tensor(self, entry: Mapping[str, str], name: str) -> Tensor:
         path = self.folder / FOLDERS[name] / entry[KEYS[name]]
         x = load_pickle(path)
-        dimensions = 2 if name == "words" else 1
+        dimensions = 2 if name == "prompt_embeds" else 1
         if not isinstance(x, Tensor) or x.dim() < dimensions or x.shape[-dimensions:].numel() != x.numel():
             raise ConfigError(f"{path} is not the embedding of one prompt; compute it again with `tastemaker embed`")
         x = x.view(x.shape[-dimensions:])
-        length = self.made_by.get("words")
-        if name == "words" and length not in (None, str(len(x))):
+        length = self.made_by.get("max_text_tokens")
+        if name == "prompt_embeds" and length not in (None, str(len(x))):
             raise ConfigError(
                 f"{path} holds {len(x)} tokens, but the model reads {length}; set model.max_text_tokens={len(x)}"
             )
@@ -198,7 +193,7 @@ class SRPOEmbeddingStore(EmbeddingStore):
             file = f"{first + row}.pt"
             for name, folder in FOLDERS.items():
                 torch.save(tensors[name][row].clone(), self.folder / folder / file)
-            torch.save(torch.zeros(3, dtype=tensors["words"].dtype), self.folder / "text_ids" / file)
+            torch.save(torch.zeros(3, dtype=tensors["prompt_embeds"].dtype), self.folder / "text_ids" / file)
             new.append({**dict.fromkeys((*KEYS.values(), "text_ids"), file), "caption": text})
         self.entries += new
         self.__dict__.pop("_entries", None)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from ..models.nets.vq import VQ
 from ..models.pretrained_autoencoder import autoencoder_fingerprint, load_autoencoder
 from .cifar10 import is_cifar10, load_cifar10
 from .image_io import ImageError
-from .image_sources import READ_ERRORS, ImageSource, open_class_folder
+from .image_sources import READ_ERRORS, open_class_folder
 from .image_transforms import center_and_flip, center_crop, decode_square, ten_crop
 from .images import ImageCaptionSource, ImageCollection, ImageCollectionDataset
 from .latents import (
@@ -71,7 +70,7 @@ class SkippedFiles:
         count = len(self.messages)
         if count > self.limit:
             before = f", and {count - 1} before it" if count > 1 else ""
-            failure = f"{message}{before}; or allow more of them with --skip {2 * count}"
+            failure = f"{message}{before}; or allow more of them with --max-skipped {2 * count}"
             if os.environ.get("RANK", "0") != "0":  # torchrun shows the errors of the first rank only
                 console.print(f"error: {failure}", markup=False, highlight=False, soft_wrap=True)
             raise ConfigError(failure) from error
@@ -101,8 +100,21 @@ def encode_latents(options: LatentEncodingOptions, placement: Placement, console
     output_paths.check_output_directory(options.out)
     autoencoder = load_continuous_autoencoder(options.vae, options.size, placement)
     images = open_images(options)
-    manifest = describe_latents(options, images, autoencoder)
-    check_latent_manifest(manifest, options.out)
+    side = options.size // autoencoder.stride
+    manifest = LatentManifest(
+        autoencoder=autoencoder_fingerprint(autoencoder),
+        data=files_fingerprint(options.images),
+        images=str(options.images.resolve()),
+        num_images=len(images),
+        image_size=options.size,
+        views=2 if options.flip else 1,
+        shape=(autoencoder.channels, side, side),
+        caption_source=images.caption_source,
+        class_names=images.source.class_names,
+        shard_size=options.shard_size,
+    )
+    if (options.out / MANIFEST).is_file():
+        check_same_manifest(asdict(manifest), asdict(read_manifest(options.out)), options.out)
     manifest.write(options.out)
     rank, world_size = rank_and_world_size()
     rank_console = console_of_first_rank(console, rank)
@@ -148,31 +160,8 @@ def load_continuous_autoencoder(name: str, size: int, placement: Placement) -> A
     return net
 
 
-def describe_latents(
-    options: LatentEncodingOptions, images: ImageCollectionDataset, autoencoder: AutoencoderNet
-) -> LatentManifest:
-    side = options.size // autoencoder.stride
-    return LatentManifest(
-        autoencoder=autoencoder_fingerprint(autoencoder),
-        data=files_fingerprint(options.images),
-        images=str(options.images.resolve()),
-        num_images=len(images),
-        image_size=options.size,
-        views=2 if options.flip else 1,
-        shape=(autoencoder.channels, side, side),
-        caption_source=images.caption_source,
-        class_names=images.source.class_names,
-        shard_size=options.shard_size,
-    )
-
-
-def check_latent_manifest(manifest: LatentManifest, folder: Path) -> None:
-    """Refuse to resume in a folder that was started with another autoencoder, other images or another size."""
-    if (folder / MANIFEST).is_file():
-        check_same_manifest(asdict(manifest), asdict(read_manifest(folder)), folder)
-
-
 def check_same_manifest(manifest: Mapping[str, Any], existing: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to resume in a folder that was started with another autoencoder, other images or another size."""
     changed = next((key for key in manifest if existing.get(key) != manifest[key]), None)
     if changed is not None:
         what = {"data": "images", "num_images": "images"}.get(changed, changed)
@@ -201,19 +190,8 @@ class LatentChunk:
             "num_values": self.x.numel(),
             "skipped": self.skipped,
         }
-        partial = path.with_name(f".{path.stem}.{os.getpid()}.partial")
-        save_file({"latents": self.x.contiguous()}, partial, {SHARD_METADATA: json.dumps(content)})
-        os.replace(partial, path)
-
-
-def read_chunk(path: Path) -> LatentChunk:
-    shard = read_shard(path)
-    return LatentChunk(load_file(path)["latents"], shard.prompts, shard.class_ids, shard.skipped)
-
-
-def join_chunks(chunks: Sequence[LatentChunk]) -> LatentChunk:
-    columns = [sum(parts, ()) for parts in zip(*((x.prompts, x.class_ids, x.skipped) for x in chunks), strict=True)]
-    return LatentChunk(torch.cat([chunk.x for chunk in chunks]), *columns)
+        with output_paths.replace_file(path) as partial:
+            save_file({"latents": self.x.contiguous()}, partial, {SHARD_METADATA: json.dumps(content)})
 
 
 @dataclass(frozen=True)
@@ -240,7 +218,10 @@ class LatentEncoder:
             else:
                 self.encode_chunk(part).write(file)
             yield len(part)
-        join_chunks([read_chunk(file) for file in files]).write(path)
+        shards = [read_shard(file) for file in files]
+        columns = zip(*((shard.prompts, shard.class_ids, shard.skipped) for shard in shards), strict=True)
+        latents = torch.cat([load_file(file)["latents"] for file in files])
+        LatentChunk(latents, *(sum(column, ()) for column in columns)).write(path)
         for file in files:
             file.unlink()
 
@@ -248,10 +229,15 @@ class LatentEncoder:
         """Encode the readable images among some indices."""
         before = len(self.skipped.messages)
         crops = {index: crop for index in indices if (crop := self._crop(index)) is not None}
-        class_ids = tuple(class_id_or_none(self.images.source, index) for index in crops)
+        class_ids = []
+        for index in crops:
+            try:
+                class_ids.append(self.images.source.label(index))
+            except READ_ERRORS:
+                class_ids.append(-1)
         latents = self._encode([pixels for _, pixels in crops.values()])
         prompts = tuple(prompt for prompt, _ in crops.values())
-        return LatentChunk(latents, prompts, class_ids, tuple(self.skipped.messages[before:]))
+        return LatentChunk(latents, prompts, tuple(class_ids), tuple(self.skipped.messages[before:]))
 
     def _crop(self, index: int) -> tuple[str, Tensor] | None:
         """Prompt and center square [3, S, S] uint8 of an image, or None if it cannot be read."""
@@ -275,14 +261,6 @@ class LatentEncoder:
         views = torch.stack([pixels, pixels.flip(-1)][: manifest.views], 1)  # [B, V, 3, S, S]
         latents = self.autoencoder.encode(views.flatten(0, 1).to(self.placement.device)).half().cpu()
         return latents.view(*views.shape[:2], *manifest.shape)
-
-
-def class_id_or_none(source: ImageSource, index: int) -> int:
-    """The class of an image; -1 if it has none."""
-    try:
-        return source.label(index)
-    except READ_ERRORS:
-        return -1
 
 
 @dataclass(frozen=True)
@@ -313,10 +291,6 @@ class TokenEncodingOptions:
             return ten_crop(pixels, self.size, self.crop_range)
         return center_and_flip(pixels, self.size) if self.views == "flip" else center_crop(pixels, self.size)[None]
 
-    def is_encoded(self, index: int) -> bool:
-        """Whether an image is complete; its label is written last."""
-        return (self.labels / f"{index}.npy").is_file()
-
 
 def encode_tokens(options: TokenEncodingOptions, placement: Placement, console: Console) -> Path:
     """Write what is missing, each rank its share: `<index>.npy` with codes [1, V, T], and with the label [1]."""
@@ -326,43 +300,33 @@ def encode_tokens(options: TokenEncodingOptions, placement: Placement, console: 
         raise ConfigError(
             f"--size {options.size} is no multiple of {shape.stride}, the stride of the tokenizer; choose one"
         )
-    images, (rank, world_size) = open_labeled_images(options), rank_and_world_size()
+    cifar10 = is_cifar10(options.images)
+    images = load_cifar10(options.images, options.split) if cifar10 else open_class_folder(options.images)
+    rank, world_size = rank_and_world_size()
     write_token_manifest(options, len(images), tensors)
     net = build_frozen_tokenizer(shape, tensors, options.tokenizer, placement)
     share = range(rank, len(images), world_size)
-    missing = [i for i in share if not options.is_encoded(i)]
+    missing = [i for i in share if not (options.labels / f"{i}.npy").is_file()]  # the label is written last
     rank_console, skipped = console_of_first_rank(console, rank), SkippedFiles(options.max_skipped)
     batch_size = max(1, BATCH_SIZE // NUM_VIEWS[options.views])
     with Progress(console=rank_console) as progress:
         task = progress.add_task("encoding", total=len(share), completed=len(share) - len(missing))
         for first in range(0, len(missing), batch_size):
             indices = missing[first : first + batch_size]
-            crops = {i: crop for i in indices if (crop := crop_views(options, images, i, skipped, console)) is not None}
-            for index, ids in zip(crops, tokenize_views(net, list(crops.values()), placement), strict=True):
+            views: dict[int, Tensor] = {}  # [V, 3, S, S] by index
+            for index in indices:
+                try:
+                    views[index] = options.crop(images.image(index))
+                except ImageError as error:
+                    skipped.add(str(error), error, console)
+            for index, ids in zip(views, tokenize_views(net, list(views.values()), placement), strict=True):
                 write_array(options.codes / f"{index}.npy", ids[None])
                 write_array(options.labels / f"{index}.npy", np.array([images.label(index)]))
             progress.advance(task, len(indices))
-    views, folders = NUM_VIEWS[options.views], f"{options.codes} and {options.labels}"
-    line = f"{len(images)} images in {views} views, {folders}{skipped.summary()}"
+    folders = f"{options.codes} and {options.labels}"
+    line = f"{len(images)} images in {NUM_VIEWS[options.views]} views, {folders}{skipped.summary()}"
     rank_console.print(line, markup=False, soft_wrap=True)
     return options.codes
-
-
-def open_labeled_images(options: TokenEncodingOptions) -> ImageSource:
-    if is_cifar10(options.images):
-        return load_cifar10(options.images, options.split)
-    return open_class_folder(options.images)
-
-
-def crop_views(
-    options: TokenEncodingOptions, images: ImageSource, index: int, skipped: SkippedFiles, console: Console
-) -> Tensor | None:
-    """The views of an image [V, 3, S, S], or None if it cannot be read."""
-    try:
-        return options.crop(images.image(index))
-    except ImageError as error:
-        skipped.add(str(error), error, console)
-        return None
 
 
 @torch.no_grad()
@@ -385,16 +349,10 @@ def write_token_manifest(options: TokenEncodingOptions, num_images: int, tensors
     path = options.codes / TOKEN_MANIFEST
     if path.is_file():
         check_same_manifest(manifest, json.loads(path.read_text(encoding="utf-8")), options.codes)
-    for folder in (options.codes, options.labels):
-        folder.mkdir(parents=True, exist_ok=True)
-    # Every rank writes the manifest, and process ids of ranks on several machines may be equal.
-    partial = path.with_name(f".{TOKEN_MANIFEST}.{uuid4().hex}")
-    partial.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    os.replace(partial, path)
+    output_paths.write_text_atomically(path, json.dumps(manifest, indent=1))  # by every rank
 
 
 def write_array(path: Path, values: NDArray[np.int64]) -> None:
     """Write an .npy file atomically."""
-    partial = path.with_name(f".{path.stem}.{os.getpid()}.npy")
-    np.save(partial, values.astype(np.int64))
-    os.replace(partial, path)
+    with output_paths.replace_file(path) as partial, partial.open("wb") as file:
+        np.save(file, values.astype(np.int64))

@@ -31,10 +31,8 @@ IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"
 VIDEO_SUFFIX = ".mp4"  # of videos that are written
 VIDEO_SUFFIXES = (VIDEO_SUFFIX, ".m4v", ".mov", ".webm", ".mkv", ".avi")  # of videos that are read
 FRAMES_SUFFIX = ".frames"
-WRITABLE_SUFFIXES, READABLE_SUFFIXES = (
-    ", ".join([*IMAGE_FORMATS, ".gif", VIDEO_SUFFIX]),
-    ", ".join([*IMAGE_FORMATS, ".gif", *VIDEO_SUFFIXES]),
-)
+WRITABLE_SUFFIXES = ", ".join([*IMAGE_FORMATS, ".gif", VIDEO_SUFFIX])
+READABLE_SUFFIXES = ", ".join([*IMAGE_FORMATS, ".gif", *VIDEO_SUFFIXES])
 
 
 def to_uint8(pixels: Tensor) -> NDArray[np.uint8]:
@@ -58,20 +56,15 @@ def save_image(pixels: Tensor, path: Path, frames_per_second: int = 8) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     if suffix == FRAMES_SUFFIX:
-        return _save_frames(frames, partial, path)
-    if suffix == VIDEO_SUFFIX:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        for number, frame in enumerate(frames):
+            Image.fromarray(frame).save(partial / f"{number:05d}.png")
+        shutil.rmtree(path, ignore_errors=True)
+    elif suffix == VIDEO_SUFFIX:
         _import_video_io(path).write_video(frames, partial, frames_per_second)
     else:
         _save(frames, partial, "GIF" if suffix == ".gif" else IMAGE_FORMATS[suffix], frames_per_second)
-    return os.replace(partial, path)
-
-
-def _save_frames(frames: NDArray[np.uint8], partial: Path, path: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for number, frame in enumerate(frames):
-        Image.fromarray(frame).save(partial / f"{number:05d}.png")
-    shutil.rmtree(path, ignore_errors=True)
     os.replace(partial, path)
 
 

@@ -67,12 +67,10 @@ class ImageSource(ABC):
 
 
 @dataclass(frozen=True)
-class FolderImageSource(ImageSource):
-    """Image files at any depth below a folder, ordered by name; the class is the folder just below the root."""
+class FileImageSource(ImageSource):
+    """Image files."""
 
-    root: Path
     files: tuple[Path, ...]
-    captions: Mapping[Path, Path | str]  # the text, or the .txt file that holds it
 
     def __len__(self) -> int:
         return len(self.files)
@@ -82,6 +80,14 @@ class FolderImageSource(ImageSource):
 
     def encoded(self, index: int) -> Path:
         return self.files[index]
+
+
+@dataclass(frozen=True)
+class FolderImageSource(FileImageSource):
+    """Image files at any depth below a folder, ordered by name; the class is the folder just below the root."""
+
+    root: Path
+    captions: Mapping[Path, Path | str]  # the text, or the .txt file that holds it
 
     def label(self, index: int) -> int:
         folder, *below = self.files[index].relative_to(self.root).parts
@@ -109,7 +115,7 @@ def open_image_folder(path: Path, pattern: str = "*") -> FolderImageSource:
         raise ConfigError(f"{root}: there are no images{matching}; expected files that end in {FORMATS}")
     classes = sorted({file.relative_to(root).parts[0] for file in files if file.parent != root})
     captions = find_captions(root, files, all_files)
-    return FolderImageSource(tuple(classes), bool(captions), root, files, captions)
+    return FolderImageSource(tuple(classes), bool(captions), files, root, captions)
 
 
 def require_directory(path: Path) -> None:
@@ -120,16 +126,19 @@ def require_directory(path: Path) -> None:
 def find_captions(root: Path, files: Sequence[Path], all_files: Sequence[Path]) -> dict[Path, Path | str]:
     """Captions by image file: of metadata.jsonl, or the .txt files beside the images."""
     if (metadata := root / METADATA_FILE).is_file():
-        return dict(_read_metadata_captions(metadata))
+        return dict(read_metadata_captions(metadata, PROMPT_COLUMNS))
     texts = {file for file in all_files if file.suffix == ".txt"}
     return {file: file.with_suffix(".txt") for file in files if file.with_suffix(".txt") in texts}
 
 
-def _read_metadata_captions(path: Path) -> Iterator[tuple[Path, str]]:
+def read_metadata_captions(path: Path, columns: Sequence[str]) -> dict[Path, str]:
+    """Captions by image file of a metadata.jsonl, from the first of the columns that a row has."""
+    captions = {}
     for number, row in read_json_rows(path):
-        column = next((name for name in PROMPT_COLUMNS if name in row), PROMPT_COLUMNS[0])
-        file = path.parent / get_text(path, number, row, "file_name")
-        yield require_file(file, f"{path}, line {number}"), get_text(path, number, row, column)
+        column = next((name for name in columns if name in row), columns[0])
+        file = require_file(path.parent / get_text(path, number, row, "file_name"), f"{path}, line {number}")
+        captions[file] = get_text(path, number, row, column)
+    return captions
 
 
 def walk_files(root: Path) -> list[Path]:
@@ -145,20 +154,10 @@ def walk_files(root: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class ClassFolderSource(ImageSource):
+class ClassFolderSource(FileImageSource):
     """A folder per class; class ids follow the order of the folders' names."""
 
-    files: tuple[Path, ...]
     labels: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def name(self, index: int) -> str:
-        return str(self.files[index])
-
-    def encoded(self, index: int) -> Path:
-        return self.files[index]
 
     def label(self, index: int) -> int:
         return self.labels[index]

@@ -88,11 +88,6 @@ def decode_square(
     return torch.from_numpy(np.array(square.convert("L").convert("RGB") if grayscale else square))
 
 
-def to_channels_first(pixels: Tensor) -> Tensor:
-    """[S, S, 3] as contiguous [3, S, S]; numpy takes a third of torch's time for it."""
-    return torch.from_numpy(np.ascontiguousarray(pixels.numpy().transpose(2, 0, 1)))
-
-
 def open_rgb(encoded: Path | bytes, min_size: int) -> Image.Image:
     """Decode to RGB, upright, over white; a JPEG at the smallest scale with at least `min_size` pixels per side."""
     with Image.open(BytesIO(encoded) if isinstance(encoded, bytes) else encoded, formats=FORMATS) as image:

@@ -11,15 +11,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, PromptBatch
 from .class_labels import imagenet_labels, wordnet_class_ids
-from .dataset import Dataset, batch_indices, epoch_permutation, repeat_prompts
+from .dataset import epoch_permutation, repeat_prompts
 from .hf_datasets import is_saved_dataset, load_images
 from .image_io import IMAGE_FORMATS, VIDEO_SUFFIXES, read_image
 from .image_sources import (
@@ -30,19 +31,12 @@ from .image_sources import (
     open_class_folder,
     open_image_folder,
     open_tar_shards,
+    read_metadata_captions,
     require_directory,
 )
-from .image_transforms import (
-    center_crop,
-    center_square,
-    check_image_size,
-    decode_square,
-    random_crop,
-    stack_images,
-    to_channels_first,
-)
-from .prefetch import BatchShard, Prefetcher, batch_prefetcher
-from .text_files import get_text, read_json_rows, read_lines, require_file
+from .image_transforms import center_crop, center_square, check_image_size, decode_square, random_crop, stack_images
+from .prefetch import BatchShard, PrefetchedDataset, Prefetcher
+from .text_files import read_lines, require_file
 
 ClassCaptionSource = Literal["class_name", "class_id"]
 ImageCaptionSource = Literal["caption", "class_name", "class_id", "empty"]
@@ -89,7 +83,7 @@ class CroppedImage:
 
 
 @dataclass(frozen=True)
-class CroppedImageDataset(Dataset):
+class CroppedImageDataset(PrefetchedDataset):
     """Squares of a source's images, loaded by threads; an image that cannot be read is replaced by the next one."""
 
     source: ImageSource
@@ -115,17 +109,14 @@ class CroppedImageDataset(Dataset):
             self._jobs, lambda chunks: self.collate([image for chunk in chunks for image in chunk]), self.num_workers
         )
 
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> ImageBatch:
-        return self.prefetcher.get(BatchShard(step, batch_size, rank, world_size))
+    def load_shard(self, shard: BatchShard) -> ImageBatch:
+        return self.collate([image for job in self._jobs(shard) for image in job()])
 
     def _jobs(self, shard: BatchShard) -> list[Callable[[], list[CroppedImage]]]:
-        positions = batch_indices(len(self), self.seed, shard.step, shard.batch_size, shard.rank, shard.world_size)
-        draws = Randomness(self.seed, shard.step, shard.rows).uniform("crop", 4)
-        samples = list(zip(positions, draws.tolist(), strict=True))
-        return [partial(self._load, samples[i : i + CHUNK]) for i in range(0, len(samples), CHUNK)]
-
-    def _load(self, samples: Sequence[tuple[int, Sequence[float]]]) -> list[CroppedImage]:
-        return [self._load_readable(position, draws) for position, draws in samples]
+        draws = Randomness(self.seed, shard.step, shard.rows).uniform(Purpose.CROP, 4)
+        samples = list(zip(shard.indices(len(self), self.seed), draws.tolist(), strict=True))
+        chunks = [samples[i : i + CHUNK] for i in range(0, len(samples), CHUNK)]
+        return [partial(lambda chunk: [self._load_readable(*sample) for sample in chunk], chunk) for chunk in chunks]
 
     def _load_readable(self, position: int, draws: Sequence[float]) -> CroppedImage:
         for offset in range(len(self)):
@@ -166,7 +157,9 @@ class ImageCollectionDataset(CroppedImageDataset):
         spec, source = self.spec, self.source
         crop_draws = draws[:3] if spec.crop == "random" else ()
         encoded, name = source.encoded(index), source.name(index)
-        pixels = to_channels_first(decode_square(encoded, name, spec.image_size, crop_draws, grayscale=spec.grayscale))
+        square = decode_square(encoded, name, spec.image_size, crop_draws, grayscale=spec.grayscale)
+        # numpy takes a third of torch's time to make it contiguous
+        pixels = torch.from_numpy(np.ascontiguousarray(square.numpy().transpose(2, 0, 1)))
         if spec.crop == "center" and (len(self.cache) + 1) * pixels.nbytes <= MAX_CACHED_BYTES:
             self.cache[index] = pixels
         return pixels
@@ -238,12 +231,9 @@ class ImageCollection:
 
 def open_image_source(path: Path, pattern: str, split: str) -> ImageSource:
     """The images at a path: a saved data set, tar shards or a folder."""
-    source: ImageSource
     if is_saved_dataset(path):
-        source = load_images(path, split)
-    else:
-        source = open_tar_shards(path, pattern) if is_tar_path(path) else open_image_folder(path, pattern)
-    return require_images(source, path)
+        return require_images(load_images(path, split), path)
+    return open_tar_shards(path, pattern) if is_tar_path(path) else open_image_folder(path, pattern)
 
 
 def require_images(source: ImageSource, path: Path) -> ImageSource:
@@ -316,32 +306,23 @@ class ClassImages:
 
 
 @dataclass(frozen=True)
-class CaptionedFolderDataset(Dataset):
+class CaptionedFolderDataset(PrefetchedDataset):
     """Captioned images and videos on disk, decoded when they are needed."""
 
     files: tuple[Path, ...]
     prompts: tuple[str, ...]
     image_size: int | None
     seed: int
+    prefetch_factor: ClassVar[int] = 1  # videos are large
 
     def __len__(self) -> int:
         return len(self.files)
 
-    @cached_property
-    def prefetcher(self) -> Prefetcher[ImageBatch, ImageBatch]:
-        return batch_prefetcher(self._load, prefetch_factor=1)  # videos are large
-
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> ImageBatch:
-        return self.prefetcher.get(BatchShard(step, batch_size, rank, world_size))
-
-    def _load(self, shard: BatchShard) -> ImageBatch:
-        indices = batch_indices(len(self), self.seed, shard.step, shard.batch_size, shard.rank, shard.world_size)
+    def load_shard(self, shard: BatchShard) -> ImageBatch:
+        indices = shard.indices(len(self), self.seed)
         images = [center_square(read_image(self.files[i]), self.image_size) for i in indices]
         pixels = stack_images(images, [str(self.files[i]) for i in indices])
         return ImageBatch(tuple(self.prompts[i] for i in indices), pixels)
-
-    def first_prompts(self, count: int) -> PromptBatch:
-        return repeat_prompts(self.prompts, count)
 
 
 @dataclass(frozen=True)
@@ -357,23 +338,15 @@ class CaptionedFolder:
 
     def load(self, seed: int) -> CaptionedFolderDataset:
         folder = self.path or EXAMPLES
-        metadata = folder / METADATA_FILE
-        captions = self._read_metadata(metadata) if metadata.is_file() else self._read_text_files(folder)
+        if (folder / METADATA_FILE).is_file():
+            captions = read_metadata_captions(folder / METADATA_FILE, ("prompt",))
+        else:
+            require_directory(folder)
+            files = sorted(file for file in folder.iterdir() if file.suffix.lower() in FORMATS)
+            captions = {file: read_caption(file.with_suffix(".txt"), f"the caption of {file}") for file in files}
         if not captions:
             raise ConfigError(f"{folder}: there are no images; expected files that end in {', '.join(FORMATS)}")
         return CaptionedFolderDataset(tuple(captions), tuple(captions.values()), self.image_size, seed)
-
-    def _read_metadata(self, metadata: Path) -> dict[Path, str]:
-        captions = {}
-        for number, row in read_json_rows(metadata):
-            file = metadata.parent / get_text(metadata, number, row, "file_name")
-            captions[require_file(file, f"{metadata}, line {number}")] = get_text(metadata, number, row, "prompt")
-        return captions
-
-    def _read_text_files(self, folder: Path) -> dict[Path, str]:
-        require_directory(folder)
-        files = sorted(file for file in folder.iterdir() if file.suffix.lower() in FORMATS)
-        return {file: read_caption(file.with_suffix(".txt"), f"the caption of {file}") for file in files}
 
 
 def read_caption(path: Path, location: str) -> str:

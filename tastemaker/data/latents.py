@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,19 +12,19 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.output_paths import write_text_atomically
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import LatentBatch, PromptBatch
-from .dataset import Dataset, batch_indices, repeat_prompts
+from .dataset import repeat_prompts
 from .image_sources import walk_files
 from .images import ImageCaptionSource, class_captions
-from .prefetch import BatchShard, Prefetcher, batch_prefetcher
+from .prefetch import BatchShard, PrefetchedDataset
 
 MANIFEST = "latents.json"
 SHARD_METADATA = "samples"  # the key of the safetensors metadata
@@ -59,11 +58,8 @@ class LatentManifest:
         return range(shard * self.shard_size, min((shard + 1) * self.shard_size, self.num_images))
 
     def write(self, folder: Path) -> None:
-        """Write latents.json atomically; every rank writes the same content."""
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{MANIFEST}.{uuid4().hex}"  # process ids of ranks on several machines may be equal
-        partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
-        os.replace(partial, folder / MANIFEST)
+        """Write latents.json; every rank writes the same content."""
+        write_text_atomically(folder / MANIFEST, json.dumps(asdict(self), indent=1))
 
 
 def read_manifest(folder: Path) -> LatentManifest:
@@ -123,7 +119,7 @@ def open_shard(path: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class LatentDataset(Dataset):
+class LatentDataset(PrefetchedDataset):
     """Latents with one random view of each image."""
 
     manifest: LatentManifest
@@ -155,17 +151,10 @@ class LatentDataset(Dataset):
             latents[end - len(shard.class_ids) : end] = open_shard(shard.path).get_tensor("latents")
         return latents
 
-    @cached_property
-    def prefetcher(self) -> Prefetcher[LatentBatch, LatentBatch]:
-        return batch_prefetcher(self._load)
-
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> LatentBatch:
-        return self.prefetcher.get(BatchShard(step, batch_size, rank, world_size))
-
-    def _load(self, shard: BatchShard) -> LatentBatch:
-        manifest, draws = self.manifest, Randomness(self.seed, shard.step, shard.rows).uniform("view", 1)
+    def load_shard(self, shard: BatchShard) -> LatentBatch:
+        manifest, draws = self.manifest, Randomness(self.seed, shard.step, shard.rows).uniform(Purpose.VIEW, 1)
         views = (draws.flatten() * manifest.views).long().tolist()
-        indices = batch_indices(len(self), self.seed, shard.step, shard.batch_size, shard.rank, shard.world_size)
+        indices = shard.indices(len(self), self.seed)
         if 2 * math.prod(manifest.shape) * manifest.views * manifest.num_images <= MAX_CACHED_BYTES:
             x = self.cache[torch.tensor(indices), torch.tensor(views)]
         else:
@@ -175,8 +164,7 @@ class LatentDataset(Dataset):
     def _read(self, index: int, view: int) -> Tensor:
         shard = bisect_right(self.shard_ends, index)
         row = index - (self.shard_ends[shard - 1] if shard else 0)
-        latent: Tensor = open_shard(self.shards[shard].path).get_slice("latents")[row, view]
-        return latent
+        return open_shard(self.shards[shard].path).get_slice("latents")[row, view]  # type: ignore[no-any-return]
 
     def first_prompts(self, count: int) -> PromptBatch:
         return repeat_prompts(list(dict.fromkeys(self.prompts))[:count], count)
@@ -192,7 +180,12 @@ class LatentFolder:
 
     def load(self, seed: int) -> LatentDataset:
         manifest = read_manifest(self.path)
-        check_images_unchanged(manifest, self.path)
+        images = Path(manifest.images)
+        if images.exists() and files_fingerprint(images) != manifest.data:
+            raise ConfigError(
+                f"{self.path} was encoded from {images}, where files were added, removed or changed since; encode it "
+                "again into another folder, or remove this one"
+            )
         files = [self.path / manifest.shard_file(i) for i in range(manifest.num_shards)]
         complete = sum(file.is_file() for file in files)
         if complete < len(files):
@@ -219,13 +212,3 @@ class LatentFolder:
             )
         prompts = class_captions(manifest.class_names, self.caption_source)
         return tuple(prompts[class_id] if prompts else str(class_id) for class_id in class_ids)
-
-
-def check_images_unchanged(manifest: LatentManifest, folder: Path) -> None:
-    """Refuse latents whose images have changed since, if those still exist."""
-    images = Path(manifest.images)
-    if images.exists() and files_fingerprint(images) != manifest.data:
-        raise ConfigError(
-            f"{folder} was encoded from {images}, where files were added, removed or changed since; encode it again "
-            "into another folder, or remove this one"
-        )

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..core.registry import ConfigError
-from ..core.types import PreferenceBatch, PromptBatch
-from .dataset import Dataset, batch_indices, repeat_prompts
+from ..core.types import PreferenceBatch
+from .dataset import ShuffledDataset
 from .image_io import read_image
 from .image_transforms import center_square, check_image_size, stack_images
 from .images import FORMATS, CaptionedFolder, read_caption
@@ -16,7 +16,7 @@ from .text_files import MixtureRow, read_mixture, require_file
 
 
 @dataclass(frozen=True)
-class PairDataset(Dataset):
+class PairDataset(ShuffledDataset):
     """Pairs on disk, decoded when they are needed."""
 
     prompts: tuple[str, ...]
@@ -25,18 +25,11 @@ class PairDataset(Dataset):
     image_size: int | None
     seed: int
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PreferenceBatch:
-        indices = batch_indices(len(self), self.seed, step, batch_size, rank, world_size)
+    def collate(self, indices: list[int]) -> PreferenceBatch:
         files = [file for i in indices for file in self.files[i]]
         names = [f"{self.locations[i]}: {file.name}" for i in indices for file in self.files[i]]
         pixels = stack_images([center_square(read_image(file), self.image_size) for file in files], names)
         return PreferenceBatch(tuple(self.prompts[i] for i in indices), pixels[0::2], pixels[1::2])
-
-    def first_prompts(self, count: int) -> PromptBatch:
-        return repeat_prompts(self.prompts, count)
 
 
 @dataclass(frozen=True)
@@ -53,18 +46,14 @@ class PairFile:
 
     def load(self, seed: int) -> PairDataset:
         if self.path is None:
-            return self._load_examples(seed)
+            chosen = CaptionedFolder().load(seed)
+            examples = tuple(zip(chosen.files, (*chosen.files[1:], chosen.files[0]), strict=True))
+            locations = tuple(str(file.parent) for file in chosen.files)
+            return PairDataset(chosen.prompts, examples, locations, self.image_size, seed)
         rows = read_mixture(self.path, seed)
         files = tuple((self._image_file(row, "chosen"), self._image_file(row, "rejected")) for row in rows)
         prompts = tuple(row.get_text("prompt") for row in rows)
         return PairDataset(prompts, files, tuple(row.location for row in rows), self.image_size, seed)
-
-    def _load_examples(self, seed: int) -> PairDataset:
-        chosen = CaptionedFolder().load(seed)
-        rejected = (*chosen.files[1:], chosen.files[0])
-        locations = tuple(str(file.parent) for file in chosen.files)
-        files = tuple(zip(chosen.files, rejected, strict=True))
-        return PairDataset(chosen.prompts, files, locations, self.image_size, seed)
 
     def _image_file(self, row: MixtureRow, column: str) -> Path:
         return require_file((self.image_dir or row.file.parent) / row.get_text(column), row.location)

@@ -17,8 +17,9 @@ from ..core.types import ImageBatch, PromptBatch
 from ..playground import motion, signs
 from ..playground.art import Style
 from ..playground.captions import TASKS, WEIGHTS, Split, sample_split_captions, sample_weighted
+from ..playground.purposes import PlaygroundPurpose
 from ..playground.scenes import Painter, corrupt_captions, sample_scenes
-from .dataset import Dataset, FinitePool, batch_indices, rank_range
+from .dataset import Dataset, FinitePool, ShuffledDataset, rank_range
 from .toy import check_num_samples
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -38,7 +39,7 @@ class PlaygroundScenes:
     motion: bool = False  # videos of 8 frames, with the motion in the caption
     motion_weights: Weights = (1, 1, 1, 1, 1, 1)
     device: Device = "auto"  # where scenes are painted
-    pool_size: NonNegativeInt = 0  # repeat the first so many scenes from memory; 0 paints new ones without end
+    pool_size: NonNegativeInt = 0  # scenes that are kept in memory and repeated; 0 paints new ones without end
     batch_type: ClassVar[type] = ImageBatch
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class SceneDataset(Dataset):
         scenes = sample_scenes(corrupt_captions(captions, spec.caption_noise, rng), rng, spec.snap_probability)
         if not spec.motion:
             return ImageBatch(captions.texts(), self.painter.paint(scenes, rng))
-        motions = sample_weighted(rng.uniform("motion", 1)[:, 0], spec.motion_weights)
+        motions = sample_weighted(rng.uniform(PlaygroundPurpose.MOTION, 1)[:, 0], spec.motion_weights)
         painted = motion.corrupt_motion(motions, spec.caption_noise, rng)
         videos = motion.paint_clips(self.painter, scenes, painted, rng)
         return ImageBatch(motion.motion_captions(captions.texts(), motions), videos)
@@ -98,22 +99,19 @@ class PlaygroundPrompts:
 
 
 @dataclass(frozen=True)
-class ScenePromptDataset(Dataset):
+class ScenePromptDataset(ShuffledDataset):
     spec: PlaygroundPrompts
     seed: int
 
     def __len__(self) -> int:
         return self.spec.num_prompts
 
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PromptBatch:
-        indices = batch_indices(len(self), self.seed, step, batch_size, rank, world_size)
-        return self._prompts(torch.tensor(indices, dtype=torch.int64))
+    def collate(self, indices: list[int]) -> PromptBatch:
+        rows = torch.tensor(indices, dtype=torch.int64)
+        return scene_prompts(rows, 0, self.spec.split, self.spec.task_weights, self.spec.motion)
 
     def first_prompts(self, count: int) -> PromptBatch:
-        return self._prompts(torch.arange(count) % len(self))
-
-    def _prompts(self, indices: Tensor) -> PromptBatch:
-        return scene_prompts(indices, 0, self.spec.split, self.spec.task_weights, self.spec.motion)
+        return self.collate([i % len(self) for i in range(count)])
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class PlaygroundSigns:
     caption_noise: float = 0.0  # probability that a sign shows another word than its caption
     pseudoword_ratio: float = 0.0  # of signs with random letters, for a generator to learn spelling from
     device: Device = "auto"  # where signs are painted
-    pool_size: NonNegativeInt = 0  # repeat the first so many signs from memory; 0 paints new ones without end
+    pool_size: NonNegativeInt = 0  # signs that are kept in memory and repeated; 0 paints new ones without end
     batch_type: ClassVar[type] = ImageBatch
 
     def __post_init__(self) -> None:
@@ -171,18 +169,18 @@ class PlaygroundSignPrompts:
 
 
 @dataclass(frozen=True)
-class SignPromptDataset(Dataset):
+class SignPromptDataset(ShuffledDataset):
     words: Tensor  # [N] indices of the split's words
     seed: int
 
     def __len__(self) -> int:
         return len(self.words)
 
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PromptBatch:
-        return sign_prompts(self.words[batch_indices(len(self), self.seed, step, batch_size, rank, world_size)])
+    def collate(self, indices: list[int]) -> PromptBatch:
+        return sign_prompts(self.words[indices])
 
     def first_prompts(self, count: int) -> PromptBatch:
-        return sign_prompts(self.words[torch.arange(count) % len(self)])
+        return self.collate([i % len(self) for i in range(count)])
 
 
 def scene_prompts(indices: Tensor, seed: int, split: Split, task_weights: Weights, with_motion: bool) -> PromptBatch:

@@ -32,8 +32,8 @@ from ..core.types import Metadata, PromptBatch
 from ..evaluation.benchmark_run import load_benchmark
 from ..evaluation.geneval_rules import validate_metadata
 from ..models.pretrained import find_weights
+from ..rewards.folder_scorer import FolderScorer, ImageRecord, parse_reward
 from ..rewards.geneval import GenevalReward
-from ..rewards.scoring import FolderScorer, ImageRecord, parse_reward
 from ..search.base import start_candidates
 from ..search.generation import (
     DEFAULT_BATCH_SIZE,
@@ -71,7 +71,8 @@ class LabelRules:
     def __post_init__(self) -> None:
         if self.unclear > self.clear:
             raise ConfigError(
-                f"found --unclear {self.unclear} and --clear {self.clear}; expected --clear to be at least --unclear"
+                f"found --unclear-until {self.unclear} and --clear-from {self.clear}; "
+                "expected --clear-from to be at least --unclear-until"
             )
 
     def is_correct(self, row: Row) -> bool:
@@ -97,9 +98,10 @@ def preference_pairs(rows: Sequence[Row], rules: LabelRules) -> list[dict[str, s
 def orm_examples(rows: Sequence[Row], rules: LabelRules) -> list[dict[str, Any]]:
     """Finished samples for an outcome reward model, in LLaVA's layout."""
     return [
-        llava_example(row["file"], (QUESTIONS["orm"], answer), row["prompt"], f"orm-{row['index']}")
+        llava_example(
+            row["file"], (QUESTIONS["orm"], _answer(rules.is_correct(row))), row["prompt"], f"orm-{row['index']}"
+        )
         for row in rows
-        for answer in [_answer(rules.is_correct(row))]
     ]
 
 
@@ -134,14 +136,8 @@ def write_preference_sets(out: Path, rows: Sequence[Row], rules: LabelRules) -> 
     texts = {PAIRS: "".join(json.dumps(row) + "\n" for row in pairs)}
     texts |= {ORM: json.dumps(orm, indent=1) + "\n", PARM: json.dumps(parm, indent=1) + "\n"}
     for name, text in texts.items():
-        write_text_atomically(out / name, text)
+        output_paths.write_text_atomically(out / name, text)
     return {PAIRS: len(pairs), ORM: len(orm), PARM: len(parm)}
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def prompt_signatures(prompt: str, metadata: Metadata) -> set[str]:
@@ -230,7 +226,7 @@ def parse_progress(text: str, option: str) -> tuple[float, ...]:
 def benchmark_prompts(name: str) -> PromptBatch:
     """The prompts of a benchmark or of a file."""
     if Path(name).is_file():
-        data = open_prompt_file(Path(name), "--against").load(0)
+        data = open_prompt_file(Path(name), "--exclude").load(0)
         return data.first_prompts(len(data))
     benchmark = load_benchmark(name, MAX_BENCHMARK_PROMPTS, 1)
     return PromptBatch(benchmark.prompts, benchmark.metadata)
@@ -281,8 +277,15 @@ def sample_missing(
     rounds = split_over_ranks(missing, run.batch.rollout_batch_size, run.engine.comm)
     for indices, is_duplicate in track(rounds, "sampling", console=console):
         final, previews = sample_with_previews(run, options, indices)
-        if not is_duplicate:
-            write_samples(options, directory, indices, final, previews)
+        for row, index in enumerate([] if is_duplicate else indices):
+            group, sample = divmod(index, options.samples_per_prompt)
+            name, records = f"{group:05d}/{sample:04d}", []
+            for number, (progress, pixels) in enumerate(previews):
+                file = f"{name}-{number}.png"
+                save_image(pixels[row], directory.folder / file)
+                records.append({"file": f"{SAMPLES}/{file}", "progress": progress})
+            metadata = {"index": index, "group": group, "prompt": options.prompt(index), "previews": records}
+            directory.add(final[row], f"{name}.png", metadata)  # after its previews: a recorded sample has all of them
 
 
 @torch.no_grad()
@@ -306,31 +309,12 @@ def sample_with_previews(
     return final, previews
 
 
-def write_samples(
-    options: PreferenceOptions,
-    directory: SampleDirectory,
-    indices: list[int],
-    final: Tensor,
-    previews: list[tuple[float, Tensor]],
-) -> None:
-    """Write samples, each after its previews, so that a recorded sample has all of them."""
-    for row, index in enumerate(indices):
-        group, sample = divmod(index, options.samples_per_prompt)
-        name, records = f"{group:05d}/{sample:04d}", []
-        for number, (progress, pixels) in enumerate(previews):
-            file = f"{name}-{number}.png"
-            save_image(pixels[row], directory.folder / file)
-            records.append({"file": f"{SAMPLES}/{file}", "progress": progress})
-        metadata = {"index": index, "group": group, "prompt": options.prompt(index), "previews": records}
-        directory.add(final[row], f"{name}.png", metadata)
-
-
 def load_labeler(options: PreferenceOptions, *, tiny: bool) -> tuple[str, RewardSpec]:
     """Name and spec of the reward; missing weights and unsuitable prompts are refused before anything is sampled."""
-    name, spec = parse_reward(LABELER_ALIASES.get(options.labeler, options.labeler), "--by")
+    name, spec = parse_reward(LABELER_ALIASES.get(options.labeler, options.labeler), "--labeler")
     if isinstance(spec, GenevalReward):
         for prompt, metadata in zip(options.prompts.prompts, options.prompts.metadata, strict=True):
-            validate_metadata(metadata, f"--by geneval, '{prompt:.80}'")
+            validate_metadata(metadata, f"--labeler geneval, '{prompt:.80}'")
     if tiny:
         return name, spec.tiny()
     for source in spec.sources:
@@ -390,7 +374,9 @@ def write_outputs(options: PreferenceOptions, fingerprint: str, console: Console
     scores = read_labels(options, fingerprint)
     others = [row for row in read_records(options.out / LABELS) if not _is_label_of(row, options, fingerprint)]
     labels = [format_label(options, fingerprint, i, score) for i, score in sorted(scores.items())]
-    write_text_atomically(options.out / LABELS, "".join(json.dumps(row) + "\n" for row in [*others, *labels]))
+    output_paths.write_text_atomically(
+        options.out / LABELS, "".join(json.dumps(row) + "\n" for row in [*others, *labels])
+    )
     for path in options.out.glob(f"{LABELS}.*"):
         path.unlink()
     rows = [

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from .dataset import rank_range
+from ..core.types import PromptBatch
+from .dataset import Dataset, batch_indices, rank_range, repeat_prompts
 
 T = TypeVar("T")
 B = TypeVar("B")
@@ -37,6 +39,10 @@ class BatchShard:
         """The positions of its samples within the step's batch over all ranks: [B]."""
         positions, start = self.positions, self.step * self.batch_size
         return torch.arange(positions.start - start, positions.stop - start)
+
+    def indices(self, length: int, seed: int) -> list[int]:
+        """Indices of its samples, from a data set of `length` samples in a new order every epoch."""
+        return batch_indices(length, seed, self.step, self.batch_size, self.rank, self.world_size)
 
 
 LoadJobs = Sequence[Callable[[], T]]
@@ -103,6 +109,27 @@ def cuda_in_use() -> bool:
 def batch_prefetcher(load_batch: Callable[[BatchShard], B], prefetch_factor: int = 2) -> Prefetcher[B, B]:
     """A prefetcher whose only job per step loads the complete batch."""
     return Prefetcher(lambda shard: [lambda: load_batch(shard)], lambda batches: batches[0], 1, prefetch_factor)
+
+
+class PrefetchedDataset(Dataset):
+    """A data set whose next batches are loaded in a thread."""
+
+    prompts: tuple[str, ...]  # to display
+    prefetch_factor: ClassVar[int] = 2  # steps loaded in advance
+
+    @cached_property
+    def prefetcher(self) -> Prefetcher[Any, Any]:
+        return batch_prefetcher(self.load_shard, self.prefetch_factor)
+
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> Any:
+        return self.prefetcher.get(BatchShard(step, batch_size, rank, world_size))
+
+    @abstractmethod
+    def load_shard(self, shard: BatchShard) -> Any:
+        """The batch of a shard."""
+
+    def first_prompts(self, count: int) -> PromptBatch:
+        return repeat_prompts(self.prompts, count)
 
 
 def pin_batch(batch: B) -> B:

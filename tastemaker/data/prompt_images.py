@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from ..core.registry import ConfigError
 from ..core.types import Metadata, PromptBatch
 from .dataset import Dataset, epoch_permutation
 from .image_io import image_size, read_image, resize_lanczos
-from .text_files import Row, get_text, read_json_rows, read_text, require_file
+from .text_files import get_text, read_json_rows, read_text, require_file
 
 Size = tuple[int, int]  # height, width
 COLUMNS = (("prompt", "caption"), ("image", "file_name"))  # each by either name
@@ -32,15 +32,13 @@ MAX_AREA, MIN_AREA = 4.0, 0.1  # of a bucket, in areas of the image
 @cache
 def default_buckets() -> tuple[Size, ...]:
     """SRPO's buckets."""
-    return tuple(dict.fromkeys(size for width, height in ASPECT_RATIOS for size in bucket_sizes(width, height)))
-
-
-def bucket_sizes(width: int, height: int) -> Iterator[Size]:
-    """The bucket sizes of an aspect ratio."""
-    for longer in range(BUCKET_STEP, MAX_SIDE + 1, BUCKET_STEP):
+    buckets: dict[Size, None] = {}
+    for width, height in ASPECT_RATIOS:
         ratio = min(width, height) / max(width, height)
-        shorter = max(BUCKET_STEP, round(longer * ratio / BUCKET_STEP) * BUCKET_STEP)
-        yield (shorter, longer) if width >= height else (longer, shorter)
+        for longer in range(BUCKET_STEP, MAX_SIDE + 1, BUCKET_STEP):
+            shorter = max(BUCKET_STEP, round(longer * ratio / BUCKET_STEP) * BUCKET_STEP)
+            buckets[(shorter, longer) if width >= height else (longer, shorter)] = None
+    return tuple(buckets)
 
 
 def nearest_bucket(height: int, width: int, buckets: Sequence[Size]) -> Size:
@@ -137,14 +135,11 @@ def read_jsonl_entries(path: Path) -> list[PromptImage]:
     """The entries of a JSONL file; columns other than prompt and image are metadata."""
     entries = []
     for number, row in read_json_rows(path):
-        prompt, image = (get_text(path, number, row, find_column(row, names)) for names in COLUMNS)
+        columns = [next((name for name in names if name in row), names[0]) for names in COLUMNS]
+        prompt, image = (get_text(path, number, row, column) for column in columns)
         metadata = {key: value for key, value in row.items() if not any(key in names for names in COLUMNS)}
         entries.append(PromptImage(prompt, require_file(path.parent / image, f"{path}, line {number}"), metadata))
     return entries
-
-
-def find_column(row: Row, names: tuple[str, str]) -> str:
-    return names[1] if names[1] in row and names[0] not in row else names[0]
 
 
 def read_caption_map(path: Path) -> list[PromptImage]:

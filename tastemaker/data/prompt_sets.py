@@ -65,7 +65,8 @@ def word_list(name: str) -> list[tuple[str, str]]:
 def set_prompts(name: str) -> tuple[tuple[str, Metadata], ...]:
     """The distinct prompts of a set with their metadata, the same at every call."""
     template_set = load_prompt_templates()[name]
-    totals = [count_combinations(template) for template in template_set.templates]
+    slots = [SLOT.findall(template) for template in template_set.templates]
+    totals = [math.prod(len(word_list(slot)) for _, slot in each) for each in slots]
     counts = split_count(template_set.count or sum(totals), totals)
     prompts: dict[str, Metadata] = {}
     rng = random.Random(name)
@@ -83,10 +84,6 @@ def split_count(total: int, limits: Sequence[int]) -> list[int]:
     for turn, position in enumerate(sorted(range(len(limits)), key=lambda position: limits[position])):
         counts[position] = min(limits[position], (total - sum(counts)) // (len(limits) - turn))
     return counts
-
-
-def count_combinations(template: str) -> int:
-    return math.prod(len(word_list(slot)) for _, slot in SLOT.findall(template))
 
 
 def fill_template(template: str, combination: int) -> tuple[str, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -10,8 +11,8 @@ from pydantic import Field
 
 from ..core.registry import ConfigError, suggest_name
 from ..core.types import Metadata, PromptBatch
-from .class_labels import ClassLabels, make_class_labels
-from .dataset import Dataset, batch_indices
+from .class_labels import make_class_labels
+from .dataset import ShuffledDataset
 from .embedding_store import list_embedded_prompts
 from .hf_datasets import load_prompts
 from .prompt_sets import load_prompt_templates, set_prompts, vader_set_names
@@ -23,23 +24,17 @@ HELD_OUT_STRIDE = 5  # every fifth prompt of a named set is held out
 
 
 @dataclass(frozen=True)
-class PromptDataset(Dataset):
+class PromptDataset(ShuffledDataset):
     """Prompts in memory, in a new order every epoch."""
 
     prompts: tuple[str, ...]
     metadata: tuple[Metadata, ...]
     seed: int
 
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PromptBatch:
-        return self._select(batch_indices(len(self), self.seed, step, batch_size, rank, world_size))
-
     def first_prompts(self, count: int) -> PromptBatch:
-        return self._select([i % len(self) for i in range(count)])
+        return self.collate([i % len(self) for i in range(count)])
 
-    def _select(self, indices: list[int]) -> PromptBatch:
+    def collate(self, indices: list[int]) -> PromptBatch:
         return PromptBatch(tuple(self.prompts[i] for i in indices), tuple(self.metadata[i] for i in indices))
 
 
@@ -121,19 +116,15 @@ class ClassPrompts:
 
     def load(self, seed: int) -> PromptDataset:
         labels = make_class_labels(self.num_classes, self.class_names)
-        texts = {label: self.template.replace("{name}", labels.name(label)) for label in range(self.num_classes)}
-        prompts = {label: text for label, text in texts.items() if names_only_class(labels, text, label)}
+        prompts = {}
+        for label in range(self.num_classes):
+            text = self.template.replace("{name}", labels.name(label))
+            with suppress(ConfigError):  # the text names several classes
+                if labels.find_class(text) == label:
+                    prompts[label] = text
         if not prompts:
             raise ConfigError(f"data.template: no class can be parsed from {self.template!r:.60}; use the name alone")
         return PromptDataset(tuple(prompts.values()), tuple({"label": label} for label in prompts), seed)
-
-
-def names_only_class(labels: ClassLabels, text: str, label: int) -> bool:
-    """Whether a text names this class and no other."""
-    try:
-        return labels.find_class(text) == label
-    except ConfigError:
-        return False
 
 
 @dataclass(frozen=True)

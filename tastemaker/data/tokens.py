@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -13,21 +12,20 @@ from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
-from ..core.types import PromptBatch, TokenBatch
+from ..core.types import TokenBatch
 from .class_labels import make_class_labels
-from .dataset import Dataset, batch_indices, repeat_prompts
 from .image_sources import READ_ERRORS, require_directory
 from .images import ClassCaptionSource, SkippedSamples
-from .prefetch import BatchShard, Prefetcher, batch_prefetcher
+from .prefetch import BatchShard, PrefetchedDataset
 
 CODES, LABELS = "codes", "labels"  # how the names of the two folders end
 TIGHT_CROP_SUFFIX = "_105"  # LlamaGen's second folder of the same images, cropped with --crop-range 1.05
 
 
 @dataclass(frozen=True)
-class TokenDataset(Dataset):
+class TokenDataset(PrefetchedDataset):
     """Token files with one random view each; files that cannot be read are skipped."""
 
     folders: tuple[tuple[Path, Path], ...]  # of codes and of labels; one pair is chosen at random per sample
@@ -39,16 +37,9 @@ class TokenDataset(Dataset):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @cached_property
-    def prefetcher(self) -> Prefetcher[TokenBatch, TokenBatch]:
-        return batch_prefetcher(self._load)
-
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> TokenBatch:
-        return self.prefetcher.get(BatchShard(step, batch_size, rank, world_size))
-
-    def _load(self, shard: BatchShard) -> TokenBatch:
-        draws = Randomness(self.seed, shard.step, shard.rows).uniform("view", 2)
-        indices = batch_indices(len(self), self.seed, shard.step, shard.batch_size, shard.rank, shard.world_size)
+    def load_shard(self, shard: BatchShard) -> TokenBatch:
+        draws = Randomness(self.seed, shard.step, shard.rows).uniform(Purpose.VIEW, 2)
+        indices = shard.indices(len(self), self.seed)
         samples = [self._load_readable(index, *draw) for index, draw in zip(indices, draws.tolist(), strict=True)]
         lengths = {len(ids) for _, ids in samples}
         if len(lengths) > 1:
@@ -66,18 +57,13 @@ class TokenDataset(Dataset):
                 views, label = read_npy(codes / file), read_npy(labels / file)
                 views = views.reshape(-1, views.shape[-1])
                 ids = torch.from_numpy(views[int(view_draw * len(views))].astype("<i8"))
-                return self._prompt(int(label.reshape(-1)[0])), ids
+                class_id = int(label.reshape(-1)[0])
+                if not 0 <= class_id < len(self.prompts):
+                    raise ValueError(f"its class is {class_id}, and there are {len(self.prompts)}")
+                return self.prompts[class_id], ids
             except READ_ERRORS as error:
                 self.skipped.add(position, str(codes / file), error)
         raise ConfigError(f"data: none of the {len(self)} files in {codes} can be read; encode the images again")
-
-    def _prompt(self, label: int) -> str:
-        if not 0 <= label < len(self.prompts):
-            raise ValueError(f"its class is {label}, and there are {len(self.prompts)}")
-        return self.prompts[label]
-
-    def first_prompts(self, count: int) -> PromptBatch:
-        return repeat_prompts(self.prompts, count)
 
 
 @dataclass(frozen=True)

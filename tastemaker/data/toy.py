@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.toy_colors import TOY_COLORS
 from ..core.types import ImageBatch, PreferenceBatch, PromptBatch, QuestionAnswerBatch
 from ..models.toy import IMAGE_SIZE
@@ -41,7 +41,7 @@ class SolidColorImages:
     def prompt(self, index: int) -> str:
         return f"a {self.color(index)}"
 
-    def images(self, indices: Sequence[int], colors: Sequence[str], purpose: str = "picture") -> Tensor:
+    def images(self, indices: Sequence[int], colors: Sequence[str], purpose: str = Purpose.COLOR_DEVIATION) -> Tensor:
         """The images of some indices, the same at every call: [B, F, 3, 8, 8] in [0, 1]."""
         shades = Randomness(0, 0, torch.tensor(indices, dtype=torch.int64)).normal(purpose, 3) * self.color_std
         solid = (torch.tensor([TOY_COLORS[color] for color in colors]).view(-1, 3) + shades).clamp(0, 1)
@@ -115,14 +115,10 @@ class ToyPairDataset(Dataset):
     def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> PreferenceBatch:
         indices, source = self.images.indices(step, batch_size, rank, world_size), self.images.source
         chosen = source.images(indices, [source.color(index) for index in indices])
-        wrong = [source.color(index, self._offset(index)) for index in indices]
-        rejected = source.images(indices, wrong, "rejected")
+        count = len(source.colors)  # every other color is rejected in turn
+        wrong = [source.color(index, 1 + index // count % (count - 1)) for index in indices]
+        rejected = source.images(indices, wrong, Purpose.REJECTED_COLOR_DEVIATION)
         return PreferenceBatch(tuple(source.prompt(index) for index in indices), chosen, rejected)
-
-    def _offset(self, index: int) -> int:
-        """How far the wrong color is in the list of colors; every other color is rejected in turn."""
-        count = len(self.images.source.colors)
-        return 1 + index // count % (count - 1)
 
     def first_prompts(self, count: int) -> PromptBatch:
         return self.images.first_prompts(count)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from ..core.registry import ConfigError
 from ..core.types import PromptBatch, QuestionAnswerBatch
-from .dataset import Dataset, batch_indices, repeat_prompts
+from .dataset import ShuffledDataset, repeat_prompts
 from .image_io import read_image
 from .image_transforms import center_square, check_image_size, stack_images, stretch_to_square
 from .text_files import MixtureRow, read_mixture, require_file
@@ -28,7 +28,7 @@ class VqaExample:
 
 
 @dataclass(frozen=True)
-class VqaDataset(Dataset):
+class VqaDataset(ShuffledDataset):
     """Questions and answers in memory; images are decoded when they are needed."""
 
     examples: tuple[VqaExample, ...]
@@ -39,8 +39,7 @@ class VqaDataset(Dataset):
     def __len__(self) -> int:
         return len(self.examples)
 
-    def batch(self, step: int, batch_size: int, rank: int, world_size: int) -> QuestionAnswerBatch:
-        indices = batch_indices(len(self), self.seed, step, batch_size, rank, world_size)
+    def collate(self, indices: list[int]) -> QuestionAnswerBatch:
         examples = [self.examples[i] for i in indices]
         names = [f"{example.location}: {example.file.name}" for example in examples]
         resize = stretch_to_square if self.resize_mode == "stretch" else center_square

@@ -52,7 +52,7 @@ from ..models.wan import WanSpec
 ConditioningSpec = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape without batch dimension, and dtype
 SD_VAE_CHANNELS = (128, 256, 512)  # of Stable Diffusion's VAE by level; the last for all further levels
 CLIP_TEXT_TOKENS = 77
-TEXT_MASK = "seen"  # which text tokens are not padding
+TEXT_MASK = "attention_mask"  # which text tokens are not padding
 ConditioningShapes = dict[str, tuple[int, ...]]
 LLAMAGEN_VQ_LEVELS = {8: (1, 2, 2, 4), 16: (1, 1, 2, 2, 4)}  # channel multipliers by downsampling factor
 
@@ -68,7 +68,7 @@ def load_fake_backbone(config: RunConfig, world: int = 1) -> Iterator[Any]:
     spec: Any = config.model
     with TemporaryDirectory() as folder:
         # A folder of embeddings spares every model its text encoder.
-        ShardedEmbeddingStore(Path(folder), {}).add([""], {"words": torch.zeros(1, 1)})
+        ShardedEmbeddingStore(Path(folder), {}).add([""], {"prompt_embeds": torch.zeros(1, 1)})
         if "embeddings" in {f.name for f in fields(spec)}:
             spec = replace(spec, embeddings=Path(folder))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, fake_modules():
@@ -154,7 +154,7 @@ def _load_pipeline(spec: Any, placement: Placement) -> tuple[Any, ConditioningSp
 def _load_opensora(spec: OpenSoraSpec, placement: Placement) -> tuple[Any, ConditioningSpec]:
     backbone = OpenSoraBackbone(replace(spec, weights=RANDOM, vae=RANDOM, text_encoder=f"{RANDOM}:{T5.hub}"), placement)
     width = int(T5_XXL["d_model"])
-    return backbone, {"words": ((spec.max_text_tokens, width), placement.dtype)}
+    return backbone, {"prompt_embeds": ((spec.max_text_tokens, width), placement.dtype)}
 
 
 def _load_latent_dit(spec: LatentDitSpec, placement: Placement) -> tuple[Any, ConditioningSpec]:
@@ -209,7 +209,10 @@ def _load_llamagen(spec: LlamagenSpec, placement: Placement, *, sharded: bool) -
     if config.conditioning == "class":
         return backbone, {"label": ((), torch.long)}
     length = config.prefix_length
-    return backbone, {"features": ((length, config.vocabulary), placement.dtype), "shown": ((length,), torch.bool)}
+    return backbone, {
+        "features": ((length, config.vocabulary), placement.dtype),
+        "attention_mask": ((length,), torch.bool),
+    }
 
 
 class FakeLlamagenBackbone(LlamagenBackbone):
@@ -236,8 +239,8 @@ class FakeLlamagenBackbone(LlamagenBackbone):
         many = x.numel() * net.config.codebook_size > MAX_CHUNK_LOGITS
         if self.sharded or not many or type(net.output) is not nn.Linear:
             return None
-        tokens, shown = self.condition_tokens(cond)
-        states = net.hidden_states(x[:, :-1], tokens, None, shown)[0]
+        tokens, attention_mask = self.condition_tokens(cond)
+        states = net.hidden_states(x[:, :-1], tokens, None, attention_mask)[0]
         return states.to(self.dtype), net.output.weight.to(self.dtype)
 
 
@@ -289,17 +292,19 @@ class FakeDecoderPool:
         shape = self.net.config
         with fake_mode_of(self.net):
             ids = torch.empty(rows, dtype=torch.long)
-            shown = None if shape.conditioning == "class" else torch.ones(rows, shape.prefix_length, dtype=torch.bool)
+            attention_mask = (
+                None if shape.conditioning == "class" else torch.ones(rows, shape.prefix_length, dtype=torch.bool)
+            )
             if not self.sharded:
                 cache = self.kept[0] if self.kept and self.kept[0].shape[2] == rows else None
                 if cache is None:
                     cache = allocate_kv_cache(shape, rows, torch.empty(0, dtype=dtype), shape.head_dim)
-                decode_step(self.net, ids, shown, cache[..., : shape.head_dim], place)
+                decode_step(self.net, ids, attention_mask, cache[..., : shape.head_dim], place)
                 return
             heads = shape.kv_heads or shape.heads
             keys, values = (torch.empty(rows, heads, place, shape.head_dim, dtype=dtype) for _ in range(2))
             past = tuple((keys.clone(), values.clone()) for _ in range(shape.depth))
-            self.net(ids[:, None], None, past, shown)
+            self.net(ids[:, None], None, past, attention_mask)
 
 
 @dataclass
@@ -347,17 +352,17 @@ def conditioning_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShape
 
 
 def masked_text_shapes(spec: Any, width: int) -> ConditioningShapes:
-    return {"words": (spec.max_text_tokens, width), TEXT_MASK: (spec.max_text_tokens,)}
+    return {"prompt_embeds": (spec.max_text_tokens, width), TEXT_MASK: (spec.max_text_tokens,)}
 
 
 VIDEO_MODELS: dict[type, Callable[[Any, dict[str, Any]], ConditioningShapes]] = {
-    WanSpec: lambda spec, net: {"words": (spec.max_text_tokens, net["text_dim"])},
-    CogVideoXSpec: lambda spec, net: {"words": (spec.max_text_tokens, net["text_embed_dim"])},
+    WanSpec: lambda spec, net: {"prompt_embeds": (spec.max_text_tokens, net["text_dim"])},
+    CogVideoXSpec: lambda spec, net: {"prompt_embeds": (spec.max_text_tokens, net["text_embed_dim"])},
     LtxSpec: lambda spec, net: masked_text_shapes(spec, net["caption_channels"]),
     MochiSpec: lambda spec, net: masked_text_shapes(spec, net["text_embed_dim"]),
     HunyuanVideoSpec: lambda spec, net: {
         **masked_text_shapes(spec, net["text_embed_dim"]),
-        "pooled": (net["pooled_projection_dim"],),
+        "pooled_prompt_embeds": (net["pooled_projection_dim"],),
     },
     SvdSpec: lambda spec, net: {"look": (1, net["cross_attention_dim"]), "reference": spec.shape[1:]},
 }
@@ -366,16 +371,16 @@ VIDEO_MODELS: dict[type, Callable[[Any, dict[str, Any]], ConditioningShapes]] = 
 def image_model_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes:
     """Shapes for image models, and for video models with a UNet."""
     if "unet" in sizes:
-        words: ConditioningShapes = {"words": (CLIP_TEXT_TOKENS, int(sizes["unet"]["cross_attention_dim"]))}
-        words |= {"fps": ()} if sizes["unet"].get("fps_cond") else {}
-        return words | ({"summary": (1280,)} if "addition_embed_type" in sizes["unet"] else {})
+        shapes: ConditioningShapes = {"prompt_embeds": (CLIP_TEXT_TOKENS, int(sizes["unet"]["cross_attention_dim"]))}
+        shapes |= {"fps": ()} if sizes["unet"].get("fps_cond") else {}
+        return shapes | ({"pooled_prompt_embeds": (1280,)} if "addition_embed_type" in sizes["unet"] else {})
     net = sizes["transformer"]
     if "pooled_projection_dim" not in net:  # Qwen-Image has no pooled embedding
-        return {"words": (spec.max_text_tokens, int(net["joint_attention_dim"]))}
+        return {"prompt_embeds": (spec.max_text_tokens, int(net["joint_attention_dim"]))}
     before = CLIP_TEXT_TOKENS if "text_encoder_3" in sizes else 0
     shapes: ConditioningShapes = {
-        "words": (before + spec.max_text_tokens, int(net["joint_attention_dim"])),
-        "pooled": (int(net["pooled_projection_dim"]),),
+        "prompt_embeds": (before + spec.max_text_tokens, int(net["joint_attention_dim"])),
+        "pooled_prompt_embeds": (int(net["pooled_projection_dim"]),),
     }
     if isinstance(spec, FluxKontextSpec):  # reads the tokens of the image that it edits, patches of 2x2 latents
         channels, height, width = spec.shape[-3:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from rich.table import Table
 from ..config.build import build, make_tiny
 from ..config.schema import RunConfig
 from ..core import output_paths
+from ..core.objective import Comm
 from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import Placement, PromptBatch
@@ -39,7 +40,6 @@ from .evaluate import (
     BenchmarkScorer,
     SampleFn,
     StageProgress,
-    WorkerGroup,
     evaluate,
     evaluate_files,
     is_finished,
@@ -89,7 +89,7 @@ def load_benchmark(name: str, prompts: int | None, count: int | None, metadata: 
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"--prompts, --count: {error}") from error
+        raise ConfigError(f"--num-prompts, --count: {error}") from error
 
 
 def default_verifier(benchmark: str) -> str:
@@ -126,13 +126,17 @@ def evaluate_model(
     weights = evaluated_weights(config, options)
     check_weights_exist(run, weights)
     check_constant_cost(run, options.search)
-    scorer = _load_scorer(options, run.engine.placement(), tiny=tiny)
+    placement = run.engine.placement()
+    scorer: BenchmarkScorer
+    if options.benchmark.name == "geneval":
+        scorer = load_geneval_scorer(options.geneval, replace(placement, dtype=torch.float32), tiny=tiny)
+    else:
+        scorer = SCORERS[options.benchmark.name](TINY if tiny else options.detector, placement.device)
     model = describe_model(config, checkpoint, options, scorer.detector, tiny=tiny)
-    workers = WorkerGroup(run.engine.comm.rank, run.engine.comm.world_size, run.engine.comm.barrier)
     sample_fn = build_sample_fn(run, options, weights, tiny=tiny)
     batch_size = run.batch.rollout_batch_size or BATCH_SIZE  # the recipe may say how many samples fit
-    stages = evaluate(options.benchmark, sample_fn, scorer, out, model, batch_size, workers)
-    report = run_stages(stages, options.benchmark, out, console, workers, progress_note)
+    stages = evaluate(options.benchmark, sample_fn, scorer, out, model, batch_size, run.engine.comm)
+    report = run_stages(stages, options.benchmark, out, console, run.engine.comm, progress_note)
     run.engine.close()
     return report
 
@@ -174,18 +178,6 @@ def scores_fingerprint(config: RunConfig, checkpoint: Path | None, options: Eval
     return hashlib.sha256(identity + state).hexdigest()[:12]
 
 
-def images_fingerprint(files: Sequence[Path]) -> str:
-    """Return a hash of the sizes and modification times of image files."""
-    stats = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()[:12]
-
-
-def _load_scorer(options: EvaluationOptions, placement: Placement, *, tiny: bool) -> BenchmarkScorer:
-    if options.benchmark.name == "geneval":
-        return load_geneval_scorer(options.geneval, replace(placement, dtype=torch.float32), tiny=tiny)
-    return SCORERS[options.benchmark.name](TINY if tiny else options.detector, placement.device)
-
-
 def score_folder(
     benchmark: Benchmark,
     images: Path | None,
@@ -205,10 +197,11 @@ def score_folder(
     files = find_images(benchmark, images)
     comm, initialized = distributed.init_process_group(placement.device)
     scorer = load_geneval_scorer(spec, placement, tiny=tiny)
-    workers = WorkerGroup(comm.rank, comm.world_size, comm.barrier)
-    model = f"{images.resolve()}, pictures {images_fingerprint(files)}, {scorer.detector}"
-    stages = evaluate_files(benchmark, files, scorer, out, model, workers)
-    report = run_stages(stages, benchmark, out, console, workers)
+    stats = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    fingerprint = hashlib.sha256(repr(stats).encode()).hexdigest()[:12]
+    model = f"{images.resolve()}, pictures {fingerprint}, {scorer.detector}"
+    stages = evaluate_files(benchmark, files, scorer, out, model, comm)
+    report = run_stages(stages, benchmark, out, console, comm)
     if initialized:
         distributed.destroy_process_group()
     return report
@@ -219,7 +212,7 @@ def run_stages(
     benchmark: Benchmark,
     out: Path,
     console: Console,
-    workers: WorkerGroup,
+    workers: Comm,
     progress_note: ProgressNote | None = None,
 ) -> dict[str, Any]:
     """Run the stages with progress bars, then print and return the report. Only rank 0 prints."""
@@ -228,22 +221,18 @@ def run_stages(
     with Progress(*(columns if progress_note else ()), console=console) as progress:
         tasks: dict[str, TaskID] = {}
         for stage in stages:
-            update_progress(progress, tasks, stage, progress_note(stage) if progress_note else "")
+            if stage.stage not in tasks:
+                for task in tasks.values():
+                    progress.update(task, note="")
+                tasks[stage.stage] = progress.add_task(stage.stage, total=stage.total, note="")
+            note = progress_note(stage) if progress_note else ""
+            progress.update(tasks[stage.stage], completed=stage.completed, note=note)
     report: dict[str, Any] = json.loads((out / REPORT).read_text(encoding="utf-8"))
     console.print(report_table(report))
     console.print(f"the report is {out / REPORT}; samples and scores are in the same folder")
     if benchmark.name == "geneval" and workers.rank == 0:
         console.print(f"{write_results(benchmark, out)} holds the results in the format of GenEval's own evaluation")
     return report
-
-
-def update_progress(progress: Progress, tasks: dict[str, TaskID], stage: StageProgress, note: str) -> None:
-    """Advance the bar of the current stage, adding it if the stage is new, and move the note beside it."""
-    if stage.stage not in tasks:
-        for task in tasks.values():
-            progress.update(task, note="")
-        tasks[stage.stage] = progress.add_task(stage.stage, total=stage.total, note="")
-    progress.update(tasks[stage.stage], completed=stage.completed, note=note)
 
 
 def build_sample_fn(run: Run, options: EvaluationOptions, weights: str, *, tiny: bool) -> SampleFn:

@@ -10,11 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
+from ..core.objective import Comm, SingleProcess
+from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
 from ..core.types import Metadata, PromptBatch, Prompts
 from ..data.image_io import read_image, save_image
@@ -26,6 +27,7 @@ MANIFEST, SAMPLES, SCORES, REPORT = "questions.json", "samples.jsonl", "scores.j
 BATCH_SIZE = 64  # samples
 COST_FIELDS = ("calls", "judged", "flops")  # of a sample
 NUM_READERS = 8  # threads that read images
+SINGLE_PROCESS = SingleProcess()
 
 # Generates pixels [B, F, 3, H, W] of prompts, given the sample indices [B] that seed the noise, and their total cost.
 SampleFn = Callable[[PromptBatch, Tensor], tuple[Tensor, SearchCost]]
@@ -55,18 +57,6 @@ class BenchmarkScorer(ABC):
 
 
 @dataclass(frozen=True)
-class WorkerGroup:
-    """Rank, world size and barrier of the processes that share an evaluation."""
-
-    rank: int = 0
-    world_size: int = 1
-    barrier: Callable[[], None] = lambda: None
-
-
-SINGLE_WORKER = WorkerGroup()
-
-
-@dataclass(frozen=True)
 class StageProgress:
     """How many samples a stage has finished."""
 
@@ -82,10 +72,9 @@ def evaluate(
     out: Path,
     model: str = "",
     batch_size: int = BATCH_SIZE,
-    workers: WorkerGroup = SINGLE_WORKER,
+    workers: Comm = SINGLE_PROCESS,
 ) -> Iterator[StageProgress]:
     """Run the stages that are left, generating `batch_size` samples at a time. `report.json` is written last."""
-    out.mkdir(parents=True, exist_ok=True)
     _check_directory(benchmark, out, model)
     yield from _generate_samples(benchmark, sample_fn, out, batch_size, workers)
     # A scorer needs less memory than a generator.
@@ -98,24 +87,23 @@ def evaluate_files(
     scorer: BenchmarkScorer,
     out: Path,
     model: str,
-    workers: WorkerGroup = SINGLE_WORKER,
+    workers: Comm = SINGLE_PROCESS,
 ) -> Iterator[StageProgress]:
     """Score existing images and write the report. Files are ordered by prompt."""
-    out.mkdir(parents=True, exist_ok=True)
     _check_directory(benchmark, out, model)
     rows = [{**_sample_row(benchmark, k, SearchCost(0)), "file": str(file.resolve())} for k, file in enumerate(files)]
     if not (out / SAMPLES).is_file():
-        write_atomically(out / SAMPLES, _to_jsonl(rows))
+        write_text_atomically(out / SAMPLES, _to_jsonl(rows))
     yield from _score_and_report(benchmark, scorer, out, model, BATCH_SIZE, workers)
 
 
 def _score_and_report(
-    benchmark: Benchmark, scorer: BenchmarkScorer, out: Path, model: str, batch_size: int, workers: WorkerGroup
+    benchmark: Benchmark, scorer: BenchmarkScorer, out: Path, model: str, batch_size: int, workers: Comm
 ) -> Iterator[StageProgress]:
     yield from _score_samples(benchmark, scorer, out, batch_size, workers)
     if workers.rank == 0 and not (out / REPORT).is_file():
         report = build_report(benchmark, scorer, out, model, batch_size)
-        write_atomically(out / REPORT, json.dumps(report, indent=1) + "\n")
+        write_text_atomically(out / REPORT, json.dumps(report, indent=1) + "\n")
     workers.barrier()
     yield StageProgress("report", benchmark.num_samples, benchmark.num_samples)
 
@@ -124,11 +112,10 @@ def _check_directory(benchmark: Benchmark, out: Path, model: str) -> None:
     """Refuse a directory that holds the evaluation of another benchmark or model."""
     file, expected = out / MANIFEST, _manifest(benchmark, model)
     if not file.is_file():
-        write_atomically(file, json.dumps(expected))
-        return
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if found != expected:
-        raise ConfigError(f"{out} holds an evaluation of {found}, not of {expected}; choose another --out")
+        write_text_atomically(file, json.dumps(expected))
+    existing = json.loads(file.read_text(encoding="utf-8"))
+    if existing != expected:
+        raise ConfigError(f"{out} holds an evaluation of {existing}, not of {expected}; choose another --out")
 
 
 def _manifest(benchmark: Benchmark, model: str) -> dict[str, str]:
@@ -140,8 +127,7 @@ def is_finished(benchmark: Benchmark, out: Path, model: str) -> bool:
     file = out / MANIFEST
     if not (file.is_file() and (out / REPORT).is_file()):
         return False
-    found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
-    return found == _manifest(benchmark, model)
+    return bool(json.loads(file.read_text(encoding="utf-8")) == _manifest(benchmark, model))
 
 
 # Stage 1: samples
@@ -154,7 +140,7 @@ def sample_batches(benchmark: Benchmark, batch_size: int = BATCH_SIZE) -> list[l
 
 
 def _generate_samples(
-    benchmark: Benchmark, sample_fn: SampleFn, out: Path, batch_size: int, workers: WorkerGroup
+    benchmark: Benchmark, sample_fn: SampleFn, out: Path, batch_size: int, workers: Comm
 ) -> Iterator[StageProgress]:
     """Generate images in folders by prompt, batches distributed over the workers, and finally list them."""
     if (out / SAMPLES).is_file():
@@ -168,9 +154,14 @@ def _generate_samples(
         batch = pending[min(first + workers.rank, len(pending) - 1)]
         pixels, cost = sample_fn(benchmark.batch([benchmark.prompt_index(k) for k in batch]), torch.tensor(batch))
         if first + workers.rank < len(pending):
-            _save_images(benchmark, out, batch, pixels)
+            for k, image in zip(batch, pixels, strict=True):
+                save_image(image, out / _image_name(benchmark, k))
+                if benchmark.metadata_path:
+                    prompt = benchmark.prompt_index(k)
+                    path = out / benchmark.metadata_path.format(prompt=prompt)
+                    write_text_atomically(path, json.dumps(benchmark.metadata[prompt]) + "\n")
             # Written after the images, so that its existence proves that they are complete.
-            write_atomically(_batch_file(costs, batch), json.dumps(asdict(cost)))
+            write_text_atomically(_batch_file(costs, batch), json.dumps(asdict(cost)))
         completed = _num_completed(benchmark, pending[first + workers.world_size :])
         yield StageProgress("samples", completed, benchmark.num_samples)
     workers.barrier()
@@ -179,7 +170,7 @@ def _generate_samples(
         for batch in batches:
             cost = SearchCost(**json.loads(_batch_file(costs, batch).read_text(encoding="utf-8")))
             rows += [_sample_row(benchmark, k, cost.per_sample(len(batch))) for k in batch]
-        write_atomically(out / SAMPLES, _to_jsonl(rows))
+        write_text_atomically(out / SAMPLES, _to_jsonl(rows))
     workers.barrier()
 
 
@@ -189,16 +180,6 @@ def _batch_file(folder: Path, batch: Sequence[int]) -> Path:
 
 def _num_completed(benchmark: Benchmark, pending: Sequence[Sequence[int]]) -> int:
     return benchmark.num_samples - sum(map(len, pending))
-
-
-def _save_images(benchmark: Benchmark, out: Path, batch: Sequence[int], pixels: Tensor) -> None:
-    """Save images, and the metadata of their prompts if the benchmark stores it beside them."""
-    for k, image in zip(batch, pixels, strict=True):
-        save_image(image, out / _image_name(benchmark, k))
-        if benchmark.metadata_path:
-            prompt = benchmark.prompt_index(k)
-            path = out / benchmark.metadata_path.format(prompt=prompt)
-            write_atomically(path, json.dumps(benchmark.metadata[prompt]) + "\n")
 
 
 def _image_name(benchmark: Benchmark, k: int) -> str:
@@ -223,7 +204,7 @@ def _sample_row(benchmark: Benchmark, k: int, cost: SearchCost) -> dict[str, Any
 
 
 def _score_samples(
-    benchmark: Benchmark, scorer: BenchmarkScorer, out: Path, batch_size: int, workers: WorkerGroup
+    benchmark: Benchmark, scorer: BenchmarkScorer, out: Path, batch_size: int, workers: Comm
 ) -> Iterator[StageProgress]:
     """Write a line of scores for each sample. Each batch has its own file until all are scored."""
     if (out / SCORES).is_file():
@@ -238,12 +219,12 @@ def _score_samples(
         rows = [samples[k] for k in batch]
         scores = _score_images(scorer, batch_images, benchmark.batch([row["index"] for row in rows]))
         lines = [{**row, **row_scores} for row, row_scores in zip(rows, scores, strict=True)]
-        write_atomically(_batch_file(parts, batch), _to_jsonl(lines))
+        write_text_atomically(_batch_file(parts, batch), _to_jsonl(lines))
         yield StageProgress("scores", _num_completed(benchmark, pending[number + 1 :]), len(samples))
     workers.barrier()
     if workers.rank == 0:
         text = "".join(_batch_file(parts, batch).read_text(encoding="utf-8") for batch in batches)
-        write_atomically(out / SCORES, text)
+        write_text_atomically(out / SCORES, text)
         shutil.rmtree(parts)
     workers.barrier()
 
@@ -322,8 +303,7 @@ def _set_metrics(
     metrics = {"frechet": frechet_distance(torch.cat(features), torch.cat(real_features))}
     if benchmark.samples_per_prompt > 1:
         images = torch.cat(frames)
-        groups = images.view(len(benchmark), benchmark.samples_per_prompt, *images.shape[1:])
-        metrics["diversity"] = diversity(groups)
+        metrics["diversity"] = diversity(images.view(len(benchmark), -1, *images.shape[1:]))
     return metrics
 
 
@@ -336,14 +316,3 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _to_jsonl(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that appears complete or not at all.
-
-    Workers on different machines may have the same process id, so the temporary name is random.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid4().hex}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

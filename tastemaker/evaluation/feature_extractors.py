@@ -167,23 +167,18 @@ class InceptionBlock(nn.Module):
         return x
 
 
+def double_branch(stride: int) -> list[ConvSpec]:
+    first, second = ConvSpec("branch3x3dbl_1", 64), ConvSpec("branch3x3dbl_2", 96, (3, 3))
+    return [first, second, ConvSpec("branch3x3dbl_3", 96, (3, 3), stride)]
+
+
 def inception_a(in_channels: int, pool_channels: int) -> InceptionBlock:
     five = [ConvSpec("branch5x5_1", 48), ConvSpec("branch5x5_2", 64, (5, 5))]
-    double = [
-        ConvSpec("branch3x3dbl_1", 64),
-        ConvSpec("branch3x3dbl_2", 96, (3, 3)),
-        ConvSpec("branch3x3dbl_3", 96, (3, 3)),
-    ]
-    return InceptionBlock(in_channels, [[ConvSpec("branch1x1", 64)], five, double], "mean", pool_channels)
+    return InceptionBlock(in_channels, [[ConvSpec("branch1x1", 64)], five, double_branch(1)], "mean", pool_channels)
 
 
 def inception_b() -> InceptionBlock:
-    double = [
-        ConvSpec("branch3x3dbl_1", 64),
-        ConvSpec("branch3x3dbl_2", 96, (3, 3)),
-        ConvSpec("branch3x3dbl_3", 96, (3, 3), 2),
-    ]
-    return InceptionBlock(288, [[ConvSpec("branch3x3", 384, (3, 3), 2)], double], "max_stride2")
+    return InceptionBlock(288, [[ConvSpec("branch3x3", 384, (3, 3), 2)], double_branch(2)], "max_stride2")
 
 
 def inception_c(width: int) -> InceptionBlock:

@@ -156,10 +156,10 @@ def find_images(benchmark: Benchmark, folder: Path) -> list[Path]:
     """List the images in the layout of GenEval's scripts, ordered by prompt. None may be missing or left over."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; expected one that holds 00000, 00001 and so on")
-    found = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name.isdigit())
+    existing = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name.isdigit())
     expected = [f"{prompt:05d}" for prompt in range(len(benchmark))]
-    missing = [name for name in expected if name not in found]
-    _check_complete(folder, missing, [name for name in found if name not in expected], "folders")
+    missing = [name for name in expected if name not in existing]
+    _check_complete(folder, missing, [name for name in existing if name not in expected], "folders")
     return [
         file for prompt, name in enumerate(expected) for file in _images_of_prompt(benchmark, folder / name, prompt)
     ]
@@ -169,7 +169,10 @@ def _images_of_prompt(benchmark: Benchmark, folder: Path, prompt: int) -> list[P
     metadata_file, samples = folder / "metadata.jsonl", folder / "samples"
     if not metadata_file.is_file() or not samples.is_dir():
         raise ConfigError(f"{folder} lacks metadata.jsonl or samples/; expected both, as GenEval's scripts write them")
-    metadata = _read_folder_metadata(metadata_file)
+    try:  # one JSON mapping, on several lines as in Image-Generation-CoT, or one a line
+        metadata = _check_row(json.loads(metadata_file.read_text(encoding="utf-8")), f"{metadata_file}")
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        metadata = read_metadata(metadata_file)[0]
     if metadata != benchmark.metadata[prompt]:
         raise ConfigError(
             f"{metadata_file} asks for '{metadata['prompt']:.80}', but prompt {prompt} is "
@@ -184,21 +187,12 @@ def _images_of_prompt(benchmark: Benchmark, folder: Path, prompt: int) -> list[P
     return images
 
 
-def _read_folder_metadata(path: Path) -> Metadata:
-    """Read the metadata of a prompt's folder: a JSON mapping on one line, or on several as in Image-Generation-CoT."""
-    try:
-        row = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return read_metadata(path)[0]
-    return _check_row(row, f"{path}")
-
-
 def _check_complete(folder: Path, missing: Sequence[str], extra: Sequence[str], what: str) -> None:
     for names, verb in ((missing, "lacks"), (extra, "has too many:")):
         if names:
             raise ConfigError(
                 f"{folder} {verb} {len(names)} {what}, {names[0]} the first; complete it, or describe it with "
-                "--prompts, --count and --metadata"
+                "--num-prompts, --count and --metadata"
             )
 
 
@@ -231,17 +225,17 @@ class GenEvalBenchmarkScorer(BenchmarkScorer):
         return rows
 
 
-def parse_detector(detector: str, *, unchecked: bool) -> GenevalReward:
+def parse_detector(detector: str, *, self_test: bool) -> GenevalReward:
     """Parse --detector: empty for GenEval's own, a path or hub id, or settings such as {threshold: 0.4}."""
     if not detector.lstrip().startswith("{"):
-        return GenevalReward(weights=detector or GenevalReward.weights, self_test=not unchecked)
+        return GenevalReward(weights=detector or GenevalReward.weights, self_test=self_test)
     settings = parse_yaml(detector, "--detector")
     spec: RewardSpec = build_component(
         RewardSpec, {"type": "geneval", **(settings if isinstance(settings, dict) else {})}, "--detector"
     )
     if not isinstance(spec, GenevalReward):
         raise ConfigError(f"--detector: found '{detector:.60}'; expected settings of GenEval's, as {{threshold: 0.4}}")
-    return replace(spec, self_test=spec.self_test and not unchecked)
+    return replace(spec, self_test=spec.self_test and self_test)
 
 
 def load_geneval_scorer(spec: GenevalReward, placement: Placement, *, tiny: bool) -> GenEvalBenchmarkScorer:

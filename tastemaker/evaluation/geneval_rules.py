@@ -55,8 +55,6 @@ class GenEvalRules:
 # Scores of the playground's detectors are nearly 0 or 1, so one threshold serves all tasks.
 PLAYEVAL = GenEvalRules(counting_threshold=0.3, strict=True)
 
-DetectionsByClass = Mapping[str, Sequence[DetectedObject]]
-
 
 def box_iou(a: Box, b: Box) -> float:
     """Intersection over union of boxes that include their last pixels."""
@@ -94,15 +92,11 @@ def filter_detections(
         # As published, the last of several equal scores comes first.
         ordered = sorted(confident, key=lambda d: d.score)[::-1][: rules.max_objects]
         if ordered:
-            kept[name] = _suppress_duplicates(ordered, rules.nms_threshold)
-    return kept
-
-
-def _suppress_duplicates(ordered: Sequence[DetectedObject], nms_threshold: float) -> list[DetectedObject]:
-    kept: list[DetectedObject] = []
-    for detection in ordered:
-        if nms_threshold == 1 or all(box_iou(detection.box, d.box) < nms_threshold for d in kept):
-            kept.append(detection)
+            kept[name] = []
+        for detection in ordered:  # without duplicates
+            overlaps = (box_iou(detection.box, other.box) for other in kept[name])
+            if rules.nms_threshold == 1 or all(overlap < rules.nms_threshold for overlap in overlaps):
+                kept[name].append(detection)
     return kept
 
 
@@ -111,8 +105,9 @@ def validate_metadata(metadata: Metadata, where: str) -> None:
     include, exclude = (metadata.get(name, ()) for name in ("include", "exclude"))
     for entries in (include, exclude):
         if not isinstance(entries, list | tuple) or not all(isinstance(entry, Mapping) for entry in entries):
-            found = f"{entries}"
-            raise ConfigError(f"{where}: objects are {found:.60}; expected a list of mappings with 'class' and 'count'")
+            raise ConfigError(
+                f"{where}: objects are {entries!s:.60}; expected a list of mappings with 'class' and 'count'"
+            )
     if not isinstance(metadata.get("tag"), str) or not (include or exclude):
         raise ConfigError(f"{where}: metadata have no 'tag' or no 'include'; expected those of GenEval's layout")
     for entry in (*include, *exclude):
@@ -136,9 +131,8 @@ def _validate_position(entry: Mapping[str, Any], index: int, where: str) -> None
     position = entry["position"]
     is_pair = isinstance(position, list | tuple) and len(position) == 2
     if not is_pair or position[0] not in RELATIONS or not isinstance(position[1], int) or not 0 <= position[1] < index:
-        found = f"{position}"
         raise ConfigError(
-            f"{where}: the position of '{entry['class']}' is {found:.60}; expected one of {', '.join(RELATIONS)}, "
+            f"{where}: the position of '{entry['class']}' is {position!s:.60}; expected one of {', '.join(RELATIONS)}, "
             "and the number of an object before it"
         )
 
@@ -160,7 +154,10 @@ def evaluate_detections(
         if count >= entry["count"]:
             reasons.append(f"expected {entry['class']}<{entry['count']}, found {count}")
     if rules.strict:
-        reasons += _check_total_count(kept, metadata)
+        # All classes count, so that an image of four cups does not pass for one cup.
+        expected = sum(entry["count"] for entry in metadata.get("include", ()))
+        total = sum(map(len, kept.values()))
+        reasons += [] if total == expected else [f"expected {expected} objects in all, found {total}"]
     return not reasons, reasons
 
 
@@ -199,10 +196,3 @@ def _check_position(
             if relation not in relations:
                 return f"expected {name} {relation} target, found {' and '.join(sorted(relations))} target"
     return ""
-
-
-def _check_total_count(kept: DetectionsByClass, metadata: Metadata) -> list[str]:
-    """Count objects of all classes, so that an image of four cups does not pass for one cup."""
-    expected = sum(entry["count"] for entry in metadata.get("include", ()))
-    found = sum(len(detections) for detections in kept.values())
-    return [] if found == expected else [f"expected {expected} objects in all, found {found}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,16 +76,10 @@ def pack_images(folder: Path, out: Path, console: Console) -> Path:
     return out
 
 
-def iterate_batches(images: Tensor, batch_size: int = BATCH_SIZE) -> Iterator[Tensor]:
-    """Convert bytes [N, H, W, 3] to batches [n, 3, H, W] in [0, 1]."""
-    for batch in torch.split(images, batch_size):
-        yield batch.movedim(-1, 1).float() / 255
-
-
 def extract_with_progress(images: Tensor, extractor: FeatureExtractor, console: Console) -> ExtractedFeatures:
-    num_batches = -(-len(images) // BATCH_SIZE)
-    batches = track(iterate_batches(images), "extracting features", total=num_batches, console=console)
-    return extract_features(batches, extractor)
+    """Features of bytes [N, H, W, 3]."""
+    batches = track(torch.split(images, BATCH_SIZE), "extracting features", console=console)
+    return extract_features((batch.movedim(-1, 1).float() / 255 for batch in batches), extractor)
 
 
 # Reference statistics
@@ -124,36 +117,12 @@ class ReferenceStatistics:
 
 @dataclass(frozen=True)
 class ReferenceDescription:
-    """What the user says about the images of a reference."""
-
-    name: str
-    split: str
-    max_images: int = 0  # random subset of this size; all images if 0
-    count: int = 0  # number of images behind the statistics in ADM's file, which does not contain it
-
-
-@dataclass(frozen=True)
-class ExpectedReference:
-    """What the user expects a reference to be. Empty fields are not checked."""
+    """What the user says about the images of a reference, or expects of them. Empty fields are not checked."""
 
     name: str = ""
     split: str = ""
-    count: int = 0
-
-    def check(self, reference: ReferenceStatistics, path: Path) -> None:
-        for field in ("name", "split", "count"):
-            expected, actual = getattr(self, field), getattr(reference.label, field)
-            if expected and expected != actual:
-                raise ConfigError(f"--{field} is {expected}, but {path} is {reference.label}; give another reference")
-
-
-def compute_reference(
-    name: str, split: str, extracted: ExtractedFeatures, extractor: FeatureExtractor
-) -> ReferenceStatistics:
-    count = len(extracted.features)
-    label = ReferenceLabel(name, split, count, extracted.side, extractor.network, extractor.preprocessing)
-    kept = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:MAX_KEPT_FEATURES]
-    return ReferenceStatistics(label, *feature_moments(extracted.features), extracted.features[kept].contiguous())
+    max_images: int = 0  # random subset of this size; all images if 0
+    count: int = 0  # number of images behind the statistics in ADM's file, which does not contain it
 
 
 def load_reference(path: Path) -> ReferenceStatistics:
@@ -175,17 +144,23 @@ def make_reference(
     adm_statistics = read_adm_statistics(source) if source.suffix == ".npz" else None
     if adm_statistics is not None and not description.count:
         raise ConfigError(
-            f"{source} has statistics of more images than it contains, but not of how many; give --count, "
+            f"{source} has statistics of more images than it contains, but not of how many; give --num-images, "
             "which is 1281167 for the train split of ImageNet"
         )
     if adm_statistics is None and description.count:
-        raise ConfigError(f"--count is {description.count}, but {source} has no statistics; leave --count out")
+        raise ConfigError(
+            f"--num-images is {description.count}, but {source} has no statistics; leave --num-images out"
+        )
     images = load_image_set(source, description.split)
     if description.max_images:
         generator = torch.Generator().manual_seed(0)
         images = images[torch.randperm(len(images), generator=generator)[: description.max_images]]
     extracted = extract_with_progress(images, extractor, console)
-    reference = compute_reference(description.name, description.split, extracted, extractor)
+    count, features = len(extracted.features), extracted.features
+    networks = (extractor.network, extractor.preprocessing)
+    label = ReferenceLabel(description.name, description.split, count, extracted.side, *networks)
+    kept = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:MAX_KEPT_FEATURES]
+    reference = ReferenceStatistics(label, *feature_moments(features), features[kept].contiguous())
     if adm_statistics is not None:
         reference = use_adm_statistics(reference, adm_statistics, description.count, source)
     reference.save(out)
@@ -224,23 +199,10 @@ def use_adm_statistics(
 # Comparison of samples with a reference
 
 
-def check_same_network(reference: ReferenceStatistics, extractor: FeatureExtractor, path: Path) -> None:
-    """Refuse a reference that was made with another network or preprocessing."""
-    label = reference.label
-    for what, expected, actual in (
-        ("network", label.network, extractor.network),
-        ("preprocessing", label.preprocessing, extractor.preprocessing),
-    ):
-        if expected != actual:
-            raise ConfigError(
-                f"{path} was made with another {what} ({expected}, now {actual}); make it again with this one"
-            )
-
-
 def compare_to_reference(
     samples: Path,
     path: Path,
-    expected: ExpectedReference,
+    expected: ReferenceDescription,
     extractor: FeatureExtractor,
     console: Console,
     *,
@@ -248,26 +210,32 @@ def compare_to_reference(
 ) -> dict[str, Any]:
     """Compute FID, KID, precision, recall and, if the network has classes, the Inception score of samples."""
     reference = load_reference(path)
-    expected.check(reference, path)
-    check_same_network(reference, extractor, path)
+    label = reference.label
+    for key, option in (("name", "--name"), ("split", "--split"), ("count", "--num-images")):
+        if getattr(expected, key) not in ("", 0, getattr(label, key)):
+            raise ConfigError(f"{option} is {getattr(expected, key)}, but {path} is {label}; give another reference")
+    for key in ("network", "preprocessing"):
+        before, now = getattr(label, key), getattr(extractor, key)
+        if before != now:
+            raise ConfigError(f"{path} was made with another {key} ({before}, now {now}); make it again with this one")
     images = load_image_set(samples)
-    if images.shape[1] != reference.label.side:
+    if images.shape[1] != label.side:
         raise ConfigError(
-            f"{samples} is {images.shape[1]} pixels high, but {path} is {reference.label}; compare images of one size"
+            f"{samples} is {images.shape[1]} pixels high, but {path} is {label}; compare images of one size"
         )
     if len(images) <= len(reference.mean) and not allow_few:
         raise ConfigError(
             f"there are {len(images)} samples for {len(reference.mean)} features, too few to estimate a covariance; "
-            "give more samples, or --few for numbers that cannot be compared with published ones"
+            "give more samples, or --allow-few-samples for numbers that cannot be compared with published ones"
         )
-    label = reference.label
-    header = {"samples": str(samples), "reference": str(label), "preprocessing": label.preprocessing}
-    result: dict[str, Any] = {
-        **header,
-        **compute_metrics(extract_with_progress(images, extractor, console), reference),
-    }
-    console.print(metrics_table(result))
-    return result
+    result = {"samples": str(samples), "reference": str(label), "preprocessing": label.preprocessing}
+    metrics = compute_metrics(extract_with_progress(images, extractor, console), reference)
+    table = Table("metric", "value", title=f"{metrics['count']} samples against {label}")
+    for name, value in metrics.items():
+        if isinstance(value, float):
+            table.add_row(name, f"{value:.4f}")
+    console.print(table)
+    return {**result, **metrics}
 
 
 def compute_metrics(extracted: ExtractedFeatures, reference: ReferenceStatistics) -> dict[str, float]:
@@ -286,14 +254,6 @@ def compute_metrics(extracted: ExtractedFeatures, reference: ReferenceStatistics
     if extracted.probabilities is not None:
         metrics["inception score"], metrics["inception score deviation"] = inception_score(extracted.probabilities)
     return metrics
-
-
-def metrics_table(result: dict[str, Any]) -> Table:
-    table = Table("metric", "value", title=f"{result['count']} samples against {result['reference']}")
-    for name, value in result.items():
-        if isinstance(value, float):
-            table.add_row(name, f"{value:.4f}")
-    return table
 
 
 def write_metrics(result: dict[str, Any], out: Path | None) -> None:

@@ -41,16 +41,11 @@ def frechet_distance_from_moments(
     """Frechet distance |m - m'|^2 + tr(C + C' - 2 (C C')^1/2) of means [C] and covariances [C, C]."""
     mean_term = (mean.double() - other_mean.double()).square().sum()
     first, second = covariance.double(), other_covariance.double()
-    root = _matrix_sqrt(first)
+    values, vectors = torch.linalg.eigh(first)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T  # of the matrix `first`
     # AB has the eigenvalues of the symmetric A^1/2 B A^1/2, whose square roots stay real under rounding.
     cross_term = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
     return float((mean_term + first.trace() + second.trace() - 2 * cross_term).clamp(min=0))
-
-
-def _matrix_sqrt(matrix: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    root: Tensor = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    return root
 
 
 def kernel_distance(a: Tensor, b: Tensor, subsets: int = 100, size: int = 1000) -> tuple[float, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..core import output_paths
 from ..core.autoencoder import as_autoencoder
 from ..core.registry import ConfigError
 from ..core.types import Placement
-from ..data.image_encoding import SkippedFiles
+from ..data.image_encoding import SkippedFiles, check_same_manifest
 from ..data.image_io import IMAGE_FORMATS, ImageError, read_image, save_image
 from ..data.image_sources import CELEBA_HQ_FOLDER
 from ..data.image_transforms import center_crop
@@ -63,10 +62,16 @@ def reconstruct_images(options: ReconstructionOptions, placement: Placement, con
     with (options.out / SCORES).open("a", encoding="utf-8") as scores, Progress(console=console) as progress:
         task = progress.add_task("reconstructing", total=len(files), completed=len(files) - len(pending))
         for batch in iterate_same_size_batches(pending, options, stride, skipped, progress.console):
-            batch_rows = reconstruct_batch(net, evaluator, batch, options, placement)
-            for row in skip_unsupported_sizes(batch_rows, batch, skipped, progress.console):
-                scores.write(json.dumps(row) + "\n")
-                rows[row["file"]] = row
+            try:
+                for row in reconstruct_batch(net, evaluator, batch, options, placement):
+                    scores.write(json.dumps(row) + "\n")
+                    rows[row["file"]] = row
+            except ConfigError:
+                raise
+            except ValueError as error:  # the network fails on the size, such as a norm of a single latent
+                for file, _ in batch:
+                    text = f"{file} cannot be reconstructed at this size ({error!s:.200}); enlarge it with --size"
+                    skipped.add(text, error, progress.console)
             scores.flush()
             progress.advance(task, len(batch))
         progress.update(task, completed=len(files))
@@ -110,12 +115,9 @@ def check_manifest(options: ReconstructionOptions, net: nn.Module) -> None:
         digest.update(key.encode() + x.detach().float().contiguous().cpu().numpy().tobytes())
     settings = {"pictures": str(options.images.resolve()), "model": digest.hexdigest(), "size": options.size}
     path = options.out / MANIFEST
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else settings
-    different = [key for key in settings if found.get(key) != settings[key]]
-    if different:
-        key = different[0]
-        before, now = (str(each.get(key))[:60] for each in (found, settings))
-        raise ConfigError(f"{options.out} has another {key} ({before}, now {now}); name another folder with --out")
+    check_same_manifest(
+        settings, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else settings, options.out
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
@@ -135,10 +137,7 @@ def read_scores(options: ReconstructionOptions) -> dict[str, Row]:
 
 
 def write_scores(options: ReconstructionOptions, rows: Sequence[Row]) -> None:
-    """Rewrite the scores atomically."""
-    partial = options.out / f".{SCORES}.partial"
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(partial, options.out / SCORES)
+    output_paths.write_text_atomically(options.out / SCORES, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def iterate_same_size_batches(
@@ -171,20 +170,6 @@ def crop_for_autoencoder(pixels: Tensor, size: int, stride: int, file: Path) -> 
     return pixels[:, top : top + height, left : left + width]
 
 
-def skip_unsupported_sizes(
-    rows: Iterator[Row], batch: ImageBatch, skipped: SkippedFiles, console: Console
-) -> Iterator[Row]:
-    """Yield the rows of a batch, or skip it if the network fails on its size, such as a norm of a single latent."""
-    try:
-        yield from rows
-    except ConfigError:
-        raise
-    except ValueError as error:
-        for file, _ in batch:
-            text = f"{file} cannot be reconstructed at this size ({error!s:.200}); enlarge it with --size"
-            skipped.add(text, error, console)
-
-
 @torch.no_grad()
 def reconstruct_batch(
     net: nn.Module,
@@ -207,11 +192,7 @@ def reconstruct_batch(
 
 
 def print_summary(
-    options: ReconstructionOptions,
-    rows: Sequence[Row],
-    skipped: SkippedFiles,
-    missing: Sequence[str],
-    console: Console,
+    options: ReconstructionOptions, rows: Sequence[Row], skipped: SkippedFiles, missing: Sequence[str], console: Console
 ) -> None:
     table = Table("metric", "images", "mean", "min", "max")
     for name in METRICS:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -36,6 +36,20 @@ MAX_SHARD_SIZE = "5GB"
 VAE, SCHEDULER = "vae", "scheduler"
 
 
+@dataclass(frozen=True)
+class GeneratorExport:
+    """What to export, and how."""
+
+    run_dir: Path
+    out: Path
+    layout: Literal["diffusers", "comfyui", "authors"]
+    weights: str = ""  # ema if the run has it, otherwise live
+    dtype: torch.dtype = torch.bfloat16
+    merge: bool = False  # merge LoRA adapters into the weights
+    network_only: bool = False  # leave out components that were not trained
+    max_shard_size: str = MAX_SHARD_SIZE
+
+
 def save_component(net: Any, tensors: Mapping[str, Tensor], folder: Path, max_shard_size: str = MAX_SHARD_SIZE) -> None:
     """Save a diffusers network: its config, and its tensors in one file or in shards with an index."""
     from huggingface_hub import save_torch_state_dict
@@ -53,7 +67,7 @@ def copy_other_components(base: Path, layout: PipelineLayout, folder: Path) -> N
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{base} has no readable {INDEX_FILE}, so the pipeline's other components are unknown; "
-            "add --bare to leave them out"
+            "add --network-only to leave them out"
         ) from error
     components = [name for name, entry in index.items() if isinstance(entry, list) and name not in layout.components]
     for component in components:
@@ -74,18 +88,6 @@ def _copy_needed_files(source: Path, target: Path) -> None:
 # DiTs trained from scratch, for which diffusers has a network
 
 
-@dataclass(frozen=True)
-class DitExport:
-    """Which run to export where, and how."""
-
-    run_dir: Path
-    out: Path
-    weights: str = ""  # ema if the run has it, otherwise live
-    dtype: torch.dtype = torch.bfloat16
-    bare: bool = False  # the network only
-    max_shard_size: str = MAX_SHARD_SIZE
-
-
 def is_dit_run(run_dir: Path) -> bool:
     """Whether a directory is that of a run whose network can be converted to one of diffusers."""
     file = run_dir / CONFIG_FILE
@@ -93,10 +95,12 @@ def is_dit_run(run_dir: Path) -> bool:
     return isinstance(config, RunConfig) and config.model.converts_to_diffusers
 
 
-def export_dit_pipeline(options: DitExport, console: Console) -> None:
-    """Write a pipeline folder atomically, and print what diffusers computes differently."""
+def export_dit_pipeline(options: GeneratorExport, console: Console) -> None:
+    """Write a pipeline folder atomically, LoRA adapters merged, and print what diffusers computes differently."""
     import diffusers
 
+    if options.layout != "diffusers":
+        raise ConfigError(f"--layout: {options.layout} does not know this model; give diffusers, or leave it out")
     config = load_any_config(options.run_dir / CONFIG_FILE, CPU_OVERRIDES)
     step_dir = checkpoint.latest_checkpoint(options.run_dir)
     if step_dir is None or not isinstance(config, RunConfig) or not config.model.converts_to_diffusers:
@@ -109,7 +113,7 @@ def export_dit_pipeline(options: DitExport, console: Console) -> None:
     with torch.device("meta"):
         net = getattr(diffusers, conversion.model_class)(**conversion.config)
     save_component(net, conversion.tensors, partial / conversion.component, options.max_shard_size)
-    notes = [] if options.bare else write_pipeline_components(config, conversion, partial, options.dtype)
+    notes = [] if options.network_only else write_pipeline_components(config, conversion, partial, options.dtype)
     notes += [conversion.differences] if conversion.differences else []
     (partial / RECIPE_FILE).write_text(render_recipe(options.run_dir, conversion, partial), encoding="utf-8")
     (partial / "README.md").write_text(render_dit_card(config, conversion, partial, notes), encoding="utf-8")

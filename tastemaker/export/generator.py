@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,25 +31,12 @@ from ..training import checkpoint
 from ..training.run_directory import CONFIG_FILE, RECIPE_FILE
 from . import diffusers_pipeline, lora
 from .comfyui import WORKFLOWS, ComfyWorkflowSettings
+from .diffusers_pipeline import GeneratorExport as GeneratorExport
 from .model_card import ModelCardData, lora_snippet, pipeline_snippet, render_model_card
 from .weights import choose_checkpoint_snapshot, export_autoencoder, is_autoencoder_run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_COMFYUI_STEPS = 25
-
-
-@dataclass(frozen=True)
-class GeneratorExport:
-    """What to export, and how."""
-
-    run_dir: Path
-    out: Path
-    layout: Literal["diffusers", "comfyui", "authors"]
-    weights: str = ""  # ema if the run has it, otherwise live
-    dtype: torch.dtype = torch.bfloat16
-    merge: bool = False  # merge LoRA adapters into the weights
-    bare: bool = False  # leave out components that were not trained
-    max_shard_size: str = diffusers_pipeline.MAX_SHARD_SIZE
 
 
 @dataclass(frozen=True)
@@ -86,7 +73,7 @@ def export_generator(options: GeneratorExport, console: Console) -> None:
     if options.out.exists():
         raise ConfigError(f"--out: {options.out} exists already; name a new folder, or remove it")
     if diffusers_pipeline.is_dit_run(options.run_dir):
-        export_own_generator(options, console)
+        diffusers_pipeline.export_dit_pipeline(options, console)
         return
     trained = load_trained_generator(options)
     partial = options.out.with_name(f".{options.out.name}.partial")
@@ -103,16 +90,6 @@ def export_generator(options: GeneratorExport, console: Console) -> None:
     console.print(text, highlight=False)
 
 
-def export_own_generator(options: GeneratorExport, console: Console) -> None:
-    """Export a model trained from scratch whose network diffusers has. LoRA adapters are merged."""
-    if options.layout != "diffusers":
-        raise ConfigError(f"--layout: {options.layout} does not know this model; give diffusers, or leave it out")
-    dit_options = diffusers_pipeline.DitExport(
-        options.run_dir, options.out, options.weights, options.dtype, options.bare, options.max_shard_size
-    )
-    diffusers_pipeline.export_dit_pipeline(dit_options, console)
-
-
 def load_trained_generator(options: GeneratorExport) -> TrainedGenerator:
     """Load the network with a snapshot of its weights. Optimizer state and other snapshots are not read."""
     config, layout, step_dir = find_checkpoint(options.run_dir)
@@ -123,9 +100,9 @@ def load_trained_generator(options: GeneratorExport) -> TrainedGenerator:
         raise ConfigError(f"--layout: ComfyUI's names for {model_name} are unknown; give diffusers")
     if options.merge and not is_lora:
         raise ConfigError("--merge: this run trained no adapters; leave it out")
-    needs_pipeline = options.layout == "diffusers" and not options.bare and (options.merge or not is_lora)
+    needs_pipeline = options.layout == "diffusers" and not options.network_only and (options.merge or not is_lora)
     if needs_pipeline and config.model.weights == TINY:
-        raise ConfigError("the run used small random weights, for which there is no pipeline; add --bare")
+        raise ConfigError("the run used small random weights, for which there is no pipeline; add --network-only")
     name = choose_checkpoint_snapshot(options.weights, step_dir)
     model = config.model.load(Placement(dtype=options.dtype))
     weights = config.tuning.apply(model, ())
@@ -155,7 +132,7 @@ def write_diffusers(options: GeneratorExport, trained: TrainedGenerator, out: Pa
     if adapters is not None:
         lora.write_diffusers_lora(adapters, layout, out / lora.DIFFUSERS_LORA_FILE, options.dtype)
         return lora_snippet(layout, base_model, lora.DIFFUSERS_LORA_FILE)
-    if not options.bare:
+    if not options.network_only:
         base_folder = find_weights(base_model, WeightsSource(base_model))
         diffusers_pipeline.copy_other_components(base_folder, layout, out)
     tensors = trained.tensors(options.dtype)
@@ -163,7 +140,7 @@ def write_diffusers(options: GeneratorExport, trained: TrainedGenerator, out: Pa
         component_tensors = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
         net = trained.net.get_submodule(prefix.rstrip("."))
         diffusers_pipeline.save_component(net, component_tensors, out / component, options.max_shard_size)
-    if options.bare:
+    if options.network_only:
         return " ".join(f"The folder `{component}` replaces that of {base_model}." for component in layout.components)
     return pipeline_snippet(layout)
 

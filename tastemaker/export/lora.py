@@ -26,7 +26,7 @@ from ..models.pretrained import (
     find_weights,
     load_state_dict,
 )
-from ..models.safe_unpickling import load_pickle
+from ..models.restricted_unpickler import load_pickle
 
 DIFFUSERS_LORA_FILE = "pytorch_lora_weights.safetensors"  # the name diffusers looks for in a folder
 METADATA_KEY = "lora_adapter_metadata"  # where diffusers, and no other program, stores rank and alpha
@@ -38,7 +38,7 @@ KNOWN_PREFIXES = (PEFT_PREFIX, "transformer.", "unet.", "lora_transformer_", "lo
 SECOND_TRANSFORMER_PREFIX = "transformer_2."  # only of pipelines with two transformers
 TEXT_ENCODER_PREFIX = "text_encoder"
 COMFYUI_TEXT_PREFIX = "lora_te"
-LORA_SUFFIXES = (*PICKLE_SUFFIXES, ".safetensors")
+LORA_SUFFIXES = (".safetensors", *sorted(PICKLE_SUFFIXES))
 VADER_PREFIX = "zheyangqin/VADER_VideoCrafter_"
 PUBLISHED_LORAS = {  # by the names that VADER uses
     "huggingface-pickscore": WeightsSource(
@@ -252,12 +252,12 @@ class LoraLayerNames:
 
     def find(self, stem: str) -> str | None:
         """Return the model's name of a layer, given its name in a file."""
-        bare = _without_prefixes(stem)
-        return self.original_names.get(bare) or self.names.get(stem) or self.names.get(bare)
+        name = _strip_prefixes(stem)
+        return self.original_names.get(name) or self.names.get(stem) or self.names.get(name)
 
     def default_alpha(self, stem: str, rank: int) -> float:
         """Return the alpha of an adapter whose file does not contain it."""
-        is_original = _without_prefixes(stem) in self.original_names and not stem.startswith(f"{self.component}.")
+        is_original = _strip_prefixes(stem) in self.original_names and not stem.startswith(f"{self.component}.")
         is_original |= stem.startswith(f"{PEFT_PREFIX}{TEXT_ENCODER_PREFIX}")
         return self.original_alpha if is_original and self.original_alpha is not None else rank
 
@@ -275,7 +275,7 @@ def _text_encoder_names(encoder: str, layers: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _without_prefixes(name: str) -> str:
+def _strip_prefixes(name: str) -> str:
     for prefix in KNOWN_PREFIXES:
         name = name.removeprefix(prefix)
     return name
@@ -370,12 +370,13 @@ def resolve_lora_path(path: Path) -> Path:
     if source is not None:
         return find_weights(source.hub, source)
     folder = find_cached(WeightsSource(name))
-    return path if folder is None else _only_lora_file(folder, name)
+    return path if folder is None else only_lora_file(folder, name)
 
 
-def _only_lora_file(folder: Path, name: str) -> Path:
-    files = sorted(path for path in folder.iterdir() if path.suffix in LORA_SUFFIXES)
+def only_lora_file(folder: Path, name: str) -> Path:
+    """Return the only LoRA file in a folder, such as one that `tastemaker export` wrote; `name` is for errors."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in LORA_SUFFIXES and file.is_file())
     if len(files) != 1:
-        found = ", ".join(file.name for file in files) or "none"
-        raise ConfigError(f"'{name:.200}' should hold one file of adapters and holds {found:.200}; give its path")
+        names = ", ".join(file.name for file in files) or "no LoRA file"
+        raise ConfigError(f"{name:.200} holds {names:.200}; expected one LoRA file, so pass its path")
     return files[0]

@@ -39,14 +39,11 @@ def clean_caption(caption: str) -> str:
 
 
 class T5CaptionEncoder(TextEncoders):
-    """T5's last hidden states, features [B, L, D], and the mask of real tokens, shown [B, L]; padding on the left."""
+    """T5's last hidden states, features [B, L, D], and attention_mask [B, L] of real tokens; padding on the left."""
 
     def __init__(self, text_encoder: TextEncoder) -> None:
         self.text_encoder = text_encoder
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return (self.text_encoder,)
+        self.text_encoders = (self.text_encoder,)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         captions = [clean_caption(prompt) for prompt in prompts]
@@ -55,8 +52,8 @@ class T5CaptionEncoder(TextEncoders):
         positions = torch.arange(mask.shape[1], device=mask.device)
         rotated = (positions + mask.sum(1, keepdim=True)) % mask.shape[1]  # moves padding from the right to the left
         features = features.gather(1, rotated[..., None].expand_as(features))
-        shown = mask.flip(1)
-        return {"features": features * shown[..., None], "shown": shown}
+        attention_mask = mask.flip(1)
+        return {"features": features * attention_mask[..., None], "attention_mask": attention_mask}
 
 
 class CachedCaptionEncoder:
@@ -84,12 +81,12 @@ class CachedCaptionEncoder:
         placement = self.encoder.placement
         null = self.null_embedding.to(placement.device)
         null_mask = torch.ones(len(null), dtype=torch.bool, device=placement.device)
-        encoded = self.encoder(captions) if captions else {"features": torch.empty(0), "shown": torch.empty(0)}
-        rows = iter(zip(encoded["features"], encoded["shown"], strict=True))
+        encoded = self.encoder(captions) if captions else {"features": torch.empty(0), "attention_mask": torch.empty(0)}
+        rows = iter(zip(encoded["features"], encoded["attention_mask"], strict=True))
         pairs = [next(rows) if prompt.strip() else (null, null_mask) for prompt in prompts]
         return {
             "features": torch.stack([features.to(placement.dtype) for features, _ in pairs]),
-            "shown": torch.stack([mask for _, mask in pairs]),
+            "attention_mask": torch.stack([mask for _, mask in pairs]),
         }
 
 
@@ -106,7 +103,7 @@ def build_caption_encoder(
 
         return T5CaptionEncoder(components().load_text_encoder("", T5EncoderModel, "", max_text_tokens))
 
-    fingerprint = {"model": "llamagen", "words": str(max_text_tokens)}
+    fingerprint = {"model": "llamagen", "max_text_tokens": str(max_text_tokens)}
     try:
         if digest := components().text_encoder_digest(""):
             fingerprint["text_encoder"] = digest

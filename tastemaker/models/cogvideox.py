@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.model_spec import PipelineLayout
 from ..core.registry import ConfigError
@@ -16,25 +15,20 @@ from ..core.types import Placement
 from .checkpoint_keys import reject_unknown_names
 from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
 from .image_backbone import unet_timestep
-from .pipeline_components import TINY, PipelineComponents, PublishedModel
+from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
-from .text_encoders import CachedTextEncoder
 from .video_backbone import (
     ConditioningTensors,
-    DecodeFrames,
-    FrozenVideoVae,
     T5PromptEncoder,
     TextTokenCount,
     VideoBackbone,
     VideoCompression,
     VideoSide,
-    VideoSpec,
-    check_video_size,
-    decode_whole_clip,
+    VideoTransformerSpec,
     latents_needed,
 )
 
-COMPRESSION = VideoCompression(channels=16, spatial_ratio=8, temporal_ratio=4)
+COMPRESSION = VideoCompression(channels=16, spatial_ratio=8, temporal_ratio=4, chunk_size=2)
 COGVIDEOX_2B: ComponentConfigs = {
     "transformer": {
         "num_attention_heads": 30,
@@ -86,9 +80,10 @@ TINY_CONFIGS: ComponentConfigs = {
     "text_encoder": TINY_T5,
 }
 COGVIDEOX = PublishedModel(
+    "cogvideox",
     (
         WeightsSource("zai-org/CogVideoX-2b", size="14 GB", license="Apache-2.0"),
-        WeightsSource("zai-org/CogVideoX-5b", size="22 GB", license="CogVideoX licence"),
+        WeightsSource("zai-org/CogVideoX-5b", size="22 GB", license="CogVideoX license"),
     ),
     TINY_CONFIGS,
     {"zai-org/CogVideoX-2b": COGVIDEOX_2B, "zai-org/CogVideoX-5b": COGVIDEOX_5B},
@@ -96,27 +91,41 @@ COGVIDEOX = PublishedModel(
 
 
 class CogVideoXPromptEncoder(T5PromptEncoder):
-    """T5's features of all tokens, padding included: words [B, L, D]."""
-
-    def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
-        super().__init__(components, max_text_tokens, use_attention_mask=False)
+    """T5's features of all tokens, padding included: prompt_embeds [B, L, D]."""
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        return {"words": super().__call__(prompts)["words"]}
+        return {"prompt_embeds": super().__call__(prompts)["prompt_embeds"]}
 
 
-def predict_velocity(
-    rotary: tuple[Tensor, Tensor] | None, net: nn.Module, x: Tensor, t: Tensor, conditioning: ConditioningTensors
-) -> Tensor:
-    """Return the velocity alpha noise - sigma clean of latents [B, f, C, h, w]."""
-    velocity: Tensor = net(
-        hidden_states=x,
-        encoder_hidden_states=conditioning["words"],
-        timestep=unet_timestep(t),
-        image_rotary_emb=rotary,
-        return_dict=False,
-    )[0]
-    return velocity
+class CogVideoXBackbone(VideoBackbone):
+    """Predicts the velocity alpha noise - sigma clean of latents."""
+
+    network_class, vae_class = "CogVideoXTransformer3DModel", "AutoencoderKLCogVideoX"
+
+    def __init__(self, spec: CogVideoXSpec, placement: Placement) -> None:
+        super().__init__(spec, placement)
+        self.rotary = rotary_embedding(self.net.config, spec.shape, placement)
+
+    def call_network(self, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
+        velocity: Tensor = self.net(
+            hidden_states=x,
+            encoder_hidden_states=conditioning["prompt_embeds"],
+            timestep=unet_timestep(t),
+            image_rotary_emb=self.rotary,
+            return_dict=False,
+        )[0]
+        return velocity
+
+    @staticmethod
+    def decode_frames(vae: Any, raw: Tensor, frames: Sequence[int]) -> Tensor:
+        """Decode in chunks of two latents, as published; the first chunk also holds the odd latent.
+
+        Chunks are never cut, because norms are computed over a chunk; those after the last needed frame are left out.
+        """
+        chunk_size = vae.num_latent_frames_batch_size
+        odd = raw.shape[2] % chunk_size
+        chunks = -(-(latents_needed(frames, COMPRESSION.temporal_ratio) - odd) // chunk_size)
+        return VideoBackbone.decode_frames(vae, raw[:, :, : odd + max(chunks, 1) * chunk_size], frames)
 
 
 def rotary_embedding(
@@ -138,23 +147,8 @@ def rotary_embedding(
     return cosine, sine
 
 
-def cogvideox_decoder(net: Any) -> DecodeFrames:
-    """Decode in chunks of two latents, as published; the first chunk also holds the odd latent.
-
-    Chunks are never cut, because norms are computed over a chunk; those after the last needed frame are left out.
-    """
-    chunk_size = net.num_latent_frames_batch_size
-
-    def decode_frames(raw: Tensor, frames: Sequence[int]) -> Tensor:
-        odd = raw.shape[2] % chunk_size
-        chunks = -(-(latents_needed(frames, COMPRESSION.temporal_ratio) - odd) // chunk_size)
-        return decode_whole_clip(net, raw[:, :, : odd + max(chunks, 1) * chunk_size], frames)
-
-    return decode_frames
-
-
 @dataclass(frozen=True)
-class CogVideoXSpec(VideoSpec):
+class CogVideoXSpec(VideoTransformerSpec):
     """CogVideoX, text to video: predicts velocity, on a noise schedule with zero terminal SNR."""
 
     weights: str = "zai-org/CogVideoX-2b"  # hub id, or folder in diffusers' layout
@@ -166,35 +160,9 @@ class CogVideoXSpec(VideoSpec):
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = COGVIDEOX
+    backbone_class = CogVideoXBackbone
+    compression = COMPRESSION
     layout: ClassVar[PipelineLayout] = PipelineLayout("CogVideoXPipeline", "transformer", "", reject_unknown_names)
 
-    def __post_init__(self) -> None:
-        check_video_size(
-            self.frames, self.height, self.width, 2 * COMPRESSION.temporal_ratio, 2 * COMPRESSION.spatial_ratio
-        )
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return COMPRESSION.shape(self.frames, self.height, self.width)
-
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: CogVideoXPromptEncoder(components, self.max_text_tokens),
-            ("text_encoder",),
-            {"model": "cogvideox", "words": self.max_text_tokens},
-            self.embeddings,
-        )
-
-    def load(self, placement: Placement) -> VideoBackbone:
-        from diffusers import AutoencoderKLCogVideoX, CogVideoXTransformer3DModel
-
-        components = self.components(placement)
-        net: Any = components.load_trainable("transformer", CogVideoXTransformer3DModel)
-        vae = components.load_frozen("vae", AutoencoderKLCogVideoX, gradient_checkpointing=self.checkpoint_decoder)
-        autoencoder = FrozenVideoVae.from_network(vae, cogvideox_decoder(vae))
-        call = partial(predict_velocity, rotary_embedding(net.config, self.shape, placement))
-        return VideoBackbone(net, call, autoencoder, self.cached_prompt_encoder(components), self)
-
-    def tiny(self) -> CogVideoXSpec:
-        tokens = min(self.max_text_tokens, 16)
-        return replace(self, weights=TINY, height=32, width=32, frames=9, max_text_tokens=tokens, embeddings=None)
+    def load_text_encoders(self, components: PipelineComponents) -> CogVideoXPromptEncoder:
+        return CogVideoXPromptEncoder(components, self.max_text_tokens, use_attention_mask=False)

@@ -62,7 +62,7 @@ class DitBackbone(PlaygroundBackbone):
         self.net = net.to(placement.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        out: Tensor = self.net(patchify(x, self.patch_size), t, cond.tensors["words"])
+        out: Tensor = self.net(patchify(x, self.patch_size), t, cond.tensors["token_ids"])
         return unpatchify(out, self.patch_size, self.shape)
 
     def encode(self, pixels: Tensor) -> Tensor:

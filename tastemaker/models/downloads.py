@@ -21,7 +21,7 @@ from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError, suggest_name
 from ..core.reward import HUB_ID
 from ..export.lora import PUBLISHED_LORAS, find_published_lora
-from ..rewards.scoring import parse_reward
+from ..rewards.folder_scorer import parse_reward
 from .pretrained import WeightsSource, find_cached, select_needed_files
 
 
@@ -102,7 +102,7 @@ def build_sources_table(sources: Sequence[WeightsSource]) -> Table:
         table.add_column(name, overflow="fold")
     for source in sources:
         gated = "request access on its page" if source.gated else "no"
-        size, license = source.size.removeprefix("of a size "), source.license.removeprefix("under a licence ")
+        size, license = source.size.removeprefix("size "), source.license.removeprefix("license ")
         row = (source.hub, source.file or "all files", size, license, gated, "yes" if find_cached(source) else "no")
         table.add_row(*map(escape, row))  # escaped, because rich would take `[dev]` of FLUX.1 for a style
     return table

@@ -15,15 +15,15 @@ from torch import Tensor
 from ..core.model_spec import PipelineLayout, Tensors
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
+from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename, swap_scale_shift
 from .component_configs import CLIP_L, T5_XXL, VAE, ComponentConfigs
 from .image_backbone import ImageBackbone
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, PipelineComponents, PublishedModel, PublishedSpec
+from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, read_single_file
-from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
+from .text_encoders import TextEncoders
 
 Side = Annotated[int, Field(ge=16, le=8192, multiple_of=16)]
-LATENT_CHANNELS, DOWNSAMPLE_FACTOR = 16, 8
+LATENT_CHANNELS = 16
 CLIP_MAX_TOKENS = 77
 DEFAULT_LORA_TARGETS = (
     *JOINT_ATTENTION_LAYERS,
@@ -83,7 +83,9 @@ TINY_CONFIGS: ComponentConfigs = {
     "text_encoder_2": {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 2},
 }
 DEV = WeightsSource("black-forest-labs/FLUX.1-dev", "", "34 GB", "FLUX.1 [dev] Non-Commercial License", gated=True)
-FLUX = PublishedModel((DEV,), TINY_CONFIGS, {DEV.hub: FLUX_DEV, "black-forest-labs/FLUX.1-schnell": FLUX_SCHNELL})
+FLUX = PublishedModel(
+    "flux", (DEV,), TINY_CONFIGS, {DEV.hub: FLUX_DEV, "black-forest-labs/FLUX.1-schnell": FLUX_SCHNELL}
+)
 
 DOUBLE, SINGLE = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."
 EMBEDDER_KEYS = (("timestep", "time_in"), ("text", "vector_in"), ("guidance", "guidance_in"))
@@ -141,20 +143,20 @@ def latent_image_ids(height: int, width: int) -> Tensor:
 
 
 class FluxPromptEncoder(TextEncoders):
-    """T5's features: words [B, max_text_tokens, D]; CLIP's pooled output: pooled [B, P]."""
+    """T5's prompt_embeds [B, max_text_tokens, D]; CLIP's pooled_prompt_embeds [B, P]."""
 
     def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
         from transformers import CLIPTextModel, T5EncoderModel
 
         self.clip = components.load_text_encoder("text_encoder", CLIPTextModel, "tokenizer", CLIP_MAX_TOKENS)
         self.t5 = components.load_text_encoder("text_encoder_2", T5EncoderModel, "tokenizer_2", max_text_tokens)
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return self.clip, self.t5
+        self.text_encoders = self.clip, self.t5
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        return {"words": self.t5(prompts).last_hidden_state, "pooled": self.clip(prompts).pooler_output}
+        return {
+            "prompt_embeds": self.t5(prompts).last_hidden_state,
+            "pooled_prompt_embeds": self.clip(prompts).pooler_output,
+        }
 
 
 class FluxBackbone(ImageBackbone):
@@ -162,18 +164,19 @@ class FluxBackbone(ImageBackbone):
 
     traits = NetworkTraits(lora_targets=DEFAULT_LORA_TARGETS)
 
-    def __init__(self, spec: FluxSpec, components: PipelineComponents, source: WeightsSource = DEV) -> None:
+    def __init__(self, spec: FluxSpec, placement: Placement) -> None:
         from diffusers import AutoencoderKL, FluxTransformer2DModel
 
-        tensors = None
+        components, tensors = spec.components(placement), None
         if spec.transformer is not None:
-            tensors = to_diffusers_keys(read_single_file(spec.transformer, source), components)
+            file = read_single_file(spec.transformer, spec.published.releases[0])
+            tensors = to_diffusers_keys(file, components)
         self.net = components.load_trainable("transformer", FluxTransformer2DModel, tensors)
         self.autoencoder = components.load_vae("vae", AutoencoderKL, gradient_checkpointing=spec.checkpoint_decoder)
         self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.spec, self.guidance_embeds = spec, bool(components.config("transformer").get("guidance_embeds"))
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
-        self.img_ids = latent_image_ids(*self.shape[2:]).to(components.placement.device)
+        self.img_ids = latent_image_ids(*self.shape[2:]).to(placement.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         size = x.shape[3:]
@@ -183,16 +186,16 @@ class FluxBackbone(ImageBackbone):
     def predict_tokens(self, tokens: Tensor, img_ids: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """Return the velocity of packed latents [B, n, 64] at positions [n, 3]."""
         dtype = next(self.net.parameters()).dtype  # without autocast, all inputs need the dtype of the weights
-        words, pooled = (cond.tensors[name].to(dtype) for name in ("words", "pooled"))
+        prompt_embeds, pooled = (cond.tensors[name].to(dtype) for name in ("prompt_embeds", "pooled_prompt_embeds"))
         # With autocast, latents stay in float32: the network casts the timestep to the dtype of its latents.
         autocast = torch.is_autocast_enabled(tokens.device.type)
         velocity: Tensor = self.net(
             hidden_states=tokens if autocast else tokens.to(dtype),
             timestep=(t * 1000).floor() / 1000 if self.spec.truncate_timesteps else t,
             guidance=self._guidance_input(t),
-            encoder_hidden_states=words,
+            encoder_hidden_states=prompt_embeds,
             pooled_projections=pooled,
-            txt_ids=img_ids.new_zeros(words.shape[1], 3),
+            txt_ids=img_ids.new_zeros(prompt_embeds.shape[1], 3),
             img_ids=img_ids,
             return_dict=False,
         )[0]
@@ -224,7 +227,10 @@ def to_diffusers_keys(tensors: dict[str, Tensor], components: PipelineComponents
         return tensors
     from diffusers import FluxTransformer2DModel
 
-    return flux_from_original(tensors, components.tensor_shapes("transformer", FluxTransformer2DModel))
+    shapes = components.tensor_shapes("transformer", FluxTransformer2DModel)
+    renamed = split_and_rename(tensors, shapes, KEY_RULES)
+    swapped = {key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith("norm_out.linear.")}
+    return {**renamed, **swapped}
 
 
 def flux_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
@@ -233,15 +239,8 @@ def flux_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     return rename_and_concat({**tensors, **swapped}, KEY_RULES)
 
 
-def flux_from_original(tensors: Tensors, shapes: TensorShapes) -> Tensors:
-    """Undo `flux_to_original` for a network of these shapes."""
-    renamed = split_and_rename(tensors, shapes, KEY_RULES)
-    swapped = {key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith("norm_out.linear.")}
-    return {**renamed, **swapped}
-
-
 @dataclass(frozen=True)
-class FluxSpec(PublishedSpec):
+class FluxSpec(ImageSpec):
     """FLUX.1: a flow-matching transformer of 12 billion parameters, conditioned by T5 and CLIP."""
 
     weights: str = DEV.hub  # hub id or folder in diffusers' layout: dev, schnell or a fine-tuned version
@@ -255,26 +254,18 @@ class FluxSpec(PublishedSpec):
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a seventh of its memory
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
-    frames: ClassVar[int] = 1
+    latent_channels = LATENT_CHANNELS
     published: ClassVar[PublishedModel] = FLUX
+    text_encoders = ("text_encoder", "text_encoder_2")
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "FluxPipeline", "transformer", "lora_transformer", flux_to_original, "flux"
     )
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return 1, LATENT_CHANNELS, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
-
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: FluxPromptEncoder(components, self.max_text_tokens),
-            ("text_encoder", "text_encoder_2"),
-            {"model": "flux", "words": self.max_text_tokens},
-            self.embeddings,
-        )
+    def load_text_encoders(self, components: PipelineComponents) -> FluxPromptEncoder:
+        return FluxPromptEncoder(components, self.max_text_tokens)
 
     def load(self, placement: Placement) -> FluxBackbone:
-        return FluxBackbone(self, self.components(placement))
+        return FluxBackbone(self, placement)
 
-    def tiny(self) -> FluxSpec:
+    def tiny(self) -> Self:
         return replace(self, weights=TINY, transformer=None, height=32, width=32, max_text_tokens=16, embeddings=None)

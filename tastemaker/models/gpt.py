@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
@@ -12,23 +13,67 @@ from torch import Tensor
 
 from ..core.distributions import TokenSampler
 from ..core.guidance import batch_conditions
-from ..core.model_spec import ModelSpec
-from ..core.policy import Guidance, Process, TokenDecoder
+from ..core.policy import Backbone, Guidance, Process, TokenDecoder
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
 from ..playground.captions import VOCABULARY
 from ..processes.autoregressive import AutoregressiveProcess
-from .image_tokenizer import CodebookSize, Count, load_image_tokenizer
+from .image_tokenizer import CodebookSize, Count, TokenGridSpec, load_image_tokenizer
 from .nets.cuda_graph_decoder import DecoderPool
 from .nets.gpt import GPT, GPTConfig, KVCache, hidden_states_and_head
 from .nets.token_decoder import DecodeRequest
+from .nets.vq import VQ, ColorTokenizer
 from .playground_backbone import PlaygroundBackbone, load_network
 
 
-class GptBackbone(PlaygroundBackbone):
-    """Predicts image tokens [K] one after the other, row by row, after the words of the prompt."""
+class CausalTokenBackbone(Backbone):
+    """Predicts image tokens [K] one after the other, row by row, after the tokens of the condition."""
 
+    forward_passes = 1
     traits = NetworkTraits(extra_forward_methods=(GPT.hidden_states.__name__,))
+    autoencoder: VQ | ColorTokenizer
+    decoder_pool: DecoderPool
+
+    @abstractmethod
+    def condition_tokens(self, cond: Condition) -> tuple[Tensor, Tensor | None]:
+        """The input of the network's condition embedder, and which condition tokens are not padding."""
+
+    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        condition, mask = self.condition_tokens(cond)
+        logits: Tensor = self.net(x[:, :-1], condition, None, mask)[0]
+        return logits
+
+    def hidden_states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
+        return hidden_states_and_head(self.net, x, *self.condition_tokens(cond))
+
+    def init_cache(self, cond: Condition) -> KVCache:
+        return ()
+
+    def decode_step(self, ids: Tensor | None, cache: KVCache, cond: Condition) -> tuple[Tensor, KVCache]:
+        condition, mask = self.condition_tokens(cond)
+        new_ids = None if ids is None else ids[:, None]
+        logits, cache = self.net(new_ids, condition if ids is None else None, cache, mask)
+        return logits[:, -1], cache
+
+    def make_decoder(
+        self, cond: Condition, uniform: Tensor, sampler: TokenSampler, guidance: Guidance | None
+    ) -> TokenDecoder | None:
+        condition, mask = self.condition_tokens(batch_conditions(cond) if guidance else cond)
+        return self.decoder_pool.make_decoder(self.net, DecodeRequest(condition, mask, uniform, sampler, guidance))
+
+    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        return self.autoencoder.decode(x)[:, None]
+
+    def token_embeddings(self, ids: Tensor) -> Tensor:
+        return self.autoencoder.token_embeddings(ids)
+
+    def encode_continuous(self, pixels: Tensor) -> Tensor:
+        with torch.autocast(pixels.device.type, enabled=False):
+            return self.autoencoder.encode_continuous(pixels[:, 0].float()).flatten(2).transpose(1, 2)
+
+
+class GptBackbone(CausalTokenBackbone, PlaygroundBackbone):
+    """LlamaGen's transformer, conditioned on the words of the prompt."""
 
     def __init__(self, spec: GptSpec, placement: Placement) -> None:
         self.device, self.max_text_tokens = placement.device, spec.max_text_tokens
@@ -42,44 +87,15 @@ class GptBackbone(PlaygroundBackbone):
         self.net = net.to(placement.device)
         self.decoder_pool = DecoderPool()
 
-    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        logits: Tensor
-        logits, _ = self.net(x[:, :-1], cond.tensors["words"])
-        return logits
-
-    def hidden_states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
-        return hidden_states_and_head(self.net, x, cond.tensors["words"])
-
-    def init_cache(self, cond: Condition) -> KVCache:
-        return ()
-
-    def decode_step(self, ids: Tensor | None, cache: KVCache, cond: Condition) -> tuple[Tensor, KVCache]:
-        tokens = None if ids is None else ids[:, None]
-        logits, cache = self.net(tokens, cond.tensors["words"] if ids is None else None, cache)
-        return logits[:, -1], cache
-
-    def make_decoder(
-        self, cond: Condition, uniform: Tensor, choice: TokenSampler, guidance: Guidance | None
-    ) -> TokenDecoder | None:
-        words = batch_conditions(cond).tensors["words"] if guidance else cond.tensors["words"]
-        return self.decoder_pool.make_decoder(self.net, DecodeRequest(words, None, uniform, choice, guidance))
-
     def encode(self, pixels: Tensor) -> Tensor:
         return self.autoencoder.encode(pixels[:, 0])
 
-    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        return self.autoencoder.decode(x)[:, None]
-
-    def token_embeddings(self, ids: Tensor) -> Tensor:
-        return self.autoencoder.token_embeddings(ids)
-
-    def encode_continuous(self, pixels: Tensor) -> Tensor:
-        with torch.autocast(pixels.device.type, enabled=False):
-            return self.autoencoder.encode_continuous(pixels[:, 0].float()).flatten(2).transpose(1, 2)
+    def condition_tokens(self, cond: Condition) -> tuple[Tensor, Tensor | None]:
+        return cond.tensors["token_ids"], None
 
 
 @dataclass(frozen=True)
-class GptSpec(ModelSpec):
+class GptSpec(TokenGridSpec):
     """An autoregressive transformer over image tokens, conditioned on the playground's words."""
 
     weights: str | None = None  # file, run, or name of weights in the package; random if not given
@@ -93,15 +109,11 @@ class GptSpec(ModelSpec):
     kv_heads: Count | None = None  # key and value heads; as many as query heads if not given
     max_text_tokens: Annotated[int, Field(ge=1, le=256)] = 16  # sequence length of prompts, padded
     seed: int = 0
-    frames: ClassVar[int] = 1
     process_type: ClassVar[type[Process]] = AutoregressiveProcess
 
     def __post_init__(self) -> None:
         self.network_config()
-        if self.image_size % self.grid_size:
-            raise ValueError(
-                f"'image_size' is {self.image_size}; expected a multiple of 'grid_size', which is {self.grid_size}"
-            )
+        self.check_image_size("grid_size")
 
     def network_config(self) -> GPTConfig:
         return GPTConfig(
@@ -115,10 +127,6 @@ class GptSpec(ModelSpec):
             prefix_length=self.max_text_tokens,
             vocabulary=len(VOCABULARY),
         )
-
-    @property
-    def shape(self) -> tuple[int]:
-        return (self.grid_size * self.grid_size,)
 
     def load(self, placement: Placement) -> GptBackbone:
         return GptBackbone(self, placement)

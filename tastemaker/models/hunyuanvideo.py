@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.model_spec import PipelineLayout
 from ..core.types import Placement
 from .checkpoint_keys import reject_unknown_names
 from .component_configs import CLIP_L, ComponentConfigs
-from .pipeline_components import TINY, PipelineComponents, PublishedModel
+from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
-from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
+from .text_encoders import TextEncoders
 from .video_backbone import (
     ConditioningTensors,
-    DecodeFrames,
-    FrozenVideoVae,
     TextTokenCount,
     VideoBackbone,
     VideoCompression,
     VideoSide,
-    VideoSpec,
-    check_video_size,
-    decode_whole_clip,
+    VideoTransformerSpec,
 )
 
 COMPRESSION = VideoCompression(channels=16, spatial_ratio=8, temporal_ratio=4)
@@ -91,11 +86,11 @@ TINY_CONFIGS: ComponentConfigs = {
     "text_encoder_2": {**TINY_TEXT, "vocab_size": 600, "num_hidden_layers": 1, "bos_token_id": 0, "eos_token_id": 2},
 }
 SOURCE = WeightsSource("hunyuanvideo-community/HunyuanVideo", size="42 GB", license="Tencent Hunyuan Community License")
-HUNYUANVIDEO = PublishedModel((SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
+HUNYUANVIDEO = PublishedModel("hunyuanvideo", (SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
 
 
 class HunyuanPromptEncoder(TextEncoders):
-    """Llama's features, words [B, L, D], their mask, seen [B, L], and CLIP's pooled output, pooled [B, P]."""
+    """Llama's prompt_embeds [B, L, D] and attention_mask [B, L], and CLIP's pooled_prompt_embeds [B, P]."""
 
     def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
         from transformers import CLIPTextModel, LlamaModel
@@ -105,75 +100,72 @@ class HunyuanPromptEncoder(TextEncoders):
         length = max_text_tokens + self.prefix
         self.llama = components.load_text_encoder("text_encoder", LlamaModel, "tokenizer", length)
         self.clip = components.load_text_encoder("text_encoder_2", CLIPTextModel, "tokenizer_2", CLIP_MAX_TOKENS)
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return self.llama, self.clip
+        self.text_encoders = self.llama, self.clip
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         texts = [self.template.format(prompt) for prompt in prompts]
         llama = self.llama(texts, use_attention_mask=True, output_hidden_states=True)
         return {
-            "words": llama.hidden_states[LLAMA_LAYER][:, self.prefix :],
-            "seen": self.llama.tokenize(texts)["attention_mask"].bool()[:, self.prefix :],
-            "pooled": self.clip(prompts).pooler_output,
+            "prompt_embeds": llama.hidden_states[LLAMA_LAYER][:, self.prefix :],
+            "attention_mask": self.llama.tokenize(texts)["attention_mask"].bool()[:, self.prefix :],
+            "pooled_prompt_embeds": self.clip(prompts).pooler_output,
         }
 
 
-def predict_velocity(
-    guidance_scale: float | None, net: nn.Module, x: Tensor, t: Tensor, conditioning: ConditioningTensors
-) -> Tensor:
-    """Return the velocity noise - clean of latents [B, f, C, h, w]."""
-    velocity: Tensor = net(
-        hidden_states=x.transpose(1, 2),
-        timestep=1000 * t,
-        encoder_hidden_states=conditioning["words"],
-        encoder_attention_mask=conditioning["seen"].to(x.dtype),
-        pooled_projections=conditioning["pooled"],
-        guidance=None if guidance_scale is None else torch.full_like(t, 1000 * guidance_scale),
-        return_dict=False,
-    )[0]
-    return velocity.transpose(1, 2)
+class HunyuanVideoBackbone(VideoBackbone):
+    """Predicts the velocity noise - clean of latents."""
 
+    network_class, vae_class = "HunyuanVideoTransformer3DModel", "AutoencoderKLHunyuanVideo"
 
-def hunyuan_decoder(net: Any) -> DecodeFrames:
-    """Decode overlapping tiles in time, as published, each blended into the one before; only those that are needed."""
-    tile_frames: int = net.tile_sample_min_num_frames
-    stride: int = net.tile_sample_stride_num_frames
-    ratio: int = net.temporal_compression_ratio
-    overlap = tile_frames - stride
+    def __init__(self, spec: HunyuanVideoSpec, placement: Placement) -> None:
+        super().__init__(spec, placement)
+        net: Any = self.net
+        self.guidance_scale = spec.guidance_scale if net.config.guidance_embeds else None
 
-    def decode_tile(raw: Tensor, tile: int) -> Tensor:
-        first = tile * stride // ratio
-        pixels: Tensor = net.decoder(net.post_quant_conv(raw[:, :, first : first + tile_frames // ratio + 1]))
-        return pixels[:, :, 1:] if tile else pixels
+    def call_network(self, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
+        velocity: Tensor = self.net(
+            hidden_states=x.transpose(1, 2),
+            timestep=1000 * t,
+            encoder_hidden_states=conditioning["prompt_embeds"],
+            encoder_attention_mask=conditioning["attention_mask"].to(x.dtype),
+            pooled_projections=conditioning["pooled_prompt_embeds"],
+            guidance=None if self.guidance_scale is None else torch.full_like(t, 1000 * self.guidance_scale),
+            return_dict=False,
+        )[0]
+        return velocity.transpose(1, 2)
 
-    def locate(frame: int) -> tuple[int, int]:
-        """Return the tile of a frame and its index there; the first tile has one frame more."""
-        return (0, frame) if frame <= stride else ((frame - 1) // stride, (frame - 1) % stride)
+    @staticmethod
+    def decode_frames(vae: Any, raw: Tensor, frames: Sequence[int]) -> Tensor:
+        """Decode overlapping tiles in time, as published, each blended into the one before; only those needed."""
+        tile_frames: int = vae.tile_sample_min_num_frames
+        stride: int = vae.tile_sample_stride_num_frames
+        ratio: int = vae.temporal_compression_ratio
+        overlap = tile_frames - stride
+        if not vae.use_framewise_decoding or raw.shape[2] <= tile_frames // ratio:
+            return VideoBackbone.decode_frames(vae, raw, frames)
 
-    def blend(tiles: dict[int, Tensor], frame: int) -> Tensor:
-        tile, index = locate(frame)
-        pixels = tiles[tile][:, :, index]
-        blended = min(overlap, tiles[tile].shape[2])  # the last tile may be shorter than the overlap
-        if tile == 0 or index >= blended:
-            return pixels
-        before = tiles[tile - 1][:, :, index - blended]
-        return before * (1 - index / blended) + pixels * (index / blended)
+        def decode_tile(tile: int) -> Tensor:
+            first = tile * stride // ratio
+            pixels: Tensor = vae.decoder(vae.post_quant_conv(raw[:, :, first : first + tile_frames // ratio + 1]))
+            return pixels[:, :, 1:] if tile else pixels
 
-    def decode_frames(raw: Tensor, frames: Sequence[int]) -> Tensor:
-        if not net.use_framewise_decoding or raw.shape[2] <= tile_frames // ratio:
-            return decode_whole_clip(net, raw, frames)
-        places = {locate(frame) for frame in frames}
+        def blend(tile: int, index: int) -> Tensor:
+            pixels = tiles[tile][:, :, index]
+            blended = min(overlap, tiles[tile].shape[2])  # the last tile may be shorter than the overlap
+            if tile == 0 or index >= blended:
+                return pixels
+            before = tiles[tile - 1][:, :, index - blended]
+            return before * (1 - index / blended) + pixels * (index / blended)
+
+        # The tile of each frame, and its index there; the first tile has one frame more.
+        places = [(0, k) if k <= stride else ((k - 1) // stride, (k - 1) % stride) for k in frames]
         needed = {tile for tile, _ in places} | {tile - 1 for tile, index in places if tile and index < overlap}
-        tiles = {tile: decode_tile(raw, tile) for tile in sorted(needed)}
-        return torch.stack([blend(tiles, frame) for frame in frames], 2)
-
-    return decode_frames
+        tiles = {tile: decode_tile(tile) for tile in sorted(needed)}
+        return torch.stack([blend(*place) for place in places], 2)
 
 
 @dataclass(frozen=True)
-class HunyuanVideoSpec(VideoSpec):
+class HunyuanVideoSpec(VideoTransformerSpec):
     """HunyuanVideo, text to video: a flow with timestep shift 7 and distilled guidance."""
 
     weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
@@ -186,35 +178,10 @@ class HunyuanVideoSpec(VideoSpec):
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = HUNYUANVIDEO
+    backbone_class = HunyuanVideoBackbone
+    compression = COMPRESSION
+    text_encoders = ("text_encoder", "text_encoder_2")
     layout: ClassVar[PipelineLayout] = PipelineLayout("HunyuanVideoPipeline", "transformer", "", reject_unknown_names)
 
-    def __post_init__(self) -> None:
-        check_video_size(
-            self.frames, self.height, self.width, COMPRESSION.temporal_ratio, 2 * COMPRESSION.spatial_ratio
-        )
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return COMPRESSION.shape(self.frames, self.height, self.width)
-
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: HunyuanPromptEncoder(components, self.max_text_tokens),
-            ("text_encoder", "text_encoder_2"),
-            {"model": "hunyuanvideo", "words": self.max_text_tokens},
-            self.embeddings,
-        )
-
-    def load(self, placement: Placement) -> VideoBackbone:
-        from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
-
-        components = self.components(placement)
-        net: Any = components.load_trainable("transformer", HunyuanVideoTransformer3DModel)
-        vae = components.load_frozen("vae", AutoencoderKLHunyuanVideo, gradient_checkpointing=self.checkpoint_decoder)
-        autoencoder = FrozenVideoVae.from_network(vae, hunyuan_decoder(vae))
-        call = partial(predict_velocity, self.guidance_scale if net.config.guidance_embeds else None)
-        return VideoBackbone(net, call, autoencoder, self.cached_prompt_encoder(components), self)
-
-    def tiny(self) -> HunyuanVideoSpec:
-        tokens = min(self.max_text_tokens, 16)
-        return replace(self, weights=TINY, height=32, width=32, frames=5, max_text_tokens=tokens, embeddings=None)
+    def load_text_encoders(self, components: PipelineComponents) -> HunyuanPromptEncoder:
+        return HunyuanPromptEncoder(components, self.max_text_tokens)

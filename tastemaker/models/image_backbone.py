@@ -18,6 +18,7 @@ from ..core.types import Condition, Metadata, Prompts
 from ..data.image_io import read_image
 from .text_encoders import CachedTextEncoder, disable_autocast
 
+DOWNSAMPLE_FACTOR = 8  # pixels per latent and side, of every published image generator here
 NUM_TRAIN_TIMESTEPS = 1000  # of every published diffusion model here
 DECODE_BATCH_LATENTS = 1 << 13  # latent positions decoded in one call: one image of 720x720, or two of 512x512
 
@@ -62,11 +63,10 @@ class FrozenVae:
         return ((pixels[:, :, 0] if self.is_video else pixels) / 2 + 0.5).clamp(0, 1)
 
 
-class ImageBackbone(Backbone):
-    """A denoiser of image latents [1, C, h, w] with a frozen VAE and cached prompt embeddings."""
+class TextConditionedBackbone(Backbone):
+    """A denoiser with frozen text encoders, whose prompt embeddings are cached."""
 
     forward_passes = 1
-    autoencoder: FrozenVae
     prompt_encoder: CachedTextEncoder
 
     def enable_text_encoder_training(self) -> dict[str, nn.Module]:
@@ -74,6 +74,12 @@ class ImageBackbone(Backbone):
 
     def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
         return Condition(tuple(prompts), self.prompt_encoder(prompts), tuple(metadata))
+
+
+class ImageBackbone(TextConditionedBackbone):
+    """A denoiser of image latents [1, C, h, w] with a frozen VAE."""
+
+    autoencoder: FrozenVae
 
     def with_size(self, height: int, width: int) -> Self:
         other, factor = copy(self), self.pixels[2] // self.shape[2]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from ..core.autoencoder import AutoencoderSpec
+from ..core.model_spec import ModelSpec
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from . import loading, weight_files
@@ -29,6 +31,29 @@ PUBLISHED_TOKENIZERS = {
     file: WeightsSource(hub, f"{file}.pt", size="0.3 GB", license="MIT")
     for file, hub in (("vq_ds16_c2i", LLAMAGEN), ("vq_ds8_c2i", LLAMAGEN), ("vq_ds16_t2i", LLAMAGEN_TEXT))
 }
+
+
+class TokenGridSpec(ModelSpec):
+    """Settings of a generator of square images as tokens, row by row."""
+
+    frames: ClassVar[int] = 1
+    image_size: int
+
+    @property
+    @abstractmethod
+    def grid_size(self) -> int:
+        """Tokens per side."""
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.grid_size * self.grid_size,)
+
+    def check_image_size(self, setting: str) -> None:
+        """Refuse images whose sides are no multiple of a setting."""
+        if self.image_size % (factor := getattr(self, setting)):
+            raise ValueError(
+                f"'image_size' is {self.image_size}; expected a multiple of '{setting}', which is {factor}"
+            )
 
 
 @dataclass(frozen=True)

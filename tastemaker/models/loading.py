@@ -16,7 +16,7 @@ from ..core.registry import ConfigError
 from ..core.types import Placement
 from . import weight_files
 from .pretrained import WeightsSource, find_weights, load_state_dict, unwrap_state_dict
-from .safe_unpickling import RankShards, load_trainer_pickle, merge_rank_shards
+from .restricted_unpickler import RankShards, load_trainer_pickle, merge_rank_shards
 
 N = TypeVar("N", bound=nn.Module)
 Tensors = dict[str, Tensor]

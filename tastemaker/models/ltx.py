@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.model_spec import PipelineLayout
-from ..core.types import Placement
 from .checkpoint_keys import reject_unknown_names
 from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
-from .pipeline_components import TINY, PipelineComponents, PublishedModel
+from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
-from .text_encoders import CachedTextEncoder
 from .video_backbone import (
     ConditioningTensors,
-    DecodeFrames,
-    FrozenVideoVae,
     T5PromptEncoder,
     TextTokenCount,
     VideoBackbone,
     VideoCompression,
     VideoSide,
-    VideoSpec,
-    check_video_size,
+    VideoTransformerSpec,
 )
 
-COMPRESSION = VideoCompression(channels=128, spatial_ratio=32, temporal_ratio=8)
+COMPRESSION = VideoCompression(channels=128, spatial_ratio=32, temporal_ratio=8, patch_size=1)
 CONFIGS: ComponentConfigs = {
     "transformer": {
         "num_attention_heads": 32,
@@ -65,43 +59,40 @@ TINY_CONFIGS: ComponentConfigs = {
     "text_encoder": TINY_T5,
 }
 SOURCE = WeightsSource("Lightricks/LTX-Video", size="26 GB", license="LTX-Video Open Weights License")
-LTX = PublishedModel((SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
+LTX = PublishedModel("ltx", (SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
 
 
-def predict_velocity(fps: float, net: nn.Module, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
-    """Return the velocity noise - clean of latents [B, f, C, h, w], one token per latent."""
-    frames, channels, height, width = x.shape[1:]
-    velocity: Tensor = net(
-        hidden_states=x.movedim(2, -1).reshape(len(x), -1, channels),
-        encoder_hidden_states=conditioning["words"],
-        timestep=1000 * t,
-        encoder_attention_mask=conditioning["seen"],
-        num_frames=frames,
-        height=height,
-        width=width,
-        rope_interpolation_scale=(
-            COMPRESSION.temporal_ratio / fps,
-            COMPRESSION.spatial_ratio,
-            COMPRESSION.spatial_ratio,
-        ),
-        return_dict=False,
-    )[0]
-    return velocity.view(len(x), frames, height, width, channels).movedim(-1, 2)
+class LtxBackbone(VideoBackbone):
+    """Predicts the velocity noise - clean of latents, one token per latent."""
 
+    network_class, vae_class = "LTXVideoTransformer3DModel", "AutoencoderKLLTXVideo"
+    spec: LtxSpec
 
-def ltx_decoder(net: Any) -> DecodeFrames:
-    """Decode the whole clip, because the decoder is not causal; later VAEs also take a timestep, which is zero."""
+    def call_network(self, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
+        (frames, channels, height, width), ratio = x.shape[1:], COMPRESSION.spatial_ratio
+        velocity: Tensor = self.net(
+            hidden_states=x.movedim(2, -1).reshape(len(x), -1, channels),
+            encoder_hidden_states=conditioning["prompt_embeds"],
+            timestep=1000 * t,
+            encoder_attention_mask=conditioning["attention_mask"],
+            num_frames=frames,
+            height=height,
+            width=width,
+            rope_interpolation_scale=(COMPRESSION.temporal_ratio / self.spec.fps, ratio, ratio),
+            return_dict=False,
+        )[0]
+        return velocity.view(len(x), frames, height, width, channels).movedim(-1, 2)
 
-    def decode_frames(raw: Tensor, frames: Sequence[int]) -> Tensor:
-        timestep = raw.new_zeros(len(raw)) if net.config.timestep_conditioning else None
-        pixels: Tensor = net.decode(raw, timestep, return_dict=False)[0]
+    @staticmethod
+    def decode_frames(vae: Any, raw: Tensor, frames: Sequence[int]) -> Tensor:
+        """Decode the whole clip, because the decoder is not causal; later VAEs also take a timestep, which is zero."""
+        timestep = raw.new_zeros(len(raw)) if vae.config.timestep_conditioning else None
+        pixels: Tensor = vae.decode(raw, timestep, return_dict=False)[0]
         return pixels[:, :, list(frames)]
-
-    return decode_frames
 
 
 @dataclass(frozen=True)
-class LtxSpec(VideoSpec):
+class LtxSpec(VideoTransformerSpec):
     """LTX-Video, text to video: a flow whose timestep shift depends on the number of latents and which ends at 0.1."""
 
     weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
@@ -114,35 +105,14 @@ class LtxSpec(VideoSpec):
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = LTX
+    backbone_class = LtxBackbone
+    compression = COMPRESSION
     layout: ClassVar[PipelineLayout] = PipelineLayout("LTXPipeline", "transformer", "", reject_unknown_names)
 
     def __post_init__(self) -> None:
-        check_video_size(self.frames, self.height, self.width, COMPRESSION.temporal_ratio, COMPRESSION.spatial_ratio)
+        super().__post_init__()
         if not 0 < self.fps <= 1000:
             raise ValueError(f"'fps' is {self.fps}; expected frames per second, above 0 and at most 1000")
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return COMPRESSION.shape(self.frames, self.height, self.width)
-
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: T5PromptEncoder(components, self.max_text_tokens, use_attention_mask=False),
-            ("text_encoder",),
-            {"model": "ltx", "words": self.max_text_tokens},
-            self.embeddings,
-        )
-
-    def load(self, placement: Placement) -> VideoBackbone:
-        from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
-
-        components = self.components(placement)
-        net = components.load_trainable("transformer", LTXVideoTransformer3DModel)
-        vae = components.load_frozen("vae", AutoencoderKLLTXVideo, gradient_checkpointing=self.checkpoint_decoder)
-        autoencoder = FrozenVideoVae.from_network(vae, ltx_decoder(vae), vae.latents_mean, vae.latents_std)
-        prompt_encoder = self.cached_prompt_encoder(components)
-        return VideoBackbone(net, partial(predict_velocity, self.fps), autoencoder, prompt_encoder, self)
-
-    def tiny(self) -> LtxSpec:
-        tokens = min(self.max_text_tokens, 16)
-        return replace(self, weights=TINY, height=32, width=32, frames=9, max_text_tokens=tokens, embeddings=None)
+    def load_text_encoders(self, components: PipelineComponents) -> T5PromptEncoder:
+        return T5PromptEncoder(components, self.max_text_tokens, use_attention_mask=False)

@@ -14,7 +14,7 @@ from ..core.registry import ConfigError
 from .checkpoint_keys import KeyRules, rename_and_concat
 from .loading import abbreviate_keys
 from .pretrained import silence_libraries, unwrap_state_dict
-from .safe_unpickling import load_trainer_pickle
+from .restricted_unpickler import load_trainer_pickle
 from .sd15 import RESNET_KEYS
 
 UNET_PREFIX, VAE_PREFIX, TEXT_ENCODER_PREFIX = "model.diffusion_model.", "first_stage_model.", "cond_stage_model.model."

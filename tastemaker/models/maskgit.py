@@ -9,12 +9,11 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from ..core.model_spec import ModelSpec
 from ..core.policy import Process
 from ..core.types import Condition, Placement
 from ..playground.captions import VOCABULARY
 from ..processes.masked import MaskedProcess
-from .image_tokenizer import CodebookSize, Count, load_image_tokenizer
+from .image_tokenizer import CodebookSize, Count, TokenGridSpec, load_image_tokenizer
 from .nets.maskgit import MaskGIT, MaskGITConfig
 from .playground_backbone import PlaygroundBackbone, load_network
 
@@ -32,7 +31,7 @@ class MaskgitBackbone(PlaygroundBackbone):
         self.net = net.to(placement.device)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        logits: Tensor = self.net(x, cond.tensors["words"])
+        logits: Tensor = self.net(x, cond.tensors["token_ids"])
         return logits
 
     def encode(self, pixels: Tensor) -> Tensor:
@@ -43,7 +42,7 @@ class MaskgitBackbone(PlaygroundBackbone):
 
 
 @dataclass(frozen=True)
-class MaskgitSpec(ModelSpec):
+class MaskgitSpec(TokenGridSpec):
     """A bidirectional transformer over image tokens, conditioned on the playground's words."""
 
     weights: str | None = None  # file, run, or name of weights in the package; random if not given
@@ -56,15 +55,11 @@ class MaskgitSpec(ModelSpec):
     heads: Count = 6
     max_text_tokens: Annotated[int, Field(ge=1, le=256)] = 16  # sequence length of prompts, padded
     seed: int = 0
-    frames: ClassVar[int] = 1
     process_type: ClassVar[type[Process]] = MaskedProcess
 
     def __post_init__(self) -> None:
         self.network_config()
-        if self.image_size % self.grid_size:
-            raise ValueError(
-                f"'image_size' is {self.image_size}; expected a multiple of 'grid_size', which is {self.grid_size}"
-            )
+        self.check_image_size("grid_size")
 
     def network_config(self) -> MaskGITConfig:
         return MaskGITConfig(
@@ -76,10 +71,6 @@ class MaskgitSpec(ModelSpec):
             self.max_text_tokens,
             vocabulary=len(VOCABULARY),
         )
-
-    @property
-    def shape(self) -> tuple[int]:
-        return (self.grid_size * self.grid_size,)
 
     def load(self, placement: Placement) -> MaskgitBackbone:
         return MaskgitBackbone(self, placement)

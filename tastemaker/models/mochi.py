@@ -8,28 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.model_spec import PipelineLayout
 from ..core.types import Placement
 from .checkpoint_keys import reject_unknown_names
 from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
-from .pipeline_components import TINY, PipelineComponents, PublishedModel
+from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
-from .text_encoders import CachedTextEncoder
 from .video_backbone import (
-    VIDEO_TRAITS,
     ConditioningTensors,
-    DecodeFrames,
-    FrozenVideoVae,
     T5PromptEncoder,
     TextTokenCount,
     VideoBackbone,
     VideoCompression,
     VideoSide,
-    VideoSpec,
-    check_video_size,
-    decode_whole_clip,
+    VideoTransformerSpec,
     latents_needed,
 )
 
@@ -70,33 +64,40 @@ TINY_CONFIGS: ComponentConfigs = {
     "text_encoder": TINY_T5,
 }
 SOURCE = WeightsSource("genmo/mochi-1-preview", size="60 GB", license="Apache-2.0")
-MOCHI = PublishedModel((SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
+MOCHI = PublishedModel("mochi", (SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
 
 
-def predict_velocity(net: nn.Module, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
-    """Return the velocity noise - clean; the network's own is clean - noise, at time 1 - t."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # it uses autocast to float32 for positions
-        velocity: Tensor = net(
-            hidden_states=x.transpose(1, 2),
-            encoder_hidden_states=conditioning["words"],
-            timestep=1000 * (1 - t),
-            encoder_attention_mask=conditioning["seen"],
-            return_dict=False,
-        )[0]
-    return -velocity.transpose(1, 2)
+class MochiBackbone(VideoBackbone):
+    """Predicts the velocity noise - clean of latents; the network's own is clean - noise, at time 1 - t."""
 
+    network_class, vae_class = "MochiTransformer3DModel", "AutoencoderKLMochi"
 
-def mochi_decoder(net: Any) -> DecodeFrames:
-    """Decode up to the last frame that is needed: the decoder is causal, and its norms are of each frame."""
+    def __init__(self, spec: MochiSpec, placement: Placement) -> None:
+        super().__init__(spec, placement)
+        net: Any = self.net
+        last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn1."
+        # The queries of the text in the last block are not used.
+        self.traits = replace(self.traits, unused_parameters=(f"{last}add_q_proj.", f"{last}norm_added_q."))
 
-    def decode_frames(raw: Tensor, frames: Sequence[int]) -> Tensor:
-        return decode_whole_clip(net, raw[:, :, : latents_needed(frames, COMPRESSION.temporal_ratio)], frames)
+    def call_network(self, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of its autocast to float32 for positions
+            velocity: Tensor = self.net(
+                hidden_states=x.transpose(1, 2),
+                encoder_hidden_states=conditioning["prompt_embeds"],
+                timestep=1000 * (1 - t),
+                encoder_attention_mask=conditioning["attention_mask"],
+                return_dict=False,
+            )[0]
+        return -velocity.transpose(1, 2)
 
-    return decode_frames
+    @staticmethod
+    def decode_frames(vae: Any, raw: Tensor, frames: Sequence[int]) -> Tensor:
+        """Decode up to the last frame that is needed: the decoder is causal, and its norms are of each frame."""
+        return VideoBackbone.decode_frames(vae, raw[:, :, : latents_needed(frames, COMPRESSION.temporal_ratio)], frames)
 
 
 @dataclass(frozen=True)
-class MochiSpec(VideoSpec):
+class MochiSpec(VideoTransformerSpec):
     """Mochi 1, text to video: a flow whose first half of steps removes a fortieth of the noise."""
 
     weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
@@ -108,38 +109,9 @@ class MochiSpec(VideoSpec):
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = MOCHI
+    backbone_class = MochiBackbone
+    compression = COMPRESSION
     layout: ClassVar[PipelineLayout] = PipelineLayout("MochiPipeline", "transformer", "", reject_unknown_names)
 
-    def __post_init__(self) -> None:
-        check_video_size(
-            self.frames, self.height, self.width, COMPRESSION.temporal_ratio, 2 * COMPRESSION.spatial_ratio
-        )
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return COMPRESSION.shape(self.frames, self.height, self.width)
-
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: T5PromptEncoder(components, self.max_text_tokens, use_attention_mask=True),
-            ("text_encoder",),
-            {"model": "mochi", "words": self.max_text_tokens},
-            self.embeddings,
-        )
-
-    def load(self, placement: Placement) -> VideoBackbone:
-        from diffusers import AutoencoderKLMochi, MochiTransformer3DModel
-
-        components = self.components(placement)
-        net: Any = components.load_trainable("transformer", MochiTransformer3DModel)
-        last = f"transformer_blocks.{len(net.transformer_blocks) - 1}.attn1."
-        # The queries of the text in the last block are not used.
-        traits = replace(VIDEO_TRAITS, unused_parameters=(f"{last}add_q_proj.", f"{last}norm_added_q."))
-        vae = components.load_frozen("vae", AutoencoderKLMochi, gradient_checkpointing=self.checkpoint_decoder)
-        autoencoder = FrozenVideoVae.from_network(vae, mochi_decoder(vae))
-        prompt_encoder = self.cached_prompt_encoder(components)
-        return VideoBackbone(net, predict_velocity, autoencoder, prompt_encoder, self, traits)
-
-    def tiny(self) -> MochiSpec:
-        tokens = min(self.max_text_tokens, 16)
-        return replace(self, weights=TINY, height=32, width=32, frames=7, max_text_tokens=tokens, embeddings=None)
+    def load_text_encoders(self, components: PipelineComponents) -> T5PromptEncoder:
+        return T5PromptEncoder(components, self.max_text_tokens, use_attention_mask=True)

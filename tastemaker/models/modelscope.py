@@ -9,22 +9,29 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..core.model_spec import PipelineLayout
-from ..core.policy import Backbone
 from ..core.registry import ConfigError
 from ..core.types import Condition, Metadata, Placement, Prompts
 from . import sd15
 from .component_configs import CLIP_G, SD_VAE, ComponentConfigs
-from .image_backbone import DECODE_BATCH_LATENTS, FrozenVae, cast_to_network_dtype, check_image_size, unet_timestep
+from .image_backbone import (
+    DECODE_BATCH_LATENTS,
+    DOWNSAMPLE_FACTOR,
+    FrozenVae,
+    TextConditionedBackbone,
+    cast_to_network_dtype,
+    check_image_size,
+    unet_timestep,
+)
 from .lvdm_checkpoint import convert_unet, unet_to_original
 from .pipeline_components import TINY, PipelineComponents, PublishedModel, parameters_on_meta
 from .pretrained import WeightsSource, find_weights, load_state_dict, silence_libraries
-from .sd15 import DOWNSAMPLE_FACTOR, LATENT_CHANNELS, ClipPromptEncoder
+from .sd15 import LATENT_CHANNELS, ClipPromptEncoder
 from .text_encoders import CachedTextEncoder
 from .video_backbone import VideoSpec, check_clip_shape
 
@@ -57,16 +64,14 @@ TINY_CONFIGS: ComponentConfigs = {
     "text_encoder": sd15.TINY_CONFIGS["text_encoder"],
 }
 SOURCE = WeightsSource("damo-vilab/text-to-video-ms-1.7b", size="7 GB", license="CC-BY-NC-4.0")
-MODELSCOPE = PublishedModel((SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
+MODELSCOPE = PublishedModel("modelscope", (SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
 
 
-class VideoUnetBackbone(Backbone):
+class VideoUnetBackbone(TextConditionedBackbone):
     """Denoises latents [F, 4, h, w]; the UNet predicts noise.
 
     With `fps`, the frame rate is an input of the network; a prompt's metadata `fps` takes precedence.
     """
-
-    forward_passes = 1
 
     def __init__(
         self,
@@ -80,15 +85,12 @@ class VideoUnetBackbone(Backbone):
         self.autoencoder, self.prompt_encoder, self.fps = autoencoder, prompt_encoder, fps
         self.shape, self.pixels = spec.shape, (spec.frames, 3, spec.height, spec.width)
 
-    def enable_text_encoder_training(self) -> dict[str, nn.Module]:
-        return self.prompt_encoder.enable_training()
-
     def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
-        tensors = self.prompt_encoder(prompts)
+        cond = super().embed(prompts, metadata)
         if self.fps is not None:
             rates = [self._prompt_fps(each) for each in metadata or ({},) * len(prompts)]
-            tensors["fps"] = torch.tensor(rates, device=tensors["words"].device)
-        return Condition(tuple(prompts), tensors, tuple(metadata))
+            cond.tensors["fps"] = torch.tensor(rates, device=cond.tensors["prompt_embeds"].device)
+        return cond
 
     def _prompt_fps(self, metadata: Metadata) -> int:
         try:
@@ -97,8 +99,8 @@ class VideoUnetBackbone(Backbone):
             raise ConfigError(f"data: of a prompt {error}") from error
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        latents, words = cast_to_network_dtype(self.net, x, cond.tensors["words"])
-        out: Tensor = self.net(latents, unet_timestep(t), words, cond.tensors.get("fps"))
+        latents, prompt_embeds = cast_to_network_dtype(self.net, x, cond.tensors["prompt_embeds"])
+        out: Tensor = self.net(latents, unet_timestep(t), prompt_embeds, cond.tensors.get("fps"))
         return out
 
     def with_size(self, height: int, width: int) -> VideoUnetBackbone:
@@ -165,8 +167,29 @@ def check_video_unet_config(config: Mapping[str, Any], weights: str, *, has_fps:
         )
 
 
+class VideoUnetSpec(VideoSpec):
+    """Settings of a text-to-video UNet."""
+
+    embedding_settings = {}
+
+    def __post_init__(self) -> None:
+        latent_shape(self.frames, self.height, self.width)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return latent_shape(self.frames, self.height, self.width)
+
+    def load_text_encoders(self, components: PipelineComponents) -> ClipPromptEncoder:
+        return ClipPromptEncoder.load(components)
+
+    def tiny(self) -> Self:
+        size = {"frames": MIN_FRAMES, "height": 32, "width": 32}
+        small: Self = replace(cast(Any, self), weights=TINY, unet=None, embeddings=None, **size)
+        return small
+
+
 @dataclass(frozen=True)
-class ModelscopeSpec(VideoSpec):
+class ModelscopeSpec(VideoUnetSpec):
     """ModelScope's text-to-video model of 1.7 billion parameters, and its fine-tuned versions such as Zeroscope."""
 
     weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
@@ -180,18 +203,6 @@ class ModelscopeSpec(VideoSpec):
     published: ClassVar[PublishedModel] = MODELSCOPE
     layout: ClassVar[PipelineLayout] = PipelineLayout("TextToVideoSDPipeline", "unet", "lora_unet", unet_to_original)
 
-    def __post_init__(self) -> None:
-        latent_shape(self.frames, self.height, self.width)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return latent_shape(self.frames, self.height, self.width)
-
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: ClipPromptEncoder.load(components), ("text_encoder",), {"model": "modelscope"}, self.embeddings
-        )
-
     def load(self, placement: Placement) -> VideoUnetBackbone:
         from diffusers import AutoencoderKL
 
@@ -204,6 +215,3 @@ class ModelscopeSpec(VideoSpec):
         vae = components.load_vae("vae", AutoencoderKL, gradient_checkpointing=self.checkpoint_decoder)
         net = components.load_trainable("unet", VideoUnet, read_video_unet_checkpoint(self.unet, config))
         return VideoUnetBackbone(net, vae, prompt_encoder, self)
-
-    def tiny(self) -> ModelscopeSpec:
-        return replace(self, weights=TINY, unet=None, frames=MIN_FRAMES, height=32, width=32, embeddings=None)

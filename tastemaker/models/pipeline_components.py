@@ -22,7 +22,7 @@ from ..core.types import Placement
 from ..data.embedding_store import fingerprint_file
 from ..processes.gaussian import GaussianProcess
 from .component_configs import ComponentConfigs
-from .image_backbone import FrozenVae
+from .image_backbone import DOWNSAMPLE_FACTOR, FrozenVae
 from .loading import trainable_dtype
 from .pretrained import WeightsSource, detect_weight_format, find_weights, silence_libraries
 from .text_encoders import ByteTokenizer, CachedTextEncoder, TextEncoder, TextEncoders
@@ -37,6 +37,7 @@ JOINT_ATTENTION_LAYERS = (*ATTENTION_LAYERS, "add_q_proj", "add_k_proj", "add_v_
 class PublishedModel:
     """Everything about a pipeline's release: where its weights are and how large its components are."""
 
+    name: str  # in the fingerprint of prompt embeddings
     releases: tuple[WeightsSource, ...]  # the default first
     tiny_configs: Mapping[str, Mapping[str, Any]]  # settings of small random components
     configs: dict[str, ComponentConfigs] = field(default_factory=dict)  # published settings, by hub id
@@ -55,7 +56,11 @@ class PublishedSpec(ModelSpec):
 
     published: ClassVar[PublishedModel]
     process_type: ClassVar[type[Process]] = GaussianProcess
+    text_encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)  # components of the pipeline
+    # Settings that prompt embeddings depend on, by the keys under which they are stored with embeddings.
+    embedding_settings: ClassVar[Mapping[str, str]] = {"max_text_tokens": "max_text_tokens"}
     weights: str
+    embeddings: Path | None
     seed: int
 
     @property
@@ -70,7 +75,32 @@ class PublishedSpec(ModelSpec):
 
     def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
         """Put the text encoders of the pipeline behind a cache."""
-        raise ConfigError("embed: this model has no text encoder of its own; name one of another type")
+        if not self.text_encoders:
+            raise ConfigError("embed: this model has no text encoder of its own; name one of another type")
+        settings = {key: getattr(self, name) for key, name in self.embedding_settings.items()}
+        return components.cache_text_encoders(
+            lambda: self.load_text_encoders(components),
+            self.text_encoders,
+            {"model": self.published.name, **settings},
+            self.embeddings,
+        )
+
+    def load_text_encoders(self, components: PipelineComponents) -> TextEncoders:
+        """Load the text encoders of the pipeline."""
+        raise NotImplementedError(f"{type(self).__name__} does not load its text encoders")
+
+
+class ImageSpec(PublishedSpec):
+    """Settings of a published image generator; each latent covers 8x8 pixels."""
+
+    frames: ClassVar[int] = 1
+    latent_channels: ClassVar[int]
+    height: int
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return 1, self.latent_channels, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
 
 
 def weight_sources(name: str, *known: WeightsSource) -> tuple[WeightsSource, ...]:
@@ -157,8 +187,10 @@ class PipelineComponents:
         net = self.load_encoder(component, network_class)
         with silence_libraries():
             vocab_size = net.config.get_text_config().vocab_size
-            words: Any = ByteTokenizer(vocab_size) if self.path is None else load_tokenizer(self.path / tokenizer)
-        return TextEncoder(net, words, max_length, self.placement.device, component)
+            tokenizer_object: Any = (
+                ByteTokenizer(vocab_size) if self.path is None else load_tokenizer(self.path / tokenizer)
+            )
+        return TextEncoder(net, tokenizer_object, max_length, self.placement.device, component)
 
     def load_encoder(self, component: str, network_class: Any) -> Any:
         """Load a frozen transformers encoder, on the CPU."""

@@ -26,12 +26,12 @@ class PlaygroundBackbone(Backbone):
     max_text_tokens: int
 
     def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
-        """Return word ids, words [B, max_text_tokens]; a prompt with other words is an error."""
+        """Return token_ids [B, max_text_tokens]; a prompt with other words is an error."""
         try:
-            words = tokenize(prompts, self.max_text_tokens).to(self.device)
+            token_ids = tokenize(prompts, self.max_text_tokens).to(self.device)
         except ValueError as error:
             raise ConfigError(f"prompt: {error}") from error
-        return Condition(tuple(prompts), {"words": words}, tuple(metadata))
+        return Condition(tuple(prompts), {"token_ids": token_ids}, tuple(metadata))
 
 
 def load_network(build: Callable[[], N], seed: int, weights: str | None) -> N:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.cards import WeightsSource as WeightsSource
 from ..core.registry import ConfigError
-from .safe_unpickling import load_pickle
+from .restricted_unpickler import load_pickle
 
 N = TypeVar("N", bound=nn.Module)
 STATE_DICT_WRAPPERS = ("state_dict", "model", "module")  # keys that hold the state dict, possibly nested

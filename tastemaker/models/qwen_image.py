@@ -20,13 +20,13 @@ from ..core.weights import NetworkTraits
 from .checkpoint_keys import keep_names
 from .component_configs import ComponentConfigs
 from .flux import pack_latents, unpack_latents
-from .image_backbone import ImageBackbone
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, PipelineComponents, PublishedModel, PublishedSpec
+from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone
+from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, read_single_file
-from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
+from .text_encoders import TextEncoder, TextEncoders
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
-LATENT_CHANNELS, DOWNSAMPLE_FACTOR = 16, 8
+LATENT_CHANNELS = 16
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -79,7 +79,7 @@ TINY_CONFIGS: ComponentConfigs = {
     },
 }
 SOURCE = WeightsSource("Qwen/Qwen-Image", size="58 GB", license="Apache-2.0")
-QWEN_IMAGE = PublishedModel((SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
+QWEN_IMAGE = PublishedModel("qwen_image", (SOURCE,), TINY_CONFIGS, {SOURCE.hub: CONFIGS})
 
 
 class SingleFrameVae:
@@ -113,23 +113,23 @@ def stretch_contrast(x: Tensor) -> Tensor:
 
 
 class QwenPromptEncoder(TextEncoders):
-    """Features of the language model, words [B, max_text_tokens, D], padding last; and their number, lengths [B]."""
+    """The language model's prompt_embeds [B, max_text_tokens, D], padding last; and their number, lengths [B]."""
 
     def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
         # Small random encoders read bytes: the template alone would exceed any length.
         self.template, self.prefix = ("{}", 0) if components.path is None else (TEMPLATE, TEMPLATE_PREFIX_TOKENS)
         self.text_encoder = load_language_model(components, max_text_tokens + self.prefix)
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return (self.text_encoder,)
+        self.text_encoders = (self.text_encoder,)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         texts = [self.template.format(prompt) for prompt in prompts]
         mask = self.text_encoder.tokenize(texts)["attention_mask"]
         order = (1 - mask).argsort(dim=1, stable=True)[..., None]  # padding last, wherever the tokenizer puts it
-        words = self.text_encoder(texts, use_attention_mask=True).last_hidden_state * mask[..., None]
-        return {"words": words.take_along_dim(order, 1)[:, self.prefix :], "lengths": mask.sum(1) - self.prefix}
+        prompt_embeds = self.text_encoder(texts, use_attention_mask=True).last_hidden_state * mask[..., None]
+        return {
+            "prompt_embeds": prompt_embeds.take_along_dim(order, 1)[:, self.prefix :],
+            "lengths": mask.sum(1) - self.prefix,
+        }
 
 
 def load_language_model(components: PipelineComponents, max_length: int) -> TextEncoder:
@@ -168,11 +168,11 @@ class QwenImageBackbone(ImageBackbone):
         return Condition(tuple(prompts), {**tensors, "lengths": tensors["lengths"].cpu()}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        words, mask = trim_padding(cond.tensors["words"], cond.tensors.get("lengths"))
+        prompt_embeds, mask = trim_padding(cond.tensors["prompt_embeds"], cond.tensors.get("lengths"))
         dtype = next(self.net.parameters()).dtype  # without autocast, all inputs need the dtype of the weights
         velocity: Tensor = self.net(
             hidden_states=x.flatten(1, 2).to(dtype),
-            encoder_hidden_states=words.to(dtype),
+            encoder_hidden_states=prompt_embeds.to(dtype),
             encoder_hidden_states_mask=None if mask is None else mask.to(x.device),
             timestep=t,
             img_shapes=[[(1, x.shape[1], x.shape[2])]] * len(x),
@@ -194,17 +194,17 @@ class QwenImageBackbone(ImageBackbone):
         return pixels if frames is None else pixels[:, list(frames)]
 
 
-def trim_padding(words: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Trim words [B, L, D] to the longest prompt; return them and a mask of real tokens, None if all are."""
+def trim_padding(prompt_embeds: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Trim prompt_embeds [B, L, D] to the longest prompt; return them and a mask of real tokens, None if all are."""
     if lengths is None:
-        return words, None
+        return prompt_embeds, None
     longest = int(lengths.max())
     mask = torch.arange(longest) < lengths[:, None]
-    return words[:, :longest], None if bool(mask.all()) else mask
+    return prompt_embeds[:, :longest], None if bool(mask.all()) else mask
 
 
 @dataclass(frozen=True)
-class QwenImageSpec(PublishedSpec):
+class QwenImageSpec(ImageSpec):
     """Qwen-Image: a flow whose timestep shift depends on the image size and whose last timestep is 0.02."""
 
     weights: str = SOURCE.hub  # hub id, or folder in diffusers' layout
@@ -216,7 +216,6 @@ class QwenImageSpec(PublishedSpec):
     stretch_contrast: bool = False  # scale each image to the full range where a gradient is computed, as SRPO does
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
-    frames: ClassVar[int] = 1
     published: ClassVar[PublishedModel] = QWEN_IMAGE
     layout: ClassVar[PipelineLayout] = PipelineLayout("QwenImagePipeline", "transformer", "lora_unet", keep_names)
 
@@ -225,13 +224,8 @@ class QwenImageSpec(PublishedSpec):
         factor = 2 * DOWNSAMPLE_FACTOR
         return self.height // factor, self.width // factor, 4 * LATENT_CHANNELS
 
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: QwenPromptEncoder(components, self.max_text_tokens),
-            ("text_encoder",),
-            {"model": "qwen_image", "words": self.max_text_tokens},
-            self.embeddings,
-        )
+    def load_text_encoders(self, components: PipelineComponents) -> QwenPromptEncoder:
+        return QwenPromptEncoder(components, self.max_text_tokens)
 
     def load(self, placement: Placement) -> QwenImageBackbone:
         return QwenImageBackbone(self, placement)

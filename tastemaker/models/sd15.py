@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 
@@ -16,12 +16,12 @@ from ..core.weights import NetworkTraits
 from .checkpoint_keys import rename_and_concat
 from .component_configs import CLIP_L, SD_VAE, ComponentConfigs
 from .image_backbone import ImageBackbone, cast_to_network_dtype, check_image_shape, check_image_size, unet_timestep
-from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedModel, PublishedSpec
+from .pipeline_components import ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, find_weights, load_state_dict, silence_libraries
-from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
+from .text_encoders import TextEncoder, TextEncoders
 
 CLIP_MAX_TOKENS = 77
-LATENT_CHANNELS, DOWNSAMPLE_FACTOR = 4, 8
+LATENT_CHANNELS = 4
 ORIGINAL_PREFIX = "model.diffusion_model."  # before the UNet's keys in the authors' checkpoints
 RESNET_KEYS = (  # of a residual block: diffusers' names and the authors'
     ("norm1", "in_layers.0"),
@@ -66,16 +66,15 @@ TINY_CONFIGS: ComponentConfigs = {
     },
 }
 HUB_ID = "stable-diffusion-v1-5/stable-diffusion-v1-5"
-SD15 = PublishedModel(
-    (WeightsSource(HUB_ID, size="4.3 GB", license="CreativeML OpenRAIL-M"),), TINY_CONFIGS, {HUB_ID: CONFIGS}
-)
+SOURCE = WeightsSource(HUB_ID, size="4.3 GB", license="CreativeML OpenRAIL-M")
+SD15 = PublishedModel("sd15", (SOURCE,), TINY_CONFIGS, {HUB_ID: CONFIGS})
 
 
 class ClipPromptEncoder(TextEncoders):
-    """CLIP's last hidden states: words [B, 77, D]."""
+    """CLIP's last hidden states: prompt_embeds [B, 77, D]."""
 
     def __init__(self, clip: TextEncoder) -> None:
-        self.clip = clip
+        self.clip, self.text_encoders = clip, (clip,)
 
     @classmethod
     def load(cls, components: PipelineComponents) -> ClipPromptEncoder:
@@ -83,12 +82,8 @@ class ClipPromptEncoder(TextEncoders):
 
         return cls(components.load_text_encoder("text_encoder", CLIPTextModel, "tokenizer", CLIP_MAX_TOKENS))
 
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return (self.clip,)
-
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        return {"words": self.clip(prompts).last_hidden_state}
+        return {"prompt_embeds": self.clip(prompts).last_hidden_state}
 
 
 class Sd15Backbone(ImageBackbone):
@@ -96,21 +91,22 @@ class Sd15Backbone(ImageBackbone):
 
     traits = NetworkTraits(lora_targets=ATTENTION_LAYERS)
 
-    def __init__(self, spec: Sd15Spec, placement: Placement) -> None:
+    def __init__(self, spec: UnetImageSpec, placement: Placement) -> None:
         from diffusers import AutoencoderKL, UNet2DConditionModel
 
         components = spec.components(placement)
         config = components.config("unet")
-        check_unet_config(config, spec.weights, None, "sdxl")
+        check_unet_config(config, spec)
         self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
         self.prompt_encoder = spec.cached_prompt_encoder(components)
-        self.autoencoder = components.load_vae("vae", AutoencoderKL, gradient_checkpointing=spec.checkpoint_decoder)
-        tensors = read_unet_checkpoint(spec.unet, SD15.releases[0], config)
+        vae = spec.vae_components(components)
+        self.autoencoder = vae.load_vae("vae", AutoencoderKL, gradient_checkpointing=spec.checkpoint_decoder)
+        tensors = read_unet_checkpoint(spec.unet, spec.published.releases[0], config)
         self.net = components.load_trainable("unet", UNet2DConditionModel, tensors)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        latents, words = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["words"])
-        out: Tensor = self.net(latents, unet_timestep(t), words, return_dict=False)[0]
+        latents, prompt_embeds = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["prompt_embeds"])
+        out: Tensor = self.net(latents, unet_timestep(t), prompt_embeds, return_dict=False)[0]
         return out[:, None]
 
     def encode(self, pixels: Tensor) -> Tensor:
@@ -118,15 +114,18 @@ class Sd15Backbone(ImageBackbone):
         return super().encode(pixels)
 
 
-def check_unet_config(config: Mapping[str, Any], weights: str, expected: str | None, other_type: str) -> None:
-    """Refuse the UNet of another model; `expected` is diffusers' `addition_embed_type`."""
+def check_unet_config(config: Mapping[str, Any], spec: UnetImageSpec) -> None:
+    """Refuse the UNet of another model."""
     added = config.get("addition_embed_type")
-    if added != expected:
+    if added != spec.addition_embed_type:
         kind = {"text_time": "two text encoders", None: "one text encoder"}.get(added, added)
-        raise ConfigError(f"model.weights: '{weights:.200}' holds a network for {kind}; set model.type to {other_type}")
+        other_type = "sd15" if spec.addition_embed_type else "sdxl"
+        raise ConfigError(
+            f"model.weights: '{spec.weights:.200}' holds a network for {kind}; set model.type to {other_type}"
+        )
     if config.get("in_channels", LATENT_CHANNELS) != LATENT_CHANNELS:
         raise ConfigError(
-            f"model.weights: the network of '{weights:.200}' reads {config['in_channels']} channels, as those for "
+            f"model.weights: the network of '{spec.weights:.200}' reads {config['in_channels']} channels, as those for "
             f"inpainting do; expected {LATENT_CHANNELS}, so name the base model"
         )
 
@@ -179,8 +178,28 @@ def _resnet_rules(ours: str, theirs: str) -> list[tuple[str, str]]:
     return [(rf"{ours}\.{a}\.", f"{theirs}.{b}.") for a, b in RESNET_KEYS]
 
 
+class UnetImageSpec(ImageSpec):
+    """Settings of Stable Diffusion 1, 2 or XL."""
+
+    latent_channels = LATENT_CHANNELS
+    addition_embed_type: ClassVar[str | None] = None  # of the UNet's config
+    unet: str | None
+    checkpoint_decoder: bool
+
+    def __post_init__(self) -> None:
+        check_image_size(self.height, self.width)
+
+    def vae_components(self, components: PipelineComponents) -> PipelineComponents:
+        """Return the components to load the VAE from."""
+        return components
+
+    def tiny(self) -> Self:
+        small: Self = replace(cast(Any, self), weights=TINY, unet=None, height=32, width=32, embeddings=None)
+        return small
+
+
 @dataclass(frozen=True)
-class Sd15Spec(PublishedSpec):
+class Sd15Spec(UnetImageSpec):
     """Stable Diffusion 1.x or 2.x; 2.x at 768 pixels needs `prediction_type: v_prediction` in its path."""
 
     weights: str = HUB_ID  # hub id, or folder in diffusers' layout
@@ -190,26 +209,14 @@ class Sd15Spec(PublishedSpec):
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a seventh of its memory
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
-    frames: ClassVar[int] = 1
     published: ClassVar[PublishedModel] = SD15
+    embedding_settings = {}
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "StableDiffusionPipeline", "unet", "lora_unet", sd_unet_to_original
     )
 
-    def __post_init__(self) -> None:
-        check_image_size(self.height, self.width)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return 1, LATENT_CHANNELS, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
-
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: ClipPromptEncoder.load(components), ("text_encoder",), {"model": "sd15"}, self.embeddings
-        )
+    def load_text_encoders(self, components: PipelineComponents) -> ClipPromptEncoder:
+        return ClipPromptEncoder.load(components)
 
     def load(self, placement: Placement) -> Sd15Backbone:
         return Sd15Backbone(self, placement)
-
-    def tiny(self) -> Sd15Spec:
-        return replace(self, weights=TINY, unet=None, height=32, width=32, embeddings=None)

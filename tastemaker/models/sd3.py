@@ -16,15 +16,15 @@ from ..core.model_spec import PipelineLayout, Tensors
 from ..core.registry import ConfigError
 from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
-from .checkpoint_keys import KeyRules, TensorShapes, rename_and_concat, split_and_rename, swap_scale_shift
+from .checkpoint_keys import KeyRules, rename_and_concat, split_and_rename, swap_scale_shift
 from .component_configs import CLIP_G, CLIP_L, T5_XXL, VAE, ComponentConfigs
-from .image_backbone import ImageBackbone, cast_to_network_dtype
-from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, PipelineComponents, PublishedModel, PublishedSpec
+from .image_backbone import DOWNSAMPLE_FACTOR, ImageBackbone, cast_to_network_dtype
+from .pipeline_components import JOINT_ATTENTION_LAYERS, TINY, ImageSpec, PipelineComponents, PublishedModel
 from .pretrained import WeightsSource, read_single_file
-from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
+from .text_encoders import TextEncoder, TextEncoders
 
 Side = Annotated[int, Field(ge=32, le=4096, multiple_of=16)]
-LATENT_CHANNELS, DOWNSAMPLE_FACTOR, PATCH_SIZE = 16, 8, 2
+LATENT_CHANNELS, PATCH_SIZE = 16, 2
 CLIP_MAX_TOKENS = 77
 
 SD35_MEDIUM: ComponentConfigs = {
@@ -105,13 +105,14 @@ TINY_CONFIGS: ComponentConfigs = {
     "text_encoder_2": {**TINY_CLIP, "hidden_act": "gelu"},
     "text_encoder_3": {"vocab_size": 99, "d_model": 48, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
 }
-LICENSE = "under Stability AI's community licence"
+LICENSE = "under Stability AI's community license"
 RELEASES = (
     WeightsSource("stabilityai/stable-diffusion-3.5-medium", size="16 GB", license=LICENSE, gated=True),
     WeightsSource("stabilityai/stable-diffusion-3.5-large", size="28 GB", license=LICENSE, gated=True),
     WeightsSource("stabilityai/stable-diffusion-3-medium-diffusers", size="15 GB", license=LICENSE, gated=True),
 )
 SD3 = PublishedModel(
+    "sd3",
     RELEASES,
     TINY_CONFIGS,
     {source.hub: config for source, config in zip(RELEASES, (SD35_MEDIUM, SD35_LARGE, SD3_MEDIUM), strict=True)},
@@ -142,7 +143,7 @@ KEY_RULES: KeyRules = (
 
 
 class Sd3PromptEncoder(TextEncoders):
-    """Both CLIPs side by side, then T5: words [B, 77 + max_text_tokens, D]; CLIP's pooled outputs: pooled [B, P]."""
+    """Both CLIPs side by side, then T5: prompt_embeds [B, 77 + max_text_tokens, D]; pooled_prompt_embeds [B, P]."""
 
     def __init__(self, components: PipelineComponents, spec: Sd3Spec) -> None:
         from transformers import CLIPTextModelWithProjection, T5EncoderModel
@@ -160,10 +161,7 @@ class Sd3PromptEncoder(TextEncoders):
             self.t5 = components.load_text_encoder(
                 "text_encoder_3", T5EncoderModel, "tokenizer_3", spec.max_text_tokens
             )
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return (*self.clips, *([] if self.t5 is None else [self.t5]))
+        self.text_encoders = (*self.clips, *([] if self.t5 is None else [self.t5]))
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         outputs = [clip(prompts, output_hidden_states=True) for clip in self.clips]
@@ -172,8 +170,11 @@ class Sd3PromptEncoder(TextEncoders):
             t5 = clip.new_zeros(len(prompts), self.max_text_tokens, self.width)
         else:
             t5 = self.t5(prompts).last_hidden_state
-        words = torch.cat([F.pad(clip, (0, self.width - clip.shape[-1])), t5], 1)
-        return {"words": words, "pooled": torch.cat([out.text_embeds for out in outputs], -1)}
+        prompt_embeds = torch.cat([F.pad(clip, (0, self.width - clip.shape[-1])), t5], 1)
+        return {
+            "prompt_embeds": prompt_embeds,
+            "pooled_prompt_embeds": torch.cat([out.text_embeds for out in outputs], -1),
+        }
 
 
 class Sd3Backbone(ImageBackbone):
@@ -198,10 +199,12 @@ class Sd3Backbone(ImageBackbone):
         self.prompt_encoder = spec.cached_prompt_encoder(components)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        latents, words, pooled = cast_to_network_dtype(self.net, x[:, 0], cond.tensors["words"], cond.tensors["pooled"])
+        latents, prompt_embeds, pooled = cast_to_network_dtype(
+            self.net, x[:, 0], cond.tensors["prompt_embeds"], cond.tensors["pooled_prompt_embeds"]
+        )
         velocity: Tensor = self.net(
             hidden_states=latents,
-            encoder_hidden_states=words,
+            encoder_hidden_states=prompt_embeds,
             pooled_projections=pooled,
             timestep=1000 * t,
             return_dict=False,
@@ -222,7 +225,10 @@ def to_diffusers_keys(tensors: dict[str, Tensor], components: PipelineComponents
         return tensors
     from diffusers import SD3Transformer2DModel
 
-    return sd3_from_original(tensors, components.tensor_shapes("transformer", SD3Transformer2DModel))
+    shapes = components.tensor_shapes("transformer", SD3Transformer2DModel)
+    blocks = [int(key.split(".")[1]) for key in shapes if key.startswith("transformer_blocks.")]
+    renamed, prefixes = split_and_rename(tensors, shapes, KEY_RULES), _continuous_norms(1 + max(blocks))
+    return {**renamed, **{key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith(prefixes)}}
 
 
 def sd3_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
@@ -232,22 +238,13 @@ def sd3_to_original(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     return rename_and_concat({**tensors, **swapped}, KEY_RULES)
 
 
-def sd3_from_original(tensors: Tensors, shapes: TensorShapes) -> Tensors:
-    """Undo `sd3_to_original` for a network of these shapes."""
-    renamed = split_and_rename(tensors, shapes, KEY_RULES)
-    prefixes = _continuous_norms(
-        1 + max(int(key.split(".")[1]) for key in shapes if key.startswith("transformer_blocks."))
-    )
-    return {**renamed, **{key: swap_scale_shift(x) for key, x in renamed.items() if key.startswith(prefixes)}}
-
-
 def _continuous_norms(num_layers: int) -> tuple[str, str]:
     """The output norm and the last block's text norm have the type whose scale and shift are swapped."""
     return "norm_out.linear.", f"transformer_blocks.{num_layers - 1}.norm1_context.linear."
 
 
 @dataclass(frozen=True)
-class Sd3Spec(PublishedSpec):
+class Sd3Spec(ImageSpec):
     """Stable Diffusion 3 or 3.5, medium or large: a rectified flow with timestep shift 3."""
 
     weights: str = "stabilityai/stable-diffusion-3.5-medium"  # hub id, or folder in diffusers' layout
@@ -259,23 +256,16 @@ class Sd3Spec(PublishedSpec):
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a seventh of its memory
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
-    frames: ClassVar[int] = 1
+    latent_channels = LATENT_CHANNELS
     published: ClassVar[PublishedModel] = SD3
+    text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    embedding_settings = {"max_text_tokens": "max_text_tokens", "t5": "use_t5"}
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "StableDiffusion3Pipeline", "transformer", "lora_transformer", sd3_to_original
     )
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return 1, LATENT_CHANNELS, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
-
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: Sd3PromptEncoder(components, self),
-            ("text_encoder", "text_encoder_2", "text_encoder_3"),
-            {"model": "sd3", "words": self.max_text_tokens, "t5": self.use_t5},
-            self.embeddings,
-        )
+    def load_text_encoders(self, components: PipelineComponents) -> Sd3PromptEncoder:
+        return Sd3PromptEncoder(components, self)
 
     def load(self, placement: Placement) -> Sd3Backbone:
         return Sd3Backbone(self, placement)

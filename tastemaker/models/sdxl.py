@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ..core.model_spec import PipelineLayout
 from ..core.types import Condition, Placement
-from ..core.weights import NetworkTraits
 from . import sd15
 from .component_configs import CLIP_G, CLIP_L, SD_VAE, ComponentConfigs
-from .image_backbone import ImageBackbone, cast_to_network_dtype, check_image_shape, check_image_size, unet_timestep
-from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedModel, PublishedSpec
+from .image_backbone import cast_to_network_dtype, unet_timestep
+from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
-from .sd15 import CLIP_MAX_TOKENS, DOWNSAMPLE_FACTOR, LATENT_CHANNELS
-from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
+from .sd15 import CLIP_MAX_TOKENS, Sd15Backbone, UnetImageSpec
+from .text_encoders import TextEncoders
 
 CONFIGS: ComponentConfigs = {
     "unet": {
@@ -50,13 +49,12 @@ TINY_CONFIGS: ComponentConfigs = {
     "text_encoder_2": {**sd15.TINY_CONFIGS["text_encoder"], "hidden_size": 24, "projection_dim": 20},
 }
 HUB_ID = "stabilityai/stable-diffusion-xl-base-1.0"
-SDXL = PublishedModel(
-    (WeightsSource(HUB_ID, size="14 GB", license="CreativeML OpenRAIL++-M"),), TINY_CONFIGS, {HUB_ID: CONFIGS}
-)
+SOURCE = WeightsSource(HUB_ID, size="14 GB", license="CreativeML OpenRAIL++-M")
+SDXL = PublishedModel("sdxl", (SOURCE,), TINY_CONFIGS, {HUB_ID: CONFIGS})
 
 
 class SdxlPromptEncoder(TextEncoders):
-    """Penultimate layers of both CLIPs side by side, words [B, 77, D]; the second's pooled output, summary [B, P]."""
+    """Penultimate layers of both CLIPs, prompt_embeds [B, 77, D]; the second's pooled_prompt_embeds [B, P]."""
 
     def __init__(self, components: PipelineComponents, empty_prompt: str) -> None:
         from transformers import CLIPTextModel, CLIPTextModelWithProjection
@@ -66,49 +64,35 @@ class SdxlPromptEncoder(TextEncoders):
         self.second = components.load_text_encoder(
             "text_encoder_2", CLIPTextModelWithProjection, "tokenizer_2", CLIP_MAX_TOKENS
         )
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return self.first, self.second
+        self.text_encoders = self.first, self.second
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         first, second = (encoder(prompts, output_hidden_states=True) for encoder in self.text_encoders)
-        words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
+        prompt_embeds = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
         nonzero = torch.tensor(
-            [self.empty_prompt == "words" or prompt != "" for prompt in prompts], device=words.device
+            [self.empty_prompt == "encoded" or prompt != "" for prompt in prompts], device=prompt_embeds.device
         )
-        return {"words": words * nonzero[:, None, None], "summary": second.text_embeds * nonzero[:, None]}
+        return {
+            "prompt_embeds": prompt_embeds * nonzero[:, None, None],
+            "pooled_prompt_embeds": second.text_embeds * nonzero[:, None],
+        }
 
 
-class SdxlBackbone(ImageBackbone):
-    """Denoises latents [1, 4, h, w]; the UNet predicts noise, or velocity if the path's prediction type says so."""
-
-    traits = NetworkTraits(lora_targets=ATTENTION_LAYERS)
+class SdxlBackbone(Sd15Backbone):
+    """Stable Diffusion's UNet with the second CLIP's pooled output and the image size as further inputs."""
 
     def __init__(self, spec: SdxlSpec, placement: Placement) -> None:
-        from diffusers import AutoencoderKL, UNet2DConditionModel
-
-        components = spec.components(placement)
-        config = components.config("unet")
-        sd15.check_unet_config(config, spec.weights, "text_time", "sd15")
-        self.shape, self.pixels = spec.shape, (1, 3, spec.height, spec.width)
+        super().__init__(spec, placement)
         # Original size, crop offset and target size: as of an image that was not cropped.
         size = (spec.height, spec.width)
         self.time_ids = torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=placement.device)
-        self.prompt_encoder = spec.cached_prompt_encoder(components)
-        vae = components
-        if placement.dtype == torch.float16 and components.config("vae").get("force_upcast", True):
-            vae = spec.components(replace(placement, dtype=torch.float32))  # the published VAE overflows in fp16
-        self.autoencoder = vae.load_vae("vae", AutoencoderKL, gradient_checkpointing=spec.checkpoint_decoder)
-        tensors = sd15.read_unet_checkpoint(spec.unet, SDXL.releases[0], config)
-        self.net = components.load_trainable("unet", UNet2DConditionModel, tensors)
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        latents, words, summary = cast_to_network_dtype(
-            self.net, x[:, 0], cond.tensors["words"], cond.tensors["summary"]
+        latents, prompt_embeds, pooled = cast_to_network_dtype(
+            self.net, x[:, 0], cond.tensors["prompt_embeds"], cond.tensors["pooled_prompt_embeds"]
         )
-        added = {"text_embeds": summary, "time_ids": self.time_ids.expand(len(x), -1)}
-        out: Tensor = self.net(latents, unet_timestep(t), words, added_cond_kwargs=added, return_dict=False)[0]
+        added = {"text_embeds": pooled, "time_ids": self.time_ids.expand(len(x), -1)}
+        out: Tensor = self.net(latents, unet_timestep(t), prompt_embeds, added_cond_kwargs=added, return_dict=False)[0]
         return out[:, None]
 
     def with_size(self, height: int, width: int) -> Self:
@@ -116,46 +100,35 @@ class SdxlBackbone(ImageBackbone):
         other.time_ids = self.time_ids.new_tensor([height, width, 0, 0, height, width])
         return other
 
-    def encode(self, pixels: Tensor) -> Tensor:
-        check_image_shape(pixels, self.pixels)
-        return super().encode(pixels)
-
 
 @dataclass(frozen=True)
-class SdxlSpec(PublishedSpec):
+class SdxlSpec(UnetImageSpec):
     """Stable Diffusion XL, without its refiner."""
 
     weights: str = HUB_ID  # hub id, or folder in diffusers' layout
     unet: str | None = None  # file whose UNet replaces the pipeline's, with diffusers' or the authors' keys
     height: int = 1024
     width: int = 1024
-    empty_prompt: Literal["zeros", "words"] = "zeros"  # embedding of the empty prompt: zeros, or as encoded
+    empty_prompt: Literal["zeros", "encoded"] = "zeros"  # embedding of the empty prompt: zeros, or as encoded
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass: a seventh of its memory
     embeddings: Path | None = None  # folder written by `tastemaker embed`; text encoders are loaded only if needed
     seed: int = 0  # of random weights
-    frames: ClassVar[int] = 1
     published: ClassVar[PublishedModel] = SDXL
+    addition_embed_type = "text_time"
+    text_encoders = ("text_encoder", "text_encoder_2")
+    embedding_settings = {"empty": "empty_prompt"}
     layout: ClassVar[PipelineLayout] = PipelineLayout(
         "StableDiffusionXLPipeline", "unet", "lora_unet", sd15.sd_unet_to_original
     )
 
-    def __post_init__(self) -> None:
-        check_image_size(self.height, self.width)
+    def vae_components(self, components: PipelineComponents) -> PipelineComponents:
+        placement = components.placement
+        if placement.dtype == torch.float16 and components.config("vae").get("force_upcast", True):
+            return self.components(replace(placement, dtype=torch.float32))  # the published VAE overflows in fp16
+        return components
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return 1, LATENT_CHANNELS, self.height // DOWNSAMPLE_FACTOR, self.width // DOWNSAMPLE_FACTOR
-
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: SdxlPromptEncoder(components, self.empty_prompt),
-            ("text_encoder", "text_encoder_2"),
-            {"model": "sdxl", "empty": self.empty_prompt},  # stored with embeddings, so these keys are fixed
-            self.embeddings,
-        )
+    def load_text_encoders(self, components: PipelineComponents) -> SdxlPromptEncoder:
+        return SdxlPromptEncoder(components, self.empty_prompt)
 
     def load(self, placement: Placement) -> SdxlBackbone:
         return SdxlBackbone(self, placement)
-
-    def tiny(self) -> SdxlSpec:
-        return replace(self, weights=TINY, unet=None, height=32, width=32, embeddings=None)

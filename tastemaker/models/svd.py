@@ -19,10 +19,16 @@ from ..processes.paths import karras_sigma
 from ..rewards.backbones.preprocessing import CLIP_MEAN, CLIP_STD
 from .checkpoint_keys import reject_unknown_names
 from .component_configs import ComponentConfigs
-from .image_backbone import cast_to_network_dtype, check_image_size, condition_image_key, read_condition_image
+from .image_backbone import (
+    DOWNSAMPLE_FACTOR,
+    cast_to_network_dtype,
+    check_image_size,
+    condition_image_key,
+    read_condition_image,
+)
 from .pipeline_components import TINY, PublishedModel
 from .pretrained import WeightsSource
-from .sd15 import DOWNSAMPLE_FACTOR, LATENT_CHANNELS
+from .sd15 import LATENT_CHANNELS
 from .text_encoders import disable_autocast, temporarily_on_device
 from .video_backbone import VIDEO_TRAITS, DecodeFrames, FrozenVideoVae, VideoSide, VideoSpec, check_clip_shape
 
@@ -85,6 +91,7 @@ XT, BASE = (
     for name in ("img2vid-xt", "img2vid")
 )
 SVD = PublishedModel(
+    "svd",
     (XT, BASE),
     TINY_CONFIGS,
     {XT.hub: SVD_XT, BASE.hub: {**SVD_XT, "unet": {**SVD_XT["unet"], "num_frames": 14}}},
@@ -236,6 +243,7 @@ class SvdSpec(VideoSpec):
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
     seed: int = 0  # of random weights and of the noise on the image
     published: ClassVar[PublishedModel] = SVD
+    text_encoders = ()
     layout: ClassVar[PipelineLayout] = PipelineLayout("StableVideoDiffusionPipeline", "unet", "", reject_unknown_names)
 
     def __post_init__(self) -> None:

@@ -93,10 +93,7 @@ class TextEncoder:
 class TextEncoders(ABC):
     """The text encoders of one generator, and how their outputs become its conditioning tensors."""
 
-    @property
-    @abstractmethod
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        """All encoders, in the order in which LoRA adapts them."""
+    text_encoders: tuple[TextEncoder, ...]  # in the order in which LoRA adapts them
 
     @abstractmethod
     def __call__(self, prompts: list[str]) -> Mapping[str, Tensor]:

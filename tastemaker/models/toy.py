@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +141,7 @@ class ToyTokenBackbone(Backbone):
     shape = (GRID_SIZE * GRID_SIZE,)
     pixels = (1, 3, IMAGE_SIZE, IMAGE_SIZE)
 
-    def __init__(self, spec: ToyCausalSpec | ToyMaskedSpec, placement: Placement) -> None:
+    def __init__(self, spec: ToyTokenSpec, placement: Placement) -> None:
         self.device, self.causal = placement.device, spec.causal
         self.palette = torch.tensor(list(TOY_COLORS.values()), device=placement.device)
         with torch.random.fork_rng(devices=[]):
@@ -198,38 +198,34 @@ class ToyFlowSpec(ModelSpec):
 
 
 @dataclass(frozen=True)
-class ToyCausalSpec(ModelSpec):
-    """Generates sixteen tokens one after the other."""
+class ToyTokenSpec(ModelSpec):
+    """Settings of a generator of sixteen tokens."""
 
     width: Width = 32
     depth: Depth = 2
     seed: int = 0
     frames = 1
-    causal = True
     shape = ToyTokenBackbone.shape
-    process_type: ClassVar[type[Process]] = AutoregressiveProcess
+    causal: ClassVar[bool]
 
     def load(self, placement: Placement) -> ToyTokenBackbone:
         return ToyTokenBackbone(self, placement)
 
-    def tiny(self) -> ToyCausalSpec:
-        return ToyCausalSpec(16, 1, self.seed)
+    def tiny(self) -> Self:
+        return type(self)(16, 1, self.seed)
 
 
 @dataclass(frozen=True)
-class ToyMaskedSpec(ModelSpec):
+class ToyCausalSpec(ToyTokenSpec):
+    """Generates sixteen tokens one after the other."""
+
+    causal = True
+    process_type: ClassVar[type[Process]] = AutoregressiveProcess
+
+
+@dataclass(frozen=True)
+class ToyMaskedSpec(ToyTokenSpec):
     """Reveals sixteen tokens a few at a time."""
 
-    width: Width = 32
-    depth: Depth = 2
-    seed: int = 0
-    frames = 1
     causal = False
-    shape = ToyTokenBackbone.shape
     process_type: ClassVar[type[Process]] = MaskedProcess
-
-    def load(self, placement: Placement) -> ToyTokenBackbone:
-        return ToyTokenBackbone(self, placement)
-
-    def tiny(self) -> ToyMaskedSpec:
-        return ToyMaskedSpec(16, 1, self.seed)

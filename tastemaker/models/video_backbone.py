@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, ClassVar, Self, cast
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..core.policy import Backbone
 from ..core.registry import ConfigError
-from ..core.types import Condition, Metadata, Prompts
+from ..core.types import Condition, Placement
 from ..core.weights import NetworkTraits
-from .image_backbone import DECODE_BATCH_LATENTS
-from .pipeline_components import ATTENTION_LAYERS, PipelineComponents, PublishedSpec
-from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders, disable_autocast
+from .image_backbone import DECODE_BATCH_LATENTS, TextConditionedBackbone
+from .pipeline_components import ATTENTION_LAYERS, TINY, PipelineComponents, PublishedSpec
+from .text_encoders import TextEncoder, TextEncoders, disable_autocast
 
 VideoSide = Annotated[int, Field(ge=16, le=4096)]
 TextTokenCount = Annotated[int, Field(ge=1, le=1024)]
 ConditioningTensors = Mapping[str, Tensor]
-# Calls a network with latents [B, f, C, h, w], times [B] and conditioning; returns the prediction [B, f, C, h, w].
-CallNetwork = Callable[[nn.Module, Tensor, Tensor, ConditioningTensors], Tensor]
 # Decodes some frames of raw latents [B, C, f, h, w]: [B, 3, frames, H, W] in [-1, 1].
 DecodeFrames = Callable[[Tensor, Sequence[int]], Tensor]
 VIDEO_TRAITS = NetworkTraits(lora_targets=ATTENTION_LAYERS)
@@ -40,19 +39,10 @@ class FrozenVideoVae:
     per_frame_encoder: bool = False  # the encoder is that of an image VAE
 
     @classmethod
-    def from_network(
-        cls,
-        net: Any,
-        decode_frames: DecodeFrames,
-        mean: Any = None,
-        std: Any = None,
-        *,
-        per_frame_encoder: bool = False,
-    ) -> FrozenVideoVae:
-        """Take mean, deviation and scale of latents from the VAE's config; `mean` and `std` override the config's."""
-        device, config = next(net.parameters()).device, net.config
-        if mean is None:
-            mean, std = config.get("latents_mean"), config.get("latents_std")
+    def from_network(cls, net: Any, decode_frames: DecodeFrames, *, per_frame_encoder: bool = False) -> FrozenVideoVae:
+        """Take mean, deviation and scale of latents from the VAE's config, or from its buffers, where LTX has them."""
+        device, config = next(net.parameters()).device, {**net.config, **dict(net.named_buffers(recurse=False))}
+        mean, std = config.get("latents_mean"), config.get("latents_std")
         scale = torch.tensor(config.get("scaling_factor") or 1.0, device=device)
         if mean is None or std is None:
             return cls(net, torch.zeros((), device=device), scale, decode_frames, per_frame_encoder)
@@ -91,28 +81,37 @@ def latents_needed(frames: Sequence[int], temporal_ratio: int) -> int:
     return 1 + -(-max(frames) // temporal_ratio)
 
 
-def decode_whole_clip(net: Any, raw: Tensor, frames: Sequence[int]) -> Tensor:
-    """Decode all latents and select frames."""
-    pixels: Tensor = net.decode(raw, return_dict=False)[0]
-    return pixels[:, :, list(frames)]
-
-
 @dataclass(frozen=True)
 class VideoCompression:
-    """Latent channels and compression ratios of a video VAE."""
+    """Latent channels and compression ratios of a video VAE, and the sizes that VAE and network can represent."""
 
     channels: int
     spatial_ratio: int  # pixels per latent and side
     temporal_ratio: int  # frames per latent, after the first
+    patch_size: int = 2  # latents per token and side
+    chunk_size: int = 1  # latents, after the first, that are decoded together
+
+    @property
+    def chunk_frames(self) -> int:
+        """Clips have one frame more than a multiple of this."""
+        return self.temporal_ratio * self.chunk_size
 
     def shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return the latent shape [f, C, h, w] of a clip."""
-        return (
-            1 + (frames - 1) // self.temporal_ratio,
-            self.channels,
-            height // self.spatial_ratio,
-            width // self.spatial_ratio,
-        )
+        latents, ratio = 1 + (frames - 1) // self.temporal_ratio, self.spatial_ratio
+        return latents, self.channels, height // ratio, width // ratio
+
+    def check_size(self, frames: int, height: int, width: int) -> None:
+        """Refuse a length or size that the VAE and the network's patches cannot represent."""
+        if (frames - 1) % self.chunk_frames or not 1 <= frames <= 1025:
+            nearest = max(0, round((frames - 1) / self.chunk_frames)) * self.chunk_frames + 1
+            raise ValueError(
+                f"'frames' is {frames}; expected one more than a multiple of {self.chunk_frames}, such as {nearest}"
+            )
+        unit = self.patch_size * self.spatial_ratio
+        for name, length in (("height", height), ("width", width)):
+            if length % unit:
+                raise ValueError(f"'{name}' is {length}; expected a multiple of {unit}")
 
 
 class VideoSpec(PublishedSpec):
@@ -123,34 +122,80 @@ class VideoSpec(PublishedSpec):
     width: int
 
 
-class VideoBackbone(Backbone):
-    """Denoises video latents [f, C, h, w]; each model's file supplies the function that calls its network."""
+class VideoTransformerSpec(VideoSpec):
+    """Settings of a text-to-video transformer."""
 
-    forward_passes = 1
+    backbone_class: ClassVar[type[VideoBackbone]]
+    checkpoint_decoder: bool
+    max_text_tokens: int
 
-    def __init__(
-        self,
-        net: nn.Module,
-        call_network: CallNetwork,
-        autoencoder: FrozenVideoVae,
-        prompt_encoder: CachedTextEncoder,
-        spec: VideoSpec,
-        traits: NetworkTraits = VIDEO_TRAITS,
-    ) -> None:
-        self.net, self.call_network, self.traits = net, call_network, traits
-        self.autoencoder, self.prompt_encoder = autoencoder, prompt_encoder
+    @property
+    @abstractmethod
+    def compression(self) -> VideoCompression:
+        """How the VAE compresses clips."""
+
+    def __post_init__(self) -> None:
+        self.compression.check_size(self.frames, self.height, self.width)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.compression.shape(self.frames, self.height, self.width)
+
+    def load(self, placement: Placement) -> VideoBackbone:
+        return self.backbone_class(self, placement)
+
+    def tiny(self) -> Self:
+        settings = {"frames": 1 + self.compression.chunk_frames, "max_text_tokens": min(self.max_text_tokens, 16)}
+        small: Self = replace(cast(Any, self), weights=TINY, height=32, width=32, embeddings=None, **settings)
+        return small
+
+
+class VideoBackbone(TextConditionedBackbone):
+    """Denoises video latents [f, C, h, w] with a transformer of diffusers.
+
+    A model's class names its networks, and says how to call the transformer and how to decode some of the frames.
+    """
+
+    network_class: ClassVar[str]  # of diffusers
+    vae_class: ClassVar[str]  # of diffusers
+    spec: VideoTransformerSpec
+
+    def __init__(self, spec: VideoTransformerSpec, placement: Placement) -> None:
+        components = spec.components(placement)
+        self.spec, self.traits = spec, VIDEO_TRAITS
+        self.autoencoder = self.load_vae(components)
+        self.net = self.load_network(components)
+        self.prompt_encoder = spec.cached_prompt_encoder(components)
         self.shape, self.pixels = spec.shape, (spec.frames, 3, spec.height, spec.width)
 
-    def enable_text_encoder_training(self) -> dict[str, nn.Module]:
-        return self.prompt_encoder.enable_training()
+    def load_network(self, components: PipelineComponents) -> Any:
+        """Load the transformer."""
+        import diffusers
 
-    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), self.prompt_encoder(prompts), tuple(metadata))
+        return components.load_trainable("transformer", getattr(diffusers, self.network_class))
+
+    def load_vae(self, components: PipelineComponents) -> FrozenVideoVae:
+        """Load the VAE."""
+        import diffusers
+
+        network_class, checkpointing = getattr(diffusers, self.vae_class), self.spec.checkpoint_decoder
+        vae = components.load_frozen("vae", network_class, gradient_checkpointing=checkpointing)
+        return FrozenVideoVae.from_network(vae, partial(self.decode_frames, vae))
+
+    @abstractmethod
+    def call_network(self, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
+        """Predict from latents [B, f, C, h, w] at times [B], in the dtype of the weights: [B, f, C, h, w]."""
+
+    @staticmethod
+    def decode_frames(vae: Any, raw: Tensor, frames: Sequence[int]) -> Tensor:
+        """Decode raw latents [B, C, f, h, w] and select some frames: [B, 3, frames, H, W] in [-1, 1]."""
+        pixels: Tensor = vae.decode(raw, return_dict=False)[0]
+        return pixels[:, :, list(frames)]
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         dtype = next(self.net.parameters()).dtype  # without autocast, all inputs need the dtype of the weights
         conditioning = {name: y.to(dtype) if y.is_floating_point() else y for name, y in cond.tensors.items()}
-        return self.call_network(self.net, x.to(dtype), t, conditioning)
+        return self.call_network(x.to(dtype), t, conditioning)
 
     def encode(self, pixels: Tensor) -> Tensor:
         check_clip_shape(pixels, self.pixels)
@@ -170,20 +215,8 @@ def check_clip_shape(pixels: Tensor, expected: tuple[int, int, int, int]) -> Non
         )
 
 
-def check_video_size(frames: int, height: int, width: int, temporal_ratio: int, spatial_ratio: int) -> None:
-    """Refuse a length or size that the VAE and the network's patches cannot represent."""
-    if (frames - 1) % temporal_ratio or not 1 <= frames <= 1025:
-        nearest = max(0, round((frames - 1) / temporal_ratio)) * temporal_ratio + 1
-        raise ValueError(
-            f"'frames' is {frames}; expected one more than a multiple of {temporal_ratio}, such as {nearest}"
-        )
-    for name, length in (("height", height), ("width", width)):
-        if length % spatial_ratio:
-            raise ValueError(f"'{name}' is {length}; expected a multiple of {spatial_ratio}")
-
-
 class T5PromptEncoder(TextEncoders):
-    """T5's features, words [B, L, D], and the mask of real tokens, seen [B, L].
+    """T5's features, prompt_embeds [B, L, D], and the mask of real tokens, attention_mask [B, L].
 
     Without `use_attention_mask` the encoder attends to padding too, as some generators were trained.
     """
@@ -192,19 +225,15 @@ class T5PromptEncoder(TextEncoders):
         from transformers import T5EncoderModel
 
         self.t5 = components.load_text_encoder("text_encoder", T5EncoderModel, "tokenizer", max_text_tokens)
-        self.use_attention_mask = use_attention_mask
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return (self.t5,)
+        self.text_encoders, self.use_attention_mask = (self.t5,), use_attention_mask
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         return encode_with_t5(self.t5, prompts, use_attention_mask=self.use_attention_mask)
 
 
 def encode_with_t5(t5: TextEncoder, texts: list[str], *, use_attention_mask: bool) -> dict[str, Tensor]:
-    """Return T5's features, words [B, L, D], and the mask of real tokens, seen [B, L]."""
+    """Return T5's features, prompt_embeds [B, L, D], and the mask of real tokens, attention_mask [B, L]."""
     return {
-        "words": t5(texts, use_attention_mask=use_attention_mask).last_hidden_state,
-        "seen": t5.tokenize(texts)["attention_mask"].bool(),
+        "prompt_embeds": t5(texts, use_attention_mask=use_attention_mask).last_hidden_state,
+        "attention_mask": t5.tokenize(texts)["attention_mask"].bool(),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,12 +19,11 @@ from .image_backbone import FrozenVae
 from .loading import trainable_dtype
 from .modelscope import (
     CONFIGS,
-    MIN_FRAMES,
     VideoUnetBackbone,
+    VideoUnetSpec,
     build_empty_unet,
     check_fps,
     check_video_unet_config,
-    latent_shape,
     read_video_unet_checkpoint,
 )
 from .modelscope import TINY_CONFIGS as TINY_MODELSCOPE
@@ -40,14 +39,13 @@ from .pipeline_components import (
 from .pretrained import WeightsSource, find_weights, silence_libraries
 from .sd15 import CLIP_MAX_TOKENS, ClipPromptEncoder
 from .text_encoders import CachedTextEncoder, TextEncoder
-from .video_backbone import VideoSpec
 
 CHECKPOINT_FILE = "model.ckpt"
 SOURCE = WeightsSource("VideoCrafter/VideoCrafter2", CHECKPOINT_FILE, license="Apache-2.0, for research only")
 CLIP_TOKENIZER = WeightsSource("openai/clip-vit-large-patch14", "tokenizer.json", "2.2 MB", "MIT")
 TINY_CONFIGS: ComponentConfigs = {**TINY_MODELSCOPE, "unet": {**TINY_MODELSCOPE["unet"], "fps_cond": True}}
 VIDEOCRAFTER = PublishedModel(
-    (SOURCE,), TINY_CONFIGS, {SOURCE.hub: {**CONFIGS, "unet": {**CONFIGS["unet"], "fps_cond": True}}}
+    "videocrafter", (SOURCE,), TINY_CONFIGS, {SOURCE.hub: {**CONFIGS, "unet": {**CONFIGS["unet"], "fps_cond": True}}}
 )
 
 
@@ -116,7 +114,7 @@ def load_clip_tokenizer(folder: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class VideocrafterSpec(VideoSpec):
+class VideocrafterSpec(VideoUnetSpec):
     """VideoCrafter2: its model.ckpt, or a pipeline folder with the network in diffusers' layout."""
 
     weights: str = SOURCE.hub  # hub id, a model.ckpt or its folder, or a folder in diffusers' layout
@@ -138,12 +136,8 @@ class VideocrafterSpec(VideoSpec):
     )
 
     def __post_init__(self) -> None:
-        latent_shape(self.frames, self.height, self.width)
+        super().__post_init__()
         check_fps(self.fps)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return latent_shape(self.frames, self.height, self.width)
 
     @property
     def sources(self) -> tuple[WeightsSource, ...]:
@@ -167,11 +161,6 @@ class VideocrafterSpec(VideoSpec):
         if checkpoint is None:
             return self.cached_prompt_encoder(self.components(placement))
         return self._checkpoint_prompt_encoder(checkpoint)
-
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: ClipPromptEncoder.load(components), ("text_encoder",), {"model": "videocrafter"}, self.embeddings
-        )
 
     def _checkpoint_prompt_encoder(self, checkpoint: VideocrafterCheckpoint) -> CachedTextEncoder:
         fingerprint = {"model": "videocrafter", CHECKPOINT_FILE: fingerprint_file(checkpoint.path)}
@@ -197,6 +186,3 @@ class VideocrafterSpec(VideoSpec):
         else:
             net = copy_tensors(build_empty_unet(config), tensors, "unet", trainable_dtype(placement))
         return VideoUnetBackbone(net.to(placement.device), vae, prompt_encoder, self, self.fps)
-
-    def tiny(self) -> VideocrafterSpec:
-        return replace(self, weights=TINY, unet=None, frames=MIN_FRAMES, height=32, width=32, embeddings=None)

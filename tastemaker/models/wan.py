@@ -17,11 +17,10 @@ from ..core.registry import ConfigError
 from ..core.types import Placement
 from .checkpoint_keys import reject_unknown_names
 from .component_configs import T5_XXL, TINY_T5, ComponentConfigs
-from .pipeline_components import TINY, PipelineComponents, PublishedModel
+from .pipeline_components import PipelineComponents, PublishedModel
 from .pretrained import WeightsSource
-from .text_encoders import CachedTextEncoder, TextEncoder, TextEncoders
+from .text_encoders import TextEncoders
 from .video_backbone import (
-    VIDEO_TRAITS,
     ConditioningTensors,
     DecodeFrames,
     FrozenVideoVae,
@@ -29,8 +28,7 @@ from .video_backbone import (
     VideoBackbone,
     VideoCompression,
     VideoSide,
-    VideoSpec,
-    check_video_size,
+    VideoTransformerSpec,
     checkpoint_if,
     encode_with_t5,
     latents_needed,
@@ -92,6 +90,7 @@ TINY_CONFIGS: ComponentConfigs = {
     "text_encoder": TINY_T5,
 }
 WAN = PublishedModel(
+    "wan",
     (
         WeightsSource("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", size="29 GB", license="Apache-2.0"),
         WeightsSource("Wan-AI/Wan2.1-T2V-14B-Diffusers", size="80 GB", license="Apache-2.0"),
@@ -129,20 +128,17 @@ class NoiseLevelExperts(nn.Module):
 
 
 class WanPromptEncoder(TextEncoders):
-    """UMT5's features, zero at padding: words [B, L, D]."""
+    """UMT5's features, zero at padding: prompt_embeds [B, L, D]."""
 
     def __init__(self, components: PipelineComponents, max_text_tokens: int) -> None:
         from transformers import UMT5EncoderModel
 
         self.t5 = components.load_text_encoder("text_encoder", UMT5EncoderModel, "tokenizer", max_text_tokens)
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return (self.t5,)
+        self.text_encoders = (self.t5,)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         features = encode_with_t5(self.t5, [clean_prompt(prompt) for prompt in prompts], use_attention_mask=True)
-        return {"words": features["words"] * features["seen"][..., None]}
+        return {"prompt_embeds": features["prompt_embeds"] * features["attention_mask"][..., None]}
 
 
 def clean_prompt(text: str) -> str:
@@ -150,36 +146,56 @@ def clean_prompt(text: str) -> str:
     return " ".join(html.unescape(html.unescape(text)).split())
 
 
-def predict_velocity(net: nn.Module, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
-    """Return the velocity noise - clean of latents [B, f, C, h, w]."""
-    velocity: Tensor = net(
-        hidden_states=x.transpose(1, 2),
-        timestep=1000 * t,
-        encoder_hidden_states=conditioning["words"],
-        return_dict=False,
-    )[0]
-    return velocity.transpose(1, 2)
+class WanBackbone(VideoBackbone):
+    """Predicts the velocity noise - clean of latents, with one transformer or two that take turns."""
 
+    spec: WanSpec
 
-def load_network(components: PipelineComponents, boundary_ratio: float | None) -> nn.Module:
-    """Load the transformer, or both experts if there is a time at which they take turns."""
-    from diffusers import WanTransformer3DModel
+    def __init__(self, spec: WanSpec, placement: Placement) -> None:
+        super().__init__(spec, placement)
+        self.traits = replace(self.traits, data_dependent_forward=spec.boundary_ratio is not None)
 
-    if components.full_size and boundary_ratio is not None:
-        raise ConfigError(
-            "random weights of a published size are those of one transformer; leave model.boundary_ratio out"
-        )
-    first = components.load_trainable("transformer", WanTransformer3DModel)
-    if boundary_ratio is not None:
-        return NoiseLevelExperts(
-            first, components.load_trainable("transformer_2", WanTransformer3DModel), boundary_ratio
-        )
-    if components.path is not None and (components.path / "transformer_2").is_dir():
-        raise ConfigError(
-            f"{components.path} holds two transformers, expected the time at which they take turns; set "
-            "model.boundary_ratio (0.875 for Wan 2.2 T2V-A14B)"
-        )
-    return first
+    def load_network(self, components: PipelineComponents) -> nn.Module:
+        from diffusers import WanTransformer3DModel
+
+        boundary_ratio = self.spec.boundary_ratio
+        if components.full_size and boundary_ratio is not None:
+            raise ConfigError(
+                "random weights of a published size are those of one transformer; leave model.boundary_ratio out"
+            )
+        first = components.load_trainable("transformer", WanTransformer3DModel)
+        if boundary_ratio is not None:
+            second = components.load_trainable("transformer_2", WanTransformer3DModel)
+            return NoiseLevelExperts(first, second, boundary_ratio)
+        if components.path is not None and (components.path / "transformer_2").is_dir():
+            raise ConfigError(
+                f"{components.path} holds two transformers, expected the time at which they take turns; set "
+                "model.boundary_ratio (0.875 for Wan 2.2 T2V-A14B)"
+            )
+        return first
+
+    def load_vae(self, components: PipelineComponents) -> FrozenVideoVae:
+        """Load the VAE; refuse one of another size before its latents meet a network that cannot read them."""
+        from diffusers import AutoencoderKLWan
+
+        vae, spec = components.load_frozen("vae", AutoencoderKLWan), self.spec
+        channels, factor = vae.config.z_dim, vae.config.scale_factor_spatial
+        if (channels, factor) != (spec.latent_channels, spec.downsample_factor):
+            raise ConfigError(
+                f"model: the autoencoder of '{spec.weights:.200}' has {channels} channels and factor {factor}, the "
+                f"settings say {spec.latent_channels} and {spec.downsample_factor}; set "
+                f"model.latent_channels={channels} and model.downsample_factor={factor}"
+            )
+        return FrozenVideoVae.from_network(vae, wan_decoder(vae, spec.checkpoint_decoder))
+
+    def call_network(self, x: Tensor, t: Tensor, conditioning: ConditioningTensors) -> Tensor:
+        velocity: Tensor = self.net(
+            hidden_states=x.transpose(1, 2),
+            timestep=1000 * t,
+            encoder_hidden_states=conditioning["prompt_embeds"],
+            return_dict=False,
+        )[0]
+        return velocity.transpose(1, 2)
 
 
 def wan_decoder(net: Any, checkpoint_decoder: bool) -> DecodeFrames:
@@ -223,7 +239,7 @@ def unpatchify(x: Tensor, size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class WanSpec(VideoSpec):
+class WanSpec(VideoTransformerSpec):
     """Wan 2.1 or 2.2, text to video: a flow with timestep shift 3 at 480p and 5 at 720p."""
 
     weights: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"  # hub id, or folder in diffusers' layout
@@ -238,50 +254,19 @@ class WanSpec(VideoSpec):
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
     published: ClassVar[PublishedModel] = WAN
-
-    def __post_init__(self) -> None:
-        check_video_size(self.frames, self.height, self.width, TEMPORAL_RATIO, 2 * self.downsample_factor)
+    backbone_class = WanBackbone
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        compression = VideoCompression(self.latent_channels, self.downsample_factor, TEMPORAL_RATIO)
-        return compression.shape(self.frames, self.height, self.width)
+    def compression(self) -> VideoCompression:
+        return VideoCompression(self.latent_channels, self.downsample_factor, TEMPORAL_RATIO)
 
     @property
     def layout(self) -> PipelineLayout:
         prefixes = () if self.boundary_ratio is None else EXPERT_PREFIXES
         return PipelineLayout("WanPipeline", "transformer", "", reject_unknown_names, component_prefixes=prefixes)
 
-    def cached_prompt_encoder(self, components: PipelineComponents) -> CachedTextEncoder:
-        return components.cache_text_encoders(
-            lambda: WanPromptEncoder(components, self.max_text_tokens),
-            ("text_encoder",),
-            {"model": "wan", "words": self.max_text_tokens},
-            self.embeddings,
-        )
-
-    def load(self, placement: Placement) -> VideoBackbone:
-        from diffusers import AutoencoderKLWan
-
-        components = self.components(placement)
-        vae = components.load_frozen("vae", AutoencoderKLWan)
-        self._check_vae(vae.config)
-        autoencoder = FrozenVideoVae.from_network(vae, wan_decoder(vae, self.checkpoint_decoder))
-        net = load_network(components, self.boundary_ratio)
-        traits = replace(VIDEO_TRAITS, data_dependent_forward=self.boundary_ratio is not None)
-        prompt_encoder = self.cached_prompt_encoder(components)
-        return VideoBackbone(net, predict_velocity, autoencoder, prompt_encoder, self, traits)
-
-    def _check_vae(self, config: Any) -> None:
-        """Refuse a VAE of another size before its latents meet a network that cannot read them."""
-        actual = (config.z_dim, config.scale_factor_spatial)
-        if actual != (self.latent_channels, self.downsample_factor):
-            raise ConfigError(
-                f"model: the autoencoder of '{self.weights:.200}' has {actual[0]} channels and factor {actual[1]}, the "
-                f"settings say {self.latent_channels} and {self.downsample_factor}; set "
-                f"model.latent_channels={actual[0]} and model.downsample_factor={actual[1]}"
-            )
+    def load_text_encoders(self, components: PipelineComponents) -> WanPromptEncoder:
+        return WanPromptEncoder(components, self.max_text_tokens)
 
     def tiny(self) -> WanSpec:
-        small = replace(self, weights=TINY, height=32, width=32, frames=5, latent_channels=16, downsample_factor=8)
-        return replace(small, max_text_tokens=min(self.max_text_tokens, 16), embeddings=None)
+        return replace(super().tiny(), latent_channels=16, downsample_factor=8)

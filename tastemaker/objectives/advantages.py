@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..core.objective import ObjectiveState
+from ..core.objective import Context, ObjectiveState
 from ..core.reward import Rubric
 
 
@@ -79,3 +79,9 @@ class PromptTracker(ObjectiveState):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rewards = {prompt: list(rewards) for prompt, rewards in state["rewards"].items()}
+
+
+def tracked_advantages(ctx: Context[Any], prompts: Sequence[str], reward: Tensor) -> Tensor:
+    """Advantages [B] of this rank's samples from the `PromptTracker` that is the objective's state."""
+    tracker = cast(PromptTracker, ctx.state)
+    return tracker.advantages(prompts, reward, ctx.comm.gather_objects(prompts), ctx.comm.gather(reward))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.objective import Context, Objective, drop_prompts
+from ..core.objective import Context, Objective, drop_prompts, require_settings
 from ..core.policy import Process
 from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, ImageBatch, Loss, TokenBatch, concatenate
@@ -49,11 +49,12 @@ class CCA(Objective[Process, ImageBatch | TokenBatch, ContrastivePairs, None]):
     also_consumes: ClassVar[tuple[type, ...]] = (TokenBatch,)
 
     def __post_init__(self) -> None:
-        if not (self.beta > 0 and self.negative_weight >= 0 and 0 <= self.prompt_dropout <= 1):
-            found = f"beta {self.beta}, negative_weight {self.negative_weight}, prompt_dropout {self.prompt_dropout}"
-            raise ValueError(
-                f"found {found}; expected beta above 0, negative_weight of at least 0 and prompt_dropout from 0 to 1"
-            )
+        require_settings(
+            self,
+            "beta negative_weight prompt_dropout",
+            self.beta > 0 and self.negative_weight >= 0 and 0 <= self.prompt_dropout <= 1,
+            "beta above 0, negative_weight of at least 0 and prompt_dropout from 0 to 1",
+        )
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",)

@@ -8,10 +8,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..core.objective import Context, Objective, ObjectiveState, ScoredRollout, rollout_and_score
+from ..core.objective import (
+    Context,
+    Objective,
+    ObjectiveState,
+    ScoredRollout,
+    require_settings,
+    rollout_and_score,
+)
 from ..core.policy import Process
 from ..core.types import Loss, PromptBatch
-from .advantages import PromptTracker, global_advantages
+from .advantages import PromptTracker, tracked_advantages
 from .ppo import clipped_surrogate, count_actions
 
 
@@ -27,22 +34,16 @@ class DDPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     consumes: ClassVar[type] = PromptBatch
 
     def __post_init__(self) -> None:
-        names = ("clip_range", "advantage_clip", "tracker_size", "tracker_min_count")
-        settings = {name: getattr(self, name) for name in names}
-        if not (self.clip_range > 0 and self.advantage_clip > 0 and min(self.tracker_size, self.tracker_min_count) > 0):
-            found = ", ".join(f"{name} {value}" for name, value in settings.items())
-            raise ValueError(f"found {found}; expected all of them above 0")
+        valid = self.clip_range > 0 and self.advantage_clip > 0 and min(self.tracker_size, self.tracker_min_count) > 0
+        names = "clip_range advantage_clip tracker_size tracker_min_count"
+        require_settings(self, names, valid, "all of them above 0")
 
     def make_state(self) -> ObjectiveState:
         return PromptTracker(self.tracker_size, self.tracker_min_count)
 
     def collect(self, ctx: Context[Process], batch: PromptBatch) -> ScoredRollout:
         trajectory, rng, scores = rollout_and_score(ctx, batch, 1)
-        prompts, all_rewards = trajectory.cond.prompts, ctx.comm.gather(scores.total)
-        if isinstance(ctx.state, PromptTracker):
-            advantage = ctx.state.advantages(prompts, scores.total, ctx.comm.gather_objects(prompts), all_rewards)
-        else:
-            advantage = global_advantages(scores.total, all_rewards)
+        advantage = tracked_advantages(ctx, trajectory.cond.prompts, scores.total)
         advantage = advantage.clamp(-self.advantage_clip, self.advantage_clip)
         return ScoredRollout(trajectory, rng, scores.total, advantage, scores.rewards)
 

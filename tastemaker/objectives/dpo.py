@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.objective import Context, Objective, drop_prompts
+from ..core.objective import Context, Objective, drop_prompts, require_settings
 from ..core.policy import Policy, Process
 from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, Corrupted, Loss, PreferenceBatch
@@ -86,9 +86,9 @@ class DPO(Objective[Process, PreferenceBatch, PreferenceExperience, int]):
     consumes: ClassVar[type] = PreferenceBatch
 
     def __post_init__(self) -> None:
-        if not (self.beta > 0 and self.sft_coef >= 0 and self.num_timesteps >= 1):
-            found = f"beta {self.beta}, sft_coef {self.sft_coef}, num_timesteps {self.num_timesteps}"
-            raise ValueError(f"found {found}; expected beta above 0, sft_coef of at least 0 and at least one timestep")
+        valid = self.beta > 0 and self.sft_coef >= 0 and self.num_timesteps >= 1
+        expected = "beta above 0, sft_coef of at least 0 and at least one timestep"
+        require_settings(self, "beta sft_coef num_timesteps", valid, expected)
         if not 0 <= self.prompt_dropout <= 1:
             raise ValueError(f"'prompt_dropout' is {self.prompt_dropout}; expected a share from 0 to 1")
 

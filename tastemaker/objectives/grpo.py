@@ -8,7 +8,15 @@ from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
-from ..core.objective import Context, NoState, Objective, ObjectiveState, ScoredRollout, rollout_and_score
+from ..core.objective import (
+    Context,
+    NoState,
+    Objective,
+    ObjectiveState,
+    ScoredRollout,
+    require_settings,
+    rollout_and_score,
+)
 from ..core.policy import Process
 from ..core.types import Loss, PromptBatch
 from .advantages import (
@@ -17,6 +25,7 @@ from .advantages import (
     global_advantages,
     group_advantages,
     group_mean_advantages,
+    tracked_advantages,
 )
 from .ppo import clipped_surrogate, count_actions, kl_to_reference, masked_mean
 
@@ -53,12 +62,10 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
             raise ValueError(
                 "'combine' is advantages, but the tracker keeps one reward per prompt; use another advantage"
             )
-        if not (self.clip_range > 0 and (self.clip_range_high is None or self.clip_range_high > 0)):
-            found = f"clip_range {self.clip_range}, clip_range_high {self.clip_range_high}"
-            raise ValueError(f"found {found}; expected both above 0")
-        if not (self.kl_coef >= 0 and self.advantage_clip > 0):
-            found = f"kl_coef {self.kl_coef}, advantage_clip {self.advantage_clip}"
-            raise ValueError(f"found {found}; expected kl_coef of at least 0 and advantage_clip above 0")
+        valid_clip = self.clip_range > 0 and (self.clip_range_high is None or self.clip_range_high > 0)
+        require_settings(self, "clip_range clip_range_high", valid_clip, "both above 0")
+        valid = self.kl_coef >= 0 and self.advantage_clip > 0
+        require_settings(self, "kl_coef advantage_clip", valid, "kl_coef of at least 0 and advantage_clip above 0")
 
     def snapshots(self) -> tuple[str, ...]:
         return ("reference",) if self.kl_coef else ()
@@ -87,11 +94,11 @@ class GRPO(Objective[Process, PromptBatch, ScoredRollout, int]):
     def _advantages(self, ctx: Context[Process], prompts: Sequence[str], reward: Tensor) -> Tensor:
         if self.advantage == "group":
             return group_advantages(reward, self.group_size, self.unbiased_std, self.advantage_eps)
+        if self.advantage == "tracker":
+            return tracked_advantages(ctx, prompts, reward)
         all_rewards = ctx.comm.gather(reward)
         if self.advantage == "group_mean":
             return group_mean_advantages(reward, self.group_size, all_rewards, self.advantage_eps)
-        if isinstance(ctx.state, PromptTracker):
-            return ctx.state.advantages(prompts, reward, ctx.comm.gather_objects(prompts), all_rewards)
         return global_advantages(reward, all_rewards, self.advantage_eps)
 
     def metrics(self, experience: ScoredRollout) -> dict[str, Tensor]:

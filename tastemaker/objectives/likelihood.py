@@ -70,10 +70,10 @@ def encode_batch(policy: Policy[Process], batch: LikelihoodBatch, rng: Randomnes
     model = policy.model.unguided
     if isinstance(batch, LatentBatch):
         return model.from_latents(batch)
-    found, expected = tuple(batch.ids.shape[1:]), tuple(policy.model.shape)
-    if found != expected:
+    shape, expected = tuple(batch.ids.shape[1:]), tuple(policy.model.shape)
+    if shape != expected:
         raise ConfigError(
-            f"data: an image has {found[0]} tokens, the model generates {expected[0]}; encode at the model's size"
+            f"data: an image has {shape[0]} tokens, the model generates {expected[0]}; encode at the model's size"
         )
     if model.codebook_size is not None and (largest := int(batch.ids.max())) >= model.codebook_size:
         raise ConfigError(

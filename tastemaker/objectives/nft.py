@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ..core.objective import Context, Objective, ScoredRollout, rollout_and_score
+from ..core.objective import Context, Objective, ScoredRollout, require_settings, rollout_and_score
 from ..core.types import Loss, PromptBatch
 from ..processes.gaussian import GaussianProcess
 from .advantages import combine_advantages, group_mean_advantages
@@ -38,9 +38,9 @@ class NFT(Objective[GaussianProcess, PromptBatch, ScoredRollout, int]):
             raise ValueError(
                 f"'group_size' is {self.group_size}; expected at least 2 samples per prompt to compare with each other"
             )
-        if not (self.beta > 0 and self.num_timesteps >= 1 and self.advantage_clip > 0 and self.kl_coef >= 0):
-            found = f"beta {self.beta}, num_timesteps {self.num_timesteps}, advantage_clip {self.advantage_clip}"
-            raise ValueError(f"found {found}, kl_coef {self.kl_coef}; expected kl_coef of at least 0, the rest above 0")
+        valid = self.beta > 0 and self.num_timesteps >= 1 and self.advantage_clip > 0 and self.kl_coef >= 0
+        expected = "kl_coef of at least 0, the rest above 0"
+        require_settings(self, "beta num_timesteps advantage_clip kl_coef", valid, expected)
 
     def snapshots(self) -> tuple[str, ...]:
         return ("old", "reference") if self.kl_coef else ("old",)

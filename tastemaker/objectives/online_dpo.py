@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.objective import Context, Objective, rollout_and_score
+from ..core.objective import Context, Objective, require_settings, rollout_and_score
 from ..core.policy import Policy, Process
 from ..core.registry import ConfigError
 from ..core.reward import Scores
@@ -97,9 +97,8 @@ class OnlineDPO(Objective[Process, PromptBatch, OnlinePairs, int]):
         DPO(self.beta, self.sft_coef, self.noise_sharing, self.num_timesteps)  # checks the settings they share
         if self.group_size < 2:
             raise ValueError(f"'group_size' is {self.group_size}; expected at least 2 samples per prompt for a pair")
-        if self.round_steps < 0 or self.reward_guidance_coef < 0:
-            found = f"round_steps {self.round_steps}, reward_guidance_coef {self.reward_guidance_coef}"
-            raise ValueError(f"found {found}; expected both to be at least 0")
+        valid = self.round_steps >= 0 and self.reward_guidance_coef >= 0
+        require_settings(self, "round_steps reward_guidance_coef", valid, "both to be at least 0")
         if self.reward_guidance_name and not self.reward_guidance_coef:
             raise ValueError(
                 f"'reward_guidance_name' is {self.reward_guidance_name!r:.60}, but 'reward_guidance_coef' is 0; set it "

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.objective import Context, Objective
+from ..core.objective import Context, Objective, require_settings
 from ..core.policy import Policy, Process
 from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, Loss, PromptBatch
@@ -63,12 +63,10 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
         validate_frames(self.frames)
         if self.gradient_mode == "steps" and not self.steps:
             raise ValueError("'steps' is empty; expected the steps to train at, because 'gradient_mode' is steps")
-        if self.from_step < 0 or min(self.steps, default=0) < 0:
-            found = f"from_step {self.from_step}, steps {list(self.steps)}"
-            raise ValueError(f"found {found}; expected steps from 0, the noisiest")
-        if min(self.last_steps, self.num_renoise) < 1 or self.start_step_std <= 0:
-            found = f"last_steps {self.last_steps}, num_renoise {self.num_renoise}"
-            raise ValueError(f"found {found}, start_step_std {self.start_step_std}; expected all of them above 0")
+        from_first = self.from_step >= 0 and min(self.steps, default=0) >= 0
+        require_settings(self, "from_step steps", from_first, "steps from 0, the noisiest")
+        positive = min(self.last_steps, self.num_renoise) >= 1 and self.start_step_std > 0
+        require_settings(self, "last_steps num_renoise start_step_std", positive, "all of them above 0")
         if not 0 <= self.step_range[0] <= self.step_range[1]:
             raise ValueError(f"'step_range' is {list(self.step_range)}; expected two steps from low to high")
 
@@ -97,8 +95,9 @@ class RewardGradient(Objective[GaussianProcess, PromptBatch, RewardGradientBatch
         }[self.gradient_mode]
         last = max(self.steps) if self.gradient_mode == "steps" else high
         if last >= num_steps:
-            found = f"reward_gradient uses step {last} of a sampler with {num_steps} steps"
-            raise ValueError(f"{found}; choose one below {num_steps}")
+            raise ValueError(
+                f"reward_gradient uses step {last} of a sampler with {num_steps} steps; choose one below {num_steps}"
+            )
         return low + int(rng.shared_uniform(Purpose.FIRST_GRADIENT_STEP, draw) * (high - low + 1))
 
     def loss(self, ctx: Context[GaussianProcess], experience: RewardGradientBatch, part: int) -> Loss:
@@ -137,8 +136,8 @@ def frame_indices(frames: Frames) -> tuple[int, ...]:
 def validate_frames(frames: Frames) -> None:
     """Refuse an empty list and negative indices."""
     if frames == () or min(frame_indices(frames), default=0) < 0:
-        found = list(frames) if isinstance(frames, tuple) else frames
-        raise ValueError(f"'frames' is {found}; expected frames from 0, or the word random, which VADER writes as -1")
+        value = list(frames) if isinstance(frames, tuple) else frames
+        raise ValueError(f"'frames' is {value}; expected frames from 0, or the word random, which VADER writes as -1")
 
 
 def select_frames(frames: Frames, count: int) -> list[int] | None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.distributions import expand_dims_like
-from ..core.objective import Context, Objective
+from ..core.objective import Context, Objective, require_settings
 from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import Condition, Loss, Metadata, PromptBatch, Prompts, concatenate, select_rows
@@ -114,19 +114,19 @@ class SRPO(Objective[GaussianProcess, PromptBatch, DirectAlignBatch, tuple[Branc
                 f"'timestep_range' is {list(self.timestep_range)}; expected two rising indices within "
                 f"{self.num_grid_steps} grid steps"
             )
-        if not (0 < self.groundtruth_ratio < 1 and 1 <= self.grid_margin < self.num_train_timesteps / 2):
-            found = f"groundtruth_ratio {self.groundtruth_ratio}, grid_margin {self.grid_margin}"
-            raise ValueError(
-                f"found {found}, num_train_timesteps {self.num_train_timesteps}; expected a ratio between 0 and 1, and "
-                "a margin of at least 1 and below half of the timesteps"
-            )
+        require_settings(
+            self,
+            "groundtruth_ratio grid_margin num_train_timesteps",
+            0 < self.groundtruth_ratio < 1 and 1 <= self.grid_margin < self.num_train_timesteps / 2,
+            "a ratio between 0 and 1, and a margin of at least 1 and below half of the timesteps",
+        )
         shift = 1.0 if self.timestep_weight_shift is None else self.timestep_weight_shift
-        if self.timesteps_per_sample < 1 or self.contrast_noise < 0 or (self.offline_steps or 0) < 0 or shift <= 0:
-            found = f"timesteps_per_sample {self.timesteps_per_sample}, contrast_noise {self.contrast_noise}"
-            found += f", offline_steps {self.offline_steps}, timestep_weight_shift {self.timestep_weight_shift}"
-            raise ValueError(
-                f"found {found}; expected at least one timestep, a shift above 0 and the others at least 0"
-            )
+        require_settings(
+            self,
+            "timesteps_per_sample contrast_noise offline_steps timestep_weight_shift",
+            self.timesteps_per_sample >= 1 and min(self.contrast_noise, self.offline_steps or 0) >= 0 and shift > 0,
+            "at least one timestep, a shift above 0 and the others at least 0",
+        )
         if not self.branches or (self.relative and not (self.positive_words and self.negative_words)):
             raise ValueError("no branches or no control words; expected at least one of each, or relative: false")
         rest = self.template.replace("{prompt}", "").replace("{word}", "")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.distributions import TokenDistribution, top_k_top_p_filter
 from ..core.guidance import scoring_model
-from ..core.objective import Context, Objective, drop_prompts
+from ..core.objective import Context, Objective, drop_prompts, require_settings
 from ..core.policy import Policy
 from ..core.randomness import Purpose, Randomness
 from ..core.types import Condition, ImageBatch, Loss, Segment, concatenate, select_rows
@@ -88,17 +88,14 @@ class TeacherForcedGRPO(Objective[AutoregressiveProcess, ImageBatch, TeacherForc
         if self.group_size < 2:
             raise ValueError(f"'group_size' is {self.group_size}; expected at least 2 samples per image to compare")
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
-        if min(self.clip_range, high, self.advantage_clip) <= 0:
-            found = f"clip_range {self.clip_range}, clip_range_high {self.clip_range_high}"
-            raise ValueError(f"found {found}, advantage_clip {self.advantage_clip}; expected all of them above 0")
-        if min(self.kl_coef, self.ce_coef, self.latent_reward_weight) < 0:
-            found = f"kl_coef {self.kl_coef}, ce_coef {self.ce_coef}, latent_reward_weight {self.latent_reward_weight}"
-            raise ValueError(f"found {found}; expected weights of at least 0")
+        positive = min(self.clip_range, high, self.advantage_clip) > 0
+        require_settings(self, "clip_range clip_range_high advantage_clip", positive, "all of them above 0")
+        weighted = min(self.kl_coef, self.ce_coef, self.latent_reward_weight) >= 0
+        require_settings(self, "kl_coef ce_coef latent_reward_weight", weighted, "weights of at least 0")
         shares = (self.token_noise, self.own_token_ratio, self.prompt_dropout or 0.0, self.token_dropout)
-        if not (min(shares) >= 0 and max(shares) <= 1 and self.token_dropout < 1):
-            found = f"token_noise {self.token_noise}, own_token_ratio {self.own_token_ratio}"
-            found += f", prompt_dropout {self.prompt_dropout}, token_dropout {self.token_dropout}"
-            raise ValueError(f"found {found}; expected shares from 0 to 1, and token_dropout below 1")
+        valid = min(shares) >= 0 and max(shares) <= 1 and self.token_dropout < 1
+        names = "token_noise own_token_ratio prompt_dropout token_dropout"
+        require_settings(self, names, valid, "shares from 0 to 1, and token_dropout below 1")
         if "sampled_context" in self.emulate_bugs and (self.ce_coef or self.token_noise or self.own_token_ratio):
             raise ValueError(
                 "'emulate_bugs' has sampled_context, which does not read the image; set ce_coef, token_noise and "

@@ -17,6 +17,7 @@ from ..core.randomness import Randomness, philox
 from ..core.registry import suggest_name
 from ..core.types import Metadata, concatenate, select_rows
 from .art import CLASSES, COLORS
+from .purposes import PlaygroundPurpose
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")  # GenEval's tags
 SINGLE, TWO, COUNTING, COLOR, POSITION, ATTRIBUTION = range(6)
@@ -234,21 +235,19 @@ def parse_captions(texts: Sequence[str]) -> SceneCaptions:
     return SceneCaptions(*rows.unbind(1))
 
 
-def sample_captions(rng: Randomness, weights: Sequence[float] = WEIGHTS, purpose: str = "caption") -> SceneCaptions:
+def sample_captions(rng: Randomness, weights: Sequence[float] = WEIGHTS) -> SceneCaptions:
     """Sample one caption per row, of either split."""
-    return _candidates(rng, _tasks(rng, weights, purpose), 1, purpose, 0)
+    return _candidates(rng, _tasks(rng, weights), 1, 0)
 
 
-def sample_split_captions(
-    rng: Randomness, split: Split, weights: Sequence[float] = WEIGHTS, purpose: str = "caption"
-) -> SceneCaptions:
+def sample_split_captions(rng: Randomness, split: Split, weights: Sequence[float] = WEIGHTS) -> SceneCaptions:
     """Sample one caption per row, of one split; captions of single objects are in both splits."""
-    return _sample_split(rng, _tasks(rng, weights, purpose), split, purpose, 0)
+    return _sample_split(rng, _tasks(rng, weights), split, 0)
 
 
-def _sample_split(rng: Randomness, task: Tensor, split: Split, purpose: str, attempt: int) -> SceneCaptions:
+def _sample_split(rng: Randomness, task: Tensor, split: Split, attempt: int) -> SceneCaptions:
     """The first candidate of each row that belongs to the split, drawing again for rows without one."""
-    captions = _candidates(rng, task, CANDIDATES, purpose, attempt)
+    captions = _candidates(rng, task, CANDIDATES, attempt)
     belongs = (captions.held_out() == (split == "held_out")) | (captions.task == SINGLE)
     right = belongs.view(len(rng), CANDIDATES)
     places = torch.arange(len(rng), device=task.device)
@@ -256,17 +255,17 @@ def _sample_split(rng: Randomness, task: Tensor, split: Split, purpose: str, att
     missing = places[~right.any(1)]
     if not len(missing):
         return selected
-    again = _sample_split(select_rows(rng, missing), task[missing], split, purpose, attempt + 1)
+    again = _sample_split(select_rows(rng, missing), task[missing], split, attempt + 1)
     places[missing] = len(rng) + torch.arange(len(missing), device=task.device)
     return select_rows(concatenate([selected, again]), places)
 
 
-def _tasks(rng: Randomness, weights: Sequence[float], purpose: str) -> Tensor:
+def _tasks(rng: Randomness, weights: Sequence[float]) -> Tensor:
     """Sample one task per row: [N]."""
     if len(weights) != len(TASKS) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
         expected = f"{len(TASKS)} numbers of at least 0, one of them above, for {', '.join(TASKS)}"
         raise ValueError(f"the weights of the tasks are {list(weights)}; expected {expected}")
-    return sample_weighted(rng.uniform(f"{purpose} task", 1)[:, 0], weights)
+    return sample_weighted(rng.uniform(PlaygroundPurpose.TASK, 1)[:, 0], weights)
 
 
 def sample_weighted(uniform: Tensor, weights: Sequence[float]) -> Tensor:
@@ -275,9 +274,9 @@ def sample_weighted(uniform: Tensor, weights: Sequence[float]) -> Tensor:
     return torch.bucketize(uniform, (shares / shares[-1]).float().to(uniform.device), right=True)
 
 
-def _candidates(rng: Randomness, task: Tensor, many: int, purpose: str, attempt: int) -> SceneCaptions:
+def _candidates(rng: Randomness, task: Tensor, many: int, attempt: int) -> SceneCaptions:
     """Sample `many` captions per row, of the row's task."""
-    words = rng.words(purpose, 8 * many, draw=attempt).view(-1, 8).unbind(1)
+    words = rng.words(PlaygroundPurpose.CAPTION, 8 * many, draw=attempt).view(-1, 8).unbind(1)
     task = task.repeat_interleave(many)
     first, tint = words[0] % len(CLASSES), words[2] % len(COLORS)
     # An offset between 1 and the number of classes less 1 never gives the same class.

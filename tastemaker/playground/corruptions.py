@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.randomness import Randomness
+from .purposes import PlaygroundPurpose
 from .scenes import SIDE
 
 BLOCK = 8  # pixels per side
@@ -14,7 +15,7 @@ BLOCK = 8  # pixels per side
 
 def add_noise(pixels: Tensor, strength: Tensor, rng: Randomness) -> Tensor:
     """Add normal noise with one standard deviation per image."""
-    return pixels + strength.view(-1, 1, 1, 1) * rng.normal("noise", *pixels.shape[1:])
+    return pixels + strength.view(-1, 1, 1, 1) * rng.normal(PlaygroundPurpose.PIXEL_NOISE, *pixels.shape[1:])
 
 
 def blur(pixels: Tensor, strength: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ def _mean(pixels: Tensor, window: int) -> Tensor:
 def mask_blocks(pixels: Tensor, share: Tensor, rng: Randomness) -> Tensor:
     """Fill a fraction of the 8x8 blocks with the image's mean color, as previews of masked models show them."""
     side = SIDE // BLOCK
-    hidden = rng.uniform("blocks", 1, side, side) < share.view(-1, 1, 1, 1)
+    hidden = rng.uniform(PlaygroundPurpose.MASKED_BLOCKS, 1, side, side) < share.view(-1, 1, 1, 1)
     return torch.where(F.interpolate(hidden.float(), scale_factor=float(BLOCK)) > 0, pixels.mean((2, 3), True), pixels)
 
 
@@ -49,7 +50,7 @@ def blend_neighbor(pixels: Tensor, strength: Tensor) -> Tensor:
 
 def augment(pixels: Tensor, rng: Randomness) -> Tensor:
     """Augment images with blur, noise up to 0.12 and brightness; a third of them stay as they are."""
-    draws = rng.uniform("augment", 4)
+    draws = rng.uniform(PlaygroundPurpose.AUGMENTATION, 4)
     some = (draws[:, 3] > 1 / 3).float()
     bright = (1 + 0.3 * some * (draws[:, 2] - 0.5)).view(-1, 1, 1, 1)
     return (add_noise(blur(pixels * bright, 0.25 * some * draws[:, 0]), 0.12 * some * draws[:, 1], rng)).clamp(0, 1)
@@ -57,7 +58,7 @@ def augment(pixels: Tensor, rng: Randomness) -> Tensor:
 
 def simulate_preview(pixels: Tensor, t: Tensor, rng: Randomness) -> Tensor:
     """Simulate a preview at noise level t: blurry and noisy, or with masked blocks."""
-    kind = rng.uniform("kind of preview", 1)[:, 0]
+    kind = rng.uniform(PlaygroundPurpose.PREVIEW_KIND, 1)[:, 0]
     soft = blur(pixels, torch.where(kind < 0.6, t, 0.0))
     dim = torch.lerp(soft, soft.mean((2, 3), True), torch.where(kind < 0.6, 0.5 * t, 0.0).view(-1, 1, 1, 1))
     grainy = add_noise(dim, torch.where(kind < 0.8, 0.2 * t, 0.0), rng)

@@ -245,7 +245,9 @@ class Demo:
         return None
 
     def _summarize(self) -> None:
-        before, after = (strict_score(self.out / "evaluations" / name) for name in ("before", "after"))
+        reports = [self.out / "evaluations" / name / REPORT for name in ("before", "after")]
+        scores: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8"))["scores"] for path in reports]
+        before, after = (float(each["strict"]["overall"]["mean"]) for each in scores)
         minutes, seconds = divmod(round(sum(read_times(self.out).values())), 60)
         spent = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
         self._print(f"\nStrict PlayEval score: {before:.3f} before -> {after:.3f} after training. Total time: {spent}.")
@@ -296,9 +298,3 @@ def read_times(out: Path) -> dict[str, float]:
     except (OSError, ValueError):
         return {}
     return times
-
-
-def strict_score(evaluation: Path) -> float:
-    """The mean strict PlayEval score over all tasks."""
-    scores: dict[str, Any] = json.loads((evaluation / REPORT).read_text(encoding="utf-8"))["scores"]
-    return float(scores["strict"]["overall"]["mean"])

@@ -14,6 +14,7 @@ from ..core.randomness import Randomness
 from ..core.types import Metadata, Prompts, select_rows
 from .captions import MOTIONS as MOTIONS
 from .networks import GROUPS, Stem
+from .purposes import PlaygroundPurpose
 from .scenes import SIDE, Painter, Scenes
 
 FRAMES = 8
@@ -26,13 +27,13 @@ TURNING, GROWING = MOTIONS.index("turning"), MOTIONS.index("growing")
 
 def sample_motion(rng: Randomness) -> Tensor:
     """Sample motions uniformly, as indices into MOTIONS: [N]."""
-    return rng.words("motion", 1)[:, 0] % len(MOTIONS)
+    return rng.words(PlaygroundPurpose.MOTION, 1)[:, 0] % len(MOTIONS)
 
 
 def corrupt_motion(motion: Tensor, probability: float, rng: Randomness) -> Tensor:
     """Replace motions by another one with a probability: [N]."""
-    bad = rng.uniform("spoiled motion", 1)[:, 0] < probability
-    further = 1 + rng.words("another motion", 1)[:, 0] % (len(MOTIONS) - 1)
+    bad = rng.uniform(PlaygroundPurpose.CORRUPT_MOTION, 1)[:, 0] < probability
+    further = 1 + rng.words(PlaygroundPurpose.WRONG_MOTION, 1)[:, 0] % (len(MOTIONS) - 1)
     return torch.where(bad, (motion + further) % len(MOTIONS), motion)
 
 
@@ -117,9 +118,9 @@ def resize_clips(clips: Tensor) -> Tensor:
     return frames.view(len(clips), FRAMES, *frames.shape[1:])
 
 
-def requested_motion(prompts: Prompts, facts: Sequence[Metadata], device: torch.device) -> Tensor:
+def requested_motion(prompts: Prompts, metadata: Sequence[Metadata], device: torch.device) -> Tensor:
     """The requested motions, from the metadata or the end of the prompts: [N]."""
-    texts = [str(fact.get("motion", fact.get("prompt", text))) for text, fact in zip(prompts, facts, strict=True)]
+    texts = [str(known.get("motion", known.get("prompt", text))) for text, known in zip(prompts, metadata, strict=True)]
     return parse_motion(texts).to(device)
 
 

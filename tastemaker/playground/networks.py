@@ -90,9 +90,9 @@ class CaptionEncoder(nn.Module):
         return out
 
 
-def requested_captions(prompts: Prompts, facts: Sequence[Metadata], device: torch.device) -> SceneCaptions:
+def requested_captions(prompts: Prompts, metadata: Sequence[Metadata], device: torch.device) -> SceneCaptions:
     """The captions to score: the prompt of the metadata if it has one, because rewards may get prefixed prompts."""
-    texts = [str(fact.get("prompt", prompt)) for prompt, fact in zip(prompts, facts, strict=True)]
+    texts = [str(known.get("prompt", prompt)) for prompt, known in zip(prompts, metadata, strict=True)]
     return parse_captions(texts).to(device)
 
 

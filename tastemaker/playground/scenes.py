@@ -12,6 +12,7 @@ from ..core.randomness import Randomness
 from ..core.types import select_rows
 from .art import CLASSES, COLORS, Style, build_atlas, sprite_extents
 from .captions import ATTRIBUTION, COLOR, COUNTING, POSITION, SINGLE, TWO, SceneCaptions
+from .purposes import PlaygroundPurpose
 
 SIDE, SLOTS = 64, 4
 TRIES = 40  # positions sampled for one or two objects; with 12, a tenth of the position scenes miss their caption
@@ -49,7 +50,7 @@ def sample_scenes(captions: SceneCaptions, rng: Randomness, snapped: float = 1.0
     total = captions.total()[:, None]  # [N, 1]
     slots = torch.arange(SLOTS, device=total.device)
     other = (slots == 1) & captions.has_two_objects()[:, None]
-    snap = rng.uniform("snap", 1) < snapped  # [N, 1]
+    snap = rng.uniform(PlaygroundPurpose.SNAP, 1) < snapped  # [N, 1]
     size = _sizes(total, snap, rng)
     cells, pairs = _cells(size, rng), _best(captions, size, snap, rng)
     centres = torch.where(total[..., None] > 2, _placed(cells, size, snap), pairs)
@@ -65,7 +66,7 @@ def sample_scenes(captions: SceneCaptions, rng: Randomness, snapped: float = 1.0
 
 def _sizes(total: Tensor, snap: Tensor, rng: Randomness) -> Tensor:
     """Sample sizes, smaller for more objects: [N, 4]."""
-    draws = rng.uniform("size", 2 + SLOTS)
+    draws = rng.uniform(PlaygroundPurpose.SIZE, 2 + SLOTS)
     one, two = total == 1, total == 2
     low = torch.where(one, 26.0, torch.where(two, 22.0, 20.0))
     high = torch.where(one, 36.0, torch.where(two, 28.0, 26.0))
@@ -85,16 +86,16 @@ def _placed(centres: Tensor, size: Tensor, snap: Tensor) -> Tensor:
 
 def _cells(size: Tensor, rng: Randomness) -> Tensor:
     """Centers of three or four objects in the quarters of the image, in random order: [N, 4, 2]."""
-    order = rng.uniform("order", SLOTS).argsort(1)
+    order = rng.uniform(PlaygroundPurpose.QUADRANT_ORDER, SLOTS).argsort(1)
     quarter = torch.stack([order % 2, order // 2], 2) * (SIDE / 2) + SIDE / 4
-    return quarter + (rng.uniform("jitter", SLOTS, 2) - 0.5) * (SIDE / 2 - size[..., None])
+    return quarter + (rng.uniform(PlaygroundPurpose.JITTER, SLOTS, 2) - 0.5) * (SIDE / 2 - size[..., None])
 
 
 def _best(captions: SceneCaptions, size: Tensor, snap: Tensor, rng: Randomness) -> Tensor:
     """Centers of one or two objects without overlap and in the relation, the best of many draws: [N, 4, 2]."""
     pair, relation = size[:, None, :2], captions.relation[:, None]  # [N, 1, 2], [N, 1]
     has_relation = captions.task[:, None] == POSITION
-    thrown = pair[..., None] / 2 + rng.uniform("place", TRIES, 2, 2) * (SIDE - pair[..., None])
+    thrown = pair[..., None] / 2 + rng.uniform(PlaygroundPurpose.POSITION, TRIES, 2, 2) * (SIDE - pair[..., None])
     thrown = torch.where(has_relation[..., None, None], _folded(thrown, relation), thrown)
     placed = _placed(thrown, pair, snap[:, None])  # [N, tries, 2, 2]
     offset = placed[:, :, 0] - placed[:, :, 1]
@@ -125,9 +126,9 @@ def _turned(offset: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
 
 def corrupt_captions(captions: SceneCaptions, probability: float, rng: Randomness) -> SceneCaptions:
     """Corrupt captions with a probability, so that scenes contradict them, as in web data: SceneCaptions."""
-    words = rng.words("spoil", 8).unbind(1)
-    bad = rng.uniform("spoiled", 1)[:, 0] < probability
-    luck = rng.uniform("how", 1)[:, 0]
+    words = rng.words(PlaygroundPurpose.WRONG_CAPTION, 8).unbind(1)
+    bad = rng.uniform(PlaygroundPurpose.CORRUPT_CAPTION, 1)[:, 0] < probability
+    luck = rng.uniform(PlaygroundPurpose.CORRUPTION_KIND, 1)[:, 0]
     task, things, tints = captions.task, len(CLASSES), len(COLORS)
     another = (captions.second + 1 + words[0] % (things - 1)) % things
     second = torch.where(luck < 0.5, captions.first, another)  # one object twice, or another class
@@ -190,7 +191,7 @@ class Painter:
 
     def background(self, rng: Randomness) -> Tensor:
         """Random backgrounds: a color with random brightness and a vertical gradient: [N, 3, 64, 64]."""
-        draws = rng.uniform("background", 3).to(self.device)
+        draws = rng.uniform(PlaygroundPurpose.BACKGROUND, 3).to(self.device)
         color = self.backgrounds[(draws[:, 0] * len(BACKGROUNDS)).long()]  # [N, 3]
         lighter, fading = 0.06 * (draws[:, 1] - 0.5), 0.16 * (draws[:, 2] - 0.5)
         height = torch.linspace(-1, 1, SIDE, device=self.device)

@@ -19,6 +19,7 @@ from ..core.randomness import Randomness
 from ..core.types import Metadata, select_rows
 from .art import ART
 from .captions import SIGN, Split
+from .purposes import PlaygroundPurpose
 from .scenes import CHUNK, SIDE, Painter
 
 WORDS: tuple[str, ...] = tuple((ART / "words.txt").read_text(encoding="utf-8").split())
@@ -37,7 +38,7 @@ BOARDS = (  # colors of a sign and of its text
     ((0.42, 0.26, 0.14), (1.00, 0.95, 0.80)),
     ((0.98, 0.98, 0.96), (0.75, 0.10, 0.12)),
 )
-ROUNDING = (1.5, 4.0, 8.0)  # corner radius of a sign in pixels
+CORNER_RADII = (1.5, 4.0, 8.0)  # corner radius of a sign in pixels
 POST = (0.36, 0.30, 0.26)
 WIDE, HIGH = 52, 24  # largest size of a word in pixels
 SQUEEZE = 1.3  # how much wider a word is drawn before it is compressed; else long words are too small to read
@@ -53,13 +54,16 @@ def held_out_words() -> Tensor:
 def load_lexicon() -> tuple[str, ...]:
     """All words, followed by pseudowords."""
     rng = Randomness(0, 0, torch.arange(NUM_PSEUDOWORDS + 100))  # some are drawn twice, or are words
-    lengths, letters = 3 + rng.words("length", 1)[:, 0] % 4, rng.words("letters", 6) % 26
-    spelled = ["".join(ascii_uppercase[k] for k in row) for row in letters.tolist()]
-    cut = [word[:length] for word, length in zip(spelled, lengths.tolist(), strict=True)]
+    lengths = 3 + rng.words(PlaygroundPurpose.PSEUDOWORD_LENGTH, 1)[:, 0] % 4
+    letters = rng.words(PlaygroundPurpose.PSEUDOWORD_LETTERS, 6) % 26
+    rows = zip(letters.tolist(), lengths.tolist(), strict=True)
+    cut = ["".join(ascii_uppercase[k] for k in row[:length]) for row, length in rows]
     return tuple(dict.fromkeys([*WORDS, *cut]))[: len(WORDS) + NUM_PSEUDOWORDS]
 
 
-def sample_words(rng: Randomness, split: Split, purpose: str = "word", pseudoword_ratio: float = 0.0) -> Tensor:
+def sample_words(
+    rng: Randomness, split: Split, purpose: str = PlaygroundPurpose.WORD, pseudoword_ratio: float = 0.0
+) -> Tensor:
     """Sample words as indices into the lexicon, with a fraction of pseudowords: [N]."""
     places = (held_out_words() == (split == "held_out")).nonzero()[:, 0].to(rng.rows.device)
     drawn = rng.words(purpose, 1)[:, 0]
@@ -73,8 +77,8 @@ def corrupt_words(
     words: Tensor, probability: float, rng: Randomness, split: Split, pseudoword_ratio: float = 0.0
 ) -> Tensor:
     """Resample words with a probability: [N]."""
-    bad = rng.uniform("spoiled word", 1)[:, 0] < probability
-    return torch.where(bad, sample_words(rng, split, "another word", pseudoword_ratio), words)
+    bad = rng.uniform(PlaygroundPurpose.CORRUPT_WORD, 1)[:, 0] < probability
+    return torch.where(bad, sample_words(rng, split, PlaygroundPurpose.WRONG_WORD, pseudoword_ratio), words)
 
 
 def sign_captions(words: Tensor) -> tuple[str, ...]:
@@ -139,7 +143,7 @@ class SignLayouts:
 
     ink: Tensor  # [N] index of the rendered word
     board: Tensor  # [N] index into BOARDS
-    rounding: Tensor  # [N] pixels
+    corner_radius: Tensor  # [N] pixels
     scale: Tensor  # [N] of the letters
     x: Tensor  # [N] the middle of the sign, pixels from the left
     y: Tensor  # [N] and from the top
@@ -157,19 +161,19 @@ class SignPainter:
 
     def arrange(self, words: Tensor, rng: Randomness) -> SignLayouts:
         """Sample a layout for each word."""
-        draws = rng.uniform("sign", 7).to(self.device)
+        draws = rng.uniform(PlaygroundPurpose.SIGN, 7).to(self.device)
         words, fonts = words.to(self.device), (draws[:, 0] * len(FONTS)).long()
         after = (len(FONTS) - 1) * len(WORDS)  # pseudowords come after all words in all fonts
         ink = torch.where(words < len(WORDS), words * len(FONTS) + fonts, words + after)
         scale = 0.85 + 0.15 * draws[:, 1]
-        rounding = torch.tensor(ROUNDING, device=self.device)[(draws[:, 3] * len(ROUNDING)).long()]
-        margin = 3 + draws[:, 2:3] + 0.1 * rounding[:, None] * torch.tensor([1, 0], device=self.device)
+        corner_radius = torch.tensor(CORNER_RADII, device=self.device)[(draws[:, 3] * len(CORNER_RADII)).long()]
+        margin = 3 + draws[:, 2:3] + 0.1 * corner_radius[:, None] * torch.tensor([1, 0], device=self.device)
         half = scale[:, None] * self.spans[ink] / 2 + margin
         room = (SIDE / 2 - 1 - half).clamp(min=0)  # [N, 2] pixels the middle can move either way
         return SignLayouts(
             ink=ink,
             board=(draws[:, 4] * len(BOARDS)).long(),
-            rounding=torch.minimum(rounding, half[:, 1]),
+            corner_radius=torch.minimum(corner_radius, half[:, 1]),
             scale=scale,
             x=SIDE / 2 + (2 * draws[:, 5] - 1) * room[:, 0],
             y=SIDE / 2 - draws[:, 6] * room[:, 1],  # in the upper half, above the post
@@ -204,11 +208,11 @@ class SignPainter:
 
 def _inside(across: Tensor, down: Tensor, signs: SignLayouts, edge: float) -> Tensor:
     """Coverage of each pixel by a rounded rectangle, inset by `edge` pixels: [N, 64, 64]."""
-    rounding = signs.rounding[:, None, None]
+    corner_radius = signs.corner_radius[:, None, None]
     beyond = [
-        (distance.abs() - half[:, None, None] + rounding)
+        (distance.abs() - half[:, None, None] + corner_radius)
         for distance, half in zip((across, down), signs.half.unbind(1), strict=True)
     ]
     outer = torch.hypot(beyond[0].clamp(min=0), beyond[1].clamp(min=0))
-    distance = outer + torch.maximum(*beyond).clamp(max=0) - rounding
+    distance = outer + torch.maximum(*beyond).clamp(max=0) - corner_radius
     return (0.5 - edge - distance).clamp(0, 1)

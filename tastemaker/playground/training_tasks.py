@@ -18,6 +18,7 @@ from .captions import ATTRIBUTION, COLOR, COUNTING, SceneCaptions, sample_captio
 from .detector import THRESHOLD, Detections, SceneDetector, decode_detections
 from .motion import FRAMES, GROWING, MOTIONS, NO_MOTION, TURNING, MotionClassifier
 from .networks import CLEAR, QUALITIES, ImageTextScorer, QualityScorer, YesNoJudge, caption_words
+from .purposes import PlaygroundPurpose
 from .scenes import SIDE, SLOTS, Painter, Scenes, corrupt_captions, sample_scenes, shows_caption
 from .verdict import compute_verdict
 
@@ -99,7 +100,7 @@ def paint_scenes(scenes: Scenes, rng: Randomness, style: Style = "noto") -> Tens
 
 def randomize_objects(scenes: Scenes, rng: Randomness) -> Scenes:
     """Randomize classes and colors of half of the scenes: no caption describes them, but generators paint them."""
-    words = rng.words("jumble", 2 * SLOTS + 1)
+    words = rng.words(PlaygroundPurpose.OBJECTS, 2 * SLOTS + 1)
     change = (words[:, :1] & 1).bool()
     kind, color = words[:, 1 : SLOTS + 1] % len(CLASSES), words[:, SLOTS + 1 :] % (2 * len(COLORS)) + 1
     color = torch.where(color > len(COLORS), 0, color)
@@ -110,8 +111,8 @@ def randomize_objects(scenes: Scenes, rng: Randomness) -> Scenes:
 
 def randomize_counts(captions: SceneCaptions, share: float, rng: Randomness) -> SceneCaptions:
     """Turn a fraction of captions into a random count of their first object."""
-    change = rng.uniform("miscount", 1)[:, 0] < share
-    count = 1 + rng.words("so many", 1)[:, 0] % SLOTS
+    change = rng.uniform(PlaygroundPurpose.MISCOUNT, 1)[:, 0] < share
+    count = 1 + rng.words(PlaygroundPurpose.WRONG_COUNT, 1)[:, 0] % SLOTS
     return replace(
         captions,
         task=torch.where(change, COUNTING, captions.task),
@@ -197,7 +198,7 @@ class JudgeTask(TrainingTask[YesNoJudge]):
     def sample_batch(self, rng: Randomness) -> TaskBatch:
         captions = sample_captions(rng)
         scenes = sample_scenes(randomize_counts(corrupt_captions(captions, 0.45, rng), 0.15, rng), rng, SNAPPED)
-        draws = rng.uniform("how far", 2)
+        draws = rng.uniform(PlaygroundPurpose.PREVIEW_STRENGTH, 2)
         t = torch.where(draws[:, 0] < 0.4, 0.0, draws[:, 1])
         pixels = corruptions.simulate_preview(corruptions.augment(paint_scenes(scenes, rng), rng), t, rng)
         yes, sure = shows_caption(scenes, captions, strict=True), ~ambiguous_color(scenes, captions)
@@ -211,7 +212,7 @@ class JudgeTask(TrainingTask[YesNoJudge]):
     def evaluate(self, rng: Randomness, style: Style) -> dict[str, float]:
         captions = sample_captions(rng)
         scenes = sample_scenes(randomize_counts(corrupt_captions(captions, 0.45, rng), 0.15, rng), rng)
-        pixels, t = paint_scenes(scenes, rng, style), rng.uniform("how far", 1)[:, 0]
+        pixels, t = paint_scenes(scenes, rng, style), rng.uniform(PlaygroundPurpose.PREVIEW_STRENGTH, 1)[:, 0]
         yes, sure = shows_caption(scenes, captions, strict=True), ~ambiguous_color(scenes, captions)
         early = self.net(corruptions.simulate_preview(pixels, t, rng), captions) > 0
         return {
@@ -239,7 +240,7 @@ class TasteTask(TrainingTask[QualityScorer]):
     def _pairs(self, rng: Randomness, style: Style) -> TaskBatch:
         """Pairs of images of one scene, corrupted less and more; half of the better ones are not corrupted."""
         pixels = paint_scenes(randomize_objects(sample_scenes(sample_captions(rng), rng, SNAPPED), rng), rng, style)
-        kinds, draws = rng.words("flaws", 2) % 5, rng.uniform("how bad", 3)
+        kinds, draws = rng.words(PlaygroundPurpose.FLAW, 2) % 5, rng.uniform(PlaygroundPurpose.FLAW_STRENGTH, 3)
         sound = draws[:, 2] < 0.5
         less = torch.where(sound, 0.0, 0.5 * draws[:, 0])
         more = less + 0.1 + (0.9 - less) * draws[:, 1]
@@ -250,7 +251,7 @@ class TasteTask(TrainingTask[QualityScorer]):
 
 def degrade_half(pixels: Tensor, rng: Randomness) -> tuple[Tensor, Tensor]:
     """Degrade half of the images by blur or noise; returns them and their indices into QUALITIES: [N]."""
-    draws = rng.uniform("quality", 2)
+    draws = rng.uniform(PlaygroundPurpose.QUALITY, 2)
     quality = 1 + (draws[:, 0] > 0.5).long() + (draws[:, 0] > 0.75).long()
     out_of_focus = torch.where(quality == QUALITIES.index("blurry"), 0.15 + 0.45 * draws[:, 1], 0.0)
     grain = torch.where(quality == QUALITIES.index("noisy"), 0.05 + 0.15 * draws[:, 1], 0.0)
@@ -291,8 +292,8 @@ class MotionTask(TrainingTask[MotionClassifier]):
 
     def sample_batch(self, rng: Randomness) -> TaskBatch:
         motions = motion.sample_motion(rng)
-        wrong = rng.uniform("wrong", 1)[:, 0] < NO_MOTION_RATIO
-        way = torch.where(wrong, rng.words("way", 1)[:, 0] % len(NO_MOTION_KINDS), -1)
+        wrong = rng.uniform(PlaygroundPurpose.NO_MOTION, 1)[:, 0] < NO_MOTION_RATIO
+        way = torch.where(wrong, rng.words(PlaygroundPurpose.NO_MOTION_KIND, 1)[:, 0] % len(NO_MOTION_KINDS), -1)
         clips = augment_clips(paint_training_clips(motions, way, rng, SNAPPED), rng)
         return {"clips": clips, "shown": torch.where(wrong, NO_MOTION, motions)}
 
@@ -300,7 +301,8 @@ class MotionTask(TrainingTask[MotionClassifier]):
         return F.cross_entropy(self.net(rows["clips"]), rows["shown"])
 
     def evaluate(self, rng: Randomness, style: Style) -> dict[str, float]:
-        motions, way = motion.sample_motion(rng), rng.words("way", 1)[:, 0] % len(NO_MOTION_KINDS)
+        motions = motion.sample_motion(rng)
+        way = rng.words(PlaygroundPurpose.NO_MOTION_KIND, 1)[:, 0] % len(NO_MOTION_KINDS)
         right = motion.paint_clips(
             Painter(style, motions.device), sample_scenes(sample_captions(rng), rng), motions, rng
         )
@@ -328,7 +330,7 @@ def paint_training_clips(
 
 def sample_object_motions(motions: Tensor, way: Tensor, rng: Randomness) -> Tensor:
     """Motions of each object; different ones for neighbors where `way` is AT_ODDS: [N, 4]."""
-    further = 1 + rng.words("at odds", 1) % (len(MOTIONS) - 1)
+    further = 1 + rng.words(PlaygroundPurpose.OBJECT_MOTION, 1) % (len(MOTIONS) - 1)
     apart = (motions[:, None] + further * torch.arange(SLOTS, device=motions.device)) % len(MOTIONS)
     shrinks = torch.where(way == SHRINKING, GROWING, motions)
     return torch.where((way == AT_ODDS)[:, None], apart, shrinks[:, None])
@@ -336,7 +338,7 @@ def sample_object_motions(motions: Tensor, way: Tensor, rng: Randomness) -> Tens
 
 def sample_frame_times(motions: Tensor, way: Tensor, rng: Randomness) -> Tensor:
     """Progress of the motion in each frame; turning objects turn in either direction: [N, 8]."""
-    draws, pace = rng.uniform("clock", 2, FRAMES), rng.uniform("pace", 4)
+    draws, pace = rng.uniform(PlaygroundPurpose.FRAME_TIME, 2, FRAMES), rng.uniform(PlaygroundPurpose.PACE, 4)
     even = torch.linspace(0, 1, FRAMES, device=motions.device).expand(len(motions), -1)
     back = (way == SHRINKING) | ((motions == TURNING) & (pace[:, 0] < 0.3))
     steady = 0.5 + (0.6 + 0.55 * pace[:, 1:2]) * (even - 0.5) + 0.06 * (draws[:, 0] - 0.5)
@@ -357,8 +359,8 @@ def sample_frame_times(motions: Tensor, way: Tensor, rng: Randomness) -> Tensor:
 
 def corrupt_frames(frames: Scenes, way: Tensor, rng: Randomness) -> Scenes:
     """Frames [N * 8] with objects that change or vanish in some frames, by `way`."""
-    draws = rng.uniform("mistake", FRAMES)
-    cut = 1 + (rng.uniform("change", 1) * (FRAMES - 1)).long()
+    draws = rng.uniform(PlaygroundPurpose.WRONG_FRAME, FRAMES)
+    cut = 1 + (rng.uniform(PlaygroundPurpose.CUT, 1) * (FRAMES - 1)).long()
     later = (torch.arange(FRAMES, device=way.device) >= cut) & (way == CHANGING)[:, None]
     gone = ((draws < 0.5) | (draws[:, :1] < 0.2)) & (way == VANISHING)[:, None]
     changed, absent = later.view(-1, 1), gone.view(-1, 1)
@@ -372,16 +374,16 @@ def corrupt_frames(frames: Scenes, way: Tensor, rng: Randomness) -> Scenes:
 
 def sample_noise_clips(rng: Randomness) -> Tensor:
     """Independent smooth noise in each frame: [N, 8, 3, 64, 64]."""
-    clouds = rng.uniform("clouds", FRAMES * 3, 8, 8)
+    clouds = rng.uniform(PlaygroundPurpose.NOISE_CLIP, FRAMES * 3, 8, 8)
     return F.interpolate(clouds, size=(SIDE, SIDE), mode="bilinear").view(len(rng), FRAMES, 3, SIDE, SIDE)
 
 
 def augment_clips(clips: Tensor, rng: Randomness) -> Tensor:
     """Augment videos with blur, flickering noise and brightness; a third of them stay as they are."""
-    draws, flicker = rng.uniform("augment", 4), rng.uniform("flicker", FRAMES)
+    draws, flicker = rng.uniform(PlaygroundPurpose.AUGMENTATION, 4), rng.uniform(PlaygroundPurpose.FLICKER, FRAMES)
     some = (draws[:, 3] > 1 / 3).float()
     light = 1 + some[:, None] * (0.3 * (draws[:, 2:3] - 0.5) + 0.08 * (flicker - 0.5))
     soft = corruptions.blur((clips * light[..., None, None, None]).flatten(1, 2), 0.4 * some * draws[:, 0])
-    grain = rng.normal("grain", 3, SIDE, SIDE) * (0.12 * some * draws[:, 1]).view(-1, 1, 1, 1)
+    grain = rng.normal(PlaygroundPurpose.GRAIN, 3, SIDE, SIDE) * (0.12 * some * draws[:, 1]).view(-1, 1, 1, 1)
     noise = torch.cat([grain.roll(shift, (2, 3)) for shift in SHIFTS], 1)
     return (soft + noise).clamp(0, 1).view_as(clips)

@@ -28,8 +28,10 @@ class AutoregressiveProcess(Process):
 
     def __post_init__(self) -> None:
         if not (self.temperature > 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
-            found = f"temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}"
-            raise ValueError(f"found {found}; expected temperature above 0, top_k of at least 0 and top_p in (0, 1]")
+            raise ValueError(
+                f"found temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}; "
+                "expected temperature above 0, top_k of at least 0 and top_p in (0, 1]"
+            )
 
     def with_sampled_log_probs(self) -> Self:
         return replace(self, recompute_log_probs=False)

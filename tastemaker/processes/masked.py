@@ -36,8 +36,10 @@ class MaskedProcess(Process):
 
     def __post_init__(self) -> None:
         if not (1 <= self.num_steps <= 10_000 and self.temperature >= 0 and self.exponent > 0):
-            found = f"num_steps {self.num_steps}, temperature {self.temperature}, exponent {self.exponent}"
-            raise ValueError(f"found {found}; expected 1 to 10000 steps, temperature of at least 0, exponent above 0")
+            raise ValueError(
+                f"found num_steps {self.num_steps}, temperature {self.temperature}, exponent {self.exponent}; "
+                "expected 1 to 10000 steps, temperature of at least 0, exponent above 0"
+            )
 
     def with_sampled_log_probs(self) -> Self:
         return replace(self, recompute_log_probs=False)

@@ -173,14 +173,19 @@ class VariancePreserving(NoisePath):
             )
         scaled = self.final_signal_scale < 1
         if not 0 < self.final_signal_scale <= 1 or (scaled and self.prediction_type == "v_prediction"):
-            found = f"final_signal_scale {self.final_signal_scale}, prediction_type {self.prediction_type}"
-            raise ValueError(f"found {found}; expected a scale above 0 and up to 1, and 1 with v_prediction")
+            raise ValueError(
+                f"found final_signal_scale {self.final_signal_scale}, prediction_type {self.prediction_type}; "
+                "expected a scale above 0 and up to 1, and 1 with v_prediction"
+            )
         if not (0 < self.beta_start <= self.beta_end < 1):
-            found = f"beta_start {self.beta_start}, beta_end {self.beta_end}"
-            raise ValueError(f"found {found}; expected 0 < beta_start <= beta_end < 1")
+            raise ValueError(
+                f"found beta_start {self.beta_start}, beta_end {self.beta_end}; expected 0 < beta_start <= beta_end < 1"
+            )
         if not (1 < self.num_train_timesteps <= 100_000 and 0 <= self.steps_offset < self.num_train_timesteps):
-            found = f"num_train_timesteps {self.num_train_timesteps}, steps_offset {self.steps_offset}"
-            raise ValueError(f"found {found}; expected 2 to 100000 timesteps and an offset from 0 to below them")
+            raise ValueError(
+                f"found num_train_timesteps {self.num_train_timesteps}, steps_offset {self.steps_offset}; "
+                "expected 2 to 100000 timesteps and an offset from 0 to below them"
+            )
 
     def _log_alphas_cumprod(self, t: Tensor) -> Tensor:
         """log of alpha^2 without the signal scale, interpolated between timesteps: [B]."""
@@ -267,8 +272,10 @@ class KarrasPath(NoisePath):
 
     def __post_init__(self) -> None:
         if not 0 < self.sigma_min < self.sigma_max <= KARRAS_SIGMA_MAX:
-            found = f"sigma_min {self.sigma_min}, sigma_max {self.sigma_max}"
-            raise ValueError(f"found {found}; expected 0 < sigma_min < sigma_max <= {KARRAS_SIGMA_MAX:.0f}")
+            raise ValueError(
+                f"found sigma_min {self.sigma_min}, sigma_max {self.sigma_max}; "
+                f"expected 0 < sigma_min < sigma_max <= {KARRAS_SIGMA_MAX:.0f}"
+            )
         if not (self.rho > 0 and self.log_sigma_std > 0):
             raise ValueError(f"found rho {self.rho}, log_sigma_std {self.log_sigma_std}; expected both above 0")
 

@@ -50,7 +50,7 @@ class ActionReward(RewardSpec):
     batch_size: BatchSize = 4
     card: ClassVar[RewardCard] = RewardCard(
         range="-6 (chance) to 0; as a probability 0 to 1",
-        failure_modes="the object of the action held in view; textures the classifier likes",
+        failure_modes="the object of the action in view without the action; textures with a high classifier score",
         memory="0.35 GB",
         sources=(VIDEOMAE,),
     )
@@ -116,9 +116,9 @@ class ActionClassifier:
         if action not in self.labels:
             close = difflib.get_close_matches(label or prompt, self.labels, 1)
             example = close[0] if close else next(iter(self.labels))
-            found = f"the label '{label:.80}' is no action" if label else f"the prompt '{prompt:.80}' names no action"
+            request = f"the label '{label:.80}' is no action" if label else f"the prompt '{prompt:.80}' names no action"
             expected = f"one of Kinetics-400, such as '{example}', in the prompt or as `label`"
-            raise ValueError(f"{found} that the classifier knows; expected {expected}")
+            raise ValueError(f"{request} that the classifier knows; expected {expected}")
         return self.labels[action]
 
 

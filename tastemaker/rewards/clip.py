@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat
 
-from ..core.reward import BatchSize, RewardCard, RewardSpec
+from ..core.reward import BatchSize, PretrainedReward, RewardCard
 from ..core.types import Placement
 from .backbones.dual_encoder import CLIP_L, CosineHead, DualEncoderScorer, ResizeMode, load_image_text_model
-from .backbones.frozen_models import TINY
 
 
 @dataclass(frozen=True)
-class ClipReward(RewardSpec):
+class ClipReward(PretrainedReward):
     """The cosine of image and prompt, its logit, or SigLIP's probability of a match."""
 
     weights: str = CLIP_L.hub  # hub id or folder, with tokenizer and image processor
@@ -27,7 +26,7 @@ class ClipReward(RewardSpec):
     batch_size: BatchSize = 64
     card: ClassVar[RewardCard] = RewardCard(
         range="0.15 to 0.35",
-        failure_modes="the prompt written into the image; many copies of its objects; textures, followed by gradient",
+        failure_modes="the prompt written into the image; many copies of its objects; with reward gradients, textures",
         memory="1.7 GB, half of it in 16 bits",
         sources=(CLIP_L,),
     )
@@ -35,8 +34,10 @@ class ClipReward(RewardSpec):
 
     def __post_init__(self) -> None:
         if self.output == "probability" and self.divide_by != 1:
-            found = f"'divide_by' is {self.divide_by}, but a probability is not divided"
-            raise ValueError(f"{found}; leave it out, or set 'output' to logit")
+            raise ValueError(
+                f"'divide_by' is {self.divide_by}, but a probability is not divided; leave it out, or set 'output' "
+                "to logit"
+            )
 
     def load(self, placement: Placement) -> DualEncoderScorer:
         model = load_image_text_model(self.weights, CLIP_L, placement)
@@ -44,6 +45,3 @@ class ClipReward(RewardSpec):
         scale, bias = (1.0, 0.0) if self.output == "cosine" else (model.logit_scale, model.logit_bias)
         head = CosineHead(scale / self.divide_by, bias / self.divide_by, self.output == "probability")
         return DualEncoderScorer(model.net, preprocessing, model.tokenizer(self.tokenizer), head)
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)

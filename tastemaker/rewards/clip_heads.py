@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +39,23 @@ LAION_LAYOUT = HeadLayout(((0, 2, 4, 6, 7), (0,)))  # five layers or one, with o
 VADER_LAYOUT = HeadLayout(((0, 3, 6, 9), (0, 3, 6, 9, 12)), relu=True)  # of its checkpoint, and of its class
 
 
+class ClipHeadReward(RewardSpec):
+    """A head on CLIP's image embedding."""
+
+    weights: str
+    resize_mode: ClipResizeMode
+
+    @abstractmethod
+    def transform(self, output: Tensor) -> Tensor:
+        """Scores [B], from the output of the head."""
+
+    def tiny(self) -> Self:
+        settings: Any = self  # every spec is a dataclass, which an abstract class cannot say
+        return replace(settings, weights=TINY, head=TINY)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
-class AestheticReward(RewardSpec):
+class AestheticReward(ClipHeadReward):
     """LAION's aesthetic predictor (2022): how much people like an image.
 
     The head is version 2's `sac+logos+ava1-l14-linearMSE.pth` or version 1's `sa_0_4_vit_l_14_linear.pth`. With a
@@ -59,26 +76,15 @@ class AestheticReward(RewardSpec):
     )
     differentiable: ClassVar[bool] = True
 
-    def load(self, placement: Placement) -> AestheticScorer:
-        scorer = load_clip_head(self.weights, self.head, AESTHETIC_HEAD, LAION_LAYOUT, self.resize_mode, placement)
-        return AestheticScorer(scorer, self.target)
+    def load(self, placement: Placement) -> ClipHeadScorer:
+        return load_clip_head(self, self.head, AESTHETIC_HEAD, LAION_LAYOUT, placement)
 
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY, head=TINY)
-
-
-@dataclass(frozen=True)
-class AestheticScorer(Reward):
-    clip_head: ClipHeadScorer
-    target: float | None
-
-    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
-        score = self.clip_head(pixels)
-        return score if self.target is None else -(score - self.target).abs()
+    def transform(self, output: Tensor) -> Tensor:
+        return output if self.target is None else -(output - self.target).abs()
 
 
 @dataclass(frozen=True)
-class WeatherReward(RewardSpec):
+class WeatherReward(ClipHeadReward):
     """The probability of rain or snow (VADER, Prabhudesai et al. 2024), by a linear head and a sigmoid.
 
     The heads come with VADER's code as `assets/rainy_reward.pt` and `assets/snowy_reward.pt`.
@@ -97,27 +103,16 @@ class WeatherReward(RewardSpec):
     )
     differentiable: ClassVar[bool] = True
 
-    def load(self, placement: Placement) -> WeatherScorer:
+    def load(self, placement: Placement) -> ClipHeadScorer:
         file = f"{self.kind}_reward.pt"
-        source = f"assets/{file} of {VADER}"
-        return WeatherScorer(
-            load_clip_head(self.weights, self.head or file, source, LAION_LAYOUT, self.resize_mode, placement)
-        )
+        return load_clip_head(self, self.head or file, f"assets/{file} of {VADER}", LAION_LAYOUT, placement)
 
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY, head=TINY)
+    def transform(self, output: Tensor) -> Tensor:
+        return output.sigmoid()
 
 
 @dataclass(frozen=True)
-class WeatherScorer(Reward):
-    clip_head: ClipHeadScorer
-
-    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
-        return self.clip_head(pixels).sigmoid()
-
-
-@dataclass(frozen=True)
-class CompressionScoreReward(RewardSpec):
+class CompressionScoreReward(ClipHeadReward):
     """Minus the predicted kilobytes of the image's JPEG at quality 95 (VADER, Prabhudesai et al. 2024).
 
     The head comes with VADER's code. `jpeg` counts real kilobytes; `compression` is differentiable without a network.
@@ -130,28 +125,17 @@ class CompressionScoreReward(RewardSpec):
     batch_size: BatchSize = 64
     card: ClassVar[RewardCard] = RewardCard(
         range="-20 to 0 kilobytes",
-        failure_modes="images that look plain to CLIP and are not; watch `jpeg` beside it",
+        failure_modes="images that look plain to CLIP and are not; log `jpeg` beside it",
         memory=MEMORY,
         sources=(CLIP_L,),
     )
     differentiable: ClassVar[bool] = True
 
-    def load(self, placement: Placement) -> CompressionScorer:
-        source = f"assets/compression_reward.pt of {VADER}"
-        scorer = load_clip_head(self.weights, self.head, source, VADER_LAYOUT, self.resize_mode, placement)
-        return CompressionScorer(scorer, -1 if self.goal == "compressible" else 1)
+    def load(self, placement: Placement) -> ClipHeadScorer:
+        return load_clip_head(self, self.head, f"assets/compression_reward.pt of {VADER}", VADER_LAYOUT, placement)
 
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY, head=TINY)
-
-
-@dataclass(frozen=True)
-class CompressionScorer(Reward):
-    clip_head: ClipHeadScorer
-    sign: int
-
-    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
-        return self.sign * self.clip_head(pixels)
+    def transform(self, output: Tensor) -> Tensor:
+        return (-1 if self.goal == "compressible" else 1) * output
 
 
 class Head(nn.Module):
@@ -173,36 +157,39 @@ class Head(nn.Module):
 
 
 @dataclass(frozen=True)
-class ClipHeadScorer:
+class ClipHeadScorer(Reward):
+    spec: ClipHeadReward
     encoder: ClipImageEncoder
-    resize_mode: ClipResizeMode
     head: Head
 
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Output of the head for the first frame of each sample: [B]."""
-        scores: Tensor = self.head(self.encoder.embed(pixels[:, 0], self.resize_mode))
-        return scores
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return self.spec.transform(self.head(self.encoder.embed(pixels[:, 0], self.spec.resize_mode)))
 
 
 def load_clip_head(
-    weights: str,
-    head: str,
-    source: WeightsSource | str,
-    layout: HeadLayout,
-    resize_mode: ClipResizeMode,
-    placement: Placement,
+    spec: ClipHeadReward, head: str, source: WeightsSource | str, layout: HeadLayout, placement: Placement
 ) -> ClipHeadScorer:
     """A head on CLIP's shared image encoder. `source` is where the head is published, on the Hub or elsewhere."""
-    encoder = load_clip_image_encoder(weights, placement)
-    net = _random_head(layout, encoder.width) if head == TINY else read_head(_find_head(head, source), layout)
+    encoder = load_clip_image_encoder(spec.weights, placement)
+    if head == TINY:
+        indices = layout.layer_indices[0]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            net = Head(indices, [encoder.width, *([8] * (len(indices) - 1)), 1], layout.relu)
+    elif isinstance(source, WeightsSource):
+        net = read_head(find_weights(head, source), layout)
+    elif (path := Path(head).expanduser()).is_file():
+        net = read_head(path, layout)
+    else:
+        raise ConfigError(f"there is no head at '{head:.200}'; fetch it from {source} and give its path as `head`")
     width = next(iter(net.layers.values())).in_features
     if width != encoder.width:
         raise ConfigError(
-            f"the head '{head:.200}' takes embeddings of width {width}, but '{weights:.200}' has {encoder.width}; "
+            f"the head '{head:.200}' takes embeddings of width {width}, but '{spec.weights:.200}' has {encoder.width}; "
             "name the CLIP that the head was trained on"
         )
     net = net.to(placement.device, torch.promote_types(placement.dtype, torch.float32))
-    return ClipHeadScorer(encoder, resize_mode, net.eval().requires_grad_(False))
+    return ClipHeadScorer(spec, encoder, net.eval().requires_grad_(False))
 
 
 def read_head(path: Path, layout: HeadLayout) -> Head:
@@ -210,39 +197,17 @@ def read_head(path: Path, layout: HeadLayout) -> Head:
     tensors = load_state_dict(path)
     if set(tensors) == {"weight", "bias"}:
         tensors = {f"layers.0.{key}": x for key, x in tensors.items()}
-    indices = tuple(sorted({int(key.split(".")[1]) for key in tensors if _is_layer_key(key)}))
+    keys = [re.fullmatch(r"layers\.(\d+)\.(weight|bias)", key) for key in tensors]
+    indices = tuple(sorted({int(key[1]) for key in keys if key}))
     if indices not in layout.layer_indices or len(tensors) != 2 * len(indices):
-        found, expected = list(tensors)[:3], " or ".join(str(list(known)) for known in layout.layer_indices)
-        raise ConfigError(f"{path} holds {found}; expected a head of the layers {expected}, each weight and bias")
-    head = Head(indices, _layer_widths(tensors, indices, path), layout.relu)
-    load_weights_into(head, tensors, path)
-    return head
-
-
-def _is_layer_key(key: str) -> bool:
-    parts = key.split(".")
-    return len(parts) == 3 and parts[0] == "layers" and parts[1].isdigit() and parts[2] in ("weight", "bias")
-
-
-def _layer_widths(tensors: Mapping[str, Tensor], indices: Sequence[int], path: Path) -> list[int]:
+        layers = " or ".join(str(list(known)) for known in layout.layer_indices)
+        raise ConfigError(
+            f"{path} holds {list(tensors)[:3]}; expected a head of the layers {layers}, each weight and bias"
+        )
     shapes = [tensors[f"layers.{index}.weight"].shape for index in indices if f"layers.{index}.weight" in tensors]
     widths = [shape[1] for shape in shapes if len(shape) == 2] + [1]
     if len(widths) != len(indices) + 1:
         raise ConfigError(f"{path} has layers that are no matrices; name the published file")
-    return widths
-
-
-def _find_head(name: str, source: WeightsSource | str) -> Path:
-    if isinstance(source, WeightsSource):
-        return find_weights(name, source)
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"there is no head at '{name:.200}'; fetch it from {source} and give its path as `head`")
-    return path
-
-
-def _random_head(layout: HeadLayout, width: int) -> Head:
-    indices = layout.layer_indices[0]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Head(indices, [width, *([8] * (len(indices) - 1)), 1], layout.relu)
+    head = Head(indices, widths, layout.relu)
+    load_weights_into(head, tensors, path)
+    return head

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
-from ..core.reward import BatchSize, Reward, RewardCard, RewardSpec
+from ..core.reward import BatchSize, RewardCard, WeightlessReward
 from ..core.toy_colors import TOY_COLORS
-from ..core.types import Metadata, Placement, Prompts
+from ..core.types import Metadata, Prompts
 
 
 @dataclass(frozen=True)
-class BrightnessReward(RewardSpec, Reward):
+class BrightnessReward(WeightlessReward):
     """The mean of all pixels, or minus its distance to a target."""
 
     target: float | None = None  # in [0, 1]
@@ -23,25 +23,19 @@ class BrightnessReward(RewardSpec, Reward):
     card: ClassVar[RewardCard] = RewardCard(range="0 to 1", failure_modes="plain white")
     differentiable: ClassVar[bool] = True
 
-    def load(self, placement: Placement) -> Self:
-        return self
-
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         mean = pixels.mean((1, 2, 3, 4))
         return mean if self.target is None else -(mean - self.target).abs()
 
 
 @dataclass(frozen=True)
-class ColorReward(RewardSpec, Reward):
+class ColorReward(WeightlessReward):
     """One minus the mean distance of the image's mean color to the last color that its prompt names."""
 
     colors: Mapping[str, tuple[float, float, float]] = field(default_factory=lambda: dict(TOY_COLORS), hash=False)
     batch_size: BatchSize = 64
-    card: ClassVar[RewardCard] = RewardCard(range="0 to 1", failure_modes="a plain field of the color named")
+    card: ClassVar[RewardCard] = RewardCard(range="0 to 1", failure_modes="a plain field of the named color")
     differentiable: ClassVar[bool] = True
-
-    def load(self, placement: Placement) -> Self:
-        return self
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         targets = pixels.new_tensor([self._target_color(prompt) for prompt in prompts])  # [B, 3]

@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.reward import BatchSize, Reward, RewardCard, RewardSpec
-from ..core.types import Metadata, Placement, Prompts
+from ..core.reward import BatchSize, RewardCard, WeightlessReward
+from ..core.types import Metadata, Prompts
 from ..data.image_io import to_uint8
 
 # Quantization steps of coefficients at quality 50 (ITU-T T.81, tables K.1 and K.2).
@@ -32,7 +32,7 @@ CompressionGoal = Literal["compressible", "incompressible"]
 
 
 @dataclass(frozen=True)
-class JpegReward(RewardSpec, Reward):
+class JpegReward(WeightlessReward):
     """Minus the kilobytes of each image's JPEG if the goal is compressible, plus if incompressible."""
 
     goal: CompressionGoal = "compressible"
@@ -46,9 +46,6 @@ class JpegReward(RewardSpec, Reward):
     def __post_init__(self) -> None:
         check_quality(self.quality)
 
-    def load(self, placement: Placement) -> Self:
-        return self
-
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         sizes = torch.tensor([self._kilobytes(image) for image in pixels[:, 0]])
         return -sizes if self.goal == "compressible" else sizes
@@ -60,7 +57,7 @@ class JpegReward(RewardSpec, Reward):
 
 
 @dataclass(frozen=True)
-class CompressionReward(RewardSpec, Reward):
+class CompressionReward(WeightlessReward):
     """Minus the estimated kilobytes of a JPEG: 2 log2(1 + (c/q)^2) bits per coefficient c with quantization step q.
 
     The sum runs over the 8x8 cosine transforms of luma and of chroma at half size; the first coefficient of a block
@@ -77,9 +74,6 @@ class CompressionReward(RewardSpec, Reward):
 
     def __post_init__(self) -> None:
         check_quality(self.quality)
-
-    def load(self, placement: Placement) -> Self:
-        return self
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         planes = torch.einsum("dc,bchw->bdhw", pixels.new_tensor(RGB_TO_YCBCR), pixels[:, 0] * 255)

@@ -90,7 +90,9 @@ class DetectionScorer(Reward):
         return mean_confidence(output, names, threshold)
 
     def _verdict(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
-        rules = override_threshold(self.net.rules, self.spec.threshold, self.spec.strict)
+        rules = replace(self.net.rules, strict=self.spec.strict)
+        if self.spec.threshold is not None:  # one for everything
+            rules = replace(rules, threshold=self.spec.threshold, counting_threshold=self.spec.threshold)
         names = [
             required_objects(prompt, fields, self.net.names, self.spec.strict)
             for prompt, fields in zip(prompts, metadata, strict=True)
@@ -155,44 +157,23 @@ def required_objects(prompt: str, metadata: Metadata, known: Sequence[str], stri
     return names + [name for name in known if strict and name not in taken]
 
 
-def override_threshold(rules: GenEvalRules, threshold: float | None, strict: bool) -> GenEvalRules:
-    """A detector's rules, with one threshold for everything if it is given."""
-    if threshold is not None:
-        rules = replace(rules, threshold=threshold, counting_threshold=threshold)
-    return replace(rules, strict=strict)
-
-
 def geneval_fractions(
-    output: DetectorOutput,
-    names: ObjectNames,
-    metadata: Sequence[Metadata],
-    rules: GenEvalRules,
-    size: tuple[int, int],
+    output: DetectorOutput, names: ObjectNames, metadata: Sequence[Metadata], rules: GenEvalRules, size: tuple[int, int]
 ) -> Tensor:
     """The fraction of each image's requirements that hold: [N]. `size` is that of the images, (H, W)."""
     height, width = size
     scale = output.boxes.new_tensor([width, height, width, height])
     columns = (output.boxes * scale).tolist(), output.scores.tolist(), output.is_top.tolist()
-    fractions = [
-        _fraction(_detections(boxes, scores, is_top, row), fields, rules)
-        for boxes, scores, is_top, row, fields in zip(*columns, names, metadata, strict=True)
-    ]
+    fractions = []
+    for boxes, scores, is_top, row, fields in zip(*columns, names, metadata, strict=True):
+        detections = [
+            DetectedObject(name, (box[0], box[1], box[2], box[3]), score)
+            for box, box_scores, box_tops in zip(boxes, scores, is_top, strict=True)
+            for name, score, top in zip(row, box_scores, box_tops, strict=False)  # an image may have fewer names
+            if top
+        ]
+        reasons = evaluate_detections(detections, {"tag": "", **fields}, rules)[1]
+        requirements = len(fields.get("include", ())) + len(fields.get("exclude", ())) + rules.strict
+        fractions.append(1 - len(reasons) / requirements)
     finite = output.scores.isfinite().all(2).all(1)  # NaN pixels must not get a verdict
     return output.scores.new_tensor(fractions).where(finite, float("nan"))
-
-
-def _detections(
-    boxes: list[list[float]], scores: list[list[float]], is_top: list[list[bool]], names: Sequence[str]
-) -> list[DetectedObject]:
-    return [
-        DetectedObject(name, (box[0], box[1], box[2], box[3]), score)
-        for box, box_scores, box_tops in zip(boxes, scores, is_top, strict=True)
-        for name, score, top in zip(names, box_scores, box_tops, strict=False)  # an image may have fewer names
-        if top
-    ]
-
-
-def _fraction(detections: Sequence[DetectedObject], metadata: Metadata, rules: GenEvalRules) -> float:
-    reasons = evaluate_detections(detections, {"tag": "", **metadata}, rules)[1]
-    requirements = len(metadata.get("include", ())) + len(metadata.get("exclude", ())) + rules.strict
-    return 1 - len(reasons) / requirements

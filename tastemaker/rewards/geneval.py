@@ -125,8 +125,8 @@ class GenevalChecker:
     def check(self, pixels: Tensor, metadata: Sequence[Metadata]) -> list[GenevalResult]:
         """The result of each image of [N, 3, H, W] in [0, 1]."""
         instances = self.detector.detect(pixels, min(self.rules.threshold, self.rules.counting_threshold))
-        detections = self.add_colors(pixels, instances, [to_detections(found) for found in instances], metadata)
-        return [apply_rules(found, fields, self.rules) for found, fields in zip(detections, metadata, strict=True)]
+        detections = self.add_colors(pixels, instances, [to_detections(each) for each in instances], metadata)
+        return [apply_rules(objects, fields, self.rules) for objects, fields in zip(detections, metadata, strict=True)]
 
     def add_colors(
         self,

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from ..core.reward import BatchSize, RewardCard, RewardSpec
+from ..core.reward import BatchSize, PretrainedReward, RewardCard
 from ..core.types import Placement
 from ..models.pretrained import WeightsSource
-from .backbones.dual_encoder import (
-    CosineHead,
-    DualEncoderScorer,
-    ImagePreprocessing,
-    ResizeMode,
-    load_image_text_model,
-)
-from .backbones.frozen_models import TINY
+from .backbones.dual_encoder import CosineHead, DualEncoderScorer, ImagePreprocessing, ResizeMode, load_image_text_model
 from .backbones.preprocessing import Preprocessing
 from .backbones.tokenizers import CLIP_TOKENIZER
 
@@ -26,7 +19,7 @@ FILES = {
 
 
 @dataclass(frozen=True)
-class HpsReward(RewardSpec):
+class HpsReward(PretrainedReward):
     """The cosine of image and prompt, without a scale: HPS v2.0 or v2.1, from the published open_clip file."""
 
     version: Literal["v2.0", "v2.1"] = "v2.1"
@@ -40,8 +33,8 @@ class HpsReward(RewardSpec):
     def card(self) -> RewardCard:
         return RewardCard(
             range="0.2 to 0.35",
-            failure_modes="oversaturated, glossy and painted looks; followed by gradient, oily textures and patches of "
-            "pattern",
+            failure_modes="oversaturated, glossy and painted looks; with reward gradients, oily textures and patches "
+            "of pattern",
             memory="3.9 GB, half of it in 16 bits",
             sources=(FILES[self.version], CLIP_TOKENIZER),
         )
@@ -55,6 +48,3 @@ class HpsReward(RewardSpec):
         )
         tokenizer = model.tokenizer(self.tokenizer, clean_text=True)
         return DualEncoderScorer(model.net, ImagePreprocessing(preprocessing), tokenizer, CosineHead())
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)

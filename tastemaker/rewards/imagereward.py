@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..core.registry import ConfigError
-from ..core.reward import BatchSize, CachedImageReward, RewardCard, RewardSpec
+from ..core.reward import BatchSize, CachedImageReward, PretrainedReward, RewardCard
 from ..core.types import Placement, Prompts
 from ..models.pretrained import WeightsSource, find_weights, load_state_dict, load_weights_into
 from .backbones.frozen_models import TINY
@@ -38,7 +38,7 @@ UNUSED_KEYS = re.compile(r"blip\.((vision|text)_proj\..+|text_encoder\.embedding
 
 
 @dataclass(frozen=True)
-class ImageReward(RewardSpec):
+class ImageReward(PretrainedReward):
     """A score of image and prompt, normalized to mean 0 and standard deviation 1 over the authors' images."""
 
     weights: str = FILE.hub
@@ -63,9 +63,6 @@ class ImageReward(RewardSpec):
             tokenizer = load_tokenizer(self.tokenizer, path, "bert", BERT_TOKENIZER, net.text.config.vocab_size)
         preprocessing = Preprocessing(net.image_size, overshoot=self.overshoot, crop_rounding="round")
         return ImageRewardScorer(net.freeze(placement), preprocessing, FixedLengthTokenizer(tokenizer, MAX_TEXT_TOKENS))
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)
 
 
 @dataclass(frozen=True)
@@ -139,8 +136,10 @@ def read_blip(tensors: Mapping[str, Tensor], name: str, num_heads: tuple[int, in
         raise ConfigError(f"the weights '{name:.200}' have no {error}; {expected}") from error
     vision_heads, text_heads = num_heads or (vision["hidden_size"] // 64, text["hidden_size"] // 64)
     if not vision_heads or not text_heads:
-        found = f"{vision['hidden_size']} and {text['hidden_size']} channels wide, less than one head of 64"
-        raise ConfigError(f"the weights '{name:.200}' are {found}; expected the published ImageReward.pt")
+        raise ConfigError(
+            f"the weights '{name:.200}' are {vision['hidden_size']} and {text['hidden_size']} channels wide, less "
+            "than one head of 64; expected the published ImageReward.pt"
+        )
     image_size = round((positions.shape[1] - 1) ** 0.5) * patches.shape[-1]
     vision |= {"num_attention_heads": vision_heads, "image_size": image_size, "patch_size": patches.shape[-1]}
     text |= {"num_attention_heads": text_heads, "vocab_size": len(vocabulary), "max_position_embeddings": length}

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
-from ..core.reward import BatchSize, Modality, Reward, RewardCard, RewardSpec
-from ..core.types import Metadata, Placement, Prompts
+from ..core.reward import BatchSize, Modality, RewardCard, WeightlessReward
+from ..core.types import Metadata, Prompts
 from .backbones.optical_flow import flicker_score, motion_magnitude
 
 
 @dataclass(frozen=True)
-class StillnessReward(RewardSpec, Reward):
+class StillnessReward(WeightlessReward):
     """One minus the mean absolute change of a pixel from frame to frame."""
 
     batch_size: BatchSize = 64
@@ -23,16 +23,13 @@ class StillnessReward(RewardSpec, Reward):
     differentiable: ClassVar[bool] = True
     modality: ClassVar[Modality] = "video"
 
-    def load(self, placement: Placement) -> Self:
-        return self
-
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         require_frames("stillness", pixels, 2)
         return 1 - pixels.diff(dim=1).abs().mean((1, 2, 3, 4))
 
 
 @dataclass(frozen=True)
-class DynamicsReward(RewardSpec, Reward):
+class DynamicsReward(WeightlessReward):
     """The mean motion from frame to frame in percent of the shorter side, by optical flow (Lucas and Kanade, 1981).
 
     A cheap substitute for VBench's dynamic degree, which uses RAFT and averages the fastest 5 % of the pixels
@@ -43,13 +40,10 @@ class DynamicsReward(RewardSpec, Reward):
     batch_size: BatchSize = 16
     card: ClassVar[RewardCard] = RewardCard(
         range="0 for a frozen video, 1 to 5 for a lively one, up to about 10",
-        failure_modes="camera shake, drifting or boiling textures; motion of any kind, asked for or not",
+        failure_modes="camera shake, drifting or boiling textures; motion that was not requested",
     )
     differentiable: ClassVar[bool] = True
     modality: ClassVar[Modality] = "video"
-
-    def load(self, placement: Placement) -> Self:
-        return self
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         require_frames("dynamics", pixels, 2)
@@ -57,7 +51,7 @@ class DynamicsReward(RewardSpec, Reward):
 
 
 @dataclass(frozen=True)
-class FlickerReward(RewardSpec, Reward):
+class FlickerReward(WeightlessReward):
     """Minus half the mean difference of a pixel to the mean of its motion-compensated neighbors in time.
 
     Even motion and even fading cost nothing; alternating brightness costs its amplitude. Frames are compared at 64
@@ -70,9 +64,6 @@ class FlickerReward(RewardSpec, Reward):
     )
     differentiable: ClassVar[bool] = True
     modality: ClassVar[Modality] = "video"
-
-    def load(self, placement: Placement) -> Self:
-        return self
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         require_frames("flicker", pixels, 3)

@@ -37,7 +37,7 @@ class OcrReward(RewardSpec):
     batch_size: BatchSize = 64
     card: ClassVar[RewardCard] = RewardCard(
         range="0 to 1",
-        failure_modes="large plain letters; by the lenient rule also the word many times over",
+        failure_modes="large plain letters; with the lenient rule also many copies of the word",
         memory="15 MB",
     )
     runs_on: ClassVar[Literal["host"]] = "host"
@@ -57,12 +57,12 @@ class OcrScorer(Reward):
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         expected = [expected_text(*pair) for pair in zip(prompts, metadata, strict=True)]
         read = self.engine.read(pixels[:, 0], self.spec.upscale_to)
-        return torch.tensor([self._score_text(*pair) for pair in zip(read, expected, strict=True)])
-
-    def _score_text(self, read: str, expected: str) -> float:
-        if not self.spec.strict and expected in read:
-            return 1.0
-        return text_similarity(read, expected)
+        return torch.tensor(
+            [
+                1.0 if not self.spec.strict and text in seen else text_similarity(seen, text)
+                for seen, text in zip(read, expected, strict=True)
+            ]
+        )
 
 
 def expected_text(prompt: str, metadata: Metadata) -> str:

@@ -37,15 +37,15 @@ class OcrGradientReward(RewardSpec):
     upscale_to: Annotated[int, Field(ge=0, le=2048)] = 160  # pixels a side for detection in smaller images
     batch_size: BatchSize = 16
     card: ClassVar[RewardCard] = RewardCard(
-        range="-20 to 0",
-        failure_modes="large plain letters; grain that only the network reads",
-        memory="0.2 GB",
+        range="-20 to 0", failure_modes="large plain letters; grain that only the network reads", memory="0.2 GB"
     )
     differentiable: ClassVar[bool] = True
 
     def load(self, placement: Placement) -> OcrGradientScorer:
         if self.engine == "guess":
-            return OcrGradientScorer(self, random_text_recognizer(placement.device), None)
+            characters = [*map(chr, range(33, 127))]  # printable ASCII
+            net = RandomTextRecognizer(len(characters) + 2).to(placement.device)
+            return OcrGradientScorer(self, make_text_recognizer(net, characters), None)
         recognizer = load_text_recognizer(recognizer_file(), placement.device)
         return OcrGradientScorer(self, recognizer, OcrEngine() if self.detect_lines else None)
 
@@ -92,8 +92,9 @@ class TextRecognizer:
         """Return the text if the recognizer knows all of its characters."""
         unknown = [letter for letter in text if letter not in self.characters]
         if unknown:
-            found = f"'{text:.60}' has the character '{unknown[0]}'"
-            raise ValueError(f"{found}, which the recognizer does not know; leave it out")
+            raise ValueError(
+                f"'{text:.60}' has the character '{unknown[0]}', which the recognizer does not know; leave it out"
+            )
         return text
 
     def log_probs(self, lines: Sequence[Tensor]) -> list[Tensor]:
@@ -123,15 +124,14 @@ class TextRecognizer:
 def load_text_recognizer(path: Path, device: torch.device) -> TextRecognizer:
     """PP-OCR's recognizer; class 0 is the blank, the last one the space."""
     net, characters = load_ppocr_recognizer(path)
-    return TextRecognizer(net.to(device), case_insensitive_ids(characters, first=1), (0, len(characters) + 1))
+    return make_text_recognizer(net.to(device), characters)
 
 
-def case_insensitive_ids(characters: Sequence[str], first: int) -> dict[str, tuple[int, ...]]:
-    """The classes of each lower-case character."""
-    ids: dict[str, tuple[int, ...]] = {}
-    for number, letter in enumerate(characters, first):
+def make_text_recognizer(net: Callable[[Tensor], Tensor], characters: Sequence[str]) -> TextRecognizer:
+    ids: dict[str, tuple[int, ...]] = {}  # the classes of each lower-case character
+    for number, letter in enumerate(characters, 1):
         ids[letter.lower()] = (*ids.get(letter.lower(), ()), number)
-    return ids
+    return TextRecognizer(net, ids, (0, len(characters) + 1))
 
 
 class RandomTextRecognizer(nn.Module):
@@ -145,13 +145,6 @@ class RandomTextRecognizer(nn.Module):
     def forward(self, lines: Tensor) -> Tensor:
         patches = F.unfold(lines, (LINE_HEIGHT, STRIDE), stride=STRIDE).movedim(1, 2)
         return patches @ self.get_buffer("weight").T
-
-
-def random_text_recognizer(device: torch.device) -> TextRecognizer:
-    """A random recognizer of printable ASCII."""
-    characters = [*map(chr, range(33, 127))]
-    net = RandomTextRecognizer(len(characters) + 2).to(device)
-    return TextRecognizer(net, case_insensitive_ids(characters, first=1), (0, len(characters) + 1))
 
 
 def crop_quad(image: Tensor, corners: Tensor) -> Tensor:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat
 
-from ..core.reward import BatchSize, RewardCard, RewardSpec
+from ..core.reward import BatchSize, PretrainedReward, RewardCard
 from ..core.types import Placement
 from ..models.pretrained import WeightsSource
 from .backbones.dual_encoder import CosineHead, DualEncoderScorer, load_image_text_model
-from .backbones.frozen_models import TINY
 from .backbones.tokenizers import CLIP_TOKENIZER
 
 PICKSCORE = WeightsSource("yuvalkirstain/PickScore_v1", "model.safetensors", "3.9 GB")
@@ -19,7 +18,7 @@ CONFIG = WeightsSource("yuvalkirstain/PickScore_v1", "config.json", "5 kB")
 
 
 @dataclass(frozen=True)
-class PickScoreReward(RewardSpec):
+class PickScoreReward(PretrainedReward):
     """exp(logit_scale) times the cosine of image and prompt, divided by a constant."""
 
     weights: str = PICKSCORE.hub
@@ -29,7 +28,7 @@ class PickScoreReward(RewardSpec):
     batch_size: BatchSize = 32
     card: ClassVar[RewardCard] = RewardCard(
         range="18 to 24",
-        failure_modes="bright, smooth and centered looks; followed by gradient, high-frequency patterns",
+        failure_modes="bright, smooth and centered looks; with reward gradients, high-frequency patterns",
         memory="3.9 GB, half of it in 16 bits",
         sources=(PICKSCORE, CONFIG, CLIP_TOKENIZER),
     )
@@ -40,6 +39,3 @@ class PickScoreReward(RewardSpec):
         preprocessing = model.preprocessing(None, None, self.overshoot)
         head = CosineHead(model.logit_scale / self.divide_by)
         return DualEncoderScorer(model.net, preprocessing, model.tokenizer(self.tokenizer), head)
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)

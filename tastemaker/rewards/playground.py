@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..core.reward import BatchSize, Modality, Reward, RewardCard, RewardSpec, Verdict, Verifier
+from ..core.reward import BatchSize, Modality, PretrainedReward, Reward, RewardCard, RewardSpec, Verdict, Verifier
 from ..core.types import Metadata, Placement, Prompts
 from ..playground.captions import parse_captions
 from ..playground.detector import SceneDetector, decode_detections
 from ..playground.motion import MotionClassifier, representative_frame, requested_motion, resize_clips
-from ..playground.network_files import TINY, load_network
+from ..playground.network_files import load_network
 from ..playground.networks import (
     ImageTextScorer,
     QualityScorer,
@@ -27,101 +28,94 @@ from ..playground.verdict import compute_verdict, partial_credit, soft_score
 from .wrappers import RewardWrapper, require_image_reward
 
 
+class PlaygroundReward(PretrainedReward):
+    """A reward by one of the playground's networks."""
+
+    weights: str
+    network: ClassVar[type[nn.Module]]
+
+    def load(self, placement: Placement) -> PlaygroundScorer:
+        return PlaygroundScorer(self, load_network(self.network, self.weights, placement.device))
+
+    @abstractmethod
+    def score_with(self, net: Any, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        """Scores [B], computed with the loaded network."""
+
+
 @dataclass(frozen=True)
-class PlaygroundVerdictReward(RewardSpec):
+class PlaygroundScorer(Reward):
+    spec: PlaygroundReward
+    net: nn.Module
+
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        return self.spec.score_with(self.net, pixels, prompts, metadata)
+
+
+@dataclass(frozen=True)
+class PlaygroundVerdictReward(PlaygroundReward):
     """PlayEval's verdict, partial credit for each requirement that holds, or the mean of both, which learns fastest."""
 
     output: Literal["verdict", "graded", "mix"] = "mix"
     strict: bool = True  # objects that nobody asked for count as wrong; GenEval's rule ignores them and can be hacked
     weights: str = "playground/detector0"
     batch_size: BatchSize = 256
+    network: ClassVar[type[nn.Module]] = SceneDetector
     card: ClassVar[RewardCard] = RewardCard(
         range="0 to 1", failure_modes="without `strict`, four copies of everything", memory="2.4 MB"
     )
 
-    def load(self, placement: Placement) -> PlaygroundVerdictScorer:
-        return PlaygroundVerdictScorer(self, load_network(SceneDetector, self.weights, placement.device))
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)
-
-
-@dataclass(frozen=True)
-class PlaygroundVerdictScorer(Reward):
-    spec: PlaygroundVerdictReward
-    net: SceneDetector
-
-    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+    def score_with(self, net: SceneDetector, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         captions = requested_captions(prompts, metadata, pixels.device)
-        detections = decode_detections(self.net(first_frame(pixels)))
-        if self.spec.output == "verdict":
-            return compute_verdict(detections, captions, self.spec.strict)
-        credit = partial_credit(detections, captions, self.spec.strict)
-        if self.spec.output == "graded":
+        detections = decode_detections(net(first_frame(pixels)))
+        if self.output == "verdict":
+            return compute_verdict(detections, captions, self.strict)
+        credit = partial_credit(detections, captions, self.strict)
+        if self.output == "graded":
             return credit
-        return (credit + compute_verdict(detections, captions, self.spec.strict)) / 2
+        return (credit + compute_verdict(detections, captions, self.strict)) / 2
 
 
 @dataclass(frozen=True)
-class PlaygroundSoftReward(RewardSpec):
+class PlaygroundSoftReward(PlaygroundReward):
     """The differentiable verdict: mean log-probability of what the caption asks for, less that of everything else."""
 
     strict: bool = True  # objects that nobody asked for cost
     weights: str = "playground/detector0"
     batch_size: BatchSize = 256
+    network: ClassVar[type[nn.Module]] = SceneDetector
     card: ClassVar[RewardCard] = RewardCard(
         range="-10 to 0", failure_modes="hard outlines; without `strict`, four copies of everything", memory="2.4 MB"
     )
     differentiable: ClassVar[bool] = True
 
-    def load(self, placement: Placement) -> PlaygroundSoftScorer:
-        return PlaygroundSoftScorer(self, load_network(SceneDetector, self.weights, placement.device))
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)
-
-
-@dataclass(frozen=True)
-class PlaygroundSoftScorer(Reward):
-    spec: PlaygroundSoftReward
-    net: SceneDetector
-
-    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+    def score_with(self, net: SceneDetector, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         captions = requested_captions(prompts, metadata, pixels.device)
-        return soft_score(self.net(first_frame(pixels)), captions, self.spec.strict)
+        return soft_score(net(first_frame(pixels)), captions, self.strict)
 
 
 @dataclass(frozen=True)
-class PlaygroundMatchReward(RewardSpec):
+class PlaygroundMatchReward(PlaygroundReward):
     """The cosine of image and caption, as CLIP's; `crisp. a photo of a dog` adds that of the word, for `relative`."""
 
     weights: str = "playground/scorer"
     batch_size: BatchSize = 256
+    network: ClassVar[type[nn.Module]] = ImageTextScorer
     card: ClassVar[RewardCard] = RewardCard(
-        range="-1 to 1", failure_modes="textures, which the verdict detects", memory="3.5 MB"
+        range="-1 to 1", failure_modes="textures, which the verdict rejects", memory="3.5 MB"
     )
     differentiable: ClassVar[bool] = True
 
-    def load(self, placement: Placement) -> PlaygroundMatchScorer:
-        return PlaygroundMatchScorer(load_network(ImageTextScorer, self.weights, placement.device))
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)
-
-
-@dataclass(frozen=True)
-class PlaygroundMatchScorer(Reward):
-    net: ImageTextScorer
-
-    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+    def score_with(
+        self, net: ImageTextScorer, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]
+    ) -> Tensor:
         texts, quality = split_quality(prompts)
         captions = parse_captions(texts).to(pixels.device)
-        out: Tensor = self.net(first_frame(pixels), captions, torch.tensor(quality, device=pixels.device))
+        out: Tensor = net(first_frame(pixels), captions, torch.tensor(quality, device=pixels.device))
         return out
 
 
 @dataclass(frozen=True)
-class PlaygroundJudgeReward(RewardSpec):
+class PlaygroundJudgeReward(PretrainedReward):
     """The probability of 'yes, this shows the caption'. In a search it also judges which previews are clear enough."""
 
     clarity_threshold: float = 0.5  # probability from which a preview counts as clear
@@ -135,9 +129,6 @@ class PlaygroundJudgeReward(RewardSpec):
 
     def load(self, placement: Placement) -> PlaygroundJudgeScorer:
         return PlaygroundJudgeScorer(self, load_network(YesNoJudge, self.weights, placement.device))
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)
 
 
 @dataclass(frozen=True)
@@ -164,62 +155,43 @@ class PlaygroundJudgeScorer(Reward, Verifier):
 
 
 @dataclass(frozen=True)
-class PlaygroundTasteReward(RewardSpec):
+class PlaygroundTasteReward(PlaygroundReward):
     """Image quality: prefers crisp, intact images to noisy, blurry and broken ones, whatever they show."""
 
     weights: str = "playground/taste"
     batch_size: BatchSize = 256
+    network: ClassVar[type[nn.Module]] = QualityScorer
     card: ClassVar[RewardCard] = RewardCard(
         range="-8 to 8", failure_modes="crisp images of something else", memory="0.5 MB"
     )
     differentiable: ClassVar[bool] = True
 
-    def load(self, placement: Placement) -> PlaygroundTasteScorer:
-        return PlaygroundTasteScorer(load_network(QualityScorer, self.weights, placement.device))
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)
-
-
-@dataclass(frozen=True)
-class PlaygroundTasteScorer(Reward):
-    net: QualityScorer
-
-    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
-        out: Tensor = self.net(first_frame(pixels))
+    def score_with(self, net: QualityScorer, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        out: Tensor = net(first_frame(pixels))
         return out
 
 
 @dataclass(frozen=True)
-class PlaygroundMotionReward(RewardSpec):
+class PlaygroundMotionReward(PlaygroundReward):
     """The probability of the caption's motion by a classifier of videos; one of its classes is no motion."""
 
     output: Literal["log", "probability"] = "log"  # gradients follow the logarithm better, groups the probability
     weights: str = "playground/motion0"
     batch_size: BatchSize = 128
+    network: ClassVar[type[nn.Module]] = MotionClassifier
     card: ClassVar[RewardCard] = RewardCard(
-        range="-10 to 0", failure_modes="blotches that move as asked, whatever they are", memory="0.9 MB"
+        range="-10 to 0", failure_modes="blotches that move as requested", memory="0.9 MB"
     )
     differentiable: ClassVar[bool] = True
     modality: ClassVar[Modality] = "video"
 
-    def load(self, placement: Placement) -> PlaygroundMotionScorer:
-        return PlaygroundMotionScorer(self, load_network(MotionClassifier, self.weights, placement.device))
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)
-
-
-@dataclass(frozen=True)
-class PlaygroundMotionScorer(Reward):
-    spec: PlaygroundMotionReward
-    net: MotionClassifier
-
-    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+    def score_with(
+        self, net: MotionClassifier, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]
+    ) -> Tensor:
         motion = requested_motion(prompts, metadata, pixels.device)
-        log_probs: Tensor = self.net(resize_clips(pixels)).log_softmax(1)
+        log_probs: Tensor = net(resize_clips(pixels)).log_softmax(1)
         score = log_probs[torch.arange(len(motion), device=motion.device), motion]
-        return score if self.spec.output == "log" else score.exp()
+        return score if self.output == "log" else score.exp()
 
 
 @dataclass(frozen=True)

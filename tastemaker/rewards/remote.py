@@ -35,7 +35,7 @@ class RemoteReward(RewardSpec):
     max_retries: NonNegativeInt = 5  # after connection errors, and no others
     retry_delay: NonNegativeFloat = 0.5  # seconds before the first retry, doubled each time
     batch_size: BatchSize = 16
-    card: ClassVar[RewardCard] = RewardCard(range="the served reward's", failure_modes="what hacks the served reward")
+    card: ClassVar[RewardCard] = RewardCard(range="the served reward's", failure_modes="those of the served reward")
     runs_on: ClassVar[Literal["remote"]] = "remote"
 
     def __post_init__(self) -> None:
@@ -51,8 +51,10 @@ class RemoteReward(RewardSpec):
         client = RewardClient(self.url, token, self.timeout, self.max_retries, self.retry_delay)
         info = client.request("/version")
         if info.get("modality") != self.modality:
-            found = f"has modality {info.get('modality')}, but 'modality' is {self.modality}"
-            raise ConfigError(f"the reward at {self.url} {found}; set it to that of the served reward")
+            raise ConfigError(
+                f"the reward at {self.url} has modality {info.get('modality')}, but 'modality' is {self.modality}; "
+                "set it to that of the served reward"
+            )
         return RemoteScorer(self, client, str(info.get("version", "")), int(info.get("limit", 2**63)))
 
     def tiny(self) -> Self:

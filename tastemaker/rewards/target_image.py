@@ -3,52 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..autoencoders.lpips import TINY, VGG16, LPIPSDistance, load_lpips
-from ..core.reward import BatchSize, Reward, RewardCard, RewardSpec
+from ..autoencoders.lpips import VGG16, LPIPSDistance, load_lpips
+from ..core.reward import BatchSize, PretrainedReward, Reward, RewardCard, WeightlessReward
 from ..core.types import Metadata, Placement, Prompts
 from ..data.image_io import read_image
 
 
 @dataclass(frozen=True)
-class MseReward(RewardSpec, Reward):
+class MseReward(WeightlessReward):
     """Minus the mean squared difference to the image in the metadata field `target`."""
 
     batch_size: BatchSize = 64
-    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="nothing but the target itself")
+    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="none: the target itself has the best score")
     differentiable: ClassVar[bool] = True
-
-    def load(self, placement: Placement) -> Self:
-        return self
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return -(pixels[:, 0] - target_images(pixels, prompts, metadata)).square().mean((1, 2, 3))
 
 
 @dataclass(frozen=True)
-class L1Reward(RewardSpec, Reward):
+class L1Reward(WeightlessReward):
     """Minus the mean absolute difference to the image in the metadata field `target`."""
 
     batch_size: BatchSize = 64
-    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="nothing but the target itself")
+    card: ClassVar[RewardCard] = RewardCard(range="-1 to 0", failure_modes="none: the target itself has the best score")
     differentiable: ClassVar[bool] = True
-
-    def load(self, placement: Placement) -> Self:
-        return self
 
     def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         return -(pixels[:, 0] - target_images(pixels, prompts, metadata)).abs().mean((1, 2, 3))
 
 
 @dataclass(frozen=True)
-class LpipsReward(RewardSpec):
+class LpipsReward(PretrainedReward):
     """Minus the perceptual distance (Zhang et al. 2018, VGG16) to the image in the metadata field `target`."""
 
     weights: str = VGG16.hub  # VGG16 of torchvision or timm, or a complete LPIPS
@@ -56,7 +50,7 @@ class LpipsReward(RewardSpec):
     batch_size: BatchSize = 32
     card: ClassVar[RewardCard] = RewardCard(
         range="-0.8 to 0",
-        failure_modes="nothing but the target itself, though fine grain may differ",
+        failure_modes="none: the target itself has the best score; fine grain may differ from the target",
         memory="59 MB",
         sources=(VGG16,),
     )
@@ -64,9 +58,6 @@ class LpipsReward(RewardSpec):
 
     def load(self, placement: Placement) -> LpipsScorer:
         return LpipsScorer(load_lpips(self.weights, self.head, placement))
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)
 
 
 @dataclass(frozen=True)

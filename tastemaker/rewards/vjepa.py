@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.reward import BatchSize, Modality, Reward, RewardCard, RewardSpec
+from ..core.reward import BatchSize, Modality, PretrainedReward, Reward, RewardCard
 from ..core.types import Metadata, Placement, Prompts
 from ..models.pretrained import WeightsSource, find_weights
 from .backbones.frozen_models import TINY, load_network, random_network
@@ -25,7 +25,7 @@ RESIZE_RATIO = 256 / 224  # of the resized frame to its center crop
 
 
 @dataclass(frozen=True)
-class VjepaReward(RewardSpec):
+class VjepaReward(PretrainedReward):
     """Minus V-JEPA 2's training loss (Assran et al. 2025): the mean absolute error of features of hidden blocks.
 
     The blocks are drawn as in training, eight small ones or two large ones through all frames, but from a fixed `seed`,
@@ -39,7 +39,7 @@ class VjepaReward(RewardSpec):
     batch_size: BatchSize = 2
     card: ClassVar[RewardCard] = RewardCard(
         range="about -1 to 0, on a scale of its own for each size of the network; compare videos, not numbers",
-        failure_modes="frozen, blurred or empty videos, which are easy to predict: watch `dynamics` beside it",
+        failure_modes="frozen, blurred or empty videos, which are easy to predict: log `dynamics` beside it",
         memory="1.5 GB",
         sources=(VJEPA,),
     )
@@ -48,9 +48,6 @@ class VjepaReward(RewardSpec):
 
     def load(self, placement: Placement) -> VjepaScorer:
         return VjepaScorer(load_vjepa(self.weights, self.num_masks, self.seed, placement))
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)
 
 
 @dataclass(frozen=True)

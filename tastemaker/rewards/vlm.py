@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..core.reward import BatchSize, Reward, RewardCard, RewardSpec, Verdict, Verifier
+from ..core.reward import BatchSize, PretrainedReward, Reward, RewardCard, Verdict, Verifier
 from ..core.types import Metadata, Placement, Prompts, concatenate
 from ..vlm.chat_model import ONE_VISION, load_chat_model
 from ..vlm.judge import VlmJudge
@@ -18,7 +18,7 @@ from .backbones.frozen_models import TINY
 
 
 @dataclass(frozen=True)
-class VlmReward(RewardSpec):
+class VlmReward(PretrainedReward):
     """The probability of `yes` to a question about the image, by LLaVA-OneVision, Qwen-VL, PaliGemma or another family.
 
     `answer_mode` is `yes_no_logits` (yes against no, in any spelling), `full_softmax` (yes among all tokens) or
@@ -51,9 +51,6 @@ class VlmReward(RewardSpec):
         model = load_chat_model(self.weights, placement, differentiable=self.pixel_gradient)
         name = "" if self.weights == TINY else self.weights
         return VlmScorer(self, VlmJudge(model, self.answer_mode, self.threshold, name))
-
-    def tiny(self) -> Self:
-        return replace(self, weights=TINY)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.reward import Modality, Reward, RewardCard, RewardSpec, Rubric, WeightedReward, load_shared_reward
 from ..core.types import Metadata, Placement, Prompts
 
@@ -117,15 +117,13 @@ class PerFrameReward(RewardWrapper):
     def score_with(self, inner: Reward, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
         if self.frames == "all":
             return inner.score(pixels, prompts, metadata)
-        frame = self._frame_index(pixels.shape[1])
-        return inner.score(pixels[:, frame, None], prompts, [{**fields, "frame": frame} for fields in metadata])
-
-    def _frame_index(self, count: int) -> int:
+        count = pixels.shape[1]
         names = {"first": 0, "middle": count // 2, "last": count - 1}
         index = names[self.frames] if isinstance(self.frames, str) else self.frames
         if not -count <= index < count:
             raise ValueError(f"'frames' is {index}, but the videos have {count} frames; choose one below {count}")
-        return index % count
+        frame = index % count
+        return inner.score(pixels[:, frame, None], prompts, [{**fields, "frame": frame} for fields in metadata])
 
 
 def require_image_reward(spec: RewardSpec) -> None:
@@ -167,7 +165,7 @@ def derangement(pixels: Tensor) -> list[int]:
         raise ValueError("a shuffled reward got one image; expected at least two to exchange scores")
     means = pixels.detach().float().flatten(1).mean(1).cpu()
     key = zlib.crc32(means.numpy().tobytes())
-    cycle = Randomness(0, key, torch.arange(len(pixels))).uniform("shuffled", 1).flatten().argsort()
+    cycle = Randomness(0, key, torch.arange(len(pixels))).uniform(Purpose.SHUFFLED_REWARD, 1).flatten().argsort()
     others = torch.empty_like(cycle)
     others[cycle] = cycle.roll(-1)
     return [int(i) for i in others]
@@ -182,8 +180,10 @@ class SumReward(RewardSpec):
 
     def __post_init__(self) -> None:
         if not self.rewards or (self.weights and len(self.weights) != len(self.rewards)):
-            found = f"{len(self.rewards)} rewards and {len(self.weights)} weights"
-            raise ValueError(f"a sum has {found}; expected at least one reward, and as many weights or none")
+            raise ValueError(
+                f"a sum has {len(self.rewards)} rewards and {len(self.weights)} weights; expected at least one "
+                "reward, and as many weights or none"
+            )
 
     @property
     def differentiable(self) -> bool:

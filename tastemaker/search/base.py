@@ -86,7 +86,7 @@ class RubricVerifier(Verifier):
     clear_progress: float = 0.5
     promising_score: float = 0.0
 
-    def judge(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata], progress: float) -> Verdict:
-        score = self.rubric.score(pixels, prompts, facts).total
+    def judge(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata], progress: float) -> Verdict:
+        score = self.rubric.score(pixels, prompts, metadata).total
         clear = torch.full_like(score, progress >= self.clear_progress, dtype=torch.bool)
         return Verdict(clear, score >= self.promising_score, score)

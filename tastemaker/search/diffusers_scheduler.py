@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.guidance import count_forward_passes
 from ..core.policy import Policy, Process
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.reward import Verifier
 from ..core.types import PromptBatch
@@ -45,7 +45,7 @@ class DiffusersSchedulerSearch(Search):
         scheduler, path = make_scheduler(self.scheduler, process.path, self.settings), process.path
         with scheduler_errors(self.scheduler):
             set_timesteps(scheduler, path, self.num_steps or process.num_steps, rng.rows.device)
-        x, generators = rng.normal("start", *policy.model.shape), make_generators(scheduler, rng)
+        x, generators = rng.normal(Purpose.INITIAL_NOISE, *policy.model.shape), make_generators(scheduler, rng)
         is_flow, calls = isinstance(path, RectifiedFlow), 0
         if not is_flow:
             x = x * scheduler.init_noise_sigma / input_scale(path, timestep_to_level(scheduler.timesteps[0], path))
@@ -214,5 +214,5 @@ def make_generators(scheduler: Any, rng: Randomness) -> dict[str, Any]:
     """A random generator per sample, if the scheduler is stochastic, so that samples do not depend on the batch."""
     if "generator" not in inspect.signature(scheduler.step).parameters:
         return {}
-    seeds = rng.words("scheduler", 1).flatten().tolist()
+    seeds = rng.words(Purpose.SCHEDULER, 1).flatten().tolist()
     return {"generator": [torch.Generator().manual_seed(seed) for seed in seeds]}

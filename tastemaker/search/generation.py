@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from ..config.build import build, make_tiny
+from ..config.build import build, make_tiny, warn_ignored_overrides
 from ..config.dump import config_to_dict
 from ..config.load import load
 from ..config.schema import RunConfig
@@ -32,8 +32,15 @@ from ..core.types import PromptBatch
 from ..core.weights import FullFinetuning
 from ..data.image_io import make_contact_sheet, read_image, save_image, video_suffix
 from ..data.prompts import open_prompt_file
-from ..export.lora import DIFFUSERS_LORA_FILE, PUBLISHED_LORAS, LoraFromFile, resolve_lora_path
-from ..models.pretrained import PICKLE_SUFFIXES, PIPELINE_INDEX
+from ..export.lora import (
+    DIFFUSERS_LORA_FILE,
+    LORA_SUFFIXES,
+    PUBLISHED_LORAS,
+    LoraFromFile,
+    only_lora_file,
+    resolve_lora_path,
+)
+from ..models.pretrained import PIPELINE_INDEX
 from ..training.checkpoint import latest_checkpoint
 from ..training.run import Run
 from ..training.run_directory import CONFIG_FILE, RECIPE_FILE
@@ -44,7 +51,6 @@ from .settings import build_verifier, check_constant_cost
 
 DEFAULT_BATCH_SIZE = 64  # prompts per search, unless the recipe sets rollout_batch_size
 MAX_SHEET_SAMPLES = 64
-LORA_SUFFIXES = (".safetensors", *sorted(PICKLE_SUFFIXES))
 VAE = "vae"  # diffusers' folder of an autoencoder
 METADATA_FILE = "metadata.jsonl"
 
@@ -143,8 +149,20 @@ def truncate_partial_line(path: Path) -> None:
         path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
 
 
-def resolve_source(recipe: str, overrides: Sequence[str], lora: Path | None = None) -> tuple[RunConfig, Path | None]:
-    """Configuration and checkpoint of a recipe, with a LoRA file if given; of an export; or of a run."""
+def resolve_source(
+    recipe: str, overrides: Sequence[str], lora: Path | None = None, *, tiny: bool = False
+) -> tuple[RunConfig, Path | None]:
+    """Configuration and checkpoint of a recipe, with a LoRA file if given; of an export; or of a run.
+
+    With `tiny`, warn about overrides that tiny models ignore.
+    """
+    config, checkpoint = _resolve_source(recipe, overrides, lora)
+    if tiny:
+        warn_ignored_overrides(config, overrides)
+    return config, checkpoint
+
+
+def _resolve_source(recipe: str, overrides: Sequence[str], lora: Path | None) -> tuple[RunConfig, Path | None]:
     folder = Path(recipe)
     if not (folder / CONFIG_FILE).is_file():
         config = load_exported(folder, overrides) if (folder / RECIPE_FILE).is_file() else load(recipe, overrides)
@@ -159,7 +177,7 @@ def resolve_source(recipe: str, overrides: Sequence[str], lora: Path | None = No
 
 def find_lora(path: Path, layout: PipelineLayout | None) -> LoraFromFile:
     """The LoRA of a file, of the only LoRA file in a folder, or of a downloaded hub id."""
-    file = only_lora_file(path) if path.is_dir() else resolve_lora_path(path)
+    file = only_lora_file(path, f"--lora: {path}") if path.is_dir() else resolve_lora_path(path)
     if not file.is_file():
         known = f"an id on the hub that `tastemaker download` fetched, or {' or '.join(PUBLISHED_LORAS)}"
         raise ConfigError(f"--lora: there is no file {file!s:.200}; pass a LoRA file, {known}")
@@ -167,15 +185,6 @@ def find_lora(path: Path, layout: PipelineLayout | None) -> LoraFromFile:
         suffixes = f"{', '.join(LORA_SUFFIXES[:-1])} or {LORA_SUFFIXES[-1]}"
         raise ConfigError(f"--lora: {file!s:.200} ends in '{file.suffix}'; expected a directory, {suffixes}")
     return LoraFromFile(file, layout)
-
-
-def only_lora_file(folder: Path) -> Path:
-    """The only LoRA file in a folder, as `tastemaker export` writes it."""
-    files = sorted(file for file in folder.iterdir() if file.suffix in LORA_SUFFIXES and file.is_file())
-    if len(files) != 1:
-        names = ", ".join(file.name for file in files) or "no LoRA file"
-        raise ConfigError(f"--lora: {folder} holds {names:.200}; expected one LoRA file, so pass its path")
-    return files[0]
 
 
 def load_exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
@@ -187,7 +196,9 @@ def load_exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
         parts = ("weights", *(["autoencoder"] if (folder / VAE).is_dir() else []))
         return load(folder / RECIPE_FILE, [*overrides, *(f"model.{part}={folder}" for part in parts)])
     if not (folder / PIPELINE_INDEX).is_file():
-        raise ConfigError(f"{folder} holds no complete pipeline; export it without --bare, with --layout diffusers")
+        raise ConfigError(
+            f"{folder} holds no complete pipeline; export it without --network-only, with --layout diffusers"
+        )
     model: Any = config.model
     # Some models read the trained part from a file of its own; here it is part of the pipeline.
     separate = [f"model.{name}=null" for name in config_to_dict(config)["model"] if name == model.layout.component]

@@ -19,7 +19,7 @@ from ..core.registry import ConfigError
 from ..core.reward import Verifier, load_shared_reward
 from ..evaluation.scoreboard.results import ConfidenceInterval, ScoreboardRow
 from ..evaluation.scoreboard.svg_charts import cost_chart
-from ..rewards.scoring import parse_rewards
+from ..rewards.folder_scorer import parse_rewards
 from ..training import distributed
 from ..training.run import Run
 from .base import RubricVerifier, Search
@@ -54,13 +54,13 @@ def check_constant_cost(run: Run, search: Search) -> None:
 
 
 def is_curve_requested(text: str, counts: Sequence[int]) -> bool:
-    """Whether `--n` has several numbers; refuses them for a search without `n`."""
+    """Whether `--num-candidates` has several numbers; refuses them for a search without `n`."""
     if len(counts) == 1:
         return False
     if "n" in _parse_settings(text) or not takes_candidates(text):
         raise ConfigError(
-            f"--n: found {len(counts)} numbers, but --search '{text:.60}' does not use them; leave 'n' out of "
-            "its settings, choose best_of_n, prm, parm or published_parm, or pass one number"
+            f"--num-candidates: found {len(counts)} numbers, but --search '{text:.60}' does not use them; leave 'n' "
+            "out of its settings, choose best_of_n, prm, parm or published_parm, or pass one number"
         )
     return True
 
@@ -69,7 +69,9 @@ def build_sampler(text: str, n: int, scheduler: str, steps: int | None) -> Searc
     """Build the search, or plain sampling with a diffusers scheduler if one is named."""
     if not scheduler:
         if steps is not None:
-            raise ConfigError("--steps goes with --scheduler; for the process's own sampler set process.num_steps")
+            raise ConfigError(
+                "--num-inference-steps needs --scheduler; for the recipe's own sampler set process.num_steps"
+            )
         return build_search(text, n)
     if search_name(text) != "single":
         raise ConfigError(
@@ -89,13 +91,13 @@ def _parse_settings(text: str) -> dict[str, Any]:
 
 
 def parse_candidates(text: str) -> tuple[int, ...]:
-    """The numbers of candidates in `--n`, with commas between them."""
+    """The numbers of candidates in `--num-candidates`, with commas between them."""
     try:
         counts = tuple(dict.fromkeys(int(word) for word in text.split(",") if word.strip()))
     except ValueError as error:
-        raise ConfigError(f"--n: found '{text:.60}'; expected integers, as in 1,4,20") from error
+        raise ConfigError(f"--num-candidates: found '{text:.60}'; expected integers, as in 1,4,20") from error
     if not counts or min(counts) < 1:
-        raise ConfigError(f"--n: found '{text:.60}'; expected numbers from 1")
+        raise ConfigError(f"--num-candidates: found '{text:.60}'; expected numbers from 1")
     return counts
 
 
@@ -115,18 +117,19 @@ def build_verifier(text: str, run: Run, *, tiny: bool) -> Verifier:
 
 def evaluate_curve(
     name: str, counts: Sequence[int], evaluate: Callable[[int, Path], Report], out: Path, console: Console
-) -> list[Report]:
-    """Evaluate each number of candidates in a folder of its own, and draw score against cost."""
+) -> Report:
+    """Evaluate each number of candidates in a folder of its own, draw score against cost, and return the points."""
     reports = [evaluate(n, out / f"n{n}") for n in counts]
-    if distributed.get_rank():
-        return reports
     points = [{"n": n, **curve_point(report)} for n, report in zip(counts, reports, strict=True)]
-    (out / CURVE_FILE).write_text(json.dumps({"search": name, "points": points}, indent=1) + "\n", encoding="utf-8")
+    curve: Report = {"search": name, "points": points}
+    if distributed.get_rank():
+        return curve
+    (out / CURVE_FILE).write_text(json.dumps(curve, indent=1) + "\n", encoding="utf-8")
     lines = [curve_line(name, report, n) for n, report in zip(counts, reports, strict=True)]
     (out / CURVE_CHART).write_text(cost_chart(lines, f"Score against cost: {name}"), encoding="utf-8")
     console.print(format_curve_table(name, points))
     console.print(f"chart: {out / CURVE_CHART}, numbers: {out / CURVE_FILE}")
-    return reports
+    return curve
 
 
 def curve_point(report: Report) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ..core.registry import ConfigError
 from ..core.reward import RewardError, RewardSpec, Rubric, WeightedReward, load_shared_reward
 from ..core.types import Placement
 from ..rewards.cached import reward_fingerprint
-from ..rewards.scoring import parse_reward
+from ..rewards.folder_scorer import parse_reward
 from .protocol import ProtocolError, ScoreRequest, decode_request
 
 READ_CHUNK = 2**20
@@ -78,12 +78,12 @@ def read_token(options: ServerOptions) -> str:
     token = os.environ.get(options.token_variable, "") if options.token_variable else ""
     if options.token_variable and not (token and token.isascii() and token.isprintable()):
         raise ConfigError(
-            f"--token: the environment variable {options.token_variable} holds no plain text; put the token there"
+            f"--token-env: the environment variable {options.token_variable} holds no plain text; put the token there"
         )
     if not token and not is_loopback(options.host):
         raise ConfigError(
             f"--host: other machines can reach {options.host}, so a token is needed; put one into an environment "
-            "variable, and name the variable with --token"
+            "variable, and name the variable with --token-env"
         )
     return token
 
@@ -252,7 +252,9 @@ class RewardRequestHandler(BaseHTTPRequestHandler):
             self._refuse(413, f"the request has {length} bytes; the limit is {max_bytes}, so send fewer samples")
         elif not self.service.slots.acquire(blocking=False):
             max_requests = self.service.max_requests
-            self._refuse(503, f"{max_requests} requests are pending; try again later, or serve with a longer --queue")
+            self._refuse(
+                503, f"{max_requests} requests are pending; try again later, or serve with a longer --queue-size"
+            )
         else:
             try:
                 response = self._score()

@@ -23,7 +23,6 @@ BUCKET_ELEMENTS = 1 << 25  # gradient elements in one all-reduce
 class CollectiveComm(Comm, Protocol):
     """The collectives that the engine and the loop need beyond those of `Comm`."""
 
-    def barrier(self) -> None: ...
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over ranks."""
 

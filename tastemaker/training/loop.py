@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.objective import Context
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from ..core.types import select_rows
 from ..core.weights import ema_decay_warmup
@@ -202,7 +202,7 @@ def split_minibatches(samples: int, minibatches: int, rng: Randomness, epoch: in
     if minibatches == 1:
         return (torch.arange(samples),)
     first = Randomness(rng.seed, rng.step, rng.rows[:1].cpu())
-    order = first.uniform("order", samples, draw=epoch).flatten().argsort()
+    order = first.uniform(Purpose.MINIBATCH_ORDER, samples, draw=epoch).flatten().argsort()
     return order.tensor_split(minibatches)
 
 

@@ -132,7 +132,7 @@ def run_training(
             "--resume and --init-from were both given; --resume restores everything, --init-from only the weights"
         )
     config = require_valid(make_tiny_any(config) if tiny else config)
-    directory = config.output_dir / (config.name or "run")
+    directory = config.directory
     config = run_directory.keep_precision(config, directory, resume)
     latest = run_directory.claim_run_directory(config, directory, allow_change)
     if latest is not None and (resume or init_from):

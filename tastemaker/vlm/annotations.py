@@ -23,7 +23,7 @@ COLORS = ((230, 57, 70), (29, 131, 226), (42, 157, 80), (244, 162, 30), (142, 68
 MASK_OPACITY = 0.5
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 LOCATION_SCALE = 1024  # of <loc....>, along either side
-NUM_CODES, CODE_WIDTH, CODE_GRID = 16, 512, 4  # of a mask: its codes, their embeddings, and the side of their grid
+CODE_WIDTH, CODE_GRID = 512, 4  # of the embedding of a mask's code, and the side of the grid of its 16 codes
 DETECTION = re.compile(r"<loc(\d{4})>" * 4 + r"\s*((?:<seg\d{3}>){16})?(?:<seg\d{3}>)*\s*([^;<>]*)")
 MASK_DECODER_FILE = "PaliGemma's VQ-VAE, vae-oid.npz of big_vision"
 
@@ -55,7 +55,7 @@ def parse_detections(answer: str) -> list[PaliGemmaDetection]:
 
 def detections_as_json(answer: str, height: int, width: int) -> list[dict[str, Any]]:
     """The objects of an answer with boxes in pixels, for a row of JSON."""
-    return [{"label": found.label, "box": list(found.corners(width, height))} for found in parse_detections(answer)]
+    return [{"label": each.label, "box": list(each.corners(width, height))} for each in parse_detections(answer)]
 
 
 class MaskDecoderBlock(nn.Module):
@@ -163,7 +163,7 @@ def open_annotation_writer(out: Path | None, weights: Path | None, *, folder: bo
     """Check the options for drawing before a large model is loaded; None if nothing is to be drawn."""
     if out is None:
         if weights is not None:
-            raise ConfigError(f"--outlines {weights} draws nothing without --draw; say where to draw to")
+            raise ConfigError(f"--mask-decoder {weights} draws nothing without --draw; say where to draw to")
         return None
     if not folder and out.suffix.lower() not in IMAGE_SUFFIXES:
         raise ConfigError(f"--draw {out} is no image; expected a name that ends in {', '.join(IMAGE_SUFFIXES)}")
@@ -180,7 +180,7 @@ def annotate_images(
     annotated = {file: detections for file, detections in by_file.items() if detections}
     if writer.decoder is None and any(x.codes for detections in annotated.values() for x in detections):
         print_line(
-            console, "masks are drawn as boxes, because their decoder is missing; name it by --outlines FILE.npz"
+            console, "masks are drawn as boxes, because their decoder is missing; name it by --mask-decoder FILE.npz"
         )
     for file, detections in annotated.items():
         pixels = read_image(file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
 from ..data.image_io import READABLE_SUFFIXES, ImageError
 from ..data.text_files import read_json_rows
-from ..rewards.scoring import ImageRecord, find_images_and_videos
+from ..rewards.folder_scorer import ImageRecord, find_images_and_videos
 from .annotations import print_line
 from .generation import GenerationSettings
 from .question_answering import AnsweringModel, AskOptions, answer_folder
@@ -36,14 +36,6 @@ class CaptionOptions:
     out: Path | None = None  # of all answers; captions.jsonl in the folder if not given
 
     @property
-    def writes_txt(self) -> bool:
-        return self.layout != "jsonl"
-
-    @property
-    def writes_metadata(self) -> bool:
-        return self.layout != "txt"
-
-    @property
     def record_path(self) -> Path:
         return self.out or self.folder / RECORD
 
@@ -57,10 +49,10 @@ def find_images(options: CaptionOptions) -> list[Path]:
     files = find_images_and_videos(options.folder, frame_folders=False)
     if not files:
         raise ConfigError(f"{options.folder}: no images found; expected files that end in {READABLE_SUFFIXES}")
-    if not options.writes_metadata and (options.folder / METADATA).is_file():
+    if options.layout == "txt" and (options.folder / METADATA).is_file():
         raise ConfigError(
             f"{options.folder / METADATA} exists, and training reads it instead of .txt files; "
-            "add to it with --form jsonl or both, or move it away"
+            "add to it with --format jsonl or both, or move it away"
         )
     return files
 
@@ -88,15 +80,11 @@ def caption_folder(model: AnsweringModel, options: CaptionOptions, files: Sequen
     if empty := sum(not text for text in captions.values()):
         print_line(console, f"{empty} captions are empty and left out; ask another question with --prompt")
     advice = f"data='{{type: image_collection, path: {options.folder}}}'"
-    print_line(console, f"{len(new)} captions written, as {written_files(options)}; train with {advice}")
+    written = {"txt": ".txt beside the images", "jsonl": METADATA, "both": f".txt beside the images and {METADATA}"}
+    print_line(console, f"{len(new)} captions written, as {written[options.layout]}; train with {advice}")
     if failure is not None:
         raise failure
     return len(new)
-
-
-def written_files(options: CaptionOptions) -> str:
-    kinds = [(options.writes_txt, ".txt beside the images"), (options.writes_metadata, METADATA)]
-    return " and ".join(name for written, name in kinds if written)
 
 
 def existing_caption(options: CaptionOptions, file: Path, rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -128,18 +116,11 @@ def write_captions(options: CaptionOptions, captions: Mapping[Path, str], rows: 
         name = relative_name(options.folder, file)
         rows[name] = {**rows.get(name, {}), "file_name": name, "file": name, "prompt": text}
     try:
-        for file, text in captions.items() if options.writes_txt else ():
+        for file, text in captions.items() if options.layout != "jsonl" else ():
             if options.overwrite or not file.with_suffix(".txt").is_file():
-                replace_file(file.with_suffix(".txt"), text + "\n")
-        if options.writes_metadata:
+                write_text_atomically(file.with_suffix(".txt"), text + "\n")
+        if options.layout != "txt":
             lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]
-            replace_file(options.folder / METADATA, "".join(lines))
+            write_text_atomically(options.folder / METADATA, "".join(lines))
     except OSError as error:
-        found = f"captions cannot be written in {options.folder} ({error})"
-        raise ConfigError(f"{found}; check its permissions") from error
-
-
-def replace_file(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+        raise ConfigError(f"captions cannot be written in {options.folder} ({error}); check its permissions") from error

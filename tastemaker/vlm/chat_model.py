@@ -15,9 +15,9 @@ from torch import Tensor
 from ..core.registry import ConfigError
 from ..core.types import Placement
 from ..models.pretrained import WeightsSource, find_weights, load_state_dict
-from ..rewards.backbones.frozen_models import TINY, load_network, quiet_transformers, random_network, read_config
+from ..rewards.backbones.frozen_models import TINY, load_network, random_network, read_config, silence_transformers
 from .chat_processors import ChatProcessor, Conversation, DefaultChatProcessor, OneVisionProcessor, QwenProcessor
-from .llava_keys import convert_keys, is_llava_next, llava_config
+from .llava_keys import convert_keys, llava_config
 from .yes_no import IMAGE, AnswerTokens, find_answer_tokens
 
 if TYPE_CHECKING:
@@ -141,8 +141,8 @@ def load_chat_model(
         return ChatModel(net, tokenizer, OneVisionProcessor(net, tokenizer))
     path = find_weights(weights, ONE_VISION if weights == ONE_VISION.hub else WeightsSource(weights))
     settings = read_config(path)
-    with quiet_transformers():
-        load = _load_llava_next if is_llava_next(settings) else _load_from_transformers
+    with silence_transformers():
+        load = _load_llava_next if "mm_vision_tower" in settings else _load_from_transformers
         net = load(settings, path, placement)
         chat = _with_processor(net, str(net.config.model_type), path)
     if needs_yes_no:

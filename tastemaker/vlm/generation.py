@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core.randomness import Randomness
+from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
 from .chat_model import ChatModel
 from .chat_processors import ChatInputs, ChatProcessor
@@ -49,8 +49,10 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.max_new_tokens < 1:
-            found = f"temperature {self.temperature}, top-p {self.top_p} and {self.max_new_tokens} tokens"
-            raise ConfigError(f"found {found}; expected at least 0, above 0 up to 1, and at least one token")
+            raise ConfigError(
+                f"found temperature {self.temperature}, top-p {self.top_p} and {self.max_new_tokens} tokens; "
+                "expected at least 0, above 0 up to 1, and at least one token"
+            )
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class GumbelSampling:
         dropped = torch.zeros_like(logits, dtype=torch.bool)
         dropped.scatter_(1, indices, probabilities.cumsum(-1) - probabilities >= self.settings.top_p)
         rng = Randomness(self.settings.seed, ids.shape[1] - self.prompt_length, self.sample_ids)
-        uniform = rng.uniform("answer", logits.shape[1]).clamp(1e-12, 1 - 1e-7)
+        uniform = rng.uniform(Purpose.ANSWER, logits.shape[1]).clamp(1e-12, 1 - 1e-7)
         return logits.masked_fill(dropped, -torch.inf) - (-uniform.log()).log()
 
 

@@ -17,9 +17,9 @@ from ..core.model_spec import ModelSpec
 from ..core.policy import Backbone
 from ..core.registry import ConfigError
 from ..core.types import Loss, Metadata, Placement
-from ..rewards.backbones.frozen_models import quiet_transformers
+from ..rewards.backbones.frozen_models import silence_transformers
 from .chat_model import ChatModel
-from .chat_processors import ChatInputs, ChatProcessor, Conversation
+from .chat_processors import ChatInputs, ChatProcessor
 from .yes_no import IMAGE
 
 
@@ -39,7 +39,8 @@ class ChatModelForFinetuning(nn.Module):
     def forward(self, pixels: Tensor, conversations: Sequence[Metadata], first: bool = False) -> Loss:
         """Mean negative log-likelihood of an answer's tokens, or of its `first` one, and the accuracy of the first."""
         processor = self.chat.processor
-        texts = [processor.render(_with_image(conversation["turns"])) for conversation in conversations]
+        turns = [conversation["turns"] for conversation in conversations]
+        texts = [processor.render(x if IMAGE in x[0] else (f"{IMAGE}\n{x[0]}", *x[1:])) for x in turns]
         inputs = processor.encode(pixels, texts)
         ids, mask = self._answer_tokens([str(conversation["answer"]) for conversation in conversations], pixels.device)
         ids, mask = (ids[:, :1], mask[:, :1]) if first else (ids, mask)
@@ -75,13 +76,9 @@ def _tied_head(net: Any) -> Any:
     return head if head is not None and head.weight is embeddings.weight else None
 
 
-def _with_image(turns: Conversation) -> Conversation:
-    return turns if IMAGE in turns[0] else (f"{IMAGE}\n{turns[0]}", *turns[1:])
-
-
 def save_chat_model(chat: ChatModel, path: Path) -> None:
     """Save a folder in the Hub's layout, for transformers and for the reward `vlm`."""
-    with quiet_transformers():
+    with silence_transformers():
         chat.net.save_pretrained(path)
         for processor in chat.processor.saved_processors:
             processor.save_pretrained(path)

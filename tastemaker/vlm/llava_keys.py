@@ -35,11 +35,6 @@ TEXT_SETTINGS = (
 )  # settings of the language model in config.json, which is flat
 
 
-def is_llava_next(settings: Mapping[str, Any]) -> bool:
-    """Whether a config.json has this layout."""
-    return "mm_vision_tower" in settings
-
-
 def convert_keys(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """The tensors under transformers' keys, without those that it does not use."""
     converted = {_convert_key(key, path): x for key, x in tensors.items()}

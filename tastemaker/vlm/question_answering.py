@@ -6,7 +6,7 @@ import hashlib
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from ..data.image_io import ImageError, image_size, read_image
 from ..models.showo.model import ShowoSpec, infer_showo_spec
 from ..models.showo.prompt_tokenizer import load_detokenizer
 from ..models.showo.vqa import ShowoVqa
-from ..rewards.scoring import ImageRecord, ScoreRow, batch_by_size, find_images_with_prompts
+from ..rewards.folder_scorer import ImageRecord, ScoreRow, batch_by_size, find_images_with_prompts
 from ..search.generation import truncate_partial_line
 from ..training.run_directory import CONFIG_FILE
 from .annotations import detections_as_json, print_line
@@ -99,20 +99,20 @@ class ShowoAnsweringModel(AnsweringModel):
     ) -> list[str]:
         ids = torch.tensor(sample_ids, device=self.device)
         sampling = GumbelSampling(generation, ids) if generation.temperature else None
-        streamer = AnswerStreamer(self._detokenize, on_text) if on_text else None
+        vqa = self.vqa
+        streamer = (
+            AnswerStreamer(lambda ids: vqa.detokenize(vqa.truncate_at_eos(ids.tolist())), on_text) if on_text else None
+        )
 
         def process_logits(tokens: Tensor, logits: Tensor) -> Tensor:
             if streamer and tokens.shape[1]:
                 streamer(tokens)
             return sampling(tokens, logits) if sampling else logits
 
-        answers = self.vqa.answer(pixels, questions, generation.max_new_tokens, process_logits)
+        answers = vqa.answer(pixels, questions, generation.max_new_tokens, process_logits)
         if streamer:
             streamer.emit(answers[0].strip())
         return answers
-
-    def _detokenize(self, ids: Tensor) -> str:
-        return self.vqa.detokenize(self.vqa.truncate_at_eos(ids.tolist()))
 
 
 @dataclass(frozen=True)
@@ -162,22 +162,19 @@ def find_showo(model: str) -> ShowoSpec | None:
         return None
     recipe = read_recipe(Path(model) / CONFIG_FILE if is_run else model)
     if "model" not in recipe:
-        raise ConfigError(f"--model: {model:.200} {explain_unanswerable(model, recipe, is_run=is_run)}")
+        judge = recipe.get("judge")
+        if not isinstance(judge, Mapping):
+            advice = "trains no model that answers questions; name a Show-o, or a vision-language model"
+        elif is_run:
+            advice = f"fine-tuned a judge; run `tastemaker export {model:.200} --out judge`, then ask --model judge"
+        else:
+            advice = f"is a recipe; name the model itself, such as {judge.get('weights', 'its folder')!s:.200}"
+        raise ConfigError(f"--model: {model:.200} {advice}")
     spec: ModelSpec = build_component(ModelSpec, recipe["model"], "--model")
     if not isinstance(spec, ShowoSpec):
         advice = "name a Show-o, or a vision-language model"
         raise ConfigError(f"--model: {model} generates images but does not answer questions; {advice}")
     return replace(spec, weights=model) if is_run else spec
-
-
-def explain_unanswerable(model: str, recipe: Mapping[str, Any], *, is_run: bool) -> str:
-    """Why a recipe or run without a generator cannot be asked, and what can be asked instead."""
-    judge = recipe.get("judge")
-    if not isinstance(judge, Mapping):
-        return "trains no model that answers questions; name a Show-o, or a vision-language model"
-    if is_run:
-        return f"fine-tuned a judge; run `tastemaker export {model:.200} --out judge`, then ask --model judge"
-    return f"is a recipe; name the model itself, such as {judge.get('weights', 'its folder')!s:.200}"
 
 
 def check_image(path: Path) -> None:
@@ -225,9 +222,12 @@ def answer_folder(
     """
     images = images or find_images_with_prompts(path, None)
     known = {(row["file"], row["question"]) for row in read_answers(out) if row["made"] == options.fingerprint()}
-    unanswered = [(image, unanswered_questions(options, image, known)) for image in images]
-    questions = {(image.file, image.prompt): open_questions for image, open_questions in unanswered if open_questions}
-    pending, unreadable = [image for image, open_questions in unanswered if open_questions], 0
+    questions: dict[tuple[Path, str], list[str]] = {}
+    pending, unreadable = [], 0
+    for image in images:
+        if unanswered := [text for text in options.questions_about(image) if (str(image.file), text) not in known]:
+            questions[image.file, image.prompt] = unanswered
+            pending.append(image)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         truncate_partial_line(out)
@@ -238,7 +238,9 @@ def answer_folder(
                     unreadable += 1
                     print_line(progress.console, f"skipped: {batch['error']}")
                 else:
-                    for chunk in split_batch(batch, questions, options.batch_size):
+                    pairs = [(image, text) for image in batch for text in questions[image.file, image.prompt]]
+                    for first in range(0, len(pairs), options.batch_size):
+                        chunk = pairs[first : first + options.batch_size]
                         record.writelines(format_answers(options, chunk, answer_batch(model, options, chunk)))
                         record.flush()
                 progress.advance(task, 1 if isinstance(batch, dict) else len(batch))
@@ -257,18 +259,6 @@ def prefetch_batches(batches: Iterator[list[ImageRecord] | ScoreRow]) -> Iterato
         while (batch := upcoming.result()) is not None:
             upcoming = pool.submit(next, batches, None)
             yield batch
-
-
-def unanswered_questions(options: AskOptions, image: ImageRecord, known: Container[tuple[str, str]]) -> list[str]:
-    return [question for question in options.questions_about(image) if (str(image.file), question) not in known]
-
-
-def split_batch(
-    batch: Sequence[ImageRecord], questions: Mapping[tuple[Path, str], Sequence[str]], size: int
-) -> Iterator[list[ImageQuestion]]:
-    """The unanswered questions about images of one size, `size` at a time."""
-    pairs = [(image, question) for image in batch for question in questions[image.file, image.prompt]]
-    yield from (pairs[i : i + size] for i in range(0, len(pairs), size))
 
 
 def format_answers(options: AskOptions, batch: Sequence[ImageQuestion], answers: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Fetching published weights, from a hub that is a small server here."""
+"""Downloads of published weights, from a local server that stands in for the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tastemaker.rewards.wrappers import ClippedReward
 
 ROOT = Path(__file__).parent.parent.parent
 COMMIT = "c" * 40
-WEIGHTS = bytes(range(256)) * 100_000  # 26 MB; what is written down at a time are ten
+WEIGHTS = bytes(range(256)) * 100_000  # 26 MB; the client writes 10 MB at a time
 FILES = {
     "config.json": b'{"model_type": "clip"}',
     "model.safetensors": WEIGHTS,
@@ -38,9 +38,9 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a download asks for."""
+    """The part of the hub's API that a download uses."""
 
-    asked: list[str] = []
+    requests: list[str] = []
     break_after: int | None = None  # bytes of a body
     gated = False
 
@@ -48,30 +48,32 @@ class Hub(BaseHTTPRequestHandler):
         return
 
     def do_HEAD(self) -> None:
-        self._answer(body=False)
+        self._respond(body=False)
 
     def do_GET(self) -> None:
-        self._answer(body=True)
+        self._respond(body=True)
 
-    def _answer(self, body: bool) -> None:
-        Hub.asked.append(f"{self.command} {self.path} {self.headers.get('Range', '')}".strip())
+    def _respond(self, body: bool) -> None:
+        Hub.requests.append(f"{self.command} {self.path} {self.headers.get('Range', '')}".strip())
         if self.path.startswith("/api/models/somebody/model/tree/"):
-            told = [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in FILES.items()]
-            return self._send(200, json.dumps(told).encode(), body)
+            listing = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in FILES.items()
+            ]
+            return self._send(200, json.dumps(listing).encode(), body)
         if self.path.startswith("/api/models/somebody/model"):
             return self._send(200, json.dumps({"id": "somebody/model", "sha": COMMIT, "siblings": []}).encode(), body)
         if Hub.gated:
-            return self._send(403, b"ask first", body, {"X-Error-Code": "GatedRepo"})
+            return self._send(403, b"request access", body, {"X-Error-Code": "GatedRepo"})
         match = re.fullmatch(r"/somebody/model/resolve/\w+/([\w.]+)", self.path.split("?")[0])
         if match is None:
             return self._send(404, b"", body, {"X-Error-Code": "RepoNotFound"})
         if match[1] not in FILES:
             return self._send(404, b"", body, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
-        told = {"X-Repo-Commit": COMMIT, "ETag": f'"{match[1].replace(".", "")}"', "Accept-Ranges": "bytes"}
-        return self._send_file(FILES[match[1]], body, told)
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{match[1].replace(".", "")}"', "Accept-Ranges": "bytes"}
+        return self._send_file(FILES[match[1]], body, headers)
 
     def _send_file(self, data: bytes, body: bool, headers: dict[str, str]) -> None:
-        start = int(found[1]) if (found := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
+        start = int(match[1]) if (match := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
         if start:
             headers |= {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
         if body and Hub.break_after is not None and len(data) - start > Hub.break_after:
@@ -80,19 +82,19 @@ class Hub(BaseHTTPRequestHandler):
         return self._send(206 if start else 200, data[start:], body, headers)
 
     def _send(
-        self, status: int, data: bytes, body: bool, headers: dict[str, str] | None = None, most: int | None = None
+        self, status: int, data: bytes, body: bool, headers: dict[str, str] | None = None, max_bytes: int | None = None
     ) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
         if body:
-            self.wfile.write(data[:most])
+            self.wfile.write(data[:max_bytes])
 
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    Hub.asked, Hub.break_after, Hub.gated = [], None, False
+    Hub.requests, Hub.break_after, Hub.gated = [], None, False
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -102,97 +104,104 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def download(hub: str, home: Path, *arguments: str, **more: str) -> tuple[int, str]:
-    """In a process of its own, for the hub's client reads its settings once."""
+def run_download(hub: str, home: Path, *arguments: str, **variables: str) -> tuple[int, str]:
+    """Run `tastemaker download` in a new process, because the hub's client reads its settings once."""
     settings = {"HF_ENDPOINT": hub, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environment = {**os.environ, **settings, **more, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    environment = {
+        **os.environ,
+        **settings,
+        **variables,
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.run(
         [sys.executable, "-m", "tastemaker", "download", *arguments],
         env=environment, cwd=home, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stderr
+    assert "Traceback" not in process.stderr, process.stderr
+    return process.returncode, process.stderr
 
 
-def cached(home: Path, name: str) -> Path:
+def cached_path(home: Path, name: str) -> Path:
     return home / "hub/models--somebody--model/snapshots" / COMMIT / name
 
 
 @pytest.mark.slow
-def test_a_file_is_fetched_once_and_then_found_without_the_hub(hub: str, tmp_path: Path) -> None:
-    code, told = download(hub, tmp_path, "somebody/model/model.safetensors")
-    assert code == 0 and "somebody/model" in told and "model.safetensors is in" in told
-    assert cached(tmp_path, "model.safetensors").read_bytes() == WEIGHTS
-    asked = len(Hub.asked)
-    code, told = download(hub, tmp_path, "somebody/model/model.safetensors")
-    assert code == 0 and len(Hub.asked) == asked
+def test_file_is_downloaded_once_and_then_read_from_the_cache(hub: str, tmp_path: Path) -> None:
+    code, output = run_download(hub, tmp_path, "somebody/model/model.safetensors")
+    assert code == 0 and "somebody/model" in output and "model.safetensors" in output
+    assert cached_path(tmp_path, "model.safetensors").read_bytes() == WEIGHTS
+    request_count = len(Hub.requests)
+    code, output = run_download(hub, tmp_path, "somebody/model/model.safetensors")
+    assert code == 0 and len(Hub.requests) == request_count
 
 
 @pytest.mark.slow
-def test_of_a_whole_repository_the_weights_are_fetched_once(hub: str, tmp_path: Path) -> None:
-    code, told = download(hub, tmp_path, "somebody/model")
+def test_repository_download_skips_duplicate_weights(hub: str, tmp_path: Path) -> None:
+    code, output = run_download(hub, tmp_path, "somebody/model")
     assert code == 0
-    assert "somebody/model: 3 files, 25.6 MB" in told
-    kept = {path.name for path in cached(tmp_path, "").iterdir()}
-    assert kept == {"config.json", "model.safetensors", "tokenizer.json"}
-    code, told = download(hub, tmp_path, "somebody/model", HF_HUB_OFFLINE="1")  # what is here serves without the hub
-    assert code == 0 and str(cached(tmp_path, "")).rstrip("/") in told
+    assert "somebody/model: 3 files, 25.6 MB" in output
+    files = {path.name for path in cached_path(tmp_path, "").iterdir()}
+    assert files == {"config.json", "model.safetensors", "tokenizer.json"}
+    code, output = run_download(hub, tmp_path, "somebody/model", HF_HUB_OFFLINE="1")  # the cache serves without the hub
+    assert code == 0 and str(cached_path(tmp_path, "")).rstrip("/") in output
 
 
 @pytest.mark.slow
-def test_a_download_that_broke_off_is_gone_on_with(hub: str, tmp_path: Path) -> None:
+def test_interrupted_download_resumes(hub: str, tmp_path: Path) -> None:
     Hub.break_after = 15_000_000
-    code, told = download(hub, tmp_path, "somebody/model/model.safetensors")
-    if code:  # the client tries again by itself, and may get there
-        assert code == 1 and "could not be downloaded" in told and "to resume" in told
+    code, output = run_download(hub, tmp_path, "somebody/model/model.safetensors")
+    if code:  # the client retries by itself and may succeed
+        assert code == 1 and "somebody/model" in output and "resume" in output
     Hub.break_after = None
-    assert download(hub, tmp_path, "somebody/model/model.safetensors")[0] == 0
-    assert cached(tmp_path, "model.safetensors").read_bytes() == WEIGHTS
-    assert any("bytes=" in line for line in Hub.asked)
+    assert run_download(hub, tmp_path, "somebody/model/model.safetensors")[0] == 0
+    assert cached_path(tmp_path, "model.safetensors").read_bytes() == WEIGHTS
+    assert any("bytes=" in line for line in Hub.requests)
 
 
-def test_listing_tells_licences_in_full_and_fetches_nothing(hub: str, tmp_path: Path) -> None:
-    code, told = download(hub, tmp_path, "hps", "{type: clip, weights: somebody/model}", "flux", "--list")
-    assert code == 0 and Hub.asked == []
-    assert "FLUX.1 [dev] Non-Commercial License" in told
+def test_listing_shows_licenses_and_downloads_nothing(hub: str, tmp_path: Path) -> None:
+    code, output = run_download(hub, tmp_path, "hps", "{type: clip, weights: somebody/model}", "flux", "--list")
+    assert code == 0 and Hub.requests == []
+    assert "FLUX.1 [dev] Non-Commercial License" in output
     for word in ("xswu/HPSv2", "HPS_v2.1_compressed.pt", "2 GB", "Apache-2.0", "somebody/model", "all files", "no"):
-        assert word in told
+        assert word in output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "fragment"),
     [
-        ("nobody/model", "no public repository nobody/model"),
-        ("somebody/model/none.pt", "somebody/model has no file 'none.pt'"),
+        ("nobody/model", "repository nobody/model"),
+        ("somebody/model/none.pt", "'none.pt'"),
     ],
 )
-def test_what_the_hub_does_not_have_is_a_sentence(hub: str, tmp_path: Path, name: str, sentence: str) -> None:
-    code, told = download(hub, tmp_path, name)
-    assert code == 1 and sentence in told
+def test_missing_repository_or_file_is_reported(hub: str, tmp_path: Path, name: str, fragment: str) -> None:
+    code, output = run_download(hub, tmp_path, name)
+    assert code == 1 and fragment in output
 
 
 @pytest.mark.slow
-def test_weights_to_be_asked_for_say_where(hub: str, tmp_path: Path) -> None:
+def test_gated_weights_name_the_access_page(hub: str, tmp_path: Path) -> None:
     Hub.gated = True
-    code, told = download(hub, tmp_path, "somebody/model/model.safetensors")
-    assert code == 1 and "is gated; request access at https://huggingface.co/somebody/model" in told
+    code, output = run_download(hub, tmp_path, "somebody/model/model.safetensors")
+    assert code == 1 and "gated" in output and "https://huggingface.co/somebody/model" in output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offline", ["0", "1"], ids=["unreachable", "offline"])
-def test_without_a_network_there_is_one_sentence(tmp_path: Path, offline: str) -> None:
-    nowhere = "http://127.0.0.1:9"
-    code, told = download(nowhere, tmp_path, "somebody/model/model.safetensors", HF_HUB_OFFLINE=offline)
-    assert code == 1 and "model.safetensors could not be downloaded" in told and "give its path" in told
+def test_unreachable_hub_is_reported(tmp_path: Path, offline: str) -> None:
+    unreachable = "http://127.0.0.1:9"
+    code, output = run_download(unreachable, tmp_path, "somebody/model/model.safetensors", HF_HUB_OFFLINE=offline)
+    assert code == 1 and "model.safetensors" in output and "path" in output
 
 
-def test_a_name_that_is_nothing_is_a_sentence() -> None:
-    with pytest.raises(ConfigError, match="'hpss' is no recipe, reward, model or id such as owner/name; did you mean"):
+def test_unknown_name_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"'hpss'.*'hps'"):
         required_sources("hpss")
 
 
-def test_what_is_needed_follows_the_settings(tmp_path: Path) -> None:
+def test_required_weights_follow_the_settings(tmp_path: Path) -> None:
     assert ClipReward().sources == (CLIP_L,)
     assert ClipReward(weights="somebody/model").sources == (WeightsSource("somebody/model"),)
     assert ClipReward(weights=str(tmp_path)).sources == ()
@@ -200,7 +209,7 @@ def test_what_is_needed_follows_the_settings(tmp_path: Path) -> None:
     assert ClippedReward(ClipReward(), min=0.0).sources == (CLIP_L,)
 
 
-def test_the_version_and_the_kind_of_a_network_name_what_is_fetched() -> None:
+def test_required_files_follow_version_and_network() -> None:
     def files(name: str) -> set[str]:
         return {str(source) for source in required_sources(name)}
 
@@ -212,7 +221,7 @@ def test_the_version_and_the_kind_of_a_network_name_what_is_fetched() -> None:
     assert required_sources("{type: detection, weights: IDEA-Research/grounding-dino-base}") == [DINO]
 
 
-def test_recipes_models_and_ids_of_the_hub_are_known() -> None:
+def test_recipes_models_and_hub_ids_are_resolved() -> None:
     assert (
         required_sources("grpo-toy-flow") == [] and required_sources("toy_flow") == [] and required_sources("vae") == []
     )
@@ -223,14 +232,14 @@ def test_recipes_models_and_ids_of_the_hub_are_known() -> None:
     assert required_sources("huggingface-pickscore")[0].file == "vader_videocrafter_pickscore.pt"
 
 
-def test_of_a_repository_without_safetensors_the_pickles_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickles_are_used_if_there_are_no_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["a.bin", "config.json", ".gitattributes", "onnx/model.onnx", "sub/b.pt", "sub/b.safetensors"]
-    told = [RepoFile(path=name, size=2, oid="") for name in names]
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", lambda self, hub, recursive: told)
+    listing = [RepoFile(path=name, size=2, oid="") for name in names]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", lambda self, hub, recursive: listing)
     assert required_files("somebody/model") == {"sub/b.safetensors": 2, "a.bin": 2, "config.json": 2}
 
 
-def test_of_a_pipeline_the_parts_that_are_loaded_are_fetched_once() -> None:
+def test_pipeline_download_selects_the_loaded_components() -> None:
     needed = [
         "model_index.json", "LICENSE.md", "scheduler/scheduler_config.json", "text_encoder/config.json",
         "text_encoder/model.safetensors", "text_encoder_2/model-00001-of-00002.safetensors",
@@ -238,7 +247,7 @@ def test_of_a_pipeline_the_parts_that_are_loaded_are_fetched_once() -> None:
         "tokenizer/merges.txt", "tokenizer_2/spiece.model", "transformer/config.json",
         "transformer/diffusion_pytorch_model-00001-of-00001.safetensors", "vae/diffusion_pytorch_model.safetensors",
     ]  # fmt: skip
-    needless = [
+    unneeded = [
         "flux1-dev.safetensors", "ae.safetensors", "README.md", ".gitattributes", "dev_grid.jpg", "v1-5-pruned.ckpt",
         "text_encoder/model.fp16.safetensors", "text_encoder/pytorch_model.bin", "text_encoder/flax_model.msgpack",
         "text_encoder/openvino_model.bin", "text_encoder/openvino_model.xml", "text_encoder/model.onnx",
@@ -247,4 +256,4 @@ def test_of_a_pipeline_the_parts_that_are_loaded_are_fetched_once() -> None:
         "vae_1_0/diffusion_pytorch_model.safetensors", "vae_decoder/model.onnx", "vae_encoder/config.json",
         "safety_checker/model.safetensors",
     ]  # fmt: skip
-    assert sorted(select_needed_files([*needless, *needed])) == sorted(needed)
+    assert sorted(select_needed_files([*unneeded, *needed])) == sorted(needed)

@@ -1,4 +1,4 @@
-"""Generating in bulk: any number of ranks, gone on with, with adapters as strong as asked for."""
+"""`tastemaker generate`: several ranks, resumption, LoRA scales and file names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runner import run_cli
 
-from tastemaker.cli import EXIT_USAGE, main
+from tastemaker.cli import EXIT_USAGE
 from tastemaker.config.load import load
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import PromptBatch
@@ -27,33 +28,27 @@ LORA = ["tuning={type: lora, rank: 4}", "optim.lr=0.3"]
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
-
-
-def rows(folder: str) -> list[dict[str, Any]]:
+def read_metadata(folder: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(folder, "metadata.jsonl").read_text().splitlines()]
 
 
-def pixels(folder: str) -> torch.Tensor:
-    return torch.stack([read_image(Path(folder, row["file"])) for row in rows(folder)])
+def read_pixels(folder: str) -> torch.Tensor:
+    return torch.stack([read_image(Path(folder, row["file"])) for row in read_metadata(folder)])
 
 
-def on_ranks(count: int, *arguments: str) -> None:
-    """The same command in as many processes, as torchrun would start them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def run_on_ranks(count: int, *arguments: str) -> None:
+    """Run a command in `count` processes with torchrun's environment variables."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     shared |= {**os.environ, **shared, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    started = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tastemaker", *arguments],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -61,76 +56,78 @@ def on_ranks(count: int, *arguments: str) -> None:
         )
         for rank in range(count)
     ]  # fmt: skip
-    told = [process.communicate(timeout=120)[1] for process in started]
-    for process, words in zip(started, told, strict=True):
-        assert process.returncode == 0, words
+    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_two_ranks_make_the_pictures_of_one(tmp_path: Path) -> None:
+def test_two_ranks_generate_the_images_of_one(tmp_path: Path) -> None:
     Path("prompts.txt").write_text("\n".join(f"a {name}" for name in ("red", "blue", "green", "white", "red")))
-    asked = ["generate", "grpo-toy-flow", "--prompts", "prompts.txt", "--count", "3", "--device", "cpu"]
-    assert run(*asked, "--out", "one") == 0
-    on_ranks(2, *asked, "batch.rollout_batch_size=4", "--out", "two")  # four shares of four, four, four and three
-    assert len(rows("one")) == 15
-    assert [row["file"] for row in rows("two")] == sorted(row["file"] for row in rows("one"))
-    assert (pixels("one") - pixels("two")).abs().max() <= 1 / 255 + 1e-6  # a batch of another size rounds otherwise
+    arguments = ["generate", "grpo-toy-flow", "--prompts", "prompts.txt", "--count", "3", "--device", "cpu"]
+    assert run_cli(*arguments, "--out", "one") == 0
+    run_on_ranks(2, *arguments, "batch.rollout_batch_size=4", "--out", "two")  # batches of four, four, four and three
+    assert len(read_metadata("one")) == 15
+    assert [row["file"] for row in read_metadata("two")] == sorted(row["file"] for row in read_metadata("one"))
+    assert (read_pixels("one") - read_pixels("two")).abs().max() <= 1 / 255 + 1e-6  # rounding depends on the batch size
     assert sorted(path.name for path in Path("two").glob("metadata*")) == ["metadata.jsonl"]
     assert Path("two/sheet.png").is_file()
 
 
-def test_what_was_trained_makes_pictures_though_its_data_is_gone() -> None:
+def test_generation_works_after_the_training_data_is_deleted() -> None:
     file = Path("prompts.txt")
     file.write_text("a red\na blue")
-    assert run("train", "grpo-toy-flow", "steps=1", "data={type: prompt_file, path: prompts.txt}") == 0
+    assert run_cli("train", "grpo-toy-flow", "steps=1", "data={type: prompt_file, path: prompts.txt}") == 0
     file.unlink()
-    assert run("generate", "runs/grpo-toy-flow", "-p", "a red", "--out", "made") == 0
-    assert len(rows("made")) == 1
+    assert run_cli("generate", "runs/grpo-toy-flow", "-p", "a red", "--out", "made") == 0
+    assert len(read_metadata("made")) == 1
 
 
-def test_pictures_that_are_there_stay_and_the_rest_is_made(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["generate", "grpo-toy-flow", "-p", "a red", "-p", "a blue", "--count", "2", "--out", "made"]
-    assert run(*asked) == 0
-    files = [Path("made", row["file"]) for row in rows("made")]
+def test_existing_images_are_kept_and_missing_ones_generated(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "grpo-toy-flow", "-p", "a red", "-p", "a blue", "--count", "2", "--out", "made"]
+    assert run_cli(*arguments) == 0
+    files = [Path("made", row["file"]) for row in read_metadata("made")]
     before = [path.read_bytes() for path in files]
     files[1].unlink()
     files[2].touch()
-    stamp = files[0].stat().st_mtime_ns
+    mtime = files[0].stat().st_mtime_ns
     capsys.readouterr()
-    assert run(*asked) == 0
+    assert run_cli(*arguments) == 0
     assert "4 images in made (3 existed before)" in capsys.readouterr().err
-    assert [path.read_bytes() for path in files] == before and files[0].stat().st_mtime_ns == stamp
-    assert run(*asked, "--seed", "1") == 0  # other pictures, though of the same names
+    assert [path.read_bytes() for path in files] == before and files[0].stat().st_mtime_ns == mtime
+    assert run_cli(*arguments, "--seed", "1") == 0  # other images with the same file names
     assert "existed before" not in capsys.readouterr().err
     assert [path.read_bytes() for path in files] != before
 
 
-def test_what_an_interrupted_rank_wrote_down_counts() -> None:
-    asked = ["generate", "grpo-toy-flow", "-p", "a red", "--count", "2", "--out", "made"]
-    assert run(*asked) == 0
+def test_metadata_of_an_interrupted_rank_is_used() -> None:
+    arguments = ["generate", "grpo-toy-flow", "-p", "a red", "--count", "2", "--out", "made"]
+    assert run_cli(*arguments) == 0
     lines = Path("made/metadata.jsonl").read_text().splitlines()
     Path("made/metadata.jsonl").unlink()
     Path("made/metadata.jsonl.1").write_text(lines[0] + "\n" + lines[1][:20])
-    stamp = Path("made", json.loads(lines[0])["file"]).stat().st_mtime_ns
-    assert run(*asked) == 0
-    assert len(rows("made")) == 2 and Path("made", rows("made")[0]["file"]).stat().st_mtime_ns == stamp
+    mtime = Path("made", json.loads(lines[0])["file"]).stat().st_mtime_ns
+    assert run_cli(*arguments) == 0
+    assert (
+        len(read_metadata("made")) == 2 and Path("made", read_metadata("made")[0]["file"]).stat().st_mtime_ns == mtime
+    )
     assert not Path("made/metadata.jsonl.1").exists()
 
 
-def test_adapters_count_as_much_as_asked_for() -> None:
-    assert run("train", "grpo-toy-flow", *QUICK, *LORA) == 0
-    asked = ["-p", "a red", "--count", "4"]
-    assert run("generate", "runs/grpo-toy-flow", *asked, "--out", "whole") == 0
-    assert run("generate", "runs/grpo-toy-flow", *asked, "--lora-scale", "0", "--out", "none") == 0
-    assert run("generate", "runs/grpo-toy-flow", *asked, "--lora-scale", "0.5", "--out", "half") == 0
-    assert run("generate", "grpo-toy-flow", *asked, "--out", "base") == 0
-    assert pixels("none").equal(pixels("base"))
-    assert not pixels("whole").equal(pixels("base"))
-    assert not pixels("half").equal(pixels("base")) and not pixels("half").equal(pixels("whole"))
+def test_lora_scale_sets_the_strength_of_the_adapter() -> None:
+    assert run_cli("train", "grpo-toy-flow", *QUICK, *LORA) == 0
+    arguments = ["-p", "a red", "--count", "4"]
+    assert run_cli("generate", "runs/grpo-toy-flow", *arguments, "--out", "whole") == 0
+    assert run_cli("generate", "runs/grpo-toy-flow", *arguments, "--lora-scale", "0", "--out", "none") == 0
+    assert run_cli("generate", "runs/grpo-toy-flow", *arguments, "--lora-scale", "0.5", "--out", "half") == 0
+    assert run_cli("generate", "grpo-toy-flow", *arguments, "--out", "base") == 0
+    assert read_pixels("none").equal(read_pixels("base"))
+    assert not read_pixels("whole").equal(read_pixels("base"))
+    assert not read_pixels("half").equal(read_pixels("base")) and not read_pixels("half").equal(read_pixels("whole"))
 
 
-def test_a_lora_run_exported_to_one_file_is_what_the_run_paints() -> None:
+def test_exported_lora_run_generates_the_same_images() -> None:
     small = [
         "model={autoencoder: null, width: 32, depth: 1, heads: 2, patch_size: 4}",
         "engine.precision=fp32",
@@ -145,62 +142,62 @@ def test_a_lora_run_exported_to_one_file_is_what_the_run_paints() -> None:
         "ema_decay=0",
         "sample.weights=live",
     ]
-    assert run("train", "playground-flow16", *quick, *LORA, "name=run", "--device", "cpu") == 0
-    assert run("export", "runs/run", "--out", "flow.safetensors", "--bits", "32") == 0
-    asked = ["-p", "a photo of a red car", "--device", "cpu"]
-    assert run("generate", "runs/run", *asked, "--out", "one") == 0
+    assert run_cli("train", "playground-flow16", *quick, *LORA, "name=run", "--device", "cpu") == 0
+    assert run_cli("export", "runs/run", "--out", "flow.safetensors", "--bits", "32") == 0
+    arguments = ["-p", "a photo of a red car", "--device", "cpu"]
+    assert run_cli("generate", "runs/run", *arguments, "--out", "one") == 0
     settings = [*quick, "model.weights=flow.safetensors"]
-    assert run("generate", "playground-flow16", *settings, *asked, "--out", "two") == 0
-    assert (pixels("one") - pixels("two")).abs().max() <= 1 / 255 + 1e-6
+    assert run_cli("generate", "playground-flow16", *settings, *arguments, "--out", "two") == 0
+    assert (read_pixels("one") - read_pixels("two")).abs().max() <= 1 / 255 + 1e-6
 
 
-def test_mistakes_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora-scale", "0.5") == EXIT_USAGE
-    assert "these weights have no LoRA" in " ".join(capsys.readouterr().err.split())
-    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "gone.pt") == EXIT_USAGE
-    assert "--lora: there is no file gone.pt; pass a LoRA file" in " ".join(capsys.readouterr().err.split())
+def test_invalid_lora_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("generate", "grpo-toy-flow", "-p", "a red", "--lora-scale", "0.5") == EXIT_USAGE
+    assert "--lora-scale" in " ".join(capsys.readouterr().err.split())
+    assert run_cli("generate", "grpo-toy-flow", "-p", "a red", "--lora", "gone.pt") == EXIT_USAGE
+    assert "--lora: " in " ".join(capsys.readouterr().err.split())
     Path("a.png").write_bytes(b"")
-    assert run("generate", "grpo-toy-flow", "-p", "a red", "--lora", "a.png") == EXIT_USAGE
-    assert "a.png ends in '.png'; expected a directory, .safetensors" in " ".join(capsys.readouterr().err.split())
-    assert run("train", "grpo-toy-flow", *QUICK) == 0
+    assert run_cli("generate", "grpo-toy-flow", "-p", "a red", "--lora", "a.png") == EXIT_USAGE
+    assert "'.png'" in " ".join(capsys.readouterr().err.split())
+    assert run_cli("train", "grpo-toy-flow", *QUICK) == 0
     capsys.readouterr()
-    assert run("generate", "runs/grpo-toy-flow", "--lora", "x.safetensors") == EXIT_USAGE
-    assert "is a run, which has weights of its own" in " ".join(capsys.readouterr().err.split())
+    assert run_cli("generate", "runs/grpo-toy-flow", "--lora", "x.safetensors") == EXIT_USAGE
+    assert "runs/grpo-toy-flow is a run" in " ".join(capsys.readouterr().err.split())
 
 
-def test_adapters_alone_in_a_folder_are_found_there(tmp_path: Path) -> None:
+def test_lora_is_located_in_a_directory(tmp_path: Path) -> None:
     for name in ("README.md", "recipe.yaml", DIFFUSERS_LORA_FILE):
         (tmp_path / name).write_bytes(b"")
     assert find_lora(tmp_path, None).path == tmp_path / DIFFUSERS_LORA_FILE
     (tmp_path / "others.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match=f"holds others.pt, {DIFFUSERS_LORA_FILE}; expected one LoRA file"):
+    with pytest.raises(ConfigError, match=f"others.pt, {DIFFUSERS_LORA_FILE}"):
         find_lora(tmp_path, None)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="empty holds no LoRA file"):
+    with pytest.raises(ConfigError, match="/empty "):
         find_lora(tmp_path / "empty", None)
 
 
-def test_of_data_that_say_nothing_as_many_are_made_as_asked_for(tmp_path: Path) -> None:
+def test_data_with_no_captions_gives_an_empty_prompt(tmp_path: Path) -> None:
     for i in range(3):
-        save_image(torch.rand(1, 3, 8, 8), tmp_path / "pictures" / f"{i}.png")
-    silent = load("dit-folder", [f"data={{type: image_collection, path: {tmp_path / 'pictures'}, image_size: 64}}"])
-    assert choose_prompts((), None, silent) == PromptBatch(("",), ({},))
+        save_image(torch.rand(1, 3, 8, 8), tmp_path / "images" / f"{i}.png")
+    uncaptioned = load("dit-folder", [f"data={{type: image_collection, path: {tmp_path / 'images'}, image_size: 64}}"])
+    assert choose_prompts((), None, uncaptioned) == PromptBatch(("",), ({},))
     assert len(choose_prompts((), None, load("grpo-toy-flow"))) == 8
-    (tmp_path / "pictures").rename(tmp_path / "others")
-    with pytest.raises(ConfigError, match=r"there is no such folder; .*; or pass prompts with -p"):
-        choose_prompts((), None, silent)
-    assert choose_prompts(("",), None, silent) == PromptBatch(("",), ({},))
+    (tmp_path / "images").rename(tmp_path / "others")
+    with pytest.raises(ConfigError, match=r"/images: .* -p"):
+        choose_prompts((), None, uncaptioned)
+    assert choose_prompts(("",), None, uncaptioned) == PromptBatch(("",), ({},))
 
 
 @pytest.mark.parametrize(
     ("prompt", "name"), [("A red cat, twice!", "a-red-cat-twice"), ("一只红色的猫!", "一只红色的猫"), ("...", "empty")]
 )
-def test_files_are_named_by_their_prompts_in_any_script(prompt: str, name: str) -> None:
+def test_slugify_keeps_letters_of_any_script(prompt: str, name: str) -> None:
     assert slugify(prompt) == name
 
 
 @pytest.mark.slow
-def test_ranks_that_need_one_another_are_not_left_waiting_by_a_search_that_ends_early(tmp_path: Path) -> None:
-    asked = ("generate", "grpo-toy-flow", "-p", "a", "--search", "refine", "engine.strategy=fsdp")
-    with pytest.raises(AssertionError, match=r"would deadlock; set engine\.strategy=replicated"):
-        on_ranks(2, *asked, "--out", str(tmp_path / "two"))
+def test_search_that_would_deadlock_sharded_ranks_is_refused(tmp_path: Path) -> None:
+    arguments = ("generate", "grpo-toy-flow", "-p", "a", "--search", "refine", "engine.strategy=fsdp")
+    with pytest.raises(AssertionError, match=r"engine\.strategy=replicated"):
+        run_on_ranks(2, *arguments, "--out", str(tmp_path / "two"))

@@ -37,9 +37,9 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def imported(folder: Path, *commands: Sequence[str]) -> list[tuple[list[str], int, str, set[str]]]:
+def run_and_list_modules(folder: Path, *commands: Sequence[str]) -> list[tuple[list[str], int, str, set[str]]]:
     """For each command: its arguments, exit code, output, and the modules that are imported after it."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", REPORT, json.dumps(commands)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
@@ -48,8 +48,8 @@ def imported(folder: Path, *commands: Sequence[str]) -> list[tuple[list[str], in
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return [(a, code, text, set(names)) for a, code, text, names in map(json.loads, done.stdout.splitlines())]
+    assert process.returncode == 0, process.stderr
+    return [(a, code, text, set(names)) for a, code, text, names in map(json.loads, process.stdout.splitlines())]
 
 
 def test_help_list_and_mistyped_commands_import_no_torch(tmp_path: Path) -> None:
@@ -59,7 +59,9 @@ def test_help_list_and_mistyped_commands_import_no_torch(tmp_path: Path) -> None
     helps = [["--help"], *([name, "--help"] for name in group.list_commands(typer.Context(group)))]
     assert ["train", "--help"] in helps
     wrong = [["trian"], ["list", "nothing"], ["train"]]
-    for arguments, code, text, modules in imported(tmp_path, *helps, *lists, ["list", "rewards", "--json"], *wrong):
+    for arguments, code, text, modules in run_and_list_modules(
+        tmp_path, *helps, *lists, ["list", "rewards", "--json"], *wrong
+    ):
         assert modules & (LARGE | COMPUTING) == set(), arguments
         assert code == (2 if arguments in wrong else 0), (arguments, text)
         assert text and "Traceback" not in text
@@ -67,7 +69,7 @@ def test_help_list_and_mistyped_commands_import_no_torch(tmp_path: Path) -> None
 
 def test_check_imports_torch_but_no_large_library(tmp_path: Path) -> None:
     wrong = ["check", "grpo-toy-flow", "optim.lr=high"]
-    for arguments, code, text, modules in imported(tmp_path, ["check", "grpo-toy-flow"], wrong):
+    for arguments, code, text, modules in run_and_list_modules(tmp_path, ["check", "grpo-toy-flow"], wrong):
         assert "torch" in modules and modules & LARGE == set(), arguments
         assert code == (2 if arguments == wrong else 0), text
 
@@ -87,14 +89,14 @@ def test_docstrings_in_the_source_are_those_of_the_classes(registry: Registry) -
 
 
 @pytest.mark.parametrize(
-    "place", ["no_such_module:Class", "tastemaker.core.reward:Missing", "math:Class", "__main__:Class"]
+    "location", ["no_such_module:Class", "tastemaker.core.reward:Missing", "math:Class", "__main__:Class"]
 )
-def test_a_class_without_source_is_not_static(place: str) -> None:
+def test_class_with_no_source_is_not_static(location: str) -> None:
     with pytest.raises(NotStatic):
-        StaticClass(place)
+        StaticClass(location)
 
 
-def test_what_needs_an_import_is_not_static(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_need_an_import_are_not_static(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["import torch", "WIDTH = torch.tensor(3)", "class Own(Base):", "    width = WIDTH", "    height = 2 * 3"]
     (tmp_path / "own_reward.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,3 +1,5 @@
+"""Rules across settings, step counts and world sizes: every broken rule names its key."""
+
 from typing import get_args, get_type_hints
 
 import pytest
@@ -12,23 +14,23 @@ from tastemaker.objectives.reward_gradient import RewardGradient
     ("recipe", "change", "key", "fragment"),
     [
         ("grpo-toy-flow", "model={type: toy_causal}", "process.type", "process.type=autoregressive"),
-        ("grpo-toy-causal", "objective={type: nft}", "objective", "needs the process 'gaussian'"),
-        ("vader-svd-hps", "data={type: prompts, prompts: [a fox]}", "model.image", "continues an image"),
+        ("grpo-toy-causal", "objective={type: nft}", "objective", "'gaussian'"),
+        ("vader-svd-hps", "data={type: prompts, prompts: [a fox]}", "model.image", "first prompt"),
         ("grpo-toy-flow", "process.dynamics={type: ode}", "process.dynamics", "stochastic"),
         ("grpo-toy-flow", "process.dynamics={type: ddim, eta: 0}", "process.dynamics", "stochastic"),
         ("grpo-toy-flow", "data={type: toy_pairs}", "data", "prompts or prompt_file"),
         ("dpo-toy-flow", "data={type: prompts, prompts: [a red]}", "data", "toy_pairs or pair_file"),
-        ("draft-toy-flow", "rewards.small.type=jpeg", "rewards", "'small' is not differentiable"),
+        ("draft-toy-flow", "rewards.small.type=jpeg", "rewards", "'small'"),
         (
             "draft-toy-flow",
             "rewards={a: {type: jpeg}, b: {type: jpeg, quality: 5}, color: {type: color}}",
             "rewards",
-            "'a', 'b' are not differentiable",
+            "'a', 'b'",
         ),
-        ("grpo-toy-flow", "rewards=null", "rewards", "there are none"),
+        ("grpo-toy-flow", "rewards=null", "rewards", "none"),
         ("grpo-toy-flow", "rewards.color.weight=0", "rewards", "weight 0"),
-        ("grpo-toy-flow", "rewards.still.type=stillness", "rewards", "'still' reads motion"),
-        ("refl-toy-epsilon", "objective.step_range=[6, 30]", "objective", "step 30 of a sampler"),
+        ("grpo-toy-flow", "rewards.still.type=stillness", "rewards", "'still'"),
+        ("refl-toy-epsilon", "objective.step_range=[6, 30]", "objective", "step 30"),
         ("grpo-toy-causal", "process.top_k=5", "process", "top_k is 5"),
         ("grpo-toy-flow", "batch.minibatches=3", "batch.minibatches", "multiple of 3"),
         ("grpo-toy-flow", "engine.strategy=hsdp", "engine.hsdp_replicas", "multiple of 2"),
@@ -91,8 +93,8 @@ def test_likelihood_allows_truncated_sampling() -> None:
 
 def test_lora_dropout_is_refused_with_log_probabilities() -> None:
     changes = ["objective={type: ddpo}", "process.dynamics.eta=1"]
-    (found,) = find_problems(load("vader-modelscope-hps", changes))
-    assert found.startswith("tuning.dropout: 0.1") and found.endswith("tuning.dropout=0")
+    (problem,) = find_problems(load("vader-modelscope-hps", changes))
+    assert problem.startswith("tuning.dropout: 0.1") and problem.endswith("tuning.dropout=0")
     assert find_problems(load("vader-modelscope-hps", [*changes, "tuning.dropout=0"])) == []
 
 
@@ -126,7 +128,7 @@ def test_default_world_size_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> Non
     (problem,) = find_problems(load("grpo-toy-flow"))
     assert problem.startswith("batch.prompts: 8")
     monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 'many'"):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE.*'many'"):
         torchrun_world_size()
 
 
@@ -159,12 +161,12 @@ def test_context_parallel_ranks_share_prompts() -> None:
 @pytest.mark.parametrize("other", ["compile=true", "strategy=fsdp", "context_parallel=2"])
 def test_cuda_graphs_exclude_compile_and_sharding(other: str) -> None:
     assert find_problems(load("grpo-toy-flow", ["engine.cuda_graphs=true"])) == []
-    (told,) = find_problems(load("grpo-toy-flow", ["engine.cuda_graphs=true", f"engine.{other}"]))
-    assert told.startswith("engine.cuda_graphs: ") and f"engine.{other.partition('=')[0]}" in told
+    (problem,) = find_problems(load("grpo-toy-flow", ["engine.cuda_graphs=true", f"engine.{other}"]))
+    assert problem.startswith("engine.cuda_graphs: ") and f"engine.{other.partition('=')[0]}" in problem
 
 
 def test_generation_skips_training_rules() -> None:
     config = load("grpo-llamagen", ["process.top_k=2000", "process.top_p=0.9", "model.dropout=0.1"])
-    told = find_problems(config, 3)
-    assert [found.split(":")[0] for found in told] == ["process", "model.dropout", "batch.prompts"]
+    problems = find_problems(config, 3)
+    assert [problem.split(":")[0] for problem in problems] == ["process", "model.dropout", "batch.prompts"]
     assert find_problems(config, 3, load_data=False) == []

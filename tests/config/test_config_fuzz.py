@@ -1,4 +1,4 @@
-"""Configurations spoiled at random, always alike for a seed, give sentences or are valid: nothing else."""
+"""Randomly mutated configurations, overrides and YAML are valid or raise ConfigError, nothing else."""
 
 import copy
 import random
@@ -15,7 +15,7 @@ from tastemaker.config.yaml_io import parse_yaml, render_yaml
 from tastemaker.core.registry import ConfigError
 
 NUMBERS = (0, -1, 1, 2, 3, 10**12, -(10**12), 2**63, 10**400, 0.0, -0.5, 0.5, 1e-300, 1e308, float("nan"), float("inf"))
-WORDS = (
+TEXTS = (
     "",
     " ",
     "grpo",
@@ -31,7 +31,20 @@ WORDS = (
     "json:JSONDecoder",
     ".x:y",
 )
-ODDITIES = ("\0", "\ud800", "é" * 50, "{}", "{prompt}", "{0}", "{prompt.x}", "../..", "a/b", "x" * 5000, "%s", b"\xff")
+STRANGE_TEXTS = (
+    "\0",
+    "\ud800",
+    "é" * 50,
+    "{}",
+    "{prompt}",
+    "{0}",
+    "{prompt.x}",
+    "../..",
+    "a/b",
+    "x" * 5000,
+    "%s",
+    b"\xff",
+)
 JUNK: tuple[Any, ...] = (
     None,
     True,
@@ -62,71 +75,72 @@ TYPES = (
 )
 
 
-def places(data: Any, where: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every path in a tree of mappings and lists."""
+def paths(data: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all entries in a tree of mappings and lists."""
     inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    found = [where] if where else []
-    return found + [place for key, value in inner for place in places(value, (*where, key))]
+    own_path = [prefix] if prefix else []
+    return own_path + [path for key, child in inner for path in paths(child, (*prefix, key))]
 
 
-def value(rng: random.Random, depth: int = 0) -> Any:
-    """Something that nobody would write."""
+def random_value(rng: random.Random, depth: int = 0) -> Any:
+    """A random value that no sensible configuration contains."""
     kind = rng.randrange(6 if depth < 4 else 4)
     if kind == 4:
         return {
-            rng.choice((*TYPES, *WORDS, "type", "of", 7, None)): value(rng, depth + 1) for _ in range(rng.randrange(4))
+            rng.choice((*TYPES, *TEXTS, "type", "of", 7, None)): random_value(rng, depth + 1)
+            for _ in range(rng.randrange(4))
         }
     if kind == 5:
-        return [value(rng, depth + 1) for _ in range(rng.randrange(4))]
-    return copy.deepcopy(rng.choice((NUMBERS, WORDS, ODDITIES, JUNK)[kind]))
+        return [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return copy.deepcopy(rng.choice((NUMBERS, TEXTS, STRANGE_TEXTS, JUNK)[kind]))
 
 
-def at(data: Any, place: tuple[Any, ...]) -> Any:
-    for step in place:
+def get_at(data: Any, path: tuple[Any, ...]) -> Any:
+    for step in path:
         data = data[step]
     return data
 
 
-def nudged(rng: random.Random, old: Any) -> Any:
-    """Another value of the same type, so that it is the rules behind the types that are tried."""
+def perturb(rng: random.Random, old: Any) -> Any:
+    """Another value of the same type, so that rules beyond the type check are reached."""
     if isinstance(old, bool):
         return not old
     if isinstance(old, (int, float)):
         return rng.choice([number for number in NUMBERS if type(number) is type(old)] + [old + 1, old * 2, -old])
-    return rng.choice((*TYPES, *WORDS)) if isinstance(old, str) else old
+    return rng.choice((*TYPES, *TEXTS)) if isinstance(old, str) else old
 
 
-def spoil(rng: random.Random, data: dict[str, Any], other: dict[str, Any]) -> None:
-    """One change at one place, or a part of another configuration put there."""
-    known = places(data)
-    if not known:
+def mutate(rng: random.Random, data: dict[str, Any], other: dict[str, Any]) -> None:
+    """Change one random entry, or replace it by a part of another configuration."""
+    candidates = paths(data)
+    if not candidates:
         return
-    *above, key = rng.choice(known)
-    parent = at(data, tuple(above))
-    change = rng.choice(("drop", "rename", "replace", "retype", "add", "wrap", *["nudge"] * 6, *["graft"] * 3))
+    *parents, key = rng.choice(candidates)
+    parent = get_at(data, tuple(parents))
+    change = rng.choice(("drop", "rename", "replace", "retype", "add", "wrap", *["perturb"] * 6, *["graft"] * 3))
     if change == "drop":
         del parent[key]
     elif change == "rename" and isinstance(parent, dict):
         parent[rng.choice((str(key)[:-1], f"{key}s", 5, None, True, "type"))] = parent.pop(key)
     elif change == "retype" and isinstance(parent[key], dict):
-        parent[key]["type"] = rng.choice((*TYPES, *WORDS, None, 3))
+        parent[key]["type"] = rng.choice((*TYPES, *TEXTS, None, 3))
     elif change == "add" and isinstance(parent[key], dict):
-        parent[key][rng.choice((*WORDS, "weight", "of", "steps", "window", 9))] = value(rng)
-    elif change == "nudge":
-        parent[key] = nudged(rng, parent[key])
+        parent[key][rng.choice((*TEXTS, "weight", "of", "steps", "window", 9))] = random_value(rng)
+    elif change == "perturb":
+        parent[key] = perturb(rng, parent[key])
     elif change == "graft":
-        same = [place for place in places(other) if place[-1] == key]
-        parent[key] = copy.deepcopy(at(other, rng.choice(same or places(other))))
+        matches = [path for path in paths(other) if path[-1] == key]
+        parent[key] = copy.deepcopy(get_at(other, rng.choice(matches or paths(other))))
     elif change == "wrap":
         parent[key] = rng.choice(
             ([parent[key]], {"type": "clipped", "reward": parent[key], "min": 0}, {"of": parent[key]})
         )
     else:
-        parent[key] = value(rng)
+        parent[key] = random_value(rng)
 
 
-def outcome(data: object) -> str:
-    """Whether a configuration is valid, or refused in sentences; anything else raises."""
+def validate_or_refuse(data: object) -> str:
+    """Return "valid" or "refused" (with readable messages); any other error is raised."""
     try:
         config = validate_config(data)
     except ConfigError as error:
@@ -141,20 +155,18 @@ def outcome(data: object) -> str:
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.long)])
 def test_mutated_configs_validate_or_raise_config_error(count: int) -> None:
-    brief = [read_recipe(name) for name in list_generator_recipes()]
-    recipes = brief + [
-        config_to_dict(validate_config(data)) for data in brief
-    ]  # the latter have every setting written out
+    short = [read_recipe(name) for name in list_generator_recipes()]
+    recipes = short + [config_to_dict(validate_config(data)) for data in short]  # with all defaults
     rng, counts, start = random.Random(20), {"valid": 0, "refused": 0}, time.process_time()
     for i in range(count):
         data, other = copy.deepcopy(rng.choice(recipes)), rng.choice(recipes)
         for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
-            spoil(rng, data, other)
+            mutate(rng, data, other)
         try:
-            counts[outcome(data)] += 1
+            counts[validate_or_refuse(data)] += 1
         except Exception as error:
             raise AssertionError(f"configuration {i} raised {error!r}: {data!r:.2000}") from error
-    assert min(counts.values()) > count // 10, counts  # neither too rough nor too gentle
+    assert min(counts.values()) > count // 10, counts  # the mutations are neither too strong nor too weak
     assert time.process_time() - start < 90
 
 
@@ -164,8 +176,8 @@ def test_mutated_yaml_parses_or_raises_config_error() -> None:
     for _ in range(600):
         text = list(rng.choice(texts))
         for _ in range(rng.choice((1, 2, 5))):
-            place = rng.randrange(len(text))
-            text[place : place + rng.randrange(3)] = rng.choice(
+            position = rng.randrange(len(text))
+            text[position : position + rng.randrange(3)] = rng.choice(
                 ("", ":", "{", "[", "\t", "\n", "&a ", "*a", "!!set ", "\0", "'", "- ")
             )
         try:
@@ -196,7 +208,7 @@ def test_mutated_overrides_apply_or_raise_config_error() -> None:
             ("=", "=", "=", "", "==")
         )
         try:
-            outcome(apply_overrides(data, [assignment + rng.choice(values)]))
+            validate_or_refuse(apply_overrides(data, [assignment + rng.choice(values)]))
         except ConfigError:
             continue
 

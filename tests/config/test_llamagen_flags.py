@@ -1,4 +1,4 @@
-"""Every flag of LlamaGen's trainers has a line on its page, and what the line names is there."""
+"""The migration page lists every flag of LlamaGen's trainers, and the settings it names are valid."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tastemaker.core.guidance import in_interval
 from tastemaker.objectives.teacher_forced_grpo import TeacherForcedGRPO
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrate-llamagen-grpo.md").read_text(encoding="utf-8")
-FIRST = """
+ORIGINAL_FLAGS = """
 gpt-model gpt-ckpt from-fsdp vq-model vq-ckpt codebook-size codebook-embed-dim image-size downsample-size num-classes
 cls-token-num mixed-precision grad-precision data-parallel lr weight-decay beta1 beta2 max-grad-norm epochs global-seed
 num-generations top-k top-p temperature sample-batch-size train-batch-size gradient-accumulation-steps num-workers
 adv-clip-max clip-range dataset data-path use-wandb wandb-project wandb-entity wandb-run-name log-image-every
 log-interval ckpt-every ckpt-dir ckpt-sharded
 """
-ADDED = """
+ADDED_FLAGS = """
 uncond-prob data-loader sample-model-mode reward-rec-type reward-rec-weight reward-perceptual-weight reward-use-gan
 reward-gan-weight reward-disc-dim reward-disc-num-layers reward-disc-ckpt reward-use-embedcos reward-embedcos-weight
 aux-ce-weight kl-coef use-kl-loss kl-base-ckpt use-token-noise token-noise-prob use-token-dropout token-dropout-ratio
 free-run-gt-mix-prob eval-chunk-size eval-t-window dropout-p token-dropout-p t5-feat-path short-t5-feat-path data-start
 data-end
 """
-SAMPLING = """
+SAMPLING_FLAGS = """
 cfg-scale cfg-interval temperature top-k top-p seed precision compile num-fid-samples per-proc-batch-size sample-dir
 """
 SETTINGS = [
@@ -88,22 +88,24 @@ SETTINGS = [
 ]
 
 
-def rows() -> dict[str, str]:
-    """What stands beside each flag."""
-    found: dict[str, str] = {}
-    for first, second in re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|$", PAGE, re.MULTILINE):
-        found |= dict.fromkeys(re.findall(r"`--([\w-]+)`", first), second)
-    return found
+def flag_table() -> dict[str, str]:
+    """The documented setting of each flag."""
+    table: dict[str, str] = {}
+    for flags, setting in re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|$", PAGE, re.MULTILINE):
+        table |= dict.fromkeys(re.findall(r"`--([\w-]+)`", flags), setting)
+    return table
 
 
 def test_every_flag_is_documented() -> None:
-    assert {*FIRST.split(), *ADDED.split(), *SAMPLING.split()} <= rows().keys()
+    assert {*ORIGINAL_FLAGS.split(), *ADDED_FLAGS.split(), *SAMPLING_FLAGS.split()} <= flag_table().keys()
 
 
 def test_guidance_interval_matches_published_code() -> None:
     tokens, interval = 576, 100
     inside = in_interval(1 - torch.arange(tokens) / tokens, (round(1 - (interval + 1.5) / tokens, 4), 1.0))
-    published = [place == 0 or place - 1 <= interval for place in range(tokens)]  # the first is read with the prompt
+    published = [
+        position == 0 or position - 1 <= interval for position in range(tokens)
+    ]  # the first token is predicted with the prompt
     assert inside.tolist() == published
 
 
@@ -120,16 +122,16 @@ def test_documented_settings_are_valid() -> None:
         latent_reward_weight=1.0,
         emulate_bugs=("dropout",),
     )
-    assert [found for found in find_problems(config, 4) if found.startswith(("objective", "rewards"))] == []
+    assert [problem for problem in find_problems(config, 4) if problem.startswith(("objective", "rewards"))] == []
 
 
 def test_documented_settings_are_tested() -> None:
-    tried = {setting.split("=")[0] for setting in SETTINGS}
-    named = {name for line in rows().values() for name in re.findall(r"`((?:\w+\.)+\w+)[`=]", line)}
-    known = {f.name for f in fields(RunConfig)}
-    settings = {name for name in named if name.split(".")[0] in known}
-    # Of other data or models, or refused here.
-    elsewhere = {
+    tested = {setting.split("=")[0] for setting in SETTINGS}
+    documented = {name for line in flag_table().values() for name in re.findall(r"`((?:\w+\.)+\w+)[`=]", line)}
+    sections = {f.name for f in fields(RunConfig)}
+    settings = {name for name in documented if name.split(".")[0] in sections}
+    # Settings of other data or models, or refused here.
+    excluded = {
         "model.class_names",
         "model.max_text_tokens",
         "process.top_k",
@@ -137,14 +139,14 @@ def test_documented_settings_are_tested() -> None:
         "data.num_workers",
         "data.file_pattern",
     }
-    elsewhere |= {"guidance.scale", "guidance.interval", "batch.rollout_batch_size"}  # for sampling
-    assert settings - tried - elsewhere == set()
+    excluded |= {"guidance.scale", "guidance.interval", "batch.rollout_batch_size"}  # for sampling
+    assert settings - tested - excluded == set()
 
 
 def test_rollouts_only_guidance_warns() -> None:
-    told = [found for found in collect_warnings(load("ar-grpo")) if "scored without it" in found]
-    assert len(told) == 1 and told[0].startswith("guidance.rollouts_only: ")
+    (warning,) = collect_warnings(load("ar-grpo"))
+    assert warning.startswith("guidance.rollouts_only: ")
     for settings in (["guidance.rollouts_only=false"], ["guidance.scale=1"]):
         assert collect_warnings(load("ar-grpo", settings)) == []
-    forced = ["guidance={scale: 2.0, rollouts_only: true}"]  # draws by what it scores by
-    assert collect_warnings(load("grpo-llamagen-tf", forced)) == []
+    overrides = ["guidance={scale: 2.0, rollouts_only: true}"]  # teacher forcing scores the policy it samples from
+    assert collect_warnings(load("grpo-llamagen-tf", overrides)) == []

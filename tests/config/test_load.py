@@ -1,3 +1,5 @@
+"""Loading of recipes and files: `extends`, merging, overrides, custom components, and refusals."""
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,15 @@ from tastemaker.objectives.dpo import DPO
 from tastemaker.objectives.grpo import GRPO
 from tastemaker.processes.dynamics import DDIM
 
-OTHERS = "the path of a file ends in .yaml, and the directory of a run has a config.yaml"
-
 
 def write(folder: Path, **files: str) -> Path:
-    """Files by name without suffix; the first is what is loaded."""
+    """Write YAML files, given by name without suffix, and return the path of the first."""
     for name, text in files.items():
         (folder / f"{name}.yaml").write_text(text)
     return folder / f"{next(iter(files))}.yaml"
 
 
-def complaint(path: Path | str, *overrides: str) -> str:
+def load_error(path: Path | str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
         load(path, overrides)
     return str(error.value)
@@ -44,16 +44,16 @@ def test_file_extends_recipes_and_sibling_files(tmp_path: Path) -> None:
 
 
 def test_file_extends_the_config_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = tmp_path / "runs" / "first"
-    ran.mkdir(parents=True)
-    (ran / "config.yaml").write_text(config_to_yaml(load("grpo-toy-flow", ["steps=7", "name=first"])))
+    run_dir = tmp_path / "runs" / "first"
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(config_to_yaml(load("grpo-toy-flow", ["steps=7", "name=first"])))
     config = load(write(tmp_path, own="extends: [runs/first]\nobjective: {type: grpo, group_size: 3}"))
     assert (config.steps, config.name, config.objective.group_size) == (7, "own", 3)
-    ran.rename(tmp_path / "grpo-toy-flow")
+    run_dir.rename(tmp_path / "grpo-toy-flow")
     assert load(write(tmp_path, own="extends: [grpo-toy-flow]")).steps != 7  # the recipe of that name
-    (tmp_path / "grpo-toy-flow").rename(ran)
+    (tmp_path / "grpo-toy-flow").rename(run_dir)
     (tmp_path / "recipes").mkdir()
-    monkeypatch.chdir(tmp_path)  # where paths of weights begin too
+    monkeypatch.chdir(tmp_path)  # paths are relative to the current directory too
     assert load(write(tmp_path / "recipes", other="extends: [runs/first]")).name == "other"
 
 
@@ -96,8 +96,8 @@ def test_null_disables_missing_periodic_sections(tmp_path: Path) -> None:
 
 def test_circular_extends_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, a="extends: b.yaml", b="extends: c.yaml", c="extends: b.yaml")
-    expected = f"{tmp_path}/b.yaml: 'extends' is circular: b.yaml -> c.yaml -> b.yaml; remove one of them"
-    assert complaint(path) == expected
+    error = load_error(path)
+    assert error.startswith(f"{tmp_path}/b.yaml: 'extends'") and "b.yaml -> c.yaml -> b.yaml" in error
 
 
 def test_diamond_extends_is_allowed(tmp_path: Path) -> None:
@@ -142,66 +142,69 @@ def test_aspect_ratio_is_text(shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "start", "fragment"),
     [
-        ("lr", "'lr' is not an override; expected key=value, for example optim.lr=3e-4"),
-        ("=3", "'=3' is not an override; expected key=value, for example optim.lr=3e-4"),
-        ("a..b=3", "'a..b=3' is not an override; expected key=value, for example optim.lr=3e-4"),
-        ("steps.x=3", "steps.x: 'steps' is 100, which has no keys; set 'steps' itself"),
-        ("steps=[", "steps, line 1: expected the node content, but found '<stream end>'; correct the YAML"),
-        ("steps=2001-99-99", "steps: month must be in 1..12; correct the YAML"),
-        ("steps=" + "[" * 5000, "steps: nested too deeply; expected sections of settings"),
+        ("lr", "'lr' ", "key=value"),
+        ("=3", "'=3' ", "key=value"),
+        ("a..b=3", "'a..b=3' ", "key=value"),
+        ("steps.x=3", "steps.x: ", "'steps' is 100"),
+        ("steps=[", "steps, line 1: ", "'<stream end>'"),
+        ("steps=2001-99-99", "steps: ", "month"),
+        ("steps=" + "[" * 5000, "steps: ", "nested too deeply"),
     ],
 )
-def test_invalid_overrides_are_reported(override: str, sentence: str) -> None:
-    assert complaint("grpo-toy-flow", override) == sentence
+def test_invalid_overrides_are_reported(override: str, start: str, fragment: str) -> None:
+    error = load_error("grpo-toy-flow", override)
+    assert error.startswith(start) and fragment in error and "\n" not in error
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "line", "fragment"),
     [
-        ("a: [1, 2\nb: 3", "line 2: expected ',' or ']', but got ':'; correct the YAML"),
-        ("a: 1\nb: 2\na: 3", "line 3: duplicate key 'a'; correct the YAML"),
-        ("a: {x: 1, x: 2}", "line 1: duplicate key 'x'; correct the YAML"),
-        ("a: &x 1\nb: *x", "line 2: found an alias (*name); write its value out, or use 'extends'; correct the YAML"),
-        ("a: &x [*x]", "line 1: found an alias (*name); write its value out, or use 'extends'; correct the YAML"),
+        ("a: [1, 2\nb: 3", 2, "',' or ']'"),
+        ("a: 1\nb: 2\na: 3", 3, "duplicate key 'a'"),
+        ("a: {x: 1, x: 2}", 1, "duplicate key 'x'"),
+        ("a: &x 1\nb: *x", 2, "alias"),
+        ("a: &x [*x]", 1, "alias"),
     ],
 )
-def test_invalid_yaml_is_reported_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_yaml_is_reported_with_its_line(tmp_path: Path, text: str, line: int, fragment: str) -> None:
     path = write(tmp_path, bad=text)
-    assert complaint(path) == f"{path}, {sentence}"
+    error = load_error(path)
+    assert error.startswith(f"{path}, line {line}: ") and fragment in error
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "fragments"),
     [
-        ("- 1", "expected a mapping of sections, got a list"),
-        ("just words", "expected a mapping of sections, got a str"),
-        ("extends: 3", "'extends' must be the name of a recipe, a path or a list of them"),
-        ("extends: [base, 3]", "'extends' must be the name of a recipe, a path or a list of them"),
-        ("extends: bose", f"there is no recipe 'bose'; did you mean 'base'?; {OTHERS}"),
+        ("- 1", ["a mapping", "got a list"]),
+        ("just words", ["a mapping", "got a str"]),
+        ("extends: 3", ["'extends' must be"]),
+        ("extends: [base, 3]", ["'extends' must be"]),
+        ("extends: bose", ["'bose'", "'base'?", "config.yaml"]),
     ],
 )
-def test_invalid_recipes_are_reported(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_recipes_are_reported(tmp_path: Path, text: str, fragments: list[str]) -> None:
     path = write(tmp_path, bad=text)
-    assert complaint(path) == f"{path}: {sentence}"
+    error = load_error(path)
+    assert error.startswith(f"{path}: ") and all(fragment in error for fragment in fragments), error
 
 
 def test_unreadable_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes("a: é".encode("latin-1"))
-    assert (
-        complaint(tmp_path / "latin.yaml") == f"{tmp_path}/latin.yaml: byte 3 is not UTF-8; save the file as UTF-8 text"
-    )
+    error = load_error(tmp_path / "latin.yaml")
+    assert error.startswith(f"{tmp_path}/latin.yaml: byte 3 ") and "UTF-8" in error
     missing = tmp_path / "none.yaml"
-    assert complaint(missing) == f"there is no file {missing}; give the name of a recipe or a YAML file"
-    assert complaint("grpo-toy-flwo").startswith("there is no recipe 'grpo-toy-flwo'; did you mean 'grpo-toy-flow'?")
+    assert f"no file {missing}" in load_error(missing)
+    error = load_error("grpo-toy-flwo")
+    assert "'grpo-toy-flwo'" in error and "'grpo-toy-flow'?" in error
 
 
 def test_part_of_a_recipe_suggests_a_complete_one() -> None:
-    start = "is only a part of a recipe"
-    assert complaint("models/ltx") == f"models/ltx {start}; name a recipe that extends it, for example vader-ltx-hps"
-    assert complaint("models/modelscope").endswith("for example vader-modelscope-actpred")
-    assert complaint("models/showo-512").endswith("a recipe with `extends: [models/showo-512]` and an objective")
+    error = load_error("models/ltx")
+    assert error.startswith("models/ltx ") and error.endswith(" vader-ltx-hps")
+    assert load_error("models/modelscope").endswith(" vader-modelscope-actpred")
+    assert "`extends: [models/showo-512]`" in load_error("models/showo-512")
 
 
 def test_parsed_recipes_are_copied() -> None:
@@ -239,62 +242,56 @@ class Sharpness(RewardSpec):
 
 
 @dataclass(frozen=True)
-class Half(RewardSpec):
-    """A reward that lacks most of one."""
+class IncompleteReward(RewardSpec):
+    """A reward without the required members."""
 
     batch_size: int = 4
 
 
-class Bare:
-    pass
+class NotADataclass:
+    """A class without settings."""
 
 
-def own(name: str) -> str:
+MODULE_CONSTANT = 3  # neither a class nor a function
+
+
+def class_path(name: str) -> str:
     return f"{__name__}:{name}"
 
 
 def test_custom_component_by_module_and_class() -> None:
     data = apply_overrides(
-        read_recipe("grpo-toy-flow"), [f"rewards.sharp.type={own('Sharpness')}", "rewards.sharp.radius=3"]
+        read_recipe("grpo-toy-flow"), [f"rewards.sharp.type={class_path('Sharpness')}", "rewards.sharp.radius=3"]
     )
     config = validate_config(data)
     spec: object = config.rewards["sharp"].spec
     assert spec == Sharpness(3)
-    assert config_to_dict(config)["rewards"]["sharp"]["type"] == own("Sharpness")
+    assert config_to_dict(config)["rewards"]["sharp"]["type"] == class_path("Sharpness")
     assert validate_config(config_to_dict(config)) == config
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "fragments"),
     [
-        (own("Sharpness"), "unknown key 'raduis'; did you mean 'radius'?"),
-        (
-            own("Half"),
-            "has no card, load, which every reward needs; add it",
-        ),
-        (own("Bare"), "is not a dataclass; expected a frozen one whose fields are the settings of the reward"),
-        (own("Sharp"), f"module '{__name__}' has no 'Sharp'; check the name after the colon"),
-        (own("own"), "is a function; expected a class"),
-        ("no.such:Thing", "cannot be imported (ModuleNotFoundError: No module named 'no'); install or correct it"),
-        (":", "cannot be imported (ValueError: Empty module name); install or correct it"),
+        (class_path("Sharpness"), ["'raduis'", "'radius'?"]),
+        (class_path("IncompleteReward"), ["card, load"]),
+        (class_path("NotADataclass"), ["dataclass"]),
+        (class_path("Sharp"), [f"'{__name__}'", "'Sharp'"]),
+        (class_path("MODULE_CONSTANT"), ["is a int"]),
+        ("no.such:Thing", ["ModuleNotFoundError", "'no'"]),
+        (":", ["ValueError"]),
     ],
 )
-def test_custom_component_is_validated(name: str, sentence: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_custom_component_is_validated(name: str, fragments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^rewards\.sharp: ") as error:
         validate_config(apply_overrides(read_recipe("grpo-toy-flow"), [f"rewards.sharp={{type: '{name}', raduis: 3}}"]))
-    assert str(error.value).startswith("rewards.sharp: ")
-    assert str(error.value).endswith(sentence)
+    assert all(fragment in str(error.value) for fragment in fragments), error.value
 
 
 def test_component_of_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError) as error:
-        validate_config(
-            apply_overrides(read_recipe("grpo-toy-flow"), ["process={type: 'tastemaker.objectives.dpo:DPO'}"])
-        )
-    expected = (
-        "process: 'tastemaker.objectives.dpo:DPO' is not derived from Process, as every process is; name another class"
-    )
-    assert str(error.value) == expected
+    data = apply_overrides(read_recipe("grpo-toy-flow"), ["process={type: 'tastemaker.objectives.dpo:DPO'}"])
+    with pytest.raises(ConfigError, match=r"^process: 'tastemaker\.objectives\.dpo:DPO'.* Process"):
+        validate_config(data)
 
 
 def test_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
@@ -303,5 +300,5 @@ def test_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
 
 def test_long_names_are_shortened_in_messages() -> None:
     for name in ("x" * 9000, "x" * 9000 + ".yaml", "\0.yaml"):
-        assert len(complaint(name)) < 2000
-    assert len(complaint("grpo-toy-flow", "x" * 9000)) < 200
+        assert len(load_error(name)) < 2000
+    assert len(load_error("grpo-toy-flow", "x" * 9000)) < 200

@@ -1,4 +1,4 @@
-"""The second stage of nanoVLA-RL's configurations: a DiT over the latents of the first."""
+"""The DiT stage of nanoVLA-RL's configurations, trained on latents of the VAE stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_runner import run
+from cli_runner import run_cli
 from PIL import Image
 
 from tastemaker.config.dump import config_to_dict
@@ -22,7 +22,7 @@ from tastemaker.processes.gaussian import GaussianProcess
 from tastemaker.processes.paths import VariancePreserving
 
 OLD = """
-dataset_params: {im_path: pictures, im_size : 32, im_channels : 3}
+dataset_params: {im_path: images, im_size : 32, im_channels : 3}
 diffusion_params: {num_timesteps : 1000, beta_start : 0.0002, beta_end : 0.03}
 dit_params: {patch_size : 2, num_layers : 2, hidden_size : 32, ff_hidden_dim : 48, num_heads : 3, head_dim : 8,
   timestep_emb_dim : 16}
@@ -44,12 +44,12 @@ train: {epochs: 4, batch_size: 2, lr: 0.0003, save_every: 7, output_dir: outputs
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "datasets.yaml").write_text("faces: {type: image_folder, path: pictures, im_size: 64}")
+    (tmp_path / "datasets.yaml").write_text("faces: {type: image_folder, path: images, im_size: 64}")
     (tmp_path / "both.yaml").write_text(OLD)
     (tmp_path / "dit.yaml").write_text(NEW)
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     for number in range(5):
-        Image.new("RGB", (40, 40), (40 * number, 90, 10)).save(tmp_path / "pictures" / f"{number}.png")
+        Image.new("RGB", (40, 40), (40 * number, 90, 10)).save(tmp_path / "images" / f"{number}.png")
     return tmp_path
 
 
@@ -68,8 +68,12 @@ def test_stage_override_selects_the_dit() -> None:
         0.03,
         "epsilon",
     )
-    assert config.data == ImageCollection(Path("pictures"), 32)
-    assert (config.batch.prompts, config.batch.micro_batch_size, config.steps) == (4, 2, 6)  # five pictures in fours
+    assert config.data == ImageCollection(Path("images"), 32)
+    assert (config.batch.prompts, config.batch.micro_batch_size, config.steps) == (
+        4,
+        2,
+        6,
+    )  # five images in batches of four
     assert (config.optim.lr, config.optim.weight_decay, config.seed) == (3e-5, 0, 5)
     assert (config.output_dir, config.name, config.checkpoint.every) == (Path("tasks"), "faces-dit", 2)
     assert validate_config(config_to_dict(config)) == config
@@ -104,37 +108,37 @@ def test_existing_latents_and_checkpoints_are_used(here: Path) -> None:
     assert config.model.autoencoder == "tasks/faces/vae_autoencoder_ckpt.pth"
     assert isinstance(config.data, LatentFolder) and config.data.path == Path("tasks/faces/latents")
     (here / "other.yaml").write_text(OLD.replace("num_heads: 4", "num_heads: 2"))
-    model = load("other.yaml", ["stage=dit"]).model  # which that file's tensors do not tell
+    model = load("other.yaml", ["stage=dit"]).model  # the number of heads is not in the checkpoint's tensors
     assert isinstance(model, LatentDitSpec) and model.autoencoder == "tasks/faces"
-    (task / "checkpoints").mkdir()  # a run of ours, which went on from that file
+    (task / "checkpoints").mkdir()  # a run of this package, initialized from that file
     model = load("both.yaml", ["stage=dit"]).model
     assert isinstance(model, LatentDitSpec) and model.autoencoder == "tasks/faces"
 
 
 def test_both_stages_train_in_sequence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--device", "cpu", "steps=1", "sample.every=0", "engine.precision=fp32"]
-    assert run("train", "both.yaml", "stage=dit", *small) == 2
-    assert "model.autoencoder: there are no weights 'tasks/faces'" in capsys.readouterr().err
-    assert run("train", "both.yaml", *small, "loss.lpips=0", "discriminator=null") == 0
-    assert run("train", "both.yaml", "stage=dit", *small) == 0
-    assert run("generate", "tasks/faces-dit", "process.num_steps=2", "--count", "2", "--out", "made") == 0
+    options = ["--device", "cpu", "steps=1", "sample.every=0", "engine.precision=fp32"]
+    assert run_cli("train", "both.yaml", "stage=dit", *options) == 2
+    assert "model.autoencoder: " in capsys.readouterr().err
+    assert run_cli("train", "both.yaml", *options, "loss.lpips=0", "discriminator=null") == 0
+    assert run_cli("train", "both.yaml", "stage=dit", *options) == 0
+    assert run_cli("generate", "tasks/faces-dit", "process.num_steps=2", "--count", "2", "--out", "made") == 0
     assert read_image(here / "made" / "sheet.png").shape[-1] >= 64
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (OLD.replace("num_timesteps : 1000", "num_timesteps : 500"), "num_timesteps is 500"),
-        (OLD.replace("hidden_size", "hiden_size"), "no key 'hiden_size'; did you mean 'hidden_size'"),
-        (OLD.replace("z_channels", "z_chanels"), "no key 'z_chanels'; did you mean 'z_channels'"),
-        (OLD.replace("[True]", "2"), "down_sample is 2; expected a list"),
-        (OLD.replace("dit_epochs: 3", "dit_epochs: none"), "epochs is 'none'; expected an integer"),
+        (OLD.replace("hidden_size", "hiden_size"), "'hiden_size'; did you mean 'hidden_size'"),
+        (OLD.replace("z_channels", "z_chanels"), "'z_chanels'; did you mean 'z_channels'"),
+        (OLD.replace("[True]", "2"), "down_sample is 2"),
+        (OLD.replace("dit_epochs: 3", "dit_epochs: none"), "epochs is 'none'"),
         (NEW.replace("weights: vae_autoencoder.pth", "weights: null"), "autoencoder.weights is None"),
     ],
 )
-def test_mistakes_are_sentences(here: Path, text: str, said: str) -> None:
+def test_invalid_dit_configs_are_reported(here: Path, text: str, message: str) -> None:
     (here / "wrong.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load("wrong.yaml", ["stage=dit"] if "train_params" in text else [])
-    with pytest.raises(ConfigError, match="stage is 'third'"):
+    with pytest.raises(ConfigError, match="'third'"):
         load("both.yaml", ["stage=third"])

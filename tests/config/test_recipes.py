@@ -12,13 +12,13 @@ from tastemaker.core.registry import ConfigError
 
 
 def test_every_recipe_is_valid() -> None:
-    found = {}
+    problems = {}
     for name in list_generator_recipes():
         try:
-            found[name] = find_problems(load(name), world_size=1)
+            problems[name] = find_problems(load(name), world_size=1)
         except ConfigError as error:
-            found[name] = [str(error)]
-    assert {name: told for name, told in found.items() if told} == {}
+            problems[name] = [str(error)]
+    assert {name: messages for name, messages in problems.items() if messages} == {}
 
 
 def test_resolved_recipe_has_all_defaults_and_round_trips() -> None:
@@ -33,7 +33,7 @@ def test_resolved_recipe_has_all_defaults_and_round_trips() -> None:
     assert not wrong
 
 
-DUMPED = (  # as YAML: every family of processes, clips, adapters, judges, rewards of rewards, prompts in a file
+DUMPED = (  # every process, videos, LoRA, judges, nested rewards and prompt files
     "grpo-toy-causal",
     "dpo-toy-masked",
     "reward-gradient-toy-video",
@@ -56,10 +56,10 @@ def test_dumped_recipe_round_trips(names: tuple[str, ...] | None) -> None:
 
 
 def test_recipe_begins_with_description_and_command() -> None:
-    wrong, whole = [], set(list_generator_recipes())
+    wrong, trainable = [], set(list_generator_recipes())
     for name in list_recipes():
         lines = recipe_paths()[name].read_text().splitlines()
-        command = name not in whole or lines[1:2] == [f"# tastemaker train {name}"]
+        command = name not in trainable or lines[1:2] == [f"# tastemaker train {name}"]
         if not (lines[0].startswith("# ") and lines[0].endswith(".") and command):
             wrong.append(name)
     assert not wrong

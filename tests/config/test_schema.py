@@ -1,3 +1,5 @@
+"""The JSON schema of recipes: up to date, and as strict as validation."""
+
 import json
 from typing import Any
 
@@ -12,9 +14,9 @@ from tastemaker.config.recipes import recipe_paths
 
 @pytest.fixture(scope="module")
 def validator() -> Any:
-    written = json.loads((RECIPES / "schema.json").read_text())
-    Draft202012Validator.check_schema(written)
-    return Draft202012Validator(written)
+    schema = json.loads((RECIPES / "schema.json").read_text())
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
 
 
 def test_schema_file_is_up_to_date(validator: Any) -> None:
@@ -23,10 +25,10 @@ def test_schema_file_is_up_to_date(validator: Any) -> None:
 
 
 def test_every_recipe_matches_the_schema(validator: Any) -> None:
-    read = {name: read_yaml_mapping(path) for name, path in recipe_paths().items()}
+    sources = {name: read_yaml_mapping(path) for name, path in recipe_paths().items()}
     resolved = {f"{name}, resolved": config_to_dict(load(name)) for name in list_generator_recipes()}
-    errors = {name: list(validator.iter_errors(data)) for name, data in {**read, **resolved}.items()}
-    assert {name: [error.message for error in found] for name, found in errors.items() if found} == {}
+    invalid = {name: list(validator.iter_errors(data)) for name, data in {**sources, **resolved}.items()}
+    assert {name: [each.message for each in errors] for name, errors in invalid.items() if errors} == {}
 
 
 @pytest.mark.parametrize(

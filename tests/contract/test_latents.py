@@ -7,14 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 import toys
-from contract_cases import ROWS, built, kinds, recorded, rescore, rows, sample_rollout
+from contract_cases import (
+    BATCH_SIZE,
+    cached_policy,
+    cached_rollout,
+    generator_params,
+    make_rng,
+    rescore,
+    sample_rollout,
+)
 
 from tastemaker.core.policy import Guidance
 from tastemaker.processes.dynamics import CPS, DDIM, DanceSDE
 from tastemaker.processes.gaussian import GaussianProcess, SDEWindow
 from tastemaker.processes.paths import RectifiedFlow
 
-LATENTS = kinds(gaussian=True)
+LATENTS = generator_params(gaussian=True)
 
 
 @pytest.mark.parametrize(
@@ -30,23 +38,25 @@ LATENTS = kinds(gaussian=True)
 )
 def test_rescored_log_probs_match_rollout_for_all_dynamics(process: GaussianProcess) -> None:
     policy = replace(toys.policy("flow"), process=process)
-    seen = sample_rollout(policy)
+    trajectory = sample_rollout(policy)
     steps = process.num_steps if process.path.timesteps(process.num_steps)[-1] > 0 else process.num_steps - 1
-    assert len(seen.segments) == (process.window.size if process.window else steps)
-    for now, then in rescore(policy, seen):
-        assert torch.equal(now, then)
+    assert len(trajectory.segments) == (process.window.size if process.window else steps)
+    for log_prob, rollout_log_prob in rescore(policy, trajectory):
+        assert torch.equal(log_prob, rollout_log_prob)
 
 
 @pytest.mark.parametrize("kind", LATENTS)
 def test_corruption_at_level_zero_is_identity(kind: tuple[str, Guidance | None]) -> None:
-    policy, x = built(*kind), recorded(*kind).final
-    torch.testing.assert_close(policy.corrupt(x, rows(), torch.zeros(ROWS)).x, x)
-    torch.testing.assert_close(policy.corrupt(x, rows(), torch.full((ROWS,), 1e-7)).x, x, rtol=1e-3, atol=1e-2)
+    policy, x = cached_policy(*kind), cached_rollout(*kind).final
+    torch.testing.assert_close(policy.corrupt(x, make_rng(), torch.zeros(BATCH_SIZE)).x, x)
+    torch.testing.assert_close(
+        policy.corrupt(x, make_rng(), torch.full((BATCH_SIZE,), 1e-7)).x, x, rtol=1e-3, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize("kind", LATENTS)
 @torch.no_grad()
 def test_restore_at_low_noise(kind: tuple[str, Guidance | None]) -> None:
-    policy, seen = built(*kind), recorded(*kind)
-    noisy = policy.corrupt(seen.final, rows(), torch.full((ROWS,), 1e-6))
-    torch.testing.assert_close(policy.restore(seen.cond, noisy).mean, seen.final, rtol=1e-2, atol=2e-2)
+    policy, trajectory = cached_policy(*kind), cached_rollout(*kind)
+    noisy = policy.corrupt(trajectory.final, make_rng(), torch.full((BATCH_SIZE,), 1e-6))
+    torch.testing.assert_close(policy.restore(trajectory.cond, noisy).mean, trajectory.final, rtol=1e-2, atol=2e-2)

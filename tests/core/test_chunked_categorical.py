@@ -20,52 +20,54 @@ from tastemaker.processes.autoregressive import AutoregressiveProcess
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
     monkeypatch.setattr(tastemaker.core.distributions, "MAX_CHUNK_LOGITS", 2 * 7 * 50)  # two rows at once
-    chance = torch.Generator().manual_seed(0)
-    states, weight = torch.randn(5, 7, 12, generator=chance), torch.randn(50, 12, generator=chance)
-    return states.requires_grad_(), weight.requires_grad_(), torch.randint(0, 50, (5, 7), generator=chance)
+    generator = torch.Generator().manual_seed(0)
+    states, weight = torch.randn(5, 7, 12, generator=generator), torch.randn(50, 12, generator=generator)
+    return states.requires_grad_(), weight.requires_grad_(), torch.randint(0, 50, (5, 7), generator=generator)
 
 
-def test_logits_are_computed_in_chunks(parts: tuple[Tensor, Tensor, Tensor]) -> None:
-    assert rows_per_chunk(parts[0], parts[1]) == [slice(0, 2), slice(2, 4), slice(4, 6)]
+def test_logits_are_computed_in_chunks(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    assert rows_per_chunk(inputs[0], inputs[1]) == [slice(0, 2), slice(2, 4), slice(4, 6)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_chunked_log_probs_and_gradients_match_categorical(
-    parts: tuple[Tensor, Tensor, Tensor], temperature: float
+    inputs: tuple[Tensor, Tensor, Tensor], temperature: float
 ) -> None:
-    states, weight, ids = parts
-    pull = torch.linspace(-1, 2, 35).view(5, 7)
-    plain = Categorical(states @ weight.t() / temperature).log_prob(ids)
-    found = ChunkedCategorical(states, weight, temperature).log_prob(ids)
-    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
-    wanted = torch.autograd.grad((plain * pull).sum(), (states, weight))
-    got = torch.autograd.grad((found * pull).sum(), (states, weight))
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    states, weight, ids = inputs
+    coefficients = torch.linspace(-1, 2, 35).view(5, 7)
+    expected = Categorical(states @ weight.t() / temperature).log_prob(ids)
+    log_probs = ChunkedCategorical(states, weight, temperature).log_prob(ids)
+    torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
+    expected_gradients = torch.autograd.grad((expected * coefficients).sum(), (states, weight))
+    gradients = torch.autograd.grad((log_probs * coefficients).sum(), (states, weight))
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)
 
 
-def test_chunked_log_probs_of_several_tokens_match_categorical(parts: tuple[Tensor, Tensor, Tensor]) -> None:
-    states, weight, ids = parts
-    several = torch.stack([ids, (ids + 1) % 50, ids], 1)  # one of them twice
-    plain, found = (
-        Categorical(states @ weight.t()).log_probs(several),
-        ChunkedCategorical(states, weight).log_probs(several),
+def test_chunked_log_probs_of_several_tokens_match_categorical(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    states, weight, ids = inputs
+    candidates = torch.stack([ids, (ids + 1) % 50, ids], 1)  # one of them twice
+    expected, log_probs = (
+        Categorical(states @ weight.t()).log_probs(candidates),
+        ChunkedCategorical(states, weight).log_probs(candidates),
     )
-    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
-    got, wanted = (torch.autograd.grad(x.square().sum(), (states, weight)) for x in (found, plain))
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
+    gradients, expected_gradients = (
+        torch.autograd.grad(x.square().sum(), (states, weight)) for x in (log_probs, expected)
+    )
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-4)
 
 
-def test_chunked_kl_matches_categorical(parts: tuple[Tensor, Tensor, Tensor]) -> None:
-    states, weight, _ = parts
+def test_chunked_kl_matches_categorical(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    states, weight, _ = inputs
     other = states.detach() + 0.1
-    plain = Categorical(states @ weight.t()).kl(Categorical(other @ weight.detach().t()))
-    found = ChunkedCategorical(states, weight).kl(ChunkedCategorical(other, weight.detach()))
-    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
-    got, wanted = (torch.autograd.grad(x.sum(), (states, weight)) for x in (found, plain))
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-    with pytest.raises(TypeError, match="no KL between tokens"):
+    expected = Categorical(states @ weight.t()).kl(Categorical(other @ weight.detach().t()))
+    kl = ChunkedCategorical(states, weight).kl(ChunkedCategorical(other, weight.detach()))
+    torch.testing.assert_close(kl, expected, rtol=1e-5, atol=1e-5)
+    gradients, expected_gradients = (torch.autograd.grad(x.sum(), (states, weight)) for x in (kl, expected))
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match=r"KL.*Categorical"):
         ChunkedCategorical(states, weight).kl(Categorical(states @ weight.t()))
 
 
@@ -84,23 +86,23 @@ def test_process_scores_match_with_chunked_logits(guidance: Guidance | None, mon
         for p in model.net.parameters():
             p.add_(0.1 * torch.randn_like(p))
 
-    def scored() -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
+    def score() -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
         with weights.use("reference"):
             reference = policy.action_distribution(cond, segment)
-        now = policy.action_distribution(cond, segment)
-        log_prob = now.log_prob(segment.action)
+        distribution = policy.action_distribution(cond, segment)
+        log_prob = distribution.log_prob(segment.action)
         gradients = torch.autograd.grad(log_prob.exp().sum(), list(model.net.parameters()))
         with torch.no_grad():
-            again = policy.action_distribution(cond, segment)
-        assert torch.equal(again.log_prob(segment.action), log_prob)
-        return log_prob, reference.log_prob(segment.action), gradients, again.kl(reference)
+            no_grad_distribution = policy.action_distribution(cond, segment)
+        assert torch.equal(no_grad_distribution.log_prob(segment.action), log_prob)
+        return log_prob, reference.log_prob(segment.action), gradients, no_grad_distribution.kl(reference)
 
-    plain = scored()
+    expected = score()
     for module in (tastemaker.core.distributions, tastemaker.models.nets.gpt):
         monkeypatch.setattr(module, "MAX_CHUNK_LOGITS", 16 * 64)
     rescaled = guidance is not None and bool(guidance.rescale)
     assert isinstance(policy.action_distribution(cond, segment), Categorical if rescaled else ChunkedCategorical)
-    torch.testing.assert_close(scored(), plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(score(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_chunked_logits_use_the_compute_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +112,11 @@ def test_chunked_logits_use_the_compute_dtype(monkeypatch: pytest.MonkeyPatch) -
     cond = policy.embed(("a photo of a cat", "a photo of a dog", ""))
     with torch.autocast("cpu", torch.bfloat16):
         (segment,) = policy.sample(cond, Randomness(0, 0, torch.arange(3))).segments
-        plain = policy.action_distribution(cond, segment).log_prob(segment.action)
+        expected = policy.action_distribution(cond, segment).log_prob(segment.action)
         for module in (tastemaker.core.distributions, tastemaker.models.nets.gpt):
             monkeypatch.setattr(module, "MAX_CHUNK_LOGITS", 16 * 64)
-        found = policy.action_distribution(cond, segment).log_prob(segment.action)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-3)
-    torch.autograd.backward(found.sum())
+        log_probs = policy.action_distribution(cond, segment).log_prob(segment.action)
+    assert log_probs.dtype == torch.float32
+    torch.testing.assert_close(log_probs, expected, rtol=1e-3, atol=1e-3)
+    torch.autograd.backward(log_probs.sum())
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.net.parameters())

@@ -24,23 +24,23 @@ from tastemaker.core.randomness import Randomness
 from tastemaker.core.types import Condition, Metadata, Prompts
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 
-EVERYWHERE = torch.tensor(0.5)
+TIMESTEP = torch.tensor(0.5)
 
 
 @pytest.mark.parametrize("name", toys.FAMILIES)
 def test_guidance_scale_of_one_is_identity(name: str) -> None:
     plain, guided = toys.policy(name), toys.policy(name, guidance=Guidance(1.0))
     rng = Randomness(0, 0, torch.arange(4))
-    one, other = (policy.sample(policy.embed(toys.PROMPTS), rng).final for policy in (plain, guided))
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    expected, samples = (policy.sample(policy.embed(toys.PROMPTS), rng).final for policy in (plain, guided))
+    torch.testing.assert_close(expected, samples, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", toys.FAMILIES)
 def test_guidance_is_off_outside_its_interval(name: str) -> None:
     plain, guided = toys.policy(name), toys.policy(name, guidance=Guidance(3.0, interval=(0.0, 0.01)))
     rng = Randomness(0, 0, torch.arange(4))
-    one, other = (policy.sample(policy.embed(toys.PROMPTS), rng).final for policy in (plain, guided))
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    expected, samples = (policy.sample(policy.embed(toys.PROMPTS), rng).final for policy in (plain, guided))
+    torch.testing.assert_close(expected, samples, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["flow", "epsilon", "video", "masked"])
@@ -50,41 +50,45 @@ def test_guidance_extrapolates_within_its_interval(name: str) -> None:
     x = plain.sample(plain.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4))).final
     t = torch.tensor([0.2, 0.25, 0.75, 0.8])
     with torch.no_grad():
-        given, without = (plain.model.predict(x, t, plain.embed(words)) for words in (toys.PROMPTS, ["a grey"] * 4))
-        found = guided.model.predict(x, t, guided.embed(toys.PROMPTS))
-    torch.testing.assert_close(found[1:3], (without + 3 * (given - without))[1:3], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[::3], given[::3], rtol=1e-4, atol=1e-4)
+        conditional, unconditional = (
+            plain.model.predict(x, t, plain.embed(prompts)) for prompts in (toys.PROMPTS, ["a grey"] * 4)
+        )
+        guided_output = guided.model.predict(x, t, guided.embed(toys.PROMPTS))
+    torch.testing.assert_close(
+        guided_output[1:3], (unconditional + 3 * (conditional - unconditional))[1:3], rtol=1e-4, atol=1e-4
+    )
+    torch.testing.assert_close(guided_output[::3], conditional[::3], rtol=1e-4, atol=1e-4)
 
 
 def test_masked_guidance_weight_is_scale_minus_one() -> None:
-    given, without = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
-    guided = apply_guidance(Guidance(2.75), given, without, EVERYWHERE)
-    torch.testing.assert_close(guided, (1 + 1.75) * given - 1.75 * without)
+    conditional, unconditional = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    guided = apply_guidance(Guidance(2.75), conditional, unconditional, TIMESTEP)
+    torch.testing.assert_close(guided, (1 + 1.75) * conditional - 1.75 * unconditional)
 
 
 def test_rescaled_guidance_keeps_conditional_norm() -> None:
-    given, without = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
-    kept = apply_guidance(Guidance(4.0, rescale=True), given, without, EVERYWHERE)
-    torch.testing.assert_close(kept.flatten(1).norm(dim=1), given.flatten(1).norm(dim=1))
-    free = apply_guidance(Guidance(4.0), given, without, EVERYWHERE)
-    torch.testing.assert_close(kept / free, (kept / free)[:, :1, :1].expand_as(free))
+    conditional, unconditional = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    rescaled = apply_guidance(Guidance(4.0, rescale=True), conditional, unconditional, TIMESTEP)
+    torch.testing.assert_close(rescaled.flatten(1).norm(dim=1), conditional.flatten(1).norm(dim=1))
+    plain = apply_guidance(Guidance(4.0), conditional, unconditional, TIMESTEP)
+    torch.testing.assert_close(rescaled / plain, (rescaled / plain)[:, :1, :1].expand_as(plain))
 
 
 def test_guided_condition_holds_both_embeddings() -> None:
     guided = toys.policy("flow", guidance=Guidance(2.0, negative_prompt="a black"))
     cond = guided.embed(toys.PROMPTS)
-    own, without = split_conditions(cond)
+    positive, negative = split_conditions(cond)
     plain = toys.policy("flow")
-    assert torch.equal(own.tensors["word"], plain.embed(toys.PROMPTS).tensors["word"])
-    assert torch.equal(without.tensors["word"], plain.embed(["a black"] * 4).tensors["word"])
+    assert torch.equal(positive.tensors["word"], plain.embed(toys.PROMPTS).tensors["word"])
+    assert torch.equal(negative.tensors["word"], plain.embed(["a black"] * 4).tensors["word"])
     assert torch.equal(
-        batch_conditions(cond).tensors["word"], torch.cat([own.tensors["word"], without.tensors["word"]])
+        batch_conditions(cond).tensors["word"], torch.cat([positive.tensors["word"], negative.tensors["word"]])
     )
 
 
 @dataclass
-class Ramp(Backbone):
-    """A causal model of any length whose logits say 1 with the prompt and 0 without."""
+class PromptIndicator(Backbone):
+    """A causal model of any length whose logits are 1 with a prompt and 0 without."""
 
     length: int
     net: nn.Module
@@ -95,19 +99,19 @@ class Ramp(Backbone):
     def shape(self) -> tuple[int, ...]:
         return (self.length,)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
         return Condition(
-            tuple(prompts), {"on": torch.tensor([float(bool(prompt)) for prompt in prompts])}, tuple(facts)
+            tuple(prompts), {"has_prompt": torch.tensor([float(bool(prompt)) for prompt in prompts])}, tuple(metadata)
         )
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        return cond.tensors["on"][:, None, None].expand(len(x), self.length, 2)
+        return cond.tensors["has_prompt"][:, None, None].expand(len(x), self.length, 2)
 
     def init_cache(self, cond: Condition) -> Any:
         return ()
 
     def decode_step(self, ids: Tensor | None, cache: Any, cond: Condition) -> tuple[Tensor, Any]:
-        return cond.tensors["on"][:, None].expand(-1, 2), cache
+        return cond.tensors["has_prompt"][:, None].expand(-1, 2), cache
 
     def encode(self, pixels: Tensor) -> Tensor:
         raise NotImplementedError
@@ -118,34 +122,34 @@ class Ramp(Backbone):
 
 @pytest.mark.parametrize("length", [16, 100, 256, 300, 576])
 def test_published_token_interval_is_an_interval_of_t(length: int) -> None:
-    """The first token and n + 1 after it are guided: tokens 0 to n + 1, those at t >= 1 - (n + 1)/length."""
+    """Tokens 0 to n + 1 are guided in the published code: those at t >= 1 - (n + 1) / length."""
     for n in (0, 1, length // 3, length - 3):
         guidance = Guidance(3.0, interval=(1 - (n + 1) / length, 1.0))
-        model = GuidedCausalBackbone(Ramp(length, nn.Identity()), guidance)
+        model = GuidedCausalBackbone(PromptIndicator(length, nn.Identity()), guidance)
         cond = model.embed(["a prompt"])
-        whole = model.predict(torch.zeros(1, length), torch.ones(1), cond)[0, :, 0]
-        assert (whole == 3).tolist() == [place <= n + 1 for place in range(length)]
-        assert (whole[n + 2 :] == 1).all()
+        full = model.predict(torch.zeros(1, length), torch.ones(1), cond)[0, :, 0]
+        assert (full == 3).tolist() == [position <= n + 1 for position in range(length)]
+        assert (full[n + 2 :] == 1).all()
         cache, cached = model.init_cache(cond), []
         for _ in range(length):
             logits, cache = model.decode_step(None, cache, cond)
             cached.append(float(logits[0, 0]))
-        assert cached == whole.tolist()
+        assert cached == full.tolist()
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.75])
 def test_power_schedule_matches_published(power: float) -> None:
-    """s_i = 1 + (s - 1) / 2 * (1 - cos(pi * (i / N)^p)) of token i, by one call or token by token."""
-    model = GuidedCausalBackbone(Ramp(36, nn.Identity()), Guidance(4.0, power_schedule=power))
+    """s_i = 1 + (s - 1) / 2 * (1 - cos(pi * (i / N)^p)) for token i, in one call or token by token."""
+    model = GuidedCausalBackbone(PromptIndicator(36, nn.Identity()), Guidance(4.0, power_schedule=power))
     cond = model.embed(["a prompt"])
-    whole = model.predict(torch.zeros(1, 36), torch.ones(1), cond)[0, :, 0]
-    wanted = [1 + 1.5 * (1 - math.cos(math.pi * (i / 36) ** power)) for i in range(36)]
-    torch.testing.assert_close(whole, torch.tensor(wanted))
+    full = model.predict(torch.zeros(1, 36), torch.ones(1), cond)[0, :, 0]
+    expected = [1 + 1.5 * (1 - math.cos(math.pi * (i / 36) ** power)) for i in range(36)]
+    torch.testing.assert_close(full, torch.tensor(expected))
     cache, cached = model.init_cache(cond), []
     for _ in range(36):
         logits, cache = model.decode_step(None, cache, cond)
         cached.append(float(logits[0, 0]))
-    assert cached == whole.tolist()
+    assert cached == full.tolist()
 
 
 @pytest.mark.parametrize("name", ["flow", "masked"])
@@ -154,11 +158,13 @@ def test_power_schedule_ends_at_full_scale(name: str) -> None:
     x = plain.sample(plain.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4))).final
     t = torch.tensor([1.0, 0.5, 0.25, 0.0])
     with torch.no_grad():
-        given, without = (plain.model.predict(x, t, plain.embed(words)) for words in (toys.PROMPTS, [""] * 4))
-        found = guided.model.predict(x, t, guided.embed(toys.PROMPTS))
+        conditional, unconditional = (
+            plain.model.predict(x, t, plain.embed(prompts)) for prompts in (toys.PROMPTS, [""] * 4)
+        )
+        guided_output = guided.model.predict(x, t, guided.embed(toys.PROMPTS))
     scale = torch.tensor([1.0, 2 - math.cos(math.pi / 4), 2 - math.cos(math.pi * 9 / 16), 3.0])
-    wanted = without + scale.view(-1, *[1] * (given.ndim - 1)) * (given - without)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    expected = unconditional + scale.view(-1, *[1] * (conditional.ndim - 1)) * (conditional - unconditional)
+    torch.testing.assert_close(guided_output, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_interval_includes_its_bounds() -> None:
@@ -170,29 +176,34 @@ def test_interval_includes_its_bounds() -> None:
 
 
 def test_no_unconditional_calls_after_last_guided_token() -> None:
-    prices = []
-    for interval in ((0.0, 1.0), (0.75, 1.0)):  # of sixteen tokens the first five, from 1 down to 0.75
+    network_calls = []
+    for interval in ((0.0, 1.0), (0.75, 1.0)):  # the second guides the first five of sixteen tokens, from t = 1 to 0.75
         policy, rows = toys.policy("causal", guidance=Guidance(3.0, interval=interval)), list[int]()
         layer = next(layer for layer in policy.model.net.modules() if isinstance(layer, nn.Linear))
-        layer.register_forward_hook(lambda layer, given, found, rows=rows: rows.append(len(found)))
+        layer.register_forward_hook(lambda layer, inputs, output, rows=rows: rows.append(len(output)))
         with torch.no_grad():
             rollout = policy.process.start(policy.model, policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4)))
             while rollout.progress < 1:
                 rollout.step()
-        prices.append(rollout.network_calls)
+        network_calls.append(rollout.network_calls)
         assert rollout.network_calls == sum(rows)
-    assert prices == [16 * 8 + 8, 5 * 8 + 11 * 4 + 8]  # all are read once more, at once, to be scored
+    assert network_calls == [
+        16 * 8 + 8,
+        5 * 8 + 11 * 4 + 8,
+    ]  # one more call per sequence recomputes the log-probabilities
 
 
 def test_guidance_raises_the_reward() -> None:
-    """A network trained with dropped captions has something to extrapolate from."""
+    """Guidance needs a network that was trained with prompt dropout."""
     policy = toys.pretrained_policy("flow")
     guided = type(policy)(policy.process.wrap_guidance(policy.model, Guidance(3.0)), policy.process, policy.weights)
     assert toys.z_score(toys.true_rewards(policy), toys.true_rewards(guided)) > 3
 
 
 @pytest.mark.parametrize(
-    "guidance", [Guidance(3.0, interval=(0.5, 1.0)), Guidance(3.0, power_schedule=1.5)], ids=["interval", "rise"]
+    "guidance",
+    [Guidance(3.0, interval=(0.5, 1.0)), Guidance(3.0, power_schedule=1.5)],
+    ids=["interval", "power_schedule"],
 )
 def test_guided_decoding_matches_guided_causal_call(guidance: Guidance) -> None:
     policy = toys.policy("causal", guidance=guidance)
@@ -200,6 +211,6 @@ def test_guided_decoding_matches_guided_causal_call(guidance: Guidance) -> None:
     cached = type(policy)(policy.model, AutoregressiveProcess(recompute_log_probs=False), policy.weights).sample(
         cond, rng
     )
-    replayed = policy.sample(cond, rng)
-    assert torch.equal(cached.final, replayed.final)
-    torch.testing.assert_close(cached.segments[0].log_prob, replayed.segments[0].log_prob, rtol=1e-4, atol=1e-5)
+    recomputed = policy.sample(cond, rng)
+    assert torch.equal(cached.final, recomputed.final)
+    torch.testing.assert_close(cached.segments[0].log_prob, recomputed.segments[0].log_prob, rtol=1e-4, atol=1e-5)

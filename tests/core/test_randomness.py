@@ -1,3 +1,5 @@
+"""Philox random numbers: published vectors, moments, and independence of batches and ranks."""
+
 from __future__ import annotations
 
 import math
@@ -19,15 +21,15 @@ def words(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[str]
 
 
 @pytest.mark.parametrize(
-    ("counter", "key", "known"),
-    [  # the known answers published with Random123
+    ("counter", "key", "expected"),
+    [  # test vectors published with Random123
         ((0, 0, 0, 0), (0, 0), ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]),
         ((WORD_MASK,) * 4, (WORD_MASK, WORD_MASK), ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"]),
         (PI, (0xA4093822, 0x299F31D0), ["d16cfe09", "94fdcceb", "5001e420", "24126ea1"]),
     ],
 )
-def test_philox_matches_published_vectors(counter, key, known) -> None:
-    assert words(counter, key) == known
+def test_philox_matches_published_vectors(counter, key, expected) -> None:
+    assert words(counter, key) == expected
 
 
 def test_uniform_moments() -> None:
@@ -44,8 +46,8 @@ def test_normal_moments() -> None:
     draws = Randomness(1, 2, torch.arange(64)).normal("test", 4095).double().flatten()
     error = 1 / math.sqrt(len(draws))
     assert torch.isfinite(draws).all()
-    for power, moment, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):  # the spread is E x^2n - (E x^n)^2
-        assert abs((draws**power).mean() - moment) < 4 * error * math.sqrt(spread)
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):  # variance: E x^2n - (E x^n)^2
+        assert abs((draws**power).mean() - moment) < 4 * error * math.sqrt(variance)
 
 
 def test_streams_are_uncorrelated() -> None:
@@ -72,9 +74,9 @@ def test_words_are_a_prefix_of_longer_draws() -> None:
 
 
 def test_repeated_rows_have_their_own_numbers() -> None:
-    whole = Randomness(5, 6, torch.arange(6)).repeat(3)
-    assert whole.rows.tolist() == list(range(18))
-    assert Randomness(5, 6, torch.tensor([4, 5])).repeat(3).rows.tolist() == whole.rows[12:].tolist()
+    repeated = Randomness(5, 6, torch.arange(6)).repeat(3)
+    assert repeated.rows.tolist() == list(range(18))
+    assert Randomness(5, 6, torch.tensor([4, 5])).repeat(3).rows.tolist() == repeated.rows[12:].tolist()
 
 
 def test_shared_numbers_are_equal_on_all_rows_and_ranks() -> None:

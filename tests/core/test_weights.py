@@ -28,48 +28,48 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def said(policy: Policy[Any]) -> Tensor:
-    """What the network says of a fixed question."""
+def predict(policy: Policy[Any]) -> Tensor:
+    """Return the output of the network for a fixed input."""
     rng = Randomness(0, 0, torch.arange(4))
     x = torch.arange(16).expand(4, 16) % 8 if len(policy.model.shape) == 1 else rng.normal("x", *policy.model.shape)
     with torch.no_grad():
         return policy.model.predict(x, torch.full((4,), 0.5), policy.embed(toys.PROMPTS))
 
 
-def kept(policy: Policy[Any]) -> dict[str, Tensor]:
+def copy_parameters(policy: Policy[Any]) -> dict[str, Tensor]:
     return {key: p.detach().clone() for key, p in policy.weights.net.named_parameters()}
 
 
 def test_live_weights_are_restored_after_use(family: str, tuning: Tuning) -> None:
     policy = toys.policy(family, tuning, SNAPSHOTS)
-    base = said(policy)
-    toys.move(policy, 0.1)
-    live, before = kept(policy), said(policy)
+    base = predict(policy)
+    toys.perturb(policy, 0.1)
+    live, before = copy_parameters(policy), predict(policy)
     assert not torch.equal(base, before)
     for name in SNAPSHOTS:
         with policy.weights.use(name):
-            torch.testing.assert_close(said(policy), base, rtol=1e-6, atol=1e-6)
-        assert torch.equal(said(policy), before)
+            torch.testing.assert_close(predict(policy), base, rtol=1e-6, atol=1e-6)
+        assert torch.equal(predict(policy), before)
     assert all(torch.equal(live[key], p) for key, p in policy.weights.net.named_parameters())
 
 
 def test_lora_reference_is_the_base_model(family: str) -> None:
-    plain = said(toys.policy(family))
+    plain = predict(toys.policy(family))
     policy = toys.policy(family, Lora(rank=4), ("reference",))
-    torch.testing.assert_close(said(policy), plain, rtol=0, atol=0)
-    toys.move(policy, 0.1)
+    torch.testing.assert_close(predict(policy), plain, rtol=0, atol=0)
+    toys.perturb(policy, 0.1)
     with policy.weights.use("reference"):
-        assert torch.equal(said(policy), plain)
-    assert not torch.equal(said(policy), plain)
+        assert torch.equal(predict(policy), plain)
+    assert not torch.equal(predict(policy), plain)
 
 
 def test_live_weights_are_restored_after_an_error(tuning: Tuning) -> None:
     policy = toys.policy("flow", tuning, ("old",))
-    toys.move(policy, 0.1)
-    before = said(policy)
+    toys.perturb(policy, 0.1)
+    before = predict(policy)
     with pytest.raises(RuntimeError, match="planted"), policy.weights.use("old"):
         raise RuntimeError("planted")
-    assert torch.equal(said(policy), before)
+    assert torch.equal(predict(policy), before)
     assert all(p.requires_grad for p in policy.weights.trainable().values())
 
 
@@ -77,7 +77,7 @@ def test_snapshots_run_without_gradients(family: str, tuning: Tuning) -> None:
     policy = toys.policy(family, tuning, ("old", "reference"))
     x = policy.sample(policy.embed(toys.PROMPTS), Randomness(0, 0, torch.arange(4))).final
     noisy = policy.corrupt(x, Randomness(0, 1, torch.arange(4)))
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     with policy.weights.use("old"):
         assert not policy.likelihood(policy.embed(toys.PROMPTS), x, noisy).requires_grad
     policy.likelihood(policy.embed(toys.PROMPTS), x, noisy).sum().backward()
@@ -92,7 +92,7 @@ def test_snapshots_run_without_gradients(family: str, tuning: Tuning) -> None:
 def test_update_snapshot_is_an_ema_step(tuning: Tuning) -> None:
     policy = toys.policy("flow", tuning, ("old", "ema"))
     start = {key: x.detach().clone() for key, x in policy.weights.snapshot_tensors()["ema"].items()}
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     live = {key: p.detach().clone() for key, p in policy.weights.trainable().items()}
     policy.weights.update_snapshot("ema", 0.75)
     policy.weights.update_snapshot("old")
@@ -100,25 +100,25 @@ def test_update_snapshot_is_an_ema_step(tuning: Tuning) -> None:
     for key, x in stored["ema"].items():
         torch.testing.assert_close(x.detach(), 0.75 * start[key] + 0.25 * live[key], rtol=1e-5, atol=1e-6)
     assert all(torch.equal(x, live[key]) for key, x in stored["old"].items())
-    now = said(policy)
+    output = predict(policy)
     with policy.weights.use("old"):
-        assert torch.equal(said(policy), now)
+        assert torch.equal(predict(policy), output)
 
 
 def test_training_does_not_change_snapshots(tuning: Tuning) -> None:
     policy = toys.policy("causal", tuning, SNAPSHOTS)
     before = {
-        name: {key: x.detach().clone() for key, x in kept.items()}
-        for name, kept in policy.weights.snapshot_tensors().items()
+        name: {key: x.detach().clone() for key, x in tensors.items()}
+        for name, tensors in policy.weights.snapshot_tensors().items()
     }
-    toys.move(policy, 0.1)
+    toys.perturb(policy, 0.1)
     for name, snapshot in policy.weights.snapshot_tensors().items():
         assert all(torch.equal(x, before[name][key]) for key, x in snapshot.items())
 
 
 def test_unknown_snapshot_is_refused(tuning: Tuning) -> None:
     policy = toys.policy("flow", tuning, ("old",))
-    with pytest.raises(ValueError, match="no snapshot 'odl'"), policy.weights.use("odl"):
+    with pytest.raises(ValueError, match="'odl'"), policy.weights.use("odl"):
         pass
 
 
@@ -141,8 +141,8 @@ def test_ema_decay_warmup() -> None:
 
 def test_frozen_copy_switches_the_guided_network() -> None:
     policy = toys.policy("flow", FrozenCopyFinetuning(), ("old",), Guidance(2.0))
-    base = said(policy)
-    toys.move(policy, 0.1)
+    base = predict(policy)
+    toys.perturb(policy, 0.1)
     with policy.weights.use("old"):
-        assert torch.equal(said(policy), base)
-    assert not torch.equal(said(policy), base)
+        assert torch.equal(predict(policy), base)
+    assert not torch.equal(predict(policy), base)

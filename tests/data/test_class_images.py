@@ -1,4 +1,4 @@
-"""Pictures and tokens with their classes: from folders, from data sets on disk, and with some of them broken."""
+"""Images and tokens with classes: from folders, from saved datasets, and with broken samples."""
 
 from __future__ import annotations
 
@@ -22,61 +22,69 @@ from tastemaker.objectives.likelihood import Likelihood
 SHADES = [(250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0)]
 
 
-def picture(number: int, size: tuple[int, int] = (40, 30)) -> Image.Image:
+def colored_image(number: int, size: tuple[int, int] = (40, 30)) -> Image.Image:
     return Image.new("RGB", size, SHADES[number % len(SHADES)])
 
 
-def as_png(number: int) -> bytes:
+def encode_png(number: int) -> bytes:
     file = io.BytesIO()
-    picture(number).save(file, "PNG")
+    colored_image(number).save(file, "PNG")
     return file.getvalue()
 
 
-def by_folders(path: Path, names: tuple[str, ...] = ("n01440764", "n02099601"), each: int = 3) -> Path:
+def write_class_folders(path: Path, names: tuple[str, ...] = ("n01440764", "n02099601"), per_class: int = 3) -> Path:
     for label, name in enumerate(names):
         (path / name).mkdir(parents=True)
-        for i in range(each):
-            picture(label).save(path / name / f"{i}.png")
+        for i in range(per_class):
+            colored_image(label).save(path / name / f"{i}.png")
     return path
 
 
-def seen(batch: ImageBatch) -> set[tuple[str, int]]:
-    """What is said of each picture, and its strongest colour."""
+def captions_and_colors(batch: ImageBatch) -> set[tuple[str, int]]:
+    """The caption and the strongest color channel of each image."""
     colours = batch.pixels[:, 0].mean((2, 3)).argmax(1).tolist()
     return set(zip(batch.prompts, colours, strict=True))
 
 
 def test_wordnet_folders_get_imagenet_names_and_ids(tmp_path: Path) -> None:
-    data = ClassImages(by_folders(tmp_path / "a"), 16).load(0)
+    data = ClassImages(write_class_folders(tmp_path / "a"), 16).load(0)
     batch = data.batch(0, 6, 0, 1)
     assert batch.pixels.shape == (6, 1, 3, 16, 16) and batch.pixels.max() <= 1
-    assert seen(batch) == {("tench", 0), ("golden retriever", 1)}
+    assert captions_and_colors(batch) == {("tench", 0), ("golden retriever", 1)}
     numbered = ClassImages(tmp_path / "a", 16, caption_source="class_id").load(0)
-    assert seen(numbered.batch(0, 6, 0, 1)) == {("0", 0), ("207", 1)}
+    assert captions_and_colors(numbered.batch(0, 6, 0, 1)) == {("0", 0), ("207", 1)}
     assert data.first_prompts(3).prompts == ("tench", "golden retriever", "tench")
 
 
 def test_other_folders_get_their_names_and_positions(tmp_path: Path) -> None:
-    path = by_folders(tmp_path / "a", ("black_cat", "dog"))
-    assert seen(ClassImages(path, 16).load(0).batch(0, 6, 0, 1)) == {("black cat", 0), ("dog", 1)}
-    assert seen(ClassImages(path, 16, caption_source="class_id").load(0).batch(0, 6, 0, 1)) == {("0", 0), ("1", 1)}
+    path = write_class_folders(tmp_path / "a", ("black_cat", "dog"))
+    assert captions_and_colors(ClassImages(path, 16).load(0).batch(0, 6, 0, 1)) == {("black cat", 0), ("dog", 1)}
+    assert captions_and_colors(ClassImages(path, 16, caption_source="class_id").load(0).batch(0, 6, 0, 1)) == {
+        ("0", 0),
+        ("1", 1),
+    }
 
 
 def test_hidden_folders_are_ignored(tmp_path: Path) -> None:
-    path = by_folders(tmp_path / "a", ("cat", "dog"))
+    path = write_class_folders(tmp_path / "a", ("cat", "dog"))
     (path / ".ipynb_checkpoints").mkdir()
-    assert seen(ClassImages(path, 16, caption_source="class_id").load(0).batch(0, 6, 0, 1)) == {("0", 0), ("1", 1)}
+    assert captions_and_colors(ClassImages(path, 16, caption_source="class_id").load(0).batch(0, 6, 0, 1)) == {
+        ("0", 0),
+        ("1", 1),
+    }
 
 
 def test_rank_shards_concatenate_to_the_batch(tmp_path: Path) -> None:
-    data = ClassImages(by_folders(tmp_path / "a"), 16).load(3)
+    data = ClassImages(write_class_folders(tmp_path / "a"), 16).load(3)
     whole = data.batch(5, 4, 0, 1)
     shares = [data.batch(5, 4, rank, 2) for rank in range(2)]
     assert torch.equal(whole.pixels, torch.cat([share.pixels for share in shares]))
     assert whole.prompts == shares[0].prompts + shares[1].prompts
 
 
-def hub(path: Path, columns: dict[str, list[Any]], features: Any = None, split: str | None = "train") -> Path:
+def save_hf_dataset(
+    path: Path, columns: dict[str, list[Any]], features: Any = None, split: str | None = "train"
+) -> Path:
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict(columns, features=features)
     (datasets.DatasetDict({split: table}) if split else table).save_to_disk(str(path))
@@ -89,56 +97,60 @@ def hub(path: Path, columns: dict[str, list[Any]], features: Any = None, split: 
 )
 def test_saved_datasets_are_read_by_common_column_names(column: str, label: str, tmp_path: Path) -> None:
     for i in range(2):
-        picture(i).save(tmp_path / f"{i}.png")
+        colored_image(i).save(tmp_path / f"{i}.png")
     named = [str(tmp_path / f"{i}.png") for i in range(2)]
-    values = [{"bytes": as_png(i), "path": None} for i in range(2)] if column == "image" else named
-    path = hub(tmp_path / "set", {column: values, label: [4, 7]})
-    assert seen(ClassImages(path, 16).load(0).batch(0, 2, 0, 1)) == {("4", 0), ("7", 1)}
+    values = [{"bytes": encode_png(i), "path": None} for i in range(2)] if column == "image" else named
+    path = save_hf_dataset(tmp_path / "set", {column: values, label: [4, 7]})
+    assert captions_and_colors(ClassImages(path, 16).load(0).batch(0, 2, 0, 1)) == {("4", 0), ("7", 1)}
 
 
 def test_saved_datasets_keep_their_class_names(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
-    path = hub(tmp_path / "set", {"image": [picture(0), picture(1)], "label": [1, 0]}, features, split=None)
-    assert seen(ClassImages(path, 16).load(0).batch(0, 2, 0, 1)) == {("dog", 0), ("cat", 1)}
+    path = save_hf_dataset(
+        tmp_path / "set", {"image": [colored_image(0), colored_image(1)], "label": [1, 0]}, features, split=None
+    )
+    assert captions_and_colors(ClassImages(path, 16).load(0).batch(0, 2, 0, 1)) == {("dog", 0), ("cat", 1)}
 
 
 def test_missing_split_or_columns_are_refused(tmp_path: Path) -> None:
-    path = hub(tmp_path / "set", {"img": ["x"], "label": [1]})
-    with pytest.raises(ConfigError, match="has the columns img, label; expected one of image, image_path"):
+    path = save_hf_dataset(tmp_path / "set", {"img": ["x"], "label": [1]})
+    with pytest.raises(ConfigError, match=r"img, label.*image, image_path"):
         ClassImages(path, 16).load(0)
-    with pytest.raises(ConfigError, match="has no 'validation'; there are train"):
+    with pytest.raises(ConfigError, match=r"'validation'.* train"):
         ClassImages(path, 16, split="validation").load(0)
-    plain = hub(tmp_path / "plain", {"image": ["x"], "label": [1]}, split=None)
-    with pytest.raises(ConfigError, match="is one data set without splits, found 'test'; leave it out"):
+    plain = save_hf_dataset(tmp_path / "plain", {"image": ["x"], "label": [1]}, split=None)
+    with pytest.raises(ConfigError, match="'test'"):
         ClassImages(plain, 16, split="test").load(0)
     with pytest.raises(ConfigError, match="there is no such folder"):
         ClassImages(tmp_path / "nowhere", 16).load(0)
     with pytest.raises(ConfigError, match=r"is no readable data set .* or has no rows"):
-        ClassImages(hub(tmp_path / "empty", {"image": [], "label": []}), 16).load(0)
+        ClassImages(save_hf_dataset(tmp_path / "empty", {"image": [], "label": []}), 16).load(0)
 
 
-def broken(tmp_path: Path) -> Path:
-    """Three of six cannot be used."""
-    whole = [as_png(i) for i in range(6)]
+def write_broken_dataset(tmp_path: Path) -> Path:
+    """A dataset of six samples, three of which are broken."""
+    whole = [encode_png(i) for i in range(6)]
     whole[1], whole[4] = whole[1][:60], b"no picture"
     rows = [{"bytes": data, "path": None} for data in whole]
-    return hub(tmp_path / "set", {"image": rows, "label": [0, 1, -1, 3, 4, 5]})
+    return save_hf_dataset(tmp_path / "set", {"image": rows, "label": [0, 1, -1, 3, 4, 5]})
 
 
 def test_broken_samples_are_reported_and_skipped(tmp_path: Path) -> None:
-    data = ClassImages(broken(tmp_path), 16, max_skipped=3).load(0)
-    with pytest.warns(UserWarning, match=r"row \d of .* is skipped") as told:
+    data = ClassImages(write_broken_dataset(tmp_path), 16, max_skipped=3).load(0)
+    with pytest.warns(UserWarning, match=r"row \d of .* is skipped") as warned:
         batch = data.batch(0, 6, 0, 1)
-    assert len(told) == 3 and "3 of 3" in str(told[-1].message)
-    data.skipped.add(1, "row 1", ValueError("met by another thread"))  # told of once, or the warning would be an error
-    assert seen(batch) == {("0", 0), ("3", 0), ("5", 1)}  # in the place of each comes the next
+    assert len(warned) == 3 and "3 of 3" in str(warned[-1].message)
+    data.skipped.add(
+        1, "row 1", ValueError("met by another thread")
+    )  # reported once; a second warning would be an error
+    assert captions_and_colors(batch) == {("0", 0), ("3", 0), ("5", 1)}  # in the place of each comes the next
     assert data.first_prompts(6).prompts == ("0", "1", "3", "4", "5", "0")
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_replacement_of_a_broken_sample_is_deterministic(tmp_path: Path) -> None:
-    path = broken(tmp_path)
+    path = write_broken_dataset(tmp_path)
     data = ClassImages(path, 16, max_skipped=3).load(0)
     first = [data.batch(step, 4, 0, 1) for step in range(4)]
     resumed = ClassImages(path, 16, max_skipped=3).load(0)
@@ -149,7 +161,7 @@ def test_replacement_of_a_broken_sample_is_deterministic(tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore")
 def test_more_broken_samples_than_max_skipped_are_an_error(tmp_path: Path) -> None:
-    data = ClassImages(broken(tmp_path), 16, max_skipped=2).load(0)
+    data = ClassImages(write_broken_dataset(tmp_path), 16, max_skipped=2).load(0)
     with pytest.raises(ConfigError, match=r"cannot be used \(.*\), and 2 samples before it were skipped; .* above 2"):
         data.batch(0, 6, 0, 1)
     none = ClassImages(tmp_path / "set", 16).load(0)
@@ -157,7 +169,7 @@ def test_more_broken_samples_than_max_skipped_are_an_error(tmp_path: Path) -> No
         none.batch(0, 6, 0, 1)
 
 
-def codes(path: Path, views: int = 2, shift: int = 0) -> Path:
+def write_codes(path: Path, views: int = 2, shift: int = 0) -> Path:
     for end in ("codes", "labels"):
         (path / f"imagenet32_{end}").mkdir(parents=True)
     for i in range(4):
@@ -168,7 +180,7 @@ def codes(path: Path, views: int = 2, shift: int = 0) -> Path:
 
 
 def test_token_batches_draw_one_view_per_image(tmp_path: Path) -> None:
-    data = TokenFolder(codes(tmp_path / "a"), caption_source="class_id").load(0)
+    data = TokenFolder(write_codes(tmp_path / "a"), caption_source="class_id").load(0)
     views = set()
     for step in range(20):
         batch = data.batch(step, 4, 0, 1)
@@ -181,15 +193,15 @@ def test_token_batches_draw_one_view_per_image(tmp_path: Path) -> None:
 
 
 def test_tokens_of_a_sibling_folder_are_mixed_in(tmp_path: Path) -> None:
-    codes(tmp_path / "a"), codes(tmp_path / "a_105", shift=100)
+    write_codes(tmp_path / "a"), write_codes(tmp_path / "a_105", shift=100)
     data = TokenFolder(tmp_path / "a").load(0)
     ids = torch.cat([data.batch(step, 4, 0, 1).ids[:, 0] for step in range(50)])
     assert 0.3 < (ids >= 100).float().mean() < 0.7
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_invalid_token_files_are_skipped_without_unpickling(tmp_path: Path) -> None:
-    path = codes(tmp_path / "a")
+def test_invalid_token_files_are_skipped_and_not_unpickled(tmp_path: Path) -> None:
+    path = write_codes(tmp_path / "a")
     np.save(path / "imagenet32_codes" / "1.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     np.save(path / "imagenet32_labels" / "2.npy", np.array([5000]))
     assert {*TokenFolder(path, max_skipped=2, caption_source="class_id").load(0).batch(0, 4, 0, 1).prompts} == {
@@ -200,8 +212,8 @@ def test_invalid_token_files_are_skipped_without_unpickling(tmp_path: Path) -> N
         TokenFolder(path).load(0).batch(0, 4, 0, 1)
 
 
-def test_folder_without_codes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds 0 folders of codes and 0 of labels; expected one of each"):
+def test_folder_with_no_codes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="0 folders of codes"):
         TokenFolder(tmp_path).load(0)
 
 
@@ -214,9 +226,9 @@ def test_generator_trains_on_precomputed_tokens(tmp_path: Path) -> None:
 
     model = LlamagenSpec().tiny().load(Placement())
     generator: Policy[Any] = Policy(model, AutoregressiveProcess(), FullFinetuning().apply(model, ()))
-    data = TokenFolder(codes(tmp_path / "a", views=1)).load(0)
+    data = TokenFolder(write_codes(tmp_path / "a", views=1)).load(0)
     batches: list[Any] = [data.batch(step, 8, 0, 1) for step in range(40)]
-    toys.fit(generator, Likelihood(prompt_dropout=0.0), batches, 1e-2)
+    toys.train(generator, Likelihood(prompt_dropout=0.0), batches, 1e-2)
     cond = generator.embed(["0", "1", "2", "3"])
     ids = torch.arange(4)[:, None].expand(4, 16)
     logits = generator.model.predict(ids, torch.ones(4), cond)
@@ -234,8 +246,8 @@ def test_tokens_of_another_length_or_codebook_are_refused(tmp_path: Path) -> Non
     generator: Policy[Any] = Policy(model, AutoregressiveProcess(), FullFinetuning().apply(model, ()))
     wrong: list[Any] = [TokenBatch(("1", "2"), torch.zeros(2, 9, dtype=torch.long))]
     with pytest.raises(ConfigError, match="9 tokens, the model generates 16"):
-        toys.fit(generator, Likelihood(), wrong, 1e-2)
+        toys.train(generator, Likelihood(), wrong, 1e-2)
     others: list[Any] = [TokenBatch(("1", "2"), torch.full((2, 16), 64))]
     for objective in (Likelihood(), CCA()):
         with pytest.raises(ConfigError, match="has the token 64"):
-            toys.fit(generator, objective, others, 1e-2)
+            toys.train(generator, objective, others, 1e-2)

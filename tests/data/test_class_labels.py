@@ -11,11 +11,11 @@ from tastemaker.data.class_labels import ClassLabels, imagenet_labels, make_clas
 @pytest.mark.parametrize(
     "prompt", ["207", " 207 ", "golden retriever", "Golden  Retriever", "a photo of a golden retriever"]
 )
-def test_class_is_found_by_id_name_or_photo_prompt(prompt: str) -> None:
+def test_class_is_resolved_by_id_name_or_photo_prompt(prompt: str) -> None:
     assert imagenet_labels().find_class(prompt) == 207
 
 
-def test_every_imagenet_class_is_found_by_its_prompts() -> None:
+def test_every_imagenet_class_is_resolved_by_its_prompts() -> None:
     classes = imagenet_labels()
     for number in range(classes.count):
         name = classes.name(number)
@@ -33,16 +33,16 @@ def test_wordnet_ids_map_to_class_ids() -> None:
 
 
 def test_unknown_class_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match="there is no class 'golden retreiver'; did you mean 'golden retriever'"):
+    with pytest.raises(ConfigError, match=r"'golden retreiver'.*'golden retriever'"):
         imagenet_labels().find_class("golden retreiver")
-    with pytest.raises(ConfigError, match="there is no class 1000; expected a number from 0 to 999"):
+    with pytest.raises(ConfigError, match=r"1000.* 999"):
         imagenet_labels().find_class("1000")
-    with pytest.raises(ConfigError, match=r"'dog' is no class; .*caption_source=class_id"):
+    with pytest.raises(ConfigError, match=r"'dog'.*caption_source=class_id"):
         make_class_labels(10).find_class("dog")
 
 
 def test_ambiguous_class_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'crane' is the name of the classes 134, 517"):
+    with pytest.raises(ConfigError, match=r"'crane'.* 134, 517"):
         imagenet_labels().find_class("crane")
     assert imagenet_labels().find_class("crayfish") == 124  # the usual name of one, another of the spiny lobster
 
@@ -50,5 +50,5 @@ def test_ambiguous_class_name_is_refused() -> None:
 def test_class_names_must_match_the_number_of_classes() -> None:
     assert make_class_labels(2, ("cat", "dog")) == ClassLabels(2, (("cat",), ("dog",)))
     assert make_class_labels(2, ("cat", "dog")).find_class("a picture of the dog") == 1
-    with pytest.raises(ValueError, match="'class_names' has 1 and there are 2 classes"):
+    with pytest.raises(ValueError, match=r"'class_names' has 1 .* 2 classes"):
         make_class_labels(2, ("cat",))

@@ -1,4 +1,4 @@
-"""Prompts by classes: each says its class, and nothing else."""
+"""Prompts of classes: each names its class."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tastemaker.data.prompts import ClassPrompts
 def test_class_prompts_parse_to_their_label() -> None:
     rows = ClassPrompts().load(0)
     assert len(rows) > 990
-    told = rows.first_prompts(len(rows))
-    assert [imagenet_labels().find_class(prompt) for prompt in told.prompts] == [
-        fact["label"] for fact in told.metadata
+    batch = rows.first_prompts(len(rows))
+    assert [imagenet_labels().find_class(prompt) for prompt in batch.prompts] == [
+        metadata["label"] for metadata in batch.metadata
     ]
-    assert told.prompts[1] == "a photo of a goldfish"
+    assert batch.prompts[1] == "a photo of a goldfish"
 
 
 def test_ambiguous_class_names_are_left_out() -> None:

@@ -73,25 +73,28 @@ def test_other_columns_become_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "sentence"),
+    ("name", "text", "start", "fragment"),
     [
-        ("p.txt", b"", ": the file is empty; expected at least one row"),
-        ("p.txt", b" \n\n", ": the file is empty; expected at least one row"),
-        ("p.txt", b"a red\n\xff", ": byte 6 is not UTF-8; save the file as UTF-8 text"),
-        ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', ", line 2: 'prompt' is missing; found text"),
-        ("p.jsonl", b'{"prompt": 3}', ", line 1: 'prompt' is 3, expected text"),
-        ("p.jsonl", b'\n["a"]', ', line 2: expected an object such as {"prompt": ...}, found ["a"]'),
-        ("p.csv", b"text,tag\na,b\n", ", line 2: 'prompt' is missing; found text, tag"),
-        ("p.csv", b"prompt,tag\na,b,c\n", ", line 2: expected 2 columns as in the first line; check its commas"),
-        ("p.csv", b"prompt,tag\na\n", ", line 2: expected 2 columns as in the first line; check its commas"),
-        ("p.csv", b"prompt\n", ": there are no rows below the line of column names; expected at least one"),
+        ("p.txt", b"", ": ", "empty"),
+        ("p.txt", b" \n\n", ": ", "empty"),
+        ("p.txt", b"a red\n\xff", ": ", "byte 6"),
+        ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', ", line 2: 'prompt'", "text"),
+        ("p.jsonl", b'{"prompt": 3}', ", line 1: 'prompt'", "3"),
+        ("p.jsonl", b'\n["a"]', ", line 2: ", '["a"]'),
+        ("p.csv", b"text,tag\na,b\n", ", line 2: 'prompt'", "text, tag"),
+        ("p.csv", b"prompt,tag\na,b,c\n", ", line 2: ", "2 columns"),
+        ("p.csv", b"prompt,tag\na\n", ", line 2: ", "2 columns"),
+        ("p.csv", b"prompt\n", ": ", "no rows"),
     ],
 )
-def test_invalid_prompt_file_error_names_the_line(tmp_path: Path, name: str, text: bytes, sentence: str) -> None:
+def test_invalid_prompt_file_error_names_the_line(
+    tmp_path: Path, name: str, text: bytes, start: str, fragment: str
+) -> None:
     (tmp_path / name).write_bytes(text)
     with pytest.raises(ConfigError) as error:
         PromptFile(tmp_path / name).load(SEED)
-    assert str(error.value) == f"{tmp_path / name}{sentence}"
+    message = str(error.value).removeprefix(str(tmp_path / name))
+    assert message.startswith(start) and fragment in message
 
 
 @pytest.mark.parametrize(("name", "start"), [("p.jsonl", ", line 1: not JSON ("), ("none.txt", ": cannot be read (")])
@@ -130,13 +133,13 @@ def test_toy_pairs_prefer_the_right_color() -> None:
     assert set(zip(chosen, rejected, strict=True)) == {(a, b) for a in used for b in used if a != b}
 
 
-def picture(path: Path, size: tuple[int, int] = (8, 8), color: str = "red") -> None:
+def save_solid_image(path: Path, size: tuple[int, int] = (8, 8), color: str = "red") -> None:
     Image.new("RGB", size, color).save(path)
 
 
 def test_image_folder_reads_txt_captions(tmp_path: Path) -> None:
     for color in ("red", "blue"):
-        picture(tmp_path / f"{color}.png", color=color)
+        save_solid_image(tmp_path / f"{color}.png", color=color)
         (tmp_path / f"{color}.txt").write_text(f"a {color}\n")
     data = CaptionedFolder(tmp_path).load(SEED)
     batch = data.batch(0, 2, 0, 1)
@@ -145,8 +148,8 @@ def test_image_folder_reads_txt_captions(tmp_path: Path) -> None:
 
 
 def test_image_folder_reads_metadata_jsonl(tmp_path: Path) -> None:
-    picture(tmp_path / "one.png", (16, 8))
-    picture(tmp_path / "two.jpg", (4, 4))
+    save_solid_image(tmp_path / "one.png", (16, 8))
+    save_solid_image(tmp_path / "two.jpg", (4, 4))
     rows = [{"file_name": "one.png", "prompt": "first"}, {"file_name": "two.jpg", "prompt": "second"}]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert CaptionedFolder(tmp_path, image_size=4).load(SEED).batch(0, 2, 0, 1).pixels.shape == (2, 1, 3, 4, 4)
@@ -155,11 +158,11 @@ def test_image_folder_reads_metadata_jsonl(tmp_path: Path) -> None:
 
 
 def test_invalid_image_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such folder; check the path"):
+    with pytest.raises(ConfigError, match="no such folder"):
         CaptionedFolder(tmp_path / "none").load(SEED)
     with pytest.raises(ConfigError, match=r"there are no images; expected files that end in \.png"):
         CaptionedFolder(tmp_path).load(SEED)
-    picture(tmp_path / "a.png")
+    save_solid_image(tmp_path / "a.png")
     with pytest.raises(ConfigError, match=r"the caption of .*a\.png: there is no file .*a\.txt"):
         CaptionedFolder(tmp_path).load(SEED)
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "b.png", "prompt": "x"}')
@@ -167,33 +170,33 @@ def test_invalid_image_folders_are_refused(tmp_path: Path) -> None:
         CaptionedFolder(tmp_path).load(SEED)
 
 
-def pairs(folder: Path, *lines: dict[str, Any]) -> Path:
+def write_pairs(folder: Path, *lines: dict[str, Any]) -> Path:
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder / "pairs.jsonl"
 
 
 def test_pair_file_paths_are_relative_to_the_file(tmp_path: Path) -> None:
-    picture(tmp_path / "good.png", color="red")
-    picture(tmp_path / "bad.png", color="blue")
-    data = PairFile(pairs(tmp_path, {"prompt": "a red", "chosen": "good.png", "rejected": "bad.png"})).load(SEED)
+    save_solid_image(tmp_path / "good.png", color="red")
+    save_solid_image(tmp_path / "bad.png", color="blue")
+    data = PairFile(write_pairs(tmp_path, {"prompt": "a red", "chosen": "good.png", "rejected": "bad.png"})).load(SEED)
     batch = data.batch(0, 2, 0, 1)
     assert batch.prompts == ("a red", "a red") and data.first_prompts(1).prompts == ("a red",)
     assert batch.chosen[0, 0, :, 0, 0].tolist() == [1, 0, 0] and batch.rejected[0, 0, :, 0, 0].tolist() == [0, 0, 1]
 
 
 def test_invalid_pairs_are_refused_by_row(tmp_path: Path) -> None:
-    picture(tmp_path / "good.png")
-    picture(tmp_path / "large.png", (9, 8))
+    save_solid_image(tmp_path / "good.png")
+    save_solid_image(tmp_path / "large.png", (9, 8))
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
-    with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: 'rejected' is missing; found prompt, chosen"):
-        PairFile(pairs(tmp_path, {"prompt": "a", "chosen": "good.png"})).load(SEED)
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: 'rejected'.* prompt, chosen"):
+        PairFile(write_pairs(tmp_path, {"prompt": "a", "chosen": "good.png"})).load(SEED)
     with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 1: there is no file .*none\.png"):
-        PairFile(pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "none.png"})).load(SEED)
-    uneven = PairFile(pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "large.png"})).load(SEED)
+        PairFile(write_pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "none.png"})).load(SEED)
+    uneven = PairFile(write_pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "large.png"})).load(SEED)
     with pytest.raises(
         ConfigError, match=r"line 1: large\.png has 1 frames of 9x8 pixels, but .*line 1: good\.png has"
     ):
         uneven.batch(0, 1, 0, 1)
-    broken = PairFile(pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "broken.png"})).load(SEED)
+    broken = PairFile(write_pairs(tmp_path, {"prompt": "a", "chosen": "good.png", "rejected": "broken.png"})).load(SEED)
     with pytest.raises(ImageError, match=r"broken\.png cannot be read as an image"):
         broken.batch(0, 1, 0, 1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
-from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random
+from tiny_pipelines import CLIP_TOKENS, T5_VOCAB_SIZE, byte_clip_tokenizer, byte_t5_tokenizer, random_network
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from tastemaker.cli import main
@@ -71,7 +71,7 @@ def test_text_encoders_are_loaded_only_for_missing_prompts(spec: Any, tmp_path: 
     encoder = replace(spec.tiny(), embeddings=tmp_path).load_prompt_encoder(CPU)
     encoder(PROMPTS[:2])
     assert encoder._loaded is None
-    assert encoder(["another", PROMPTS[0]])["words"][1].equal(encoder(PROMPTS[:1])["words"][0])
+    assert encoder(["another", PROMPTS[0]])["prompt_embeds"][1].equal(encoder(PROMPTS[:1])["prompt_embeds"][0])
     assert encoder._loaded is not None
 
 
@@ -80,7 +80,7 @@ def test_embeddings_have_the_dtype_of_the_run(tmp_path: Path) -> None:
     actual = replace(QwenImageSpec().tiny(), embeddings=tmp_path).load_prompt_encoder(Placement(dtype=torch.bfloat16))(
         PROMPTS
     )
-    assert actual["words"].dtype == torch.bfloat16 and actual["lengths"].dtype == torch.int64
+    assert actual["prompt_embeds"].dtype == torch.bfloat16 and actual["lengths"].dtype == torch.int64
 
 
 def test_shards_are_bounded_and_finished_ones_are_kept(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_interrupted_shard_is_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "difference"),
-    [({"seed": 1}, "text_encoder "), ({"max_text_tokens": 8}, r"words \(16, .* 8\)")],
+    [({"seed": 1}, "text_encoder "), ({"max_text_tokens": 8}, r"max_text_tokens \(16, .* 8\)")],
 )
 def test_embeddings_of_another_model_are_refused(changes: dict[str, int], difference: str, tmp_path: Path) -> None:
     store_embeddings(FluxSpec().tiny(), tmp_path)
@@ -128,7 +128,7 @@ def test_file_fingerprint_samples_the_whole_file(tmp_path: Path) -> None:
 
 def test_srpo_layout_round_trip(prompt_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "rl_embeddings"
-    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(out), "--layout", "srpo") == 0
+    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(out), "--format", "srpo") == 0
     entries = json.loads((out / CAPTIONS[0]).read_text(encoding="utf-8"))
     assert [entry["caption"] for entry in entries] == PROMPTS[:3]
     assert entries[1].keys() == {"prompt_embed_path", "text_ids", "pooled_prompt_embeds_path", "caption"}
@@ -141,25 +141,25 @@ def test_srpo_layout_round_trip(prompt_file: Path, tmp_path: Path) -> None:
         )
     }
     output = FluxSpec().tiny().load_prompt_encoder(CPU)(PROMPTS[1:2])
-    assert actual["prompt_embed"].equal(output["words"][0])
-    assert actual["pooled_prompt_embeds"].equal(output["pooled"][0])
+    assert actual["prompt_embed"].equal(output["prompt_embeds"][0])
+    assert actual["pooled_prompt_embeds"].equal(output["pooled_prompt_embeds"][0])
     assert actual["text_ids"].shape == (3,) and not actual["text_ids"].any()
 
     (out / CAPTIONS[0]).rename(out / CAPTIONS[1])  # the name that SRPO's training reads
     for path in (out, out / CAPTIONS[1]):
         encoder = replace(FluxSpec().tiny(), embeddings=path).load_prompt_encoder(CPU)
-        assert encoder(PROMPTS[:3])["words"][1].equal(output["words"][0])
+        assert encoder(PROMPTS[:3])["prompt_embeds"][1].equal(output["prompt_embeds"][0])
         assert encoder._loaded is None
 
 
 def test_srpo_folder_is_read_without_running_code(prompt_file: Path, tmp_path: Path) -> None:
-    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(tmp_path), "--layout", "srpo") == 0
+    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(tmp_path), "--format", "srpo") == 0
     (tmp_path / "made_by.json").unlink()
     for name in ("prompt_embed", "pooled_prompt_embeds"):
         embedding = torch.load(tmp_path / name / "0.pt", weights_only=True)
         torch.save(embedding[None], tmp_path / name / "0.pt")
     encoder = replace(FluxSpec().tiny(), embeddings=tmp_path).load_prompt_encoder(CPU)
-    assert encoder(PROMPTS[:1])["words"].shape == (1, 16, 32)
+    assert encoder(PROMPTS[:1])["prompt_embeds"].shape == (1, 16, 32)
     with pytest.raises(ConfigError, match=r"model\.max_text_tokens=16"):
         replace(FluxSpec().tiny(), embeddings=tmp_path, max_text_tokens=8).load_prompt_encoder(CPU)(PROMPTS[:1])
     (tmp_path / "prompt_embed" / "1.pt").write_bytes(pickle.dumps(print, 2))
@@ -194,7 +194,7 @@ def test_ranks_share_the_prompts(
     torch.testing.assert_close(encoder(PROMPTS), FluxSpec().tiny().load_prompt_encoder(CPU)(PROMPTS), atol=1e-6, rtol=0)
     assert encoder._loaded is None
     assert set(PromptFile(out / INDEX).load(0).prompts) == set(PROMPTS[:3])
-    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(out), "--layout", "srpo") == 2
+    assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(out), "--format", "srpo") == 2
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.delenv("RANK")
     assert run_embed("flux", "--prompts", str(prompt_file), "--out", str(out)) == 0
@@ -216,8 +216,8 @@ def test_embed_command_reads_training_and_sample_prompts_of_a_recipe(tmp_path: P
     [
         (["models/flux"], "--prompts: "),
         (["grpo-toy-flow"], "model: toy_flow has no text encoder"),
-        (["srpo-flux-hps", "--layout", "fish"], "--layout: found 'fish'"),
-        (["flowgrpo-sd35", "--layout", "srpo"], "embeddings of FLUX"),
+        (["srpo-flux-hps", "--format", "fish"], "--format: found 'fish'"),
+        (["flowgrpo-sd35", "--format", "srpo"], "embeddings of FLUX"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], fragment: str, tmp_path: Path, capsys: Any) -> None:
@@ -257,7 +257,7 @@ def test_prompt_without_embedding_or_encoder_is_refused(tmp_path: Path) -> None:
 def test_embedding_folders_are_prompt_datasets(prompt_file: Path, tmp_path: Path) -> None:
     for layout in ("tastemaker", "srpo"):
         assert (
-            run_embed("flux", "--prompts", str(prompt_file), "--out", str(tmp_path / layout), "--layout", layout) == 0
+            run_embed("flux", "--prompts", str(prompt_file), "--out", str(tmp_path / layout), "--format", layout) == 0
         )
     for path in (tmp_path / "tastemaker" / INDEX, tmp_path / "srpo" / CAPTIONS[0]):
         dataset = PromptFile(path).load(0)
@@ -268,13 +268,13 @@ def test_embedding_folders_are_prompt_datasets(prompt_file: Path, tmp_path: Path
 def published(tmp_path: Path) -> Path:
     """A small FLUX in diffusers' layout."""
     folder = tmp_path / "flux"
-    random(FluxTransformer2DModel, TINY_CONFIGS["transformer"]).save_pretrained(folder / "transformer")
-    random(AutoencoderKL, TINY_CONFIGS["vae"]).save_pretrained(folder / "vae")
-    random(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS})).save_pretrained(
+    random_network(FluxTransformer2DModel, TINY_CONFIGS["transformer"]).save_pretrained(folder / "transformer")
+    random_network(AutoencoderKL, TINY_CONFIGS["vae"]).save_pretrained(folder / "vae")
+    random_network(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS})).save_pretrained(
         folder / "text_encoder"
     )
-    t5 = T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_WORDS})
-    random(T5EncoderModel, t5).save_pretrained(folder / "text_encoder_2")
+    t5 = T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_VOCAB_SIZE})
+    random_network(T5EncoderModel, t5).save_pretrained(folder / "text_encoder_2")
     byte_clip_tokenizer().save_pretrained(folder / "tokenizer")
     byte_t5_tokenizer().save_pretrained(folder / "tokenizer_2")
     return folder
@@ -300,7 +300,7 @@ def test_fingerprint_depends_on_weights_and_not_on_the_path(published: Path, tmp
     spec = FluxSpec(str(published), height=32, width=32, max_text_tokens=16, embeddings=store)
     store_embeddings(replace(spec, embeddings=None), store)
     moved = published.rename(tmp_path / "moved")
-    assert len(replace(spec, weights=str(moved)).load_prompt_encoder(CPU)(PROMPTS)["words"]) == 4
+    assert len(replace(spec, weights=str(moved)).load_prompt_encoder(CPU)(PROMPTS)["prompt_embeds"]) == 4
     net = CLIPTextModel.from_pretrained(moved / "text_encoder")
     net.get_input_embeddings().weight.data.add_(1e-3)
     net.save_pretrained(moved / "text_encoder")

@@ -1,4 +1,4 @@
-"""Pixels to files and back."""
+"""Images and videos are written to files and read back."""
 
 from __future__ import annotations
 
@@ -77,18 +77,18 @@ def test_video_with_broken_bytes_is_refused(tmp_path: Path) -> None:
         read_image(path)
 
 
-def damaged(folder: Path, places: range) -> list[Path]:
-    """Clips of one kind, each with a few hundred bytes of noise at another place."""
+def write_damaged_videos(folder: Path, positions: range) -> list[Path]:
+    """Copies of one video, each with a few hundred random bytes at another position."""
     save_image(random(6, 3, 64, 64), folder / "whole.mp4")
     whole, chance = (folder / "whole.mp4").read_bytes(), np.random.default_rng(0)
     begin, files = whole.index(b"mdat"), []
-    for place in places:
+    for place in positions:
         files.append(folder / f"{place}.mp4")
         files[-1].write_bytes(whole[: begin + place] + chance.bytes(400) + whole[begin + place + 400 :])
     return files
 
 
-def complaint(path: Path) -> str:
+def read_error(path: Path) -> str:
     try:
         read_image(path)
     except ImageError as error:
@@ -97,28 +97,28 @@ def complaint(path: Path) -> str:
 
 
 def test_damaged_videos_are_mostly_refused(tmp_path: Path) -> None:
-    files = damaged(tmp_path, range(750, 20750, 2000))
-    told = [complaint(file) for file in files]
-    assert sum(map(bool, told)) >= 5  # what happens to decode is not noticed
-    assert all(re.match(r".*mp4 cannot be read as a video", x) for x in told if x)
+    files = write_damaged_videos(tmp_path, range(750, 20750, 2000))
+    errors = [read_error(file) for file in files]
+    assert sum(map(bool, errors)) >= 5  # damage that still decodes is not noticed
+    assert all(re.match(r".*mp4 cannot be read as a video", x) for x in errors if x)
     assert read_image(tmp_path / "whole.mp4").shape == (6, 3, 64, 64)
 
 
 def test_ffmpeg_log_level_is_restored_after_a_broken_video(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
-    broken = next(file for file in damaged(tmp_path, range(750, 20750, 2000)) if complaint(file))
+    broken = next(file for file in write_damaged_videos(tmp_path, range(750, 20750, 2000)) if read_error(file))
     before = av.logging.get_level(), av.logging.get_skip_repeated()
-    assert complaint(broken) == complaint(broken) != ""
+    assert read_error(broken) == read_error(broken) != ""
     assert (av.logging.get_level(), av.logging.get_skip_repeated()) == before
 
 
 def test_broken_video_does_not_affect_other_threads(tmp_path: Path) -> None:
-    files = damaged(tmp_path, range(750, 20750, 2000))
-    alone = [complaint(file) for file in files]
+    files = write_damaged_videos(tmp_path, range(750, 20750, 2000))
+    expected = [read_error(file) for file in files]
     both = [path for file in files for path in (file, tmp_path / "whole.mp4")]
     with ThreadPoolExecutor(4) as pool:
-        told = list(pool.map(complaint, both))
-    assert told[0::2] == alone and not any(told[1::2])
+        errors = list(pool.map(read_error, both))
+    assert errors[0::2] == expected and not any(errors[1::2])
 
 
 @pytest.mark.parametrize("suffix", ["mov", "mkv", "avi", "webm", "m4v"])
@@ -131,7 +131,7 @@ def test_other_video_formats_are_read_only(tmp_path: Path, suffix: str) -> None:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, "rgb24")))
         file.mux(stream.encode(None))
     assert (read_image(path) - smooth(3, 16, 32)).abs().mean() < 0.05
-    with pytest.raises(ImageError, match=f"a.{suffix} cannot be written; expected a name that ends in one of"):
+    with pytest.raises(ImageError, match=f"a.{suffix} "):
         save_image(smooth(3, 16, 32), path)
 
 
@@ -142,7 +142,7 @@ def test_colors_survive_mp4(tmp_path: Path) -> None:
 
 
 def test_several_frames_are_refused_in_image_formats(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match=r"a.jpg cannot hold 2 frames"):
+    with pytest.raises(ImageError, match=r"a\.jpg .*2 frames"):
         save_image(random(2, 3, 4, 4), tmp_path / "a.jpg")
 
 
@@ -200,7 +200,7 @@ def test_corrupt_file_is_refused(tmp_path: Path, suffix: str, keep: int) -> None
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match=r"there is no image at .*none\.png; check the path"):
+    with pytest.raises(ImageError, match=r"none\.png"):
         read_image(tmp_path / "none.png")
 
 
@@ -208,7 +208,7 @@ def test_video_without_pyav_asks_to_install_it(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "tastemaker.data.video_io", raising=False)
     monkeypatch.delattr(tastemaker.data, "video_io", raising=False)
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ImageError, match=r"a.mp4 needs PyAV .*; install av, or use .gif"):
+    with pytest.raises(ImageError, match=r"a\.mp4 .*PyAV .*\.gif"):
         save_image(random(2, 3, 4, 4), tmp_path / "a.mp4")
 
 
@@ -258,7 +258,7 @@ def test_frame_names_of_other_programs_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         (["0.png", "1.png", "3.png"], "frame 2 is missing"),
         (["1.png", "01.png"], "two frames have the same number"),
@@ -266,10 +266,10 @@ def test_frame_names_of_other_programs_are_read(tmp_path: Path) -> None:
         ([], "it holds no image"),
     ],
 )
-def test_incomplete_frame_folder_is_refused(tmp_path: Path, names: list[str], told: str) -> None:
+def test_incomplete_frame_folder_is_refused(tmp_path: Path, names: list[str], message: str) -> None:
     for name in names:
         save_image(random(1, 3, 4, 4), tmp_path / name)
-    with pytest.raises(ImageError, match=told):
+    with pytest.raises(ImageError, match=message):
         read_image(tmp_path)
 
 

@@ -70,8 +70,8 @@ def test_gallery_class_is_the_top_folder(tmp_path: Path) -> None:
     path = of_depths(tmp_path)
     data = ImageCollection(path, 8, caption_source="class_name", max_skipped=1).load(0)
     with pytest.warns(UserWarning, match=r"a.png is skipped \(it lies in .* itself.*1 of 1"):
-        found = {prompt for step in range(4) for prompt in data.batch(step, 1, 0, 1).prompts}
-    assert found == {"cats", "dogs"} and data.first_prompts(3).prompts == ("cats", "dogs", "cats")
+        prompts = {prompt for step in range(4) for prompt in data.batch(step, 1, 0, 1).prompts}
+    assert prompts == {"cats", "dogs"} and data.first_prompts(3).prompts == ("cats", "dogs", "cats")
     (path / "a.png").unlink()
     assert {*ImageCollection(path, 8, caption_source="class_id").load(0).batch(0, 3, 0, 1).prompts} == {"0", "1"}
 
@@ -119,9 +119,9 @@ def tar(path: Path, files: dict[str, bytes]) -> Path:
 
 
 def test_webdataset_samples_are_grouped_by_key(tmp_path: Path) -> None:
-    told = b'{"caption": "green", "label": 7}'
+    sidecar = b'{"caption": "green", "label": 7}'
     first = {"d/0.png": encoded(0), "d/0.txt": b"red", "d/0.cls": b"4\n", "d/1.jpg": encoded(1, "JPEG")}
-    tar(tmp_path / "train-0.tar", {**first, "d/1.json": told, "readme": b"-"})
+    tar(tmp_path / "train-0.tar", {**first, "d/1.json": sidecar, "readme": b"-"})
     tar(tmp_path / "train-1.tar", {"2.WEBP": encoded(2, "WEBP"), "2.txt": b"blue", "2.cls": b"5", "3.txt": b"alone"})
     tar(tmp_path / "test-0.tar", {"9.png": encoded(0)})
     data = ImageCollection(tmp_path, 8, file_pattern="train-*").load(0)
@@ -209,9 +209,9 @@ def test_broken_images_are_skipped_up_to_max_skipped(tmp_path: Path) -> None:
     (tmp_path / "03.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "07.png").write_bytes(b"no picture")
     data = loaded(tmp_path, max_skipped=2, num_workers=4)
-    with pytest.warns(UserWarning, match=r"0[37].png is skipped \(.*cannot be read as an image") as told:
+    with pytest.warns(UserWarning, match=r"0[37].png is skipped \(.*cannot be read as an image") as warned:
         batch = data.batch(0, 12, 0, 1)
-    assert len(told) == 2 and batch.image_ids is not None and {*batch.image_ids.tolist()} == {*range(12)} - {3, 7}
+    assert len(warned) == 2 and batch.image_ids is not None and {*batch.image_ids.tolist()} == {*range(12)} - {3, 7}
     with pytest.raises(ConfigError, match=r"0[37].png cannot be used .* set data.max_skipped above 0"):
         loaded(tmp_path, max_skipped=0, num_workers=4).batch(0, 12, 0, 1)
 
@@ -232,18 +232,20 @@ def test_validation_split_is_disjoint_and_center_cropped(tmp_path: Path) -> None
 def test_decode_square_equals_full_decode_and_crop(tmp_path: Path, shape: tuple[int, int]) -> None:
     textured(*shape).save(tmp_path / "a.png")
     pixels, chance = read_image(tmp_path / "a.png")[0], [0.3, 0.9, 0.6]
-    for found, wanted in (
+    for decoded, expected in (
         (decode_square(tmp_path / "a.png", "a", 16), center_crop(pixels, 16)),
         (decode_square(tmp_path / "a.png", "a", 16, chance), random_crop(pixels, 16, torch.tensor(chance))),
     ):
-        assert torch.equal(found.movedim(-1, 0) / 255, wanted)
+        assert torch.equal(decoded.movedim(-1, 0) / 255, expected)
 
 
 def test_jpeg_draft_decode_is_close_to_full_decode(tmp_path: Path) -> None:
     textured(512, 400).save(tmp_path / "a.jpg", quality=95)
-    found = decode_square(tmp_path / "a.jpg", "a", 64).movedim(-1, 0) / 255
-    wanted = center_crop(read_image(tmp_path / "a.jpg")[0], 64)
-    assert float((found - wanted).abs().mean()) < 2 / 255  # blocks are averaged there, and cut off in frequency here
+    decoded = decode_square(tmp_path / "a.jpg", "a", 64).movedim(-1, 0) / 255
+    expected = center_crop(read_image(tmp_path / "a.jpg")[0], 64)
+    assert (
+        float((decoded - expected).abs().mean()) < 2 / 255
+    )  # libjpeg drops high frequencies, the reference averages blocks
 
 
 def test_decode_square_handles_image_modes_and_orientation(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Preference pairs as others write them: lists, lines, mixtures, folders; and the sentences where they are wrong."""
+"""Published layouts of preference pairs: lists, JSON lines, mixtures and folders; and refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tastemaker.data.pairs import PairFile, PairFolder
 from tastemaker.data.text_files import read_mixture, sample_rows
 
 
-def picture(path: Path, shade: float, size: int = 8) -> None:
+def save_gray_image(path: Path, shade: float, size: int = 8) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     save_image(torch.full((1, 3, size, size), shade), path)
 
@@ -23,7 +23,7 @@ def picture(path: Path, shade: float, size: int = 8) -> None:
 def published(tmp_path: Path) -> Path:
     """Two pairs as Image-Generation-CoT lists them."""
     for name, shade in (("good", 1.0), ("bad", 0.0)):
-        picture(tmp_path / "images" / f"{name}.png", shade)
+        save_gray_image(tmp_path / "images" / f"{name}.png", shade)
     both = {"chosen": "images/good.png", "rejected": "images/bad.png"}
     (tmp_path / "dpo.json").write_text(json.dumps([{"prompt": f"photo {i}", **both} for i in range(4)]))
     return tmp_path
@@ -46,14 +46,14 @@ def test_image_dir_sets_the_base_of_paths(published: Path) -> None:
 
 
 def test_mixture_applies_sampling_strategies(published: Path) -> None:
-    listed = [("first:3", 3), ("end:1", 1), ("random:50%", 2), ("all", 4)]
+    counts = [("first:3", 3), ("end:1", 1), ("random:50%", 2), ("all", 4)]
     (published / "mix.yaml").write_text(
-        "datasets:\n" + "".join(f"  - {{json_path: dpo.json, sampling_strategy: '{share}'}}\n" for share, _ in listed)
+        "datasets:\n" + "".join(f"  - {{json_path: dpo.json, sampling_strategy: '{share}'}}\n" for share, _ in counts)
     )
-    found = read_mixture(published / "mix.yaml", 0)
-    assert len(found) == sum(count for _, count in listed)
-    assert [line.get_text("prompt") for line in found[:4]] == ["photo 0", "photo 1", "photo 2", "photo 3"]
-    assert found == read_mixture(published / "mix.yaml", 0) and len(PairFile(published / "mix.yaml").load(0)) == 10
+    pairs = read_mixture(published / "mix.yaml", 0)
+    assert len(pairs) == sum(count for _, count in counts)
+    assert [line.get_text("prompt") for line in pairs[:4]] == ["photo 0", "photo 1", "photo 2", "photo 3"]
+    assert pairs == read_mixture(published / "mix.yaml", 0) and len(PairFile(published / "mix.yaml").load(0)) == 10
 
 
 def test_sampling_percentages_are_rounded_up() -> None:
@@ -66,8 +66,8 @@ def test_sampling_percentages_are_rounded_up() -> None:
 
 def test_pair_folder_matches_names(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        picture(tmp_path / "chosen" / f"{name}.png", 1.0)
-        picture(tmp_path / "rejected" / f"{name}.png", 0.0)
+        save_gray_image(tmp_path / "chosen" / f"{name}.png", 1.0)
+        save_gray_image(tmp_path / "rejected" / f"{name}.png", 0.0)
         (tmp_path / f"{name}.txt").write_text(f"prompt {name}\n")
     batch = PairFolder(tmp_path).load(0).batch(0, 2, 0, 1)
     assert sorted(batch.prompts) == ["prompt a", "prompt b"]
@@ -78,7 +78,7 @@ def test_pair_folder_matches_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "sentence"),
+    ("name", "text", "message"),
     [
         ("dpo.json", "{", "not JSON"),
         ("dpo.json", '{"prompt": "a"}', "expected a list of objects, found dict"),
@@ -91,14 +91,14 @@ def test_pair_folder_matches_names(tmp_path: Path) -> None:
         ("mix.yaml", "a: [", "not YAML"),
     ],
 )
-def test_unreadable_pair_files_are_refused(name: str, text: str, sentence: str, tmp_path: Path) -> None:
+def test_unreadable_pair_files_are_refused(name: str, text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=message):
         PairFile(tmp_path / name).load(0)
 
 
 def test_pair_of_different_sizes_is_refused(published: Path) -> None:
-    picture(published / "images/bad.png", 0.0, 9)
+    save_gray_image(published / "images/bad.png", 0.0, 9)
     data = PairFile(published / "dpo.json").load(0)
     with pytest.raises(
         ConfigError, match=r"row \d: bad\.png has 1 frames of 9x9 pixels, but .*good\.png .* data\.image_size"

@@ -1,4 +1,4 @@
-"""Batches of the next steps are made beforehand, and what goes wrong then is told when they are asked for."""
+"""Batches of the next steps are loaded in advance, and errors are raised by the batch they belong to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts with pictures: every layout is read, and a step's pictures have one size, that of the best bucket."""
+"""Prompts with images: every layout is read, and the images of a step share the size of one bucket."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_default_buckets_match_srpo() -> None:
-    found = default_buckets()
-    assert len(set(found)) == len(found)
-    assert all(side % BUCKET_STEP == 0 and BUCKET_STEP <= side <= MAX_SIDE for size in found for side in size)
-    assert {(1024, 1024), (576, 1024), (1024, 576), (768, 1024), (1024, 768)} <= set(found)
-    assert {(high, wide) for wide, high in found} == set(found)
+    buckets = default_buckets()
+    assert len(set(buckets)) == len(buckets)
+    assert all(side % BUCKET_STEP == 0 and BUCKET_STEP <= side <= MAX_SIDE for size in buckets for side in size)
+    assert {(1024, 1024), (576, 1024), (1024, 576), (768, 1024), (1024, 768)} <= set(buckets)
+    assert {(high, wide) for wide, high in buckets} == set(buckets)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_bucketed_batches_have_one_size_on_all_ranks(folder: Path) -> None:
         halves = [data.batch(step, 2, rank, 2) for rank in (0, 1)]
         assert whole.prompts == halves[0].prompts + halves[1].prompts
         assert whole.images.equal(torch.cat([half.images for half in halves if half.images is not None]))
-        for prompt, picture, facts in zip(whole.prompts, whole.images, whole.metadata, strict=True):
+        for prompt, picture, metadata in zip(whole.prompts, whole.images, whole.metadata, strict=True):
             name = prompt.removeprefix("a ")
-            assert facts == {"label": name}
+            assert metadata == {"label": name}
             assert picture.mean().item() == pytest.approx(list(SIZES).index(name) / 4, abs=3e-3)
     assert seen == {f"a {name}" for name in SIZES}
     assert data.first_prompts(2).images is None and data.first_prompts(5).prompts[4] == "a wide"
@@ -89,19 +89,19 @@ def test_all_layouts_give_the_same_entries(folder: Path) -> None:
     (folder / "dict.pkl").write_bytes(pickle.dumps(captions))
     rows = [{"caption": caption, "file_name": file} for caption, file in captions.items()]
     (folder / "other.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    wanted = PromptsWithImages(folder / "rows.jsonl").load(0)
+    expected = PromptsWithImages(folder / "rows.jsonl").load(0)
     for name in ("dict.json", "dict.pkl", "other.jsonl"):
-        found = PromptsWithImages(folder / name).load(0)
-        assert [(e.prompt, e.file) for e in found.entries] == [(e.prompt, e.file) for e in wanted.entries]
+        dataset = PromptsWithImages(folder / name).load(0)
+        assert [(e.prompt, e.file) for e in dataset.entries] == [(e.prompt, e.file) for e in expected.entries]
 
 
-class Trap:
+class MaliciousPickle:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return print, ("sprung",)
 
 
 def test_pickles_with_code_and_empty_files_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "trap.pkl").write_bytes(pickle.dumps({"a": Trap()}))
+    (folder / "trap.pkl").write_bytes(pickle.dumps({"a": MaliciousPickle()}))
     with pytest.raises(ConfigError, match="which could run code"):
         PromptsWithImages(folder / "trap.pkl").load(0)
     assert capsys.readouterr().out == ""

@@ -1,4 +1,4 @@
-"""The doctor's two ranks are forked here, for the imports of two interpreters take longer than the examination."""
+"""Fork the two ranks of the doctor: the imports of two new interpreters take longer than its checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tastemaker.diagnostics import two_ranks
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where many published networks will be examined, what they are made of is imported once."""
+    """Import the libraries of published networks once, if many of them will be checked."""
     if sum("test_doctor_passes_every_recipe" in item.name for item in session.items) > 8:
         PRELOADED.extend(["diffusers.models.autoencoders", "diffusers.models.transformers", "diffusers.models.unets"])
 

@@ -1,4 +1,4 @@
-"""Ways in which runs fail in silence, each planted in one component that a recipe can name."""
+"""Faults of runs that raise no error, each planted in one component that a recipe can name."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tastemaker.processes.gaussian import GaussianProcess
 
 
 @dataclass(frozen=True)
-class Fault(ModelSpec):
-    """A flow toy whose backbone is `broken`."""
+class FaultyFlowSpec(ModelSpec):
+    """Base of the flow toys with a faulty backbone."""
 
     frames: int = 1
     shape = (1, 3, 8, 8)
@@ -35,19 +35,19 @@ class Fault(ModelSpec):
 
 
 @dataclass(frozen=True)
-class Restless(Fault):
-    """Its network makes noise of its own, as dropout left on does."""
+class UnseededNoise(FaultyFlowSpec):
+    """Its network adds unseeded noise, like dropout in training mode."""
 
     def load(self, placement: Placement):
         model = ToyFlowSpec().load(placement)
-        quiet = model.predict
-        model.predict = lambda x, t, cond: quiet(x, t, cond) + 0.1 * torch.randn_like(x)
+        predict = model.predict
+        model.predict = lambda x, t, cond: predict(x, t, cond) + 0.1 * torch.randn_like(x)
         return model
 
 
 @dataclass(frozen=True)
-class Forgetful(ModelSpec):
-    """A causal toy whose cache loses what was written."""
+class BrokenCache(ModelSpec):
+    """A causal toy whose cache loses the values that were written."""
 
     frames = 1
     shape = ToyTokenBackbone.shape
@@ -55,10 +55,10 @@ class Forgetful(ModelSpec):
 
     def load(self, placement: Placement):
         model = ToyCausalSpec().load(placement)
-        whole = model.decode_step
+        decode_step = model.decode_step
 
         def extend(ids: Tensor | None, cache, cond: Condition):
-            logits, cache = whole(ids, cache, cond)
+            logits, cache = decode_step(ids, cache, cond)
             return logits, tuple((k, 0 * v) for k, v in cache)
 
         model.decode_step = extend
@@ -69,8 +69,8 @@ class Forgetful(ModelSpec):
 
 
 @dataclass(frozen=True)
-class Unused(Fault):
-    """It has a layer that nothing calls."""
+class UnusedLayer(FaultyFlowSpec):
+    """Its network has a layer that is never called."""
 
     def load(self, placement: Placement):
         model = ToyFlowSpec().load(placement)
@@ -79,23 +79,23 @@ class Unused(Fault):
 
 
 @dataclass(frozen=True)
-class Stale(Fault):
-    """It samples with a copy of the network made before training, as a compiled or served one may be."""
+class StaleWeights(FaultyFlowSpec):
+    """It samples with a copy of the network made before training, like a stale compiled or served network."""
 
     def load(self, placement: Placement):
         model = ToyFlowSpec().load(placement)
-        kept, live = copy.deepcopy(model.net), model.predict
+        copied, live = copy.deepcopy(model.net), model.predict
 
         def predict(x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-            return live(x, t, cond) if torch.is_grad_enabled() else kept(x, t, cond.tensors["word"]).view_as(x)
+            return live(x, t, cond) if torch.is_grad_enabled() else copied(x, t, cond.tensors["word"]).view_as(x)
 
         model.predict = predict
         return model
 
 
 @dataclass(frozen=True)
-class WrongRange(Fault):
-    """Its pixels come out in [-1, 1]."""
+class WrongRange(FaultyFlowSpec):
+    """Its decoder returns pixels in [-1, 1]."""
 
     def load(self, placement: Placement):
         class Codec(ToyFlowBackbone):
@@ -106,8 +106,8 @@ class WrongRange(Fault):
 
 
 @dataclass(frozen=True)
-class BlindTie(Objective):
-    """Its KL is computed without a graph, so it moves the loss and nothing else."""
+class DetachedKL(Objective):
+    """Its KL is computed without a graph, so it changes the loss but not the gradient."""
 
     group_size: int = 4
     needs_stochastic: ClassVar[bool] = True
@@ -120,7 +120,7 @@ class BlindTie(Objective):
         return ("reference",)
 
     def without_kl(self):
-        return Untied(self.group_size)
+        return NoKL(self.group_size)
 
     def collect(self, ctx, batch) -> ScoredRollout:
         return self.inner().collect(ctx, batch)
@@ -130,38 +130,38 @@ class BlindTie(Objective):
 
     def loss(self, ctx, experience, part) -> Loss:
         with torch.no_grad():
-            tied = self.inner().loss(ctx, experience, part)
-        free = replace(self.inner(), kl_coef=0.0).loss(ctx, experience, part)
-        return Loss(free.rows + (tied.rows - free.rows).detach(), free.metrics)
+            with_kl = self.inner().loss(ctx, experience, part)
+        plain = replace(self.inner(), kl_coef=0.0).loss(ctx, experience, part)
+        return Loss(plain.rows + (with_kl.rows - plain.rows).detach(), plain.metrics)
 
 
 @dataclass(frozen=True)
-class Untied(BlindTie):
+class NoKL(DetachedKL):
     def loss(self, ctx, experience, part) -> Loss:
         return replace(self.inner(), kl_coef=0.0).loss(ctx, experience, part)
 
 
-COUNTED = [0]
+NUM_CALLS = [0]
 
 
 @dataclass(frozen=True)
-class HiddenMemory(BlindTie):
-    """It remembers outside the checkpoint."""
+class UncheckpointedState(DetachedKL):
+    """It has state outside of the checkpoint."""
 
     def without_kl(self):
         return None
 
     def collect(self, ctx, batch) -> ScoredRollout:
-        COUNTED[0] += 1
+        NUM_CALLS[0] += 1
         experience = super().collect(ctx, batch)
-        return replace(experience, advantage=experience.advantage / COUNTED[0])
+        return replace(experience, advantage=experience.advantage / NUM_CALLS[0])
 
 
 @dataclass(frozen=True)
 class Constant(RewardSpec, Reward):
-    """Everybody earns the same."""
+    """A reward that gives all samples the same score, or NaN."""
 
-    broken: bool = False  # nobody earns a number
+    broken: bool = False  # NaN
     batch_size: int = 64
     card: ClassVar[RewardCard] = RewardCard(range="always 1", failure_modes="everything")
     differentiable: ClassVar[bool] = False
@@ -174,12 +174,12 @@ class Constant(RewardSpec, Reward):
     def tiny(self):
         return self
 
-    def score(self, pixels, prompts, facts) -> Tensor:
+    def score(self, pixels, prompts, metadata) -> Tensor:
         return torch.full((len(pixels),), torch.nan if self.broken else 1.0)
 
 
-class SameRows(Dataset):
-    """Every rank reads the rows of the first."""
+class FirstRankRows(Dataset):
+    """A dataset where every rank reads the rows of the first rank."""
 
     def __init__(self, rows) -> None:
         self.rows = rows
@@ -187,17 +187,17 @@ class SameRows(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def batch(self, step: int, size: int, rank: int, world: int):
-        return self.rows.batch(step, size, 0, world)
+    def batch(self, step: int, batch_size: int, rank: int, world_size: int):
+        return self.rows.batch(step, batch_size, 0, world_size)
 
     def first_prompts(self, count: int):
         return self.rows.first_prompts(count)
 
 
 @dataclass(frozen=True)
-class EveryoneFirst:
+class SameRowsOnAllRanks:
     prompts: tuple[str, ...] = ("a red", "a green", "a blue", "a yellow")
     batch_type: ClassVar[type] = PromptBatch
 
     def load(self, seed: int):
-        return SameRows(InlinePrompts(self.prompts).load(seed))
+        return FirstRankRows(InlinePrompts(self.prompts).load(seed))

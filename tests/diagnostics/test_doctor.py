@@ -1,4 +1,4 @@
-"""Each proof passes on a sound run and catches the fault it is there for."""
+"""Each check of the doctor passes on a correct run and detects its planted fault."""
 
 import sys
 from pathlib import Path
@@ -13,65 +13,70 @@ SMALL = ["sample.every=0", "batch.prompts=4", "objective.group_size=4"]
 
 
 @pytest.fixture(autouse=True)
-def faults(monkeypatch):
+def import_faults(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     yield
     sys.modules.pop("faults", None)
 
 
 @pytest.mark.parametrize(
-    ("check", "recipe", "plant", "told"),
+    ("check", "recipe", "fault", "fragment"),
     [
         (
             "importance ratio (fp32)",
             "grpo-toy-flow",
-            "model={type: 'faults:Restless'}",
-            "sampling and scoring disagree",
+            "model={type: 'faults:UnseededNoise'}",
+            "sampling and scoring",
         ),
         (
             "importance ratio (bf16)",
             "grpo-toy-flow",
-            "model={type: 'faults:Restless'}",
-            "sampling and scoring disagree",
+            "model={type: 'faults:UnseededNoise'}",
+            "sampling and scoring",
         ),
-        ("cache", "grpo-toy-causal", "model={type: 'faults:Forgetful'}", "KV cache disagrees"),
-        ("gradients", "grpo-toy-flow", "model={type: 'faults:Unused'}", "spare.weight"),
-        ("weights", "grpo-toy-flow", "model={type: 'faults:Stale'}", "sampling does not use the trained weights"),
-        ("reference", "grpo-toy-flow", "objective={type: 'faults:BlindTie'}", "does not depend on the live weights"),
-        ("rewards", "grpo-toy-flow", "rewards.color={type: 'faults:Constant'}", "the same reward"),
-        ("rewards", "grpo-toy-flow", "rewards.color={type: 'faults:Constant', broken: true}", "returned NaN"),
+        ("cache", "grpo-toy-causal", "model={type: 'faults:BrokenCache'}", "KV cache"),
+        ("gradients", "grpo-toy-flow", "model={type: 'faults:UnusedLayer'}", "spare.weight"),
+        (
+            "weights",
+            "grpo-toy-flow",
+            "model={type: 'faults:StaleWeights'}",
+            "trained weights",
+        ),
+        ("reference", "grpo-toy-flow", "objective={type: 'faults:DetachedKL'}", "live weights"),
+        ("rewards", "grpo-toy-flow", "rewards.color={type: 'faults:Constant'}", "same reward"),
+        ("rewards", "grpo-toy-flow", "rewards.color={type: 'faults:Constant', broken: true}", "NaN"),
         ("pixels", "grpo-toy-flow", "model={type: 'faults:WrongRange'}", "[0, 1]"),
-        ("resume", "grpo-toy-flow", "objective={type: 'faults:HiddenMemory'}", "is not in the checkpoint"),
+        ("resume", "grpo-toy-flow", "objective={type: 'faults:UncheckpointedState'}", "checkpoint"),
     ],
 )
-def test_doctor_detects_planted_fault(check, recipe, plant, told, tmp_path):
-    overrides = [plant] if not plant.startswith("objective") else [plant, "objective.group_size=4"]
-    base = [setting for setting in SMALL if not (plant.startswith("objective") and setting.startswith("objective"))]
+def test_doctor_detects_planted_fault(check, recipe, fault, fragment, tmp_path):
+    overrides = [fault] if not fault.startswith("objective") else [fault, "objective.group_size=4"]
+    base = [setting for setting in SMALL if not (fault.startswith("objective") and setting.startswith("objective"))]
     run = build(load(recipe, [*base, *overrides]), tmp_path / "run")
-    found = run_check(check, CHECKS[check], run)
-    assert found.verdict == "fail", found
-    assert told in found.advice
+    result = run_check(check, CHECKS[check], run)
+    assert result.verdict == "fail", result
+    assert fragment in result.advice
 
 
 @pytest.mark.parametrize("recipe", ["grpo-toy-flow", "grpo-lora-toy-flow", "grpo-toy-causal", "grpo-toy-masked"])
 def test_doctor_passes_a_correct_run(recipe, tmp_path):
     run = build(load(recipe, SMALL), tmp_path / "run")
-    found = {check: run_check(check, CHECKS[check], run) for check in CHECKS}
-    assert {check: each for check, each in found.items() if each.verdict not in ("pass", "skip")} == {}
+    results = {check: run_check(check, CHECKS[check], run) for check in CHECKS}
+    assert {check: result for check, result in results.items() if result.verdict not in ("pass", "skip")} == {}
 
 
 def test_doctor_detects_ranks_with_the_same_samples():
-    overrides = [*SMALL, "data={type: 'faults:EveryoneFirst'}"]
+    overrides = [*SMALL, "data={type: 'faults:SameRowsOnAllRanks'}"]
     last = list(run_doctor(load("grpo-toy-flow", overrides)))[-1]
-    assert last.verdict == "fail" and "depends on the rank" in last.advice, last
+    assert last.verdict == "fail" and "rank" in last.advice, last
 
 
 @pytest.mark.slow
 @pytest.mark.fresh_interpreters
-def test_two_ranks_agree_with_one():
+def test_two_ranks_equal_one():
     last = list(run_doctor(load("grpo-lora-toy-flow", SMALL)))[-1]
     assert last.verdict == "pass", last
 
 
 def test_doctor_numbers_are_finite():
-    assert all("nan" not in found.number for found in run_doctor(load("nft-toy-flow", SMALL)))
+    assert all("nan" not in result.number for result in run_doctor(load("nft-toy-flow", SMALL)))

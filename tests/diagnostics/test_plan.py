@@ -1,4 +1,4 @@
-"""What a run will take before it is begun: counted on tensors that hold nothing."""
+"""Memory and FLOPs of a run, estimated on fake tensors before it starts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DEV, MEDIUM = "black-forest-labs/FLUX.1-dev", "stabilityai/stable-diffusion-3.5-
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generators of the published kinds whose sizes can be gone through in a moment."""
+def small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small networks in place of FLUX and Stable Diffusion 3.5."""
     monkeypatch.setitem(
         flux.FLUX.configs,
         DEV,
@@ -45,82 +45,80 @@ def test_peak_counts_live_tensors_only() -> None:
         assert trace_peak_bytes(work, [x]) == 2 * kib
         net = nn.Linear(256, 256, bias=False)
         net.weight.grad = torch.empty_like(net.weight)
-        found = trace_peak_bytes(
-            lambda: net(x[None]).square().sum().backward(), [x, *net.parameters(), net.weight.grad]
-        )
-    assert 256 * kib < found < 260 * kib  # the gradient on its way to the one that is there
+        peak = trace_peak_bytes(lambda: net(x[None]).square().sum().backward(), [x, *net.parameters(), net.weight.grad])
+    assert 256 * kib < peak < 260 * kib  # the new gradient before it is accumulated
 
 
 def test_fused_attention_memory_and_flops() -> None:
     with FakeTensorMode():
-        parts = [torch.empty(1, 2, 4096, 64, requires_grad=True) for _ in range(3)]
+        qkv = [torch.empty(1, 2, 4096, 64, requires_grad=True) for _ in range(3)]
 
         def work() -> None:
-            functional.scaled_dot_product_attention(*parts).sum().backward()
+            functional.scaled_dot_product_attention(*qkv).sum().backward()
 
-        assert trace_peak_bytes(work, parts) < 20 * 2**20
+        assert trace_peak_bytes(work, qkv) < 20 * 2**20
         with torch.no_grad():
-            assert count_flops(lambda: functional.scaled_dot_product_attention(*parts)) == 4 * 2 * 4096**2 * 64
+            assert count_flops(lambda: functional.scaled_dot_product_attention(*qkv)) == 4 * 2 * 4096**2 * 64
 
 
-def planned(*overrides: str, world: int = 1) -> ResourceEstimate:
-    """Of SRPO on a small Flux."""
-    asked = [
+def estimate(*overrides: str, world_size: int = 1) -> ResourceEstimate:
+    """Estimate the resources of SRPO on a small FLUX."""
+    settings = [
         "model.height=64",
         "model.width=64",
         "model.max_text_tokens=16",
         "rewards.hps=null",
         "objective.relative=false",
     ]
-    return estimate_resources(load("srpo-flux-hps", [*asked, "batch.micro_batch_size=8", *overrides]), world)
+    return estimate_resources(load("srpo-flux-hps", [*settings, "batch.micro_batch_size=8", *overrides]), world_size)
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_networks")
 def test_memory_depends_on_dtypes_and_checkpointing() -> None:
-    plain = planned("optim.state_dtype=fp32")
+    plain = estimate("optim.state_dtype=fp32")
     assert plain.optimizer_state == 4 * plain.weights
-    other = planned("optim.state_dtype=int8", "engine.param_dtype=fp32", "ema_decay=0.9")
+    other = estimate("optim.state_dtype=int8", "engine.param_dtype=fp32", "ema_decay=0.9")
     assert other.optimizer_state < 0.26 * plain.optimizer_state
     assert other.weights == 2 * plain.weights == other.snapshots
-    assert planned("engine.activation_memory=keep").update_activations > plain.update_activations
-    assert planned("objective.batch_branches=false").update_activations < plain.update_activations
+    assert estimate("engine.activation_memory=keep").update_activations > plain.update_activations
+    assert estimate("objective.batch_branches=false").update_activations < plain.update_activations
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_networks")
 def test_lora_and_fsdp_save_memory() -> None:
-    plain = planned()
-    assert planned("tuning={type: lora, rank: 4}").gradients < plain.gradients
-    assert planned("engine.strategy=fsdp", world=2).weights == plain.weights / 2
+    plain = estimate()
+    assert estimate("tuning={type: lora, rank: 4}").gradients < plain.gradients
+    assert estimate("engine.strategy=fsdp", world_size=2).weights == plain.weights / 2
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_networks")
 def test_batch_sizes_include_branches_and_guidance() -> None:
-    srpo = planned("batch.rollout_batch_size=8", "batch.micro_batch_size=4")
+    srpo = estimate("batch.rollout_batch_size=8", "batch.micro_batch_size=4")
     assert (srpo.collect_batch, srpo.update_batch) == (8, 8)
-    assert planned("batch.micro_batch_size=4", "objective.batch_branches=false").update_batch == 4
-    small = [
+    assert estimate("batch.micro_batch_size=4", "objective.batch_branches=false").update_batch == 4
+    settings = [
         "model.height=64",
         "model.width=64",
         "model.max_text_tokens=16",
         "batch.rollout_batch_size=3",
         "batch.micro_batch_size=2",
     ]
-    guided = estimate_resources(load("flowgrpo-sd35", small))
+    guided = estimate_resources(load("flowgrpo-sd35", settings))
     assert (guided.collect_batch, guided.update_batch) == (6, 4)
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_networks")
 def test_plan_suggests_savings() -> None:
-    small = ["model.height=64", "model.width=64", "model.max_text_tokens=16", "optim.state_dtype=fp32"]
-    roomy = CliRunner().invoke(app, ["plan", "srpo-flux-hps", *small, "--gpu-gib", "80"])
-    assert roomy.exit_code == 0 and "fits into 80 GiB" in roomy.output
-    narrow = CliRunner().invoke(app, ["plan", "srpo-flux-hps", *small, "--gpu-gib", "1"])
-    assert narrow.exit_code == 1
-    assert "does not fit into 1 GiB" in narrow.output and "optim.state_dtype=int8" in narrow.output
+    settings = ["model.height=64", "model.width=64", "model.max_text_tokens=16", "optim.state_dtype=fp32"]
+    large = CliRunner().invoke(app, ["plan", "srpo-flux-hps", *settings, "--gpu-gib", "80"])
+    assert large.exit_code == 0 and "fits into 80 GiB" in large.output
+    small = CliRunner().invoke(app, ["plan", "srpo-flux-hps", *settings, "--gpu-gib", "1"])
+    assert small.exit_code == 1
+    assert "does not fit into 1 GiB" in small.output and "optim.state_dtype=int8" in small.output
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_networks")
 def test_plan_stable_diffusion_3() -> None:
     assert (
         estimate_resources(
@@ -132,13 +130,13 @@ def test_plan_stable_diffusion_3() -> None:
 
 @pytest.mark.slow
 def test_srpo_flux_flops_match_hand_count() -> None:
-    found = estimate_resources(
+    resources = estimate_resources(
         load("srpo-flux-hps", ["batch.prompts=1", "batch.micro_batch_size=1", "batch.rollout_batch_size=1"])
     )
-    assert found.flops == pytest.approx(1.23e15, rel=0.01)
-    assert found.weights == 2 * 11_901_408_320
+    assert resources.flops == pytest.approx(1.23e15, rel=0.01)
+    assert resources.weights == 2 * 11_901_408_320
 
 
 def test_plan_refuses_toy_models() -> None:
-    with pytest.raises(ConfigError, match="published generator"):
+    with pytest.raises(ConfigError, match="ToyFlowSpec"):
         estimate_resources(load("grpo-toy-flow"))

@@ -1,4 +1,4 @@
-"""Published generators of clips are planned at their full size."""
+"""Resource estimates of published video generators at full size."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SMALL: dict[str, tuple[PublishedModel, tuple[int, int]]] = {
     "hunyuanvideo": (hunyuanvideo.HUNYUANVIDEO, (5, 9)),
     "mochi": (mochi.MOCHI, (7, 13)),
     "svd": (svd.SVD, (3, 5)),
-}  # each model, and two lengths of clips
+}  # each model and two numbers of frames
 
 
-def planned(name: str, *overrides: str) -> ResourceEstimate:
+def estimate(name: str, *overrides: str) -> ResourceEstimate:
     return estimate_resources(load(name, ["rewards.hps=null", *overrides]))
 
 
@@ -32,8 +32,8 @@ def planned(name: str, *overrides: str) -> ResourceEstimate:
 def test_longer_videos_need_more_activations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     published, lengths = SMALL[name]
     monkeypatch.setitem(published.configs, published.releases[0].hub, published.tiny_configs)
-    asked = ["model.height=64", "model.width=64"]
-    short, long = (planned(f"vader-{name}-hps", *asked, f"model.frames={frames}") for frames in lengths)
+    settings = ["model.height=64", "model.width=64"]
+    short, long = (estimate(f"vader-{name}-hps", *settings, f"model.frames={frames}") for frames in lengths)
     assert 0 < short.update_activations < long.update_activations and 0 < short.flops < long.flops
     assert short.weights == long.weights > 0 and short.frozen == long.frozen > 0
 
@@ -42,9 +42,11 @@ def test_longer_videos_need_more_activations(name: str, monkeypatch: pytest.Monk
 def test_only_scored_frames_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     published, _ = SMALL["mochi"]
     monkeypatch.setitem(published.configs, published.releases[0].hub, published.tiny_configs)
-    asked = ["model.height=64", "model.width=64", "model.frames=13"]
-    one, whole = (planned("vader-mochi-hps", *asked, f"objective.frames={frames}") for frames in ("first", "all"))
-    assert one.update_activations < whole.update_activations
+    settings = ["model.height=64", "model.width=64", "model.frames=13"]
+    one_frame, all_frames = (
+        estimate("vader-mochi-hps", *settings, f"objective.frames={frames}") for frames in ("first", "all")
+    )
+    assert one_frame.update_activations < all_frames.update_activations
 
 
 COUNTS = {
@@ -55,7 +57,7 @@ COUNTS = {
     "hunyuanvideo-community/HunyuanVideo": ("HunyuanVideoTransformer3DModel", 12_821_012_544),
     "stabilityai/stable-video-diffusion-img2vid-xt": ("UNetSpatioTemporalConditionModel", 1_524_623_082),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": ("WanTransformer3DModel", 4_999_787_712),
-}  # by hub id, diffusers' class and the weights that are published
+}  # Hub id: class in diffusers and published number of parameters
 
 
 @pytest.mark.parametrize("hub", COUNTS)
@@ -65,19 +67,19 @@ def test_networks_have_the_published_number_of_weights(hub: str) -> None:
     name, count = COUNTS[hub]
     models = [published for published, _ in SMALL.values()]
     configs = next(model.configs[hub] for model in (*models, wan.WAN) if hub in model.configs)
-    kind: Any = getattr(diffusers, name)
+    network_class: Any = getattr(diffusers, name)
     with torch.device("meta"):
-        net = kind(**(configs.get("transformer") or configs["unet"]))
+        net = network_class(**(configs.get("transformer") or configs["unet"]))
     assert sum(p.numel() for p in net.parameters()) == count
 
 
 @pytest.mark.long
 def test_plan_open_sora() -> None:
-    asked = ["model.resolution=32x32", "model.duration=1", "model.max_text_tokens=8"]
-    found = planned("vader-opensora-hps", "tuning={type: full}", "engine.param_dtype=bf16", *asked)
-    assert found.weights == pytest.approx(2 * 1.2e9, rel=0.01) and found.update_activations > 0
+    settings = ["model.resolution=32x32", "model.duration=1", "model.max_text_tokens=8"]
+    resources = estimate("vader-opensora-hps", "tuning={type: full}", "engine.param_dtype=bf16", *settings)
+    assert resources.weights == pytest.approx(2 * 1.2e9, rel=0.01) and resources.update_activations > 0
 
 
 def test_plan_refuses_two_transformers_of_wan() -> None:
-    with pytest.raises(ConfigError, match=r"those of one transformer; leave model\.boundary_ratio out"):
-        planned("vader-wan22-hps")
+    with pytest.raises(ConfigError, match=r"model\.boundary_ratio"):
+        estimate("vader-wan22-hps")

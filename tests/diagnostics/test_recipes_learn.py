@@ -1,4 +1,4 @@
-"""No recipe is only listed: each is examined by the doctor or trained for two steps, at tiny size."""
+"""Every recipe is checked by the doctor or trained for two steps, at tiny size."""
 
 import re
 
@@ -18,53 +18,53 @@ from tastemaker.diagnostics.doctor import run_doctor
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train
 
-# Of VADER's, which differ in their rewards alone, one for each model.
+# One recipe per model of VADER, whose recipes differ in their rewards only.
 RECIPES = [
     name for name in list_generator_recipes() if not name.startswith("vader-") or re.fullmatch(r"vader-\w+-hps", name)
 ]
-# Examined every time: a policy gradient on each kind of process, and a gradient through the reward.
-EXAMINED_FIRST = {"grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "draft-toy-flow"}
-# All toys and one of the playground's networks of each kind, so that every objective meets every process ...
-EXAMINED_TOYS = {name for name in RECIPES if "toy" in name} | {
+# Checked in the fast set: a policy gradient on each kind of process, and a gradient through the reward.
+CHECKED_FAST = {"grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "draft-toy-flow"}
+# All toys and one playground network of each kind, so that every objective is checked with every process ...
+CHECKED_TOYS = {name for name in RECIPES if "toy" in name} | {
     "dpo-playground-masked", "grpo-playground-causal", "nft-playground", "reward-gradient-playground-video",
 }  # fmt: skip
-# ... and one published network of each kind: transformers and U-Nets of pictures and of clips, and of tokens.
-EXAMINED_PUBLISHED = {
+# ... and one published network of each kind: transformers and U-Nets for images, video and tokens.
+CHECKED_PUBLISHED = {
     "dpo-showo", "draft-sd15", "flowgrpo-sd35", "grpo-llamagen", "mixgrpo-flux", "reward-gradient-dit-folder",
     "vader-opensora-hps",
 }  # fmt: skip
-EXAMINED = EXAMINED_FIRST | EXAMINED_TOYS | EXAMINED_PUBLISHED
-TRAINED_FIRST = {name for name in RECIPES if "toy" in name} - EXAMINED_FIRST - {"cca-toy-causal", "srpo-toy-flow"}
+CHECKED = CHECKED_FAST | CHECKED_TOYS | CHECKED_PUBLISHED
+TRAINED_FAST = {name for name in RECIPES if "toy" in name} - CHECKED_FAST - {"cca-toy-causal", "srpo-toy-flow"}
 
 
-def small(recipe: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> RunConfig:
-    """A recipe, of a published network with few samples a step; toys and the playground are small enough."""
-    config = load(recipe, list(more))
+def load_small(recipe: str, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> RunConfig:
+    """Load a recipe, with few samples per step for published networks."""
+    config = load(recipe, list(overrides))
     if "toy" in recipe or "playground" in recipe:
         return config
     monkeypatch.setattr("tastemaker.config.build.TINY_BATCH_SIZE", 8)
-    return load(recipe, [*more, "objective.group_size=4"]) if config.objective.group_size > 4 else config
+    return load(recipe, [*overrides, "objective.group_size=4"]) if config.objective.group_size > 4 else config
 
 
-def tiers(first: set[str], slow: set[str]) -> list[object]:
-    """Every recipe, those of neither set in complete sweeps alone."""
-    assert first | slow <= set(RECIPES)
-    marks = {name: () if name in first else pytest.mark.slow if name in slow else pytest.mark.long for name in RECIPES}
+def tiers(fast: set[str], slow: set[str]) -> list[object]:
+    """Return every recipe with its mark; recipes in neither set are long."""
+    assert fast | slow <= set(RECIPES)
+    marks = {name: () if name in fast else pytest.mark.slow if name in slow else pytest.mark.long for name in RECIPES}
     return [pytest.param(name, marks=each) for name, each in marks.items()]
 
 
-@pytest.mark.parametrize("recipe", tiers(EXAMINED_FIRST, EXAMINED))
+@pytest.mark.parametrize("recipe", tiers(CHECKED_FAST, CHECKED))
 def test_doctor_passes_every_recipe(recipe, monkeypatch):
-    config = small(recipe, monkeypatch) if recipe in EXAMINED_PUBLISHED else load(recipe)
-    findings = list(run_doctor(config, tiny=True))
-    assert len(findings) == 10
-    assert [found for found in findings if found.verdict == "fail"] == []
+    config = load_small(recipe, monkeypatch) if recipe in CHECKED_PUBLISHED else load(recipe)
+    results = list(run_doctor(config, tiny=True))
+    assert len(results) == 10
+    assert [result for result in results if result.verdict == "fail"] == []
 
 
-@pytest.mark.parametrize("recipe", tiers(TRAINED_FIRST, set(RECIPES) - EXAMINED))
+@pytest.mark.parametrize("recipe", tiers(TRAINED_FAST, set(RECIPES) - CHECKED))
 def test_every_recipe_trains(recipe, tmp_path, monkeypatch):
-    few = ["steps=2", "sample.every=2", "sample.count=2", "guard.every=0"]
-    run = build(small(recipe, monkeypatch, *few), tmp_path / "run", tiny=True)
+    settings = ["steps=2", "sample.every=2", "sample.count=2", "guard.every=0"]
+    run = build(load_small(recipe, monkeypatch, *settings), tmp_path / "run", tiny=True)
     before = {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
     updates = [event for event in train(run) if isinstance(event, StepCompleted)]
     assert [event.step for event in updates] == [1, 2]
@@ -78,7 +78,7 @@ AUTOENCODERS = sorted(set(list_trainable_recipes()) - set(list_generator_recipes
     "recipe", [pytest.param(name, marks=[] if name == "playground-vae" else pytest.mark.slow) for name in AUTOENCODERS]
 )
 def test_every_autoencoder_recipe_trains(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "LATENT_STATISTICS_IMAGES", 8)  # pictures that latents are settled on
+    monkeypatch.setattr(training, "LATENT_STATISTICS_IMAGES", 8)  # for the latent statistics
     config = make_tiny_any(load_any_config(recipe, ["steps=2", "sample.every=1", "batch_size=4"]))
     run = build_autoencoder(config, tmp_path / "run")
     updates = [event for event in training.train(run) if isinstance(event, StepCompleted)]

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from tastemaker.cli import main
 from tastemaker.config.load import load
+from tastemaker.core.output_paths import write_text_atomically
 from tastemaker.core.randomness import Randomness
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import PromptBatch
 from tastemaker.data.image_io import ImageError, save_image
 from tastemaker.evaluation.benchmark_run import EvaluationOptions, scores_fingerprint
 from tastemaker.evaluation.benchmarks import Benchmark, held_out_captions, playeval, wordeval
-from tastemaker.evaluation.evaluate import REPORT, SCORES, evaluate, prefetch_images, read_jsonl, write_atomically
+from tastemaker.evaluation.evaluate import REPORT, SCORES, evaluate, prefetch_images, read_jsonl
 from tastemaker.evaluation.playeval import PlayEvalScorer, load_playeval_scorer, load_wordeval_scorer
 from tastemaker.playground import signs
 from tastemaker.playground.captions import TASKS, parse_captions
@@ -127,9 +128,9 @@ def test_too_few_prompts_are_refused() -> None:
 
 @pytest.mark.parametrize("search", ["single", "parm"])
 def test_evaluate_command_runs_a_recipe(search: str, tmp_path: Path) -> None:
-    arguments = ["evaluate", "playeval", "--model", "grpo-toy-flow", "--tiny", "--prompts", "6", "--device", "cpu"]
+    arguments = ["evaluate", "playeval", "--model", "grpo-toy-flow", "--tiny", "--num-prompts", "6", "--device", "cpu"]
     with pytest.raises(SystemExit) as exit_info:
-        main([*arguments, "--search", search, "--n", "2", "--out", str(tmp_path)])
+        main([*arguments, "--search", search, "--num-candidates", "2", "--out", str(tmp_path)])
     assert exit_info.value.code == 0
     report = json.loads((tmp_path / REPORT).read_text("utf-8"))
     assert report["pictures"] == 12 and (search == "parm") == (report["calls"] > 10)
@@ -138,7 +139,7 @@ def test_evaluate_command_runs_a_recipe(search: str, tmp_path: Path) -> None:
 def test_evaluate_command_refuses_a_directory_of_other_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["evaluate", "playeval", "--model", "grpo-toy-masked", "--tiny", "--prompts", "6", "--count", "1"]
+    arguments = ["evaluate", "playeval", "--model", "grpo-toy-masked", "--tiny", "--num-prompts", "6", "--count", "1"]
     arguments += ["--device", "cpu", "--out", str(tmp_path)]
     for overrides, code in (([], 0), ([], 0), (["process.num_steps=2"], 2), (["model.seed=5"], 2)):
         with pytest.raises(SystemExit) as exit_info:
@@ -188,7 +189,7 @@ def test_evaluate_command_runs_wordeval(tmp_path: Path) -> None:
         "--model",
         "nft-playground-words",
         "--tiny",
-        "--prompts",
+        "--num-prompts",
         "3",
         "--device",
         "cpu",
@@ -202,7 +203,7 @@ def test_evaluate_command_runs_wordeval(tmp_path: Path) -> None:
 def test_concurrent_atomic_writes_leave_one_complete_file(tmp_path: Path) -> None:
     file, text = tmp_path / "benchmark.json", "x" * 10**5
     with ThreadPoolExecutor(8) as pool:  # threads share a process id, as containers may
-        list(pool.map(lambda _: write_atomically(file, text), range(200)))
+        list(pool.map(lambda _: write_text_atomically(file, text), range(200)))
     assert file.read_text("utf-8") == text and list(tmp_path.iterdir()) == [file]
 
 

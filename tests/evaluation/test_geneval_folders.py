@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runner import run
+from cli_runner import run_cli
 from torch import Tensor
 
 from tastemaker.cli import main
+from tastemaker.core.objective import SingleProcess
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Metadata, PromptBatch, Prompts
 from tastemaker.data.image_io import save_image
@@ -26,7 +27,6 @@ from tastemaker.evaluation.evaluate import (
     SAMPLES,
     SCORES,
     BenchmarkScorer,
-    WorkerGroup,
     evaluate,
     evaluate_files,
     read_jsonl,
@@ -89,7 +89,7 @@ def test_folder_metadata_may_span_several_lines(tmp_path: Path) -> None:
 def test_changed_images_are_not_taken_for_those_scored_before(tmp_path: Path) -> None:
     folder, benchmark = tmp_path / "images", geneval(1, 2)
     write_images(folder, benchmark)
-    arguments = ["evaluate", "geneval", "--images", str(folder), "--prompts", "1", "--count", "2", "--tiny"]
+    arguments = ["evaluate", "geneval", "--images", str(folder), "--num-prompts", "1", "--count", "2", "--tiny"]
     arguments += ["--device", "cpu", "--out", str(tmp_path / "out")]
     for code in (0, 0, 2):
         with pytest.raises(SystemExit) as exit_info:
@@ -213,11 +213,12 @@ def test_ranks_share_sampling_and_scoring(tmp_path: Path) -> None:
 
     barrier, benchmark, scorers = threading.Barrier(2), geneval(40, 4), [BrightnessScorer(), BrightnessScorer()]
 
-    def wait() -> None:
-        barrier.wait(60)
+    class TwoWorkers(SingleProcess):
+        def barrier(self) -> None:
+            barrier.wait(60)
 
     def work(rank: int) -> None:
-        workers = WorkerGroup(rank, 2, wait)
+        workers = TwoWorkers(rank, 2)
         list(evaluate(benchmark, sample_fn(rank), scorers[rank], tmp_path / "two", workers=workers))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
@@ -238,13 +239,13 @@ def test_evaluate_command_scores_a_folder_of_mixed_sizes(tmp_path: Path, capsys:
         "geneval",
         "--images",
         str(tmp_path / "images"),
-        "--prompts",
+        "--num-prompts",
         "4",
         "--count",
         "2",
         "--tiny",
     ]
-    assert run(*arguments, "--device", "cpu", "--out", str(tmp_path / "out")) == 0
+    assert run_cli(*arguments, "--device", "cpu", "--out", str(tmp_path / "out")) == 0
     report = json.loads((tmp_path / "out" / REPORT).read_text("utf-8"))
     assert report["pictures"] == 8 and "detector random" in report["model"] and (tmp_path / "out" / RESULTS).is_file()
     output = capsys.readouterr().err
@@ -252,16 +253,28 @@ def test_evaluate_command_scores_a_folder_of_mixed_sizes(tmp_path: Path, capsys:
 
 
 def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
-    arguments = ["evaluate", "geneval", "--model", "grpo-toy-flow", "--tiny", "--prompts", "3", "--count", "2"]
+    arguments = ["evaluate", "geneval", "--model", "grpo-toy-flow", "--tiny", "--num-prompts", "3", "--count", "2"]
     out = tmp_path / "out"
     assert (
-        run(*arguments, "--device", "cpu", "--out", str(out), "--search", "best_of_n", "--n", "2", "--judge", "jpeg")
+        run_cli(
+            *arguments,
+            "--device",
+            "cpu",
+            "--out",
+            str(out),
+            "--search",
+            "best_of_n",
+            "--num-candidates",
+            "2",
+            "--verifier",
+            "jpeg",
+        )
         == 0
     )
     first = json.loads((out / REPORT).read_text("utf-8"))
     assert first["prompts"] == 3 and first["calls"] > 0
-    arguments = ["evaluate", "geneval", "--images", str(out / "images"), "--prompts", "3", "--count", "2", "--tiny"]
-    assert run(*arguments, "--device", "cpu", "--out", str(tmp_path / "rescored")) == 0
+    arguments = ["evaluate", "geneval", "--images", str(out / "images"), "--num-prompts", "3", "--count", "2", "--tiny"]
+    assert run_cli(*arguments, "--device", "cpu", "--out", str(tmp_path / "rescored")) == 0
     second = json.loads((tmp_path / "rescored" / REPORT).read_text("utf-8"))
     assert first["scores"] == second["scores"]
 
@@ -273,11 +286,11 @@ def test_evaluating_a_model_and_its_image_folder_agree(tmp_path: Path) -> None:
         (["geneval", "--images", "nowhere", "--tiny"], "nowhere"),
         (["playeval", "--images", "nowhere"], "only geneval"),
         (["playeval", "--model", "grpo-toy-flow", "--metadata", "it.jsonl"], "only geneval"),
-        (["geneval", "--model", "grpo-toy-flow", "--objective-run", "nosuch"], "nosuch"),
+        (["geneval", "--model", "grpo-toy-flow", "--model", "nosuch"], "nosuch"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("evaluate", *arguments) == 2
+    assert run_cli("evaluate", *arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -285,7 +298,7 @@ def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsy
 @pytest.mark.ranks
 def test_two_ranks_score_a_folder_like_one(tmp_path: Path) -> None:
     write_images(tmp_path / "images", geneval(40, 2), side=40)
-    arguments = ["evaluate", "geneval", "--images", "images", "--prompts", "40", "--count", "2", "--tiny"]
+    arguments = ["evaluate", "geneval", "--images", "images", "--num-prompts", "40", "--count", "2", "--tiny"]
     arguments += ["--device", "cpu"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tastemaker"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runner import run
+from cli_runner import run_cli
 from rich.console import Console
 
 from tastemaker.core.registry import ConfigError
@@ -76,19 +76,19 @@ def test_details_list_classes_in_the_published_order() -> None:
 
 def test_detector_settings_are_parsed_and_described() -> None:
     spec = parse_detector(
-        "{threshold: 0.5, max_objects: 4, nms_threshold: 0.9, position_threshold: 0.2}", unchecked=True
+        "{threshold: 0.5, max_objects: 4, nms_threshold: 0.9, position_threshold: 0.2}", self_test=False
     )
     assert spec.rules == GenEvalRules(0.5, 0.9, 4, 0.9, 0.2) and not spec.self_test
     assert (
-        parse_detector("mine.pth", unchecked=False) == GenevalReward(weights="mine.pth")
-        and parse_detector("", unchecked=False) == GenevalReward()
+        parse_detector("mine.pth", self_test=True) == GenevalReward(weights="mine.pth")
+        and parse_detector("", self_test=True) == GenevalReward()
     )
     assert "threshold=0.5" in load_geneval_scorer(spec, Placement(), tiny=True).detector
     default = load_geneval_scorer(GenevalReward(), Placement(), tiny=True).detector
     assert "random" in default and "without self-test" in default
     for text, message in (("{treshold: 1}", "'threshold'"), ("{type: jpeg}", "settings of GenEval's")):
         with pytest.raises(ConfigError, match=message):
-            parse_detector(text, unchecked=False)
+            parse_detector(text, self_test=True)
 
 
 def test_summary_has_the_format_of_genevals_script() -> None:
@@ -150,7 +150,7 @@ def test_download_command_lists_urls_and_writes_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path))
-    assert run("download", "geneval", "--list") == 0
+    assert run_cli("download", "geneval", "--list") == 0
     output = capsys.readouterr().err
     assert "download.openmmlab.com" in output and "raw.githubusercontent.com/djghosh13/geneval" in output
     assert "openai/clip-vit" in output and not list(tmp_path.rglob("*.jsonl"))

@@ -25,7 +25,6 @@ from tastemaker.evaluation.feature_extractors import (
     resize_tf1,
 )
 from tastemaker.evaluation.image_sets import (
-    ExpectedReference,
     ReferenceDescription,
     compare_to_reference,
     load_image_set,
@@ -158,7 +157,7 @@ def test_images_are_packed_in_adm_layout(reference: tuple[Path, Path, FeatureExt
 
 def test_metrics_of_a_set_against_itself(reference: tuple[Path, Path, FeatureExtractor]) -> None:
     folder, path, extractor = reference
-    expected = ExpectedReference("noise", "train", 40)
+    expected = ReferenceDescription("noise", "train", count=40)
     metrics = compare_to_reference(folder, path, expected, extractor, CONSOLE, allow_few=True)
     assert metrics["fid"] == pytest.approx(0, abs=1e-6) and metrics["precision"] == metrics["recall"] == 1
     assert metrics["reference"].startswith("noise train, 40 images of 32 pixels, by classifier-")
@@ -168,24 +167,24 @@ def test_metrics_of_a_set_against_itself(reference: tuple[Path, Path, FeatureExt
 def test_mismatched_references_are_refused(reference: tuple[Path, Path, FeatureExtractor], tmp_path: Path) -> None:
     folder, path, extractor = reference
     for expected, message in {
-        ExpectedReference(split="test"): "--split is test",
-        ExpectedReference(count=50000): "--count is 50000",
-        ExpectedReference(name="cifar10"): "--name is cifar10",
+        ReferenceDescription(split="test"): "--split is test",
+        ReferenceDescription(count=50000): "--num-images is 50000",
+        ReferenceDescription(name="cifar10"): "--name is cifar10",
     }.items():
         with pytest.raises(ConfigError, match=message):
             compare_to_reference(folder, path, expected, extractor, CONSOLE, allow_few=True)
     other = replace(extractor, network="inception-1")  # type: ignore[type-var]
     with pytest.raises(ConfigError, match="another network"):
-        compare_to_reference(folder, path, ExpectedReference(), other, CONSOLE, allow_few=True)
+        compare_to_reference(folder, path, ReferenceDescription(), other, CONSOLE, allow_few=True)
     other = replace(extractor, preprocessing="cubic")  # type: ignore[type-var]
     with pytest.raises(ConfigError, match="another preprocessing"):
-        compare_to_reference(folder, path, ExpectedReference(), other, CONSOLE, allow_few=True)
+        compare_to_reference(folder, path, ReferenceDescription(), other, CONSOLE, allow_few=True)
     save_image(torch.rand(1, 3, 16, 16), tmp_path / "small" / "0.png")
     with pytest.raises(ConfigError, match="16 pixels"):
-        compare_to_reference(tmp_path / "small", path, ExpectedReference(), extractor, CONSOLE, allow_few=True)
+        compare_to_reference(tmp_path / "small", path, ReferenceDescription(), extractor, CONSOLE, allow_few=True)
     save_image(torch.rand(1, 3, 32, 32), tmp_path / "one" / "0.png")
     with pytest.raises(ConfigError, match="1 samples for 8 features"):
-        compare_to_reference(tmp_path / "one", path, ExpectedReference(), extractor, CONSOLE)
+        compare_to_reference(tmp_path / "one", path, ReferenceDescription(), extractor, CONSOLE)
     np.savez(tmp_path / "adm.npz", mu=np.zeros(3), sigma=np.zeros((3, 3)))
     with pytest.raises(ConfigError, match=r"adm\.npz.*reference"):
         load_reference(tmp_path / "adm.npz")
@@ -197,7 +196,16 @@ def test_pack_reference_and_compare_commands(reference: tuple[Path, Path, Featur
     for arguments in (
         ["pack", folder, "--out", str(tmp_path / "a.npz")],
         ["reference", folder, "--name", "noise", "--split", "train", "--out", path, *network_options],
-        ["compare", str(tmp_path / "a.npz"), "--reference", path, "--out", str(out), "--few", *network_options],
+        [
+            "compare",
+            str(tmp_path / "a.npz"),
+            "--reference",
+            path,
+            "--out",
+            str(out),
+            "--allow-few-samples",
+            *network_options,
+        ],
     ):
         with pytest.raises(SystemExit) as exit_info:
             main(arguments)
@@ -218,15 +226,15 @@ def test_statistics_of_adm_references_are_kept(reference: tuple[Path, Path, Feat
     metrics = compare_to_reference(
         folder,
         tmp_path / "adm.safetensors",
-        ExpectedReference("noise", "train", 1_281_167),
+        ReferenceDescription("noise", "train", count=1_281_167),
         extractor,
         CONSOLE,
         allow_few=True,
     )
     assert metrics["fid"] > 0 and "1281167" in metrics["reference"]
-    with pytest.raises(ConfigError, match="give --count"):
+    with pytest.raises(ConfigError, match="give --num-images"):
         make_reference(file, ReferenceDescription("noise", "train"), extractor, tmp_path / "none", CONSOLE)
-    with pytest.raises(ConfigError, match="leave --count out"):
+    with pytest.raises(ConfigError, match="leave --num-images out"):
         make_reference(folder, description, extractor, tmp_path / "none", CONSOLE)
     np.savez(file, arr_0=images, mu=mean + 100, sigma=covariance)
     with pytest.raises(ConfigError, match="Inception"):

@@ -229,7 +229,7 @@ def test_summary_from_merged_results(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# a page\n{BEGIN_MARK}\n{END_MARK}\nits end\n")
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "playground", "--summary", str(tmp_path / "results.json"), "--write", str(page)])
+        main(["bench", "playground", "--summary", str(tmp_path / "results.json"), "--page", str(page)])
     assert exit_info.value.code == 0
     assert "page/overview.svg" in page.read_text() and page.read_text().endswith("its end\n")
     assert {path.name for path in (tmp_path / "page").iterdir()} == {"overview.svg", "curves.svg", "prices.svg"}

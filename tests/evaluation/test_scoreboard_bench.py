@@ -44,7 +44,7 @@ cells:
          search: {type: best_of_n, candidates: [2], trained: true}, target: {min_gain: 0.5}}
   other: {recipe: grpo-playground-flow, family: flow, objective: GRPO, reward: verdict}
 """
-QUICK = ["steps=2", "guard.every=1", "--prompts", "6", "--tiny", "--device", "cpu"]
+QUICK = ["steps=2", "guard.every=1", "--num-prompts", "6", "--tiny", "--device", "cpu"]
 ONE_CELL = [*QUICK, "--seeds", "0", "--cells", "grpo", "--control-seeds", ""]
 
 
@@ -143,7 +143,7 @@ def test_invalid_cells_are_refused(text: str, message: str, tmp_path: Path) -> N
     [
         (["--cells", "grop"], "'grpo'"),
         (["--seeds", "one"], "--seeds"),
-        (["--prompts", "3"], "at least 6"),
+        (["--num-prompts", "3"], "at least 6"),
     ],
 )
 def test_invalid_options_are_refused(
@@ -157,7 +157,7 @@ def test_bench_measures_all_cells_and_continues_after_a_failure(toys: Path, caps
     page = toys.parent / "page.md"
     page.write_text(f"{BEGIN_MARK}\n{END_MARK}\n")
     options = [*QUICK, "--seeds", "0", "--cells", "grpo,gradient,best,broken"]
-    assert bench(toys, *options, "--write", str(page)) == 1
+    assert bench(toys, *options, "--page", str(page)) == 1
     output = capsys.readouterr().err
     assert "broken" not in page.read_text() and "failed: broken-0" in output
     trained, searched = result(toys, "grpo-0"), result(toys, "best-2-0")
@@ -226,7 +226,7 @@ def test_job_waits_for_its_baseline() -> None:
 def test_interrupted_bench_resumes(toys: Path) -> None:
     out = toys.parent / "out"
     arguments = ["bench", str(toys), "steps=60", "checkpoint.every=10", "guard.every=0", "--out", str(out), "--tiny"]
-    arguments += ["--prompts", "6", "--device", "cpu", "--cells", "grpo", "--seeds", "0"]
+    arguments += ["--num-prompts", "6", "--device", "cpu", "--cells", "grpo", "--seeds", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tastemaker", *arguments, "--jobs", "2"]
     process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
@@ -246,7 +246,7 @@ def test_interrupted_bench_resumes(toys: Path) -> None:
 
 @pytest.mark.long
 def test_playground_bench_runs_tiny(tmp_path: Path) -> None:
-    overrides = ["steps=1", "batch.prompts=4", "guard.every=0", "--prompts", "6", "--tiny", "--device", "cpu"]
+    overrides = ["steps=1", "batch.prompts=4", "guard.every=0", "--num-prompts", "6", "--tiny", "--device", "cpu"]
     options = [*overrides, "--seeds", "0", "--control-seeds", "", "--out", str(tmp_path)]
     with pytest.raises(SystemExit) as exit_info:
         main(["bench", "playground", *options])

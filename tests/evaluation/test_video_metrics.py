@@ -71,7 +71,7 @@ def test_video_with_another_motion_is_wrong(scorer: PlayEvalMotionScorer) -> Non
 
 def test_evaluate_command_runs_a_video_model(tmp_path: Path) -> None:
     recipe = "reward-gradient-playground-video"
-    arguments = ["evaluate", "playeval-motion", "--model", recipe, "--tiny", "--prompts", "6", "--device", "cpu"]
+    arguments = ["evaluate", "playeval-motion", "--model", recipe, "--tiny", "--num-prompts", "6", "--device", "cpu"]
     with pytest.raises(SystemExit) as exit_info:
         main([*arguments, "--out", str(tmp_path)])
     assert exit_info.value.code == 0

@@ -11,7 +11,14 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random, sample_latents
+from tiny_pipelines import (
+    CLIP_TOKENS,
+    T5_VOCAB_SIZE,
+    byte_clip_tokenizer,
+    byte_t5_tokenizer,
+    random_network,
+    sample_latents,
+)
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 from untrained_runs import PLAIN, PROMPTS, UntrainedRun, make_untrained_run
@@ -34,12 +41,12 @@ PIPELINE = ("model.truncate_timesteps=false", "model.rollout_guidance_scale=null
 def make_flux_pipeline() -> FluxPipeline:
     return FluxPipeline(
         FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-        random(AutoencoderKL, TINY_CONFIGS["vae"], 1),
-        random(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS}), 2),
+        random_network(AutoencoderKL, TINY_CONFIGS["vae"], 1),
+        random_network(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS}), 2),
         byte_clip_tokenizer(),
-        random(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
+        random_network(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_VOCAB_SIZE}), 3),
         byte_t5_tokenizer(),
-        random(FluxTransformer2DModel, TINY_CONFIGS["transformer"], 4),
+        random_network(FluxTransformer2DModel, TINY_CONFIGS["transformer"], 4),
     )
 
 
@@ -88,7 +95,7 @@ def test_diffusers_pipeline_gives_the_same_images(full: UntrainedRun, tmp_path: 
 
 
 def test_ema_is_exported_by_default_in_the_requested_dtype(full: UntrainedRun, tmp_path: Path) -> None:
-    export_generator(GeneratorExport(full.run.directory, tmp_path / "out", "diffusers", bare=True), CONSOLE)
+    export_generator(GeneratorExport(full.run.directory, tmp_path / "out", "diffusers", network_only=True), CONSOLE)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "recipe.yaml", "transformer"]
     tensors = load_file(next((tmp_path / "out/transformer").glob("*.safetensors")))
     ema = full.run.policy.weights.snapshot_tensors()["ema"]
@@ -184,8 +191,8 @@ def test_generate_from_an_exported_pipeline(full: UntrainedRun, tmp_path: Path) 
     export_generator(GeneratorExport(directory, tmp_path / "pipeline", "diffusers", "live", torch.float32), CONSOLE)
     images = generate_images(str(tmp_path / "pipeline"), tmp_path / "a")
     assert (images - generate_images(str(directory), tmp_path / "b")).abs().max() <= 1 / 255 + 1e-6
-    export_generator(GeneratorExport(directory, tmp_path / "bare", "diffusers", bare=True), CONSOLE)
-    with pytest.raises(ConfigError, match="without --bare"):
+    export_generator(GeneratorExport(directory, tmp_path / "bare", "diffusers", network_only=True), CONSOLE)
+    with pytest.raises(ConfigError, match="without --network-only"):
         generate_images(str(tmp_path / "bare"), tmp_path / "c")
 
 
@@ -210,7 +217,7 @@ def test_model_card_has_recipe_scores_and_credits(full: UntrainedRun, tmp_path: 
     report = full.run.directory / "eval/geneval/report.json"
     report.parent.mkdir(parents=True)
     report.write_text(json.dumps({"scores": {"right": {"overall": {"mean": 0.7, "low": 0.65, "high": 0.75}}}}))
-    export_generator(GeneratorExport(full.run.directory, tmp_path / "out", "diffusers", bare=True), CONSOLE)
+    export_generator(GeneratorExport(full.run.directory, tmp_path / "out", "diffusers", network_only=True), CONSOLE)
     page = (tmp_path / "out/README.md").read_text()
     assert "- geneval: right 0.7 (0.65 to 0.75)" in page
     assert "| reward/mean | 0.25 | 0.5 |" in page and "Direct-Align" in page

@@ -13,7 +13,7 @@ import torch
 import transformers
 from rich.console import Console
 from tiers import fast
-from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random
+from tiny_pipelines import CLIP_TOKENS, T5_VOCAB_SIZE, byte_clip_tokenizer, byte_t5_tokenizer, random_network
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from untrained_runs import save_perturbed_run
@@ -43,22 +43,22 @@ SETTINGS = [
 
 
 def random_clip(kind: Any, config: dict[str, Any], seed: int) -> Any:
-    return random(kind, transformers.CLIPTextConfig(**{**config, **CLIP_ENDS}), seed)
+    return random_network(kind, transformers.CLIPTextConfig(**{**config, **CLIP_TOKENS}), seed)
 
 
 def sd3_pipeline() -> Any:
     configs, clip_class = sd3.TINY_CONFIGS, transformers.CLIPTextModelWithProjection
     return diffusers.StableDiffusion3Pipeline(
-        transformer=random(diffusers.SD3Transformer2DModel, configs["transformer"], 1),
+        transformer=random_network(diffusers.SD3Transformer2DModel, configs["transformer"], 1),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=random(diffusers.AutoencoderKL, configs["vae"], 2),
+        vae=random_network(diffusers.AutoencoderKL, configs["vae"], 2),
         text_encoder=random_clip(clip_class, configs["text_encoder"], 3),
         tokenizer=byte_clip_tokenizer(),
         text_encoder_2=random_clip(clip_class, configs["text_encoder_2"], 4),
         tokenizer_2=byte_clip_tokenizer(),
-        text_encoder_3=random(
+        text_encoder_3=random_network(
             transformers.T5EncoderModel,
-            transformers.T5Config(**{**configs["text_encoder_3"], "vocab_size": T5_WORDS}), 5,
+            transformers.T5Config(**{**configs["text_encoder_3"], "vocab_size": T5_VOCAB_SIZE}), 5,
         ),
         tokenizer_3=byte_t5_tokenizer(),
     )  # fmt: skip
@@ -72,19 +72,19 @@ def qwen_pipeline() -> Any:
     letters = {letter: i for i, letter in enumerate(bytes_to_unicode().values())}
     return diffusers.QwenImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=random(diffusers.AutoencoderKLQwenImage, configs["vae"], 1),
-        text_encoder=random(transformers.Qwen2_5_VLForConditionalGeneration, config, 2),
+        vae=random_network(diffusers.AutoencoderKLQwenImage, configs["vae"], 1),
+        text_encoder=random_network(transformers.Qwen2_5_VLForConditionalGeneration, config, 2),
         tokenizer=transformers.Qwen2Tokenizer(vocab=letters, merges=[]),
-        transformer=random(diffusers.QwenImageTransformer2DModel, configs["transformer"], 3),
+        transformer=random_network(diffusers.QwenImageTransformer2DModel, configs["transformer"], 3),
     )
 
 
 def sd15_pipeline() -> Any:
     return diffusers.StableDiffusionPipeline(
-        random(diffusers.AutoencoderKL, sd15.TINY_CONFIGS["vae"], 1),
+        random_network(diffusers.AutoencoderKL, sd15.TINY_CONFIGS["vae"], 1),
         random_clip(transformers.CLIPTextModel, sd15.TINY_CONFIGS["text_encoder"], 2),
         byte_clip_tokenizer(),
-        random(diffusers.UNet2DConditionModel, sd15.TINY_CONFIGS["unet"], 3),
+        random_network(diffusers.UNet2DConditionModel, sd15.TINY_CONFIGS["unet"], 3),
         diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
         None, None, requires_safety_checker=False,
     )  # fmt: skip
@@ -92,12 +92,12 @@ def sd15_pipeline() -> Any:
 
 def sdxl_pipeline() -> Any:
     return diffusers.StableDiffusionXLPipeline(
-        random(diffusers.AutoencoderKL, sdxl.TINY_CONFIGS["vae"], 1),
+        random_network(diffusers.AutoencoderKL, sdxl.TINY_CONFIGS["vae"], 1),
         random_clip(transformers.CLIPTextModel, sdxl.TINY_CONFIGS["text_encoder"], 2),
         random_clip(transformers.CLIPTextModelWithProjection, sdxl.TINY_CONFIGS["text_encoder_2"], 3),
         byte_clip_tokenizer(),
         byte_clip_tokenizer(),
-        random(diffusers.UNet2DConditionModel, sdxl.TINY_CONFIGS["unet"], 4),
+        random_network(diffusers.UNet2DConditionModel, sdxl.TINY_CONFIGS["unet"], 4),
         diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
     )
 
@@ -201,5 +201,5 @@ def test_pipeline_export_of_tiny_weights_is_refused(tmp_path: Path) -> None:
     run = build(config)
     run.save(1)
     write_run_config(config, run.directory)
-    with pytest.raises(ConfigError, match="add --bare"):
+    with pytest.raises(ConfigError, match="add --network-only"):
         export_generator(GeneratorExport(run.directory, tmp_path / "out", "diffusers"), CONSOLE)

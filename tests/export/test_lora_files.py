@@ -14,7 +14,7 @@ import transformers
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiers import fast
-from tiny_pipelines import T5_WORDS, byte_t5_tokenizer, random
+from tiny_pipelines import T5_VOCAB_SIZE, byte_t5_tokenizer, random_network
 from torch import Tensor
 from untrained_runs import save_perturbed_run
 
@@ -137,12 +137,12 @@ def save_wan_pipeline(folder: Path) -> None:
     """Save Wan 2.2's pipeline with random weights."""
     pipeline_class: Any = diffusers.WanPipeline
     scheduler_class: Any = diffusers.FlowMatchEulerDiscreteScheduler
-    text_config = transformers.UMT5Config(**{**wan.TINY_CONFIGS["text_encoder"], "vocab_size": T5_WORDS})
-    first, second = (random(diffusers.WanTransformer3DModel, wan.TINY_TRANSFORMER, seed) for seed in (1, 2))
+    text_config = transformers.UMT5Config(**{**wan.TINY_CONFIGS["text_encoder"], "vocab_size": T5_VOCAB_SIZE})
+    first, second = (random_network(diffusers.WanTransformer3DModel, wan.TINY_TRANSFORMER, seed) for seed in (1, 2))
     pipeline_class(
         tokenizer=byte_t5_tokenizer(),
-        text_encoder=random(transformers.UMT5EncoderModel, text_config, 3),
-        vae=random(diffusers.AutoencoderKLWan, wan.TINY_CONFIGS["vae"], 4),
+        text_encoder=random_network(transformers.UMT5EncoderModel, text_config, 3),
+        vae=random_network(diffusers.AutoencoderKLWan, wan.TINY_CONFIGS["vae"], 4),
         scheduler=scheduler_class(shift=3.0),
         transformer=first,
         transformer_2=second,

@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL
 from diffusers.loaders import single_file_utils
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_pipelines import CLIP_ENDS, byte_clip_tokenizer, random, sample_latents
+from tiny_pipelines import CLIP_TOKENS, byte_clip_tokenizer, random_network, sample_latents
 from transformers import CLIPTextConfig, CLIPTextModel
 from untrained_runs import PROMPTS, UntrainedRun, make_untrained_run
 
@@ -30,10 +30,10 @@ LAYOUTS: tuple[Literal["diffusers", "comfyui"], ...] = ("diffusers", "comfyui")
 @pytest.fixture(scope="module")
 def sd15_run(tmp_path_factory: pytest.TempPathFactory) -> UntrainedRun:
     pipeline = diffusers.StableDiffusionPipeline(
-        random(AutoencoderKL, sd15.TINY_CONFIGS["vae"], 1),
-        random(CLIPTextModel, CLIPTextConfig(**{**sd15.TINY_CONFIGS["text_encoder"], **CLIP_ENDS}), 2),
+        random_network(AutoencoderKL, sd15.TINY_CONFIGS["vae"], 1),
+        random_network(CLIPTextModel, CLIPTextConfig(**{**sd15.TINY_CONFIGS["text_encoder"], **CLIP_TOKENS}), 2),
         byte_clip_tokenizer(),
-        random(diffusers.UNet2DConditionModel, sd15.TINY_CONFIGS["unet"], 3),
+        random_network(diffusers.UNet2DConditionModel, sd15.TINY_CONFIGS["unet"], 3),
         diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
         None, None, requires_safety_checker=False,
     )  # fmt: skip

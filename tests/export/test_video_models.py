@@ -12,7 +12,7 @@ import torch
 import transformers
 from rich.console import Console
 from tiers import fast
-from tiny_pipelines import CLIP_ENDS, byte_clip_tokenizer, random
+from tiny_pipelines import CLIP_TOKENS, byte_clip_tokenizer, random_network
 from torch import Tensor
 from untrained_runs import save_perturbed_run
 
@@ -44,12 +44,12 @@ steps: 1
 
 def save_pipeline(folder: Path) -> None:
     """Save ModelScope's pipeline with random weights."""
-    text_config = transformers.CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS})
+    text_config = transformers.CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS})
     pipeline: Any = diffusers.TextToVideoSDPipeline(  # type: ignore[no-untyped-call]
-        vae=random(diffusers.AutoencoderKL, TINY_CONFIGS["vae"], 1),
-        text_encoder=random(transformers.CLIPTextModel, text_config, 2),
+        vae=random_network(diffusers.AutoencoderKL, TINY_CONFIGS["vae"], 1),
+        text_encoder=random_network(transformers.CLIPTextModel, text_config, 2),
         tokenizer=byte_clip_tokenizer(),
-        unet=random(diffusers.UNet3DConditionModel, TINY_CONFIGS["unet"], 3),
+        unet=random_network(diffusers.UNet3DConditionModel, TINY_CONFIGS["unet"], 3),
         scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),  # type: ignore[no-untyped-call]
     )
     pipeline.save_pretrained(folder)

@@ -13,7 +13,14 @@ import toys
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from safetensors.torch import save_file
 from tiers import fast
-from tiny_pipelines import CLIP_ENDS, T5_WORDS, byte_clip_tokenizer, byte_t5_tokenizer, random, sample_latents
+from tiny_pipelines import (
+    CLIP_TOKENS,
+    T5_VOCAB_SIZE,
+    byte_clip_tokenizer,
+    byte_t5_tokenizer,
+    random_network,
+    sample_latents,
+)
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from tastemaker.core.lora import Lora
@@ -41,12 +48,12 @@ def make_pipeline(*, distilled: bool) -> FluxPipeline:
     settings = {**TINY_CONFIGS["transformer"], "guidance_embeds": distilled}
     return FluxPipeline(
         FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=distilled, shift=3.0 if distilled else 1.0),
-        random(AutoencoderKL, TINY_CONFIGS["vae"], 1),
-        random(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS}), 2),
+        random_network(AutoencoderKL, TINY_CONFIGS["vae"], 1),
+        random_network(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS}), 2),
         byte_clip_tokenizer(),
-        random(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
+        random_network(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_VOCAB_SIZE}), 3),
         byte_t5_tokenizer(),
-        random(FluxTransformer2DModel, settings, 4),
+        random_network(FluxTransformer2DModel, settings, 4),
     )
 
 
@@ -129,8 +136,8 @@ def test_each_prompt_is_encoded_once(policy: Policy[Any]) -> None:
     first = policy.embed(PROMPTS)
     second = policy.embed([PROMPTS[2], PROMPTS[0], PROMPTS[0]])
     assert len(calls) == 1
-    assert second.tensors["words"][1].equal(first.tensors["words"][0])
-    assert second.tensors["pooled"][0].equal(first.tensors["pooled"][2])
+    assert second.tensors["prompt_embeds"][1].equal(first.tensors["prompt_embeds"][0])
+    assert second.tensors["pooled_prompt_embeds"][0].equal(first.tensors["pooled_prompt_embeds"][2])
 
 
 def test_distilled_guidance_may_differ_in_rollouts() -> None:
@@ -216,6 +223,6 @@ def test_every_objective_changes_the_weights(objective: Any, tuning: Any) -> Non
     model = FluxSpec().tiny().load(Placement())
     policy = Policy(model, SDE, tuning.apply(model, objective.snapshots()))
     before = {key: p.detach().clone() for key, p in policy.weights.trainable().items()}
-    toys.fit(policy, objective, [toys.prompts(4)], 1e-3)
+    toys.train(policy, objective, [toys.prompts(4)], 1e-3)
     assert any(not p.equal(before[key]) for key, p in policy.weights.trainable().items())
     assert all(torch.isfinite(p).all() for p in policy.weights.trainable().values())

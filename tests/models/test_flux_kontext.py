@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, FluxTransformer2DModel
-from tiny_pipelines import CLIP_ENDS, T5_WORDS, FixedNoise, byte_clip_tokenizer, byte_t5_tokenizer, random
+from tiny_pipelines import (
+    CLIP_TOKENS,
+    T5_VOCAB_SIZE,
+    FixedNoise,
+    byte_clip_tokenizer,
+    byte_t5_tokenizer,
+    random_network,
+)
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
@@ -33,12 +40,12 @@ PROMPTS = ["a red cat", "Two dogs, on a boat"]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     pipeline = FluxKontextPipeline(
         FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-        random(AutoencoderKL, TINY_CONFIGS["vae"], 1),
-        random(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS}), 2),
+        random_network(AutoencoderKL, TINY_CONFIGS["vae"], 1),
+        random_network(CLIPTextModel, CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS}), 2),
         byte_clip_tokenizer(),
-        random(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_WORDS}), 3),
+        random_network(T5EncoderModel, T5Config(**{**TINY_CONFIGS["text_encoder_2"], "vocab_size": T5_VOCAB_SIZE}), 3),
         byte_t5_tokenizer(),
-        random(FluxTransformer2DModel, TINY_CONFIGS["transformer"], 4),
+        random_network(FluxTransformer2DModel, TINY_CONFIGS["transformer"], 4),
     )
     pipeline.set_progress_bar_config(disable=True)
     folder = tmp_path_factory.mktemp("kontext")

@@ -199,7 +199,9 @@ def test_tiny_model_learns_classes() -> None:
     model = spec.load(Placement())
     policy = Policy(model, GaussianProcess(RectifiedFlow(), FlowSDE(0.7), 8), FullFinetuning().apply(model, ()))
     before = toys.true_rewards(policy, 64)
-    toys.fit(policy, Likelihood(), (toys.pictures(32, 1, seed, side=16) for seed in range(150)), 5e-3, cool=150)
+    toys.train(
+        policy, Likelihood(), (toys.image_batch(32, 1, seed, side=16) for seed in range(150)), 5e-3, decay_steps=150
+    )
     after = toys.true_rewards(policy, 64)
     assert float(after.mean()) > float(before.mean()) + 0.1 and toys.z_score(before, after) > 5
 

@@ -108,7 +108,7 @@ def test_custom_class_names_are_prompts() -> None:
 def test_captions_are_left_padded() -> None:
     model = tiny_llamagen("caption")
     cond = model.embed(["Ab", "ab", "abcdefghijklmnop"])
-    mask, features = cond.tensors["shown"], cond.tensors["features"]
+    mask, features = cond.tensors["attention_mask"], cond.tensors["features"]
     assert mask.int().tolist() == [[0] * 5 + [1] * 3] * 2 + [[1] * 8]  # letters, end token
     assert not features[0, :5].any() and features[0, 5:].abs().sum(-1).gt(0).all()
     assert torch.equal(features[0], features[1])  # captions are lowercased
@@ -120,13 +120,13 @@ def test_empty_caption_uses_null_embedding() -> None:
     cond = guided.embed(["ab", "a much longer caption"])
     net: Any = model.net
     assert torch.equal(cond.tensors[NEGATIVE + "features"][1], net.cls_embedding.uncond_embedding)
-    assert torch.equal(cond.tensors[NEGATIVE + "shown"], cond.tensors["shown"])  # as published
+    assert torch.equal(cond.tensors[NEGATIVE + "attention_mask"], cond.tensors["attention_mask"])  # as published
     assert not net.cls_embedding.uncond_embedding.requires_grad
 
 
 def test_precomputed_embeddings_need_no_text_encoder(tmp_path: Path) -> None:
-    embeddings = {"features": torch.randn(1, 8, 2048), "shown": torch.ones(1, 8, dtype=torch.bool)}
-    ShardedEmbeddingStore(tmp_path, {"model": "llamagen", "words": "8"}).add(["a cat"], embeddings)
+    embeddings = {"features": torch.randn(1, 8, 2048), "attention_mask": torch.ones(1, 8, dtype=torch.bool)}
+    ShardedEmbeddingStore(tmp_path, {"model": "llamagen", "max_text_tokens": "8"}).add(["a cat"], embeddings)
     spec = replace(LlamagenSpec().tiny(), conditioning="caption", text_encoder="google/flan-t5-xl", embeddings=tmp_path)
     model = spec.load(Placement())
     assert torch.equal(model.embed(["a cat"]).tensors["features"], embeddings["features"])
@@ -150,7 +150,7 @@ def test_lora_trains_llamagen(conditioning: str) -> None:
 def test_caption_padding_is_masked() -> None:
     model = tiny_llamagen("caption")
     cond, ids = model.embed(["ab"]), torch.arange(16)[None]
-    features = torch.where(cond.tensors["shown"][..., None], cond.tensors["features"], torch.ones(()))
+    features = torch.where(cond.tensors["attention_mask"][..., None], cond.tensors["features"], torch.ones(()))
     other = Condition(cond.prompts, {**cond.tensors, "features": features})
     one, two = (model.predict(ids, torch.ones(1), c) for c in (cond, other))
     torch.testing.assert_close(one, two)

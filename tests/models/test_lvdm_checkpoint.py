@@ -13,7 +13,7 @@ import tiny_pipelines
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from videocrafter_toys import UNET, VIDEO, draw_weights, network, read_fixture, unet_tensors
+from videocrafter_toys import FIXTURES, UNET, build_unet, random_weights, read_fixture, unet_tensors
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
@@ -29,7 +29,7 @@ VAE: dict[str, Any] = {
     "scaling_factor": 0.18215,
 }
 TEXT: dict[str, Any] = {
-    **tiny_pipelines.CLIP_ENDS,
+    **tiny_pipelines.CLIP_TOKENS,
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
@@ -39,7 +39,7 @@ TEXT: dict[str, Any] = {
 
 
 def vae_tensors() -> dict[str, Tensor]:
-    return draw_weights(read_fixture("lvdm_vae_tiny.json"), 31)
+    return random_weights(read_fixture("lvdm_vae_tiny.json"), 31)
 
 
 def text_tensors() -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def text_tensors() -> dict[str, Tensor]:
         for name, shape in {**linear, "ln_1": (width,), "ln_2": (width,)}.items():
             block |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
         shapes |= {f"transformer.resblocks.{layer}.{name}": shape for name, shape in block.items()}
-    return {**draw_weights(shapes, 5), "logit_scale": torch.tensor(4.6)}
+    return {**random_weights(shapes, 5), "logit_scale": torch.tensor(4.6)}
 
 
 def save_checkpoint(path: Path, prefix: str = "", wrapper: str = "state_dict") -> Path:
@@ -84,9 +84,9 @@ def small_configs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_published_checkpoint_loads(tmp_path: Path) -> None:
     spec = VideocrafterSpec(str(save_checkpoint(tmp_path / "model.ckpt")), frames=3, height=32, width=32)
     model = spec.load(Placement())
-    unet_weights = network().state_dict()
+    unet_weights = build_unet().state_dict()
     assert all(x.equal(unet_weights[key]) for key, x in model.net.state_dict().items())
-    golden = load_file(VIDEO / "lvdm_vae_tiny_io.safetensors")
+    golden = load_file(FIXTURES / "lvdm_vae_tiny_io.safetensors")
     latents = golden["z"].transpose(1, 2)
     expected = (golden["decode_first_stage_2DAE"].transpose(1, 2) / 2 + 0.5).clamp(0, 1)
     assert (model.decode(latents) - expected).abs().max() <= 2e-6
@@ -102,7 +102,7 @@ def test_published_checkpoint_loads(tmp_path: Path) -> None:
 def test_deepspeed_checkpoint_loads(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "model.ckpt", prefix="_forward_module.", wrapper="module")
     model = VideocrafterSpec(str(path), frames=2, height=32, width=32).load(Placement())
-    assert all(x.equal(model.net.state_dict()[key]) for key, x in network().state_dict().items())
+    assert all(x.equal(model.net.state_dict()[key]) for key, x in build_unet().state_dict().items())
 
 
 @pytest.mark.usefixtures("small_configs")
@@ -110,7 +110,7 @@ def test_text_encoder_equals_open_clip(tmp_path: Path) -> None:
     spec = VideocrafterSpec(str(save_checkpoint(tmp_path / "model.ckpt")), frames=2, height=32, width=32)
     prompt_encoder = spec.load_prompt_encoder(Placement())
     prompts = ("a red fox, running", "", "A  Red fox")
-    actual = prompt_encoder(prompts)["words"]
+    actual = prompt_encoder(prompts)["prompt_embeds"]
     ids = prompt_encoder.encoders.clip.tokenize(prompts)["input_ids"]
     assert ids.shape == (3, 77) and ids[1].tolist() == [512, 513] + [0] * 75
     torch.testing.assert_close(actual, encode_with_open_clip(text_tensors(), ids), rtol=1e-5, atol=1e-5)
@@ -137,7 +137,7 @@ def encode_with_open_clip(weights: Mapping[str, Tensor], ids: Tensor) -> Tensor:
 @pytest.mark.usefixtures("small_configs")
 def test_unet_in_diffusers_layout_replaces_the_checkpoints(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "model.ckpt")
-    net = network()
+    net = build_unet()
     with torch.no_grad():
         net.conv_in.weight.add_(1)
     folder = tmp_path / "diffusers"

@@ -40,16 +40,16 @@ UNET: dict[str, Any] = {
     "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
     "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
 }
-TEXT = {**modelscope.TINY_CONFIGS["text_encoder"], **tiny_pipelines.CLIP_ENDS}
+TEXT = {**modelscope.TINY_CONFIGS["text_encoder"], **tiny_pipelines.CLIP_TOKENS}
 
 
 def make_pipeline() -> Any:
     """Diffusers' pipeline with random weights."""
     pipeline_class: Any = TextToVideoSDPipeline
     pipeline = pipeline_class(
-        unet=tiny_pipelines.random(UNet3DConditionModel, UNET),
-        vae=tiny_pipelines.random(AutoencoderKL, modelscope.TINY_CONFIGS["vae"]),
-        text_encoder=tiny_pipelines.random(CLIPTextModel, CLIPTextConfig(**TEXT)),
+        unet=tiny_pipelines.random_network(UNet3DConditionModel, UNET),
+        vae=tiny_pipelines.random_network(AutoencoderKL, modelscope.TINY_CONFIGS["vae"]),
+        text_encoder=tiny_pipelines.random_network(CLIPTextModel, CLIPTextConfig(**TEXT)),
         tokenizer=tiny_pipelines.byte_clip_tokenizer(),
         scheduler=DDIMScheduler(  # type: ignore[no-untyped-call]
             beta_start=0.00085,
@@ -112,7 +112,7 @@ def test_log_probs_equal_ddpo() -> None:
     policy: Policy[Any] = Policy(model, GaussianProcess(PATH, DDIM(1.0), 25), FullFinetuning().apply(model, ()))
     t, zeros = (golden["t"] + 1) / 1000, torch.zeros(2, 1)
     segment = Segment(t, t - 0.04, golden["x"], golden["next"], zeros, zeros + 1)
-    actual = policy.action_distribution(Condition(("", ""), {"words": torch.zeros(2, 1, 1)}), segment).log_prob(
+    actual = policy.action_distribution(Condition(("", ""), {"prompt_embeds": torch.zeros(2, 1, 1)}), segment).log_prob(
         segment.action
     )
     assert model.net.timesteps.tolist() == golden["t"].tolist()
@@ -129,7 +129,7 @@ def test_parameter_count_equals_the_published_one() -> None:
 
 @pytest.mark.slow
 def test_single_file_replaces_the_unet(folder: Path, tmp_path: Path) -> None:
-    net = tiny_pipelines.random(UNet3DConditionModel, UNET, seed=1)
+    net = tiny_pipelines.random_network(UNet3DConditionModel, UNET, seed=1)
     save_file(net.state_dict(), tmp_path / "other.safetensors")
     save_file(lvdm_checkpoint.unet_to_original(net.state_dict(), net.config), tmp_path / "original.safetensors")
     for name in ("other", "original"):
@@ -139,7 +139,7 @@ def test_single_file_replaces_the_unet(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_videocrafter_unet_works_with_modelscope_components(folder: Path, tmp_path: Path) -> None:
-    net = tiny_pipelines.random(VideoUnet, {**UNET, "fps_cond": True})
+    net = tiny_pipelines.random_network(VideoUnet, {**UNET, "fps_cond": True})
     net.save_pretrained(tmp_path)
     videocrafter = VideocrafterSpec(str(folder), str(tmp_path), frames=2, height=SIDE, width=SIDE)
     model = videocrafter.load(Placement())

@@ -117,21 +117,23 @@ def test_stdit3_output_equals_published_one(net: STDiT3, recording: Mapping[str,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("held", [False, True])
-def test_backbone_velocity_equals_published_one(net: STDiT3, recording: Mapping[str, Tensor], held: bool) -> None:
+@pytest.mark.parametrize("has_references", [False, True])
+def test_backbone_velocity_equals_published_one(
+    net: STDiT3, recording: Mapping[str, Tensor], has_references: bool
+) -> None:
     model = SPEC.load(Placement())
     model.net, model.size = net, (float(recording["height"][0]), float(recording["width"][0]))
     for row in (0, 1):
         model.spec = replace(SPEC, fps=float(recording["fps"][row]))
         x, frame_mask = (recording[name][row : row + 1] for name in ("x", "x_mask"))
-        tensors = {"words": recording["y"][row], "seen": recording["mask"][row : row + 1].bool()}
-        if held:
-            tensors |= {"held": x.transpose(1, 2), "until": frame_mask.float()}
+        tensors = {"prompt_embeds": recording["y"][row], "attention_mask": recording["mask"][row : row + 1].bool()}
+        if has_references:
+            tensors |= {"reference_latents": x.transpose(1, 2), "fixed_until": frame_mask.float()}
         velocity = model.predict(
             x.transpose(1, 2), recording["timestep"][row : row + 1] / 1000, Condition(("",), tensors)
         )
-        expected = -recording["out" if held else "out_nomask"][row : row + 1, :4].transpose(1, 2)
-        expected = torch.where(frame_mask[..., None, None, None], expected, 0) if held else expected
+        expected = -recording["out" if has_references else "out_nomask"][row : row + 1, :4].transpose(1, 2)
+        expected = torch.where(frame_mask[..., None, None, None], expected, 0) if has_references else expected
         torch.testing.assert_close(velocity, expected, rtol=0, atol=TOLERANCE)
 
 

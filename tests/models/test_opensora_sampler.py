@@ -92,7 +92,7 @@ def test_sampling_equals_published_rectified_flow() -> None:
     cond = policy.embed(["a cat on a mat", "a dog"])
     trajectory = policy.sample(cond, Randomness(0, 0, torch.arange(2)))
     net: Any = model.net
-    text_embeds, text_mask = cond.tensors["words"], cond.tensors["seen"]
+    text_embeds, text_mask = cond.tensors["prompt_embeds"], cond.tensors["attention_mask"]
     null_embeds = net.y_embedder.y_embedding.expand(2, -1, -1)
     z, timesteps = trajectory.start.transpose(1, 2), 1000 * process.path.timesteps(4)
     with torch.no_grad():
@@ -133,7 +133,8 @@ def test_score_tags_are_added_to_prompts() -> None:
     assert clean_opensora_prompt(" A  <b>Big</b> cat\n#1 \u201cruns\u201d &amp; sleeps ") == 'a big cat "runs" sleeps'
     assert clean_opensora_prompt(add_score_tags("A cat", 6.5, None, None)) == "a cat aesthetic score: 6.5."
     text_masks = [
-        replace(SPEC, aesthetic_score=score).load(Placement()).embed(["a cat"]).tensors["seen"] for score in (None, 6.5)
+        replace(SPEC, aesthetic_score=score).load(Placement()).embed(["a cat"]).tensors["attention_mask"]
+        for score in (None, 6.5)
     ]
     assert text_masks[0].sum() < text_masks[1].sum()
 
@@ -161,11 +162,11 @@ def test_reference_frames_stay_fixed(tmp_path: Path) -> None:
     image = torch.rand(1, 3, 20, 24, generator=torch.Generator().manual_seed(0))
     metadata: list[dict[str, Any]] = [{"image": image, "mask_strategy": "0,0,0,0,1;0,0,0,-5,1,0.5"}, {}]
     cond = policy.embed(["a cat", "a dog"], metadata)
-    assert cond.tensors["until"].tolist() == [[0] + [1] * 4 + [0.5] + [1] * 4, [1] * 10]
+    assert cond.tensors["fixed_until"].tolist() == [[0] + [1] * 4 + [0.5] + [1] * 4, [1] * 10]
     trajectory, unconstrained = (
         policy.sample(c, Randomness(0, 0, torch.arange(2))) for c in (cond, policy.embed(cond.prompts))
     )
-    reference = cond.tensors["held"][0, 0]
+    reference = cond.tensors["reference_latents"][0, 0]
     torch.testing.assert_close(trajectory.final[0, 0], reference, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(trajectory.final[0, 5], reference, atol=1e-2)  # resampled below noise level 0.5
     assert not torch.allclose(trajectory.final[0, 1], unconstrained.final[0, 1], atol=1e-4)

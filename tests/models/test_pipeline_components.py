@@ -36,7 +36,7 @@ def test_sources_are_what_must_be_downloaded(spec: type[FluxSpec], tmp_path: Pat
 
 
 def test_random_weights_have_the_published_size(tmp_path: Path) -> None:
-    ShardedEmbeddingStore(tmp_path, {}).add([""], {"words": torch.zeros(1, 1)})
+    ShardedEmbeddingStore(tmp_path, {}).add([""], {"prompt_embeds": torch.zeros(1, 1)})
     meta = Placement(torch.device("meta"), torch.bfloat16, trainable_dtype=torch.bfloat16)
     for spec, count in (
         (FluxSpec("random"), 11_901_408_320),

@@ -18,7 +18,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from safetensors.torch import save_file
-from stable_diffusion_toys import PROMPTS, SPECS, rows
+from stable_diffusion_toys import PROMPTS, SPECS, make_rng
 from tiers import fast
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -53,9 +53,9 @@ def make_pipeline(name: str, **settings: Any) -> Any:
     """Diffusers' pipeline with random weights."""
     configs = {"sd15": sd15.TINY_CONFIGS, "sdxl": sdxl.TINY_CONFIGS}[name]
     components: dict[str, Any] = {
-        "unet": tiny_pipelines.random(UNet2DConditionModel, configs["unet"]),
-        "vae": tiny_pipelines.random(AutoencoderKL, configs["vae"]),
-        "text_encoder": tiny_pipelines.random(CLIPTextModel, CLIPTextConfig(**configs["text_encoder"])),
+        "unet": tiny_pipelines.random_network(UNet2DConditionModel, configs["unet"]),
+        "vae": tiny_pipelines.random_network(AutoencoderKL, configs["vae"]),
+        "text_encoder": tiny_pipelines.random_network(CLIPTextModel, CLIPTextConfig(**configs["text_encoder"])),
         "tokenizer": tiny_pipelines.byte_clip_tokenizer(),
         "scheduler": make_scheduler(**settings),
     }
@@ -67,7 +67,7 @@ def make_pipeline(name: str, **settings: Any) -> Any:
         second = CLIPTextConfig(**configs["text_encoder_2"])
         pipeline = StableDiffusionXLPipeline(
             **components,
-            text_encoder_2=tiny_pipelines.random(CLIPTextModelWithProjection, second),
+            text_encoder_2=tiny_pipelines.random_network(CLIPTextModelWithProjection, second),
             tokenizer_2=tiny_pipelines.byte_clip_tokenizer(),
         )
     pipeline.set_progress_bar_config(disable=True)
@@ -104,7 +104,7 @@ def test_samples_equal_the_diffusers_pipeline(
     prompts = PROMPTS if name == "sd15" else tuple(prompt for prompt in PROMPTS if prompt)  # "" has a separate test
     process = GaussianProcess(VariancePreserving(prediction_type=prediction), ODE(), steps)
     policy = load_policy(name, folders, process, scale)
-    trajectory = policy.sample(policy.embed(prompts), rows(len(prompts)))
+    trajectory = policy.sample(policy.embed(prompts), make_rng(len(prompts)))
     pipe = make_pipeline(name, prediction_type="epsilon" if prediction == "epsilon" else "v_prediction")
     latents, pixels = sample_pipeline(pipe, prompts, trajectory.start, num_inference_steps=steps, guidance_scale=scale)
     assert (trajectory.final[:, 0] - latents).abs().max() < 2e-5 * latents.abs().max()
@@ -115,7 +115,7 @@ def test_samples_equal_the_diffusers_pipeline(
 def test_stochastic_ddim_equals_the_diffusers_scheduler(name: str, folders: dict[str, Path]) -> None:
     process = GaussianProcess(VariancePreserving(), DDIM(1.0), 5)
     policy = load_policy(name, folders, process, 5.0)
-    trajectory = policy.sample(policy.embed(PROMPTS), rows())
+    trajectory = policy.sample(policy.embed(PROMPTS), make_rng())
     scheduler = make_scheduler()
     scheduler.set_timesteps(5)
     assert len(trajectory.segments) == 5
@@ -133,7 +133,7 @@ def test_stochastic_ddim_equals_the_diffusers_scheduler(name: str, folders: dict
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
 def test_set_alpha_to_one_equals_sdxls_sampler(folders: dict[str, Path]) -> None:
     policy = load_policy("sdxl", folders, GaussianProcess(VariancePreserving(set_alpha_to_one=True), ODE(), 6), 5.0)
-    trajectory = policy.sample(policy.embed(PROMPTS[:2]), rows(2))
+    trajectory = policy.sample(policy.embed(PROMPTS[:2]), make_rng(2))
     pipe = make_pipeline("sdxl")
     pipe.scheduler = EulerDiscreteScheduler(**SCHEDULE, timestep_spacing="leading")
     latents, _ = sample_pipeline(pipe, PROMPTS[:2], trajectory.start, num_inference_steps=6, guidance_scale=5.0)
@@ -143,11 +143,11 @@ def test_set_alpha_to_one_equals_sdxls_sampler(folders: dict[str, Path]) -> None
 def test_sdxl_empty_prompt_is_zeros_or_encoded(folders: dict[str, Path]) -> None:
     pipe = make_pipeline("sdxl")
     spec = replace(SdxlSpec(), weights=str(folders["sdxl"]))
-    for empty, negative in (("zeros", None), ("words", "")):
+    for empty, negative in (("zeros", None), ("encoded", "")):
         values = pipe.encode_prompt("an owl", negative_prompt=negative)
         actual = replace(spec, empty_prompt=empty).load(Placement()).embed(["an owl", ""]).tensors  # type: ignore[arg-type]
-        assert torch.allclose(actual["words"], torch.cat(values[:2]), atol=1e-6)
-        assert torch.allclose(actual["summary"], torch.cat(values[2:]), atol=1e-6)
+        assert torch.allclose(actual["prompt_embeds"], torch.cat(values[:2]), atol=1e-6)
+        assert torch.allclose(actual["pooled_prompt_embeds"], torch.cat(values[2:]), atol=1e-6)
 
 
 def original_state_dict(net: UNet2DConditionModel) -> dict[str, Tensor]:

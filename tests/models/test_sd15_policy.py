@@ -9,7 +9,7 @@ import pytest
 import torch
 import toys
 from PIL import Image
-from stable_diffusion_toys import PROMPTS, SPECS, rows
+from stable_diffusion_toys import PROMPTS, SPECS, make_rng
 from tiers import fast
 
 from tastemaker.config.build import build
@@ -46,7 +46,7 @@ def policy(request: pytest.FixtureRequest) -> Policy[Any]:
 
 
 def test_recorded_log_probs_equal_recomputed_ones(policy: Policy[Any]) -> None:
-    trajectory = policy.sample(policy.embed(PROMPTS), rows())
+    trajectory = policy.sample(policy.embed(PROMPTS), make_rng())
     pixels = policy.decode(trajectory.final)
     assert pixels.shape == (4, *policy.model.pixels) and trajectory.final.shape[1:] == policy.model.shape
     assert pixels.min() >= 0 and pixels.max() <= 1
@@ -55,13 +55,13 @@ def test_recorded_log_probs_equal_recomputed_ones(policy: Policy[Any]) -> None:
 
 
 def test_predictions_do_not_depend_on_the_batch(policy: Policy[Any]) -> None:
-    batched = policy.sample(policy.embed(PROMPTS), rows()).final
+    batched = policy.sample(policy.embed(PROMPTS), make_rng()).final
     single = policy.sample(policy.embed(PROMPTS[2:3]), Randomness(0, 0, torch.tensor([2]))).final
     assert torch.allclose(batched[2:3], single, atol=1e-4)
 
 
 def test_prediction_depends_on_word_order(policy: Policy[Any]) -> None:
-    x, t = rows(1).normal("x", *policy.model.shape).expand(3, -1, -1, -1, -1), torch.full((3,), 0.5)
+    x, t = make_rng(1).normal("x", *policy.model.shape).expand(3, -1, -1, -1, -1), torch.full((3,), 0.5)
     out = policy.model.predict(x, t, policy.embed(("a dog left of a cat", "a cat left of a dog", "")))
     assert not torch.allclose(out[0], out[1], atol=1e-6) and not torch.allclose(out[0], out[2], atol=1e-6)
 
@@ -69,7 +69,7 @@ def test_prediction_depends_on_word_order(policy: Policy[Any]) -> None:
 def test_checkpointing_gives_every_parameter_the_same_gradient(policy: Policy[Any]) -> None:
     x, gradients = policy.encode(torch.rand(4, *policy.model.pixels)), []
     for _ in range(2):
-        policy.likelihood(policy.embed(PROMPTS), x, policy.corrupt(x, rows())).sum().backward()
+        policy.likelihood(policy.embed(PROMPTS), x, policy.corrupt(x, make_rng())).sum().backward()
         gradients.append({key: p.grad.clone() for key, p in policy.weights.trainable().items() if p.grad is not None})
         policy.model.net.zero_grad()
         activation_memory.checkpoint_activations(policy.model.net)
@@ -78,7 +78,7 @@ def test_checkpointing_gives_every_parameter_the_same_gradient(policy: Policy[An
 
 
 def test_pixels_carry_gradients_and_latents_are_scaled(policy: Policy[Any]) -> None:
-    x = rows().normal("x", *policy.model.shape).requires_grad_()
+    x = make_rng().normal("x", *policy.model.shape).requires_grad_()
     policy.decode(x).sum().backward()
     assert x.grad is not None and bool(x.grad.any())
     model: Any = policy.model
@@ -122,7 +122,7 @@ def test_sdxl_vae_never_runs_in_fp16() -> None:
     assert (
         model.autoencoder.net.dtype == torch.float32 and model.prompt_encoder.encoders.first.net.dtype == torch.float16
     )
-    x = rows(1).normal("x", *model.shape)
+    x = make_rng(1).normal("x", *model.shape)
     plain = model.decode(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert model.decode(x).equal(plain)
@@ -133,7 +133,7 @@ def test_sdxl_vae_never_runs_in_fp16() -> None:
 def test_bf16_embeddings_work_with_weights_of_either_dtype(name: str, dtype: torch.dtype) -> None:
     model = SPECS[name].tiny().load(Placement(dtype=torch.bfloat16))
     model.net.to(dtype)
-    out = model.predict(rows().normal("x", *model.shape), torch.full((4,), 0.5), model.embed(PROMPTS))
+    out = model.predict(make_rng().normal("x", *model.shape), torch.full((4,), 0.5), model.embed(PROMPTS))
     assert out.dtype == dtype and out.isfinite().all()
 
 

@@ -109,4 +109,4 @@ def test_rollout_uses_the_models_decoder() -> None:
     assert isinstance(rollout, AutoregressiveRollout) and isinstance(rollout.decoder, StaticKVCacheDecoder)
     guided = AutoregressiveProcess().wrap_guidance(model, Guidance(2.0))
     assert isinstance(AutoregressiveProcess().start(guided, guided.embed(PROMPTS), RNG).decoder, StaticKVCacheDecoder)
-    assert len(batch_conditions(guided.embed(PROMPTS)).tensors["words"]) == 2 * len(PROMPTS)
+    assert len(batch_conditions(guided.embed(PROMPTS)).tensors["token_ids"]) == 2 * len(PROMPTS)

@@ -161,7 +161,7 @@ def test_tiny_model_learns_the_color_of_each_caption(name: str) -> None:
     captions = ("a photo of a cat", "a photo of a dog") * 8
     colors = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]).repeat(8, 1).view(16, 1, 3, 1, 1)
     batch = ImageBatch(captions, colors.expand(16, 1, 3, 64, 64))
-    toys.fit(generator, Likelihood(prompt_dropout=0.0), [batch] * 60, 1e-2)
+    toys.train(generator, Likelihood(prompt_dropout=0.0), [batch] * 60, 1e-2)
     cond = generator.embed(captions)
     pixels = generator.decode(generator.sample(cond, Randomness(0, 0, torch.arange(16))).final)
     assert (pixels - colors).abs().mean() < 0.1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiers import fast
-from video_pipelines import CASES, pipeline
+from video_pipelines import CASES, save_pipeline
 
 from tastemaker.config.load import load
 from tastemaker.core.lora import Lora
@@ -140,7 +140,7 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
         VariancePreserving(rescale_betas_zero_snr=True)
     with pytest.raises(ValueError, match="sigma_max"):
         KarrasPath(sigma_max=1e4)
-    pipeline(CASES["wan22"], tmp_path)
+    save_pipeline(CASES["wan22"], tmp_path)
     with pytest.raises(ConfigError, match="two transformers"):
         replace(WanSpec().tiny(), weights=str(tmp_path)).load(Placement())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiers import fast
-from video_pipelines import CASES, DARK, cog_pipeline, pipeline
+from video_pipelines import CASES, ZERO_SNR, cog_pipeline, save_pipeline
 
 from tastemaker.core.guidance import GuidedBackbone
 from tastemaker.core.lora import Lora, LoraWeights
@@ -28,7 +28,7 @@ ADAPTED = ("wan", "cogvideox-5b", "ltx", "hunyuanvideo", "mochi")
 @pytest.mark.parametrize("name", fast(CASES, "wan22", "cogvideox-5b"))
 def test_samples_equal_the_diffusers_pipeline(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    diffusers_pipeline = pipeline(case, tmp_path)
+    diffusers_pipeline = save_pipeline(case, tmp_path)
     model: Backbone = replace(case.spec, weights=str(tmp_path)).load(Placement())
     frames, _, height, width = model.pixels
     if case.guidance > 1:
@@ -36,18 +36,22 @@ def test_samples_equal_the_diffusers_pipeline(name: str, tmp_path: Path) -> None
     policy = Policy(model, case.process, FullFinetuning().apply(model, ()))
     trajectory = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
     options = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.num_steps}
-    options |= {"guidance_scale": case.guidance, "max_sequence_length": case.spec.max_text_tokens, **(case.asked or {})}
+    options |= {
+        "guidance_scale": case.guidance,
+        "max_sequence_length": case.spec.max_text_tokens,
+        **(case.call_options or {}),
+    }
     with silence_libraries(), torch.no_grad():
-        start = case.theirs(trajectory.start)
+        start = case.to_pipeline_latents(trajectory.start)
         latents = diffusers_pipeline(PROMPTS, latents=start, output_type="latent", **options).frames
         pixels = diffusers_pipeline(PROMPTS, latents=start, output_type="pt", **options).frames
-    assert (case.theirs(trajectory.final) - latents).abs().max() <= 1e-4
+    assert (case.to_pipeline_latents(trajectory.final) - latents).abs().max() <= 1e-4
     assert (policy.decode(trajectory.final) - pixels).abs().max() <= 1e-5
 
 
 def test_timesteps_equal_the_diffusers_schedulers() -> None:
     scheduler = cog_pipeline(rotary=False).scheduler
-    alphas_cumprod = DARK.alpha(torch.arange(1, 1001) / 1000) ** 2
+    alphas_cumprod = ZERO_SNR.alpha(torch.arange(1, 1001) / 1000) ** 2
     torch.testing.assert_close(alphas_cumprod, scheduler.alphas_cumprod.float(), rtol=1e-5, atol=1e-9)
     assert all(RectifiedFlow(linear_quadratic_threshold=0.025).timesteps(steps)[-1] == 0 for steps in (1, 10, 25))
 
@@ -58,7 +62,7 @@ def test_timesteps_equal_the_diffusers_schedulers() -> None:
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 def test_diffusers_pipeline_loads_exported_lora(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    diffusers_pipeline = pipeline(case, tmp_path)
+    diffusers_pipeline = save_pipeline(case, tmp_path)
     spec = replace(case.spec, weights=str(tmp_path))
     model = spec.load(Placement())
     weights = Lora(rank=2).apply(model, ())
@@ -70,11 +74,11 @@ def test_diffusers_pipeline_loads_exported_lora(name: str, tmp_path: Path) -> No
     trajectory = policy.sample(policy.embed(PROMPTS), Randomness(0, 0, torch.arange(2)))
     frames, _, height, width = model.pixels
     options = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": case.process.num_steps}
-    options |= {"guidance_scale": 1.0, "max_sequence_length": case.spec.max_text_tokens, **(case.asked or {})}
+    options |= {"guidance_scale": 1.0, "max_sequence_length": case.spec.max_text_tokens, **(case.call_options or {})}
     with silence_libraries(), torch.no_grad():
-        start, output = case.theirs(trajectory.start), {"output_type": "latent"}
+        start, output = case.to_pipeline_latents(trajectory.start), {"output_type": "latent"}
         before = diffusers_pipeline(PROMPTS, latents=start, **output, **options).frames
         diffusers_pipeline.load_lora_weights(tmp_path, weight_name=lora.DIFFUSERS_LORA_FILE)
         after = diffusers_pipeline(PROMPTS, latents=start, **output, **options).frames
-    assert (case.theirs(trajectory.final) - after).abs().max() <= 1e-4
+    assert (case.to_pipeline_latents(trajectory.final) - after).abs().max() <= 1e-4
     assert (before - after).abs().max() > 1e-2

@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
-from videocrafter_toys import VIDEO, network, read_fixture
+from videocrafter_toys import FIXTURES, build_unet, read_fixture
 
 from tastemaker.core.lora import LoraWeights
 from tastemaker.core.objective import Context, NoState, SingleProcess
@@ -48,7 +48,7 @@ class RecordedTextEncoder:
     embeddings: dict[str, Tensor]  # [1, length, width] each
 
     def __call__(self, prompts: Prompts) -> dict[str, Tensor]:
-        return {"words": torch.cat([self.embeddings[prompt] for prompt in prompts])}
+        return {"prompt_embeds": torch.cat([self.embeddings[prompt] for prompt in prompts])}
 
 
 def pack_channels(latents: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class LatentPixels:
 def make_backbone(embeddings: dict[str, Tensor], fps: int) -> VideoUnetBackbone:
     autoencoder: Any = LatentPixels()
     text_encoder: Any = RecordedTextEncoder(embeddings)
-    model = VideoUnetBackbone(network(), autoencoder, text_encoder, SPEC, fps)
+    model = VideoUnetBackbone(build_unet(), autoencoder, text_encoder, SPEC, fps)
     model.pixels = (4, 3, 16, 8)  # the shape that LatentPixels decodes to
     return model
 
@@ -136,7 +136,7 @@ def test_every_published_key_is_mapped() -> None:
 
 
 def test_unet_output_equals_published_one() -> None:
-    golden = load_file(VIDEO / "lvdm_unet_tiny_io.safetensors")
+    golden = load_file(FIXTURES / "lvdm_unet_tiny_io.safetensors")
     model = make_backbone({f"row {i}": golden["context"][i : i + 1] for i in range(2)}, fps=24)
     policy = Policy(model, GaussianProcess(PATH, DDIM(1.0), 25), FullFinetuning().apply(model, ()))
     cond = policy.embed(("row 0", "row 1"), [{"fps": int(fps)} for fps in golden["fps"]])
@@ -156,7 +156,7 @@ def test_unet_output_equals_published_one() -> None:
 
 
 def test_fps_of_the_prompt_metadata_takes_precedence() -> None:
-    golden = load_file(VIDEO / "lvdm_unet_tiny_io.safetensors")
+    golden = load_file(FIXTURES / "lvdm_unet_tiny_io.safetensors")
     model = make_backbone({f"row {i}": golden["context"][i : i + 1] for i in range(2)}, fps=16)
     cond = model.embed(("row 0", "row 1"))
     assert cond.tensors["fps"].tolist() == [16, 16]
@@ -172,7 +172,7 @@ def test_fps_of_the_prompt_metadata_takes_precedence() -> None:
 
 def make_lora_policy(tmp_path: Path) -> tuple[Policy[GaussianProcess], dict[str, Tensor], Path]:
     """The recorded policy with guidance and with adapters from a file in VADER's layout."""
-    golden = load_file(VIDEO / "vader_ddim_lora_tiny.safetensors")
+    golden = load_file(FIXTURES / "vader_ddim_lora_tiny.safetensors")
     file = tmp_path / "vader.pt"
     torch.save({key.removeprefix("lora."): x for key, x in golden.items() if key.startswith("lora.")}, file)
     model = make_backbone({"prompt": golden["context"], "": golden["uncond_context"]}, fps=int(golden["fps"]))
@@ -199,7 +199,7 @@ def test_samples_equal_vader(tmp_path: Path) -> None:
 
 
 def test_noise_schedule_equals_vader() -> None:
-    golden = load_file(VIDEO / "vader_ddim_lora_tiny.safetensors")
+    golden = load_file(FIXTURES / "vader_ddim_lora_tiny.safetensors")
     timesteps = PATH.timesteps(5)
     t, s = timesteps[:-1].flip(0), timesteps[1:].flip(0)
     alphas = golden["ddim_alphas"]

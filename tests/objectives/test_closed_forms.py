@@ -35,7 +35,7 @@ from tastemaker.objectives.teacher_forced_grpo import TeacherForcedGRPO
 from tastemaker.processes.autoregressive import AutoregressiveProcess
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-NAMED = SRPO(
+COLOR_SRPO = SRPO(
     num_grid_steps=8,
     timestep_range=(1, 6),
     num_train_timesteps=100,
@@ -48,7 +48,7 @@ OBJECTIVES: list[Objective[Any, Any, Any, Any]] = [
     Likelihood(),
     RewardGradient(last_steps=2),
     RewardGradient(gradient_mode="renoise"),
-    NAMED,
+    COLOR_SRPO,
     DDPO(),
     GRPO(group_size=4),
     GRPO(group_size=4, kl_coef=0.1),
@@ -65,18 +65,18 @@ OBJECTIVES: list[Objective[Any, Any, Any, Any]] = [
     CCA(),
     CCA(loss_type="dpo"),
 ]
-REINFORCING = [
+POLICY_GRADIENT = [
     GRPO(group_size=4),
     DDPO(),
     GRPO(group_size=4, kl_coef=0.3),
     GRPO(group_size=4, kl_coef=0.3, kl_estimator="exact"),
 ]
-COMPARING = [
+GROUP_BASED = [
     GRPO(group_size=12, advantage_eps=1e-8),
     GRPO(group_size=12, advantage="group_mean"),
     OnlineDPO(group_size=12),
 ]
-CELLS = [
+CASES = [
     pytest.param(i, name, id=f"{type(objective).__name__}{i}-{name}")
     for i, objective in enumerate(OBJECTIVES)
     for name, family in toys.FAMILIES.items()
@@ -85,111 +85,106 @@ CELLS = [
 
 
 @cache
-def ready(place: int, name: str) -> tuple[Context[Any], Any]:
-    """Experience of an objective, shared by tests that take gradients and keep none."""
-    return toys.policy_with_experience(OBJECTIVES[place], name)
+def cached_experience(index: int, name: str) -> tuple[Context[Any], Any]:
+    """Return a context and experience of an objective, shared by tests that leave them unchanged."""
+    return toys.policy_with_experience(OBJECTIVES[index], name)
 
 
-@pytest.mark.parametrize(("place", "name"), CELLS)
-def test_loss_of_a_row_is_independent_of_the_batch(place: int, name: str) -> None:
-    objective, (ctx, experience) = OBJECTIVES[place], ready(place, name)
-    rows = torch.tensor([5, 0, 2])
+@pytest.mark.parametrize(("index", "name"), CASES)
+def test_loss_of_a_row_is_independent_of_the_batch(index: int, name: str) -> None:
+    objective, (ctx, experience) = OBJECTIVES[index], cached_experience(index, name)
+    indices = torch.tensor([5, 0, 2])
     with torch.no_grad():
-        whole, part = toys.total(objective, ctx, experience), toys.total(objective, ctx, select_rows(experience, rows))
-    assert whole.shape == (len(experience),)
-    torch.testing.assert_close(part, whole[rows], rtol=1e-3, atol=1e-5)
+        full, subset = (
+            toys.total_loss(objective, ctx, experience),
+            toys.total_loss(objective, ctx, select_rows(experience, indices)),
+        )
+    assert full.shape == (len(experience),)
+    torch.testing.assert_close(subset, full[indices], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("place", "name"), CELLS)
-def test_parts_and_micro_batches_sum_to_full_gradient(place: int, name: str) -> None:
-    objective, (ctx, experience) = OBJECTIVES[place], ready(place, name)
-    whole = toys.gradient(ctx.policy, toys.total(objective, ctx, experience).sum())
+@pytest.mark.parametrize(("index", "name"), CASES)
+def test_parts_and_micro_batches_sum_to_full_gradient(index: int, name: str) -> None:
+    objective, (ctx, experience) = OBJECTIVES[index], cached_experience(index, name)
+    full = toys.gradient(ctx.policy, toys.total_loss(objective, ctx, experience).sum())
     halves = torch.arange(len(experience)).chunk(2)
-    added = torch.zeros_like(whole)
-    for mini in (select_rows(experience, rows) for rows in halves):
-        for part in objective.parts(mini):
-            added += toys.gradient(ctx.policy, objective.loss(ctx, mini, part).rows.sum())
-    assert whole.abs().max() > 0
-    torch.testing.assert_close(added, whole, rtol=1e-3, atol=1e-4 * float(whole.abs().max()))
+    total = torch.zeros_like(full)
+    for micro_batch in (select_rows(experience, rows) for rows in halves):
+        for part in objective.parts(micro_batch):
+            total += toys.gradient(ctx.policy, objective.loss(ctx, micro_batch, part).rows.sum())
+    assert full.abs().max() > 0
+    torch.testing.assert_close(total, full, rtol=1e-3, atol=1e-4 * float(full.abs().max()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "name"), CELLS)
-def test_every_trainable_tensor_has_a_gradient(place: int, name: str) -> None:
-    objective = OBJECTIVES[place]
+@pytest.mark.parametrize(("index", "name"), CASES)
+def test_every_trainable_tensor_has_a_gradient(index: int, name: str) -> None:
+    objective = OBJECTIVES[index]
     ctx, experience = toys.policy_with_experience(objective, name, Lora(rank=2))
     toys.backward(objective, ctx, experience)
-    silent = [key for key, p in ctx.policy.weights.trainable().items() if p.grad is None or not p.grad.any()]
-    assert silent == []
+    missing = [key for key, p in ctx.policy.weights.trainable().items() if p.grad is None or not p.grad.any()]
+    assert missing == []
 
 
 @pytest.mark.parametrize("name", toys.FAMILIES)
-@pytest.mark.parametrize(
-    "objective",
-    [
-        GRPO(group_size=4),
-        DDPO(),
-        GRPO(group_size=4, kl_coef=0.3),
-        GRPO(group_size=4, kl_coef=0.3, kl_estimator="exact"),
-    ],
-)
+@pytest.mark.parametrize("objective", POLICY_GRADIENT)
 def test_on_policy_loss_is_minus_the_advantage(objective: Any, name: str) -> None:
-    """The ratio is one and the divergence zero; each decision weighs the same, so that a row's add up to one."""
+    """The ratio is one and the KL zero; all actions of a sample have equal weights, which add up to one."""
     policy = toys.policy(name, snapshots=objective.snapshots())
     ctx = toys.context(policy, 8, objective.make_state())
     experience = objective.collect(ctx, toys.prompts(8))
     assert experience.advantage.abs().max() > 0.1
-    torch.testing.assert_close(toys.total(objective, ctx, experience), -experience.advantage, rtol=1e-4, atol=1e-5)
-    watched = objective.loss(ctx, experience, 0).metrics
-    assert (watched["ratio"] == 1).all()
-    assert not watched["ratio_deviation"].any()
-    assert not watched["clip_fraction"].any()
+    torch.testing.assert_close(toys.total_loss(objective, ctx, experience), -experience.advantage, rtol=1e-4, atol=1e-5)
+    metrics = objective.loss(ctx, experience, 0).metrics
+    assert (metrics["ratio"] == 1).all()
+    assert not metrics["ratio_deviation"].any()
+    assert not metrics["clip_fraction"].any()
     if objective.kl_coef if isinstance(objective, GRPO) else 0:
-        assert not watched["kl"].any()
+        assert not metrics["kl"].any()
 
 
 def test_segments_are_weighted_by_number_of_actions() -> None:
-    """A masked model reveals different numbers of tokens a step: a step's share of the loss is its share of tokens."""
+    """A masked model reveals different numbers of tokens per step; the weight of a step is its share of the tokens."""
     policy = toys.policy("masked")
     objective, ctx = GRPO(group_size=4), toys.context(policy, 8)
     experience = objective.collect(ctx, toys.prompts(8))
-    taken = torch.stack([segment.mask.sum(1) for segment in experience.trajectory.segments])
-    assert (taken.sum(0) == 16).all()
-    assert len(taken.unique()) > 1
+    num_actions = torch.stack([segment.mask.sum(1) for segment in experience.trajectory.segments])
+    assert (num_actions.sum(0) == 16).all()
+    assert len(num_actions.unique()) > 1
     for part in objective.parts(experience):
-        share = objective.loss(ctx, experience, part).rows / -experience.advantage
-        torch.testing.assert_close(share, taken[part] / 16, rtol=1e-4, atol=1e-5)
+        weight = objective.loss(ctx, experience, part).rows / -experience.advantage
+        torch.testing.assert_close(weight, num_actions[part] / 16, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", toys.FAMILIES)
-@pytest.mark.parametrize("divergence", ["k3", "exact"])
-def test_kl_gradient_points_to_the_reference(divergence: Any, name: str) -> None:
-    tied, free = (GRPO(group_size=4, kl_coef=kl, kl_estimator=divergence) for kl in (1.0, 1e-9))
-    ctx, experience = toys.policy_with_experience(tied, name)
-    pull = [toys.total(o, ctx, experience) for o in (tied, free)]
-    assert (pull[0] - pull[1] > 0).all()
-    assert toys.gradient(ctx.policy, (pull[0] - pull[1]).sum()).abs().max() > 0
-    away = tied.loss(ctx, experience, 0).metrics["kl"]
-    assert (away > 0).all()
+@pytest.mark.parametrize("kl_estimator", ["k3", "exact"])
+def test_kl_gradient_points_to_the_reference(kl_estimator: Any, name: str) -> None:
+    with_kl, almost_none = (GRPO(group_size=4, kl_coef=kl, kl_estimator=kl_estimator) for kl in (1.0, 1e-9))
+    ctx, experience = toys.policy_with_experience(with_kl, name)
+    losses = [toys.total_loss(o, ctx, experience) for o in (with_kl, almost_none)]
+    assert (losses[0] - losses[1] > 0).all()
+    assert toys.gradient(ctx.policy, (losses[0] - losses[1]).sum()).abs().max() > 0
+    kl = with_kl.loss(ctx, experience, 0).metrics["kl"]
+    assert (kl > 0).all()
 
 
 def test_k3_and_exact_kl_agree_in_expectation() -> None:
-    """k3 estimates the exact divergence without bias where the samples are the policy's own."""
+    """k3 is an unbiased estimate of the exact KL on samples of the policy."""
     policy = toys.policy("causal", snapshots=("reference",))
-    toys.move(policy, 0.05)
+    toys.perturb(policy, 0.05)
     ctx = toys.context(policy, 8)
     experience = GRPO(group_size=128).collect(ctx, toys.prompts(8))
-    found = [
-        GRPO(group_size=128, kl_coef=1.0, kl_estimator=d).loss(ctx, experience, 0).metrics["kl"]
-        for d in ("k3", "exact")
+    kl = [
+        GRPO(group_size=128, kl_coef=1.0, kl_estimator=kl_estimator).loss(ctx, experience, 0).metrics["kl"]
+        for kl_estimator in ("k3", "exact")
     ]
-    error = found[0].std() / len(found[0]) ** 0.5
-    assert abs(found[0].mean() - found[1].mean()) < 4 * error
+    standard_error = kl[0].std() / len(kl[0]) ** 0.5
+    assert abs(kl[0].mean() - kl[1].mean()) < 4 * standard_error
 
 
 @dataclass(frozen=True)
-class Partly(RewardSpec, Reward):
-    """A reward that likes all pictures of red alike."""
+class TiedRedReward(RewardSpec, Reward):
+    """A reward that gives all images of red prompts the same score."""
 
     batch_size: int = 1000
     card: ClassVar[RewardCard] = RewardCard(range="any", failure_modes="anything")
@@ -197,30 +192,27 @@ class Partly(RewardSpec, Reward):
     modality = "video"
     runs_on = "device"
 
-    def load(self, placement: Placement) -> Partly:
+    def load(self, placement: Placement) -> TiedRedReward:
         return self
 
-    def tiny(self) -> Partly:
+    def tiny(self) -> TiedRedReward:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
-        seen = pixels.mean((1, 2, 3, 4))
-        return torch.where(torch.tensor(["red" in prompt for prompt in prompts]), 0.7, seen)
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        brightness = pixels.mean((1, 2, 3, 4))
+        return torch.where(torch.tensor(["red" in prompt for prompt in prompts]), 0.7, brightness)
 
 
-@pytest.mark.parametrize(
-    "objective",
-    [GRPO(group_size=12, advantage_eps=1e-8), GRPO(group_size=12, advantage="group_mean"), OnlineDPO(group_size=12)],
-)
+@pytest.mark.parametrize("objective", GROUP_BASED)
 def test_zero_std_groups_are_counted_and_have_no_gradient(objective: Any) -> None:
     policy = toys.policy("flow", snapshots=objective.snapshots())
-    ctx = toys.context(policy, 4, spec=Partly())
+    ctx = toys.context(policy, 4, spec=TiedRedReward())
     experience = objective.collect(ctx, toys.prompts(4))
     assert objective.metrics(experience)["zero_std_groups"] == 0.25
     red = torch.arange(len(experience) // 4)  # the first prompt is red
-    flat, others = select_rows(experience, red), select_rows(experience, torch.arange(len(red), len(experience)))
-    assert not toys.gradient(policy, toys.total(objective, ctx, flat).sum()).any()
-    assert toys.gradient(policy, toys.total(objective, ctx, others).sum()).any()
+    tied, others = select_rows(experience, red), select_rows(experience, torch.arange(len(red), len(experience)))
+    assert not toys.gradient(policy, toys.total_loss(objective, ctx, tied).sum()).any()
+    assert toys.gradient(policy, toys.total_loss(objective, ctx, others).sum()).any()
 
 
 def test_equal_rewards_have_zero_advantage_despite_rounding() -> None:
@@ -228,50 +220,52 @@ def test_equal_rewards_have_zero_advantage_despite_rounding() -> None:
         assert not group_advantages(torch.full((24,), value), 24, eps=1e-8).any()
 
 
-def rated(now: Tensor, reference: Tensor, old: Tensor, advantage: Tensor) -> ScoredRollout:
-    """Experience in the language of `told`: one segment whose log-probabilities are known."""
-    rows = len(now)
-    lines, ends = torch.stack([now, reference], -1), torch.ones(rows)
-    segment = Segment(ends, 0 * ends, lines, lines, old, torch.ones_like(old))
+def scored_rollout(
+    log_prob: Tensor, reference_log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor
+) -> ScoredRollout:
+    """Return the experience of a scripted policy: one segment with these log-probabilities."""
+    rows = len(log_prob)
+    log_probs, ones = torch.stack([log_prob, reference_log_prob], -1), torch.ones(rows)
+    segment = Segment(ones, 0 * ones, log_probs, log_probs, old_log_prob, torch.ones_like(old_log_prob))
     cond = Condition(("",) * rows, {}, ())
     rng = Randomness(0, 0, torch.arange(rows))
-    return ScoredRollout(Trajectory(cond, lines, lines, (segment,)), rng, advantage, advantage, {})
+    return ScoredRollout(Trajectory(cond, log_probs, log_probs, (segment,)), rng, advantage, advantage, {})
 
 
 def test_token_loss_with_kl_matches_published_trainer() -> None:
     golden = load_file(FIXTURES / "llamagen" / "ar_grpo_objective.safetensors")
-    now, k3 = golden["out.gtctx_clip0.2.new_logps"], golden["out.gtctx_clip0.2.k3"]
+    log_prob, k3 = golden["out.gtctx_clip0.2.new_logps"], golden["out.gtctx_clip0.2.k3"]
     policy = scripted_policy()
     ctx = Context(policy, toys.rubric(), Randomness(0, 0, torch.arange(8)), SingleProcess(), NoState())
-    experience = rated(now, golden["in.ref_logps"], golden["in.old_logps"], golden["out.advantages"])
+    experience = scored_rollout(log_prob, golden["in.ref_logps"], golden["in.old_logps"], golden["out.advantages"])
     loss = GRPO(group_size=4, clip_range=0.2, kl_coef=0.01).loss(ctx, experience, 0)
     torch.testing.assert_close(loss.metrics["kl"], k3.mean(1), rtol=1e-4, atol=1e-6)
-    wanted = (golden["out.gtctx_clip0.2.per_token_loss"] + 0.01 * k3).mean(1)
-    torch.testing.assert_close(loss.rows, wanted, rtol=1e-4, atol=1e-6)
-    plain = GRPO(group_size=4, clip_range=0.2).loss(ctx, experience, 0).rows.mean()
-    torch.testing.assert_close(plain, golden["out.gtctx_clip0.2.loss"][0], rtol=1e-4, atol=1e-6)
+    expected = (golden["out.gtctx_clip0.2.per_token_loss"] + 0.01 * k3).mean(1)
+    torch.testing.assert_close(loss.rows, expected, rtol=1e-4, atol=1e-6)
+    mean_loss = GRPO(group_size=4, clip_range=0.2).loss(ctx, experience, 0).rows.mean()
+    torch.testing.assert_close(mean_loss, golden["out.gtctx_clip0.2.loss"][0], rtol=1e-4, atol=1e-6)
 
 
 def test_advantages_are_clipped() -> None:
     policy = toys.policy("flow")
-    limited = replace(GRPO(group_size=8), advantage_clip=0.5).collect(toys.context(policy, 8), toys.prompts(8))
-    assert float(limited.advantage.abs().max()) == 0.5
+    experience = replace(GRPO(group_size=8), advantage_clip=0.5).collect(toys.context(policy, 8), toys.prompts(8))
+    assert float(experience.advantage.abs().max()) == 0.5
 
 
 @pytest.mark.parametrize(
     "process", [AutoregressiveProcess(top_k=2), AutoregressiveProcess(top_p=0.5, recompute_log_probs=False)]
 )
-@pytest.mark.parametrize("divergence", ["k3", "exact"])
-def test_tokens_outside_top_k_have_finite_loss(divergence: Any, process: AutoregressiveProcess) -> None:
-    """Truncation is for drawing: scored with it, a token outside of the reference's few likeliest is infinitely far."""
-    objective = GRPO(group_size=16, kl_coef=0.1, kl_estimator=divergence)
+@pytest.mark.parametrize("kl_estimator", ["k3", "exact"])
+def test_tokens_outside_top_k_have_finite_loss(kl_estimator: Any, process: AutoregressiveProcess) -> None:
+    """Log-probabilities are not truncated: a token outside of the reference's top-k would have an infinite KL."""
+    objective = GRPO(group_size=16, kl_coef=0.1, kl_estimator=kl_estimator)
     policy = replace(toys.policy("causal", FrozenCopyFinetuning(), objective.snapshots()), process=process)
-    toys.move(policy, 0.3)
+    toys.perturb(policy, 0.3)
     ctx = toys.context(policy, 8)
     experience = objective.collect(ctx, toys.prompts(8))
     loss = objective.loss(ctx, experience, 0)
     torch.testing.assert_close(loss.metrics["ratio"], torch.ones(128), rtol=1e-4, atol=1e-4)
     assert torch.isfinite(loss.rows).all()
     assert torch.isfinite(toys.gradient(policy, loss.rows.sum())).all()
-    toys.move(policy, 0.3)
+    toys.perturb(policy, 0.3)
     assert torch.isfinite(toys.gradient(policy, objective.loss(ctx, experience, 0).rows.sum())).all()

@@ -18,25 +18,25 @@ from tastemaker.objectives.likelihood import Likelihood
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train, train_step
 
-QUIET = (
+SETTINGS = (
     "sample.every=0",
     "guard.every=0",
     "engine.precision=fp32",
     "engine.reduce_dtype=fp32",
     "batch.micro_batch_size=null",
 )
-BRIGHT = (
+BRIGHTNESS = (
     "rewards={bright: {type: brightness}}",
     "batch.prompts=4",
     "data.template='a {name}'",
     "objective.group_size=16",
 )
 CLASSES = ("batch.prompts=16", "objective.beta=1.0", "optim.lr=1e-2", "steps=30")
-# Settings of each, what must rise, and by how much at least.
+# Settings of each recipe, the metric that must rise, and by how much at least.
 RECIPES: dict[str, tuple[tuple[str, ...], str, float]] = {
     "llamagen-pretrain": (("optim.lr=3e-3", "batch.prompts=16", "steps=30"), "log_likelihood", 0.5),
-    "grpo-llamagen": ((*BRIGHT, "optim.lr=1e-2", "steps=25"), "reward/mean", 0.03),
-    "ar-grpo": ((*BRIGHT, "objective.kl_coef=0.01", "optim.lr=1e-2", "steps=25"), "reward/mean", 0.03),
+    "grpo-llamagen": ((*BRIGHTNESS, "optim.lr=1e-2", "steps=25"), "reward/mean", 0.03),
+    "ar-grpo": ((*BRIGHTNESS, "objective.kl_coef=0.01", "optim.lr=1e-2", "steps=25"), "reward/mean", 0.03),
     "grpo-llamagen-tf": (("batch.prompts=8", "batch.minibatches=1", "optim.lr=1e-2", "steps=30"), "reward/mean", 0.02),
     "va-pi": (("batch.prompts=8", "optim.lr=1e-2", "steps=30"), "reward/mean", 0.02),
     "cca-llamagen": ((*CLASSES, "objective.negative_weight=1.0"), "accuracy", 0.2),
@@ -44,18 +44,18 @@ RECIPES: dict[str, tuple[tuple[str, ...], str, float]] = {
 }
 
 
-# Teacher-forced GRPO is its own; all objectives learn in tests/objectives/test_matrix.py.
-TIERS = {"grpo-llamagen-tf": [], "grpo-llamagen": [pytest.mark.long], "dpo-llamagen": [pytest.mark.long]}  # like others
+# Only the recipe of teacher-forced GRPO is fast; test_matrix.py trains all objectives on toys.
+TIERS = {"grpo-llamagen-tf": [], "grpo-llamagen": [pytest.mark.long], "dpo-llamagen": [pytest.mark.long]}
 LEARNING = [pytest.param(name, marks=TIERS.get(name, [pytest.mark.slow])) for name in RECIPES]
 
 
 @pytest.mark.parametrize("recipe", LEARNING)
 def test_llamagen_recipes_learn(recipe: str, tmp_path: Path) -> None:
-    settings, name, by = RECIPES[recipe]
-    run = build(load(recipe, [*QUIET, *settings]), tmp_path, tiny=True)
-    told = [event.metrics[name] for event in train(run) if isinstance(event, StepCompleted)]
-    print(recipe, mean(told[:3]), mean(told[-5:]))
-    assert mean(told[-5:]) > mean(told[:3]) + by
+    settings, metric, margin = RECIPES[recipe]
+    run = build(load(recipe, [*SETTINGS, *settings]), tmp_path, tiny=True)
+    values = [event.metrics[metric] for event in train(run) if isinstance(event, StepCompleted)]
+    print(recipe, mean(values[:3]), mean(values[-5:]))
+    assert mean(values[-5:]) > mean(values[:3]) + margin
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
@@ -69,52 +69,52 @@ def test_llamagen_recipes_learn(recipe: str, tmp_path: Path) -> None:
     ],
 )
 def test_first_ratios_are_exactly_one(recipe: str, precision: str, tmp_path: Path) -> None:
-    bright = ("rewards={bright: {type: brightness}}",) if recipe in ("grpo-llamagen", "ar-grpo") else ()
-    settings = [*QUIET, *bright, f"engine.precision={precision}", "batch.minibatches=1", "batch.micro_batch_size=4"]
+    rewards = ("rewards={bright: {type: brightness}}",) if recipe in ("grpo-llamagen", "ar-grpo") else ()
+    settings = [*SETTINGS, *rewards, f"engine.precision={precision}", "batch.minibatches=1", "batch.micro_batch_size=4"]
     run = build(load(recipe, settings), tmp_path, tiny=True)
-    toys.move(run.policy, 0.05)
+    toys.perturb(run.policy, 0.05)
     metrics = train_step(run, 0).to_event().metrics
-    # Where MKL finds a matrix in memory decides the order of its sums, so that float32 may differ in its last bit.
-    off = pytest.approx(0, abs=1e-7 if precision == "fp32" else 0)
+    # The order of sums in MKL depends on the alignment of matrices, so float32 may differ in its last bit.
+    no_deviation = pytest.approx(0, abs=1e-7 if precision == "fp32" else 0)
     assert (metrics["ratio"], metrics["ratio_deviation"], metrics["clip_fraction"]) == (
         pytest.approx(1, abs=1e-7),
-        off,
+        no_deviation,
         0,
     )
 
 
 def test_dropout_is_reproducible_after_resume(tmp_path: Path) -> None:
-    small = (
+    model = (
         "model.variant=tiny",
         "model.autoencoder=null",
         "model.image_size=32",
         "model.downsample_factor=8",
         "model.codebook_size=64",
     )
-    settings = [*QUIET, *small, "model.dropout=0.3", "batch.prompts=4", "optim.lr=1e-2"]
-    run, again = (build(load("llamagen-pretrain", settings), tmp_path / name) for name in ("one", "two"))
+    settings = [*SETTINGS, *model, "model.dropout=0.3", "batch.prompts=4", "optim.lr=1e-2"]
+    run, resumed = (build(load("llamagen-pretrain", settings), tmp_path / name) for name in ("one", "two"))
     for step in range(2):
         train_step(run, step)
     path = run.save(2)
-    straight = train_step(run, 2).to_event().metrics
-    again.resume(path)
-    assert train_step(again, 2).to_event().metrics == straight
+    uninterrupted = train_step(run, 2).to_event().metrics
+    resumed.resume(path)
+    assert train_step(resumed, 2).to_event().metrics == uninterrupted
 
 
 def test_precomputed_tokens_give_the_loss_of_their_images() -> None:
-    learner, batch = toys.policy("causal", snapshots=("reference",)), toys.pictures(8, 1, 0)
-    tokens = TokenBatch(batch.prompts, learner.encode(batch.pixels))
+    policy, batch = toys.policy("causal", snapshots=("reference",)), toys.image_batch(8, 1, 0)
+    tokens = TokenBatch(batch.prompts, policy.encode(batch.pixels))
     for objective in (Likelihood(), CCA()):
-        ctx = toys.context(learner, 8)
-        one, other = (objective.collect(ctx, seen) for seen in (batch, tokens))  # type: ignore[attr-defined]
-        assert one.x.equal(other.x)
-        assert toys.total(objective, ctx, one).equal(toys.total(objective, ctx, other))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="4 tokens, the model generates 16"):
-        Likelihood().collect(toys.context(learner, 8), TokenBatch(batch.prompts, tokens.ids[:, :4]))
+        ctx = toys.context(policy, 8)
+        of_images, of_tokens = (objective.collect(ctx, data) for data in (batch, tokens))  # type: ignore[attr-defined]
+        assert of_images.x.equal(of_tokens.x)
+        assert toys.total_loss(objective, ctx, of_images).equal(toys.total_loss(objective, ctx, of_tokens))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"4 tokens.* 16"):
+        Likelihood().collect(toys.context(policy, 8), TokenBatch(batch.prompts, tokens.ids[:, :4]))
 
 
 def test_token_data_is_accepted_by_its_objectives(tmp_path: Path) -> None:
     data = f"data={{type: token_folder, path: {tmp_path}}}"
     assert find_problems(load("llamagen-pretrain", [data])) == []
-    (found,) = find_problems(load("grpo-llamagen-tf", [data]))
-    assert found.startswith("data: 'teacher_forced_grpo' trains on captioned images, but 'token_folder' yields tokens")
+    (problem,) = find_problems(load("grpo-llamagen-tf", [data]))
+    assert problem.startswith("data: ") and "'teacher_forced_grpo'" in problem and "'token_folder'" in problem

@@ -24,7 +24,7 @@ from tastemaker.objectives.reward_gradient import RewardGradient
 from tastemaker.objectives.srpo import SRPO
 from tastemaker.processes.gaussian import GaussianProcess
 
-# Colours the toy reward knows stand for the control words.
+# The control words are colors that the toy reward knows.
 RELATIVE = SRPO(positive_words=("white",), negative_words=("grey",), template="{prompt} {word}", reward_margin=None)
 OBJECTIVES = [
     Likelihood(),
@@ -41,52 +41,55 @@ OBJECTIVES = [
     NFT(group_size=2),
 ]
 TUNINGS = {"full": FullFinetuning(), "lora": Lora(rank=2)}
-ADAPTED = (GRPO, NFT, SRPO)  # what adapters are usually trained by
-SHORT = (RewardGradient(last_steps=2), GRPO(group_size=2))  # what models that are like others are tried with
-MODELS = (*toys.PUBLISHED, *toys.CLIPS)
+LORA_OBJECTIVES = (GRPO, NFT, SRPO)  # objectives that LoRA is usually trained with
+FEW_OBJECTIVES = (
+    RewardGradient(last_steps=2),
+    GRPO(group_size=2),
+)  # objectives of models whose code is shared with another model
+MODELS = (*toys.PUBLISHED, *toys.VIDEO_MODELS)
 # In the fast set every model is trained once and every objective at least once.
-QUICK = {(name, place % len(OBJECTIVES)) for place, name in enumerate(MODELS)}
-BROAD = ("flux", "sd15", "wan")  # one network of each kind, which adapters and all settings are tried on
+FAST = {(name, index % len(OBJECTIVES)) for index, name in enumerate(MODELS)}
+ALL_SETTINGS = ("flux", "sd15", "wan")  # one network of each kind, with LoRA and all settings
 FIRST = {type(objective): i for i, objective in reversed(list(enumerate(OBJECTIVES)))}
 
 
-def marks(name: str, place: int, kind: str) -> list[pytest.MarkDecorator]:
+def marks(name: str, index: int, tuning: str) -> list[pytest.MarkDecorator]:
     """The slow set has every objective on every model, and all settings and adapters on some of them."""
-    objective = OBJECTIVES[place]
-    adapted = isinstance(objective, ADAPTED) and place % 2 == 0
-    if (name, place) in QUICK and kind == ("lora" if adapted else "full"):
+    objective = OBJECTIVES[index]
+    with_lora = isinstance(objective, LORA_OBJECTIVES) and index % 2 == 0
+    if (name, index) in FAST and tuning == ("lora" if with_lora else "full"):
         return []
-    first = FIRST[type(objective)] == place if name not in toys.LIKE_OTHERS else objective in SHORT
-    return [pytest.mark.slow if name in BROAD or (kind == "full" and first) else pytest.mark.long]
+    first = FIRST[type(objective)] == index if name not in toys.SIMILAR else objective in FEW_OBJECTIVES
+    return [pytest.mark.slow if name in ALL_SETTINGS or (tuning == "full" and first) else pytest.mark.long]
 
 
-CELLS = [
+CASES = [
     pytest.param(objective, name, tuning, id=f"{type(objective).__name__}{i}-{name}-{kind}", marks=marks(name, i, kind))
     for i, objective in enumerate(OBJECTIVES)
     for name in MODELS
     for kind, tuning in TUNINGS.items()
-    if kind == "full" or isinstance(objective, ADAPTED)
+    if kind == "full" or isinstance(objective, LORA_OBJECTIVES)
 ]
 
 
-def networks(thing: object) -> Iterator[nn.Module]:
-    """All that a backbone is made of."""
-    if isinstance(thing, nn.Module):
-        yield thing
-    elif isinstance(thing, list):
-        for each in thing:
-            yield from networks(each)
-    elif type(thing).__module__.startswith("tastemaker.models."):
-        for each in vars(thing).values():
-            yield from networks(each)
+def networks(value: object) -> Iterator[nn.Module]:
+    """Yield the networks of a backbone."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from networks(item)
+    elif type(value).__module__.startswith("tastemaker.models."):
+        for item in vars(value).values():
+            yield from networks(item)
 
 
 def tensors(policy: Policy[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Copies of what trains and of what does not."""
-    learning = policy.weights.trainable()
-    still = {f"{i}.{key}": x for i, net in enumerate(networks(policy.model)) for key, x in net.state_dict().items()}
-    own = {x.data_ptr() for x in learning.values()}
-    return copies(learning), copies({key: x for key, x in still.items() if x.data_ptr() not in own})
+    """Return copies of the trainable and of the frozen tensors."""
+    trainable = policy.weights.trainable()
+    state = {f"{i}.{key}": x for i, net in enumerate(networks(policy.model)) for key, x in net.state_dict().items()}
+    pointers = {x.data_ptr() for x in trainable.values()}
+    return copies(trainable), copies({key: x for key, x in state.items() if x.data_ptr() not in pointers})
 
 
 def copies(values: Any) -> dict[str, Tensor]:
@@ -94,33 +97,33 @@ def copies(values: Any) -> dict[str, Tensor]:
 
 
 def test_published_models_cover_every_objective() -> None:
-    found = {REGISTERED.find(name) for name in REGISTERED}
-    able = {kind for kind in found if issubclass(GaussianProcess, kind.needs)}  # type: ignore[attr-defined]
-    assert {type(objective) for objective in OBJECTIVES} == able
+    registered = {REGISTERED.find(name) for name in REGISTERED}
+    supported = {objective for objective in registered if issubclass(GaussianProcess, objective.needs)}  # type: ignore[attr-defined]
+    assert {type(objective) for objective in OBJECTIVES} == supported
 
 
-@pytest.mark.parametrize(("objective", "name", "tuning"), CELLS)
+@pytest.mark.parametrize(("objective", "name", "tuning"), CASES)
 def test_step_updates_trainable_weights_only(
     objective: Objective[Any, Any, Any, Any], name: str, tuning: Tuning
 ) -> None:
     policy = toys.policy(name, tuning, objective.snapshots())
     if objective.snapshots() or isinstance(tuning, Lora):
-        toys.move(policy, 0.01)  # where a policy is its own reference, preferences have no slope
-    live, still = tensors(policy)
+        toys.perturb(policy, 0.01)  # a policy that equals its reference may have no gradient
+    trainable, frozen = tensors(policy)
     ctx = toys.context(policy, 4, objective.make_state())
-    experience = objective.collect(ctx, toys.data(objective, 4, policy.model.pixels))
+    experience = objective.collect(ctx, toys.make_batch(objective, 4, policy.model.pixels))
     losses = toys.backward(objective, ctx, experience)
     assert losses and all(loss.rows.isfinite().all() for loss in losses)
     step(policy)
-    after, kept = tensors(policy)
-    vain = policy.model.traits.unused_parameters
-    assert all(x.isfinite().all() for x in after.values())
-    assert [key for key, x in after.items() if x.equal(live[key]) and not key.startswith(vain)] == []
-    assert still and [key for key, x in kept.items() if not x.equal(still[key])] == []
+    updated, frozen_after = tensors(policy)
+    unused = policy.model.traits.unused_parameters
+    assert all(x.isfinite().all() for x in updated.values())
+    assert [key for key, x in updated.items() if x.equal(trainable[key]) and not key.startswith(unused)] == []
+    assert frozen and [key for key, x in frozen_after.items() if not x.equal(frozen[key])] == []
 
 
 def step(policy: Policy[Any]) -> None:
-    """Along the signs of the gradient, so that what has none stays where it is."""
+    """Step along the sign of the gradient, so that a tensor without gradient does not change."""
     for p in policy.weights.trainable().values():
         if p.grad is not None:
             p.data -= 1e-3 * p.grad.sign()
@@ -141,5 +144,5 @@ def test_first_ratio_is_one(name: str, tuning: Tuning) -> None:
     experience = objective.collect(ctx, toys.prompts(4))
     assert objective.parts(experience)
     for part in objective.parts(experience):
-        watched = objective.loss(ctx, experience, part).metrics
-        assert (watched["ratio"] == 1).all() and not watched["ratio_deviation"].any()
+        metrics = objective.loss(ctx, experience, part).metrics
+        assert (metrics["ratio"] == 1).all() and not metrics["ratio_deviation"].any()

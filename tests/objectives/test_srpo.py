@@ -1,4 +1,4 @@
-"""SRPO: levels and strides as published, recovery of the clean sample, branches and network calls."""
+"""SRPO: published noise levels and strides, recovery of the clean sample, branches and network calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOY = SRPO(
 
 
 @pytest.mark.parametrize(
-    ("objective", "place", "branch", "source", "target", "boost"),
+    ("objective", "grid_index", "branch", "source", "target", "boost"),
     [
         (HPS, 500, "denoise", 0.878486, 0.857036, 0.175075),
         (HPS, 500, "inversion", 0.835586, 0.857036, 0.183884),
@@ -54,57 +54,59 @@ TOY = SRPO(
     ],
 )
 def test_levels_and_discounts_match_published(
-    objective: SRPO, place: int, branch: Branch, source: float, target: float, boost: float
+    objective: SRPO, grid_index: int, branch: Branch, source: float, target: float, boost: float
 ) -> None:
-    levels = objective.levels(FLUX, torch.tensor([place]), branch)
-    found = [float(levels.source), float(levels.target), float(levels.boost)]
-    assert found == pytest.approx([source, target, boost], abs=1e-6)
+    levels = objective.levels(FLUX, torch.tensor([grid_index]), branch)
+    values = [float(levels.source), float(levels.target), float(levels.boost)]
+    assert values == pytest.approx([source, target, boost], abs=1e-6)
 
 
-@pytest.mark.parametrize(("length", "kept", "stride"), [(1000, 0.9, 100), (100, 0.9, 10), (100, 0.6, 41)])
-def test_strides_match_published(length: int, kept: float, stride: int) -> None:
-    levels = SRPO(num_train_timesteps=length, groundtruth_ratio=kept).levels(
-        FLUX, torch.tensor([length // 2]), "denoise"
+@pytest.mark.parametrize(
+    ("num_train_timesteps", "groundtruth_ratio", "stride"), [(1000, 0.9, 100), (100, 0.9, 10), (100, 0.6, 41)]
+)
+def test_strides_match_published(num_train_timesteps: int, groundtruth_ratio: float, stride: int) -> None:
+    levels = SRPO(num_train_timesteps=num_train_timesteps, groundtruth_ratio=groundtruth_ratio).levels(
+        FLUX, torch.tensor([num_train_timesteps // 2]), "denoise"
     )
-    spacing = float(FLUX.path.timesteps(50)[5] - FLUX.path.timesteps(50)[25]) / (length - 1)
+    spacing = float(FLUX.path.timesteps(50)[5] - FLUX.path.timesteps(50)[25]) / (num_train_timesteps - 1)
     assert float(levels.source - levels.target) / spacing == pytest.approx(stride, rel=1e-3)
 
 
 def test_grid_indices_are_within_margins() -> None:
     objective = replace(TOY, num_train_timesteps=20)
-    places = objective.collect(toys.context(toys.policy("flow"), 400), toys.prompts(400)).grid_index
-    assert places.unique().tolist() == list(range(5, 16))
+    indices = objective.collect(toys.context(toys.policy("flow"), 400), toys.prompts(400)).grid_index
+    assert indices.unique().tolist() == list(range(5, 16))
 
 
 def test_branches_meet_at_the_same_level() -> None:
-    places = torch.arange(5, 996)
-    denoise, inversion = (HPS.levels(FLUX, places, branch) for branch in ("denoise", "inversion"))
-    apart = (denoise.target - inversion.target).abs()
-    assert apart[places > 100].max() == 0
-    assert apart.max() < 3e-4
+    indices = torch.arange(5, 996)
+    denoise, inversion = (HPS.levels(FLUX, indices, branch) for branch in ("denoise", "inversion"))
+    differences = (denoise.target - inversion.target).abs()
+    assert differences[indices > 100].max() == 0
+    assert differences.max() < 3e-4
     assert (denoise.source > denoise.target).all()
     assert (inversion.source < inversion.target).all()
 
 
 @dataclass
-class Oracle(Backbone):
-    """A denoiser that says what it is given."""
+class FixedOutput(Backbone):
+    """A denoiser with a fixed output."""
 
-    says: Tensor
+    output: Tensor
     net: nn.Module = field(default_factory=lambda: nn.Linear(1, 1))
     forward_passes: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.says.shape[1:])
+        return tuple(self.output.shape[1:])
 
     pixels = (1, 3, 8, 8)
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
-        return Condition(tuple(prompts), {}, tuple(facts))
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
+        return Condition(tuple(prompts), {}, tuple(metadata))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        return self.says
+        return self.output
 
     def encode(self, pixels: Tensor) -> Tensor:
         return pixels
@@ -113,36 +115,38 @@ class Oracle(Backbone):
         return x
 
 
-PLACES = torch.tensor([5, 20, 100, 499, 500, 700, 899, 950, 995])
-SIGNAL = VariancePreserving(prediction_type="epsilon", set_alpha_to_one=True)
+GRID_INDICES = torch.tensor([5, 20, 100, 499, 500, 700, 899, 950, 995])
+EPSILON = VariancePreserving(prediction_type="epsilon", set_alpha_to_one=True)
 
 
-def aligned(process: GaussianProcess, says: Tensor | None = None) -> tuple[Any, DirectAlignBatch, Tensor]:
-    """Samples and noise at all sorts of places, and a model that says the truth if nothing else."""
-    rng = Randomness(0, 0, torch.arange(len(PLACES)))
+def direct_align_batch(process: GaussianProcess, output: Tensor | None = None) -> tuple[Any, DirectAlignBatch, Tensor]:
+    """Return samples and noise at many grid indices; the model predicts the target unless `output` is set."""
+    rng = Randomness(0, 0, torch.arange(len(GRID_INDICES)))
     clean, noise = rng.normal("clean", 1, 3, 8, 8), rng.normal("noise", 1, 3, 8, 8)
-    truth = process.path.target(clean, noise, torch.ones(len(PLACES)))
-    model = Oracle(truth if says is None else says)
+    target = process.path.target(clean, noise, torch.ones(len(GRID_INDICES)))
+    model = FixedOutput(target if output is None else output)
     policy = Policy(model, process, FullFinetuning().apply(model, ()))
-    seen = DirectAlignBatch(Condition(("",) * len(PLACES)), clean, noise, PLACES, torch.zeros(len(PLACES)))
-    return toys.context(policy, len(PLACES)), seen, clean
+    batch = DirectAlignBatch(
+        Condition(("",) * len(GRID_INDICES)), clean, noise, GRID_INDICES, torch.zeros(len(GRID_INDICES))
+    )
+    return toys.context(policy, len(GRID_INDICES)), batch, clean
 
 
-@pytest.mark.parametrize("process", [FLUX, GaussianProcess(SIGNAL, DDIM(1.0), 25)])
+@pytest.mark.parametrize("process", [FLUX, GaussianProcess(EPSILON, DDIM(1.0), 25)])
 @pytest.mark.parametrize("branch", ["denoise", "inversion"])
 def test_perfect_model_recovers_the_sample(branch: Branch, process: GaussianProcess) -> None:
-    ctx, seen, clean = aligned(process)
-    recovered = HPS.recover_clean(ctx, seen, HPS.levels(process, PLACES, branch))
+    ctx, batch, clean = direct_align_batch(process)
+    recovered = HPS.recover_clean(ctx, batch, HPS.levels(process, GRID_INDICES, branch))
     torch.testing.assert_close(recovered, clean, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(("branch", "sign"), [("denoise", -1), ("inversion", 1)])
 def test_branches_have_opposite_gradients(branch: Branch, sign: int) -> None:
-    """d clean / d velocity is -gap/(1 - level) on the way down and as much the other way on the way up."""
-    velocity = torch.zeros(len(PLACES), 1, 3, 8, 8, requires_grad=True)
-    ctx, seen, _ = aligned(FLUX, velocity)
-    levels = HPS.levels(FLUX, PLACES, branch)
-    HPS.recover_clean(ctx, seen, levels).sum().backward()
+    """d clean / d velocity is -gap / (1 - level) for denoising and gap / (1 - level) for inversion."""
+    velocity = torch.zeros(len(GRID_INDICES), 1, 3, 8, 8, requires_grad=True)
+    ctx, batch, _ = direct_align_batch(FLUX, velocity)
+    levels = HPS.levels(FLUX, GRID_INDICES, branch)
+    HPS.recover_clean(ctx, batch, levels).sum().backward()
     weight = sign * (levels.source - levels.target).abs() / (1 - levels.target)
     torch.testing.assert_close(velocity.grad, weight.view(-1, 1, 1, 1, 1).expand_as(velocity), rtol=1e-3, atol=1e-5)
 
@@ -155,73 +159,87 @@ def test_gradient_weights_match_published() -> None:
 
 def test_network_calls_of_a_step() -> None:
     policy = toys.policy("flow")
-    graphs: list[bool] = []
-    policy.model.net.register_forward_hook(lambda net, inputs, output: graphs.append(output.requires_grad))
+    with_gradient: list[bool] = []
+    policy.model.net.register_forward_hook(lambda net, inputs, output: with_gradient.append(output.requires_grad))
     ctx = toys.context(policy, 8)
     experience = TOY.collect(ctx, toys.prompts(8))
-    assert graphs == [False] * 8
+    assert with_gradient == [False] * 8
     assert not experience.clean.requires_grad
     toys.backward(TOY, ctx, experience)
-    assert graphs == [False] * 8 + [True]
+    assert with_gradient == [False] * 8 + [True]
     toys.backward(replace(TOY, batch_branches=False), ctx, experience)
-    assert graphs == [False] * 8 + [True] * 3
+    assert with_gradient == [False] * 8 + [True] * 3
 
 
 @pytest.mark.parametrize("relative", [True, False])
 def test_batched_branches_match_sequential_branches(relative: bool) -> None:
     policy = toys.policy("flow")
     ctx = toys.context(policy, 8)
-    found = []
-    for merged in (True, False):
-        objective = replace(TOY, batch_branches=merged, relative=relative, reward_margin=0.7)
+    results = []
+    for batched in (True, False):
+        objective = replace(TOY, batch_branches=batched, relative=relative, reward_margin=0.7)
         experience = objective.collect(ctx, toys.prompts(8))
         parts = [objective.loss(ctx, experience, part) for part in objective.parts(experience)]
         total = torch.stack([loss.rows for loss in parts]).sum(0)
         for p in policy.weights.trainable().values():
             p.grad = None
         total.sum().backward()
-        slopes = torch.cat([p.grad.flatten() for p in policy.weights.trainable().values() if p.grad is not None])
-        found.append((slopes, total.detach(), {name: x for loss in parts for name, x in loss.metrics.items()}))
-    (slopes, rows, watched), (others, their_rows, theirs) = found
-    torch.testing.assert_close(slopes, others, rtol=1e-5, atol=1e-5 * float(others.abs().max()))
-    torch.testing.assert_close(rows, their_rows)
-    torch.testing.assert_close(watched, theirs)
+        gradient = torch.cat([p.grad.flatten() for p in policy.weights.trainable().values() if p.grad is not None])
+        results.append((gradient, total.detach(), {name: x for loss in parts for name, x in loss.metrics.items()}))
+    (gradient, losses, metrics), (sequential_gradient, sequential_losses, sequential_metrics) = results
+    torch.testing.assert_close(
+        gradient, sequential_gradient, rtol=1e-5, atol=1e-5 * float(sequential_gradient.abs().max())
+    )
+    torch.testing.assert_close(losses, sequential_losses)
+    torch.testing.assert_close(metrics, sequential_metrics)
 
 
 @dataclass(frozen=True)
-class Overheard(RewardSpec, Reward):
-    """A colour reward that remembers what it was asked."""
+class RecordedReward(RewardSpec, Reward):
+    """A color reward that records the prompts it gets."""
 
-    heard: list[tuple[str, ...]] = field(default_factory=list, hash=False)
+    batches: list[tuple[str, ...]] = field(default_factory=list, hash=False)
     batch_size: int = 1000
     card: ClassVar[RewardCard] = RewardCard(range="any", failure_modes="anything")
     differentiable = True
     modality = "image"
     runs_on = "device"
 
-    def load(self, placement: Placement) -> Overheard:
+    def load(self, placement: Placement) -> RecordedReward:
         return self
 
-    def tiny(self) -> Overheard:
+    def tiny(self) -> RecordedReward:
         return self
 
-    def score(self, pixels: Tensor, prompts: Prompts, facts: Sequence[Metadata]) -> Tensor:
-        self.heard.append(tuple(prompts))
-        return ColorReward().score(pixels, ["a red"] * len(prompts), facts)
+    def score(self, pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
+        self.batches.append(tuple(prompts))
+        return ColorReward().score(pixels, ["a red"] * len(prompts), metadata)
 
 
 def test_control_words_alternate_and_swap_under_inversion() -> None:
-    policy, reward = toys.policy("flow"), Overheard()
+    policy, reward = toys.policy("flow"), RecordedReward()
     objective = replace(HPS, num_grid_steps=8, timestep_range=(1, 6), num_train_timesteps=100, batch_branches=False)
     for step in (0, 5):
         ctx = toys.context(policy, 4, step=step, spec=reward)
         experience = objective.collect(ctx, toys.prompts(4))
         for part in objective.parts(experience):
             objective.loss(ctx, experience, part)
-    praise, blame = ["Detail", "Detailed"], ["Painting", "Painting"]  # the first step and the sixth, modulo 4 and 5
-    said = [heard[0].split(". ")[0] for heard in reward.heard]
-    assert said == [praise[0], blame[0], blame[0], praise[0], praise[1], blame[1], blame[1], praise[1]]
-    assert reward.heard[0][1] == "Detail. a green"
+    positive, negative = (
+        ["Detail", "Detailed"],
+        ["Painting", "Painting"],
+    )  # the first step and the sixth, modulo 4 and 5
+    words = [prompts[0].split(". ")[0] for prompts in reward.batches]
+    assert words == [
+        positive[0],
+        negative[0],
+        negative[0],
+        positive[0],
+        positive[1],
+        negative[1],
+        negative[1],
+        positive[1],
+    ]
+    assert reward.batches[0][1] == "Detail. a green"
 
 
 def test_relative_reward_is_boosted_and_hinged() -> None:
@@ -230,27 +248,29 @@ def test_relative_reward_is_boosted_and_hinged() -> None:
     experience = plain.collect(ctx, toys.prompts(8))
     levels = plain.levels(policy.process, experience.grid_index, "denoise")
     pixels = ctx.policy.decode(plain.recover_clean(ctx, experience, levels))
-    praised = ctx.rubric.score(pixels, experience.cond.prompts).total
-    blamed = ctx.rubric.score(pixels, ["a grey"] * 8).total
-    earned = (1 + levels.boost) * praised - blamed
-    torch.testing.assert_close(plain.loss(ctx, experience, ("denoise",)).rows, -earned)
-    torch.testing.assert_close(hinged.loss(ctx, experience, ("denoise",)).rows, (0.2 - earned).relu())
+    positive = ctx.rubric.score(pixels, experience.cond.prompts).total
+    negative = ctx.rubric.score(pixels, ["a grey"] * 8).total
+    relative_reward = (1 + levels.boost) * positive - negative
+    torch.testing.assert_close(plain.loss(ctx, experience, ("denoise",)).rows, -relative_reward)
+    torch.testing.assert_close(hinged.loss(ctx, experience, ("denoise",)).rows, (0.2 - relative_reward).relu())
 
 
 def test_shared_noise_setting() -> None:
     ctx = toys.context(toys.policy("flow"), 4)
-    shared, own = (replace(TOY, shared_noise=s).collect(ctx, toys.prompts(4)).noise for s in (True, False))
+    shared, independent = (
+        replace(TOY, shared_noise=is_shared).collect(ctx, toys.prompts(4)).noise for is_shared in (True, False)
+    )
     assert len(shared.flatten(1).unique(dim=0)) == 1
-    assert len(own.flatten(1).unique(dim=0)) == 4
+    assert len(independent.flatten(1).unique(dim=0)) == 4
     assert TOY.collect(ctx, toys.prompts(4)).grid_index.unique().numel() > 1
 
 
 def test_invalid_settings_are_refused() -> None:
-    for wrong, sentence in (
-        ({"timestep_range": (5, 60)}, "'timestep_range' is"),
-        ({"groundtruth_ratio": 1.0}, "groundtruth_ratio 1.0"),
-        ({"branches": ()}, "no branches or no control words"),
-        ({"template": "{word}"}, "expected {prompt}"),
+    for settings, message in (
+        ({"timestep_range": (5, 60)}, "'timestep_range'"),
+        ({"groundtruth_ratio": 1.0}, r"groundtruth_ratio.*1\.0"),
+        ({"branches": ()}, r"\bbranches\b"),
+        ({"template": "{word}"}, "{prompt}"),
     ):
-        with pytest.raises(ValueError, match=sentence):
-            SRPO(**wrong)
+        with pytest.raises(ValueError, match=message):
+            SRPO(**settings)

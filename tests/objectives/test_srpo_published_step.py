@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import CLIP_ENDS, FixedNoise, byte_clip_tokenizer, byte_t5_tokenizer, random
+from tiny_pipelines import CLIP_TOKENS, FixedNoise, byte_clip_tokenizer, byte_t5_tokenizer, random_network
 from torch import Tensor
 from transformers import CLIPModel, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
@@ -99,9 +99,11 @@ def save_pipeline(folder: Path) -> str:
             key.removeprefix(f"{prefix}."): x for key, x in tensors.items() if key.startswith(f"{prefix}.")
         }
         save_file(component_tensors, folder / component / "diffusion_pytorch_model.safetensors", {"format": "pt"})
-    clip = CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_ENDS})
-    random(CLIPTextModel, clip).save_pretrained(folder / "text_encoder")
-    random(T5EncoderModel, T5Config(**TINY_CONFIGS["text_encoder_2"])).save_pretrained(folder / "text_encoder_2")
+    clip = CLIPTextConfig(**{**TINY_CONFIGS["text_encoder"], **CLIP_TOKENS})
+    random_network(CLIPTextModel, clip).save_pretrained(folder / "text_encoder")
+    random_network(T5EncoderModel, T5Config(**TINY_CONFIGS["text_encoder_2"])).save_pretrained(
+        folder / "text_encoder_2"
+    )
     byte_clip_tokenizer().save_pretrained(folder / "tokenizer")
     byte_t5_tokenizer().save_pretrained(folder / "tokenizer_2")
     return str(folder)
@@ -121,7 +123,7 @@ def test_training_step_equals_the_published_one(kind: str, tmp_path: Path) -> No
     model = FluxSpec(
         save_pipeline(tmp_path), height=64, width=64, rollout_guidance_scale=rollout_guidance, truncate_timesteps=True
     ).load(Placement())
-    embeddings = {"words": tensors["in.prompt_embeds"], "pooled": tensors["in.pooled"]}
+    embeddings = {"prompt_embeds": tensors["in.prompt_embeds"], "pooled_prompt_embeds": tensors["in.pooled"]}
     model.prompt_encoder = lambda prompts: embeddings  # type: ignore[assignment]
     policy = Policy(model, PROCESS, FullFinetuning().apply(model, ()))
     ctx = Context(policy, step.rubric(), Randomness(0, settings["step"], torch.arange(1)), SingleProcess(), NoState())

@@ -34,48 +34,48 @@ TOY = SRPO(
     reward_margin=None,
 )
 QWEN: Any = load("srpo-qwen-image").objective
-EVEN = GaussianProcess(RectifiedFlow(), num_steps=26)
+RECTIFIED_FLOW = GaussianProcess(RectifiedFlow(), num_steps=26)
 
 
-def illustrated(side: tuple[int, int] = (8, 8)) -> PromptBatch:
-    return replace(toys.prompts(4), images=torch.rand(4, 1, 3, *side, generator=torch.Generator().manual_seed(0)))
+def prompts_with_images(size: tuple[int, int] = (8, 8)) -> PromptBatch:
+    return replace(toys.prompts(4), images=torch.rand(4, 1, 3, *size, generator=torch.Generator().manual_seed(0)))
 
 
-def counted(policy: Policy[Any]) -> list[bool]:
-    """Grows by one for every call of the network: whether it is learned from."""
+def record_calls(policy: Policy[Any]) -> list[bool]:
+    """Return a list that records for each network call whether gradients are enabled."""
     calls: list[bool] = []
     policy.model.net.register_forward_hook(lambda net, inputs, output: calls.append(torch.is_grad_enabled()))
     return calls
 
 
 def test_offline_images_replace_rollouts() -> None:
-    policy, batch = toys.policy("flow"), illustrated()
-    calls, ctx = counted(policy), toys.context(policy, 4)
-    seen = TOY.collect(ctx, batch)
+    policy, batch = toys.policy("flow"), prompts_with_images()
+    calls, ctx = record_calls(policy), toys.context(policy, 4)
+    experience = TOY.collect(ctx, batch)
     assert calls == []
-    assert batch.images is not None and seen.clean.equal(policy.encode(batch.images))
-    assert len(seen.noise.flatten(1).unique(dim=0)) == 1
-    own = replace(TOY, shared_noise=False).collect(ctx, batch)
-    assert len(own.noise.flatten(1).unique(dim=0)) == 4
-    losses = toys.backward(TOY, ctx, seen)
+    assert batch.images is not None and experience.clean.equal(policy.encode(batch.images))
+    assert len(experience.noise.flatten(1).unique(dim=0)) == 1
+    independent = replace(TOY, shared_noise=False).collect(ctx, batch)
+    assert len(independent.noise.flatten(1).unique(dim=0)) == 4
+    losses = toys.backward(TOY, ctx, experience)
     assert all(torch.isfinite(loss.rows).all() for loss in losses)
 
 
-@pytest.mark.parametrize(("offline", "steps"), [(None, [0, 0, 0]), (2, [0, 0, 8]), (0, [8, 8, 8])])
-def test_offline_steps_end_offline_training(offline: int | None, steps: list[int]) -> None:
+@pytest.mark.parametrize(("offline_steps", "expected"), [(None, [0, 0, 0]), (2, [0, 0, 8]), (0, [8, 8, 8])])
+def test_offline_steps_end_offline_training(offline_steps: int | None, expected: list[int]) -> None:
     policy = toys.policy("flow")
-    calls, found = counted(policy), []
+    calls, num_calls = record_calls(policy), []
     for step in (0, 1, 2):
         before = len(calls)
-        replace(TOY, offline_steps=offline).collect(toys.context(policy, 4, step=step), illustrated())
-        found.append(len(calls) - before)
-    assert found == steps
+        replace(TOY, offline_steps=offline_steps).collect(toys.context(policy, 4, step=step), prompts_with_images())
+        num_calls.append(len(calls) - before)
+    assert num_calls == expected
 
 
 def test_offline_steps_need_images() -> None:
     policy = toys.policy("flow")
     for step in (0, 4):
-        with pytest.raises(ConfigError, match=r"objective.offline_steps"):
+        with pytest.raises(ConfigError, match=r"objective\.offline_steps"):
             replace(TOY, offline_steps=5).collect(toys.context(policy, 4, step=step), toys.prompts(4))
     assert len(replace(TOY, offline_steps=5).collect(toys.context(policy, 4, step=5), toys.prompts(4))) == 4
 
@@ -85,15 +85,15 @@ def test_offline_steps_need_images() -> None:
 )
 def test_offline_images_of_other_sizes(spec: Any) -> None:
     model = spec.tiny().load(Placement())
-    policy = Policy(model, EVEN, FullFinetuning().apply(model, ()))
+    policy = Policy(model, RECTIFIED_FLOW, FullFinetuning().apply(model, ()))
     objective = SRPO(relative=False, reward_margin=None)
     for size in ((32, 64), (64, 32), (48, 48)):
-        ctx, batch = toys.context(policy, 4, spec=BrightnessReward()), illustrated(size)
-        seen = objective.collect(ctx, batch)
-        assert policy.decode(seen.clean).shape == (4, 1, 3, *size)
+        ctx, batch = toys.context(policy, 4, spec=BrightnessReward()), prompts_with_images(size)
+        experience = objective.collect(ctx, batch)
+        assert policy.decode(experience.clean).shape == (4, 1, 3, *size)
         for p in policy.weights.trainable().values():
             p.grad = None
-        toys.backward(objective, ctx, seen)
+        toys.backward(objective, ctx, experience)
         assert sum(float(p.grad.abs().sum()) for p in policy.weights.trainable().values() if p.grad is not None) > 0
 
 
@@ -108,64 +108,67 @@ def test_predictions_at_other_sizes_match_a_model_of_that_size() -> None:
 
 
 def test_qwen_image_levels_and_weights_match_published() -> None:
-    """Of 100 points from 0.9 to 0.2, at most 41 apart; the weight is the place's share, shifted by 3."""
-    levels = QWEN.levels(EVEN, torch.tensor([50, 2, 98]), "denoise")
-    line = [0.9 - 0.7 * i / 99 for i in range(100)]
-    assert levels.target.tolist() == pytest.approx([line[50], line[98], line[2]], abs=1e-6)
-    assert levels.source.tolist() == pytest.approx([line[9], line[96], line[0]], abs=1e-6)
+    """100 points from 0.9 to 0.2 with strides of at most 41; the weight is the relative index, shifted by 3."""
+    levels = QWEN.levels(RECTIFIED_FLOW, torch.tensor([50, 2, 98]), "denoise")
+    grid = [0.9 - 0.7 * i / 99 for i in range(100)]
+    assert levels.target.tolist() == pytest.approx([grid[50], grid[98], grid[2]], abs=1e-6)
+    assert levels.source.tolist() == pytest.approx([grid[9], grid[96], grid[0]], abs=1e-6)
     assert levels.weight.tolist() == pytest.approx([0.75, 3 * 0.02 / 1.04, 3 * 0.98 / 2.96], abs=1e-6)
     assert levels.boost.tolist() == [0, 0, 0]
 
 
 def test_timesteps_per_sample() -> None:
     policy = toys.policy("flow")
-    calls, ctx = counted(policy), toys.context(policy, 4)
-    seen = replace(TOY, timesteps_per_sample=3).collect(ctx, toys.prompts(4))
-    assert len(calls) == 8 and len(seen) == replace(TOY, timesteps_per_sample=3).experience_per_prompt() * 4
-    assert seen.clean[0].equal(seen.clean[2]) and not seen.clean[0].equal(seen.clean[3])
-    assert seen.cond.prompts[:4] == ("a red",) * 3 + ("a green",)
-    assert seen.grid_index.view(4, 3)[0].unique().numel() == 3
+    calls, ctx = record_calls(policy), toys.context(policy, 4)
+    experience = replace(TOY, timesteps_per_sample=3).collect(ctx, toys.prompts(4))
+    assert len(calls) == 8 and len(experience) == replace(TOY, timesteps_per_sample=3).experience_per_prompt() * 4
+    assert experience.clean[0].equal(experience.clean[2]) and not experience.clean[0].equal(experience.clean[3])
+    assert experience.cond.prompts[:4] == ("a red",) * 3 + ("a green",)
+    assert experience.grid_index.view(4, 3)[0].unique().numel() == 3
 
 
 def test_monotone_strides_never_grow() -> None:
     policy = toys.policy("flow")
     ctx = toys.context(policy, 4)
-    free, carried = (
-        replace(QWEN, timesteps_per_sample=4, monotone_stride=c).collect(ctx, toys.prompts(4)) for c in (False, True)
+    independent, monotone = (
+        replace(QWEN, timesteps_per_sample=4, monotone_stride=is_monotone).collect(ctx, toys.prompts(4))
+        for is_monotone in (False, True)
     )
-    assert free.max_stride is not None and carried.max_stride is not None
-    assert carried.max_stride.view(4, 4).equal(free.max_stride.view(4, 4).cummin(1).values)
-    assert not carried.max_stride.equal(free.max_stride)
+    assert independent.max_stride is not None and monotone.max_stride is not None
+    assert monotone.max_stride.view(4, 4).equal(independent.max_stride.view(4, 4).cummin(1).values)
+    assert not monotone.max_stride.equal(independent.max_stride)
 
 
 def test_qwen_image_loss_is_weighted_difference() -> None:
     policy = toys.policy("flow")
     objective = replace(QWEN, positive_words=(" ",), negative_words=("grey",), template="{prompt} {word}")
     ctx = toys.context(policy, 4)
-    seen = objective.collect(ctx, toys.prompts(4))
-    levels = objective.levels(policy.process, seen.grid_index, "denoise", seen.max_stride)
-    pixels = policy.decode(objective.recover_clean(ctx, seen, levels))
-    praised = ctx.rubric.score(pixels, [f"{p}  " for p in seen.cond.prompts]).total
-    blamed = ctx.rubric.score(pixels, ["a grey"] * 8).total
-    (part,) = objective.parts(seen)
-    found = objective.loss(ctx, seen, part).rows
-    torch.testing.assert_close(found, -levels.weight * (praised - blamed))
+    experience = objective.collect(ctx, toys.prompts(4))
+    levels = objective.levels(policy.process, experience.grid_index, "denoise", experience.max_stride)
+    pixels = policy.decode(objective.recover_clean(ctx, experience, levels))
+    positive = ctx.rubric.score(pixels, [f"{p}  " for p in experience.cond.prompts]).total
+    negative = ctx.rubric.score(pixels, ["a grey"] * 8).total
+    (part,) = objective.parts(experience)
+    losses = objective.loss(ctx, experience, part).rows
+    torch.testing.assert_close(losses, -levels.weight * (positive - negative))
 
 
 def test_no_timestep_weights_by_default() -> None:
-    assert SRPO().levels(EVEN, torch.tensor([5, 500, 995]), "inversion").weight.tolist() == [1, 1, 1]
+    assert SRPO().levels(RECTIFIED_FLOW, torch.tensor([5, 500, 995]), "inversion").weight.tolist() == [1, 1, 1]
 
 
 def test_contrast_noise_for_rewards_without_prompts() -> None:
     policy = toys.policy("flow")
     ctx = toys.context(policy, 4, spec=BrightnessReward())
     objective = replace(TOY, contrast_noise=0.5, discount_pos=(0.0, 0.0), discount_inv=(0.0, 0.0))
-    seen = objective.collect(ctx, toys.prompts(4))
-    words, grain = (replace(objective, contrast_noise=g).loss(ctx, seen, ("denoise", "inversion")) for g in (0.0, 0.5))
-    assert not words.rows.any()  # brightness does not read, so words make no difference
-    assert bool(grain.rows.any())
-    forth, back = (objective.loss(ctx, seen, (branch,)).metrics for branch in ("denoise", "inversion"))
-    assert (forth["relative_reward/denoise"] * back["relative_reward/inversion"] < 0).any()
+    experience = objective.collect(ctx, toys.prompts(4))
+    without_noise, with_noise = (
+        replace(objective, contrast_noise=noise).loss(ctx, experience, ("denoise", "inversion")) for noise in (0.0, 0.5)
+    )
+    assert not without_noise.rows.any()  # brightness does not depend on the prompt
+    assert bool(with_noise.rows.any())
+    denoise, inversion = (objective.loss(ctx, experience, (branch,)).metrics for branch in ("denoise", "inversion"))
+    assert (denoise["relative_reward/denoise"] * inversion["relative_reward/inversion"] < 0).any()
 
 
 def test_rollouts_only_guidance_is_off_with_gradients() -> None:
@@ -186,23 +189,23 @@ def test_stretch_contrast_with_gradients() -> None:
     assert stretch_contrast(x).flatten(1).amax(1).tolist() == pytest.approx([1, 1])
     model = replace(QwenImageSpec().tiny(), stretch_contrast=True).load(Placement())
     latents = toys.context(toys.policy("flow"), 2).rng.normal("x", *model.shape)
-    shown = model.decode(latents.requires_grad_())
-    assert shown.flatten(1).amin(1).tolist() == pytest.approx([0, 0], abs=1e-6)
-    assert shown.flatten(1).amax(1).tolist() == pytest.approx([1, 1], abs=1e-6)
-    shown.square().sum().backward()
+    pixels = model.decode(latents.requires_grad_())
+    assert pixels.flatten(1).amin(1).tolist() == pytest.approx([0, 0], abs=1e-6)
+    assert pixels.flatten(1).amax(1).tolist() == pytest.approx([1, 1], abs=1e-6)
+    pixels.square().sum().backward()
     assert latents.grad is not None and bool(latents.grad.any())
     with torch.no_grad():
         plain = QwenImageSpec().tiny().load(Placement()).decode(latents)
-        assert model.decode(latents).equal(plain) and not plain.equal(shown)
+        assert model.decode(latents).equal(plain) and not plain.equal(pixels)
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"timesteps_per_sample": 0}, {"contrast_noise": -0.1}, {"offline_steps": -1}, {"timestep_weight_shift": 0.0}],
+    ("key", "value"),
+    [("timesteps_per_sample", 0), ("contrast_noise", -0.1), ("offline_steps", -1), ("timestep_weight_shift", 0.0)],
 )
-def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected at least one timestep"):
-        SRPO(**wrong)
+def test_invalid_settings_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{key}.* {value}"):
+        SRPO(**{key: value})
 
 
 def test_srpo_recipes_match_published_settings() -> None:
@@ -214,10 +217,10 @@ def test_srpo_recipes_match_published_settings() -> None:
         (0.1, 0.5),
         (0.6, 0.01),
     )
-    own: Any = load(
+    changed: Any = load(
         "srpo-flux-hps", ["objective.positive_words=[Realistic photo]", "objective.negative_words=[CG Render]"]
     ).objective
-    assert (own.positive_words, own.negative_words, own.timestep_range) == (
+    assert (changed.positive_words, changed.negative_words, changed.timestep_range) == (
         ("Realistic photo",),
         ("CG Render",),
         (5, 25),
@@ -238,9 +241,9 @@ def test_run_trains_offline_then_online(tmp_path: Path) -> None:
     rows = [{"prompt": f"picture {name}", "image": f"{name}.png"} for name in "abc"]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = f"data={{type: prompts_with_images, path: {tmp_path}/rows.jsonl, buckets: [[32, 64], [64, 32]]}}"
-    changes = ["objective.offline_steps=2", "steps=3", "batch.prompts=2", "sample.every=0", "engine.device=cpu", data]
+    settings = ["objective.offline_steps=2", "steps=3", "batch.prompts=2", "sample.every=0", "engine.device=cpu", data]
     for recipe in ("srpo-flux-hps", "srpo-qwen-image"):
-        run = build(load(recipe, [*changes, "process.num_steps=3"]), tmp_path / recipe, tiny=True)
+        run = build(load(recipe, [*settings, "process.num_steps=3"]), tmp_path / recipe, tiny=True)
         losses = [event.metrics["loss/policy"] for event in train(run) if isinstance(event, StepCompleted)]
         run.engine.close()
         assert len(losses) == 3 and all(loss == loss for loss in losses)

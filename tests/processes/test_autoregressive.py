@@ -20,13 +20,13 @@ def test_temperature_divides_logits() -> None:
 
 
 def test_top_k_keeps_most_likely_tokens() -> None:
-    kept = probabilities(AutoregressiveProcess(top_k=2), 3.0, 1.0, 2.0, 0.0)
-    torch.testing.assert_close(kept, torch.tensor([3.0, -torch.inf, 2.0, -torch.inf]).softmax(0))
+    result = probabilities(AutoregressiveProcess(top_k=2), 3.0, 1.0, 2.0, 0.0)
+    torch.testing.assert_close(result, torch.tensor([3.0, -torch.inf, 2.0, -torch.inf]).softmax(0))
 
 
 def test_top_k_keeps_ties() -> None:
-    kept = probabilities(AutoregressiveProcess(top_k=2), 3.0, 1.0, 1.0, 0.0)
-    torch.testing.assert_close(kept, torch.tensor([3.0, 1.0, 1.0, -torch.inf]).softmax(0))
+    result = probabilities(AutoregressiveProcess(top_k=2), 3.0, 1.0, 1.0, 0.0)
+    torch.testing.assert_close(result, torch.tensor([3.0, 1.0, 1.0, -torch.inf]).softmax(0))
 
 
 @pytest.mark.parametrize("k", [0, 4, 5])
@@ -38,8 +38,8 @@ def test_top_k_of_zero_or_all_is_identity(k: int) -> None:
 
 def test_top_p_keeps_crossing_token() -> None:
     logits = torch.tensor([0.2, 0.5, 0.3]).log().tolist()
-    for p, kept in ((0.4, [0.0, 1.0, 0.0]), (0.6, [0.0, 0.5 / 0.8, 0.3 / 0.8]), (0.9, [0.2, 0.5, 0.3])):
-        torch.testing.assert_close(probabilities(AutoregressiveProcess(top_p=p), *logits), torch.tensor(kept))
+    for p, expected in ((0.4, [0.0, 1.0, 0.0]), (0.6, [0.0, 0.5 / 0.8, 0.3 / 0.8]), (0.9, [0.2, 0.5, 0.3])):
+        torch.testing.assert_close(probabilities(AutoregressiveProcess(top_p=p), *logits), torch.tensor(expected))
 
 
 def test_top_p_keeps_at_least_one_token() -> None:
@@ -48,27 +48,29 @@ def test_top_p_keeps_at_least_one_token() -> None:
 
 def test_top_p_applies_after_top_k() -> None:
     logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log().tolist()
-    # Of the two likeliest, 4/7 and 3/7, the first alone holds 0.55; of all four it would not.
+    # After top-k the probabilities are 4/7 and 3/7, so the first token is enough for top-p 0.55; before it is 0.4.
     torch.testing.assert_close(probabilities(AutoregressiveProcess(top_k=2, top_p=0.55), *logits), torch.eye(4)[1])
-    both = torch.tensor([0.0, 4 / 7, 3 / 7, 0.0])
-    torch.testing.assert_close(probabilities(AutoregressiveProcess(top_k=2, top_p=0.6), *logits), both)
+    expected = torch.tensor([0.0, 4 / 7, 3 / 7, 0.0])
+    torch.testing.assert_close(probabilities(AutoregressiveProcess(top_k=2, top_p=0.6), *logits), expected)
 
 
 def test_filtered_tokens_are_never_sampled() -> None:
-    here = AutoregressiveProcess(top_k=2).sampler.distribution(
+    distribution = AutoregressiveProcess(top_k=2).sampler.distribution(
         torch.tensor([[[0.0, 5.0, 5.0, 1.0]]]).expand(1000, 1, 4)
     )
     uniform = torch.linspace(0, 1 - 2**-24, 1000)[:, None]
-    assert here.quantile(uniform).unique().tolist() == [1, 2]
+    assert distribution.quantile(uniform).unique().tolist() == [1, 2]
 
 
 def test_token_frequencies_match_probabilities() -> None:
-    here = AutoregressiveProcess().sampler.distribution(torch.tensor([[[0.1, 0.6, 0.3]]]).log().expand(10_000, 1, 3))
-    counts = here.quantile(torch.linspace(0, 1 - 2**-24, 10_000)[:, None]).flatten().bincount()
+    distribution = AutoregressiveProcess().sampler.distribution(
+        torch.tensor([[[0.1, 0.6, 0.3]]]).log().expand(10_000, 1, 3)
+    )
+    counts = distribution.quantile(torch.linspace(0, 1 - 2**-24, 10_000)[:, None]).flatten().bincount()
     assert counts.tolist() == pytest.approx([1000, 6000, 3000], abs=2)
 
 
 def test_invalid_settings_are_refused() -> None:
-    for process in ({"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}):
-        with pytest.raises(ValueError, match="expected temperature above 0"):
-            AutoregressiveProcess(**process)
+    for key, value in (("temperature", 0.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5)):
+        with pytest.raises(ValueError, match=f"{key}.* {value}"):
+            AutoregressiveProcess(**{key: value})

@@ -20,20 +20,20 @@ from tastemaker.processes.gaussian import GaussianProcess, SDEWindow
 from tastemaker.processes.paths import NoisePath, RectifiedFlow, VariancePreserving
 
 
-def drawn() -> tuple[Tensor, Tensor, Tensor]:
-    """Where one is, the velocity, and where one goes: the published cases draw them so."""
-    chance = torch.Generator().manual_seed(0)
-    x, velocity, there = (torch.randn(2, 16, 64, generator=chance) for _ in range(3))
-    return x, velocity, there
+def published_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Return the latent, the velocity and the next latent of the published cases."""
+    generator = torch.Generator().manual_seed(0)
+    x, velocity, next_x = (torch.randn(2, 16, 64, generator=generator) for _ in range(3))
+    return x, velocity, next_x
 
 
-def taken(dynamics: SamplerDynamics, steps: int, i: int) -> tuple[Distribution, Tensor]:
-    """The i-th step of a sampler whose grid is shifted by 3, and where it went."""
-    path, (x, velocity, there) = RectifiedFlow(shift=3.0), drawn()
+def denoising_step(dynamics: SamplerDynamics, steps: int, i: int) -> tuple[Distribution, Tensor]:
+    """Return the distribution of the i-th step of a sampler with shift 3, and its next latent."""
+    path, (x, velocity, next_x) = RectifiedFlow(shift=3.0), published_inputs()
     process = GaussianProcess(path, dynamics, steps)
     t, s = path.timesteps(steps)[i : i + 2, None].expand(2, 2)
     clean = path.clean(x, t, velocity)
-    return dynamics.step(path, process.denoising_step(x, t, s, clean)), there
+    return dynamics.step(path, process.denoising_step(x, t, s, clean)), next_x
 
 
 @pytest.mark.parametrize(
@@ -48,36 +48,36 @@ def taken(dynamics: SamplerDynamics, steps: int, i: int) -> tuple[Distribution, 
     ],
 )
 def test_sde_std_and_log_prob_match_published(dynamics, steps, i, std, log_prob) -> None:
-    here, there = taken(dynamics, steps, i)
-    assert here.std.tolist() == pytest.approx([std, std], rel=2e-6)
-    assert here.log_prob(there).flatten().tolist() == pytest.approx(log_prob, rel=2e-6)
+    distribution, next_x = denoising_step(dynamics, steps, i)
+    assert distribution.std.tolist() == pytest.approx([std, std], rel=2e-6)
+    assert distribution.log_prob(next_x).flatten().tolist() == pytest.approx(log_prob, rel=2e-6)
 
 
 @pytest.mark.parametrize(("i", "g"), [(0, 5.980788), (3, 3.283289), (24, 0.247487)])
 def test_flow_sde_diffusion_matches_published(i: int, g: float) -> None:
-    here, _ = taken(FlowSDE(0.7), 25, i)
+    distribution, _ = denoising_step(FlowSDE(0.7), 25, i)
     t, s = RectifiedFlow(shift=3.0).timesteps(25)[i : i + 2]
-    assert float(here.std[0] / (t - s).sqrt()) == pytest.approx(g, rel=2e-6)
+    assert float(distribution.std[0] / (t - s).sqrt()) == pytest.approx(g, rel=2e-6)
 
 
 def test_cps_step_matches_formula() -> None:
-    x, velocity, there = drawn()
-    here, _ = taken(CPS(0.8), 25, 3)
+    x, velocity, next_x = published_inputs()
+    distribution, _ = denoising_step(CPS(0.8), 25, 3)
     t, s = RectifiedFlow(shift=3.0).timesteps(25)[3:5]
     std = s * math.sin(0.8 * math.pi / 2)
     mean = (1 - s) * (x - t * velocity) + (s**2 - std**2).sqrt() * (x + (1 - t) * velocity)
-    torch.testing.assert_close(here.mean, mean, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(here.std, std.expand(2))
-    torch.testing.assert_close(here.log_prob(there), -((there - mean) ** 2).flatten(1).mean(1, keepdim=True))
+    torch.testing.assert_close(distribution.mean, mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(distribution.std, std.expand(2))
+    torch.testing.assert_close(distribution.log_prob(next_x), -((next_x - mean) ** 2).flatten(1).mean(1, keepdim=True))
 
 
 @pytest.mark.parametrize("dynamics", [ODE(), DDIM(0.0), FlowSDE(0.0), DanceSDE(0.0), CPS(0.0)])
 def test_dynamics_without_noise_are_euler_steps(dynamics: SamplerDynamics) -> None:
-    x, velocity, _ = drawn()
-    here, _ = taken(dynamics, 25, 3)
+    x, velocity, _ = published_inputs()
+    distribution, _ = denoising_step(dynamics, 25, 3)
     t, s = RectifiedFlow(shift=3.0).timesteps(25)[3:5]
-    torch.testing.assert_close(here.mean, x + (s - t) * velocity, rtol=1e-5, atol=1e-5)
-    assert not here.std.any()
+    torch.testing.assert_close(distribution.mean, x + (s - t) * velocity, rtol=1e-5, atol=1e-5)
+    assert not distribution.std.any()
     assert not dynamics.stochastic
 
 
@@ -88,14 +88,14 @@ def test_ddim_step_has_the_target_noise_level(path: NoisePath, eta: float) -> No
     clean, noise = torch.zeros(1, 4096), Randomness(0, 0, torch.arange(1)).normal("noise", 4096)
     t, s = torch.tensor([0.8]), torch.tensor([0.4])
     x = path.alpha(t) * clean + path.sigma(t) * noise
-    here = DDIM(eta).step(path, DenoisingStep(x, clean, t, s, 0.0))
-    kept = (path.sigma(s) ** 2 - here.std**2).sqrt()
-    torch.testing.assert_close(here.mean, kept * noise, rtol=1e-5, atol=1e-6)
+    distribution = DDIM(eta).step(path, DenoisingStep(x, clean, t, s, 0.0))
+    noise_scale = (path.sigma(s) ** 2 - distribution.std**2).sqrt()
+    torch.testing.assert_close(distribution.mean, noise_scale * noise, rtol=1e-5, atol=1e-6)
 
 
 @dataclass
-class Exact(Backbone):
-    """The best denoiser of samples whose elements are normal with a spread of 2."""
+class OptimalDenoiser(Backbone):
+    """The optimal denoiser of data that is normal with a standard deviation of 2."""
 
     process: GaussianProcess
     net: nn.Module = field(default_factory=nn.Identity)
@@ -103,7 +103,7 @@ class Exact(Backbone):
     pixels: tuple[int, int, int, int] = (1, 3, 1, 1)
     forward_passes: int = 1
 
-    def embed(self, prompts: Prompts, facts: Sequence[Metadata] = ()) -> Condition:
+    def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
         return Condition(tuple(prompts))
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
@@ -133,49 +133,49 @@ class Exact(Backbone):
     ],
 )
 def test_optimal_denoiser_samples_the_data_distribution(process: GaussianProcess) -> None:
-    """Coefficient-preserving sampling is not among these: it keeps the shares of clean and noise, not the spread."""
-    model = Exact(process)
+    """CPS is not included: it preserves the coefficients of clean sample and noise, not the variance."""
+    model = OptimalDenoiser(process)
     rng = Randomness(0, 0, torch.arange(2))
-    made = process.start(model, model.embed(["", ""]), rng).finish()
-    assert float(made.final.std()) == pytest.approx(2.0, rel=0.05)
-    assert float(made.final.mean()) == pytest.approx(0.0, abs=0.1)
-    steps = [s.action - process.action_distribution(model, made.cond, s).mean for s in made.segments]
-    for one, other in pairwise(steps):  # noise is drawn anew at every step
-        assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.05
+    trajectory = process.start(model, model.embed(["", ""]), rng).finish()
+    assert float(trajectory.final.std()) == pytest.approx(2.0, rel=0.05)
+    assert float(trajectory.final.mean()) == pytest.approx(0.0, abs=0.1)
+    noises = [s.action - process.action_distribution(model, trajectory.cond, s).mean for s in trajectory.segments]
+    for previous, current in pairwise(noises):  # each step draws new noise
+        assert abs(float(torch.corrcoef(torch.stack([previous.flatten(), current.flatten()]))[0, 1])) < 0.05
 
 
 def test_dynamics_on_unsupported_path_are_refused() -> None:
-    with pytest.raises(ValueError, match="FlowSDE is defined on the RectifiedFlow path, found VariancePreserving"):
+    with pytest.raises(ValueError, match=r"FlowSDE.*RectifiedFlow.*VariancePreserving"):
         GaussianProcess(VariancePreserving(), FlowSDE())
 
 
-def starts(window: SDEWindow, steps: int, training: int) -> list[int]:
+def window_starts(window: SDEWindow, steps: int, num_training_steps: int) -> list[int]:
     rows = torch.arange(2)
-    return [window.step_range(Randomness(0, step, rows), steps).start for step in range(training)]
+    return [window.step_range(Randomness(0, step, rows), steps).start for step in range(num_training_steps)]
 
 
 def test_fixed_sde_window() -> None:
-    assert set(starts(SDEWindow(4, start_min=3, schedule="fixed"), 25, 60)) == {3}
+    assert set(window_starts(SDEWindow(4, start_min=3, schedule="fixed"), 25, 60)) == {3}
 
 
 def test_progressive_sde_window() -> None:
     window = SDEWindow(4, start_min=1, start_max=3, schedule="progressive", every=2)
-    assert starts(window, 25, 10) == [1, 1, 2, 2, 3, 3, 1, 1, 2, 2]
+    assert window_starts(window, 25, 10) == [1, 1, 2, 2, 3, 3, 1, 1, 2, 2]
     strides = SDEWindow(2, start_min=0, start_max=4, schedule="progressive", every=1, stride=2)
-    assert starts(strides, 10, 6) == [0, 2, 4, 1, 3, 0]
+    assert window_starts(strides, 10, 6) == [0, 2, 4, 1, 3, 0]
 
 
 def test_random_sde_window_is_shared_and_excludes_last_step() -> None:
     window = SDEWindow(3, start_min=2)
-    seen = set()
+    windows = set()
     for step in range(200):
         ranges = {window.step_range(Randomness(0, step, torch.arange(4) + 4 * rank), 10) for rank in range(3)}
         assert len(ranges) == 1
-        seen.add(ranges.pop())
-    assert {r.start for r in seen} == {2, 3, 4, 5, 6}
-    assert all(len(r) == 3 and r.stop <= 9 for r in seen)
+        windows.add(ranges.pop())
+    assert {r.start for r in windows} == {2, 3, 4, 5, 6}
+    assert all(len(r) == 3 and r.stop <= 9 for r in windows)
 
 
 def test_sde_window_too_large_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not fit before the last of 8 steps"):
+    with pytest.raises(ValueError, match=r"\b8 steps"):
         GaussianProcess(RectifiedFlow(), FlowSDE(), 8, SDEWindow(4, start_min=4))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from tiny_clip import ENDS, HALF, clip, random_clip, save_folder
+from tiny_clip import SPECIAL_TOKENS, TOWER, build_clip, random_clip, save_checkpoint
 from torch import Tensor
 from transformers import (
     AltCLIPConfig,
@@ -32,9 +32,9 @@ from tastemaker.rewards.clip import ClipReward
 from tastemaker.rewards.pickscore import PickScoreReward
 
 PROMPTS = ["a red cat", "", "Two dogs & a boat, it's late", "word " * 2000]
-SMALL = {"hidden_size": 64, "num_attention_heads": 2, **HALF}
+SMALL = {"hidden_size": 64, "num_attention_heads": 2, **TOWER}
 VISION_CONFIG = {**SMALL, "image_size": 28, "patch_size": 14}
-TEXT_CONFIG = {**SMALL, **ENDS, "vocab_size": 520, "max_position_embeddings": 64}
+TEXT_CONFIG = {**SMALL, **SPECIAL_TOKENS, "vocab_size": 520, "max_position_embeddings": 64}
 NO_METADATA: list[dict[str, Any]] = [{}] * 4
 
 
@@ -52,11 +52,11 @@ def to_pixels(images: list[Image.Image]) -> Tensor:
 
 
 def clip_case() -> tuple[Any, Any]:
-    return clip(), CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
+    return build_clip(), CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
 
 
 def altclip_case() -> tuple[Any, Any]:
-    text = {**SMALL, **ENDS, "vocab_size": 520, "project_dim": 48, "max_position_embeddings": 700}
+    text = {**SMALL, **SPECIAL_TOKENS, "vocab_size": 520, "project_dim": 48, "max_position_embeddings": 700}
     config = AltCLIPConfig(text_config=text, vision_config=VISION_CONFIG, projection_dim=32)
     return random_clip(AltCLIPModel, config), clip_case()[1]
 
@@ -77,7 +77,7 @@ CASES = {"clip": clip_case, "altclip": altclip_case, "siglip": siglip_case, "sig
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, str]:
     net, processor = CASES[request.param]()
-    return net, processor, save_folder(net, tmp_path_factory.mktemp(request.param), processor)
+    return net, processor, save_checkpoint(net, tmp_path_factory.mktemp(request.param), processor)
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def test_logit_and_probability_follow_from_the_cosine(tmp_path: Path) -> None:
     net, processor = siglip_case()
     net.logit_scale.data.fill_(2.0)
     net.logit_bias.data.fill_(-1.5)
-    folder = save_folder(net, tmp_path, processor)
+    folder = save_checkpoint(net, tmp_path, processor)
     pixels = to_pixels(smooth_images(28, 28))
     cosine, logit, probability, divided = (
         spec.load(Placement()).score(pixels, PROMPTS, NO_METADATA)
@@ -126,8 +126,8 @@ def test_divide_by_is_refused_for_probability() -> None:
 
 @torch.no_grad()
 def test_larger_images_interpolate_position_embeddings(tmp_path: Path) -> None:
-    net = clip()
-    folder = save_folder(net, tmp_path)
+    net = build_clip()
+    folder = save_checkpoint(net, tmp_path)
     images = smooth_images(56, 56)
     processor = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=56)
     ids = tiny_clip_tokenizer()(PROMPTS, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
@@ -138,8 +138,8 @@ def test_larger_images_interpolate_position_embeddings(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_pickscore_is_cosine_times_logit_scale_at_any_precision(tmp_path: Path) -> None:
-    net = clip(logit_scale_init_value=4.6052)
-    folder = save_folder(net, tmp_path)
+    net = build_clip(logit_scale_init_value=4.6052)
+    folder = save_checkpoint(net, tmp_path)
     pixels = to_pixels(smooth_images(61, 97))
     cosine = ClipReward(weights=folder).load(Placement()).score(pixels, PROMPTS, NO_METADATA)
     score = PickScoreReward(weights=folder).load(Placement()).score(pixels, PROMPTS, NO_METADATA)
@@ -154,8 +154,8 @@ def test_pickscore_is_cosine_times_logit_scale_at_any_precision(tmp_path: Path) 
 
 @torch.no_grad()
 def test_missing_processor_files_fall_back_to_clip_defaults(tmp_path: Path) -> None:
-    folder = save_folder(clip(), tmp_path / "complete")
-    bare = Path(save_folder(clip(), tmp_path / "bare"))
+    folder = save_checkpoint(build_clip(), tmp_path / "complete")
+    bare = Path(save_checkpoint(build_clip(), tmp_path / "bare"))
     for file in bare.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             file.unlink()
@@ -173,19 +173,19 @@ def test_missing_processor_files_fall_back_to_clip_defaults(tmp_path: Path) -> N
 def test_published_altclip_layer_names_are_read(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    folder = save_folder(altclip_case()[0], tmp_path)
+    folder = save_checkpoint(altclip_case()[0], tmp_path)
     with safe_open(Path(folder, "model.safetensors"), "pt") as file:
         assert "text_model.roberta.encoder.layer.0.output.dense.weight" in file.keys()  # noqa: SIM118
     ClipReward(weights=folder).load(Placement())
 
 
 def test_unusable_checkpoint_directories_are_refused(tmp_path: Path) -> None:
-    folder = Path(save_folder(siglip_case()[0], tmp_path / "siglip", siglip_case()[1]))
+    folder = Path(save_checkpoint(siglip_case()[0], tmp_path / "siglip", siglip_case()[1]))
     for path in folder.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(ConfigError, match="no tokenizer"):  # another tokenizer would give wrong scores silently
         ClipReward(weights=str(folder)).load(Placement())
-    other = Path(save_folder(clip(), tmp_path / "other"))
+    other = Path(save_checkpoint(build_clip(), tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     with pytest.raises(ConfigError, match=r"'bert'.*altclip"):

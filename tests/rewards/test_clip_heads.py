@@ -23,6 +23,7 @@ from tastemaker.rewards.clip_heads import (
     LAION_LAYOUT,
     VADER_LAYOUT,
     AestheticReward,
+    ClipHeadScorer,
     CompressionScoreReward,
     HeadLayout,
     WeatherReward,
@@ -159,25 +160,28 @@ def test_scores_match_transformers_clip_with_its_processor(clip: Path, head: Pat
     assert (scores - expected).abs().max() < 0.03 * expected.std()
 
 
+def head_output(scorer: ClipHeadScorer, pixels: Tensor) -> Tensor:
+    output: Tensor = scorer.head(scorer.encoder.embed(pixels[:, 0], scorer.spec.resize_mode))
+    return output
+
+
 def test_rewards_share_one_image_encoder(clip: Path, head: Path) -> None:
     specs = AestheticReward(str(clip), str(head)), WeatherReward(weights=str(clip), head=str(head))
     aesthetic, weather = (spec.load(Placement()) for spec in specs)
-    assert aesthetic.clip_head.encoder is weather.clip_head.encoder
-    assert aesthetic.clip_head.encoder is not specs[0].load(Placement(dtype=torch.bfloat16)).clip_head.encoder
-    assert not any(
-        p.requires_grad for p in [*weather.clip_head.head.parameters(), *weather.clip_head.encoder.net.parameters()]
-    )
+    assert aesthetic.encoder is weather.encoder
+    assert aesthetic.encoder is not specs[0].load(Placement(dtype=torch.bfloat16)).encoder
+    assert not any(p.requires_grad for p in [*weather.head.parameters(), *weather.encoder.net.parameters()])
 
 
 def test_weather_is_a_probability_and_compression_a_signed_size() -> None:
     pixels, rest = random(2, 1, 3, 40, 50), ([""] * 2, [{}] * 2)
     weather = WeatherReward().tiny().load(Placement())
-    torch.testing.assert_close(weather.score(pixels, *rest), weather.clip_head(pixels).sigmoid())
+    torch.testing.assert_close(weather.score(pixels, *rest), head_output(weather, pixels).sigmoid())
     small, large = (
         CompressionScoreReward(sign).tiny().load(Placement()) for sign in ("compressible", "incompressible")
     )
     torch.testing.assert_close(small.score(pixels, *rest), -large.score(pixels, *rest))
-    torch.testing.assert_close(large.score(pixels, *rest), large.clip_head(pixels))
+    torch.testing.assert_close(large.score(pixels, *rest), head_output(large, pixels))
 
 
 def test_target_turns_the_score_into_a_negative_distance() -> None:

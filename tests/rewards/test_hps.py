@@ -10,7 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tiny_clip import ENDS, clip, open_clip_state, random_clip, save_folder, save_published
+from tiny_clip import (
+    SPECIAL_TOKENS,
+    build_clip,
+    open_clip_state,
+    random_clip,
+    save_checkpoint,
+    save_original_checkpoints,
+)
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
@@ -29,17 +36,17 @@ NO_METADATA: list[dict[str, Any]] = [{}] * 4
 
 @pytest.fixture(scope="module")
 def net() -> Any:
-    return clip()
+    return build_clip()
 
 
 @pytest.fixture(scope="module")
 def folder(net: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_folder(net, tmp_path_factory.mktemp("clip"))
+    return save_checkpoint(net, tmp_path_factory.mktemp("clip"))
 
 
 @pytest.fixture(scope="module")
 def published(net: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return save_published(net, tmp_path_factory.mktemp("hps") / "files")
+    return save_original_checkpoints(net, tmp_path_factory.mktemp("hps") / "files")
 
 
 def cosines(net: Any, prepared: Tensor) -> Tensor:
@@ -102,9 +109,9 @@ def clip_with_head_counts(num_heads: tuple[int, int], directory: Path) -> tuple[
     vision_heads, text_heads = num_heads
     small = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "hidden_act": "gelu"}
     vision = {**small, "num_attention_heads": vision_heads, "image_size": 28, "patch_size": 14}
-    text = {**small, "num_attention_heads": text_heads, **ENDS}
+    text = {**small, "num_attention_heads": text_heads, **SPECIAL_TOKENS}
     net = random_clip(CLIPModel, CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
-    return net, save_published(net, directory / "files")[1], save_folder(net, directory / "clip")
+    return net, save_original_checkpoints(net, directory / "files")[1], save_checkpoint(net, directory / "clip")
 
 
 @torch.no_grad()
@@ -178,7 +185,7 @@ def test_web_text_is_cleaned_as_in_open_clip() -> None:
 
 
 def test_files_that_are_not_hps_are_refused(net: Any, folder: str, tmp_path: Path) -> None:
-    complete = Path(save_published(net, tmp_path / "files")[0])
+    complete = Path(save_original_checkpoints(net, tmp_path / "files")[0])
     cut = tmp_path / "cut.pt"
     cut.write_bytes(complete.read_bytes()[:5000])
     state = open_clip_state(net)
@@ -204,7 +211,7 @@ def test_missing_or_mismatched_tokenizer_is_refused(folder: str, published: tupl
     with pytest.raises(ConfigError, match="no tokenizer"):
         HpsReward(weights=published[1], tokenizer=str(Path(published[1]).parent)).load(Placement())
     Path(folder, "small").mkdir(exist_ok=True)
-    small = clip()
+    small = build_clip()
     state = open_clip_state(small)
     state["token_embedding.weight"] = state["token_embedding.weight"][:400]
     torch.save({"state_dict": state}, Path(folder, "small", "hps.pt"))

@@ -18,10 +18,9 @@ from tastemaker.rewards.backbones.ppocr import load_ppocr_recognizer, read_onnx
 from tastemaker.rewards.ocr import OcrEngine, recognizer_file
 from tastemaker.rewards.ocr_gradient import (
     OcrGradientReward,
-    TextRecognizer,
-    case_insensitive_ids,
     crop_quad,
     load_text_recognizer,
+    make_text_recognizer,
     prepare_line,
 )
 
@@ -99,7 +98,7 @@ def test_gradients_agree_with_finite_differences(signs: tuple[Tensor, list[str]]
 
 def test_likelihoods_of_all_texts_sum_to_one() -> None:
     """With letters a and b and three time steps, every outcome is one of the texts, ignoring case and spaces."""
-    recognizer = TextRecognizer(lambda x: x, case_insensitive_ids(["a", "b", "A"], first=1), (0, 4))
+    recognizer = make_text_recognizer(lambda x: x, ["a", "b", "A"])
     log_probs = torch.randn(3, 5, dtype=torch.float64).log_softmax(-1)
     texts = ["a", "b", "ab", "ba", "aa", "bb", "aba", "bab", "abb", "baa", "aab", "bba", "aaa", "bbb"]
     total = sum(float((recognizer.log_likelihood(log_probs, text) * len(text)).exp()) for text in texts)

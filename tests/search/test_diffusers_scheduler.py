@@ -149,7 +149,7 @@ VIDEO_MODELS = {
 def test_video_models_sample_with_common_schedulers(name: str, tmp_path: Files) -> None:
     (tmp_path / "clips.yaml").write_text(f"extends: [base, models/{name}]\ndata: {{type: prompts, prompts: [a cat]}}")
     overrides = ["objective={type: reward_gradient}", "rewards={bright: {type: brightness}}", "engine.precision=fp32"]
-    overrides += [f"model.image={toys.PICTURE}"] if name == "svd" else []
+    overrides += [f"model.image={toys.IMAGE}"] if name == "svd" else []
     config = make_tiny(
         load(tmp_path / "clips.yaml", [*overrides, "process.num_steps=4", "process.dynamics={type: ode}"])
     )

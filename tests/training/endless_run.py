@@ -1,4 +1,4 @@
-"""Trains and prints the step of every saved checkpoint, until it is done or killed."""
+"""Train and print the step of every saved checkpoint, until the run is finished or killed."""
 
 import sys
 from pathlib import Path
@@ -19,9 +19,9 @@ if isinstance(config, AutoencoderRunConfig):
     run = build_autoencoder(make_tiny_any(config), Path(directory))
 else:
     run = build(config, Path(directory))
-result = checkpoint.latest_checkpoint(Path(directory))
-if result is not None:
-    run.resume(result)
+latest = checkpoint.latest_checkpoint(Path(directory))
+if latest is not None:
+    run.resume(latest)
 for event in training_events(run):
     if isinstance(event, (TrainingStarted, CheckpointSaved)) and run.engine.comm.rank == 0:
         print(event.step, flush=True)

@@ -27,22 +27,22 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
+class ResidualMLP(nn.Module):
     """A network whose widths two and four ranks cannot split evenly."""
 
     def __init__(self, width: int = 5, depth: int = 3) -> None:
         super().__init__()
-        self.enter = nn.Linear(3, width)
+        self.proj_in = nn.Linear(3, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.leave = nn.Linear(width, 3)
+        self.proj_out = nn.Linear(width, 3)
         self.register_buffer("shift", torch.ones(1))
         self.register_buffer("mask", torch.tensor([True]))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x) + self.shift
+        x = self.proj_in(x) + self.shift
         for block in self.blocks:
             x = block(x)
-        return self.leave(x)
+        return self.proj_out(x)
 
 
 class Recorder:
@@ -61,65 +61,67 @@ class Recorder:
         return {}
 
 
-def environment() -> dict[str, str]:
+def subprocess_environment() -> dict[str, str]:
     """Return the environment of a subprocess that imports these files and the package."""
     here = Path(__file__).parent
     paths = [str(here.parents[1]), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def network(seed: int = 0) -> Net:
+def build_network(seed: int = 0) -> ResidualMLP:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Net()
+        return ResidualMLP()
 
 
-def data() -> Tensor:
+def make_inputs() -> Tensor:
     return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(7))
 
 
-def rows_of(engine: Engine) -> Tensor:
+def local_rows(engine: Engine) -> Tensor:
     count = ROWS // engine.comm.world_size
-    return data().to(engine.device)[engine.comm.rank * count : (engine.comm.rank + 1) * count]
+    return make_inputs().to(engine.device)[engine.comm.rank * count : (engine.comm.rank + 1) * count]
 
 
-def ready(weights: Weights, optim: OptimConfig = OptimConfig(lr=1e-2), steps: int = 100, **settings: object) -> Engine:
+def build_engine(
+    weights: Weights, optim: OptimConfig = OptimConfig(lr=1e-2), steps: int = 100, **settings: object
+) -> Engine:
     engine = Engine(EngineConfig(device="cpu", **settings), optim, steps, seed=3)  # type: ignore[arg-type]
     engine.prepare(weights)
     return engine
 
 
 def full_weights(*snapshots: str, seed: int = 0) -> FullWeights:
-    return FullWeights(network(seed), snapshots)
+    return FullWeights(build_network(seed), snapshots)
 
 
-def share(engine: Engine, weights: Weights, x: Tensor) -> Tensor:
+def local_loss(engine: Engine, weights: Weights, x: Tensor) -> Tensor:
     """Return this rank's share of the mean loss over all samples."""
     with engine.autocast(), engine.offload_activations():
         return (weights.net(x).float() - x).square().mean(1).sum() / ROWS
 
 
-def learn(engine: Engine, weights: Weights, step: int, parts: int = 2) -> float:
+def train_step(engine: Engine, weights: Weights, step: int, num_micro_batches: int = 2) -> float:
     """Update on micro-batches of this rank's samples; return the loss over all ranks."""
-    pieces = rows_of(engine).chunk(parts)
+    micro_batches = local_rows(engine).chunk(num_micro_batches)
     total = torch.zeros(())
-    for i, piece in enumerate(pieces):
-        value = share(engine, weights, piece)
-        engine.backward(value, last=i == len(pieces) - 1)
-        total += value.detach()
+    for i, micro_batch in enumerate(micro_batches):
+        loss = local_loss(engine, weights, micro_batch)
+        engine.backward(loss, last=i == len(micro_batches) - 1)
+        total += loss.detach()
     engine.step(step)
     return float(engine.comm.sum(total))
 
 
-def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def full_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: distributed.full_tensor(x).detach().clone() for name, x in tensors.items()}
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor], **tolerance: float) -> None:
+def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], **tolerance: float) -> None:
     assert a.keys() == b.keys(), (a.keys(), b.keys())
     for name in a:
         torch.testing.assert_close(a[name], b[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    same(a, b, rtol=0, atol=0)
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert_close(a, b, rtol=0, atol=0)

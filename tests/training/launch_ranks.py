@@ -12,23 +12,25 @@ from pathlib import Path
 from fork_server import ForkedProcess
 
 HERE = Path(__file__).parent
-QUIET = ["sample.every=0", "checkpoint.every=1"]
+SETTINGS = ["sample.every=0", "checkpoint.every=1"]
 Process = subprocess.Popen | ForkedProcess
 
 
-def launch(recipe: str, directory: Path, *overrides: str, ranks: int = 1, fresh: bool = False) -> list[Process]:
-    """Train in forked processes, or in fresh interpreters, which hash and import anew."""
-    rows = (
+def launch(
+    recipe: str, directory: Path, *overrides: str, ranks: int = 1, new_interpreter: bool = False
+) -> list[Process]:
+    """Train in forked processes, or in new interpreters with their own hash seeds and imports."""
+    batch_size = (
         "batch_size=4" if "-v" in recipe or "vae" in recipe else "batch.prompts=4"
-    )  # an autoencoder's, or a generator's
-    command = [sys.executable, str(HERE / "endless_run.py"), recipe, str(directory), *QUIET, rows, *overrides]
-    return [start(command, each, fresh=fresh) for each in environments(ranks)]
+    )  # of an autoencoder, or of a generator
+    command = [sys.executable, str(HERE / "endless_run.py"), recipe, str(directory), *SETTINGS, batch_size, *overrides]
+    return [start(command, environment, new_interpreter=new_interpreter) for environment in environments(ranks)]
 
 
-def start(command: Sequence[str], settings: dict[str, str], *, fresh: bool = False) -> Process:
-    if fresh:
-        return subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True)
-    return ForkedProcess(command, env=settings)
+def start(command: Sequence[str], environment: dict[str, str], *, new_interpreter: bool = False) -> Process:
+    if new_interpreter:
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    return ForkedProcess(command, env=environment)
 
 
 def environments(ranks: int) -> list[dict[str, str]]:
@@ -47,35 +49,37 @@ def environments(ranks: int) -> list[dict[str, str]]:
 def on_ranks(count: int, *arguments: str) -> None:
     """Run a command on several ranks, as torchrun does."""
     with ExitStack() as stack:
-        started = []
-        for settings in environments(count):
-            process = ForkedProcess([sys.executable, "-m", "tastemaker", *arguments], env=settings)
-            started.append(stack.enter_context(process))
-            stack.callback(process.kill)  # one that waits for another that failed
-        for process in started:
-            reported = process.communicate(timeout=240)[1]
-            assert process.returncode == 0, reported
+        processes = []
+        for environment in environments(count):
+            process = ForkedProcess([sys.executable, "-m", "tastemaker", *arguments], env=environment)
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)  # in case it waits for a rank that failed
+        for process in processes:
+            errors = process.communicate(timeout=240)[1]
+            assert process.returncode == 0, errors
 
 
 def finish(processes: Sequence[Process]) -> None:
     for process in processes:
-        reported = process.communicate(timeout=240)[1]
-        assert process.returncode == 0, reported
+        errors = process.communicate(timeout=240)[1]
+        assert process.returncode == 0, errors
 
 
-def report(script: str, folder: Path, world: int, *arguments: str) -> list[dict[str, str]]:
-    """Run a script (FOLDER RANK WORLD ...) on every rank; return the checks in report-WORLD-RANK.json."""
-    finished = []
-    for rank in range(world):
-        command = [sys.executable, str(HERE / script), str(folder), str(rank), str(world), *arguments]
-        finished.append(ForkedProcess(command, env=environments(1)[0]))
-    errors = [process.communicate(timeout=180)[1] for process in finished]
-    written = [folder / f"report-{world}-{rank}.json" for rank in range(world)]
-    assert all(path.exists() for path in written), "\n".join(errors)
-    return [json.loads(path.read_text()) for path in written]
+def report(script: str, directory: Path, world_size: int, *arguments: str) -> list[dict[str, str]]:
+    """Run a script (DIRECTORY RANK WORLD_SIZE ...) on every rank; return the checks in report-WORLD_SIZE-RANK.json."""
+    processes = []
+    for rank in range(world_size):
+        command = [sys.executable, str(HERE / script), str(directory), str(rank), str(world_size), *arguments]
+        processes.append(ForkedProcess(command, env=environments(1)[0]))
+    errors = [process.communicate(timeout=180)[1] for process in processes]
+    reports = [directory / f"report-{world_size}-{rank}.json" for rank in range(world_size)]
+    assert all(path.exists() for path in reports), "\n".join(errors)
+    return [json.loads(path.read_text()) for path in reports]
 
 
 def failures(reports: list[dict[str, str]], checks: Sequence[str]) -> list[str]:
     """Return every check that failed on a rank, with its message."""
-    result = [(rank, check, each.get(check, "not reached")) for rank, each in enumerate(reports) for check in checks]
-    return [f"{check} on rank {rank}: {reported}" for rank, check, reported in result if reported != "passed"]
+    outcomes = [
+        (rank, check, report.get(check, "not reached")) for rank, report in enumerate(reports) for check in checks
+    ]
+    return [f"{check} on rank {rank}: {outcome}" for rank, check, outcome in outcomes if outcome != "passed"]

@@ -1,4 +1,4 @@
-"""Train small published generators on several ranks; each rank runs published_ranks.py FOLDER RANK WORLD."""
+"""Train small published generators on several ranks; each rank runs published_ranks.py DIRECTORY RANK WORLD_SIZE."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tastemaker.training.engine import Engine, TrainingError
 from tastemaker.training.loop import train_step
 from tastemaker.training.run import Run
 
-COLOURS = SRPO(positive_words=("white",), negative_words=("grey",), template="{prompt} {word}", reward_margin=None)
+COLOR_SRPO = SRPO(positive_words=("white",), negative_words=("grey",), template="{prompt} {word}", reward_margin=None)
 CASES = {
-    "flux-srpo": ("flux", COLOURS, FullFinetuning()),
+    "flux-srpo": ("flux", COLOR_SRPO, FullFinetuning()),
     "flux-gradient": ("flux", RewardGradient(last_steps=2), FullFinetuning()),
     "sd3-grpo": ("sd3", GRPO(group_size=4), Lora(rank=4)),
     "qwen_image-grpo": ("qwen_image", GRPO(group_size=4), FullFinetuning()),
@@ -39,20 +39,22 @@ CASES = {
 }
 
 
-def plan(world: int) -> dict[str, dict[str, Any]]:
+def cases(world_size: int) -> dict[str, dict[str, Any]]:
     """Return the cases: sharded networks, and context parallelism over all ranks."""
-    recomputed = {case: "checkpoint" if case.startswith("flux") else "keep" for case in CASES}
-    sharded = {case: {"strategy": "fsdp", "activation_memory": memory} for case, memory in recomputed.items()}
+    memory = {case: "checkpoint" if case.startswith("flux") else "keep" for case in CASES}
+    sharded = {
+        case: {"strategy": "fsdp", "activation_memory": activation_memory} for case, activation_memory in memory.items()
+    }
     split = {
-        "flux-srpo:replicated": {"context_parallel": world, "activation_memory": "checkpoint"},
-        "flux-gradient:replicated": {"context_parallel": world},
-        "flux-gradient:fsdp": {"context_parallel": world, "strategy": "fsdp", "activation_memory": "checkpoint"},
-        "qwen_image-grpo:replicated": {"context_parallel": world},
+        "flux-srpo:replicated": {"context_parallel": world_size, "activation_memory": "checkpoint"},
+        "flux-gradient:replicated": {"context_parallel": world_size},
+        "flux-gradient:fsdp": {"context_parallel": world_size, "strategy": "fsdp", "activation_memory": "checkpoint"},
+        "qwen_image-grpo:replicated": {"context_parallel": world_size},
     }
     return {**sharded, **split}
 
 
-class Downhill:
+class RecordedSGD:
     """Plain gradient descent, which does not amplify rounding errors as AdamW does; it records the gradients."""
 
     def __init__(self, engine: Engine) -> None:
@@ -67,11 +69,11 @@ class Downhill:
                 p -= lr * p.grad
 
 
-def trained(case: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+def train(case: str, settings: dict[str, Any]) -> dict[str, Tensor]:
     """Return loss and gradient of the second of two steps."""
-    torch.manual_seed(0)  # of adapters
+    torch.manual_seed(0)  # for LoRA weights
     name, objective, tuning = CASES[case]
-    # Of Qwen-Image texts are as long as the longest, here an odd number of letters and the end.
+    # Texts of Qwen-Image are padded to the longest, here an odd number of letters and the end token.
     prompts = tuple(f"{prompt} " for prompt in toys.PROMPTS) if name == "qwen_image" else toys.PROMPTS
     engine = Engine(EngineConfig(device="cpu", **settings), OptimConfig(lr=1e-2, max_grad_norm=0.0), 2, seed=0)
     run = Run(
@@ -84,38 +86,38 @@ def trained(case: str, settings: dict[str, Any]) -> dict[str, Tensor]:
         steps=2,
         batch=BatchConfig(prompts=4),
     )
-    kept, parts = Downhill(engine), tokens(run.policy.weights.net)
-    reported = [train_step(run, step).to_event() for step in range(2)]
+    optimizer, token_counts = RecordedSGD(engine), record_tokens(run.policy.weights.net)
+    steps = [train_step(run, step).to_event() for step in range(2)]
     if isinstance(objective, GRPO):
-        assert all(update.metrics["ratio"] == 1 for update in reported), reported
+        assert all(step.metrics["ratio"] == 1 for step in steps), steps
     if "context_parallel" in settings:
         assert engine.data_parallel.world_size == engine.comm.world_size // settings["context_parallel"]
-        assert set(parts) == {4 // settings["context_parallel"]}, parts
-    return {"loss": torch.tensor(reported[1].metrics["loss/policy"]), **kept.gradients}
+        assert set(token_counts) == {4 // settings["context_parallel"]}, token_counts
+    return {"loss": torch.tensor(steps[1].metrics["loss/policy"]), **optimizer.gradients}
 
 
-def tokens(net: Any) -> list[int]:
+def record_tokens(net: Any) -> list[int]:
     """Record the number of image tokens in each call of the first attention layer."""
-    received: list[int] = []
+    counts: list[int] = []
     for block in getattr(net, "transformer_blocks", ())[:1]:
         block.attn.register_forward_pre_hook(
-            lambda _, given, named: received.append(shown(given, named)), with_kwargs=True
+            lambda _, inputs, kwargs: counts.append(num_tokens(inputs, kwargs)), with_kwargs=True
         )
-    return received
+    return counts
 
 
-def shown(given: tuple[Any, ...], named: dict[str, Any]) -> int:
-    return int((named["hidden_states"] if "hidden_states" in named else given[0]).shape[1])
+def num_tokens(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return int((kwargs["hidden_states"] if "hidden_states" in kwargs else inputs[0]).shape[1])
 
 
-def refusal(name: str, world: int, words: int) -> str:
+def refusal(name: str, world_size: int, num_text_tokens: int) -> str:
     """Return the message for a network or text length that context parallelism refuses."""
     policy = toys.policy(name)
-    engine = Engine(EngineConfig(device="cpu", context_parallel=world), OptimConfig(), 1, seed=0)
+    engine = Engine(EngineConfig(device="cpu", context_parallel=world_size), OptimConfig(), 1, seed=0)
     try:
         engine.prepare(policy.weights)
         cond = policy.embed(["a"])
-        cond.tensors["words"] = cond.tensors["words"][:, :words]
+        cond.tensors["prompt_embeds"] = cond.tensors["prompt_embeds"][:, :num_text_tokens]
         policy.model.predict(torch.zeros(1, *policy.model.shape), torch.ones(1), cond)
     except TrainingError as error:
         return str(error)
@@ -124,31 +126,33 @@ def refusal(name: str, world: int, words: int) -> str:
 
 def compare(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert result.keys() == expected.keys(), result.keys() ^ expected.keys()
-    # GRPO's loss is a mean of advantages of size one that cancel, so that rounding is all that is left of it.
+    # The loss of GRPO is a mean of advantages that cancel, so only rounding errors are left.
     torch.testing.assert_close(result.pop("loss"), expected.pop("loss"), rtol=1e-4, atol=1e-4)
     largest = max(float(x.abs().max()) for x in expected.values())
     for name, x in expected.items():
         torch.testing.assert_close(result[name], x, rtol=1e-3, atol=1e-4 * largest, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def main(folder: Path, rank: int, world: int) -> None:
+def main(directory: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meeting", timedelta(seconds=60), rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", f"file://{directory}/rendezvous", timedelta(seconds=60), rank=rank, world_size=world_size
+    )
     report: dict[str, str] = {}
     case = ""
     try:
-        for case, settings in plan(world).items():
-            compare(trained(case.split(":")[0], settings), load_file(folder / f"{case.split(':')[0]}.safetensors"))
+        for case, settings in cases(world_size).items():
+            compare(train(case.split(":")[0], settings), load_file(directory / f"{case.split(':')[0]}.safetensors"))
             report[case] = "passed"
         case = "refusals"
-        assert "SD3Transformer2DModel" in refusal("sd3", world, 2)
-        assert "4 image tokens, 15 text tokens and 2 heads" in refusal("flux", world, 15)
+        assert "SD3Transformer2DModel" in refusal("sd3", world_size, 2)
+        assert "15 text tokens" in refusal("flux", world_size, 15)
         report[case] = "passed"
     except BaseException:
         report[case] = traceback.format_exc()
         raise
     finally:
-        (folder / f"report-{world}-{rank}.json").write_text(json.dumps(report))
+        (directory / f"report-{world_size}-{rank}.json").write_text(json.dumps(report))
         if sys.exc_info()[0]:
             os._exit(1)  # the others would wait for this rank
     dist.destroy_process_group()

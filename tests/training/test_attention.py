@@ -9,7 +9,7 @@ from tastemaker.models.latent_dit.model import LatentDitBackbone
 from tastemaker.models.nets.latent_dit import LatentDiT, LatentDiTConfig
 from tastemaker.training.precision import attention_kernels, compute_settings, use_fast_attention
 
-SHAPE = LatentDiTConfig(
+CONFIG = LatentDiTConfig(
     channels=4,
     side=16,
     patch_size=2,
@@ -27,42 +27,42 @@ def test_dit_supports_cudnn_backward():
     assert not NetworkTraits().cudnn_backward
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="both kernels are a GPU's")
-@pytest.mark.parametrize("memory", ["keep", "checkpoint"])
-def test_cudnn_gradients_match_flash_gradients(memory):
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("activation_memory", ["keep", "checkpoint"])
+def test_cudnn_gradients_match_flash_gradients(activation_memory):
     torch.manual_seed(0)
-    net = LatentDiT(SHAPE, zero_init=False).cuda()
-    x, t, output = (
+    net = LatentDiT(CONFIG, zero_init=False).cuda()
+    x, t, labels = (
         torch.randn(3, 4, 16, 16, device="cuda"),
         torch.rand(3, device="cuda"),
         torch.arange(3, device="cuda"),
     )
-    config, result = EngineConfig(precision="bf16", activation_memory=memory), []
-    for quick in (False, True):
-        if quick:
+    config, results = EngineConfig(precision="bf16", activation_memory=activation_memory), []
+    for allow_cudnn in (False, True):
+        if allow_cudnn:
             use_fast_attention(net, config, NetworkTraits(cudnn_backward=True))
         with compute_settings(config, torch.device("cuda")), torch.autocast("cuda", torch.bfloat16):
-            loss = net(x, t, output).square().mean()
-        received = kernels(loss)
+            loss = net(x, t, labels).square().mean()
+        backward_functions = backward_function_names(loss)
         loss.backward()
-        result.append((received, [p.grad.clone() for p in net.parameters()]))
+        results.append((backward_functions, [p.grad.clone() for p in net.parameters()]))
         net.zero_grad()
-    (safe, wanted), (quick, got) = result
-    assert not any("Cudnn" in name for name in safe)
-    assert any("Cudnn" in name for name in quick) == (memory == "keep")
-    scale = max(grad.abs().max() for grad in wanted)
-    assert all(((a - b).abs().max() / scale) < 0.02 for a, b in zip(wanted, got, strict=True))
+    (flash_functions, expected), (cudnn_functions, gradients) = results
+    assert not any("Cudnn" in name for name in flash_functions)
+    assert any("Cudnn" in name for name in cudnn_functions) == (activation_memory == "keep")
+    scale = max(grad.abs().max() for grad in expected)
+    assert all(((a - b).abs().max() / scale) < 0.02 for a, b in zip(expected, gradients, strict=True))
 
 
-def kernels(loss: torch.Tensor) -> set[str]:
+def backward_function_names(loss: torch.Tensor) -> set[str]:
     """Return the names of the backward functions of a graph."""
-    waiting, received = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in received:
-            received.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return {node.name() for node in received}
+    pending, visited = [loss.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            pending += [next_node for next_node, _ in node.next_functions]
+    return {node.name() for node in visited}
 
 
 @pytest.mark.parametrize(("attention", "gradient", "cudnn"), [("auto", True, False), ("flash", False, False)])

@@ -1,4 +1,4 @@
-"""Autoregressive generators train on several ranks as on one, and resume."""
+"""Training of autoregressive generators on several ranks equals one rank, and resumes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch_ranks import finish, launch
-from test_run_ranks import close, read
+from test_run_ranks import assert_close, read_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
 SMALL = (
@@ -34,32 +34,32 @@ CASES = {
 Tensors = dict[str, torch.Tensor]
 
 
-def trained(place: Path) -> Tensors:
-    return read(place / "checkpoints/step-000004", "weights")
+def final_weights(directory: Path) -> Tensors:
+    return read_tensors(directory / "checkpoints/step-000004", "weights")
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensors]:
-    places = {recipe: tmp_path_factory.mktemp(recipe) for recipe in CASES}
-    for recipe, place in places.items():
-        finish(launch(recipe, place, "steps=4", *CASES[recipe]))
-    return {recipe: trained(place) for recipe, place in places.items()}
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensors]:
+    directories = {recipe: tmp_path_factory.mktemp(recipe) for recipe in CASES}
+    for recipe, directory in directories.items():
+        finish(launch(recipe, directory, "steps=4", *CASES[recipe]))
+    return {recipe: final_weights(directory) for recipe, directory in directories.items()}
 
 
 @pytest.mark.parametrize("recipe", ["teacher-forced-grpo-toy-causal", "cca-toy-causal"])
-def test_causal_training_on_two_ranks_equals_one(recipe: str, alone: dict[str, Tensors], tmp_path: Path) -> None:
+def test_causal_training_on_two_ranks_equals_one(recipe: str, one_rank: dict[str, Tensors], tmp_path: Path) -> None:
     finish(launch(recipe, tmp_path, "steps=4", "engine.strategy=fsdp", *CASES[recipe], ranks=2))
-    close(alone[recipe], trained(tmp_path))
+    assert_close(one_rank[recipe], final_weights(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "form"), [("sdp", 2, "consolidated"), ("fsdp", 2, "sharded"), ("hsdp", 4, "sharded")]
+    ("strategy", "ranks", "format"), [("sdp", 2, "consolidated"), ("fsdp", 2, "sharded"), ("hsdp", 4, "sharded")]
 )
 def test_llamagen_resumes_on_another_number_of_ranks(
-    strategy: str, ranks: int, form: str, alone: dict[str, Tensors], tmp_path: Path
+    strategy: str, ranks: int, format: str, one_rank: dict[str, Tensors], tmp_path: Path
 ) -> None:
     recipe = "grpo-llamagen-tf"
-    settings = (*CASES[recipe], f"engine.strategy={strategy}", f"checkpoint.format={form}")
+    settings = (*CASES[recipe], f"engine.strategy={strategy}", f"checkpoint.format={format}")
     for steps in (2, 4):
         finish(launch(recipe, tmp_path, f"steps={steps}", *settings, ranks=ranks))
-    close(alone[recipe], trained(tmp_path))
+    assert_close(one_rank[recipe], final_weights(tmp_path))

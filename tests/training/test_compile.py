@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_toys import data, full_weights, ready, same, whole
-from engine_toys import learn as step_by_step
+from engine_toys import assert_close, build_engine, full_tensors, full_weights, make_inputs
+from engine_toys import train_step as train_engine_step
 from torch._dynamo.utils import counters
 
 from tastemaker.config.build import build, make_tiny
@@ -30,16 +30,16 @@ from tastemaker.training.run import Run
 from tastemaker.training.samples import generate_samples
 
 
-def prepared(folder: Path, *, compile: bool) -> Run:
+def build_run(directory: Path, *, compile: bool) -> Run:
     engine = ["engine.device=cpu", "engine.precision=fp32", "data.device=cpu", "batch.prompts=8", "sample.count=8"]
     config = make_tiny(load("playground-flow16", engine))
-    return build(replace(config, engine=replace(config.engine, compile=compile)), folder / str(compile))
+    return build(replace(config, engine=replace(config.engine, compile=compile)), directory / str(compile))
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch, about itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from PyTorch itself
 def test_compiled_run_matches_eager_run(tmp_path: Path) -> None:
-    runs = [prepared(tmp_path, compile=compile) for compile in (False, True)]
+    runs = [build_run(tmp_path, compile=compile) for compile in (False, True)]
     names = [list(run.policy.weights.trainable()) for run in runs]
     assert names[0] == names[1]
     plain, compiled = ([train_step(run, step).to_event().metrics["loss/policy"] for step in range(3)] for run in runs)
@@ -48,44 +48,44 @@ def test_compiled_run_matches_eager_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of PyTorch, about itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # from PyTorch itself
 def test_blocks_share_graphs_without_recompilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_memory, "MIN_PARAMETERS", 1)
     monkeypatch.setattr(activation_memory, "MIN_BLOCKS", 3)
-    ends = []
+    weights_after = []
     for compile in (False, True):
         torch._dynamo.reset()
         counters.clear()
         weights = full_weights()
-        engine = ready(weights, activation_memory="checkpoint", compile=compile)
+        engine = build_engine(weights, activation_memory="checkpoint", compile=compile)
         for step in range(3):
             with engine.autocast(), torch.no_grad():
-                weights.net(data()[:2])
-            step_by_step(engine, weights, step, parts=1)
-            # One without a gradient, for sampling, and one with, for all three blocks and their repetition.
+                weights.net(make_inputs()[:2])
+            train_engine_step(engine, weights, step, num_micro_batches=1)
+            # One graph without gradients, for sampling, and one with, for all three blocks and their recomputation.
             assert counters["stats"]["unique_graphs"] == (2 if compile else 0)
-        ends.append(whole(weights.trainable()))
-    same(*ends, rtol=1e-4, atol=1e-6)
+        weights_after.append(full_tensors(weights.trainable()))
+    assert_close(*weights_after, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of PyTorch, about itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # from PyTorch itself
 def test_compiled_lora_dropout_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_memory, "MIN_PARAMETERS", 1)
     monkeypatch.setattr(activation_memory, "MIN_BLOCKS", 3)
-    ends = []
+    weights_after = []
     for compile in (False, True):
         torch._dynamo.reset()
         counters.clear()
         torch.manual_seed(0)
         weights = Lora(rank=2, target_modules="all-linear", dropout=0.3).apply(full_weights(), ())
-        engine = ready(weights, activation_memory="checkpoint", compile=compile)
+        engine = build_engine(weights, activation_memory="checkpoint", compile=compile)
         for step in range(3):
             with weights.dropout_masks(Randomness(0, step, torch.arange(4))):
-                step_by_step(engine, weights, step, parts=1)
-        assert counters["stats"]["unique_graphs"] == (1 if compile else 0)  # whichever block, row or step it is
-        ends.append(whole(weights.trainable()))
-    same(*ends, rtol=1e-3, atol=1e-5)
+                train_engine_step(engine, weights, step, num_micro_batches=1)
+        assert counters["stats"]["unique_graphs"] == (1 if compile else 0)  # for all blocks, rows and steps
+        weights_after.append(full_tensors(weights.trainable()))
+    assert_close(*weights_after, rtol=1e-3, atol=1e-5)
 
 
 def test_only_large_networks_are_compiled_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +110,11 @@ def test_missing_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of PyTorch, about itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # from PyTorch itself
 def test_extra_forward_methods_are_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # All of the compiler but the translation, which takes minutes on a CPU.
+    # Trace without code generation, which takes minutes on a CPU.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(gpt, "MAX_CHUNK_LOGITS", 1)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""The guard in real runs: it warns of hacked rewards, not of honest ones, and does not change training."""
+"""The guard in real runs: it warns of reward hacking only, and does not change training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tastemaker.training.events import CheckpointSaved, Event, GuardChecked, Tra
 from tastemaker.training.guard import run_guard
 from tastemaker.training.loop import train
 
-QUICK = ["sample.every=0", "guard.every=10"]
-GAMED = ["rewards.color.weight=0", "rewards.bright.type=brightness"]
+EVERY_TEN_STEPS = ["sample.every=0", "guard.every=10"]
+HACKABLE = ["rewards.color.weight=0", "rewards.bright.type=brightness"]
 SMALL = [
     "sample.every=0",
     "steps=4",
@@ -31,13 +31,13 @@ SMALL = [
 
 @pytest.mark.slow
 def test_real_run_that_freezes_its_videos_is_detected(tmp_path: Path) -> None:
-    paid = [*GAMED, "rewards.still.weight=0", "steps=30", "optim.lr=5e-3"]
-    reported = warnings(watched("reward-gradient-toy-video", tmp_path, *QUICK, *paid))
-    assert reported and "their motion fell from" in reported[-1]
+    settings = [*HACKABLE, "rewards.still.weight=0", "steps=30", "optim.lr=5e-3"]
+    messages = warnings(train_events("reward-gradient-toy-video", tmp_path, *EVERY_TEN_STEPS, *settings))
+    assert messages and "motion fell" in messages[-1]
 
 
-def watched(recipe: str, place: Path, *overrides: str) -> list[Event]:
-    run = build(load(recipe, list(overrides)), place)
+def train_events(recipe: str, directory: Path, *overrides: str) -> list[Event]:
+    run = build(load(recipe, list(overrides)), directory)
     return list(train(run))
 
 
@@ -47,78 +47,86 @@ def warnings(events: list[Event]) -> list[str]:
 
 @pytest.mark.parametrize("recipe", ["grpo-toy-flow", "grpo-toy-causal", "grpo-toy-masked", "reward-gradient-toy-video"])
 def test_guard_runs_on_every_model_family(recipe: str, tmp_path: Path) -> None:
-    looks = [event for event in watched(recipe, tmp_path, *SMALL) if isinstance(event, GuardChecked)]
-    assert [look.step for look in looks] == [0, 2, 4]
-    wanted = {"reward/mean", "diversity", "variety", "entropy", "edges", "saturation", "dark"}
-    assert wanted <= set(looks[0].metrics) and all(math.isfinite(x) for look in looks for x in look.metrics.values())
+    checks = [event for event in train_events(recipe, tmp_path, *SMALL) if isinstance(event, GuardChecked)]
+    assert [check.step for check in checks] == [0, 2, 4]
+    expected = {"reward/mean", "diversity", "variety", "entropy", "edges", "saturation", "dark"}
+    assert expected <= set(checks[0].metrics) and all(
+        math.isfinite(x) for check in checks for x in check.metrics.values()
+    )
 
 
 @pytest.mark.parametrize("recipe", ["grpo-toy-flow", "grpo-toy-causal", "ddpo-toy-causal", "nft-toy-flow"])
 def test_guard_does_not_change_training(recipe: str, tmp_path: Path) -> None:
-    result = []
+    weights = []
     for every in (0, 1):
         run = build(
             load(recipe, [*SMALL, "ema_decay=0.9", "sample.weights=ema", f"guard.every={every}"]), tmp_path / str(every)
         )
         list(train(run))
-        result.append({key: p.detach().clone() for key, p in run.policy.weights.trainable().items()})
-    assert all(result[0][key].equal(result[1][key]) for key in result[0])
+        weights.append({key: p.detach().clone() for key, p in run.policy.weights.trainable().items()})
+    assert all(weights[0][key].equal(weights[1][key]) for key in weights[0])
 
 
 def test_guard_metrics_do_not_depend_on_chunks(tmp_path: Path) -> None:
-    looks = []
-    for rows in ("null", "3"):
-        looks.append(
-            run_guard(build(load("grpo-toy-causal", [*SMALL, f"batch.rollout_batch_size={rows}"]), tmp_path), 0).metrics
+    metrics = []
+    for rollout_batch_size in ("null", "3"):
+        metrics.append(
+            run_guard(
+                build(load("grpo-toy-causal", [*SMALL, f"batch.rollout_batch_size={rollout_batch_size}"]), tmp_path), 0
+            ).metrics
         )
-    assert looks[0] == pytest.approx(looks[1], abs=1e-5)
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-5)
 
 
 def test_no_guard_without_rewards(tmp_path: Path) -> None:
-    assert not any(isinstance(event, GuardChecked) for event in watched("likelihood-toy-flow", tmp_path, *SMALL))
+    assert not any(isinstance(event, GuardChecked) for event in train_events("likelihood-toy-flow", tmp_path, *SMALL))
 
 
 @pytest.mark.parametrize("recipe", ["draft-toy-flow", pytest.param("grpo-toy-masked", marks=pytest.mark.slow)])
 def test_real_run_with_a_hacked_reward_is_detected(recipe: str, tmp_path: Path) -> None:
-    reported = warnings(watched(recipe, tmp_path, *QUICK, *GAMED, "steps=40"))
-    assert reported and "held-out reward 'color' fell" in reported[-1]
+    messages = warnings(train_events(recipe, tmp_path, *EVERY_TEN_STEPS, *HACKABLE, "steps=40"))
+    assert messages and "held-out reward 'color' fell" in messages[-1]
 
 
 @pytest.mark.parametrize("recipe", ["draft-toy-flow", pytest.param("grpo-toy-causal", marks=pytest.mark.slow)])
-def test_real_honest_run_has_no_warning(recipe: str, tmp_path: Path) -> None:
-    assert not warnings(watched(recipe, tmp_path, *QUICK, "steps=60"))
+def test_real_run_without_hacking_has_no_warning(recipe: str, tmp_path: Path) -> None:
+    assert not warnings(train_events(recipe, tmp_path, *EVERY_TEN_STEPS, "steps=60"))
 
 
 @pytest.mark.slow
 def test_less_diversity_after_good_training_has_no_warning(tmp_path: Path) -> None:
-    watched("likelihood-toy-flow", tmp_path / "base", "sample.every=0", "steps=300")
-    run = build(load("draft-toy-flow", [*QUICK, "steps=60"]), tmp_path / "more", init_from=tmp_path / "base")
+    train_events("likelihood-toy-flow", tmp_path / "base", "sample.every=0", "steps=300")
+    run = build(load("draft-toy-flow", [*EVERY_TEN_STEPS, "steps=60"]), tmp_path / "more", init_from=tmp_path / "base")
     assert not warnings(list(train(run)))
 
 
 def test_guard_stops_the_run_if_configured(tmp_path: Path) -> None:
-    events = watched("draft-toy-flow", tmp_path, *QUICK, *GAMED, "steps=100", "guard.stop_on_warning=true")
-    end, saved = events[-1], events[-2]
-    assert (
-        isinstance(end, TrainingFinished)
-        and end.step < 100
-        and isinstance(saved, CheckpointSaved)
-        and saved.step == end.step
+    events = train_events(
+        "draft-toy-flow", tmp_path, *EVERY_TEN_STEPS, *HACKABLE, "steps=100", "guard.stop_on_warning=true"
     )
-    assert end.reason.startswith(f"stopped by the guard after step {end.step}: probable reward hacking")
+    finished, saved = events[-1], events[-2]
+    assert (
+        isinstance(finished, TrainingFinished)
+        and finished.step < 100
+        and isinstance(saved, CheckpointSaved)
+        and saved.step == finished.step
+    )
+    assert finished.reason.startswith("stopped by the guard") and f"step {finished.step}:" in finished.reason
 
 
 def test_best_checkpoint_has_the_highest_held_out_score(tmp_path: Path) -> None:
-    twin = "rewards={color: {type: color}, twin: {type: color, weight: 0}}"
-    events = watched("draft-toy-flow", tmp_path, *QUICK, twin, "steps=30", "checkpoint.every=100")
+    rewards = "rewards={color: {type: color}, held_out: {type: color, weight: 0}}"
+    events = train_events("draft-toy-flow", tmp_path, *EVERY_TEN_STEPS, rewards, "steps=30", "checkpoint.every=100")
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [10, 20, 30]
     assert (tmp_path / "checkpoints/best").resolve() == checkpoint.checkpoint_path(tmp_path, 30).resolve()
-    again = build(load("draft-toy-flow", [*QUICK, twin]), tmp_path / "b", init_from=tmp_path / "checkpoints/best")
-    assert again.policy.weights.trainable()
+    initialized = build(
+        load("draft-toy-flow", [*EVERY_TEN_STEPS, rewards]), tmp_path / "b", init_from=tmp_path / "checkpoints/best"
+    )
+    assert initialized.policy.weights.trainable()
 
 
 def test_best_checkpoint_is_not_pruned(tmp_path: Path) -> None:
-    run = build(load("draft-toy-flow", [*QUICK, *GAMED, "checkpoint.keep_last=1"]), tmp_path)
+    run = build(load("draft-toy-flow", [*EVERY_TEN_STEPS, *HACKABLE, "checkpoint.keep_last=1"]), tmp_path)
     kept = []
     for step, score in ((0, 0.5), (2, 0.9), (4, 0.6), (6, 0.4), (8, 1.0), (10, 0.3)):
         run.guard_history.add(GuardMeasurement(step, {"reward/mean": [score] * 4, "rewards/color": [score] * 4}, {}))
@@ -132,30 +140,30 @@ def test_best_checkpoint_is_not_pruned(tmp_path: Path) -> None:
 
 
 def test_guard_history_is_restored_on_resume(tmp_path: Path) -> None:
-    whole = build(load("grpo-toy-flow", [*SMALL, "steps=6"]), tmp_path / "whole")
-    list(train(whole))
-    list(train(build(load("grpo-toy-flow", [*SMALL, "steps=4"]), tmp_path / "parts")))
-    later = build(load("grpo-toy-flow", [*SMALL, "steps=6"]), tmp_path / "parts")
-    result = checkpoint.latest_checkpoint(tmp_path / "parts")
-    assert result is not None
-    later.resume(result)
-    assert [look.step for look in later.guard_history.measurements] == [0, 2, 4]
-    list(train(later))
-    assert later.guard_history.state_dict() == whole.guard_history.state_dict()
+    uninterrupted = build(load("grpo-toy-flow", [*SMALL, "steps=6"]), tmp_path / "uninterrupted")
+    list(train(uninterrupted))
+    list(train(build(load("grpo-toy-flow", [*SMALL, "steps=4"]), tmp_path / "resumed")))
+    resumed = build(load("grpo-toy-flow", [*SMALL, "steps=6"]), tmp_path / "resumed")
+    latest = checkpoint.latest_checkpoint(tmp_path / "resumed")
+    assert latest is not None
+    resumed.resume(latest)
+    assert [measurement.step for measurement in resumed.guard_history.measurements] == [0, 2, 4]
+    list(train(resumed))
+    assert resumed.guard_history.state_dict() == uninterrupted.guard_history.state_dict()
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_guard_metrics_do_not_depend_on_ranks(tmp_path: Path) -> None:
-    # Fifteen samples do not divide among two ranks: one is made twice, and counted once.
+    # Fifteen samples do not divide among two ranks: one is generated twice and counted once.
     settings = ("steps=2", "guard.every=1", "guard.prompts=5", "guard.samples_per_prompt=3", "engine.strategy=fsdp")
-    looks = []
+    histories = []
     for ranks in (1, 2):
-        place = tmp_path / str(ranks)
-        finish(launch("grpo-toy-causal", place, *(settings if ranks > 1 else settings[:-1]), ranks=ranks))
-        looks.append(json.loads((place / "checkpoints/step-000002/state.json").read_text())["extra"]["guard"])
-    assert len(looks[0]) == 3
-    for one, two in zip(*looks, strict=True):
+        directory = tmp_path / str(ranks)
+        finish(launch("grpo-toy-causal", directory, *(settings if ranks > 1 else settings[:-1]), ranks=ranks))
+        histories.append(json.loads((directory / "checkpoints/step-000002/state.json").read_text())["extra"]["guard"])
+    assert len(histories[0]) == 3
+    for one, two in zip(*histories, strict=True):
         assert {n: pytest.approx(rows, abs=1e-4) for n, rows in one["rows"].items()} == two["rows"]
 
 

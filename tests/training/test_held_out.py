@@ -27,14 +27,14 @@ def test_held_out_rewards_are_not_scored_at_training_steps(tmp_path: Path) -> No
     for held_out in ("true", "false"):
         reward = f"rewards.dark={{type: brightness, weight: 0, held_out: {held_out}}}"
         run = build(load("grpo-toy-flow", [*SHORT, reward]), tmp_path / held_out)
-        scored = {StepCompleted: "rewards/dark", GuardChecked: "rewards/dark", SamplesGenerated: "dark"}
-        result = {kind: set[bool]() for kind in scored}
+        names = {StepCompleted: "rewards/dark", GuardChecked: "rewards/dark", SamplesGenerated: "dark"}
+        is_scored = {event_type: set[bool]() for event_type in names}
         for event in train(run):
             if isinstance(event, StepCompleted | GuardChecked):
-                result[type(event)].add(scored[type(event)] in event.metrics)
+                is_scored[type(event)].add(names[type(event)] in event.metrics)
             elif isinstance(event, SamplesGenerated):
-                result[SamplesGenerated].add("dark" in event.scores)
-        assert result == {StepCompleted: {held_out == "false"}, GuardChecked: {True}, SamplesGenerated: {True}}
+                is_scored[SamplesGenerated].add("dark" in event.scores)
+        assert is_scored == {StepCompleted: {held_out == "false"}, GuardChecked: {True}, SamplesGenerated: {True}}
         weights.append({key: p.detach().clone() for key, p in run.policy.weights.trainable().items()})
     assert all(weights[0][key].equal(weights[1][key]) for key in weights[0])
 

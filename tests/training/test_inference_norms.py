@@ -27,12 +27,10 @@ from tastemaker.training.precision import Fp32Norms
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 CHANNELS_LAST = NetworkTraits(channels_last=True)
-KERNELS = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="a kernel for GPUs; TRITON_INTERPRET=1 runs it here"
-)
+KERNELS = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1")
 
 
-def clips() -> tuple[Any, tuple[Tensor, ...]]:
+def video_unet() -> tuple[Any, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     net: Any = VideoUnet(**TINY_CONFIGS["unet"]).eval().requires_grad_(False).bfloat16()
     weights = LoraWeights(net, LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"]))
@@ -43,13 +41,13 @@ def clips() -> tuple[Any, tuple[Tensor, ...]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("turned", [False, True], ids=["as they lie", "turned"])
-def test_inference_norms_are_as_accurate_as_autocast(turned: bool) -> None:
-    net, inputs = clips()
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_inference_norms_are_as_accurate_as_autocast(channels_last: bool) -> None:
+    net, inputs = video_unet()
     exact = deepcopy(net).float()(*(x.float() for x in inputs))
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Fp32Norms():
         before = net(*inputs)
-        if turned:
+        if channels_last:
             convert_to_channels_last(net, CHANNELS_LAST)
         use_inference_norms(net, torch.bfloat16, CHANNELS_LAST)
         after = net(*inputs)
@@ -59,20 +57,20 @@ def test_inference_norms_are_as_accurate_as_autocast(turned: bool) -> None:
 
 
 def test_calls_with_gradient_are_unchanged() -> None:
-    net, inputs = clips()
+    net, inputs = video_unet()
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Fp32Norms():
         before = net(*inputs)
         use_inference_norms(net, torch.bfloat16, CHANNELS_LAST)
         assert torch.equal(net(*inputs), before)
 
 
-@pytest.mark.parametrize("kind", [nn.GroupNorm(2, 4), nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False)])
-def test_norms_keep_the_dtype_of_their_input(kind: nn.Module) -> None:
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False)])
+def test_norms_keep_the_dtype_of_their_input(norm: nn.Module) -> None:
     x = torch.randn(3, 4, 5, 8).bfloat16()
-    exact = kind(x.float())
+    exact = norm(x.float())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), InputDtypeNorms():
-        output = kind(x)
-        assert output.dtype == torch.bfloat16 and kind(x.float()).dtype == torch.float32
+        output = norm(x)
+        assert output.dtype == torch.bfloat16 and norm(x.float()).dtype == torch.float32
     assert (output.float() - exact).norm() < 0.01 * exact.norm()
 
 
@@ -83,23 +81,25 @@ def test_without_autocast_norms_are_unchanged() -> None:
 
 
 def test_only_frozen_convolutions_become_channels_last() -> None:
-    frozen, learns, other = nn.Conv2d(4, 6, 3).requires_grad_(False), nn.Conv2d(4, 6, 3), nn.Conv3d(4, 6, 1)
-    convert_to_channels_last(nn.Sequential(frozen, learns), CHANNELS_LAST)
+    frozen, trainable, other = nn.Conv2d(4, 6, 3).requires_grad_(False), nn.Conv2d(4, 6, 3), nn.Conv3d(4, 6, 1)
+    convert_to_channels_last(nn.Sequential(frozen, trainable), CHANNELS_LAST)
     convert_to_channels_last(nn.Sequential(other.requires_grad_(False)), NetworkTraits())
     assert frozen.weight.is_contiguous(memory_format=torch.channels_last)
-    assert learns.weight.is_contiguous() and other.weight.is_contiguous()
+    assert trainable.weight.is_contiguous() and other.weight.is_contiguous()
 
 
 def test_channels_last_is_preserved() -> None:
-    pictures = torch.randn(2, 5, 3, 4).permute(0, 3, 1, 2)  # [B, C, h, w]
-    clips = torch.randn(2, 5, 3, 6, 4).permute(0, 3, 4, 1, 2)  # [B, F, C, h, w]
-    plain, few = torch.randn(2, 4, 5, 3), torch.randn(2, 3, 4).transpose(1, 2)
+    images = torch.randn(2, 5, 3, 4).permute(0, 3, 1, 2)  # [B, C, h, w]
+    videos = torch.randn(2, 5, 3, 6, 4).permute(0, 3, 4, 1, 2)  # [B, F, C, h, w]
+    plain, sequences = torch.randn(2, 4, 5, 3), torch.randn(2, 3, 4).transpose(1, 2)
     with PreserveChannelsLast():
-        kept, moved = pictures.contiguous(), clips.contiguous()
-        assert plain.contiguous().is_contiguous() and few.contiguous().is_contiguous()
-    assert kept.data_ptr() == pictures.data_ptr()
-    assert torch.equal(moved, clips) and moved.flatten(0, 1).is_contiguous(memory_format=torch.channels_last)
-    assert pictures.contiguous().is_contiguous()
+        images_after, videos_after = images.contiguous(), videos.contiguous()
+        assert plain.contiguous().is_contiguous() and sequences.contiguous().is_contiguous()
+    assert images_after.data_ptr() == images.data_ptr()
+    assert torch.equal(videos_after, videos) and videos_after.flatten(0, 1).is_contiguous(
+        memory_format=torch.channels_last
+    )
+    assert images.contiguous().is_contiguous()
 
 
 @KERNELS

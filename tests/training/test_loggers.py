@@ -30,21 +30,21 @@ from tastemaker.training.loggers.tensorboard import TensorBoardLogger
 from tastemaker.training.loggers.wandb import WandbLogger
 
 
-class Broken:
-    """A logger that fails."""
+class FailingLogger:
+    """A logger that fails at every event."""
 
     def __init__(self) -> None:
-        self.seen = 0
+        self.num_events = 0
 
     def log(self, event: Event) -> None:
-        self.seen += 1
+        self.num_events += 1
         raise OSError("[disk] full")
 
     def close(self) -> None:
         raise OSError("closing fails too")
 
 
-def events(directory: Path, frames: int = 1, first: int = 0, last: int = 3) -> list[Event]:
+def make_events(directory: Path, frames: int = 1, first: int = 0, last: int = 3) -> list[Event]:
     pixels = torch.rand(3, frames, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     sampled = SamplesGenerated(last, ("a red cat", "a dog", "a very long prompt " * 9), pixels, {"color": 0.75})
     updates: list[Event] = [
@@ -55,33 +55,33 @@ def events(directory: Path, frames: int = 1, first: int = 0, last: int = 3) -> l
     return [TrainingStarted(first, last, directory, 7), *updates, sampled, saved, finished]
 
 
-def watch(observers: list[Logger], received: list[Event]) -> str:
+def log_events(loggers: list[Logger], events: list[Event]) -> str:
     out = StringIO()
-    watchers = LoggerCollection(observers, Console(file=out, width=80))
-    for event in received:
-        watchers.log(event)
-    watchers.close()
+    collection = LoggerCollection(loggers, Console(file=out, width=80))
+    for event in events:
+        collection.log(event)
+    collection.close()
     return out.getvalue()
 
 
 def test_failing_logger_is_reported_once_and_removed(tmp_path: Path) -> None:
-    broken = Broken()
-    output = watch([broken, JsonlLogger(), SampleGridLogger()], events(tmp_path))
-    assert output.startswith("warning Broken failed") and "(OSError: [disk] full)" in output and output.count("\n") == 1
-    assert broken.seen == 1
+    failing = FailingLogger()
+    output = log_events([failing, JsonlLogger(), SampleGridLogger()], make_events(tmp_path))
+    assert output.startswith("warning FailingLogger") and "(OSError: [disk] full)" in output and output.count("\n") == 1
+    assert failing.num_events == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     assert (tmp_path / "samples" / "step-000003.png").exists()
 
 
 def test_logger_that_fails_to_close_does_not_stop_the_others(tmp_path: Path) -> None:
-    class Clinging:
+    class FailsToClose:
         def log(self, event: Event) -> None:
             return None
 
         def close(self) -> None:
             raise OSError("stuck")
 
-    assert watch([Clinging(), JsonlLogger()], events(tmp_path)).count("stuck") == 1
+    assert log_events([FailsToClose(), JsonlLogger()], make_events(tmp_path)).count("stuck") == 1
 
 
 def test_keyboard_interrupt_is_not_swallowed(tmp_path: Path) -> None:
@@ -93,34 +93,34 @@ def test_keyboard_interrupt_is_not_swallowed(tmp_path: Path) -> None:
             return None
 
     with pytest.raises(KeyboardInterrupt):
-        watch([Interrupted()], events(tmp_path))
+        log_events([Interrupted()], make_events(tmp_path))
 
 
 def test_images_are_written_as_png_with_a_description(tmp_path: Path) -> None:
-    watch([SampleGridLogger()], events(tmp_path))
-    reported = json.loads((tmp_path / "samples" / "step-000003.json").read_text())
-    assert reported["prompts"][:2] == ["a red cat", "a dog"] and reported["scores"] == {"color": 0.75}
-    assert len(reported["boxes"]) == 3 and reported["size"] == [8, 8]
+    log_events([SampleGridLogger()], make_events(tmp_path))
+    description = json.loads((tmp_path / "samples" / "step-000003.json").read_text())
+    assert description["prompts"][:2] == ["a red cat", "a dog"] and description["scores"] == {"color": 0.75}
+    assert len(description["boxes"]) == 3 and description["size"] == [8, 8]
     assert read_image(tmp_path / "samples" / "step-000003.png").shape[0] == 1
 
 
-@pytest.mark.parametrize("form", ["mp4", "gif", "png"])
-def test_videos_are_written_as_video(tmp_path: Path, form: Literal["mp4", "gif", "png"]) -> None:
-    watch([SampleGridLogger(form)], events(tmp_path, frames=4))
-    assert read_image(tmp_path / "samples" / f"step-000003.{form}").shape[0] == 4
+@pytest.mark.parametrize("format", ["mp4", "gif", "png"])
+def test_videos_are_written_as_video(tmp_path: Path, format: Literal["mp4", "gif", "png"]) -> None:
+    log_events([SampleGridLogger(format)], make_events(tmp_path, frames=4))
+    assert read_image(tmp_path / "samples" / f"step-000003.{format}").shape[0] == 4
 
 
 @pytest.mark.parametrize("frames", [1, 6])
 def test_tensorboard_logs_metrics_and_samples_and_replaces_repeated_steps(tmp_path: Path, frames: int) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    watch([TensorBoardLogger()], events(tmp_path, frames))
-    watch([TensorBoardLogger()], events(tmp_path, frames, first=1, last=4))
-    read = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [point.step for point in read.Scalars("loss")] == [1, 2, 3, 4]
+    log_events([TensorBoardLogger()], make_events(tmp_path, frames))
+    log_events([TensorBoardLogger()], make_events(tmp_path, frames, first=1, last=4))
+    log = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [point.step for point in log.Scalars("loss")] == [1, 2, 3, 4]
     assert {"loss", "reward/mean", "samples_per_second", "samples/color", "guard/diversity"} <= set(
-        read.Tags()["scalars"]
+        log.Tags()["scalars"]
     )
-    assert read.Images("samples")[-1].step == 4
+    assert log.Images("samples")[-1].step == 4
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_wandb_is_offline_by_default(tmp_path: Path, frames: int, monkeypatch: p
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for _ in range(2):
-        assert watch([WandbLogger("demo", {"lr": 1e-5})], events(tmp_path, frames)) == ""
+        assert log_events([WandbLogger("demo", {"lr": 1e-5})], make_events(tmp_path, frames)) == ""
     runs = list((tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) == 2
     assert all((tmp_path / "wandb-id").read_text() in path.name for path in runs)

@@ -23,17 +23,17 @@ from tastemaker.training.events import (
 from tastemaker.training.loop import split_minibatches, train, train_step
 
 PACKAGE = str(Path(tastemaker.__file__).parent)
-QUIET = ["sample.every=0", "steps=2", "batch.prompts=8"]
+SETTINGS = ["sample.every=0", "steps=2", "batch.prompts=8"]
 
 
-def weights(run) -> dict[str, torch.Tensor]:
+def copy_weights(run) -> dict[str, torch.Tensor]:
     return {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
 
 
-def trained(recipe: str, place: Path, *overrides: str) -> dict[str, torch.Tensor]:
-    run = build(load(recipe, [*QUIET, *overrides]), place)
+def train_weights(recipe: str, directory: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    run = build(load(recipe, [*SETTINGS, *overrides]), directory)
     list(train(run))
-    return weights(run)
+    return copy_weights(run)
 
 
 @pytest.mark.parametrize(
@@ -47,44 +47,44 @@ def trained(recipe: str, place: Path, *overrides: str) -> dict[str, torch.Tensor
     ],
 )
 def test_micro_batches_and_rollout_chunks_change_only_rounding(recipe, tmp_path):
-    whole = trained(recipe, tmp_path / "whole")
-    for cut in ("batch.rollout_batch_size=3", "batch.micro_batch_size=3"):
-        chunked = trained(recipe, tmp_path / cut, cut)
-        for key, x in whole.items():
-            torch.testing.assert_close(chunked[key], x, atol=2e-4, rtol=1e-3, msg=lambda m: f"{cut}, {key}: {m}")  # noqa: B023
+    expected = train_weights(recipe, tmp_path / "expected")
+    for setting in ("batch.rollout_batch_size=3", "batch.micro_batch_size=3"):
+        weights = train_weights(recipe, tmp_path / setting, setting)
+        for key, x in expected.items():
+            torch.testing.assert_close(weights[key], x, atol=2e-4, rtol=1e-3, msg=lambda m: f"{setting}, {key}: {m}")  # noqa: B023
 
 
 def test_training_is_deterministic(tmp_path):
-    one, two = (trained("grpo-lora-toy-flow", tmp_path / name) for name in "ab")
+    one, two = (train_weights("grpo-lora-toy-flow", tmp_path / name) for name in "ab")
     assert all(one[key].equal(two[key]) for key in one)
 
 
 def test_another_seed_gives_other_weights(tmp_path):
-    one, two = trained("grpo-toy-flow", tmp_path / "a"), trained("grpo-toy-flow", tmp_path / "b", "seed=1")
+    one, two = train_weights("grpo-toy-flow", tmp_path / "a"), train_weights("grpo-toy-flow", tmp_path / "b", "seed=1")
     assert any(not one[key].equal(two[key]) for key in one)
 
 
 def test_minibatches_and_epochs_use_every_sample(tmp_path):
-    run = build(load("grpo-toy-causal", [*QUIET, "batch.minibatches=4", "batch.epochs=2"]), tmp_path)
-    received = train_step(run, 0).to_event()
-    assert received.samples == 8 * run.objective.group_size
-    assert received.metrics["ratio_deviation"] > 0  # later updates see weights that have moved
+    run = build(load("grpo-toy-causal", [*SETTINGS, "batch.minibatches=4", "batch.epochs=2"]), tmp_path)
+    event = train_step(run, 0).to_event()
+    assert event.samples == 8 * run.objective.group_size
+    assert event.metrics["ratio_deviation"] > 0  # later updates are off-policy
 
 
 def test_events_come_in_order(tmp_path):
-    often = ["steps=2", "sample.every=1", "checkpoint.every=1", "guard.every=1", "batch.prompts=4"]
-    kinds = [type(event) for event in train(build(load("grpo-toy-flow", often), tmp_path))]
+    settings = ["steps=2", "sample.every=1", "checkpoint.every=1", "guard.every=1", "batch.prompts=4"]
+    event_types = [type(event) for event in train(build(load("grpo-toy-flow", settings), tmp_path))]
     step = [StepCompleted, SamplesGenerated, GuardChecked, CheckpointSaved]
-    assert kinds == [TrainingStarted, SamplesGenerated, GuardChecked, *step, *step, TrainingFinished]
+    assert event_types == [TrainingStarted, SamplesGenerated, GuardChecked, *step, *step, TrainingFinished]
 
 
 def test_ema_follows_the_live_weights(tmp_path):
-    run = build(load("grpo-toy-flow", [*QUIET, "ema_decay=0.9", "sample.weights=ema"]), tmp_path)
-    start = weights(run)
+    run = build(load("grpo-toy-flow", [*SETTINGS, "ema_decay=0.9", "sample.weights=ema"]), tmp_path)
+    start = copy_weights(run)
     list(train(run))
-    live, average = weights(run), run.policy.weights.snapshot_tensors()["ema"]
+    live, ema = copy_weights(run), run.policy.weights.snapshot_tensors()["ema"]
     key = max(live, key=lambda k: (live[k] - start[k]).abs().max().item())
-    assert not average[key].equal(live[key]) and not average[key].equal(start[key])
+    assert not ema[key].equal(live[key]) and not ema[key].equal(start[key])
 
 
 def test_samples_use_the_same_noise_at_every_step(tmp_path):
@@ -110,5 +110,5 @@ def test_train_command_reaches_the_loss_of_grpo_in_six_calls(tmp_path, monkeypat
         return original(*arguments)
 
     monkeypatch.setattr(GRPO, "loss", loss)
-    commands.train("grpo-toy-flow", [*QUIET, "steps=1", "guard.every=0", f"output_dir={tmp_path}"])
+    commands.train("grpo-toy-flow", [*SETTINGS, "steps=1", "guard.every=0", f"output_dir={tmp_path}"])
     assert [*stacks[0], "loss"] == ["train", "run_training", "train", "train_step", "update", "loss"]

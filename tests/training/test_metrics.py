@@ -1,4 +1,4 @@
-"""Metrics of steps: their means, and their report one step later where a device computes asynchronously."""
+"""Metrics of steps: means over samples, and delayed reports on asynchronous devices."""
 
 import time
 
@@ -14,16 +14,16 @@ from tastemaker.training.events import CheckpointSaved, Event, StepCompleted, Tr
 from tastemaker.training.loop import train, train_step
 from tastemaker.training.metrics import AsyncMetrics, AverageMeter, StepMetrics, StepTimer, copy_to_host_async
 
-QUICK, SLOW = 0.001, 5.0
+SHORT, LONG = 0.001, 5.0
 
 
-def launched_step(number: int, seconds: float = QUICK, squared_norm: float = 4.0) -> StepMetrics:
+def launched_step(number: int, seconds: float = SHORT, squared_norm: float = 4.0) -> StepMetrics:
     update = LaunchedUpdate(number - 1, 0.1, None, torch.tensor([squared_norm, 0.0]))
     means = {"loss": torch.tensor(float(number))}
     return StepMetrics(number, 4, means, [("grad_norm", update)], 0.1, time.perf_counter() - seconds)
 
 
-def push(metrics: AsyncMetrics, number: int, seconds: float = QUICK, *, wait: bool = False) -> list[int]:
+def push(metrics: AsyncMetrics, number: int, seconds: float = SHORT, *, wait: bool = False) -> list[int]:
     return [event.step for event in metrics.push(launched_step(number, seconds), wait=wait)]
 
 
@@ -41,10 +41,10 @@ def test_waiting_reports_the_previous_step_first():
 
 def test_long_steps_are_reported_at_once():
     metrics = AsyncMetrics(enabled=True)
-    assert [push(metrics, number, SLOW) for number in (1, 2)] == [[1], [2]]
+    assert [push(metrics, number, LONG) for number in (1, 2)] == [[1], [2]]
 
 
-def test_a_synchronous_device_delays_nothing():
+def test_synchronous_device_reports_each_step_at_once():
     metrics = AsyncMetrics(enabled=False)
     assert [push(metrics, number) for number in (1, 2, 3)] == [[1], [2], [3]]
 
@@ -62,7 +62,7 @@ def test_event_has_means_gradient_norm_and_learning_rate():
     assert event.metrics == {"loss": 3.0, "grad_norm": 2.0, "lr": 0.1} and event.samples == 4
 
 
-def test_a_refused_update_raises_when_its_metrics_are_read():
+def test_refused_update_raises_when_its_metrics_are_read():
     metrics = AsyncMetrics(enabled=True)
     push(metrics, 1)
     assert not list(metrics.push(launched_step(2, squared_norm=float("nan"))))
@@ -72,11 +72,11 @@ def test_a_refused_update_raises_when_its_metrics_are_read():
 
 def test_means_do_not_depend_on_micro_batches():
     rows = torch.arange(6.0)
-    whole, split = AverageMeter(), AverageMeter()
-    whole.add_loss(Loss(rows, {"kl": rows * 2}), 1)
-    for piece in torch.split(rows, 4):
-        split.add_loss(Loss(piece, {"kl": piece * 2}), 1)
-    assert whole.compute(SingleProcess()) == split.compute(SingleProcess()) == {"kl": 5.0, "loss/policy": 2.5}
+    full, chunked = AverageMeter(), AverageMeter()
+    full.add_loss(Loss(rows, {"kl": rows * 2}), 1)
+    for chunk in torch.split(rows, 4):
+        chunked.add_loss(Loss(chunk, {"kl": chunk * 2}), 1)
+    assert full.compute(SingleProcess()) == chunked.compute(SingleProcess()) == {"kl": 5.0, "loss/policy": 2.5}
 
 
 class RankMean(SingleProcess):
@@ -113,29 +113,29 @@ def test_step_timer_adds_up_blocks_of_a_phase():
 
 
 def test_step_reports_times_of_rollout_reward_and_update(tmp_path):
-    quick = ["steps=1", "sample.every=0", "guard.every=0", "batch.prompts=4"]
-    step = train_step(build(load("grpo-toy-flow", quick), tmp_path / "a"), 0).to_event()
+    settings = ["steps=1", "sample.every=0", "guard.every=0", "batch.prompts=4"]
+    step = train_step(build(load("grpo-toy-flow", settings), tmp_path / "a"), 0).to_event()
     assert set(step.timings) == {"time/rollout", "time/reward", "time/update"} and min(step.timings.values()) > 0
     assert sum(step.timings.values()) <= step.seconds
     assert {"reward/mean", "reward/std"} <= set(step.metrics)
-    step = train_step(build(load("likelihood-toy-flow", quick), tmp_path / "b"), 0).to_event()
+    step = train_step(build(load("likelihood-toy-flow", settings), tmp_path / "b"), 0).to_event()
     assert set(step.timings) == {"time/data", "time/update"}
     assert {"time/step", "samples_per_second"} <= set(step.scalars())
 
 
-def events(place, recipe: str, *overrides: str) -> list[Event]:
-    return list(train(build(load(recipe, ["steps=5", "sample.every=0", "batch.prompts=4", *overrides]), place)))
+def events(directory, recipe: str, *overrides: str) -> list[Event]:
+    return list(train(build(load(recipe, ["steps=5", "sample.every=0", "batch.prompts=4", *overrides]), directory)))
 
 
 @pytest.mark.parametrize("recipe", ["likelihood-toy-flow", "grpo-toy-flow"])
 def test_asynchronous_metrics_change_neither_events_nor_values(recipe, tmp_path, monkeypatch):
-    often = ["checkpoint.every=2"]
-    plain = events(tmp_path / "a", recipe, *often)
+    settings = ["checkpoint.every=2"]
+    expected = events(tmp_path / "a", recipe, *settings)
     monkeypatch.setattr(Engine, "asynchronous", True)
-    delayed = events(tmp_path / "b", recipe, *often)
-    assert [(type(event), event.step) for event in delayed] == [(type(event), event.step) for event in plain]
+    delayed = events(tmp_path / "b", recipe, *settings)
+    assert [(type(event), event.step) for event in delayed] == [(type(event), event.step) for event in expected]
     assert [e.metrics for e in delayed if isinstance(e, StepCompleted)] == [
-        e.metrics for e in plain if isinstance(e, StepCompleted)
+        e.metrics for e in expected if isinstance(e, StepCompleted)
     ]
     assert isinstance(delayed[-1], TrainingFinished) and isinstance(delayed[-2], CheckpointSaved)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 from itertools import count
 from pathlib import Path
@@ -37,7 +38,7 @@ def update(step: int, seconds: float = 2.0, samples: int = 8) -> StepCompleted:
     return StepCompleted(step, metrics, seconds, samples)
 
 
-def stream(steps: int, first: int = 0) -> list[Event]:
+def make_events(steps: int, first: int = 0) -> list[Event]:
     updates = [update(step) for step in range(first + 1, steps + 1)]
     saved = CheckpointSaved(steps, Path("runs/demo/checkpoints/last"))
     return [
@@ -58,7 +59,7 @@ class Clock:
         return float(next(self._ticks))
 
 
-def shown(events: list[Event], terminal: bool) -> str:
+def display(events: list[Event], terminal: bool) -> str:
     out = StringIO()
     console = Console(file=out, width=80, force_terminal=terminal, color_system=None, legacy_windows=False)
     progress = ProgressLogger(console, Clock())
@@ -69,8 +70,8 @@ def shown(events: list[Event], terminal: bool) -> str:
 
 
 def test_log_file_gets_plain_lines_and_the_last_step() -> None:
-    lines = shown(stream(40), terminal=False).splitlines()
-    assert lines[0] == "runs/demo: 40 steps, 12,345 trainable parameters"
+    lines = display(make_events(40), terminal=False).splitlines()
+    assert re.fullmatch(r"runs/demo: 40 steps\b.*\b12,345\b.*", lines[0])
     assert lines[1].startswith(
         "step 1/40  reward 0.61  loss -0.0123  KL 0.002  grad norm 0.53  lr 1e-05  4 images/s  0:"
     )
@@ -81,7 +82,7 @@ def test_log_file_gets_plain_lines_and_the_last_step() -> None:
 
 
 def test_summary_has_reward_and_checkpoint() -> None:
-    last = shown(stream(40), terminal=False).splitlines()[-1]
+    last = display(make_events(40), terminal=False).splitlines()[-1]
     assert last.startswith("all 40 steps done (reward 0.61 -> 1, took 0:")
     assert last.endswith(", saved in runs/demo/checkpoints/last)")
 
@@ -89,7 +90,7 @@ def test_summary_has_reward_and_checkpoint() -> None:
 def test_terminal_shows_bar_metrics_and_rewards() -> None:
     out = StringIO()
     progress = ProgressLogger(Console(file=StringIO(), width=80, force_terminal=True), Clock())
-    for event in stream(40)[:21]:
+    for event in make_events(40)[:21]:
         progress.log(event)
     Console(file=out, width=80, color_system=None).print(progress._render())
     progress.close()
@@ -100,29 +101,29 @@ def test_terminal_shows_bar_metrics_and_rewards() -> None:
     assert parts.split() == ["a", "1", "b", "0.2"]
 
 
-def test_whole_run_on_a_terminal() -> None:
-    assert "reward 0.61 -> 0.7" in shown(stream(10), terminal=True)
+def test_complete_run_on_a_terminal() -> None:
+    assert "reward 0.61 -> 0.7" in display(make_events(10), terminal=True)
 
 
 def test_resumed_run_shows_its_first_step() -> None:
-    lines = shown(stream(40, first=30), terminal=False).splitlines()
-    assert lines[0] == "runs/demo: 40 steps from step 30, 12,345 trainable parameters"
+    lines = display(make_events(40, first=30), terminal=False).splitlines()
+    assert re.fullmatch(r"runs/demo: 40 steps\b.*\bstep 30\b.*", lines[0])
     assert lines[1].startswith("step 31/40")
 
 
 def test_videos_are_called_videos() -> None:
     sampled = SamplesGenerated(0, ("a",), torch.zeros(1, 4, 3, 8, 8), {})
-    assert "4 videos/s" in shown([*stream(2)[:1], sampled, update(1), update(2)], terminal=False)
+    assert "4 videos/s" in display([*make_events(2)[:1], sampled, update(1), update(2)], terminal=False)
 
 
-@pytest.mark.parametrize(("recipe", "word"), [("grpo-toy-video", "videos"), ("grpo-toy-flow", "images")])
-def test_noun_of_samples_is_known_before_the_first_samples(recipe: str, word: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "noun"), [("grpo-toy-video", "videos"), ("grpo-toy-flow", "images")])
+def test_throughput_unit_is_known_before_the_first_samples(recipe: str, noun: str, tmp_path: Path) -> None:
     out = StringIO()
-    watching = build_loggers(load_any_config(recipe), Console(file=out, width=80))
+    loggers = build_loggers(load_any_config(recipe), Console(file=out, width=80))
     for event in [TrainingStarted(0, 2, tmp_path, 1), update(1)]:
-        watching.log(event)
-    watching.close()
-    assert f"4 {word}/s" in " ".join(out.getvalue().split())
+        loggers.log(event)
+    loggers.close()
+    assert f"4 {noun}/s" in " ".join(out.getvalue().split())
 
 
 def test_summary_without_rewards_has_the_loss() -> None:
@@ -131,11 +132,11 @@ def test_summary_without_rewards_has_the_loss() -> None:
         *(StepCompleted(k, {"loss": 1.0 / k}, 1.0, 1) for k in (1, 2)),
         TrainingFinished(2, "stopped"),
     ]
-    assert "stopped (loss 1 -> 0.5, took 0:" in shown(list(events), terminal=False)
+    assert "stopped (loss 1 -> 0.5, took 0:" in display(list(events), terminal=False)
 
 
 def test_summary_without_any_step() -> None:
-    text = shown(
+    text = display(
         [TrainingStarted(0, 5, Path("[bold]odd[/bold]"), 1), TrainingFinished(0, "interrupted")], terminal=False
     )
     assert "[bold]odd[/bold]" in text
@@ -143,17 +144,17 @@ def test_summary_without_any_step() -> None:
 
 
 def test_throughput_follows_recent_steps() -> None:
-    pace = Throughput()
+    throughput = Throughput()
     for _ in range(50):
-        pace.add(update(1, seconds=4.0))
-    assert pace.samples_per_second == pytest.approx(2.0)
+        throughput.add(update(1, seconds=4.0))
+    assert throughput.samples_per_second == pytest.approx(2.0)
     for _ in range(50):
-        pace.add(update(1, seconds=1.0))
-    assert pace.samples_per_second == pytest.approx(8.0, rel=0.05)
+        throughput.add(update(1, seconds=1.0))
+    assert throughput.samples_per_second == pytest.approx(8.0, rel=0.05)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_guard_warning_is_printed_once(terminal: bool) -> None:
-    looks = [GuardChecked(step, {}, "probable reward hacking" if step > 1 else None) for step in range(1, 5)]
-    reported = shown([*stream(5)[:2], *looks, *stream(5)[2:]], terminal)
-    assert reported.count("warning, step 2: probable reward hacking") == 1 and reported.count("reward hacking") == 1
+    checks = [GuardChecked(step, {}, "probable reward hacking" if step > 1 else None) for step in range(1, 5)]
+    output = display([*make_events(5)[:2], *checks, *make_events(5)[2:]], terminal)
+    assert output.count("warning, step 2: probable reward hacking") == 1 and output.count("reward hacking") == 1

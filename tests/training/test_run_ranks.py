@@ -1,4 +1,4 @@
-"""Whole runs on several ranks equal the run on one, and resume on another number of ranks."""
+"""Runs on several ranks equal the run on one rank, and resume on another number of ranks."""
 
 from pathlib import Path
 
@@ -12,32 +12,34 @@ RECIPE = "grpo-toy-causal"
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> dict[str, torch.Tensor]:
-    place = tmp_path_factory.mktemp("alone")
-    finish(launch(RECIPE, place, "steps=4", "ema_decay=0.9"))
-    return final(place)
+def one_rank(tmp_path_factory) -> dict[str, torch.Tensor]:
+    directory = tmp_path_factory.mktemp("one_rank")
+    finish(launch(RECIPE, directory, "steps=4", "ema_decay=0.9"))
+    return final_tensors(directory)
 
 
-def final(place: Path) -> dict[str, torch.Tensor]:
-    folder = place / "checkpoints/step-000004"
-    return {f"{name}/{key}": x for name in ("weights", "snapshots/ema") for key, x in read(folder, name).items()}
+def final_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = directory / "checkpoints/step-000004"
+    return {
+        f"{name}/{key}": x for name in ("weights", "snapshots/ema") for key, x in read_tensors(checkpoint, name).items()
+    }
 
 
-def read(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    if (folder / f"{name}.safetensors").is_file():
-        return load_file(folder / f"{name}.safetensors")
-    shards = [load_file(file) for file in sorted((folder / name).glob("*.safetensors"))]
+def read_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
+    if (checkpoint / f"{name}.safetensors").is_file():
+        return load_file(checkpoint / f"{name}.safetensors")
+    shards = [load_file(file) for file in sorted((checkpoint / name).glob("*.safetensors"))]
     return {key: torch.cat([shard[key] for shard in shards if key in shard]) for key in shards[0]}
 
 
-def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     for key, x in one.items():
         torch.testing.assert_close(x, other[key], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "form"),
+    ("strategy", "ranks", "format"),
     [
         ("replicated", 2, "consolidated"),
         ("fsdp", 2, "sharded"),
@@ -45,18 +47,18 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         pytest.param("hsdp", 4, "sharded", marks=pytest.mark.slow),
     ],
 )
-def test_training_on_several_ranks_equals_one(strategy, ranks, form, alone, tmp_path):
-    settings = ("steps=4", "ema_decay=0.9", f"engine.strategy={strategy}", f"checkpoint.format={form}")
+def test_training_on_several_ranks_equals_one(strategy, ranks, format, one_rank, tmp_path):
+    settings = ("steps=4", "ema_decay=0.9", f"engine.strategy={strategy}", f"checkpoint.format={format}")
     finish(launch(RECIPE, tmp_path, *settings, ranks=ranks))
-    close(alone, final(tmp_path))
+    assert_close(one_rank, final_tensors(tmp_path))
 
 
 @pytest.mark.slow
-def test_run_resumes_on_another_number_of_ranks(alone, tmp_path):
+def test_run_resumes_on_another_number_of_ranks(one_rank, tmp_path):
     finish(
         launch(
             RECIPE, tmp_path, "steps=2", "ema_decay=0.9", "engine.strategy=fsdp", "checkpoint.format=sharded", ranks=2
         )
     )
     finish(launch(RECIPE, tmp_path, "steps=4", "ema_decay=0.9"))
-    close(alone, final(tmp_path))
+    assert_close(one_rank, final_tensors(tmp_path))

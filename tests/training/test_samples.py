@@ -41,13 +41,13 @@ SMALL = [
 ]  # fmt: skip
 
 
-def run(recipe: str, folder: Path, *settings: str, **sample: Any) -> Run:
-    config = make_tiny(load(recipe, [*SMALL, f"output_dir={folder}", *settings]))
+def build_run(recipe: str, directory: Path, *settings: str, **sample: Any) -> Run:
+    config = make_tiny(load(recipe, [*SMALL, f"output_dir={directory}", *settings]))
     return build(replace(config, sample=replace(config.sample, **sample)))
 
 
-def shown(made: Run) -> Tensor:
-    return sample_pixels(made, ["a red", "a blue"], ({}, {}))
+def generate(run: Run) -> Tensor:
+    return sample_pixels(run, ["a red", "a blue"], ({}, {}))
 
 
 SPECS = [FluxSpec(), FluxKontextSpec(), Sd3Spec(), QwenImageSpec(), Sd15Spec(), SdxlSpec()]
@@ -57,29 +57,33 @@ SPECS = [FluxSpec(), FluxKontextSpec(), Sd3Spec(), QwenImageSpec(), Sd15Spec(), 
 @torch.no_grad()
 def test_resized_model_equals_a_model_of_that_size(spec: Any) -> None:
     model = spec.tiny().load(Placement())
-    other = model.with_size(64, 32)
-    wanted = replace(spec.tiny(), height=64, width=32).load(Placement())
-    assert (other.shape, other.pixels) == (wanted.shape, wanted.pixels) and other.net is model.net
-    assert model.pixels == (1, 3, 32, 32)  # as before
-    x, t = Randomness(0, 0, torch.arange(2)).normal("x", *wanted.shape), torch.tensor([0.5, 0.7])
-    cond = wanted.embed(["a cat", "two dogs"])
-    assert other.predict(x, t, other.embed(["a cat", "two dogs"])).equal(wanted.predict(x, t, cond))
-    assert other.decode(x).equal(wanted.decode(x))
+    resized = model.with_size(64, 32)
+    expected = replace(spec.tiny(), height=64, width=32).load(Placement())
+    assert (resized.shape, resized.pixels) == (expected.shape, expected.pixels) and resized.net is model.net
+    assert model.pixels == (1, 3, 32, 32)  # unchanged
+    x, t = Randomness(0, 0, torch.arange(2)).normal("x", *expected.shape), torch.tensor([0.5, 0.7])
+    cond = expected.embed(["a cat", "two dogs"])
+    assert resized.predict(x, t, resized.embed(["a cat", "two dogs"])).equal(expected.predict(x, t, cond))
+    assert resized.decode(x).equal(expected.decode(x))
 
 
 def test_flux_samples_use_guidance_scale_not_rollout_guidance_scale(tmp_path: Path) -> None:
-    pictures = {
-        (scale, drawn): shown(
-            run("srpo-flux-hps", tmp_path, f"model={{guidance_scale: {scale}, rollout_guidance_scale: {drawn}}}")
+    samples = {
+        (scale, rollout_scale): generate(
+            build_run(
+                "srpo-flux-hps", tmp_path, f"model={{guidance_scale: {scale}, rollout_guidance_scale: {rollout_scale}}}"
+            )
         )
-        for scale, drawn in ((4.0, 1.0), (4.0, "null"), (1.0, "null"))
+        for scale, rollout_scale in ((4.0, 1.0), (4.0, "null"), (1.0, "null"))
     }
-    assert pictures[4.0, 1.0].equal(pictures[4.0, "null"])
-    assert not torch.allclose(pictures[4.0, 1.0], pictures[1.0, "null"], atol=1e-5)
-    asked = shown(
-        run("srpo-flux-hps", tmp_path, "model={guidance_scale: 4.0, rollout_guidance_scale: 2.0}", guidance_scale=1.0)
+    assert samples[4.0, 1.0].equal(samples[4.0, "null"])
+    assert not torch.allclose(samples[4.0, 1.0], samples[1.0, "null"], atol=1e-5)
+    overridden = generate(
+        build_run(
+            "srpo-flux-hps", tmp_path, "model={guidance_scale: 4.0, rollout_guidance_scale: 2.0}", guidance_scale=1.0
+        )
     )
-    assert asked.equal(pictures[1.0, "null"])
+    assert overridden.equal(samples[1.0, "null"])
 
 
 def test_sde_window_belongs_to_its_number_of_steps() -> None:
@@ -93,84 +97,86 @@ def test_sde_window_belongs_to_its_number_of_steps() -> None:
 
 def test_generation_uses_the_sampling_guidance(tmp_path: Path) -> None:
     batch = PromptBatch(("a red", "a blue"), ({}, {}))
-    order = GenerationOptions(batch, 1, 0, SingleSample(), "live", tmp_path)
+    options = GenerationOptions(batch, 1, 0, SingleSample(), "live", tmp_path)
     pixels = [
         run_search(
-            run("srpo-flux-hps", tmp_path, f"model={{guidance_scale: 4.0, rollout_guidance_scale: {drawn}}}"),
-            order,
+            build_run(
+                "srpo-flux-hps", tmp_path, f"model={{guidance_scale: 4.0, rollout_guidance_scale: {rollout_scale}}}"
+            ),
+            options,
             [0, 1],
         )[0]
-        for drawn in (1.0, "null")
+        for rollout_scale in (1.0, "null")
     ]
     assert pixels[0].equal(pixels[1])
 
 
 def test_samples_have_the_configured_size_and_steps(tmp_path: Path) -> None:
-    made = run("srpo-flux-hps", tmp_path, height=64, width=48, num_steps=5)
-    picture = generate_samples(made, 0).pixels
-    assert picture.shape == (2, 1, 3, 64, 48)
-    received = sampling_policy(made.policy, made.sample)
-    assert received.process.num_steps == 5 and received.model.net is made.policy.model.net
+    run = build_run("srpo-flux-hps", tmp_path, height=64, width=48, num_steps=5)
+    pixels = generate_samples(run, 0).pixels
+    assert pixels.shape == (2, 1, 3, 64, 48)
+    policy = sampling_policy(run.policy, run.sample)
+    assert policy.process.num_steps == 5 and policy.model.net is run.policy.model.net
     spec = replace(make_tiny(load("srpo-flux-hps", SMALL)).model, height=64, width=48, rollout_guidance_scale=None)
     model: Any = spec.load(Placement())
-    rng = Randomness(made.seed, SAMPLE_STEP, torch.arange(2))
+    rng = Randomness(run.seed, SAMPLE_STEP, torch.arange(2))
     with torch.no_grad():
-        final = received.process.start(model, model.embed(["a red", "a blue"]), rng).finish().final
-    assert model.decode(final).equal(picture)
+        final = policy.process.start(model, model.embed(["a red", "a blue"]), rng).finish().final
+    assert model.decode(final).equal(pixels)
 
 
 def test_sample_guidance_scale_sets_classifier_free_guidance(tmp_path: Path) -> None:
-    made = run("draft-sd15", tmp_path, "guidance.scale=5", guidance_scale=2.0)
-    model: Any = sampling_policy(made.policy, made.sample).model
-    assert model.guidance.scale == 2.0 and made.policy.model.guidance.scale == 5.0  # type: ignore[attr-defined]
-    alone: Any = sampling_policy(made.policy, replace(made.sample, guidance_scale=1.0)).model
-    assert alone.forward_passes == 1
-    plain = run("grpo-toy-flow", tmp_path, "objective.group_size=4", guidance_scale=3.0)
+    run = build_run("draft-sd15", tmp_path, "guidance.scale=5", guidance_scale=2.0)
+    model: Any = sampling_policy(run.policy, run.sample).model
+    assert model.guidance.scale == 2.0 and run.policy.model.guidance.scale == 5.0  # type: ignore[attr-defined]
+    unguided: Any = sampling_policy(run.policy, replace(run.sample, guidance_scale=1.0)).model
+    assert unguided.forward_passes == 1
+    plain = build_run("grpo-toy-flow", tmp_path, "objective.group_size=4", guidance_scale=3.0)
     assert sampling_policy(plain.policy, plain.sample).model.guidance == Guidance(3.0)  # type: ignore[attr-defined]
 
 
 def test_sampling_does_not_change_training(tmp_path: Path) -> None:
-    metrics = []
-    for looked in (False, True):
-        made = run("srpo-flux-hps", tmp_path, height=64, width=48, num_steps=5, guidance_scale=2.0)
-        result = []
+    results = []
+    for with_samples in (False, True):
+        run = build_run("srpo-flux-hps", tmp_path, height=64, width=48, num_steps=5, guidance_scale=2.0)
+        step_metrics = []
         for step in range(2):
-            if looked:
-                generate_samples(made, step)
-            result.append(train_step(made, step).to_event().metrics)
-        metrics.append((result, [p.detach().clone() for p in made.policy.weights.trainable().values()]))
-    (plain, before), (received, after) = metrics
-    # Not to the bit: where MKL finds a matrix in memory decides the order of its sums, and AdamW makes whole steps of
-    # gradients near zero, whose sign that order decides.
-    assert plain == [pytest.approx(each, rel=1e-4) for each in received]
-    far = torch.cat([((a - b).abs() > 1e-4).flatten() for a, b in zip(before, after, strict=True)])
-    assert far.float().mean() < 0.01
+            if with_samples:
+                generate_samples(run, step)
+            step_metrics.append(train_step(run, step).to_event().metrics)
+        results.append((step_metrics, [p.detach().clone() for p in run.policy.weights.trainable().values()]))
+    (plain, weights), (sampled, sampled_weights) = results
+    # Not bit for bit: the order of sums in MKL depends on the alignment of matrices, and AdamW makes full steps for
+    # gradients near zero, whose sign depends on that order.
+    assert plain == [pytest.approx(each, rel=1e-4) for each in sampled]
+    differs = torch.cat([((a - b).abs() > 1e-4).flatten() for a, b in zip(weights, sampled_weights, strict=True)])
+    assert differs.float().mean() < 0.01
 
 
 @pytest.mark.slow
 def test_sampling_runs_uncompiled(tmp_path: Path) -> None:
-    made, compiled = run("grpo-toy-flow", tmp_path, "objective.group_size=4"), []
+    run, compilations = build_run("grpo-toy-flow", tmp_path, "objective.group_size=4"), []
 
     def count(graph: Any, inputs: Any) -> Any:
-        compiled.append(1)
+        compilations.append(1)
         return graph.forward
 
-    made.engine.config = replace(made.engine.config, compile=True)
-    made.policy.model.net.compile(backend=count)
-    generate_samples(made, 0)
-    assert not compiled
-    train_step(made, 0)
-    assert compiled
+    run.engine.config = replace(run.engine.config, compile=True)
+    run.policy.model.net.compile(backend=count)
+    generate_samples(run, 0)
+    assert not compilations
+    train_step(run, 0)
+    assert compilations
 
 
 def test_samples_are_generated_in_rollout_batches(tmp_path: Path) -> None:
-    whole = run("srpo-flux-hps", tmp_path)
-    parts = run("srpo-flux-hps", tmp_path, "batch.rollout_batch_size=1")
-    torch.testing.assert_close(shown(parts), shown(whole), atol=1e-5, rtol=0)
+    full = build_run("srpo-flux-hps", tmp_path)
+    batched = build_run("srpo-flux-hps", tmp_path, "batch.rollout_batch_size=1")
+    torch.testing.assert_close(generate(batched), generate(full), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "setting", "reported"),
+    ("recipe", "setting", "expected"),
     [
         ("grpo-toy-flow", "sample.height=64", "sample.height: "),
         (
@@ -181,5 +187,5 @@ def test_samples_are_generated_in_rollout_batches(tmp_path: Path) -> None:
         ("srpo-flux-hps", "sample.width=100", "sample.width: "),
     ],
 )
-def test_unsupported_sample_settings_are_refused(recipe: str, setting: str, reported: str) -> None:
-    assert any(reported in sentence for sentence in find_problems(load(recipe, [setting])))
+def test_unsupported_sample_settings_are_refused(recipe: str, setting: str, expected: str) -> None:
+    assert any(expected in problem for problem in find_problems(load(recipe, [setting])))

@@ -1,4 +1,4 @@
-"""Train an autoencoder and a generator from a folder of images with commands; on two ranks, and after a kill."""
+"""Commands that train an autoencoder and a generator on a folder of images, also on two ranks and after a kill."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from fork_server import ForkedProcess
 from launch_ranks import HERE, finish, launch, on_ranks
-from test_interruption import equal, final, kill_after
+from test_interruption import all_equal, final_tensors, kill_after
 
 from tastemaker.config.load import list_generator_recipes
 from tastemaker.data.image_io import save_image
@@ -35,43 +35,47 @@ SMALL = (
     "model.patch_size=4",
     ENGINE,
 )
-FEW = ("sample.every=0", "guard.every=0")
+NO_SAMPLES = ("sample.every=0", "guard.every=0")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of twelve playground images with captions."""
-    folder = tmp_path_factory.mktemp("walk")
+    images_root = tmp_path_factory.mktemp("two_stages")
     scenes = PlaygroundScenes(device="cpu").load(0).batch(0, 12, 0, 1)
-    (folder / "pictures").mkdir()
-    for i, (prompt, picture) in enumerate(zip(scenes.prompts, scenes.pixels, strict=True)):
-        save_image(picture, folder / "pictures" / f"{i}.png")
-        (folder / "pictures" / f"{i}.txt").write_text(prompt)
-    return folder
+    (images_root / "images").mkdir()
+    for i, (prompt, image) in enumerate(zip(scenes.prompts, scenes.pixels, strict=True)):
+        save_image(image, images_root / "images" / f"{i}.png")
+        (images_root / "images" / f"{i}.txt").write_text(prompt)
+    return images_root
 
 
-def tell(place: Path, *arguments: str) -> str:
+def run_command(directory: Path, *arguments: str) -> str:
     """Run a tastemaker command in a folder; return what it prints to stderr."""
-    settings = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tastemaker", *arguments]
-    process = ForkedProcess(command, env=settings, cwd=place)
-    reported = process.communicate(timeout=240)[1]
-    assert process.returncode == 0, reported
-    return reported
+    process = ForkedProcess(command, env=environment, cwd=directory)
+    output = process.communicate(timeout=240)[1]
+    assert process.returncode == 0, output
+    return output
 
 
-def trained_vae(place: Path, *more: str) -> None:
-    gallery = "data={type: image_collection, path: pictures, image_size: 64}"
-    tell(place, "train", "vae-playground", gallery, *VAE, "batch_size=4", "steps=3", "sample.every=0", *more)
+def train_vae(directory: Path, *overrides: str) -> None:
+    data = "data={type: image_collection, path: images, image_size: 64}"
+    run_command(
+        directory, "train", "vae-playground", data, *VAE, "batch_size=4", "steps=3", "sample.every=0", *overrides
+    )
 
 
-def codec(place: Path) -> Path:
+def first_stage(directory: Path) -> Path:
     """Return the autoencoder of the first stage, trained once with its latents."""
-    if not (place / "latents/latents.json").is_file():
-        trained_vae(place)
-        reported = tell(place, "encode", "pictures", "--vae", "runs/vae-playground", "--size", "64", "--device", "cpu")
-        assert "latents of 12 images" in reported
-    return place / "runs/vae-playground"
+    if not (directory / "latents/latents.json").is_file():
+        train_vae(directory)
+        output = run_command(
+            directory, "encode", "images", "--vae", "runs/vae-playground", "--size", "64", "--device", "cpu"
+        )
+        assert "latents of 12 images" in output
+    return directory / "runs/vae-playground"
 
 
 def test_two_stage_script_names_existing_recipes() -> None:
@@ -81,63 +85,72 @@ def test_two_stage_script_names_existing_recipes() -> None:
 
 
 @pytest.mark.slow
-def test_two_stages_from_a_folder_of_images(place: Path) -> None:
-    codec(place)
-    own = ("model.autoencoder=runs/vae-playground", *SMALL, *FEW)
+def test_two_stages_from_a_folder_of_images(directory: Path) -> None:
+    first_stage(directory)
+    model = ("model.autoencoder=runs/vae-playground", *SMALL, *NO_SAMPLES)
     latents = "data={type: latent_folder, path: latents}"
-    tell(place, "train", "dit-folder-text", *own, latents, "batch.prompts=4", "steps=3")
-    assert checkpoint.latest_checkpoint(place / "runs/dit-folder-text") is not None
+    run_command(directory, "train", "dit-folder-text", *model, latents, "batch.prompts=4", "steps=3")
+    assert checkpoint.latest_checkpoint(directory / "runs/dit-folder-text") is not None
     for recipe in ("reward-gradient-dit-folder", "grpo-dit-folder"):
-        tell(place, "train", recipe, *own, "batch.prompts=2", "steps=2", "process.num_steps=5")
-        assert checkpoint.latest_checkpoint(place / "runs" / recipe) is not None
+        run_command(directory, "train", recipe, *model, "batch.prompts=2", "steps=2", "process.num_steps=5")
+        assert checkpoint.latest_checkpoint(directory / "runs" / recipe) is not None
     page = (HERE.parent.parent / "docs/from-folder-to-aligned.md").read_text(encoding="utf-8")
-    (place / "aligned.yaml").write_text(page.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
-    tell(place, "train", "aligned.yaml", "batch.prompts=2", "steps=2", "engine.precision=fp32", "guard.every=0")
-    assert checkpoint.latest_checkpoint(place / "runs/aligned") is not None
-    aligned = ("generate", "runs/reward-gradient-dit-folder", "-p", "a photo of a dog", "-p", "a photo of two cats")
-    tell(place, *aligned, "--device", "cpu", "--out", "ours")
-    solver = ("--scheduler", "DPMSolverMultistepScheduler", "--steps", "4")
-    reported = tell(place, *aligned, "--device", "cpu", "--out", "theirs", *solver)
-    assert "8 network calls" in reported
-    assert len(list((place / "theirs").glob("0*.png"))) == len(list((place / "ours").glob("0*.png"))) == 2
-    exam = ("evaluate", "playeval", "--model", "runs/grpo-dit-folder", "--prompts", "6", "--count", "1")
-    tell(place, *exam, "--device", "cpu", "--out", "exam")
-    assert (place / "exam/report.json").is_file()
+    (directory / "aligned.yaml").write_text(page.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
+    run_command(
+        directory, "train", "aligned.yaml", "batch.prompts=2", "steps=2", "engine.precision=fp32", "guard.every=0"
+    )
+    assert checkpoint.latest_checkpoint(directory / "runs/aligned") is not None
+    generate = ("generate", "runs/reward-gradient-dit-folder", "-p", "a photo of a dog", "-p", "a photo of two cats")
+    run_command(directory, *generate, "--device", "cpu", "--out", "ours")
+    solver = ("--scheduler", "DPMSolverMultistepScheduler", "--num-inference-steps", "4")
+    output = run_command(directory, *generate, "--device", "cpu", "--out", "theirs", *solver)
+    assert "8 network calls" in output
+    assert len(list((directory / "theirs").glob("0*.png"))) == len(list((directory / "ours").glob("0*.png"))) == 2
+    evaluate = ("evaluate", "playeval", "--model", "runs/grpo-dit-folder", "--num-prompts", "6", "--count", "1")
+    run_command(directory, *evaluate, "--device", "cpu", "--out", "evaluation")
+    assert (directory / "evaluation/report.json").is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_two_stages_on_two_ranks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
-    codec(place)
-    gallery = "data={type: image_collection, path: pictures, image_size: 64}"
-    on_ranks(2, "train", "vae-playground", gallery, *VAE, "batch_size=4", "steps=2", "sample.every=0", "name=vae-two")
-    on_ranks(2, "encode", "pictures", "--vae", "runs/vae-two", "--size", "64", "--rows", "5", "--out", "two")
-    data = f"data={{type: latent_folder, path: {place / 'two'}}}"
-    own = (
-        f"model.autoencoder={place / 'runs/vae-two'}",
+def test_two_stages_on_two_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
+    first_stage(directory)
+    images = "data={type: image_collection, path: images, image_size: 64}"
+    on_ranks(2, "train", "vae-playground", images, *VAE, "batch_size=4", "steps=2", "sample.every=0", "name=vae-two")
+    on_ranks(2, "encode", "images", "--vae", "runs/vae-two", "--size", "64", "--shard-size", "5", "--out", "two")
+    data = f"data={{type: latent_folder, path: {directory / 'two'}}}"
+    model = (
+        f"model.autoencoder={directory / 'runs/vae-two'}",
         *SMALL,
-        *FEW,
+        *NO_SAMPLES,
         data,
         "batch.prompts=4",
         "steps=2",
         "optim.lr=1e-3",
     )
-    tell(place, "train", "dit-folder-text", *own, "name=dit-one")
-    on_ranks(2, "train", "dit-folder-text", *own, "name=dit-two")
-    one, two = (final(place / "runs" / name, 2) for name in ("dit-one", "dit-two"))
+    run_command(directory, "train", "dit-folder-text", *model, "name=dit-one")
+    on_ranks(2, "train", "dit-folder-text", *model, "name=dit-two")
+    one, two = (final_tensors(directory / "runs" / name, 2) for name in ("dit-one", "dit-two"))
     for key in (key for key in one if key.startswith("weights")):
         torch.testing.assert_close(one[key], two[key], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_killed_second_stage_resumes_exactly(place: Path, tmp_path: Path) -> None:
-    data = f"data={{type: latent_folder, path: {codec(place).parent.parent / 'latents'}}}"
-    settings = (f"model.autoencoder={codec(place)}", *SMALL, data, "guard.every=0", "steps=6", "ema_decay=0.9")
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    straight = launch("dit-folder-text", whole, *settings)
-    kill_after(launch("dit-folder-text", broken, *settings, "checkpoint.every=3"), saved=1, delay=0.0)
-    finish(straight)
-    assert checkpoint.latest_checkpoint(broken) is not None
-    finish(launch("dit-folder-text", broken, *settings, "checkpoint.every=3"))
-    assert equal(final(whole, 6), final(broken, 6))
+def test_killed_second_stage_resumes_exactly(directory: Path, tmp_path: Path) -> None:
+    data = f"data={{type: latent_folder, path: {first_stage(directory).parent.parent / 'latents'}}}"
+    settings = (
+        f"model.autoencoder={first_stage(directory)}",
+        *SMALL,
+        data,
+        "guard.every=0",
+        "steps=6",
+        "ema_decay=0.9",
+    )
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    processes = launch("dit-folder-text", uninterrupted, *settings)
+    kill_after(launch("dit-folder-text", killed, *settings, "checkpoint.every=3"), saved=1, delay=0.0)
+    finish(processes)
+    assert checkpoint.latest_checkpoint(killed) is not None
+    finish(launch("dit-folder-text", killed, *settings, "checkpoint.every=3"))
+    assert all_equal(final_tensors(uninterrupted, 6), final_tensors(killed, 6))

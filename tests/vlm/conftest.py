@@ -10,6 +10,6 @@ import pytest
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of small random chat models, one of each family; tests only read them."""
-    from vlm_stubs import Folders
+    from vlm_stubs import CheckpointDirectories
 
-    return Folders(tmp_path_factory.mktemp)
+    return CheckpointDirectories(tmp_path_factory.mktemp)

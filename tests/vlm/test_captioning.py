@@ -40,7 +40,7 @@ def run(*arguments: str) -> int:
 
 
 def model_options(model: Path) -> list[str]:
-    return ["--model", str(model), "--max-tokens", "6", "--device", "cpu", "--precision", "fp32", "--batch", "3"]
+    return ["--model", str(model), "--max-tokens", "6", "--device", "cpu", "--precision", "fp32", "--batch-size", "3"]
 
 
 def captions(image_folder: Path) -> dict[str, str]:
@@ -60,7 +60,7 @@ def test_captions_are_written_where_training_reads_them(model: Path, image_folde
 def test_metadata_jsonl_gives_the_same_prompts_as_text_files(
     output_format: str, model: Path, image_folder: Path
 ) -> None:
-    assert run("caption", str(image_folder), *model_options(model), "--form", output_format) == 0
+    assert run("caption", str(image_folder), *model_options(model), "--format", output_format) == 0
     listed = CaptionedFolder(image_folder).load(0)
     assert len(captions(image_folder)) == (4 if output_format == "both" else 0)
     (image_folder / "metadata.jsonl").unlink()
@@ -80,14 +80,14 @@ def test_existing_captions_are_kept_unless_overwritten(
     assert run("caption", str(image_folder), *model_options(model)) == 0
     assert captions(image_folder) == first
     assert len((image_folder / "captions.jsonl").read_text().splitlines()) == 3
-    assert run("caption", str(image_folder), *model_options(model), "--again") == 0
+    assert run("caption", str(image_folder), *model_options(model), "--overwrite") == 0
     assert captions(image_folder)["a_1.txt"] != "a cat by hand\n"
 
 
 def test_other_keys_of_metadata_jsonl_are_kept(model: Path, image_folder: Path) -> None:
     row = {"file_name": "a_0.png", "prompt": "by hand", "license": "mine"}
     (image_folder / "metadata.jsonl").write_text(json.dumps(row) + "\n")
-    assert run("caption", str(image_folder), *model_options(model), "--form", "jsonl") == 0
+    assert run("caption", str(image_folder), *model_options(model), "--format", "jsonl") == 0
     rows = [json.loads(line) for line in (image_folder / "metadata.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and rows[0] == row | {"file": "a_0.png"}
 
@@ -137,13 +137,13 @@ def test_invalid_arguments_are_refused(model: Path, image_folder: Path, capsys: 
     (image_folder / "metadata.jsonl").write_text('{"file_name": "a_0.png", "prompt": "x"}\n')
     assert "metadata.jsonl" in error_of(str(image_folder), *model_options(model))
     (image_folder / "metadata.jsonl").write_text('{"prompt": "x"}\n')
-    assert "'file_name'" in error_of(str(image_folder), *model_options(model), "--form", "jsonl")
+    assert "'file_name'" in error_of(str(image_folder), *model_options(model), "--format", "jsonl")
 
 
 @pytest.mark.parametrize("output_format", ["txt", "jsonl"])
 def test_captions_of_subdirectories_are_read_by_training(output_format: str, model: Path, image_folder: Path) -> None:
     save_image(torch.rand(1, 3, 20, 20), image_folder / "more" / "b.png")
-    assert run("caption", str(image_folder), *model_options(model), "--form", output_format) == 0
+    assert run("caption", str(image_folder), *model_options(model), "--format", output_format) == 0
     record = [json.loads(line) for line in (image_folder / "captions.jsonl").read_text().splitlines()]
     batch = ImageCollection(image_folder, image_size=8, num_workers=0).load(0).batch(0, 5, 0, 1)
     assert sorted(batch.prompts) == sorted(" ".join(row["answer"].split()) for row in record)

@@ -17,7 +17,7 @@ from vlm_stubs import FAMILIES
 
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import Placement
-from tastemaker.rewards.backbones.frozen_models import load_network, quiet_transformers
+from tastemaker.rewards.backbones.frozen_models import load_network, silence_transformers
 from tastemaker.rewards.vlm import VlmReward
 from tastemaker.vlm.chat_model import ChatModel, load_chat_model, tiny_chat, tiny_tokenizer
 from tastemaker.vlm.chat_processors import OneVisionProcessor
@@ -139,7 +139,7 @@ def save_llava_next_layout(folder: Path, path: Path, config: dict[str, Any]) -> 
         (r"model\.multi_modal_projector\.linear_2\.(.+)", r"model.mm_projector.2.\1"),
         (r"model\.language_model\.(.+)", r"model.\1"),
     ]
-    with quiet_transformers():
+    with silence_transformers():
         state = {k: v.clone() for k, v in load_chat_model(str(folder), Placement()).net.state_dict().items()}
     renamed = {}
     for key, value in state.items():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launch_ranks import on_ranks
-from vlm_stubs import MAKERS, make_folders
+from vlm_stubs import BUILDERS, save_checkpoints
 
 from tastemaker.cli import EXIT_USAGE, main
 from tastemaker.config.build import build_judge, make_tiny_any
@@ -101,10 +101,10 @@ def test_micro_batches_give_the_loss_of_the_batch(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_folders(tmp_path_factory.mktemp)
+    return save_checkpoints(tmp_path_factory.mktemp)
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", BUILDERS)
 def test_finetuning_loss_matches_inference_log_prob(family: str, folders: dict[str, Path]) -> None:
     """The teacher-forced log-probability of an answer's first token equals the one of the judge's logits."""
     judge = load_chat_model(str(folders[family]), Placement())

@@ -110,7 +110,14 @@ def test_answer_about_one_image_is_printed(
 
 
 def test_answers_about_a_directory_are_recorded_and_resumed(folders: dict[str, Path], image_folder: Path) -> None:
-    command = ["ask", str(image_folder), "Is this {prompt}?", *model_options(folders["qwen2_5_vl"]), "--batch", "2"]
+    command = [
+        "ask",
+        str(image_folder),
+        "Is this {prompt}?",
+        *model_options(folders["qwen2_5_vl"]),
+        "--batch-size",
+        "2",
+    ]
     assert run(*command) == 0
     record = image_folder / "answers.jsonl"
     before = {row["file"]: row for row in rows(record)}
@@ -133,13 +140,13 @@ def test_another_question_is_added_to_the_same_file(folders: dict[str, Path], im
 def test_several_questions_are_answered_in_one_run(
     folders: dict[str, Path], image_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["What?", *model_options(folders["paligemma"]), "--also", "Why {prompt}?", "--also", "What?"]
-    assert run("ask", str(image_folder), *options, "--batch", "2") == 0
+    options = ["What?", *model_options(folders["paligemma"]), "--question", "Why {prompt}?", "--question", "What?"]
+    assert run("ask", str(image_folder), *options, "--batch-size", "2") == 0
     answers = {(row["file"], row["question"]): row["answer"] for row in rows(image_folder / "answers.jsonl")}
     assert len(answers) == 10 and (str(image_folder / "a_3.png"), "Why a 3?") in answers
     record = (image_folder / "answers.jsonl").read_text().splitlines(keepends=True)
     (image_folder / "answers.jsonl").write_text("".join(record[:3]))
-    assert run("ask", str(image_folder), *options, "--batch", "4") == 0
+    assert run("ask", str(image_folder), *options, "--batch-size", "4") == 0
     assert {(row["file"], row["question"]): row["answer"] for row in rows(image_folder / "answers.jsonl")} == answers
     capsys.readouterr()
     assert run("ask", str(image_folder / "a_0.png"), *options) == 0
@@ -193,8 +200,8 @@ def test_sampled_answers_are_independent_of_the_batch(
         "--seed",
         "7",
     ]
-    assert run(*command, "--out", str(tmp_path / "one.jsonl"), "--batch", "1") == 0
-    assert run(*command, "--out", str(tmp_path / "many.jsonl"), "--batch", "8") == 0
+    assert run(*command, "--out", str(tmp_path / "one.jsonl"), "--batch-size", "1") == 0
+    assert run(*command, "--out", str(tmp_path / "many.jsonl"), "--batch-size", "8") == 0
     one, many = ({row["file"]: row["answer"] for row in rows(tmp_path / f"{name}.jsonl")} for name in ("one", "many"))
     assert one == many
 
@@ -237,8 +244,8 @@ model: {type: showo, weights: null, autoencoder: null, tokenizer: letters, image
 def test_generator_answers_questions_by_its_recipe(image_folder: Path, tmp_path: Path, more: list[str]) -> None:
     (tmp_path / "showo.yaml").write_text(SHOWO)
     command = ["ask", str(image_folder), "What is this?", *model_options(tmp_path / "showo.yaml"), *more]
-    assert run(*command, "--batch", "1", "--out", str(tmp_path / "one.jsonl")) == 0
-    assert run(*command, "--batch", "8", "--out", str(tmp_path / "many.jsonl")) == 0
+    assert run(*command, "--batch-size", "1", "--out", str(tmp_path / "one.jsonl")) == 0
+    assert run(*command, "--batch-size", "8", "--out", str(tmp_path / "many.jsonl")) == 0
     one, many = ({row["file"]: row["answer"] for row in rows(tmp_path / f"{name}.jsonl")} for name in ("one", "many"))
     assert one == many and len(one) == 5
 

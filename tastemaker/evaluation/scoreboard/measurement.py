@@ -42,6 +42,7 @@ from .results import Result
 
 FRAMES_PER_BATCH, GPU_FRAMES_PER_BATCH = 64, 512  # frames generated at a time
 MIN_BATCH_SIZE = 16
+cached_benchmark = cache(load_benchmark)
 
 
 class MeasurementInterrupted(Exception):
@@ -83,7 +84,7 @@ class Bench:
 
     def benchmark(self, cell: str) -> Benchmark:
         family = self.plan.families[self.plan.cells[cell].family]
-        return _load_benchmark(family.benchmark, self.prompts, self.samples_per_prompt)
+        return cached_benchmark(family.benchmark, self.prompts, self.samples_per_prompt)
 
     def with_baseline(self, job: ScoreboardJob) -> ScoreboardJob:
         """Return the job with the key of its baseline, which has the same weights and the same evaluation."""
@@ -102,11 +103,6 @@ class Bench:
         search = self.plan.cells[job.cell].search
         search_identity = search.fingerprint_parts if search else []
         return _digest([self._cell(job.cell)[1], config, job.num_candidates, search_identity, job.baseline])
-
-
-@cache
-def _load_benchmark(name: str, prompts: int, samples_per_prompt: int) -> Benchmark:
-    return load_benchmark(name, prompts, samples_per_prompt)
 
 
 def _digest(identity: Any) -> str:

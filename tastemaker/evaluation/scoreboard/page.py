@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ...core.registry import ConfigError
 from .plan import ScoreboardPlan
-from .results import BeforeAfter, ConfidenceInterval, Result, ScoreboardRow, build_rows, load_results
+from .results import BeforeAfter, ConfidenceInterval, Result, ScoreboardRow, build_rows, load_results, mean_before_after
 from .svg_charts import cost_chart, curve_charts, overview_chart
 
 SCOREBOARD_FILE = "scoreboard.md"
@@ -38,7 +38,7 @@ def write_scoreboard(plan: ScoreboardPlan, source: Path, page: Path | None, cons
     if page is not None:
         if not page.is_file():
             raise ConfigError(
-                f"--write: there is no page {page}; expected one with the lines '{BEGIN_MARK}' and '{END_MARK}'"
+                f"--page: there is no page {page}; expected one with the lines '{BEGIN_MARK}' and '{END_MARK}'"
             )
         pages[page] = page.read_text(encoding="utf-8")
     for path, text in pages.items():
@@ -105,17 +105,13 @@ def replace_section(text: str, body: str, page: str) -> str:
 
 
 def describe_measurements(results: Sequence[Result]) -> str:
-    environments = sorted({_describe_environment(result["environment"]) for result in results})
+    environments = sorted({"{device}, {precision}, torch {torch}".format(**r["environment"]) for r in results})
     sizes = sorted({f"{r['after']['prompts']} prompts, {r['after']['pictures']} samples" for r in results})
     return (
         f"Measured on {'; '.join(environments)}: {len(results)} measurements of {'; '.join(sizes)}. Numbers are means "
         "over seeds; parentheses hold 95 % bootstrap intervals over prompts and seeds. Seconds are the time of the "
         "training steps, while other runs shared the machine; network calls are counted per sample."
     )
-
-
-def _describe_environment(environment: dict[str, str]) -> str:
-    return f"{environment['device']}, {environment['precision']}, torch {environment['torch']}"
 
 
 def _training_table(rows: Sequence[ScoreboardRow]) -> str:
@@ -229,8 +225,7 @@ def _mean_seconds(seeds: Sequence[Result]) -> float:
 
 
 def _guard_change(training: Iterable[dict[str, dict[str, list[float]]]], name: str) -> BeforeAfter | None:
-    pairs = [each["guard"][name] for each in training if each["guard"].get(name)]
-    return (fmean(pair[0] for pair in pairs), fmean(pair[1] for pair in pairs)) if pairs else None
+    return mean_before_after([each["guard"][name] for each in training if each["guard"].get(name)])
 
 
 def _reward_after(seeds: Sequence[Result], seconds: float) -> float:

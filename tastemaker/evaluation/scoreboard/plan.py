@@ -124,14 +124,6 @@ class ScoreboardJob:
         return "-".join([self.cell, *candidates, *control, str(self.seed)])
 
 
-def row_keys(plan: ScoreboardPlan) -> set[str]:
-    """Return the keys of all rows: cells, and searches with their number of candidates."""
-    keys: set[str] = set()
-    for name, cell in plan.cells.items():
-        keys |= {f"{name}-{n}" for n in cell.search.candidates} if cell.search else {name}
-    return keys
-
-
 def load_plan(name: str) -> ScoreboardPlan:
     """Load a plan of the package by name, or from a YAML file."""
     known = sorted(path.stem for path in PLAN_FOLDER.glob("*.yaml"))
@@ -139,10 +131,13 @@ def load_plan(name: str) -> ScoreboardPlan:
         raise ConfigError(f"there is no bench '{name:.60}'{suggest_name(name, known)}; a file's path ends in .yaml")
     path = PLAN_FOLDER / f"{name}.yaml" if name in known else find_recipe(name, Path())
     plan: ScoreboardPlan = build_component(ScoreboardPlan, {"name": path.stem, **read_yaml_mapping(path)})
+    rows: set[str] = set()  # keys: cells, and searches with their number of candidates
+    for key, cell in plan.cells.items():
+        rows |= {f"{key}-{n}" for n in cell.search.candidates} if cell.search else {key}
     for key, cell in plan.cells.items():
         if cell.family not in plan.families:
             raise ConfigError(f"cells.{key}: there is no family '{cell.family:.60}'; add it to families")
-        if cell.target and cell.target.baseline and cell.target.baseline not in row_keys(plan):
+        if cell.target and cell.target.baseline and cell.target.baseline not in rows:
             baseline = cell.target.baseline
             raise ConfigError(f"cells.{key}.target.baseline: there is no cell '{baseline:.60}'; name another")
     return plan

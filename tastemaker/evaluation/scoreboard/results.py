@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.output_paths import write_text_atomically
 from ...core.registry import ConfigError
 from ...report.charts import downsample_curve
 from ...report.run_record import Curve, RunRecord
@@ -23,6 +24,7 @@ CELLS, RESULTS, FORMAT = "cells", "results.json", 1
 Result = dict[str, Any]
 ScoresByTask = dict[str, list[float]]  # one value per prompt, by task
 BeforeAfter = tuple[float, float]
+WHEN = ("before", "after")
 
 
 # Contents of a result
@@ -129,10 +131,7 @@ def _read_json(path: Path) -> Result:
 
 
 def _write_json(data: Result, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(data) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_text_atomically(path, json.dumps(data) + "\n")
     return path
 
 
@@ -200,6 +199,8 @@ def build_row(results: Sequence[Result], controls: Sequence[Result]) -> Scoreboa
     training = [result["training"] for result in results if result.get("training")]
     warning = min((w for each in training for w in each["warnings"]), key=lambda w: w["step"], default=None)
     tables = [result["after"]["scores"][score] for result in results]
+    lenient = [[result[when]["scores"].get("lenient") for when in WHEN] for result in results]
+    scores = [result["after"]["rows"][score] for result in results]  # by task and prompt, of each seed
     return ScoreboardRow(
         key=first["key"].rpartition("-")[0],
         cell=first["cell"],
@@ -211,15 +212,22 @@ def build_row(results: Sequence[Result], controls: Sequence[Result]) -> Scoreboa
         seeds=len(results),
         score=score,
         before=fmean(result["before"]["scores"][score]["overall"]["mean"] for result in results),
-        after=interval_over_seeds([result["after"]["rows"][score] for result in results]),
+        after=bootstrap_interval_over_seeds(
+            [torch.tensor([rows[tag] for rows in scores], dtype=torch.float64) for tag in scores[0]]
+        ),
         change=change_interval(results, score),
         tasks={tag: fmean(table[tag]["mean"] for table in tables) for tag in first["after"]["rows"][score]},
-        lenient=_lenient_scores(results),
-        set_metrics={name: _before_after(results, name) for name in ("diversity", "frechet")},
+        lenient=mean_before_after([[table["overall"]["mean"] for table in pair if table] for pair in lenient]),
+        set_metrics={
+            name: mean_before_after(
+                [[result[when][name] for when in WHEN if name in result[when]] for result in results]
+            )
+            for name in ("diversity", "frechet")
+        },
         network_calls=fmean(result["after"]["calls"] for result in results),
         judge_calls=_mean_if_known(results, "judged"),
         flops=_mean_if_known(results, "flops"),
-        training_reward=_training_reward(training),
+        training_reward=mean_before_after([each["reward"] for each in training if each["reward"]]),
         samples=round(fmean(each["samples"] for each in training)) if training else 0,
         seconds=fmean(each["seconds"] for each in training) if training else 0.0,
         training_network_calls=round(fmean(each["calls"] for each in training)) if training else 0,
@@ -234,30 +242,11 @@ def _mean_if_known(results: Sequence[Result], name: str) -> float:
     return fmean([result["after"][name] for result in results if name in result["after"]] or [0.0])
 
 
-def _before_after(results: Sequence[Result], name: str) -> BeforeAfter | None:
-    if not all(name in result[when] for result in results for when in ("before", "after")):
+def mean_before_after(pairs: Sequence[Sequence[float]]) -> BeforeAfter | None:
+    """Return the means of values before and after, or None if there are no pairs or one is incomplete."""
+    if not pairs or any(len(pair) != 2 for pair in pairs):
         return None
-    return fmean(result["before"][name] for result in results), fmean(result["after"][name] for result in results)
-
-
-def _lenient_scores(results: Sequence[Result]) -> BeforeAfter | None:
-    tables = [[result[when]["scores"].get("lenient") for when in ("before", "after")] for result in results]
-    if not all(table for pair in tables for table in pair):
-        return None
-    means = [[table["overall"]["mean"] for table in pair] for pair in tables]
-    return fmean(before for before, _ in means), fmean(after for _, after in means)
-
-
-def _training_reward(training: Sequence[Mapping[str, Any]]) -> BeforeAfter | None:
-    rewards = [each["reward"] for each in training if each["reward"]]
-    return (fmean(start for start, _ in rewards), fmean(end for _, end in rewards)) if rewards else None
-
-
-def interval_over_seeds(seeds: Sequence[ScoresByTask]) -> ConfidenceInterval:
-    """Return the interval of scores by task and prompt, one mapping per seed."""
-    return bootstrap_interval_over_seeds(
-        [torch.tensor([scores[tag] for scores in seeds], dtype=torch.float64) for tag in seeds[0]]
-    )
+    return fmean(before for before, _ in pairs), fmean(after for _, after in pairs)
 
 
 def change_interval(results: Sequence[Result], score: str) -> ConfidenceInterval:
@@ -289,10 +278,7 @@ def find_missed_targets(
     checks = [
         (row.after.mean < (target.min_score or 0), f"{row.score} is below the target of {target.min_score or 0:g}"),
         (row.change.mean < (target.min_gain or -1), f"the gain is below the target of {target.min_gain or 0:g}"),
-        (
-            target.frechet_falls and not (frechet and frechet[1] < frechet[0]),
-            "the Frechet distance does not fall",
-        ),
+        (target.frechet_falls and not (frechet and frechet[1] < frechet[0]), "the Frechet distance does not fall"),
         (target.reward_rises and not (reward and reward[1] > reward[0]), "the reward does not rise"),
         (target.no_regression and row.change.high < 0, f"{row.score} falls"),
         (target.improves and not row.change.low > 0, f"{row.score} does not rise beyond its interval"),

@@ -115,9 +115,9 @@ def claim_directory(options: BenchOptions) -> None:
         "overrides": list(bench.overrides),
     }
     if file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found != settings:
-            raise ConfigError(f"{bench.out} holds a bench of {found}, not of {settings}; choose another --out")
+        existing = json.loads(file.read_text(encoding="utf-8"))
+        if existing != settings:
+            raise ConfigError(f"{bench.out} holds a bench of {existing}, not of {settings}; choose another --out")
         return
     bench.out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(settings) + "\n", encoding="utf-8")
@@ -149,7 +149,7 @@ class JobQueue:
     def take(self) -> ScoreboardJob | None:
         """Return the next job that can run, waiting for its baseline if necessary, or None if there is none."""
         with self.lock:
-            while self.pending and not self._expired():
+            while self.pending and (self._deadline is None or time.monotonic() < self._deadline):
                 for job in self.pending:
                     if job.kind == "before" or job.baseline in self._done:
                         self.pending.remove(job)
@@ -186,9 +186,6 @@ class JobQueue:
         with self.lock:
             self._deadline = 0.0
             self.lock.notify_all()
-
-    def _expired(self) -> bool:
-        return self._deadline is not None and time.monotonic() >= self._deadline
 
 
 def run_queue(queue: JobQueue, run: RunJob, options: BenchOptions, console: Console) -> None:
@@ -322,7 +319,7 @@ def worker_arguments(options: BenchOptions) -> Sequence[str]:
     """Return the command-line arguments of a worker of the same bench."""
     bench = options.bench
     arguments = ["bench", options.name, *bench.overrides, "--worker", "--out", str(bench.out)]
-    arguments += ["--prompts", str(bench.prompts), "--count", str(bench.samples_per_prompt)]
+    arguments += ["--num-prompts", str(bench.prompts), "--count", str(bench.samples_per_prompt)]
     arguments += ["--tiny"] if bench.tiny else []
     arguments += ["--seeds", ",".join(map(str, options.seeds))]
     arguments += ["--control-seeds", ",".join(map(str, options.control_seeds))]

@@ -9,23 +9,27 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...core.distributions import TokenSampler
-from ...core.guidance import batch_conditions
-from ...core.model_spec import ModelSpec
-from ...core.policy import Backbone, Guidance, Process, TokenDecoder
+from ...core.policy import Process
 from ...core.registry import ConfigError
 from ...core.types import Condition, Metadata, Placement, Prompts, to_device
-from ...core.weights import NetworkTraits
 from ...data.class_labels import ClassLabels, make_class_labels
 from ...processes.autoregressive import AutoregressiveProcess
 from .. import loading
 from ..caption_encoder import FEATURE_SIZE, T5, CachedCaptionEncoder, build_caption_encoder, tiny_feature_size
-from ..image_tokenizer import LLAMAGEN, LLAMAGEN_TEXT, PUBLISHED_TOKENIZERS, CodebookSize, Count, load_image_tokenizer
+from ..gpt import CausalTokenBackbone
+from ..image_tokenizer import (
+    LLAMAGEN,
+    LLAMAGEN_TEXT,
+    PUBLISHED_TOKENIZERS,
+    CodebookSize,
+    Count,
+    TokenGridSpec,
+    load_image_tokenizer,
+)
 from ..nets.cuda_graph_decoder import DecoderPool
-from ..nets.gpt import GPT, CaptionFeatureEmbedder, GPTConfig, KVCache, hidden_states_and_head
-from ..nets.token_decoder import DecodeRequest
+from ..nets.gpt import GPT, CaptionFeatureEmbedder, GPTConfig
 from ..pretrained import WeightsSource
 
 LlamagenConditioning = Literal["class", "caption"]
@@ -50,12 +54,10 @@ RELEASED_VARIANTS: dict[LlamagenConditioning, tuple[str, ...]] = {
 }
 
 
-class LlamagenBackbone(Backbone):
+class LlamagenBackbone(CausalTokenBackbone):
     """Reads a class or a caption, then generates a square of tokens row by row."""
 
-    forward_passes = 1
     has_unconditional = True
-    traits = NetworkTraits(extra_forward_methods=(GPT.hidden_states.__name__,))
 
     def __init__(self, spec: LlamagenSpec, placement: Placement) -> None:
         self.device, self.class_labels = placement.device, spec.class_labels() if spec.conditioning == "class" else None
@@ -71,7 +73,7 @@ class LlamagenBackbone(Backbone):
         if isinstance(net.cls_embedding, CaptionFeatureEmbedder):
             null_embedding = net.cls_embedding.uncond_embedding.detach().clone()  # never trained, so a copy stays valid
             self.caption_encoder = spec.load_prompt_encoder(placement, null_embedding)
-        self.net: nn.Module = net
+        self.net = net
         self.decoder_pool = DecoderPool()
 
     def embed(self, prompts: Prompts, metadata: Sequence[Metadata] = ()) -> Condition:
@@ -86,51 +88,19 @@ class LlamagenBackbone(Backbone):
     def without_prompt(self, cond: Condition) -> Condition:
         """The unconditional rows. The padding mask of the captions stays, as in the network's training."""
         tensors = self.embed([""] * len(cond)).tensors
-        return replace(cond, tensors={**tensors, **{key: x for key, x in cond.tensors.items() if key == "shown"}})
+        return replace(
+            cond, tensors={**tensors, **{key: x for key, x in cond.tensors.items() if key == "attention_mask"}}
+        )
 
     def condition_tokens(self, cond: Condition) -> tuple[Tensor, Tensor | None]:
-        """The input of the network's condition embedder, and which condition tokens are not padding."""
         if self.caption_encoder is None:
             return cond.tensors["label"], None
-        return cond.tensors["features"].to(next(self.net.parameters()).dtype), cond.tensors["shown"]
-
-    def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        condition, mask = self.condition_tokens(cond)
-        logits: Tensor = self.net(x[:, :-1], condition, None, mask)[0]
-        return logits
-
-    def hidden_states(self, x: Tensor, t: Tensor, cond: Condition) -> tuple[Tensor, Tensor] | None:
-        return hidden_states_and_head(self.net, x, *self.condition_tokens(cond))
-
-    def init_cache(self, cond: Condition) -> KVCache:
-        return ()
-
-    def decode_step(self, ids: Tensor | None, cache: KVCache, cond: Condition) -> tuple[Tensor, KVCache]:
-        condition, mask = self.condition_tokens(cond)
-        new_ids = None if ids is None else ids[:, None]
-        logits, cache = self.net(new_ids, condition if ids is None else None, cache, mask)
-        return logits[:, -1], cache
-
-    def make_decoder(
-        self, cond: Condition, uniform: Tensor, choice: TokenSampler, guidance: Guidance | None
-    ) -> TokenDecoder | None:
-        condition, mask = self.condition_tokens(batch_conditions(cond) if guidance else cond)
-        return self.decoder_pool.make_decoder(self.net, DecodeRequest(condition, mask, uniform, choice, guidance))
+        return cond.tensors["features"].to(next(self.net.parameters()).dtype), cond.tensors["attention_mask"]
 
     def encode(self, pixels: Tensor) -> Tensor:
         with torch.autocast(pixels.device.type, enabled=False):  # rounding would change the nearest codes
             ids = self.autoencoder.encode(pixels[:, 0].float())
         return loading.check_token_count(ids, pixels, self.shape, self.pixels[-1])
-
-    def decode(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        return self.autoencoder.decode(x)[:, None]
-
-    def token_embeddings(self, ids: Tensor) -> Tensor:
-        return self.autoencoder.token_embeddings(ids)
-
-    def encode_continuous(self, pixels: Tensor) -> Tensor:
-        with torch.autocast(pixels.device.type, enabled=False):
-            return self.autoencoder.encode_continuous(pixels[:, 0].float()).flatten(2).transpose(1, 2)
 
 
 def build_network(spec: LlamagenSpec, placement: Placement) -> GPT:
@@ -171,7 +141,7 @@ def check_weights_size(tensors: loading.Tensors, spec: LlamagenSpec) -> loading.
 
 
 @dataclass(frozen=True)
-class LlamagenSpec(ModelSpec):
+class LlamagenSpec(TokenGridSpec):
     """LlamaGen, conditioned on a class (by index or name) or on a caption (encoded by T5)."""
 
     variant: LlamagenVariant = "B"
@@ -192,15 +162,12 @@ class LlamagenSpec(ModelSpec):
     embeddings: Path | None = None  # a folder written by `tastemaker embed`; then no text encoder is loaded
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # where gradients are enabled; 0.1 in pretraining
     seed: int = 0
-    frames: ClassVar[int] = 1
     process_type: ClassVar[type[Process]] = AutoregressiveProcess
 
     def __post_init__(self) -> None:
         self.network_config()
         self.class_labels()
-        size, factor = self.image_size, self.downsample_factor
-        if size % factor:
-            raise ValueError(f"'image_size' is {size}; expected a multiple of 'downsample_factor', which is {factor}")
+        self.check_image_size("downsample_factor")
 
     def class_labels(self) -> ClassLabels:
         return make_class_labels(self.num_classes, self.class_names)
@@ -224,12 +191,7 @@ class LlamagenSpec(ModelSpec):
 
     @property
     def grid_size(self) -> int:
-        """Tokens per side."""
         return self.image_size // self.downsample_factor
-
-    @property
-    def shape(self) -> tuple[int]:
-        return (self.grid_size * self.grid_size,)
 
     @property
     def source(self) -> WeightsSource | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.registry import ConfigError
 from ..loading import CONSOLIDATED_FILE, SHARD_PATTERN, STATE_TYPE_FILE, STEP_FILE, list_rank_files
-from ..safe_unpickling import load_trainer_pickle
+from ..restricted_unpickler import load_trainer_pickle
 
 ParameterShapes = Mapping[str, tuple[int, ...]]
 OPTIMIZER_PATTERN = "optimizer.*.pth"

@@ -22,7 +22,7 @@ from ..nets.opensora_vae import latent_index, num_latents
 from ..nets.stdit3 import STDiT3
 from ..pipeline_components import TINY, PipelineComponents, weight_sources
 from ..pretrained import WeightsSource
-from ..text_encoders import CachedTextEncoder, TextEncoder, TextEncoders, disable_autocast
+from ..text_encoders import CachedTextEncoder, TextEncoders, disable_autocast
 from ..video_backbone import check_clip_shape, encode_with_t5
 from .components import (
     CONFIGS,
@@ -56,10 +56,7 @@ class OpenSoraPromptEncoder(TextEncoders):
 
         length = spec.max_text_tokens
         self.spec, self.t5 = spec, components.load_text_encoder("text_encoder", T5EncoderModel, "tokenizer", length)
-
-    @property
-    def text_encoders(self) -> tuple[TextEncoder, ...]:
-        return (self.t5,)
+        self.text_encoders = (self.t5,)
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         spec = self.spec
@@ -106,12 +103,12 @@ class OpenSoraBackbone(Backbone):
 
     def without_prompt(self, cond: Condition) -> Condition:
         """The learned null embedding, with the attention mask of the prompt."""
-        words = cond.tensors["words"]
-        null = self.null_embedding.to(words).expand(len(words), -1, -1)
-        return replace(cond, tensors={**cond.tensors, "words": null})
+        prompt_embeds = cond.tensors["prompt_embeds"]
+        null = self.null_embedding.to(prompt_embeds).expand(len(prompt_embeds), -1, -1)
+        return replace(cond, tensors={**cond.tensors, "prompt_embeds": null})
 
     def predict(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        references, until = cond.tensors.get("held"), cond.tensors.get("until")
+        references, until = cond.tensors.get("reference_latents"), cond.tensors.get("fixed_until")
         if references is None or until is None:
             return self._velocity(x, t, cond, None)
         noisy = until >= t[:, None]  # [B, m]
@@ -122,13 +119,13 @@ class OpenSoraBackbone(Backbone):
 
     def _velocity(self, x: Tensor, t: Tensor, cond: Condition, noisy: Tensor | None) -> Tensor:
         dtype = next(self.net.parameters()).dtype  # without autocast all inputs must have the dtype of the weights
-        mask, words = cond.tensors.get("seen"), cond.tensors["words"]
-        lengths = [words.shape[1]] if mask is None else mask.sum(1).tolist()  # padding is on the right
+        mask, prompt_embeds = cond.tensors.get("attention_mask"), cond.tensors["prompt_embeds"]
+        lengths = [prompt_embeds.shape[1]] if mask is None else mask.sum(1).tolist()  # padding is on the right
         fps = self.spec.fps if self.pixels[0] > 1 else IMAGE_FPS
         out: Tensor = self.net(
             x.transpose(1, 2).to(dtype),
             t * NUM_TIMESTEPS,
-            words[:, : max(lengths)].to(dtype),
+            prompt_embeds[:, : max(lengths)].to(dtype),
             None if mask is None or min(lengths) == max(lengths) else mask[:, : max(lengths)],  # no mask is faster
             noisy,
             fps=torch.full_like(t, fps),
@@ -229,7 +226,7 @@ class OpenSoraSpec(ModelSpec):
         components = PipelineComponents(self.text_encoder, T5, TINY_CONFIGS, placement, self.seed, CONFIGS)
         identity = {  # stored with the embeddings, so the names stay
             "model": "opensora",
-            "words": self.max_text_tokens,
+            "max_text_tokens": self.max_text_tokens,
             "aesthetic": self.aesthetic_score,
             "motion": self.motion_score,
             "camera": self.camera_motion,

@@ -50,9 +50,9 @@ def parse_mask_strategy(strategy: str) -> list[MaskStrategyRule]:
 def reference_latents(
     metadata: Sequence[Metadata], shape: tuple[int, ...], encode: EncodePixels, device: torch.device
 ) -> dict[str, Tensor]:
-    """Fixed latents `held` [B, m, C, h, w] and timesteps `until` [B, m] from the metadata `image` and `mask_strategy`.
+    """`reference_latents` [B, m, C, h, w] and timesteps `fixed_until` [B, m] from metadata `image` and `mask_strategy`.
 
-    A latent is fixed while t is above `until`, which is 1 for latents without a reference. Without metadata: empty.
+    A latent is fixed while t is above `fixed_until`, which is 1 for latents without one. Empty without metadata.
     """
     if all(entry.get("image") is None for entry in metadata):
         return {}
@@ -63,7 +63,7 @@ def reference_latents(
             references = [encode(pixels) for pixels in _read_references(entry["image"])]
             rules = parse_mask_strategy(str(entry.get("mask_strategy", "0")))
             _apply_rules(latents[row], until[row], references, rules)
-    return {"held": latents, "until": until}
+    return {"reference_latents": latents, "fixed_until": until}
 
 
 def _read_references(image: object) -> list[Tensor]:

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from ...core.distributions import Categorical
 from ...core.guidance import batch_conditions
-from ...core.model_spec import ModelSpec
 from ...core.policy import Backbone, Guidance, Process
 from ...core.types import Condition, Corrupted, Metadata, Placement, Prompts
 from ...processes.masked import MaskedProcess
 from .. import loading
-from ..image_tokenizer import CodebookSize, Count
+from ..image_tokenizer import CodebookSize, Count, TokenGridSpec
 from ..nets.magvit import Magvit, MagvitConfig, MagvitStages
 from ..nets.showo import (
     PromptPrefixCache,
@@ -112,8 +111,8 @@ class ShowoBackbone(Backbone):
         counted = F.pad(noisy.noise, (1, 1), value=self.likelihood_scope == "sequence")
         return (Categorical(logits).log_prob(self.vocabulary.wrap_image_tokens(x)) * counted).sum(1)
 
-    def score_answers(self, pixels: Tensor, turns: Sequence[Sequence[str]], said: Sequence[str]) -> AnswerLogits:
-        return score_answers(self, pixels, turns, said)
+    def score_answers(self, pixels: Tensor, turns: Sequence[Sequence[str]], answers: Sequence[str]) -> AnswerLogits:
+        return score_answers(self, pixels, turns, answers)
 
     def encode(self, pixels: Tensor) -> Tensor:
         # In float32, because rounding would change the signs that tokens are made of.
@@ -151,7 +150,7 @@ def load_magvit(spec: ShowoSpec, placement: Placement) -> Magvit | ColorTokenize
 
 
 @dataclass(frozen=True)
-class ShowoSpec(ModelSpec):
+class ShowoSpec(TokenGridSpec):
     """Show-o: Phi-1.5 with image tokens in its vocabulary; it generates images by unmasking their tokens."""
 
     weights: str | None = "showlab/show-o"  # a released name, a file, a folder or a run; None: random weights
@@ -176,23 +175,20 @@ class ShowoSpec(ModelSpec):
     encoder_levels: tuple[tuple[Count, Count], ...] = ((1, 4), (2, 3), (2, 4), (4, 3), (4, 4))
     decoder_levels: tuple[tuple[Count, Count], ...] = ((1, 4), (1, 4), (2, 3), (2, 4), (4, 3))
     seed: int = 0
-    frames: ClassVar[int] = 1
     process_type: ClassVar[type[Process]] = MaskedProcess
 
     def __post_init__(self) -> None:
         self.network_config()
-        size, factor = self.image_size, self.downsample_factor
-        if size % factor:
-            raise ValueError(f"'image_size' is {size}; expected a multiple of 'downsample_factor', which is {factor}")
+        self.check_image_size("downsample_factor")
         if self.eos_token_id >= self.text_vocab_size:
             vocab = self.text_vocab_size
             raise ValueError(f"'eos_token_id' is {self.eos_token_id}; expected less than 'text_vocab_size', {vocab}")
         stride = self.autoencoder_config().stride
         power_of_two = self.codebook_size & (self.codebook_size - 1) == 0
-        if self.autoencoder is not None and (not power_of_two or stride != factor):
+        if self.autoencoder is not None and (not power_of_two or stride != self.downsample_factor):
             raise ValueError(
-                f"'codebook_size' is {self.codebook_size} and 'downsample_factor' {factor}; expected a power of two, "
-                f"and {stride}, because the autoencoder has {len(self.encoder_levels)} levels"
+                f"'codebook_size' is {self.codebook_size} and 'downsample_factor' {self.downsample_factor}; expected "
+                f"a power of two, and {stride}, because the autoencoder has {len(self.encoder_levels)} levels"
             )
 
     def network_config(self) -> ShowoConfig:
@@ -209,12 +205,7 @@ class ShowoSpec(ModelSpec):
 
     @property
     def grid_size(self) -> int:
-        """Tokens per side."""
         return self.image_size // self.downsample_factor
-
-    @property
-    def shape(self) -> tuple[int]:
-        return (self.grid_size * self.grid_size,)
 
     @property
     def sources(self) -> tuple[WeightsSource, ...]:

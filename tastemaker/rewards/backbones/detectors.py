@@ -72,13 +72,10 @@ class Yolos(ObjectDetector):
     def detect(self, pixels: Tensor, names: ObjectNames, height: int) -> DetectorOutput:
         out = self.net(pixel_values=resize_for_detector(pixels, height).to(self.net.dtype))
         probabilities = _at_least_float32(out.logits).softmax(-1)[..., :-1]  # the last class is `no object`
-        ids = pad_label_ids([[self._label_id(name) for name in row] for row in names])
+        ids = pad_label_ids([[self.label_ids[known_name(name, self.names)] for name in row] for row in names])
         ids = ids.to(probabilities.device)[:, None].expand(-1, probabilities.shape[1], -1)  # [N, Q, K]
         scores = probabilities.gather(2, ids.clamp(min=0)) * (ids >= 0)
         return DetectorOutput(scores, probabilities.argmax(2, keepdim=True) == ids, box_corners(out.pred_boxes))
-
-    def _label_id(self, name: str) -> int:
-        return self.label_ids[known_name(name, self.names)]
 
 
 class GroundingDino(ObjectDetector):
@@ -115,10 +112,24 @@ class EfficientDet(ObjectDetector):
     default_threshold, rules = 0.4, GenEvalRules(threshold=0.4, counting_threshold=0.4)
 
     def __init__(self, path: Path) -> None:
-        self.interpreter = _tflite_interpreter(path)
+        try:
+            litert = importlib.import_module("ai_edge_litert.interpreter")
+            self.interpreter = litert.Interpreter(str(path), num_threads=1)
+        except ImportError as error:
+            raise ConfigError(
+                f"a .tflite detector needs the package {error.name}, which is missing; run `pip install ai-edge-litert`"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not a readable .tflite file; fetch it again") from error
         self.interpreter.allocate_tensors()
         self.image_size = int(self.interpreter.get_input_details()[0]["shape"][1])
-        self.labels = _tflite_labels(path)
+        try:
+            with zipfile.ZipFile(path) as archive:  # at the end of the file
+                self.labels = archive.read("labelmap.txt").decode().splitlines()
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise ConfigError(
+                f"{path} carries no labelmap.txt; expected EfficientDet-Lite with its metadata"
+            ) from error
         self.names = tuple(label for label in self.labels if label != "???")
 
     def detect(self, pixels: Tensor, names: ObjectNames, height: int) -> DetectorOutput:
@@ -209,25 +220,6 @@ def load_detector(weights: str, placement: Placement) -> ObjectDetector:
 
 def _at_least_float32(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _tflite_interpreter(path: Path) -> Any:
-    try:
-        return importlib.import_module("ai_edge_litert.interpreter").Interpreter(str(path), num_threads=1)
-    except ImportError as error:
-        advice = "run `pip install ai-edge-litert`"
-        raise ConfigError(f"a .tflite detector needs the package {error.name}, which is missing; {advice}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not a readable .tflite file; fetch it again") from error
-
-
-def _tflite_labels(path: Path) -> list[str]:
-    """The class names, which are in a zip archive at the end of the file."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.read("labelmap.txt").decode().splitlines()
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ConfigError(f"{path} carries no labelmap.txt; expected EfficientDet-Lite with its metadata") from error
 
 
 TINY_LABELS = ("person", "cat", "dog", "book", "cup", "mouse")

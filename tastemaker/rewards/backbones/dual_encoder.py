@@ -149,13 +149,12 @@ class ImageTextModel:
             return NaflexPreprocessing(config.patch_size, config.num_patches)
         default = _default_preprocessing(self.path, self.model_type, self.image_size)
         # torchvision, which keeps the overshoot of bicubic filters for tensors, also rounds odd crops to even.
-        rounding: Literal["floor", "round"] = "round" if overshoot == "keep" else default.crop_rounding
         preprocessing = replace(
             default,
             resize_mode=resize_mode or default.resize_mode,
             size=size or default.size,
             overshoot=overshoot,
-            crop_rounding=rounding,
+            crop_rounding="round" if overshoot == "keep" else default.crop_rounding,
         )
         return ImagePreprocessing(preprocessing, interpolate_positions=preprocessing.size != self.image_size)
 
@@ -186,8 +185,8 @@ def _read_model_config(path: Path) -> Any:
     folder = _folder(path)
     model_type = _read_json(folder / "config.json").get("model_type")
     if model_type not in MODEL_CLASSES:
-        found = f"a '{model_type}'" if model_type else "no config.json with a model type"
-        raise ConfigError(f"{folder} holds {found}; expected the folder of one of {', '.join(MODEL_CLASSES)}")
+        content = f"a '{model_type}'" if model_type else "no config.json with a model type"
+        raise ConfigError(f"{folder} holds {content}; expected the folder of one of {', '.join(MODEL_CLASSES)}")
     return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
@@ -201,20 +200,19 @@ def _default_preprocessing(path: Path, model_type: str, image_size: int) -> Prep
     mean, std = tuple(settings.get("image_mean", mean)), tuple(settings.get("image_std", std))
     resize_mode: ResizeMode = "crop" if settings.get("do_center_crop", clip) else "stretch"
     names = ("size", "crop_size") if resize_mode == "crop" else ("size",)
-    sizes = [_side(settings[name]) for name in names if name in settings]
+    sides = [settings[name] for name in names if name in settings]
+    sizes = [int(next(iter(side.values())) if isinstance(side, dict) else side) for side in sides]
     resample = settings.get("resample", 3)
     if len(set(sizes)) > 1 or resample not in FILTERS:
-        found = f"sizes {sizes} and filter {resample}"
-        raise ConfigError(f"the processor in {folder} has {found}; expected one size and a filter of {list(FILTERS)}")
+        raise ConfigError(
+            f"the processor in {folder} has sizes {sizes} and filter {resample}; expected one size and a filter of "
+            f"{list(FILTERS)}"
+        )
     return Preprocessing(sizes[0] if sizes else image_size, resize_mode, FILTERS[resample], mean, std)
 
 
 def _folder(path: Path) -> Path:
     return path if path.is_dir() else path.parent
-
-
-def _side(size: Any) -> int:
-    return int(next(iter(size.values())) if isinstance(size, dict) else size)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -253,24 +251,21 @@ _loaded_encoders: WeakValueDictionary[tuple[str, Placement], ClipImageEncoder] =
 
 def load_clip_image_encoder(weights: str, placement: Placement) -> ClipImageEncoder:
     """CLIP's image encoder; rewards with the same weights and placement share one."""
-    encoder = _loaded_encoders.get((weights, placement))
-    if encoder is None:
-        encoder = _loaded_encoders[weights, placement] = _load_clip_image_encoder(weights, placement)
-    return encoder
-
-
-def _load_clip_image_encoder(weights: str, placement: Placement) -> ClipImageEncoder:
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
+    if (loaded := _loaded_encoders.get((weights, placement))) is not None:
+        return loaded
     if weights == TINY:
         sizes = {**TINY_SIZES, "projection_dim": 16, "image_size": 28, "patch_size": 14}
         config: Any = CLIPVisionConfig.from_dict(sizes)
-        return ClipImageEncoder(random_network(CLIPVisionModelWithProjection, config, placement))
-    path = find_weights(weights, CLIP_L)
-    folder = _folder(path)
-    read_config(folder)
-    config = CLIPVisionConfig.from_pretrained(folder, local_files_only=True)
-    tensors = {key: x for key, x in load_state_dict(path).items() if key.startswith(VISION_KEYS)}
-    if "visual_projection.weight" in tensors:  # not every vision_config repeats the width of the projection
-        config.projection_dim = len(tensors["visual_projection.weight"])
-    return ClipImageEncoder(load_network(CLIPVisionModelWithProjection, config, path, placement, tensors))
+        net = random_network(CLIPVisionModelWithProjection, config, placement)
+    else:
+        path = find_weights(weights, CLIP_L)
+        read_config(_folder(path))
+        config = CLIPVisionConfig.from_pretrained(_folder(path), local_files_only=True)
+        tensors = {key: x for key, x in load_state_dict(path).items() if key.startswith(VISION_KEYS)}
+        if "visual_projection.weight" in tensors:  # not every vision_config repeats the width of the projection
+            config.projection_dim = len(tensors["visual_projection.weight"])
+        net = load_network(CLIPVisionModelWithProjection, config, path, placement, tensors)
+    encoder = _loaded_encoders[weights, placement] = ClipImageEncoder(net)
+    return encoder

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core.registry import ConfigError
+from ...core.reward import TINY as TINY
 from ...core.types import Placement
 from ...models.pretrained import load_state_dict
 
-TINY = "tiny"  # as `weights`: few random weights, in no file
 ROPE_FREQUENCIES = "inv_freq"  # transformers' name of the buffer
 
 
@@ -35,7 +35,7 @@ def load_network(
 ) -> Any:
     """A frozen network with the tensors of a folder, or with those given; a missing tensor is an error."""
     state = load_state_dict(path) if tensors is None else dict(tensors)
-    with quiet_transformers():
+    with silence_transformers():
         try:
             net, info = model_class.from_pretrained(
                 None, config=config, state_dict=state, dtype=placement.dtype, output_loading_info=True
@@ -66,7 +66,7 @@ def random_network(model_class: Any, config: Any, placement: Placement) -> Any:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Silence transformers' progress bars and reports within the block."""
     from transformers.utils import logging
 

@@ -18,7 +18,7 @@ from ...models.pretrained import WeightsSource, find_weights, load_state_dict
 from . import mask2former_keys as keys
 from .frozen_models import TINY, freeze_network, load_network, random_network, read_config
 
-HUB_WEIGHTS = WeightsSource("facebook/mask2former-swin-small-coco-instance", size="0.3 GB", license="its page tells")
+HUB_WEIGHTS = WeightsSource("facebook/mask2former-swin-small-coco-instance", size="0.3 GB")
 CLASS_HEAD = "class_predictor."
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet, in bytes
 STRIDE = 32  # input sides are multiples of it

@@ -19,6 +19,9 @@ PIXEL_LAYER = r"panoptic_head\.pixel_decoder\.encoder\.layers\.(\d+)\."
 QUERY_LAYER = r"panoptic_head\.transformer_decoder\.layers\.(\d+)\."
 BLOCK = r"backbone\.stages\.(\d+)\.blocks\.(\d+)\."
 STAGE = r"backbone\.stages\.(\d+)\."
+SWIN_BLOCK = rf"{SWIN}encoder.layers.\1.blocks.\2"
+PIXELS_LAYER, QUERIES_LAYER = rf"{PIXELS}encoder.layers.\1", rf"{QUERIES}decoder.layers.\1"
+PIXEL_ATTENTION = r"(?:attentions\.0|self_attn)"
 MLP = r"(?:ffns\.0|ffn)\.layers"  # mmdet 2, mmdet 3
 END = r"(weight|bias)"
 
@@ -26,16 +29,13 @@ END = r"(weight|bias)"
 RULES: tuple[tuple[str, str], ...] = (
     (rf"backbone\.patch_embed\.projection\.{END}", rf"{SWIN}embeddings.patch_embeddings.projection.\1"),
     (rf"backbone\.patch_embed\.norm\.{END}", rf"{SWIN}embeddings.norm.\1"),
-    (rf"{BLOCK}norm1\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.layernorm_before.\3"),
-    (rf"{BLOCK}norm2\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.layernorm_after.\3"),
-    (
-        rf"{BLOCK}attn\.w_msa\.(relative_position_bias_table)",
-        rf"{SWIN}encoder.layers.\1.blocks.\2.attention.relative_position_bias.\3",
-    ),
-    (rf"{BLOCK}attn\.w_msa\.qkv\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.attention.{{}}_proj.\3"),
-    (rf"{BLOCK}attn\.w_msa\.proj\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.attention.o_proj.\3"),
-    (rf"{BLOCK}ffn\.layers\.0\.0\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.mlp.fc1.\3"),
-    (rf"{BLOCK}ffn\.layers\.1\.{END}", rf"{SWIN}encoder.layers.\1.blocks.\2.mlp.fc2.\3"),
+    (rf"{BLOCK}norm1\.{END}", rf"{SWIN_BLOCK}.layernorm_before.\3"),
+    (rf"{BLOCK}norm2\.{END}", rf"{SWIN_BLOCK}.layernorm_after.\3"),
+    (rf"{BLOCK}attn\.w_msa\.(relative_position_bias_table)", rf"{SWIN_BLOCK}.attention.relative_position_bias.\3"),
+    (rf"{BLOCK}attn\.w_msa\.qkv\.{END}", rf"{SWIN_BLOCK}.attention.{{}}_proj.\3"),
+    (rf"{BLOCK}attn\.w_msa\.proj\.{END}", rf"{SWIN_BLOCK}.attention.o_proj.\3"),
+    (rf"{BLOCK}ffn\.layers\.0\.0\.{END}", rf"{SWIN_BLOCK}.mlp.fc1.\3"),
+    (rf"{BLOCK}ffn\.layers\.1\.{END}", rf"{SWIN_BLOCK}.mlp.fc2.\3"),
     (rf"{STAGE}downsample\.reduction\.{END}", rf"{SWIN}encoder.layers.\1.downsample.reduction.\2"),
     (rf"{STAGE}downsample\.norm\.{END}", rf"{SWIN}encoder.layers.\1.downsample.norm.\2"),
     *(
@@ -45,13 +45,13 @@ RULES: tuple[tuple[str, str], ...] = (
     (rf"panoptic_head\.pixel_decoder\.input_convs\.(\d+)\.conv\.{END}", rf"{PIXELS}input_projections.\1.0.\2"),
     (rf"panoptic_head\.pixel_decoder\.input_convs\.(\d+)\.gn\.{END}", rf"{PIXELS}input_projections.\1.1.\2"),
     (
-        rf"{PIXEL_LAYER}(?:attentions\.0|self_attn)\.(sampling_offsets|attention_weights|value_proj|output_proj)\.{END}",
-        rf"{PIXELS}encoder.layers.\1.self_attn.\2.\3",
+        rf"{PIXEL_LAYER}{PIXEL_ATTENTION}\.(sampling_offsets|attention_weights|value_proj|output_proj)\.{END}",
+        rf"{PIXELS_LAYER}.self_attn.\2.\3",
     ),
-    (rf"{PIXEL_LAYER}{MLP}\.0\.0\.{END}", rf"{PIXELS}encoder.layers.\1.fc1.\2"),
-    (rf"{PIXEL_LAYER}{MLP}\.1\.{END}", rf"{PIXELS}encoder.layers.\1.fc2.\2"),
-    (rf"{PIXEL_LAYER}norms\.0\.{END}", rf"{PIXELS}encoder.layers.\1.self_attn_layer_norm.\2"),
-    (rf"{PIXEL_LAYER}norms\.1\.{END}", rf"{PIXELS}encoder.layers.\1.final_layer_norm.\2"),
+    (rf"{PIXEL_LAYER}{MLP}\.0\.0\.{END}", rf"{PIXELS_LAYER}.fc1.\2"),
+    (rf"{PIXEL_LAYER}{MLP}\.1\.{END}", rf"{PIXELS_LAYER}.fc2.\2"),
+    (rf"{PIXEL_LAYER}norms\.0\.{END}", rf"{PIXELS_LAYER}.self_attn_layer_norm.\2"),
+    (rf"{PIXEL_LAYER}norms\.1\.{END}", rf"{PIXELS_LAYER}.final_layer_norm.\2"),
     (r"panoptic_head\.pixel_decoder\.level_encoding\.weight", rf"{PIXELS}level_embed"),
     (rf"panoptic_head\.pixel_decoder\.lateral_convs\.0\.conv\.{END}", rf"{PIXELS}adapter_1.0.\1"),
     (rf"panoptic_head\.pixel_decoder\.lateral_convs\.0\.gn\.{END}", rf"{PIXELS}adapter_1.1.\1"),
@@ -60,31 +60,22 @@ RULES: tuple[tuple[str, str], ...] = (
     (rf"panoptic_head\.pixel_decoder\.mask_feature\.{END}", rf"{PIXELS}mask_projection.\1"),
     (
         rf"{QUERY_LAYER}(?:attentions\.0|cross_attn)\.attn\.(in_proj_\w+|out_proj\.\w+)",
-        rf"{QUERIES}decoder.layers.\1.cross_attn.\2",
+        rf"{QUERIES_LAYER}.cross_attn.\2",
     ),
-    (
-        rf"{QUERY_LAYER}(?:attentions\.1|self_attn)\.attn\.in_proj_{END}",
-        rf"{QUERIES}decoder.layers.\1.self_attn.{{}}_proj.\2",
-    ),
-    (
-        rf"{QUERY_LAYER}(?:attentions\.1|self_attn)\.attn\.out_proj\.{END}",
-        rf"{QUERIES}decoder.layers.\1.self_attn.out_proj.\2",
-    ),
-    (rf"{QUERY_LAYER}{MLP}\.0\.0\.{END}", rf"{QUERIES}decoder.layers.\1.fc1.\2"),
-    (rf"{QUERY_LAYER}{MLP}\.1\.{END}", rf"{QUERIES}decoder.layers.\1.fc2.\2"),
-    (rf"{QUERY_LAYER}norms\.0\.{END}", rf"{QUERIES}decoder.layers.\1.cross_attn_layer_norm.\2"),
-    (rf"{QUERY_LAYER}norms\.1\.{END}", rf"{QUERIES}decoder.layers.\1.self_attn_layer_norm.\2"),
-    (rf"{QUERY_LAYER}norms\.2\.{END}", rf"{QUERIES}decoder.layers.\1.final_layer_norm.\2"),
+    (rf"{QUERY_LAYER}(?:attentions\.1|self_attn)\.attn\.in_proj_{END}", rf"{QUERIES_LAYER}.self_attn.{{}}_proj.\2"),
+    (rf"{QUERY_LAYER}(?:attentions\.1|self_attn)\.attn\.out_proj\.{END}", rf"{QUERIES_LAYER}.self_attn.out_proj.\2"),
+    (rf"{QUERY_LAYER}{MLP}\.0\.0\.{END}", rf"{QUERIES_LAYER}.fc1.\2"),
+    (rf"{QUERY_LAYER}{MLP}\.1\.{END}", rf"{QUERIES_LAYER}.fc2.\2"),
+    (rf"{QUERY_LAYER}norms\.0\.{END}", rf"{QUERIES_LAYER}.cross_attn_layer_norm.\2"),
+    (rf"{QUERY_LAYER}norms\.1\.{END}", rf"{QUERIES_LAYER}.self_attn_layer_norm.\2"),
+    (rf"{QUERY_LAYER}norms\.2\.{END}", rf"{QUERIES_LAYER}.final_layer_norm.\2"),
     (rf"panoptic_head\.transformer_decoder\.post_norm\.{END}", rf"{QUERIES}decoder.layernorm.\1"),
     (r"panoptic_head\.query_embed\.weight", rf"{QUERIES}queries_embedder.weight"),
     (r"panoptic_head\.query_feat\.weight", rf"{QUERIES}queries_features.weight"),
     (r"panoptic_head\.level_embed\.weight", rf"{QUERIES}level_embed.weight"),
     (rf"panoptic_head\.cls_embed\.{END}", r"class_predictor.\1"),
     *(
-        (
-            rf"panoptic_head\.mask_embed\.{2 * k}\.{END}",
-            rf"{QUERIES}decoder.mask_predictor.mask_embedder.{k}.0.\1",
-        )
+        (rf"panoptic_head\.mask_embed\.{2 * k}\.{END}", rf"{QUERIES}decoder.mask_predictor.mask_embedder.{k}.0.\1")
         for k in range(3)
     ),
 )

@@ -80,7 +80,12 @@ def clip_config(tensors: Mapping[str, Tensor], name: str, num_heads: tuple[int, 
     except (KeyError, IndexError) as error:
         raise ConfigError(f"the weights '{name:.200}' have no {error}; expected a whole CLIP of open_clip") from error
     vision_heads, text_heads = num_heads or (HEADS.get(len(patches), len(patches) // 64), vocabulary.shape[1] // 64)
-    _check_heads(((len(patches), vision_heads), (vocabulary.shape[1], text_heads)), name)
+    for width, heads in ((len(patches), vision_heads), (vocabulary.shape[1], text_heads)):
+        if heads < 1 or width % heads:
+            raise ConfigError(
+                f"the weights '{name:.200}' are {width} numbers wide, which does not tell how many heads they have; "
+                f"put {SETTINGS} beside them, as open_clip writes it"
+            )
     side = round((len(positions) - 1) ** 0.5) * patches.shape[-1]
     return CLIPConfig(
         text_config=text
@@ -92,13 +97,6 @@ def clip_config(tensors: Mapping[str, Tensor], name: str, num_heads: tuple[int, 
         | {"projection_dim": projection},
         projection_dim=projection,
     )
-
-
-def _check_heads(encoders: tuple[tuple[int, int], ...], name: str) -> None:
-    for width, heads in encoders:
-        if heads < 1 or width % heads:
-            found = f"the weights '{name:.200}' are {width} numbers wide, which does not tell how many heads they have"
-            raise ConfigError(f"{found}; put {SETTINGS} beside them, as open_clip writes it")
 
 
 def read_head_counts(folder: Path) -> tuple[int, int] | None:

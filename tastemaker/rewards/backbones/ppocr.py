@@ -27,7 +27,7 @@ WIDTH, HEADS = 120, 8  # of the transformer
 FLOAT = 1  # ONNX's number of the type float32
 
 
-class Stem(nn.Module):
+class LCNetStem(nn.Module):
     """Two branches at half the resolution, merged at a quarter: [N, 3, H, W] to [N, 96, H/4, W/4]."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class PPOCRRecognizer(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.stem = Stem()
+        self.stem = LCNetStem()
         self.blocks = nn.Sequential(*(LCNetBlock(*block) for block in BLOCKS))
         self.skip, self.reduce = conv_norm(384, WIDTH), conv_norm(384, WIDTH)
         self.local = conv_norm(WIDTH, WIDTH, kernel=7, groups=WIDTH)

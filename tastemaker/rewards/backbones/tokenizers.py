@@ -66,8 +66,10 @@ def load_tokenizer(name: str | None, weights: Path, kind: TokenizerKind, source:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"the tokenizer in {folder} cannot be read ({reason:.200}); fetch it again") from error
     if len(tokenizer) > vocab_size:
-        found = f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the network {vocab_size}"
-        raise ConfigError(f"{found}; name the network's own tokenizer")
+        raise ConfigError(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the network {vocab_size}; name the "
+            "network's own tokenizer"
+        )
     return tokenizer
 
 

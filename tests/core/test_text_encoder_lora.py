@@ -41,102 +41,108 @@ SMALL = [
 ]
 
 
-def started(place: Path, *adapt: str, recipe: str = "draft-sd15", more: tuple[str, ...] = ()) -> Run:
+def build_run(directory: Path, *modules: str, recipe: str = "draft-sd15", overrides: tuple[str, ...] = ()) -> Run:
     targets = () if recipe == "draft-sd15" else ("tuning={type: lora, rank: 2}",)
-    named = f"tuning.modules=[{','.join(adapt)}]"
-    return build(make_tiny(load(recipe, [*SMALL, *targets, *more, named])), place)
+    modules_setting = f"tuning.modules=[{','.join(modules)}]"
+    return build(make_tiny(load(recipe, [*SMALL, *targets, *overrides, modules_setting])), directory)
 
 
-def moved(before: dict[str, Tensor], run: Run) -> dict[str, bool]:
+def changed_parameters(before: dict[str, Tensor], run: Run) -> dict[str, bool]:
     return {key: not p.detach().equal(before[key]) for key, p in run.policy.weights.trainable().items()}
 
 
-def copied(run: Run) -> dict[str, Tensor]:
+def copy_parameters(run: Run) -> dict[str, Tensor]:
     return {key: p.detach().clone() for key, p in run.policy.weights.trainable().items()}
 
 
-def words(run: Run, prompt: str = "a cat") -> Tensor:
+def text_embeddings(run: Run, prompt: str = "a cat") -> Tensor:
     """Return the text embeddings of a prompt."""
     model: Any = run.policy.model
     model = getattr(model, "model", model)  # within guidance
     with torch.no_grad():
         cond = model.embed([prompt])
-        read = model.encode_prompts(cond) if isinstance(model, TrainableTextEncoderBackbone) else cond
-    return torch.cat([x.flatten() for x in read.tensors.values() if x.is_floating_point()])
+        encoded = model.encode_prompts(cond) if isinstance(model, TrainableTextEncoderBackbone) else cond
+    return torch.cat([x.flatten() for x in encoded.tensors.values() if x.is_floating_point()])
 
 
 @pytest.mark.parametrize(
     "recipe", ["draft-sd15", "srpo-flux-hps", pytest.param("flowgrpo-sd35", marks=pytest.mark.slow)]
 )
 def test_text_encoder_lora_gets_gradients_and_changes_embeddings(recipe: str, tmp_path: Path) -> None:
-    run = started(tmp_path, "backbone", "text_encoder", recipe=recipe)
-    before, output = copied(run), words(run)
+    run = build_run(tmp_path, "backbone", "text_encoder", recipe=recipe)
+    before, initial = copy_parameters(run), text_embeddings(run)
     train_step(run, 0)
     train_step(run, 1)
-    changed = moved(before, run)
-    texts = {key: reported for key, reported in changed.items() if key.startswith("text_encoder") and "lora_B" in key}
-    assert texts and sum(texts.values()) > len(texts) / 2  # the last layers of some encoders are not read
-    assert any(reported for key, reported in changed.items() if not key.startswith("text_encoder"))
-    assert not words(run).equal(output)
+    changed = changed_parameters(before, run)
+    text_encoder = {
+        key: is_changed for key, is_changed in changed.items() if key.startswith("text_encoder") and "lora_B" in key
+    }
+    assert (
+        text_encoder and sum(text_encoder.values()) > len(text_encoder) / 2
+    )  # the last layers of some encoders are not read
+    assert any(is_changed for key, is_changed in changed.items() if not key.startswith("text_encoder"))
+    assert not text_embeddings(run).equal(initial)
 
 
-def test_text_encoder_lora_alone_leaves_the_backbone_unchanged(tmp_path: Path) -> None:
-    run = started(tmp_path, "text_encoder")
+def test_text_encoder_lora_leaves_the_backbone_unchanged(tmp_path: Path) -> None:
+    run = build_run(tmp_path, "text_encoder")
     keys = set(run.policy.weights.trainable())
     assert keys and all(key.startswith("text_encoder.") for key in keys)
     before = {key: x.clone() for key, x in run.policy.weights.net.state_dict().items()}
-    output = words(run)
+    initial = text_embeddings(run)
     train_step(run, 0)
     assert all(before[key].equal(x) for key, x in run.policy.weights.net.state_dict().items())
-    assert not words(run).equal(output)
+    assert not text_embeddings(run).equal(initial)
 
 
-def test_backbone_lora_alone_caches_prompt_embeddings(tmp_path: Path) -> None:
-    run = started(tmp_path, "backbone")
+def test_backbone_lora_caches_prompt_embeddings(tmp_path: Path) -> None:
+    run = build_run(tmp_path, "backbone")
     assert not any(key.startswith("text_encoder") for key in run.policy.weights.trainable())
-    output = words(run)
+    initial = text_embeddings(run)
     train_step(run, 0)
-    assert words(run).equal(output)
+    assert text_embeddings(run).equal(initial)
 
 
 def test_reference_uses_the_initial_text_encoder(tmp_path: Path) -> None:
-    run = started(tmp_path, "backbone", "text_encoder", more=("guidance=null",))
-    output = words(run)
+    run = build_run(tmp_path, "backbone", "text_encoder", overrides=("guidance=null",))
+    initial = text_embeddings(run)
     train_step(run, 0)
-    now = words(run)
+    trained = text_embeddings(run)
     with run.policy.weights.use("reference"):
-        assert words(run).equal(output)
-    assert words(run).equal(now) and not now.equal(output)
+        assert text_embeddings(run).equal(initial)
+    assert text_embeddings(run).equal(trained) and not trained.equal(initial)
 
 
-CLIPS = [f"vader-{name}-hps" for name in ("opensora", "videocrafter2", "wan")]
+VIDEO_RECIPES = [f"vader-{name}-hps" for name in ("opensora", "videocrafter2", "wan")]
 
 
-@pytest.mark.parametrize("recipe", [*(pytest.param(each, marks=pytest.mark.slow) for each in CLIPS), "srpo-flux-hps"])
+@pytest.mark.parametrize(
+    "recipe", [*(pytest.param(recipe, marks=pytest.mark.slow) for recipe in VIDEO_RECIPES), "srpo-flux-hps"]
+)
 def test_initial_samples_equal_those_of_a_frozen_text_encoder(recipe: str, tmp_path: Path) -> None:
-    made = []
-    for adapt in (("backbone",), ("backbone", "text_encoder")):
-        run = started(tmp_path, *adapt, recipe=recipe)
+    samples = []
+    for modules in (("backbone",), ("backbone", "text_encoder")):
+        run = build_run(tmp_path, *modules, recipe=recipe)
         policy = sampling_policy(run.policy)
         cond = policy.embed(["a cat", "a dog", "a cat"])
-        made.append(policy.sample(select_rows(cond, torch.tensor([2, 1])), Randomness(0, 0, torch.arange(2))).final)
-    torch.testing.assert_close(made[0], made[1], rtol=1e-4, atol=1e-5)
+        samples.append(policy.sample(select_rows(cond, torch.tensor([2, 1])), Randomness(0, 0, torch.arange(2))).final)
+    torch.testing.assert_close(samples[0], samples[1], rtol=1e-4, atol=1e-5)
 
 
 def test_text_encoder_training_resumes_bit_for_bit(tmp_path: Path) -> None:
-    whole = started(tmp_path / "whole", "backbone", "text_encoder")
-    list(train(whole))
-    list(train(started(tmp_path / "parts", "backbone", "text_encoder", more=("steps=1",))))
-    later = started(tmp_path / "parts", "backbone", "text_encoder")
-    result = checkpoint.latest_checkpoint(tmp_path / "parts")
-    assert result is not None
-    later.resume(result)
-    list(train(later))
-    assert not any(moved(copied(whole), later).values())
+    uninterrupted = build_run(tmp_path / "uninterrupted", "backbone", "text_encoder")
+    list(train(uninterrupted))
+    list(train(build_run(tmp_path / "resumed", "backbone", "text_encoder", overrides=("steps=1",))))
+    resumed = build_run(tmp_path / "resumed", "backbone", "text_encoder")
+    latest = checkpoint.latest_checkpoint(tmp_path / "resumed")
+    assert latest is not None
+    resumed.resume(latest)
+    list(train(resumed))
+    assert not any(changed_parameters(copy_parameters(uninterrupted), resumed).values())
 
 
 def test_exported_lora_has_the_keys_of_diffusers_and_comfyui(tmp_path: Path) -> None:
-    run = started(tmp_path, "backbone", "text_encoder")
+    run = build_run(tmp_path, "backbone", "text_encoder")
     weights = run.policy.weights
     assert isinstance(weights, LoraWeights)
     write_diffusers_lora(weights, Sd15Spec.layout, tmp_path / "d.safetensors", torch.float32)
@@ -152,33 +158,33 @@ def test_exported_lora_has_the_keys_of_diffusers_and_comfyui(tmp_path: Path) -> 
 
 def test_unknown_target_modules_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"qqq.*to_q"):
-        started(tmp_path, "backbone", more=("tuning.target_modules=[qqq]",))
+        build_run(tmp_path, "backbone", overrides=("tuning.target_modules=[qqq]",))
 
 
 def test_model_without_text_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tuning\.modules.*text_encoder"):
-        started(tmp_path, "backbone", "text_encoder", recipe="grpo-lora-toy-flow")
-    with pytest.raises(ConfigError, match="'modules' is empty"):
+        build_run(tmp_path, "backbone", "text_encoder", recipe="grpo-lora-toy-flow")
+    with pytest.raises(ConfigError, match="'modules'"):
         load("grpo-lora-toy-flow", ["tuning.modules=[]"])
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_text_encoder_training_on_two_ranks_equals_one(tmp_path: Path) -> None:
-    changes = ["steps=2", "process.num_steps=2", "batch.prompts=2"]
-    changes += ["tuning.modules=[backbone,text_encoder]", "tuning.dropout=0.1"]
-    changes += ["sample.every=0", "guard.every=0", "engine.precision=fp32", "checkpoint.every=2", "optim.lr=1e-3"]
-    changes += ["optim.eps=1e-5"]  # gradients of 1e-8 would otherwise be steps whose sign is one of rounding
-    result = []
+    settings = ["steps=2", "process.num_steps=2", "batch.prompts=2"]
+    settings += ["tuning.modules=[backbone,text_encoder]", "tuning.dropout=0.1"]
+    settings += ["sample.every=0", "guard.every=0", "engine.precision=fp32", "checkpoint.every=2", "optim.lr=1e-3"]
+    settings += ["optim.eps=1e-5"]  # otherwise rounding decides the sign of steps for gradients of 1e-8
+    weights = []
     for count in (1, 2):
-        place = f"output_dir={tmp_path}", f"name=on{count}"
-        on_ranks(count, "train", "vader-modelscope-hps", "--tiny", "--device", "cpu", *changes, *place)
-        run = build(make_tiny(load("vader-modelscope-hps", [*changes, *place])), tmp_path / f"on{count}")
+        output = f"output_dir={tmp_path}", f"name=on{count}"
+        on_ranks(count, "train", "vader-modelscope-hps", "--tiny", "--device", "cpu", *settings, *output)
+        run = build(make_tiny(load("vader-modelscope-hps", [*settings, *output])), tmp_path / f"on{count}")
         last = checkpoint.latest_checkpoint(tmp_path / f"on{count}")
         assert last is not None
         run.resume(last)
-        result.append(copied(run))
-    one, two = result
+        weights.append(copy_parameters(run))
+    one, two = weights
     assert any(key.startswith("text_encoder") for key in one)
     assert all(torch.allclose(x, two[key], atol=2e-6) for key, x in one.items())
 
@@ -186,6 +192,6 @@ def test_text_encoder_training_on_two_ranks_equals_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_sharding_with_text_encoder_training_is_refused(tmp_path: Path) -> None:
-    changes = ["tuning.modules=[backbone,text_encoder]", "engine.strategy=fsdp", f"output_dir={tmp_path}"]
+    settings = ["tuning.modules=[backbone,text_encoder]", "engine.strategy=fsdp", f"output_dir={tmp_path}"]
     with pytest.raises(AssertionError, match=r"'text_encoder.*tuning\.modules"):
-        on_ranks(2, "train", "vader-modelscope-hps", "--tiny", "--device", "cpu", *changes)
+        on_ranks(2, "train", "vader-modelscope-hps", "--tiny", "--device", "cpu", *settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from ..config.build import build_rubric
 from ..config.schema import RewardConfig
 from ..config.validate import build_component
 from ..core.errors import pluralize
+from ..core.output_paths import write_text_atomically
 from ..core.registry import ConfigError
 from ..core.reward import RewardError, RewardSpec, Rubric
 from ..core.types import Metadata, Placement
@@ -88,8 +88,9 @@ def parse_reward(text: str, option: str) -> tuple[str, RewardSpec]:
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        found = f"{option} {text!r:.80} is not a name or a mapping; expected jpeg or '{{type: jpeg}}'"
-        raise ConfigError(found) from error
+        raise ConfigError(
+            f"{option} {text!r:.80} is not a name or a mapping; expected jpeg or '{{type: jpeg}}'"
+        ) from error
     data = {"type": data} if isinstance(data, str) else data
     spec: RewardSpec = build_component(RewardSpec, data, option)
     return str(data["type"]), spec
@@ -140,16 +141,13 @@ def find_images_and_videos(path: Path, *, frame_folders: bool) -> list[Path]:
     below = [entry for entry in path.rglob("*") if not entry.name.startswith(".")]
     folders = [entry for entry in below if entry.is_dir()]
     videos = {x for x in folders if x.suffix == FRAMES_SUFFIX or (frame_folders and is_frame_folder(x))}
-    return sorted([*videos, *(file for file in below if is_image_or_video(file) and not videos & {*file.parents})])
+    files = [file for file in below if file.suffix.lower() in SUFFIXES and not videos & {*file.parents}]
+    return sorted([*videos, *files])
 
 
 def is_frame_folder(folder: Path) -> bool:
     files = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     return bool(files) and all(file.suffix.lower() in IMAGE_FORMATS for file in files)
-
-
-def is_image_or_video(file: Path) -> bool:
-    return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
 
 
 def read_metadata(path: Path, folder: Path) -> list[ImageRecord]:
@@ -195,7 +193,8 @@ def score_images(
             task = progress.add_task("scoring", total=len(images))
             for batch in batch_by_size(images, batch_size):
                 new = scorer.score_batch(batch) if isinstance(batch, list) else [batch]
-                nouns |= {sample_noun(image) for image in batch} if isinstance(batch, list) else set()
+                for image in batch if isinstance(batch, list) else ():
+                    nouns.add("video" if image.pixels is not None and len(image.pixels) > 1 else "image")
                 for row in new:
                     file.write(json.dumps(row) + "\n")
                     if "error" in row and len(images) > 1:
@@ -207,7 +206,10 @@ def score_images(
                 progress.advance(task, len(new))
     except OSError as error:
         raise ConfigError(f"{target} cannot be written ({error}); name another file with --out") from error
-    sort_scores(rows, images, target)
+    # In the order of the images; they were scored grouped by size.
+    order = {(str(image.file), image.prompt): i for i, image in enumerate(images)}
+    rows.sort(key=lambda row: order[row["file"], row["prompt"]])
+    write_text_atomically(target, "".join(json.dumps(row) + "\n" for row in rows))
     errors = [row["error"] for row in rows if "error" in row]
     noun = nouns.pop() if len(nouns) == 1 else "image"
     if errors and len(rows) == 1:
@@ -217,20 +219,6 @@ def score_images(
     console.print(f"{scored} scored, see {target}", markup=False, soft_wrap=True)
     if errors:
         raise RewardError(f"{len(errors)} of {pluralize(len(rows), noun)} could not be scored; see 'error' in {target}")
-
-
-def sample_noun(image: ImageRecord) -> str:
-    """What messages call a sample."""
-    return "video" if image.pixels is not None and len(image.pixels) > 1 else "image"
-
-
-def sort_scores(rows: list[ScoreRow], images: Sequence[ImageRecord], target: Path) -> None:
-    """Rewrite the scores in the order of the images; they were scored grouped by size."""
-    order = {(str(image.file), image.prompt): i for i, image in enumerate(images)}
-    rows.sort(key=lambda row: order[row["file"], row["prompt"]])
-    partial = target.with_name(f".{target.name}.partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(partial, target)
 
 
 def score_table(rows: Sequence[ScoreRow], names: Sequence[str], noun: str = "image") -> Table:

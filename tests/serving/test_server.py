@@ -121,7 +121,7 @@ def test_pending_requests_of_one_size_are_batched() -> None:
         assert scores == pytest.approx(each.pixels.mean((1, 2, 3, 4)).tolist())
 
 
-def test_failing_eachdoes_not_fail_its_batch() -> None:
+def test_failing_request_does_not_fail_its_batch() -> None:
     begun, go = threading.Event(), threading.Event()
 
     def picky(pixels: Tensor, prompts: Prompts, metadata: Sequence[Metadata]) -> Tensor:
@@ -180,10 +180,10 @@ def test_token_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("REWARD_TOKEN", "hush")
         assert score_locally(RemoteReward(url, token_env="REWARD_TOKEN")).equal(score_locally(ColorReward()))
         monkeypatch.setenv("REWARD_TOKEN", "wrong")
-        with pytest.raises(RewardError, match=r"refused \(401\): the token is missing or wrong"):
+        with pytest.raises(RewardError, match=r"401.*token"):
             score_locally(RemoteReward(url, token_env="REWARD_TOKEN", max_retries=1))
         monkeypatch.delenv("REWARD_TOKEN")
-        with pytest.raises(ConfigError, match="environment variable REWARD_TOKEN"):
+        with pytest.raises(ConfigError, match="REWARD_TOKEN"):
             RemoteReward(url, token_env="REWARD_TOKEN").load(Placement())
 
 
@@ -210,7 +210,7 @@ def test_invalid_requests_are_refused(path: str, kind: str, body: bytes, status:
         assert send(url, "/nothing")[0] == 404
 
 
-def test_eachwithout_length_or_cut_short_is_refused() -> None:
+def test_request_with_no_length_or_a_short_body_is_refused() -> None:
     with (
         serve_on_free_port(ColorReward()) as url,
         socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 20) as line,

@@ -1,0 +1,28 @@
+"""A run directory is resumed only with the configuration it was started with, unless changes are allowed."""
+
+from pathlib import Path
+
+import pytest
+
+from tastemaker.config.build import build
+from tastemaker.config.load import load
+from tastemaker.core.registry import ConfigError
+from tastemaker.training.run_directory import claim_run_directory, suggest_allow_change, write_run_config
+
+OVERRIDES = ["sample.every=0", "guard.every=0", "batch.prompts=4", "steps=1"]
+
+
+def test_refused_changes_name_the_options_that_allow_them(tmp_path: Path) -> None:
+    config = load("grpo-toy-flow", OVERRIDES)
+    write_run_config(config, tmp_path)
+    build(config, tmp_path).save(1)
+    changed = load("grpo-toy-flow", [*OVERRIDES, "steps=2", "optim.lr=0.5"])
+    with pytest.raises(ConfigError, match=r"--allow-change optim\.lr --allow-change steps"):
+        claim_run_directory(changed, tmp_path, ())
+    assert claim_run_directory(changed, tmp_path, ["optim.lr", "steps"]) is not None
+
+
+def test_suggestion_groups_many_changes_by_section() -> None:
+    assert suggest_allow_change(["optim.lr", "optim.max_grad_norm", "model.variant", "steps", "optim.eps"]) == (
+        "--allow-change model --allow-change optim --allow-change steps"
+    )
