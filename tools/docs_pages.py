@@ -33,14 +33,14 @@ from tastemaker.core.registry import Registry
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
-FAMILIES = {  # folders of recipes, in the order of the index
-    "toys": "Toys: tiny models of colors, for a CPU",
-    "playground": "Playground: small trained generators that ship with the package",
-    "images": "Images: FLUX, SD3.5, SDXL, SD1.5, Qwen-Image and DiT",
-    "video": "Video: Wan, CogVideoX, LTX, HunyuanVideo, Mochi and VADER's models",
-    "tokens": "Tokens: LlamaGen and Show-o",
-    "autoencoders": "Autoencoders and tokenizers",
-    "judges": "Judges: vision-language models",
+FAMILIES = {  # folders of recipes, in the order of the index: title and description
+    "playground": ("Playground", "Small trained generators that ship with the package. They run on a CPU or any GPU."),
+    "images": ("Images", "FLUX, SD3.5, SDXL, SD1.5, Qwen-Image, and DiTs from a folder of images."),
+    "video": ("Video", "Wan, CogVideoX, LTX, HunyuanVideo, Mochi, SVD and the models of VADER."),
+    "tokens": ("Tokens", "LlamaGen and Show-o."),
+    "autoencoders": ("Autoencoders", "VAEs and tokenizers."),
+    "judges": ("Judges", "Vision-language models that are fine-tuned to judge images."),
+    "toys": ("Toys", "Tiny models of colors, to try an objective on a CPU and to copy from."),
 }
 PAPERS = {  # method, as the first words of a recipe's description name it: arXiv number
     "AlignProp": "2310.03739",
@@ -95,7 +95,8 @@ def recipe_pages() -> tuple[Pages, list[Any]]:
         members = [row for row in rows.values() if row["family"] == family]
         if not members:
             continue
-        index.append(f"## {FAMILIES.get(family, family.capitalize())}")
+        title, about = FAMILIES.get(family, (family.capitalize(), ""))
+        index += [f"## {title}", about]
         index.append(
             table(
                 ["recipe", "what it does"],
@@ -104,8 +105,7 @@ def recipe_pages() -> tuple[Pages, list[Any]]:
         )
         for row in members:
             pages[f"recipes/{row['name']}.md"] = recipe_page(row["name"], row["description"])
-        short = FAMILIES.get(family, family.capitalize()).partition(":")[0]
-        navigation.append({short: [{row["name"]: f"recipes/{row['name']}.md"} for row in members]})
+        navigation.append({title: [{row["name"]: f"recipes/{row['name']}.md"} for row in members]})
     pages["recipes/index.md"] = join(index)
     return pages, navigation
 
@@ -150,7 +150,8 @@ def recipe_facts(config: Mapping[str, Any], description: str) -> list[list[str]]
             facts.append([key, component_link(kind, page)])
     if rewards := config.get("rewards"):
         shown = [
-            component_link(each["type"], "rewards") + (" (weight 0: only watched)" if each.get("weight") == 0 else "")
+            component_link(each["type"], "rewards")
+            + (" (weight 0: logged, not trained on)" if each.get("weight") == 0 else "")
             for each in rewards.values()
         ]
         facts.append(["rewards", ", ".join(shown)])
@@ -699,7 +700,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
                 generated |= pages
     for source, target in INCLUDED.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        generated[target] = adapt_links(text, source, target, config.repo_url)
+        front = "---\nhide: [navigation]\n---\n\n" if target == "index.md" else ""
+        generated[target] = front + adapt_links(text, source, target, config.repo_url)
     config.extra["generated_pages"] = generated
     return config
 
