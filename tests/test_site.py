@@ -109,11 +109,12 @@ def serve(site: Path) -> Iterator[str]:
         server.server_close()
 
 
-def find_console_errors(address: str, profile: Path) -> list[str]:
-    """What the browser's console says about pages, requests to other hosts included, which it cannot resolve."""
+def find_browser_errors(address: str, folder: Path) -> list[str]:
+    """What the browser's console says about pages, and what they request from other hosts."""
+    network_log = folder / "network.json"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     options += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    options += ["--enable-logging=stderr", "--v=0", f"--user-data-dir={profile}"]
+    options += ["--enable-logging=stderr", "--v=0", f"--user-data-dir={folder}", f"--log-net-log={network_log}"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
     errors = []
     for page in PAGES_IN_BROWSER:
@@ -121,6 +122,9 @@ def find_console_errors(address: str, profile: Path) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert "md-content" in done.stdout, page
         errors += [f"{page}: {line}" for line in done.stderr.splitlines() if "CONSOLE" in line]
+        # The browser itself requests updates; requests of the page have its address as initiator.
+        requests = re.findall(r'"initiator":"([^"]*)"[^\n]*?"url":"([^"]*)"', network_log.read_text(encoding="utf-8"))
+        errors += [f"{page}: {url}" for origin, url in requests if origin == address and not url.startswith(address)]
     return errors
 
 
@@ -136,4 +140,4 @@ def test_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -
     assert not find_foreign_resources(site, pages)
     if BROWSER:
         with serve(site) as address:
-            assert not find_console_errors(address, tmp_path / "profile")
+            assert not find_browser_errors(address, tmp_path)
