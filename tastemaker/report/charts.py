@@ -9,7 +9,9 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-from .run_record import Curve, RunRecord
+from .groups import RunGroup, mean_and_spread
+from .metric_names import METRIC_NAMES, MetricName, name_metric, name_score, name_task
+from .run_record import Curve
 
 WIDTH, HEIGHT = 340, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24
@@ -19,23 +21,6 @@ NUM_COLORS = 6
 OVERALL = "overall"
 SET_METRICS = ("frechet", "diversity")  # metrics of a whole set of samples, which have no value per task
 MAIN_METRICS = ("reward/mean", "kl", "grad_norm", "loss/policy", "loss")
-METRIC_TITLES = {
-    "reward/mean": ("training reward", "mean reward of the samples that the model is trained on"),
-    "kl": ("KL to the reference", "divergence of the policy from the reference model"),
-    "grad_norm": ("gradient norm", ""),
-    "loss/policy": ("loss", ""),
-    "loss": ("loss", ""),
-    "guard/reward/mean": ("training reward, fixed prompts", "always the same prompts and noise"),
-    "guard/diversity": ("diversity within prompts", "distance between samples of one prompt; 0 if all are equal"),
-    "guard/variety": ("variety between prompts", "distance between samples of different prompts"),
-    "guard/entropy": ("entropy", "of the brightness, in bits; low for blank images"),
-    "guard/edges": ("edges", "share of pixels where the brightness jumps"),
-    "guard/saturation": ("saturation", ""),
-    "guard/motion": ("motion", "of videos, in percent of the frame size per frame; 0 if frozen"),
-    "guard/frames": ("frame difference", "how much the frames of a video differ"),
-    "guard/flicker": ("flicker", "of videos; 0 if steady"),
-    "guard/dark": ("dark pixels", "share of dark pixels"),
-}
 
 
 def color_class(run: int) -> str:
@@ -107,14 +92,35 @@ def smooth_curve(curve: Curve) -> Curve:
     return [(step, mean) for (step, _), mean in zip(curve, means, strict=True)]
 
 
-def draw_chart(title: str, curves: Sequence[tuple[str, Curve]], identity: str) -> str:
-    """Draw one metric of several runs as SVG. The SVG title describes the curves for screen readers."""
+def curve_ends(curve: Curve) -> tuple[float, float]:
+    """Return the first and the last value of a curve as it is drawn: long curves are smoothed."""
+    drawn = smooth_curve(curve) if len(curve) >= MIN_SMOOTHED_POINTS else curve
+    return drawn[0][1], drawn[-1][1]
+
+
+def draw_chart(
+    title: str,
+    curves: Sequence[tuple[str, Curve]],
+    identity: str,
+    bands: Sequence[tuple[Curve, Curve] | None] = (),
+) -> str:
+    """Draw one metric of several runs as SVG. The SVG title describes the curves for screen readers.
+
+    A band has the lower and the upper curve of the spread around the curve in the same place.
+    """
     curves = [(name, downsample_curve(curve)) for name, curve in curves]
+    areas = [
+        (run, downsample_curve(band[0]), downsample_curve(band[1]))
+        for run, band in enumerate(bands)
+        if band is not None
+    ]
     points = [point for _, curve in curves for point in curve]
+    points += [point for _, low, high in areas for point in (*low, *high)]
     steps, values = [step for step, _ in points], [value for _, value in points]
     first = 0 if min(steps) <= 0.1 * max(steps) else min(steps)
     x_axis, y_axis = Axis(first, max(max(steps), first + 1), 1), nice_axis(min(values), max(values))
-    lines = "".join(_line(run, curve, x_axis, y_axis) for run, (_, curve) in enumerate(curves) if curve)
+    lines = "".join(_area(run, low, high, x_axis, y_axis) for run, low, high in areas if len(low) > 1)
+    lines += "".join(_line(run, curve, x_axis, y_axis) for run, (_, curve) in enumerate(curves) if curve)
     description = "; ".join(f"{name}: {describe_change(curve)}" for name, curve in curves if curve)
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{identity}">'
@@ -156,6 +162,13 @@ def _line(run: int, curve: Curve, x_axis: Axis, y_axis: Axis) -> str:
     return f'<polyline class="{color}" points="{_points(curve, x_axis, y_axis)}"/>{dots}'
 
 
+def _area(run: int, low: Curve, high: Curve, x_axis: Axis, y_axis: Axis) -> str:
+    if len(low) >= MIN_SMOOTHED_POINTS:
+        low, high = smooth_curve(low), smooth_curve(high)
+    points = _points([*low, *reversed(high)], x_axis, y_axis)
+    return f'<polygon class="band {color_class(run)}" points="{points}"/>'
+
+
 def _coordinates(curve: Curve, x_axis: Axis, y_axis: Axis) -> list[tuple[float, float]]:
     return [
         (x_axis.position(step, LEFT, WIDTH - RIGHT), y_axis.position(value, HEIGHT - BOTTOM, TOP))
@@ -170,8 +183,9 @@ def _points(curve: Curve, x_axis: Axis, y_axis: Axis) -> str:
 # Training curves
 
 
-def render_curves(records: Sequence[RunRecord]) -> str:
+def render_curves(groups: Sequence[RunGroup]) -> str:
     """Render a chart for each metric: rewards and optimization, the guard's metrics, and the rest folded away."""
+    records = [record for group in groups for record in group.records]
     names = list(dict.fromkeys(name for record in records for name in record.metric_names()))
     components = [name for name in names if name.startswith("rewards/")]
     # A single reward component equals the total reward and would be drawn twice.
@@ -180,56 +194,63 @@ def render_curves(records: Sequence[RunRecord]) -> str:
     ]
     main = [name for name in (MAIN_METRICS[0], *distinct, *MAIN_METRICS[1:]) if name in names]
     held_out = {f"guard/rewards/{name}" for record in records for name in record.held_out}
+    # Likewise on the guard's prompts.
+    repeated = {
+        name
+        for name in names
+        if name.startswith("guard/rewards/")
+        and all(record.curve(name) == record.curve("guard/reward/mean") for record in records)
+    }
     guard = sorted(
-        (name for name in names if name.startswith("guard/")),
-        key=lambda name: (name not in held_out, list(METRIC_TITLES).index(name) if name in METRIC_TITLES else 0),
+        (name for name in names if name.startswith("guard/") and name not in repeated),
+        key=lambda name: (name not in held_out, list(METRIC_NAMES).index(name) if name in METRIC_NAMES else 0),
     )
-    rest = [name for name in names if name not in {*main, *components, *guard}]
-    html = _curve_cards(records, main)
+    rest = [name for name in names if name not in {*main, *components, *guard, *repeated}]
+    html = _curve_cards(groups, main)
     if guard:
         text = "The guard samples fixed prompts from fixed noise and measures what the training reward may miss."
-        html += f'<h3 class="group" id="guard">Guard</h3><p class="quiet">{text}</p>{_curve_cards(records, guard)}'
+        html += f'<h3 class="group" id="guard">Guard</h3><p class="quiet">{text}</p>{_curve_cards(groups, guard)}'
     if rest:
-        html += f"<details><summary>{len(rest)} more metrics</summary>{_curve_cards(records, rest)}</details>"
+        html += f"<details><summary>{len(rest)} more metrics</summary>{_curve_cards(groups, rest)}</details>"
     return html
 
 
-def _curve_cards(records: Sequence[RunRecord], metrics: Sequence[str]) -> str:
-    return f'<div class="cards">{"".join(_curve_card(records, metric) for metric in metrics)}</div>'
+def _curve_cards(groups: Sequence[RunGroup], metrics: Sequence[str]) -> str:
+    return f'<div class="cards">{"".join(_curve_card(groups, metric) for metric in metrics)}</div>'
 
 
-def _curve_card(records: Sequence[RunRecord], metric: str) -> str:
-    title, explanation = _metric_title(records, metric)
-    curves = [(record.name, record.curve(metric)) for record in records]
-    ends = "".join(_first_and_last(run, curve, len(records)) for run, (_, curve) in enumerate(curves) if curve)
-    note = f"<p>{escape(explanation)}</p>" if explanation else ""
+def _curve_card(groups: Sequence[RunGroup], metric: str) -> str:
+    name = name_metric(metric, [record for group in groups for record in group.records])
+    curves = [(group.label, group.mean_curve(metric)) for group in groups]
+    ends = "".join(
+        f"<span>{_color_key(index) if len(groups) > 1 else ''}{format_change(group, metric)}</span> "
+        for index, group in enumerate(groups)
+        if group.mean_curve(metric)
+    )
     identity = "c-" + "".join(character if character.isalnum() else "-" for character in metric)
+    chart = draw_chart(name.title, curves, identity, [group.band(metric) for group in groups])
     return (
-        f'<figure class="card curve"><figcaption><h3>{escape(title)}</h3><p class="ends">{ends}</p></figcaption>'
-        f"{draw_chart(title, curves, identity)}{note}</figure>"
+        f'<figure class="card curve"><figcaption><h3>{escape(name.title)}</h3><p class="ends">{ends}</p></figcaption>'
+        f"{chart}{_metric_note(name)}</figure>"
     )
 
 
-def _metric_title(records: Sequence[RunRecord], metric: str) -> tuple[str, str]:
-    """Return the title of a metric and a short explanation, which may be empty."""
-    if metric in METRIC_TITLES:
-        return METRIC_TITLES[metric]
-    name = metric.rpartition("rewards/")[2]
-    holders = [record.name for record in records if name in record.held_out and record.curve(metric)]
-    if "rewards/" in metric and holders:
-        in_every_run = len(holders) == sum(bool(record.curve(metric)) for record in records)
-        if in_every_run:
-            return f"{name}, held out", "weight 0: measured, never trained on"
-        return name, f"held out in {', '.join(holders)}"
-    if metric.startswith("guard/rewards/"):
-        return f"{name}, fixed prompts", ""
-    return (f"reward: {name}", "") if metric.startswith("rewards/") else (metric.replace("_", " "), "")
+def _color_key(index: int) -> str:
+    return f'<span class="key {color_class(index)}"></span>'
 
 
-def _first_and_last(run: int, curve: Curve, num_runs: int) -> str:
-    smoothed = smooth_curve(curve)
-    key = f'<span class="key {color_class(run)}"></span>' if num_runs > 1 else ""
-    return f"<span>{key}{format_number(smoothed[0][1])} &rarr; {format_number(smoothed[-1][1])}</span> "
+def _metric_note(name: MetricName) -> str:
+    """Render which direction is better and what the metric is."""
+    texts = [f"<b>{name.better}</b>" if name.better else "", escape(name.explanation)]
+    return f"<p>{'; '.join(text for text in texts if text)}</p>" if any(texts) else ""
+
+
+def format_change(group: RunGroup, metric: str) -> str:
+    """Format the first and last value of a metric, as HTML, with the spread of the last over seeds."""
+    ends = [curve_ends(curve) for record in group.records if (curve := record.curve(metric))]
+    first, last = mean_and_spread([start for start, _ in ends]), mean_and_spread([end for _, end in ends])
+    spread = f" <i>&plusmn; {format_number(last.spread)}</i>" if last.spread is not None else ""
+    return f"<i>{format_number(first.mean)} &rarr;</i> {format_number(last.mean)}{spread}"
 
 
 # Evaluation scores
@@ -254,17 +275,34 @@ class EvaluationScores:
     scores: Mapping[str, Mapping[str, ScoreInterval]]
 
 
-def collect_evaluations(records: Sequence[RunRecord]) -> list[EvaluationScores]:
-    """Return all evaluations of the runs that have scores, in order."""
+def collect_evaluations(groups: Sequence[RunGroup]) -> list[EvaluationScores]:
+    """Return all evaluations that have scores, in order. Evaluations of the same name are averaged over seeds."""
     evaluations = []
-    for run, record in enumerate(records):
-        for number, (name, report) in enumerate(record.evaluations.items(), 1):
-            label = f"{record.name}: {name}" if len(records) > 1 else name
-            evaluations.append(EvaluationScores(label, run, number == len(record.evaluations), _parse_scores(report)))
+    for run, group in enumerate(groups):
+        names = dict.fromkeys(name for record in group.records for name in record.evaluations)
+        for number, name in enumerate(names, 1):
+            tables = [parse_scores(record.evaluations[name]) for record in group.records if name in record.evaluations]
+            label = f"{group.label}: {name}" if len(groups) > 1 else name
+            scores = tables[0] if len(tables) == 1 else _average_scores(tables)
+            evaluations.append(EvaluationScores(label, run, number == len(names), scores))
     return [evaluation for evaluation in evaluations if evaluation.scores]
 
 
-def _parse_scores(report: Mapping[str, Any]) -> dict[str, dict[str, ScoreInterval]]:
+def _average_scores(
+    tables: Sequence[Mapping[str, Mapping[str, ScoreInterval]]],
+) -> dict[str, dict[str, ScoreInterval]]:
+    """Return means over seeds, each with an interval of one standard deviation to both sides."""
+    averages: dict[str, dict[str, ScoreInterval]] = {}
+    for metric, tasks in tables[0].items():
+        for task in tasks:
+            found = [table[metric][task].mean for table in tables if task in table.get(metric, {})]
+            value = mean_and_spread(found)
+            spread = value.spread or 0.0
+            averages.setdefault(metric, {})[task] = ScoreInterval(value.mean, value.mean - spread, value.mean + spread)
+    return averages
+
+
+def parse_scores(report: Mapping[str, Any]) -> dict[str, dict[str, ScoreInterval]]:
     """Read scores by metric and task from a report that nests them in either order, and metrics of the whole set."""
     entries = [*_items(report.get("means")), *((name, report.get(name)) for name in SET_METRICS)]
     cells = [(metric, OVERALL, value) for metric, value in entries]
@@ -303,7 +341,9 @@ def _bar_card(metric: str, evaluations: Sequence[EvaluationScores]) -> str:
     scores = [score for evaluation in evaluations for score in evaluation.scores[metric].values()]
     top = max([1.0, *(score.high or score.mean for score in scores)])
     groups = "".join(_task_bars(task, metric, evaluations, top) for task in tasks)
-    return f'<figure class="card bars"><figcaption><h3>{escape(metric)}</h3></figcaption><dl>{groups}</dl></figure>'
+    name = name_score(metric)
+    heading = f"<h3>{escape(name.title)}</h3>{_metric_note(name)}"
+    return f'<figure class="card bars"><figcaption>{heading}</figcaption><dl>{groups}</dl></figure>'
 
 
 def _task_bars(task: str, metric: str, evaluations: Sequence[EvaluationScores], top: float) -> str:
@@ -312,7 +352,7 @@ def _task_bars(task: str, metric: str, evaluations: Sequence[EvaluationScores], 
         for evaluation in evaluations
         if (score := evaluation.scores[metric].get(task)) is not None
     ]
-    return f"<dt>{escape(task.replace('_', ' '))}</dt>{''.join(bars)}"
+    return f"<dt>{escape(name_task(task))}</dt>{''.join(bars)}"
 
 
 def _bar(score: ScoreInterval, top: float, evaluation: EvaluationScores) -> str:

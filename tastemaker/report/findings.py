@@ -13,6 +13,7 @@ from .run_record import Curve, RunRecord
 
 NUM_STANDARD_ERRORS = 4.0  # minimal size of a change that is reported
 MIN_TREND_STEPS = 10  # shorter curves have no trend
+TREND_VALUES = "The values are medians of the first and the last fifth of the steps."
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _hacking_findings(record: RunRecord, num_checks: int) -> list[ReportFinding]
     falls = [f"the held-out reward '{name}' fell {trend}" for name, trend in trends.items() if trend and trend.fell]
     if not falls:
         return []
-    text = f"Probable reward hacking: the training reward rose {reward}, while {' and '.join(falls)}."
+    text = f"Probable reward hacking: the training reward rose {reward}, while {' and '.join(falls)}. {TREND_VALUES}"
     return [ReportFinding("warning", text)]
 
 
@@ -141,7 +142,8 @@ def _learning_findings(record: RunRecord) -> list[ReportFinding]:
     change = reward_change(record)
     if change is not None and not change.rose:
         text = "fell" if change.fell else "did not rise beyond its noise"
-        findings.append(ReportFinding("note", f"The training reward {text} ({change})."))
+        values = f" {TREND_VALUES}" if isinstance(change, Trend) else ""
+        findings.append(ReportFinding("note", f"The training reward {text} ({change}).{values}"))
     return findings
 
 
@@ -149,6 +151,6 @@ def _healthy_finding(record: RunRecord, num_checks: int) -> ReportFinding:
     if not num_checks:
         return ReportFinding("note", "The guard was off, so only the training reward was measured.")
     watched = " or ".join([*(f"the held-out reward '{name}'" for name in record.held_out), "diversity"])
-    return ReportFinding(
-        "good", f"No sign of reward hacking in {num_checks} checks: no fall of {watched} beyond noise."
-    )
+    text = f"No sign of reward hacking in {num_checks} checks: no fall of {watched} beyond noise."
+    # Diversity alone cannot show that the model improved.
+    return ReportFinding("good" if record.held_out else "note", text)

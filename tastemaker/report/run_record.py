@@ -17,6 +17,8 @@ from ..training.safetensors_io import CheckpointError
 
 Row = Mapping[str, Any]
 Curve = list[tuple[int, float]]  # steps and values
+EVALUATION_FOLDERS = ("eval", "evaluations")
+VERDICTS = ("strict", "correct")  # scores of a sample that are 1 if it is right and 0 if it is wrong
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,16 @@ class SampleGrid:
     frames: int
     sample_size: tuple[int, int]  # width and height of a sample
     boxes: tuple[tuple[int, int, int, int], ...]  # left, top, right, bottom
+
+
+@dataclass(frozen=True)
+class EvaluatedSample:
+    """A sample of an evaluation with the verdict of its scorer."""
+
+    prompt: str
+    path: Path
+    is_right: bool | None  # None if the benchmark has no verdict
+    reasons: str  # why it is wrong
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,12 @@ class RunRecord:
         items = rewards.items() if isinstance(rewards, Mapping) else ()
         return tuple(name for name, reward in items if isinstance(reward, Mapping) and reward.get("weight") == 0)
 
+    def reward_weight(self, name: str) -> float:
+        rewards = self.config.get("rewards")
+        reward = rewards.get(name) if isinstance(rewards, Mapping) else None
+        weight = reward.get("weight") if isinstance(reward, Mapping) else None
+        return float(weight) if isinstance(weight, int | float) else 1.0
+
     @property
     def best_checkpoint(self) -> str | None:
         """Name of the checkpoint with the highest held-out score, or None if the run did not mark one."""
@@ -105,10 +123,29 @@ def read_run(directory: Path) -> RunRecord:
 
 def _read_evaluations(directory: Path) -> dict[str, Row]:
     """Read the reports of a run's evaluations, the oldest first."""
-    paths = [path for folder in ("eval", "evaluations") for path in directory.glob(f"{folder}/*/report.json")]
+    paths = [path for folder in EVALUATION_FOLDERS for path in directory.glob(f"{folder}/*/report.json")]
     paths.sort(key=lambda path: (path.stat().st_mtime, path))
     reports = {path.parent.name: _read_json(path) for path in paths}
     return {name: report for name, report in reports.items() if report}
+
+
+def read_evaluated_samples(record: RunRecord, evaluation: str) -> dict[tuple[int, int], EvaluatedSample]:
+    """Read the samples of an evaluation by prompt number and seed, in the benchmark's order."""
+    samples = {}
+    for folder in (record.directory / parent / evaluation for parent in EVALUATION_FOLDERS):
+        for line in _read_text(folder / "scores.jsonl").splitlines():
+            try:
+                row = json.loads(line)
+                verdict = next((row[name] for name in VERDICTS if row.get(name) in (0, 1)), None)
+                reasons = "; ".join(map(str, row.get("reasons") or ()))
+                if "read" in row:
+                    reasons = f"read as '{row['read']}'"
+                is_right = None if verdict is None else bool(verdict)
+                sample = EvaluatedSample(str(row["prompt"]), folder / row["file"], is_right, reasons)
+                samples[int(row["index"]), int(row["seed"])] = sample
+            except (KeyError, TypeError, ValueError, AttributeError):
+                continue
+    return samples
 
 
 def _read_text(path: Path) -> str:

@@ -1,4 +1,8 @@
-"""Samples in the report: cut out of their grids, embedded as data URIs, shown before, during and after training."""
+"""Samples in the report: embedded as data URIs, shown before, during and after training.
+
+Pictures before and after training come from the held-out evaluations where a run has them, because these have
+verdicts. Otherwise they are cut out of the grids of samples that were written during training.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,14 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from ..data.image_io import ImageError, read_image, to_uint8
-from .run_record import RunRecord, SampleGrid
+from .headline import find_evaluation_pair
+from .metric_names import name_benchmark
+from .run_record import EvaluatedSample, RunRecord, SampleGrid, read_evaluated_samples
 
-NUM_PAIRS = 16  # prompts shown before and after training
+NUM_PAIRS = 12  # prompts shown before and after training
 FILMSTRIP_PROMPTS, FILMSTRIP_STEPS = 6, 10
 THUMBNAIL = 160  # pixels
 MAX_SIDE = 512  # pixels of the longer side of an embedded image
@@ -38,21 +45,102 @@ class EmbeddedImage:
         return self.height <= MAX_PNG_SIDE
 
 
-def embed_samples(grid: SampleGrid, count: int, max_side: int = MAX_SIDE) -> list[EmbeddedImage]:
-    """Embed the first `count` samples of a grid. Returns an empty list if the file cannot be read."""
+@dataclass(frozen=True)
+class Sample:
+    """A sample of one prompt, as a strip of frames if it is a video."""
+
+    image: Image.Image
+    num_frames: int  # in the strip
+    is_right: bool | None = None  # None without a verdict
+    reasons: str = ""  # why it is wrong
+
+
+@dataclass(frozen=True)
+class SamplePair:
+    """Samples of the same prompt from the same noise, before and after training."""
+
+    prompt: str
+    before: Sample
+    after: Sample
+
+
+@dataclass(frozen=True)
+class BeforeAndAfter:
+    """Pairs of samples with the steps that they are from, and where they come from."""
+
+    pairs: tuple[SamplePair, ...]
+    first_step: int
+    last_step: int
+    source: str  # sentences
+
+
+def read_grid(grid: SampleGrid, count: int) -> list[Sample]:
+    """Cut the first `count` samples out of a grid. Returns an empty list if the file cannot be read."""
     try:
         frames = read_image(grid.path)  # [F, 3, H, W]
     except ImageError:
         return []
+    return [
+        _make_sample(frames[:, :, top:bottom, left:right], grid.sample_size)
+        for left, top, right, bottom in grid.boxes[:count]
+    ]
+
+
+def _make_sample(frames: Tensor, size: tuple[int, int] | None = None, verdict: EvaluatedSample | None = None) -> Sample:
+    """Make a strip of some frames [F, 3, H, W], reduced to `size` if it is given."""
     picks = torch.linspace(0, len(frames) - 1, min(FRAMES_PER_STRIP, len(frames))).round().long()
-    images: list[EmbeddedImage] = []
-    for left, top, right, bottom in grid.boxes[:count]:
-        cells = [Image.fromarray(frame) for frame in to_uint8(frames[picks, :, top:bottom, left:right])]
+    cells = [Image.fromarray(frame) for frame in to_uint8(frames[picks])]
+    if size is not None:
         # Image grids are enlarged by whole factors, so nearest restores the samples exactly. Videos are compressed.
         resampling = Image.Resampling.NEAREST if len(cells) == 1 else Image.Resampling.BOX
-        strip = concatenate_frames([cell.resize(grid.sample_size, resampling) for cell in cells])
-        images.append(encode_image(strip, max_side * len(cells)))
-    return images
+        cells = [cell.resize(size, resampling) for cell in cells]
+    strip = concatenate_frames(cells)
+    return Sample(strip, len(cells), verdict.is_right, verdict.reasons) if verdict else Sample(strip, len(cells))
+
+
+def embed_samples(grid: SampleGrid, count: int, max_side: int = MAX_SIDE) -> list[EmbeddedImage]:
+    """Embed the first `count` samples of a grid. Returns an empty list if the file cannot be read."""
+    return [encode_image(sample.image, max_side * sample.num_frames) for sample in read_grid(grid, count)]
+
+
+def read_before_and_after(record: RunRecord, count: int = NUM_PAIRS) -> BeforeAndAfter | None:
+    """Return pairs of samples, with verdicts if the run was evaluated before and after; None if there is no pair."""
+    found = _pairs_of_evaluations(record, count) or _pairs_of_grids(record, count)
+    return found if found and found.pairs else None
+
+
+def _pairs_of_evaluations(record: RunRecord, count: int) -> BeforeAndAfter | None:
+    names = find_evaluation_pair(record)
+    if names is None or names.before is None:
+        return None
+    before, after = (read_evaluated_samples(record, name) for name in (names.before, names.after))
+    pairs: dict[int, SamplePair] = {}
+    for index, seed in before:  # the first readable sample of each of the first prompts
+        if index in pairs or len(pairs) == count or (index, seed) not in after:
+            continue
+        try:
+            first, last = (
+                _make_sample(read_image(row.path), verdict=row) for row in (before[index, seed], after[index, seed])
+            )
+        except ImageError:
+            continue
+        pairs[index] = SamplePair(before[index, seed].prompt, first, last)
+    if not pairs:
+        return None
+    benchmark = name_benchmark(str(record.evaluations[names.after].get("benchmark", "the evaluation")))
+    source = f"The first {len(pairs)} prompts of {benchmark}, from the same noise before and after."
+    return BeforeAndAfter(tuple(pairs.values()), 0, names.step, source)
+
+
+def _pairs_of_grids(record: RunRecord, count: int) -> BeforeAndAfter | None:
+    if len(record.sample_grids) < 2:
+        return None
+    first, last = record.sample_grids[0], record.sample_grids[-1]
+    rows = zip(last.prompts, read_grid(first, count), read_grid(last, count), strict=False)
+    return BeforeAndAfter(
+        tuple(SamplePair(*row) for row in rows), first.step, last.step,
+        "Samples of the same prompts from the same noise, at the first and the last step.",
+    )  # fmt: skip
 
 
 def concatenate_frames(cells: list[Image.Image]) -> Image.Image:
@@ -89,22 +177,38 @@ def data_uri(content: bytes, suffix: str) -> str:
     return f"data:{MIME_TYPES[suffix]};base64,{base64.b64encode(content).decode('ascii')}"
 
 
-def render_before_and_after(record: RunRecord) -> str:
-    """Render a card for each prompt with its first and its last sample."""
-    if len(record.sample_grids) < 2:
-        return '<p class="quiet">Samples of only one step were kept, so there is nothing to compare.</p>'
-    first, last = record.sample_grids[0], record.sample_grids[-1]
-    video_class = " clips" if first.frames > 1 else ""
-    cards = []
-    pairs = zip(last.prompts, embed_samples(first, NUM_PAIRS), embed_samples(last, NUM_PAIRS), strict=False)
-    for prompt, before, after in pairs:
-        figures = _figure(before, "before", first, prompt) + _figure(after, "after", last, prompt)
-        label = _prompt_label(prompt)
-        cards.append(f'<div class="card pair"><p>{label}</p><div class="two{video_class}">{figures}</div></div>')
-    if not cards:
-        return '<p class="quiet">The sample files cannot be read.</p>'
-    html = f'<div class="cards pairs">{"".join(cards)}</div>'
-    return f'<p class="quiet">{_mean_scores(first, last)}</p>{html}{_embedded_videos(first, last)}'
+def render_before_and_after(record: RunRecord, count: int = NUM_PAIRS) -> str:
+    """Render a card for each prompt with its first and its last sample, right or wrong where there is a verdict."""
+    found = read_before_and_after(record, count)
+    if found is None:
+        reason = (
+            "Samples of only one step were kept, so there is nothing to compare."
+            if len(record.sample_grids) < 2
+            else "The sample files cannot be read."
+        )
+        return f'<p class="quiet">{reason}</p>'
+    cards = "".join(_pair_card(pair, found) for pair in found.pairs)
+    text = escape(f"{found.source}{_count_verdicts(found.pairs)}")
+    clips = _embedded_videos(record.sample_grids[0], record.sample_grids[-1]) if len(record.sample_grids) > 1 else ""
+    return f'<p class="quiet">{text}</p><div class="cards pairs">{cards}</div>{clips}'
+
+
+def _pair_card(pair: SamplePair, found: BeforeAndAfter) -> str:
+    figures = _figure(pair.before, "before", found.first_step, pair.prompt)
+    figures += _figure(pair.after, "after", found.last_step, pair.prompt)
+    kind = "clips" if pair.after.num_frames > 1 else "compare"
+    return f'<div class="card pair"><p>{_prompt_label(pair.prompt)}</p><div class="two {kind}">{figures}</div></div>'
+
+
+def _count_verdicts(pairs: Sequence[SamplePair]) -> str:
+    judged = [pair for pair in pairs if pair.before.is_right is not None and pair.after.is_right is not None]
+    if not judged:
+        return ""
+    before, after = (
+        sum(pair.before.is_right is True for pair in judged),
+        sum(pair.after.is_right is True for pair in judged),
+    )
+    return f" Right: {before} of {len(judged)} before and {after} of {len(judged)} after training."
 
 
 def render_filmstrip(record: RunRecord) -> str:
@@ -136,9 +240,18 @@ def _evenly_spaced(grids: Sequence[SampleGrid]) -> list[SampleGrid]:
     return [grids[i] for i in sorted(indices)]
 
 
-def _figure(image: EmbeddedImage, when: str, grid: SampleGrid, prompt: str) -> str:
-    alt = f"{when} training, step {grid.step}: {prompt or 'the empty prompt'}"
-    return f"<figure>{_image(image, alt, when)}<figcaption>{when}, step {grid.step}</figcaption></figure>"
+def _figure(sample: Sample, when: str, step: int, prompt: str) -> str:
+    mark = "" if sample.is_right is None else "right" if sample.is_right else "wrong"
+    reasons = f" ({sample.reasons})" if sample.reasons and mark == "wrong" else ""
+    alt = f"{when} training, step {step}: {prompt or 'the empty prompt'}"
+    image = _image(
+        encode_image(sample.image, MAX_SIDE * sample.num_frames), f"{alt}; {mark}{reasons}" if mark else alt, when
+    )
+    sign = {"right": "&#10003;", "wrong": "&#10007;"}.get(mark, "")
+    badge = (
+        f' <span class="mark {mark}" title="{escape(sample.reasons, quote=True)}">{sign} {mark}</span>' if mark else ""
+    )
+    return f'<figure class="{mark or "unmarked"}">{image}<figcaption>{when}, step {step}{badge}</figcaption></figure>'
 
 
 def _image(image: EmbeddedImage, alt: str, css_class: str = "") -> str:
@@ -151,16 +264,6 @@ def _prompt_label(prompt: str) -> str:
     if not prompt:
         return "<i>the empty prompt</i>"
     return f'<span class="prompt" title="{escape(prompt, quote=True)}">{escape(prompt)}</span>'
-
-
-def _mean_scores(first: SampleGrid, last: SampleGrid) -> str:
-    changes = [
-        f"{escape(name)} {first.scores[name]:.3g} &rarr; {score:.3g}"
-        for name, score in last.scores.items()
-        if name in first.scores
-    ]
-    text = "Both columns use the same prompts and the same noise."
-    return f"{text} Mean scores: {', '.join(changes)}." if changes else text
 
 
 def _embedded_videos(first: SampleGrid, last: SampleGrid) -> str:

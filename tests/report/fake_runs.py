@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from PIL import Image
 
 from tastemaker.training.events import (
     Event,
@@ -74,12 +75,13 @@ def record_files(held: float, video_suffix: str, settings: tuple[tuple[str, Any]
         return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def write_fake_run(directory: Path, held: float, **settings: Any) -> Path:
-    """Write the directory of a synthetic run."""
+def write_fake_run(directory: Path, held: float, *, seed: int | None = None, **settings: Any) -> Path:
+    """Write the directory of a synthetic run. A seed is written to its configuration only."""
     for name, content in record_files(held, sample_grids.video_suffix(), tuple(settings.items())).items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
-    (directory / "config.yaml").write_text(CONFIG % directory.name, encoding="utf-8")
+    config = CONFIG % directory.name + (f"seed: {seed}\n" if seed is not None else "")
+    (directory / "config.yaml").write_text(config, encoding="utf-8")
     (directory / "environment.json").write_text(json.dumps({"torch": "9.9.9", "device": "abacus"}), encoding="utf-8")
     return directory
 
@@ -94,8 +96,29 @@ def write_guard_checkpoint(directory: Path, step: int, changes: Sequence[float])
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
 
-def write_evaluation(directory: Path, name: str, score: float) -> None:
+def write_evaluation(directory: Path, name: str, score: float, **extra: Any) -> Path:
+    """Write the report of an evaluation, with further keys such as its benchmark."""
     tasks = {"counting": {"strict": {"mean": score, "low": score - 0.05, "high": score + 0.05}}}
     folder = directory / "eval" / name
     folder.mkdir(parents=True)
-    (folder / "report.json").write_text(json.dumps({"means": {"strict": score}, "by_tag": tasks}), encoding="utf-8")
+    report = {"means": {"strict": score}, "by_tag": tasks, **extra}
+    (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    return folder
+
+
+def write_evaluated_samples(folder: Path, prompts: Sequence[str], verdicts: Sequence[float]) -> None:
+    """Write samples of an evaluation with their verdicts, one of each prompt."""
+    rows = []
+    for index, (prompt, verdict) in enumerate(zip(prompts, verdicts, strict=True)):
+        Image.new("RGB", (16, 16), (255 * int(verdict), 99, index)).save(folder / f"{index}.png")
+        reasons = [] if verdict else [f"expected <b>{prompt}</b>, found nothing"]
+        row = {
+            "file": f"{index}.png",
+            "index": index,
+            "seed": 0,
+            "prompt": prompt,
+            "strict": verdict,
+            "reasons": reasons,
+        }
+        rows.append(json.dumps(row))
+    (folder / "scores.jsonl").write_text("\n".join(rows), encoding="utf-8")

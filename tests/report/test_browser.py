@@ -43,6 +43,36 @@ addEventListener("load", () => {
 });
 </script>"""
 
+USE = """<script>
+addEventListener("load", () => {
+  const frame = document.querySelector("iframe"), page = frame.contentDocument, view = frame.contentWindow;
+  const press = (target, key) => target.dispatchEvent(new view.KeyboardEvent("keydown", { key, bubbles: true }));
+  const result = [], note = value => result.push(value);
+  const first = page.querySelector("img.before"), toggle = page.querySelector("button.view");
+  const pair = first.closest(".two"), range = pair.querySelector("input");
+  const shown = () => getComputedStyle(range).display != "none";
+  note(shown());
+  toggle.click();
+  range.value = 80;
+  range.dispatchEvent(new view.Event("input"));
+  note(shown() + " " + getComputedStyle(pair.querySelector("img.after")).clipPath);
+  const box = page.querySelector("dialog");
+  press(first, "Enter");
+  const picture = box.querySelector("img");
+  note(box.open + " " + (picture.src == first.src));
+  press(box, "ArrowRight");
+  note(picture.src == pair.querySelector("img.after").src);
+  press(box, "ArrowLeft");
+  press(box, "ArrowLeft");
+  note(picture.alt.includes("step"));
+  press(box, "Escape");
+  note(box.open);
+  first.click();
+  note(box.open);
+  document.body.dataset.result = result.join("|");
+});
+</script>"""
+
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 
 
@@ -64,16 +94,16 @@ def browse(path: Path, *options: str) -> str:
     return process.stdout
 
 
-def write_frame(page: Path, width: int) -> Path:
+def write_frame(page: Path, width: int, script: str) -> Path:
     """Embed the page in a frame, because desktop browsers limit the width of their windows."""
     path = page.with_name(f"frame-{width}.html")
     inner = html.escape(page.read_text(encoding="utf-8"), quote=True)
-    path.write_text(f'<body><iframe style="border:0;width:{width}px;height:900px" srcdoc="{inner}"></iframe>{PROBE}')
+    path.write_text(f'<body><iframe style="border:0;width:{width}px;height:900px" srcdoc="{inner}"></iframe>{script}')
     return path
 
 
-def probe(page: Path, width: int, *options: str) -> list[str]:
-    dumped = browse(write_frame(page, width), "--dump-dom", "--virtual-time-budget=5000", *options)
+def probe(page: Path, width: int, *options: str, script: str = PROBE) -> list[str]:
+    dumped = browse(write_frame(page, width, script), "--dump-dom", "--virtual-time-budget=5000", *options)
     match = re.search(r'data-result="([^"]*)"', dumped)
     assert match, "the probe did not run"
     return html.unescape(match[1]).split("|")
@@ -95,3 +125,12 @@ def test_page_renders(page: Path) -> None:
     browse(page, f"--screenshot={picture}", "--window-size=1280,2400")
     with Image.open(picture) as image:
         assert image.size == (1280, 2400) and len(image.convert("RGB").getcolors(2**24) or []) > 200
+
+
+@pytest.mark.parametrize(("width", "slider_first"), [(1280, "false"), (360, "true")], ids=["desktop", "phone"])
+def test_slider_and_lightbox_work(page: Path, width: int, slider_first: str) -> None:
+    before, moved, opened, stepped, wrapped, closed, clicked = probe(page, width, script=USE)
+    assert before == slider_first
+    if width > 520:  # the button showed the sliders, and on a phone it hid them
+        assert moved == "true inset(0px 0px 0px 80%)"
+    assert (opened, stepped, wrapped, closed, clicked) == ("true true", "true", "true", "false", "true")

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
 from io import BytesIO, StringIO
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 import torch
-from fake_runs import events, write_evaluation, write_fake_run, write_guard_checkpoint
+from fake_runs import events, write_evaluated_samples, write_evaluation, write_fake_run, write_guard_checkpoint
 from PIL import Image
 from rich.console import Console
 
 from tastemaker.cli import EXIT_USAGE, main
 from tastemaker.report.charts import ScoreInterval, collect_evaluations, nice_axis, smooth_curve
 from tastemaker.report.findings import collect_findings
+from tastemaker.report.groups import group_runs
+from tastemaker.report.headline import find_evaluation_pair, format_score, make_headline
 from tastemaker.report.page import write_report
 from tastemaker.report.run_record import read_run
 from tastemaker.report.samples import embed_samples
@@ -74,7 +78,10 @@ def test_page_is_balanced_and_self_contained(tmp_path: Path, frames: int) -> Non
     write_evaluation(runs[0], "before", 0.4)
     text, checker = check_page(write_report(runs, tmp_path / "both.html"))
     assert checker.fetched and all(source.startswith("data:") for source in checker.fetched)
-    assert not {"script", "link", "iframe", "object"} & set(checker.tags)
+    assert not {"link", "iframe", "object", "form", "base"} & set(checker.tags)
+    assert checker.tags.count("script") == 1 and "<script>" in text  # inline
+    digest = base64.b64encode(hashlib.sha256(text.split("<script>")[1].split("</script>")[0].encode()).digest())
+    assert "default-src 'none'" in text and f"script-src 'sha256-{digest.decode()}'" in text
     assert not re.search(r"https?://|url\(|@import", re.sub(r'src="data:[^"]*"', "", text))
     assert len(checker.identities) == len(set(checker.identities))
     assert set(checker.targets) <= set(checker.identities)
@@ -184,7 +191,7 @@ def test_evaluation_reports_by_score_or_by_task(tmp_path: Path) -> None:
     report = {"benchmark": "playeval", "scores": {"strict": {"counting": task, "overall": overall}}, "frechet": 1.75}
     (run_dir / "evaluations/last").mkdir(parents=True)
     (run_dir / "evaluations/last/report.json").write_text(json.dumps(report))
-    (evaluation,) = collect_evaluations([read_run(run_dir)])
+    (evaluation,) = collect_evaluations(group_runs([read_run(run_dir)]))
     assert {metric: list(scores) for metric, scores in evaluation.scores.items()} == {
         "strict": ["overall", "counting"],
         "frechet": ["overall"],
@@ -202,6 +209,163 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     text, _ = check_page(write_report(runs, tmp_path / "both.html"))
     assert '<th scope="row">objective.group_size</th><td>8</td><td>16</td>' in text
     assert 'class="run-1" points' in text and 'class="run-2" points' in text
+
+
+def test_headline_is_the_held_out_evaluation_and_pictures_follow(tmp_path: Path) -> None:
+    run_dir = write_fake_run(tmp_path / "run", 0.1)
+    write_evaluation(run_dir, "before", 0.3, benchmark="playeval")
+    write_evaluation(run_dir, "after", 0.612, benchmark="playeval")
+    text, _ = check_page(write_report([run_dir]))
+    places = [text.index(part) for part in ("<h1>Strict PlayEval .30 to .61</h1>", "Higher is better", "<img ")]
+    assert places == sorted(places)
+    headings = re.findall(r'<h2 id="(\w+)"', text)
+    assert headings == ["samples", "film", "curves", "found", "tasks", "config", "environment"]
+
+
+def test_headline_without_an_evaluation_is_the_training_reward(tmp_path: Path) -> None:
+    record = read_run(write_fake_run(tmp_path / "run", 0.1))
+    headline = make_headline(group_runs([record])[0])
+    curve = record.curve("guard/reward/mean")
+    assert headline and (headline.before, headline.after) == (curve[0][1], curve[-1][1])
+    text, _ = check_page(write_report([record.directory]))
+    value = f"{format_score(curve[0][1])} to {format_score(curve[-1][1])}"
+    assert f"<h1>Training reward {value}</h1>" in text and "no held-out score" in text
+
+
+def test_headline_of_an_autoencoder_is_its_reconstruction(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "copies.json").write_text('{"pictures": 9, "psnr": 21.5}')
+    headline = make_headline(group_runs([read_run(tmp_path)])[0])
+    assert headline and headline.text == "reconstruction PSNR 21.5" and "9 held-out images" in headline.source
+
+
+@pytest.mark.parametrize(
+    ("first", "pair"),
+    [
+        ("run, untrained, live, SingleSample(), seed 0, settings a", ("start", "end")),
+        ("run, untrained, live, BestOfN(n=4), seed 0, settings a", (None, "end")),
+        ("run, untrained, live, SingleSample(), seed 1, settings a", (None, "end")),
+        ("run, step-000020, live, SingleSample(), seed 0, settings a", (None, "end")),
+    ],
+    ids=["same settings", "another search", "another seed", "trained"],
+)
+def test_only_comparable_evaluations_are_before_and_after(
+    tmp_path: Path, first: str, pair: tuple[str | None, str]
+) -> None:
+    run_dir = write_fake_run(tmp_path / "run", 0.1)
+    second = "run, step-000060, ema, SingleSample(), seed 0, settings b"
+    for name, model in (("end", second), ("start", first)):
+        write_evaluation(run_dir, name, 0.5, benchmark="playeval", model=model)
+    found = find_evaluation_pair(read_run(run_dir))
+    assert found and (found.before, found.after) == pair and found.step == 60
+
+
+def test_samples_of_evaluations_are_marked_right_or_wrong(tmp_path: Path) -> None:
+    run_dir = write_fake_run(tmp_path / "run", 0.1)
+    prompts = ("a red car", "two <script>alert(1)</script> cups", "a dog")
+    for name, verdicts in (("before", (0.0, 0.0, 1.0)), ("after", (1.0, 0.0, 1.0))):
+        folder = write_evaluation(run_dir, name, 0.5, benchmark="playeval")
+        write_evaluated_samples(folder, prompts, verdicts)
+    text, checker = check_page(write_report([run_dir]))
+    assert re.findall(r'<figure class="(right|wrong|unmarked)"', text) == [
+        "wrong",
+        "right",
+        "wrong",
+        "wrong",
+        "right",
+        "right",
+    ]
+    assert text.count("&#10003; right") == 3 and text.count("&#10007; wrong") == 3
+    assert "Right: 1 of 3 before and 2 of 3 after training" in text and "first 3 prompts of PlayEval" in text
+    alts = [str(image["alt"]) for image in checker.images]
+    assert alts[2].endswith(
+        "two <script>alert(1)</script> cups; wrong (expected <b>two <script>alert(1)</script> cups</b>, found nothing)"
+    )
+    assert "<script>alert" not in text and checker.tags.count("script") == 1
+
+
+def test_samples_without_verdicts_are_unmarked(tmp_path: Path) -> None:
+    text, _ = check_page(write_report([write_fake_run(tmp_path / "run", 0.1)]))
+    assert 'class="unmarked"' in text and 'class="mark' not in text
+
+
+def test_script_in_names_and_prompts_is_escaped(tmp_path: Path) -> None:
+    run_dir = write_fake_run(tmp_path / "<script>alert(1)<", 0.1)
+    grid = run_dir / "samples/step-000060.json"
+    data = json.loads(grid.read_text())
+    data["prompts"][0] = '"><script>alert(2)</script>'
+    grid.write_text(json.dumps(data))
+    text, checker = check_page(write_report([run_dir]))
+    assert "<script>alert" not in text and checker.tags.count("script") == 1
+    assert any("<script>alert(2)</script>" in str(image["alt"]) for image in checker.images)
+
+
+def test_runs_that_differ_only_in_seed_are_grouped(tmp_path: Path) -> None:
+    runs = [write_fake_run(tmp_path / f"grpo-seed{seed}", 0.1 * seed, seed=seed) for seed in range(3)]
+    for run_dir, score in zip(runs, (0.5, 0.6, 0.7), strict=True):
+        write_evaluation(run_dir, "before", 0.3, benchmark="playeval")
+        write_evaluation(run_dir, "after", score, benchmark="playeval")
+    other = write_fake_run(tmp_path / "other", 0.1, seed=0)
+    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace("group_size: 8", "group_size: 16"))
+    groups = group_runs([read_run(run_dir) for run_dir in (*runs, other)])
+    assert [(group.name, len(group.records)) for group in groups] == [("grpo", 3), ("other", 1)]
+    text, _ = check_page(write_report([*runs, other], tmp_path / "all.html"))
+    assert "grpo (3 seeds: 0, 1, 2)</b>: strict PlayEval .30 to .60 ± .10" in text
+    assert (
+        'class="band run-1"' in text and 'class="band run-2"' not in text and "run-3" not in text.split("</style>")[1]
+    )
+    low, high = groups[0].band("rewards/color") or ([], [])
+    values = [dict(record.curve("rewards/color"))[60] for record in groups[0].records]
+    assert high[-1][1] - low[-1][1] == pytest.approx(2 * stdev(values))
+    (average,) = [each for each in collect_evaluations(groups) if each.name.endswith("after")]
+    assert average.scores["strict"]["overall"] == ScoreInterval(*(pytest.approx(each) for each in (0.6, 0.5, 0.7)))
+
+
+def test_runs_with_equal_seeds_are_not_grouped(tmp_path: Path) -> None:
+    runs = [write_fake_run(tmp_path / name, 0.1, seed=0) for name in ("one", "two")]
+    assert len(group_runs([read_run(run_dir) for run_dir in runs])) == 2
+
+
+def test_equal_findings_of_runs_are_shown_once(tmp_path: Path) -> None:
+    held = {"one": 0.3, "two": 0.2, "hacked": -0.3}
+    runs = [write_fake_run(tmp_path / name, change) for name, change in held.items()]
+    text, _ = check_page(write_report(runs, tmp_path / "all.html"))
+    assert text.count("No sign of reward hacking in 4 checks") == 1 and "<small>one, two</small>" in text
+    assert text.count("probable reward hacking") == 1 and "<small>hacked</small>" in text
+    assert text.count("abacus") == 1  # one environment for all
+
+
+def test_guard_without_a_held_out_reward_is_not_good(tmp_path: Path) -> None:
+    run_dir = write_fake_run(tmp_path / "run", 0.3)
+    (run_dir / "config.yaml").write_text("rewards: {bright: {type: brightness, weight: 1.0}}")
+    findings = collect_findings(read_run(run_dir))
+    assert {each.kind for each in findings} == {"note"} and "No reward is held out" in findings[-1].text
+
+
+def test_metrics_have_names_and_directions(tmp_path: Path) -> None:
+    run_dir = write_fake_run(tmp_path / "run", 0.1)
+    config = (run_dir / "config.yaml").read_text().replace("weight: 0}", "weight: -1.0}")
+    (run_dir / "config.yaml").write_text(config)
+    text, _ = check_page(write_report([run_dir]))
+    cards = re.findall(r"<figure class=\"card curve\">.*?<h3>(.*?)</h3>.*?</svg>(?:<p>(.*?)</p>)?</figure>", text)
+    notes = dict(cards)
+    assert notes["training reward"].startswith("<b>higher is better</b>") and "groups without a gradient" in notes
+    assert notes["reward: color"] == notes["color, fixed prompts"] == "<b>lower is better</b>"
+    assert "better" not in notes["KL to the reference"]
+
+
+def test_share_image_is_written_beside_the_report(tmp_path: Path) -> None:
+    runs = [write_fake_run(tmp_path / name, 0.1, frames=frames) for name, frames in (("a", 1), ("b", 5))]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    for run_dir in (*runs, bare):
+        text, _ = check_page(write_report([run_dir]))
+        assert '<meta property="og:image" content="report-share.png">' in text
+        with Image.open(run_dir / "report-share.png") as image:
+            assert image.size == (1200, 630) and image.format == "PNG"
+    write_report(runs, tmp_path / "both.html")
+    assert (tmp_path / "both-share.png").is_file() and not list(tmp_path.rglob("*.partial"))
 
 
 def test_missing_and_damaged_files_are_skipped(tmp_path: Path) -> None:
