@@ -250,12 +250,14 @@ def test_torchrun_options_exist() -> None:
 
 def test_readme_table_matches_supported_processes() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    header, _, *rows = re.findall(r"^\|(.*)\|$", text[text.index("| objective |") :], re.MULTILINE)
-    families = [cell.strip() for cell in header.split("|")][1:]
+    table = text[text.index("| objective |") :].partition("\n\n")[0]
+    header, _, *rows = re.findall(r"^\|(.*)\|$", table, re.MULTILINE)
+    families = [cell.strip().replace("autoregressive", "causal") for cell in header.split("|")][1:]
     documented = {}
     for row in rows:
-        name, *cells = (cell.strip() for cell in row.split("|"))
-        documented[name.strip("`")] = dict(zip(families, cells, strict=True))
+        names, *cells = (cell.strip() for cell in row.split("|"))
+        for name in re.findall(r"`(\w+)`", names):
+            documented[name] = dict(zip(families, cells, strict=True))
     processes = {
         family: load(f"grpo-toy-{family}" if family != "epsilon" else "ddpo-toy-epsilon").process for family in families
     }
