@@ -634,10 +634,23 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\(([^)\s]+)\)")
 SOURCE = re.compile(r"""\b(src|href|srcset)="([^":]+)\"""")
 
 
+@cache
+def component_sources() -> dict[str, str]:
+    """For the source file of each component its place on the site; the first if a file has several."""
+    found: dict[str, str] = {}
+    for page, (_, kinds, _) in KINDS.items():
+        for _, registry in kinds:
+            for name in registry:
+                path = registry.locate(name).partition(":")[0].replace(".", "/") + ".py"
+                found.setdefault(path, f"components/{page}.md#{anchor(name)}")
+    return found
+
+
 def adapt_links(text: str, source: str, target: str, repo_url: str | None) -> str:
     """Rewrite the relative links of a file, named from the repository's root, for its page at `target` below docs/.
 
-    Links to files that are no pages of the site become links to the repository, or plain text if it has no address.
+    Links to the source of a component lead to its description. Links to other files that are no pages of the site
+    become links to the repository, or plain text if it has no address.
     """
 
     def resolve(link: str) -> str | None:
@@ -647,6 +660,9 @@ def adapt_links(text: str, source: str, target: str, repo_url: str | None) -> st
             return link
         place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         page = INCLUDED.get(place) or (place.removeprefix("docs/") if place.startswith("docs/") else None)
+        if page is None and (component := component_sources().get(place)):
+            page, _, fragment = component.partition("#")
+            mark = "#"
         if page is None:
             return f"{repo_url.rstrip('/')}/blob/main/{place}" if repo_url else None
         return posixpath.relpath(page, posixpath.dirname(target) or ".") + mark + fragment
