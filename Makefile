@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo playground test test-slow test-long lint format schema clean
+.PHONY: help setup demo playground test test-slow test-long lint docs format schema clean
 
 # A command that may be interrupted, and the last words then: the shell says them once the command has saved and ended.
 kept = trap 'echo; echo "Interrupted. What was done is kept; make $(MAKECMDGOALS) goes on from there."; exit 130' INT; $(1); exit $$?
@@ -19,6 +19,7 @@ help:
 	@echo "make test-slow   the slow tests, which CI runs too (at most 30 minutes)"
 	@echo "make test-long   complete sweeps over recipes and models, and soaks (hours; run by hand)"
 	@echo "make lint        ruff and mypy --strict"
+	@echo "make docs        the documentation site, into build/site (a minute)"
 	@echo "make schema      write the JSON schema of recipes and the table of rewards anew"
 
 $(READY): pyproject.toml constraints.txt
@@ -52,6 +53,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict tastemaker
+
+docs: $(READY)
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html is the first page; python -m http.server -d build/site shows it with its search."
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -44,7 +44,15 @@ from .search.settings import build_sampler, build_search, evaluate_curve, is_cur
 from .training import run_directory
 from .training.events import Event, StepCompleted
 from .training.precision import select_device
-from .training.trainer import AnyRun, build_run, load_run_config, open_loggers, run_training, training_events
+from .training.trainer import (
+    AnyRun,
+    build_run,
+    load_run_config,
+    open_loggers,
+    run_training,
+    train_built_run,
+    training_events,
+)
 
 C = TypeVar("C", bound=type)
 MAX_CACHED_IMAGES = 512  # first images of a loader, kept for samples and latent statistics
@@ -78,7 +86,8 @@ def build(
     """
     config = add_function_rewards(config, rewards or {})
     config = make_tiny_any(config) if tiny else config
-    return build_run(config, directory or config.directory, init_from)
+    directory = directory or config.directory
+    return build_run(run_directory.keep_precision(config, directory), directory, init_from)
 
 
 def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunction]) -> AnyConfig:
@@ -104,9 +113,10 @@ def train(
 ) -> dict[str, float]:
     """Train to the last step, and return the metrics of that step.
 
-    A configuration is trained as by `tastemaker train`: with loggers, and from the last checkpoint in its directory if
-    there is one. A run from `build` is trained as it is, with checkpoints but without loggers; the other arguments are
-    those of the command and need a configuration. `on_event` is called with every event.
+    Both a configuration and a run from `build` are trained as by `tastemaker train`: from the last checkpoint in the
+    directory if there is one, and with config.yaml, metrics, samples and a report. Only a `Run` that was put together
+    by hand has no configuration, and so no loggers. `rewards`, `resume`, `init_from` and `tiny` need a configuration;
+    with a run, pass them to `build`. `on_event` is called with every event.
     """
     metrics: dict[str, float] = {}
 
@@ -116,13 +126,11 @@ def train(
         if on_event is not None:
             on_event(event)
 
+    console = console or Console(stderr=True)
     if isinstance(run_or_config, AnyRun):
-        if resume or init_from or allow_change or tiny or rewards:
-            raise ConfigError(
-                "rewards, resume, init_from, allow_change and tiny need a configuration, but train() got a run"
-            )
-        for event in training_events(run_or_config):
-            observe(event)
+        if resume or init_from or tiny or rewards:
+            raise ConfigError("rewards, resume, init_from and tiny need a configuration, but train() got a run")
+        train_built_run(run_or_config, allow_change, console, observe)
     else:
         run_training(
             add_function_rewards(run_or_config, rewards or {}),
@@ -130,7 +138,7 @@ def train(
             resume=resume,
             init_from=init_from,
             allow_change=allow_change,
-            console=console or Console(stderr=True),
+            console=console,
             on_event=observe,
         )
     return metrics

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -27,7 +29,8 @@ from tastemaker.core.registry import ConfigError, Registry
 from tastemaker.core.types import ImageBatch, Placement
 from tastemaker.models.nets.vae import ConvAutoencoder
 from tastemaker.models.vae import NETWORKS
-from tastemaker.training.events import Event, TrainingFinished
+from tastemaker.training.events import Event, StepCompleted, TrainingFinished
+from tastemaker.training.run_directory import diff_settings
 
 QUIET = Console(quiet=True)
 
@@ -247,12 +250,46 @@ def test_train_evaluate_and_generate_do_what_the_commands_do(tmp_path: Path) -> 
     assert report["scores"]
 
 
-def test_built_run_trains_with_no_loggers(tmp_path: Path) -> None:
-    quick = ["steps=2", "sample.every=0", "guard.every=0", "batch.prompts=4"]
-    run = tm.build(load("grpo-toy-flow", quick), tmp_path)
+QUICK = ["steps=2", "sample.every=2", "guard.every=0", "batch.prompts=4", "checkpoint.every=1"]
+
+
+def test_built_run_writes_what_the_command_writes(tmp_path: Path) -> None:
+    """A run from `build` has the files of a run of the command; trained again, it resumes."""
+    settings = load("grpo-toy-flow", [*QUICK, f"output_dir={tmp_path}", "name=run"])
+    run = tm.build(settings)
+    assert tm.train(run, console=QUIET)["lr"] > 0
+    run.engine.close()
+    tm.train(replace(settings, name="command"), console=QUIET)
+    built, command = (
+        {path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob("*") if path.is_file()}
+        for name in ("run", "command")
+    )
+    assert built == command
+    assert {Path("config.yaml"), Path("environment.json"), Path("metrics.jsonl"), Path("report.html")} <= built
+    configs = [yaml.safe_load((tmp_path / name / "config.yaml").read_text()) for name in ("run", "command")]
+    assert not diff_settings(*configs)
+    events: list[Event] = []
+    again = tm.build(settings)
+    tm.train(again, on_event=events.append, console=QUIET)
+    again.engine.close()
+    assert events[0].step == 2 and not any(isinstance(event, StepCompleted) for event in events)
+
+
+def test_built_run_refuses_the_directory_of_another_run(tmp_path: Path) -> None:
+    for overrides, message in ((["seed=0"], ""), (["seed=1"], "seed: 0 -> 1")):
+        run = tm.build(load("grpo-toy-flow", [*QUICK, *overrides]), tmp_path)
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            tm.train(run, console=QUIET)
+        run.engine.close()
+
+
+def test_run_without_configuration_trains_without_loggers(tmp_path: Path) -> None:
+    run = tm.build(load("grpo-toy-flow", QUICK), tmp_path)
+    run.config = None  # as in a run that was put together by hand
     assert tm.train(run)["lr"] > 0 and not (tmp_path / "metrics.jsonl").exists()
     with pytest.raises(ConfigError, match="tiny"):
         tm.train(run, tiny=True)
+    run.engine.close()
 
 
 class EncoderOutputNet(ConvPair):

@@ -203,6 +203,25 @@ def test_documented_commands_are_valid() -> None:
     assert not wrong
 
 
+def test_documented_recipes_load(tmp_path: Path) -> None:
+    for page in PAGES:
+        folder = tmp_path / page.stem
+        folder.mkdir()
+        files = write_named_blocks(page, folder)
+        scripts = [path for path in files if path.suffix == ".py"]
+        for path in scripts:
+            compile(path.read_text(encoding="utf-8"), str(path), "exec")
+        for path in files if not scripts else ():  # other recipes need the classes of their page
+            if "runs/" not in path.read_text(encoding="utf-8"):  # nor is there a run to continue
+                assert load_any_config(path).name == path.stem
+
+
+def test_recipe_of_the_concepts_page_trains(tmp_path: Path) -> None:
+    (recipe,) = write_named_blocks(ROOT / "docs/concepts.md", tmp_path)
+    config = load(recipe, ["steps=2", "sample.every=0", "engine.device=cpu"])
+    assert len(train_and_collect_rewards(config, tmp_path / "run")) == 2
+
+
 def test_shell_scripts_parse() -> None:
     scripts = [text for page in PAGES for text in code_blocks(page, "bash")]
     assert any("#SBATCH" in script for script in scripts)

@@ -89,5 +89,5 @@ case $stages in *" samples "*)
   finished samples ;;
 esac
 # One archive with all small files of the runs.
-tar czf "$out/runs.tgz" -C runs $(cd runs && ls -d tokens-*.npz ./*.jsonl 2>/dev/null) $(cd runs && ls -d cifar-*/samples cifar-*/config.yaml cifar-*/copies.json 2>/dev/null)
+tar czf "$out/runs.tgz" -C runs $(cd runs && ls -d tokens-*.npz ./*.jsonl 2>/dev/null) $(cd runs && ls -d cifar-*/samples cifar-*/config.yaml cifar-*/reconstruction.json 2>/dev/null)
 ls -la "$out"

@@ -72,7 +72,7 @@ files = sorted(Path("copies").rglob("*.png"))[:16]
 images = torch.stack([read_image(file) for file in files])
 save_image(make_contact_sheet(images, [file.stem for file in files])[None], Path("sheets/copies.png"))
 PY
-  cp runs/vae-playground/copies.json sheets/ 2>/dev/null || true
+  cp runs/vae-playground/reconstruction.json sheets/ 2>/dev/null || true
   finished autoencoder
 fi
 if has_stage latents; then

@@ -14,7 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import CheckpointConfig, ReconstructionLossConfig, SampleConfig, ValidationConfig
+from ..config.schema import (
+    AutoencoderRunConfig,
+    CheckpointConfig,
+    ReconstructionLossConfig,
+    SampleConfig,
+    ValidationConfig,
+)
 from ..core.autoencoder import AutoencoderNet, as_autoencoder
 from ..core.randomness import Purpose, Randomness
 from ..core.registry import ConfigError
@@ -79,6 +85,7 @@ class AutoencoderRun:
     sample: SampleConfig = SampleConfig()
     start_step: int = 0  # steps completed
     checkpoint_metadata: Mapping[str, Any] = field(default_factory=dict)  # stored in every checkpoint
+    config: AutoencoderRunConfig | None = field(init=False, default=None)  # that it was built from, if any
     step_complete: bool = field(init=False, default=True)  # False during a step, when saving would mix two steps
     weights: WeightsWithBuffers = field(init=False)
     adaptive_weight: AdaptiveWeight | None = field(init=False, default=None)
@@ -257,7 +264,7 @@ def validate(run: AutoencoderRun, data: Dataset) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate_reconstructions(run: AutoencoderRun) -> tuple[dict[str, float], str]:
-    """Metrics of reconstructions of held-out images after training, and a summary; both are written to copies.json."""
+    """Metrics of reconstructions of held-out images, which are written to reconstruction.json, and a summary."""
     if run.validation_data is None or run.reconstruction_metrics is None:
         return {}, ""
     count = min(run.validation.num_samples, len(run.validation_data))
@@ -275,12 +282,12 @@ def evaluate_reconstructions(run: AutoencoderRun) -> tuple[dict[str, float], str
     )
     if run.engine.comm.rank == 0:
         run.directory.mkdir(parents=True, exist_ok=True)
-        report = {"pictures": len(pixels), **numbers, "missing": list(missing)}
-        (run.directory / "copies.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        report = {"images": len(pixels), **numbers, "missing": list(missing)}
+        (run.directory / "reconstruction.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     words = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
     notes = "".join(f"; {sentence}" for sentence in missing)
     summary = f"; {len(pixels)} held-out reconstructions: {words}{notes}"
-    return {f"copies/{name}": x for name, x in numbers.items()}, summary
+    return {f"reconstruction/{name}": x for name, x in numbers.items()}, summary
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..core.registry import ConfigError
-from .options import DIAGNOSE, EXIT_FAILURE, Overrides, Recipe, RunDeviceOption, Tiny, merge_overrides
+from .options import DIAGNOSE, EXIT_FAILURE, Overrides, Recipe, RunDeviceOption, Tiny, merge_overrides, stderr_console
 
 if TYPE_CHECKING:
-    from ..config.schema import AutoencoderRunConfig, RunConfig
+    from ..config.schema import AnyConfig, AutoencoderRunConfig, RunConfig
     from ..diagnostics.plan import ResourceEstimate
 
 app = typer.Typer()
@@ -58,8 +60,12 @@ def check(
     overrides: Overrides = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: torchrun's.")] = None,
 ) -> None:
-    """Print the resolved configuration, the batch arithmetic of a step, and every problem found."""
+    """Print the resolved configuration, the batch arithmetic of a step, the share of the data, and every problem.
+
+    Reads the data and looks for all files that the run needs, but loads no model.
+    """
     from ..config import check as checks
+    from ..config import config_warnings, required_files
     from ..config.dump import config_to_yaml
     from ..config.load import load_any_config
     from ..training.device_precision import describe_precision
@@ -73,38 +79,62 @@ def check(
     console.print(table)
     precision, emulation = describe_precision(config.engine)
     console.print(f"precision: {precision}", markup=False, highlight=False, soft_wrap=True)
-    problems = checks.find_problems(config, world_size)
+    problems = [*checks.find_problems(config, world_size), *required_files.find_missing_files(config)]
+    data, problem = read_data(config) if not checks.check_data_files(config, 1) else ("", "")
+    problems += [problem] if problem else []
     if problems:
         raise ConfigError("\n".join(problems))
-    for warning in [*checks.collect_warnings(config), *([emulation] if emulation else [])]:
+    if data:
+        console.print(f"data: {data}", markup=False, highlight=False, soft_wrap=True)
+    for warning in [
+        *config_warnings.collect_warnings(config),
+        *config_warnings.warn_small_lora_updates(config),
+        *required_files.find_missing_downloads(config),
+        *([emulation] if emulation else []),
+    ]:
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     console.print("no problems found")
 
 
-@app.command(rich_help_panel=DIAGNOSE, epilog="Example: tastemaker plan flowgrpo-sd35 --gpu-gib 80 --world-size 8")
+def read_data(config: AnyConfig) -> tuple[str, str]:
+    """Return how much of the data the run sees, and the problem of reading it; empty if there is none."""
+    from ..config import required_files
+
+    try:
+        return str(required_files.summarize_data(config) or ""), ""
+    except ConfigError as error:
+        return "", str(error)
+
+
+@app.command(rich_help_panel=DIAGNOSE, epilog="Example: tastemaker plan flowgrpo-sd35 --gpu h100-80g --world-size 8")
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     world_size: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
-    gpu_gib: Annotated[float, typer.Option(min=1, help="Memory of a GPU in GiB.")] = 80.0,
-    tflops: Annotated[float, typer.Option(min=1, help="TFLOP/s of a GPU: 540 on an H200, compiled, bf16.")] = 540.0,
-    tbps: Annotated[float, typer.Option(min=0.1, help="Memory bandwidth in TB/s: 4.3 on an H200.")] = 4.3,
+    gpu: Annotated[str, typer.Option(help="GPU by name: h100-80g, a100-40g, rtx4090-24g, l40s-48g, ...")] = "",
+    gpu_gib: Annotated[float | None, typer.Option(min=1, help="Memory of a GPU in GiB; default: 80.")] = None,
+    tflops: Annotated[float | None, typer.Option(min=1, help="TFLOP/s of a GPU; default: 540, an H200.")] = None,
+    tbps: Annotated[float | None, typer.Option(min=0.1, help="Memory bandwidth in TB/s; default: 4.3.")] = None,
 ) -> None:
     """Predict GPU memory and step time of a run without loading it, and suggest settings if it does not fit."""
     from ..config.load import load_any_config
     from ..config.schema import AutoencoderRunConfig, JudgeRunConfig
     from ..diagnostics import plan as planner
+    from ..diagnostics.gpu_presets import find_gpu
     from ..training.device_precision import resolve_for_planning
 
+    preset = find_gpu(gpu) if gpu else None
+    gpu_gib = gpu_gib or (preset.gib if preset else 80.0)
+    tflops, tbps = tflops or (preset.tflops if preset else 540.0), tbps or (preset.tbps if preset else 4.3)
     config = load_any_config(recipe, merge_overrides(overrides))
     if isinstance(config, JudgeRunConfig):
         raise ConfigError("plan: the recipe trains a judge, whose size is not known; run `tastemaker train` instead")
     engine, precision = resolve_for_planning(config.engine)
     config, console = replace(config, engine=engine), Console()
-    if isinstance(config, AutoencoderRunConfig):
-        estimate, labels = planner.estimate_autoencoder_resources(config, world_size), AUTOENCODER_MEMORY_LABELS
-    else:
-        estimate, labels = planner.estimate_resources(config, world_size), MEMORY_LABELS
+    is_autoencoder = isinstance(config, AutoencoderRunConfig)
+    with show_progress(f"planning {config.name}: tracing one rollout and one update on fake tensors"):
+        estimate = planner.estimate_any(config, world_size)
+    labels = AUTOENCODER_MEMORY_LABELS if is_autoencoder else MEMORY_LABELS
     table = Table("per GPU", "GiB", title=f"{config.name} on {world_size} GPU{'s' if world_size > 1 else ''}")
     for key, label in labels.items():
         table.add_row(label, f"{getattr(estimate, key) / GIB:.1f}")
@@ -116,16 +146,35 @@ def plan(
     if estimate.total <= gpu_gib * GIB:
         console.print(f"It fits into {gpu_gib:.0f} GiB.")
         return
-    console.print(f"It does not fit into {gpu_gib:.0f} GiB. Settings that save memory:")
-    for override, total in (
-        planner.suggest_autoencoder_savings(config, world_size)
-        if isinstance(config, AutoencoderRunConfig)
-        else planner.suggest_savings(config, estimate, world_size)
-    ):
-        console.print(f"  {override}: {total / GIB:.1f} GiB", highlight=False)
-        if total <= gpu_gib * GIB:
-            break
+    console.print(f"It does not fit into {gpu_gib:.0f} GiB. Settings that save memory, each with all before it:")
+    print_savings(planner.suggest_any_savings(config, estimate, world_size, gpu_gib * GIB), gpu_gib, console)
     raise typer.Exit(EXIT_FAILURE)
+
+
+def print_savings(savings: Iterator[tuple[str, float]], gpu_gib: float, console: Console) -> None:
+    """Print settings that save memory until the run fits; each is estimated when it is asked for."""
+    while True:
+        with show_progress("estimating with less memory"):
+            saving = next(savings, None)
+        if saving is None:
+            console.print(f"None of these is enough for {gpu_gib:.0f} GiB.")
+            return
+        override, total = saving
+        console.print(f"  {override}: {total / GIB:.1f} GiB", highlight=False, soft_wrap=True)
+        if total <= gpu_gib * GIB:
+            return
+
+
+@contextmanager
+def show_progress(text: str) -> Iterator[None]:
+    """Show what is being done on stderr: a spinner on a terminal, and a plain line elsewhere."""
+    console = stderr_console()
+    if not console.is_terminal:
+        console.print(f"{text} ...", markup=False, highlight=False, soft_wrap=True)
+        yield
+        return
+    with console.status(f"{escape(text)} ..."):
+        yield
 
 
 def describe_batch(config: RunConfig | AutoencoderRunConfig, estimate: ResourceEstimate, world_size: int) -> str:

@@ -30,7 +30,8 @@ from ..training.engine import Engine
 from ..training.run import Run
 from ..vlm.finetuning import JudgeRun
 from ..vlm.judge_models import GeneratorJudge, load_generator_judge
-from .check import emit_config_warnings, require_valid, warn_bf16_emulation
+from .check import require_valid
+from .config_warnings import emit_config_warnings, warn_bf16_emulation
 from .dump import config_to_dict
 from .load import apply_overrides
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeModelConfig, JudgeRunConfig, RewardConfig, RunConfig

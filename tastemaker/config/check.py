@@ -6,7 +6,6 @@ Each rule is a function that returns a message, or None if the rule holds.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,14 +22,12 @@ from ..objectives.reward_gradient import RewardGradient, is_single_frame
 from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
-from ..processes.paths import RectifiedFlow
-from ..training.device_precision import describe_emulation
 from .dump import registered_name, to_plain
 from .schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
 from .validate import build_component
 
 if TYPE_CHECKING:  # its import takes half a second, which `tastemaker check` does without
-    from ..training.engine import Engine
+    pass
 
 Rule = Callable[[RunConfig, int], str | None]
 CommonRule = Callable[[AnyConfig, int], str | None]
@@ -49,7 +46,6 @@ DATA_TYPES = {
     ImageBatch: "toy_images or captioned_folder",
     PreferenceBatch: "toy_pairs or pair_file",
 }  # registered types that yield such batches
-SHIFT_TOLERANCE = 0.01  # relative
 
 
 def check_model_process(config: RunConfig, world_size: int) -> str | None:
@@ -438,59 +434,3 @@ def compute_step_counts(config: AnyConfig, world_size: int = 1) -> StepCounts:
         micro_batch_size=min(share, batch.micro_batch_size or share),
         total_updates=config.steps * batch.minibatches * batch.epochs,
     )
-
-
-def collect_warnings(config: AnyConfig) -> list[str]:
-    """Return warnings about settings that are valid but unusual."""
-    if not isinstance(config, RunConfig):
-        return []
-    return [*_warn_emulated_bugs(config), *_warn_unguided_updates(config), *_warn_timestep_shift(config)]
-
-
-EMULATED_BUGS = {
-    "sampled_context": "tokens are sampled given the image, but scored given the sample",
-    "dropout": "tokens are sampled without dropout, but scored with it",
-}
-
-
-def _warn_emulated_bugs(config: RunConfig) -> list[str]:
-    objective = config.objective
-    if not isinstance(objective, TeacherForcedGRPO):
-        return []
-    why = "so that ratios do not begin at 1; use it for comparison only"
-    return [f"objective.emulate_bugs: '{bug}' is on: {EMULATED_BUGS[bug]}, {why}" for bug in objective.emulate_bugs]
-
-
-def _warn_unguided_updates(config: RunConfig) -> list[str]:
-    guidance, objective = config.guidance, config.objective
-    # Teacher-forced tokens are sampled by the call that scores them, without guidance.
-    sampled = objective.needs_stochastic and not isinstance(objective, TeacherForcedGRPO)
-    if guidance is None or not guidance.rollouts_only or guidance.scale == 1 or not sampled:
-        return []
-    return [
-        "guidance.rollouts_only: samples are drawn with guidance and scored without it, as in AR-GRPO, so that the "
-        "trained distribution is not the sampled one; set it to false to score with guidance"
-    ]
-
-
-def _warn_timestep_shift(config: RunConfig) -> list[str]:
-    shift = config.model.timestep_shift
-    path = config.process.path if isinstance(config.process, GaussianProcess) else None
-    if shift is None or not isinstance(path, RectifiedFlow) or abs(path.shift - shift) <= SHIFT_TOLERANCE * shift:
-        return []
-    return [
-        f"process.path.shift: {path.shift:g} is meant for videos of another size or length; "
-        f"set process.path.shift={shift:.4f}, unless you want another one"
-    ]
-
-
-def emit_config_warnings(config: RunConfig) -> None:
-    for message in collect_warnings(config):
-        warnings.warn(message, stacklevel=2)
-
-
-def warn_bf16_emulation(engine: Engine) -> None:
-    """Warn on rank 0 if the device emulates bf16, with the measured slowdown."""
-    message = describe_emulation(engine.config, engine.device) if engine.comm.rank == 0 else None
-    if message:
-        warnings.warn(message, stacklevel=4)

@@ -51,7 +51,7 @@ def to_plain(value: Any, hint: Any, *, terse: bool = False) -> Any:
         settings = dataclass_to_dict(value, terse=terse)
         return settings if is_known else {"type": registered_name(type(value)), **settings}
     if isinstance(value, tuple):
-        return [to_plain(item, get_args(hint)[:1], terse=terse) for item in value]
+        return [to_plain(item, next(iter(get_args(hint)), None), terse=terse) for item in value]
     if isinstance(value, Mapping):
         return {key: to_plain(item, None, terse=terse) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value

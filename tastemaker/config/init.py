@@ -84,7 +84,7 @@ MODELS = {
     "flux": ModelChoice(
         "FLUX.1-dev: LoRA on one GPU, all weights on several",
         {
-            "gpu": {"preference": Start("dancegrpo-flux", FLUX_LORA), "own": Start("dancegrpo-flux", FLUX_LORA)},
+            "gpu": {"preference": Start("srpo-flux-hps-lora"), "own": Start("dancegrpo-flux", FLUX_LORA)},
             "cluster": {
                 "preference": Start("srpo-flux-hps", FSDP),
                 "text": Start("direct-align-flux-ocr", FSDP),
@@ -92,7 +92,13 @@ MODELS = {
             },
         },
     ),
-    "qwen-image": ModelChoice("Qwen-Image, all weights", {"cluster": {"preference": Start("srpo-qwen-image", FSDP)}}),
+    "qwen-image": ModelChoice(
+        "Qwen-Image: LoRA on one GPU, all weights on several",
+        {
+            "gpu": {"preference": Start("srpo-qwen-image-lora")},
+            "cluster": {"preference": Start("srpo-qwen-image", FSDP)},
+        },
+    ),
     "wan": ModelChoice("Wan 2.1, video, with LoRA", _on(("gpu", "cluster"), {"preference": Start("vader-wan-hps")})),
     "llamagen": ModelChoice(
         "LlamaGen, images of ImageNet classes",
@@ -204,10 +210,10 @@ def _list_commands(hardware: str, model: str, recipe: str, out: Path) -> tuple[s
     if model != "playground":
         commands.append(f"tastemaker download {recipe}")
     if hardware == "gpu":
-        commands += [f"tastemaker plan {out} --gpu-gib 24", f"tastemaker train {out}"]
+        commands += [f"tastemaker plan {out} --gpu rtx4090-24g", f"tastemaker train {out}"]
     elif hardware == "cluster":
         commands += [
-            f"tastemaker plan {out} --gpu-gib 80 --world-size 8",
+            f"tastemaker plan {out} --gpu h100-80g --world-size 8",
             f"torchrun --nproc-per-node 8 -m tastemaker train {out}",
         ]
     else:

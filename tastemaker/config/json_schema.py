@@ -13,8 +13,8 @@ from . import named_datasets
 from .dump import to_plain
 from .load import RECIPES
 from .named_datasets import DATASETS_FILES, NAMED_DATASET
-from .schema import AutoencoderRunConfig, JudgeRunConfig, RewardConfig, RunConfig, ordered_fields
-from .validate import COMPONENT_REGISTRIES, ComponentReader, RewardReader, SectionReader, type_adapter_for
+from .schema import AutoencoderRunConfig, JudgeRunConfig, LoggerConfig, RewardConfig, RunConfig, ordered_fields
+from .validate import COMPONENT_REGISTRIES, ComponentReader, LoggerReader, RewardReader, SectionReader, type_adapter_for
 
 Schema = dict[str, Any]
 
@@ -91,6 +91,9 @@ def expand_readers(schema: Any) -> Any:
     if isinstance(reader, RewardReader):
         # null removes an inherited reward.
         return {"anyOf": [{"$ref": f"#/$defs/{WEIGHTED}"}, {"type": "null"}]}
+    if isinstance(reader, LoggerReader):
+        logger = class_schema(LoggerConfig)
+        return {"anyOf": [logger["properties"]["type"], logger]}
     expanded = {key: expand_readers(item) for key, item in schema.items() if key != "title"}
     if "enum" in expanded:
         # Python caches Literal["a", "b"] and Literal["b", "a"] as one type, so their order depends on imports.

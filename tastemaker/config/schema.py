@@ -98,11 +98,15 @@ class GuardConfig:
 
 
 @dataclass(frozen=True)
-class LoggersConfig:
-    """Loggers beside metrics.jsonl and the progress display."""
+class LoggerConfig:
+    """A logger beside metrics.jsonl and the progress display; without settings, its name is enough."""
 
-    tensorboard: bool = False
-    wandb: str | None = None  # project name; offline unless WANDB_MODE is set
+    type: Literal["tensorboard", "trackio", "wandb"]  # wandb is offline unless WANDB_MODE is set
+    project: str | None = None  # of wandb and trackio; by default "tastemaker"
+
+    def __post_init__(self) -> None:
+        if self.type == "tensorboard" and self.project is not None:
+            raise ValueError("'project' is for wandb and trackio; TensorBoard writes into the directory of the run")
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class CommonConfig:
     optim: OptimConfig = OptimConfig()
     engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    loggers: LoggersConfig = LoggersConfig()
+    loggers: tuple[LoggerConfig, ...] = ()  # [tensorboard, {type: wandb, project: mine}]
     ema_decay: Decay = 0.0  # 0: no EMA
     steps: PositiveInt = 100
     seed: int = 0

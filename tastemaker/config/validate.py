@@ -55,6 +55,7 @@ from .schema import (
     AutoencoderRunConfig,
     CommonConfig,
     JudgeRunConfig,
+    LoggerConfig,
     RewardConfig,
     RunConfig,
     ordered_fields,
@@ -253,6 +254,14 @@ class RewardReader(ConfigReader):
             raise make_error(str(error)) from error
 
 
+@dataclass(frozen=True)
+class LoggerReader(ConfigReader):
+    """Reads a logger: its name, or a mapping with its `type` and settings."""
+
+    def read(self, data: object) -> Any:
+        return SectionReader(LoggerConfig).read({"type": data} if isinstance(data, str) else data)
+
+
 @cache
 def reward_adapter() -> TypeAdapter[Any]:
     spec = Annotated[Any, ComponentReader(RewardSpec, REWARD_SETTINGS)]
@@ -319,6 +328,8 @@ def strict_type(hint: Any) -> Any:
         return Annotated[Any, ComponentReader(origin or hint)]
     if hint is RewardConfig:
         return Annotated[Any, RewardReader()]
+    if hint is LoggerConfig:
+        return Annotated[Any, LoggerReader()]
     if isinstance(hint, type) and is_dataclass(hint):
         return Annotated[Any, SectionReader(hint)]
     if origin is Annotated:

@@ -378,7 +378,7 @@ def image_model_shapes(spec: Any, sizes: ComponentConfigs) -> ConditioningShapes
     if "pooled_projection_dim" not in net:  # Qwen-Image has no pooled embedding
         return {"prompt_embeds": (spec.max_text_tokens, int(net["joint_attention_dim"]))}
     before = CLIP_TEXT_TOKENS if "text_encoder_3" in sizes else 0
-    shapes: ConditioningShapes = {
+    shapes = {
         "prompt_embeds": (before + spec.max_text_tokens, int(net["joint_attention_dim"])),
         "pooled_prompt_embeds": (int(net["pooled_projection_dim"]),),
     }

@@ -29,6 +29,8 @@ from .fake_run import Measurement, frozen_dtype, measure, run_under_autocast
 
 OPTIMIZER_STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / 256}  # per weight
 LORA_SHARE = 0.02  # rough share of weights that LoRA trains
+RANK_COUNTS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs that FSDP is suggested for
+MIN_FRAMES = 4  # of videos that are suggested to be shortened
 Saving = tuple[str, float]  # overrides, and the total memory with them and all before
 
 
@@ -64,6 +66,22 @@ class ResourceEstimate:
         """Peak memory. Gradients count while sampling too, since the allocator seldom reuses their memory."""
         static = self.weights + self.gradients + self.optimizer_state + self.snapshots + self.frozen + self.kv_cache
         return static + max(self.update_activations, self.collect_activations)
+
+
+def estimate_any(config: RunConfig | AutoencoderRunConfig, world_size: int = 1) -> ResourceEstimate:
+    """Estimate a run that trains a generator or an autoencoder."""
+    if isinstance(config, AutoencoderRunConfig):
+        return estimate_autoencoder_resources(config, world_size)
+    return estimate_resources(config, world_size)
+
+
+def suggest_any_savings(
+    config: RunConfig | AutoencoderRunConfig, estimate: ResourceEstimate, world_size: int, gpu_bytes: float
+) -> Iterator[Saving]:
+    """Settings of a generator's or an autoencoder's run that save memory, the cheapest first."""
+    if isinstance(config, AutoencoderRunConfig):
+        return suggest_autoencoder_savings(config, world_size)
+    return suggest_savings(config, estimate, world_size, gpu_bytes)
 
 
 def estimate_resources(config: RunConfig, world_size: int = 1) -> ResourceEstimate:
@@ -130,42 +148,77 @@ def _reward_bytes(config: RunConfig) -> float:
     return total
 
 
-def suggest_savings(config: RunConfig, estimate: ResourceEstimate, world_size: int) -> list[Saving]:
-    """Settings that save memory, the cheapest first."""
-    savings: list[Saving] = []
+def suggest_savings(
+    config: RunConfig, estimate: ResourceEstimate, world_size: int, gpu_bytes: float
+) -> Iterator[Saving]:
+    """Settings that save memory, the cheapest first; each is estimated when it is asked for."""
     engine, optim, batch = config.engine, config.optim, config.batch
+    if engine.strategy == "replicated" and world_size > 1:
+        estimate = _shard(estimate, world_size)
+        yield "engine.strategy=fsdp", estimate.total
     if engine.activation_memory == "keep":
         config = replace(config, engine=replace(engine, activation_memory="checkpoint"))
-        estimate = estimate_resources(config, world_size)
-        savings.append(("engine.activation_memory=checkpoint", estimate.total))
+        estimate = _with_activations_of(estimate, estimate_resources(config, world_size))
+        yield "engine.activation_memory=checkpoint", estimate.total
     if engine.param_dtype == "fp32" and engine.precision == "bf16" and not config.tuning.is_adapter:
         estimate = replace(estimate, weights=estimate.weights / 2, gradients=estimate.gradients / 2)
-        savings.append(("engine.param_dtype=bf16", estimate.total))
+        yield "engine.param_dtype=bf16", estimate.total
     if optim.state_dtype != "int8":
         share = OPTIMIZER_STATE_BYTES["int8"] / OPTIMIZER_STATE_BYTES[optim.state_dtype]
         estimate = replace(estimate, optimizer_state=estimate.optimizer_state * share)
-        savings.append(("optim.state_dtype=int8", estimate.total))
+        yield "optim.state_dtype=int8", estimate.total
     if (batch.micro_batch_size or batch.prompts) > 1:
         config = replace(config, batch=replace(batch, micro_batch_size=1, rollout_batch_size=1))
-        single = estimate_resources(config, world_size)
-        estimate = replace(
-            estimate,
-            kv_cache=single.kv_cache,
-            collect_activations=single.collect_activations,
-            update_activations=single.update_activations,
-        )
-        savings.append(("batch.micro_batch_size=1 batch.rollout_batch_size=1", estimate.total))
+        estimate = _with_activations_of(estimate, estimate_resources(config, world_size))
+        yield "batch.micro_batch_size=1 batch.rollout_batch_size=1", estimate.total
     if isinstance(config.objective, SRPO) and config.objective.batch_branches and len(config.objective.branches) > 1:
         estimate = replace(estimate, update_activations=estimate.update_activations / 2)
-        savings.append(("objective.batch_branches=false", estimate.total))
+        yield "objective.batch_branches=false", estimate.total
     if not config.tuning.is_adapter:
         gradients, state = LORA_SHARE * estimate.gradients, LORA_SHARE * estimate.optimizer_state
         estimate = replace(estimate, gradients=gradients, optimizer_state=state, snapshots=0.0)
-        savings.append(("'tuning={type: lora}' (approximate)", estimate.total))
+        yield "'tuning={type: lora}' optim.lr=1e-4 (approximate)", estimate.total
+    if (fewer := _with_fewer_frames(config)) is not None:
+        estimate = _with_activations_of(estimate, estimate_resources(fewer, world_size))
+        yield f"model.frames={fewer.model.frames}", estimate.total
     if world_size == 1:
-        static = estimate.total - estimate.update_activations
-        savings.append(("engine.strategy=fsdp on two GPUs (approximate)", estimate.total - static / 2))
-    return savings
+        ranks = next((n for n in RANK_COUNTS if _shard(estimate, n).total <= gpu_bytes), RANK_COUNTS[-1])
+        command = f"engine.strategy=fsdp on {ranks} GPUs, with torchrun --nproc-per-node={ranks}"
+        yield f"{command} (approximate)", _shard(estimate, ranks).total
+
+
+def _shard(estimate: ResourceEstimate, ranks: int) -> ResourceEstimate:
+    """The estimate with what FSDP shards over this many ranks; frozen networks and activations are not sharded."""
+    return replace(
+        estimate,
+        weights=estimate.weights / ranks,
+        gradients=estimate.gradients / ranks,
+        optimizer_state=estimate.optimizer_state / ranks,
+        snapshots=estimate.snapshots / ranks,
+    )
+
+
+def _with_activations_of(estimate: ResourceEstimate, other: ResourceEstimate) -> ResourceEstimate:
+    """The estimate with the activations and the KV cache of another one."""
+    return replace(
+        estimate,
+        kv_cache=other.kv_cache,
+        collect_activations=other.collect_activations,
+        update_activations=other.update_activations,
+    )
+
+
+def _with_fewer_frames(config: RunConfig) -> RunConfig | None:
+    """The configuration with about half as many frames; None for images, and if the model refuses that number."""
+    model: Any = config.model
+    if "frames" not in {f.name for f in fields(model) if f.init} or model.frames < MIN_FRAMES:
+        return None
+    # Autoencoders of videos take one frame more than a multiple of 4, 6 or 8.
+    fewer = model.frames // 2 + model.frames % 2
+    try:
+        return replace(config, model=replace(model, frames=fewer))
+    except ValueError:
+        return None
 
 
 def estimate_autoencoder_resources(config: AutoencoderRunConfig, world_size: int = 1) -> ResourceEstimate:

@@ -264,10 +264,10 @@ def report_table(report: dict[str, Any]) -> Table:
     if "correct" in names:
         caption.append(f"{report['any']['correct']:.1%} of prompts have a correct image")
     costs = f"{report['calls']:.3g} network calls"
-    costs += f", {report['judged']:.3g} judge calls" if report.get("judged") else ""
+    costs += f", {report['verifier_calls']:.3g} judge calls" if report.get("verifier_calls") else ""
     costs += f" and {format_flops(report['flops'])}" if report.get("flops") else ""
     caption.append(f"{costs} per sample")
-    title = f"{report['benchmark']}: {report['prompts']} prompts, {report['pictures']} samples"
+    title = f"{report['benchmark']}: {report['prompts']} prompts, {report['images']} samples"
     table = Table("task", *names, title=title, caption=", ".join(caption))
     for tag in report["scores"][names[0]]:
         cells = [report["scores"][name][tag] for name in names]

@@ -25,7 +25,7 @@ from .metrics import IntervalDict, diversity, frechet_distance, summarize_scores
 
 MANIFEST, SAMPLES, SCORES, REPORT = "questions.json", "samples.jsonl", "scores.jsonl", "report.json"
 BATCH_SIZE = 64  # samples
-COST_FIELDS = ("calls", "judged", "flops")  # of a sample
+COST_FIELDS = ("calls", "verifier_calls", "flops")  # of a sample
 NUM_READERS = 8  # threads that read images
 SINGLE_PROCESS = SingleProcess()
 
@@ -145,7 +145,7 @@ def _generate_samples(
     """Generate images in folders by prompt, batches distributed over the workers, and finally list them."""
     if (out / SAMPLES).is_file():
         return
-    costs, batches = out / ".prices", sample_batches(benchmark, batch_size)
+    costs, batches = out / ".costs", sample_batches(benchmark, batch_size)
     costs.mkdir(exist_ok=True)
     pending = [batch for batch in batches if not _batch_file(costs, batch).is_file()]
     workers.barrier()  # every worker lists the pending batches before one of them writes
@@ -262,7 +262,7 @@ def build_report(
         "benchmark": benchmark.name,
         "model": model,
         "prompts": len(benchmark),
-        "pictures": len(rows),
+        "images": len(rows),
         **{name: sum(row[name] for row in rows) / len(rows) for name in COST_FIELDS},
         "scores": _score_tables(benchmark, rows),
         "any": {name: _mean_best_score(rows, name) for name in benchmark.score_names},

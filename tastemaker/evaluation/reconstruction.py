@@ -29,7 +29,7 @@ from ..data.image_transforms import center_crop
 from ..models.pretrained_autoencoder import load_autoencoder
 from .reconstruction_metrics import ReconstructionEvaluator
 
-SCORES, MANIFEST, PAIRS = "scores.jsonl", "reconstruct.json", "pictures"
+SCORES, MANIFEST, PAIRS = "scores.jsonl", "reconstruct.json", "images"
 METRICS = ("psnr", "ssim", "lpips")
 NUM_WORST = 5  # images listed in the summary
 Row = dict[str, Any]  # a line of the scores
@@ -113,7 +113,7 @@ def check_manifest(options: ReconstructionOptions, net: nn.Module) -> None:
     digest = hashlib.sha256()
     for key, x in sorted(net.state_dict().items()):
         digest.update(key.encode() + x.detach().float().contiguous().cpu().numpy().tobytes())
-    settings = {"pictures": str(options.images.resolve()), "model": digest.hexdigest(), "size": options.size}
+    settings = {"images": str(options.images.resolve()), "model": digest.hexdigest(), "size": options.size}
     path = options.out / MANIFEST
     check_same_manifest(
         settings, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else settings, options.out

@@ -58,8 +58,8 @@ class ReconstructionEvaluator:
             with torch.autocast(pixels.device.type, enabled=False):
                 measured["lpips"] = self.lpips(copy, original).float()
         if self.feature_extractor is not None:
-            measured["pictures"] = self.feature_extractor.extract(original)[0]
-            measured["copies"] = self.feature_extractor.extract(copy)[0]
+            measured["images"] = self.feature_extractor.extract(original)[0]
+            measured["reconstructions"] = self.feature_extractor.extract(copy)[0]
         return {name: x.cpu() for name, x in measured.items()}
 
     def summarize(self, measured: Mapping[str, Tensor]) -> tuple[dict[str, float], tuple[str, ...]]:
@@ -70,9 +70,9 @@ class ReconstructionEvaluator:
         missing, count = list(self.missing), len(measured["psnr"])
         if self.lpips is not None and "lpips" not in measured:
             missing.append(f"LPIPS was not measured: it needs images of at least {MIN_SIZE} pixels a side")
-        if "copies" in measured and count > 1:
-            metrics["rfid"] = frechet_distance(measured["copies"], measured["pictures"])
-        if "copies" in measured and count < MIN_FID_IMAGES:
+        if "reconstructions" in measured and count > 1:
+            metrics["rfid"] = frechet_distance(measured["reconstructions"], measured["images"])
+        if "reconstructions" in measured and count < MIN_FID_IMAGES:
             missing.append(
                 f"rFID of {count} images cannot be compared with published values; set validation.num_samples"
             )

@@ -13,7 +13,8 @@ from rich.table import Table
 from ..config.catalog import default_spec
 from ..config.load import YAML_SUFFIXES, list_recipes, load_any_config
 from ..config.registries import AUTOENCODERS, MODELS, REWARDS
-from ..config.schema import JudgeRunConfig, RunConfig
+from ..config.required_files import published_sources as config_sources
+from ..config.schema import JudgeRunConfig
 from ..config.validate import build_component
 from ..core.autoencoder import AutoencoderSpec
 from ..core.errors import DownloadError as DownloadError
@@ -65,12 +66,7 @@ def required_sources(name: str) -> list[WeightsSource]:
             if config.judge.model is not None:
                 return list(config.judge.model.sources)
             return [] if Path(config.judge.weights).exists() else required_sources(config.judge.weights)
-        if not isinstance(config, RunConfig):
-            return list(config.autoencoder.sources)
-        return [
-            *config.model.sources,
-            *(s for reward in config.rewards.values() for s in reward.spec.sources),
-        ]
+        return list(config_sources(config))
     if name in [*REWARDS, *(alias for known in REWARDS for alias in REWARDS.aliases(known))] or name.startswith("{"):
         return list(parse_reward(name, "download")[1].sources)
     for registry, spec_class in ((MODELS, ModelSpec), (AUTOENCODERS, AutoencoderSpec)):

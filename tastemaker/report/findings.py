@@ -95,10 +95,10 @@ def _reconstruction_findings(record: RunRecord) -> list[ReportFinding]:
     metrics = {
         name: value
         for name, value in record.reconstruction.items()
-        if name != "pictures" and isinstance(value, int | float)
+        if name != "images" and isinstance(value, int | float)
     }
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-    count, missing = record.reconstruction.get("pictures", "Some"), record.reconstruction.get("missing", ())
+    count, missing = record.reconstruction.get("images", "Some"), record.reconstruction.get("missing", ())
     text = f"{count} held-out images were reconstructed with {numbers}."
     return [ReportFinding("note", text), *(ReportFinding("note", f"{sentence}.") for sentence in missing)]
 

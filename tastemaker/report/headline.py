@@ -111,7 +111,7 @@ def _reconstruction_headline(record: RunRecord) -> Headline | None:
     psnr = record.reconstruction.get("psnr")
     if not isinstance(psnr, int | float):
         return None
-    count = record.reconstruction.get("pictures", "Some")
+    count = record.reconstruction.get("images", "Some")
     return Headline("reconstruction PSNR", float(psnr), source=f"{count} held-out images, in dB.")
 
 
@@ -175,4 +175,4 @@ def _evaluation_settings(report: Mapping[str, Any]) -> list[object]:
     metric, _ = _main_score(report) or ("", None)
     # The description lists the model, checkpoint, weights, search, seed, detector, and a hash of the model's settings.
     settings = str(report.get("model", "")).split(", ")[3:-1]
-    return [metric, *(report.get(key) for key in ("benchmark", "prompts", "pictures")), *settings]
+    return [metric, *(report.get(key) for key in ("benchmark", "prompts", "images")), *settings]

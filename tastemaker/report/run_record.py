@@ -117,7 +117,7 @@ def read_run(directory: Path) -> RunRecord:
         config_text=config_text,
         environment=_read_json(directory / "environment.json"),
         guard_measurements=tuple(each for each in _read_guard_measurements(directory) if each.step <= last_step),
-        reconstruction=_read_json(directory / "copies.json"),
+        reconstruction=_read_json(directory / "reconstruction.json"),
     )
 
 

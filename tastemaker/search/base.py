@@ -24,14 +24,16 @@ class SearchCost:
     """
 
     calls: float  # of the network
-    judged: float = 0  # calls of the verifier
+    verifier_calls: float = 0
     flops: float = 0.0  # 0 if they were not counted
 
     def __add__(self, other: SearchCost) -> SearchCost:
-        return SearchCost(self.calls + other.calls, self.judged + other.judged, self.flops + other.flops)
+        return SearchCost(
+            self.calls + other.calls, self.verifier_calls + other.verifier_calls, self.flops + other.flops
+        )
 
     def per_sample(self, count: int) -> SearchCost:
-        return SearchCost(self.calls / count, self.judged / count, self.flops / count)
+        return SearchCost(self.calls / count, self.verifier_calls / count, self.flops / count)
 
 
 @dataclass(frozen=True)

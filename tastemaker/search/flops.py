@@ -26,7 +26,7 @@ class FlopCosts:
 
     def add_flops(self, cost: SearchCost) -> SearchCost:
         """The cost with the operations of its calls."""
-        return replace(cost, flops=cost.calls * self.per_network_call + cost.judged * self.per_verifier_call)
+        return replace(cost, flops=cost.calls * self.per_network_call + cost.verifier_calls * self.per_verifier_call)
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def count_flops(function: Callable[[], object]) -> float:
 def format_cost(cost: SearchCost) -> str:
     """A cost for users: '1,200 network calls, 60 verifier calls and 38 TFLOP'."""
     operations = f" and {format_flops(cost.flops)}" if cost.flops else ""
-    return f"{cost.calls:,.0f} network calls, {cost.judged:,.0f} verifier calls{operations}"
+    return f"{cost.calls:,.0f} network calls, {cost.verifier_calls:,.0f} verifier calls{operations}"
 
 
 def format_flops(flops: float) -> str:

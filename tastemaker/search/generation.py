@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, replace
@@ -41,6 +42,7 @@ from ..export.lora import (
     resolve_lora_path,
 )
 from ..models.pretrained import PIPELINE_INDEX
+from ..models.weight_files import PLAYGROUND
 from ..training.checkpoint import latest_checkpoint
 from ..training.run import Run
 from ..training.run_directory import CONFIG_FILE, RECIPE_FILE
@@ -53,6 +55,12 @@ DEFAULT_BATCH_SIZE = 64  # prompts per search, unless the recipe sets rollout_ba
 MAX_SHEET_SAMPLES = 64
 VAE = "vae"  # diffusers' folder of an autoencoder
 METADATA_FILE = "metadata.jsonl"
+DEMO_MODEL = "playground-flow16"
+# Recipes that pretrain a playground model, and the weights they led to, which are in the package.
+PLAYGROUND_MODELS = {
+    f"{PLAYGROUND}-{name}": f"{PLAYGROUND}/{name}"
+    for name in ("causal", "epsilon", "flow", "flow16", "masked", "video", "words")
+}
 
 
 @dataclass(frozen=True)
@@ -154,12 +162,32 @@ def resolve_source(
 ) -> tuple[RunConfig, Path | None]:
     """Configuration and checkpoint of a recipe, with a LoRA file if given; of an export; or of a run.
 
-    With `tiny`, warn about overrides that tiny models ignore.
+    The recipes that pretrain the playground models get the shipped weights, unless an override is about the model;
+    "playground" is the demo's model. Warn about overrides that tiny models ignore, and about random weights.
     """
+    recipe = DEMO_MODEL if recipe == PLAYGROUND else recipe
+    shipped = PLAYGROUND_MODELS.get(recipe)
+    if shipped and not tiny and not any(override.startswith("model") for override in overrides):
+        # Compiling takes longer than the samples of such a small model.
+        overrides = [f"model.weights={shipped}", "engine.compile=false", *overrides]
     config, checkpoint = _resolve_source(recipe, overrides, lora)
     if tiny:
         warn_ignored_overrides(config, overrides)
+    elif checkpoint is None:
+        warn_random_weights(config)
     return config, checkpoint
+
+
+def warn_random_weights(config: RunConfig) -> None:
+    """Warn if the model of a configuration has no trained weights."""
+    settings = config_to_dict(config)["model"]
+    if config.model.weights is not None or settings.get("init_weights") is not None:
+        return
+    found = "model.weights is not set" if "weights" in settings else f"'{settings['type']}' has no trained weights"
+    advice = "set model.weights, or " if "weights" in settings else ""
+    warnings.warn(
+        f"{found}: the samples come from random weights; {advice}pass the directory of a trained run", stacklevel=3
+    )
 
 
 def _resolve_source(recipe: str, overrides: Sequence[str], lora: Path | None) -> tuple[RunConfig, Path | None]:

@@ -26,7 +26,7 @@ from .base import RubricVerifier, Search
 from .diffusers_scheduler import DiffusersSchedulerSearch
 from .flops import format_flops
 
-CURVE_FILE, CURVE_CHART = "prices.json", "prices.svg"
+CURVE_FILE, CURVE_CHART = "costs.json", "costs.svg"
 Report = dict[str, Any]
 
 
@@ -135,7 +135,7 @@ def evaluate_curve(
 def curve_point(report: Report) -> dict[str, Any]:
     """Mean and 95 % interval of the first score, and the cost per sample."""
     score, scores = next(iter(report["scores"].items()))
-    cost = {key: report[key] for key in ("calls", "judged", "flops")}
+    cost = {key: report[key] for key in ("calls", "verifier_calls", "flops")}
     return {"score": score, **{key: scores["overall"][key] for key in ("mean", "low", "high")}, **cost}
 
 
@@ -157,6 +157,6 @@ def format_curve_table(name: str, points: Sequence[dict[str, Any]]) -> Table:
     columns = ("candidates", "network calls", "verifier calls", "operations", points[0]["score"], "95 %")
     table = Table(*columns, title=f"{name}: cost per sample")
     for point in points:
-        cost = (f"{point['calls']:.4g}", f"{point['judged']:.3g}", format_flops(point["flops"]))
+        cost = (f"{point['calls']:.4g}", f"{point['verifier_calls']:.3g}", format_flops(point["flops"]))
         table.add_row(str(point["n"]), *cost, f"{point['mean']:.3f}", f"{point['low']:.3f}-{point['high']:.3f}")
     return table

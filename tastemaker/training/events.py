@@ -23,6 +23,7 @@ class TrainingStarted(Event):
     steps: int  # in all
     directory: Path
     trainable_parameters: int
+    notes: tuple[str, ...] = ()  # about the settings, such as a guard without a held-out reward
 
 
 @dataclass(frozen=True)

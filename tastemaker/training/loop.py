@@ -36,7 +36,7 @@ def train(run: Run) -> Iterator[Event]:
     metrics = AsyncMetrics(run.engine.asynchronous)
     done = saved = run.start_step
     parameters = sum(p.numel() for p in run.policy.weights.trainable().values())
-    yield TrainingStarted(run.start_step, run.steps, run.directory, parameters)
+    yield TrainingStarted(run.start_step, run.steps, run.directory, parameters, guard_notes(run))
     try:
         if run.sample.every and run.start_step == 0:
             yield generate_samples(run, 0)
@@ -179,6 +179,18 @@ def is_due(done: int, every: int, steps: int) -> bool:
 def guard_enabled(run: Run) -> bool:
     """Return whether the guard runs; it needs rewards to compare."""
     return bool(run.guard.every and run.rubric.rewards)
+
+
+def guard_notes(run: Run) -> tuple[str, ...]:
+    """Return what the guard will not see: everything if it is off, and quality if no reward is held out."""
+    if not run.rubric.rewards:
+        return ()
+    advice = "add a reward with weight 0, such as 'rewards.aesthetic={type: aesthetic, weight: 0}'"
+    if not run.guard.every:
+        return ("the guard is off, so reward hacking goes unnoticed; set guard.every, for example 50",)
+    if not run.guard_history.held_out:
+        return (f"no reward is held out, so the guard can only see a loss of diversity; {advice}",)
+    return ()
 
 
 def guard_stop_reason(run: Run, check: GuardChecked) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.schema import BatchConfig, CheckpointConfig, GuardConfig, SampleConfig
+from ..config.schema import BatchConfig, CheckpointConfig, GuardConfig, RunConfig, SampleConfig
 from ..core.errors import CheckpointError
 from ..core.objective import Context, Objective, ObjectiveState
 from ..core.policy import Policy
@@ -47,6 +47,7 @@ class Run:
     guard: GuardConfig = GuardConfig()
     start_step: int = 0  # steps completed before, of a resumed run
     checkpoint_metadata: Mapping[str, Any] = field(default_factory=dict)  # written into every checkpoint
+    config: RunConfig | None = field(init=False, default=None)  # that it was built from; None if built by hand
     step_complete: bool = field(init=False, default=True)  # False while a step updates the weights
     objective_state: ObjectiveState = field(init=False)
     guard_history: GuardHistory = field(init=False)

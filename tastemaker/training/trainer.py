@@ -16,7 +16,7 @@ from ..config.build import build, build_autoencoder, build_judge, make_tiny_any
 from ..config.check import require_valid
 from ..config.dump import config_to_dict
 from ..config.load import list_recipes, load_any_config
-from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, RunConfig
+from ..config.schema import AnyConfig, AutoencoderRunConfig, JudgeRunConfig, LoggerConfig, RunConfig
 from ..core.lora import Lora
 from ..core.registry import ConfigError
 from ..export.llamagen import resume_from_llamagen
@@ -35,6 +35,7 @@ from .loop import train
 from .run import Run
 
 AnyRun = Run | AutoencoderRun | JudgeRun
+DEFAULT_PROJECT = "tastemaker"  # of wandb and trackio
 
 
 class TimeEstimator(Logger, Protocol):
@@ -49,15 +50,24 @@ def build_loggers(config: AnyConfig, console: Console, timer: TimeEstimator | No
     frames = config.model.frames if isinstance(config, RunConfig) else 1
     progress = ProgressLogger(console, frames=frames, remaining_time=timer.text if timer else None)
     loggers: list[Logger] = [JsonlLogger(), *([timer] if timer else []), progress, SampleGridLogger()]
-    if config.loggers.tensorboard:
+    loggers += [build_logger(each, config) for each in config.loggers]
+    return LoggerCollection([*loggers, HtmlReportLogger(console)], console)
+
+
+def build_logger(settings: LoggerConfig, config: AnyConfig) -> Logger:
+    """Return an optional logger; its package is imported here."""
+    project = settings.project or DEFAULT_PROJECT
+    if settings.type == "tensorboard":
         from .loggers.tensorboard import TensorBoardLogger
 
-        loggers.append(TensorBoardLogger())
-    if config.loggers.wandb:
+        return TensorBoardLogger()
+    if settings.type == "wandb":
         from .loggers.wandb import WandbLogger
 
-        loggers.append(WandbLogger(config.loggers.wandb, config_to_dict(config)))
-    return LoggerCollection([*loggers, HtmlReportLogger(console)], console)
+        return WandbLogger(project, config_to_dict(config))
+    from .loggers.trackio import TrackioLogger
+
+    return TrackioLogger(project, config_to_dict(config))
 
 
 def load_run_config(recipe: str, overrides: Sequence[str]) -> AnyConfig:
@@ -76,12 +86,25 @@ def load_run_config(recipe: str, overrides: Sequence[str]) -> AnyConfig:
 
 
 def build_run(config: AnyConfig, directory: Path, init_from: Path | None) -> AnyRun:
-    """Build the run of a generator, an autoencoder or a judge, from the weights in `init_from` if given."""
+    """Build the run of a generator, an autoencoder or a judge, from the weights in `init_from` if given.
+
+    The run keeps its configuration in `run.config`, with the precision that was chosen for the device.
+    """
+    run: AnyRun
     if isinstance(config, JudgeRunConfig):
-        return build_judge(config, directory, init_from=init_from)
-    if isinstance(config, AutoencoderRunConfig):
-        return build_autoencoder(config, directory, init_from=init_from)
-    init_from = init_from and resolve_lora_path(init_from)
+        run = build_judge(config, directory, init_from=init_from)
+        run.config = replace(config, engine=run.engine.config)
+    elif isinstance(config, AutoencoderRunConfig):
+        run = build_autoencoder(config, directory, init_from=init_from)
+        run.config = replace(config, engine=run.engine.config)
+    else:
+        run = build_generator(config, directory, init_from and resolve_lora_path(init_from))
+        run.config = replace(config, engine=run.engine.config)
+    return run
+
+
+def build_generator(config: RunConfig, directory: Path, init_from: Path | None) -> Run:
+    """Build the run of a generator, from the weights of a checkpoint or a LoRA file if given."""
     if init_from is not None and isinstance(config.tuning, Lora) and is_external_lora(init_from):
         tuning = InitializedLora(config.tuning, init_from, config.model.layout)
         return build(replace(config, tuning=tuning), directory)
@@ -97,10 +120,13 @@ def training_events(run: AnyRun) -> Iterator[Event]:
 
 @contextmanager
 def open_loggers(
-    run: AnyRun, config: AnyConfig, console: Console, timer: TimeEstimator | None = None
+    run: AnyRun, config: AnyConfig | None, console: Console, timer: TimeEstimator | None = None
 ) -> Iterator[LoggerCollection]:
-    """Write config.yaml and environment.json and yield the loggers of a run; only rank 0 writes and logs."""
-    if run.engine.comm.rank == 0:
+    """Write config.yaml and environment.json and yield the loggers of a run; only rank 0 writes and logs.
+
+    Without a configuration there are no loggers.
+    """
+    if run.engine.comm.rank == 0 and config is not None:
         run_directory.write_run_config(config, run.directory)
         run_directory.write_environment(run.engine, run.directory)
         loggers = build_loggers(config, console, timer)
@@ -110,6 +136,38 @@ def open_loggers(
         yield loggers
     finally:
         loggers.close()
+
+
+def train_with_loggers(
+    run: AnyRun,
+    console: Console,
+    timer: TimeEstimator | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> bool:
+    """Train a run with its loggers, and return whether all steps are done; they are not if it was asked to stop."""
+    completed = True
+    with open_loggers(run, run.config, console, timer) as loggers:
+        for event in training_events(run):
+            loggers.log(event)
+            if on_event is not None:
+                on_event(event)
+            completed = not isinstance(event, TrainingFinished) or event.step >= run.steps
+    return completed
+
+
+def train_built_run(
+    run: AnyRun, allow_change: Sequence[str], console: Console, on_event: Callable[[Event], None] | None = None
+) -> bool:
+    """Train a run that is already built, as `tastemaker train` does, and return whether all steps are done.
+
+    It resumes from the last checkpoint in its directory, unless the caller has resumed it. A run without a
+    configuration, which was built by hand, trains without loggers and does not resume.
+    """
+    if run.config is not None:
+        latest = run_directory.claim_run_directory(run.config, run.directory, allow_change)
+        if latest is not None and not run.start_step:
+            run.resume(latest)
+    return train_with_loggers(run, console, on_event=on_event)
 
 
 def run_training(
@@ -140,19 +198,11 @@ def run_training(
             f"{directory} already has checkpoints; choose another name=... for a run that starts from other weights"
         )
     run = build_run(config, directory, init_from)
-    config = replace(config, engine=run.engine.config)
     try:
         if resume is not None and optimizer_state.is_llamagen_checkpoint(resume) and isinstance(run, Run):
             resume_from_llamagen(run, resume)
         elif (checkpoint := resume or latest) is not None:
             run.resume(checkpoint)
-        completed = True
-        with open_loggers(run, config, console, timer) as loggers:
-            for event in training_events(run):
-                loggers.log(event)
-                if on_event is not None:
-                    on_event(event)
-                completed = not isinstance(event, TrainingFinished) or event.step >= run.steps
-        return completed
+        return train_with_loggers(run, console, timer, on_event)
     finally:
         run.engine.close()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..autoencoders.training import fork_named_rng
-from ..config.schema import CheckpointConfig, ValidationConfig
+from ..config.schema import CheckpointConfig, JudgeRunConfig, ValidationConfig
 from ..core.randomness import Randomness
 from ..core.types import Loss, QuestionAnswerBatch, select_rows
 from ..core.weights import Weights, ema_decay_warmup
@@ -42,6 +42,7 @@ class JudgeRun:
     checkpoint: CheckpointConfig = CheckpointConfig()
     start_step: int = 0  # steps completed
     checkpoint_metadata: Mapping[str, Any] = field(default_factory=dict)  # saved with every checkpoint
+    config: JudgeRunConfig | None = field(init=False, default=None)  # that it was built from, if any
     step_complete: bool = field(init=False, default=True)  # False while a step is under way
 
     def __post_init__(self) -> None:

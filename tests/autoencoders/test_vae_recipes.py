@@ -122,7 +122,9 @@ def test_one_channel_training_gives_gray_reconstructions(recipe: str, tmp_path: 
     events = list(train(run))
     metrics = [event.metrics for event in events if isinstance(event, StepCompleted)]
     assert metrics[0]["adversarial weight"] > 0 and "discriminator/loss" in metrics[1]
-    assert {"validation/loss", "copies/psnr", "copies/ssim", "copies/lpips"} <= metrics[1].keys()
+    assert {"validation/loss", "reconstruction/psnr", "reconstruction/ssim", "reconstruction/lpips"} <= metrics[
+        1
+    ].keys()
     (grid,) = [event.pixels for event in events if isinstance(event, SamplesGenerated)]
     reconstructions = grid[..., grid.shape[-2] // 2 :, :]
     assert reconstructions[:, :, 0].equal(reconstructions[:, :, 1]) and reconstructions[:, :, 0].equal(

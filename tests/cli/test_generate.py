@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import torch
 from cli_runner import run_cli
 
 from tastemaker.cli import EXIT_USAGE
-from tastemaker.config.load import load
+from tastemaker.config.load import list_recipes, load
 from tastemaker.core.registry import ConfigError
 from tastemaker.core.types import PromptBatch
 from tastemaker.data.image_io import read_image, save_image
 from tastemaker.export.lora import DIFFUSERS_LORA_FILE
-from tastemaker.search.generation import choose_prompts, find_lora, slugify
+from tastemaker.models.weight_files import is_shipped
+from tastemaker.search.generation import PLAYGROUND_MODELS, choose_prompts, find_lora, resolve_source, slugify
 
 ROOT = Path(__file__).parent.parent.parent
 QUICK = ["steps=2", "sample.every=0", "guard.every=0", "batch.prompts=4", "objective.group_size=4"]
@@ -149,6 +151,37 @@ def test_exported_lora_run_generates_the_same_images() -> None:
     settings = [*quick, "model.weights=flow.safetensors"]
     assert run_cli("generate", "playground-flow16", *settings, *arguments, "--out", "two") == 0
     assert (read_pixels("one") - read_pixels("two")).abs().max() <= 1 / 255 + 1e-6
+
+
+def test_playground_recipes_generate_from_the_shipped_weights() -> None:
+    """`generate playground-flow` samples the trained model; overrides of the model choose other weights."""
+    for name, weights in (("playground", "flow16"), *((f"playground-{x}", x) for x in ("flow", "masked", "video"))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            config, checkpoint = resolve_source(name, [])
+        assert config.model.weights == f"playground/{weights}" and checkpoint is None
+    assert {*PLAYGROUND_MODELS} < {*list_recipes()} and all(is_shipped(name) for name in PLAYGROUND_MODELS.values())
+    assert load("playground-flow").model.weights is None  # training starts from random weights
+    assert resolve_source("playground", [], tiny=True)[0].model.weights is None
+    with pytest.warns(UserWarning, match="random weights"):
+        assert resolve_source("playground-flow", ["model.weights=null"])[0].model.weights is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"), [("dit-folder", "model.weights is not set"), ("grpo-toy-flow", "toy_flow")]
+)
+def test_random_weights_warn(recipe: str, words: str) -> None:
+    with pytest.warns(UserWarning, match=f"{words}.*random weights"):
+        resolve_source(recipe, [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve_source(recipe, [], tiny=True)
+
+
+def test_generate_playground_writes_images_of_the_trained_model(capfd: pytest.CaptureFixture[str]) -> None:
+    prompt = ["-p", "a photo of a red car", "process.num_steps=2", "--device", "cpu"]
+    assert run_cli("generate", "playground-flow", *prompt, "--out", "made") == 0
+    assert read_pixels("made").shape == (1, 1, 3, 64, 64) and "random weights" not in capfd.readouterr().err
 
 
 def test_invalid_lora_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

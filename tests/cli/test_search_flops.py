@@ -42,12 +42,12 @@ def test_search_metadata_states_its_cost(capsys: pytest.CaptureFixture[str]) -> 
     assert run_cli(*arguments, "--search", "parm", "--num-candidates", "20", "--out", "found") == 0
     output = capsys.readouterr().err
     metadata = read_metadata("found")
-    assert all(row["calls"] <= 20 * 8 and row["judged"] >= 20 and row["flops"] > 0 for row in metadata)
+    assert all(row["calls"] <= 20 * 8 and row["verifier_calls"] >= 20 and row["flops"] > 0 for row in metadata)
     assert f"{sum(row['calls'] for row in metadata):,.0f} network calls" in output
     flops = format_flops(sum(row["flops"] for row in metadata))
-    assert f"{sum(row['judged'] for row in metadata):,.0f} verifier calls and {flops}" in output
+    assert f"{sum(row['verifier_calls'] for row in metadata):,.0f} verifier calls and {flops}" in output
     assert run_cli(*arguments, "--out", "single") == 0
-    assert [row["judged"] for row in read_metadata("single")] == [0, 0]
+    assert [row["verifier_calls"] for row in read_metadata("single")] == [0, 0]
     assert read_metadata("single")[0]["flops"] < metadata[0]["flops"]
 
 
@@ -77,15 +77,19 @@ def test_several_candidate_counts_plot_score_against_cost(capsys: pytest.Capture
         )
         == 0
     )
-    curve = json.loads(Path("curve/prices.json").read_text())
+    curve = json.loads(Path("curve/costs.json").read_text())
     assert curve["search"] == "parm" and [point["n"] for point in curve["points"]] == [1, 3]
     one, three = curve["points"]
-    assert one["calls"] < three["calls"] and one["judged"] < three["judged"] and 0 < one["flops"] < three["flops"]
-    chart = Path("curve/prices.svg").read_text()
+    assert (
+        one["calls"] < three["calls"]
+        and one["verifier_calls"] < three["verifier_calls"]
+        and 0 < one["flops"] < three["flops"]
+    )
+    chart = Path("curve/costs.svg").read_text()
     assert chart.startswith("<svg") and "Score against cost: parm" in chart
     report = json.loads(Path("curve/n3/report.json").read_text())
-    assert {key: report[key] for key in ("calls", "judged", "flops")} == {
-        key: three[key] for key in ("calls", "judged", "flops")
+    assert {key: report[key] for key in ("calls", "verifier_calls", "flops")} == {
+        key: three[key] for key in ("calls", "verifier_calls", "flops")
     }
     assert "cost per sample" in capsys.readouterr().err
     assert run_cli(*arguments, "--search", "parm", "--num-candidates", "two") == EXIT_USAGE
@@ -124,19 +128,25 @@ def test_search_is_built_from_a_name_or_settings() -> None:
 
 def test_only_rank_zero_writes_the_cost_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     overall = {"mean": 0.5, "low": 0.4, "high": 0.6}
-    report = {"benchmark": "playeval", "scores": {"strict": {"overall": overall}}, "calls": 1, "judged": 0, "flops": 0}
+    report = {
+        "benchmark": "playeval",
+        "scores": {"strict": {"overall": overall}},
+        "calls": 1,
+        "verifier_calls": 0,
+        "flops": 0,
+    }
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
         curve = evaluate_curve("parm", (1, 2), lambda n, out: report, Path(), Console(quiet=True))
-        points = [{"n": n, "score": "strict", **overall, "calls": 1, "judged": 0, "flops": 0} for n in (1, 2)]
+        points = [{"n": n, "score": "strict", **overall, "calls": 1, "verifier_calls": 0, "flops": 0} for n in (1, 2)]
         assert curve == {"search": "parm", "points": points}
-        assert Path("prices.json").is_file() == Path("prices.svg").is_file() == (rank == "0")
+        assert Path("costs.json").is_file() == Path("costs.svg").is_file() == (rank == "0")
 
 
 def test_candidates_option_has_a_long_name() -> None:
     arguments = ["generate", "grpo-toy-masked", "-p", "a red", "--device", "cpu", "--search", "best_of_n"]
     assert run_cli(*arguments, "--num-candidates", "3", "--out", "found") == 0
-    assert read_metadata("found")[0]["judged"] == 3
+    assert read_metadata("found")[0]["verifier_calls"] == 3
 
 
 def test_warnings_of_the_package_are_printed_plainly_by_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from tastemaker.config.check import collect_warnings, find_problems
+from tastemaker.config.check import find_problems
+from tastemaker.config.config_warnings import collect_warnings
 from tastemaker.config.load import load
 from tastemaker.config.schema import RunConfig
 from tastemaker.core.guidance import in_interval
@@ -60,7 +61,7 @@ SETTINGS = [
     "batch.micro_batch_size=1",
     "objective.advantage_clip=5.0",
     "objective.clip_range=1e-4",
-    "loggers.wandb=autoreg-grpo",
+    "loggers=[{type: wandb, project: autoreg-grpo}]",
     "name=mine",
     "output_dir=checkpoints",
     "sample.every=100",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -12,8 +14,10 @@ from typer.testing import CliRunner
 from tastemaker.cli import app
 from tastemaker.config.load import load
 from tastemaker.core.registry import ConfigError
+from tastemaker.diagnostics import plan
 from tastemaker.diagnostics.fake_memory import count_flops, trace_peak_bytes
 from tastemaker.diagnostics.fake_run import CLIP_VISION_CONFIG
+from tastemaker.diagnostics.gpu_presets import find_gpu
 from tastemaker.diagnostics.plan import ResourceEstimate, estimate_resources
 from tastemaker.models import flux, sd3
 
@@ -116,6 +120,64 @@ def test_plan_suggests_savings() -> None:
     small = CliRunner().invoke(app, ["plan", "srpo-flux-hps", *settings, "--gpu-gib", "1"])
     assert small.exit_code == 1
     assert "does not fit into 1 GiB" in small.output and "optim.state_dtype=int8" in small.output
+
+
+def test_gpu_presets_have_memory_and_speed() -> None:
+    assert find_gpu("H100-80g").gib == 79 and find_gpu("rtx4090-24g").gib < 24
+    assert find_gpu("h200-141g").tflops == pytest.approx(540, rel=0.01)
+    assert find_gpu("h200-141g").tbps == pytest.approx(4.3, rel=0.01)
+    with pytest.raises(ConfigError, match=r"--gpu.*'h100-80g'"):
+        find_gpu("h100-80gb")
+
+
+@pytest.mark.usefixtures("small_networks")
+def test_plan_takes_a_gpu_by_name_and_shows_progress() -> None:
+    settings = ["model.height=64", "model.width=64", "model.max_text_tokens=16"]
+    result = CliRunner().invoke(app, ["plan", "srpo-flux-hps", *settings, "--gpu", "l40s-48g"])
+    assert result.exit_code == 0 and "fits into 44 GiB" in result.stdout and "198 TFLOP/s" in result.stdout
+    assert "planning srpo-flux-hps" in result.stderr and "planning" not in result.stdout
+
+
+ESTIMATE = ResourceEstimate(
+    weights=40.0,
+    gradients=40.0,
+    optimizer_state=160.0,
+    snapshots=0.0,
+    frozen=4.0,
+    kv_cache=0.0,
+    collect_activations=6.0,
+    update_activations=20.0,
+    collect_flops=0.0,
+    update_flops=0.0,
+)
+
+
+@pytest.fixture
+def counted_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates whose activations are the number of frames, instead of traced ones."""
+    monkeypatch.setattr(
+        plan,
+        "estimate_resources",
+        lambda config, world_size=1: replace(ESTIMATE, update_activations=float(config.model.frames)),
+    )
+
+
+@pytest.mark.usefixtures("counted_frames")
+def test_savings_end_with_lora_fewer_frames_and_fsdp() -> None:
+    config = load("vader-wan-hps", ["tuning={type: full}"])
+    savings = dict(plan.suggest_savings(config, ESTIMATE, 1, gpu_bytes=24.0))
+    names = list(savings)
+    assert [name.split(":")[0].split("=")[0] for name in names[-3:]] == ["'tuning", "model.frames", "engine.strategy"]
+    assert "model.frames=17" in names and "fsdp on 8 GPUs" in names[-1] and "--nproc-per-node=8" in names[-1]
+    assert savings[names[-1]] <= 24 < savings["model.frames=17"]
+
+
+@pytest.mark.usefixtures("counted_frames")
+def test_fsdp_comes_first_if_there_are_several_gpus() -> None:
+    config = load("srpo-flux-hps", ["engine.strategy=replicated"])
+    first, *others = plan.suggest_savings(config, ESTIMATE, 4, gpu_bytes=1.0)
+    assert first == ("engine.strategy=fsdp", 240 / 4 + 24)
+    assert not any("fsdp" in name or "frames" in name for name, _ in others)
 
 
 @pytest.mark.usefixtures("small_networks")

@@ -62,7 +62,7 @@ def test_evaluation_writes_samples_scores_and_report(
     assert len(list(tmp_path.glob("samples/*/*.png"))) == 144
     report = json.loads((tmp_path / REPORT).read_text("utf-8"))
     assert set(report["scores"]["strict"]) == {*TASKS, "overall"}
-    assert report["calls"] == 3 and report["pictures"] == 144 and report["diversity"] > 0
+    assert report["calls"] == 3 and report["images"] == 144 and report["diversity"] > 0
     rows = read_jsonl(tmp_path / SCORES)
     assert [row["strict"] == 1 for row in rows] == [not row["reasons"] for row in rows]
 
@@ -133,7 +133,7 @@ def test_evaluate_command_runs_a_recipe(search: str, tmp_path: Path) -> None:
         main([*arguments, "--search", search, "--num-candidates", "2", "--out", str(tmp_path)])
     assert exit_info.value.code == 0
     report = json.loads((tmp_path / REPORT).read_text("utf-8"))
-    assert report["pictures"] == 12 and (search == "parm") == (report["calls"] > 10)
+    assert report["images"] == 12 and (search == "parm") == (report["calls"] > 10)
 
 
 def test_evaluate_command_refuses_a_directory_of_other_settings(

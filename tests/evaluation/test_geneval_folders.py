@@ -247,7 +247,7 @@ def test_evaluate_command_scores_a_folder_of_mixed_sizes(tmp_path: Path, capsys:
     ]
     assert run_cli(*arguments, "--device", "cpu", "--out", str(tmp_path / "out")) == 0
     report = json.loads((tmp_path / "out" / REPORT).read_text("utf-8"))
-    assert report["pictures"] == 8 and "detector random" in report["model"] and (tmp_path / "out" / RESULTS).is_file()
+    assert report["images"] == 8 and "detector random" in report["model"] and (tmp_path / "out" / RESULTS).is_file()
     output = capsys.readouterr().err
     assert "single_object" in output and "overall" in output and "correct image" in " ".join(output.split())
 

@@ -33,9 +33,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reconstruct")
     torch.manual_seed(0)
     for name, size in {"a.png": (18, 20), "in/b.png": (18, 20), "in/deep/c.png": (32, 16)}.items():
-        save_image(torch.rand(1, 3, *size), folder / "pictures" / name)
-    save_image(torch.rand(1, 1, 18, 20).expand(1, 3, -1, -1), folder / "pictures" / "grey.png")
-    (folder / "pictures" / "broken.jpg").write_bytes(b"none")
+        save_image(torch.rand(1, 3, *size), folder / "images" / name)
+    save_image(torch.rand(1, 1, 18, 20).expand(1, 3, -1, -1), folder / "images" / "grey.png")
+    (folder / "images" / "broken.jpg").write_bytes(b"none")
     settings = {"type": "block_vae", **vars(SPEC)}
     write_weights(
         folder / "vae.safetensors", SPEC.load(Placement()).state_dict(), {"autoencoder": settings}, torch.float32
@@ -44,7 +44,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reconstruction_options(inputs: Path, out: Path) -> ReconstructionOptions:
-    return ReconstructionOptions(inputs / "pictures", str(inputs / "vae.safetensors"), out, vgg_weights=TINY)
+    return ReconstructionOptions(inputs / "images", str(inputs / "vae.safetensors"), out, vgg_weights=TINY)
 
 
 def read_scores(out: Path) -> list[dict[str, object]]:
@@ -78,7 +78,7 @@ def test_image_pairs_and_scores_are_written(inputs: Path, tmp_path: Path) -> Non
     rows = reconstruct_images(reconstruction_options(inputs, tmp_path), Placement(), Console(file=log, width=200))
     assert [row["file"] for row in rows] == ["a.png", "grey.png", "in/b.png", "in/deep/c.png"]
     assert read_scores(tmp_path) == rows and all(set(row) >= {"psnr", "ssim", "lpips"} for row in rows)
-    pair = read_image(tmp_path / "pictures" / "in/deep/c.png.png")[0]
+    pair = read_image(tmp_path / "images" / "in/deep/c.png.png")[0]
     original, reconstruction = pair[..., :16], pair[..., 16:]
     assert original.equal(read_image(inputs / "pictures/in/deep/c.png")[0])
     psnr = -10 * (original - reconstruction).square().mean().log10()
@@ -92,7 +92,7 @@ def test_interrupted_reconstruction_resumes(inputs: Path, tmp_path: Path) -> Non
     text = (tmp_path / "scores.jsonl").read_text().splitlines()
     marked = json.dumps({**complete[0], "psnr": 99.0})  # to detect that it is not recomputed
     (tmp_path / "scores.jsonl").write_text(f"{marked}\n{text[1]}\n{text[2][:20]}")
-    (tmp_path / "pictures" / "grey.png.png").unlink()
+    (tmp_path / "images" / "grey.png.png").unlink()
     resumed = reconstruct_images(reconstruction_options(inputs, tmp_path), Placement(), Console(quiet=True))
     assert resumed == [{**complete[0], "psnr": 99.0}, *complete[1:]] == read_scores(tmp_path)
     with pytest.raises(ConfigError, match=r"another 'size' \(0, now 16\)"):
@@ -128,7 +128,7 @@ def test_command_accepts_checkpoints_and_configurations(inputs: Path, tmp_path: 
     (tmp_path / "vae.yaml").write_text(text)
     for name in ("vq.pt", "vae.yaml"):
         out = tmp_path / name.replace(".", "_")
-        arguments = ["reconstruct", str(inputs / "pictures"), "--model", str(tmp_path / name), "--out", str(out)]
+        arguments = ["reconstruct", str(inputs / "images"), "--model", str(tmp_path / name), "--out", str(out)]
         with pytest.raises(SystemExit) as exit_info:
             main([*arguments, "--vgg-weights", TINY, "--device", "cpu"])
         assert exit_info.value.code == 0

@@ -97,17 +97,17 @@ def test_run_ends_with_reconstruction_metrics(tmp_path: Path) -> None:
     run = build_autoencoder(tokenizer(), tmp_path)
     *_, update, _, end = train(run)
     assert isinstance(update, StepCompleted) and isinstance(end, TrainingFinished)
-    assert {"copies/psnr", "copies/ssim", "copies/lpips"} <= {*update.metrics}
+    assert {"reconstruction/psnr", "reconstruction/ssim", "reconstruction/lpips"} <= {*update.metrics}
     assert "4 held-out" in end.reason and "psnr" in end.reason and "validation.inception_weights" in end.reason
-    metrics = json.loads((tmp_path / "copies.json").read_text())
-    assert metrics["pictures"] == 4 and metrics["psnr"] == update.metrics["copies/psnr"]
+    metrics = json.loads((tmp_path / "reconstruction.json").read_text())
+    assert metrics["images"] == 4 and metrics["psnr"] == update.metrics["reconstruction/psnr"]
     (missing,) = metrics["missing"]
     assert "rFID" in missing and "validation.inception_weights" in missing
 
 
 def test_report_shows_reconstruction_metrics(tmp_path: Path) -> None:
-    (tmp_path / "copies.json").write_text(
-        json.dumps({"pictures": 9, "psnr": 21.5, "ssim": 0.7, "missing": ["rFID was not measured: no file"]})
+    (tmp_path / "reconstruction.json").write_text(
+        json.dumps({"images": 9, "psnr": 21.5, "ssim": 0.7, "missing": ["rFID was not measured: no file"]})
     )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "time/step": 1.0, "samples": 2}\n')
     page = write_report([tmp_path]).read_text()

@@ -56,7 +56,7 @@ def evaluation(level: float, seed: int, calls: float = 10.0, diversity: float = 
     rows = random_scores(level, seed)
     means = {tag: {"mean": sum(values) / len(values)} for tag, values in rows.items()}
     means["overall"] = {"mean": sum(mean["mean"] for mean in means.values()) / len(means)}
-    header = {"benchmark": "playeval", "prompts": 240, "pictures": 480, "calls": calls}
+    header = {"benchmark": "playeval", "prompts": 240, "images": 480, "calls": calls}
     return {
         **header,
         "scores": {"strict": means},
@@ -232,7 +232,7 @@ def test_summary_from_merged_results(tmp_path: Path) -> None:
         main(["bench", "playground", "--summary", str(tmp_path / "results.json"), "--page", str(page)])
     assert exit_info.value.code == 0
     assert "page/overview.svg" in page.read_text() and page.read_text().endswith("its end\n")
-    assert {path.name for path in (tmp_path / "page").iterdir()} == {"overview.svg", "curves.svg", "prices.svg"}
+    assert {path.name for path in (tmp_path / "page").iterdir()} == {"overview.svg", "curves.svg", "costs.svg"}
     assert len(load_results(tmp_path)) == len(results)
 
 
@@ -261,7 +261,7 @@ def test_first_and_last_are_means_over_a_few_steps() -> None:
 def test_missing_costs_are_not_averaged_as_zero(playground: ScoreboardPlan) -> None:
     results = [each for each in synthetic_results() if each["cell"] == "best-of-masked" and each["n"] == 20]
     for each in results[1:]:
-        each["after"] |= {"judged": 20.0, "flops": 1e9}
+        each["after"] |= {"verifier_calls": 20.0, "flops": 1e9}
     (row,) = build_rows(results, playground)
     assert (row.seeds, row.judge_calls, row.flops) == (3, 20, 1e9)
 

@@ -253,7 +253,7 @@ def test_playground_bench_runs_tiny(tmp_path: Path) -> None:
     assert exit_info.value.code == 0
     plan = load_plan("playground")
     assert {result["cell"] for result in load_results(tmp_path)} == set(plan.cells)
-    assert {path.name for path in (tmp_path / "scoreboard").iterdir()} == {"overview.svg", "curves.svg", "prices.svg"}
+    assert {path.name for path in (tmp_path / "scoreboard").iterdir()} == {"overview.svg", "curves.svg", "costs.svg"}
 
 
 def test_job_keys_are_unique() -> None:
@@ -267,5 +267,5 @@ def test_search_after_training(toys: Path) -> None:
     searched, control = result(toys, "both-2-0"), result(toys, "both-shuffled-0")
     assert searched["about"]["trained"] and searched["training"]["steps"] == 2
     assert searched["after"]["calls"] == 2 * control["after"]["calls"]
-    assert searched["after"]["judged"] == 2 and control["after"]["judged"] == 0
+    assert searched["after"]["verifier_calls"] == 2 and control["after"]["verifier_calls"] == 0
     assert searched["after"]["flops"] > control["after"]["flops"] > 0

@@ -75,7 +75,7 @@ def test_evaluate_command_runs_a_video_model(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main([*arguments, "--out", str(tmp_path)])
     assert exit_info.value.code == 0
-    assert json.loads((tmp_path / REPORT).read_text("utf-8"))["pictures"] == 12
+    assert json.loads((tmp_path / REPORT).read_text("utf-8"))["images"] == 12
     assert read_image(next(tmp_path.glob("samples/*/*.png"))).shape == (8, 3, 64, 64)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tastemaker.config.build import make_tiny
-from tastemaker.config.check import collect_warnings
+from tastemaker.config.config_warnings import collect_warnings
 from tastemaker.config.load import load
 from tastemaker.core.guidance import GuidedBackbone
 from tastemaker.core.policy import Guidance, Policy

@@ -207,12 +207,12 @@ def test_interrupted_evaluation_resumes_with_finished_images(tmp_path: Path) -> 
     options = ["--model", RECIPE, "process.num_steps=4", "--num-prompts", "126", "--out", str(out)]
     command = tastemaker("evaluate", "playeval", *options)
     process = start_process(command, tmp_path)
-    output = interrupt_when(process, lambda: any(out.glob(".prices/[0-9]*")))
+    output = interrupt_when(process, lambda: any(out.glob(".costs/[0-9]*")))
     assert process.returncode == EXIT_INTERRUPTED and "Traceback" not in output
     assert not (out / "samples.jsonl").exists()
     mtimes = {path: path.stat().st_mtime_ns for path in out.glob("samples/000[01]*/*.png")}
     run_to_completion(command, tmp_path)
-    assert json.loads((out / "report.json").read_text())["pictures"] == 252
+    assert json.loads((out / "report.json").read_text())["images"] == 252
     assert len(mtimes) == 40 and all(
         path.stat().st_mtime_ns == at for path, at in mtimes.items()
     )  # not generated again

@@ -234,7 +234,7 @@ def test_headline_without_an_evaluation_is_the_training_reward(tmp_path: Path) -
 
 def test_headline_of_an_autoencoder_is_its_reconstruction(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    (tmp_path / "copies.json").write_text('{"pictures": 9, "psnr": 21.5}')
+    (tmp_path / "reconstruction.json").write_text('{"images": 9, "psnr": 21.5}')
     headline = make_headline(group_runs([read_run(tmp_path)])[0])
     assert headline and headline.text == "reconstruction PSNR 21.5" and "9 held-out images" in headline.source
 

@@ -67,7 +67,7 @@ def test_single_sample_equals_policy_sample_and_calls_no_verifier(name: str) -> 
     )
     assert torch.equal(result.x, sample.final)
     assert result.score.isnan().all()
-    assert (result.cost.calls, result.cost.judged) == (NUM_PROMPTS * calls(name), 0)
+    assert (result.cost.calls, result.cost.verifier_calls) == (NUM_PROMPTS * calls(name), 0)
     assert verifier.calls == []
 
 
@@ -76,7 +76,7 @@ def test_best_of_n_beats_a_single_sample(name: str) -> None:
     (single, _), (best, verifier) = run_search(SingleSample(), name), run_search(BestOfN(4), name)
     assert toys.z_score(true_scores(name, single.x), true_scores(name, best.x)) > 3
     torch.testing.assert_close(best.score, true_scores(name, best.x))
-    assert (best.cost.calls, best.cost.judged) == (4 * NUM_PROMPTS * calls(name), 4 * NUM_PROMPTS)
+    assert (best.cost.calls, best.cost.verifier_calls) == (4 * NUM_PROMPTS * calls(name), 4 * NUM_PROMPTS)
     assert verifier.calls == [(1.0, 4 * NUM_PROMPTS)]
 
 
@@ -89,7 +89,7 @@ def test_parm_pruning_costs_less_for_nearly_the_same_score(name: str) -> None:
         run_search(PARMSearch(8, start_progress=clear), name, clear_progress=clear),
     )
     assert pruned.cost.calls < 0.9 * best.cost.calls
-    assert pruned.cost.judged == sum(count for _, count in verifier.calls)
+    assert pruned.cost.verifier_calls == sum(count for _, count in verifier.calls)
     single, _ = run_search(SingleSample(), name)
     loss, gain = best.score.mean() - pruned.score.mean(), best.score.mean() - true_scores(name, single.x).mean()
     assert loss < 0.2 * gain
@@ -99,7 +99,7 @@ def test_parm_pruning_costs_less_for_nearly_the_same_score(name: str) -> None:
 def test_parm_with_prune_false_finishes_all_candidates(name: str) -> None:
     kept, verifier = run_search(PARMSearch(4, prune=False), name)
     assert kept.cost.calls == 4 * NUM_PROMPTS * calls(name)
-    assert kept.cost.judged == sum(count for _, count in verifier.calls)
+    assert kept.cost.verifier_calls == sum(count for _, count in verifier.calls)
     assert verifier.calls[-1] == (1.0, 4 * NUM_PROMPTS)
 
 
@@ -250,7 +250,7 @@ def test_prm_continues_from_the_best_candidate() -> None:
     best, verifier = run_search(PRMSearch(4), "masked")
     steps = calls("masked")
     torch.testing.assert_close(best.score, true_scores("masked", best.x))
-    assert (best.cost.calls, best.cost.judged) == (4 * NUM_PROMPTS * steps, 4 * NUM_PROMPTS * steps)
+    assert (best.cost.calls, best.cost.verifier_calls) == (4 * NUM_PROMPTS * steps, 4 * NUM_PROMPTS * steps)
     assert verifier.calls == [((k + 1) / steps, 4 * NUM_PROMPTS) for k in range(steps)]
     (single, _), (late, interval_verifier) = (
         run_search(SingleSample(), "masked"),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from launch_ranks import finish, launch
+from rich.console import Console
 
 from tastemaker.config.build import build
-from tastemaker.config.load import load
+from tastemaker.config.load import list_generator_recipes, load
 from tastemaker.training import checkpoint
 from tastemaker.training.drift_statistics import GuardMeasurement
-from tastemaker.training.events import CheckpointSaved, Event, GuardChecked, TrainingFinished
+from tastemaker.training.events import CheckpointSaved, Event, GuardChecked, TrainingFinished, TrainingStarted
 from tastemaker.training.guard import run_guard
+from tastemaker.training.loggers.progress import ProgressLogger
 from tastemaker.training.loop import train
 
 EVERY_TEN_STEPS = ["sample.every=0", "guard.every=10"]
@@ -170,3 +173,31 @@ def test_guard_metrics_do_not_depend_on_ranks(tmp_path: Path) -> None:
 def test_guard_draws_the_same_noise_at_every_check(tmp_path: Path) -> None:
     run = build(load("grpo-toy-flow", ["guard.prompts=4", "guard.samples_per_prompt=2"]), tmp_path)
     assert run_guard(run, 0).metrics == run_guard(run, 10).metrics
+
+
+def test_guard_is_on_in_every_recipe_with_rewards() -> None:
+    configs = {name: load(name) for name in list_generator_recipes()}
+    rewarded = {name: config for name, config in configs.items() if config.rewards}
+    assert [name for name, config in rewarded.items() if not config.guard.every] == []
+    # A warning needs one measurement more than `patience`, counting those at the start and at the end.
+    counts = {name: 1 + math.ceil(config.steps / config.guard.every) for name, config in rewarded.items()}
+    assert [name for name, config in rewarded.items() if counts[name] <= config.guard.patience] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["guard.every=0"], "the guard is off"),
+        ([], "no reward is held out"),
+        (["rewards.bright={type: brightness, weight: 0}"], ""),
+    ],
+)
+def test_start_says_what_the_guard_does_not_see(overrides: list[str], words: str, tmp_path: Path) -> None:
+    run = build(load("grpo-toy-flow", [*overrides, "sample.every=0", "steps=1"]), tmp_path)
+    started = next(train(run))
+    run.engine.close()
+    assert isinstance(started, TrainingStarted)
+    assert len(started.notes) == bool(words) and words in " ".join(started.notes)
+    out = StringIO()
+    ProgressLogger(Console(file=out, width=80)).log(started)
+    assert words in " ".join(out.getvalue().split()) and out.getvalue().count("note:") == bool(words)

@@ -1,17 +1,22 @@
-"""LoggerCollection, sample grids, TensorBoard and Weights & Biases on a stream of events."""
+"""LoggerCollection, sample grids, TensorBoard, Weights & Biases and Trackio on a stream of events."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 import pytest
 import torch
 from rich.console import Console
 
+from tastemaker.config.dump import config_to_dict
+from tastemaker.config.load import load
+from tastemaker.config.schema import LoggerConfig
 from tastemaker.core.registry import ConfigError
 from tastemaker.data.image_io import read_image
 from tastemaker.training.events import (
@@ -27,7 +32,9 @@ from tastemaker.training.loggers.jsonl import JsonlLogger
 from tastemaker.training.loggers.logger import Logger, LoggerCollection
 from tastemaker.training.loggers.sample_grids import SampleGridLogger
 from tastemaker.training.loggers.tensorboard import TensorBoardLogger
+from tastemaker.training.loggers.trackio import TrackioLogger
 from tastemaker.training.loggers.wandb import WandbLogger
+from tastemaker.training.trainer import build_loggers
 
 
 class FailingLogger:
@@ -124,13 +131,18 @@ def test_tensorboard_logs_metrics_and_samples_and_replaces_repeated_steps(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("module", "make"), [("wandb", lambda: WandbLogger("demo")), ("torch.utils.tensorboard", TensorBoardLogger)]
+    ("module", "make"),
+    [
+        ("wandb", lambda: WandbLogger("demo")),
+        ("trackio", lambda: TrackioLogger("demo")),
+        ("torch.utils.tensorboard", TensorBoardLogger),
+    ],
 )
 def test_missing_logger_package_is_refused(
     module: str, make: type[TensorBoardLogger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r"loggers\.\w+.*pip install"):
+    with pytest.raises(ConfigError, match=r"loggers: .*pip install"):
         make()
 
 
@@ -143,3 +155,57 @@ def test_wandb_is_offline_by_default(tmp_path: Path, frames: int, monkeypatch: p
     runs = list((tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) == 2
     assert all((tmp_path / "wandb-id").read_text() in path.name for path in runs)
+
+
+class FakeTrackio(ModuleType):
+    """Records the calls of Trackio's functions."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.runs: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, Mapping[str, Any]]] = []
+        self.num_finished = 0
+
+    def init(self, **settings: Any) -> None:
+        self.runs.append(settings)
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        self.logged.append((step, metrics))
+
+    def finish(self) -> None:
+        self.num_finished += 1
+
+    def Image(self, value: Any) -> tuple[str, tuple[int, ...]]:
+        return str(value.dtype), value.shape
+
+
+@pytest.mark.parametrize("frames", [1, 6])
+def test_trackio_logs_the_metrics_of_the_other_loggers(
+    tmp_path: Path, frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trackio = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    events = make_events(tmp_path / "run", frames)
+    assert log_events([TrackioLogger("demo", {"lr": 1e-5})], events) == ""
+    assert trackio.runs == [{"project": "demo", "name": "run", "config": {"lr": 1e-5}, "resume": "allow"}]
+    assert [step for step, _ in trackio.logged] == [1, 2, 3, 3, 3] and trackio.num_finished == 1
+    assert {name for _, metrics in trackio.logged for name in metrics} == {
+        *("loss", "reward/mean", "samples_per_second", "time/step"),
+        *("samples", "samples/color", "guard/diversity", "guard/warning"),
+    }
+    (dtype, shape) = trackio.logged[-1][1]["samples"]
+    assert dtype == "uint8" and len(shape) == 3 and shape[-1] == 3
+
+
+def test_loggers_are_a_list_of_names_or_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {name: ModuleType(name) for name in ("trackio", "wandb", "torch.utils.tensorboard")}
+    modules["torch.utils.tensorboard"].__dict__["SummaryWriter"] = object
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    config = load("grpo-toy-flow", ["loggers=[tensorboard, {type: wandb, project: mine}, trackio]"])
+    assert config.loggers == (LoggerConfig("tensorboard"), LoggerConfig("wandb", "mine"), LoggerConfig("trackio"))
+    assert config_to_dict(config)["loggers"][1] == {"type": "wandb", "project": "mine"}
+    loggers = vars(build_loggers(config, Console(quiet=True)))["_loggers"]
+    chosen = [each for each in loggers if isinstance(each, TensorBoardLogger | WandbLogger | TrackioLogger)]
+    assert [type(each) for each in chosen] == [TensorBoardLogger, WandbLogger, TrackioLogger]
+    assert [vars(each)["_project"] for each in chosen[1:]] == ["mine", "tastemaker"]

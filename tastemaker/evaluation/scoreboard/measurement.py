@@ -239,7 +239,7 @@ def evaluate_run(bench: Bench, job: ScoreboardJob, run: Run, run_dir: Path) -> d
     for _ in evaluate(benchmark, sample_fn, scorer, folder, job.key, batch_size):
         pass
     report: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    kept = ("benchmark", "prompts", "pictures", *COST_FIELDS, "scores", "frechet", "diversity")
+    kept = ("benchmark", "prompts", "images", *COST_FIELDS, "scores", "frechet", "diversity")
     return {
         **{key: report[key] for key in kept if key in report},
         "rows": results.mean_scores_by_prompt(folder, benchmark.score_names),

@@ -60,7 +60,7 @@ def draw_figures(rows: Sequence[ScoreboardRow], results: Sequence[Result], plan:
     if any(row.samples for row in rows):
         figures["curves"] = curve_charts(rows, results)
     if any(row.is_search for row in rows):
-        figures["prices"] = cost_chart(rows)
+        figures["costs"] = cost_chart(rows)
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         (folder / f"{name}.svg").write_text(figure, encoding="utf-8")
@@ -90,7 +90,7 @@ def format_section(
         parts.append(f"![training rewards and their controls]({folder}/curves.svg)")
     if searches:
         parts += ["### Search instead of training, and after it", _search_table(searches), *_format_notes(searches)]
-        parts.append(f"![score against network calls]({folder}/prices.svg)")
+        parts.append(f"![score against network calls]({folder}/costs.svg)")
     return "\n\n".join(parts)
 
 
@@ -106,7 +106,7 @@ def replace_section(text: str, body: str, page: str) -> str:
 
 def describe_measurements(results: Sequence[Result]) -> str:
     environments = sorted({"{device}, {precision}, torch {torch}".format(**r["environment"]) for r in results})
-    sizes = sorted({f"{r['after']['prompts']} prompts, {r['after']['pictures']} samples" for r in results})
+    sizes = sorted({f"{r['after']['prompts']} prompts, {r['after']['images']} samples" for r in results})
     return (
         f"Measured on {'; '.join(environments)}: {len(results)} measurements of {'; '.join(sizes)}. Numbers are means "
         "over seeds; parentheses hold 95 % bootstrap intervals over prompts and seeds. Seconds are the time of the "

@@ -225,7 +225,7 @@ def build_row(results: Sequence[Result], controls: Sequence[Result]) -> Scoreboa
             for name in ("diversity", "frechet")
         },
         network_calls=fmean(result["after"]["calls"] for result in results),
-        judge_calls=_mean_if_known(results, "judged"),
+        judge_calls=_mean_if_known(results, "verifier_calls"),
         flops=_mean_if_known(results, "flops"),
         training_reward=mean_before_after([each["reward"] for each in training if each["reward"]]),
         samples=round(fmean(each["samples"] for each in training)) if training else 0,

@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.markup import escape
 
-from ..events import Event
+from ..events import Event, GuardChecked, SamplesGenerated, StepCompleted
 
 
 class Logger(Protocol):
@@ -17,6 +17,17 @@ class Logger(Protocol):
 
     def log(self, event: Event) -> None: ...
     def close(self) -> None: ...
+
+
+def logged_metrics(event: Event) -> dict[str, float]:
+    """Return the metrics of an event under the names that TensorBoard, Weights & Biases and Trackio have in common."""
+    if isinstance(event, StepCompleted):
+        return event.scalars()
+    if isinstance(event, SamplesGenerated):
+        return {f"samples/{name}": value for name, value in event.scores.items()}
+    if isinstance(event, GuardChecked):
+        return {f"guard/{name}": value for name, value in event.metrics.items()}
+    return {}
 
 
 class LoggerCollection:

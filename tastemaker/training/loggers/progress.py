@@ -88,6 +88,8 @@ class ProgressLogger:
         resumed = f" from step {event.step}" if event.step else ""
         parameters = f"{event.trainable_parameters:,} trainable parameters"
         self._print(f"{event.directory}: {event.steps} steps{resumed}, {parameters}")
+        for note in event.notes:
+            self._print(f"note: {note}", "dim")
         if self._console.is_terminal:
             self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
             self._live.start()

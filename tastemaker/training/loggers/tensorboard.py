@@ -7,7 +7,8 @@ from typing import Any
 
 from ...core.registry import ConfigError
 from ...data.image_io import make_contact_sheet
-from ..events import Event, GuardChecked, SamplesGenerated, StepCompleted, TrainingStarted
+from ..events import Event, GuardChecked, SamplesGenerated, TrainingStarted
+from .logger import logged_metrics
 
 
 class TensorBoardLogger:
@@ -17,26 +18,20 @@ class TensorBoardLogger:
         try:
             self._open = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         except ImportError as error:
-            advice = "install it with 'pip install tensorboard', or set loggers.tensorboard to false"
-            raise ConfigError(f"loggers.tensorboard: the package tensorboard is missing ({error}); {advice}") from error
+            advice = "install it with 'pip install tensorboard', or remove it from the list"
+            raise ConfigError(f"loggers: the package tensorboard is missing ({error}); {advice}") from error
         self._writer: Any = None
 
     def log(self, event: Event) -> None:
         if isinstance(event, TrainingStarted):
             self.close()
             self._writer = self._open(str(event.directory / "tensorboard"), purge_step=event.step + 1)
-        elif isinstance(event, StepCompleted):
-            for name, value in event.scalars().items():
-                self._writer.add_scalar(name, value, event.step)
-        elif isinstance(event, SamplesGenerated):
+        for name, value in logged_metrics(event).items():
+            self._writer.add_scalar(name, value, event.step)
+        if isinstance(event, SamplesGenerated):
             self._writer.add_image("samples", make_contact_sheet(event.pixels, event.prompts).numpy(), event.step)
-            for name, value in event.scores.items():
-                self._writer.add_scalar(f"samples/{name}", value, event.step)
-        elif isinstance(event, GuardChecked):
-            for name, value in event.metrics.items():
-                self._writer.add_scalar(f"guard/{name}", value, event.step)
-            if event.warning:
-                self._writer.add_text("guard", event.warning, event.step)
+        if isinstance(event, GuardChecked) and event.warning:
+            self._writer.add_text("guard/warning", event.warning, event.step)
 
     def close(self) -> None:
         if self._writer:

@@ -11,7 +11,8 @@ from typing import Any
 
 from ...core.registry import ConfigError
 from ...data.image_io import make_contact_sheet, to_uint8
-from ..events import Event, GuardChecked, SamplesGenerated, StepCompleted, TrainingStarted
+from ..events import Event, GuardChecked, SamplesGenerated, TrainingStarted
+from .logger import logged_metrics
 
 
 class WandbLogger:
@@ -21,24 +22,22 @@ class WandbLogger:
         try:
             self._wandb = importlib.import_module("wandb")
         except ImportError as error:
-            advice = "install it with 'pip install wandb', or remove loggers.wandb"
-            raise ConfigError(f"loggers.wandb: the package wandb is missing ({error}); {advice}") from error
+            advice = "install it with 'pip install wandb', or remove it from the list"
+            raise ConfigError(f"loggers: the package wandb is missing ({error}); {advice}") from error
         self._project, self._config = project, dict(config or {})
         self._run: Any = None
 
     def log(self, event: Event) -> None:
         if isinstance(event, TrainingStarted):
             self._start(event.directory)
-        elif isinstance(event, StepCompleted):
-            self._run.log({**event.scalars(), "step": event.step})
-        elif isinstance(event, SamplesGenerated):
-            image = self._wandb.Image(to_uint8(make_contact_sheet(event.pixels, event.prompts)))
-            scores = {f"samples/{name}": value for name, value in event.scores.items()}
-            self._run.log({"samples": image, **scores, "step": event.step})
-        elif isinstance(event, GuardChecked):
-            warning = {"guard/warning": event.warning} if event.warning else {}
-            metrics = {f"guard/{name}": value for name, value in event.metrics.items()}
-            self._run.log({**metrics, **warning, "step": event.step})
+            return
+        values: dict[str, Any] = dict(logged_metrics(event))
+        if isinstance(event, SamplesGenerated):
+            values["samples"] = self._wandb.Image(to_uint8(make_contact_sheet(event.pixels, event.prompts)))
+        if isinstance(event, GuardChecked) and event.warning:
+            values["guard/warning"] = event.warning
+        if values:
+            self._run.log({**values, "step": event.step})
 
     def close(self) -> None:
         if self._run:
