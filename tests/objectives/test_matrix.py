@@ -307,7 +307,7 @@ PRETRAINING = [
 @pytest.mark.parametrize("family", PRETRAINING)
 def test_pretraining_reaches_the_stored_toy_weights(family: str) -> None:
     random, trained, stored = (
-        toys.true_rewards(build(family)) for build in (toys.policy, toys.pretrained, toys.pretrained_policy)
+        toys.true_rewards(build(family)) for build in (toys.policy, toys.pretrain, toys.pretrained_policy)
     )
     assert toys.z_score(random, trained) > 3 and abs(toys.z_score(stored, trained)) < 5
 
