@@ -160,12 +160,12 @@ def recipe_facts(config: Mapping[str, Any], description: str) -> list[list[str]]
             facts.append([key, component_link(kind, {"autoencoder": "autoencoders"}.get(key, key))])
     if steps := config.get("steps"):
         facts.append(["steps", f"{steps:,}"])
-    found = [
+    papers = [
         f"{method} ([arXiv {number}](https://arxiv.org/abs/{number}))"
         for method, number in PAPERS.items()
         if re.search(rf"(?<![\w-]){re.escape(method)}(?![\w-])", description)
     ]
-    return facts + ([["paper", ", ".join(found)]] if found else [])
+    return facts + ([["paper", ", ".join(papers)]] if papers else [])
 
 
 def component_link(name: str, page: str) -> str:
@@ -440,7 +440,7 @@ def default_text(setting: Mapping[str, Any]) -> str:
 @cache
 def recipe_components() -> dict[str, dict[str, set[str]]]:
     """For each recipe the types of its components, by kind."""
-    found = {}
+    registered = {}
     for name in list_trainable_recipes():
         data = read_recipe(name)
         kinds = {
@@ -450,8 +450,8 @@ def recipe_components() -> dict[str, dict[str, set[str]]]:
         kinds["reward"] = {str(inner) for each in (data.get("rewards") or {}).values() for inner in reward_types(each)}
         process = data.get("process") or {}
         kinds |= {kind: {str((process.get(kind) or {}).get("type"))} for kind in ("path", "dynamics")}
-        found[name] = kinds
-    return found
+        registered[name] = kinds
+    return registered
 
 
 def reward_types(settings: Any) -> Iterable[str]:
@@ -477,27 +477,27 @@ def parse_module(name: str) -> tuple[ast.Module, dict[int, tuple[bool, str]]]:
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
             if token.type == tokenize.COMMENT:
-                alone = not token.line[: token.start[1]].strip()
-                comments[token.start[0]] = (alone, token.string.lstrip("# ").strip())
+                own_line = not token.line[: token.start[1]].strip()
+                comments[token.start[0]] = (own_line, token.string.lstrip("# ").strip())
     return ast.parse(path.read_text(encoding="utf-8")), comments
 
 
 def class_comments(node: ast.ClassDef, comments: Mapping[int, tuple[bool, str]]) -> dict[str, str]:
     """The comments of a class's fields, on their line or on the lines above."""
-    found = {}
+    texts_by_field = {}
     for item in node.body:
         if not (isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)):
             continue
-        alone, text = comments.get(item.end_lineno or item.lineno, (True, ""))
-        texts = [] if alone else [text]
+        own_line, text = comments.get(item.end_lineno or item.lineno, (True, ""))
+        texts = [] if own_line else [text]
         line = item.lineno - 1
         while line in comments and comments[line][0]:
             texts.insert(0, comments[line][1])
             line -= 1
         text = " ".join(each for each in texts if not each.startswith("type: ignore"))
         if text := re.sub(r"\s*# type: ignore\S*", "", text):
-            found[item.target.id] = text
-    return found
+            texts_by_field[item.target.id] = text
+    return texts_by_field
 
 
 @cache
@@ -508,12 +508,12 @@ def field_comments(place: str) -> dict[str, str]:
     node = next((each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name), None)
     if node is None:
         return {}
-    found: dict[str, str] = {}
+    inherited: dict[str, str] = {}
     for base in node.bases:
         base = base.value if isinstance(base, ast.Subscript) else base
         if isinstance(base, ast.Name):
-            found |= field_comments(f"{imported_from(tree, module, base.id)}:{base.id}")
-    return found | class_comments(node, comments)
+            inherited |= field_comments(f"{imported_from(tree, module, base.id)}:{base.id}")
+    return inherited | class_comments(node, comments)
 
 
 def imported_from(tree: ast.Module, module: str, name: str) -> str:
@@ -637,13 +637,13 @@ SOURCE = re.compile(r"""\b(src|href|srcset)="([^":]+)\"""")
 @cache
 def component_sources() -> dict[str, str]:
     """For the source file of each component its place on the site; the first if a file has several."""
-    found: dict[str, str] = {}
+    links: dict[str, str] = {}
     for page, (_, kinds, _) in KINDS.items():
         for _, registry in kinds:
             for name in registry:
                 path = registry.locate(name).partition(":")[0].replace(".", "/") + ".py"
-                found.setdefault(path, f"components/{page}.md#{anchor(name)}")
-    return found
+                links.setdefault(path, f"components/{page}.md#{anchor(name)}")
+    return links
 
 
 def adapt_links(text: str, source: str, target: str, repo_url: str | None) -> str:

@@ -29,14 +29,14 @@ def init(
     """Write a commented recipe to start from. Asks three questions; options answer them in advance."""
     from ..config import init as starter
 
-    asked = not (hardware and model and goal)
+    interactive = not (hardware and model and goal)
     hardware = hardware or ask_choice("What do you have?", starter.HARDWARE)
     model = model or ask_choice("Which model do you want to train?", starter.list_model_choices(hardware))
     goal = goal or ask_choice("What should improve?", starter.list_goal_choices(hardware, model))
     made = starter.make_starter_files(hardware, model, goal, out)
     existing = [str(path) for path in made.files if path.exists()]
     if existing and not force:
-        if not asked:
+        if not interactive:
             raise ConfigError(f"{', '.join(existing)} exists already; choose another --out, or overwrite with --force")
         typer.confirm(f"{', '.join(existing)} exists already. Overwrite?", abort=True)
     made.write()

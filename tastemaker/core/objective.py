@@ -120,8 +120,8 @@ def require_settings(objective: object, names: str, valid: bool, expected: str) 
     """Raise ValueError with the values of the named settings, and what is expected of them, unless they are valid."""
     if not valid:
         values = [(name, getattr(objective, name)) for name in names.split()]
-        found = ", ".join(f"{name} {list(value) if isinstance(value, tuple) else value}" for name, value in values)
-        raise ValueError(f"found {found}; expected {expected}")
+        settings = ", ".join(f"{name} {list(value) if isinstance(value, tuple) else value}" for name, value in values)
+        raise ValueError(f"found {settings}; expected {expected}")
 
 
 class Objective(ABC, Generic[P, B, E, Q]):

@@ -83,14 +83,14 @@ def export_llamagen_tokenizer(
     """Write a tokenizer as LlamaGen publishes them: a `.pt` file with {"model": tensors}."""
     spec = config.autoencoder
     if not isinstance(spec, VqSpec) or spec.quantizer != "codebook" or spec.norm_num_groups != NORM_GROUPS:
-        found = (
+        quantizer = (
             f"'{spec.quantizer}' with {spec.norm_num_groups} groups"
             if isinstance(spec, VqSpec)
             else type(spec).__name__
         )
         raise ConfigError(
-            f"--layout llamagen: found {found}; its tokenizers have a codebook and normalize {NORM_GROUPS} groups of "
-            "channels, as recipe llamagen-vq has; leave --layout out to export for tastemaker"
+            f"--layout llamagen: found {quantizer}; its tokenizers have a codebook and normalize {NORM_GROUPS} groups "
+            "of channels, as recipe llamagen-vq has; leave --layout out to export for tastemaker"
         )
     if options.out.suffix != ".pt":
         raise ConfigError(f"--out: '{options.out}' is written as a PyTorch file; let its name end in .pt")

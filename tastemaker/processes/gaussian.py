@@ -31,9 +31,9 @@ class SDEWindow:
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.start_min < 0 or self.every < 1 or self.stride < 1:
-            found = f"size {self.size}, start_min {self.start_min}, every {self.every}, stride {self.stride}"
+            settings = f"size {self.size}, start_min {self.start_min}, every {self.every}, stride {self.stride}"
             raise ValueError(
-                f"found {found}; expected size, every and stride of at least 1 and start_min of at least 0"
+                f"found {settings}; expected size, every and stride of at least 1 and start_min of at least 0"
             )
 
     def step_range(self, rng: Randomness, num_steps: int) -> range:

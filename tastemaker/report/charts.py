@@ -295,8 +295,8 @@ def _average_scores(
     averages: dict[str, dict[str, ScoreInterval]] = {}
     for metric, tasks in tables[0].items():
         for task in tasks:
-            found = [table[metric][task].mean for table in tables if task in table.get(metric, {})]
-            value = mean_and_spread(found)
+            means = [table[metric][task].mean for table in tables if task in table.get(metric, {})]
+            value = mean_and_spread(means)
             spread = value.spread or 0.0
             averages.setdefault(metric, {})[task] = ScoreInterval(value.mean, value.mean - spread, value.mean + spread)
     return averages

@@ -42,7 +42,7 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(render_page(groups, share.name), encoding="utf-8")
     os.replace(partial, path)
-    samples = next((found for group in groups if (found := read_before_and_after(group.first))), None)
+    samples = next((pairs for group in groups if (pairs := read_before_and_after(group.first))), None)
     write_share_image(share, _page_heading(groups), _share_subtitle(groups), samples.pairs if samples else ())
     return path
 

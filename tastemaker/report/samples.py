@@ -105,8 +105,8 @@ def embed_samples(grid: SampleGrid, count: int, max_side: int = MAX_SIDE) -> lis
 
 def read_before_and_after(record: RunRecord, count: int = NUM_PAIRS) -> BeforeAndAfter | None:
     """Return pairs of samples, with verdicts if the run was evaluated before and after; None if there is no pair."""
-    found = _pairs_of_evaluations(record, count) or _pairs_of_grids(record, count)
-    return found if found and found.pairs else None
+    samples = _pairs_of_evaluations(record, count) or _pairs_of_grids(record, count)
+    return samples if samples and samples.pairs else None
 
 
 def _pairs_of_evaluations(record: RunRecord, count: int) -> BeforeAndAfter | None:
@@ -179,23 +179,23 @@ def data_uri(content: bytes, suffix: str) -> str:
 
 def render_before_and_after(record: RunRecord, count: int = NUM_PAIRS) -> str:
     """Render a card for each prompt with its first and its last sample, right or wrong where there is a verdict."""
-    found = read_before_and_after(record, count)
-    if found is None:
+    samples = read_before_and_after(record, count)
+    if samples is None:
         reason = (
             "Samples of only one step were kept, so there is nothing to compare."
             if len(record.sample_grids) < 2
             else "The sample files cannot be read."
         )
         return f'<p class="quiet">{reason}</p>'
-    cards = "".join(_pair_card(pair, found) for pair in found.pairs)
-    text = escape(f"{found.source}{_count_verdicts(found.pairs)}")
+    cards = "".join(_pair_card(pair, samples) for pair in samples.pairs)
+    text = escape(f"{samples.source}{_count_verdicts(samples.pairs)}")
     clips = _embedded_videos(record.sample_grids[0], record.sample_grids[-1]) if len(record.sample_grids) > 1 else ""
     return f'<p class="quiet">{text}</p><div class="cards pairs">{cards}</div>{clips}'
 
 
-def _pair_card(pair: SamplePair, found: BeforeAndAfter) -> str:
-    figures = _figure(pair.before, "before", found.first_step, pair.prompt)
-    figures += _figure(pair.after, "after", found.last_step, pair.prompt)
+def _pair_card(pair: SamplePair, samples: BeforeAndAfter) -> str:
+    figures = _figure(pair.before, "before", samples.first_step, pair.prompt)
+    figures += _figure(pair.after, "after", samples.last_step, pair.prompt)
     kind = "clips" if pair.after.num_frames > 1 else "compare"
     return f'<div class="card pair"><p>{_prompt_label(pair.prompt)}</p><div class="two {kind}">{figures}</div></div>'
 

@@ -183,10 +183,10 @@ def warn_random_weights(config: RunConfig) -> None:
     settings = config_to_dict(config)["model"]
     if config.model.weights is not None or settings.get("init_weights") is not None:
         return
-    found = "model.weights is not set" if "weights" in settings else f"'{settings['type']}' has no trained weights"
+    problem = "model.weights is not set" if "weights" in settings else f"'{settings['type']}' has no trained weights"
     advice = "set model.weights, or " if "weights" in settings else ""
     warnings.warn(
-        f"{found}: the samples come from random weights; {advice}pass the directory of a trained run", stacklevel=3
+        f"{problem}: the samples come from random weights; {advice}pass the directory of a trained run", stacklevel=3
     )
 
 

@@ -86,8 +86,8 @@ def decode_request(content_type: str, body: bytes, max_values: int) -> ScoreRequ
     if not isinstance(metadata, list) or not all(isinstance(each, dict) for each in metadata):
         raise ProtocolError("'metadata' is no list of mappings; expected one for each image, or none at all")
     if not 0 < len(pixels) == len(prompts) == len(metadata):
-        found = f"{len(pixels)} images, {len(prompts)} prompts and {len(metadata)} metadata"
-        raise ProtocolError(f"found {found}; expected at least one image, and one prompt and metadata for each")
+        counts = f"{len(pixels)} images, {len(prompts)} prompts and {len(metadata)} metadata"
+        raise ProtocolError(f"found {counts}; expected at least one image, and one prompt and metadata for each")
     return ScoreRequest(pixels, tuple(prompts), tuple(metadata))
 
 
@@ -128,8 +128,8 @@ def _read_npy(archive: zipfile.ZipFile, name: str, max_values: int) -> NDArray[A
 
 def _pixels_from_array(array: NDArray[Any]) -> Tensor:
     if array.dtype not in (np.float32, np.float16, np.uint8) or array.ndim != 5 or array.shape[2] != 3:
-        found = f"{array.dtype} {list(array.shape)}"
-        raise ProtocolError(f"'pixels' is {found}; expected float32, float16 or uint8 of [B, F, 3, H, W]")
+        kind = f"{array.dtype} {list(array.shape)}"
+        raise ProtocolError(f"'pixels' is {kind}; expected float32, float16 or uint8 of [B, F, 3, H, W]")
     pixels = torch.from_numpy(np.ascontiguousarray(array))
     return pixels / 255 if pixels.dtype == torch.uint8 else pixels.float()
 

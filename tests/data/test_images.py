@@ -56,7 +56,7 @@ def of_depths(path: Path) -> Path:
     return path
 
 
-def test_gallery_reads_nested_folders_without_hidden_files(tmp_path: Path) -> None:
+def test_collection_reads_nested_folders_without_hidden_files(tmp_path: Path) -> None:
     data = ImageCollection(of_depths(tmp_path), 8).load(0)
     batch = data.batch(0, 4, 0, 1)
     assert len(data) == 4 and batch.pixels.shape == (4, 1, 3, 8, 8) and batch.pixels.dtype == torch.float32
@@ -66,7 +66,7 @@ def test_gallery_reads_nested_folders_without_hidden_files(tmp_path: Path) -> No
         ImageCollection(tmp_path, 8, file_pattern="x*").load(0)
 
 
-def test_gallery_class_is_the_top_folder(tmp_path: Path) -> None:
+def test_collection_class_is_the_top_folder(tmp_path: Path) -> None:
     path = of_depths(tmp_path)
     data = ImageCollection(path, 8, caption_source="class_name", max_skipped=1).load(0)
     with pytest.warns(UserWarning, match=r"a.png is skipped \(it lies in .* itself.*1 of 1"):
@@ -91,7 +91,7 @@ def test_celeba_hq_masks_are_ignored(tmp_path: Path) -> None:
     assert len(ImageCollection(tmp_path, 8).load(0)) == 3
 
 
-def test_gallery_reads_txt_captions_or_metadata_jsonl(tmp_path: Path) -> None:
+def test_collection_reads_txt_captions_or_metadata_jsonl(tmp_path: Path) -> None:
     for number, name in enumerate(["x/a.png", "x/y/b.png"]):
         saved(tmp_path / name, number).with_suffix(".txt").write_text(f" picture\n{number} \n")
     assert seen(ImageCollection(tmp_path, 8).load(0).batch(0, 2, 0, 1)) == {("picture 0", 0): 1, ("picture 1", 1): 1}
@@ -151,7 +151,7 @@ def test_broken_shards_are_refused_by_name(tmp_path: Path) -> None:
         ImageCollection(tmp_path / "b.tar", 8, caption_source="class_id").load(0).batch(0, 1, 0, 1)
 
 
-def test_gallery_reads_saved_datasets_without_classes(tmp_path: Path) -> None:
+def test_collection_reads_saved_datasets_without_classes(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     table: dict[str, Any] = {"image": [{"bytes": encoded(i), "path": None} for i in range(3)], "text": ["r", "g", "b"]}
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
