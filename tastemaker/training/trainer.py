@@ -138,27 +138,10 @@ def open_loggers(
         loggers.close()
 
 
-def train_with_loggers(
-    run: AnyRun,
-    console: Console,
-    timer: TimeEstimator | None = None,
-    on_event: Callable[[Event], None] | None = None,
-) -> bool:
-    """Train a run with its loggers, and return whether all steps are done; they are not if it was asked to stop."""
-    completed = True
-    with open_loggers(run, run.config, console, timer) as loggers:
-        for event in training_events(run):
-            loggers.log(event)
-            if on_event is not None:
-                on_event(event)
-            completed = not isinstance(event, TrainingFinished) or event.step >= run.steps
-    return completed
-
-
 def train_built_run(
-    run: AnyRun, allow_change: Sequence[str], console: Console, on_event: Callable[[Event], None] | None = None
-) -> bool:
-    """Train a run that is already built, as `tastemaker train` does, and return whether all steps are done.
+    run: AnyRun, allow_change: Sequence[str], console: Console, on_event: Callable[[Event], None]
+) -> None:
+    """Train a run that is already built, as `tastemaker train` does.
 
     It resumes from the last checkpoint in its directory, unless the caller has resumed it. A run without a
     configuration, which was built by hand, trains without loggers and does not resume.
@@ -167,7 +150,10 @@ def train_built_run(
         latest = run_directory.claim_run_directory(run.config, run.directory, allow_change)
         if latest is not None and not run.start_step:
             run.resume(latest)
-    return train_with_loggers(run, console, on_event=on_event)
+    with open_loggers(run, run.config, console) as loggers:
+        for event in training_events(run):
+            loggers.log(event)
+            on_event(event)
 
 
 def run_training(
@@ -203,6 +189,13 @@ def run_training(
             resume_from_llamagen(run, resume)
         elif (checkpoint := resume or latest) is not None:
             run.resume(checkpoint)
-        return train_with_loggers(run, console, timer, on_event)
+        completed = True
+        with open_loggers(run, run.config, console, timer) as loggers:
+            for event in training_events(run):
+                loggers.log(event)
+                if on_event is not None:
+                    on_event(event)
+                completed = not isinstance(event, TrainingFinished) or event.step >= run.steps
+        return completed
     finally:
         run.engine.close()

@@ -277,7 +277,9 @@ def test_training_on_latents_matches_training_on_images(inputs: Path, tmp_path: 
     assert len(events) == 2
     collection = f"data={{type: image_collection, path: {inputs / 'captioned'}, image_size: 16}}"
     other = build(
-        load("dit-folder-text", [*run_overrides(inputs, tmp_path / "latents", "objective.prompt_dropout=0"), collection])
+        load(
+            "dit-folder-text", [*run_overrides(inputs, tmp_path / "latents", "objective.prompt_dropout=0"), collection]
+        )
     )
     batch, decoded_names = run.data.batch(0, 4, 0, 1), other.data.batch(0, 4, 0, 1)
     assert batch.prompts == decoded_names.prompts

@@ -80,7 +80,7 @@ def test_image_pairs_and_scores_are_written(inputs: Path, tmp_path: Path) -> Non
     assert read_scores(tmp_path) == rows and all(set(row) >= {"psnr", "ssim", "lpips"} for row in rows)
     pair = read_image(tmp_path / "images" / "in/deep/c.png.png")[0]
     original, reconstruction = pair[..., :16], pair[..., 16:]
-    assert original.equal(read_image(inputs / "pictures/in/deep/c.png")[0])
+    assert original.equal(read_image(inputs / "images/in/deep/c.png")[0])
     psnr = -10 * (original - reconstruction).square().mean().log10()
     assert float(psnr) == pytest.approx(rows[3]["psnr"], abs=1e-3)
     assert "broken.jpg cannot be read" in log.getvalue() and "1 could not be read" in log.getvalue()
