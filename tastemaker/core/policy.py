@@ -166,7 +166,7 @@ class BackboneWrapper(Backbone):
 
     @abstractmethod
     def rewrap(self, model: Backbone) -> Self:
-        """The same wrapper around another model."""
+        """Wrap another model with the settings of this wrapper."""
 
     @property
     def net(self) -> nn.Module:

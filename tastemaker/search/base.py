@@ -65,7 +65,7 @@ def split_candidates(
     """Which policy generates which of `count` candidates, n per prompt: [(policy, rows)].
 
     The published searches anneal the temperature of masked generators once and never reset it, so that it is 0 from
-    the second candidate of a prompt on; `reset_temperature` anneals it anew for every candidate.
+    the second candidate of a prompt on; `reset_temperature` restarts its annealing for every candidate.
     """
     rows = torch.arange(count)
     if reset_temperature:
