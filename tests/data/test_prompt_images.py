@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tastemaker.core.registry import ConfigError
+from tastemaker.data.dataset import epoch_permutation
 from tastemaker.data.image_io import image_size, resize_lanczos, save_image
 from tastemaker.data.prompt_images import (
     BUCKET_STEP,
@@ -63,6 +64,16 @@ def test_steps_have_one_bucket_and_epochs_all_samples() -> None:
         assert seen == {(bucket, row) for bucket, count in enumerate(counts) for row in range(count)}
         assert all(len(rows) == size for _, rows in epoch)
     assert first != second
+
+
+def test_batches_of_a_bucket_follow_its_permutation() -> None:
+    counts, size = (5, 7, 9), 4  # two, two and three batches; the last one of a bucket is filled up from its start
+    for epoch in range(3):
+        steps = [schedule_bucket(counts, 7, 7 * epoch + step, size) for step in range(7)]
+        for bucket, count in enumerate(counts):
+            order = epoch_permutation(count, 7, epoch).tolist()
+            expected = [(order + order)[first : first + size] for first in range(0, count, size)]
+            assert sorted(rows for chosen, rows in steps if chosen == bucket) == sorted(expected)
 
 
 def test_bucketed_batches_have_one_size_on_all_ranks(folder: Path) -> None:
