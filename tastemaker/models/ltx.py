@@ -104,6 +104,7 @@ class LtxSpec(VideoTransformerSpec):
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
+    supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = LTX
     backbone_class = LtxBackbone
     compression = COMPRESSION

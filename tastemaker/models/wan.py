@@ -256,6 +256,7 @@ class WanSpec(VideoTransformerSpec):
     checkpoint_decoder: bool = True  # recompute the decoder in the backward pass, latent by latent
     embeddings: Path | None = None  # folder written by `tastemaker embed`; the text encoder is loaded only if needed
     seed: int = 0  # of random weights
+    supports_context_parallel: ClassVar[bool] = True
     published: ClassVar[PublishedModel] = WAN
     backbone_class = WanBackbone
 
