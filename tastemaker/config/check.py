@@ -18,7 +18,9 @@ from ..core.randomness import Randomness
 from ..core.registry import ConfigError
 from ..core.types import ImageBatch, LatentBatch, PreferenceBatch, PromptBatch, QuestionAnswerBatch, TokenBatch
 from ..data.toy import ToyImages, ToyPairs
-from ..objectives.reward_gradient import RewardGradient, is_single_frame
+from ..objectives.reward_gradient import RewardGradient
+from ..objectives.scored_frames import is_single_frame
+from ..objectives.srpo import SRPO
 from ..objectives.teacher_forced_grpo import TeacherForcedGRPO
 from ..processes.autoregressive import AutoregressiveProcess
 from ..processes.gaussian import GaussianProcess
@@ -155,7 +157,7 @@ def check_gradient_steps(config: RunConfig, world_size: int) -> str | None:
 
 def check_scored_frames(config: RunConfig, world_size: int) -> str | None:
     objective, frames = config.objective, config.model.frames
-    if not isinstance(objective, RewardGradient):
+    if not isinstance(objective, RewardGradient | SRPO):
         return None
     try:
         single = is_single_frame(objective.frames, frames)

@@ -36,6 +36,7 @@ from ..core.types import (
 )
 from ..core.weights import Weights
 from ..objectives.reward_gradient import RewardGradient
+from ..objectives.srpo import SRPO
 from ..training import activation_memory, precision
 from ..training.context_parallel import emulate_context_parallel
 from .fake_backbones import PLANNED_AUTOENCODER, FakeDecoderPool, FakeLlamagenBackbone, fake_mode_of, load_fake_backbone
@@ -177,7 +178,7 @@ class FakeStep:
     def __init__(self, config: RunConfig, policy: Policy[Any], rubric: Rubric, rows: int, micro_batch: int) -> None:
         self.config, self.policy, self.rows, self.micro_batch = config, policy, rows, micro_batch
         self.objective: Any = config.objective
-        if isinstance(self.objective, RewardGradient) and self.objective.frames == "random":
+        if isinstance(self.objective, RewardGradient | SRPO) and self.objective.frames == "random":
             self.objective = replace(self.objective, frames="last")  # whose decoding takes most latents
         rng = fake_randomness(rows, fake_mode_of(policy.weights.net))
         held = (SingleProcess(), self.objective.make_state())
