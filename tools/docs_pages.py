@@ -546,6 +546,7 @@ API_PAGES = {
             ".processes.masked",
         ),
     ),
+    "display": ("Look at samples", (".report.display", ".report.figure")),
     "objective": ("The objective contract", (".core.objective", ".core.randomness")),
     "reward": ("The reward contract", (".core.reward",)),
     "types": ("Data types", (".core.types",)),
