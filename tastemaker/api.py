@@ -92,12 +92,20 @@ def build(
 
 
 def add_function_rewards(config: AnyConfig, functions: Mapping[str, ScoringFunction]) -> AnyConfig:
-    """Add functions to the rewards of a configuration, each with weight 1 and a batch size of 64."""
+    """Add functions to the rewards of a configuration, each with weight 1 and a batch size of 64.
+
+    A function with an attribute `differentiable = True` has scores with a gradient, as reward gradients need.
+    """
     if not functions:
         return config
     if not isinstance(config, RunConfig):
         raise ConfigError(f"rewards: a {type(config).__name__} has none; pass the configuration of a generator")
-    added = {name: RewardConfig(FunctionReward(register_function(each))) for name, each in functions.items()}
+    added = {
+        name: RewardConfig(
+            FunctionReward(register_function(each), differentiable=getattr(each, "differentiable", False) is True)
+        )
+        for name, each in functions.items()
+    }
     return replace(config, rewards={**config.rewards, **added})
 
 
@@ -249,7 +257,7 @@ def generate(
 
 def make_console() -> Console:
     """Return a console for messages: stderr, or plain text below the cell in a notebook."""
-    return Console(force_jupyter=False, force_terminal=False) if in_notebook() else Console(stderr=True)
+    return Console(force_jupyter=False, force_terminal=False, width=120) if in_notebook() else Console(stderr=True)
 
 
 def list_models() -> list[str]:

@@ -20,7 +20,7 @@ from .share_image import BAD, GOOD
 
 TITLE_SIZE, TITLE_LINE = 14, 20  # pixels: of the font and of a line
 PAIR_SIZE = 320  # pixels of the longer side of a pair of samples
-JPEG_QUALITY = 82
+JPEG_QUALITY = 72
 MAX_PNG_BYTES = 32_768  # larger still figures are displayed as JPEG, so that notebooks stay small
 
 
@@ -78,7 +78,7 @@ def draw_pairs(
     """Draw the samples of two sets side by side, with scores and the difference where both have them."""
     pixels = stack_pixels([*draw_borders(a), *draw_borders(b)])
     gap = max(1, pixels.shape[-1] // 32)
-    left, right = F.pad(pixels[: len(a)], (0, gap), value=1.0), pixels[len(a) :]
+    left, right = F.pad(pixels[: len(a)], (0, gap), value=1.0), F.pad(pixels[len(a) :], (0, 3 * gap), value=1.0)
     notes = [describe_pair(a, b, i, labels, score) for i in range(len(a))]
     captions = a.prompts if any(a.prompts) else b.prompts
     columns = columns or max(1, min(3, math.ceil(math.sqrt(len(a)))))

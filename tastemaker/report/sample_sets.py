@@ -243,7 +243,7 @@ def score_samples(samples: SampleSet, rubric: Rubric) -> SampleSet:
     rewards = rubric.score(stack_pixels(samples.pixels), samples.prompts, samples.metadata).rewards
     columns = {name: reward.tolist() for name, reward in rewards.items()}
     rows = [{name: column[i] for name, column in columns.items()} for i in range(len(samples))]
-    known = samples.scores or [{}] * len(samples)
+    known: Sequence[Mapping[str, float]] = samples.scores or [{}] * len(samples)
     return replace(samples, scores=tuple({**new, **old} for old, new in zip(known, rows, strict=True)))
 
 
