@@ -78,11 +78,13 @@ def compare(
     """
     first, second = collect_pair(a, b, prompts, count, seed)
     if len(first) != len(second):
-        raise ConfigError(f"there are {len(first)} samples on one side and {len(second)} on the other; pass as many")
+        raise ConfigError(
+            f"there are {len(first)} samples on one side and {len(second)} on the other; pass as many [TM830]"
+        )
     for left, right in zip(first.prompts, second.prompts, strict=True):
         if left and right and left != right:
             raise ConfigError(
-                f"the prompts differ: '{left:.60}' and '{right:.60}'; compare samples of the same prompts"
+                f"the prompts differ: '{left:.60}' and '{right:.60}'; compare samples of the same prompts [TM831]"
             )
     if rubric:
         first, second = score_samples(first, rubric), score_samples(second, rubric)
@@ -108,7 +110,9 @@ def collect_pair(a: Any, b: Any, prompts: Sequence[str], count: int, seed: int |
         return collect_finished(a, prompts, count), collect_finished(b, prompts, count)
     known = collect_finished(b if live[0] else a, prompts, count)
     if not any(known.prompts):
-        raise ConfigError("the prompts of the samples are unknown, so a run cannot generate the same; pass prompts")
+        raise ConfigError(
+            "the prompts of the samples are unknown, so a run cannot generate the same; pass prompts [TM832]"
+        )
     batch = PromptBatch(known.prompts, known.metadata or ({},) * len(known))
     generated = generate_samples(a if live[0] else b, batch, known.seed if seed is None else seed)
     return (generated, known) if live[0] else (known, generated)
@@ -118,7 +122,7 @@ def collect_finished(source: Any, prompts: Sequence[str], count: int) -> SampleS
     """Return samples that exist: those of a figure, of files, images or tensors."""
     if isinstance(source, Figure):
         if len(source.samples) > 1:
-            raise ConfigError("a figure of compare() has two sets of samples; pass one of show()")
+            raise ConfigError("a figure of compare() has two sets of samples; pass one of show() [TM833]")
         return source.samples[0].take(count)
     samples = collect_samples(source, count=count, prompts=prompts)
     return replace(samples, prompts=tuple(prompts[: len(samples)])) if not any(samples.prompts) and prompts else samples

@@ -80,7 +80,7 @@ def collect_samples(
         found = "an empty list" if isinstance(source, Sequence) else f"a {type(source).__name__}"
         raise ConfigError(
             f"cannot show {found}; expected "
-            "files from generate(), images, a tensor, the directory of a run, a run or a policy"
+            "files from generate(), images, a tensor, the directory of a run, a run or a policy [TM834]"
         )
     if not any(samples.prompts):
         samples = replace(samples, prompts=(*prompts, *[""] * len(samples))[: len(samples)])
@@ -98,7 +98,9 @@ def collect_list(items: Sequence[Any]) -> SampleSet:
         elif isinstance(item, Tensor):
             pixels += split_tensor(item)
         else:
-            raise ConfigError(f"cannot show a list with a {type(item).__name__}; expected files, images or tensors")
+            raise ConfigError(
+                f"cannot show a list with a {type(item).__name__}; expected files, images or tensors [TM835]"
+            )
     return SampleSet("", tuple(pixels), ())
 
 
@@ -109,12 +111,12 @@ def split_tensor(pixels: Tensor) -> tuple[Tensor, ...]:
     images = images[:, None] if images.ndim == 4 else images
     if images.ndim != 5 or images.shape[2] not in (1, 3):
         raise ConfigError(
-            f"cannot show a tensor of shape {list(pixels.shape)}; expected [B, 3, H, W] or [B, F, 3, H, W]"
+            f"cannot show a tensor of shape {list(pixels.shape)}; expected [B, 3, H, W] or [B, F, 3, H, W] [TM836]"
         )
     low, high = float(images.min()), float(images.max())
     if low < -0.01 or high > 1.01:
         raise ConfigError(
-            f"the pixels are between {low:.3g} and {high:.3g}; expected 0 to 1 (from -1 to 1: x / 2 + 0.5)"
+            f"the pixels are between {low:.3g} and {high:.3g}; expected 0 to 1 (from -1 to 1: x / 2 + 0.5) [TM837]"
         )
     return tuple(images.expand(-1, -1, 3, -1, -1))
 
@@ -161,13 +163,15 @@ def read_directory(folder: Path, step: int | None) -> SampleSet:
         if not chosen:
             steps = ", ".join(str(grid.step) for grid in grids) or "none"
             wanted = "" if step is None else f" of step {step}"
-            raise ConfigError(f"{folder} has no samples{wanted} (steps with samples: {steps}); set sample.every")
+            raise ConfigError(
+                f"{folder} has no samples{wanted} (steps with samples: {steps}); set sample.every [TM838]"
+            )
         return read_sample_grid(chosen[-1], folder.resolve().name)
     rows = read_metadata(folder)
     names = list(rows) or sorted(path.name for path in folder.iterdir() if is_sample(path))
     paths = [folder / name for name in names if (folder / name).exists()]
     if not paths:
-        raise ConfigError(f"{folder} holds no run and no images; pass the directory of a run or image files")
+        raise ConfigError(f"{folder} holds no run and no images; pass the directory of a run or image files [TM839]")
     return read_files(paths)
 
 
@@ -216,7 +220,7 @@ def choose_prompts(source: Run | Policy[Any], prompts: Sequence[str], count: int
         return PromptBatch(tuple(prompts[:count]), tuple({} for _ in prompts[:count]))
     if isinstance(source, Run):
         return source.fixed_prompts(count)
-    raise ConfigError("a policy has no prompts of its own; pass prompts=['a red cube', ...]")
+    raise ConfigError("a policy has no prompts of its own; pass prompts=['a red cube', ...] [TM840]")
 
 
 @torch.no_grad()
