@@ -30,6 +30,7 @@ from .config.schema import (
     ValidationConfig,
 )
 from .config.validate import build_component
+from .console import make_console
 from .core.autoencoder import AUTOENCODERS, AutoencoderSpec
 from .core.model_spec import ModelSpec
 from .core.registry import ConfigError
@@ -126,7 +127,7 @@ def train(
         if on_event is not None:
             on_event(event)
 
-    console = console or Console(stderr=True)
+    console = console or make_console(stderr=True)
     if isinstance(run_or_config, AnyRun):
         if resume or init_from or tiny or rewards:
             raise ConfigError("rewards, resume, init_from and tiny need a configuration, but train() got a run")
@@ -179,7 +180,7 @@ def evaluate(
     geneval = parse_detector(detector, self_test=self_test)
     config, checkpoint = resolve_source(str(model), overrides, tiny=tiny)
     directory = out or benchmark_run.evaluation_directory(benchmark, config, checkpoint, search_name(search))
-    verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or Console(stderr=True)
+    verifier, console = verifier or benchmark_run.default_verifier(benchmark), console or make_console(stderr=True)
 
     def evaluate_search(n: int, folder: Path) -> dict[str, Any]:
         options = benchmark_run.EvaluationOptions(
@@ -241,7 +242,7 @@ def generate(
         video_format,
         fps,
     )
-    folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console or Console(stderr=True))
+    folder = generate_samples(config, checkpoint, options, tiny=tiny, console=console or make_console(stderr=True))
     rows = [json.loads(line) for line in (folder / METADATA_FILE).read_text(encoding="utf-8").splitlines()]
     return [folder / row["file"] for row in rows]
 
@@ -322,7 +323,7 @@ class VAETrainer:
         try:
             if latest is not None:
                 run.resume(latest)
-            with open_loggers(run, config, console or Console(stderr=True)) as loggers:
+            with open_loggers(run, config, console or make_console(stderr=True)) as loggers:
                 for event in training_events(run):
                     loggers.log(event)
                     metrics = dict(event.metrics) if isinstance(event, StepCompleted) else metrics

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ...console import make_console
 from ..events import (
     CheckpointSaved,
     Event,
@@ -45,7 +46,7 @@ class ProgressLogger:
         frames: int = 1,
         remaining_time: Callable[[], str] | None = None,  # shown instead of the remaining time of this run
     ) -> None:
-        self._console, self._clock = console or Console(stderr=True), clock
+        self._console, self._clock = console or make_console(stderr=True), clock
         self._remaining_time = remaining_time
         self._live: Live | None = None
         self._started = TrainingStarted(0, 1, Path(), 0)
