@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten, wrap
 from typing import Annotated, Any, Literal
 
@@ -63,7 +63,7 @@ def list_(
         console.print(reward_table(rows))
     else:
         groups = group_rows(kind, rows, catalog.RECIPE_FAMILIES)
-        lines = format_groups(groups, console.width)
+        lines = format_groups(groups, console.width, fit_recipe if kind == "recipes" else fit_description)
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     print_next_steps(*NEXT_STEPS[kind])
 
@@ -84,7 +84,7 @@ def group_rows(kind: str, rows: list[dict[str, Any]], families: Mapping[str, str
     return {kind: [(row["name"], row["description"]) for row in rows]}
 
 
-def format_groups(groups: Mapping[str, list[tuple[str, str]]], width: int) -> list[str]:
+def format_groups(groups: Mapping[str, list[tuple[str, str]]], width: int, fit: Callable[[str, int], str]) -> list[str]:
     """One line per component with as much of its description as fits; two lines if that would be little."""
     lines: list[str] = []
     for heading, rows in groups.items():
@@ -92,14 +92,22 @@ def format_groups(groups: Mapping[str, list[tuple[str, str]]], width: int) -> li
         column = max(len(name) for name, _ in rows)
         room = width - column - 4
         if room >= MIN_ROOM:
-            lines += [f"  {name:{column}}  {fit_description(text, room)}" for name, text in rows]
+            lines += [f"  {name:{column}}  {fit(text, room)}" for name, text in rows]
         else:
-            lines += [line for name, text in rows for line in (f"  {name}", f"    {fit_description(text, width - 4)}")]
+            lines += [line for name, text in rows for line in (f"  {name}", f"    {fit(text, width - 4)}")]
     return lines
 
 
 def fit_description(text: str, width: int) -> str:
-    """Shorten a description that is too long, at the end of a sentence or a clause if possible.
+    """Shorten a description that is too long: to its first sentence if that fits and is not much shorter."""
+    sentence = text.partition(". ")[0] + "."
+    if len(text) > width >= len(sentence) >= width / 2:
+        return sentence
+    return shorten(text, width, placeholder=" ...", break_on_hyphens=False)
+
+
+def fit_recipe(text: str, width: int) -> str:
+    """Shorten the description of a recipe that is too long, at the end of a sentence or a clause if possible.
 
     Left out are first the model after "on", which the recipe's name says too, then the last sentences, and then the
     clauses of the first sentence.
@@ -112,10 +120,7 @@ def fit_description(text: str, width: int) -> str:
     sentences = [[first, *others[:count]] for count in range(len(others), -1, -1)]
     shorter = [[", ".join(clauses[:count])] for count in range(len(clauses), 0, -1)]
     candidates = [f"{'. '.join(parts)}." for parts in (*sentences, *shorter)]
-    return next(
-        (candidate for candidate in candidates if len(candidate) <= width),
-        shorten(text, width, placeholder=" ...", break_on_hyphens=False),
-    )
+    return next((each for each in candidates if len(each) <= width), fit_description(text, width))
 
 
 def describe_reward(row: dict[str, Any]) -> str:

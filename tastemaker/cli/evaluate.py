@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -94,13 +95,15 @@ def evaluate(
         tiny=tiny,
         console=stderr_console(),
     )
+    print_next_steps(*suggest_after_evaluation(benchmark, model, overrides or []))
+
+
+def suggest_after_evaluation(benchmark: str, model: str, overrides: Sequence[str]) -> list[str]:
+    """Commands that follow: the report and the export of a run, or the training of a recipe."""
     if Path(model).is_dir():
-        print_next_steps(
-            f"tastemaker report {model}", f"tastemaker export {model} --out {Path(model).name}.safetensors"
-        )
-    else:
-        trained = f"tastemaker evaluate {benchmark} --model RUN, to compare the trained model"
-        print_next_steps(f"tastemaker train {shlex.join([model, *(overrides or [])])}", trained)
+        return [f"tastemaker report {model}", f"tastemaker export {model} --out {Path(model).name}.safetensors"]
+    trained = f"tastemaker evaluate {benchmark} --model RUN, to compare the trained model"
+    return [f"tastemaker train {shlex.join([model, *overrides])}", trained]
 
 
 @app.command(rich_help_panel=EVALUATE, epilog="Example: tastemaker bench playground --num-prompts 48 --jobs 2")

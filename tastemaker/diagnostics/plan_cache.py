@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..config.schema import AutoencoderRunConfig, RunConfig
 from ..core.output_paths import user_cache_directory, write_text_atomically
 from . import plan
 
+PACKAGE_ROOT = Path(__file__).parent.parent
 CACHE_FILE = "plans.json"
 MAX_ENTRIES = 500  # the oldest are dropped
 OWN_COMPONENT = re.compile(r"type: '?[\w.]+:\w")  # of the user's own file, which may change
@@ -24,7 +26,7 @@ PlannedConfig = RunConfig | AutoencoderRunConfig
 
 @dataclass
 class PlanCache:
-    """Estimates by configuration, number of GPUs, and versions of the package and PyTorch.
+    """Estimates by configuration, number of GPUs, and state of the package and PyTorch.
 
     A damaged file counts as empty. Autoencoders, whose estimate depends on the data, and components of the user's own
     are measured every time.
@@ -53,7 +55,13 @@ class PlanCache:
         settings = config_to_yaml(config)
         if isinstance(config, AutoencoderRunConfig) or OWN_COMPONENT.search(settings):
             return None
-        return hashlib.sha256(repr((settings, world_size, __version__, torch.__version__)).encode()).hexdigest()[:32]
+        identity = (settings, world_size, __version__, torch.__version__, _last_change())
+        return hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
+
+
+def _last_change() -> int:
+    """When the package's code was last changed, since the version of a checkout stays the same."""
+    return max(path.stat().st_mtime_ns for path in PACKAGE_ROOT.rglob("*.py"))
 
 
 def _read_entries() -> dict[str, Any]:
