@@ -149,6 +149,11 @@ class ProgressBar:
             self._last_line = self._clock()
             print_line(self.console, self._plain_line())
 
+    def print_above(self, text: str, console: Console) -> None:
+        """Print a line of text with markup to another console; if both are terminals, above the bar."""
+        target = self.console if self._bars is not None and not is_plain(console) else console
+        target.print(text, highlight=False)
+
     def _line_is_due(self) -> bool:
         return self._clock() - self._last_line >= LINE_INTERVAL
 

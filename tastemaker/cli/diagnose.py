@@ -237,9 +237,9 @@ def doctor(recipe: Recipe, overrides: Overrides = None, tiny: Tiny = False, devi
         for result in run_doctor(config, tiny=tiny):
             failures += result.verdict == "fail"
             line = f"{VERDICTS[result.verdict]}  {escape(result.name)}: {escape(result.number)}"
-            console.print(line, highlight=False)
+            progress.print_above(line, console)
             if result.advice:
-                console.print(f"      {escape(result.advice)}", highlight=False)
+                progress.print_above(f"      {escape(result.advice)}", console)
             progress.advance()
     if failures:
         console.print(f"{failures} check(s) failed: this run would not train as it should")

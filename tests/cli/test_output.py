@@ -77,6 +77,16 @@ def test_tables_and_bars_fit_terminals(columns: int) -> None:
     assert any("990/1000" in line for line in lines)
 
 
+def test_results_are_printed_above_the_bar_or_to_the_pipe() -> None:
+    bar_console, screen, pipe = terminal(60), terminal(60), Console(file=io.StringIO(), width=200)
+    with ProgressBar(bar_console) as bar:
+        bar.start("checking", 2)
+        for console in (screen, pipe):
+            bar.print_above("[green]pass[/]  ratio", console)
+    assert text_of(pipe) == "pass  ratio\n" and text_of(screen) == ""
+    assert re.search(r"\x1b\[2Kpass  ratio", text_of(bar_console))  # after the line of the bar is cleared
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
