@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
-from rich.table import Table
 
+from ...console import Table
 from ...core.registry import ConfigError
 from .plan import ScoreboardPlan
 from .results import BeforeAfter, ConfidenceInterval, Result, ScoreboardRow, build_rows, load_results, mean_before_after
