@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from docs_pages import BLOCK, FILE_NAME, PAGES, ROOT, code_blocks, console_lines, write_named_blocks
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
@@ -23,33 +24,8 @@ from tastemaker.core.registry import ConfigError
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = vars(get_command(app))["commands"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE_NAME = re.compile(r"# ([\w-]+\.(?:py|yaml))\n")
-
-
-def code_blocks(page: Path, language: str) -> list[str]:
-    return [text for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
-
-
-def write_named_blocks(page: Path, folder: Path) -> list[Path]:
-    """Write every code block that starts with a file name to that file, and return the files."""
-    files = []
-    for _, text in BLOCK.findall(page.read_text(encoding="utf-8")):
-        if name := FILE_NAME.match(text):
-            path = folder / name[1]
-            path.write_text(text, encoding="utf-8")
-            files.append(path)
-    return files
-
-
-def console_lines(page: Path) -> Iterator[str]:
-    """Every line of every console block, with continuation lines joined."""
-    for text in code_blocks(page, "console"):
-        yield from text.replace("\\\n", " ").splitlines()
 
 
 def train_and_collect_rewards(config: RunConfig, folder: Path) -> list[float]:
