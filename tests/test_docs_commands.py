@@ -34,7 +34,6 @@ SMALL_BATCH = ("batch.prompts=2", "batch.minibatches=1", "engine.compile=false")
 ADDITIONS: dict[str, tuple[str, ...]] = {
     "bench": ("--minutes", "0", "--device", "cpu"),
     "demo": ("--steps", "2", "--num-prompts", "6", "--device", "cpu"),
-    "doctor": ("--tiny", "--device", "cpu"),
     "download": ("--list",),
     "embed": ("--tiny", "--device", "cpu"),
     "evaluate": ("--num-prompts", "6", "--count", "1", "--device", "cpu"),
@@ -44,8 +43,8 @@ ADDITIONS: dict[str, tuple[str, ...]] = {
     "train": ("--tiny", *SMALL_BATCH, *SMALL_RUN),
 }
 REWARDS_WITHOUT_WEIGHTS = {"hps": "brightness", "aesthetic": "jpeg"}
-# Full-size plans trace networks of billions of weights; tests/diagnostics runs them.
-NOT_RUN = re.compile(r"pip |make |tastemaker plan ")
+# Plans trace networks of billions of weights, and the doctor starts ranks: tests of their own run them.
+NOT_RUN = re.compile(r"pip |make |tastemaker (plan|doctor) ")
 
 
 def make_tiny(line: str, steps: int) -> list[str]:
