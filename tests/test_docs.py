@@ -18,12 +18,14 @@ from typer.main import get_command
 from tastemaker import build, load
 from tastemaker.cli import app
 from tastemaker.config.load import list_recipes, list_trainable_recipes, load_any_config
+from tastemaker.config.recipes import recipe_paths
 from tastemaker.config.registries import OBJECTIVES
 from tastemaker.config.schema import RunConfig
 from tastemaker.core.registry import ConfigError
 from tastemaker.training.events import StepCompleted
 from tastemaker.training.loop import train
 
+UNPLANNED = {name for name, path in recipe_paths().items() if path.parent.name in ("playground", "toys")}
 COMMANDS = vars(get_command(app))["commands"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
@@ -149,6 +151,8 @@ def find_mistakes(line: str, local_files: set[str]) -> Iterator[str]:
         *local_files,
     }:
         yield f"no recipe {match[2]}"
+    if (match := re.search(r"\btastemaker plan ([\w-]+)", line)) and match[1] in UNPLANNED:
+        yield f"plan refuses the small model of {match[1]}"
     if match := re.search(r"\btastemaker ([a-z-]+)(.*)", line):
         if match[1] not in COMMANDS:
             yield f"no command {match[1]}"
