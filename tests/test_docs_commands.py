@@ -42,6 +42,11 @@ ADDITIONS: dict[str, tuple[str, ...]] = {
     "score": ("--device", "cpu"),
     "train": ("--tiny", *SMALL_BATCH, *SMALL_RUN),
 }
+SMALL_RECIPES = {  # where the published numbers take long, even with tiny networks
+    "ddpo-sd15": ("process.num_steps=4",),
+    "flowgrpo-sd35": ("objective.group_size=2", "process.num_steps=4"),
+    "grpo-playground-flow": ("objective.group_size=2",),
+}
 REWARDS_WITHOUT_WEIGHTS = {"hps": "brightness", "aesthetic": "jpeg"}
 # Plans trace networks of billions of weights, and the doctor starts ranks: tests of their own run them.
 NOT_RUN = re.compile(r"pip |make |tastemaker (plan|doctor) ")
@@ -57,6 +62,7 @@ def make_tiny(line: str, steps: int) -> list[str]:
         arguments = [word for word in arguments if not word.startswith("steps=")] + [f"steps={steps}"]
         if arguments[0].startswith("runs/"):  # it continues a run whose model is tiny already
             return [command, *arguments, *SMALL_RUN[2:]]
+        arguments += SMALL_RECIPES.get(arguments[0], ())
     added = [word for word in ADDITIONS.get(command, ()) if word not in arguments]
     return [command, *arguments, *added]
 
